@@ -1,0 +1,1 @@
+"""DDPJob: PyTorch DistributedDataParallel jobs on Kubernetes, and the same jobs as local processes."""

@@ -1,0 +1,144 @@
+"""Pure builders: what the operator creates, as the API server takes it. The local run starts the same pods."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from ddpjob_operator import api, contract
+from ddpjob_operator.podspec import gpus, quantity, trainer_container
+
+Body = dict[str, Any]
+
+# Half of the memory limit, as tmpfs defaults to half of the RAM; without a limit a size that serves data loaders.
+# 64 MiB, the container runtime's default, breaks DataLoader workers and NCCL (DESIGN 1.2).
+SHM_BYTES_DEFAULT = 2 * 2**30
+KEEP_FROM_CONSOLIDATION = {
+    "karpenter.sh/do-not-disrupt": "true",
+    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+}
+
+
+@dataclass(frozen=True)
+class Reporting:
+    """Where and how trainers report progress."""
+
+    url: str
+    token_file: str
+    interval_seconds: float = 5.0
+
+    def environment(self) -> dict[str, str]:
+        """The variables that the trainer library reads."""
+        return {
+            "DDPJOB_STATUS_URL": self.url,
+            "DDPJOB_STATUS_TOKEN_FILE": self.token_file,
+            "DDPJOB_STATUS_INTERVAL": f"{self.interval_seconds:g}",
+        }
+
+
+def service(job: api.DDPJob) -> Body:
+    """The headless Service that gives every pod a name."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(job, job.metadata.name, contract.labels(job)),
+        "spec": {
+            "clusterIP": "None",
+            # Peers must resolve before they are ready: they become ready by meeting each other.
+            "publishNotReadyAddresses": True,
+            "selector": contract.labels(job),
+        },
+    }
+
+
+def pod(
+    job: api.DDPJob,
+    attempt: int,
+    rank: int,
+    meet: contract.Endpoint | None = None,
+    reporting: Reporting | None = None,
+) -> Body:
+    """The pod of node `rank` in `attempt`. meet: where the ranks meet; None is the Service's name, as in a cluster."""
+    meet = meet or contract.endpoint(job, attempt)
+    template = copy.deepcopy(job.spec.template)
+    spec: Body = template["spec"]
+    given = template.get("metadata") or {}
+    labels = {
+        **(given.get("labels") or {}),
+        **contract.labels(job),
+        contract.LABEL_ATTEMPT: str(attempt),
+        contract.LABEL_RANK: str(rank),
+    }
+    metadata = _metadata(job, contract.pod_name(job, attempt, rank), labels)
+    metadata["annotations"] = {**KEEP_FROM_CONSOLIDATION, **(given.get("annotations") or {})}
+    spec.update(restartPolicy="Never", hostname=contract.hostname(job, rank), subdomain=job.metadata.name)
+    spec.setdefault("enableServiceLinks", False)
+    _trainer(job, attempt, rank, meet, reporting, spec)
+    _shared_memory(spec)
+    _spread(job, spec)
+    _host_network(spec, meet)
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def wants_one_pod_per_node(spec: api.Spec) -> bool:
+    """auto: yes for jobs with GPUs."""
+    return gpus(spec.template) > 0 if spec.one_pod_per_node == "auto" else spec.one_pod_per_node
+
+
+def _metadata(job: api.DDPJob, name: str, labels: dict[str, str]) -> Body:
+    owner = {
+        "apiVersion": api.API_VERSION,
+        "kind": api.KIND,
+        "name": job.metadata.name,
+        "uid": job.metadata.uid,
+        # Without blockOwnerDeletion: it would need the right to update the job's finalizers.
+        "controller": True,
+    }
+    return {"name": name, "namespace": job.metadata.namespace, "labels": labels, "ownerReferences": [owner]}
+
+
+def _trainer(
+    job: api.DDPJob, attempt: int, rank: int, meet: contract.Endpoint, reporting: Reporting | None, spec: Body
+) -> None:
+    trainer = trainer_container({"spec": spec})
+    assert trainer is not None, "validation lets no template without a container pass"
+    users = contract.user_environment(trainer)
+    own = contract.environment(job, attempt, rank, meet) | (reporting.environment() if reporting else {})
+    names = {entry["name"] for entry in users}
+    # Ours first, so that the user's values can refer to them: WORLD_SIZE: $(NNODES).
+    trainer["env"] = [{"name": name, "value": value} for name, value in own.items() if name not in names] + users
+    # The kubelet keeps the end of the log as the message: the cause survives the pod, without the right to read logs.
+    trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
+
+
+def _shared_memory(spec: Body) -> None:
+    trainer = trainer_container({"spec": spec}) or {}
+    mounts = trainer.get("volumeMounts") or []
+    if any(str(m.get("mountPath", "")).rstrip("/") == "/dev/shm" for m in mounts):  # noqa: S108 - a mount, not a file
+        return
+    memory = ((trainer.get("resources") or {}).get("limits") or {}).get("memory")
+    size = int(quantity(memory)) // 2 if memory is not None else SHM_BYTES_DEFAULT
+    volume = {"name": "ddpjob-shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(size)}}
+    spec["volumes"] = [*(spec.get("volumes") or []), volume]
+    trainer["volumeMounts"] = [*mounts, {"name": "ddpjob-shm", "mountPath": "/dev/shm"}]  # noqa: S108
+
+
+def _spread(job: api.DDPJob, spec: Body) -> None:
+    if not wants_one_pod_per_node(job.spec) or job.spec.nodes == 1:
+        return
+    term = {"labelSelector": {"matchLabels": contract.labels(job)}, "topologyKey": "kubernetes.io/hostname"}
+    affinity = spec.setdefault("affinity", {})
+    wanted = affinity.setdefault("podAntiAffinity", {})
+    name = "requiredDuringSchedulingIgnoredDuringExecution"
+    wanted[name] = [*(wanted.get(name) or []), term]
+
+
+def _host_network(spec: Body, meet: contract.Endpoint) -> None:
+    if not spec.get("hostNetwork"):
+        return
+    spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")
+    trainer = trainer_container({"spec": spec}) or {}
+    # Declared, so that the scheduler never puts two jobs with the same port on one node.
+    port = {"name": "ddpjob-master", "containerPort": meet.port, "hostPort": meet.port, "protocol": "TCP"}
+    trainer["ports"] = [*(trainer.get("ports") or []), port]

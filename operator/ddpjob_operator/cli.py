@@ -1,0 +1,137 @@
+"""`ddpjob`: the command line. Answers go to stdout, everything else to stderr; wrong input ends with exit code 2.
+
+Imports stand inside the commands: `ddpjob --help` must not wait for what it does not use.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from ddpjob_operator import api
+    from ddpjob_operator.yamlfile import Document
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+@click.group(context_settings=CONTEXT, epilog="Example: ddpjob run examples/digits.yaml")
+@click.version_option(package_name="ddpjob", message="ddpjob %(version)s")
+def cli() -> None:
+    """PyTorch DDP jobs: one YAML, on Kubernetes or as processes on this machine."""
+
+
+@cli.command(epilog="Example: ddpjob run examples/digits.yaml --nodes 3 --set spec.nprocPerNode=2 --status status.json")
+@click.argument("file", type=click.Path(dir_okay=False))
+@click.option("--job", metavar="NAME", help="Which DDPJob, where the file has several.")
+@click.option("--nodes", metavar="N", help="Run this many nodes instead of spec.nodes.")
+@click.option(
+    "--set", "settings", metavar="PATH=VALUE", multiple=True, help="Set a field: spec.nprocPerNode=2. Repeatable."
+)
+@click.option(
+    "--env", "variables", metavar="NAME=VALUE", multiple=True, help="Set a variable of the trainer. Repeatable."
+)
+@click.option(
+    "--status", type=click.Path(dir_okay=False, path_type=Path), help="Keep the status document (JSON) in this file."
+)
+@click.option(
+    "--logs", type=click.Path(file_okay=False, path_type=Path), help="Where logs are kept.  [~/.local/state/ddpjob]"
+)
+@click.option("--cpu", is_flag=True, help="Train on the CPU with gloo, whatever GPUs the job asks for.")
+@click.option("--allow-unsupported", is_flag=True, help="Go on without what cannot be honoured on one machine.")
+@click.option("--plain", is_flag=True, help="Plain lines also on a terminal.")
+@click.option("--dry-run", is_flag=True, help="Print the Service and the pods that a cluster would get, and stop.")
+def run(
+    file: str,
+    job: str | None,
+    nodes: str | None,
+    settings: tuple[str, ...],
+    variables: tuple[str, ...],
+    status: Path | None,
+    logs: Path | None,
+    cpu: bool,
+    allow_unsupported: bool,
+    plain: bool,
+    dry_run: bool,
+) -> int:
+    """Run the DDPJob in FILE on this machine: each node becomes a process group on loopback.
+
+    \b
+    Exit codes: 0 succeeded, 1 the job failed, 2 wrong input, 130 interrupted.
+    """
+    from ddpjob_operator.local.run import Options
+    from ddpjob_operator.local.run import run as run_locally
+
+    document, parsed = load(file, job, nodes, settings, variables)
+    if dry_run:
+        return print_objects(parsed)
+    return run_locally(document, parsed, Options(status, cpu, allow_unsupported, plain, logs))
+
+
+@cli.command(epilog="Example: ddpjob crd | kubectl apply -f -")
+def crd() -> int:
+    """Print the CustomResourceDefinition of DDPJob."""
+    from ddpjob_operator.crd import to_yaml
+
+    sys.stdout.write(to_yaml())
+    return 0
+
+
+def load(
+    file: str, job: str | None, nodes: str | None, settings: tuple[str, ...], variables: tuple[str, ...]
+) -> tuple[Document, api.DDPJob]:
+    """The job of a file with the options applied. Raises InputError."""
+    from ddpjob_operator import override, validation, yamlfile
+
+    document = yamlfile.read_job(file, job)
+    if nodes is not None:
+        override.set_field(document, f"spec.nodes={nodes}", "--nodes")
+    for setting in settings:
+        override.set_field(document, setting, f"--set {setting}")
+    for variable in variables:
+        override.set_variable(document, variable)
+    parsed, problems = validation.parse(document.data)
+    if problems:
+        raise document.error(problems)
+    return document, parsed
+
+
+def print_objects(job: api.DDPJob) -> int:
+    """The objects as YAML documents on stdout."""
+    import yaml
+
+    from ddpjob_operator.local.run import dry_run
+
+    class Dumper(yaml.SafeDumper):
+        """Without anchors: kubectl reads them, people do not."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    yaml.dump_all(dry_run(job), sys.stdout, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10_000)
+    return 0
+
+
+def main() -> None:
+    """The program `ddpjob`."""
+    from ddpjob_operator.yamlfile import InputError
+
+    try:
+        code = cli.main(prog_name="ddpjob", standalone_mode=False)
+    except InputError as error:
+        click.echo(str(error), err=True)
+        code = 2
+    except click.ClickException as error:
+        error.show()
+        code = 2
+    except (click.Abort, KeyboardInterrupt):
+        code = 130
+    except BrokenPipeError:
+        # `ddpjob crd | head`: the reader has gone, and Python's own flush at exit must not say so a second time.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = 0
+    sys.exit(code)

@@ -1,0 +1,151 @@
+"""What the trainer's command says to torchrun or torch.distributed.launch, and where that contradicts the job.
+
+Such a contradiction hangs: the launcher waits for nodes that never come (docs/measured.md), so it is refused before
+anything starts. What a shell script or a Python file does inside is not read here.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpjob_operator import api
+from ddpjob_operator.podspec import trainer_container
+
+Found = Iterator[tuple[tuple[str | int, ...], str]]
+
+# torchrun's options that take no value (torch/distributed/run.py, 2.13); all others take one.
+_FLAGS = {
+    "standalone", "module", "no_python", "run_path", "use_env", "virtual_local_rank", "help",
+}  # fmt: skip
+# The options that are read here, with all that argparse could mean by a prefix of them.
+_OPTIONS = (
+    "nnodes nproc_per_node rdzv_backend rdzv_endpoint rdzv_id rdzv_conf standalone max_restarts monitor_interval "
+    "start_method event_log_handler role module no_python run_path log_dir redirects tee local_ranks_filter "
+    "duplicate_stdout_filters duplicate_stderr_filters node_rank master_addr master_port local_addr logs_specs "
+    "numa_binding signals_to_handle shutdown_timeout virtual_local_rank use_env help"
+).split()
+_LAUNCHERS = {"torchrun", "ddprun"}
+_MODULES = {"torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher"}
+_LOOPBACK = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|::1)$")
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A launcher found in a command, with its own options by their full names."""
+
+    name: str
+    options: dict[str, str] = field(default_factory=dict)
+
+
+def find(command: list[str]) -> Launcher | None:
+    """The launcher that `command` (command + args) starts, also inside `sh -c "…"`; None where there is none."""
+    words = _words(command)
+    for i, word in enumerate(words):
+        name = word.rsplit("/", 1)[-1]
+        if name in _LAUNCHERS:
+            return Launcher(name, _options(words[i + 1 :]))
+        if word == "-m" and words[i + 1 : i + 2] and words[i + 1] in _MODULES:
+            return Launcher(words[i + 1], _options(words[i + 2 :]))
+        if re.search(r"torch/distributed/(run|launch)\.py$", word):
+            return Launcher(name, _options(words[i + 1 :]))
+    return None
+
+
+def command_of(template: dict[str, Any]) -> list[str]:
+    """command + args of the trainer, as text."""
+    trainer = trainer_container(template) or {}
+    parts = [*(trainer.get("command") or []), *(trainer.get("args") or [])]
+    return [part for part in parts if isinstance(part, str)]
+
+
+def nproc_per_node(template: dict[str, Any]) -> int | None:
+    """--nproc-per-node of the command where it is a number."""
+    launcher = find(command_of(template))
+    value = launcher.options.get("nproc_per_node", "") if launcher else ""
+    return int(value) if value.isdecimal() and int(value) > 0 else None
+
+
+def contradictions(spec: api.Spec) -> Found:
+    """Where the launcher's own options contradict the job: path below spec, and a sentence with the mend."""
+    launcher = find(command_of(spec.template))
+    if launcher is None:
+        return
+    trainer = trainer_container(spec.template) or {}
+    path = ("template", "spec", "containers", _index_of(spec, trainer), "command" if "command" in trainer else "args")
+    for sentence in (*_nodes(launcher, spec), *_several_nodes(launcher, spec), *_processes(launcher, spec)):
+        yield path, f"{launcher.name} {sentence}"
+
+
+def _nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
+    wanted = launcher.options.get("nnodes", "")
+    if ":" in wanted and len(set(wanted.split(":"))) > 1:
+        yield f"--nnodes={wanted} asks for an elastic job, which is not available yet. Remove --nnodes."
+    elif wanted.split(":")[0].isdecimal() and int(wanted.split(":")[0]) != spec.nodes:
+        yield f"--nnodes={wanted} contradicts spec.nodes: {spec.nodes}. Remove --nnodes: the job sets it."
+
+
+def _several_nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
+    if spec.nodes == 1:
+        return
+    options = launcher.options
+    if "standalone" in options:
+        yield f"--standalone is for one node, and spec.nodes is {spec.nodes}: each node would train alone. Remove it."
+    if options.get("node_rank", "").isdecimal():
+        rank = options["node_rank"]
+        yield f"--node_rank={rank} gives all {spec.nodes} nodes the same rank. Remove it, or use $(NODE_RANK)."
+    if _LOOPBACK.match(options.get("master_addr", "")):
+        yield f"--master_addr={options['master_addr']} keeps {spec.nodes} nodes apart. Remove it: the job sets it."
+
+
+def _processes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
+    wanted = launcher.options.get("nproc_per_node", "")
+    if isinstance(spec.nproc_per_node, int) and wanted.isdecimal() and int(wanted) != spec.nproc_per_node:
+        yield (
+            f"--nproc_per_node={wanted} contradicts spec.nprocPerNode: {spec.nproc_per_node}. "
+            "Remove one of them: the job sets the option."
+        )
+
+
+def _words(command: list[str]) -> list[str]:
+    """The command's words; the script of `sh -c` is split into its own."""
+    words: list[str] = []
+    for part in command:
+        inner = " " in part.strip() and ("torchrun" in part or "torch.distributed" in part or "ddprun" in part)
+        try:
+            words += shlex.split(part, comments=True) if inner else [part]
+        except ValueError:  # an unclosed quote: the shell's problem, not a contradiction
+            words.append(part)
+    return words
+
+
+def _options(words: list[str]) -> dict[str, str]:
+    """The launcher's options, up to the script: what follows the script belongs to the script."""
+    found: dict[str, str] = {}
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith("-") or word == "--":
+            break
+        name, has_value, value = word.lstrip("-").partition("=")
+        full = (
+            _full_name(name) if word.startswith("--") else {"m": "module", "r": "redirects", "t": "tee"}.get(name, name)
+        )
+        if full in _FLAGS:
+            found[full] = "1"
+        else:
+            found[full] = value if has_value else next(rest, "")
+    return found
+
+
+def _full_name(name: str) -> str:
+    """argparse takes an unambiguous prefix: --nnode is --nnodes."""
+    name = name.replace("-", "_")
+    matches = [o for o in _OPTIONS if o.startswith(name)]
+    return name if name in _OPTIONS or len(matches) != 1 else matches[0]
+
+
+def _index_of(spec: api.Spec, trainer: dict[str, Any]) -> int:
+    return next(i for i, c in enumerate(spec.template["spec"]["containers"]) if c is trainer)

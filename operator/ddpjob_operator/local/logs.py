@@ -1,0 +1,66 @@
+"""The output of a node: all of it in a file, its lines for the screen, its end for the status."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+TAIL_BYTES = 2048  # what the kubelet keeps of a log as the termination message
+LINE_MAX = 4096  # longer lines are cut on the screen; the file has them whole
+
+
+class Log:
+    """One node's output. A full disk costs the file, never the training: `error` says what happened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.error = ""
+        self._file = path.open("ab", buffering=0)
+        self._tail = b""
+        self._line = b""
+        self._cut = 0  # bytes of the present line that are not shown
+
+    def feed(self, data: bytes) -> Iterator[str]:
+        """Take what the node wrote; yields the lines that are complete, for the screen."""
+        self._write(data)
+        self._tail = (self._tail + data)[-TAIL_BYTES:]
+        # splitlines would cut at form feeds and at Unicode separators too; a terminal does not.
+        *complete, rest = data.split(b"\n")
+        for part in complete:
+            yield self._finish(part)
+        self._extend(rest)
+
+    def close(self) -> Iterator[str]:
+        """The last line where it has no end, and the file is closed."""
+        if self._line or self._cut:
+            yield self._finish(b"")
+        self._file.close()
+
+    @property
+    def tail(self) -> str:
+        """The end of the output, as text; bytes that are no UTF-8 become �."""
+        return self._tail.decode(errors="replace")
+
+    def _extend(self, part: bytes) -> None:
+        room = LINE_MAX - len(self._line)
+        self._line += part[:room]
+        self._cut += max(0, len(part) - room)
+
+    def _finish(self, part: bytes) -> str:
+        self._extend(part)
+        # A progress bar rewrites its line after each \r: what a terminal shows in the end is the last of them.
+        text = self._line.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode(errors="replace")
+        if self._cut:
+            text += f" … [{self._cut:,} bytes more in {self.path}]"
+        self._line, self._cut = b"", 0
+        return text
+
+    def _write(self, data: bytes) -> None:
+        if self.error:
+            return
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[self._file.write(view) or 0 :]
+        except OSError as error:
+            self.error = f"{self.path}: {error.strerror}; the log of this node is not kept any more"

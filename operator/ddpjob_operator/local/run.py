@@ -1,0 +1,316 @@
+"""`ddpjob run`: a job as processes on this machine, by the same plan as in a cluster.
+
+One thread: look, plan, write the status, act, then wait until something happens or the plan wants to look again.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import datetime as dt
+import os
+import selectors
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from ddpjob_operator import api, build, contract, podspec
+from ddpjob_operator import status as statuses
+from ddpjob_operator.local import gpus, honour, receive, rundir, show
+from ddpjob_operator.local.node import become_subreaper
+from ddpjob_operator.local.world import LocalPod, World
+from ddpjob_operator.observed import BadReportError, Report, read_report
+from ddpjob_operator.plan import Settings, plan
+from ddpjob_operator.yamlfile import Document, InputError
+
+SUCCEEDED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+REPORT_SECONDS = 0.5  # loopback is free; the table looks alive
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `ddpjob run`."""
+
+    status: Path | None = None
+    cpu: bool = False
+    allow_unsupported: bool = False
+    plain: bool = False
+    folder: Path | None = None
+    """Where the runs' folders lie; None is the user's state folder."""
+
+
+def run(document: Document, job: api.DDPJob, options: Options) -> int:
+    """Run a valid job to its end; returns the exit code. Raises InputError before anything has started."""
+    if job.spec.suspend:
+        text = "spec.suspend: is true, so nothing would start. Run with --set spec.suspend=false."
+        raise InputError(f"{document.place(('spec', 'suspend'))}: {text}")
+    if job.spec.managed_by:
+        text = f'spec.managedBy: "{job.spec.managed_by}" runs this job, and it is not here. Remove it.'
+        raise InputError(f"{document.place(('spec', 'managedBy'))}: {text}")
+    job, places, notes = place_nodes(job, options)
+    notes += check(document, job, places, options)
+    folder = _run_folder(job.metadata.name, options)
+    try:
+        with Runner(job, places, folder, options) as runner:
+            for note in notes:
+                runner.screen.note(note)
+            return runner.run()
+    finally:
+        folder.close()
+
+
+def place_nodes(job: api.DDPJob, options: Options) -> tuple[api.DDPJob, list[honour.Place], list[str]]:
+    """A place for each node with its share of the GPUs, and what is to be said about it."""
+    notes = []
+    asked = podspec.gpus(job.spec.template)
+    if options.cpu and asked:
+        notes.append(
+            f"--cpu: {asked} GPUs on each node are left out; {contract.world_size(job.spec)} ranks train with gloo"
+        )
+    if options.cpu:
+        job = on_cpu(job)
+        asked = 0
+    here = gpus.visible()
+    shares: list[tuple[str, ...] | None] = [None] * job.spec.nodes
+    if asked:
+        try:
+            shares = [tuple(share) for share in gpus.share(here, job.spec.nodes, asked)]
+        except gpus.TooFewGpusError as error:
+            raise InputError(str(error)) from None
+    elif here:
+        # In a cluster a pod that asks for no GPU sees none.
+        shares = [()] * job.spec.nodes
+    cwd, environment = Path.cwd(), dict(os.environ)
+    return job, [honour.Place(cwd, Path(), environment, share) for share in shares], notes
+
+
+def on_cpu(job: api.DDPJob) -> api.DDPJob:
+    """The same job without GPUs: as many ranks, on gloo."""
+    template = msgspec.to_builtins(job.spec.template)
+    trainer = podspec.trainer_container(template) or {}
+    for kind in ("limits", "requests"):
+        resources = trainer.get("resources") or {}
+        if isinstance(resources.get(kind), dict):
+            resources[kind] = {k: v for k, v in resources[kind].items() if not podspec.is_gpu(k)}
+    nproc = contract.nproc_per_node(job.spec)
+    return replace(job, spec=replace(job.spec, template=template, nproc_per_node=nproc, backend="gloo"))
+
+
+def check(document: Document, job: api.DDPJob, places: Sequence[honour.Place], options: Options) -> list[str]:
+    """Refuse what cannot be honoured here before anything starts; returns what is to be said. Raises InputError."""
+    pods = [build.pod(job, 1, rank) for rank in range(job.spec.nodes)]
+    # The template as the user wrote it: what the builder adds is nobody's mistake.
+    template = {**pods[0], "spec": job.spec.template["spec"]}
+    refused = list(honour.problems(template))
+    notes = []
+    if refused and not options.allow_unsupported:
+        raise document.error(refused)
+    if refused:
+        notes = [f"not honoured: {problem.path[-1]}: {problem.message.partition('. ')[0]}" for problem in refused]
+    cannot_start = list(honour.start_problems(pods[0], places[0]))
+    if cannot_start:
+        raise document.error(cannot_start)
+    ignored = [name for name in honour.ignored(template) if name not in ("image", "resources")]
+    if ignored:
+        notes.append(f"without meaning for local processes: {', '.join(ignored)}")
+    overridden = contract.overridden(job)
+    if overridden:
+        notes.append(f"set by the template, which the ranks need to meet: {', '.join(overridden)}")
+    return notes
+
+
+class Runner:
+    """One run of one job."""
+
+    def __init__(self, job: api.DDPJob, places: list[honour.Place], folder: rundir.RunFolder, options: Options) -> None:
+        self.job = replace(job, metadata=replace(job.metadata, uid=folder.uid, generation=1), status=api.Status())
+        self.options = options
+        self.folder = folder
+        self.screen = show.screen(self.job, options.plain)
+        self._started_at = time.monotonic()
+        self._stop_asked: list[str] = []
+        self._status_error = ""
+        self._arrived: collections.deque[Report] = collections.deque()
+        self._wake_read, self._wake_write = os.pipe()
+        for end in (self._wake_read, self._wake_write):
+            os.set_blocking(end, False)
+        self._receiver = receive.Receiver(self._on_report, folder.path / "token")
+        self._receiver.start()
+        reporting = build.Reporting(self._receiver.url, str(folder.path / "token"), REPORT_SECONDS)
+        self.world = World(folder.path, places, reporting, self._say)
+        self.world.selector.register(self._wake_read, selectors.EVENT_READ, None)
+
+    def __enter__(self) -> Runner:
+        """Start to listen to signals, and to draw."""
+        become_subreaper()
+        self._signals = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        self.screen.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing of the run is left but its logs and its status."""
+        self.screen.close()
+        self.world.close()
+        self._receiver.stop()
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._signals.items():
+            signal.signal(number, handler)
+        for end in (self._wake_read, self._wake_write):
+            os.close(end)
+
+    def run(self) -> int:
+        """Until the job has ended, or was stopped."""
+        while not self._over():
+            self._take_stop()
+            wait = self._reconcile()
+            self.screen.draw(self.job.status, list(self.world.pods.values()))
+            self._wait(wait)
+        return self._farewell()
+
+    def _reconcile(self) -> float | None:
+        """Plan and act until there is nothing to do; returns the seconds until the plan wants to look again."""
+        while True:
+            now = dt.datetime.now(dt.timezone.utc)
+            seen = self.world.observe()
+            todo = plan(self.job, seen, now, settings=Settings(progress_write_seconds=REPORT_SECONDS))
+            if todo.status is not None:
+                self._record(todo.status)
+            self.world.execute(self.job, todo.actions)
+            for event in todo.events if self.job.status.state not in statuses.TERMINAL else ():
+                self.screen.event(event)  # how it ended is the last line's to say
+            if todo.status is None and not todo.actions and not _has_more(self.world):
+                return None if todo.look_again_at is None else max(0.0, (todo.look_again_at - now).total_seconds())
+
+    def _wait(self, seconds: float | None) -> None:
+        """Until a node prints, reports or ends, a rank reports progress, or a signal comes."""
+        limits = [s for s in (seconds, self.screen.due_in(self.job.status)) if s is not None]
+        for key, _ in self.world.selector.select(min(limits, default=None)):
+            if key.data is None:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+                self._take_reports()
+            elif key.fd in key.data.open:
+                self.world.handle(key)
+
+    def _over(self) -> bool:
+        ended = self.job.status.state in (*statuses.TERMINAL, *(("Suspended",) if self._stop_asked else ()))
+        quiet = all(not pod.live and not pod.open for pod in self.world.pods.values())
+        return ended and quiet
+
+    def _record(self, status: api.Status) -> None:
+        """Remember the status, and write it for others; a full disk costs the file, never the job."""
+        self.job = replace(self.job, status=status)
+        if self.options.status is None:
+            return
+        try:
+            write_atomically(self.options.status, msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n")
+            self._status_error = ""
+        except OSError as error:
+            text = f"--status {self.options.status}: {error.strerror}; the job goes on without it"
+            if text != self._status_error:
+                self.screen.note(text)
+            self._status_error = text
+
+    def _say(self, pod: LocalPod, lines: list[str]) -> None:
+        if pod.log.error:
+            self.screen.note(pod.log.error)
+        try:
+            self.screen.log(pod, lines)
+        except show.OutputClosedError:
+            self._stop_asked.append("a closed output")
+
+    def _on_report(self, body: bytes) -> str | None:
+        """Called by the receiver's threads."""
+        try:
+            report = read_report(body, dt.datetime.now(dt.timezone.utc))
+        except BadReportError as error:
+            return str(error)
+        self._arrived.append(report)
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._wake_write, b"r")
+        return None
+
+    def _take_reports(self) -> None:
+        while self._arrived:
+            report = self._arrived.popleft()
+            if report.attempt in (0, self.job.status.attempt):
+                self.world.reports[report.rank] = report
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        """Only note it: the interpreter may be in the middle of a print. The second one must work even then."""
+        self._stop_asked.append(signal.Signals(number).name)
+        if len(self._stop_asked) > 1:
+            self.world.kill()
+
+    def _take_stop(self) -> None:
+        """As a suspended job stops: SIGTERM, and the full grace."""
+        if self._stop_asked and not self.job.spec.suspend:
+            grace = podspec.grace_seconds(self.job.spec.template)
+            why = f"stopping on {self._stop_asked[0]}"
+            self.screen.note(f"{why}: all nodes get SIGTERM and {grace} s to stop; once more to stop them now")
+            self.job = replace(self.job, spec=replace(self.job.spec, suspend=True))
+
+    def _farewell(self) -> int:
+        """The last lines: how it ended, and where the logs are."""
+        took = statuses.duration(time.monotonic() - self._started_at)
+        status, name = self.job.status, self.job.metadata.name
+        self.screen.close()
+        if status.state == "Succeeded":
+            metrics = show.metric_parts(status.progress) if status.progress else []
+            self.screen.note("   ".join([f"✔ {name} Succeeded in {took}", *metrics]))
+            return SUCCEEDED
+        if status.state == "Suspended":
+            self.screen.note(f"■ {name} stopped after {took}; run it again to go on from its last snapshot")
+            return INTERRUPTED
+        self.screen.note(f"✖ {name} Failed after {took}: {status.message}")
+        for line in self._evidence():
+            self.screen.note(line)
+        return FAILED
+
+    def _evidence(self) -> Iterator[str]:
+        failure = self.job.status.last_failure
+        if failure is not None and failure.attempt == self.job.status.attempt and failure.pod:
+            yield f"  log: {self.folder.path / failure.pod}.log"
+            for line in failure.log_tail.splitlines()[-5:] if not failure.exception else ():
+                yield f"  | {line}"
+
+
+def dry_run(job: api.DDPJob) -> list[build.Body]:
+    """The Service and the pods that a cluster would get."""
+    job = replace(job, metadata=replace(job.metadata, uid=job.metadata.uid or "00000000-0000-0000-0000-000000000000"))
+    return [build.service(job), *(build.pod(job, 1, rank) for rank in range(job.spec.nodes))]
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """A reader sees the old content or the new, never half of it. Raises OSError."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _run_folder(name: str, options: Options) -> rundir.RunFolder:
+    try:
+        return rundir.RunFolder(name, options.folder)
+    except OSError as error:
+        raise InputError(f"{error.filename}: {error.strerror}: no place for the logs; choose one with --logs") from None
+
+
+def _has_more(world: World) -> bool:
+    """Whether a deleted pod has just been seen to end: the next look finds it gone."""
+    return any(pod.seen_ended and pod.stop_asked_at and not pod.open for pod in world.pods.values())

@@ -1,0 +1,240 @@
+"""The world of one job on this machine: what the API server and the kubelets are to a job in a cluster.
+
+It carries out the plan's actions on processes, and tells the plan what is there in the same words.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import selectors
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ddpjob_operator import api, build, contract
+from ddpjob_operator.local import honour, ports
+from ddpjob_operator.local import node as nodes
+from ddpjob_operator.local.logs import Log
+from ddpjob_operator.observed import Container, Observed, Pod, Report
+from ddpjob_operator.plan import Action, CreatePod, CreateService, DeletePod
+from ddpjob_operator.podspec import grace_seconds
+
+READ_BYTES = 1 << 18  # four times what a pipe holds: one read empties it
+
+
+CREATING = Container("waiting", reason="ContainerCreating")
+
+
+@dataclass
+class LocalPod:
+    """One pod: a node's process, its log, and what is known of it."""
+
+    attempt: int
+    rank: int
+    name: str
+    node: nodes.Node
+    log: Log
+    trainer: Container = CREATING
+    reason: str = ""
+    pid: int | None = None
+    stop_asked_at: dt.datetime | None = None
+    seen_ended: bool = False
+    """Whether the plan has seen its end: a deleted pod goes away only then, so that its end is never missed."""
+    open: set[int] = field(default_factory=set)
+    """Descriptors that the loop still reads."""
+
+    @property
+    def live(self) -> bool:
+        """Whether its processes may still run."""
+        return self.node.exit is None
+
+
+class World:
+    """Processes, ports and folders of one job. `say(node rank, lines)` takes what the nodes print."""
+
+    def __init__(
+        self,
+        folder: Path,
+        places: list[honour.Place],
+        reporting: build.Reporting,
+        say: Callable[[LocalPod, list[str]], None],
+    ) -> None:
+        self.folder = folder
+        self.selector = selectors.DefaultSelector()
+        self.pods: dict[str, LocalPod] = {}
+        self.reports: dict[int, Report] = {}
+        self._places = places
+        self._reporting = reporting
+        self._say = say
+        self._service = False
+        self._ports: dict[int, ports.Port] = {}
+
+    def observe(self) -> Observed:
+        """What is there now. A pod that was deleted and whose end has been seen before is gone."""
+        for name in [n for n, p in self.pods.items() if p.seen_ended and p.stop_asked_at and not p.open]:
+            del self.pods[name]
+        seen = tuple(self._view(pod) for pod in self.pods.values())
+        for pod in self.pods.values():
+            pod.seen_ended = not pod.live
+        newest = max(self._ports, default=None)
+        meet = "" if newest is None else f"{honour.LOOPBACK}:{self._ports[newest].number}"
+        return Observed(service=self._service, pods=seen, reports=dict(self.reports), master_addr=meet)
+
+    def execute(self, job: api.DDPJob, actions: tuple[Action, ...]) -> None:
+        """Carry out a plan's actions. Raises OSError where the machine refuses a process, a port or a folder."""
+        for action in actions:
+            if isinstance(action, CreateService):
+                self._service = True
+            elif isinstance(action, CreatePod):
+                self._create(job, action)
+            elif isinstance(action, DeletePod):
+                self._delete(job, action)
+
+    def body(self, job: api.DDPJob, attempt: int, rank: int) -> build.Body:
+        """The pod as the cluster would get it, but for the address where the ranks meet."""
+        meet = contract.Endpoint(honour.LOOPBACK, self._port(job, attempt).number)
+        return build.pod(job, attempt, rank, meet, self._reporting)
+
+    def handle(self, key: selectors.SelectorKey) -> None:
+        """A node has printed or reported something."""
+        pod: LocalPod = key.data
+        if key.fd == pod.node.report:
+            self._handle_report(pod)
+        else:
+            self._read_output(pod)
+
+    def kill(self) -> None:
+        """Everything stops now."""
+        for pod in self._live():
+            pod.node.kill()
+
+    def close(self) -> None:
+        """Kill what still runs, and give ports and descriptors back; the logs stay."""
+        for pod in self.pods.values():
+            pod.node.close()
+        nodes.kill_orphans(set())
+        for port in self._ports.values():
+            port.release()
+        self.selector.close()
+
+    def _live(self) -> Iterator[LocalPod]:
+        return (pod for pod in self.pods.values() if pod.live)
+
+    def _create(self, job: api.DDPJob, action: CreatePod) -> None:
+        body = self.body(job, action.attempt, action.rank)
+        name = body["metadata"]["name"]
+        base = self._places[action.rank]
+        place = honour.Place(base.cwd, self.folder / "volumes" / name, base.environment, base.gpus)
+        process = honour.process(body, place)
+        for folder in process.folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        node = nodes.Node(action.rank)
+        node.start(nodes.Order(process.argv, process.env, process.cwd, grace_seconds(job.spec.template)))
+        pod = LocalPod(action.attempt, action.rank, name, node, Log(self.folder / f"{name}.log"))
+        self.pods[name] = pod
+        for fd in (node.output, node.report):
+            pod.open.add(fd)
+            self.selector.register(fd, selectors.EVENT_READ, pod)
+
+    def _delete(self, job: api.DDPJob, action: DeletePod) -> None:
+        pod = self.pods.get(action.name)
+        if pod is None:
+            return
+        grace = grace_seconds(job.spec.template) if action.grace_seconds is None else action.grace_seconds
+        pod.stop_asked_at = dt.datetime.now(dt.timezone.utc)
+        if pod.live:
+            pod.node.stop(grace)
+
+    def _port(self, job: api.DDPJob, attempt: int) -> ports.Port:
+        """The port of an attempt, reserved when its first pod is made; the ports of older attempts are given back."""
+        if attempt not in self._ports:
+            self._ports[attempt] = ports.reserve(contract.port(job.metadata.uid, attempt))
+            for older in [a for a in self._ports if a < attempt]:
+                self._ports.pop(older).release()
+        return self._ports[attempt]
+
+    def _view(self, pod: LocalPod) -> Pod:
+        ended = pod.trainer.state == "ended"
+        phase = "Running" if pod.trainer.state == "running" else "Pending"
+        if ended:
+            phase = "Succeeded" if pod.trainer.exit_code == 0 else "Failed"
+        return Pod(
+            name=pod.name,
+            uid=pod.name,
+            owner_uid=self.folder.name,
+            attempt=pod.attempt,
+            rank=pod.rank,
+            job="",
+            node=os.uname().nodename,
+            phase=phase,
+            reason=pod.reason,
+            stop_asked_at=pod.stop_asked_at,
+            trainer=pod.trainer,
+        )
+
+    def _read_output(self, pod: LocalPod) -> None:
+        try:
+            data = os.read(pod.node.output, READ_BYTES)
+        except BlockingIOError:
+            return
+        if data:
+            self._say(pod, list(pod.log.feed(data)))
+        else:
+            self._forget(pod, pod.node.output)
+            self._say(pod, list(pod.log.close()))
+
+    def _handle_report(self, pod: LocalPod) -> None:
+        for event in pod.node.handle_report():
+            if isinstance(event, nodes.SupervisorLost):
+                nodes.kill_orphans({p.node.pid for p in self._live() if p is not pod})
+            self._drain(pod)
+            _note(pod, event)
+        if pod.node.exit is not None:
+            self._forget(pod, pod.node.report)
+
+    def _drain(self, pod: LocalPod) -> None:
+        """What was printed before the end is read before the end is told: the cause stands in the last lines."""
+        if pod.node.exit is not None:
+            while pod.node.output in pod.open and _readable(pod.node.output):
+                self._read_output(pod)
+
+    def _forget(self, pod: LocalPod, fd: int) -> None:
+        if fd in pod.open:
+            pod.open.discard(fd)
+            self.selector.unregister(fd)
+
+
+def _note(pod: LocalPod, event: nodes.Event) -> None:
+    """What a supervisor reports, in the kubelet's words."""
+    if isinstance(event, nodes.Started):
+        pod.pid = event.pid
+        pod.trainer = Container("running", ready=True)
+    elif isinstance(event, nodes.NotStarted):
+        pod.trainer = _ended(event.code, "StartError", dt.datetime.now(dt.timezone.utc), event.error)
+    elif isinstance(event, nodes.SupervisorLost):
+        pod.reason = "SupervisorLost"
+        pod.trainer = _ended(None, "SupervisorLost", _time(event.time), event.error)
+    elif isinstance(event, nodes.Exited):
+        code = event.code if event.signal is None else 128 + event.signal
+        pod.trainer = _ended(code, "Completed" if code == 0 else "Error", _time(event.time), pod.log.tail)
+
+
+def _ended(code: int | None, reason: str, at: dt.datetime, message: str) -> Container:
+    # As the kubelet does it with FallbackToLogsOnError: a good end has no message.
+    return Container("ended", reason, "" if code == 0 else message, exit_code=code, ended_at=at)
+
+
+def _time(seconds: float) -> dt.datetime:
+    return dt.datetime.fromtimestamp(seconds, dt.timezone.utc)
+
+
+def _readable(fd: int) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(fd, selectors.EVENT_READ)
+        return bool(selector.select(0))
+
+
+def environment() -> Mapping[str, str]:
+    """The caller's environment."""
+    return dict(os.environ)

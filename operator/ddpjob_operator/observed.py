@@ -1,0 +1,134 @@
+"""What is there now, as plan() reads it. Each shell fills these from its own world: the API server or processes."""
+
+from __future__ import annotations
+
+import datetime as dt
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+METRICS_MAX = 16
+METRIC_LENGTH_MAX = 64
+
+
+@dataclass(frozen=True)
+class Container:
+    """The trainer container of a pod."""
+
+    state: Literal["waiting", "running", "ended"]
+    reason: str = ""
+    """waiting and ended: the kubelet's word, ImagePullBackOff or OOMKilled."""
+    message: str = ""
+    """waiting: the kubelet's sentence. ended: the termination message, which is the end of the log."""
+    ready: bool = False
+    exit_code: int | None = None
+    """128 + n where signal n ended it, as everywhere in Kubernetes."""
+    ended_at: dt.datetime | None = None
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A pod, cut to what decisions read."""
+
+    name: str
+    uid: str
+    owner_uid: str
+    """uid of the controller that made it; empty: nobody's."""
+    attempt: int
+    rank: int
+    job: str = ""
+    """The name of the job in its label."""
+    node: str = ""
+    phase: str = "Pending"
+    reason: str = ""
+    """The pod's own reason: Evicted, NodeLost."""
+    unschedulable: str = ""
+    """The scheduler's sentence while it finds no node."""
+    stop_asked_at: dt.datetime | None = None
+    """When its deletion was asked for (deletionTimestamp less the grace period)."""
+    trainer: Container = Container("waiting")
+
+    @property
+    def ended(self) -> bool:
+        """Whether its trainer can do nothing any more; a sidecar that still runs does not count."""
+        return self.trainer.state == "ended" or self.phase in ("Succeeded", "Failed")
+
+    @property
+    def told_to_stop(self) -> bool:
+        """Whether it ended (or will) after its deletion was asked for. In the same second counts as after: the
+        kubelet's clock has whole seconds, and a success too few costs a restart, one too many costs a wrong result."""
+        if self.stop_asked_at is None:
+            return False
+        return self.trainer.ended_at is None or self.trainer.ended_at >= self.stop_asked_at
+
+    @property
+    def live(self) -> bool:
+        """Whether something of it may still run: not even all sidecars are known to have ended."""
+        return self.phase not in ("Succeeded", "Failed")
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """An object that carries a name the job needs, and is not the job's."""
+
+    kind: str
+    name: str
+    deleted_job: bool = False
+    """Whether a deleted job of the same name left it: it goes away by itself."""
+
+
+class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_defaults=True):
+    """What a rank says about the training (the body of the status request)."""
+
+    step: int
+    attempt: int = 0
+    rank: int = 0
+    node_rank: int = 0
+    world_size: int | None = None
+    total_steps: int | None = None
+    eta_seconds: int | None = None
+    samples_per_second: float | None = None
+    metrics: dict[str, str] = {}
+    final: bool = False
+    received_at: dt.datetime | None = None
+    """Set by the receiver: the sender's clock is not trusted."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """All that plan() may know beside the job itself and the time."""
+
+    service: bool = False
+    """Whether the job's own Service is there."""
+    pods: tuple[Pod, ...] = ()
+    """Pods with the job's label or with a name that the job needs, of whatever owner, in any order."""
+    foreign: tuple[Foreign, ...] = ()
+    """Other objects (a Service) that carry a name the job needs."""
+    reports: dict[int, Report] = field(default_factory=dict)
+    """The newest report of each rank that reports."""
+    master_addr: str | None = None
+    """host:port where the ranks meet, where the shell knows better than the cluster's DNS; "" while not known."""
+
+
+class BadReportError(ValueError):
+    """A report that cannot be used; the text says why."""
+
+
+def read_report(body: bytes, received_at: dt.datetime) -> Report:
+    """The report in a request body. Raises BadReportError; numbers out of range are refused, not bent."""
+    try:
+        report = msgspec.json.decode(body, type=Report)
+    except msgspec.MsgspecError as error:
+        raise BadReportError(str(error)) from None
+    counts = (report.step, report.attempt, report.rank, report.node_rank)
+    optional = (report.world_size, report.total_steps, report.eta_seconds)
+    if any(not 0 <= n < 2**53 for n in (*counts, *(n for n in optional if n is not None))):
+        raise BadReportError("numbers must be from 0 to 2^53")
+    if report.samples_per_second is not None and not 0 <= report.samples_per_second < 1e15:
+        raise BadReportError("samplesPerSecond must be from 0 to 1e15")
+    if len(report.metrics) > METRICS_MAX:
+        raise BadReportError(f"at most {METRICS_MAX} metrics, here are {len(report.metrics)}")
+    if any(len(text) > METRIC_LENGTH_MAX for pair in report.metrics.items() for text in pair):
+        raise BadReportError(f"names and values of metrics have at most {METRIC_LENGTH_MAX} characters")
+    return msgspec.structs.replace(report, received_at=received_at)

@@ -1,0 +1,105 @@
+"""What a pod template says: which container trains, how many GPUs and CPUs it gets, which field is misspelled.
+
+Templates stay raw mappings: a typed model would drop or refuse the pod fields of a newer Kubernetes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+TRAINER = "trainer"
+
+# PodSpec and Container of Kubernetes 1.36 (core/v1). Only used to name a typo: an unknown field that resembles none
+# of these is left to the API server, which may be newer than this list.
+POD_FIELDS = (
+    "activeDeadlineSeconds affinity automountServiceAccountToken containers dnsConfig dnsPolicy enableServiceLinks "
+    "ephemeralContainers hostAliases hostIPC hostNetwork hostPID hostUsers hostname hostnameOverride imagePullSecrets "
+    "initContainers nodeName nodeSelector os overhead preemptionPolicy priority priorityClassName readinessGates "
+    "resourceClaims resources restartPolicy runtimeClassName schedulerName schedulingGates securityContext "
+    "serviceAccount serviceAccountName setHostnameAsFQDN shareProcessNamespace subdomain "
+    "terminationGracePeriodSeconds tolerations topologySpreadConstraints volumes workloadRef"
+).split()
+CONTAINER_FIELDS = (
+    "args command env envFrom image imagePullPolicy lifecycle livenessProbe name ports readinessProbe resizePolicy "
+    "resources restartPolicy restartPolicyRules securityContext startupProbe stdin stdinOnce terminationMessagePath "
+    "terminationMessagePolicy tty volumeDevices volumeMounts workingDir"
+).split()
+_RESEMBLES = 0.8  # "comand" is 0.92 like "command"; "hostUsers" is 0.67 like "hostAliases"
+
+_SUFFIXES = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+_SUFFIXES |= {f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTPE", start=1)}
+
+
+def containers(template: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The template's containers, or none where it is not a template."""
+    pod = template.get("spec")
+    listed = pod.get("containers") if isinstance(pod, Mapping) else None
+    return [c for c in listed if isinstance(c, dict)] if isinstance(listed, list) else []
+
+
+def trainer_container(template: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The container named `trainer`, else the first."""
+    found = containers(template)
+    return next((c for c in found if c.get("name") == TRAINER), found[0] if found else None)
+
+
+def grace_seconds(template: Mapping[str, Any]) -> int:
+    """terminationGracePeriodSeconds, 30 where unset as in Kubernetes."""
+    value = template.get("spec", {}).get("terminationGracePeriodSeconds")
+    return value if isinstance(value, int) else 30
+
+
+def gpus(template: Mapping[str, Any]) -> int:
+    """GPUs in the trainer's limits: any resource `*/gpu`, and MIG slices such as nvidia.com/mig-1g.10gb."""
+    return sum(int(quantity(value)) for name, value in limits(template).items() if is_gpu(name))
+
+
+def is_gpu(resource: str) -> bool:
+    """Whether a resource name means GPUs: nvidia.com/gpu, amd.com/gpu, nvidia.com/mig-1g.10gb."""
+    domain, _, kind = resource.partition("/")
+    return bool(domain) and (kind == "gpu" or kind.startswith("mig-"))
+
+
+def cpus(template: Mapping[str, Any]) -> int | None:
+    """Whole CPUs in the trainer's limits, at least 1; None where it has no CPU limit."""
+    limit = limits(template).get("cpu")
+    return None if limit is None else max(1, math.floor(quantity(limit)))
+
+
+def limits(template: Mapping[str, Any]) -> dict[str, Any]:
+    """resources.limits of the trainer."""
+    resources = (trainer_container(template) or {}).get("resources")
+    found = resources.get("limits") if isinstance(resources, Mapping) else None
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def quantity(value: object) -> float:
+    """A Kubernetes quantity as a number: 8, "500m", "2Gi", "1e3". What is no quantity counts as 0: the API server
+    refuses it with a better sentence than we could."""
+    text = str(value).strip()
+    for suffix in sorted(_SUFFIXES, key=len, reverse=True):
+        if text.endswith(suffix):
+            try:
+                number = float(text.removesuffix(suffix) if suffix else text) * _SUFFIXES[suffix]
+            except ValueError:
+                continue
+            return number if math.isfinite(number) else 0.0
+    return 0.0
+
+
+def misspelled(pod: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Fields of a pod and its containers that are unknown and look like a known one, with the suggestion."""
+    yield from (((name,), text) for name, text in _typos(pod, POD_FIELDS))
+    for i, container in enumerate(pod.get("containers") or ()):
+        if isinstance(container, Mapping):
+            yield from ((("containers", i, name), text) for name, text in _typos(container, CONTAINER_FIELDS))
+
+
+def _typos(given: Mapping[str, Any], known: list[str]) -> Iterator[tuple[str, str]]:
+    for name in map(str, given):
+        close = [] if name in known else difflib.get_close_matches(name, known, n=1, cutoff=_RESEMBLES)
+        if close:
+            yield name, f"unknown field; did you mean {close[0]}?"

@@ -1,0 +1,38 @@
+"""Every reason once: the word in status, conditions and events, and when a user meets it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One word, and its sentence for the reference. warning: its event is a Warning."""
+
+    name: str
+    when: str
+    warning: bool = False
+
+
+INVALID_SPEC = Reason("InvalidSpec", "The spec cannot run; the message names the field and the mend.", warning=True)
+NAME_TAKEN = Reason("NameTaken", "An object with a name that the job needs belongs to someone else.", warning=True)
+WAITING_FOR_DELETED_JOB = Reason("WaitingForDeletedJob", "Pods of a deleted job of the same name are still there.")
+WAITING_FOR_OLD_PODS = Reason("WaitingForOldPods", "Pods of the attempt before must end before this one may start.")
+START_BACK_OFF = Reason(
+    "StartBackOff", "Not all nodes ran by startDeadlineSeconds; all were released, to try again later.", warning=True
+)
+CREATING_PODS = Reason("CreatingPods", "The Service and the pods are being created.")
+UNSCHEDULABLE = Reason(
+    "Unschedulable", "The scheduler finds no node for some pods; the message is its own.", warning=True
+)
+CANNOT_START = Reason(
+    "CannotStart", "The kubelet cannot start a trainer: an image, a mount or a configuration.", warning=True
+)
+STARTING_TRAINERS = Reason("StartingTrainers", "All pods have a node; images are pulled and containers started.")
+ALL_NODES_RUN = Reason("AllNodesRun", "The trainers of all nodes run.")
+RANK_FAILED = Reason("RankFailed", "A trainer ended with an error, or its pod vanished.", warning=True)
+DEADLINE_EXCEEDED = Reason("DeadlineExceeded", "The job was not finished within activeDeadlineSeconds.", warning=True)
+SUSPENDED = Reason("Suspended", "spec.suspend is true: all pods are stopped, or were never started.")
+ALL_NODES_COMPLETED = Reason("AllNodesCompleted", "The trainers of all nodes ended with 0.")
+
+ALL: dict[str, Reason] = {r.name: r for r in list(globals().values()) if isinstance(r, Reason)}

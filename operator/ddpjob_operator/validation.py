@@ -1,0 +1,274 @@
+"""Is this a DDPJob that can run, and if not, which field is wrong and how is it mended?
+
+Called by the command line (which adds file and line), by the operator (which writes the condition Accepted) and by
+`crd.py`, which writes the rules that CEL can say into the CRD: each rule between fields stands in RULES once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec import Struct, inspect
+
+from ddpjob_operator import api, launcher
+from ddpjob_operator.podspec import misspelled, trainer_container
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: where, and a sentence with the value and the mend."""
+
+    path: Path
+    message: str
+
+    def __str__(self) -> str:
+        return f"{dotted(self.path)}: {self.message}" if self.path else self.message
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule between or beyond the types: `cel` for the API server, `broken` for us, one sentence for both."""
+
+    field: str
+    cel: str
+    broken: Callable[[api.Spec], bool]
+    message: str
+    """The sentence; {field names} are filled with the values where we say it."""
+
+
+NOT_A_JOB = "a DDPJob is a mapping with apiVersion, kind, metadata and spec"
+MPI_REFUSED = '"mpi" needs a PyTorch built with MPI, and no published wheel is. Use gloo (CPU) or nccl (GPU).'
+
+RULES = (
+    Rule("backend", "!has(self.backend) || self.backend != 'mpi'", lambda s: s.backend == "mpi", MPI_REFUSED),
+    Rule(
+        "minNodes",
+        "!has(self.minNodes) || self.minNodes <= self.nodes",
+        lambda s: s.min_nodes is not None and s.min_nodes > s.nodes,
+        "must be at most spec.nodes. Lower minNodes, or raise nodes.",
+    ),
+)
+
+# Accepted and ignored would be a lie: a field whose work is not there yet is refused where it is set.
+NOT_YET: dict[str, tuple[Callable[[api.Spec], bool], str]] = {
+    "minNodes": (lambda s: s.min_nodes is not None, "elastic jobs are not available yet. Remove it."),
+    "gang": (lambda s: s.gang is not None, "gang scheduling is not available yet. Remove it."),
+    "backoffLimit": (
+        lambda s: bool(s.backoff_limit),
+        "restarts are not available yet: a failed rank fails the job. Set it to 0, or remove it.",
+    ),
+    "backoffWindowSeconds": (
+        lambda s: s.backoff_window_seconds is not None,
+        "restarts are not available yet. Remove it.",
+    ),
+    "failurePolicy": (lambda s: s.failure_policy is not None, "failure policies are not available yet. Remove it."),
+    "stall": (lambda s: s.stall is not None, "finding hangs is not available yet. Remove it."),
+}
+
+
+def parse(raw: object) -> tuple[api.DDPJob, list[Problem]]:
+    """The job in `raw` (what YAML or JSON gave) and everything that is wrong with it.
+
+    Total: for any `raw` there is a job, with defaults in place of what could not be read, so that whoever must
+    report the problems still has its name.
+    """
+    if not isinstance(raw, Mapping):
+        return api.DDPJob(), [Problem((), f"{NOT_A_JOB}, not {say(raw)}")]
+    problems = list(_kind(raw))
+    status = _lenient(raw.get("status"), api.Status)
+    metadata = _lenient(raw.get("metadata"), api.Metadata)
+    spec = typing.cast(api.Spec, _convert(raw.get("spec", {}), api.Spec, ("spec",), problems) or api.Spec())
+    job = api.DDPJob(metadata=metadata, spec=spec, status=status)
+    problems += _unknown(raw, ("apiVersion", "kind", "metadata", "spec", "status"), ())
+    problems += _name(raw)
+    if not any(p.path[:1] == ("spec",) for p in problems):
+        problems += check(spec, raw.get("spec") or {})
+    elif "template" not in {p.path[1] for p in problems if len(p.path) == 2}:
+        problems += _template(spec.template)
+    return job, problems
+
+
+def check(spec: api.Spec, raw: Mapping[str, Any]) -> Iterator[Problem]:
+    """What is wrong with a spec whose fields have the right types."""
+    seen: set[str] = set()
+    for rule in RULES:
+        if rule.broken(spec):
+            seen.add(rule.field)
+            yield Problem(("spec", rule.field), _with_values(rule, raw))
+    for name, (is_set, message) in NOT_YET.items():
+        if name not in seen and is_set(spec):
+            yield Problem(("spec", name), message)
+    yield from _template(spec.template)
+    if trainer_container(spec.template) is not None:
+        yield from (Problem(("spec", *where), text) for where, text in launcher.contradictions(spec))
+
+
+def dotted(path: Path) -> str:
+    """spec.template.spec.containers[0].name"""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def say(value: object) -> str:
+    """A value as it stands in YAML, cut to a length that fits a line."""
+    if value is None:
+        return "empty"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f'"{value[:60]}"' + ("…" if len(value) > 60 else "")
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    return str(value)[:60]
+
+
+def suggestion(name: str, known: typing.Iterable[str]) -> str:
+    """`; did you mean nodes?` or nothing."""
+    known = list(known)
+    begins = [k for k in known if len(name) > 2 and k.lower().startswith(name.lower())]
+    close = begins if len(begins) == 1 else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _kind(raw: Mapping[Any, Any]) -> Iterator[Problem]:
+    if raw.get("kind") != api.KIND:
+        yield Problem(("kind",), f"must be {api.KIND}, is {say(raw.get('kind'))}")
+    elif raw.get("apiVersion") != api.API_VERSION:
+        yield Problem(("apiVersion",), f"must be {api.API_VERSION}, is {say(raw.get('apiVersion'))}")
+    if "spec" not in raw:
+        yield Problem((), "spec is missing: say at least spec.nodes and spec.template")
+
+
+def _name(raw: Mapping[Any, Any]) -> Iterator[Problem]:
+    metadata = raw.get("metadata")
+    if not isinstance(metadata, Mapping):
+        yield Problem(("metadata",), f"must be a mapping with a name, is {say(metadata)}")
+        return
+    name = metadata.get("name")
+    if not isinstance(name, str) or not name:
+        yield Problem(("metadata", "name"), f"must be a name, is {say(name)}")
+    elif len(name) > api.NAME_LENGTH_MAX:
+        why = f"must have at most {api.NAME_LENGTH_MAX} characters (its pods' hostnames add a rank), has {len(name)}"
+        yield Problem(("metadata", "name"), why)
+    elif not re.match(api.NAME_PATTERN, name):
+        why = f"must be lower-case letters, digits and -, starting with a letter (it names a Service), is {say(name)}"
+        yield Problem(("metadata", "name"), why)
+
+
+def _with_values(rule: Rule, raw: Mapping[str, Any]) -> str:
+    if rule.field == "minNodes":
+        return f"{raw['minNodes']} is more than spec.nodes: {raw.get('nodes', 1)}. Lower minNodes, or raise nodes."
+    return rule.message
+
+
+def _template(template: Mapping[str, Any]) -> Iterator[Problem]:
+    path: Path = ("spec", "template", "spec")
+    pod = template.get("spec")
+    if not isinstance(pod, Mapping):
+        yield Problem(path[: 3 if pod is not None else 2], "needs a spec with at least one container")
+        return
+    containers = pod.get("containers")
+    if not isinstance(containers, list) or not containers:
+        yield Problem((*path, "containers") if "containers" in pod else path, "needs at least one container")
+        return
+    for i, container in enumerate(containers):
+        where = (*path, "containers", i)
+        if not isinstance(container, Mapping):
+            yield Problem(where, f"must be a mapping with name and image, is {say(container)}")
+        elif not isinstance(container.get("name"), str):
+            yield Problem((*where, "name") if "name" in container else where, "needs a name, such as trainer")
+    yield from (Problem((*path, *where), text) for where, text in misspelled(pod))
+
+
+def _unknown(raw: Mapping[Any, Any], known: typing.Iterable[str], path: Path) -> Iterator[Problem]:
+    known = list(known)
+    for name in raw:
+        if name not in known:
+            yield Problem((*path, str(name)), f"unknown field{suggestion(str(name), known)}")
+
+
+def _lenient(raw: object, kind: type[Any]) -> Any:
+    """What the API server has already checked, or nothing: a status is never the user's mistake."""
+    try:
+        return msgspec.convert(raw if isinstance(raw, Mapping) else {}, kind, strict=False)
+    except msgspec.ValidationError:
+        name = raw.get("name") if isinstance(raw, Mapping) else None
+        return kind(name=name) if kind is api.Metadata and isinstance(name, str) else kind()
+
+
+def _convert(raw: object, kind: type[Struct], path: Path, problems: list[Problem]) -> Struct | None:
+    """A Struct from a mapping, field by field, so that every wrong field is named and not only the first."""
+    if not isinstance(raw, Mapping):
+        problems.append(Problem(path, f"must be a mapping, is {say(raw)}"))
+        return None
+    info = typing.cast(inspect.StructType, inspect.type_info(kind))
+    problems += _unknown(raw, (f.encode_name for f in info.fields), path)
+    hints = typing.get_type_hints(kind, include_extras=True)
+    values = {}
+    for field in info.fields:
+        # null means unset, as in the API server, which drops it.
+        if raw.get(field.encode_name) is not None:
+            where = (*path, field.encode_name)
+            values[field.name] = _field(raw[field.encode_name], hints[field.name], field, where, problems)
+    return kind(**{k: v for k, v in values.items() if v is not msgspec.UNSET})
+
+
+def _field(raw: object, hint: Any, field: inspect.Field, path: Path, problems: list[Problem]) -> Any:
+    struct = _struct_in(hint)
+    if struct is not None:
+        value = _convert(raw, struct, path, problems)
+        return msgspec.UNSET if value is None else value
+    try:
+        return msgspec.convert(raw, hint)
+    except msgspec.ValidationError as error:
+        inner = re.search(r"at `\$(.+)`$", str(error))
+        where = (*path, *_inner_path(inner.group(1))) if inner else path
+        problems.append(Problem(where, f"{_expected(field.type, raw)}, is {say(raw)}"))
+        return msgspec.UNSET
+
+
+def _inner_path(text: str) -> Iterator[str | int]:
+    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", text):
+        yield name or int(index)
+
+
+def _struct_in(hint: Any) -> type[Struct] | None:
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return next((o for o in options if isinstance(o, type) and issubclass(o, Struct)), None)
+
+
+def _expected(kind: inspect.Type, raw: object) -> str:
+    """`must be at least 1`: what a type wants, in words that fit the value."""
+    options = [_wanted(t, raw) for t in (kind.types if isinstance(kind, inspect.UnionType) else (kind,))]
+    return "must be " + " or ".join(o for o in options if o)
+
+
+def _wanted(kind: inspect.Type, raw: object) -> str:
+    if isinstance(kind, inspect.IntType):
+        is_number = isinstance(raw, int) and not isinstance(raw, bool)
+        parts = ("" if is_number else "a whole number", "" if kind.ge is None else f"at least {kind.ge}")
+        return " of ".join(filter(None, parts))
+    if isinstance(kind, inspect.BoolType):
+        return "true or false"
+    if isinstance(kind, inspect.LiteralType):
+        return ("one of " if len(kind.values) > 1 else "") + ", ".join(map(str, kind.values))
+    if isinstance(kind, inspect.StrType):
+        return "text" if kind.max_length is None else f"text of at most {kind.max_length} characters"
+    if isinstance(kind, inspect.DictType):
+        return "a mapping"
+    if isinstance(kind, inspect.ListType):
+        return "a list"
+    return ""

@@ -1,0 +1,208 @@
+"""What holds in every world, also in those nobody thought of."""
+
+from __future__ import annotations
+
+import datetime as dt
+import random
+from dataclasses import replace as replaced
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from worlds import START, UID, World, job
+
+from ddpjob_operator import api, contract
+from ddpjob_operator.observed import Container, Foreign, Observed, Pod, Report
+from ddpjob_operator.plan import CreatePod, CreateService, DeleteJob, DeletePod, plan
+from ddpjob_operator.validation import Problem
+
+NODES_MAX = 3
+times = st.integers(-100, 4000).map(lambda s: START + dt.timedelta(seconds=s))
+containers = st.one_of(
+    st.builds(Container, st.just("waiting"), st.sampled_from(["", "ContainerCreating", "ErrImagePull"]), st.text(max_size=5)),
+    st.builds(Container, st.just("running"), ready=st.booleans()),
+    st.builds(
+        Container,
+        st.just("ended"),
+        st.sampled_from(["Completed", "Error", "OOMKilled"]),
+        st.sampled_from(["", "ValueError: x", "RuntimeError: Connection closed by peer"]),
+        exit_code=st.sampled_from([None, 0, 1, 137, 143]),
+        ended_at=st.none() | times,
+    ),
+)
+pods = st.builds(
+    Pod,
+    name=st.integers(0, 99).map(lambda n: f"digits-{n // 10}-{n % 10}"),
+    uid=st.uuids().map(str),
+    owner_uid=st.sampled_from([UID, UID, UID, "", "someone-else"]),
+    attempt=st.integers(0, 3),
+    rank=st.integers(-1, NODES_MAX),
+    job=st.sampled_from(["digits", ""]),
+    node=st.sampled_from(["", "node-a"]),
+    phase=st.sampled_from(["Pending", "Running", "Succeeded", "Failed", "Unknown"]),
+    reason=st.sampled_from(["", "Evicted"]),
+    unschedulable=st.sampled_from(["", "0/3 nodes"]),
+    stop_asked_at=st.none() | times,
+    trainer=containers,
+)
+observed = st.builds(
+    Observed,
+    service=st.booleans(),
+    pods=st.lists(pods, max_size=6, unique_by=lambda p: p.name).map(tuple),
+    foreign=st.lists(st.builds(Foreign, st.just("Service"), st.just("digits"), st.booleans()), max_size=1).map(tuple),
+    reports=st.dictionaries(st.just(0), st.builds(Report, step=st.integers(0, 99), received_at=times), max_size=1),
+)
+states = st.sampled_from(
+    [None, "Pending", "Starting", "Running", "Restarting", "Failing", "Suspended", "Succeeded", "Failed"]
+)
+ranges = st.sets(st.integers(0, NODES_MAX)).map(contract.ranges) | st.sampled_from(["", "x", "3-", "9-1", ",,"])
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> api.DDPJob:
+    """A valid job with whatever status."""
+    status = api.Status(
+        state=draw(states),
+        reason=draw(st.sampled_from(["RankFailed", "DeadlineExceeded", "Suspended", "StartBackOff"])),
+        attempt=draw(st.integers(0, 3)),
+        attempt_time=draw(st.none() | times),
+        state_time=draw(st.none() | times),
+        start_time=draw(st.none() | times),
+        completion_time=draw(st.none() | times),
+        started_nodes=draw(ranges),
+        completed_nodes=draw(ranges),
+    )
+    limit = st.none() | st.integers(1, 500)
+    what = job(
+        nodes=draw(st.integers(1, NODES_MAX)),
+        suspend=draw(st.booleans()),
+        cleanPodPolicy=draw(st.sampled_from(["None", "Running", "All"])),
+        activeDeadlineSeconds=draw(limit),
+        startDeadlineSeconds=draw(limit),
+        ttlSecondsAfterFinished=draw(limit),
+    )
+    return replace(what, status=status)
+
+
+@given(jobs(), observed, times)
+@settings(max_examples=400, deadline=None)
+def test_any_world_gives_a_plan_and_the_same_world_the_same_plan(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
+    assert plan(what, seen, now) == plan(what, seen, now)
+
+
+@given(jobs(), observed, times, st.randoms(use_true_random=False))
+@settings(max_examples=300, deadline=None)
+def test_the_order_in_which_things_are_seen_does_not_matter(
+    what: api.DDPJob, seen: Observed, now: dt.datetime, shuffle: random.Random
+) -> None:
+    mixed = list({(p.attempt, p.rank): p for p in seen.pods}.values())
+    one = replaced(seen, pods=tuple(mixed))
+    shuffle.shuffle(mixed)
+    assert plan(what, replaced(seen, pods=tuple(mixed)), now) == plan(what, one, now)
+
+
+@given(jobs(), observed, times)
+@settings(max_examples=400, deadline=None)
+def test_nothing_that_belongs_to_someone_else_is_ever_deleted(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
+    mine = {(p.name, p.uid) for p in seen.pods if p.owner_uid == UID}
+    for action in plan(what, seen, now).actions:
+        if isinstance(action, DeletePod):
+            assert (action.name, action.uid) in mine
+        if isinstance(action, DeleteJob):
+            assert action.uid == UID
+
+
+@given(jobs(), observed, times)
+@settings(max_examples=400, deadline=None)
+def test_a_pod_is_deleted_only_for_what_the_status_already_records(
+    what: api.DDPJob, seen: Observed, now: dt.datetime
+) -> None:
+    """Else a failure, its charge or a completed rank would be lost with the pod that proved it."""
+    recorded = what.status
+    for action in plan(what, seen, now).actions:
+        if isinstance(action, DeletePod):
+            pod = next(p for p in seen.pods if p.uid == action.uid)
+            assert recorded.state in ("Failing", "Suspended", "Succeeded", "Failed") or pod.attempt < recorded.attempt
+
+
+@given(jobs(), observed, times)
+@settings(max_examples=400, deadline=None)
+def test_no_pod_is_created_beside_a_live_one_of_the_same_rank(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
+    """Two live pods of a rank would be two writers of one checkpoint."""
+    live = {p.rank for p in seen.pods if p.owner_uid == UID and p.live}
+    todo = plan(what, seen, now)
+    made = [a.rank for a in todo.actions if isinstance(a, CreatePod)]
+    assert not live & set(made)
+    assert len(made) == len(set(made))
+    status = todo.status or what.status
+    assert all(a.attempt == status.attempt for a in todo.actions if isinstance(a, CreatePod))
+
+
+@given(jobs(), observed, times)
+@settings(max_examples=400, deadline=None)
+def test_attempts_only_grow_and_a_terminal_state_is_final(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
+    after = plan(what, seen, now).status
+    if after is not None:
+        assert after.attempt >= what.status.attempt
+        if what.status.state in ("Succeeded", "Failed"):
+            assert (after.state, after.attempt) == (what.status.state, what.status.attempt)
+
+
+@given(jobs(), observed, times)
+@settings(max_examples=300, deadline=None)
+def test_when_a_plan_is_carried_out_and_nothing_else_happens_there_is_soon_nothing_to_do(
+    what: api.DDPJob, seen: Observed, now: dt.datetime
+) -> None:
+    world = World(what)
+    world.now, world.service, world.foreign = now, seen.service, list(seen.foreign)
+    # The API server holds one pod by a name, and a pod of ours carries the name that its identity gives it.
+    own = {contract.pod_name(what, p.attempt, p.rank): p for p in seen.pods if p.owner_uid == UID}
+    world.pods = {name: replaced(p, name=name) for name, p in own.items()}
+    world.strangers = [p for p in seen.pods if p.owner_uid != UID and p.name not in own]
+    world.reports = dict(seen.reports)
+    world.settle(limit=8)
+
+
+@given(observed, times, st.text(max_size=20))
+@settings(max_examples=100, deadline=None)
+def test_an_invalid_spec_creates_nothing(seen: Observed, now: dt.datetime, why: str) -> None:
+    actions = plan(job(), seen, now, problems=[Problem(("spec",), why)]).actions
+    assert not [a for a in actions if isinstance(a, (CreatePod, CreateService))]
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_ranges_say_exactly_what_went_in(ranks: set[int]) -> None:
+    assert contract.numbers(contract.ranges(ranks)) == ranks
+
+
+json_values: Any = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=12,
+)
+FIELDS = [*api.Spec.__struct_fields__, "nprocPerNode", "template", "minNodes", "failurePolicy", "stall", "suspend"]
+
+
+@given(
+    st.one_of(
+        json_values,
+        st.fixed_dictionaries(
+            {"apiVersion": st.just(api.API_VERSION), "kind": st.just(api.KIND)},
+            optional={
+                "metadata": json_values | st.fixed_dictionaries({"name": json_values}),
+                "spec": json_values | st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=5),
+                "status": json_values,
+            },
+        ),
+    )
+)
+@settings(max_examples=500, deadline=None)
+def test_whatever_is_applied_is_a_job_or_a_list_of_named_problems_and_never_a_traceback(raw: Any) -> None:
+    from ddpjob_operator import validation
+
+    parsed, problems = validation.parse(raw)
+    assert isinstance(parsed, api.DDPJob)
+    for problem in problems:
+        assert str(problem)
+    plan(replace(parsed, metadata=replace(parsed.metadata, uid=UID)), Observed(), START, problems=problems)

@@ -1,0 +1,215 @@
+"""Situations of a job, as sentences: `digits().running()`, `.exits(rank=1, code=3)`.
+
+A World plays the API server and the kubelets in the simplest way: it applies a plan and lets pods do what a test says.
+Time is virtual and starts at an odd moment, so that whoever reads the real clock is found out.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from dataclasses import replace as replaced
+from typing import Any
+
+from msgspec.structs import replace
+
+from ddpjob_operator import api, validation
+from ddpjob_operator.observed import Container, Foreign, Observed, Pod, Report
+from ddpjob_operator.plan import Action, CreatePod, CreateService, DeleteJob, DeletePod, Event, Plan, Settings, plan
+
+START = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
+UID = "7d0c6f1e-0000-4000-8000-000000000001"
+
+
+def manifest(name: str = "digits", *, container: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
+    """A DDPJob as YAML gives it."""
+    trainer = {"name": "trainer", "image": "ddpjob-trainer", "command": ["torchrun", "train.py"]} | (container or {})
+    return {
+        "apiVersion": api.API_VERSION,
+        "kind": api.KIND,
+        "metadata": {"name": name, "namespace": "default", "uid": UID, "generation": 1},
+        "spec": {"nodes": 2, "template": {"spec": {"containers": [trainer]}}} | spec,
+    }
+
+
+def job(name: str = "digits", *, container: dict[str, Any] | None = None, **spec: Any) -> api.DDPJob:
+    """A valid DDPJob."""
+    parsed, problems = validation.parse(manifest(name, container=container, **spec))
+    assert not problems, problems
+    return parsed
+
+
+class World:
+    """A job, its pods and a clock."""
+
+    def __init__(self, what: api.DDPJob) -> None:
+        self.job = what
+        self.now = START
+        self.service = False
+        self.pods: dict[str, Pod] = {}
+        self.strangers: list[Pod] = []
+        self.foreign: list[Foreign] = []
+        self.reports: dict[int, Report] = {}
+        self.problems: list[validation.Problem] = []
+        self.settings = Settings()
+        self.events: list[Event] = []
+        self.deleted_job = False
+        self._made = 0
+
+    # ---------------------------------------------------------------- looking and acting
+
+    @property
+    def seen(self) -> Observed:
+        """What plan() sees."""
+        pods = (*self.strangers, *self.pods.values())
+        return Observed(self.service, tuple(pods), tuple(self.foreign), dict(self.reports))
+
+    def plan(self) -> Plan:
+        """What to do now, without doing it."""
+        return plan(self.job, self.seen, self.now, problems=self.problems, settings=self.settings)
+
+    def step(self) -> Plan:
+        """Plan once, and do it: the status first, then deletes and creates."""
+        todo = self.plan()
+        if todo.status is not None:
+            self.job = replace(self.job, status=todo.status)
+        for action in todo.actions:
+            self.act(action)
+        self.events += todo.events
+        return todo
+
+    def settle(self, limit: int = 10) -> World:
+        """Plan until there is nothing to do."""
+        for _ in range(limit):
+            todo = self.step()
+            if todo.status is None and not todo.actions:
+                return self
+        raise AssertionError(f"still busy after {limit} looks: {todo}")
+
+    def act(self, action: Action) -> None:
+        """Do one action, as the API server does."""
+        if isinstance(action, CreateService):
+            assert not self.service, "the Service is there already"
+            self.service = True
+        elif isinstance(action, CreatePod):
+            name = f"{self.job.metadata.name}-{action.attempt}-{action.rank}"
+            assert name not in self.pods, f"{name} is there already"
+            self._made += 1
+            self.pods[name] = Pod(
+                name=name,
+                uid=f"pod-{self._made}",
+                owner_uid=self.job.metadata.uid,
+                attempt=action.attempt,
+                rank=action.rank,
+                job=self.job.metadata.name,
+            )
+        elif isinstance(action, DeletePod):
+            pod = self.pods[action.name]
+            assert pod.uid == action.uid, "a delete carries the uid that was seen"
+            if pod.live:
+                self.pods[action.name] = replaced(pod, stop_asked_at=self.now)
+            else:
+                del self.pods[action.name]
+        elif isinstance(action, DeleteJob):
+            self.deleted_job = True
+            self.job = replace(self.job, metadata=replace(self.job.metadata, deletion_timestamp=self.now))
+
+    # ---------------------------------------------------------------- what happens to the job
+
+    @property
+    def status(self) -> api.Status:
+        """The status as the user sees it."""
+        return self.job.status
+
+    def names(self) -> list[str]:
+        """The pods that are there."""
+        return sorted(self.pods)
+
+    def started(self) -> World:
+        """All pods are created."""
+        return self.settle()
+
+    def running(self) -> World:
+        """All trainers run."""
+        self.settle()
+        return self.runs(*range(self.job.spec.nodes)).settle()
+
+    def runs(self, *ranks: int) -> World:
+        """These trainers start."""
+        for rank in ranks:
+            self._change(rank, node=f"node-{rank}", phase="Running", trainer=Container("running", ready=True))
+        return self
+
+    def waits(self, rank: int, reason: str, message: str = "") -> World:
+        """The kubelet cannot start a trainer."""
+        return self._change(rank, node=f"node-{rank}", trainer=Container("waiting", reason, message))
+
+    def unschedulable(self, rank: int, why: str) -> World:
+        """The scheduler finds no node."""
+        return self._change(rank, unschedulable=why)
+
+    def exits(self, rank: int, code: int = 0, *, message: str = "", reason: str = "", phase: str = "") -> World:
+        """A trainer ends by itself."""
+        ended = Container("ended", reason or ("Completed" if code == 0 else "Error"), message, False, code, self.now)
+        return self._change(rank, phase=phase or ("Succeeded" if code == 0 else "Failed"), trainer=ended)
+
+    def evicted(self, rank: int, reason: str) -> World:
+        """The kubelet evicts a pod."""
+        return self._change(rank, phase="Failed", reason=reason)
+
+    def stops(self, rank: int, code: int = 143) -> World:
+        """A pod that was told to stop ends, and its object goes."""
+        pod = self._pod(rank)
+        assert pod.stop_asked_at is not None, "nobody told it to stop"
+        del self.pods[pod.name]
+        return self
+
+    def stops_all(self) -> World:
+        """All pods that were told to stop end, and go."""
+        self.pods = {n: p for n, p in self.pods.items() if p.stop_asked_at is None}
+        return self
+
+    def vanishes(self, rank: int) -> World:
+        """A pod's object goes without a word."""
+        del self.pods[self._pod(rank).name]
+        return self
+
+    def told_to_stop(self, rank: int) -> World:
+        """Someone deletes a pod from outside."""
+        return self._change(rank, stop_asked_at=self.now)
+
+    def after(self, seconds: float) -> World:
+        """Time passes."""
+        self.now += dt.timedelta(seconds=seconds)
+        return self
+
+    def change(self, **spec: Any) -> World:
+        """The user edits the spec."""
+        generation = (self.job.metadata.generation or 0) + 1
+        metadata = replace(self.job.metadata, generation=generation)
+        self.job = replace(self.job, spec=replace(self.job.spec, **spec), metadata=metadata)
+        return self
+
+    def reports_step(self, step: int, **more: Any) -> World:
+        """Rank 0 reports progress."""
+        attempt = self.job.status.attempt
+        self.reports[0] = Report(step=step, attempt=attempt, received_at=self.now, **more)
+        return self
+
+    def stranger(self, name: str, *, label: str = "", owner: str = "") -> World:
+        """A pod that is not the job's."""
+        self.strangers.append(Pod(name=name, uid=f"uid-{name}", owner_uid=owner, attempt=1, rank=0, job=label))
+        return self
+
+    def _pod(self, rank: int) -> Pod:
+        found = [p for p in self.pods.values() if p.rank == rank]
+        return max(found, key=lambda p: p.attempt)
+
+    def _change(self, rank: int, **fields: Any) -> World:
+        pod = self._pod(rank)
+        self.pods[pod.name] = replaced(pod, **fields)
+        return self
+
+
+def digits(**spec: Any) -> World:
+    """A job of two nodes."""
+    return World(job(**spec))

@@ -1,0 +1,439 @@
+"""What the one function that decides promises to users, situation by situation."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+import pytest
+from worlds import START, World, digits, job
+
+from ddpjob_operator import status as statuses
+from ddpjob_operator.observed import Foreign
+from ddpjob_operator.plan import CreatePod, CreateService, DeleteJob, DeletePod, Plan, start_back_off_seconds
+from ddpjob_operator.validation import Problem
+
+
+def deleted(plan: Plan) -> list[tuple[str, int | None]]:
+    return [(a.name, a.grace_seconds) for a in plan.actions if isinstance(a, DeletePod)]
+
+
+def created(plan: Plan) -> list[tuple[int, int]]:
+    return [(a.attempt, a.rank) for a in plan.actions if isinstance(a, CreatePod)]
+
+
+# ---------------------------------------------------------------- start
+
+
+def test_a_new_job_gets_its_service_and_a_pod_for_every_node_in_one_look() -> None:
+    world = digits(nodes=3)
+    todo = world.plan()
+    assert todo.actions == (CreateService(), CreatePod(1, 0), CreatePod(1, 1), CreatePod(1, 2))
+    assert todo.status is not None
+    assert (todo.status.state, todo.status.attempt, todo.status.start_time) == ("Pending", 1, START)
+
+
+def test_only_what_is_missing_is_created_when_the_operator_died_halfway() -> None:
+    world = digits(nodes=3)
+    world.step()
+    world.vanishes(1)
+    assert world.plan().actions == (CreatePod(1, 1),)
+
+
+@pytest.mark.parametrize(
+    ("rank_0", "state", "reason", "part"),
+    [
+        (lambda w: w.unschedulable(0, "0/3 nodes have nvidia.com/gpu"), "Pending", "Unschedulable", "0/3 nodes have"),
+        (lambda w: w.waits(0, "ImagePullBackOff", "no such image"), "Pending", "CannotStart", "no such image"),
+        (lambda w: w.waits(0, "ContainerCreating"), "Starting", "StartingTrainers", "1 of 2 nodes run"),
+    ],
+)
+def test_while_it_waits_the_job_says_for_what(rank_0, state: str, reason: str, part: str) -> None:
+    world = digits().started().runs(1)
+    rank_0(world).settle()
+    assert (world.status.state, world.status.reason) == (state, reason)
+    assert part in world.status.message
+
+
+def test_the_job_runs_once_all_trainers_run_and_not_before() -> None:
+    world = digits().started().runs(0).settle()
+    assert world.status.state == "Starting"
+    assert not statuses.condition(world.status, "Running")
+    world.runs(1).settle()
+    assert world.status.state == "Running"
+    assert statuses.condition(world.status, "Running")
+    assert world.status.display is not None
+    assert world.status.display.nodes == "2/2"
+
+
+# ---------------------------------------------------------------- success
+
+
+def test_the_job_succeeds_when_all_trainers_end_with_0() -> None:
+    world = digits().running().after(60).exits(0).settle()
+    assert world.status.state == "Running"
+    assert world.status.completed_nodes == "0"
+    world.exits(1).settle()
+    assert world.status.state == "Succeeded"
+    assert world.status.completion_time == START + dt.timedelta(seconds=60)
+    assert statuses.condition(world.status, "Complete")
+
+
+def test_a_succeeded_pod_that_vanishes_while_its_peers_run_does_no_harm() -> None:
+    world = digits().running().exits(1).settle().vanishes(1).settle()
+    assert world.status.state == "Running"
+    assert world.names() == ["digits-1-0"], "a rank that ended with 0 stays ended: it is not made again"
+    world.exits(0).settle()
+    assert world.status.state == "Succeeded"
+
+
+def test_exit_0_after_being_told_to_stop_is_not_success() -> None:
+    world = digits().running().after(5).told_to_stop(0).exits(0).settle()
+    assert world.status.completed_nodes == ""
+    assert world.status.state == "Failing"
+    assert world.status.last_failure is not None
+    assert world.status.last_failure.reason == "StoppedFromOutside"
+
+
+def test_a_trainer_that_ended_before_it_was_told_to_stop_has_completed() -> None:
+    world = digits().running().exits(0).after(5).told_to_stop(0).settle()
+    assert world.status.completed_nodes == "0"
+    assert world.status.state == "Running"
+
+
+def test_a_sidecar_neither_holds_the_job_open_nor_survives_it() -> None:
+    world = digits(nodes=1).running().exits(0, phase="Running")
+    todo = world.settle().plan()
+    assert world.status.state == "Succeeded"
+    assert world.pods["digits-1-0"].stop_asked_at is not None
+    assert todo.actions == ()
+
+
+# ---------------------------------------------------------------- failure
+
+
+def test_when_one_rank_fails_the_failure_is_recorded_before_anything_is_deleted() -> None:
+    world = digits().running().exits(1, code=3, message="ValueError: no such shard")
+    first = world.step()
+    assert first.actions == ()
+    assert world.status.state == "Failing"
+    assert world.status.last_failure is not None
+    assert (world.status.last_failure.rank, world.status.last_failure.exit_code) == (1, 3)
+    second = world.step()
+    assert deleted(second) == [("digits-1-0", 10)], "the broken group gets the short grace; what ended stays for its log"
+
+
+def test_the_job_is_failed_only_when_its_last_pod_has_ended() -> None:
+    world = digits().running().exits(1, code=3).settle()
+    assert world.status.state == "Failing"
+    assert "stopping digits-1-0 on node-0" in world.status.message
+    assert statuses.condition(world.status, "FailureTarget")
+    assert not statuses.condition(world.status, "Failed")
+    world.stops(0).settle()
+    assert world.status.state == "Failed"
+    assert statuses.condition(world.status, "Failed")
+
+
+def test_the_cause_is_the_rank_that_failed_and_not_the_peer_that_noticed_first() -> None:
+    world = digits().running()
+    world.exits(0, code=1, message="RuntimeError: [..] Connection closed by peer [127.0.0.1]:4242").settle()
+    assert world.status.last_failure is not None
+    assert world.status.last_failure.rank == 0
+    world.after(3).exits(1, code=137, reason="OOMKilled").settle()
+    assert world.status.state == "Failed"
+    assert (world.status.last_failure.rank, world.status.last_failure.reason) == (1, "OOMKilled")
+    assert len(world.status.failures) == 1, "an attempt has one cause"
+
+
+def test_the_cause_outlives_its_pod() -> None:
+    world = digits().running().exits(1, code=3, message="ValueError: no such shard").settle()
+    world.vanishes(1).stops(0).settle()
+    assert world.status.state == "Failed"
+    assert "rank 1 (pod digits-1-1, node node-1) ended with exit code 3 (ValueError: no such shard)" in world.status.message
+
+
+def test_a_pod_that_vanishes_while_it_runs_fails_the_job_and_is_named() -> None:
+    world = digits().running().vanishes(1).settle().stops(0).settle()
+    assert world.status.state == "Failed"
+    assert "rank 1 (pod digits-1-1) vanished while it ran" in world.status.message
+
+
+def test_an_evicted_pod_says_so() -> None:
+    world = digits().running().evicted(1, "Evicted").settle()
+    assert world.status.last_failure is not None
+    assert world.status.last_failure.reason == "Evicted"
+
+
+def test_a_failed_job_is_final_whatever_its_pods_do() -> None:
+    world = digits().running().exits(0, code=1).exits(1, code=1).settle()
+    before = world.status
+    assert before.state == "Failed"
+    world.exits(0).exits(1).after(1000).settle()
+    assert world.status == before
+
+
+def test_restart_grace_seconds_is_the_users_to_choose() -> None:
+    world = digits(restartGraceSeconds=0).running().exits(1, code=1)
+    world.step()
+    assert deleted(world.step()) == [("digits-1-0", 0)]
+
+
+# ---------------------------------------------------------------- suspend, resume, deletion
+
+
+def test_a_job_created_suspended_makes_nothing_and_no_clock_runs() -> None:
+    world = digits(suspend=True, activeDeadlineSeconds=10).settle().after(100).settle()
+    assert (world.status.state, world.status.start_time, world.names()) == ("Suspended", None, [])
+
+
+def test_suspend_is_recorded_first_and_then_stops_the_pods_with_their_full_grace() -> None:
+    world = digits().running().change(suspend=True)
+    assert world.step().actions == ()
+    assert world.status.state == "Suspended"
+    assert deleted(world.step()) == [("digits-1-0", None), ("digits-1-1", None)]
+    assert world.settle().status.message == "suspended; 2 pods still stopping"
+
+
+def test_what_stops_for_suspend_is_no_failure() -> None:
+    world = digits().running().change(suspend=True).settle().stops_all().settle()
+    assert world.status.state == "Suspended"
+    assert world.status.last_failure is None
+
+
+def test_resume_is_a_new_attempt_with_new_clocks() -> None:
+    world = digits(activeDeadlineSeconds=100).running().after(90).change(suspend=True).settle().stops_all().settle()
+    world.after(1000).change(suspend=False).settle()
+    assert world.status.attempt == 2
+    assert world.names() == ["digits-2-0", "digits-2-1"]
+    assert world.status.start_time == world.now
+    assert world.runs(0, 1).after(99).settle().status.state == "Running"
+
+
+def test_a_new_attempt_starts_only_when_all_pods_of_the_old_one_have_ended() -> None:
+    world = digits().running().change(suspend=True).settle().stops(0).change(suspend=False).settle()
+    assert world.names() == ["digits-1-1"]
+    assert world.status.reason == "WaitingForOldPods"
+    world.stops(1).settle()
+    assert world.names() == ["digits-2-0", "digits-2-1"]
+
+
+def test_a_rank_that_had_completed_trains_again_after_a_resume_for_its_peers_need_it() -> None:
+    world = digits().running().exits(0).settle().change(suspend=True).settle().stops_all().settle()
+    world.change(suspend=False).settle()
+    assert [n for n in world.names() if n.startswith("digits-2")] == ["digits-2-0", "digits-2-1"]
+
+
+def test_nodes_changed_while_suspended_take_effect_on_resume() -> None:
+    world = digits().running().change(suspend=True).settle().stops_all().settle()
+    world.change(nodes=3).settle().change(suspend=False).settle()
+    assert world.names() == ["digits-2-0", "digits-2-1", "digits-2-2"]
+
+
+def test_a_deleted_job_is_left_to_the_garbage_collector() -> None:
+    world = digits().started()
+    from msgspec.structs import replace
+
+    world.job = replace(world.job, metadata=replace(world.job.metadata, deletion_timestamp=world.now))
+    world.vanishes(0)
+    assert world.plan() == Plan()
+
+
+def test_a_job_that_another_controller_manages_is_not_touched() -> None:
+    assert World(job(managedBy="kueue.x-k8s.io/multikueue")).plan() == Plan()
+
+
+# ---------------------------------------------------------------- deadlines
+
+
+def test_active_deadline_fails_the_job_and_stops_its_pods_with_their_full_grace() -> None:
+    world = digits(activeDeadlineSeconds=60).running()
+    assert world.plan().look_again_at == START + dt.timedelta(seconds=60)
+    world.after(60).step()
+    assert (world.status.state, world.status.reason) == ("Failing", "DeadlineExceeded")
+    assert deleted(world.step()) == [("digits-1-0", None), ("digits-1-1", None)]
+    world.stops_all().settle()
+    assert (world.status.state, world.status.reason) == ("Failed", "DeadlineExceeded")
+    assert world.status.last_failure is None, "a deadline is nobody's failure"
+
+
+def test_a_job_that_completes_at_its_deadline_has_succeeded() -> None:
+    assert digits(activeDeadlineSeconds=60).running().after(60).exits(0).exits(1).settle().status.state == "Succeeded"
+
+
+def test_start_deadline_releases_all_pods_and_tries_again_later_under_a_new_attempt() -> None:
+    world = digits(startDeadlineSeconds=120).started().runs(0).settle()
+    assert world.plan().look_again_at == START + dt.timedelta(seconds=120)
+    world.after(120).settle()
+    assert (world.status.state, world.status.attempt, world.status.start_retries) == ("Pending", 2, 1)
+    world.stops_all().settle()
+    assert world.names() == [], "two half-placed jobs must not block each other"
+    again = world.plan().look_again_at
+    assert again is not None
+    assert 48 <= (again - world.now).total_seconds() <= 60
+    world.now = again
+    world.settle()
+    assert world.names() == ["digits-2-0", "digits-2-1"]
+    assert world.runs(0, 1).settle().status.start_retries == 0, "once all run, the waits begin anew"
+
+
+def test_the_waits_between_starts_double_up_to_30_minutes_and_differ_between_jobs() -> None:
+    waits = [start_back_off_seconds("a", n) for n in range(1, 9)]
+    for wait, base in zip(waits, (60, 120, 240, 480, 960, 1800, 1800, 1800), strict=True):
+        assert 0.8 * base <= wait <= base
+    assert waits != [start_back_off_seconds("b", n) for n in range(1, 9)]
+
+
+def test_once_all_nodes_have_run_the_start_deadline_is_over() -> None:
+    assert digits(startDeadlineSeconds=120).running().after(1000).settle().status.attempt == 1
+
+
+def test_the_active_deadline_also_ends_a_job_that_waits_for_its_next_start() -> None:
+    world = digits(startDeadlineSeconds=60, activeDeadlineSeconds=90).started().after(60).settle().stops_all().settle()
+    assert world.after(30).settle().status.reason == "DeadlineExceeded"
+
+
+# ---------------------------------------------------------------- clean-up
+
+
+@pytest.mark.parametrize(
+    ("policy", "left"), [("None", ["digits-1-0", "digits-1-1"]), ("Running", ["digits-1-1"]), ("All", [])]
+)
+def test_clean_pod_policy_says_which_pods_are_left_once_the_job_has_finished(policy: str, left: list[str]) -> None:
+    """digits-1-0 has a sidecar that still runs."""
+    world = digits(cleanPodPolicy=policy).running().exits(0, phase="Running").exits(1).settle().stops_all().settle()
+    assert world.status.state == "Succeeded"
+    assert world.names() == left
+
+
+def test_ttl_deletes_the_job_that_long_after_it_finished_and_not_before() -> None:
+    world = digits(ttlSecondsAfterFinished=30).running().exits(0).exits(1).settle()
+    assert world.after(29).plan().actions == ()
+    assert world.plan().look_again_at == world.now + dt.timedelta(seconds=1)
+    assert world.after(1).plan().actions == (DeleteJob(world.job.metadata.uid),)
+
+
+# ---------------------------------------------------------------- what is not ours
+
+
+def test_a_foreign_pod_of_that_name_is_a_clear_condition_and_never_a_takeover() -> None:
+    world = digits().stranger("digits-1-1").settle()
+    assert (world.status.state, world.status.reason) == ("Pending", "NameTaken")
+    assert "digits-1-1" in world.status.message
+    assert world.names() == []
+
+
+def test_a_foreign_service_of_that_name_is_a_clear_condition() -> None:
+    world = digits()
+    world.foreign = [Foreign("Service", "digits")]
+    assert "a Service named digits is not this job's" in world.settle().status.message
+    world.foreign = []
+    assert world.settle().names() == ["digits-1-0", "digits-1-1"]
+
+
+def test_delete_and_apply_waits_for_the_pods_of_the_deleted_job_and_says_so() -> None:
+    world = digits().stranger("digits-7-0", label="digits", owner="uid-of-the-deleted-job").settle()
+    assert world.status.reason == "WaitingForDeletedJob"
+    assert "digits-7-0 of the deleted job" in world.status.message
+    world.strangers.clear()
+    assert world.settle().names() == ["digits-1-0", "digits-1-1"]
+
+
+def test_a_status_older_than_the_pods_is_not_acted_upon() -> None:
+    world = digits().running()
+    old = world.job
+    world.change(suspend=True).settle().stops_all().change(suspend=False).settle()
+    world.job = old
+    assert world.plan() == Plan()
+
+
+def test_a_job_whose_status_was_lost_takes_a_new_attempt_and_never_an_old_one() -> None:
+    world = digits().running()
+    from ddpjob_operator import api
+
+    world.job = api.DDPJob(metadata=world.job.metadata, spec=world.job.spec)
+    world.settle().stops_all().settle()
+    assert world.names() == ["digits-2-0", "digits-2-1"]
+
+
+# ---------------------------------------------------------------- status
+
+
+def test_an_invalid_spec_starts_nothing_and_says_which_field() -> None:
+    world = digits()
+    world.problems = [Problem(("spec", "backend"), "mpi is not there")]
+    world.settle()
+    assert (world.status.state, world.status.reason) == ("Pending", "InvalidSpec")
+    assert world.names() == []
+    accepted = next(c for c in world.status.conditions if c.type == "Accepted")
+    assert (accepted.status, accepted.message) == ("False", "spec.backend: mpi is not there")
+    world.problems = []
+    assert statuses.condition(world.settle().status, "Accepted")
+
+
+def test_progress_alone_is_written_at_most_every_ten_seconds() -> None:
+    world = digits().running().reports_step(1, total_steps=100).settle()
+    assert world.status.progress is not None
+    assert world.status.progress.step == 1
+    world.after(4).reports_step(5, total_steps=100)
+    assert world.plan().status is None
+    assert world.plan().look_again_at == START + dt.timedelta(seconds=10)
+    world.after(6).reports_step(11, total_steps=100)
+    todo = world.plan()
+    assert todo.status is not None
+    assert todo.status.progress is not None
+    assert todo.status.progress.step == 11
+
+
+def test_progress_goes_along_with_any_other_change() -> None:
+    world = digits().running().reports_step(1).settle().after(1).reports_step(2).exits(0).settle()
+    assert world.status.progress is not None
+    assert world.status.progress.step == 2
+
+
+def test_the_columns_of_kubectl_get_show_steps_percent_and_time_left() -> None:
+    world = digits().running().reports_step(312, total_steps=1125, eta_seconds=11_400).settle()
+    assert world.status.display is not None
+    shown = world.status.display
+    assert (shown.nodes, shown.step, shown.progress, shown.eta) == ("2/2", "312/1125", "27%", "3h10m")
+
+
+def test_a_report_of_an_older_attempt_is_not_progress() -> None:
+    world = digits().running().reports_step(9)
+    world.change(suspend=True).settle().stops_all().change(suspend=False).settle().runs(0, 1).settle()
+    assert world.status.progress is None or world.status.progress.step == 9
+    world.after(60).reports_step(3).settle()
+    assert world.status.progress is not None
+    assert (world.status.progress.step, world.status.progress.attempt) == (3, 2)
+
+
+def test_a_whole_life_tells_itself_in_a_few_events() -> None:
+    world = digits().running().exits(0).settle().exits(1).settle()
+    assert [(e.type, e.reason) for e in world.events] == [
+        ("Normal", "CreatingPods"),
+        ("Normal", "StartingTrainers"),
+        ("Normal", "AllNodesRun"),
+        ("Normal", "AllNodesCompleted"),
+    ]
+
+
+def test_goodput_books_each_second_where_it_was_spent() -> None:
+    world = digits().started().after(20).runs(0, 1).settle().after(80).exits(0).exits(1).settle()
+    assert world.status.goodput is not None
+    spent = world.status.goodput
+    assert (spent.starting_seconds, spent.productive_seconds, spent.ratio) == (20, 80, 0.8)
+
+
+def test_a_condition_keeps_its_time_until_it_changes() -> None:
+    world = digits().running().after(500).exits(0).settle()
+    running = next(c for c in world.status.conditions if c.type == "Running")
+    assert (running.status, running.last_transition_time) == ("True", START)
+
+
+def test_the_status_stays_under_16_kb_with_the_longest_logs_and_many_nodes() -> None:
+    import msgspec
+
+    world = digits(nodes=500).running()
+    world.reports_step(1, metrics={f"m{i:061}": "9" * 64 for i in range(16)})
+    for rank in range(500):
+        world.exits(rank, code=rank % 2, message="ValueError: " + "x" * 5000)
+    world.settle()
+    assert len(msgspec.json.encode(world.status)) < 16_000
