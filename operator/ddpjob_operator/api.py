@@ -20,11 +20,14 @@ PLURAL = "ddpjobs"
 
 # `<job>-<rank>` is the hostname of a pod, at most 63 characters, and a rank has at most 5 digits.
 NAME_LENGTH_MAX = 57
+NODES_MAX = 99_999
 # The job's name is also its Service's name, and a Service wants a DNS-1035 label: it starts with a letter.
 NAME_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
 
-Seconds = Annotated[int, Meta(ge=1)]
-SecondsOrZero = Annotated[int, Meta(ge=0)]
+# Ten years: longer is a typing error, and a date beyond the year 9999 is none.
+SECONDS_MAX = 315_360_000
+Seconds = Annotated[int, Meta(ge=1, le=SECONDS_MAX)]
+SecondsOrZero = Annotated[int, Meta(ge=0, le=SECONDS_MAX)]
 Count = Annotated[int, Meta(ge=0)]
 Time = dt.datetime
 
@@ -34,9 +37,9 @@ State = Literal["Pending", "Starting", "Running", "Restarting", "Failing", "Susp
 class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
     """What the user wants."""
 
-    nodes: Annotated[int, Meta(ge=1)] = 1
+    nodes: Annotated[int, Meta(ge=1, le=NODES_MAX)] = 1
     """Pods of the job, one per node. Changes only while the job is suspended. The scale subresource sets it."""
-    min_nodes: Annotated[int, Meta(ge=1)] | None = None
+    min_nodes: Annotated[int, Meta(ge=1, le=NODES_MAX)] | None = None
     """Not available yet: elastic jobs that go on with at least this many nodes."""
     nproc_per_node: Annotated[int, Meta(ge=1)] | Literal["auto"] = "auto"
     """Processes per node. auto: as the launcher in the command says, else a rank a GPU, else 1."""
@@ -110,7 +113,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     state: State | None = None
     """One word for people: Pending, Starting, Running, Restarting, Failing, Suspended, Succeeded or Failed."""
     reason: str = ""
-    """Why, as one CamelCase word; docs/reference.md lists them."""
+    """Why, as one CamelCase word; the reference lists them."""
     message: Annotated[str, Meta(max_length=4096)] = ""
     """Why, as a sentence: who, what, since when, and what happens next."""
     state_time: Time | None = None

@@ -135,3 +135,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = 0
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

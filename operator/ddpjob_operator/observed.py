@@ -78,6 +78,18 @@ class Foreign:
     """Whether a deleted job of the same name left it: it goes away by itself."""
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """A create that the server refused: quota, PodSecurity, admission, a typo in the template."""
+
+    name: str
+    """The object that was to be created."""
+    message: str
+    """The server's own sentence."""
+    retry_at: dt.datetime
+    """When it is worth another try; each refusal in a row doubles the wait (the shell keeps count)."""
+
+
 class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_defaults=True):
     """What a rank says about the training (the body of the status request)."""
 
@@ -105,6 +117,8 @@ class Observed:
     """Pods with the job's label or with a name that the job needs, of whatever owner, in any order."""
     foreign: tuple[Foreign, ...] = ()
     """Other objects (a Service) that carry a name the job needs."""
+    refusals: tuple[Refusal, ...] = ()
+    """Creates that were refused and not tried again since."""
     reports: dict[int, Report] = field(default_factory=dict)
     """The newest report of each rank that reports."""
     master_addr: str | None = None

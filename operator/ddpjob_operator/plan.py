@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from ddpjob_operator import api, causes, contract, podspec, reasons
 from ddpjob_operator import status as statuses
-from ddpjob_operator.observed import Foreign, Observed, Pod
+from ddpjob_operator.observed import Foreign, Observed, Pod, Refusal
 from ddpjob_operator.reasons import Reason
 from ddpjob_operator.validation import Problem
 
@@ -111,6 +111,8 @@ class Scene:
     """The pods of the present attempt by rank."""
     older: tuple[Pod, ...]
     """Pods of earlier attempts in which something may still run."""
+    refusals: tuple[Refusal, ...]
+    """What the server would not create, by the time of the next try."""
     foreign: tuple[Foreign, ...]
     """What stands where the job's objects should."""
     problems: tuple[Problem, ...]
@@ -163,17 +165,18 @@ def finished(s: Scene) -> Verdict | None:
 
 
 def invalid(s: Scene) -> Verdict | None:
-    """A spec that cannot run starts nothing, and stops nothing that runs."""
+    """A spec that cannot run starts nothing, and what runs may only be suspended."""
     if not s.problems:
         return None
     if s.status.attempt:
-        return Verdict(s.status)
+        return suspended(s) or Verdict(s.status)
     return Verdict(statuses.enter(s.status, "Pending", reasons.INVALID_SPEC, _sentence(s.problems), s.now))
 
 
 def completed(s: Scene) -> Verdict | None:
     """All trainers ended with 0, also those whose pods have vanished since."""
-    if not s.status.attempt or s.status.state == "Failing" or _missing(s, s.status.completed_nodes):
+    # Of a suspended job spec.nodes may have changed since: the ranks that completed were ranks of another group.
+    if not s.status.attempt or s.status.state in ("Failing", "Suspended") or _missing(s, s.status.completed_nodes):
         return None
     text = f"all {s.spec.nodes} nodes completed" if s.spec.nodes > 1 else "the node completed"
     done = statuses.enter(s.status, "Succeeded", reasons.ALL_NODES_COMPLETED, text, s.now)
@@ -285,6 +288,19 @@ def name_taken(s: Scene) -> Verdict | None:
     return Verdict(statuses.enter(s.status, "Pending", reasons.NAME_TAKEN, text, s.now))
 
 
+def create_refused(s: Scene) -> Verdict | None:
+    """The server would not create something; say its own sentence, and try again after a while."""
+    wanted = [a for a in _to_create(s) if isinstance(a, CreatePod)]
+    names = {contract.pod_name(s.job, a.attempt, a.rank) for a in wanted} | (set() if s.service else {s.job.metadata.name})
+    waiting = [r for r in s.refusals if r.name in names and r.retry_at > s.now]
+    if not waiting:
+        return None
+    more = f" (and {len(waiting) - 1} more)" if len(waiting) > 1 else ""
+    text = f"{waiting[0].name}{more} was refused: {waiting[0].message}"
+    again = _earliest(*(r.retry_at for r in waiting), _active_deadline(s), _start_deadline(s))
+    return Verdict(statuses.enter(s.status, "Pending", reasons.CREATE_REFUSED, text, s.now), look_again_at=again)
+
+
 def nodes_missing(s: Scene) -> Verdict | None:
     """Create what is missing; a rank that has run is never created again in its attempt."""
     missing = _to_create(s)
@@ -330,6 +346,7 @@ RULES: tuple[Callable[[Scene], Verdict | None], ...] = (
     start_overdue,
     backing_off,
     name_taken,
+    create_refused,
     nodes_missing,
     waiting_for_nodes,
     all_is_well,
@@ -360,6 +377,7 @@ def look(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
         foreign=tuple(
             sorted((*seen.foreign, *_foreign_pods(job, seen, status.attempt)), key=lambda f: (f.deleted_job, f.name))
         ),
+        refusals=tuple(sorted(seen.refusals, key=lambda r: (r.retry_at, r.name))),
         problems=problems,
         now=now,
     )

@@ -259,6 +259,8 @@ def _expected(kind: inspect.Type, raw: object) -> str:
 def _wanted(kind: inspect.Type, raw: object) -> str:
     if isinstance(kind, inspect.IntType):
         is_number = isinstance(raw, int) and not isinstance(raw, bool)
+        if is_number and kind.le is not None and typing.cast(int, raw) > kind.le:
+            return f"at most {kind.le}"
         parts = ("" if is_number else "a whole number", "" if kind.ge is None else f"at least {kind.ge}")
         return " of ".join(filter(None, parts))
     if isinstance(kind, inspect.BoolType):

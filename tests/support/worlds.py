@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ddpjob_operator import api, validation
-from ddpjob_operator.observed import Container, Foreign, Observed, Pod, Report
+from ddpjob_operator.observed import Container, Foreign, Observed, Pod, Refusal, Report
 from ddpjob_operator.plan import Action, CreatePod, CreateService, DeleteJob, DeletePod, Event, Plan, Settings, plan
 
 START = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
@@ -48,6 +48,7 @@ class World:
         self.pods: dict[str, Pod] = {}
         self.strangers: list[Pod] = []
         self.foreign: list[Foreign] = []
+        self.refusals: list[Refusal] = []
         self.reports: dict[int, Report] = {}
         self.problems: list[validation.Problem] = []
         self.settings = Settings()
@@ -61,7 +62,7 @@ class World:
     def seen(self) -> Observed:
         """What plan() sees."""
         pods = (*self.strangers, *self.pods.values())
-        return Observed(self.service, tuple(pods), tuple(self.foreign), dict(self.reports))
+        return Observed(self.service, tuple(pods), tuple(self.foreign), tuple(self.refusals), dict(self.reports))
 
     def plan(self) -> Plan:
         """What to do now, without doing it."""

@@ -8,7 +8,7 @@ import pytest
 from worlds import START, World, digits, job
 
 from ddpjob_operator import status as statuses
-from ddpjob_operator.observed import Foreign
+from ddpjob_operator.observed import Foreign, Refusal
 from ddpjob_operator.plan import CreatePod, CreateService, DeleteJob, DeletePod, Plan, start_back_off_seconds
 from ddpjob_operator.validation import Problem
 
@@ -228,6 +228,20 @@ def test_nodes_changed_while_suspended_take_effect_on_resume() -> None:
     assert world.names() == ["digits-2-0", "digits-2-1", "digits-2-2"]
 
 
+def test_ranks_that_completed_before_a_suspended_job_was_made_smaller_are_no_success() -> None:
+    world = digits().running().exits(0).settle().change(suspend=True).settle().stops_all().settle()
+    world.change(nodes=1).settle()
+    assert world.status.state == "Suspended"
+
+
+def test_a_running_job_whose_spec_became_invalid_can_still_be_suspended() -> None:
+    world = digits().running()
+    world.problems = [Problem(("spec", "backoffLimit"), "not there")]
+    world.change(suspend=True).settle()
+    assert world.status.state == "Suspended"
+    assert all(p.stop_asked_at for p in world.pods.values())
+
+
 def test_a_deleted_job_is_left_to_the_garbage_collector() -> None:
     world = digits().started()
     from msgspec.structs import replace
@@ -352,6 +366,20 @@ def test_a_job_whose_status_was_lost_takes_a_new_attempt_and_never_an_old_one() 
     world.job = api.DDPJob(metadata=world.job.metadata, spec=world.job.spec)
     world.settle().stops_all().settle()
     assert world.names() == ["digits-2-0", "digits-2-1"]
+
+
+def test_a_create_that_the_server_refuses_is_pending_with_its_sentence_and_tried_again() -> None:
+    world = digits()
+    world.step()
+    world.vanishes(1)
+    again = world.now + dt.timedelta(seconds=4)
+    world.refusals = [Refusal("digits-1-1", 'exceeded quota: pods, requested: 1, used: 1, limited: 1', again)]
+    world.settle()
+    assert (world.status.state, world.status.reason) == ("Pending", "CreateRefused")
+    assert "digits-1-1 was refused: exceeded quota: pods" in world.status.message
+    assert world.plan().look_again_at == again
+    world.after(4)
+    assert created(world.plan()) == [(1, 1)]
 
 
 # ---------------------------------------------------------------- status

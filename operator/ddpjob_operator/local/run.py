@@ -169,12 +169,14 @@ class Runner:
 
     def run(self) -> int:
         """Until the job has ended, or was stopped."""
-        while not self._over():
+        while True:
             self._take_stop()
             wait = self._reconcile()
+            # Before the wait: what ended last may have been the last that could wake us.
+            if self._over():
+                return self._farewell()
             self.screen.draw(self.job.status, list(self.world.pods.values()))
             self._wait(wait)
-        return self._farewell()
 
     def _reconcile(self) -> float | None:
         """Plan and act until there is nothing to do; returns the seconds until the plan wants to look again."""

@@ -1,0 +1,5 @@
+"""`python -m ddpjob_operator` is `ddpjob`."""
+
+from ddpjob_operator.cli import main
+
+main()

@@ -1,0 +1,119 @@
+"""The GPUs of this machine, found without torch, and each node's share of them.
+
+The runner shows a node only its share, by CUDA_VISIBLE_DEVICES, so that LOCAL_RANK 0 is another GPU on each node, as on
+real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU, once the driver is loaded
+NVIDIA_SMI_SECONDS = 20.0  # without its persistence daemon the driver first wakes each GPU, seconds for eight
+
+
+class TooFewGpusError(Exception):
+    """The job asks for more GPUs than this process may use; the message says both numbers and what to do."""
+
+
+def visible(environ: Mapping[str, str] | None = None) -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them (indices or UUIDs); [] where none are.
+
+    `environ` is this process's by default. CUDA_VISIBLE_DEVICES is obeyed as CUDA obeys it. May take seconds.
+    """
+    environ = os.environ if environ is None else environ
+    allowed = environ.get("CUDA_VISIBLE_DEVICES")
+    if allowed is not None and allowed.strip() in ("", "-1"):  # the usual ways to say none: not worth asking the driver
+        return []
+    machine = installed(environ)
+    return machine if allowed is None else permitted(allowed, machine)
+
+
+def permitted(allowed: str, machine: Sequence[str]) -> list[str]:
+    """The devices of a CUDA_VISIBLE_DEVICES; the first entry that names none hides itself and all after it, as in CUDA.
+
+    A machine where no GPU was found does not judge indices: a ROCm GPU has this variable too, but no nvidia-smi.
+    """
+    found: list[str] = []
+    for entry in (part.strip() for part in allowed.split(",")):
+        if re.fullmatch(r"(GPU|MIG)-[\w/.-]+", entry):
+            device = entry
+        elif re.fullmatch(r"\d{1,4}", entry, re.ASCII) and (not machine or int(entry) < len(machine)):
+            device = str(int(entry))
+        else:
+            break
+        if device in found:
+            return []  # CUDA shows no device at all when one is named twice (torch.cuda, _parse_visible_devices)
+        found.append(device)
+    return found
+
+
+def installed(environ: Mapping[str, str]) -> list[str]:
+    """The machine's GPUs by index, or by UUID where some are cut into MIG slices; [] without a working driver."""
+    program = shutil.which("nvidia-smi", path=environ.get("PATH", os.defpath))
+    listing = None if program is None else listed_by(program, environ)
+    if listing is not None:
+        return parse_listing(listing)
+    return [str(index) for index in range(count_of_driver())]
+
+
+def listed_by(nvidia_smi: str, environ: Mapping[str, str]) -> str | None:
+    """What `nvidia-smi -L` prints; None where it fails or hangs, as it does with a driver that does not fit it."""
+    try:
+        done = subprocess.run(
+            [nvidia_smi, "-L"],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=NVIDIA_SMI_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def parse_listing(listing: str) -> list[str]:
+    """The devices in the output of `nvidia-smi -L`.
+
+    A GPU in MIG mode computes only by its slices, listed below it, which have UUIDs but no index of their own; whole
+    GPUs beside them are then named by UUID too, since CUDA takes no mixture.
+    """
+    gpus = re.findall(r"^GPU (\d+):.*?\(UUID: (GPU-[^)]+)\)((?:\n\s+MIG .*)*)", listing, re.MULTILINE)
+    if not any(slices for _, _, slices in gpus):
+        return [index for index, _, _ in gpus]
+    found: list[str] = []
+    for _, uuid, slices in gpus:
+        found += re.findall(r"\(UUID: (MIG-[^)]+)\)", slices) or [uuid]
+    return found
+
+
+def count_of_driver() -> int:
+    """How many GPUs the NVIDIA driver says it has, where nvidia-smi is not installed."""
+    try:
+        return sum(1 for _ in DRIVER_GPUS.iterdir())
+    except OSError:
+        return 0
+
+
+def share(gpus: Sequence[str], nodes: int, per_node: int) -> list[list[str]]:
+    """The GPUs of each node, no GPU twice; raises TooFewGpusError. With `per_node` 0 every node gets none."""
+    wanted = nodes * per_node
+    if wanted > len(gpus):
+        raise TooFewGpusError(
+            f"the job asks for {wanted} {plural('GPU', wanted)} ({nodes} {plural('node', nodes)} x {per_node}), "
+            f"this machine has {len(gpus)} for it. Run it on the CPU with --cpu, or ask for fewer: --nodes, or the "
+            "GPU limit of the trainer container."
+        )
+    return [list(gpus[node * per_node : (node + 1) * per_node]) for node in range(nodes)]
+
+
+def plural(word: str, count: int) -> str:
+    """`word` as it is said of `count` things."""
+    return word if count == 1 else word + "s"

@@ -1,0 +1,259 @@
+"""The runner's side of a local node: start its supervisor, tell it to stop, read what it reports.
+
+Everything here is called from the runner's one thread and never waits for a trainer: `output` and `report` are
+non-blocking descriptors for its selectors loop. The runner calls `become_subreaper` once before the first node, and
+`kill_orphans` whenever a node ends as a SupervisorLost. It must never wait for any child (`os.waitpid(-1)`): only the
+node knows whose end that was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpjob_operator.local import supervisor
+from ddpjob_operator.local.supervisor import become_subreaper, descendants, kill_all, parents, read_available
+
+__all__ = [
+    "Event",
+    "Exited",
+    "Lingering",
+    "Node",
+    "NotStarted",
+    "Order",
+    "Started",
+    "SupervisorLost",
+    "become_subreaper",
+    "kill_orphans",
+]
+
+SUPERVISOR = Path(supervisor.__file__)
+CLOSE_SECONDS = 10.0  # far above the milliseconds that an obedient supervisor needs to end its tree
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a node runs: `env` is the trainer's whole environment and finds `argv[0]` by its PATH; `cwd` must exist."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    cwd: str
+    grace_seconds: float  # between SIGTERM and SIGKILL when the supervisor itself is told to end
+
+
+@dataclass(frozen=True)
+class Started:
+    """The trainer runs: its first process and the Unix time of its exec."""
+
+    pid: int
+    time: float
+
+
+@dataclass(frozen=True)
+class Lingering:
+    """Killed seconds ago and still there, stuck in the kernel or another user's; the node ends when they have."""
+
+    pids: list[int]
+    time: float
+
+
+@dataclass(frozen=True)
+class Exited:
+    """The trainer's first process ended at the Unix `time`, by `code` or by `signal`; nothing it started is left."""
+
+    code: int | None
+    signal: int | None
+    time: float
+    told_to_stop: bool  # its end was asked for: exit 0 is then no success
+    killed_after_grace: bool
+
+
+@dataclass(frozen=True)
+class NotStarted:
+    """The trainer's exec failed: code 127 where the file or folder is missing, else 126, as a shell says it."""
+
+    errno: int
+    error: str
+    code: int
+
+
+@dataclass(frozen=True)
+class SupervisorLost:
+    """The supervisor ended without its last word; the runner then calls `kill_orphans` for what the node left."""
+
+    error: str
+    time: float
+
+
+Event = Started | Lingering | Exited | NotStarted | SupervisorLost
+End = Exited | NotStarted | SupervisorLost
+
+
+class Node:
+    """One node of a job on this machine: a supervisor process and the trainer below it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.exit: End | None = None  # once known it never changes
+        self._process: subprocess.Popen[bytes] | None = None
+        self._report = -1
+        self._buffer = b""
+
+    def start(self, order: Order) -> None:
+        """Spawn the supervisor and hand it the order; `handle_report` tells what became of it.
+
+        Raises OSError where no process can be made.
+        """
+        assert self._process is None, "a node is started once; the next attempt is a new Node"
+        self._report, report_write = os.pipe()
+        os.set_blocking(self._report, False)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(SUPERVISOR), str(report_write)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,  # a traceback of the supervisor belongs into its node's log
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C at the terminal is the runner's: it decides what the nodes hear
+                pass_fds=(report_write,),
+            )
+        except BaseException:
+            os.close(self._report)
+            raise
+        finally:
+            os.close(report_write)
+        os.set_blocking(self.output, False)
+        self._send(
+            {
+                "argv": list(order.argv),
+                "env": dict(order.env),
+                "cwd": order.cwd,
+                "grace_seconds": order.grace_seconds,
+            }
+        )
+
+    @property
+    def pid(self) -> int:
+        """The supervisor's process, to be known to `kill_orphans`."""
+        return self._running.pid
+
+    @property
+    def output(self) -> int:
+        """Non-blocking descriptor of all that the trainer prints, in order; it ends with the node: read to its end."""
+        assert self._running.stdout is not None
+        return self._running.stdout.fileno()
+
+    @property
+    def report(self) -> int:
+        """Non-blocking descriptor; when it is readable call `handle_report`, and no more once `exit` is known."""
+        return self._report
+
+    def stop(self, grace_seconds: float) -> None:
+        """SIGTERM to the trainer's first process, SIGKILL to all after `grace_seconds`; a later call only shortens."""
+        self._send({"stop": {"grace_seconds": grace_seconds}})
+
+    def kill(self) -> None:
+        """SIGKILL to everything, at once."""
+        self._send({"kill": {}})
+
+    def handle_report(self) -> list[Event]:
+        """What the supervisor said since the last call; if it ended without a last word, the SupervisorLost for it."""
+        arrived = read_available(self._report)
+        *lines, self._buffer = (self._buffer + (arrived or b"")).split(b"\n")
+        events = [parse(line) for line in lines]
+        if arrived is None and self.exit is None and not any(isinstance(event, End) for event in events):
+            events.append(self._lost())
+        for event in events:
+            if self.exit is None and isinstance(event, End):
+                self.exit = event
+        return events
+
+    def close(self) -> None:
+        """Kill what still runs and give everything back; waits for the supervisor, at most 10 s."""
+        process = self._process
+        if process is None:
+            return
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.close()  # the supervisor reads it as the runner's end
+        try:
+            process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:  # stopped by a debugger, or a child that even SIGKILL does not end
+            process.kill()
+            process.wait()
+        process.stdout.close()
+        os.close(self._report)
+
+    @property
+    def _running(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "start() comes first"
+        return self._process
+
+    def _send(self, message: dict[str, object]) -> None:
+        assert self._running.stdin is not None
+        data = memoryview(json.dumps(message).encode() + b"\n")
+        try:
+            while data:
+                data = data[self._running.stdin.write(data) or 0 :]
+        except BrokenPipeError:
+            return  # it has ended: the report says how, and is read by the loop
+
+    def _lost(self) -> SupervisorLost:
+        code = self._running.wait()  # the report pipe ended with its only holder; after this its children are ours
+        if code < 0:
+            how = f"was killed by {signal_name(-code)}"
+        else:
+            how = f"ended with code {code} before its trainer did; its own message is the last in the node's log"
+        return SupervisorLost(f"the supervisor of node {self.number} {how}", time.time())
+
+
+def parse(line: bytes) -> Event:
+    """One line of a report as what it says."""
+    kinds: dict[str, type[Event]] = {
+        "started": Started,
+        "lingering": Lingering,
+        "exited": Exited,
+        "failed": NotStarted,
+    }
+    ((kind, fields),) = json.loads(line).items()
+    return kinds[kind](**fields)
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9; a number without a name, as the real-time ones, stays one."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def kill_orphans(known_pids: set[int], timeout_seconds: float = 10.0) -> int:
+    """Kill and reap every child of this process that is not in `known_pids`, with all below it; returns how many.
+
+    For a subreaper these are what a supervisor left that was itself killed by SIGKILL. `known_pids` must name every
+    child that the caller started and wants to keep. Returns after `timeout_seconds` even if one is stuck in the kernel.
+    """
+    killed: set[int] = set()
+    deadline, pause = time.monotonic() + timeout_seconds, 0.001
+    while (orphans := adopted(known_pids)) and time.monotonic() < deadline:
+        parent_of = parents()
+        found = orphans.union(*(descendants(orphan, parent_of) for orphan in orphans))
+        kill_all(found)
+        killed |= found
+        time.sleep(pause)  # the kernel ends them; one forked between our look and our kill is found in the next round
+        pause = min(2 * pause, 0.1)
+        for orphan in orphans:
+            os.waitpid(orphan, os.WNOHANG)
+    return len(killed)
+
+
+def adopted(known_pids: set[int]) -> set[int]:
+    """The children of this process that it did not start."""
+    return {pid for pid, parent in parents().items() if parent == os.getpid()} - known_pids

@@ -1,0 +1,429 @@
+"""What a real API server makes of the CRD: which jobs it takes, which it refuses and in what words.
+
+Needs kubectl and KUBECONFIG; any cluster will do, without nodes and without the operator. Makes a namespace of its own
+and removes it, and the CRD too if it was not there before.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CRD = Path(__file__).parents[2] / "charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml"
+CONTAINER = {"name": "trainer", "image": "busybox", "command": ["torchrun", "train.py"]}
+JOB = {
+    "apiVersion": "training.ddpjob.io/v1alpha1",
+    "kind": "DDPJob",
+    "metadata": {"name": "digits"},
+    "spec": {"nodes": 2, "template": {"spec": {"containers": [CONTAINER]}}},
+}
+UNSET = object()
+STOP_FIRST = "changes only while the job is suspended and stopped. Set spec.suspend to true"
+
+# All tests share one CRD: with several workers, those of this file belong on one (pytest --dist loadgroup).
+pytestmark = pytest.mark.xdist_group("crd")
+
+
+class Cluster:
+    """kubectl in a namespace."""
+
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
+
+    def try_(self, *arguments: str, stdin: object = None) -> tuple[int, str]:
+        """The exit code, and stdout and stderr together."""
+        done = subprocess.run(
+            ["kubectl", f"--namespace={self.namespace}", "--request-timeout=20s", *arguments],
+            input=None if stdin is None else json.dumps(stdin),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60,
+        )
+        return done.returncode, done.stdout
+
+    def __call__(self, *arguments: str, stdin: object = None) -> str:
+        code, output = self.try_(*arguments, stdin=stdin)
+        assert code == 0, f"kubectl {' '.join(arguments)}: {output}"
+        return output
+
+    def create(self, body: dict[str, Any]) -> str:
+        """Creates the job under a name of its own, and gives that name."""
+        body = copy.deepcopy(body)
+        body["metadata"]["name"] = name = f"job-{uuid.uuid4().hex[:8]}"
+        self("create", "-f", "-", stdin=body)
+        return name
+
+    def spec(self, name: str) -> dict[str, Any]:
+        """The spec as it is stored."""
+        return json.loads(self("get", "ddp", name, "-o", "json"))["spec"]
+
+    def patch(self, name: str, *operations: tuple[str, str, object]) -> tuple[int, str]:
+        """A JSON patch: (op, path, value)."""
+        body = [{"op": op, "path": path, "value": value} for op, path, value in operations]
+        return self.try_("patch", "ddp", name, "--type=json", "-p", json.dumps(body))
+
+    def set_status(self, name: str, **status: object) -> None:
+        """What the operator would write."""
+        self("patch", "ddp", name, "--subresource=status", "--type=merge", "-p", json.dumps({"status": status}))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    if not os.environ.get("KUBECONFIG"):
+        pytest.skip("KUBECONFIG is not set; these tests never use a cluster that was not named for them")
+    if not shutil.which("kubectl"):
+        pytest.skip("kubectl is not on the PATH")
+    kubectl = Cluster(f"ddpjob-test-{uuid.uuid4().hex[:8]}")
+    code, output = kubectl.try_("get", "--raw", "/readyz")
+    if code != 0:
+        pytest.skip(f"the cluster in KUBECONFIG does not answer: {output.strip()}")
+    was_there = kubectl.try_("get", "-f", str(CRD))[0] == 0
+    try:
+        kubectl("apply", "-f", str(CRD))
+        kubectl("wait", "--for=condition=Established", "--timeout=20s", "-f", str(CRD))
+        kubectl("create", "namespace", kubectl.namespace)
+        yield kubectl
+    finally:
+        # Jobs first: without the CRD the namespace's own clean-up would wait for what it cannot list.
+        kubectl.try_("delete", "ddp", "--all", "--wait=false")
+        kubectl.try_("delete", "namespace", kubectl.namespace, "--wait=false", "--ignore-not-found")
+        if not was_there:
+            kubectl.try_("delete", "-f", str(CRD), "--wait=false", "--ignore-not-found")
+
+
+def job(name: str = "digits", **spec: object) -> dict[str, Any]:
+    """The plain job with other fields in its spec."""
+    body = copy.deepcopy(JOB)
+    body["metadata"] = {"name": name}
+    merged = {**JOB["spec"], **spec}  # type: ignore[dict-item]
+    body["spec"] = copy.deepcopy({k: v for k, v in merged.items() if v is not UNSET})
+    return body
+
+
+def with_container(**fields: object) -> dict[str, Any]:
+    """The plain job with other fields in its container."""
+    return job(template={"spec": {"containers": [{**CONTAINER, **fields}]}})
+
+
+EVERYTHING = job(
+    nodes=4,
+    minNodes=2,
+    nprocPerNode=8,
+    backend="nccl",
+    suspend=True,
+    backoffLimit=3,
+    backoffWindowSeconds=3600,
+    restartGraceSeconds=0,
+    activeDeadlineSeconds=86400,
+    startDeadlineSeconds=1800,
+    ttlSecondsAfterFinished=0,
+    cleanPodPolicy="All",
+    onePodPerNode=False,
+    failurePolicy={"rules": [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [78]}}]},
+    stall={"timeoutSeconds": 900},
+    gang="native",
+    managedBy="kueue.x-k8s.io/multikueue",
+)
+
+ACCEPTED = {
+    "a template alone": job(nodes=UNSET),
+    "every field set": EVERYTHING,
+    "nprocPerNode: auto": job(nprocPerNode="auto"),
+    "onePodPerNode: true": job(onePodPerNode=True),
+    "onePodPerNode: auto": job(onePodPerNode="auto"),
+    "a name of 57 characters": job(name="a" * 57),
+    "minNodes equal to nodes": job(minNodes=2),
+    "null, which is unset": job(nprocPerNode=None, onePodPerNode=None, stall=None, failurePolicy=None),
+}
+
+
+@pytest.mark.parametrize("body", ACCEPTED.values(), ids=ACCEPTED)
+def test_a_right_job_is_accepted(cluster: Cluster, body: dict[str, Any]) -> None:
+    cluster("create", "--dry-run=server", "-f", "-", stdin=body)
+
+
+REFUSED = {
+    "nodes: 0": (job(nodes=0), "spec.nodes: ", "greater than or equal to 1"),
+    "nodes: two": (job(nodes="two"), "spec.nodes: ", "must be of type integer"),
+    "nodes that a scale cannot say": (job(nodes=5_000_000_000), "int32", "spec.nodes"),
+    "nprocPerNode: 0": (job(nprocPerNode=0), "spec.nprocPerNode: ", "must be auto or a whole number of at least 1."),
+    "a number in quotes": (job(nprocPerNode="4"), "spec.nprocPerNode: ", "must be auto or a whole number"),
+    "nprocPerNode: gpu": (job(nprocPerNode="gpu"), "spec.nprocPerNode: ", "must be auto or a whole number"),
+    "nprocPerNode: 1.5": (job(nprocPerNode=1.5), "spec.nprocPerNode: ", "must be of type integer,string"),
+    "backend: mpi": (job(backend="mpi"), "spec.backend: ", "no published wheel is. Use gloo (CPU) or nccl (GPU)."),
+    "backend: tpu": (job(backend="tpu"), "spec.backend: ", 'supported values: "auto", "gloo"'),
+    "minNodes over nodes": (job(minNodes=3), "spec.minNodes: ", "must be at most spec.nodes. Lower minNodes"),
+    "minNodes over the default of nodes": (
+        job(nodes=UNSET, minNodes=2),
+        "spec.minNodes: ",
+        "must be at most spec.nodes",
+    ),
+    "minNodes: 0": (job(minNodes=0), "spec.minNodes: ", "greater than or equal to 1"),
+    "suspend: later": (job(suspend="later"), "spec.suspend: ", "must be of type boolean"),
+    "backoffLimit: -1": (job(backoffLimit=-1), "spec.backoffLimit: ", "greater than or equal to 0"),
+    "a deadline of 0": (job(activeDeadlineSeconds=0), "spec.activeDeadlineSeconds: ", "greater than or equal to 1"),
+    "cleanPodPolicy: Never": (job(cleanPodPolicy="Never"), "spec.cleanPodPolicy: ", '"All", "None", "Running"'),
+    "onePodPerNode in quotes": (job(onePodPerNode="true"), "spec.onePodPerNode: ", '"true", "false", "auto"'),
+    "onePodPerNode: {}": (job(onePodPerNode={}), "spec.onePodPerNode: ", "supported values"),
+    "exit code 0 as a failure": (
+        job(failurePolicy={"rules": [{"onExitCodes": {"values": [0]}}]}),
+        "spec.failurePolicy.rules[0].onExitCodes.values[0]: ",
+        "greater than or equal to 1",
+    ),
+    "managedBy of 64 characters": (job(managedBy="a" * 64), "spec.managedBy: ", "Too long"),
+    "no spec": ({**JOB, "spec": None}, "spec: ", "Required value"),
+    "no template": (job(template=UNSET), "spec.template: ", "Required value"),
+    "a template without spec": (job(template={}), "spec.template.spec: ", "Required value"),
+    "no containers": (job(template={"spec": {}}), "spec.template.spec.containers: ", "Required value"),
+    "an empty list of containers": (
+        job(template={"spec": {"containers": []}}),
+        "spec.template.spec.containers: ",
+        "1 items",
+    ),
+    "a container without name": (
+        job(template={"spec": {"containers": [{"image": "busybox"}]}}),
+        "spec.template.spec.containers[0].name: ",
+        "Required value",
+    ),
+    "a container that is a word": (
+        job(template={"spec": {"containers": ["busybox"]}}),
+        "spec.template.spec.containers[0]: ",
+        "must be of type object",
+    ),
+    "a label that is a number": (
+        job(template={"metadata": {"labels": {"run": 7}}, **JOB["spec"]["template"]}),  # type: ignore[index]
+        "spec.template.metadata.labels.run: ",
+        "must be of type string",
+    ),
+    "a misspelled field": (job(node=2), "unknown field", '"spec.node"'),
+    "a name of 58 characters": (job(name="a" * 58), "metadata.name: ", "must have at most 57 characters"),
+    "a name that starts with a digit": (job(name="2nd"), "metadata.name: ", "starting with a letter"),
+    "a name with a dot": (job(name="a.b"), "metadata.name: ", "it also names a Service"),
+}
+
+
+@pytest.mark.parametrize(("body", "where", "why"), REFUSED.values(), ids=REFUSED)
+def test_a_wrong_job_is_refused_with_the_field_and_the_reason(
+    cluster: Cluster, body: dict[str, Any], where: str, why: str
+) -> None:
+    code, output = cluster.try_("create", "--dry-run=server", "-f", "-", stdin=body)
+    assert code != 0, "the API server accepted it"
+    assert where in output
+    assert why in output
+
+
+def test_only_nodes_gets_a_default_that_is_stored(cluster: Cluster) -> None:
+    body = job(nodes=UNSET)
+    assert cluster.spec(cluster.create(body)) == {"nodes": 1, **body["spec"]}
+
+
+def test_a_template_is_stored_whole_also_fields_that_nobody_knows_yet(cluster: Cluster) -> None:
+    body = with_container(newIn2030={"deep": [1, {"er": True}]}, resources={"limits": {"nvidia.com/gpu": 8}})
+    body["spec"]["template"]["spec"] |= {"alsoNew": "x", "tolerations": [{"operator": "Exists"}]}
+    body["spec"]["template"]["metadata"] = {"labels": {"team": "vision"}, "creationTimestamp": None}
+    stored = cluster.spec(cluster.create(body))["template"]
+    assert stored["spec"] == body["spec"]["template"]["spec"]
+    assert stored["metadata"]["labels"] == {"team": "vision"}
+
+
+# ------------------------------------------------------------------------------------------------ changes
+
+TRAINER = "/spec/template/spec/containers/0"
+CHANGES: dict[str, tuple[tuple[str, str, object], ...]] = {
+    "nodes": (("replace", "/spec/nodes", 3),),
+    "nprocPerNode, set": (("add", "/spec/nprocPerNode", 2),),
+    "a field of the template's container": (("replace", f"{TRAINER}/image", "busybox:2"),),
+    "a value deep in the template": (("replace", f"{TRAINER}/resources/limits/cpu", "2"),),
+    "a field deep in the template, for another": (
+        ("remove", f"{TRAINER}/resources/limits", None),
+        ("add", f"{TRAINER}/resources/requests", {"cpu": "1"}),
+    ),
+    "a field of the container, for another": (
+        ("remove", f"{TRAINER}/command", None),
+        ("add", f"{TRAINER}/args", ["torchrun", "train.py"]),
+    ),
+    "a field of the container, for one that Kubernetes does not know yet": (
+        ("remove", f"{TRAINER}/command", None),
+        ("add", f"{TRAINER}/newIn2030", 1),
+    ),
+    "a field that Kubernetes does not know yet": (("replace", f"{TRAINER}/futureField", 2),),
+    "a new field that Kubernetes does not know yet": (("add", f"{TRAINER}/newIn2030", 1),),
+    "a field of the pod, for another": (
+        ("remove", "/spec/template/spec/tolerations", None),
+        ("add", "/spec/template/spec/nodeSelector", {"a": "b"}),
+    ),
+    "a label of the pods": (("replace", "/spec/template/metadata/labels/team", "speech"),),
+    "labels for annotations": (
+        ("remove", "/spec/template/metadata/labels", None),
+        ("add", "/spec/template/metadata/annotations", {"team": "vision"}),
+    ),
+    "a container more": (("add", "/spec/template/spec/containers/1", {"name": "sidecar"}),),
+}
+
+
+def changeable(**spec: object) -> dict[str, Any]:
+    """A job with something of everything in its template."""
+    body = with_container(resources={"limits": {"cpu": "1"}}, futureField=1, volumeMounts=None)
+    body["spec"]["template"]["metadata"] = {"labels": {"team": "vision"}}
+    body["spec"]["template"]["spec"] |= {"tolerations": [{"operator": "Exists"}], "volumes": None}
+    body["spec"] |= spec
+    return body
+
+
+@pytest.fixture(scope="module")
+def running(cluster: Cluster) -> str:
+    return cluster.create(changeable())
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_runs_does_not_change(cluster: Cluster, running: str, change: tuple[tuple[str, str, object], ...]) -> None:
+    code, output = cluster.patch(running, *change)
+    assert code != 0, "the API server took the change"
+    assert STOP_FIRST in output
+
+
+def test_one_update_cannot_suspend_and_change(cluster: Cluster, running: str) -> None:
+    code, output = cluster.patch(running, ("add", "/spec/suspend", True), ("replace", "/spec/nodes", 3))
+    assert code != 0
+    assert "spec.nodes: " in output
+    assert STOP_FIRST in output
+
+
+def test_everything_may_change_in_a_job_that_is_created_suspended(cluster: Cluster) -> None:
+    name = cluster.create(changeable(suspend=True))
+    for change in CHANGES.values():
+        code, output = cluster.try_("patch", "ddp", name, "--dry-run=server", "--type=json", "-p", _json_patch(change))
+        assert code == 0, output
+
+
+def test_a_change_waits_until_the_suspension_is_recorded(cluster: Cluster) -> None:
+    name = cluster.create(changeable())
+    cluster.set_status(name, state="Running", startTime="2030-01-01T00:00:00Z")
+    cluster("patch", "ddp", name, "--type=merge", "-p", '{"spec": {"suspend": true}}')
+    code, output = cluster.patch(name, ("replace", "/spec/nodes", 3))
+    assert code != 0
+    assert "wait for the condition Suspended" in output
+    cluster.set_status(name, state="Suspended", startTime=None)
+    assert cluster.patch(name, ("replace", "/spec/nodes", 3))[0] == 0
+
+
+def test_one_update_may_change_and_resume(cluster: Cluster) -> None:
+    name = cluster.create(changeable(suspend=True))
+    code, output = cluster.patch(name, ("replace", "/spec/suspend", False), ("replace", "/spec/nodes", 3))
+    assert code == 0, output
+
+
+HARMLESS: dict[str, tuple[tuple[str, str, object], ...]] = {
+    "the default of nprocPerNode, written out": (("add", "/spec/nprocPerNode", "auto"),),
+    "a deadline": (("add", "/spec/activeDeadlineSeconds", 60),),
+    "cleanPodPolicy": (("add", "/spec/cleanPodPolicy", "All"),),
+    "a label of the job": (("add", "/metadata/labels", {"a": "b"}),),
+    "suspend": (("add", "/spec/suspend", True),),
+}
+
+
+@pytest.mark.parametrize("change", HARMLESS.values(), ids=HARMLESS)
+def test_what_no_pod_shows_changes_at_any_time(
+    cluster: Cluster, running: str, change: tuple[tuple[str, str, object], ...]
+) -> None:
+    code, output = cluster.try_("patch", "ddp", running, "--dry-run=server", "--type=json", "-p", _json_patch(change))
+    assert code == 0, output
+
+
+def _json_patch(change: tuple[tuple[str, str, object], ...]) -> str:
+    return json.dumps([{"op": op, "path": path, "value": value} for op, path, value in change])
+
+
+# ------------------------------------------------------------------------------------------------ what kubectl shows
+
+
+def test_scale_sets_the_nodes_of_a_suspended_job(cluster: Cluster) -> None:
+    name = cluster.create(job(nodes=UNSET, suspend=True))
+    cluster("scale", "ddp", name, "--replicas=3")
+    assert cluster.spec(name)["nodes"] == 3
+    code, output = cluster.try_("scale", "ddp", name, "--replicas=0")
+    assert code != 0
+    assert "greater than or equal to 1" in output
+
+
+def test_scale_says_why_a_running_job_keeps_its_nodes(cluster: Cluster) -> None:
+    name = cluster.create(job())
+    code, output = cluster.try_("scale", "ddp", name, "--replicas=3")
+    assert code != 0
+    assert STOP_FIRST in output
+    assert cluster.spec(name)["nodes"] == 2
+
+
+def test_the_scale_subresource_counts_the_ready_nodes(cluster: Cluster) -> None:
+    name = cluster.create(job())
+    cluster.set_status(name, nodes={"total": 2, "ready": 1}, selector=f"training.ddpjob.io/job={name}")
+    path = f"/apis/training.ddpjob.io/v1alpha1/namespaces/{cluster.namespace}/ddpjobs/{name}/scale"
+    scale = json.loads(cluster("get", "--raw", path))
+    assert scale["spec"] == {"replicas": 2}
+    assert scale["status"] == {"replicas": 1, "selector": f"training.ddpjob.io/job={name}"}
+
+
+def test_get_shows_how_far_a_job_is(cluster: Cluster) -> None:
+    name = cluster.create(job())
+    cluster.set_status(
+        name,
+        state="Running",
+        reason="AllNodesRun",
+        message="2 of 2 nodes run, attempt 1",
+        attempt=1,
+        restarts={"application": 0, "infrastructure": 1, "stall": 0, "total": 1},
+        display={"nodes": "2/2", "step": "312/1125", "progress": "28%", "eta": "3h10m"},
+    )
+    head, row = cluster("get", "ddp", name).splitlines()
+    assert head.split() == ["NAME", "STATE", "NODES", "RESTARTS", "STEP", "PROGRESS", "ETA", "AGE"]
+    assert row.split()[:7] == [name, "Running", "2/2", "1", "312/1125", "28%", "3h10m"]
+    wide, row = cluster("get", "ddp", name, "-o", "wide").splitlines()
+    assert wide.split() == [*head.split(), "ATTEMPT", "REASON", "MESSAGE"]
+    assert row.endswith("1         AllNodesRun   2 of 2 nodes run, attempt 1")
+
+
+def test_get_shows_a_job_that_nobody_has_looked_at_yet(cluster: Cluster) -> None:
+    name = cluster.create(job())
+    assert cluster("get", "ddp", name).splitlines()[1].split()[0] == name
+
+
+def test_get_all_shows_whose_pods_these_are(cluster: Cluster) -> None:
+    name = cluster.create(job())
+    assert f"ddpjob.training.ddpjob.io/{name}" in cluster("get", "all")
+
+
+def test_wait_for_complete_works_as_for_a_job(cluster: Cluster) -> None:
+    name = cluster.create(job())
+    done = {"type": "Complete", "status": "True", "reason": "AllNodesCompleted", "message": ""}
+    cluster.set_status(name, conditions=[{**done, "lastTransitionTime": "2030-01-01T00:00:00Z"}])
+    assert "condition met" in cluster("wait", "--for=condition=Complete", "ddp", name, "--timeout=5s")
+
+
+def test_a_newer_operator_may_write_a_state_that_this_crd_does_not_know(cluster: Cluster) -> None:
+    name = cluster.create(job())
+    cluster.set_status(name, state="Resizing", attempt=-1, message="x" * 10_000)
+    assert cluster("get", "ddp", name, "-o", "jsonpath={.status.state}") == "Resizing"
+
+
+def test_a_spec_cannot_be_written_with_the_status(cluster: Cluster) -> None:
+    name = cluster.create(job())
+    both = json.dumps({"spec": {"suspend": True}, "status": {"state": "Running"}})
+    cluster("patch", "ddp", name, "--subresource=status", "--type=merge", "-p", both)
+    assert "suspend" not in cluster.spec(name)
+
+
+def test_explain_says_what_each_field_means(cluster: Cluster) -> None:
+    explained = " ".join(cluster("explain", "ddpjob.spec").split())
+    assert "min(10, terminationGracePeriodSeconds)" in explained
+    assert "Default: Running." in explained
+    assert "readinessProbe" in cluster("explain", "ddpjob.spec.template.spec.containers")

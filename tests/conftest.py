@@ -1,0 +1,27 @@
+"""Options of the whole test suite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--refresh-goldens", action="store_true", help="write the golden files anew; then read the diff")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with the golden file of that name beside the test."""
+
+    def compare(name: str, text: str) -> None:
+        file = Path(request.path).parent / "golden" / name
+        if request.config.getoption("--refresh-goldens"):
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text)
+        assert file.exists(), f"{name} is missing; write it with --refresh-goldens"
+        assert text == file.read_text(), f"{name} differs; if that is meant, refresh with --refresh-goldens"
+
+    return compare

@@ -1,0 +1,157 @@
+"""What of a pod a local process honours, what is refused, and what is said."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds import job
+
+from ddpjob_operator import build
+from ddpjob_operator.local import honour
+
+
+def pod(container: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
+    what = job(container=container)
+    what.spec.template["spec"].update(spec)
+    return build.pod(what, 1, 1)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> honour.Place:
+    return honour.Place(tmp_path, tmp_path / "volumes", {"PATH": "/bin:/usr/bin", "HOME": "/h", "RANK": "7"})
+
+
+def refused(body: dict[str, Any]) -> list[str]:
+    return [str(p) for p in honour.problems(body)]
+
+
+def test_command_args_and_variables_are_expanded_as_the_kubelet_does(place: honour.Place) -> None:
+    body = pod(
+        {
+            "command": ["sh", "-c", "echo $(NODE_RANK) $$(NODE_RANK) $(UNKNOWN) $(MINE)"],
+            "args": ["$(MINE)"],
+            "env": [{"name": "MINE", "value": "n$(NNODES)"}],
+        }
+    )
+    assert honour.process(body, place).argv == ["sh", "-c", "echo 1 $(NODE_RANK) $(UNKNOWN) n2", "n2"]
+
+
+def test_the_callers_environment_is_there_but_not_the_variables_of_an_outer_job(place: honour.Place) -> None:
+    env = honour.process(pod({"command": ["x"]}), place).env
+    assert (env["HOME"], env["RANK"]) == ("/h", "1")
+    assert "RANK" not in honour.process(pod({"command": ["x"]}) | {"spec": {"containers": [{"name": "t"}]}}, place).env
+
+
+def test_a_job_runs_in_the_callers_folder_unless_it_names_one(place: honour.Place) -> None:
+    assert honour.process(pod({"command": ["x"]}), place).cwd == str(place.cwd)
+    assert honour.process(pod({"command": ["x"], "workingDir": "/usr"}), place).cwd == "/usr"
+
+
+def test_volumes_become_folders_and_their_paths_are_put_in_place(place: honour.Place, tmp_path: Path) -> None:
+    body = pod(
+        {
+            "command": ["x", "--out", "/data/run", "--data=/data", "/database", "/in/a"],
+            "env": [{"name": "CACHE", "value": "/data/cache:/in"}],
+            "volumeMounts": [{"name": "d", "mountPath": "/data"}, {"name": "h", "mountPath": "/in", "subPath": "s"}],
+        },
+        volumes=[{"name": "d", "emptyDir": {}}, {"name": "h", "hostPath": {"path": str(tmp_path), "type": "Directory"}}],
+    )
+    process = honour.process(body, place)
+    here = tmp_path / "volumes" / "d"
+    assert process.argv == ["x", "--out", f"{here}/run", f"--data={here}", "/database", f"{tmp_path}/s/a"]
+    assert process.env["CACHE"] == f"{here}/cache:{tmp_path}/s"
+    assert process.folders == [here], "a hostPath of type Directory must be there already"
+
+
+def test_a_folder_whose_own_path_contains_another_mount_is_not_replaced_twice(place: honour.Place) -> None:
+    body = pod(
+        {
+            "command": ["x", "/a/b", "/v"],
+            "volumeMounts": [{"name": "v", "mountPath": "/a/b"}, {"name": "w", "mountPath": "/v"}],
+        },
+        volumes=[{"name": "v", "hostPath": {"path": "/v/inner"}}, {"name": "w", "hostPath": {"path": "/w"}}],
+    )
+    assert honour.process(body, place).argv == ["x", "/v/inner", "/w"]
+
+
+@pytest.mark.parametrize(
+    ("container", "spec", "part"),
+    [
+        ({}, {"initContainers": [{"name": "i"}]}, "initContainers: init containers do not run locally"),
+        ({}, {"volumes": [{"name": "s", "secret": {"secretName": "x"}}]}, "volumes[0]: s: a secret volume is not here"),
+        ({}, {"volumes": [{"name": "p", "persistentVolumeClaim": {}}]}, "a persistentVolumeClaim volume is not here"),
+        ({"envFrom": [{"secretRef": {"name": "x"}}]}, {}, "envFrom: there are no Secrets or ConfigMaps"),
+        (
+            {"env": [{"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "x", "key": "y"}}}]},
+            {},
+            "env[0]: TOKEN comes from a secretKeyRef, which is not here. Set it with --env TOKEN=…",
+        ),
+        ({"lifecycle": {"preStop": {}}}, {}, "lifecycle: hooks do not run locally"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_its_field(container: dict, spec: dict, part: str) -> None:
+    (sentence,) = refused({"spec": {"containers": [{"name": "trainer"} | container]} | spec})
+    assert sentence.startswith("spec.template.spec.")
+    assert part in sentence
+
+
+def test_a_sidecar_does_not_run_locally_and_that_is_said() -> None:
+    body = {"spec": {"containers": [{"name": "trainer"}, {"name": "logger"}]}}
+    assert "the container logger does not run locally" in refused(body)[0]
+
+
+def test_what_only_places_a_pod_is_ignored_and_said() -> None:
+    body = {"spec": {"nodeSelector": {"a": "b"}, "containers": [{"name": "t", "image": "i"}]}}
+    assert honour.ignored(body) == ["image", "nodeSelector"]
+    assert refused(body) == []
+
+
+def test_the_downward_api_and_optional_secrets_are_honoured(place: honour.Place) -> None:
+    env = [
+        {"name": "POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "R", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['training.ddpjob.io/rank']"}}},
+        {"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "x", "key": "y", "optional": True}}},
+    ]
+    body = pod({"command": ["x"], "env": env})
+    values = honour.process(body, place).env
+    assert (values["POD"], values["IP"], values["R"]) == ("digits-1-1", "127.0.0.1", "1")
+    assert "KEY" not in values
+    assert refused(body) == []
+
+
+@pytest.mark.parametrize(
+    ("container", "part"),
+    [
+        ({"command": ["no-such-program"]}, '"no-such-program" is not a program on this machine'),
+        ({"command": []}, "has no command: the image's own is not known here. Set command."),
+        ({"command": ["sh"], "workingDir": "/nowhere"}, "there is no folder /nowhere on this machine"),
+        ({"command": ["./not-executable"]}, "is not a program on this machine"),
+    ],
+)
+def test_what_could_not_start_is_named_before_anything_starts(place: honour.Place, container: dict, part: str) -> None:
+    (problem,) = honour.start_problems(pod(container), place)
+    assert part in str(problem)
+
+
+def test_torchrun_beside_this_interpreter_is_found_first_only_where_torch_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An environment that has only the command line must not hide the one that has torch."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert honour.search_path("/bin") == f"/bin:{tmp_path}"
+    (tmp_path / "torchrun").touch(mode=0o755)
+    assert honour.search_path("/bin") == f"{tmp_path}:/bin"
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "expected"),
+    [((), None, ""), (("3", "5"), None, "3,5"), (("3",), "0", "0")],
+)
+def test_a_node_sees_its_share_of_the_gpus_unless_the_user_says_otherwise(tmp_path, own, given, expected) -> None:
+    env = [{"name": "CUDA_VISIBLE_DEVICES", "value": given}] if given else []
+    place = honour.Place(tmp_path, tmp_path, {"PATH": "/bin"}, gpus=own)
+    assert honour.process(pod({"command": ["x"], "env": env}), place).env["CUDA_VISIBLE_DEVICES"] == expected

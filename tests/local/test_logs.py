@@ -1,0 +1,50 @@
+"""Whatever a training prints, the screen stays readable and nothing is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddpjob_operator.local.logs import LINE_MAX, TAIL_BYTES, Log
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Log:
+    return Log(tmp_path / "digits-1-0.log")
+
+
+def fed(log: Log, *chunks: bytes) -> list[str]:
+    return [line for chunk in chunks for line in log.feed(chunk)]
+
+
+def test_lines_that_arrive_in_pieces_are_shown_whole(log: Log) -> None:
+    assert fed(log, b"ep", b"och 1\nepo", b"ch 2\n", b"rest") == ["epoch 1", "epoch 2"]
+    assert list(log.close()) == ["rest"]
+
+
+def test_a_line_of_10_mb_is_cut_on_the_screen_and_whole_in_the_file(log: Log) -> None:
+    (line,) = fed(log, b"x" * 10_000_000, b"\n")
+    assert line.startswith("x" * LINE_MAX + " … [9,995,904 bytes more in ")
+    assert log.path.stat().st_size == 10_000_001
+
+
+def test_bytes_that_are_no_text_are_shown_as_such_and_kept(log: Log) -> None:
+    assert fed(log, b"loss \xff\xfe 0.1\n") == ["loss \ufffd\ufffd 0.1"]
+    assert log.path.read_bytes() == b"loss \xff\xfe 0.1\n"
+
+
+def test_a_progress_bar_that_rewrites_its_line_shows_its_last_state(log: Log) -> None:
+    assert fed(log, b" 1%|\r 50%|\r100%|\r\n") == ["100%|"]
+
+
+def test_the_end_of_the_output_is_kept_for_the_status(log: Log) -> None:
+    fed(log, b"x" * 5000 + b"ValueError: last words\n")
+    assert log.tail.endswith("ValueError: last words\n")
+    assert len(log.tail) == TAIL_BYTES
+
+
+def test_a_full_disk_costs_the_file_and_never_the_training() -> None:
+    log = Log(Path("/dev/full"))
+    assert fed(log, b"one\n", b"two\n") == ["one", "two"]
+    assert "No space left on device; the log of this node is not kept any more" in log.error

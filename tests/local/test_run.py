@@ -1,0 +1,358 @@
+"""`ddpjob run` as a user meets it, from outside. The trainings here import no torch: what they prove needs none."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+SECONDS_MAX = 60
+
+
+class Cli:
+    """Runs `ddpjob` with a folder of its own, and marks all its processes so that survivors are found."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = f"mark-{uuid.uuid4()}"
+        self.env = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), "DDPTEST_MARK": self.mark}
+
+    def file(self, script: str, name: str = "job", *, container: dict[str, Any] | None = None, **spec: Any) -> Path:
+        """A job file whose trainer runs a Python script."""
+        (self.folder / "train.py").write_text(textwrap.dedent(script))
+        command = [sys.executable, "-u", "train.py"]
+        trainer = {"name": "trainer", "image": "none", "command": command} | (container or {})
+        body = {
+            "apiVersion": "training.ddpjob.io/v1alpha1",
+            "kind": "DDPJob",
+            "metadata": {"name": name},
+            "spec": {"nodes": 2, "template": {"spec": {"containers": [trainer]}}} | spec,
+        }
+        path = self.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(body))
+        return path
+
+    def start(self, *words: object, **options: Any) -> subprocess.Popen[str]:
+        """`ddpjob …` in the background."""
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"} | options
+        argv = [sys.executable, "-m", "ddpjob_operator.cli", *map(str, words)]
+        return subprocess.Popen(argv, cwd=self.folder, env=self.env, **options)
+
+    def run(self, *words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+        """`ddpjob …` to its end."""
+        with self.start(*words, **options) as process:
+            out, err = process.communicate(timeout=SECONDS_MAX)
+        assert "Traceback" not in err, err
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def marked(self) -> list[psutil.Process]:
+        """All processes that carry our mark."""
+        return [p for p in psutil.process_iter() if self._has_mark(p)]
+
+    def _has_mark(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get("DDPTEST_MARK") == self.mark and process.status() != psutil.STATUS_ZOMBIE
+        except (psutil.Error, OSError):
+            return False
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Iterator[Cli]:
+    found = Cli(tmp_path)
+    yield found
+    survivors = found.marked()
+    for process in survivors:
+        process.kill()
+    assert not survivors, "a run leaves no process behind"
+
+
+def eventually(what: Callable[[], Any], seconds: float = 30) -> Any:
+    """Wait for a condition; its value."""
+    end = time.monotonic() + seconds
+    while not (value := what()):
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.02)
+    return value
+
+
+def status_of(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+# ---------------------------------------------------------------- the end of a job
+
+
+def test_a_job_succeeds_with_exit_code_0_its_lines_on_stdout_and_its_status_in_a_file(cli: Cli) -> None:
+    job = cli.file("import os; print('hello from', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
+    done = cli.run("run", job, "--status", "status.json")
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == ["[0:0] hello from 0 of 2", "[1:1] hello from 1 of 2"]
+    assert done.stderr.startswith("job · 2 nodes × 1 process · gloo\n")
+    assert re.search(r"✔ job Succeeded in \d+s", done.stderr)
+    status = status_of(cli.folder / "status.json")
+    assert (status["state"], status["completedNodes"]) == ("Succeeded", "0-1")
+    assert [p.name for p in cli.folder.glob(".status*")] == [], "no temporary file is left"
+
+
+def test_a_script_that_throws_on_rank_1_only_fails_the_job_and_is_named(cli: Cli) -> None:
+    job = cli.file(
+        """
+        import os, time
+        if os.environ["RANK"] == "1":
+            raise ValueError("no such shard: 7")
+        time.sleep(1000)
+        """
+    )
+    began = time.monotonic()
+    done = cli.run("run", job, "--status", "status.json")
+    assert done.returncode == 1
+    assert time.monotonic() - began < 20, "the other rank is stopped, it would wait for ever"
+    assert re.search(r"✖ job Failed after \d+s: rank 1 \(pod job-1-1, .*ValueError: no such shard: 7", done.stderr)
+    failure = status_of(cli.folder / "status.json")["lastFailure"]
+    assert (failure["rank"], failure["exitCode"]) == (1, 1)
+    assert "raise ValueError" in failure["logTail"]
+    log = Path(re.search(r"log: (.+)", done.stderr)[1])
+    assert "no such shard: 7" in log.read_text(), "the log that the message names is there"
+
+
+@pytest.mark.parametrize(("end", "words"), [("sys.exit(3)", "exit code 3"), ("os.kill(os.getpid(), 11)", "SIGSEGV")])
+def test_the_way_a_rank_ended_is_told_as_it_was(cli: Cli, end: str, words: str) -> None:
+    job = cli.file(f"import os, sys, time\nif os.environ['RANK'] == '0': {end}\ntime.sleep(1000)")
+    done = cli.run("run", job)
+    assert done.returncode == 1
+    assert words in done.stderr
+
+
+def test_several_processes_a_node_get_no_rank_and_the_node_is_named(cli: Cli) -> None:
+    job = cli.file("import os; print(os.environ.get('RANK'), os.environ['PET_NPROC_PER_NODE'])", nprocPerNode=3)
+    done = cli.run("run", job)
+    assert sorted(done.stdout.splitlines()) == ["[0] None 3", "[1] None 3"]
+
+
+def test_progress_reaches_the_status_over_an_authenticated_connection(cli: Cli) -> None:
+    job = cli.file(
+        """
+        import json, os, urllib.request, urllib.error
+        if os.environ["RANK"] == "0":
+            token = open(os.environ["DDPJOB_STATUS_TOKEN_FILE"]).read().strip()
+            assert token not in str(os.environ), "the token is not for everyone who reads the environment"
+            def post(token, body):
+                request = urllib.request.Request(os.environ["DDPJOB_STATUS_URL"], body, {"Authorization": "Bearer " + token})
+                try: return urllib.request.urlopen(request).status
+                except urllib.error.HTTPError as error: return error.code
+            body = dict(step=5, totalSteps=10, rank=0, attempt=1, worldSize=2, metrics={"loss": "0.5"})
+            print(post("wrong", json.dumps(body).encode()), post(token, b"garbage"), post(token, json.dumps(body).encode()))
+        """
+    )
+    done = cli.run("run", job, "--status", "status.json")
+    assert "[0:0] 401 400 204" in done.stdout
+    progress = status_of(cli.folder / "status.json")["progress"]
+    assert (progress["step"], progress["percent"], progress["worldSize"]) == (5, 50, 2)
+    assert "loss 0.5" in done.stderr
+
+
+# ---------------------------------------------------------------- stopping
+
+TRAINS = """
+    import os, signal, sys, time
+    def stop(*_): print("saving", flush=True); sys.exit(0)
+    signal.signal(signal.SIGTERM, stop)
+    print("trains", flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_gracefully_and_that_is_no_success(cli: Cli, number: signal.Signals) -> None:
+    process = cli.start("run", cli.file(TRAINS), "--status", "status.json")
+    eventually(lambda: status_of(cli.folder / "status.json").get("state") == "Running")
+    assert process.stdout is not None
+    assert {process.stdout.readline(), process.stdout.readline()} == {"[0:0] trains\n", "[1:1] trains\n"}
+    process.send_signal(number)
+    out, err = process.communicate(timeout=SECONDS_MAX)
+    assert process.returncode == 130
+    assert out.count("saving") == 2, "every node had its chance to save"
+    assert f"stopping on {number.name}" in err
+    assert status_of(cli.folder / "status.json")["state"] == "Suspended"
+
+
+def test_a_second_ctrl_c_stops_a_training_that_ignores_the_first(cli: Cli) -> None:
+    script = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('trains')\ntime.sleep(1000)"
+    process = cli.start("run", cli.file(script))
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    assert process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    eventually(lambda: "once more to stop them now" in process.stderr.readline())
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=SECONDS_MAX)
+    assert process.returncode == 130
+
+
+WORKERS = """
+    import os, subprocess, sys, time
+    # as torch does: workers in sessions of their own, which no process group reaches
+    workers = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True) for _ in "ab"]
+    print("trains", os.getpid(), flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("victim", ["ddpjob run", "supervisor", "launcher", "worker"])
+def test_after_kill_9_of_anything_no_process_survives(cli: Cli, victim: str) -> None:
+    process = cli.start("run", cli.file(WORKERS))
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    assert process.stdout.readline()
+    everyone = eventually(lambda: (found := cli.marked()) and len(found) == 9 and found)
+    runner = psutil.Process(process.pid)
+    supervisor = next(p for p in everyone if p.ppid() == runner.pid)
+    launcher = next(p for p in everyone if p.ppid() == supervisor.pid)
+    worker = next(p for p in everyone if p.ppid() == launcher.pid)
+    {"ddpjob run": runner, "supervisor": supervisor, "launcher": launcher, "worker": worker}[victim].kill()
+    if victim == "worker":  # this launcher does not watch its workers: the job lives
+        process.send_signal(signal.SIGINT)
+    process.communicate(timeout=SECONDS_MAX)
+    assert process.returncode == {"ddpjob run": -9, "worker": 130}.get(victim, 1)
+    eventually(lambda: not cli.marked())
+
+
+def test_a_reader_that_goes_away_ends_the_run_quietly(cli: Cli) -> None:
+    process = cli.start("run", cli.file("while True: print('x' * 1000)"))
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr is not None
+    err = process.stderr.read()
+    assert process.wait(SECONDS_MAX) == 130
+    assert "Traceback" not in err
+    assert "BrokenPipe" not in err
+    process.stderr.close()
+
+
+# ---------------------------------------------------------------- two jobs, odd output, odd input
+
+
+def test_two_jobs_side_by_side_never_share_a_port(cli: Cli) -> None:
+    script = """
+        import os, socket, time
+        if os.environ["RANK"] == "0":
+            server = socket.create_server((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+            print(os.environ["MASTER_PORT"], flush=True)
+            server.accept()
+        """
+    first, second = (cli.start("run", cli.file(script, name)) for name in ("one", "two"))
+    ports = []
+    for process in (first, second):
+        assert process.stdout is not None
+        ports.append(process.stdout.readline())
+    for process in (first, second):
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=SECONDS_MAX)
+    assert len(set(ports)) == 2
+
+
+def test_10000_lines_a_second_a_line_of_10_mb_and_bytes_that_are_no_text_all_pass(cli: Cli) -> None:
+    job = cli.file(
+        """
+        import os, sys
+        out = sys.stdout.buffer
+        for n in range(30_000): out.write(b"line %d\\n" % n)
+        out.write(b"x" * 10_000_000 + b"\\n\\xff\\xfe\\nlast\\n")
+        """,
+        nodes=1,
+    )
+    done = cli.run("run", job, "--logs", "logs")
+    lines = done.stdout.splitlines()
+    assert (done.returncode, len(lines), lines[-1]) == (0, 30_003, "[0:0] last")
+    assert len(lines[30_000]) < 5_000
+    (log,) = (cli.folder / "logs").glob("job/*/job-1-0.log")
+    assert log.stat().st_size > 10_000_000
+
+
+def test_a_status_file_on_a_full_disk_is_said_once_and_the_job_goes_on(cli: Cli) -> None:
+    done = cli.run("run", cli.file("print(1)"), "--status", "/proc/none/status.json")
+    assert done.returncode == 0
+    assert done.stderr.count("--status /proc/none/status.json: ") == 1
+
+
+def test_set_nodes_and_env_change_the_job(cli: Cli) -> None:
+    job = cli.file("import os; print(os.environ['WORLD_SIZE'], os.environ['A'])")
+    done = cli.run("run", job, "--nodes", "3", "--env", "A=x y", "--set", "metadata.name=other")
+    assert sorted(done.stdout.splitlines()) == [f"[{n}:{n}] 3 x y" for n in range(3)]
+    assert done.stderr.startswith("other · 3 nodes")
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "sentence"),
+    [
+        ({"nodes": 0}, [], "job.yaml:6: spec.nodes: must be at least 1, is 0"),
+        ({}, ["--nodes", "two"], '--nodes: spec.nodes: must be a whole number of at least 1, is "two"'),
+        ({}, ["--job", "other"], "no DDPJob named other"),
+        ({"suspend": True}, [], "spec.suspend: is true, so nothing would start"),
+        ({"container": {"command": ["trochrun", "x.py"]}}, [], '"trochrun" is not a program on this machine'),
+        ({"container": {"command": ["torchrun", "--standalone", "x"]}}, [], "torchrun --standalone is for one node"),
+        ({"container": {"resources": {"limits": {"nvidia.com/gpu": 64}}}}, [], "--cpu"),
+    ],
+)
+def test_wrong_input_ends_with_2_before_anything_starts(cli: Cli, spec: dict, options: list[str], sentence: str) -> None:
+    done = cli.run("run", cli.file("print('started')", **spec), *options)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert done.stdout == ""
+
+
+def test_cpu_runs_a_gpu_job_with_as_many_ranks_on_gloo(cli: Cli) -> None:
+    gpus = {"resources": {"limits": {"nvidia.com/gpu": 2}}}
+    job = cli.file("import os; print(os.environ['DDPJOB_WORLD_SIZE'], os.environ['DDPJOB_BACKEND'])", container=gpus)
+    done = cli.run("run", job, "--cpu")
+    assert done.stdout.splitlines() == ["[0] 4 gloo", "[1] 4 gloo"] or sorted(done.stdout.splitlines())[1] == "[1] 4 gloo"
+    assert "2 GPUs on each node are left out; 4 ranks train with gloo" in done.stderr
+
+
+def test_what_cannot_be_honoured_is_refused_unless_the_user_allows_it(cli: Cli) -> None:
+    job = cli.file("print('ran')", container={"envFrom": [{"secretRef": {"name": "s"}}]})
+    refused = cli.run("run", job)
+    assert refused.returncode == 2
+    assert re.search(r"job\.yaml:\d+: spec\.template\.spec\.containers\[0\]\.envFrom: there are no Secrets", refused.stderr)
+    allowed = cli.run("run", job, "--allow-unsupported")
+    assert allowed.returncode == 0
+    assert "not honoured: envFrom" in allowed.stderr
+
+
+def test_dry_run_prints_what_a_cluster_would_get_and_starts_nothing(cli: Cli) -> None:
+    done = cli.run("run", cli.file("print('started')"), "--dry-run")
+    kinds = [(o["kind"], o["metadata"]["name"]) for o in yaml.safe_load_all(done.stdout)]
+    assert kinds == [("Service", "job"), ("Pod", "job-1-0"), ("Pod", "job-1-1")]
+    assert done.stderr == ""
+
+
+def test_an_active_deadline_stops_a_local_job_too(cli: Cli) -> None:
+    done = cli.run("run", cli.file("import time; time.sleep(1000)", activeDeadlineSeconds=1))
+    assert done.returncode == 1
+    assert "not finished within activeDeadlineSeconds: 1" in done.stderr
+
+
+def test_of_a_run_only_the_logs_stay(cli: Cli) -> None:
+    mount = {"volumeMounts": [{"name": "d", "mountPath": "/data"}], "command": ["touch", "/data/x"]}
+    body = cli.file("", container=mount)
+    document = yaml.safe_load(body.read_text())
+    document["spec"]["template"]["spec"]["volumes"] = [{"name": "d", "emptyDir": {}}]
+    body.write_text(yaml.safe_dump(document))
+    assert cli.run("run", body).returncode == 0
+    left = [p.name for p in (cli.folder / "state").rglob("*") if p.is_file()]
+    assert sorted(left) == ["job-1-0.log", "job-1-1.log"]

@@ -1,0 +1,543 @@
+"""A local node ends with all that it started, however it ends, and says exactly how.
+
+Every tree of processes carries a unique value in its environment, and what survives is searched by it in /proc: a test
+believes no pid that the code under test reports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpjob_operator.local import node as node_module
+from ddpjob_operator.local.node import (
+    Event,
+    Exited,
+    Lingering,
+    Node,
+    NotStarted,
+    Order,
+    Started,
+    SupervisorLost,
+    become_subreaper,
+)
+
+PYTHON = [sys.executable, "-I", "-S", "-c"]
+OPERATOR = str(Path(node_module.__file__).parents[2])
+TAG = "DDPJOB_TEST_TREE"
+BOUND_SECONDS = 15.0  # nothing here takes a second on an idle machine; the tests of a busy one must not flicker
+
+# As torchrun, and worse: two workers in sessions of their own, orphaned by a second fork, deaf to SIGTERM; it exits 1
+# when one of them is gone.
+LAUNCHER = """
+import os, select, signal
+def worker(number):
+    read_end, write_end = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if os.fork() == 0:
+            os.write(1, b"worker%d %d\\n" % (number, os.getpid()))
+            signal.pause()
+        os._exit(0)
+    os.wait()
+    os.close(write_end)
+    return read_end
+if os.fork() == 0:
+    signal.pause()
+workers = [worker(0), worker(1)]
+os.write(1, b"launcher %d\\n" % os.getpid())
+select.select(workers, [], [])
+raise SystemExit(1)
+"""
+
+# What `ddpjob run` does with its nodes, and nothing else: two of them, lines prefixed, orphans of a lost one ended.
+RUNNER = """
+import os, selectors, sys
+from ddpjob_operator.local.node import Node, Order, SupervisorLost, become_subreaper, kill_orphans
+become_subreaper()
+selector, nodes = selectors.DefaultSelector(), [Node(0), Node(1)]
+for node in nodes:
+    env = {**os.environ, "NODE": f"{os.environ['DDPJOB_TEST_TREE']}.{node.number}"}
+    node.start(Order(sys.argv[1:], env, os.getcwd(), 5))
+    print(f"{node.number} supervisor {node.pid}", flush=True)
+    selector.register(node.output, selectors.EVENT_READ, ("output", node))
+    selector.register(node.report, selectors.EVENT_READ, ("report", node))
+while selector.get_map():
+    for key, _ in selector.select():
+        kind, node = key.data
+        if kind == "report":
+            for event in node.handle_report():
+                if isinstance(event, SupervisorLost):
+                    kill_orphans({other.pid for other in nodes})
+                print(f"{node.number} event {event}", flush=True)
+            if node.exit:
+                selector.unregister(node.report)
+        elif data := os.read(node.output, 65536):
+            for line in data.decode().splitlines():
+                print(f"{node.number} {line}", flush=True)
+        else:
+            selector.unregister(node.output)
+"""
+
+
+def alive(tag: str) -> set[int]:
+    """The processes that carry `tag` in their environment; a zombie has none left."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if tag.encode() in path.read_bytes():
+                found.add(int(path.parent.name))
+    return found
+
+
+def until(condition: Callable[[], bool], loss: str) -> None:
+    """Wait for something that nobody announces, as a stranger's end; `loss` says what a user would lose without it."""
+    deadline = time.monotonic() + BOUND_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, loss
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def tag() -> Iterator[str]:
+    name = uuid.uuid4().hex
+    yield name
+    for pid in alive(name):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    one = Node(1)
+    yield one
+    one.close()
+
+
+class Watch:
+    """A node followed to its end: what it printed and what its supervisor said."""
+
+    def __init__(self, node: Node) -> None:
+        self.node, self.printed = node, b""
+        self.events: list[Event] = []
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(node.output, selectors.EVENT_READ)
+        self.selector.register(node.report, selectors.EVENT_READ)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + BOUND_SECONDS
+        while not condition():
+            ready = self.selector.select(max(0, deadline - time.monotonic()))
+            assert ready, f"nothing more came; printed {self.printed!r}, reported {self.events}"
+            for key, _ in ready:
+                self.take(key.fd)
+
+    def take(self, fd: int) -> None:
+        if fd == self.node.output:
+            data = os.read(fd, 65536)
+            self.printed += data
+            if not data:
+                self.selector.unregister(fd)
+        else:
+            self.events += self.node.handle_report()
+            if self.node.exit is not None:
+                self.selector.unregister(fd)
+
+    def until_printed(self, text: bytes) -> None:
+        self.until(lambda: text in self.printed)
+
+    def until_end(self) -> Exited:
+        self.until(lambda: not self.selector.get_map())
+        self.selector.close()
+        assert isinstance(self.node.exit, Exited), self.events
+        return self.node.exit
+
+
+def started(
+    node: Node, argv: list[str], *, cwd: str = "/", grace_seconds: float = 5, env: dict[str, str] | None = None
+) -> Watch:
+    node.start(Order(argv, {"PATH": os.environ["PATH"], **(env or {})}, cwd, grace_seconds))
+    return Watch(node)
+
+
+# Nothing survives
+
+
+class Tree:
+    """A runner process with two nodes of LAUNCHER, once all of it is up: pids by name, as `0 worker1`."""
+
+    def __init__(self, tag: str, folder: Path) -> None:
+        (folder / "runner.py").write_text(RUNNER)
+        self.tag, self.lines, self.pids = tag, list[str](), dict[str, int]()
+        self.runner = subprocess.Popen(
+            [sys.executable, str(folder / "runner.py"), *PYTHON, LAUNCHER],
+            env={"PATH": os.environ["PATH"], "PYTHONPATH": OPERATOR, TAG: tag},
+            stdout=subprocess.PIPE,
+            bufsize=0,  # whole lines come in one write; a buffer of ours would hide some from select
+        )
+        while len(self.pids) < 8:
+            node, name, value, *_ = self.line().split(maxsplit=2)
+            if name != "event":
+                self.pids[f"{node} {name}"] = int(value)
+        self.pids["runner"] = self.runner.pid
+
+    def line(self) -> str:
+        assert self.runner.stdout is not None
+        assert select.select([self.runner.stdout], [], [], BOUND_SECONDS)[0], f"nothing more came after {self.lines}"
+        line = self.runner.stdout.readline().decode()
+        assert line, f"the runner ended, code {self.runner.wait()}, after {self.lines}"
+        self.lines.append(line.rstrip())
+        return line
+
+    def until_line(self, text: str) -> str:
+        while text not in (line := self.line()):
+            pass
+        return line
+
+    def close(self) -> None:
+        self.runner.kill()
+        self.runner.communicate()
+
+
+@pytest.fixture
+def tree(tag: str, tmp_path: Path) -> Iterator[Tree]:
+    tree = Tree(tag, tmp_path)
+    yield tree
+    tree.close()
+
+
+def test_after_kill_9_of_the_runner_no_process_of_any_node_holds_a_gpu_or_a_port(tree: Tree) -> None:
+    os.kill(tree.pids["runner"], signal.SIGKILL)
+    until(lambda: not alive(tree.tag), f"processes outlived the runner: {tree.pids}")
+
+
+@pytest.mark.parametrize(
+    ("killed", "said"),
+    [
+        ("0 supervisor", "the supervisor of node 0 was killed by SIGKILL"),
+        ("0 launcher", "code=None, signal=9"),
+        ("0 worker1", "code=1, signal=None"),
+    ],
+)
+def test_after_kill_9_within_a_node_the_node_is_gone_and_its_end_is_told_while_the_other_node_trains_on(
+    tree: Tree, killed: str, said: str
+) -> None:
+    other = alive(f"{tree.tag}.1")
+    os.kill(tree.pids[killed], signal.SIGKILL)
+    tree.until_line(said)
+    assert not (left := alive(f"{tree.tag}.0")), f"reported as ended, but {left} of {tree.pids} still runs"
+    assert alive(f"{tree.tag}.1") == other
+    assert len(other) == 4, "a launcher, its child and two workers"
+
+
+def test_after_kill_9_of_a_supervisor_then_of_the_runner_nothing_is_left_either(tree: Tree) -> None:
+    os.kill(tree.pids["1 supervisor"], signal.SIGKILL)
+    tree.until_line("1 event SupervisorLost")
+    os.kill(tree.pids["runner"], signal.SIGKILL)
+    until(lambda: not alive(tree.tag), f"processes outlived the runner: {tree.pids}")
+
+
+def test_a_helper_that_outlives_the_trainer_is_gone_before_the_end_is_reported(node: Node, tag: str) -> None:
+    watch = started(node, ["sh", "-c", "setsid sleep 1000 & exit 0"], env={TAG: tag})
+    watch.until(lambda: node.exit is not None)
+    assert not alive(tag), "the next attempt would start beside a process of this one"
+    assert watch.until_end().code == 0
+
+
+def test_a_trainer_dies_with_its_supervisor_at_once_and_not_only_when_the_runner_has_noticed(
+    node: Node, tag: str
+) -> None:
+    watch = started(node, ["sleep", "1000"], env={TAG: tag})
+    watch.until(lambda: bool(watch.events))
+    os.kill(node.pid, signal.SIGKILL)
+    until(lambda: not alive(tag), "a runner that dies in the same moment would leave the trainer behind")
+
+
+def test_closing_a_node_kills_what_still_runs(tag: str) -> None:
+    node = Node(1)
+    started(node, [*PYTHON, LAUNCHER], env={TAG: tag}).until_printed(b"launcher")
+    node.close()
+    assert not alive(tag)
+
+
+# Stopping
+
+
+def test_a_stop_lets_the_trainer_save_and_end_itself_and_says_that_it_was_asked_for(node: Node) -> None:
+    script = """
+import signal, sys
+signal.signal(15, lambda *_: (print("saved"), sys.exit(0)))
+print("up", flush=True)
+signal.pause()
+"""
+    watch = started(node, [*PYTHON, script])
+    watch.until_printed(b"up")
+    node.stop(BOUND_SECONDS)
+    end = watch.until_end()
+    assert (end.code, end.told_to_stop, end.killed_after_grace) == (0, True, False)
+    assert watch.printed == b"up\nsaved\n"
+
+
+def test_sigterm_goes_to_the_first_process_alone_as_the_kubelet_sends_it(node: Node) -> None:
+    script = """
+import os, signal
+if os.fork() == 0:
+    signal.signal(15, lambda *_: os.write(1, b"the worker was signalled"))
+    os.write(1, b"up"); signal.pause(); signal.pause()
+signal.signal(15, lambda *_: os._exit(0))
+signal.pause()
+"""
+    watch = started(node, [*PYTHON, script])
+    watch.until_printed(b"up")
+    node.stop(BOUND_SECONDS)
+    assert watch.until_end().told_to_stop
+    assert watch.printed == b"up"
+
+
+IGNORES_SIGTERM = "import signal; signal.signal(15, signal.SIG_IGN); print('up', flush=True); signal.pause()"
+
+
+@pytest.mark.parametrize("graces", [[0.05], [600, 0.05], [0.05, 600], [600, 0]], ids=str)
+def test_a_trainer_that_ignores_sigterm_is_killed_after_the_shortest_grace_it_was_given(
+    node: Node, graces: list[float]
+) -> None:
+    watch = started(node, [*PYTHON, IGNORES_SIGTERM])
+    watch.until_printed(b"up")
+    for grace_seconds in graces:
+        node.stop(grace_seconds)
+    end = watch.until_end()
+    assert (end.code, end.signal, end.told_to_stop, end.killed_after_grace) == (None, 9, True, True)
+
+
+def test_kill_ends_everything_at_once_and_not_for_want_of_grace(node: Node) -> None:
+    watch = started(node, [*PYTHON, IGNORES_SIGTERM])
+    watch.until_printed(b"up")
+    node.kill()
+    end = watch.until_end()
+    assert (end.signal, end.told_to_stop, end.killed_after_grace) == (9, True, False)
+
+
+def test_sigterm_to_the_supervisor_itself_is_a_stop_with_the_grace_of_its_order(node: Node) -> None:
+    watch = started(node, [*PYTHON, IGNORES_SIGTERM], grace_seconds=0.05)
+    watch.until_printed(b"up")
+    os.kill(node.pid, signal.SIGTERM)
+    end = watch.until_end()
+    assert (end.told_to_stop, end.killed_after_grace) == (True, True)
+
+
+def test_a_stop_after_the_end_is_harmless_and_does_not_turn_a_success_into_a_stop(node: Node) -> None:
+    watch = started(node, ["true"])
+    end = watch.until_end()
+    node.stop(1)
+    node.kill()
+    assert node.exit == end
+    assert (end.code, end.told_to_stop) == (0, False)
+
+
+# The end, told exactly
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "number"),
+    [
+        ("exit 0", 0, None),
+        ("exit 3", 3, None),
+        ("exit 255", 255, None),
+        ("ulimit -c 0; kill -SEGV $$", None, signal.SIGSEGV),
+        ("kill -KILL $$", None, signal.SIGKILL),
+        ("kill -TERM 0", None, signal.SIGTERM),
+    ],
+)
+def test_the_exit_code_or_signal_is_the_trainers_own(
+    node: Node, script: str, code: int | None, number: int | None
+) -> None:
+    before = time.time()
+    watch = started(node, ["sh", "-c", script])
+    end = watch.until_end()
+    assert (end.code, end.signal, end.told_to_stop, end.killed_after_grace) == (code, number, False, False)
+    assert [type(event) for event in watch.events] == [Started, Exited]
+    assert before <= watch.events[0].time <= end.time <= time.time()  # type: ignore[union-attr]
+
+
+NO_INTERPRETER = "the file is there: the program in its #! line is not"
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    (tmp_path / "plain.py").write_text("print('not executable')\n")
+    for name, first_line in {"lost.sh": "#!/no/such/interpreter\n", "bare.sh": "echo a shell would run this\n"}.items():
+        (tmp_path / name).write_text(first_line)
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "sentence"),
+    [
+        (["trainn.py"], 127, "trainn.py: No such file or directory"),
+        (["./no/train.py"], 127, "./no/train.py: No such file or directory"),
+        (["./plain.py"], 126, "./plain.py: Permission denied"),
+        (["./lost.sh"], 127, f"./lost.sh: No such file or directory ({NO_INTERPRETER})"),
+        (["./bare.sh"], 126, "./bare.sh: Exec format error"),
+        (["true", "x" * 200_000], 126, "true: Argument list too long"),
+        (["true", "nul\0byte"], 126, "embedded null byte"),
+    ],
+    ids=["missing", "missing with a folder", "not executable", "no interpreter", "no #! line", "too long", "NUL"],
+)
+def test_a_command_that_cannot_start_is_told_with_the_code_of_a_shell_and_the_name_the_user_wrote(
+    node: Node, programs: Path, argv: list[str], code: int, sentence: str
+) -> None:
+    watch = started(node, argv, cwd=str(programs))
+    watch.until(lambda: not watch.selector.get_map())
+    end = node.exit
+    assert isinstance(end, NotStarted), watch.events
+    assert (end.code, end.error) == (code, sentence)
+    assert watch.events == [end]
+
+
+def test_a_working_folder_that_is_missing_is_told_by_its_name(node: Node) -> None:
+    watch = started(node, ["true"], cwd="/no/such/folder")
+    watch.until(lambda: node.exit is not None)
+    assert node.exit == NotStarted(errno=2, error="/no/such/folder: No such file or directory", code=127)
+
+
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    """A supervisor with `change` made to it, in the place of the real one."""
+    (tmp_path / "changed.py").write_text(
+        f"import sys; sys.path.insert(0, {OPERATOR!r})\n"
+        f"from ddpjob_operator.local import supervisor\n{change}\nsupervisor.main()\n"
+    )
+    monkeypatch.setattr(node_module, "SUPERVISOR", tmp_path / "changed.py")
+
+
+def test_a_process_that_sigkill_does_not_end_is_named_and_the_node_has_not_ended_before_it(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change = "supervisor.LINGERING_SECONDS = 0.02; supervisor.kill_all = lambda pids: None"
+    stand_in(tmp_path, monkeypatch, change)
+    watch = started(node, ["sh", "-c", "sleep 0.5 & echo $!"])
+    end = watch.until_end()
+    lingering = [event for event in watch.events if isinstance(event, Lingering)]
+    assert [event.pids for event in lingering] == [[int(watch.printed)]]
+    assert end.code == 0
+    assert end.time < lingering[0].time, "the time is that of the trainer's end, which orders failures across nodes"
+
+
+def test_a_mistake_of_the_supervisor_ends_the_node_and_is_told_and_its_traceback_is_in_the_log(
+    node: Node, tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, monkeypatch, "supervisor.Supervisor.stop = None")
+    watch = started(node, [*PYTHON, LAUNCHER], env={TAG: tag})
+    watch.until_printed(b"launcher")
+    node.stop(600)
+    watch.until(lambda: not watch.selector.get_map())
+    assert isinstance(node.exit, SupervisorLost)
+    assert node.exit.error.startswith("the supervisor of node 1 ended with code 1 before its trainer did")
+    assert b"'NoneType' object is not callable" in watch.printed
+    assert not alive(tag)
+
+
+# What the trainer finds
+
+
+def test_the_trainer_has_three_descriptors_and_neither_the_control_nor_the_report_pipe(node: Node) -> None:
+    script = """
+import os
+fds = [fd for fd in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd/" + fd)]
+print(sorted(fds), os.readlink("/proc/self/fd/0"), os.readlink("/proc/self/fd/1") == os.readlink("/proc/self/fd/2"))
+"""
+    watch = started(node, [*PYTHON, script])
+    watch.until_end()
+    assert watch.printed == b"['0', '1', '2'] /dev/null True\n"
+
+
+def test_the_trainer_leads_a_session_of_its_own_so_that_kill_0_in_a_launch_script_spares_the_supervisor(
+    node: Node,
+) -> None:
+    watch = started(node, [*PYTHON, "import os; print(os.getsid(0) == os.getpgid(0) == os.getpid())"])
+    watch.until_end()
+    assert watch.printed == b"True\n"
+
+
+def test_the_trainer_starts_with_default_signals_even_when_the_runner_blocks_or_ignores_some(node: Node) -> None:
+    hup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1])
+    try:
+        watch = started(node, ["cat", "/proc/self/status"])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGHUP, hup)
+    watch.until_end()
+    signals = [line.split()[1] for line in watch.printed.decode().splitlines() if line[:6] in ("SigBlk", "SigIgn")]
+    assert [int(value, 16) for value in signals] == [0, 0], "blocked or ignored: the trainer would be deaf to its stop"
+
+
+def test_the_environment_is_the_orders_alone_whatever_its_size_and_bytes(node: Node) -> None:
+    env = {f"BIG{number}": "x" * 100_000 for number in range(4)} | {"BYTES": "caf\udce9 \N{SNOWMAN}"}
+    watch = started(node, ["env", "-0"], env=env)
+    watch.until_end()
+    found = dict(entry.split(b"=", 1) for entry in watch.printed.split(b"\0") if entry)
+    wanted = {**env, "PATH": os.environ["PATH"]}
+    assert found == {os.fsencode(name): os.fsencode(value) for name, value in wanted.items()}
+
+
+def test_a_program_is_found_in_the_path_of_the_order_and_a_relative_one_in_its_folder(
+    node: Node, tmp_path: Path
+) -> None:
+    (tmp_path / "train").symlink_to("/bin/pwd")
+    watch = started(node, ["train"], cwd=str(tmp_path), env={"PATH": f"/no/such:{tmp_path}"})
+    assert watch.until_end().code == 0
+    assert watch.printed.decode().strip() == str(tmp_path)
+
+
+def test_stdout_and_stderr_keep_their_order(node: Node) -> None:
+    watch = started(node, [*PYTHON, "import os\nfor i in range(200): os.write(1 + i % 2, b'%d ' % i)"])
+    watch.until_end()
+    assert watch.printed.split() == [b"%d" % i for i in range(200)]
+
+
+def test_output_flows_while_the_supervisor_is_stopped(node: Node) -> None:
+    watch = started(node, [*PYTHON, "import os\nos.write(1, b'up')\nwhile True: os.write(1, b'x' * 65536)"])
+    watch.until_printed(b"up")
+    os.kill(node.pid, signal.SIGSTOP)
+    try:
+        watch.until(lambda: len(watch.printed) > 1_000_000)
+    finally:
+        os.kill(node.pid, signal.SIGCONT)
+    node.kill()
+    watch.until_end()
+
+
+def test_the_supervisor_sleeps_while_the_trainer_works(node: Node) -> None:
+    watch = started(node, ["sh", "-c", "sleep 0.1; echo up; sleep 0.5; echo worked; exec sleep 1000"])
+    watch.until_printed(b"up")
+    until(lambda: "(sleeping)" in Path(f"/proc/{node.pid}/status").read_text(), "the supervisor never rests")
+    before = switches(node.pid)
+    watch.until_printed(b"worked")
+    assert switches(node.pid) - before <= 1, "a supervisor that wakes by itself takes CPU from the training"
+
+
+def switches(pid: int) -> int:
+    """How often a process has gone to sleep."""
+    line = next(x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("voluntary_ctxt"))
+    return int(line.split()[1])
+
+
+def test_another_system_than_linux_is_refused_in_one_sentence_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(OSError, match=r"needs Linux, this is darwin.*Run it in a Linux container"):
+        become_subreaper()

@@ -1,0 +1,111 @@
+"""Ranks for the tests: forked from the one process that has torch imported, so that a group costs no import."""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch._dynamo  # DistributedDataParallel imports it in its first construction: 1 to 5 s in every forked rank
+
+LIMIT_SECONDS = 60.0
+LAUNCHER_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "NNODES", "NPROC_PER_NODE",
+    "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE",
+)  # fmt: skip
+
+torch.set_num_threads(1)  # a thread pool of the parent does not live in a forked child
+
+
+class Outcome(NamedTuple):
+    """How one rank ended: what its function returned, or the exception's text, and the process's exit code."""
+
+    value: Any
+    error: str
+    exit_code: int | None
+
+
+def _rank_main(body: Callable[[int], Any], rank: int, answer: Any) -> None:
+    try:
+        answer.send_bytes(pickle.dumps((body(rank), "")))  # not send(): it would share tensors with a process that ends
+    except BaseException as error:
+        answer.send_bytes(pickle.dumps((None, f"{type(error).__name__}: {error}")))
+        if os.environ.get("DDPJOB_TEST_TRACEBACK"):
+            traceback.print_exc()
+        raise SystemExit(1) from error
+
+
+def outcomes_of(body: Callable[[int], Any], world_size: int, limit_seconds: float = LIMIT_SECONDS) -> list[Outcome]:
+    """Run the body once per rank in forked processes; -9 as exit code means that it outlived the limit."""
+    context = multiprocessing.get_context("fork")
+    started = []
+    for rank in range(world_size):
+        mine, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_rank_main, args=(body, rank, theirs))
+        process.start()
+        theirs.close()
+        started.append((process, mine))
+    return [_outcome(process, pipe, limit_seconds) for process, pipe in started]
+
+
+def _outcome(process: Any, pipe: Any, limit_seconds: float) -> Outcome:
+    value, error = (None, "no answer")
+    try:
+        if pipe.poll(limit_seconds):
+            value, error = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        pass
+    process.join(limit_seconds)
+    if process.is_alive():
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    return Outcome(value, error, process.exitcode)
+
+
+def values_of(body: Callable[[int], Any], world_size: int) -> list[Any]:
+    """What each rank returned; fails the test where one did not end well."""
+    outcomes = outcomes_of(body, world_size)
+    bad = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.error or outcome.exit_code}
+    assert not bad, f"ranks that did not end well: {bad}"
+    return [outcome.value for outcome in outcomes]
+
+
+@pytest.fixture
+def run_ranks() -> Callable[[Callable[[int], Any], int], list[Any]]:
+    return values_of
+
+
+@pytest.fixture
+def end_ranks() -> Callable[..., list[Outcome]]:
+    return outcomes_of
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test sees the variables of a launcher or a job that happens to run it."""
+    for name in [*LAUNCHER_VARIABLES, *(name for name in os.environ if name.startswith(("DDPJOB_", "PET_")))]:
+        if name != "DDPJOB_TEST_TRACEBACK":
+            monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def meeting_file(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/meet"
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+    return port
+
+
+def same(values: Sequence[Any]) -> bool:
+    return all(value == values[0] for value in values)

@@ -1,0 +1,231 @@
+"""What is trained depends on the seed alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name that every PyTorch script gives it
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ddpjob
+
+SAMPLES = 100
+
+
+def shares(n: int, global_batch: int, world_size: int, epoch: int = 0, **kwargs: Any) -> list[list[int]]:
+    """The global batches of an epoch, put together from the ranks' shares."""
+    samplers = [
+        ddpjob.GlobalBatchSampler(n, global_batch, 7, rank=rank, world_size=world_size, **kwargs)
+        for rank in range(world_size)
+    ]
+    per_step = zip(*(sampler.epoch(epoch) for sampler in samplers), strict=True)
+    return [[index for share in step for index in share] for step in per_step]
+
+
+@given(n=st.integers(1, 60), global_batch=st.integers(1, 20), world_size=st.integers(1, 7), epoch=st.integers(0, 3))
+def test_every_world_size_trains_the_same_samples_in_the_same_order(n, global_batch, world_size, epoch):
+    batches = shares(n, global_batch, world_size, epoch, drop_last=False)
+    assert batches == shares(n, global_batch, 1, epoch, drop_last=False)
+    assert sorted(index for batch in batches for index in batch) == list(range(n)), "a sample was lost or seen twice"
+
+
+@given(size=st.integers(1, 40), world_size=st.integers(1, 9))
+def test_shares_differ_by_at_most_one_sample_and_rank_0_has_the_most(size, world_size):
+    sizes = [
+        len(next(ddpjob.GlobalBatchSampler(40, size, 7, rank=rank, world_size=world_size).epoch(0)))
+        for rank in range(world_size)
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_another_epoch_or_another_seed_is_another_order():
+    orders = [
+        [list(batch) for batch in ddpjob.GlobalBatchSampler(50, 10, seed, rank=0, world_size=1).epoch(epoch)]
+        for seed, epoch in ((7, 0), (7, 1), (8, 0))
+    ]
+    assert orders[0] != orders[1]
+    assert orders[1] != orders[2], "seed + 1 must not be the next epoch of seed"
+
+
+def test_training_goes_on_in_the_middle_of_an_epoch_at_another_number_of_ranks():
+    before = ddpjob.GlobalBatchSampler(SAMPLES, 10, 7, rank=0, world_size=4)
+    batches = before.epoch(3)
+    for _ in range(4):
+        next(batches)
+    after = ddpjob.GlobalBatchSampler(SAMPLES, 10, 7, rank=0, world_size=1)
+    after.load_state_dict(before.state_dict())
+    assert after.current_epoch == 3
+    assert [list(batch) for batch in after.epoch(3)] == shares(SAMPLES, 10, 1, epoch=3)[4:]
+    assert after.current_epoch == 4, "a finished epoch leads to the next"
+
+
+def test_a_snapshot_at_the_end_of_an_epoch_repeats_nothing():
+    before = ddpjob.GlobalBatchSampler(20, 10, 7)
+    *_, _last = (before.state_dict() for _ in before.epoch(0))
+    after = ddpjob.GlobalBatchSampler(20, 10, 7)
+    after.load_state_dict(_last)
+    assert list(after.epoch(0)) == []
+    assert len(list(after.epoch(1))) == 2
+
+
+def test_a_data_loader_takes_the_sampler_and_says_how_far_training_is():
+    data = torch.arange(40)
+    sampler = ddpjob.GlobalBatchSampler(40, 8, 7, rank=1, world_size=2)
+    loader = torch.utils.data.DataLoader(data, batch_sampler=sampler)
+    first, second = ([batch.tolist() for batch in loader] for _ in range(2))
+    again = ddpjob.GlobalBatchSampler(40, 8, 7, rank=1, world_size=2)
+    assert first == [list(batch) for batch in again.epoch(0)]
+    assert second == [list(batch) for batch in again.epoch(1)]
+    assert sampler.state_dict(epoch=1, batches=2) == {"n": 40, "seed": 7, "epoch": 1, "consumed": 16}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda: ddpjob.GlobalBatchSampler(10, 11, 7), ["global_batch: 11", "n: 10", "drop_last=False"]),
+        (lambda: ddpjob.GlobalBatchSampler(10, 0, 7), ["global_batch: 0", "at least 1"]),
+        (lambda: ddpjob.GlobalBatchSampler(10, 5, 7, rank=2, world_size=2), ["rank: 2", "world_size: 2"]),
+        (lambda: ddpjob.GlobalBatchSampler(10, 5, 7, rank=0), ["both or neither"]),
+        (lambda: iter(ddpjob.GlobalBatchSampler(10, 2, 7, rank=0, world_size=3)), ["3 ranks", "global_batch >= 3"]),
+        (lambda: ddpjob.DataPartitioner(10, [0.5, 0.4], 7), ["[0.5, 0.4]", "0.9", "must be 1"]),
+        (lambda: ddpjob.DataPartitioner(10, [1.5, -0.5], 7), ["fractions[1]", "-0.5"]),
+        (lambda: ddpjob.DataPartitioner(10, [], 7), ["at least one"]),
+        (lambda: ddpjob.DataPartitioner(10, [1.0], 7).use(1), ["i: 1", "0 to 0"]),
+    ],
+)
+def test_a_wrong_argument_is_named_with_its_value_and_the_mend(wrong: Callable[[], Any], words: list[str]):
+    with pytest.raises(ddpjob.ConfigurationError) as caught:
+        wrong()
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_state_of_other_data_or_another_seed_is_refused():
+    state = ddpjob.GlobalBatchSampler(20, 10, 7).state_dict()
+    for other in (ddpjob.GlobalBatchSampler(21, 10, 7), ddpjob.GlobalBatchSampler(20, 10, 8)):
+        with pytest.raises(ddpjob.StateError, match="saved state has"):
+            other.load_state_dict(state)
+
+
+# ---- the same parameters from any number of processes -----------------------------------------------------------
+
+
+def trained(rank: int, world_size: int, url: str, stops: list[tuple[int, dict[str, Any] | None]], **kwargs: Any) -> Any:
+    """A few steps of a small network; `stops` = (steps to make, the state to begin with)."""
+    steps, state = stops[0]
+    world = ddpjob.init(init_method=url, rank=rank, world_size=world_size)
+    torch.manual_seed(1)
+    x, y = torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,))
+    net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.GELU(), torch.nn.Linear(16, 3)).double()
+    model = world.wrap(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    sampler = ddpjob.GlobalBatchSampler(SAMPLES, seed=7, drop_last=False, **kwargs)
+    if state is not None:
+        net.load_state_dict(state["net"])
+        optimizer.load_state_dict(state["optimizer"])
+        sampler.load_state_dict(state["sampler"])
+    x = x.double()
+    made, losses = 0, []
+    while made < steps:
+        for batch in sampler.epoch(sampler.current_epoch):
+            optimizer.zero_grad()
+            loss = ddpjob.accumulate(
+                model, batch, sampler.global_batch, lambda i: F.cross_entropy(model(x[i]), y[i], reduction="sum")
+            )
+            torch.distributed.all_reduce(loss, op=torch.distributed.ReduceOp.SUM)
+            losses.append(round(loss.item() / world_size, 9))
+            optimizer.step()
+            made += 1
+            if made == steps:
+                break
+    world.close()
+    return {
+        "net": {name: value.clone() for name, value in net.state_dict().items()},
+        "optimizer": optimizer.state_dict(),
+        "sampler": sampler.state_dict(),
+        "losses": losses,
+    }
+
+
+def far(one: dict[str, Any], other: dict[str, Any]) -> float:
+    return max((one["net"][name] - other["net"][name]).abs().max().item() for name in one["net"])
+
+
+def test_parameters_are_the_same_for_1_2_3_and_4_processes(run_ranks, tmp_path):
+    def of(world_size: int, **kwargs: Any) -> list[Any]:
+        url = f"file://{tmp_path}/{world_size}-{len(kwargs)}"
+        return run_ranks(lambda rank: trained(rank, world_size, url, [(15, None)], global_batch=14, **kwargs), world_size)
+
+    reference = of(1)[0]
+    for world_size in (2, 3, 4):
+        for result in of(world_size):
+            assert far(result, reference) < 1e-6, f"{world_size} processes learnt something else than one"
+            assert result["losses"] == reference["losses"]
+    for result in of(3, micro_batch=2):
+        assert far(result, reference) < 1e-6, "micro-batches changed what is learnt"
+
+
+def test_parameters_are_the_same_when_4_processes_become_3_and_then_1_in_the_middle_of_an_epoch(run_ranks, tmp_path):
+    def go(world_size: int, steps: int, state: Any) -> Any:
+        url = f"file://{tmp_path}/{world_size}-{steps}"
+        return run_ranks(lambda rank: trained(rank, world_size, url, [(steps, state)], global_batch=14), world_size)[0]
+
+    state = None
+    for world_size, steps in ((4, 3), (3, 6), (1, 6)):
+        state = go(world_size, steps, state)
+    assert far(state, go(1, 15, None)) < 1e-6
+
+
+def test_a_rank_without_samples_takes_part_and_changes_nothing(run_ranks, tmp_path):
+    def of(world_size: int) -> Any:
+        url = f"file://{tmp_path}/{world_size}"
+        return run_ranks(lambda rank: trained(rank, world_size, url, [(5, None)], global_batch=2), world_size)[0]
+
+    assert far(of(4), of(1)) < 1e-6
+
+
+def test_accumulate_takes_tensors_of_a_data_loader_and_runs_the_callers_backward():
+    torch.manual_seed(1)
+    x, y = torch.randn(10, 3), torch.randn(10, 1)
+    model, calls = torch.nn.Linear(3, 1), []
+
+    def backward(loss: torch.Tensor) -> None:
+        calls.append(loss.item())
+        loss.backward()
+
+    def loss_of(piece: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return F.mse_loss(model(piece[0]), piece[1], reduction="sum")
+
+    loss = ddpjob.accumulate(model, (x, y), 10, loss_of, micro_batch=4, backward=backward)
+    gradient = model.weight.grad.clone()
+    model.zero_grad()
+    whole = F.mse_loss(model(x), y)
+    whole.backward()
+    torch.testing.assert_close(gradient, model.weight.grad)
+    torch.testing.assert_close(loss, whole.detach())
+    assert len(calls) == 3
+
+
+# ---- partitions ---------------------------------------------------------------------------------------------------
+
+
+@given(n=st.integers(0, 200), weights=st.lists(st.integers(0, 10), min_size=1, max_size=6).filter(any))
+def test_every_sample_is_in_exactly_one_part_and_sizes_follow_the_fractions(n, weights):
+    fractions = [weight / sum(weights) for weight in weights]
+    parts = ddpjob.DataPartitioner(n, fractions, 7)
+    members = [parts.use(i).indices for i in range(len(parts))]
+    assert sorted(index for part in members for index in part) == list(range(n))
+    assert all(abs(len(part) - fraction * n) < 1 for part, fraction in zip(members, fractions, strict=True))
+
+
+def test_an_epoch_reshuffles_within_a_part_so_that_validation_data_never_become_training_data():
+    parts = ddpjob.DataPartitioner("abcdefghijklmnopqrstuvwxyz", [0.75, 0.25], seed=7)
+    before = [list(parts.use(i)) for i in range(2)]
+    parts.set_epoch(1)
+    after = [list(parts.use(i)) for i in range(2)]
+    assert before != after
+    assert [sorted(part) for part in before] == [sorted(part) for part in after]
+    assert len(before[0]) == 20 or len(before[0]) == 19
+    assert parts.use(0)[0:2] == after[0][:2]

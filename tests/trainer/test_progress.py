@@ -1,0 +1,215 @@
+"""progress(): what a receiver gets, and that training never notices whether it does."""
+
+import importlib
+import json
+import queue
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ddpjob
+
+progress_file = importlib.import_module("ddpjob.progress")
+
+
+class Receiver:
+    """A receiver on loopback that keeps what it gets; `answers` are the statuses to give, then 200."""
+
+    def __init__(self) -> None:
+        self.posts: queue.Queue[tuple[dict[str, Any], dict[str, str]]] = queue.Queue()
+        self.answers: list[int] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                outer.posts.put((json.loads(body), dict(self.headers)))
+                self.send_response(outer.answers.pop(0) if outer.answers else 200)
+                self.end_headers()
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/status/digits"
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def next(self) -> dict[str, Any]:
+        return self.posts.get(timeout=20)[0]
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Receiver]:
+    receiver = Receiver()
+    (tmp_path / "token").write_text("first\n")
+    monkeypatch.setenv("DDPJOB_STATUS_URL", receiver.url)
+    monkeypatch.setenv("DDPJOB_STATUS_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("DDPJOB_STATUS_INTERVAL", "0.02")
+    yield receiver
+    progress_file.flush()
+    progress_file._forget_in_child()
+    receiver.close()
+
+
+def test_the_first_values_and_the_last_ones_always_arrive(receiver, monkeypatch):
+    monkeypatch.setenv("DDPJOB_STATUS_INTERVAL", "3600")
+    ddpjob.progress(1, total=10, loss=2.5)
+    first = receiver.next()
+    ddpjob.progress(2, total=10)
+    ddpjob.progress(10, total=10, loss=0.5)
+    progress_file.flush()
+    last = receiver.next()
+    assert (first["step"], first["final"], first["metrics"]) == (1, False, {"loss": "2.5"})
+    assert (last["step"], last["final"], last["metrics"]) == (10, True, {"loss": "0.5"})
+
+
+def test_a_post_says_who_how_far_and_how_fast(receiver, monkeypatch):
+    for name, value in {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("DDPJOB_ATTEMPT", "3")
+    ddpjob.progress(100, total=1100, samples=64)
+    first = receiver.next()
+    assert first == {
+        "attempt": 3, "rank": 2, "nodeRank": 1, "worldSize": 4, "step": 100, "totalSteps": 1100, "metrics": {}, "final": False,
+    }  # fmt: skip
+    ddpjob.progress(200, total=1100, samples=64)
+    second = next(post for post in iter(receiver.next, None) if post["step"] == 200)
+    assert second["samplesPerSecond"] > 64
+    assert second["etaSeconds"] >= 0
+
+
+def test_rates_come_from_the_times_of_the_steps_and_not_of_the_posts():
+    reporter = progress_file.Reporter("http://x", {})
+    assert reporter._steps_per_second(100, 50.0) is None
+    assert reporter._steps_per_second(300, 60.0) == 20.0
+    assert reporter._steps_per_second(300, 60.0) == 20.0, "a post without a new step is no slow-down"
+    assert progress_file._pace(20.0, 300, 1100, 64) == {"totalSteps": 1100, "etaSeconds": 40, "samplesPerSecond": 1280.0}
+
+
+def test_only_the_first_rank_of_a_node_posts(receiver, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    ddpjob.progress(1)
+    assert progress_file._reporter is None
+
+
+def test_the_token_is_read_for_every_post_because_the_kubelet_renews_it(receiver, tmp_path):
+    ddpjob.progress(1)
+    assert receiver.posts.get(timeout=20)[1]["Authorization"] == "Bearer first"
+    (tmp_path / "token").write_text("second\n")
+    while receiver.posts.get(timeout=20)[1]["Authorization"] != "Bearer second":
+        pass
+
+
+def test_a_proxy_of_the_environment_is_not_asked(receiver, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    ddpjob.progress(5)
+    assert receiver.next()["step"] == 5
+
+
+def test_a_receiver_that_refuses_is_mentioned_once_and_asked_again_later(receiver, capfd):
+    receiver.answers = [401, 500, 302]
+    ddpjob.progress(7)
+    for _ in range(4):
+        assert receiver.next()["step"] == 7
+    said = capfd.readouterr().err
+    assert said.count("ddpjob:") == 1
+    assert receiver.url in said
+    assert "401" in said
+
+
+def test_pauses_double_up_to_a_minute():
+    reporter = progress_file.Reporter("http://x", {"DDPJOB_STATUS_INTERVAL": "5"})
+    pauses = []
+    for reporter.failures in (0, 1, 2, 3, 4, 5, 1000):
+        pauses.append(reporter._pause())
+    assert pauses == [5, 10, 20, 40, 60, 60, 60]
+
+
+@pytest.mark.parametrize("url", ["ftp://x/y", "http://127.0.0.1:1/", "http://", "nonsense", "http://127.0.0.1:notaport/"])
+def test_an_address_that_cannot_be_reached_disturbs_nobody(monkeypatch, capfd, url):
+    monkeypatch.setenv("DDPJOB_STATUS_URL", url)
+    ddpjob.progress(1, loss=1.0)
+    ddpjob.progress(2, loss=1.0)
+    progress_file.flush(5)
+    progress_file._forget_in_child()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_without_a_receiver_no_thread_is_started():
+    before = threading.active_count()
+    ddpjob.progress(1, total=2, loss=0.5)
+    ddpjob.progress(2, total=2, loss=0.5)
+    assert threading.active_count() == before
+    progress_file._forget_in_child()
+
+
+class Hostile:
+    def __float__(self) -> float:
+        raise RuntimeError("no number")
+
+
+def test_metrics_become_short_strings_and_what_cannot_be_said_is_left_out():
+    said = progress_file.as_text(
+        {
+            "loss": 0.4123456789, "nan": float("nan"), "inf": float("-inf"), "epoch": 3, "tensor": torch.tensor(1.5),
+            "text": "x" * 100, "bad": Hostile(), "many": torch.zeros(3), "none": None,
+        }
+    )  # fmt: skip
+    assert said == {
+        "loss": "0.412346", "nan": "nan", "inf": "-inf", "epoch": "3", "tensor": "1.5", "text": "x" * 64,
+    }  # fmt: skip
+    assert len(progress_file.as_text({f"m{i}": i for i in range(40)})) == 16
+
+
+def test_a_post_is_at_most_8_kibibytes_of_valid_json():
+    metrics = progress_file.as_text({f"{i:02}" + "é漢𝄞"[i % 3] * 100: "𝄞" * 100 for i in range(16)})
+    body = progress_file.encode({"step": 1, "metrics": metrics})
+    assert len(body) <= 8192
+    assert json.loads(body)["metrics"]
+
+
+def test_a_forked_process_reports_for_itself(receiver, run_ranks):
+    ddpjob.progress(1)
+    assert receiver.next()["step"] == 1
+    run_ranks(lambda rank: ddpjob.progress(41), 1)
+    while receiver.next() != {**receiver_document(41), "final": True}:
+        pass
+
+
+def receiver_document(step: int) -> dict[str, Any]:
+    return {"attempt": 1, "rank": 0, "nodeRank": 0, "worldSize": 1, "step": step, "metrics": {}, "final": False}
+
+
+def test_importing_the_library_and_reporting_need_no_torch(run_python):
+    run_python(
+        "import sys, ddpjob, ddpjob.progress, ddpjob.errors\n"
+        "ddpjob.progress(1, loss=0.5)\n"
+        "from ddpjob.progress import progress\n"
+        "assert ddpjob.progress is progress and callable(ddpjob.progress)\n"
+        "assert 'torch' not in sys.modules and 'http.client' not in sys.modules\n"
+        "assert set(dir(ddpjob)) >= set(ddpjob.__all__)\n"
+    )
+
+
+@pytest.fixture
+def run_python() -> Any:
+    import subprocess
+
+    def run(code: str) -> None:
+        folder = str(Path(ddpjob.__file__).parents[1])
+        subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": folder}, timeout=60)
+
+    return run

@@ -1,0 +1,376 @@
+"""Snapshot: what is saved is whole, comes back the same, and never belongs to two attempts."""
+
+import collections
+import multiprocessing
+import os
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ddpjob
+from ddpjob.init import World
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.suffix == ".pt")
+
+
+def steps(folder: Path) -> list[int]:
+    return [int(name[5:17]) for name in names(folder)]
+
+
+@pytest.fixture
+def attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A Snapshot as the processes of that attempt of the job see it."""
+
+    def make(number: int, job: str = "uid-1", keep: int = 3) -> ddpjob.Snapshot:
+        monkeypatch.setenv("DDPJOB_UID", job)
+        monkeypatch.setenv("DDPJOB_ATTEMPT", str(number))
+        snapshot = ddpjob.Snapshot(tmp_path / "s", keep=keep)
+        snapshot.load()
+        return snapshot
+
+    return make
+
+
+def saved(snapshot: ddpjob.Snapshot, step: int, **state: Any) -> None:
+    snapshot.save(step, **state)
+    snapshot.wait()
+
+
+# ---- what comes back ----------------------------------------------------------------------------------------------
+
+
+def test_model_optimizer_scheduler_sampler_and_plain_values_come_back_the_same(tmp_path):
+    def parts() -> tuple[Any, ...]:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3])
+        return model, optimizer, scheduler, ddpjob.GlobalBatchSampler(20, 5, 7)
+
+    def train(model: Any, optimizer: Any, scheduler: Any, sampler: Any) -> None:
+        next(sampler.epoch(sampler.current_epoch))
+        model(torch.ones(4, 3) * torch.rand(4, 1)).square().sum().backward()
+        optimizer.step()
+        scheduler.step()
+
+    one, other = parts(), parts()
+    keys = ("model", "optimizer", "scheduler", "sampler")
+    train(*one)
+    saved(ddpjob.Snapshot(tmp_path), 5, **dict(zip(keys, one, strict=True)), best=np.float64(0.5), seen={"a": [1, (2, None)]})
+    train(*one)
+    snapshot, seen = ddpjob.Snapshot(tmp_path), {"old": 1}
+    assert snapshot.load(**dict(zip(keys, other, strict=True)), seen=seen) == 5
+    train(*other)  # with the same random numbers as the first time
+    for mine, theirs in zip(one[0].state_dict().values(), other[0].state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert one[2].state_dict() == other[2].state_dict()
+    assert one[3].state_dict() == other[3].state_dict()
+    assert snapshot.state["best"] == 0.5
+    assert seen == {"a": [1, (2, None)]}
+
+
+def test_the_state_is_that_of_the_moment_of_save_whatever_training_does_meanwhile(tmp_path):
+    weights = torch.zeros(1000)
+    snapshot = ddpjob.Snapshot(tmp_path)
+    snapshot.save(1, weights=weights)
+    weights.fill_(1)
+    snapshot.wait()
+    back = torch.full((1000,), 2.0)
+    ddpjob.Snapshot(tmp_path).load(weights=back)
+    assert back.sum() == 0
+
+
+def test_the_random_numbers_go_on_where_they_were(tmp_path):
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    saved(ddpjob.Snapshot(tmp_path), 1)
+    expected = draw()
+    draw()
+    ddpjob.Snapshot(tmp_path).load()
+    assert draw() == expected
+
+
+def test_a_file_is_an_ordinary_torch_file(tmp_path):
+    saved(ddpjob.Snapshot(tmp_path), 12, weights=torch.ones(2))
+    (path,) = tmp_path.glob("*.pt")
+    assert torch.load(path, weights_only=True)["state"]["weights"].sum() == 2
+
+
+def test_a_value_that_could_not_be_read_back_is_refused_when_it_is_saved(tmp_path):
+    snapshot = ddpjob.Snapshot(tmp_path)
+    with pytest.raises(ddpjob.StateError, match=r"extra\.rates\[1\]: a numpy\.ndarray cannot be saved"):
+        snapshot.save(1, extra={"rates": [1.0, np.zeros(3)]})
+    assert names(tmp_path) == []
+
+
+def test_a_name_that_was_not_saved_is_an_error_and_nothing_is_changed(tmp_path):
+    saved(ddpjob.Snapshot(tmp_path), 1, weights=torch.ones(2))
+    weights = torch.zeros(2)
+    with pytest.raises(ddpjob.StateError, match="has no optimizer; it has weights"):
+        ddpjob.Snapshot(tmp_path).load(weights=weights, optimizer={})
+    assert weights.sum() == 0
+
+
+def test_kinds_of_dictionaries_that_schedulers_and_modules_need_survive(tmp_path):
+    ordered = collections.OrderedDict(b=1, a=2)
+    ordered._metadata = collections.OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
+    saved(ddpjob.Snapshot(tmp_path), 1, counter=collections.Counter([1, 1]), ordered=ordered)
+    snapshot = ddpjob.Snapshot(tmp_path)
+    snapshot.load()
+    assert isinstance(snapshot.state["counter"], collections.Counter)
+    assert list(snapshot.state["ordered"]) == ["b", "a"]
+    assert snapshot.state["ordered"]._metadata[""] == {"version": 1}
+
+
+# ---- damage, disks, crashes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[: len(data) // 2],
+        lambda data: b"",
+        lambda data: data[:700] + bytes([data[700] ^ 1]) + data[701:],
+    ],
+    ids=["cut", "empty", "one bit"],
+)
+def test_a_damaged_file_is_named_and_the_one_before_it_is_used(tmp_path, capfd, damage):
+    snapshot = ddpjob.Snapshot(tmp_path)
+    for step in (1, 2):
+        saved(snapshot, step, weights=torch.full((100,), float(step)))
+    newest = tmp_path / names(tmp_path)[-1]
+    newest.write_bytes(damage(newest.read_bytes()))
+    weights = torch.zeros(100)
+    assert ddpjob.Snapshot(tmp_path).load(weights=weights) == 1
+    assert weights[0] == 1
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert str(newest) in said[0]
+
+
+def test_the_newest_states_stay_and_what_crashes_left_is_removed(tmp_path):
+    snapshot = ddpjob.Snapshot(tmp_path, keep=2)
+    snapshot.load()
+    (tmp_path / ".tmp-000001-1-1").write_bytes(b"half")
+    (tmp_path / "notes.txt").write_text("the user's")
+    for step in (1, 2, 3, 4):
+        saved(snapshot, step)
+    assert steps(tmp_path) == [3, 4]
+    assert {path.name for path in tmp_path.iterdir()} - set(names(tmp_path)) == {"writer-000001.json", "notes.txt"}
+
+
+def test_a_write_that_fails_is_raised_by_the_next_call_and_the_older_state_stays(tmp_path, monkeypatch):
+    snapshot = ddpjob.Snapshot(tmp_path)
+    saved(snapshot, 1)
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        snapshot.save(2)
+        with pytest.raises(ddpjob.SnapshotError, match=r"step 2 was not written .* No space left on device"):
+            snapshot.save(3)
+    saved(snapshot, 3)
+    assert steps(tmp_path) == [1, 3]
+    assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_a_process_killed_while_it_writes_leaves_the_state_before_it(tmp_path, monkeypatch):
+    saved(ddpjob.Snapshot(tmp_path), 1, weights=torch.ones(1))
+
+    def die_in_fsync() -> None:
+        monkeypatch.setattr(os, "fsync", lambda descriptor: os._exit(9))
+        ddpjob.Snapshot(tmp_path).save(2, weights=torch.ones(1))
+
+    process = multiprocessing.get_context("fork").Process(target=die_in_fsync)
+    process.start()
+    process.join(30)
+    assert process.exitcode == 9
+    assert ddpjob.Snapshot(tmp_path).load() == 1
+
+
+def test_a_script_that_never_waits_still_has_its_last_state(tmp_path, end_ranks):
+    (outcome,) = end_ranks(lambda rank: ddpjob.Snapshot(tmp_path).save(7, weights=torch.ones(100_000)), 1)
+    assert outcome.exit_code == 0
+    assert ddpjob.Snapshot(tmp_path).load() == 7
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ddpjob.SnapshotError, match="file/s cannot be made: Not a directory"):
+        ddpjob.Snapshot(tmp_path / "file" / "s").load()
+
+
+def test_wrong_arguments_are_named(tmp_path):
+    with pytest.raises(ddpjob.ConfigurationError, match="keep: 0"):
+        ddpjob.Snapshot(tmp_path, keep=0)
+    with pytest.raises(ddpjob.ConfigurationError, match="step: 0"):
+        ddpjob.Snapshot(tmp_path).save(0)
+
+
+# ---- attempts --------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_of_an_old_attempt_can_neither_publish_nor_prune(attempt, tmp_path):
+    zombie = attempt(1, keep=1)
+    saved(zombie, 10)
+    newer = attempt(2)
+    saved(newer, 11)
+    before = names(tmp_path / "s")
+    with pytest.raises(ddpjob.Superseded, match="attempt 2 of job uid-1.*attempt 1"):
+        zombie.save(500)
+    assert names(tmp_path / "s") == before
+    assert attempt(3).load() == 11
+
+
+def test_an_old_attempt_is_refused_as_soon_as_the_newer_one_has_read_the_folder(attempt):
+    zombie = attempt(1)
+    attempt(2)
+    with pytest.raises(ddpjob.Superseded):
+        zombie.save(1)
+
+
+def test_an_old_attempt_that_starts_late_is_refused(attempt):
+    attempt(2)
+    with pytest.raises(ddpjob.Superseded):
+        attempt(1)
+
+
+def test_an_old_attempt_that_is_caught_while_it_writes_publishes_nothing(attempt, tmp_path, monkeypatch):
+    zombie = attempt(1)
+    written, go_on = threading.Event(), threading.Event()
+    sync = os.fsync
+
+    def stop_after_writing(descriptor: int) -> None:
+        sync(descriptor)
+        written.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr(os, "fsync", stop_after_writing)
+    zombie.save(500)
+    assert written.wait(30)
+    monkeypatch.setattr(os, "fsync", sync)
+    saved(attempt(2), 11)
+    go_on.set()
+    with pytest.raises(ddpjob.Superseded):
+        zombie.wait()
+    assert steps(tmp_path / "s") == [11]
+
+
+def test_what_an_old_attempt_publishes_in_the_last_instant_is_never_taken_for_the_newest(attempt, tmp_path, monkeypatch):
+    zombie = attempt(1)
+    rename = os.rename
+
+    def newer_attempt_comes_first(source: Any, target: Any) -> None:
+        monkeypatch.setattr(os, "rename", rename)
+        saved(attempt(2), 11)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", newer_attempt_comes_first)
+    zombie.save(500)
+    with pytest.raises(ddpjob.Superseded):
+        zombie.save(501)
+    assert sorted(steps(tmp_path / "s")) == [11, 500]
+    assert attempt(3).load() == 11
+
+
+def test_the_same_attempt_may_restart_in_place_and_a_new_job_takes_the_folder_over(attempt):
+    saved(attempt(4), 10)
+    saved(attempt(4), 20)
+    new_job = attempt(1, job="uid-2")
+    assert new_job.load() == 20
+    saved(new_job, 21)
+    assert attempt(2, job="uid-2").load() == 21
+
+
+def test_two_processes_cannot_take_the_same_number(tmp_path):
+    from ddpjob import snapshot as file
+
+    assert file._create_exclusively(tmp_path, 1, "{}")
+    assert not file._create_exclusively(tmp_path, 1, "{}")
+    assert not file._create_exclusively_without_links(tmp_path / "writer-000001.json", "{}")
+
+
+# ---- several ranks ---------------------------------------------------------------------------------------------------
+
+
+def world_of(rank: int, world_size: int, url: str) -> World:
+    return ddpjob.init(init_method=url, rank=rank, world_size=world_size)
+
+
+def test_every_rank_goes_on_with_its_own_random_numbers(run_ranks, tmp_path):
+    def save_and_draw(rank: int) -> float:
+        with world_of(rank, 3, f"file://{tmp_path}/a") as world:
+            torch.manual_seed(100 + rank)
+            ddpjob.Snapshot(tmp_path / "s").save(1, weights=torch.ones(2))
+            assert world.rank == rank
+            return float(torch.rand(()))
+
+    def load_and_draw(rank: int, world_size: int, name: str) -> float:
+        with world_of(rank, world_size, f"file://{tmp_path}/{name}"):
+            assert ddpjob.Snapshot(tmp_path / "s").load(weights=torch.zeros(2)) == 1
+            return float(torch.rand(()))
+
+    expected = run_ranks(save_and_draw, 3)
+    assert run_ranks(lambda rank: load_and_draw(rank, 3, "b"), 3) == expected
+    smaller = run_ranks(lambda rank: load_and_draw(rank, 2, "c"), 2)
+    assert len({*smaller, *expected}) == 5, "ranks of another world size must not draw the same numbers"
+    assert run_ranks(lambda rank: load_and_draw(rank, 2, "d"), 2) == smaller, "a resume must be repeatable"
+
+
+def test_rank_0_may_save_alone(run_ranks, tmp_path):
+    def body(rank: int) -> int:
+        with world_of(rank, 2, f"file://{tmp_path}/a") as world:
+            snapshot = ddpjob.Snapshot(tmp_path / "s", world)
+            if world.is_main:
+                snapshot.save(1, weights=torch.ones(2))
+        return 0
+
+    run_ranks(body, 2)
+    assert ddpjob.Snapshot(tmp_path / "s").load() == 1
+
+
+def test_nodes_without_a_shared_folder_get_rank_0s_state(run_ranks, tmp_path):
+    saved(ddpjob.Snapshot(tmp_path / "rank0"), 9, weights=torch.arange(1000.0))
+
+    def body(rank: int) -> tuple[int, float]:
+        with world_of(rank, 3, f"file://{tmp_path}/meet") as world:
+            weights = torch.zeros(1000)
+            step = ddpjob.Snapshot(tmp_path / f"rank{rank}", world).load(weights=weights)
+            return step, float(weights.sum())
+
+    assert run_ranks(body, 3) == [(9, 499500.0)] * 3
+
+
+def test_all_ranks_stop_when_rank_0_is_superseded(end_ranks, tmp_path, monkeypatch):
+    monkeypatch.setenv("DDPJOB_ATTEMPT", "2")
+    ddpjob.Snapshot(tmp_path / "s").load()
+    monkeypatch.setenv("DDPJOB_ATTEMPT", "1")
+
+    def body(rank: int) -> None:
+        with world_of(rank, 2, f"file://{tmp_path}/meet"):
+            ddpjob.Snapshot(tmp_path / "s").load()
+
+    for outcome in end_ranks(body, 2):
+        assert outcome.error.startswith("Superseded")
+
+
+def test_a_ddp_model_and_a_plain_one_read_each_others_states(run_ranks, tmp_path):
+    def body(rank: int) -> list[str]:
+        with world_of(rank, 1, f"file://{tmp_path}/meet") as world:
+            model = world.wrap(torch.nn.Linear(2, 1))
+            snapshot = ddpjob.Snapshot(tmp_path / "s", world)
+            saved(snapshot, 1, model=model)
+            snapshot.load(model=model)
+            return list(snapshot.state["model"])
+
+    assert run_ranks(body, 1) == [["weight", "bias"]]
+    assert ddpjob.Snapshot(tmp_path / "s").load(model=torch.nn.Linear(2, 1)) == 1

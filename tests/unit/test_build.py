@@ -1,0 +1,147 @@
+"""The objects that the operator creates, point by point."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+from worlds import UID, job
+
+from ddpjob_operator import build
+
+
+def pod(what: Any = None, attempt: int = 1, rank: int = 0) -> dict[str, Any]:
+    return build.pod(what or job(), attempt, rank)
+
+
+def trainer(body: dict[str, Any]) -> dict[str, Any]:
+    return body["spec"]["containers"][0]
+
+
+def with_pod(**fields: Any) -> Any:
+    what = job()
+    what.spec.template["spec"].update(fields)
+    return what
+
+
+def test_the_objects_of_a_two_node_job_as_a_whole(golden: Callable[[str, str], None]) -> None:
+    objects = [build.service(job()), pod(rank=0), pod(rank=1)]
+    golden("digits-2-nodes.yaml", yaml.safe_dump_all(objects, sort_keys=False))
+
+
+def test_peers_resolve_before_they_are_ready() -> None:
+    spec = build.service(job())["spec"]
+    assert (spec["clusterIP"], spec["publishNotReadyAddresses"]) == ("None", True)
+    assert spec["selector"] == {"training.ddpjob.io/job": "digits"}
+
+
+def test_the_pods_name_says_the_attempt_and_its_dns_name_stays() -> None:
+    body = pod(attempt=3, rank=1)
+    assert body["metadata"]["name"] == "digits-3-1"
+    assert (body["spec"]["hostname"], body["spec"]["subdomain"]) == ("digits-1", "digits")
+
+
+def test_everything_is_owned_by_the_job_so_that_deletion_needs_no_finalizer() -> None:
+    for body in (build.service(job()), pod()):
+        (owner,) = body["metadata"]["ownerReferences"]
+        assert (owner["uid"], owner["controller"]) == (UID, True)
+        assert "blockOwnerDeletion" not in owner
+
+
+def test_the_kubelet_never_restarts_a_trainer_by_itself() -> None:
+    assert pod(with_pod(restartPolicy="Always"))["spec"]["restartPolicy"] == "Never"
+
+
+def test_shared_memory_is_half_of_the_memory_limit_and_2_gib_without_one() -> None:
+    def size(container: dict[str, Any] | None) -> str:
+        return pod(job(container=container))["spec"]["volumes"][0]["emptyDir"]["sizeLimit"]
+
+    assert size({"resources": {"limits": {"memory": "16Gi"}}}) == str(8 * 2**30)
+    assert size(None) == str(2 * 2**30)
+
+
+def test_a_users_own_shared_memory_is_left_alone() -> None:
+    what = job(container={"volumeMounts": [{"name": "mine", "mountPath": "/dev/shm/"}]})
+    assert "volumes" not in pod(what)["spec"]
+
+
+def test_service_links_are_off_unless_the_user_wants_them() -> None:
+    assert pod()["spec"]["enableServiceLinks"] is False
+    assert pod(with_pod(enableServiceLinks=True))["spec"]["enableServiceLinks"] is True
+
+
+def test_the_end_of_the_log_is_kept_as_the_termination_message_unless_the_user_chose() -> None:
+    assert trainer(pod())["terminationMessagePolicy"] == "FallbackToLogsOnError"
+    assert trainer(pod(job(container={"terminationMessagePolicy": "File"})))["terminationMessagePolicy"] == "File"
+
+
+def test_autoscalers_are_told_not_to_move_a_training_unless_the_user_says_otherwise() -> None:
+    annotations = pod()["metadata"]["annotations"]
+    assert annotations["karpenter.sh/do-not-disrupt"] == "true"
+    assert annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
+    what = job()
+    what.spec.template["metadata"] = {"annotations": {"karpenter.sh/do-not-disrupt": "false"}}
+    assert pod(what)["metadata"]["annotations"]["karpenter.sh/do-not-disrupt"] == "false"
+
+
+def test_gpu_jobs_get_one_pod_per_node_beside_the_users_own_affinity() -> None:
+    own = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "rack"}]}}
+    what = job(container={"resources": {"limits": {"nvidia.com/gpu": 1}}})
+    what.spec.template["spec"]["affinity"] = own
+    terms = pod(what)["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert [t["topologyKey"] for t in terms] == ["rack", "kubernetes.io/hostname"]
+    assert "affinity" not in pod(job())["spec"], "CPU jobs may share a node"
+    assert "affinity" in pod(job(onePodPerNode=True))["spec"]
+
+
+def test_on_the_host_network_the_port_is_declared_so_that_the_scheduler_prevents_clashes() -> None:
+    body = pod(with_pod(hostNetwork=True))
+    env = {e["name"]: e["value"] for e in trainer(body)["env"]}
+    (port,) = trainer(body)["ports"]
+    assert body["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
+    assert str(port["hostPort"]) == str(port["containerPort"]) == env["MASTER_PORT"]
+
+
+def test_the_container_named_trainer_trains_wherever_it_stands() -> None:
+    what = job()
+    what.spec.template["spec"]["containers"].insert(0, {"name": "sidecar", "image": "s"})
+    sidecar, main = pod(what)["spec"]["containers"]
+    assert "env" not in sidecar
+    assert main["env"]
+
+
+def test_a_users_variables_can_refer_to_the_jobs() -> None:
+    """Kubernetes expands $(NNODES) only from variables that stand before it."""
+    what = job(container={"env": [{"name": "WORLD_SIZE", "value": "$(NNODES)"}]})
+    names = [e["name"] for e in trainer(pod(what))["env"]]
+    assert names.index("NNODES") < names.index("WORLD_SIZE")
+    assert names.count("WORLD_SIZE") == 1
+
+
+def test_building_leaves_the_users_template_as_it_is() -> None:
+    what = job(container={"volumeMounts": [], "env": [{"name": "A", "value": "b"}]})
+    before = copy.deepcopy(what.spec.template)
+    pod(what)
+    assert what.spec.template == before
+
+
+def test_the_users_labels_stay_and_cannot_hide_the_jobs() -> None:
+    what = job()
+    what.spec.template["metadata"] = {"labels": {"team": "vision", "training.ddpjob.io/job": "other"}}
+    labels = pod(what, attempt=2, rank=1)["metadata"]["labels"]
+    assert labels == {
+        "team": "vision",
+        "training.ddpjob.io/job": "digits",
+        "training.ddpjob.io/attempt": "2",
+        "training.ddpjob.io/rank": "1",
+    }
+
+
+def test_trainers_learn_where_to_report_only_where_someone_listens() -> None:
+    names = {e["name"] for e in trainer(pod())["env"]}
+    assert "DDPJOB_STATUS_URL" not in names
+    listening = build.pod(job(), 1, 0, reporting=build.Reporting("http://s/v1/progress", "/var/run/t"))
+    env = {e["name"]: e["value"] for e in trainer(listening)["env"]}
+    assert (env["DDPJOB_STATUS_URL"], env["DDPJOB_STATUS_INTERVAL"]) == ("http://s/v1/progress", "5")

@@ -1,0 +1,211 @@
+"""A mistake is named before it costs a minute: field, value and mend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds import manifest
+
+from ddpjob_operator import override, validation, yamlfile
+
+
+def problems(**spec: Any) -> list[str]:
+    return [str(p) for p in validation.parse(manifest(**spec))[1]]
+
+
+def command(*words: str, **spec: Any) -> list[str]:
+    return problems(container={"command": list(words)}, **spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ({"nodes": 0}, "spec.nodes: must be at least 1, is 0"),
+        ({"nodes": "two"}, 'spec.nodes: must be a whole number of at least 1, is "two"'),
+        ({"nodes": 100_000}, "spec.nodes: must be at most 99999, is 100000"),
+        ({"activeDeadlineSeconds": 10**15}, f"spec.activeDeadlineSeconds: must be at most 315360000, is {10**15}"),
+        ({"nodes": True}, "spec.nodes: must be a whole number of at least 1, is true"),
+        ({"nodes": 1.5}, "spec.nodes: must be a whole number of at least 1, is 1.5"),
+        ({"nprocPerNode": "gpu"}, 'spec.nprocPerNode: must be a whole number of at least 1 or auto, is "gpu"'),
+        ({"cleanPodPolicy": "Some"}, 'spec.cleanPodPolicy: must be one of All, None, Running, is "Some"'),
+        ({"node": 2}, "spec.node: unknown field; did you mean nodes?"),
+        ({"ttlSecondsAfterFinish": 2}, "spec.ttlSecondsAfterFinish: unknown field; did you mean ttlSecondsAfterFinished?"),
+        ({"gang": "native"}, "spec.gang: gang scheduling is not available yet. Remove it."),
+        ({"minNodes": 3}, "spec.minNodes: 3 is more than spec.nodes: 2. Lower minNodes, or raise nodes."),
+        ({"minNodes": 1}, "spec.minNodes: elastic jobs are not available yet. Remove it."),
+        ({"stall": {"timeoutSeconds": 3}}, "spec.stall: finding hangs is not available yet. Remove it."),
+        ({"template": None}, "spec.template: needs a spec with at least one container"),
+        ({"template": {"spec": {"containers": []}}}, "spec.template.spec.containers: needs at least one container"),
+        (
+            {"template": {"spec": {"containers": [{"image": "x"}]}}},
+            "spec.template.spec.containers[0]: needs a name, such as trainer",
+        ),
+    ],
+)
+def test_each_wrong_field_is_named_with_its_value_and_its_mend(spec: dict[str, Any], sentence: str) -> None:
+    assert problems(**spec) == [sentence]
+
+
+def test_mpi_is_refused_with_the_reason() -> None:
+    (sentence,) = problems(backend="mpi")
+    assert "needs a PyTorch built with MPI" in sentence
+    assert "Use gloo (CPU) or nccl (GPU)" in sentence
+
+
+def test_restarts_that_are_not_there_are_refused_and_none_is_accepted() -> None:
+    assert problems(backoffLimit=0) == []
+    assert "any" not in problems(backoffLimit=3)[0]
+    assert "restarts are not available yet" in problems(backoffLimit=3)[0]
+
+
+def test_a_misspelled_field_of_the_template_is_named() -> None:
+    assert problems(container={"comand": ["x"]}) == [
+        "spec.template.spec.containers[0].comand: unknown field; did you mean command?"
+    ]
+
+
+def test_an_unknown_field_of_the_template_that_resembles_none_is_left_to_a_newer_api_server() -> None:
+    assert problems(container={"quantumEntanglement": True}) == []
+
+
+def test_all_mistakes_are_named_at_once() -> None:
+    assert len(problems(nodes=0, backend="x", suspend="no")) == 3
+
+
+@pytest.mark.parametrize(("length", "good"), [(57, True), (58, False), (63, False)])
+def test_a_name_leaves_room_for_the_rank_in_the_hostname(length: int, good: bool) -> None:
+    found = validation.parse(manifest("d" * length))[1]
+    assert (not found) == good
+    if not good:
+        assert f"at most 57 characters (its pods' hostnames add a rank), has {length}" in str(found[0])
+
+
+@pytest.mark.parametrize("name", ["a.b", "1st", "Upper", "-x", "x-", "ü", ""])
+def test_a_name_that_cannot_name_a_service_is_refused(name: str) -> None:
+    assert str(validation.parse(manifest(name))[1][0]).startswith("metadata.name: must be")
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes", "part"),
+    [
+        (["torchrun", "--standalone", "x.py"], 2, "--standalone is for one node, and spec.nodes is 2"),
+        (["torchrun", "--nnodes=1", "x.py"], 2, "--nnodes=1 contradicts spec.nodes: 2"),
+        (["torchrun", "--nnode", "1", "x.py"], 2, "--nnodes=1 contradicts spec.nodes: 2"),
+        (["torchrun", "--nnodes=1:4", "x.py"], 2, "asks for an elastic job, which is not available yet"),
+        (["python", "-m", "torch.distributed.launch", "--node_rank=0", "x.py"], 2, "gives all 2 nodes the same rank"),
+        (["python3", "-m", "torch.distributed.run", "--master-addr", "localhost", "x.py"], 2, "keeps 2 nodes apart"),
+        (["sh", "-c", "cd /app && torchrun --standalone x.py"], 2, "--standalone is for one node"),
+        (["python", "/opt/torch/distributed/launch.py", "--nnodes", "3", "x.py"], 2, "--nnodes=3 contradicts"),
+        (["torchrun", "--nnodes=2", "x.py"], 1, "--nnodes=2 contradicts spec.nodes: 1"),
+    ],
+)
+def test_a_command_that_contradicts_the_job_would_hang_and_is_refused(words: list[str], nodes: int, part: str) -> None:
+    (sentence,) = command(*words, nodes=nodes)
+    assert part in sentence
+    assert sentence.startswith("spec.template.spec.containers[0].command: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes"),
+    [
+        (["torchrun", "--standalone", "x.py"], 1),
+        (["torchrun", "--nnode=1", "x.py"], 1),
+        (["torchrun", "--nnodes=$(NNODES)", "--node_rank=$(NODE_RANK)", "x.py"], 2),
+        (["torchrun", "x.py", "--standalone", "--nnodes=1", "--node_rank", "0"], 2),
+        (["torchrun", "-m", "pkg.train", "--nnodes=1"], 2),
+        (["torchrun", "--nnodes=2:2", "x.py"], 2),
+        (["sh", "-c", "echo 'unclosed && torchrun --standalone x.py"], 2),
+    ],
+)
+def test_what_agrees_with_the_job_or_belongs_to_the_script_runs_unchanged(words: list[str], nodes: int) -> None:
+    assert command(*words, nodes=nodes) == []
+
+
+def test_two_numbers_of_processes_are_refused() -> None:
+    (sentence,) = command("torchrun", "--nproc_per_node=2", "x.py", nprocPerNode=4)
+    assert "--nproc_per_node=2 contradicts spec.nprocPerNode: 4" in sentence
+
+
+# ---------------------------------------------------------------- files
+
+HEAD = "apiVersion: training.ddpjob.io/v1alpha1\nkind: DDPJob\nmetadata: {name: digits}\n"
+GOOD = HEAD + "spec:\n  template: {spec: {containers: [{name: t, image: i, command: [x]}]}}\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def file(content: str | bytes) -> str:
+        path = tmp_path / "bad.yaml"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+
+    return file
+
+
+def refused(path: str, *settings: str, job: str | None = None) -> str:
+    with pytest.raises(yamlfile.InputError) as error:
+        document = yamlfile.read_job(path, job)
+        for setting in settings:
+            override.set_field(document, setting, f"--set {setting}")
+        raise document.error(validation.parse(document.data)[1] or [validation.Problem((), "no problem")])
+    return str(error.value).replace(path, "bad.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("", "bad.yaml:1: the file has no DDPJob: it is empty"),
+        ("---\n---\n", "bad.yaml:1: the file has no DDPJob: it is empty"),
+        ("kind: Pod\n", 'bad.yaml:1: kind: must be DDPJob, is "Pod"'),
+        ("- 1\n", "bad.yaml:1: a DDPJob is a mapping with apiVersion, kind, metadata and spec, not a list"),
+        ("a: [1\n", "bad.yaml:2: not valid YAML: did not find expected ',' or ']'"),
+        ("a: 1\na: 2\n", "bad.yaml:2: a is there twice; remove one"),
+        (b"\xff\xfe", "bad.yaml: byte 0 is not UTF-8: this is no YAML text"),
+        ("a: &x [*x]\n", "bad.yaml:1: an alias that contains itself"),
+        (HEAD + "spec:\n  # comment\n  nodes: 0\n  template: {}\n", "bad.yaml:6: spec.nodes: must be at least 1, is 0"),
+        (GOOD + "---\n" + GOOD.replace("digits", "other"), "Choose one with --job NAME"),
+    ],
+)
+def test_a_file_that_is_no_job_is_refused_with_file_and_line(write, content: str | bytes, sentence: str) -> None:
+    assert sentence in refused(write(content))
+
+
+def test_a_file_that_is_not_there_is_said_in_a_line() -> None:
+    with pytest.raises(yamlfile.InputError, match="No such file or directory"):
+        yamlfile.read_job("/nowhere/job.yaml")
+
+
+def test_among_several_jobs_the_one_that_was_chosen_is_taken(write) -> None:
+    path = write(GOOD + "---\n" + GOOD.replace("digits", "other"))
+    assert yamlfile.read_job(path, "other").name == "other"
+    assert "no DDPJob named othr; did you mean other?" in refused(path, job="othr")
+
+
+def test_a_job_beside_other_objects_is_found(write) -> None:
+    assert yamlfile.read_job(write("kind: ConfigMap\n---\n" + GOOD)).name == "digits"
+
+
+def test_what_an_option_has_set_is_named_by_the_option_and_not_by_a_line(write) -> None:
+    assert refused(write(GOOD), "spec.nodes=0") == "--set spec.nodes=0: spec.nodes: must be at least 1, is 0"
+
+
+@pytest.mark.parametrize(
+    ("setting", "part"),
+    [
+        ("spec.nodes", "must be PATH=VALUE"),
+        ("nodes=2", "must begin with spec or metadata"),
+        ("spec.template.spec.containers[3].image=x", "there is no item [3]"),
+        ("spec.nodes.x=1", "must be a whole number"),
+    ],
+)
+def test_a_wrong_setting_is_named(write, setting: str, part: str) -> None:
+    assert part in refused(write(GOOD), setting)
+
+
+def test_env_replaces_a_variable_of_the_trainer(write) -> None:
+    document = yamlfile.read_job(write(GOOD))
+    override.set_variable(document, "A=1")
+    override.set_variable(document, "A=2=3")
+    assert document.data["spec"]["template"]["spec"]["containers"][0]["env"] == [{"name": "A", "value": "2=3"}]

@@ -1,0 +1,324 @@
+"""What is trained depends on the seed alone, not on how many processes train it.
+
+`GlobalBatchSampler` cuts one global batch after the other from a shuffle that every rank computes, and gives each rank
+its share; `accumulate` runs the backward passes of a share so that the gradient after DDP's all-reduce is the mean over
+the global batch, whatever the number of ranks and the size of a micro-batch. `DataPartitioner` cuts a data set into
+lasting parts (train and validation, or one for each worker).
+"""
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from .errors import ConfigurationError, StateError
+from .init import active, step_made
+
+
+class Batch(list[int]):
+    """One rank's share of a global batch: indices into the data set, at most `micro_batch` of them at a time.
+
+    global_size  samples in the whole global batch, over all ranks.
+    stand_in     an index to run forward and backward with, at weight zero, where the share is empty: every rank must
+                 take part in the all-reduce, and many models cannot take a batch of no samples.
+    """
+
+    def __init__(self, indices: Sequence[int], global_size: int, stand_in: int, micro_batch: int | None) -> None:
+        super().__init__(indices)
+        self.global_size = global_size
+        self.stand_in = stand_in
+        self.micro_batch = micro_batch
+
+
+class GlobalBatchSampler:
+    """The same global batches for any number of ranks: the same samples in the same order, from the seed alone.
+
+        sampler = ddpjob.GlobalBatchSampler(len(x), global_batch=64, seed=7)
+        for epoch in range(sampler.current_epoch, epochs):
+            for batch in sampler.epoch(epoch):        # this rank's share of one global batch
+                optimizer.zero_grad()
+                loss = ddpjob.accumulate(model, batch, sampler.global_batch, loss_of)
+                optimizer.step()
+
+    n             samples in the data set.
+    global_batch  samples of one optimizer step over all ranks. Ranks get contiguous shares whose sizes differ by at
+                  most one, the larger ones first; a share may be empty where global_batch < world_size.
+    seed          decides the order of every epoch.
+    rank, world_size  both or neither; by default those of the process group, or 0 of 1 without one.
+    micro_batch   most samples of one forward pass, for `accumulate`; None = the whole share at once.
+    drop_last     leave out the last n % global_batch samples of each epoch; else they make a smaller global batch.
+
+    As `batch_sampler` of a DataLoader it yields shares too, one epoch per iteration. A DataLoader with workers asks
+    ahead of training: say then `state_dict(epoch=..., batches=...)`.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        global_batch: int,
+        seed: int,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        micro_batch: int | None = None,
+        drop_last: bool = True,
+    ) -> None:
+        self.n = _at_least(1, "n", n)
+        self.global_batch = _at_least(1, "global_batch", global_batch)
+        self.seed = int(seed)
+        self.rank, self.world_size = _rank_of(rank, world_size)
+        self.micro_batch = None if micro_batch is None else _at_least(1, "micro_batch", micro_batch)
+        self.drop_last = drop_last
+        self._epoch = 0
+        self._consumed = 0
+        if drop_last and global_batch > n:
+            raise ConfigurationError(
+                f"global_batch: {global_batch} is more than n: {n}, so no epoch has a full batch. "
+                f"Lower global_batch, or say drop_last=False."
+            )
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch to go on with: 0 at first, after `load_state_dict` the one that was interrupted."""
+        return self._epoch
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        """This rank's shares of the epoch's global batches, from where the state says if it is the interrupted one.
+
+        A batch counts as consumed when it is handed out: save inside the loop, after the optimizer's step.
+        """
+        if epoch != self._epoch:
+            self.set_epoch(epoch)
+        order = _shuffled(self.n, self.seed, epoch)
+        while self._consumed < self._samples_per_epoch():
+            start, stop = self._consumed, min(self._consumed + self.global_batch, self.n)
+            self._consumed = stop
+            yield self._share(order, start, stop)
+            if (self._epoch, self._consumed) != (epoch, stop):
+                raise StateError(
+                    f"epoch {epoch} was being iterated when the sampler was moved to epoch {self._epoch}, "
+                    f"sample {self._consumed}. Load the state before the loop."
+                )
+        self._epoch, self._consumed = epoch + 1, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch; to the interrupted one: stay where it was interrupted."""
+        if epoch != self._epoch:
+            self._epoch, self._consumed = _at_least(0, "epoch", epoch), 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        """One epoch, as a DataLoader wants it from its `batch_sampler`; the next iteration is the next epoch."""
+        smallest = self.global_batch if self.drop_last else self.n % self.global_batch or self.global_batch
+        if smallest < self.world_size:
+            raise ConfigurationError(
+                f"a global batch of {smallest} samples leaves some of {self.world_size} ranks without any, which a "
+                f"DataLoader cannot collate. Use global_batch >= {self.world_size} with drop_last=True, or `epoch()`."
+            )
+        return self.epoch(self._epoch)
+
+    def __len__(self) -> int:
+        """Global batches in a whole epoch."""
+        return self.n // self.global_batch if self.drop_last else math.ceil(self.n / self.global_batch)
+
+    def state_dict(self, *, epoch: int | None = None, batches: int | None = None) -> dict[str, int]:
+        """What a snapshot needs to go on, at any number of ranks; `batches` of `epoch` if both are given."""
+        if (epoch is None) != (batches is None):
+            raise ConfigurationError(f"epoch: {epoch}, batches: {batches}. Give both or neither.")
+        if epoch is None or batches is None:
+            return {"n": self.n, "seed": self.seed, "epoch": self._epoch, "consumed": self._consumed}
+        consumed = min(batches * self.global_batch, self.n)
+        return {"n": self.n, "seed": self.seed, "epoch": epoch, "consumed": consumed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where the state was taken. StateError where it belongs to other data or another seed."""
+        for name, mine in (("n", self.n), ("seed", self.seed)):
+            if state.get(name) != mine:
+                raise StateError(
+                    f"{name}: the saved state has {state.get(name)}, this sampler {mine}: the order would be another "
+                    f"one. Start with {name}={state.get(name)}, or from an empty snapshot folder."
+                )
+        self._epoch, self._consumed = int(state["epoch"]), int(state["consumed"])
+
+    def _samples_per_epoch(self) -> int:
+        return len(self) * self.global_batch if self.drop_last else self.n
+
+    def _share(self, order: torch.Tensor, start: int, stop: int) -> Batch:
+        small, larger = divmod(stop - start, self.world_size)
+        begin = start + self.rank * small + min(self.rank, larger)
+        end = begin + small + (self.rank < larger)
+        return Batch(order[begin:end].tolist(), stop - start, int(order[start]), self.micro_batch)
+
+
+def accumulate(
+    model: torch.nn.Module,
+    batch: Any,
+    global_batch: int,
+    loss_fn: Callable[[Any], torch.Tensor],
+    micro_batch: int | None = None,
+    *,
+    backward: Callable[[torch.Tensor], object] | None = None,
+) -> torch.Tensor:
+    """Forward and backward of this rank's share: afterwards every gradient is the mean over the whole global batch.
+
+    model         the DDP model, or any module outside a group. Its all-reduce runs once, in the last micro-batch.
+    batch         what `GlobalBatchSampler` yields; or a tensor, a list, or a tuple of tensors, cut along axis 0.
+    global_batch  samples of this step over all ranks. A sampler's batch knows its own, which counts: with
+                  drop_last=False the last one of an epoch is smaller.
+    loss_fn       gets a piece of the batch, returns the loss **summed** over its samples (reduction="sum"), a scalar
+                  tensor. A rank without samples calls it with one index at weight zero.
+    micro_batch   most samples of one forward pass; by default the sampler's, else the whole share.
+    backward      the backward pass, e.g. lambda loss: scaler.scale(loss).backward(); by default loss.backward().
+
+    Returns this rank's estimate of the mean loss (scalar tensor, detached), good enough to show; the average over all
+    ranks is the mean over the global batch. Gradients are added to what is there: call optimizer.zero_grad() first.
+
+    DDP divides the summed gradients by the number of ranks, so the sum is scaled by world_size / global_batch
+    (torch/nn/parallel/distributed.py, "averaged across processes").
+    """
+    size = batch.global_size if isinstance(batch, Batch) else _at_least(1, "global_batch", global_batch)
+    pieces, weight = _pieces(batch, micro_batch)
+    wrapped = model if isinstance(model, DistributedDataParallel) else None
+    ranks = 1 if wrapped is None else dist.get_world_size(wrapped.process_group)
+    total: torch.Tensor | None = None
+    for number, piece in enumerate(pieces, start=1):
+        with contextlib.nullcontext() if wrapped is None or number == len(pieces) else wrapped.no_sync():
+            loss = loss_fn(piece) * (weight * ranks / size)
+            loss.backward() if backward is None else backward(loss)  # type: ignore[no-untyped-call]
+        total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None, "a share has at least one piece"
+    step_made()
+    return total
+
+
+def _pieces(batch: Any, micro_batch: int | None) -> tuple[list[Any], float]:
+    """The share cut into micro-batches, and their weight: one stand-in of weight zero for an empty share."""
+    if isinstance(batch, Batch):
+        micro_batch = micro_batch or batch.micro_batch
+    samples = len(batch[0]) if isinstance(batch, tuple) else len(batch)
+    if samples == 0:
+        return ([[batch.stand_in]], 0.0) if isinstance(batch, Batch) else ([batch], 0.0)
+    if micro_batch is None or micro_batch >= samples:
+        return [batch], 1.0
+    _at_least(1, "micro_batch", micro_batch)
+    starts = range(0, samples, micro_batch)
+    if isinstance(batch, tuple):
+        return [tuple(part[i : i + micro_batch] for part in batch) for i in starts], 1.0
+    return [batch[i : i + micro_batch] for i in starts], 1.0
+
+
+class Partition(Sequence[Any]):
+    """One part of a data set: item i is the i-th sample of this part, or its index where only a length was given."""
+
+    def __init__(self, dataset: Any, members: torch.Tensor, seed: int, number: int) -> None:
+        self._dataset = dataset
+        self._members = members
+        self._seed = seed
+        self._number = number
+        self._order = members
+
+    def set_epoch(self, epoch: int) -> None:
+        """Another order of the same samples, from the seed and the epoch."""
+        self._order = self._members[_shuffled(len(self._members), self._seed, epoch, self._number)]
+
+    @property
+    def indices(self) -> list[int]:
+        """Indices into the whole data set, in this epoch's order."""
+        return [int(index) for index in self._order.tolist()]
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self._sample(index) for index in self._order[i].tolist()]
+        return self._sample(int(self._order[i]))
+
+    def _sample(self, index: int) -> Any:
+        return index if self._dataset is None else self._dataset[index]
+
+
+class DataPartitioner:
+    """Cuts a data set into lasting parts by fractions: every sample is in exactly one part, from the seed alone.
+
+        parts = ddpjob.DataPartitioner(dataset, [0.8, 0.2], seed=7)
+        train, validation = parts.use(0), parts.use(1)
+
+    dataset    anything with len() and [index], or the number of samples (items are then indices).
+    fractions  positive or zero, sum 1 (to 1e-6). Sizes are the fractions of n rounded by largest remainder, so that
+               they add up to n.
+    seed       which sample is in which part, and the order of each epoch; no epoch moves a sample to another part.
+    """
+
+    def __init__(self, dataset: Any, fractions: Sequence[float], seed: int) -> None:
+        n = dataset if isinstance(dataset, int) else len(dataset)
+        sizes = _sizes(_at_least(0, "dataset", n), fractions)
+        parts = torch.split(_shuffled(n, int(seed)), sizes)
+        source = None if isinstance(dataset, int) else dataset
+        self._partitions = [Partition(source, members, int(seed), number) for number, members in enumerate(parts)]
+
+    def __len__(self) -> int:
+        return len(self._partitions)
+
+    def use(self, i: int) -> Partition:
+        """Part i, of the i-th fraction."""
+        if not 0 <= i < len(self):
+            raise ConfigurationError(f"i: {i}: there are {len(self)} parts, 0 to {len(self) - 1}.")
+        return self._partitions[i]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Reshuffle every part within itself."""
+        for partition in self._partitions:
+            partition.set_epoch(epoch)
+
+
+def _sizes(n: int, fractions: Sequence[float]) -> list[int]:
+    """Whole sizes nearest to the fractions of n that add up to n: the largest remainders are rounded up."""
+    if not fractions:
+        raise ConfigurationError("fractions: [] has no part. Give at least one, e.g. [1.0].")
+    for i, fraction in enumerate(fractions):
+        if not (math.isfinite(fraction) and fraction >= 0):
+            raise ConfigurationError(f"fractions[{i}]: {fraction} must be a number from 0 to 1.")
+    if abs(math.fsum(fractions) - 1) > 1e-6:
+        raise ConfigurationError(f"fractions: {list(fractions)} add up to {math.fsum(fractions):g}, must be 1.")
+    sizes = [math.floor(fraction * n) for fraction in fractions]
+    by_remainder = sorted(range(len(fractions)), key=lambda i: sizes[i] - fractions[i] * n)
+    for i in by_remainder[: n - sum(sizes)]:
+        sizes[i] += 1
+    return sizes
+
+
+def _shuffled(n: int, *seeds: int) -> torch.Tensor:
+    """A permutation of 0..n-1 (int64) from the seeds; hashed, so that (7, epoch 1) and (8, epoch 0) have no tie."""
+    digest = hashlib.sha256(",".join(map(str, seeds)).encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.randperm(n, generator=generator)
+
+
+def _rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    if (rank is None) != (world_size is None):
+        raise ConfigurationError(f"rank: {rank}, world_size: {world_size}. Give both or neither.")
+    if rank is None or world_size is None:
+        return _group_place()
+    if not 0 <= rank < world_size:
+        raise ConfigurationError(f"rank: {rank} must be at least 0 and less than world_size: {world_size}.")
+    return rank, world_size
+
+
+def _group_place() -> tuple[int, int]:
+    world = active()
+    if world is not None:
+        return world.rank, world.world_size
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _at_least(least: int, name: str, value: int) -> int:
+    if value < least:
+        raise ConfigurationError(f"{name}: {value} must be at least {least}.")
+    return int(value)

@@ -1,0 +1,38 @@
+"""What can go wrong, as one tree, so that a caller can catch one level.
+
+DDPJobError
+├── ConfigurationError      an argument or a variable of the environment cannot be right; the message names it
+│   └── UnsupportedError    what was asked for is not in this PyTorch or on this machine
+├── RendezvousError         the ranks did not find each other in time
+└── StateError              what was saved does not fit what is to be continued
+    └── SnapshotError       a snapshot could not be written or read
+        └── Superseded      a newer attempt of the job owns the folder: this process must end
+"""
+
+
+class DDPJobError(Exception):
+    """Everything that this library raises on purpose."""
+
+
+class ConfigurationError(DDPJobError, ValueError):
+    """An argument or a variable of the environment cannot be right; the message names it, its value and the mend."""
+
+
+class UnsupportedError(ConfigurationError):
+    """What was asked for is not in this PyTorch or on this machine."""
+
+
+class RendezvousError(DDPJobError, RuntimeError):
+    """The ranks did not find each other in time."""
+
+
+class StateError(DDPJobError, ValueError):
+    """What was saved does not fit what is to be continued."""
+
+
+class SnapshotError(StateError):
+    """A snapshot could not be written or read."""
+
+
+class Superseded(SnapshotError):  # noqa: N818 - the field's word for it, not an error of this process
+    """A newer attempt of the job owns the folder: this process must end, and has changed nothing there."""

@@ -1,0 +1,585 @@
+"""`Snapshot`: the training state in a folder that survives the processes. Written by rank 0, read by all.
+
+Files, all in one folder:
+    step-000000000312.writer-000003.9f86d081884c7d65.pt   a state; readable with torch.load(weights_only=True)
+    writer-000003.json                                    who the third writer is: {"job": uid, "attempt": 2}
+    .tmp-000003-4711-1                                    a file being written, or left by a crash
+A state's name carries its step, its writer and the first 16 hexadecimal digits of its bytes' SHA-256. The name appears
+by rename, after fsync: a file under such a name is complete, or was damaged later, which the digest shows.
+
+Fencing. Every attempt of a job that touches the folder takes the next writer number, once, by an exclusive create. The
+newest state is that of the highest (writer, step), never of the highest step alone, and names of two writers never
+meet: what a process of an old attempt writes late can neither overwrite nor hide a newer attempt's state. Besides, it
+looks for a higher number before it writes, publishes and prunes, and ends with Superseded. What stays open between the
+look and the rename costs a file too many in the folder, nothing more.
+"""
+
+import atexit
+import collections
+import contextlib
+import errno
+import hashlib
+import io
+import json
+import os
+import random
+import re
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from .errors import ConfigurationError, SnapshotError, StateError, Superseded
+from .init import World, active, before_leaving, store_of
+
+FORMAT = 1
+BROADCAST_CHUNK_BYTES = 64 * 1024 * 1024
+RNG_WAIT_SECONDS = 10.0  # how long the writing thread waits for the other ranks' random states; training does not wait
+
+_STATE_NAME = re.compile(r"step-(\d{12})\.writer-(\d{6})\.([0-9a-f]{16})\.pt")
+_WRITER_NAME = re.compile(r"writer-(\d{6})\.json")
+_TMP_NAME = re.compile(r"\.tmp-(\d{6})-\d+-\d+")
+
+
+class Snapshot:
+    """Saves and resumes the training state.
+
+        snapshot = ddpjob.Snapshot("snapshots", world)
+        step = snapshot.load(model=model, optimizer=optimizer, sampler=sampler)    # 0 where there is none
+        ...
+            snapshot.save(step, model=model, optimizer=optimizer, sampler=sampler)
+        snapshot.close()
+
+    folder  on a volume that outlives the pod; made if absent. Where the nodes do not share it, rank 0's counts and its
+            bytes are sent to the ranks that cannot read them.
+    world   by default the one of `init`, else rank 0 of 1.
+    keep    newest states that stay; at least 1.
+
+    The random states of Python, numpy (if imported), torch and this rank's CUDA device are saved for each rank that
+    calls `save`. A resume at the same number of ranks restores each rank's own; at another number every rank is seeded
+    from the saved states, the step and its rank, so that it repeats itself, but not the old order.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], world: World | None = None, keep: int = 3) -> None:
+        if keep < 1:
+            raise ConfigurationError(f"keep: {keep} must be at least 1.")
+        self.folder = Path(folder)
+        self.keep = keep
+        self._world = world or active()
+        self._writer: int | None = None
+        self._thread: threading.Thread | None = None
+        self._problem: BaseException | None = None
+        self._files = 0
+        self.state: dict[str, Any] = {}
+        before_leaving(self.wait)
+        atexit.register(_tell_unraised, weakref.ref(self))
+
+    @property
+    def rank(self) -> int:
+        return 0 if self._world is None else self._world.rank
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self._world is None else self._world.world_size
+
+    # ---- save ----------------------------------------------------------------------------------------------
+
+    def save(self, step: int, **state: Any) -> None:
+        """Save the state under this step; returns when it is copied to the CPU, a thread writes it.
+
+        step   steps made so far, at least 1.
+        state  each an object with state_dict() (a DDP model is saved without its wrapper), or tensors, numbers,
+               strings, None, and dicts, lists and tuples of them.
+
+        Call it on every rank, or on rank 0 alone (then only rank 0's random state is kept); nothing here waits for
+        another rank. Waits for the save before it. Raises SnapshotError for what went wrong there, StateError for what
+        could not be read back, Superseded once a newer attempt owns the folder.
+        """
+        if step < 1:
+            raise ConfigurationError(f"step: {step} must be at least 1: 0 means that there is no snapshot.")
+        if self.rank != 0:
+            self._offer_rng(step)
+            return
+        self.wait()
+        writer = self._claim()
+        self._must_be_newest(writer)
+        document = {
+            "format": FORMAT,
+            "step": step,
+            "world_size": self.world_size,
+            "state": {name: _copied(_state_of(value), name) for name, value in state.items()},
+        }
+        rng = {0: _rng_state()}
+        # Not a daemon: a script that ends without close() still gets its last state.
+        work = (writer, document, rng)
+        self._thread = threading.Thread(target=self._write_or_note, args=work, name="ddpjob-snapshot")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until what was saved is in the folder; raises what went wrong with it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
+
+    def close(self) -> None:
+        """The same as `wait`: nothing stays open between two saves."""
+        self.wait()
+
+    def _write_or_note(self, writer: int, document: dict[str, Any], rng: dict[int, Any]) -> None:
+        try:
+            document["rng"] = self._collected_rng(document["step"], rng)
+            self._publish(writer, document)
+            self._prune(writer)
+        except SnapshotError as error:
+            self._problem = error
+        except Exception as error:
+            self._problem = SnapshotError(
+                f"snapshot of step {document['step']} was not written to {self.folder}: {_reason(error)}. The ones "
+                f"before it are as they were."
+            )
+            self._problem.__cause__ = error
+
+    def _publish(self, writer: int, document: dict[str, Any]) -> None:
+        self._files += 1
+        tmp = self.folder / f".tmp-{writer:06d}-{os.getpid()}-{self._files}"
+        try:
+            with open(tmp, "xb") as file:
+                hashing = _HashingFile(file)
+                torch.save(document, hashing)  # type: ignore[arg-type]  # it appends and flushes, no more
+                file.flush()
+                os.fsync(file.fileno())
+            self._must_be_newest(writer)
+            os.rename(tmp, self.folder / _state_name(document["step"], writer, hashing.digest()))
+            _fsync_folder(self.folder)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                tmp.unlink()
+            raise
+
+    def _prune(self, writer: int) -> None:
+        """Remove states beyond `keep`, and what crashes left behind; never what a newer attempt may read or write."""
+        for entry in _entries(self.folder)[self.keep :]:
+            self._must_be_newest(writer)
+            entry.path.unlink(missing_ok=True)
+        for name in os.listdir(self.folder):
+            # At this moment this process writes nothing: a file of this writer or an older one is of a dead process.
+            if (match := _TMP_NAME.fullmatch(name)) and int(match[1]) <= writer:
+                (self.folder / name).unlink(missing_ok=True)
+
+    # ---- who may write -------------------------------------------------------------------------------------
+
+    def _claim(self) -> int:
+        """This attempt's writer number: taken once, the next after the highest in the folder."""
+        if self._writer is not None:
+            return self._writer
+        me: dict[str, Any] = {"job": os.environ.get("DDPJOB_UID", ""), "attempt": _attempt(self._world)}
+        _make_folder(self.folder)
+        while True:
+            highest = _highest_writer(self.folder)
+            there = _who_is(self.folder, highest)
+            if there == me:  # restarted within the attempt, or a second Snapshot of this process
+                break
+            if there is not None and there["job"] == me["job"] and there["attempt"] > me["attempt"]:
+                raise _superseded(self.folder, me["attempt"], there)
+            if _create_exclusively(self.folder, highest + 1, json.dumps(me)):
+                highest += 1
+                break
+        self._writer = highest
+        return highest
+
+    def _must_be_newest(self, writer: int) -> None:
+        highest = _highest_writer(self.folder)
+        if highest > writer:
+            raise _superseded(self.folder, _attempt(self._world), _who_is(self.folder, highest))
+
+    # ---- load ----------------------------------------------------------------------------------------------
+
+    def load(self, **objects: Any) -> int:
+        """Restore the newest state that is whole, and return its step; 0 where there is none. Call it on every rank.
+
+        objects  under the names of `save`: objects with load_state_dict(), dicts (filled) or tensors (copied into).
+                 Every saved value is also in `self.state` afterwards, for numbers and strings.
+
+        Rank 0 chooses and all ranks read the same bytes. A damaged file is named on stderr and the one before it is
+        taken. Raises StateError where a name was not saved, Superseded where a newer attempt owns the folder: on all
+        ranks.
+        """
+        self.wait()
+        found = self._agreed(self._choose_on_rank_0)
+        if found is None:
+            return 0
+        data = self._read_everywhere(found)
+        document = _decoded(data, found.path)
+        _restore(objects, document["state"], found.path)
+        self.state = document["state"]
+        _restore_rng(document, self.rank, self.world_size)
+        return int(document["step"])
+
+    def _choose_on_rank_0(self) -> "_Entry | None":
+        self._claim()
+        for entry in _entries(self.folder):
+            data = _read(entry)
+            if data is not None:
+                self._chosen_bytes = data
+                return entry
+            print(
+                f"ddpjob: snapshot {entry.path} is damaged (its bytes do not match the digest in its name): skipped, "
+                f"the one before it is used",
+                file=sys.stderr,
+                flush=True,
+            )
+        return None
+
+    def _agreed(self, choose: Callable[[], "_Entry | None"]) -> "_Entry | None":
+        """Rank 0's answer on all ranks; its error too, so that no rank waits for one that has stopped."""
+        if self.rank == 0:
+            try:
+                answer: Any = choose()
+            except SnapshotError as error:
+                answer = error
+            except OSError as error:
+                answer = SnapshotError(f"{self.folder}: {_reason(error)}.")
+        else:
+            answer = None
+        answer = self._broadcast(answer)
+        if isinstance(answer, SnapshotError):
+            raise answer
+        return answer  # type: ignore[no-any-return]
+
+    def _read_everywhere(self, entry: "_Entry") -> bytes:
+        mine = self._chosen_bytes if self.rank == 0 else _read(entry)
+        self._chosen_bytes = b""
+        if self.world_size > 1 and self._any_rank_lacks(mine is None):
+            mine = self._broadcast_bytes(mine)
+        assert mine is not None, "rank 0 has read what it chose"
+        return mine
+
+    def _any_rank_lacks(self, lacks: bool) -> bool:
+        flag = torch.tensor([int(lacks)], device=self._device)
+        dist.all_reduce(flag)
+        return bool(flag.item())
+
+    def _broadcast(self, value: Any) -> Any:
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self._device)
+        return box[0]
+
+    def _broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes to all, in pieces, so that a large state needs no second copy on the device."""
+        size = self._broadcast(len(data) if self.rank == 0 and data is not None else 0)
+        received = bytearray(data if self.rank == 0 and data is not None else size)
+        whole = torch.frombuffer(received, dtype=torch.uint8)
+        for piece in torch.split(whole, BROADCAST_CHUNK_BYTES):
+            on_device = piece.to(self._device)
+            dist.broadcast(on_device, src=0)
+            piece.copy_(on_device)
+        return bytes(received)
+
+    @property
+    def _device(self) -> torch.device:
+        """Where collectives of this group take their tensors."""
+        return self._world.device if self._world is not None and self._world.backend == "nccl" else torch.device("cpu")
+
+    # ---- random states of the other ranks ------------------------------------------------------------------
+
+    def _offer_rng(self, step: int) -> None:
+        """Through the store, not by a collective: `save` on rank 0 alone must not wait for the others."""
+        store = store_of(self._world)
+        if store is not None:
+            buffer = io.BytesIO()
+            torch.save(_rng_state(), buffer)
+            store.set(_rng_key(self.folder, step, self.rank), buffer.getvalue())  # type: ignore[arg-type]  # takes both
+
+    def _collected_rng(self, step: int, rng: dict[int, Any]) -> dict[int, Any]:
+        store = store_of(self._world)
+        missing = {rank: _rng_key(self.folder, step, rank) for rank in range(1, self.world_size)}
+        deadline = time.monotonic() + RNG_WAIT_SECONDS
+        while store is not None and missing and time.monotonic() < deadline:
+            try:
+                here = [rank for rank, key in missing.items() if store.check([key])]
+                for rank in here:
+                    key = missing.pop(rank)
+                    rng[rank] = torch.load(io.BytesIO(store.get(key)), weights_only=True)
+                    store.delete_key(key)
+            except RuntimeError:  # the group is being left: the state is worth more than the other ranks' dice
+                break
+            if missing and not here:
+                time.sleep(0.005)
+        return rng
+
+
+def _tell_unraised(reference: "weakref.ref[Snapshot]") -> None:
+    """A script that ends without wait() or close() must not lose the news that its last state is not there."""
+    snapshot = reference()
+    if snapshot is not None and snapshot._problem is not None:
+        print(f"ddpjob: {snapshot._problem}", file=sys.stderr, flush=True)
+
+
+def _rng_key(folder: Path, step: int, rank: int) -> str:
+    return f"rng/{folder.name}/{step}/{rank}"
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+
+
+class _Entry(NamedTuple):
+    """One state in the folder; ordered by who wrote it, then by step, then by time."""
+
+    writer: int
+    step: int
+    modified: int
+    digest: str
+    path: Path
+
+
+def _entries(folder: Path) -> list[_Entry]:
+    """The states in the folder, newest first."""
+    found = []
+    for name in os.listdir(folder):
+        if match := _STATE_NAME.fullmatch(name):
+            with contextlib.suppress(FileNotFoundError):
+                modified = (folder / name).stat().st_mtime_ns
+                found.append(_Entry(int(match[2]), int(match[1]), modified, match[3], folder / name))
+    return sorted(found, reverse=True)
+
+
+def _state_name(step: int, writer: int, digest: str) -> str:
+    return f"step-{step:012d}.writer-{writer:06d}.{digest}.pt"
+
+
+def _read(entry: _Entry) -> bytes | None:
+    """The file's bytes, or None where they are not there or not what was written."""
+    try:
+        data = entry.path.read_bytes()
+    except OSError:
+        return None
+    return data if _digest(hashlib.sha256(data)) == entry.digest else None
+
+
+def _digest(sha256: "hashlib._Hash") -> str:
+    return sha256.hexdigest()[:16]
+
+
+class _HashingFile:
+    """What torch.save writes to: it only appends, so the digest of the file is known when it is written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._sha256 = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self._sha256.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def digest(self) -> str:
+        return _digest(self._sha256)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SnapshotError(f"folder: {folder} cannot be made: {_reason(error)}.") from error
+
+
+def _highest_writer(folder: Path) -> int:
+    """Of the claims and of the states, in case somebody tidied the claims away; 0 where there is none."""
+    matches = [_WRITER_NAME.fullmatch(name) for name in os.listdir(folder)]
+    states = [entry.writer for entry in _entries(folder)]
+    return max([int(match[1]) for match in matches if match] + states, default=0)
+
+
+def _who_is(folder: Path, writer: int) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads((folder / f"writer-{writer:06d}.json").read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def _create_exclusively(folder: Path, writer: int, content: str) -> bool:
+    """Create the claim with its content, or return False where somebody else was first."""
+    path = folder / f"writer-{writer:06d}.json"
+    tmp = folder / f".tmp-{writer:06d}-{os.getpid()}-0"
+    tmp.write_text(content)
+    try:
+        os.link(tmp, path)  # like O_EXCL, but never seen half written
+    except FileExistsError:
+        return False
+    except OSError as error:
+        # Some network and user-space file systems have no links.
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES):
+            raise
+        return _create_exclusively_without_links(path, content)
+    finally:
+        tmp.unlink(missing_ok=True)
+    _fsync_folder(folder)
+    return True
+
+
+def _create_exclusively_without_links(path: Path, content: str) -> bool:
+    try:
+        with open(path, "x") as file:
+            file.write(content)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _fsync_folder(folder: Path) -> None:
+    """The rename itself must survive a power cut; some network file systems cannot say so, and need not."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _superseded(folder: Path, attempt: int, there: Mapping[str, Any] | None) -> Superseded:
+    who = "a newer writer" if there is None else f"attempt {there['attempt']} of job {there['job'] or '(unnamed)'}"
+    return Superseded(f"snapshot folder {folder} belongs to {who} now: this process, of attempt {attempt}, must end.")
+
+
+def _attempt(world: World | None) -> int:
+    return world.attempt if world is not None else int(os.environ.get("DDPJOB_ATTEMPT") or 1)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} (errno {error.errno})"
+    return f"{type(error).__name__}: {error}"
+
+
+# ---- states ------------------------------------------------------------------------------------------------
+
+
+def _unwrapped(value: Any) -> Any:
+    """A DDP model's names begin with "module."; saved without it, the state also fits the plain model."""
+    return value.module if isinstance(value, DistributedDataParallel) else value
+
+
+def _state_of(value: Any) -> Any:
+    value = _unwrapped(value)
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _copied(value: Any, where: str) -> Any:
+    """A deep copy on the CPU of what torch.load(weights_only=True) can read; StateError names anything else.
+
+    Checked now, because a state that can be written but not read is found out after the crash.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return _copied_mapping(value, where)
+    if isinstance(value, (list, tuple, torch.Size)):
+        items = [_copied(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    if value is None or isinstance(value, (bool, bytes, torch.dtype, torch.device)):
+        return value
+    for plain in (int, float, str):  # numpy.float64 is a float, and would be pickled as numpy's
+        if isinstance(value, plain):
+            return plain(value)
+    raise StateError(
+        f"{where}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved: it would not be read back "
+        f"(weights_only=True). Save tensors, numbers, strings, and dicts, lists and tuples of them."
+    )
+
+
+def _copied_mapping(value: Mapping[Any, Any], where: str) -> Any:
+    copied = {_copied(key, f"{where} key"): _copied(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, collections.Counter):  # MultiStepLR's milestones
+        return collections.Counter(copied)
+    if not isinstance(value, collections.OrderedDict):
+        return copied
+    ordered = collections.OrderedDict(copied)
+    if hasattr(value, "_metadata"):  # versions of the modules, which load_state_dict looks at
+        ordered._metadata = _copied(value._metadata, f"{where} metadata")  # type: ignore[attr-defined]
+    return ordered
+
+
+def _decoded(data: bytes, path: Path) -> dict[str, Any]:
+    document = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    if document.get("format") != FORMAT:
+        raise StateError(f"{path}: format {document.get('format')}, this library reads {FORMAT}.")
+    return dict(document)
+
+
+def _restore(objects: Mapping[str, Any], state: Mapping[str, Any], path: Path) -> None:
+    """All names are looked up before anything is changed."""
+    missing = sorted(set(objects) - set(state))
+    if missing:
+        raise StateError(f"{path}: has no {', '.join(missing)}; it has {', '.join(sorted(state)) or 'nothing'}.")
+    for name, target in objects.items():
+        target = _unwrapped(target)
+        if hasattr(target, "load_state_dict"):
+            target.load_state_dict(state[name])
+        elif isinstance(target, torch.Tensor):
+            with torch.no_grad():
+                target.copy_(state[name])
+        elif isinstance(target, dict):
+            target.clear()
+            target.update(state[name])
+        else:
+            raise StateError(
+                f"{name}: a {type(target).__name__} cannot be restored in place. Leave it out of load(): its value is "
+                f"in snapshot.state[{name!r}] afterwards."
+            )
+
+
+# ---- random states -----------------------------------------------------------------------------------------
+
+
+def _rng_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, position, has_gauss, cached = numpy.random.get_state()
+        state["numpy"] = (name, [int(key) for key in keys], int(position), int(has_gauss), float(cached))
+    return state
+
+
+def _restore_rng(document: Mapping[str, Any], rank: int, world_size: int) -> None:
+    own = document["rng"].get(rank) if document["world_size"] == world_size else None
+    if own is None:
+        _seed_all(_seed_from(document, rank))
+        return
+    random.setstate(own["python"])
+    torch.set_rng_state(own["torch"])
+    if "cuda" in own and torch.cuda.is_available():
+        torch.cuda.set_rng_state(own["cuda"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in own:
+        numpy.random.set_state(own["numpy"])
+
+
+def _seed_from(document: Mapping[str, Any], rank: int) -> int:
+    """Differs between ranks and steps, and is the same for every resume from the same file."""
+    sha256 = hashlib.sha256(document["rng"][0]["torch"].numpy().tobytes())
+    sha256.update(f"{document['step']}/{rank}".encode())
+    return int.from_bytes(sha256.digest()[:4], "big")  # numpy takes 32 bits
+
+
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)  # CUDA too
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)
