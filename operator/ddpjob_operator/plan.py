@@ -291,7 +291,9 @@ def name_taken(s: Scene) -> Verdict | None:
 def create_refused(s: Scene) -> Verdict | None:
     """The server would not create something; say its own sentence, and try again after a while."""
     wanted = [a for a in _to_create(s) if isinstance(a, CreatePod)]
-    names = {contract.pod_name(s.job, a.attempt, a.rank) for a in wanted} | (set() if s.service else {s.job.metadata.name})
+    names = {contract.pod_name(s.job, a.attempt, a.rank) for a in wanted} | (
+        set() if s.service else {s.job.metadata.name}
+    )
     waiting = [r for r in s.refusals if r.name in names and r.retry_at > s.now]
     if not waiting:
         return None

@@ -22,7 +22,9 @@ START_BACK_OFF = Reason(
     "StartBackOff", "Not all nodes ran by startDeadlineSeconds; all were released, to try again later.", warning=True
 )
 CREATING_PODS = Reason("CreatingPods", "The Service and the pods are being created.")
-CREATE_REFUSED = Reason("CreateRefused", "The server refuses a pod or the Service: quota, PodSecurity, a typo.", warning=True)
+CREATE_REFUSED = Reason(
+    "CreateRefused", "The server refuses a pod or the Service: quota, PodSecurity, a typo.", warning=True
+)
 UNSCHEDULABLE = Reason(
     "Unschedulable", "The scheduler finds no node for some pods; the message is its own.", warning=True
 )

@@ -57,7 +57,10 @@ def test_volumes_become_folders_and_their_paths_are_put_in_place(place: honour.P
             "env": [{"name": "CACHE", "value": "/data/cache:/in"}],
             "volumeMounts": [{"name": "d", "mountPath": "/data"}, {"name": "h", "mountPath": "/in", "subPath": "s"}],
         },
-        volumes=[{"name": "d", "emptyDir": {}}, {"name": "h", "hostPath": {"path": str(tmp_path), "type": "Directory"}}],
+        volumes=[
+            {"name": "d", "emptyDir": {}},
+            {"name": "h", "hostPath": {"path": str(tmp_path), "type": "Directory"}},
+        ],
     )
     process = honour.process(body, place)
     here = tmp_path / "volumes" / "d"

@@ -2,95 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import textwrap
 import time
-import uuid
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import yaml
-
-SECONDS_MAX = 60
-
-
-class Cli:
-    """Runs `ddpjob` with a folder of its own, and marks all its processes so that survivors are found."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.mark = f"mark-{uuid.uuid4()}"
-        self.env = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), "DDPTEST_MARK": self.mark}
-
-    def file(self, script: str, name: str = "job", *, container: dict[str, Any] | None = None, **spec: Any) -> Path:
-        """A job file whose trainer runs a Python script."""
-        (self.folder / "train.py").write_text(textwrap.dedent(script))
-        command = [sys.executable, "-u", "train.py"]
-        trainer = {"name": "trainer", "image": "none", "command": command} | (container or {})
-        body = {
-            "apiVersion": "training.ddpjob.io/v1alpha1",
-            "kind": "DDPJob",
-            "metadata": {"name": name},
-            "spec": {"nodes": 2, "template": {"spec": {"containers": [trainer]}}} | spec,
-        }
-        path = self.folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(body))
-        return path
-
-    def start(self, *words: object, **options: Any) -> subprocess.Popen[str]:
-        """`ddpjob …` in the background."""
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"} | options
-        argv = [sys.executable, "-m", "ddpjob_operator.cli", *map(str, words)]
-        return subprocess.Popen(argv, cwd=self.folder, env=self.env, **options)
-
-    def run(self, *words: object, **options: Any) -> subprocess.CompletedProcess[str]:
-        """`ddpjob …` to its end."""
-        with self.start(*words, **options) as process:
-            out, err = process.communicate(timeout=SECONDS_MAX)
-        assert "Traceback" not in err, err
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-    def marked(self) -> list[psutil.Process]:
-        """All processes that carry our mark."""
-        return [p for p in psutil.process_iter() if self._has_mark(p)]
-
-    def _has_mark(self, process: psutil.Process) -> bool:
-        try:
-            return process.environ().get("DDPTEST_MARK") == self.mark and process.status() != psutil.STATUS_ZOMBIE
-        except (psutil.Error, OSError):
-            return False
-
-
-@pytest.fixture
-def cli(tmp_path: Path) -> Iterator[Cli]:
-    found = Cli(tmp_path)
-    yield found
-    survivors = found.marked()
-    for process in survivors:
-        process.kill()
-    assert not survivors, "a run leaves no process behind"
-
-
-def eventually(what: Callable[[], Any], seconds: float = 30) -> Any:
-    """Wait for a condition; its value."""
-    end = time.monotonic() + seconds
-    while not (value := what()):
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.02)
-    return value
-
-
-def status_of(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
-
+from shell import SECONDS_MAX, Cli, eventually, status_of
 
 # ---------------------------------------------------------------- the end of a job
 
@@ -150,11 +70,13 @@ def test_progress_reaches_the_status_over_an_authenticated_connection(cli: Cli) 
             token = open(os.environ["DDPJOB_STATUS_TOKEN_FILE"]).read().strip()
             assert token not in str(os.environ), "the token is not for everyone who reads the environment"
             def post(token, body):
-                request = urllib.request.Request(os.environ["DDPJOB_STATUS_URL"], body, {"Authorization": "Bearer " + token})
+                head = {"Authorization": "Bearer " + token}
+                request = urllib.request.Request(os.environ["DDPJOB_STATUS_URL"], body, head)
                 try: return urllib.request.urlopen(request).status
                 except urllib.error.HTTPError as error: return error.code
             body = dict(step=5, totalSteps=10, rank=0, attempt=1, worldSize=2, metrics={"loss": "0.5"})
-            print(post("wrong", json.dumps(body).encode()), post(token, b"garbage"), post(token, json.dumps(body).encode()))
+            body = json.dumps(body).encode()
+            print(post("wrong", body), post(token, b"garbage"), post(token, body))
         """
     )
     done = cli.run("run", job, "--status", "status.json")
@@ -206,7 +128,8 @@ def test_a_second_ctrl_c_stops_a_training_that_ignores_the_first(cli: Cli) -> No
 WORKERS = """
     import os, subprocess, sys, time
     # as torch does: workers in sessions of their own, which no process group reaches
-    workers = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True) for _ in "ab"]
+    sleep = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    workers = [subprocess.Popen(sleep, start_new_session=True) for _ in "ab"]
     print("trains", os.getpid(), flush=True)
     time.sleep(1000)
 """
@@ -309,7 +232,9 @@ def test_set_nodes_and_env_change_the_job(cli: Cli) -> None:
         ({"container": {"resources": {"limits": {"nvidia.com/gpu": 64}}}}, [], "--cpu"),
     ],
 )
-def test_wrong_input_ends_with_2_before_anything_starts(cli: Cli, spec: dict, options: list[str], sentence: str) -> None:
+def test_wrong_input_ends_with_2_before_anything_starts(
+    cli: Cli, spec: dict, options: list[str], sentence: str
+) -> None:
     done = cli.run("run", cli.file("print('started')", **spec), *options)
     assert done.returncode == 2
     assert sentence in done.stderr
@@ -320,7 +245,9 @@ def test_cpu_runs_a_gpu_job_with_as_many_ranks_on_gloo(cli: Cli) -> None:
     gpus = {"resources": {"limits": {"nvidia.com/gpu": 2}}}
     job = cli.file("import os; print(os.environ['DDPJOB_WORLD_SIZE'], os.environ['DDPJOB_BACKEND'])", container=gpus)
     done = cli.run("run", job, "--cpu")
-    assert done.stdout.splitlines() == ["[0] 4 gloo", "[1] 4 gloo"] or sorted(done.stdout.splitlines())[1] == "[1] 4 gloo"
+    assert (
+        done.stdout.splitlines() == ["[0] 4 gloo", "[1] 4 gloo"] or sorted(done.stdout.splitlines())[1] == "[1] 4 gloo"
+    )
     assert "2 GPUs on each node are left out; 4 ranks train with gloo" in done.stderr
 
 
@@ -328,7 +255,9 @@ def test_what_cannot_be_honoured_is_refused_unless_the_user_allows_it(cli: Cli) 
     job = cli.file("print('ran')", container={"envFrom": [{"secretRef": {"name": "s"}}]})
     refused = cli.run("run", job)
     assert refused.returncode == 2
-    assert re.search(r"job\.yaml:\d+: spec\.template\.spec\.containers\[0\]\.envFrom: there are no Secrets", refused.stderr)
+    assert re.search(
+        r"job\.yaml:\d+: spec\.template\.spec\.containers\[0\]\.envFrom: there are no Secrets", refused.stderr
+    )
     allowed = cli.run("run", job, "--allow-unsupported")
     assert allowed.returncode == 0
     assert "not honoured: envFrom" in allowed.stderr

@@ -20,7 +20,9 @@ from ddpjob_operator.validation import Problem
 NODES_MAX = 3
 times = st.integers(-100, 4000).map(lambda s: START + dt.timedelta(seconds=s))
 containers = st.one_of(
-    st.builds(Container, st.just("waiting"), st.sampled_from(["", "ContainerCreating", "ErrImagePull"]), st.text(max_size=5)),
+    st.builds(
+        Container, st.just("waiting"), st.sampled_from(["", "ContainerCreating", "ErrImagePull"]), st.text(max_size=5)
+    ),
     st.builds(Container, st.just("running"), ready=st.booleans()),
     st.builds(
         Container,
@@ -87,7 +89,9 @@ def jobs(draw: st.DrawFn) -> api.DDPJob:
 
 @given(jobs(), observed, times)
 @settings(max_examples=400, deadline=None)
-def test_any_world_gives_a_plan_and_the_same_world_the_same_plan(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
+def test_any_world_gives_a_plan_and_the_same_world_the_same_plan(
+    what: api.DDPJob, seen: Observed, now: dt.datetime
+) -> None:
     assert plan(what, seen, now) == plan(what, seen, now)
 
 
@@ -104,7 +108,9 @@ def test_the_order_in_which_things_are_seen_does_not_matter(
 
 @given(jobs(), observed, times)
 @settings(max_examples=400, deadline=None)
-def test_nothing_that_belongs_to_someone_else_is_ever_deleted(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
+def test_nothing_that_belongs_to_someone_else_is_ever_deleted(
+    what: api.DDPJob, seen: Observed, now: dt.datetime
+) -> None:
     mine = {(p.name, p.uid) for p in seen.pods if p.owner_uid == UID}
     for action in plan(what, seen, now).actions:
         if isinstance(action, DeletePod):
@@ -128,7 +134,9 @@ def test_a_pod_is_deleted_only_for_what_the_status_already_records(
 
 @given(jobs(), observed, times)
 @settings(max_examples=400, deadline=None)
-def test_no_pod_is_created_beside_a_live_one_of_the_same_rank(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
+def test_no_pod_is_created_beside_a_live_one_of_the_same_rank(
+    what: api.DDPJob, seen: Observed, now: dt.datetime
+) -> None:
     """Two live pods of a rank would be two writers of one checkpoint."""
     live = {p.rank for p in seen.pods if p.owner_uid == UID and p.live}
     todo = plan(what, seen, now)

@@ -119,7 +119,9 @@ def test_when_one_rank_fails_the_failure_is_recorded_before_anything_is_deleted(
     assert world.status.last_failure is not None
     assert (world.status.last_failure.rank, world.status.last_failure.exit_code) == (1, 3)
     second = world.step()
-    assert deleted(second) == [("digits-1-0", 10)], "the broken group gets the short grace; what ended stays for its log"
+    assert deleted(second) == [("digits-1-0", 10)], (
+        "the broken group gets the short grace; what ended stays for its log"
+    )
 
 
 def test_the_job_is_failed_only_when_its_last_pod_has_ended() -> None:
@@ -148,7 +150,10 @@ def test_the_cause_outlives_its_pod() -> None:
     world = digits().running().exits(1, code=3, message="ValueError: no such shard").settle()
     world.vanishes(1).stops(0).settle()
     assert world.status.state == "Failed"
-    assert "rank 1 (pod digits-1-1, node node-1) ended with exit code 3 (ValueError: no such shard)" in world.status.message
+    assert (
+        "rank 1 (pod digits-1-1, node node-1) ended with exit code 3 (ValueError: no such shard)"
+        in world.status.message
+    )
 
 
 def test_a_pod_that_vanishes_while_it_runs_fails_the_job_and_is_named() -> None:
@@ -373,7 +378,7 @@ def test_a_create_that_the_server_refuses_is_pending_with_its_sentence_and_tried
     world.step()
     world.vanishes(1)
     again = world.now + dt.timedelta(seconds=4)
-    world.refusals = [Refusal("digits-1-1", 'exceeded quota: pods, requested: 1, used: 1, limited: 1', again)]
+    world.refusals = [Refusal("digits-1-1", "exceeded quota: pods, requested: 1, used: 1, limited: 1", again)]
     world.settle()
     assert (world.status.state, world.status.reason) == ("Pending", "CreateRefused")
     assert "digits-1-1 was refused: exceeded quota: pods" in world.status.message

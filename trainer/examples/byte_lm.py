@@ -158,13 +158,13 @@ def main(argv: Sequence[str] | None = None) -> None:  # noqa: C901 - one story, 
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(args.lr, step, total)
                 optimizer.zero_grad()
-                loss = ddpjob.accumulate(model, batch, sampler.global_batch, summed_loss)  # its part of the mean
+                loss = ddpjob.accumulate(model, batch, sampler.global_batch, summed_loss)  # this rank's part
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 step += 1
-                metrics["loss"] = loss * world.world_size
+                metrics["loss"] = loss * world.world_size  # about the mean over all ranks
                 ddpjob.progress(step=step, total=total, samples=args.global_batch, **metrics)
-                if snapshot and step % args.snapshot_every == 0:
+                if snapshot and (step % args.snapshot_every == 0 or step == total):
                     snapshot.save(step, model=model, optimizer=optimizer, sampler=sampler)
             if world.is_main and step > began_at:
                 float(metrics["loss"])  # a GPU works behind: wait for the last step before the clock is read
@@ -173,7 +173,6 @@ def main(argv: Sequence[str] | None = None) -> None:  # noqa: C901 - one story, 
                 print(f"epoch {epoch + 1} loss {metrics['held_out_loss']:.3f}, {speed:,.0f} tokens/s", flush=True)
 
         if snapshot:
-            snapshot.save(step, model=model, optimizer=optimizer, sampler=sampler)
             snapshot.close()
         if world.is_main:
             tell_the_end(net, step, held_out_loss(net, held_out, args.global_batch, bf16), world.world_size)

@@ -113,19 +113,18 @@ def main(argv: Sequence[str] | None = None) -> None:  # noqa: C901 - one story, 
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(args.lr, step, total)
                 optimizer.zero_grad()
-                loss = ddpjob.accumulate(model, batch, sampler.global_batch, summed_loss)  # its part of the mean
+                loss = ddpjob.accumulate(model, batch, sampler.global_batch, summed_loss)  # this rank's part
                 optimizer.step()
                 step += 1
-                metrics["loss"] = loss * world.world_size
+                metrics["loss"] = loss * world.world_size  # about the mean over all ranks
                 ddpjob.progress(step=step, total=total, samples=args.global_batch, **metrics)
-                if snapshot and step % args.snapshot_every == 0:
+                if snapshot and (step % args.snapshot_every == 0 or step == total):
                     snapshot.save(step, model=model, optimizer=optimizer, sampler=sampler)
             if world.is_main:
                 metrics["accuracy"] = accuracy_of(net, test_images, test_labels)
                 print(f"epoch {epoch + 1} accuracy {metrics['accuracy']:.3f}", flush=True)
 
         if snapshot:
-            snapshot.save(step, model=model, optimizer=optimizer, sampler=sampler)
             snapshot.close()
         if world.is_main:
             tell_the_end(net, step, accuracy_of(net, test_images, test_labels), world.world_size)

@@ -206,7 +206,9 @@ def table(job: api.DDPJob, status: api.Status, pods: Sequence[LocalPod], width: 
     head.append("  " + ("  ".join(progress_parts(status)) or status.message))
     rows: list[RenderableType] = [head]
     if status.progress is not None and status.progress.percent is not None:
-        rows.append(ProgressBar(total=100, completed=status.progress.percent, width=min(60, width)))
+        bar = Table.grid()  # a bar by itself does not end its line
+        bar.add_row(ProgressBar(total=100, completed=status.progress.percent, width=min(60, width)))
+        rows.append(bar)
     nodes = Table.grid(padding=(0, 2))
     for pod in sorted(pods, key=lambda p: p.rank)[:16]:
         nodes.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in node_cells(job, pod)))

@@ -1,0 +1,44 @@
+# Two commands do everything on a fresh machine: `make demo` trains, `make test` proves.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+CRD    := charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml
+# One pytest process a core; tests that share something name their group.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
+
+.PHONY: install demo test check format generate clean help
+
+help: ## What can be made.
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(VENV)/installed ## The virtual environment with everything that demo and test need.
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[trainer,operator,dev]'
+	@touch $@
+
+demo: install ## Train a model on two local nodes.
+	$(BIN)/ddpjob run examples/digits.yaml
+
+check: install ## Style, types, layers, and that generated files are what the code gives.
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --quiet --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/ddpjob crd | diff -u $(CRD) - || (echo "the CRD differs from the types: make generate"; exit 1)
+	$(BIN)/python -m ddpjob_operator.reference | diff -u docs/reference.md - || (echo "make generate"; exit 1)
+
+test: check ## All tests; those that need a cluster run where KUBECONFIG names one.
+	$(PYTEST)
+
+format: install ## Bring the code into shape.
+	$(BIN)/ruff check --quiet --fix .
+	$(BIN)/ruff format --quiet .
+
+generate: install ## Write the CRD and the reference from the types.
+	$(BIN)/ddpjob crd > $(CRD)
+	$(BIN)/python -m ddpjob_operator.reference > docs/reference.md
+
+clean: ## Remove what was made here.
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,117 @@
+"""What a person sees on a terminal, read from a real one."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pexpect
+import pyte
+import pytest
+import yaml
+
+SCRIPT = """
+    import json, os, sys, time, urllib.request
+    def report(step):
+        body = dict(step=step, totalSteps=1125, rank=0, attempt=1, etaSeconds=24,
+                    samplesPerSecond=5210.4, metrics={"loss": "0.412"})
+        token = open(os.environ["DDPJOB_STATUS_TOKEN_FILE"]).read()
+        head = {"Authorization": "Bearer " + token}
+        request = urllib.request.Request(os.environ["DDPJOB_STATUS_URL"], json.dumps(body).encode(), head)
+        urllib.request.urlopen(request)
+    if os.environ["RANK"] == "0":
+        report(312)
+        print("a line of the training " + "x" * 100 + " its end")
+    while not os.path.exists("go"): time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    trainer = {"name": "trainer", "image": "none", "command": [sys.executable, "train.py"]}
+    body = {
+        "apiVersion": "training.ddpjob.io/v1alpha1",
+        "kind": "DDPJob",
+        "metadata": {"name": "digits"},
+        "spec": {"nodes": 2, "template": {"spec": {"containers": [trainer]}}},
+    }
+    (tmp_path / "digits.yaml").write_text(yaml.safe_dump(body))
+    return tmp_path / "digits.yaml"
+
+
+class Terminal:
+    """`ddpjob run` on a terminal of a given width; `text` is what stands on it now."""
+
+    def __init__(self, job: Path, columns: int, **environment: str) -> None:
+        self.screen = pyte.Screen(columns, 24)
+        self._stream = pyte.ByteStream(self.screen)
+        env = {**os.environ, "TERM": "xterm-256color", "XDG_STATE_HOME": str(job.parent / "state"), **environment}
+        env.pop("COLUMNS", None)
+        argv = ["-m", "ddpjob_operator.cli", "run", str(job)]
+        self.raw = b""
+        self.child = pexpect.spawn(sys.executable, argv, cwd=job.parent, env=env, dimensions=(24, columns))
+
+    @property
+    def text(self) -> str:
+        return "\n".join(line.rstrip() for line in self.screen.display).rstrip()
+
+    def until(self, shown: Callable[[str], object], seconds: float = 30) -> str:
+        """Read until the screen shows something; its text."""
+        end = time.monotonic() + seconds
+        while not shown(self.text):
+            assert time.monotonic() < end, f"never shown; the screen is\n{self.text}"
+            try:
+                data = self.child.read_nonblocking(65536, timeout=0.1)
+            except pexpect.TIMEOUT:
+                continue
+            except pexpect.EOF:
+                assert shown(self.text), f"ended with\n{self.text}"
+                break
+            self.raw += data
+            self._stream.feed(data)
+        return self.text
+
+
+def test_the_table_shows_state_steps_pace_and_each_node_and_the_lines_scroll_above_it(job: Path) -> None:
+    terminal = Terminal(job, columns=110)
+    text = terminal.until(lambda t: "step 312" in t and "its end" in t and t.count("pid") == 2)
+    assert re.search(r"^Running  step 312/1125  27 %  loss 0\.412  5,210 samples/s  24s left$", text, re.M)
+    assert re.search(r"^ +node 0 +rank 0 +Running +pid \d+$", text, re.M)
+    assert re.search(r"^ +node 1 +rank 1 +Running +pid \d+$", text, re.M)
+    assert text.index("a line of the training") < text.index("Running  step")
+    (job.parent / "go").touch()
+    text = terminal.until(lambda t: "Succeeded" in t)
+    assert re.search(r"✔ digits Succeeded in \d+s   loss 0\.412", text)
+    assert "node 0" not in text, "the table gives the terminal back"
+    assert terminal.child.wait() == 0
+
+
+def test_a_terminal_of_40_columns_shows_the_same_cut_and_never_wrapped(job: Path) -> None:
+    terminal = Terminal(job, columns=40)
+    text = terminal.until(lambda t: "step 312" in t and t.count("pid") == 2)
+    head = next(line for line in text.splitlines() if line.startswith("Running  step"))
+    assert head.endswith("…")
+    assert len(head) <= 40
+    (job.parent / "go").touch()
+    terminal.until(lambda t: "Succeeded" in t)
+
+
+def test_no_color_is_obeyed(job: Path) -> None:
+    terminal = Terminal(job, columns=80, NO_COLOR="1")
+    terminal.until(lambda t: "step 312" in t)
+    (job.parent / "go").touch()
+    terminal.until(lambda t: "Succeeded" in t)
+    assert not re.search(rb"\x1b\[[\d;]*(3[0-7]|38)[;m]", terminal.raw)
+
+
+def test_a_terminal_that_cannot_redraw_gets_plain_lines(job: Path) -> None:
+    (job.parent / "go").touch()
+    terminal = Terminal(job, columns=80, TERM="dumb")
+    terminal.until(lambda t: "Succeeded" in t)
+    assert b"\x1b[" not in terminal.raw

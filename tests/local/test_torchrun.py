@@ -1,0 +1,40 @@
+"""The whole path with a real launcher and a real training. Each process here imports torch: keep these tests few."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from shell import Cli, status_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_example_trains_on_two_nodes_under_torchrun_and_reports(cli: Cli) -> None:
+    os.symlink(ROOT / "trainer", cli.folder / "trainer")
+    words = ["run", ROOT / "examples/digits.yaml", "--status", "status.json"]
+    epochs = "spec.template.spec.containers[0].command[3]='3'"
+    done = cli.run(*words, "--set", epochs)
+    assert done.returncode == 0, done.stderr
+    last = json.loads(next(line for line in done.stdout.splitlines() if '"done"' in line).removeprefix("[0:0] "))
+    assert (last["world_size"], last["steps"]) == (2, 135)
+    status = status_of(cli.folder / "status.json")
+    assert status["state"] == "Succeeded"
+    assert (status["progress"]["step"], status["progress"]["worldSize"]) == (135, 2)
+    assert last["params_sha256"].startswith(status["progress"]["metrics"]["params"])
+
+
+def test_under_torchrun_the_guilty_rank_and_its_exit_code_are_named_and_not_the_launcher(cli: Cli) -> None:
+    """torchrun itself ends with 1 whatever its workers did."""
+    job = cli.file(
+        "import os, sys, time\nif os.environ['RANK'] == '3': sys.exit(7)\ntime.sleep(1000)",
+        container={"command": ["torchrun", "train.py"]},
+        nprocPerNode=2,
+    )
+    done = cli.run("run", job, "--status", "status.json")
+    assert done.returncode == 1
+    failure = status_of(cli.folder / "status.json")["lastFailure"]
+    assert (failure["rank"], failure["nodeRank"], failure["exitCode"]) == (3, 1, 7)
+    assert "rank 3 (pod job-1-1" in done.stderr
+    assert "ended with exit code 7" in done.stderr

@@ -1,0 +1,79 @@
+"""`ddpjob` as a user starts it: a process of its own, in a folder of its own, with nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+SECONDS_MAX = 60
+
+
+class Cli:
+    """Runs `ddpjob` with a folder of its own, and marks all its processes so that survivors are found."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = f"mark-{uuid.uuid4()}"
+        self.env = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), "DDPTEST_MARK": self.mark}
+
+    def file(self, script: str, name: str = "job", *, container: dict[str, Any] | None = None, **spec: Any) -> Path:
+        """A job file whose trainer runs a Python script."""
+        (self.folder / "train.py").write_text(textwrap.dedent(script))
+        command = [sys.executable, "-u", "train.py"]
+        trainer = {"name": "trainer", "image": "none", "command": command} | (container or {})
+        body = {
+            "apiVersion": "training.ddpjob.io/v1alpha1",
+            "kind": "DDPJob",
+            "metadata": {"name": name},
+            "spec": {"nodes": 2, "template": {"spec": {"containers": [trainer]}}} | spec,
+        }
+        path = self.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(body))
+        return path
+
+    def start(self, *words: object, **options: Any) -> subprocess.Popen[str]:
+        """`ddpjob …` in the background."""
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"} | options
+        argv = [sys.executable, "-m", "ddpjob_operator.cli", *map(str, words)]
+        return subprocess.Popen(argv, cwd=self.folder, env=self.env, **options)
+
+    def run(self, *words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+        """`ddpjob …` to its end."""
+        with self.start(*words, **options) as process:
+            out, err = process.communicate(timeout=SECONDS_MAX)
+        assert "Traceback" not in err, err
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def marked(self) -> list[psutil.Process]:
+        """All processes that carry our mark."""
+        return [p for p in psutil.process_iter() if self._has_mark(p)]
+
+    def _has_mark(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get("DDPTEST_MARK") == self.mark and process.status() != psutil.STATUS_ZOMBIE
+        except (psutil.Error, OSError):
+            return False
+
+
+def eventually(what: Callable[[], Any], seconds: float = 30) -> Any:
+    """Wait for a condition; its value."""
+    end = time.monotonic() + seconds
+    while not (value := what()):
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.02)
+    return value
+
+
+def status_of(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
