@@ -112,9 +112,8 @@ def test_a_state_of_other_data_or_another_seed_is_refused():
 # ---- the same parameters from any number of processes -----------------------------------------------------------
 
 
-def trained(rank: int, world_size: int, url: str, stops: list[tuple[int, dict[str, Any] | None]], **kwargs: Any) -> Any:
-    """A few steps of a small network; `stops` = (steps to make, the state to begin with)."""
-    steps, state = stops[0]
+def trained(rank: int, world_size: int, url: str, steps: int, state: dict[str, Any] | None, **kwargs: Any) -> Any:
+    """So many steps of a small network, from that state on."""
     world = ddpjob.init(init_method=url, rank=rank, world_size=world_size)
     torch.manual_seed(1)
     x, y = torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,))
@@ -156,7 +155,7 @@ def far(one: dict[str, Any], other: dict[str, Any]) -> float:
 def test_parameters_are_the_same_for_1_2_3_and_4_processes(run_ranks, tmp_path):
     def of(world_size: int, **kwargs: Any) -> list[Any]:
         url = f"file://{tmp_path}/{world_size}-{len(kwargs)}"
-        return run_ranks(lambda rank: trained(rank, world_size, url, [(15, None)], global_batch=14, **kwargs), world_size)
+        return run_ranks(lambda rank: trained(rank, world_size, url, 15, None, global_batch=14, **kwargs), world_size)
 
     reference = of(1)[0]
     for world_size in (2, 3, 4):
@@ -170,7 +169,7 @@ def test_parameters_are_the_same_for_1_2_3_and_4_processes(run_ranks, tmp_path):
 def test_parameters_are_the_same_when_4_processes_become_3_and_then_1_in_the_middle_of_an_epoch(run_ranks, tmp_path):
     def go(world_size: int, steps: int, state: Any) -> Any:
         url = f"file://{tmp_path}/{world_size}-{steps}"
-        return run_ranks(lambda rank: trained(rank, world_size, url, [(steps, state)], global_batch=14), world_size)[0]
+        return run_ranks(lambda rank: trained(rank, world_size, url, steps, state, global_batch=14), world_size)[0]
 
     state = None
     for world_size, steps in ((4, 3), (3, 6), (1, 6)):
@@ -181,7 +180,7 @@ def test_parameters_are_the_same_when_4_processes_become_3_and_then_1_in_the_mid
 def test_a_rank_without_samples_takes_part_and_changes_nothing(run_ranks, tmp_path):
     def of(world_size: int) -> Any:
         url = f"file://{tmp_path}/{world_size}"
-        return run_ranks(lambda rank: trained(rank, world_size, url, [(5, None)], global_batch=2), world_size)[0]
+        return run_ranks(lambda rank: trained(rank, world_size, url, 5, None, global_batch=2), world_size)[0]
 
     assert far(of(4), of(1)) < 1e-6
 

@@ -74,13 +74,15 @@ def test_the_first_values_and_the_last_ones_always_arrive(receiver, monkeypatch)
 
 
 def test_a_post_says_who_how_far_and_how_fast(receiver, monkeypatch):
-    for name, value in {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}.items():
+    torchrun = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}
+    for name, value in torchrun.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("DDPJOB_ATTEMPT", "3")
     ddpjob.progress(100, total=1100, samples=64)
     first = receiver.next()
     assert first == {
-        "attempt": 3, "rank": 2, "nodeRank": 1, "worldSize": 4, "step": 100, "totalSteps": 1100, "metrics": {}, "final": False,
+        "attempt": 3, "rank": 2, "nodeRank": 1, "worldSize": 4, "step": 100, "totalSteps": 1100, "metrics": {},
+        "final": False,
     }  # fmt: skip
     ddpjob.progress(200, total=1100, samples=64)
     second = next(post for post in iter(receiver.next, None) if post["step"] == 200)
@@ -93,7 +95,8 @@ def test_rates_come_from_the_times_of_the_steps_and_not_of_the_posts():
     assert reporter._steps_per_second(100, 50.0) is None
     assert reporter._steps_per_second(300, 60.0) == 20.0
     assert reporter._steps_per_second(300, 60.0) == 20.0, "a post without a new step is no slow-down"
-    assert progress_file._pace(20.0, 300, 1100, 64) == {"totalSteps": 1100, "etaSeconds": 40, "samplesPerSecond": 1280.0}
+    pace = progress_file._pace(20.0, 300, 1100, 64)
+    assert pace == {"totalSteps": 1100, "etaSeconds": 40, "samplesPerSecond": 1280.0}
 
 
 def test_only_the_first_rank_of_a_node_posts(receiver, monkeypatch):
@@ -138,7 +141,9 @@ def test_pauses_double_up_to_a_minute():
     assert pauses == [5, 10, 20, 40, 60, 60, 60]
 
 
-@pytest.mark.parametrize("url", ["ftp://x/y", "http://127.0.0.1:1/", "http://", "nonsense", "http://127.0.0.1:notaport/"])
+@pytest.mark.parametrize(
+    "url", ["ftp://x/y", "http://127.0.0.1:1/", "http://", "nonsense", "http://127.0.0.1:notaport/"]
+)
 def test_an_address_that_cannot_be_reached_disturbs_nobody(monkeypatch, capfd, url):
     monkeypatch.setenv("DDPJOB_STATUS_URL", url)
     ddpjob.progress(1, loss=1.0)

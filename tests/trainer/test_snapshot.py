@@ -43,7 +43,7 @@ def saved(snapshot: ddpjob.Snapshot, step: int, **state: Any) -> None:
     snapshot.wait()
 
 
-# ---- what comes back ----------------------------------------------------------------------------------------------
+# ---- what comes back ---------------------------------------------------------------------------------------
 
 
 def test_model_optimizer_scheduler_sampler_and_plain_values_come_back_the_same(tmp_path):
@@ -55,6 +55,7 @@ def test_model_optimizer_scheduler_sampler_and_plain_values_come_back_the_same(t
 
     def train(model: Any, optimizer: Any, scheduler: Any, sampler: Any) -> None:
         next(sampler.epoch(sampler.current_epoch))
+        optimizer.zero_grad()
         model(torch.ones(4, 3) * torch.rand(4, 1)).square().sum().backward()
         optimizer.step()
         scheduler.step()
@@ -62,7 +63,8 @@ def test_model_optimizer_scheduler_sampler_and_plain_values_come_back_the_same(t
     one, other = parts(), parts()
     keys = ("model", "optimizer", "scheduler", "sampler")
     train(*one)
-    saved(ddpjob.Snapshot(tmp_path), 5, **dict(zip(keys, one, strict=True)), best=np.float64(0.5), seen={"a": [1, (2, None)]})
+    plain = {"best": np.float64(0.5), "seen": {"a": [1, (2, None)]}}
+    saved(ddpjob.Snapshot(tmp_path), 5, **dict(zip(keys, one, strict=True)), **plain)
     train(*one)
     snapshot, seen = ddpjob.Snapshot(tmp_path), {"old": 1}
     assert snapshot.load(**dict(zip(keys, other, strict=True)), seen=seen) == 5
@@ -129,7 +131,7 @@ def test_kinds_of_dictionaries_that_schedulers_and_modules_need_survive(tmp_path
     assert snapshot.state["ordered"]._metadata[""] == {"version": 1}
 
 
-# ---- damage, disks, crashes -----------------------------------------------------------------------------------------
+# ---- damage, disks, crashes --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -216,7 +218,7 @@ def test_wrong_arguments_are_named(tmp_path):
         ddpjob.Snapshot(tmp_path).save(0)
 
 
-# ---- attempts --------------------------------------------------------------------------------------------------------
+# ---- attempts ----------------------------------------------------------------------------------------------
 
 
 def test_a_process_of_an_old_attempt_can_neither_publish_nor_prune(attempt, tmp_path):
@@ -225,7 +227,7 @@ def test_a_process_of_an_old_attempt_can_neither_publish_nor_prune(attempt, tmp_
     newer = attempt(2)
     saved(newer, 11)
     before = names(tmp_path / "s")
-    with pytest.raises(ddpjob.Superseded, match="attempt 2 of job uid-1.*attempt 1"):
+    with pytest.raises(ddpjob.Superseded, match=r"attempt 2 of job uid-1.*attempt 1"):
         zombie.save(500)
     assert names(tmp_path / "s") == before
     assert attempt(3).load() == 11
@@ -265,14 +267,15 @@ def test_an_old_attempt_that_is_caught_while_it_writes_publishes_nothing(attempt
     assert steps(tmp_path / "s") == [11]
 
 
-def test_what_an_old_attempt_publishes_in_the_last_instant_is_never_taken_for_the_newest(attempt, tmp_path, monkeypatch):
+def test_what_an_old_attempt_publishes_in_the_last_instant_is_never_the_newest(attempt, tmp_path, monkeypatch):
     zombie = attempt(1)
     rename = os.rename
 
-    def newer_attempt_comes_first(source: Any, target: Any) -> None:
+    def newer_attempt_comes_first(source: Path, target: Path) -> None:
+        data = source.read_bytes()
         monkeypatch.setattr(os, "rename", rename)
         saved(attempt(2), 11)
-        rename(source, target)
+        target.write_bytes(data)  # the newer attempt has removed the source; as if the rename had come a little before
 
     monkeypatch.setattr(os, "rename", newer_attempt_comes_first)
     zombie.save(500)
@@ -299,7 +302,7 @@ def test_two_processes_cannot_take_the_same_number(tmp_path):
     assert not file._create_exclusively_without_links(tmp_path / "writer-000001.json", "{}")
 
 
-# ---- several ranks ---------------------------------------------------------------------------------------------------
+# ---- several ranks -----------------------------------------------------------------------------------------
 
 
 def world_of(rank: int, world_size: int, url: str) -> World:

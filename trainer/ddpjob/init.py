@@ -7,11 +7,11 @@ Works under torchrun and torch.distributed.launch, in processes of torch.multipr
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import multiprocessing.util
 import os
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -30,8 +30,11 @@ from torch.nn.parallel import DistributedDataParallel
 from .errors import ConfigurationError, DDPJobError, RendezvousError, UnsupportedError
 
 CLOSE_SECONDS = 10.0  # how long a finished rank waits for the others before it leaves without them
+# gloo's threads release the last collective's tensors meanwhile; in the interpreter's exit that aborts the process.
+SETTLE_SECONDS = 0.02
 END_SECONDS = 2.0  # how long a rank that failed may take to end
 _POLL_SECONDS = 0.01
+_LEFT = "left/{}"  # this rank has left in order
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ def init(
     Raises ConfigurationError (a variable or argument cannot be right), UnsupportedError (not in this PyTorch or on
     this machine) or RendezvousError (the ranks did not find each other in time).
     """
-    global _group
+    global _group, _groups_joined
     if _group is not None and _group.pid == os.getpid():
         return _group.world
     place = find_place(os.environ, init_method, rank, world_size, local_rank)
@@ -132,9 +135,11 @@ def init(
         backend, store = dist.get_backend(), None  # the script made the group itself: take part in it
     else:
         store = _join(init_method, place, backend, chosen, timedelta(seconds=timeout_start_seconds))
+    if backend == "gloo":
+        _never_destroy(dist.distributed_c10d._get_default_group())
     attempt = _integer(os.environ, "DDPJOB_ATTEMPT", 1)
     world = World(*place, chosen, backend, attempt, timeout_step_seconds)
-    _group = _Group(world, store, os.getpid())
+    _group, _groups_joined = _Group(world, store, os.getpid()), _groups_joined + 1
     _leave_at_exit()
     return world
 
@@ -285,12 +290,10 @@ def _refuse_what_is_not_there(said: str, backend: str, device: str | None, gpus:
 # ---- meet, agree, join -------------------------------------------------------------------------------------
 
 
-def _join(
-    init_method: str | None, place: Place, backend: str, device: torch.device, timeout: timedelta
-) -> Store:
+def _join(init_method: str | None, place: Place, backend: str, device: torch.device, timeout: timedelta) -> Store:
     where = init_method or _default_method(place, os.environ)
     try:
-        store = PrefixStore(_prefix(os.environ), _meet(where, place, timeout))
+        store = _meet(where, place, timeout)
         _agree(store, place, backend, device)
         options: dict[str, Any] = {"device_id": device} if backend == "nccl" else {}
         dist.init_process_group(
@@ -321,21 +324,29 @@ def _default_method(place: Place, environ: Mapping[str, str]) -> str:
 
 
 def _prefix(environ: Mapping[str, str]) -> str:
-    """Keys of this attempt only: a process that survived from an earlier one must not find the new group."""
+    """Keys of this attempt only: a process that survived from an earlier one must not find the new group.
+
+    And of this group only: the store of one that was closed may live on in this process.
+    """
+    return f"{_attempt_prefix(environ)}/{_groups_joined}"
+
+
+def _attempt_prefix(environ: Mapping[str, str]) -> str:
     return f"ddpjob/{environ.get('DDPJOB_UID', '')}/{environ.get('DDPJOB_ATTEMPT', '1')}"
 
 
 def _meet(where: str, place: Place, timeout: timedelta) -> Store:
+    """The store of this group's keys."""
     if where == "alone":
         return HashStore()  # no port, so nothing to collide with
     url = urlsplit(where)
     if url.scheme == "tcp":
-        return _meet_at_port(where, place, timeout)
+        return PrefixStore(_prefix(os.environ), _meet_at_port(where, place, timeout))
     if url.scheme == "file":
         return _meet_in_file(where, url.path, place, timeout)
     if url.scheme == "env":
         met: tuple[Store, int, int] = next(rendezvous(where, place.rank, place.world_size, timeout=timeout))
-        return met[0]
+        return PrefixStore(_prefix(os.environ), met[0])
     raise ConfigurationError(f"init_method: {where!r} is none of env://, tcp://host:port, file:///path.")
 
 
@@ -366,14 +377,16 @@ def _meet_in_file(where: str, path: str, place: Place, timeout: timedelta) -> St
         raise ConfigurationError(f"init_method: {where!r}: the folder {os.path.dirname(path)!r} does not exist.")
     store = FileStore(path, place.world_size)
     store.set_timeout(timeout)
-    # FileStore removes its file when the last rank leaves. After a crash it stays, and its addresses are of the dead:
-    # the ranks of the next run would connect to nobody and wait for the time-out.
-    if PrefixStore(_prefix(os.environ), store).add(f"joined/{place.rank}", 1) > 1:
+    # After a crash the addresses in the file are of the dead, and the next run would wait for them until the time-out.
+    # So each run has keys of its own, and begins only where this rank has left the run before it in order.
+    mine = PrefixStore(_attempt_prefix(os.environ), store)
+    run = mine.add(f"joined/{place.rank}", 1)
+    if run > 1 and not PrefixStore(f"run/{run - 1}", mine).check([_LEFT.format(place.rank)]):
         raise RendezvousError(
             f"init_method: {where!r} was left by a run that did not end in order: rank {place.rank} had joined through "
             f"it before. Delete {path}, or give every run a file of its own."
         )
-    return store
+    return PrefixStore(f"run/{run}", mine)
 
 
 def _agree(store: Store, place: Place, backend: str, device: torch.device) -> None:
@@ -420,6 +433,7 @@ class _Group:
 
 
 _group: _Group | None = None
+_groups_joined = 0
 _before_leaving: list["weakref.WeakMethod[Callable[[], None]]"] = []
 _atexit_pid = 0
 
@@ -461,12 +475,12 @@ def _ends_by_error() -> bool:
 
 
 def _end_soon() -> None:
-    """After an exception: end with exit code 1 in 2 s at the latest.
+    """After an exception: end with exit code 1 in 2 s at the latest, whatever a destructor still waits for.
 
-    A collective that is still under way keeps gloo's destructor in the interpreter's exit until the time-out (20 s of
-    20 s measured, abort() does not help), and until this process has ended no launcher knows that it failed.
-    faulthandler's timer is a C thread: it works while the destructor holds the interpreter.
+    Until this process has ended no launcher knows that it failed. faulthandler's timer is a C thread: it works also
+    while a destructor holds the interpreter.
     """
+    time.sleep(SETTLE_SECONDS)
     faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
 
 
@@ -479,7 +493,20 @@ def _leave() -> None:
     finally:
         if dist.is_initialized():
             _wait_for_others(group)
+            time.sleep(SETTLE_SECONDS)
             dist.destroy_process_group()
+
+
+def _never_destroy(group: dist.ProcessGroup) -> None:
+    """Keep one reference for ever, so that the destructor of a gloo group never runs.
+
+    It joins gloo's threads while it holds the interpreter's lock; one that has just finished a collective wants that
+    lock to release the tensor (ProcessGroupGloo::runLoop -> decref_pyobject). close() then hung for ever in 5 of 46
+    groups of 3, with stacks that show it, and it does so in whoever drops the last reference: the DDP model as well.
+    A collective still under way holds the destructor until its time-out besides (20 s of 20 s). Without it the
+    threads and sockets end with the process.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _run_before_leaving() -> None:
@@ -494,11 +521,12 @@ def _wait_for_others(group: _Group) -> None:
 
     Through the store and not by a barrier: a collective that a dead peer never joins ends the process under nccl.
     """
-    if group.store is None or group.world.world_size == 1:
+    if group.store is None:
         return
     deadline = time.monotonic() + CLOSE_SECONDS
     with contextlib.suppress(RuntimeError):  # rank 0 serves the store and may be gone: then it had seen all of us
         here = group.store.add("leaving", 1)
+        group.store.set(_LEFT.format(group.world.rank), "1")
         while here < group.world.world_size and time.monotonic() < deadline:
-            threading.Event().wait(_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)
             here = group.store.add("leaving", 0)

@@ -41,7 +41,7 @@ from .init import World, active, before_leaving, store_of
 
 FORMAT = 1
 BROADCAST_CHUNK_BYTES = 64 * 1024 * 1024
-RNG_WAIT_SECONDS = 10.0  # how long the writing thread waits for the other ranks' random states; training does not wait
+RNG_WAIT_SECONDS = 2.0  # how long the writing thread waits for the other ranks' random states; training does not wait
 
 _STATE_NAME = re.compile(r"step-(\d{12})\.writer-(\d{6})\.([0-9a-f]{16})\.pt")
 _WRITER_NAME = re.compile(r"writer-(\d{6})\.json")
@@ -73,10 +73,13 @@ class Snapshot:
         self.folder = Path(folder)
         self.keep = keep
         self._world = world or active()
+        self._job = os.environ.get("DDPJOB_UID", "")
+        self._attempt = self._world.attempt if self._world is not None else int(os.environ.get("DDPJOB_ATTEMPT") or 1)
         self._writer: int | None = None
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
         self._files = 0
+        self._others_save = True
         self.state: dict[str, Any] = {}
         before_leaving(self.wait)
         atexit.register(_tell_unraised, weakref.ref(self))
@@ -143,6 +146,10 @@ class Snapshot:
         except SnapshotError as error:
             self._problem = error
         except Exception as error:
+            with contextlib.suppress(OSError):
+                if _highest_writer(self.folder) > writer:  # which removed the file that was being written
+                    self._problem = self._superseded()
+                    return
             self._problem = SnapshotError(
                 f"snapshot of step {document['step']} was not written to {self.folder}: {_reason(error)}. The ones "
                 f"before it are as they were."
@@ -182,7 +189,7 @@ class Snapshot:
         """This attempt's writer number: taken once, the next after the highest in the folder."""
         if self._writer is not None:
             return self._writer
-        me: dict[str, Any] = {"job": os.environ.get("DDPJOB_UID", ""), "attempt": _attempt(self._world)}
+        me: dict[str, Any] = {"job": self._job, "attempt": self._attempt}
         _make_folder(self.folder)
         while True:
             highest = _highest_writer(self.folder)
@@ -190,7 +197,7 @@ class Snapshot:
             if there == me:  # restarted within the attempt, or a second Snapshot of this process
                 break
             if there is not None and there["job"] == me["job"] and there["attempt"] > me["attempt"]:
-                raise _superseded(self.folder, me["attempt"], there)
+                raise self._superseded()
             if _create_exclusively(self.folder, highest + 1, json.dumps(me)):
                 highest += 1
                 break
@@ -198,9 +205,15 @@ class Snapshot:
         return highest
 
     def _must_be_newest(self, writer: int) -> None:
-        highest = _highest_writer(self.folder)
-        if highest > writer:
-            raise _superseded(self.folder, _attempt(self._world), _who_is(self.folder, highest))
+        if _highest_writer(self.folder) > writer:
+            raise self._superseded()
+
+    def _superseded(self) -> Superseded:
+        there = _who_is(self.folder, _highest_writer(self.folder))
+        who = "a newer writer" if there is None else f"attempt {there['attempt']} of job {there['job'] or '(unnamed)'}"
+        return Superseded(
+            f"snapshot folder {self.folder} belongs to {who} now: this process, of attempt {self._attempt}, must end."
+        )
 
     # ---- load ----------------------------------------------------------------------------------------------
 
@@ -306,7 +319,7 @@ class Snapshot:
         store = store_of(self._world)
         missing = {rank: _rng_key(self.folder, step, rank) for rank in range(1, self.world_size)}
         deadline = time.monotonic() + RNG_WAIT_SECONDS
-        while store is not None and missing and time.monotonic() < deadline:
+        while store is not None and self._others_save and missing and time.monotonic() < deadline:
             try:
                 here = [rank for rank, key in missing.items() if store.check([key])]
                 for rank in here:
@@ -317,6 +330,7 @@ class Snapshot:
                 break
             if missing and not here:
                 time.sleep(0.005)
+        self._others_save = not missing  # where rank 0 saves alone, only the first save waits in vain
         return rng
 
 
@@ -448,15 +462,6 @@ def _fsync_folder(folder: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _superseded(folder: Path, attempt: int, there: Mapping[str, Any] | None) -> Superseded:
-    who = "a newer writer" if there is None else f"attempt {there['attempt']} of job {there['job'] or '(unnamed)'}"
-    return Superseded(f"snapshot folder {folder} belongs to {who} now: this process, of attempt {attempt}, must end.")
-
-
-def _attempt(world: World | None) -> int:
-    return world.attempt if world is not None else int(os.environ.get("DDPJOB_ATTEMPT") or 1)
 
 
 def _reason(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ddpjob_operator import api, build, contract, podspec
+from ddpjob_operator import api, build, causes, contract, podspec
 from ddpjob_operator import status as statuses
 from ddpjob_operator.local import gpus, honour, receive, rundir, show
 from ddpjob_operator.local.node import become_subreaper
@@ -282,7 +282,9 @@ class Runner:
         failure = self.job.status.last_failure
         if failure is not None and failure.attempt == self.job.status.attempt and failure.pod:
             yield f"  log: {self.folder.path / failure.pod}.log"
-            for line in failure.log_tail.splitlines()[-5:] if not failure.exception else ():
+            # torchrun ends with a table of its own, which the sentence above has said already.
+            said = failure.exception or causes.torchrun_root(failure.log_tail) != (None, None)
+            for line in () if said else failure.log_tail.splitlines()[-5:]:
                 yield f"  | {line}"
 
 
