@@ -329,6 +329,23 @@ def test_every_rank_goes_on_with_its_own_random_numbers(run_ranks, tmp_path):
     assert run_ranks(lambda rank: load_and_draw(rank, 2, "d"), 2) == smaller, "a resume must be repeatable"
 
 
+def test_a_step_that_is_saved_twice_keeps_every_ranks_random_numbers(run_ranks, tmp_path):
+    """In the loop, and once more at the end: the second file must not lose what the first one's writer has taken."""
+
+    def save_twice(rank: int) -> None:
+        with world_of(rank, 2, f"file://{tmp_path}/a"):
+            snapshot = ddpjob.Snapshot(tmp_path / "s")
+            for value in (1.0, 2.0):
+                snapshot.save(1, weights=torch.full((2,), value))
+                snapshot.wait()
+
+    run_ranks(save_twice, 2)
+    files = list((tmp_path / "s").glob("step-*.pt"))
+    assert files
+    for file in files:
+        assert sorted(torch.load(file, weights_only=True)["rng"]) == [0, 1], file.name
+
+
 def test_rank_0_may_save_alone(run_ranks, tmp_path):
     def body(rank: int) -> int:
         with world_of(rank, 2, f"file://{tmp_path}/a") as world:

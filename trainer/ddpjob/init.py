@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .errors import ConfigurationError, DDPJobError, RendezvousError, UnsupportedError
 
 CLOSE_SECONDS = 10.0  # how long a finished rank waits for the others before it leaves without them
+LEAVE_LAST_SECONDS = 1.0  # rank 0 waits so long for the others to hang up; they need milliseconds
 # gloo's threads release the last collective's tensors meanwhile; in the interpreter's exit that aborts the process.
 SETTLE_SECONDS = 0.02
 END_SECONDS = 2.0  # how long a rank that failed may take to end
@@ -530,3 +531,15 @@ def _wait_for_others(group: _Group) -> None:
         while here < group.world.world_size and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
             here = group.store.add("leaving", 0)
+        if here >= group.world.world_size:
+            _leave_last(group.store, group.world)
+
+
+def _leave_last(store: Store, world: World) -> None:
+    """Rank 0 may serve the store: it goes when the others have asked it for the last time. Else torch prints a trace of
+    20 lines on each of them, "recvValue failed", at the end of a training that went well."""
+    deadline = time.monotonic() + LEAVE_LAST_SECONDS
+    gone = store.add("gone", 0 if world.is_main else 1)
+    while world.is_main and gone < world.world_size - 1 and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        gone = store.add("gone", 0)

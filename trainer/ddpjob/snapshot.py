@@ -80,6 +80,7 @@ class Snapshot:
         self._problem: BaseException | None = None
         self._files = 0
         self._others_save = True
+        self._last_step, self._repeats = 0, 0
         self.state: dict[str, Any] = {}
         before_leaving(self.wait)
         atexit.register(_tell_unraised, weakref.ref(self))
@@ -107,6 +108,9 @@ class Snapshot:
         """
         if step < 1:
             raise ConfigurationError(f"step: {step} must be at least 1: 0 means that there is no snapshot.")
+        # A step that is saved again (in the loop, and at the end) must not wait for what the first save has taken.
+        self._repeats = self._repeats + 1 if step == self._last_step else 0
+        self._last_step = step
         if self.rank != 0:
             self._offer_rng(step)
             return
@@ -120,8 +124,9 @@ class Snapshot:
             "state": {name: _copied(_state_of(value), name) for name, value in state.items()},
         }
         rng = {0: _rng_state()}
+        repeat = self._repeats
         # Not a daemon: a script that ends without close() still gets its last state.
-        work = (writer, document, rng)
+        work = (writer, document, repeat, rng)
         self._thread = threading.Thread(target=self._write_or_note, args=work, name="ddpjob-snapshot")
         self._thread.start()
 
@@ -138,9 +143,9 @@ class Snapshot:
         """The same as `wait`: nothing stays open between two saves."""
         self.wait()
 
-    def _write_or_note(self, writer: int, document: dict[str, Any], rng: dict[int, Any]) -> None:
+    def _write_or_note(self, writer: int, document: dict[str, Any], repeat: int, rng: dict[int, Any]) -> None:
         try:
-            document["rng"] = self._collected_rng(document["step"], rng)
+            document["rng"] = self._collected_rng(document["step"], repeat, rng)
             self._publish(writer, document)
             self._prune(writer)
         except SnapshotError as error:
@@ -313,11 +318,11 @@ class Snapshot:
         if store is not None:
             buffer = io.BytesIO()
             torch.save(_rng_state(), buffer)
-            store.set(_rng_key(self.folder, step, self.rank), buffer.getvalue())  # type: ignore[arg-type]  # takes both
+            store.set(_rng_key(self.folder, step, self._repeats, self.rank), buffer.getvalue())  # type: ignore[arg-type]  # takes both
 
-    def _collected_rng(self, step: int, rng: dict[int, Any]) -> dict[int, Any]:
+    def _collected_rng(self, step: int, repeat: int, rng: dict[int, Any]) -> dict[int, Any]:
         store = store_of(self._world)
-        missing = {rank: _rng_key(self.folder, step, rank) for rank in range(1, self.world_size)}
+        missing = {rank: _rng_key(self.folder, step, repeat, rank) for rank in range(1, self.world_size)}
         deadline = time.monotonic() + RNG_WAIT_SECONDS
         while store is not None and self._others_save and missing and time.monotonic() < deadline:
             try:
@@ -341,8 +346,8 @@ def _tell_unraised(reference: "weakref.ref[Snapshot]") -> None:
         print(f"ddpjob: {snapshot._problem}", file=sys.stderr, flush=True)
 
 
-def _rng_key(folder: Path, step: int, rank: int) -> str:
-    return f"rng/{folder.name}/{step}/{rank}"
+def _rng_key(folder: Path, step: int, repeat: int, rank: int) -> str:
+    return f"rng/{folder.name}/{step}/{repeat}/{rank}"
 
 
 # ---- files -------------------------------------------------------------------------------------------------
