@@ -15,7 +15,7 @@ install: $(VENV)/installed ## The virtual environment with everything that demo 
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[trainer,operator,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[trainer,examples,operator,dev]'
 	@touch $@
 
 demo: install ## Train a model on two local nodes.

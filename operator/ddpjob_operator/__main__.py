@@ -1,5 +1,6 @@
-"""`python -m ddpjob_operator` is `ddpjob`."""
+"""`python -m ddpjob_operator` is `ddpjob-operator`."""
 
-from ddpjob_operator.cli import main
+from ddpjob_operator.kube.app import main
 
-main()
+if __name__ == "__main__":
+    main()

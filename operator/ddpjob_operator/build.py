@@ -6,7 +6,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from ddpjob_operator import api, contract
+from ddpjob_operator import api, contract, reporting_volume
 from ddpjob_operator.podspec import gpus, quantity, trainer_container
 
 Body = dict[str, Any]
@@ -25,16 +25,13 @@ class Reporting:
     """Where and how trainers report progress."""
 
     url: str
-    token_file: str
+    token_file: str = reporting_volume.TOKEN_FILE
     interval_seconds: float = 5.0
 
     def environment(self) -> dict[str, str]:
         """The variables that the trainer library reads."""
-        return {
-            "DDPJOB_STATUS_URL": self.url,
-            "DDPJOB_STATUS_TOKEN_FILE": self.token_file,
-            "DDPJOB_STATUS_INTERVAL": f"{self.interval_seconds:g}",
-        }
+        interval = {"DDPJOB_STATUS_INTERVAL": f"{self.interval_seconds:g}"}
+        return reporting_volume.environment(self.url, self.token_file) | interval
 
 
 def service(job: api.DDPJob) -> Body:
@@ -75,6 +72,8 @@ def pod(
     spec.update(restartPolicy="Never", hostname=contract.hostname(job, rank), subdomain=job.metadata.name)
     spec.setdefault("enableServiceLinks", False)
     _trainer(job, attempt, rank, meet, reporting, spec)
+    if reporting is not None and reporting.token_file == reporting_volume.TOKEN_FILE:
+        reporting_volume.add_token(spec, trainer_container({"spec": spec}) or {})
     _shared_memory(spec)
     _spread(job, spec)
     _host_network(spec, meet)

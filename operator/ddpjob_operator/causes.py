@@ -5,12 +5,14 @@ from __future__ import annotations
 import datetime as dt
 import re
 import signal as signals
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ddpjob_operator import api
 from ddpjob_operator.observed import Pod
 
 LOG_TAIL_MAX = 2048
+RankOf = Callable[[int], "int | None"]
+"""The rank of a node's only process; None where that is not known."""
 
 # What a rank says when its peer is gone: true, and not the reason. Seen with torch 2.13 on gloo; the NCCL lines are
 # from its documentation and were not run here (docs/measured.md, failures).
@@ -21,10 +23,11 @@ SYMPTOMS = re.compile(
     r"|ProcessGroupNCCL.*(?:watchdog|timeout)|ncclRemoteError|ncclSystemError",
     re.IGNORECASE,
 )
-# "ValueError: no such shard": a line as Python's traceback ends, perhaps after `[rank1]: ` or `[default0]:`.
-_EXCEPTION = re.compile(
-    r"^(?:\[[\w ]+\]:\s?)*((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning)(?::.*)?)$"
-)
+# "ValueError: no such shard": what an exception looks like where its traceback is not seen.
+_EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)(?::.*)?$")
+_TRACEBACK_END = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?::.*)?$")
+# `[rank1]: ` comes from torch, `[default0]:` from torchrun --tee.
+_PREFIX = re.compile(r"^(?:\[(?:rank|default)?\d+\]:\s?)+")
 # torchrun's own summary at the end of its output (torch/distributed/elastic/multiprocessing/errors, 2.13).
 _TORCHRUN_ROOT = re.compile(
     r"Root Cause \(first observed failure\):\s*\[0\]:.*?\brank\s*:\s*(?P<rank>\d+).*?\bexitcode\s*:\s*(?P<code>-?\d+)",
@@ -32,14 +35,14 @@ _TORCHRUN_ROOT = re.compile(
 )
 
 
-def root_cause(attempt: int, failed: Iterable[Pod], nproc: int, now: dt.datetime) -> api.Failure:
+def root_cause(attempt: int, failed: Iterable[Pod], rank_of: RankOf, now: dt.datetime) -> api.Failure:
     """The earliest failure that is not the symptom of a lost peer, or the earliest where all look like symptoms.
 
     `failed`: at least one pod of the attempt that ended badly. Ties (the kubelet's clock has whole seconds) go to
     the lower rank, so that the answer does not depend on the order of the pods.
     """
     pods = sorted(failed, key=lambda p: (is_symptom(p), p.trainer.ended_at or p.stop_asked_at or now, p.rank))
-    return describe(attempt, pods[0], nproc, now)
+    return describe(attempt, pods[0], rank_of, now)
 
 
 def is_symptom(pod: Pod) -> bool:
@@ -51,11 +54,10 @@ def is_symptom(pod: Pod) -> bool:
     return SYMPTOMS.search(exception_line(pod.trainer.message) or "") is not None
 
 
-def describe(attempt: int, pod: Pod, nproc: int, now: dt.datetime) -> api.Failure:
+def describe(attempt: int, pod: Pod, rank_of: RankOf, now: dt.datetime) -> api.Failure:
     """The failure of one pod, as the status tells it."""
     rank, code = torchrun_root(pod.trainer.message)
-    if rank is None and nproc == 1:
-        rank = pod.rank
+    rank = rank_of(pod.rank) if rank is None else rank
     code = pod.trainer.exit_code if code is None else code
     return api.Failure(
         attempt=attempt,
@@ -72,10 +74,10 @@ def describe(attempt: int, pod: Pod, nproc: int, now: dt.datetime) -> api.Failur
     )
 
 
-def gone(attempt: int, rank: int, pod_name: str, nproc: int, now: dt.datetime) -> api.Failure:
+def gone(attempt: int, node_rank: int, pod_name: str, rank_of: RankOf, now: dt.datetime) -> api.Failure:
     """A pod that ran and has vanished without a word."""
     return api.Failure(
-        attempt=attempt, rank=rank if nproc == 1 else None, node_rank=rank, pod=pod_name, reason="PodGone", time=now
+        attempt=attempt, rank=rank_of(node_rank), node_rank=node_rank, pod=pod_name, reason="PodGone", time=now
     )
 
 
@@ -87,13 +89,27 @@ def sentence(failure: api.Failure) -> str:
 
 
 def exception_line(log: str) -> str:
-    """The last line of a log that is an exception's; empty where there is none."""
-    for line in reversed(log.splitlines()):
-        found = _EXCEPTION.match(line.strip())
-        # torchrun's own last line is not what happened: its table and the worker's traceback are.
-        if found and "ChildFailedError" not in line:
-            return found.group(1).strip()
-    return ""
+    """The last exception in a log, as Python's traceback ends; empty where there is none.
+
+    What stands at the end of a traceback counts whatever its name; where the log begins in the middle of one, a line
+    that looks like an exception does. torchrun's own ChildFailedError is not what happened.
+    """
+    found, inside = "", False
+    for line in map(_without_prefix, log.splitlines()):
+        if line.startswith("Traceback (most recent call last)"):
+            inside = True
+        elif line and not line[0].isspace():
+            if "ChildFailedError" not in line and (_EXCEPTION.match(line) or (inside and _TRACEBACK_END.match(line))):
+                found = line.strip()
+            inside = False
+    return found
+
+
+def own_lines(log: str) -> list[str]:
+    """The lines that the training printed itself: what torchrun adds when a worker has failed is cut off."""
+    lines = log.splitlines()
+    ends = (i for i, line in enumerate(lines) if re.match(r"[EW]\d{4} \d\d:\d\d:\d\d.*torch/distributed/elastic", line))
+    return [line for line in lines[: next(ends, len(lines))] if line.strip()]
 
 
 def torchrun_root(log: str) -> tuple[int | None, int | None]:
@@ -115,6 +131,10 @@ def signal_name(exit_code: int | None) -> str:
         return signals.Signals(exit_code - 128).name
     except ValueError:
         return ""
+
+
+def _without_prefix(line: str) -> str:
+    return _PREFIX.sub("", line)
 
 
 def _reason(pod: Pod) -> str:

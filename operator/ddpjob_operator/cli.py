@@ -68,7 +68,7 @@ def run(
 
     document, parsed = load(file, job, nodes, settings, variables)
     if dry_run:
-        return print_objects(parsed)
+        return print_objects(parsed, cpu)
     return run_locally(document, parsed, Options(status, cpu, allow_unsupported, plain, logs))
 
 
@@ -77,8 +77,7 @@ def crd() -> int:
     """Print the CustomResourceDefinition of DDPJob."""
     from ddpjob_operator.crd import to_yaml
 
-    sys.stdout.write(to_yaml())
-    return 0
+    return answer(to_yaml())
 
 
 def load(
@@ -100,7 +99,7 @@ def load(
     return document, parsed
 
 
-def print_objects(job: api.DDPJob) -> int:
+def print_objects(job: api.DDPJob, cpu: bool) -> int:
     """The objects as YAML documents on stdout."""
     import yaml
 
@@ -112,7 +111,21 @@ def print_objects(job: api.DDPJob) -> int:
         def ignore_aliases(self, data: Any) -> bool:
             return True
 
-    yaml.dump_all(dry_run(job), sys.stdout, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10_000)
+    objects = dry_run(job, cpu)
+    return answer(yaml.dump_all(objects, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10_000))
+
+
+def answer(text: str) -> int:
+    """Write an answer to stdout; the exit code. A reader that has gone (`| head`) has had enough: that is no error."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        # Python flushes once more at exit, and would fail once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if not isinstance(error, BrokenPipeError):
+            click.echo(f"stdout: {error.strerror}", err=True)
+            return 1
     return 0
 
 
@@ -130,10 +143,6 @@ def main() -> None:
         code = 2
     except (click.Abort, KeyboardInterrupt):
         code = 130
-    except BrokenPipeError:
-        # `ddpjob crd | head`: the reader has gone, and Python's own flush at exit must not say so a second time.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = 0
     sys.exit(code)
 
 

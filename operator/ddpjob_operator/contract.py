@@ -90,6 +90,18 @@ def world_size(spec: api.Spec) -> int:
     return spec.nodes * nproc_per_node(spec)
 
 
+def ranks_follow_nodes(spec: api.Spec) -> bool:
+    """Whether node k has the ranks from k × nproc on. Under a dynamic rendezvous (c10d, etcd) torchrun numbers the
+    nodes as they come, and says that it ignores the node rank."""
+    found = launcher.find(launcher.command_of(spec.template))
+    return found is None or found.options.get("rdzv_backend", "static") == "static"
+
+
+def rank_of_node(spec: api.Spec, node_rank: int) -> int | None:
+    """The rank of a node's only process; None where it has several, or which it is cannot be known."""
+    return node_rank if nproc_per_node(spec) == 1 and ranks_follow_nodes(spec) else None
+
+
 def backend(spec: api.Spec) -> str:
     """The torch.distributed backend: auto is nccl for jobs with GPUs, else gloo."""
     if spec.backend != "auto":
@@ -187,14 +199,6 @@ def _torchrun(job: api.DDPJob, attempt: int, rank: int, nproc: int, meet: Endpoi
         "PET_MAX_RESTARTS": "0",
         "PET_SHUTDOWN_TIMEOUT": str(shutdown_timeout_seconds(job.spec)),
     }
-
-
-def rank_name(spec: api.Spec, node_rank: int) -> str:
-    """`rank 1` where a node is one rank, else `node 1 (ranks 8-15)`."""
-    nproc = nproc_per_node(spec)
-    if nproc == 1:
-        return f"rank {node_rank}"
-    return f"node {node_rank} (ranks {node_rank * nproc}-{(node_rank + 1) * nproc - 1})"
 
 
 def list_ranks(node_ranks: Sequence[int]) -> str:

@@ -30,7 +30,8 @@ _OPTIONS = (
 ).split()
 _LAUNCHERS = {"torchrun", "ddprun"}
 _MODULES = {"torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher"}
-_LOOPBACK = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|::1)$")
+# An address that cannot be the one where all nodes meet: this node's own, or an IP, which no pod has before it runs.
+_NO_MEETING_PLACE = re.compile(r"^(localhost|\d+\.\d+\.\d+\.\d+|\[?[0-9a-fA-F:]*::[0-9a-fA-F:]*\]?)$")
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,34 @@ def nproc_per_node(template: dict[str, Any]) -> int | None:
     return int(value) if value.isdecimal() and int(value) > 0 else None
 
 
+def warnings(spec: api.Spec) -> list[str]:
+    """What the command asks of its launcher, which the user may have, and should know about."""
+    launcher = find(command_of(spec.template))
+    options = launcher.options if launcher else {}
+    said = []
+    if options.get("max_restarts", "0") != "0":
+        said.append(f"--max-restarts={options['max_restarts']}: torchrun's own restart hangs when a node is lost")
+    if options.get("rdzv_backend", "static") != "static":
+        said.append(
+            f"--rdzv-backend={options['rdzv_backend']} numbers the nodes as they come: rank k is on any of them"
+        )
+    return said
+
+
+def script(words: list[str]) -> str | None:
+    """The Python file that a command starts, where that is plain to see: `python -u x.py`, `torchrun --tee 3 x.py`."""
+    program = words[0].rsplit("/", 1)[-1] if words else ""
+    if program in _LAUNCHERS:
+        rest = _after_options(words[1:])
+    elif re.fullmatch(r"python[\d.]*", program):
+        rest = _after_python_options(words[1:])
+        if rest[:1] == ["-m"] and rest[1:2] and rest[1] in _MODULES:
+            rest = _after_options(rest[2:])
+    else:
+        return None
+    return rest[0] if rest and rest[0].endswith(".py") else None
+
+
 def contradictions(spec: api.Spec) -> Found:
     """Where the launcher's own options contradict the job: path below spec, and a sentence with the mend."""
     launcher = find(command_of(spec.template))
@@ -97,8 +126,18 @@ def _several_nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
     if options.get("node_rank", "").isdecimal():
         rank = options["node_rank"]
         yield f"--node_rank={rank} gives all {spec.nodes} nodes the same rank. Remove it, or use $(NODE_RANK)."
-    if _LOOPBACK.match(options.get("master_addr", "")):
-        yield f"--master_addr={options['master_addr']} keeps {spec.nodes} nodes apart. Remove it: the job sets it."
+    for name in ("master_addr", "rdzv_endpoint"):
+        host, port = _host_and_port(options.get(name, ""), options.get("master_port", "") if "addr" in name else "")
+        if _NO_MEETING_PLACE.match(host):
+            mend = "Remove it: the job sets it." if "addr" in name else "Use $(MASTER_ADDR):$(MASTER_PORT)."
+            yield f"--{name}={options[name]} keeps {spec.nodes} nodes apart. {mend}"
+        elif port == "0":
+            yield f"port 0 is another one on each of {spec.nodes} nodes, so they never meet. Use $(MASTER_PORT)."
+
+
+def _host_and_port(endpoint: str, port: str) -> tuple[str, str]:
+    host, _, own = endpoint.rpartition(":") if re.search(r":\d+$", endpoint) else (endpoint, "", "")
+    return host, own or port
 
 
 def _processes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
@@ -124,11 +163,28 @@ def _words(command: list[str]) -> list[str]:
 
 def _options(words: list[str]) -> dict[str, str]:
     """The launcher's options, up to the script: what follows the script belongs to the script."""
+    return _read_options(words)[0]
+
+
+def _after_options(words: list[str]) -> list[str]:
+    """What the launcher starts; nothing that could be a file after -m or --no-python."""
+    options, rest = _read_options(words)
+    return [] if {"module", "no_python"} & set(options) else rest
+
+
+def _after_python_options(words: list[str]) -> list[str]:
+    rest = list(words)
+    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
+        del rest[: 2 if rest[0] in ("-X", "-W") else 1]
+    return rest
+
+
+def _read_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
     found: dict[str, str] = {}
     rest = iter(words)
     for word in rest:
         if not word.startswith("-") or word == "--":
-            break
+            return found, [*([] if word == "--" else [word]), *rest]
         name, has_value, value = word.lstrip("-").partition("=")
         full = (
             _full_name(name) if word.startswith("--") else {"m": "module", "r": "redirects", "t": "tee"}.get(name, name)
@@ -137,7 +193,7 @@ def _options(words: list[str]) -> dict[str, str]:
             found[full] = "1"
         else:
             found[full] = value if has_value else next(rest, "")
-    return found
+    return found, []
 
 
 def _full_name(name: str) -> str:

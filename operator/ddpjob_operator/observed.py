@@ -125,6 +125,10 @@ class Observed:
     """host:port where the ranks meet, where the shell knows better than the cluster's DNS; "" while not known."""
 
 
+# msgspec's own errors, and those it lets through: text that is no UTF-8, and thousands of brackets.
+NOT_READABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
 class BadReportError(ValueError):
     """A report that cannot be used; the text says why."""
 
@@ -133,8 +137,8 @@ def read_report(body: bytes, received_at: dt.datetime) -> Report:
     """The report in a request body. Raises BadReportError; numbers out of range are refused, not bent."""
     try:
         report = msgspec.json.decode(body, type=Report)
-    except msgspec.MsgspecError as error:
-        raise BadReportError(str(error)) from None
+    except NOT_READABLE as error:
+        raise BadReportError(str(error) or type(error).__name__) from None
     counts = (report.step, report.attempt, report.rank, report.node_rank)
     optional = (report.world_size, report.total_steps, report.eta_seconds)
     if any(not 0 <= n < 2**53 for n in (*counts, *(n for n in optional if n is not None))):

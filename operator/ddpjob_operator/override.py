@@ -31,8 +31,10 @@ def set_field(document: Document, setting: str, option: str) -> None:
 def set_variable(document: Document, variable: str) -> None:
     """`NAME=VALUE` in the trainer's env, in place of one with that name. Raises InputError."""
     name, has_value, value = variable.partition("=")
-    if not has_value or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]*", name):
+    if not has_value:
         raise InputError(f"--env {variable}: must be NAME=VALUE")
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]*", name):
+        raise InputError(f"--env {variable}: a name has letters, digits and _, and begins with no digit")
     spec = document.data.get("spec")
     trainer = trainer_container(spec.get("template") or {}) if isinstance(spec, dict) else None
     if trainer is None:
@@ -67,7 +69,8 @@ def _step(data: Any, part: str | int, setting: str) -> Any:
             return data[part]
         raise InputError(f"--set {setting}: there is no item [{part}]")
     if not isinstance(data, dict):
-        raise InputError(f"--set {setting}: there is no field {part} to go into")
+        hint = f" A list item is written [{part}]." if isinstance(data, list) else ""
+        raise InputError(f"--set {setting}: there is no field {part} to go into.{hint}")
     if data.get(part) is None:
         data[part] = {}
     return data[part]

@@ -8,7 +8,9 @@ a completed rank is never lost with the pod that proved it. So a stop takes two 
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -249,7 +251,7 @@ def rank_failed(s: Scene) -> Verdict | None:
     status = statuses.with_failure(s.status, cause, causes.sentence(cause))
     alive = [p for p in s.mine.values() if p.live]
     status = statuses.enter(status, "Failing", reasons.RANK_FAILED, causes.sentence(cause), s.now)
-    return Verdict(replace(status, message=_failing_message(replace_status(s, status), alive)))
+    return Verdict(replace(status, message=_failing_message(dataclasses.replace(s, status=status), alive)))
 
 
 def start_overdue(s: Scene) -> Verdict | None:
@@ -309,7 +311,9 @@ def nodes_missing(s: Scene) -> Verdict | None:
     if not missing:
         return None
     status = s.status
-    if status.state not in ("Starting", "Running"):
+    # What was refused and is tried again: its words stand until the server has said something else.
+    again = status.reason == reasons.CREATE_REFUSED.name and bool(s.refusals)
+    if status.state not in ("Starting", "Running") and not again:
         count = sum(isinstance(action, CreatePod) for action in missing)
         text = f"attempt {status.attempt}: creating {count} of {s.spec.nodes} pods"
         status = statuses.enter(status, "Pending", reasons.CREATING_PODS, text, s.now)
@@ -329,8 +333,8 @@ def waiting_for_nodes(s: Scene) -> Verdict | None:
 def all_is_well(s: Scene) -> Verdict | None:
     """The trainers of all nodes run, or have completed."""
     count = len(contract.numbers(s.status.completed_nodes))
-    text = f"{s.spec.nodes - count} of {s.spec.nodes} nodes run, attempt {s.status.attempt}"
-    text += f"; {count} completed" if count else ""
+    done = f" and {count} completed" if count else ""
+    text = f"{s.spec.nodes - count} of {s.spec.nodes} nodes run{done}, attempt {s.status.attempt}"
     status = statuses.enter(s.status, "Running", reasons.ALL_NODES_RUN, text, s.now)
     return Verdict(replace(status, start_retries=0), look_again_at=_active_deadline(s))
 
@@ -449,11 +453,6 @@ def events(old: api.Status, new: api.Status) -> Iterator[Event]:
         yield Event("Normal", "Accepted", "the spec is valid now")
 
 
-def replace_status(s: Scene, status: api.Status) -> Scene:
-    """The same scene after a rule has noted more."""
-    return Scene(**{**s.__dict__, "status": status})
-
-
 def _own(job: api.DDPJob, seen: Observed) -> list[Pod]:
     return [p for p in seen.pods if job.metadata.uid and p.owner_uid == job.metadata.uid]
 
@@ -470,11 +469,11 @@ def _settle(s: Scene) -> tuple[api.Status, str]:
 
 
 def _cause(s: Scene, failed: list[Pod], vanished: Sequence[int]) -> api.Failure:
-    attempt, nproc = s.status.attempt, contract.nproc_per_node(s.spec)
+    attempt, rank_of = s.status.attempt, functools.partial(contract.rank_of_node, s.spec)
     if failed:
-        return causes.root_cause(attempt, failed, nproc, s.now)
+        return causes.root_cause(attempt, failed, rank_of, s.now)
     rank = vanished[0] if vanished else 0
-    return causes.gone(attempt, rank, contract.pod_name(s.job, attempt, rank), nproc, s.now)
+    return causes.gone(attempt, rank, contract.pod_name(s.job, attempt, rank), rank_of, s.now)
 
 
 def _failing_message(s: Scene, alive: Sequence[Pod]) -> str:

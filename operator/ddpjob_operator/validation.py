@@ -164,7 +164,8 @@ def _name(raw: Mapping[Any, Any]) -> Iterator[Problem]:
         why = f"must have at most {api.NAME_LENGTH_MAX} characters (its pods' hostnames add a rank), has {len(name)}"
         yield Problem(("metadata", "name"), why)
     elif not re.match(api.NAME_PATTERN, name):
-        why = f"must be lower-case letters, digits and -, starting with a letter (it names a Service), is {say(name)}"
+        why = "must be lower-case letters, digits and -, from a letter to a letter or digit (it names a Service)"
+        why += f", is {say(name)}"
         yield Problem(("metadata", "name"), why)
 
 
@@ -190,7 +191,26 @@ def _template(template: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(where, f"must be a mapping with name and image, is {say(container)}")
         elif not isinstance(container.get("name"), str):
             yield Problem((*where, "name") if "name" in container else where, "needs a name, such as trainer")
+        else:
+            yield from _container(container, where)
     yield from (Problem((*path, *where), text) for where, text in misspelled(pod))
+
+
+def _container(container: Mapping[str, Any], where: Path) -> Iterator[Problem]:
+    """What the API server would refuse for its type, and what would fail here in a way that nobody understands."""
+    for name in ("command", "args"):
+        value = container.get(name)
+        if value is not None and not isinstance(value, list):
+            yield Problem((*where, name), f"must be a list of words, is {say(value)}. Write [{value}] with commas.")
+            continue
+        for i, word in enumerate(value or ()):
+            if not isinstance(word, str):
+                yield Problem((*where, name, i), f'must be text, is {say(word)}. Write "{word}".')
+    env = container.get("env")
+    for i, entry in enumerate(env if isinstance(env, list) else ()):
+        value = entry.get("value") if isinstance(entry, Mapping) else None
+        if value is not None and not isinstance(value, str):
+            yield Problem((*where, "env", i, "value"), f'must be text, is {say(value)}. Write "{value}".')
 
 
 def _unknown(raw: Mapping[Any, Any], known: typing.Iterable[str], path: Path) -> Iterator[Problem]:

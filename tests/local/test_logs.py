@@ -39,7 +39,7 @@ def test_a_progress_bar_that_rewrites_its_line_shows_its_last_state(log: Log) ->
 
 
 def test_the_end_of_the_output_is_kept_for_the_status(log: Log) -> None:
-    fed(log, b"x" * 5000 + b"ValueError: last words\n")
+    fed(log, b"x" * 50_000 + b"ValueError: last words\n")
     assert log.tail.endswith("ValueError: last words\n")
     assert len(log.tail) == TAIL_BYTES
 

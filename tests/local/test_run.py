@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import stat
+import subprocess
 import time
 from pathlib import Path
 
@@ -208,9 +211,9 @@ def test_10000_lines_a_second_a_line_of_10_mb_and_bytes_that_are_no_text_all_pas
 
 
 def test_a_status_file_on_a_full_disk_is_said_once_and_the_job_goes_on(cli: Cli) -> None:
-    done = cli.run("run", cli.file("print(1)"), "--status", "/proc/none/status.json")
+    done = cli.run("run", cli.file("print(1)"), "--status", "/proc/status.json")
     assert done.returncode == 0
-    assert done.stderr.count("--status /proc/none/status.json: ") == 1
+    assert done.stderr.count("--status /proc/status.json: ") == 1
 
 
 def test_set_nodes_and_env_change_the_job(cli: Cli) -> None:
@@ -230,6 +233,11 @@ def test_set_nodes_and_env_change_the_job(cli: Cli) -> None:
         ({"container": {"command": ["trochrun", "x.py"]}}, [], '"trochrun" is not a program on this machine'),
         ({"container": {"command": ["torchrun", "--standalone", "x"]}}, [], "torchrun --standalone is for one node"),
         ({"container": {"resources": {"limits": {"nvidia.com/gpu": 64}}}}, [], "--cpu"),
+        ({"backend": "nccl"}, ["--env", "CUDA_VISIBLE_DEVICES="], '"nccl" needs a GPU, and this machine has none'),
+        ({"container": {"command": "python -c 1"}}, [], 'must be a list of words, is "python -c 1"'),
+        ({"container": {"command": None, "args": ["--epochs"]}}, [], "has args and no command"),
+        ({"container": {"command": ["python3", "-u", "nowhere.py"]}}, [], "there is no file nowhere.py in "),
+        ({}, ["--status", "no/such/folder.json"], "--status no/such/folder.json: there is no such folder"),
     ],
 )
 def test_wrong_input_ends_with_2_before_anything_starts(
@@ -260,7 +268,56 @@ def test_what_cannot_be_honoured_is_refused_unless_the_user_allows_it(cli: Cli) 
     )
     allowed = cli.run("run", job, "--allow-unsupported")
     assert allowed.returncode == 0
-    assert "not honoured: envFrom" in allowed.stderr
+    assert "not honoured: spec.template.spec.containers[0].envFrom: there are no Secrets" in allowed.stderr
+
+
+def test_a_full_disk_behind_stdout_costs_the_lines_and_never_the_training(cli: Cli) -> None:
+    with open("/dev/full", "w") as full:
+        done = cli.run("run", cli.file("print(1); open('trained', 'w')"), "--logs", "logs", stdout=full)
+    assert done.returncode == 0
+    assert done.stderr.count("stdout: No space left on device") == 1
+    assert (cli.folder / "trained").exists()
+
+
+def test_a_status_file_is_written_through_a_link_and_never_in_place_of_a_device(cli: Cli) -> None:
+    (cli.folder / "link.json").symlink_to("real.json")
+    assert cli.run("run", cli.file("pass"), "--status", "link.json").returncode == 0
+    assert (cli.folder / "link.json").is_symlink()
+    assert status_of(cli.folder / "real.json")["state"] == "Succeeded"
+    ours, theirs = os.openpty()
+    device = os.ttyname(theirs)
+    assert cli.run("run", cli.file("pass"), "--status", device).returncode == 0
+    assert stat.S_ISCHR(os.stat(device).st_mode)
+    assert b'"state": "Pending"' in os.read(ours, 4096)
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_logs_may_lie_in_a_relative_folder_whatever_folder_the_script_goes_to(cli: Cli) -> None:
+    script = "import os; os.chdir('/'); print(os.path.exists(os.environ['DDPJOB_STATUS_TOKEN_FILE']))"
+    done = cli.run("run", cli.file(script), "--logs", "logs")
+    assert sorted(done.stdout.splitlines()) == ["[0:0] True", "[1:1] True"]
+
+
+def test_a_working_directory_on_an_empty_dir_is_made(cli: Cli) -> None:
+    mounts = {"volumeMounts": [{"name": "d", "mountPath": "/work"}], "workingDir": "/work/sub", "command": ["pwd"]}
+    body = yaml.safe_load(cli.file("", container=mounts).read_text())
+    body["spec"]["template"]["spec"]["volumes"] = [{"name": "d", "emptyDir": {}}]
+    (cli.folder / "w.yaml").write_text(yaml.safe_dump(body))
+    done = cli.run("run", "w.yaml")
+    assert done.returncode == 0, done.stderr
+    assert all(line.endswith("/d/sub") for line in done.stdout.splitlines())
+
+
+def test_what_no_reader_wants_any_more_is_no_error(cli: Cli) -> None:
+    for words in (["crd"], ["run", cli.file("pass"), "--dry-run"]):
+        process = cli.start(*words, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+        assert process.wait(SECONDS_MAX) == 0
+        process.stderr.close()
 
 
 def test_dry_run_prints_what_a_cluster_would_get_and_starts_nothing(cli: Cli) -> None:

@@ -470,3 +470,24 @@ def test_the_status_stays_under_16_kb_with_the_longest_logs_and_many_nodes() -> 
         world.exits(rank, code=rank % 2, message="ValueError: " + "x" * 5000)
     world.settle()
     assert len(msgspec.json.encode(world.status)) < 16_000
+
+
+# ---------------------------------------------------------------- tried again
+
+
+def test_trying_a_refused_create_again_changes_no_word_until_the_server_takes_it() -> None:
+    world = digits()
+    world.step()
+    world.vanishes(1)
+    why = "exceeded quota: one-pod"
+    world.refusals = [Refusal("digits-1-1", why, START + dt.timedelta(seconds=4))]
+    world.settle()
+    assert world.status.reason == "CreateRefused"
+    world.after(4)
+    todo = world.plan()
+    assert todo.actions == (CreatePod(1, 1),)
+    assert todo.status is None
+    assert todo.events == ()
+    world.refusals = []
+    world.settle()
+    assert world.status.reason == "StartingTrainers"

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds import manifest
+from worlds import job, manifest
 
-from ddpjob_operator import override, validation, yamlfile
+from ddpjob_operator import contract, launcher, override, validation, yamlfile
 
 
 def problems(**spec: Any) -> list[str]:
@@ -102,6 +102,10 @@ def test_a_name_that_cannot_name_a_service_is_refused(name: str) -> None:
         (["sh", "-c", "cd /app && torchrun --standalone x.py"], 2, "--standalone is for one node"),
         (["python", "/opt/torch/distributed/launch.py", "--nnodes", "3", "x.py"], 2, "--nnodes=3 contradicts"),
         (["torchrun", "--nnodes=2", "x.py"], 1, "--nnodes=2 contradicts spec.nodes: 1"),
+        (["torchrun", "--master-addr=1.2.3.4", "x.py"], 2, "--master_addr=1.2.3.4 keeps 2 nodes apart"),
+        (["torchrun", "--master-addr=m", "--master-port=0", "x.py"], 2, "port 0 is another one on each of 2 nodes"),
+        (["torchrun", "--master-port=0", "x.py"], 2, "port 0 is another one on each of 2 nodes"),
+        (["torchrun", "--rdzv-endpoint", "localhost:0", "x.py"], 2, "Use $(MASTER_ADDR):$(MASTER_PORT)"),
     ],
 )
 def test_a_command_that_contradicts_the_job_would_hang_and_is_refused(words: list[str], nodes: int, part: str) -> None:
@@ -119,11 +123,37 @@ def test_a_command_that_contradicts_the_job_would_hang_and_is_refused(words: lis
         (["torchrun", "x.py", "--standalone", "--nnodes=1", "--node_rank", "0"], 2),
         (["torchrun", "-m", "pkg.train", "--nnodes=1"], 2),
         (["torchrun", "--nnodes=2:2", "x.py"], 2),
+        (["torchrun", "--rdzv-backend=c10d", "--rdzv-endpoint=$(MASTER_ADDR):$(MASTER_PORT)", "x.py"], 2),
+        (["torchrun", "--master-addr=digits-0.digits", "x.py"], 2),
         (["sh", "-c", "echo 'unclosed && torchrun --standalone x.py"], 2),
     ],
 )
 def test_what_agrees_with_the_job_or_belongs_to_the_script_runs_unchanged(words: list[str], nodes: int) -> None:
     assert command(*words, nodes=nodes) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("python -u -X dev train.py --x y.py", "train.py"),
+        ("python3.11 -m pkg.train", None),
+        ("python -c print(1) x.py", None),
+        ("torchrun --tee 3 a/b.py", "a/b.py"),
+        ("torchrun -m pkg x.py", None),
+        ("/usr/bin/python -m torch.distributed.launch --use-env t.py", "t.py"),
+        ("bash run.sh x.py", None),
+    ],
+)
+def test_the_script_is_known_only_where_it_is_plain_to_see(words: str, expected: str | None) -> None:
+    assert launcher.script(words.split()) == expected
+
+
+def test_a_dynamic_rendezvous_numbers_the_nodes_itself_and_no_rank_is_claimed() -> None:
+    """torchrun says that it ignores the node rank: naming rank 1 for node 1 would blame the wrong one."""
+    spec = job(container={"command": ["torchrun", "--rdzv_backend=c10d", "x.py"]}).spec
+    assert contract.rank_of_node(spec, 1) is None
+    assert contract.rank_of_node(job().spec, 1) == 1
+    assert launcher.warnings(spec)
 
 
 def test_two_numbers_of_processes_are_refused() -> None:

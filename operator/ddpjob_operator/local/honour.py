@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddpjob_operator import launcher
 from ddpjob_operator.contract import user_environment
-from ddpjob_operator.podspec import trainer_container
+from ddpjob_operator.podspec import is_gpu, limits, trainer_container
 from ddpjob_operator.validation import Path as FieldPath
 from ddpjob_operator.validation import Problem
 
@@ -46,7 +47,7 @@ _IGNORED_CONTAINER = "image livenessProbe ports readinessProbe resources securit
 # A run inside a training must not hand the outer job's variables to the inner one.
 _NOT_INHERITED = re.compile(
     r"^(MASTER_ADDR|MASTER_PORT|NNODES|NODE_RANK|NPROC_PER_NODE|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK"
-    r"|GROUP_WORLD_SIZE|ROLE_\w+|PET_\w+|TORCHELASTIC_\w+|DDPJOB_\w+)$"
+    r"|GROUP_WORLD_SIZE|ROLE_\w+|PET_\w+|TORCHELASTIC_\w+|DDPJOB_\w+|KUBEFLOW_TRAINER_\w+)$"
 )
 _REFERENCE = re.compile(r"\$\$|\$\(([-._a-zA-Z][-._a-zA-Z0-9]*)\)")
 
@@ -88,7 +89,11 @@ def process(pod: Body, place: Place) -> Process:
     words = [*(trainer.get("command") or ()), *(trainer.get("args") or ())]
     argv = [_mounted(expand(str(word), own), mounts) for word in words]
     cwd = _mounted(str(trainer.get("workingDir") or place.cwd), mounts)
-    return Process(argv, env, str(place.cwd / cwd), [folder for _, folder, create in mounts if create])
+    folders = [folder for _, folder, create in mounts if create]
+    here = place.cwd / cwd
+    # A container runtime makes a working directory that is not there; here only within what is the job's own.
+    folders += [here] if any(here.is_relative_to(folder) for folder in folders) else []
+    return Process(argv, env, str(here), folders)
 
 
 def problems(pod: Body) -> Iterator[Problem]:
@@ -118,22 +123,30 @@ def start_problems(pod: Body, place: Place) -> Iterator[Problem]:
     index = next((i for i, c in enumerate(pod["spec"]["containers"]) if c is trainer), 0)
     at: FieldPath = ("spec", "template", "spec", "containers", index)
     planned = process(pod, place)
-    if not planned.argv:
-        yield Problem(at, "has no command: the image's own is not known here. Set command.")
+    if not trainer.get("command"):
+        what = "args and no command" if trainer.get("args") else "no command"
+        yield Problem(at, f"has {what}: the image's own is not known here. Set command.")
         return
-    if not Path(planned.cwd).is_dir() and not any(Path(planned.cwd).is_relative_to(f) for f in planned.folders):
+    yield from _missing_folders(pod["spec"])
+    made = any(Path(planned.cwd).is_relative_to(folder) for folder in planned.folders)
+    if not made and not Path(planned.cwd).is_dir():
         yield Problem((*at, "workingDir"), f"there is no folder {planned.cwd} on this machine")
-    program = planned.argv[0]
+        return
+    program, script = planned.argv[0], launcher.script(planned.argv)
     if shutil.which(program, path=planned.env["PATH"]) is None and not _is_file(program, planned.cwd):
-        where = "command" if trainer.get("command") else "args"
-        yield Problem((*at, where), f'"{program}" is not a program on this machine{_hint(program)}')
+        yield Problem((*at, "command"), f'"{program}" is not a program on this machine{_hint(program)}')
+    elif script is not None and not made and not (Path(planned.cwd) / script).exists():
+        yield Problem((*at, "command"), f"there is no file {script} in {planned.cwd}")
 
 
 def ignored(pod: Body) -> list[str]:
     """Fields that the user set and that have no meaning for a local process, to be said once."""
     trainer = trainer_container({"spec": pod["spec"]}) or {}
     found = [name for name in _IGNORED_POD if pod["spec"].get(name)]
-    return sorted(found + [name for name in _IGNORED_CONTAINER if trainer.get(name)])
+    if pod["spec"].get("restartPolicy", "Never") != "Never":
+        found.append("restartPolicy (always Never)")
+    devices = [n for n in limits({"spec": pod["spec"]}) if n not in ("cpu", "memory") and not is_gpu(n)]
+    return sorted({*found, *devices, *(name for name in _IGNORED_CONTAINER if trainer.get(name))})
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
@@ -202,6 +215,16 @@ def _unsupported_volumes(spec: Body, base: FieldPath) -> Iterator[Problem]:
         if kind not in ("emptyDir", "hostPath"):
             text = f"{volume.get('name')}: a {kind} volume is not here; emptyDir and hostPath are"
             yield Problem((*base, "volumes", i), f"{text}. Run with --allow-unsupported to go on without.")
+
+
+def _missing_folders(spec: Body) -> Iterator[Problem]:
+    for i, volume in enumerate(spec.get("volumes") or ()):
+        source = volume.get("hostPath")
+        if isinstance(source, Mapping) and source.get("type") != "DirectoryOrCreate":
+            path = Path(str(source.get("path", "")))
+            if not path.exists():
+                text = f"{path} is not there on this machine. Make it, or say type: DirectoryOrCreate."
+                yield Problem(("spec", "template", "spec", "volumes", i, "hostPath"), text)
 
 
 def _mounts(spec: Body, trainer: Mapping[str, Any], place: Place) -> list[tuple[str, Path, bool]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-TAIL_BYTES = 2048  # what the kubelet keeps of a log as the termination message
+TAIL_BYTES = 16384  # of this the cause is read; a kubelet keeps 2048, which torchrun's own table can fill
 LINE_MAX = 4096  # longer lines are cut on the screen; the file has them whole
 
 

@@ -21,13 +21,14 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ddpjob_operator import api, build, causes, contract, podspec
+from ddpjob_operator import api, build, causes, contract, kubeflow, launcher, podspec
 from ddpjob_operator import status as statuses
 from ddpjob_operator.local import gpus, honour, receive, rundir, show
 from ddpjob_operator.local.node import become_subreaper
 from ddpjob_operator.local.world import LocalPod, World
 from ddpjob_operator.observed import BadReportError, Report, read_report
 from ddpjob_operator.plan import Settings, plan
+from ddpjob_operator.validation import dotted
 from ddpjob_operator.yamlfile import Document, InputError
 
 SUCCEEDED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -55,11 +56,13 @@ def run(document: Document, job: api.DDPJob, options: Options) -> int:
     if job.spec.managed_by:
         text = f'spec.managedBy: "{job.spec.managed_by}" runs this job, and it is not here. Remove it.'
         raise InputError(f"{document.place(('spec', 'managedBy'))}: {text}")
-    job, places, notes = place_nodes(job, options)
+    if options.status is not None and not Path(os.path.realpath(options.status)).parent.is_dir():
+        raise InputError(f"--status {options.status}: there is no such folder")
+    job, places, notes = place_nodes(document, job, options)
     notes += check(document, job, places, options)
     folder = _run_folder(job.metadata.name, options)
     try:
-        with Runner(job, places, folder, options) as runner:
+        with _runner(job, places, folder, options) as runner:
             for note in notes:
                 runner.screen.note(note)
             return runner.run()
@@ -67,7 +70,9 @@ def run(document: Document, job: api.DDPJob, options: Options) -> int:
         folder.close()
 
 
-def place_nodes(job: api.DDPJob, options: Options) -> tuple[api.DDPJob, list[honour.Place], list[str]]:
+def place_nodes(
+    document: Document, job: api.DDPJob, options: Options
+) -> tuple[api.DDPJob, list[honour.Place], list[str]]:
     """A place for each node with its share of the GPUs, and what is to be said about it."""
     notes = []
     asked = podspec.gpus(job.spec.template)
@@ -84,12 +89,24 @@ def place_nodes(job: api.DDPJob, options: Options) -> tuple[api.DDPJob, list[hon
         try:
             shares = [tuple(share) for share in gpus.share(here, job.spec.nodes, asked)]
         except gpus.TooFewGpusError as error:
-            raise InputError(str(error)) from None
+            raise InputError(f"{document.place(trainer_path(job))}: {error}") from None
     elif here:
         # In a cluster a pod that asks for no GPU sees none.
         shares = [()] * job.spec.nodes
+    if contract.backend(job.spec) == "nccl" and not here:
+        text = 'spec.backend: "nccl" needs a GPU, and this machine has none. Run with --cpu.'
+        raise InputError(f"{document.place(('spec', 'backend'))}: {text}")
     cwd, environment = Path.cwd(), dict(os.environ)
-    return job, [honour.Place(cwd, Path(), environment, share) for share in shares], notes
+    # Where the volumes will lie is known once the run has its folder; until then any place stands for it.
+    volumes = Path(tempfile.gettempdir()) / "volumes"
+    return job, [honour.Place(cwd, volumes, environment, share) for share in shares], notes
+
+
+def trainer_path(job: api.DDPJob) -> tuple[str | int, ...]:
+    """The trainer's place in the document."""
+    containers = podspec.containers(job.spec.template)
+    index = next(i for i, c in enumerate(containers) if c is podspec.trainer_container(job.spec.template))
+    return ("spec", "template", "spec", "containers", index)
 
 
 def on_cpu(job: api.DDPJob) -> api.DDPJob:
@@ -114,7 +131,7 @@ def check(document: Document, job: api.DDPJob, places: Sequence[honour.Place], o
     if refused and not options.allow_unsupported:
         raise document.error(refused)
     if refused:
-        notes = [f"not honoured: {problem.path[-1]}: {problem.message.partition('. ')[0]}" for problem in refused]
+        notes = [f"not honoured: {dotted(problem.path)}: {problem.message.partition('. ')[0]}" for problem in refused]
     cannot_start = list(honour.start_problems(pods[0], places[0]))
     if cannot_start:
         raise document.error(cannot_start)
@@ -123,8 +140,9 @@ def check(document: Document, job: api.DDPJob, places: Sequence[honour.Place], o
         notes.append(f"without meaning for local processes: {', '.join(ignored)}")
     overridden = contract.overridden(job)
     if overridden:
-        notes.append(f"set by the template, which the ranks need to meet: {', '.join(overridden)}")
-    return notes
+        names = ", ".join(overridden)
+        notes.append(f"{names}: set by you and not by the job; the ranks meet only if that is right on every node")
+    return [*notes, *launcher.warnings(job.spec)]
 
 
 class Runner:
@@ -137,7 +155,8 @@ class Runner:
         self.screen = show.screen(self.job, options.plain)
         self._started_at = time.monotonic()
         self._stop_asked: list[str] = []
-        self._status_error = ""
+        self._said: set[str] = set()
+        self._total_steps: int | None = None
         self._arrived: collections.deque[Report] = collections.deque()
         self._wake_read, self._wake_write = os.pipe()
         for end in (self._wake_read, self._wake_write):
@@ -215,37 +234,52 @@ class Runner:
             return
         try:
             write_atomically(self.options.status, msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n")
-            self._status_error = ""
         except OSError as error:
-            text = f"--status {self.options.status}: {error.strerror}; the job goes on without it"
-            if text != self._status_error:
-                self.screen.note(text)
-            self._status_error = text
+            self._note_once(f"--status {self.options.status}: {error.strerror}; the job goes on without it")
+
+    def _note_once(self, text: str) -> None:
+        """What went wrong and will go wrong again is said the first time."""
+        if text and text not in self._said:
+            self._said.add(text)
+            self.screen.note(text)
 
     def _say(self, pod: LocalPod, lines: list[str]) -> None:
-        if pod.log.error:
-            self.screen.note(pod.log.error)
+        self._note_once(pod.log.error)
         try:
             self.screen.log(pod, lines)
         except show.OutputClosedError:
             self._stop_asked.append("a closed output")
+        except OSError as error:  # a full disk behind our stdout: the training and its own logs go on
+            self._note_once(f"stdout: {error.strerror}; what the nodes print is in {self.folder.path} only")
 
     def _on_report(self, body: bytes) -> str | None:
         """Called by the receiver's threads."""
         try:
-            report = read_report(body, dt.datetime.now(dt.timezone.utc))
+            report = self._read(body, dt.datetime.now(dt.timezone.utc))
         except BadReportError as error:
             return str(error)
+        if report is None:
+            return None
         self._arrived.append(report)
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._wake_write, b"r")
         return None
 
+    def _read(self, body: bytes, now: dt.datetime) -> Report | None:
+        """A report in our protocol or in Kubeflow's, which Hugging Face's Trainer speaks by itself."""
+        if not kubeflow.speaks(body):
+            return read_report(body, now)
+        status = kubeflow.read_status(body)
+        if status is None:
+            return None
+        self._total_steps = kubeflow.total_steps(status) or self._total_steps
+        return kubeflow.report(status, now, self._total_steps)
+
     def _take_reports(self) -> None:
         while self._arrived:
             report = self._arrived.popleft()
             if report.attempt in (0, self.job.status.attempt):
-                self.world.reports[report.rank] = report
+                self.world.take(report)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         """Only note it: the interpreter may be in the middle of a print. The second one must work even then."""
@@ -271,7 +305,8 @@ class Runner:
             self.screen.note("   ".join([f"✔ {name} Succeeded in {took}", *metrics]))
             return SUCCEEDED
         if status.state == "Suspended":
-            self.screen.note(f"■ {name} stopped after {took}; run it again to go on from its last snapshot")
+            lost = "; its emptyDir volumes are gone, a hostPath keeps them" if self._has_empty_dirs() else ""
+            self.screen.note(f"■ {name} stopped after {took}{lost}")
             return INTERRUPTED
         self.screen.note(f"✖ {name} Failed after {took}: {status.message}")
         for line in self._evidence():
@@ -282,20 +317,33 @@ class Runner:
         failure = self.job.status.last_failure
         if failure is not None and failure.attempt == self.job.status.attempt and failure.pod:
             yield f"  log: {self.folder.path / failure.pod}.log"
-            # torchrun ends with a table of its own, which the sentence above has said already.
-            said = failure.exception or causes.torchrun_root(failure.log_tail) != (None, None)
-            for line in () if said else failure.log_tail.splitlines()[-5:]:
+            for line in () if failure.exception else causes.own_lines(self._tail_of(failure.pod))[-5:]:
                 yield f"  | {line}"
 
+    def _tail_of(self, name: str) -> str:
+        return self.world.pods[name].log.tail if name in self.world.pods else ""
 
-def dry_run(job: api.DDPJob) -> list[build.Body]:
+    def _has_empty_dirs(self) -> bool:
+        return any("emptyDir" in volume for volume in self.job.spec.template["spec"].get("volumes") or ())
+
+
+def dry_run(job: api.DDPJob, cpu: bool) -> list[build.Body]:
     """The Service and the pods that a cluster would get."""
+    job = on_cpu(job) if cpu else job
     job = replace(job, metadata=replace(job.metadata, uid=job.metadata.uid or "00000000-0000-0000-0000-000000000000"))
     return [build.service(job), *(build.pod(job, 1, rank) for rank in range(job.spec.nodes))]
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """A reader sees the old content or the new, never half of it. Raises OSError."""
+    """A reader sees the old content or the new, never half of it. Raises OSError.
+
+    A link stays a link, and what is no regular file (/dev/stdout, a pipe) is written to and never replaced.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), "wb", buffering=0) as there:
+            there.write(data)  # a pipe that nobody reads must not hold the job
+        return
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -306,6 +354,13 @@ def write_atomically(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def _runner(job: api.DDPJob, places: list[honour.Place], folder: rundir.RunFolder, options: Options) -> Runner:
+    try:
+        return Runner(job, places, folder, options)
+    except OSError as error:
+        raise InputError(f"{folder.path}: {error.strerror}; choose another place with --logs") from None
 
 
 def _run_folder(name: str, options: Options) -> rundir.RunFolder:

@@ -16,7 +16,7 @@ class RunFolder:
 
     def __init__(self, job: str, base: Path | None = None) -> None:
         self.uid = str(uuid.uuid4())
-        jobs = (base or state_home() / "ddpjob") / job
+        jobs = (base or state_home() / "ddpjob").absolute() / job
         jobs.mkdir(parents=True, exist_ok=True)
         _clear_old(jobs)
         self.path = jobs / self.uid

@@ -159,17 +159,23 @@ def title(job: api.DDPJob) -> str:
 
 def prefix_of(job: api.DDPJob, pod: LocalPod) -> str:
     """[node:rank] where the node is one rank, else [node]: which of its processes printed a line is not known."""
-    return f"[{pod.rank}:{pod.rank}] " if contract.nproc_per_node(job.spec) == 1 else f"[{pod.rank}] "
+    rank = contract.rank_of_node(job.spec, pod.rank)
+    return f"[{pod.rank}] " if rank is None else f"[{pod.rank}:{rank}] "
 
 
 def progress_line(status: api.Status) -> str:
-    """Running  step 312/1125  28 %  loss 0.412  5,210 samples/s  24s left"""
+    """Running  step 312/1125  28 %  24s left  5,210 samples/s  loss 0.412"""
     parts = [status.state or "", *progress_parts(status)]
     return "  ".join(part for part in parts if part)
 
 
 def progress_parts(status: api.Status) -> list[str]:
     """The figures of the training, each as a text."""
+    return [*step_parts(status), *pace_parts(status)]
+
+
+def step_parts(status: api.Status) -> list[str]:
+    """step 312/1125, 28 %, 24s left: what also a narrow terminal has room for."""
     progress = status.progress
     if progress is None:
         return []
@@ -177,12 +183,18 @@ def progress_parts(status: api.Status) -> list[str]:
     parts = [f"step {progress.step}{total}"]
     if progress.percent is not None:
         parts.append(f"{progress.percent} %")
-    parts += metric_parts(progress)
-    if progress.samples_per_second is not None:
-        parts.append(f"{progress.samples_per_second:,.0f} samples/s")
     if progress.eta_seconds is not None and status.state == "Running":
         parts.append(f"{statuses.duration(progress.eta_seconds)} left")
     return parts
+
+
+def pace_parts(status: api.Status) -> list[str]:
+    """5,210 samples/s, loss 0.412"""
+    progress = status.progress
+    if progress is None:
+        return []
+    pace = [] if progress.samples_per_second is None else [f"{progress.samples_per_second:,.0f} samples/s"]
+    return [*pace, *metric_parts(progress)]
 
 
 def metric_parts(progress: api.Progress) -> list[str]:
@@ -203,29 +215,36 @@ def table(job: api.DDPJob, status: api.Status, pods: Sequence[LocalPod], width: 
     )
     head = Text(no_wrap=True, overflow="ellipsis")
     head.append(f"{status.state or 'Pending'}", style=f"bold {style}")
-    head.append("  " + ("  ".join(progress_parts(status)) or status.message))
+    head.append("  " + ("  ".join(step_parts(status)) or status.message))
     rows: list[RenderableType] = [head]
+    if pace := "  ".join(pace_parts(status)):
+        rows.append(Text(pace, no_wrap=True, overflow="ellipsis"))
     if status.progress is not None and status.progress.percent is not None:
         bar = Table.grid()  # a bar by itself does not end its line
         bar.add_row(ProgressBar(total=100, completed=status.progress.percent, width=min(60, width)))
         rows.append(bar)
-    nodes = Table.grid(padding=(0, 2))
-    for pod in sorted(pods, key=lambda p: p.rank)[:16]:
-        nodes.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in node_cells(job, pod)))
-    rows.append(nodes)
+    cells = [node_cells(job, pod) for pod in sorted(pods, key=lambda p: p.rank)[:16]]
+    # Aligned by hand: a grid would cut every cell of a narrow terminal a little, and none could be read.
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width)
+        rows.append(Text(line.rstrip(), no_wrap=True, overflow="ellipsis"))
     if len(pods) > 16:
         rows.append(Text(f"  and {len(pods) - 16} nodes more"))
     return Group(*rows)
 
 
 def node_cells(job: api.DDPJob, pod: LocalPod) -> list[str]:
-    """node 1 | rank 1 | Running | step 312 | pid 4313"""
+    """node 1 | rank 1 | Running | step 312 | pid 4313; the step where the node reports"""
     nproc = contract.nproc_per_node(job.spec)
     first = pod.rank * nproc
     ranks = f"rank {first}" if nproc == 1 else f"ranks {first}-{first + nproc - 1}"
+    if not contract.ranks_follow_nodes(job.spec):
+        ranks = f"{nproc} of {contract.world_size(job.spec)} ranks"
     state = {"waiting": "Starting", "running": "Running"}.get(pod.trainer.state)
     if state is None:
         state = "Completed" if pod.trainer.exit_code == 0 else f"Failed ({pod.trainer.exit_code})"
     if pod.stop_asked_at and pod.live:
         state = "Stopping"
-    return [f"  node {pod.rank}", ranks, state, f"pid {pod.pid}" if pod.pid else ""]
+    step = "" if pod.step is None else f"step {pod.step}"
+    return [f"  node {pod.rank}", ranks, state, step, f"pid {pod.pid}" if pod.pid else ""]

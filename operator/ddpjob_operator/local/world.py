@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime as dt
 import os
 import selectors
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +38,8 @@ class LocalPod:
     trainer: Container = CREATING
     reason: str = ""
     pid: int | None = None
+    step: int | None = None
+    """The last step that it reported."""
     stop_asked_at: dt.datetime | None = None
     seen_ended: bool = False
     """Whether the plan has seen its end: a deleted pod goes away only then, so that its end is never missed."""
@@ -51,7 +53,7 @@ class LocalPod:
 
 
 class World:
-    """Processes, ports and folders of one job. `say(node rank, lines)` takes what the nodes print."""
+    """Processes, ports and folders of one job. `say(pod, lines)` takes what the nodes print."""
 
     def __init__(
         self,
@@ -95,6 +97,13 @@ class World:
         """The pod as the cluster would get it, but for the address where the ranks meet."""
         meet = contract.Endpoint(honour.LOOPBACK, self._port(job, attempt).number)
         return build.pod(job, attempt, rank, meet, self._reporting)
+
+    def take(self, report: Report) -> None:
+        """What a rank reports of its training."""
+        self.reports[report.rank] = report
+        for pod in self.pods.values():
+            if pod.rank == report.node_rank:
+                pod.step = report.step
 
     def handle(self, key: selectors.SelectorKey) -> None:
         """A node has printed or reported something."""
@@ -233,8 +242,3 @@ def _readable(fd: int) -> bool:
     with selectors.DefaultSelector() as selector:
         selector.register(fd, selectors.EVENT_READ)
         return bool(selector.select(0))
-
-
-def environment() -> Mapping[str, str]:
-    """The caller's environment."""
-    return dict(os.environ)

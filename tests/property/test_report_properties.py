@@ -1,0 +1,53 @@
+"""Whatever a sender puts into a request, the receiver answers it with a report or with a sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from worlds import START
+
+from ddpjob_operator import kubeflow
+from ddpjob_operator.observed import BadReportError, Report, read_report
+
+values: Any = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=80)
+fields = st.dictionaries(
+    st.sampled_from(["step", "totalSteps", "etaSeconds", "samplesPerSecond", "worldSize", "rank", "metrics", "x"]),
+    values | st.dictionaries(st.text(max_size=70), values, max_size=20),
+)
+
+
+@given(st.binary(max_size=200) | fields.map(lambda f: json.dumps(f).encode()))
+@example(b'{"step": 1, "metrics": {"a": "\xff"}}')
+@example(b"[" * 8000)
+@example(b'{"step": -1}')
+@example(b'{"step": 1, "samplesPerSecond": 1e300}')
+def test_any_body_is_a_report_within_bounds_or_a_sentence(body: bytes) -> None:
+    report: Report | None = None
+    with contextlib.suppress(BadReportError):
+        report = read_report(body, START)
+    if report is None:
+        return
+    assert 0 <= report.step < 2**53
+    assert len(report.metrics) <= 16
+
+
+def test_a_status_in_kubeflows_protocol_is_a_report_of_rank_0() -> None:
+    metrics = [
+        {"name": "current_step", "value": "40"},
+        {"name": "total_steps", "value": "80"},
+        {"name": "loss", "value": "1"},
+    ]
+    body = json.dumps({"trainerStatus": {"progressPercentage": 50, "metrics": metrics}}).encode()
+    assert kubeflow.speaks(body)
+    status = kubeflow.read_status(body)
+    assert status is not None
+    report = kubeflow.report(status, START)
+    assert report is not None
+    assert (report.step, report.total_steps, report.rank, report.metrics) == (40, 80, 0, {"loss": "1"})
+    with pytest.raises(BadReportError):
+        kubeflow.read_status(b'{"trainerStatus": {"progressPercentage": 300}}')
