@@ -1,0 +1,195 @@
+"""What the operator costs: API requests per job, CPU time per pod, and how long until all pods are there.
+
+    KUBECONFIG=… python bench/operator_api.py --jobs 100 --nodes 8
+
+Needs a cluster that plays its nodes and ends pods by the annotation testbed/run-for (kwok with such a stage). Beside
+the operator a bare loop creates as many equal pods, with the same client and as many requests in flight, in the same
+run. Requests are counted in a second round, through a proxy, which would spoil the times of the first. Prints one JSON
+document on stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests/support"))
+
+from clusters import Namespace, Operator, installed_crd, until  # noqa: E402
+from faulty_api import OWN_TOKEN, FaultyApi  # noqa: E402
+
+from ddpjob_operator import build, validation  # noqa: E402
+from ddpjob_operator.kube.client import Client  # noqa: E402
+from ddpjob_operator.kube.execute import CREATES_MAX, JOBS_PATH, STRICT  # noqa: E402
+
+
+def job(name: str, namespace: str, nodes: int, run_for: str) -> dict[str, Any]:
+    """A job whose pods run as soon as they have a node, and end after `run_for`."""
+    container = {"name": "trainer", "image": "trainer", "command": ["torchrun", "train.py"]}
+    annotations = {"testbed/run-for": run_for}
+    return {
+        "apiVersion": "training.ddpjob.io/v1alpha1",
+        "kind": "DDPJob",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {
+            "nodes": nodes,
+            "template": {"metadata": {"annotations": annotations}, "spec": {"containers": [container]}},
+        },
+    }
+
+
+async def bounded(calls: Iterable[Awaitable[Any]]) -> None:
+    """At most as many at a time as the operator has."""
+    slots = asyncio.Semaphore(CREATES_MAX)
+
+    async def one(call: Awaitable[Any]) -> None:
+        async with slots:
+            await call
+
+    await asyncio.gather(*(one(call) for call in calls))
+
+
+@asynccontextmanager
+async def client() -> AsyncIterator[Client]:
+    async with Client() as made:
+        yield made
+
+
+async def bare_loop(namespace: str, pods: int) -> tuple[float, float]:
+    """Seconds, and seconds of CPU, to create so many pods as the operator makes them, and nothing else."""
+    raw = job("bare", namespace, pods, "600s")
+    raw["metadata"]["uid"] = "00000000-0000-0000-0000-000000000000"
+    parsed, problems = validation.parse(raw)
+    assert not problems, problems
+    bodies = [build.pod(parsed, 1, rank) for rank in range(pods)]
+    for body in bodies:
+        del body["metadata"]["ownerReferences"]  # the garbage collector would delete them at once
+    async with client() as api:
+        began, cpu = time.perf_counter(), time.process_time()
+        await bounded(api.create(f"/api/v1/namespaces/{namespace}/pods", body, STRICT) for body in bodies)
+        return time.perf_counter() - began, time.process_time() - cpu
+
+
+async def create_jobs(namespace: str, count: int, nodes: int, run_for: str) -> None:
+    async with client() as api:
+        path = JOBS_PATH.format(namespace)
+        await bounded(api.create(path, job(f"job-{i}", namespace, nodes, run_for)) for i in range(count))
+
+
+async def all_pods_there(namespace: str, count: int) -> None:
+    """By a watch: counting with lists would load the server that is measured."""
+    path = f"/api/v1/namespaces/{namespace}/pods"
+    async with client() as api:
+        items, version = await api.list(path)
+        seen = {item["metadata"]["name"] for item in items}
+        if len(seen) >= count:
+            return
+        async for event in api.watch(path, version):
+            if event["type"] == "ADDED":
+                seen.add(event["object"]["metadata"]["name"])
+            if len(seen) >= count:
+                return
+
+
+async def jobs_until_pods(namespace: str, count: int, nodes: int, run_for: str) -> float:
+    """Seconds from the first create of a job to the last pod."""
+    began = time.perf_counter()
+    watching = asyncio.ensure_future(all_pods_there(namespace, count * nodes))
+    await create_jobs(namespace, count, nodes, run_for)
+    await watching
+    return time.perf_counter() - began
+
+
+def finished(space: Namespace, count: int) -> bool:
+    return sum((j.get("status") or {}).get("state") == "Succeeded" for j in space.jobs()) == count
+
+
+def timed(api: FaultyApi, options: argparse.Namespace) -> dict[str, Any]:
+    """Times and CPU, with the operator connected to the API server itself."""
+    bare, ours = Namespace(api).make(), Namespace(api).make()
+    pods = options.jobs * options.nodes
+    try:
+        with Operator(api, ours.name, kubeconfig=os.environ["KUBECONFIG"]) as operator:
+            until(lambda: "services are known" in operator.log, "the operator has started")
+            time.sleep(2)
+            idle = operator.memory_bytes
+            first = asyncio.run(jobs_until_pods(ours.name, 1, 2, "1s"))
+            until(lambda: finished(ours, 1), "the first job ends")
+            ours.kubectl("delete", "ddp", "--all")
+            until(lambda: not ours.pods(), "it is gone", 300)
+            loop_seconds, loop_cpu = asyncio.run(bare_loop(bare.name, pods))
+            bare.remove()
+            until(lambda: not bare.pods(), "the bare pods are gone", 300)
+            time.sleep(5)
+            cpu = operator.cpu_seconds
+            seconds = asyncio.run(jobs_until_pods(ours.name, options.jobs, options.nodes, options.run_for))
+            created_cpu = operator.cpu_seconds - cpu
+            until(lambda: finished(ours, options.jobs), "all jobs succeed", 600)
+            cpu = operator.cpu_seconds - cpu
+            return {
+                "jobs": options.jobs,
+                "podsPerJob": options.nodes,
+                "secondsUntilAllPodsExist": round(seconds, 2),
+                "secondsOfBareLoop": round(loop_seconds, 2),
+                "ratio": round(seconds / loop_seconds, 2),
+                "bareLoopCpuMsPerPod": round(1000 * loop_cpu / pods, 2),
+                "operatorCpuMsPerPodUntilCreated": round(1000 * created_cpu / pods, 2),
+                "operatorCpuMsPerPodUntilFinished": round(1000 * cpu / pods, 2),
+                "secondsFromApplyToBothPodsOfOneJob": round(first, 3),
+                "operatorMemoryMiBIdle": idle >> 20,
+                "operatorMemoryMiBAtTheEnd": operator.memory_bytes >> 20,
+            }
+    finally:
+        bare.remove()
+        ours.remove()
+
+
+def counted(api: FaultyApi, options: argparse.Namespace) -> dict[str, Any]:
+    """Requests per job from create to finish."""
+    space = Namespace(api).make()
+    try:
+        with Operator(api, space.name, token=OWN_TOKEN).watches():
+            began = time.monotonic()
+            asyncio.run(create_jobs(space.name, options.count_jobs, options.nodes, options.run_for))
+            until(lambda: finished(space, options.count_jobs), "all jobs succeed", 600)
+            time.sleep(6)  # the last events
+            seen = [str(s) for s in api.seen if s.at >= began]
+            kept = collections.Counter(s for s in seen if not s.startswith(("watch", "list")))
+            per_job = {what: round(n / options.count_jobs, 2) for what, n in sorted(kept.items())}
+            return {
+                "jobs": options.count_jobs,
+                "requestsPerJob": per_job,
+                "sumPerJob": round(sum(per_job.values()), 2),
+                "listsAndWatchesInAll": sum(s.startswith(("watch", "list")) for s in seen),
+            }
+    finally:
+        space.remove()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What the operator costs; see the head of this file.")
+    parser.add_argument("--jobs", type=int, default=100, help="jobs of the timed round")
+    parser.add_argument("--nodes", type=int, default=8, help="pods per job")
+    parser.add_argument("--count-jobs", type=int, default=20, help="jobs of the round that counts requests")
+    parser.add_argument("--run-for", default="30s", help="how long a pod runs")
+    options = parser.parse_args()
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()}
+    with FaultyApi() as api, installed_crd():
+        print(
+            json.dumps({"machine": machine, "timed": timed(api, options), "counted": counted(api, options)}, indent=2)
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,374 @@
+"""The operator's process: `ddpjob-operator`, or `python -m ddpjob_operator`.
+
+kopf gives the process its frame (login, start, stop) and watches the DDPJobs; pods and Services go through our own
+reflectors. Every change only marks a job, and the queue looks at it. In a cluster it uses the pod's service account,
+elsewhere KUBECONFIG.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import datetime as dt
+import gc
+import itertools
+import logging
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from typing import Any
+
+import kopf
+from aiohttp import web
+
+from ddpjob_operator import api, build, contract
+from ddpjob_operator.kube import access, observe
+from ddpjob_operator.kube.client import ApiError, Client
+from ddpjob_operator.kube.events import Events
+from ddpjob_operator.kube.execute import Caches, Executor
+from ddpjob_operator.kube.login import login
+from ddpjob_operator.kube.queue import Queue
+from ddpjob_operator.kube.receive import Receiver, Sender
+from ddpjob_operator.kube.reconcile import Reconciler
+from ddpjob_operator.kube.reflector import Reflector
+from ddpjob_operator.kube.store import Jobs, Key, Store
+from ddpjob_operator.kube.tokens import BoundPod, Verifier
+from ddpjob_operator.observed import Pod, Report
+
+_LOGGER = logging.getLogger("ddpjob_operator")
+# Pods of one job change in bursts. When the last of them runs or has ended the job is looked at soon; while only some
+# do, after a while: each look may write the status, and 8 pods would make 16 of them (bench/operator_api.py).
+WHOLE_SECONDS = 0.1
+PART_SECONDS = 3.0
+UNSYNCED_SECONDS = 0.2
+SWEEP_SECONDS = 600.0
+# Longer than any bounded request, with its retries, could take.
+STUCK_SECONDS = 600.0
+
+
+class ErrorBackoffs:
+    """kopf's waits between failing requests, for ever: after its default of 54 s it would end the process.
+
+    A class, because kopf iterates anew for each request, and a generator is used up by the first (kopf 1.45,
+    clients/api.py).
+    """
+
+    def __iter__(self) -> Iterator[float]:
+        """1, 2, 4 … 30 s, and on."""
+        yield from (1.0, 2.0, 4.0, 8.0, 16.0)
+        yield from itertools.repeat(30.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How this process runs; from environment variables."""
+
+    namespaces: tuple[str, ...] = ()
+    """DDPJOB_WATCH_NAMESPACES, a list with commas. Empty: all, which needs a ClusterRole."""
+    health_port: int = 8080
+    """DDPJOB_HEALTH_PORT: where /healthz answers. 0: nowhere."""
+    status_port: int = 0
+    """DDPJOB_STATUS_PORT: where the receiver of progress listens. 0: nowhere."""
+    status_url: str = ""
+    """DDPJOB_STATUS_URL: where trainers find that receiver. Empty: they do not report."""
+    log_level: str = "INFO"
+    """DDPJOB_LOG_LEVEL."""
+
+    @staticmethod
+    def read(environment: Mapping[str, str]) -> Settings:
+        """From environment variables. Raises ValueError with the variable, its value and the mend."""
+        names = [name.strip() for name in environment.get("DDPJOB_WATCH_NAMESPACES", "").split(",")]
+        level = environment.get("DDPJOB_LOG_LEVEL", "INFO").upper()
+        if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+            raise ValueError(f'DDPJOB_LOG_LEVEL: must be DEBUG, INFO, WARNING or ERROR, is "{level}"')
+        return Settings(
+            namespaces=tuple(dict.fromkeys(name for name in names if name)),
+            health_port=_port(environment, "DDPJOB_HEALTH_PORT", 8080),
+            status_port=_port(environment, "DDPJOB_STATUS_PORT", 0),
+            status_url=environment.get("DDPJOB_STATUS_URL", ""),
+            log_level=level,
+        )
+
+
+class Operator:
+    """All parts, wired. `start` and `stop` frame its life; `job_seen` is told of every change of a DDPJob."""
+
+    def __init__(self, settings: Settings, client: Client) -> None:
+        self.settings = settings
+        self.broken = False
+        self.stop_flag = asyncio.Event()
+        self._client = client
+        self._queue: Queue[Key] = Queue(self._look, clock=time.monotonic)
+        self.caches = Caches(
+            Jobs(self._queue.add),
+            Store(observe.pod, _job_of, self._pod_changed),
+            Store(observe.service, _job_of, lambda key, _old, _new: self._queue.add(key)),
+        )
+        self._events = Events(client, instance=os.environ.get("HOSTNAME", ""))
+        reporting = build.Reporting(settings.status_url) if settings.status_url else None
+        executor = Executor(client, self.caches, self._events, now=_now, reporting=reporting)
+        self._reconciler = Reconciler(self.caches, executor, now=_now)
+        self._reflectors = [
+            Reflector(client, plural, namespace, contract.LABEL_JOB, sink)
+            for namespace in settings.namespaces or ("",)
+            for plural, sink in (("pods", self.caches.pods), ("services", self.caches.services))
+        ]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._first_lists: asyncio.Task[None] | None = None
+        self._health: web.AppRunner | None = None
+        self._receiver = Receiver(Verifier(client.get, _say_hidden).pod, self.locate, self.report)
+
+    async def start(self) -> None:
+        """Returns once the DDPJobs can be watched; waits for the CRD and the rights to do so."""
+        self._health = await _serve_health(self.settings.health_port, self.unhealthy)
+        if self.settings.status_port:
+            await self._receiver.start(None, self.settings.status_port)
+        self._run("events", self._events.run())
+        for reflector in self._reflectors:
+            self._run(reflector.what, reflector.run())
+        self._run("queue", self._queue.run())
+        self._first_lists = asyncio.create_task(self._settle())
+        await access.wait_for_jobs(self._client, self.settings.namespaces or ("",))
+        await self._say_missing_rights()
+        self._run("sweep", self._sweep())
+
+    async def stop(self) -> None:
+        """Nothing is written after this."""
+        # kopf waits 5 s for a task of its own that waits for this flag (kopf 1.45, reactor/running.py).
+        self.stop_flag.set()
+        tasks = [*self._tasks, *([self._first_lists] if self._first_lists else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._receiver.stop()
+        if self._health is not None:
+            await self._health.cleanup()
+        await self._client.close()
+
+    def job_seen(self, kind: str | None, raw: dict[str, Any]) -> None:
+        """A watch event of a DDPJob; kind None is its place in a list."""
+        metadata = raw["metadata"]
+        if kind == "DELETED":
+            self.caches.jobs.remove((metadata["namespace"], metadata["name"]), metadata["uid"])
+        else:
+            self.caches.jobs.put(raw)
+
+    def locate(self, bound: BoundPod) -> Sender | None:
+        """Which node of which job a pod is."""
+        entry = self.caches.pods.get(bound.namespace, bound.name)
+        if entry is None or entry.uid != bound.uid:
+            return None
+        job = self.caches.jobs.get(entry.key)
+        if job is None or job["metadata"]["uid"] != entry.value.owner_uid:
+            return None
+        return Sender(*entry.key, rank=entry.value.rank, attempt=entry.value.attempt)
+
+    def report(self, sender: Sender, report: Report) -> None:
+        """What a trainer reports."""
+        key = (sender.namespace, sender.job)
+        self._reconciler.report(key, report)
+        self._queue.add(key, WHOLE_SECONDS)
+
+    def unhealthy(self) -> str:
+        """Why a restart would help, or nothing. An API server that is away is no such reason."""
+        for task in self._tasks:
+            if task.done():
+                return f"{task.get_name()} has ended"
+        if self._queue.stuck_seconds() > STUCK_SECONDS:
+            return f"a look at a job has been going on for {self._queue.stuck_seconds():.0f} s"
+        for reflector in self._reflectors:
+            silent = time.monotonic() - reflector.tried_at
+            if silent > STUCK_SECONDS:
+                return f"the watch of {reflector.what} has done nothing for {silent:.0f} s"
+        return ""
+
+    async def _settle(self) -> None:
+        for reflector in self._reflectors:
+            await reflector.synced.wait()
+        _LOGGER.info("%d pods and %d services are known", len(self.caches.pods), len(self.caches.services))
+        # What has been loaded so far stays: the collector need not walk through it again and again.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 50)
+
+    async def _look(self, key: Key) -> float | None:
+        # Before both lists are there, a pod that is not in our copy would look as if it had vanished.
+        here = (r for r in self._reflectors if r.namespace in ("", key[0]))
+        if not all(r.synced.is_set() for r in here):
+            return UNSYNCED_SECONDS
+        return await self._reconciler.look(key)
+
+    def _pod_changed(self, key: Key, old: Pod | None, new: Pod | None) -> None:
+        if new is None or (new.ended and new.trainer.exit_code != 0) or new.stop_asked_at is not None:
+            self._queue.add(key)
+        elif old is None or dataclasses.replace(old, node=new.node) != new:  # a node alone is nothing to say
+            self._queue.add(key, WHOLE_SECONDS if self._is_whole(key, new) else PART_SECONDS)
+
+    def _is_whole(self, key: Key, changed: Pod) -> bool:
+        """Whether the trainers of all nodes are in the same state now."""
+        nodes = ((self.caches.jobs.get(key) or {}).get("spec") or {}).get("nodes", 1)
+        attempt = [pod for pod in self.caches.pods.of(key) if pod.attempt == changed.attempt]
+        alike = all(pod.trainer.state == changed.trainer.state for pod in attempt)
+        return alike and changed.trainer.state != "waiting" and len(attempt) >= nodes
+
+    async def _sweep(self) -> None:
+        """Drops jobs that are gone: kopf says nothing of those that went while its watch was broken."""
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            for namespace in self.settings.namespaces or ("",):
+                where = f"namespaces/{namespace}/" if namespace else ""
+                try:
+                    raws, at = await self._client.list(f"/apis/{api.GROUP}/{api.VERSION}/{where}{api.PLURAL}")
+                except ApiError as error:
+                    _LOGGER.warning("the jobs were not listed anew: %s", error)
+                    continue
+                self.caches.jobs.replace(raws, int(at) if at.isdecimal() else 0, namespace)
+
+    async def _say_missing_rights(self) -> None:
+        try:
+            for line in await access.missing_rights(self._client, self.settings.namespaces or ("",)):
+                _LOGGER.warning("%s", line)
+        except ApiError as error:
+            _LOGGER.info("the operator's own rights were not checked: %s", error)
+
+    def _run(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._ended)
+        self._tasks.append(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            return
+        # All tasks run for ever. Half an operator would keep silent about jobs: none at all is restarted.
+        _LOGGER.error("%s has ended, so the operator ends", task.get_name(), exc_info=task.exception())
+        self.broken = True
+        self.stop_flag.set()
+
+
+def handlers(operator: Operator) -> kopf.OperatorRegistry:
+    """What kopf calls. `on.event` alone: no annotation, no finalizer, no patch is ever written by kopf."""
+    registry = kopf.OperatorRegistry()
+
+    @kopf.on.startup(registry=registry)
+    async def start(settings: kopf.OperatorSettings, **_: Any) -> None:
+        settings.posting.enabled = False
+        settings.peering.standalone = True
+        # No right to watch CRDs and namespaces is needed: the kind and the namespaces are known.
+        settings.scanning.disabled = True
+        settings.networking.error_backoffs = ErrorBackoffs()
+        settings.networking.request_timeout = 60.0
+        settings.networking.connect_timeout = 5.0
+        settings.watching.inactivity_timeout = 90.0
+        await operator.start()
+
+    @kopf.on.cleanup(registry=registry)
+    async def stop(**_: Any) -> None:
+        await operator.stop()
+
+    logins: AsyncIterator[None] = _paced(5.0)
+
+    @kopf.on.login(registry=registry, backoff=5.0)
+    async def log_in(**_: Any) -> kopf.ConnectionInfo:
+        await logins.__anext__()
+        info = await asyncio.to_thread(login)
+        # Read anew before a rotated token ends (the kubelet rotates at 80 % of an hour). A time of its own also makes
+        # each login differ: kopf never takes back credentials that are equal to refused ones, and would end.
+        return dataclasses.replace(info, expiration=dt.datetime.now(dt.timezone.utc) + dt.timedelta(minutes=10))
+
+    @kopf.on.event(api.GROUP, api.VERSION, api.PLURAL, registry=registry)
+    async def job_changed(event: Mapping[str, Any], **_: Any) -> None:
+        operator.job_seen(event["type"], event["object"])
+
+    return registry
+
+
+async def serve(settings: Settings) -> int:
+    """Runs until SIGTERM or SIGINT; the exit code."""
+    operator = Operator(settings, Client())
+    try:
+        await kopf.operator(
+            registry=handlers(operator),
+            standalone=True,
+            clusterwide=not settings.namespaces,
+            namespaces=settings.namespaces,
+            stop_flag=operator.stop_flag,
+        )
+    except Exception as error:
+        # kopf ends when it cannot watch for good, as when the CRD is removed. A new start waits for it calmly.
+        _LOGGER.error("kopf has ended, so the operator ends: %s", error)
+        return 1
+    return 1 if operator.broken else 0
+
+
+def main() -> None:
+    """The program `ddpjob-operator`."""
+    try:
+        settings = Settings.read(os.environ)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)-7s %(message)s", stream=sys.stderr)
+    if settings.log_level != "DEBUG":
+        for noisy in ("kopf", "asyncio", "aiohttp.access"):
+            logging.getLogger(noisy).setLevel(logging.WARNING)
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(_without_stack_where_the_server_said_no)
+    sys.exit(asyncio.run(serve(settings)))
+
+
+async def _serve_health(port: int, unhealthy: Callable[[], str]) -> web.AppRunner | None:
+    """/healthz from the first moment on, also while the CRD is missing; kopf's own probe starts only after that."""
+    if port == 0:
+        return None
+
+    async def answer(_: web.Request) -> web.Response:
+        why = unhealthy()
+        return web.Response(status=503 if why else 200, text=f"{why or 'ok'}\n")
+
+    app = web.Application()
+    app.router.add_get("/healthz", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, port=port).start()
+    return runner
+
+
+async def _paced(seconds: float) -> AsyncIterator[None]:
+    """Gives at most one turn per `seconds`: refused credentials must not make kopf log in in a tight loop."""
+    last = float("-inf")
+    while True:
+        await asyncio.sleep(max(0.0, last + seconds - time.monotonic()))
+        last = time.monotonic()
+        yield
+
+
+def _now() -> dt.datetime:
+    """Whole seconds, as all of Kubernetes tells the time."""
+    return dt.datetime.now(dt.timezone.utc).replace(microsecond=0)
+
+
+def _job_of(raw: Mapping[str, Any]) -> Key:
+    metadata = raw["metadata"]
+    owner = observe.controller(raw)
+    name = observe.job_name(raw) or (owner.get("name", "") if owner.get("kind") == api.KIND else "")
+    return metadata.get("namespace", ""), name
+
+
+def _port(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, str(default))
+    if not text.isdecimal() or int(text) > 65535:
+        raise ValueError(f'{name}: must be a port from 0 (off) to 65535, is "{text}"')
+    return int(text)
+
+
+def _without_stack_where_the_server_said_no(record: logging.LogRecord) -> bool:
+    """kopf tells an answer of the API server with three stacks of its own code; a bug of ours keeps its stack."""
+    error = record.exc_info[1] if record.exc_info else None
+    if type(error).__module__.partition(".")[0] in ("kopf", "aiohttp"):
+        record.exc_info = record.exc_text = None
+    return True
+
+
+def _say_hidden(why: str) -> None:
+    _LOGGER.warning("progress is off: %s", why)

@@ -1,0 +1,269 @@
+"""Requests to the API server: one aiohttp session, raw dicts, bounded waits.
+
+Raw, because typed models drop or refuse the fields of a newer Kubernetes, and cost ten times as much.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+import kopf
+import orjson
+
+from ddpjob_operator.kube.login import LoginError, login
+
+Raw = dict[str, Any]
+_LOGGER = logging.getLogger(__name__)
+_JSON = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "ddpjob-operator"}
+NO_ANSWER = 0
+
+
+class ApiError(Exception):
+    """The API server said no (status 4xx, 5xx), or nothing at all (status 0). `message` is its own sentence."""
+
+    def __init__(self, status: int, reason: str, message: str, retry_after_seconds: float | None = None) -> None:
+        super().__init__(f"{status} {reason}: {message}" if status else f"{reason}: {message}")
+        self.status, self.reason, self.message = status, reason, message
+        self.retry_after_seconds = retry_after_seconds
+
+    @property
+    def gone(self) -> bool:
+        """Whether a resource version is too old to go on from."""
+        return self.status == 410
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How long anything may take."""
+
+    connect_seconds: float = 5.0
+    request_seconds: float = 30.0
+    tries: int = 3
+    """For requests that the server surely did not carry out: 429, and 503 with Retry-After."""
+    retry_after_seconds_max: float = 10.0
+    """A longer wait is left to the caller, who then holds no slot."""
+    silence_seconds: float = 90.0
+    """A watch without even a bookmark for so long is dead: the server sends one about every 60 s."""
+    renew_seconds: float = 300.0
+    """Credentials are read anew after this time: the kubelet rotates a token at 80 % of its hour."""
+    page: int = 500
+
+
+class Client:
+    """One API server, one identity. Close it, or use it as an async context manager."""
+
+    def __init__(self, log_in: Callable[[], kopf.ConnectionInfo] = login, limits: Limits = Limits()) -> None:
+        self.limits = limits
+        self._log_in = log_in
+        self._lock = asyncio.Lock()
+        self._info: kopf.ConnectionInfo | None = None
+        self._sessions: list[aiohttp.ClientSession] = []
+        self._headers: dict[str, str] = {}
+        self._renew_at = 0.0
+
+    async def __aenter__(self) -> Client:
+        """Nothing is sent yet: the first request logs in."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, t: TracebackType | None
+    ) -> None:
+        """Close all connections."""
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for session in self._sessions:
+            await session.close()
+        self._sessions.clear()
+
+    async def get(self, path: str, params: Mapping[str, str] | None = None) -> Raw:
+        """An object. Raises ApiError."""
+        return await self._request("GET", path, params)
+
+    async def create(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
+        """The object as it was created. Raises ApiError."""
+        return await self._request("POST", path, params, body)
+
+    async def replace(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
+        """The object as it stands now; the body's resourceVersion guards it. Raises ApiError."""
+        return await self._request("PUT", path, params, body)
+
+    async def delete(self, path: str, options: Raw) -> Raw:
+        """The object that is being deleted, or a Status where it is gone already. Raises ApiError."""
+        return await self._request("DELETE", path, None, {"apiVersion": "v1", "kind": "DeleteOptions", **options})
+
+    async def list(self, path: str, selector: str = "") -> tuple[list[Raw], str]:
+        """All objects and the resource version of the list, page by page. Raises ApiError (410: start again)."""
+        items: list[Raw] = []
+        params = {"limit": str(self.limits.page)} | ({"labelSelector": selector} if selector else {})
+        while True:
+            page = await self._request("GET", path, params)
+            items += page.get("items") or []
+            metadata = page.get("metadata") or {}
+            if not metadata.get("continue"):
+                return items, str(metadata.get("resourceVersion", ""))
+            params["continue"] = metadata["continue"]
+
+    async def watch(self, path: str, resource_version: str, selector: str = "") -> AsyncIterator[Raw]:
+        """Events from `resource_version` on, bookmarks too, until the server ends the stream. Raises ApiError."""
+        params = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": resource_version,
+            # Different for each watch, so that a restarted API server does not get them all back in one second.
+            "timeoutSeconds": str(random.randint(240, 480)),  # noqa: S311
+        }
+        if selector:
+            params["labelSelector"] = selector
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=self.limits.connect_seconds, sock_read=self.limits.silence_seconds
+        )
+        session, info = await self._session()
+        url = info.server.rstrip("/") + path
+        try:
+            async with session.get(url, params=params, headers=self._headers, timeout=timeout) as response:
+                if response.status >= 400:
+                    await self._refused(response.status, info)
+                    raise _error(response.status, await response.read(), response.headers)
+                async for line in _lines(response.content):
+                    event: Raw = orjson.loads(line)
+                    if event.get("type") == "ERROR":
+                        raise _error_of(event.get("object") or {})
+                    yield event
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, orjson.JSONDecodeError) as error:
+            raise _no_answer("GET", path, error) from None
+
+    async def _request(self, method: str, path: str, params: Mapping[str, str] | None, body: Raw | None = None) -> Raw:
+        for attempt in range(1, self.limits.tries + 1):
+            session, info = await self._session()
+            try:
+                return await self._once(session, info, method, path, params, body)
+            except ApiError as error:
+                wait = self._wait_before_next_try(error, attempt)
+                if wait is None:
+                    raise
+                await self._refused(error.status, info)
+            await asyncio.sleep(wait)
+        raise AssertionError("the last try returns or raises")
+
+    async def _once(
+        self,
+        session: aiohttp.ClientSession,
+        info: kopf.ConnectionInfo,
+        method: str,
+        path: str,
+        params: Mapping[str, str] | None,
+        body: Raw | None,
+    ) -> Raw:
+        url = info.server.rstrip("/") + path
+        data = None if body is None else orjson.dumps(body)
+        try:
+            async with session.request(method, url, params=params, data=data, headers=self._headers) as response:
+                content = await response.read()
+                if response.status >= 400:
+                    raise _error(response.status, content, response.headers)
+                answer = orjson.loads(content)
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, orjson.JSONDecodeError) as error:
+            raise _no_answer(method, path, error) from None
+        if not isinstance(answer, dict):
+            raise ApiError(NO_ANSWER, "BadAnswer", f"{method} {path}: the answer is no object")
+        return answer
+
+    def _wait_before_next_try(self, error: ApiError, attempt: int) -> float | None:
+        """Seconds; None: the error stands."""
+        if attempt >= self.limits.tries:
+            return None
+        if error.status == 401 and attempt == 1:
+            return 0.0
+        turned_away = error.status == 429 or (error.status == 503 and error.retry_after_seconds is not None)
+        wait = 1.0 if error.retry_after_seconds is None else error.retry_after_seconds
+        if not turned_away or wait > self.limits.retry_after_seconds_max:
+            return None
+        return wait * random.uniform(1.0, 1.25)  # noqa: S311 - spreads those who were turned away together
+
+    async def _refused(self, status: int, info: kopf.ConnectionInfo) -> None:
+        if status == 401 and self._info is info:
+            self._renew_at = 0.0
+
+    async def _session(self) -> tuple[aiohttp.ClientSession, kopf.ConnectionInfo]:
+        """Logged in, with credentials that are not old."""
+        if self._info is None or time.monotonic() >= self._renew_at:
+            async with self._lock:
+                if self._info is None or time.monotonic() >= self._renew_at:
+                    await self._renew()
+        assert self._info is not None
+        return self._sessions[-1], self._info
+
+    async def _renew(self) -> None:
+        try:
+            info = await asyncio.to_thread(self._log_in)
+        except LoginError as error:
+            if self._info is None:
+                raise ApiError(401, "Unauthorized", str(error)) from None
+            _LOGGER.warning("credentials were not renewed, going on with the old ones: %s", error)
+            info = self._info
+        if self._info is None or _endpoint(info) != _endpoint(self._info):
+            # The old session stays until the end: requests are still in flight on it.
+            self._sessions.append(self._open(info))
+        self._headers = _JSON | info.as_http_headers()
+        self._renew_at = time.monotonic() + self.limits.renew_seconds
+        self._info = info
+
+    def _open(self, info: kopf.ConnectionInfo) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
+            timeout=aiohttp.ClientTimeout(total=self.limits.request_seconds, sock_connect=self.limits.connect_seconds),
+            proxy=info.proxy_url,
+            auto_decompress=True,
+        )
+
+
+def _endpoint(info: kopf.ConnectionInfo) -> kopf.ConnectionInfo:
+    """All of it but what goes into a header: that may change under an open session."""
+    return dataclasses.replace(info, token=None, username=None, password=None, scheme=None, expiration=None)
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """aiohttp's own lines end at 128 kB, and a pod may be longer."""
+    rest = b""
+    async for chunk in content.iter_any():
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            if line:
+                yield line
+
+
+def _error(status: int, content: bytes, headers: Mapping[str, str]) -> ApiError:
+    try:
+        body = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        body = content.decode(errors="replace")[:300]
+    if not isinstance(body, dict):
+        body = {"message": str(body)}
+    return _error_of({**body, "code": status}, headers.get("Retry-After"))
+
+
+def _error_of(status: Raw, retry_after: str | None = None) -> ApiError:
+    """From a metav1.Status."""
+    code = status.get("code")
+    after = retry_after or (status.get("details") or {}).get("retryAfterSeconds")
+    try:
+        seconds = None if after is None else max(0.0, float(after))
+    except ValueError:  # a date, as HTTP allows and Kubernetes never sends
+        seconds = None
+    message = str(status.get("message") or "no reason given").strip()
+    return ApiError(code if isinstance(code, int) else 500, str(status.get("reason") or "Unknown"), message, seconds)
+
+
+def _no_answer(method: str, path: str, error: Exception) -> ApiError:
+    what = "the API server did not answer in time" if isinstance(error, asyncio.TimeoutError) else str(error)
+    return ApiError(NO_ANSWER, "NoAnswer", f"{method} {path}: {what or type(error).__name__}")

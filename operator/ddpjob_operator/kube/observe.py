@@ -1,0 +1,167 @@
+"""Raw objects of the API server, cut to what decisions read. Pure; called for every event, so no more than needed."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddpjob_operator import api, contract
+from ddpjob_operator.observed import Container, Foreign, Pod
+from ddpjob_operator.podspec import trainer_container
+
+Raw = Mapping[str, Any]
+# Waiting for its turn: nothing is wrong with a container that says so.
+_IN_TURN = ("", "PodInitializing", "ContainerCreating")
+
+
+@dataclass(frozen=True)
+class Service:
+    """A Service, by whose it is."""
+
+    name: str
+    uid: str
+    owner_uid: str
+    """uid of its controller; empty: nobody's."""
+    owner_job: str
+    """Name of the DDPJob that controls it; empty: no DDPJob does."""
+
+
+def pod(raw: Raw) -> Pod:
+    """A pod as the plan sees it."""
+    metadata, status = raw["metadata"], raw.get("status") or {}
+    labels = metadata.get("labels") or {}
+    owner = controller(raw)
+    phase = str(status.get("phase") or "Pending")
+    return Pod(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        owner_uid=str(owner.get("uid", "")),
+        attempt=_number(labels.get(contract.LABEL_ATTEMPT)),
+        rank=_number(labels.get(contract.LABEL_RANK)),
+        job=job_name(raw),
+        node=str((raw.get("spec") or {}).get("nodeName") or ""),
+        phase=phase,
+        reason=str(status.get("reason") or "") if phase == "Failed" else "",
+        unschedulable=_unschedulable(status),
+        stop_asked_at=stop_asked_at(metadata),
+        trainer=trainer(raw, phase),
+    )
+
+
+def service(raw: Raw) -> Service:
+    """A Service as far as we care."""
+    owner = controller(raw)
+    return Service(
+        name=raw["metadata"]["name"],
+        uid=raw["metadata"]["uid"],
+        owner_uid=str(owner.get("uid", "")),
+        owner_job=str(owner.get("name", "")) if owner.get("kind") == api.KIND else "",
+    )
+
+
+def foreign(kind: str, raw: Raw, job: api.Metadata) -> Foreign:
+    """An object that has a name the job needs."""
+    owner = controller(raw)
+    namesake = owner.get("kind") == api.KIND and owner.get("name") == job.name and owner.get("uid") != job.uid
+    return Foreign(kind, raw["metadata"]["name"], deleted_job=namesake)
+
+
+def controller(raw: Raw) -> Raw:
+    """The controlling ownerReference, or an empty one."""
+    references = raw["metadata"].get("ownerReferences") or ()
+    return next((r for r in references if r.get("controller")), {})
+
+
+def job_name(raw: Raw) -> str:
+    """The job that an object belongs to by its label; empty: none."""
+    return str((raw["metadata"].get("labels") or {}).get(contract.LABEL_JOB) or "")
+
+
+def stop_asked_at(metadata: Raw) -> dt.datetime | None:
+    """deletionTimestamp is when the grace ends; the deletion was asked for a grace period earlier."""
+    end = time(metadata.get("deletionTimestamp"))
+    return None if end is None else end - dt.timedelta(seconds=metadata.get("deletionGracePeriodSeconds") or 0)
+
+
+def time(text: object) -> dt.datetime | None:
+    """A time as the API server writes it."""
+    if not isinstance(text, str):
+        return None
+    try:
+        return dt.datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError:
+        return None
+
+
+def trainer(raw: Raw, phase: str) -> Container:
+    """The state of the trainer, or of what keeps it from starting."""
+    status = raw.get("status") or {}
+    container = trainer_container({"spec": raw.get("spec") or {}}) or {}
+    found = [s for s in status.get("containerStatuses") or () if s.get("name") == container.get("name")]
+    seen = _container(found[0]) if found else Container("waiting")
+    if seen.state == "ended":
+        return seen
+    if phase == "Failed":
+        return _never_ran(status, seen)
+    if phase == "Succeeded" and seen.state == "waiting":
+        return Container("ended", "Completed", exit_code=0)
+    if seen.state == "waiting" and seen.reason in _IN_TURN:
+        return next(_stuck_before_it(status), seen)
+    return seen
+
+
+def _container(status: Raw) -> Container:
+    state = status.get("state") or {}
+    if ended := state.get("terminated"):
+        return Container(
+            "ended",
+            str(ended.get("reason") or ""),
+            str(ended.get("message") or ""),
+            exit_code=ended.get("exitCode"),
+            ended_at=time(ended.get("finishedAt")),
+        )
+    if "running" in state:
+        return Container("running", ready=bool(status.get("ready")))
+    waiting = state.get("waiting") or {}
+    return Container("waiting", str(waiting.get("reason") or ""), str(waiting.get("message") or ""))
+
+
+def _never_ran(status: Raw, seen: Container) -> Container:
+    """The pod failed, and its trainer says nothing of an end: evicted, lost, or an init container failed."""
+    for name, init in _init_containers(status):
+        if init.state == "ended" and init.exit_code:
+            return Container(
+                "ended",
+                init.reason,
+                f"init container {name} ended with exit code {init.exit_code}\n{init.message}".strip(),
+                exit_code=init.exit_code,
+                ended_at=init.ended_at,
+            )
+    message = str(status.get("message") or seen.message)
+    return Container("ended", str(status.get("reason") or seen.reason), message)
+
+
+def _stuck_before_it(status: Raw) -> Iterator[Container]:
+    """An init container that cannot start: the trainer's own status says only that it waits for its turn."""
+    for name, init in _init_containers(status):
+        if init.state == "waiting" and init.reason not in _IN_TURN:
+            yield Container("waiting", init.reason, f"init container {name}: {init.message}")
+
+
+def _init_containers(status: Raw) -> Iterator[tuple[str, Container]]:
+    for one in status.get("initContainerStatuses") or ():
+        yield str(one.get("name")), _container(one)
+
+
+def _unschedulable(status: Raw) -> str:
+    for condition in status.get("conditions") or ():
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            return str(condition.get("message") or condition.get("reason") or "")
+    return ""
+
+
+def _number(text: object) -> int:
+    """A label's number; -1 is no attempt and no rank of ours."""
+    return int(text) if isinstance(text, str) and text.isdecimal() else -1

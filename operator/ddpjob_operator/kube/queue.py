@@ -1,0 +1,182 @@
+"""Which job to look at next. One look at a time per job; many wishes become one; failures wait longer each time.
+
+`Schedule` decides and holds no clock; `Queue` runs it with one. A wish is a time: the earlier of two wins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+_LOGGER = logging.getLogger(__name__)
+BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 60.0
+
+
+class Schedule(Generic[K]):
+    """Times in seconds of any one clock."""
+
+    def __init__(self) -> None:
+        self._due: dict[K, float] = {}
+        self._heap: list[tuple[float, int, K]] = []
+        self._order = itertools.count()
+        self._busy: dict[K, float] = {}
+        self._failures: dict[K, int] = {}
+        self._not_before: dict[K, float] = {}
+
+    def add(self, key: K, at: float) -> None:
+        """Look at `key` at `at`, or earlier if that was wished before; never before its back-off ends."""
+        at = max(at, self._not_before.get(key, at))
+        if at < self._due.get(key, float("inf")):
+            self._due[key] = at
+            heapq.heappush(self._heap, (at, next(self._order), key))
+
+    def pop(self, now: float) -> K | None:
+        """The key that has been due longest, which is busy from now on; None: nothing is due."""
+        while self._heap and self._heap[0][0] <= now:
+            at, _, key = heapq.heappop(self._heap)
+            if self._due.get(key) != at:
+                continue  # an earlier wish has taken its place
+            if key in self._busy:
+                self._due[key] = float("inf")  # said again by `done`
+                continue
+            del self._due[key]
+            self._busy[key] = now
+            return key
+        return None
+
+    def done(self, key: K, now: float, again_at: float | None = None) -> None:
+        """The look has succeeded. Wishes that came in the meantime are due now."""
+        self._failures.pop(key, None)
+        self._not_before.pop(key, None)
+        self._release(key, now, again_at)
+
+    def failed(self, key: K, now: float, at_least: float = 0.0) -> float:
+        """The look has failed; returns the seconds until the next. at_least: what the server asked for."""
+        count = self._failures[key] = self._failures.get(key, 0) + 1
+        # The exponent is bounded as well: 2.0 ** 1025 is an error.
+        wait = max(at_least, min(BACK_OFF_SECONDS_MAX, BACK_OFF_SECONDS_FIRST * 2.0 ** min(count - 1, 10)))
+        self._not_before[key] = now + wait
+        self._release(key, now, now + wait)
+        return wait
+
+    def failures(self, key: K) -> int:
+        """How often in a row the looks at `key` have failed."""
+        return self._failures.get(key, 0)
+
+    def forget(self, key: K) -> None:
+        """The key is gone; a wish that stands is kept, and will find nothing."""
+        self._failures.pop(key, None)
+        self._not_before.pop(key, None)
+
+    def next_at(self) -> float | None:
+        """When the next key is due; None: none is waiting."""
+        while self._heap and self._due.get(self._heap[0][2]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def stuck_seconds(self, now: float) -> float:
+        """How long the longest look has been going on."""
+        return max((now - since for since in self._busy.values()), default=0.0)
+
+    def __len__(self) -> int:
+        return len(self._due)
+
+    def _release(self, key: K, now: float, again_at: float | None) -> None:
+        self._busy.pop(key, None)
+        if self._due.get(key) == float("inf"):
+            del self._due[key]
+            self.add(key, now)
+        if again_at is not None:
+            self.add(key, again_at)
+
+
+class RetryError(Exception):
+    """A look that is to be repeated after a back-off. Its text is logged, once in a row of equal ones."""
+
+    def __init__(self, message: str, at_least_seconds: float = 0.0) -> None:
+        super().__init__(message)
+        self.at_least_seconds = at_least_seconds
+
+
+class Queue(Generic[K]):
+    """Runs `look(key)` for keys that are due; a look returns the seconds until the next one, or None."""
+
+    def __init__(
+        self, look: Callable[[K], Awaitable[float | None]], *, clock: Callable[[], float], looks_max: int = 32
+    ) -> None:
+        self.schedule: Schedule[K] = Schedule()
+        self._look = look
+        self._clock = clock
+        self._free = looks_max
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._said: dict[K, str] = {}
+
+    def add(self, key: K, in_seconds: float = 0.0) -> None:
+        """Look at `key` after `in_seconds`, or earlier if that was wished before."""
+        self.schedule.add(key, self._clock() + in_seconds)
+        self._wake.set()
+
+    def stuck_seconds(self) -> float:
+        """How long the longest look has been going on."""
+        return self.schedule.stuck_seconds(self._clock())
+
+    async def run(self) -> None:
+        """Until cancelled; then the looks under way are cancelled too."""
+        try:
+            while True:
+                self._wake.clear()
+                self._start_what_is_due()
+                await self._sleep()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start_what_is_due(self) -> None:
+        while self._free and (key := self.schedule.pop(self._clock())) is not None:
+            self._free -= 1
+            task = asyncio.create_task(self._one(key))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _sleep(self) -> None:
+        at = self.schedule.next_at() if self._free else None
+        wait = None if at is None else max(0.0, at - self._clock())
+        try:
+            await asyncio.wait_for(self._wake.wait(), wait)
+        except asyncio.TimeoutError:
+            return
+
+    async def _one(self, key: K) -> None:
+        try:
+            again_in = await self._look(key)
+        except RetryError as error:
+            wait = self.schedule.failed(key, self._clock(), error.at_least_seconds)
+            self._say(key, str(error), wait)
+        except Exception:
+            # A bug in one look must not end the others; it is told with its stack, and backs off.
+            wait = self.schedule.failed(key, self._clock())
+            _LOGGER.exception("%s: looking at it failed, again in %.1f s", _name(key), wait)
+        else:
+            now = self._clock()
+            self._said.pop(key, None)
+            self.schedule.done(key, now, None if again_in is None else now + again_in)
+        finally:
+            self._free += 1
+            self._wake.set()
+
+    def _say(self, key: K, text: str, wait: float) -> None:
+        if self._said.get(key) != text:
+            self._said[key] = text
+            _LOGGER.warning("%s: %s; again in %.1f s", _name(key), text, wait)
+
+
+def _name(key: Hashable) -> str:
+    """As kubectl writes it: namespace/name."""
+    return "/".join(map(str, key)) if isinstance(key, tuple) else str(key)

@@ -1,0 +1,271 @@
+"""The receiver of progress in a cluster: what `ddpjob.progress()` in a pod posts to, on a port of its own.
+
+It speaks the same protocol as the local run's receiver, and Kubeflow Trainer's. Every pod of the cluster can reach the
+port, so nothing is believed without a token that proves the pod, and a peer that sends slowly, too much or too often
+is cut off. A report that is refused or lost is lost: no job is ever harmed by it. Started by `app.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import datetime as dt
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, NamedTuple
+
+import msgspec
+from aiohttp import web
+
+from ddpjob_operator import kubeflow
+from ddpjob_operator.kube.tokens import BadTokenError, BoundPod, NoKeysError
+from ddpjob_operator.observed import BadReportError, Report, read_report
+
+logger = logging.getLogger(__name__)
+
+PATH = "/v1/progress"
+BODY_BYTES_MAX = 8192  # a report with 16 metrics is below 1 kB
+HEADER_SECONDS = 5.0  # from a connection's first byte to the end of its first headers
+REQUEST_SECONDS = 10.0  # from there to the answer; the cluster's keys may have to be fetched in between
+IDLE_SECONDS = 60.0  # between two accepted reports on a connection; a trainer posts at most every 5 s
+CONNECTIONS_MAX = 1000  # one costs about 20 kB; our own sender closes after each report
+CONNECTIONS_PER_ADDRESS_MAX = 64  # hostNetwork pods share the address of their node
+# Per pod: a report every 5 s is the default; the burst is for several processes of one pod and the last word.
+REPORTS_PER_SECOND, REPORTS_BURST = 1.0, 5.0
+PODS_REMEMBERED = 10_000
+
+
+class Sender(NamedTuple):
+    """Which node of which job a pod is; attempt 0 is one that the caller does not tell."""
+
+    namespace: str
+    job: str
+    rank: int
+    attempt: int = 0
+
+
+@dataclass
+class Account:
+    """What is kept about a pod between its reports."""
+
+    allowance: float
+    updated: float
+    total_steps: int | None = None
+    """As an earlier report in Kubeflow's protocol said."""
+
+
+class Receiver:
+    """Listens from `start` to `stop`.
+
+    verify     the pod that a token is bound to (`tokens.Verifier.pod`). Raises BadTokenError or NoKeysError.
+    locate     the node of a job that a pod is; None for any other pod.
+    on_report  takes a report that is proven to come from that node; its nodeRank and attempt are the pod's own.
+    """
+
+    def __init__(
+        self,
+        verify: Callable[[str], Awaitable[BoundPod]],
+        locate: Callable[[BoundPod], Sender | None],
+        on_report: Callable[[Sender, Report], None],
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._verify = verify
+        self._locate = locate
+        self._on_report = on_report
+        self._clock = clock
+        self._accounts: dict[BoundPod, Account] = {}
+        self._server: _Server | None = None
+        self._runner: web.ServerRunner | None = None
+
+    async def start(self, host: str | None, port: int) -> None:
+        """Listen; host None is every address of the pod, port 0 any free one. Raises OSError where that is taken."""
+        silent = logging.getLogger(f"{__name__}.http")
+        silent.disabled = True  # aiohttp logs requests that it cannot read, token included
+        self._server = _Server(
+            self._answer, access_log=None, logger=silent, auto_decompress=False, lingering_time=1.0, tcp_keepalive=False
+        )
+        self._runner = web.ServerRunner(self._server, shutdown_timeout=1.0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, port, backlog=256).start()
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+        assert self._runner is not None, "start() comes first"
+        return int(self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        """Close the port and every connection; a request that is being answered gets a second."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = self._server = None
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        assert self._server is not None
+        self._server.allow(request.protocol, REQUEST_SECONDS)
+        try:
+            answer = await self._take(request)
+        except _RefusedError as refused:
+            answer = refused.answer()
+        except Exception:
+            # A mistake of ours. The traceback holds neither headers nor body: aiohttp's request shows method and path.
+            logger.exception("a progress report was lost")
+            answer = _RefusedError(500, "the receiver failed, which is no fault of the report").answer()
+        self._server.allow(request.protocol, IDLE_SECONDS)
+        return answer
+
+    async def _take(self, request: web.BaseRequest) -> web.Response:
+        """A report; everything about it is judged before its body is read."""
+        _check_request(request)
+        pod = await self._prove(request)
+        sender = self._locate(pod)
+        if sender is None:
+            raise _RefusedError(403, "the token's pod is no trainer of a running job")
+        account = self._charge(pod)
+        body = await _read_body(request)
+        kubeflows = kubeflow.speaks(body)
+        report = _read(body, account, kubeflows)
+        if report is not None:
+            # The token proves the pod, so the pod's place is taken from there, whatever the body says.
+            attempt = sender.attempt or report.attempt
+            self._on_report(sender, msgspec.structs.replace(report, node_rank=sender.rank, attempt=attempt))
+        return web.json_response({}) if kubeflows else web.Response(status=204)  # Kubeflow's SDK warns at all but 200
+
+    async def _prove(self, request: web.BaseRequest) -> BoundPod:
+        """The pod that sends, by its token."""
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not token.strip():
+            raise _RefusedError(401, "Authorization: must be Bearer and the pod's projected token")
+        try:
+            return await self._verify(token.strip())
+        except BadTokenError as error:
+            raise _RefusedError(401, str(error)) from None
+        except NoKeysError as error:
+            raise _RefusedError(503, str(error), retry_seconds=60) from None
+
+    def _charge(self, pod: BoundPod) -> Account:
+        """The pod's account, charged with a report. Raises when it reports too often."""
+        now = self._clock()
+        account = self._accounts.get(pod)
+        if account is None:
+            if len(self._accounts) >= PODS_REMEMBERED:
+                self._forget_ended()
+            account = self._accounts[pod] = Account(REPORTS_BURST, now)
+        refilled = account.allowance + (now - account.updated) * REPORTS_PER_SECOND
+        account.allowance, account.updated = min(REPORTS_BURST, refilled), now
+        if account.allowance < 1:
+            raise _RefusedError(429, f"a pod may report {REPORTS_PER_SECOND:g} times a second", retry_seconds=1)
+        account.allowance -= 1
+        return account
+
+    def _forget_ended(self) -> None:
+        """Drop the accounts of pods that the caller no longer knows."""
+        self._accounts = {pod: account for pod, account in self._accounts.items() if self._locate(pod) is not None}
+
+
+@dataclass
+class _Connection:
+    transport: asyncio.Transport
+    address: str
+    deadline: asyncio.TimerHandle
+
+
+class _Server(web.Server):
+    """aiohttp's server with bounds of its own: it counts no connections, and a slow sender of headers keeps one."""
+
+    def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], **settings: Any) -> None:
+        super().__init__(handler, **settings)
+        self._open: dict[web.RequestHandler, _Connection] = {}
+        self._addresses: collections.Counter[str] = collections.Counter()
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        """Take a connection, or cut it where there are too many."""
+        super().connection_made(handler, transport)
+        address = str((transport.get_extra_info("peername") or ("",))[0])
+        if len(self._open) >= CONNECTIONS_MAX or self._addresses[address] >= CONNECTIONS_PER_ADDRESS_MAX:
+            transport.abort()
+            return
+        self._addresses[address] += 1
+        deadline = asyncio.get_running_loop().call_later(HEADER_SECONDS, transport.abort)
+        self._open[handler] = _Connection(transport, address, deadline)
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        """Forget it."""
+        if (connection := self._open.pop(handler, None)) is not None:
+            connection.deadline.cancel()
+            self._addresses[connection.address] -= 1
+            if not self._addresses[connection.address]:
+                del self._addresses[connection.address]
+        super().connection_lost(handler, exc)
+
+    def allow(self, handler: web.RequestHandler, seconds: float) -> None:
+        """From now on this much time until the connection is cut."""
+        if (connection := self._open.get(handler)) is not None:
+            connection.deadline.cancel()
+            connection.deadline = asyncio.get_running_loop().call_later(seconds, connection.transport.abort)
+
+
+class _RefusedError(Exception):
+    """Why a report is not taken. It ends the connection: what follows is never read as another request."""
+
+    def __init__(self, status: int, sentence: str, retry_seconds: int | None = None) -> None:
+        super().__init__(sentence)
+        self.status = status
+        self.retry_seconds = retry_seconds
+
+    def answer(self) -> web.Response:
+        headers = {"Connection": "close"}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.retry_seconds is not None:
+            headers["Retry-After"] = str(self.retry_seconds)
+        answer = web.json_response({"error": str(self)}, status=self.status, headers=headers)
+        answer.force_close()
+        return answer
+
+
+def _check_request(request: web.BaseRequest) -> None:
+    if request.path != PATH:
+        raise _RefusedError(404, f"{request.path[:80]}: only {PATH} is here")
+    if request.method != "POST":
+        raise _RefusedError(405, f"{request.method[:20]}: only POST is taken")
+    if (request.content_length or 0) > BODY_BYTES_MAX:
+        raise _too_large()
+
+
+async def _read_body(request: web.BaseRequest) -> bytes:
+    """The body, with or without a length told; never more than its bound is held."""
+    body = bytearray()
+    try:
+        while data := await request.content.readany():
+            body += data
+            if len(body) > BODY_BYTES_MAX:
+                raise _too_large()
+    except (ConnectionError, web.RequestPayloadError) as error:
+        # The trainer was killed while it sent, or was too slow, or its chunks are none.
+        raise _RefusedError(400, f"the body did not arrive: {type(error).__name__}") from None
+    return bytes(body)
+
+
+def _too_large() -> _RefusedError:
+    return _RefusedError(413, f"a report has at most {BODY_BYTES_MAX} bytes")
+
+
+def _read(body: bytes, account: Account, kubeflows: bool) -> Report | None:
+    """The report in a body; None where it says nothing, which Kubeflow's protocol allows."""
+    try:
+        if not kubeflows:
+            return read_report(body, _now())
+        status = kubeflow.read_status(body)
+        if status is None:
+            return None
+        account.total_steps = kubeflow.total_steps(status) or account.total_steps
+        return kubeflow.report(status, _now(), account.total_steps)
+    except (BadReportError, UnicodeDecodeError, RecursionError) as error:
+        raise _RefusedError(400, str(error)[:200]) from None
+
+
+def _now() -> dt.datetime:
+    return dt.datetime.now(dt.timezone.utc)

@@ -1,0 +1,140 @@
+"""One look at one job: read our copy, plan, do it, look once more."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from ddpjob_operator import api, contract, validation
+from ddpjob_operator.kube.client import ApiError
+from ddpjob_operator.kube.execute import Caches, ConflictError, Executor
+from ddpjob_operator.kube.memory import Memory
+from ddpjob_operator.kube.queue import RetryError
+from ddpjob_operator.kube.store import Key
+from ddpjob_operator.observed import Foreign, Observed, Report
+from ddpjob_operator.plan import CreatePod, CreateService, Plan, Settings, plan
+
+# A plan needs two looks for most things (record, then act) and never more than a few.
+LOOKS_MAX = 6
+REPORTERS_MAX = 100_000
+CREATED_SECONDS = 5.0
+
+
+class Reconciler:
+    """Looks at jobs by their key."""
+
+    def __init__(self, caches: Caches, executor: Executor, *, now: Callable[[], dt.datetime]) -> None:
+        self._caches = caches
+        self._executor = executor
+        self._now = now
+        self._settings = Settings()
+        self._memory: dict[Key, Memory] = {}
+        self._parsed: dict[Key, tuple[str, int, api.DDPJob, list[validation.Problem]]] = {}
+
+    async def look(self, key: Key) -> float | None:
+        """Plan and act until there is nothing to do; the seconds until time alone changes that. Raises RetryError."""
+        for _ in range(LOOKS_MAX):
+            raw = self._caches.jobs.get(key)
+            if raw is None:
+                self._memory.pop(key, None)
+                self._parsed.pop(key, None)
+                return None
+            job, problems = self._parse(key, raw)
+            memory = self._memory_of(key, job.metadata.uid)
+            try:
+                todo = await self._plan(key, job, problems, memory)
+                if todo.status is None and not todo.actions:
+                    return self._again_in(todo, memory)
+                await self._executor.execute(job, todo, memory)
+                if _only_created(todo) and not memory.refusals and not memory.strangers:
+                    # The words just written say what is going on; the pods' own news comes soon enough.
+                    return CREATED_SECONDS
+            except ConflictError:
+                continue
+            except ApiError as error:
+                raise RetryError(str(error), error.retry_after_seconds or 0.0) from None
+        return 1.0
+
+    def report(self, key: Key, report: Report) -> None:
+        """What a rank of the job says about its training. For a job that is not there it says nothing."""
+        memory = self._memory.get(key)
+        if memory is None or (report.rank not in memory.reports and len(memory.reports) >= REPORTERS_MAX):
+            return
+        known = memory.reports.get(report.rank)
+        if known is None or report.attempt >= known.attempt:
+            memory.reports[report.rank] = report
+
+    async def _plan(self, key: Key, job: api.DDPJob, problems: list[validation.Problem], memory: Memory) -> Plan:
+        await self._check_strangers(job, memory)
+        await self._confirm_gone(key, job, memory)
+        return plan(job, self._observe(key, job, memory), self._now(), problems=problems, settings=self._settings)
+
+    async def _check_strangers(self, job: api.DDPJob, memory: Memory) -> None:
+        now = self._now()
+        for (kind, name), stranger in list(memory.strangers.items()):
+            if stranger.check_at <= now:
+                await self._executor.check_stranger(kind, name, job, memory)
+
+    async def _confirm_gone(self, key: Key, job: api.DDPJob, memory: Memory) -> None:
+        """A pod that has run and is missing from our copy fails the job, so the API server is asked first.
+
+        Our copy may be behind the job's status: after a restart of the operator, or while a watch hangs unnoticed.
+        """
+        status = job.status
+        if job.metadata.deletion_timestamp is not None or status.state in ("Succeeded", "Failed", "Suspended"):
+            return
+        ran = contract.numbers(status.started_nodes) - contract.numbers(status.completed_nodes)
+        names = {contract.pod_name(job, status.attempt, rank) for rank in ran}
+        missing = names - {pod.name for pod in self._caches.pods.of(key)} - memory.confirmed_gone
+        if missing:
+            await self._executor.list_pods(key)
+            memory.confirmed_gone |= missing
+
+    def _observe(self, key: Key, job: api.DDPJob, memory: Memory) -> Observed:
+        services = [s for s in self._caches.services.of(key) if s.name == job.metadata.name]
+        own = [s for s in services if s.owner_uid == job.metadata.uid]
+        others = tuple(
+            Foreign("Service", s.name, deleted_job=s.owner_job == job.metadata.name) for s in services if s not in own
+        )
+        return Observed(
+            service=bool(own),
+            pods=tuple(self._caches.pods.of(key)),
+            foreign=(*others, *(s.foreign for s in memory.strangers.values())),
+            refusals=tuple(memory.refusals.values()),
+            reports=memory.reports,
+        )
+
+    def _again_in(self, todo: Plan, memory: Memory) -> float | None:
+        times = [s.check_at for s in memory.strangers.values()]
+        if todo.look_again_at is not None:
+            times.append(todo.look_again_at)
+        return max(0.05, (min(times) - self._now()).total_seconds()) if times else None
+
+    def _memory_of(self, key: Key, uid: str) -> Memory:
+        memory = self._memory.get(key)
+        if memory is None or memory.uid != uid:
+            memory = self._memory[key] = Memory(uid)
+        return memory
+
+    def _parse(self, key: Key, raw: Mapping[str, Any]) -> tuple[api.DDPJob, list[validation.Problem]]:
+        """The spec is parsed once per generation: that costs 1 ms, and the rest 0.03."""
+        metadata = raw["metadata"]
+        known = self._parsed.get(key)
+        if known is None or known[:2] != (metadata["uid"], metadata.get("generation")):
+            job, problems = validation.parse(raw)
+            self._parsed[key] = (metadata["uid"], metadata.get("generation", 0), job, problems)
+            return job, problems
+        _, _, job, problems = known
+        try:
+            newer = msgspec.convert(metadata, api.Metadata, strict=False)
+            status = msgspec.convert(raw.get("status") or {}, api.Status, strict=False)
+        except msgspec.ValidationError:
+            return validation.parse(raw)
+        return msgspec.structs.replace(job, metadata=newer, status=status), problems
+
+
+def _only_created(todo: Plan) -> bool:
+    return bool(todo.actions) and all(isinstance(action, (CreateService, CreatePod)) for action in todo.actions)

@@ -1,0 +1,168 @@
+"""What the watches have told us, by job. Answers to our own writes go in as well, so that we read what we wrote."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+Raw = Mapping[str, Any]
+Key = tuple[str, str]
+"""Namespace and name of a job."""
+
+# An answer to a delete may arrive after the watch has said that the object is gone: as many are remembered as can be
+# under way by far.
+TOMBSTONES_MAX = 10_000
+
+
+@dataclass(frozen=True)
+class Entry(Generic[T]):
+    """One object, cut to what we read."""
+
+    key: Key
+    uid: str
+    version: int
+    value: T
+
+
+class Store(Generic[T]):
+    """Objects of one kind. `changed(key, old, new)` is called for each difference that the cut value shows."""
+
+    def __init__(
+        self,
+        cut: Callable[[Raw], T],
+        key_of: Callable[[Raw], Key],
+        changed: Callable[[Key, T | None, T | None], None],
+    ) -> None:
+        self._cut = cut
+        self._key_of = key_of
+        self._changed = changed
+        self._entries: dict[tuple[str, str], Entry[T]] = {}
+        self._by_job: dict[Key, dict[str, Entry[T]]] = {}
+        self._tombstones: collections.OrderedDict[str, None] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, namespace: str, name: str) -> Entry[T] | None:
+        """The object of this name."""
+        return self._entries.get((namespace, name))
+
+    def of(self, key: Key) -> list[T]:
+        """The objects of a job."""
+        return [entry.value for entry in self._by_job.get(key, {}).values()]
+
+    def keys(self) -> set[Key]:
+        """The jobs that have objects."""
+        return set(self._by_job)
+
+    def put(self, raw: Raw) -> None:
+        """An object as it was at its resourceVersion. One that is older than what we have changes nothing."""
+        metadata = raw["metadata"]
+        uid, at = metadata["uid"], version(metadata)
+        place = (metadata.get("namespace", ""), metadata["name"])
+        old = self._entries.get(place)
+        if uid in self._tombstones or (old is not None and at < old.version) or (old and at == old.version != 0):
+            return
+        self._set(place, old, Entry(self._key_of(raw), uid, at, self._cut(raw)))
+
+    def remove(self, namespace: str, name: str, uid: str) -> None:
+        """The object with this uid is gone, whatever else has its name by now."""
+        self._bury(uid)
+        old = self._entries.get((namespace, name))
+        if old is not None and old.uid == uid:
+            self._set((namespace, name), old, None)
+
+    def replace(self, raws: Sequence[Raw], list_version: int, namespace: str = "", key: Key | None = None) -> None:
+        """What a list says: what it does not name is gone, unless it is newer than the list.
+
+        namespace: the one that was listed, empty for all. key: the job that was listed, None for all.
+        """
+        named = {(raw["metadata"].get("namespace", ""), raw["metadata"]["name"]) for raw in raws}
+        for place, entry in list(self._entries.items()):
+            listed = (not namespace or place[0] == namespace) and key in (None, entry.key)
+            if listed and place not in named and entry.version <= list_version:
+                self.remove(*place, entry.uid)
+        for raw in raws:
+            self.put(raw)
+
+    def _set(self, place: tuple[str, str], old: Entry[T] | None, new: Entry[T] | None) -> None:
+        if old is not None and (new is None or new.key != old.key):
+            del self._entries[place]
+            del self._by_job[old.key][place[1]]
+            if not self._by_job[old.key]:
+                del self._by_job[old.key]
+            self._changed(old.key, old.value, None)
+            old = None
+        if new is None:
+            return
+        self._entries[place] = new
+        self._by_job.setdefault(new.key, {})[place[1]] = new
+        before = None if old is None else old.value
+        if before != new.value:
+            self._changed(new.key, before, new.value)
+
+    def _bury(self, uid: str) -> None:
+        self._tombstones[uid] = None
+        while len(self._tombstones) > TOMBSTONES_MAX:
+            self._tombstones.popitem(last=False)
+
+
+class Jobs:
+    """The DDPJobs as they are stored, raw. `changed(key)` is called when one is new, newer or gone."""
+
+    def __init__(self, changed: Callable[[Key], None]) -> None:
+        self._changed = changed
+        self._raw: dict[Key, Raw] = {}
+        self._tombstones: collections.OrderedDict[str, None] = collections.OrderedDict()
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(list(self._raw))
+
+    def __len__(self) -> int:
+        return len(self._raw)
+
+    def get(self, key: Key) -> Raw | None:
+        """The newest that we know."""
+        return self._raw.get(key)
+
+    def put(self, raw: Raw) -> None:
+        """A job as it was at its resourceVersion."""
+        metadata = raw["metadata"]
+        key = (metadata.get("namespace", ""), metadata["name"])
+        old = self._raw.get(key)
+        if metadata["uid"] in self._tombstones or (old is not None and version(metadata) <= version(old["metadata"])):
+            return
+        self._raw[key] = raw
+        self._changed(key)
+
+    def remove(self, key: Key, uid: str) -> None:
+        """The job with this uid is gone, whatever else has its name by now."""
+        self._tombstones[uid] = None
+        while len(self._tombstones) > TOMBSTONES_MAX:
+            self._tombstones.popitem(last=False)
+        old = self._raw.get(key)
+        if old is not None and old["metadata"]["uid"] == uid:
+            del self._raw[key]
+            self._changed(key)
+
+    def replace(self, raws: Sequence[Raw], list_version: int, namespace: str = "") -> None:
+        """What a list says: a job that it does not name is a ghost, unless it is newer than the list."""
+        named = {(raw["metadata"]["namespace"], raw["metadata"]["name"]) for raw in raws}
+        for key, raw in list(self._raw.items()):
+            listed = not namespace or key[0] == namespace
+            if listed and key not in named and version(raw["metadata"]) <= list_version:
+                self.remove(key, raw["metadata"]["uid"])
+        for raw in raws:
+            self.put(raw)
+
+
+def version(metadata: Raw) -> int:
+    """resourceVersions are numbers that can be compared, by promise since Kubernetes 1.35 and in fact since etcd 3.
+
+    0 where an API server has something else: such an object is always taken for new.
+    """
+    text = metadata.get("resourceVersion")
+    return int(text) if isinstance(text, str) and text.isdecimal() else 0

@@ -1,0 +1,61 @@
+"""What the tests against an API server share. test_crd.py stands alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from clusters import Namespace, Operator, installed_crd, skip_without_cluster
+from faulty_api import FaultyApi
+
+
+@pytest.fixture(scope="session")
+def _cluster() -> Iterator[None]:
+    skip_without_cluster()
+    with installed_crd():
+        yield
+
+
+@pytest.fixture
+def api(_cluster: None) -> Iterator[FaultyApi]:
+    """The way to the API server, which can be broken."""
+    with FaultyApi() as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def namespace(api: FaultyApi) -> Iterator[Namespace]:
+    """A namespace, removed afterwards."""
+    made = Namespace(api)
+    try:
+        yield made.make()
+    finally:
+        api.mend()
+        made.remove()
+
+
+@pytest.fixture
+def operators(api: FaultyApi, request: pytest.FixtureRequest) -> Iterator[Callable[..., Operator]]:
+    """Starts operators that are stopped at the end. None may have told a bug of its own."""
+    started: list[Operator] = []
+
+    def start(*namespaces: str, **options: object) -> Operator:
+        started.append(Operator(api, *namespaces, **options))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield start
+    api.mend()
+    logs = []
+    for operator in started:
+        with operator:
+            if operator.process.poll() is None:
+                operator.stop()
+            logs.append(operator.log)
+    print("\n".join(logs))
+    assert not any("Traceback" in log for log in logs), "the operator has a traceback in its log"
+
+
+@pytest.fixture
+def operator(operators: Callable[..., Operator], namespace: Namespace) -> Operator:
+    """An operator that watches the namespace."""
+    return operators(namespace.name).watches()

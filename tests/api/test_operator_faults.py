@@ -1,0 +1,362 @@
+"""The operator behind an API server that fails in every way: the right end, no hot loop, no write at rest.
+
+Needs kubectl and KUBECONFIG; any cluster will do. A proxy between the two breaks what a test says, and counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from clusters import MERGE, Namespace, Operator, job, kubectl, until
+from faulty_api import FaultyApi, Seen
+
+from ddpjob_operator.kube.access import RIGHTS
+
+pytestmark = [pytest.mark.xdist_group("operator"), pytest.mark.timeout(240)]
+
+PODS = ["digits-1-0", "digits-1-1"]
+# No fault here may cost more requests than this: a loop without a wait makes hundreds in the same time.
+REQUESTS_MAX = 80
+
+
+@pytest.fixture(autouse=True)
+def _no_hot_loop(api: FaultyApi) -> Iterator[None]:
+    yield
+    for what, count in api.requests().items():
+        if "selfsubject" not in what:
+            assert count < REQUESTS_MAX, f"{count} x {what}"
+
+
+def passes(seconds: float) -> None:
+    """Time in which nothing may happen."""
+    end = time.monotonic() + seconds
+    until(lambda: time.monotonic() > end, "time passes", seconds + 5)
+
+
+def runs_to_its_end(namespace: Namespace) -> None:
+    """Two pods and no more are made, run, and complete."""
+    namespace.has_pods(*PODS, seconds=60)
+    uids = namespace.uids()
+    namespace.runs(*PODS)
+    namespace.reaches("Running", seconds=60)
+    for pod in PODS:
+        namespace.exits(pod)
+    namespace.reaches("Succeeded", seconds=60)
+    assert namespace.uids() == uids
+
+
+# ------------------------------------------------------------------------------------------------ writes that fail
+
+REFUSALS = {
+    "the status is answered with 429": ("update ddpjobs/status", 429, {"Retry-After": "1"}, 3),
+    "a pod is answered with 429": ("create pods", 429, {"Retry-After": "1"}, 4),
+    "the Service is answered with 503": ("create services", 503, {"Retry-After": "1"}, 4),
+    "the status is answered with 500": ("update ddpjobs/status", 500, {}, 3),
+    "a pod is answered with 500": ("create pods", 500, {}, 5),
+    "the Service is answered with 504": ("create services", 504, {}, 3),
+    "a longer wait is asked for than one request may last": ("create pods", 429, {"Retry-After": "12"}, 1),
+}
+
+
+@pytest.mark.parametrize(("what", "status", "headers", "times"), REFUSALS.values(), ids=REFUSALS)
+def test_a_job_starts_though_at_first(
+    namespace: Namespace, operator: Operator, what: str, status: int, headers: dict[str, str], times: int
+) -> None:
+    began = time.monotonic()
+    fault = namespace.api.break_(what, status, headers=headers, times=times)
+    namespace.apply(job())
+    runs_to_its_end(namespace)
+    assert fault.happened == times
+    wait = float(headers.get("Retry-After", 0))
+    assert time.monotonic() - began >= wait, "the server's wait is honoured"
+
+
+@pytest.mark.parametrize("what", ["create services", "create pods", "update ddpjobs/status", "delete pods"])
+def test_a_lost_answer_does_no_harm(namespace: Namespace, operator: Operator, what: str) -> None:
+    fault = namespace.api.break_(what, lost=True)
+    namespace.apply(job())
+    namespace.has_pods(*PODS)
+    namespace.runs(*PODS)
+    namespace.reaches("Running")
+    uids = namespace.uids()
+    namespace.kubectl("patch", "ddp", "digits", "--type=merge", "-p", '{"spec": {"suspend": true}}')
+    namespace.reaches("Suspended")
+    until(lambda: not namespace.pods(), "the pods are deleted")
+    assert sorted(uids) == PODS, "none was made twice"
+    assert fault.happened == 1
+    assert namespace.events().count("Suspended") <= 1
+
+
+def test_a_job_that_others_change_all_the_time_still_runs_to_its_end(namespace: Namespace, operator: Operator) -> None:
+    changes = 0
+
+    def change(_: Seen) -> bool:
+        nonlocal changes
+        if changes < 3:
+            changes += 1
+            label = {"metadata": {"labels": {"changed": str(changes)}}}
+            kubectl("patch", "ddp", "digits", "-n", namespace.name, "--type=merge", f"-p={label}".replace("'", '"'))
+        return False
+
+    # Between the operator's look and its write.
+    namespace.api.break_("update ddpjobs/status", 500, where=change)
+    namespace.apply(job())
+    runs_to_its_end(namespace)
+    assert changes == 3
+    assert (namespace.job() or {})["metadata"]["labels"] == {"changed": "3"}
+
+
+def test_a_job_replaced_between_look_and_write_is_not_written_over(namespace: Namespace, operator: Operator) -> None:
+    namespace.start()
+    old = (namespace.job() or {})["metadata"]["uid"]
+    namespace.api.break_("update ddpjobs/status", 409, reason="Conflict", times=2)
+    namespace.kubectl("replace", "--force", "-f", "-", stdin=job())
+    until(lambda: (namespace.job() or {}).get("metadata", {}).get("uid") not in (None, old), "it is another job")
+    until(lambda: namespace.status().get("attempt") == 1, "it starts with attempt 1")
+    runs_to_its_end(namespace)
+
+
+# ------------------------------------------------------------------------------------------------ watches that fail
+
+
+def test_what_happens_while_watches_are_closed_is_noticed(namespace: Namespace, operator: Operator) -> None:
+    namespace.start()
+    for _ in range(5):
+        namespace.api.close_watches()
+        passes(0.2)
+    namespace.exits("digits-1-1", 1)
+    assert "rank 1" in namespace.reaches("Failed")
+
+
+@pytest.mark.parametrize("resource", ["pods", "services", "ddpjobs"])
+def test_after_410_it_lists_anew(namespace: Namespace, operator: Operator, resource: str) -> None:
+    namespace.start()
+    lists = namespace.api.requests()[f"list {resource}"]
+    assert namespace.api.close_watches(resource, gone=True) == 1
+    until(lambda: namespace.api.requests()[f"list {resource}"] > lists, "it lists again")
+    for pod in PODS:
+        namespace.exits(pod)
+    namespace.reaches("Succeeded")
+
+
+def test_a_job_deleted_while_no_watch_is_open_leaves_no_ghost(namespace: Namespace, operator: Operator) -> None:
+    namespace.start()
+    for what in ("watch ddpjobs", "watch pods", "list pods", "list ddpjobs"):
+        namespace.api.break_(what, 503, times=float("inf"))
+    namespace.api.close_watches()
+    namespace.kubectl("delete", "ddp", "digits", "--wait=false")
+    until(lambda: namespace.job() is None and not namespace.pods(), "it is gone")
+    namespace.api.mend()
+    namespace.api.close_watches(gone=True)
+    passes(4)
+    began = time.monotonic()
+    passes(3)
+    assert namespace.api.writes(since=began) == []
+    namespace.apply(job())
+    namespace.has_pods(*PODS)
+
+
+def test_an_api_server_that_is_away_for_a_while_costs_nothing(namespace: Namespace, operator: Operator) -> None:
+    uids = namespace.start()
+    verbs = ("list", "watch", "get")
+    for what in [f"{verb} {kind}" for verb in verbs for kind in ("pods", "services", "ddpjobs")]:
+        namespace.api.break_(what, 503, times=float("inf"))
+    namespace.api.break_("update ddpjobs/status", 503, times=float("inf"))
+    namespace.api.close_watches()
+    namespace.exits("digits-1-0")
+    passes(8)
+    assert operator.process.poll() is None
+    namespace.api.mend()
+    namespace.exits("digits-1-1")
+    namespace.reaches("Succeeded", seconds=60)
+    assert namespace.uids() == uids
+
+
+def test_an_old_list_makes_no_pod_look_vanished(
+    namespace: Namespace, operators: Callable[..., Operator], api: FaultyApi
+) -> None:
+    first = operators(namespace.name).watches()
+    old = api.call("GET", f"/api/v1/namespaces/{namespace.name}/pods?labelSelector=training.ddpjob.io/job")
+    assert old["items"] == []
+    uids = namespace.start()
+    # A server that lags: once to a running operator that must list anew, once to one that starts.
+    fault = api.break_("list pods", body=old, times=1)
+    api.close_watches("pods", gone=True)
+    until(lambda: fault.happened, "it lists")
+    passes(2)
+    first.stop()
+    began = time.monotonic()
+    fault = api.break_("list pods", body=old, times=1)
+    operators(namespace.name).watches()
+    assert fault.happened
+    passes(2)
+    writes = [w for w in api.writes(since=began) if "selfsubject" not in w]
+    assert writes == []
+    assert namespace.uids() == uids
+    assert namespace.status()["state"] == "Running"
+
+
+# ------------------------------------------------------------------------------------------------ rights and logins
+
+
+def test_a_token_that_was_rotated_is_read_anew(namespace: Namespace, operators: Callable[..., Operator]) -> None:
+    account(namespace, "operator")
+    first, second = (namespace.kubectl("create", "token", "operator", "--duration=1h").strip() for _ in range(2))
+    operator = operators(namespace.name, token=first).watches()
+    # As a file in a pod: the new one is there before the old one ends.
+    operator.log_in_as(second)
+    every = ("create", "update", "list", "watch", "get")
+    for what in [f"{verb} {kind}" for verb in every for kind in ("pods", "services", "ddpjobs", "ddpjobs/status")]:
+        namespace.api.break_(what, 401, times=float("inf"), where=lambda seen: seen.token == first)
+    namespace.api.close_watches()
+    namespace.apply(job())
+    runs_to_its_end(namespace)
+    assert namespace.api.seen[-1].token == second
+
+
+def test_refused_credentials_are_tried_at_a_calm_pace(namespace: Namespace, operator: Operator) -> None:
+    verbs, kinds = ("list", "watch", "get", "update", "create"), ("pods", "services", "ddpjobs", "ddpjobs/status")
+    for what in [f"{verb} {kind}" for verb in verbs for kind in kinds]:
+        namespace.api.break_(what, 401, times=float("inf"))
+    namespace.api.close_watches()
+    namespace.apply(job())
+    began = time.monotonic()
+    passes(12)
+    assert sum(namespace.api.requests(since=began).values()) < 60
+    namespace.api.mend()
+    runs_to_its_end(namespace)
+
+
+def account(namespace: Namespace, name: str, *, without: tuple[str, str] = ("", "")) -> None:
+    """A service account with the operator's rights in the namespace, perhaps without one (verb, resource)."""
+    rules = []
+    for right in RIGHTS:
+        verbs = [verb for verb in right.verbs if (verb, right.resource) != without]
+        rules += [{"apiGroups": [right.group], "resources": [right.resource], "verbs": verbs}] if verbs else []
+    of_role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
+    subject = {"kind": "ServiceAccount", "name": name, "namespace": namespace.name}
+    rbac = "rbac.authorization.k8s.io/v1"
+    items = [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}},
+        {"apiVersion": rbac, "kind": "Role", "metadata": {"name": name}, "rules": rules},
+        {
+            "apiVersion": rbac,
+            "kind": "RoleBinding",
+            "metadata": {"name": name},
+            "roleRef": of_role,
+            "subjects": [subject],
+        },
+    ]
+    namespace.kubectl("apply", "-f", "-", stdin={"apiVersion": "v1", "kind": "List", "items": items})
+
+
+def test_these_rights_in_one_namespace_are_enough(namespace: Namespace, operators: Callable[..., Operator]) -> None:
+    account(namespace, "operator")
+    token = namespace.kubectl("create", "token", "operator").strip()
+    operator = operators(namespace.name, token=token).watches()
+    namespace.apply(job(ttlSecondsAfterFinished=0))
+    namespace.has_pods(*PODS)
+    namespace.runs(*PODS)
+    namespace.reaches("Running")
+    for pod in PODS:
+        namespace.exits(pod)
+    until(lambda: namespace.job() is None, "it is deleted by its TTL")
+    until(lambda: namespace.events().count("AllNodesCompleted") == 1, "and said so")
+    assert "WARNING" not in operator.log
+
+
+MISSING = [
+    ("create", "pods"),
+    ("list", "pods"),
+    ("watch", "services"),
+    ("update", "ddpjobs/status"),
+    ("list", "ddpjobs"),
+    ("watch", "ddpjobs"),
+    ("create", "events"),
+]
+
+
+@pytest.mark.parametrize(("verb", "resource"), MISSING, ids=[f"{v} {r}" for v, r in MISSING])
+def test_a_missing_right_is_said_in_a_line_and_the_job_runs_once_it_is_given(
+    namespace: Namespace, operators: Callable[..., Operator], verb: str, resource: str
+) -> None:
+    account(namespace, "operator", without=(verb, resource))
+    operator = operators(namespace.name, token=namespace.kubectl("create", "token", "operator").strip())
+    namespace.apply(job())
+
+    def says_so() -> bool:
+        lines = [line for line in operator.log.splitlines() if verb in line and resource.partition("/")[0] in line]
+        return any("may not" in line or "cannot" in line for line in lines)
+
+    until(says_so, f"its log names {verb} {resource}")
+    passes(3)
+    assert operator.process.poll() is None
+    assert len(operator.log.splitlines()) < 25
+    account(namespace, "operator")
+    runs_to_its_end(namespace)
+
+
+def test_a_namespace_without_rights_holds_up_no_other(namespace: Namespace, operators: Callable[..., Operator]) -> None:
+    account(namespace, "operator")
+    token = namespace.kubectl("create", "token", "operator").strip()
+    operator = operators("kube-system", namespace.name, token=token)
+    namespace.apply(job())
+    runs_to_its_end(namespace)
+    assert "DDPJobs in kube-system cannot be listed" in operator.log
+
+
+def test_when_the_crd_is_removed_it_ends_and_a_new_start_waits_for_it(
+    namespace: Namespace, operator: Operator, operators: Callable[..., Operator]
+) -> None:
+    namespace.start()
+    namespace.api.break_("list ddpjobs", 404, reason="NotFound", times=float("inf"))
+    namespace.api.close_watches("ddpjobs", gone=True)
+    assert operator.process.wait(30) == 1
+    assert "so the operator ends" in operator.log
+    second = operators(namespace.name)
+    until(lambda: "is not installed" in second.log, "it waits")
+    namespace.api.mend()
+    for pod in PODS:
+        namespace.exits(pod)
+    namespace.reaches("Succeeded")
+
+
+def test_without_the_crd_it_waits_and_says_how_to_install_it(
+    namespace: Namespace, operators: Callable[..., Operator]
+) -> None:
+    namespace.api.break_("list ddpjobs", 404, reason="NotFound", times=float("inf"))
+    operator = operators(namespace.name)
+    until(lambda: "is not installed: kubectl apply -f " in operator.log, "it says so")
+    passes(4)
+    assert operator.log.count("is not installed") == 1
+    assert operator.process.poll() is None
+    namespace.apply(job())
+    namespace.api.mend()
+    runs_to_its_end(namespace)
+
+
+# ------------------------------------------------------------------------------------------------ at rest
+
+
+def test_fifty_running_jobs_at_rest_cost_no_write(namespace: Namespace, operator: Operator) -> None:
+    names = [f"job-{i}" for i in range(50)]
+    items = [job(name, nodes=1) for name in names]
+    namespace.kubectl("create", "-f", "-", stdin={"apiVersion": "v1", "kind": "List", "items": items})
+    namespace.has_pods(*(f"{name}-1-0" for name in names), seconds=60)
+    namespace.runs(*(f"{name}-1-0" for name in names))
+    for name in names:
+        namespace.reaches("Running", name=name)
+    namespace.api.close_watches()
+    passes(8)  # the last events of the start, and the watches opened anew
+    began, cpu = time.monotonic(), operator.cpu_seconds
+    passes(30)
+    assert namespace.api.writes(since=began) == []
+    assert sum(namespace.api.requests(since=began).values()) <= 10
+    assert operator.cpu_seconds - cpu < 0.5
+    namespace.api.seen.clear()  # the start made 50 of each, as it must
+    path = f"{namespace.jobs_path}/job-0"
+    namespace.api.call("PATCH", path, {"metadata": {"labels": {"a": "b"}}}, MERGE)
+    passes(2)
+    assert namespace.api.writes() == [], "a label is nothing to write about"

@@ -1,0 +1,319 @@
+"""What users of a cluster see, through kubectl, from `apply` to the end and when something is wrong.
+
+Needs kubectl and KUBECONFIG; any cluster will do. Each test has a namespace and an operator process of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from clusters import Namespace, Operator, job, until
+from faulty_api import FaultyApi
+
+from ddpjob_operator import api as types
+
+pytestmark = [pytest.mark.xdist_group("operator"), pytest.mark.timeout(240)]
+
+
+def test_a_job_runs_to_its_end_and_kubectl_shows_how(namespace: Namespace, operator: Operator) -> None:
+    uids = namespace.start()
+    row = namespace.kubectl("get", "ddp", "digits").splitlines()[1].split()
+    assert row[:3] == ["digits", "Running", "2/2"]
+    namespace.exits("digits-1-0")
+    namespace.exits("digits-1-1")
+    assert "condition met" in namespace.kubectl("wait", "--for=condition=Complete", "ddp/digits", "--timeout=20s")
+    assert namespace.shown(".status.state") == "Succeeded"
+    assert namespace.uids() == uids, "a pod that ended stays for kubectl logs"
+    until(lambda: namespace.events()[-1:] == ["AllNodesCompleted"], "the last event says how it ended")
+    assert "all 2 nodes completed" in namespace.kubectl("describe", "ddp", "digits")
+
+
+def test_a_job_owns_its_pods_and_gets_no_finalizer_and_no_annotation(namespace: Namespace, operator: Operator) -> None:
+    namespace.start()
+    found = namespace.job()
+    assert found is not None
+    assert "finalizers" not in found["metadata"]
+    assert list(found["metadata"]["annotations"]) == ["kubectl.kubernetes.io/last-applied-configuration"]
+    namespace.kubectl("delete", "ddp", "digits")
+    until(lambda: not namespace.pods(), "the pods go with their job")
+    service = f"/api/v1/namespaces/{namespace.name}/services/digits"
+    until(lambda: namespace.api.find(service) is None, "the Service goes with its job")
+
+
+def test_a_failed_rank_fails_the_job_with_its_cause_and_stops_the_others(
+    namespace: Namespace, operator: Operator
+) -> None:
+    namespace.start()
+    namespace.exits("digits-1-1", 3, "Traceback\nValueError: no such shard")
+    message = namespace.reaches("Failed", "RankFailed")
+    assert "rank 1 (pod digits-1-1) ended with exit code 3 (ValueError: no such shard)" in message
+    assert namespace.pod_names() == ["digits-1-1"], "the other pod is stopped, the guilty one stays for its log"
+    assert namespace.shown(".status.lastFailure.exitCode") == "3"
+
+
+BAD = {
+    "a field whose work is not there yet": (job(backoffLimit=3), "spec.backoffLimit: restarts are not available yet"),
+    "a misspelled container field": (
+        job(container={"comand": ["torchrun"]}),
+        "spec.template.spec.containers[0].comand: unknown field; did you mean command?",
+    ),
+    "options that contradict the job": (job(container={"command": ["torchrun", "--standalone", "a.py"]}), "standalone"),
+}
+
+
+@pytest.mark.parametrize(("body", "why"), BAD.values(), ids=BAD)
+def test_a_bad_spec_is_a_condition_with_the_reason_and_no_pods(
+    namespace: Namespace, operator: Operator, body: dict[str, Any], why: str
+) -> None:
+    namespace.apply(body)
+    assert why in namespace.reaches("Pending", "InvalidSpec")
+    conditions = {c["type"]: c for c in namespace.status()["conditions"]}
+    assert conditions["Accepted"]["status"] == "False"
+    assert why in conditions["Accepted"]["message"]
+    assert namespace.pods() == []
+    until(lambda: namespace.events() == ["InvalidSpec"], "one event says so")
+
+
+def test_a_spec_that_is_mended_starts(namespace: Namespace, operator: Operator) -> None:
+    namespace.apply(job(backoffLimit=3))
+    namespace.reaches("Pending", "InvalidSpec")
+    namespace.apply(job(backoffLimit=0))
+    namespace.has_pods("digits-1-0", "digits-1-1")
+    conditions = {c["type"]: c["status"] for c in namespace.status()["conditions"]}
+    assert conditions["Accepted"] == "True"
+
+
+# ------------------------------------------------------------------------------------------------ refused creates
+
+
+def test_a_typo_deep_in_the_template_is_refused_in_the_servers_own_words(
+    namespace: Namespace, operator: Operator
+) -> None:
+    namespace.apply(job(container={"resources": {"limit": {"cpu": "1"}}}))
+    message = namespace.reaches("Pending", "CreateRefused")
+    assert "digits-1-0 was refused: " in message
+    assert 'unknown field "spec.containers[0].resources.limit"' in message
+    assert namespace.pods() == []
+
+
+def test_a_quota_of_one_pod_is_said_once_and_the_job_starts_when_it_is_raised(
+    namespace: Namespace, operator: Operator
+) -> None:
+    quota = {"metadata": {"name": "one-pod"}, "spec": {"hard": {"pods": "1"}}}
+    path = f"/api/v1/namespaces/{namespace.name}/resourcequotas/one-pod"
+    namespace.create("resourcequotas", quota)
+    until(lambda: namespace.api.call("GET", path).get("status", {}).get("hard"), "the quota is counted")
+    namespace.apply(job())
+    message = namespace.reaches("Pending", "CreateRefused")
+    assert "digits-1-1 was refused: " in message
+    assert "exceeded quota: one-pod" in message
+    refused = namespace.api.requests()["create pods"]
+    until(lambda: namespace.api.requests()["create pods"] >= refused + 2, "it is tried again")
+    assert namespace.status()["reason"] == "CreateRefused", "a further try changes no word"
+    until(lambda: namespace.events().count("CreateRefused") == 1, "one event says so")
+    writes = [w for w in namespace.api.writes() if "ddpjobs/status" in w]
+    assert len(writes) <= 3, "a further try writes no status"
+    namespace.api.call("DELETE", path)
+    namespace.has_pods("digits-1-0", "digits-1-1")
+
+
+def test_a_pod_that_pod_security_refuses_is_said_in_the_servers_own_words(api: FaultyApi, operators: Any) -> None:
+    restricted = Namespace(api)
+    try:
+        restricted.make(**{"pod-security.kubernetes.io/enforce": "restricted"})
+        operators(restricted.name).watches()
+        restricted.apply(job(container={"securityContext": {"runAsUser": 0}}))
+        message = restricted.reaches("Pending", "CreateRefused")
+        assert 'violates PodSecurity "restricted:latest"' in message
+        assert restricted.pods() == []
+        assert restricted.api.requests()["create pods"] <= 2, "the second pod is not tried in vain"
+    finally:
+        restricted.remove()
+
+
+# ------------------------------------------------------------------------------------------------ names that are taken
+
+
+def test_delete_and_apply_at_once_waits_for_the_old_pods_and_says_so(namespace: Namespace, operator: Operator) -> None:
+    old = namespace.start()
+    namespace.hold("digits-1-0")
+    namespace.kubectl("delete", "ddp", "digits", "--wait=false")
+    namespace.apply(job())
+    message = namespace.reaches("Pending", "WaitingForDeletedJob")
+    assert "digits-1-0" in message
+    assert "of the deleted job of this name" in message
+    namespace.release("digits-1-0")
+    namespace.has_pods("digits-1-0", "digits-1-1")
+    until(lambda: set(namespace.uids().values()).isdisjoint(old.values()), "all pods are new")
+    namespace.runs("digits-1-0", "digits-1-1")
+    namespace.reaches("Running")
+    service = namespace.api.call("GET", f"/api/v1/namespaces/{namespace.name}/services/digits")
+    assert service["metadata"]["ownerReferences"][0]["uid"] == (namespace.job() or {})["metadata"]["uid"]
+
+
+def test_kubectl_replace_force_starts_the_job_anew(namespace: Namespace, operator: Operator) -> None:
+    old = namespace.start()
+    namespace.kubectl("replace", "--force", "-f", "-", stdin=job())
+    names = ["digits-1-0", "digits-1-1"]
+    until(lambda: sorted(namespace.uids()) == names and namespace.uids() != old, "there are new pods")
+    until(lambda: set(namespace.uids().values()).isdisjoint(old.values()), "all of them are new")
+    namespace.runs(*names)
+    namespace.reaches("Running")
+
+
+@pytest.mark.parametrize("kind", ["Pod", "Service"])
+def test_a_foreign_object_is_never_touched_and_the_job_goes_on_when_it_is_gone(
+    namespace: Namespace, operator: Operator, kind: str
+) -> None:
+    plural, name = ("pods", "digits-1-1") if kind == "Pod" else ("services", "digits")
+    spec = job()["spec"]["template"]["spec"] if kind == "Pod" else {"ports": [{"port": 80}]}
+    made = namespace.create(plural, {"metadata": {"name": name}, "spec": spec})
+    namespace.apply(job())
+    message = namespace.reaches("Pending", "NameTaken")
+    assert f"a {kind} named {name} is not this job's. Delete it, or give the job another name" in message
+    path = f"/api/v1/namespaces/{namespace.name}/{plural}/{name}"
+    assert namespace.api.call("GET", path)["metadata"]["uid"] == made["metadata"]["uid"]
+    namespace.kubectl("delete", kind.lower(), name)
+    namespace.has_pods("digits-1-0", "digits-1-1")
+    namespace.runs("digits-1-0", "digits-1-1")
+    namespace.reaches("Running")
+
+
+# ------------------------------------------------------------------------------------------------ a job's life
+
+
+def test_suspend_stops_the_pods_and_resume_starts_a_new_attempt(namespace: Namespace, operator: Operator) -> None:
+    namespace.start()
+    assert namespace.shown(".status.startTime")
+    namespace.kubectl("patch", "ddp", "digits", "--type=merge", "-p", '{"spec": {"suspend": true}}')
+    assert "condition met" in namespace.kubectl("wait", "--for=condition=Suspended", "ddp/digits", "--timeout=20s")
+    until(lambda: not namespace.pods(), "the pods are deleted")
+    assert namespace.shown(".status.startTime") == "", "the clock of activeDeadlineSeconds starts anew"
+    namespace.kubectl("patch", "ddp", "digits", "--type=merge", "-p", '{"spec": {"suspend": false}}')
+    namespace.has_pods("digits-2-0", "digits-2-1")
+    assert namespace.shown(".status.attempt") == "2"
+    assert namespace.shown(".status.startTime")
+
+
+def test_a_job_with_ttl_is_deleted_with_its_pods_when_it_has_finished(namespace: Namespace, operator: Operator) -> None:
+    namespace.start(nodes=1, ttlSecondsAfterFinished=2)
+    namespace.exits("digits-1-0")
+    namespace.reaches("Succeeded")
+    until(lambda: namespace.job() is None, "the job is gone")
+    until(lambda: not namespace.pods(), "its pod is gone")
+
+
+def test_a_job_past_its_deadline_fails_though_nothing_happens(namespace: Namespace, operator: Operator) -> None:
+    namespace.start(activeDeadlineSeconds=4)
+    assert "activeDeadlineSeconds: 4" in namespace.reaches("Failed", "DeadlineExceeded")
+    until(lambda: not namespace.pods(), "its pods are stopped")
+
+
+def test_a_succeeded_pod_that_someone_deletes_does_no_harm(namespace: Namespace, operator: Operator) -> None:
+    namespace.start()
+    namespace.exits("digits-1-0")
+    until(lambda: namespace.status().get("completedNodes") == "0", "the completed rank is recorded")
+    namespace.kubectl("delete", "pod", "digits-1-0")
+    namespace.exits("digits-1-1")
+    namespace.reaches("Succeeded")
+    assert namespace.pod_names() == ["digits-1-1"]
+
+
+def test_a_running_pod_that_someone_deletes_fails_the_job(namespace: Namespace, operator: Operator) -> None:
+    namespace.start()
+    namespace.kubectl("delete", "pod", "digits-1-0")
+    assert "vanished while it ran" in namespace.reaches("Failed", "RankFailed")
+
+
+def test_a_job_deleted_in_the_middle_of_its_creation_leaves_nothing(namespace: Namespace, operator: Operator) -> None:
+    namespace.apply(job(nodes=30))
+    namespace.has_pods("digits-1-0")
+    namespace.kubectl("delete", "ddp", "digits", "--wait=false")
+    until(lambda: not namespace.pods() and namespace.job() is None, "all is gone")
+    assert namespace.pods() == []
+
+
+def test_a_restarted_operator_changes_nothing(
+    namespace: Namespace, operator: Operator, operators: Callable[..., Operator]
+) -> None:
+    uids = namespace.start()
+    operator.kill()
+    began = time.monotonic()
+    operators(namespace.name).watches()
+    namespace.exits("digits-1-0")
+    until(lambda: namespace.status().get("completedNodes") == "0", "the new operator goes on")
+    writes = [w for w in namespace.api.writes(since=began) if "selfsubject" not in w]
+    assert writes == [f"update ddpjobs/status {namespace.name}/digits"]
+    assert namespace.uids() == uids
+
+
+def test_an_operator_that_was_away_while_a_pod_failed_finds_out(
+    namespace: Namespace, operator: Operator, operators: Callable[..., Operator]
+) -> None:
+    namespace.start()
+    operator.stop()
+    namespace.exits("digits-1-1", 1)
+    operators(namespace.name).watches()
+    assert "rank 1" in namespace.reaches("Failed", "RankFailed")
+
+
+def test_a_namespace_deleted_under_a_running_job_costs_the_operator_nothing(
+    namespace: Namespace, operator: Operator
+) -> None:
+    namespace.start()
+    namespace.kubectl("delete", "namespace", namespace.name, "--wait=false")
+    path = f"/api/v1/namespaces/{namespace.name}"
+    until(lambda: namespace.api.find(path) is None, "the namespace is gone", 60)
+    began = time.monotonic()
+    until(lambda: time.monotonic() > began + 3, "a while passes")
+    assert sum(namespace.api.requests(since=began).values()) < 10
+    assert operator.process.poll() is None
+
+
+def test_a_job_in_a_namespace_that_is_not_watched_stays_untouched(namespace: Namespace, operators: Any) -> None:
+    other = Namespace(namespace.api)
+    try:
+        other.make()
+        operators(namespace.name).watches()
+        other.apply(job())
+        namespace.start()
+        assert other.status() == {}
+        assert other.pods() == []
+    finally:
+        other.remove()
+
+
+def test_one_operator_serves_several_namespaces(namespace: Namespace, operators: Any) -> None:
+    other = Namespace(namespace.api)
+    try:
+        other.make()
+        operators(namespace.name, other.name).watches(2)
+        namespace.start()
+        other.start()
+    finally:
+        other.remove()
+
+
+def test_a_job_of_another_controller_stays_untouched(namespace: Namespace, operator: Operator) -> None:
+    namespace.apply(job("others", managedBy="kueue.x-k8s.io/multikueue"))
+    namespace.start()
+    assert namespace.status("others") == {}
+
+
+def test_two_hundred_jobs_at_once_all_start(namespace: Namespace, operator: Operator) -> None:
+    names = [f"job-{i}" for i in range(200)]
+    namespace.kubectl("create", "-f", "-", stdin={"apiVersion": "v1", "kind": "List", "items": [job(n) for n in names]})
+    wanted = {f"{name}-1-{rank}" for name in names for rank in (0, 1)}
+    until(lambda: wanted <= set(namespace.pod_names()), "all 400 pods are there", 90)
+    assert namespace.api.requests()["create pods"] == 400, "none is tried twice"
+    until(
+        lambda: {j["status"].get("reason") for j in namespace.jobs() if "status" in j} == {"Unschedulable"},
+        "all jobs say what they wait for",
+        60,
+    )
+    path = f"/apis/{types.GROUP}/{types.VERSION}/namespaces/{namespace.name}/{types.PLURAL}"
+    namespace.api.call("DELETE", path)
+    until(lambda: not namespace.pods(), "all pods are gone", 90)

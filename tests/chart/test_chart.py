@@ -1,0 +1,311 @@
+"""The Helm chart, as `helm template` renders it: what it asks of a cluster, and which mistakes it refuses."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ddpjob_operator import api, contract
+from ddpjob_operator.kube.access import RIGHTS
+from ddpjob_operator.kube.app import Settings
+from ddpjob_operator.kube.receive import PATH
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "charts" / "ddpjob-operator"
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+OLDEST = "1.29.0"
+
+pytestmark = pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not on the PATH; install Helm 3 or 4")
+
+
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "KUBECONFIG"}
+    return subprocess.run(["helm", *arguments], capture_output=True, text=True, timeout=60, env=environment)
+
+
+def template(*settings: str, kube_version: str = OLDEST) -> subprocess.CompletedProcess[str]:
+    sets = [word for setting in settings for word in ("--set", setting)]
+    return helm("template", "ops", str(CHART), "--namespace", "ddpjob", "--kube-version", kube_version, *sets)
+
+
+@functools.cache
+def objects(*settings: str) -> list[dict[str, Any]]:
+    """What is applied with these values."""
+    done = template(*settings)
+    assert done.returncode == 0, done.stderr
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+def of_kind(kind: str, *settings: str) -> list[dict[str, Any]]:
+    return [document for document in objects(*settings) if document["kind"] == kind]
+
+
+def pod(*settings: str) -> dict[str, Any]:
+    (deployment,) = of_kind("Deployment", *settings)
+    return deployment["spec"]["template"]
+
+
+def container(*settings: str) -> dict[str, Any]:
+    (found,) = pod(*settings)["spec"]["containers"]
+    return found
+
+
+def variables(*settings: str) -> dict[str, str]:
+    return {entry["name"]: entry["value"] for entry in container(*settings)["env"]}
+
+
+def ports(*settings: str) -> dict[str, int]:
+    return {port["name"]: port["containerPort"] for port in container(*settings)["ports"]}
+
+
+def verbs(rules: list[dict[str, Any]]) -> set[tuple[str, str, str]]:
+    """Every (group, resource, verb) that the rules allow."""
+    assert all(rule.keys() == {"apiGroups", "resources", "verbs"} for rule in rules), "no names, no URLs"
+    return {
+        (group, resource, verb)
+        for rule in rules
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+NEEDED = {(right.group, right.resource, verb) for right in RIGHTS for verb in right.verbs}
+NAMESPACED = "watchNamespaces={team-a,team-b}"
+
+
+def test_helm_lint_finds_nothing_to_complain_about() -> None:
+    done = helm("lint", "--strict", str(CHART), "--kube-version", OLDEST)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_operator_may_do_what_it_asks_for_at_its_start_and_nothing_else() -> None:
+    (role,) = [role for role in of_kind("ClusterRole") if not role["metadata"]["name"].startswith("ddpjob-")]
+    assert verbs(role["rules"]) == NEEDED
+    (binding,) = of_kind("ClusterRoleBinding")
+    (account,) = of_kind("ServiceAccount")
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert binding["subjects"] == [
+        {"kind": "ServiceAccount", "name": account["metadata"]["name"], "namespace": "ddpjob"}
+    ]
+    assert pod()["spec"]["serviceAccountName"] == account["metadata"]["name"]
+
+
+def test_no_secret_no_log_and_no_node_is_ever_in_reach() -> None:
+    for role in of_kind("ClusterRole") + of_kind("Role", NAMESPACED):
+        resources = {resource for _, resource, _ in verbs(role["rules"])}
+        assert resources.isdisjoint({"secrets", "pods/log", "pods/exec", "nodes", "configmaps", "*"})
+
+
+def test_with_a_list_of_namespaces_there_is_no_cluster_role_at_all() -> None:
+    kinds = {document["kind"] for document in objects(NAMESPACED)}
+    assert kinds == {"ServiceAccount", "Role", "RoleBinding", "Service", "Deployment"}
+    roles, bindings = of_kind("Role", NAMESPACED), of_kind("RoleBinding", NAMESPACED)
+    for listed in (roles, bindings):
+        assert [document["metadata"]["namespace"] for document in listed] == ["team-a", "team-b"]
+    assert all(verbs(role["rules"]) == NEEDED for role in roles)
+    assert all(binding["subjects"][0]["namespace"] == "ddpjob" for binding in bindings)
+    assert variables(NAMESPACED)["DDPJOB_WATCH_NAMESPACES"] == "team-a,team-b"
+
+
+def test_who_may_edit_or_view_a_namespace_may_edit_or_view_its_jobs() -> None:
+    roles = {role["metadata"]["name"]: role for role in of_kind("ClusterRole")}
+    prefix = "rbac.authorization.k8s.io/aggregate-to-"
+    edit, view = roles["ddpjob-edit"], roles["ddpjob-view"]
+    assert {label for label in edit["metadata"]["labels"] if label.startswith(prefix)} == {
+        f"{prefix}edit",
+        f"{prefix}admin",
+    }
+    assert {label for label in view["metadata"]["labels"] if label.startswith(prefix)} == {f"{prefix}view"}
+    written = {"create", "update", "patch", "delete", "deletecollection"}
+    assert {verb for _, resource, verb in verbs(edit["rules"]) if resource == api.PLURAL} >= written
+    assert not {verb for _, _, verb in verbs(view["rules"])} & written
+
+
+def test_the_status_of_a_job_is_written_by_the_operator_alone() -> None:
+    (edit,) = [role for role in of_kind("ClusterRole") if role["metadata"]["name"] == "ddpjob-edit"]
+    assert {verb for _, resource, verb in verbs(edit["rules"]) if resource.endswith("/status")} == {"get"}
+
+
+def test_the_roles_for_users_can_be_left_out() -> None:
+    assert [role["metadata"]["name"] for role in of_kind("ClusterRole", "userRoles=false")] == ["ops-ddpjob-operator"]
+
+
+def test_the_pod_fits_the_pod_security_profile_restricted() -> None:
+    spec, trainer = pod()["spec"], container()
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["runAsUser"] > 0
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert trainer["securityContext"]["allowPrivilegeEscalation"] is False
+    assert trainer["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+    assert all(volume.keys() <= {"name", "emptyDir"} for volume in spec["volumes"])
+
+
+def test_the_root_is_read_only_and_tmp_is_not() -> None:
+    assert container()["securityContext"]["readOnlyRootFilesystem"] is True
+    assert [mount["mountPath"] for mount in container()["volumeMounts"]] == ["/tmp"]
+
+
+def test_there_are_never_two_operators_at_once() -> None:
+    (deployment,) = of_kind("Deployment")
+    assert (deployment["spec"]["replicas"], deployment["spec"]["strategy"]) == (1, {"type": "Recreate"})
+
+
+@pytest.mark.parametrize("settings", [(), (NAMESPACED, "healthPort=9000", "progress.port=9001", "logLevel=DEBUG")])
+def test_the_operator_understands_what_the_chart_tells_it(settings: tuple[str, ...]) -> None:
+    told = variables(*settings)
+    read = Settings.read(told)
+    assert ",".join(read.namespaces) == told["DDPJOB_WATCH_NAMESPACES"]
+    assert read.health_port == ports(*settings)["health"]
+    assert read.status_url == told["DDPJOB_STATUS_URL"]
+    assert read.log_level == told["DDPJOB_LOG_LEVEL"]
+
+
+def test_trainers_are_told_the_service_that_leads_to_the_receiver() -> None:
+    settings = ("progress.port=9001",)
+    (service,) = of_kind("Service", *settings)
+    (port,) = service["spec"]["ports"]
+    name, told = service["metadata"]["name"], variables(*settings)
+    assert told["DDPJOB_STATUS_URL"] == f"http://{name}.ddpjob.svc:{port['port']}{PATH}"
+    assert ports(*settings)[port["targetPort"]] == int(told["DDPJOB_STATUS_PORT"]) == 9001
+    assert service["spec"]["selector"].items() <= pod(*settings)["metadata"]["labels"].items()
+
+
+def test_the_health_port_is_on_no_service_and_answers_every_probe() -> None:
+    probes = [container()[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")]
+    assert probes == [{"path": "/healthz", "port": "health"}] * 3
+    assert [port["targetPort"] for service in of_kind("Service") for port in service["spec"]["ports"]] == ["status"]
+
+
+def test_progress_can_be_switched_off_as_a_whole() -> None:
+    off = ("progress.enabled=false", "networkPolicy.enabled=true")
+    assert of_kind("Service", *off) == []
+    assert "status" not in ports(*off)
+    assert (variables(*off)["DDPJOB_STATUS_PORT"], variables(*off)["DDPJOB_STATUS_URL"]) == ("0", "")
+    assert of_kind("NetworkPolicy", *off)[0]["spec"]["ingress"] == []
+
+
+def test_a_network_policy_lets_only_trainers_of_the_watched_namespaces_report() -> None:
+    assert of_kind("NetworkPolicy") == []
+    (policy,) = of_kind("NetworkPolicy", "networkPolicy.enabled=true", NAMESPACED)
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    ((rule,),) = [policy["spec"]["ingress"]]
+    assert rule["ports"] == [{"port": "status"}]
+    (peer,) = rule["from"]
+    assert peer["podSelector"]["matchExpressions"] == [{"key": contract.LABEL_JOB, "operator": "Exists"}]
+    assert peer["namespaceSelector"]["matchExpressions"][0]["values"] == ["team-a", "team-b"]
+    (everywhere,) = of_kind("NetworkPolicy", "networkPolicy.enabled=true")
+    assert everywhere["spec"]["ingress"][0]["from"][0]["namespaceSelector"] == {}
+
+
+def test_jobs_on_the_hosts_network_can_be_let_through_by_address() -> None:
+    settings = ("networkPolicy.enabled=true", "networkPolicy.extraFrom[0].ipBlock.cidr=10.0.0.0/16")
+    (policy,) = of_kind("NetworkPolicy", *settings)
+    assert policy["spec"]["ingress"][0]["from"][1] == {"ipBlock": {"cidr": "10.0.0.0/16"}}
+
+
+def test_the_image_is_the_charts_version_or_the_one_that_is_pinned() -> None:
+    assert container()["image"] == f"ddpjob-operator:{chart()['appVersion']}"
+    assert container("image.repository=r.example/op", "image.tag=v2")["image"] == "r.example/op:v2"
+    digest = f"sha256:{'a' * 64}"
+    assert container("image.repository=r.example/op", f"image.digest={digest}")["image"] == f"r.example/op@{digest}"
+
+
+def test_the_chart_and_the_package_have_one_version() -> None:
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert (chart()["version"], chart()["appVersion"]) == (version, version)
+
+
+def test_every_object_carries_the_labels_by_which_it_is_found() -> None:
+    for document in objects() + objects(NAMESPACED, "networkPolicy.enabled=true"):
+        labels = document["metadata"]["labels"]
+        assert labels["app.kubernetes.io/name"] == "ddpjob-operator"
+        assert labels["app.kubernetes.io/instance"] == "ops"
+
+
+def test_names_stay_within_a_dns_label_whatever_the_release_is_called() -> None:
+    done = helm("template", "r" * 53, str(CHART), "--kube-version", OLDEST)
+    assert done.returncode == 0, done.stderr
+    names = [document["metadata"]["name"] for document in yaml.safe_load_all(done.stdout) if document]
+    assert max(map(len, names)) <= 63
+
+
+REFUSED = {
+    "a misspelled value": ("watchNamespace={a}", "watchNamespace"),
+    "a misspelled value inside another": ("image.repo=x", "repo"),
+    "a namespace in capitals": ("watchNamespaces={Team}", "watchNamespaces"),
+    "a namespace as text": ("watchNamespaces=team", "watchNamespaces"),
+    "a namespace twice": ("watchNamespaces={a,a}", "watchNamespaces"),
+    "a privileged port": ("progress.port=80", "port"),
+    "a port as text": ("healthPort=http", "healthPort"),
+    "a digest that is none": ("image.digest=latest", "digest"),
+    "an address without a path": ("progress.url=http://gateway", "url"),
+    "a log level that is none": ("logLevel=LOUD", "logLevel"),
+    "a tag that YAML takes for a number": ("image.tag=2", "tag"),
+    "no image": ("image.repository=", "repository"),
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED, ids=REFUSED.keys())
+def test_it_refuses_and_names(mistake: str) -> None:
+    setting, named = REFUSED[mistake]
+    done = template(setting)
+    assert done.returncode != 0
+    assert named in done.stderr
+
+
+def test_a_cluster_that_is_too_old_is_refused_and_a_managed_one_is_not() -> None:
+    old = template(kube_version="1.28.9")
+    assert old.returncode != 0
+    assert "1.29" in old.stderr
+    assert template(kube_version="1.29.4-gke.100").returncode == 0
+
+
+def test_the_schema_knows_every_value_and_the_values_have_every_setting() -> None:
+    def same(values: Any, schema: dict[str, Any], where: str) -> None:
+        known = schema.get("properties")
+        if known and where != "resources":  # Kubernetes' own field; nothing is set where nothing is meant
+            assert values.keys() == known.keys() - {"global"}, where
+            for name, value in values.items():
+                same(value, known[name], name)
+
+    same(VALUES, SCHEMA, "values")
+
+
+def test_every_value_is_explained_where_it_stands() -> None:
+    ours = (CHART / "values.yaml").read_text().split("# Below:")[0].splitlines()
+    settings = [n for n, line in enumerate(ours) if re.match(r"^ *[a-zA-Z]+: *\S|^[a-zA-Z]+:", line)]
+    open_ones = [ours[n] for n in settings if n == 0 or not ours[n - 1].lstrip().startswith("#")]
+    # A heading's settings are explained one by one; these speak for themselves.
+    headings = {"image:", "serviceAccount:", "progress:", "networkPolicy:"}
+    obvious = {
+        "  pullPolicy: IfNotPresent",
+        "  annotations: {}",
+        "    cpu: 100m",
+        "    memory: 128Mi",
+        "    memory: 512Mi",
+    }
+    assert set(open_ones) <= headings | obvious
+
+
+def test_the_documents_list_every_right_with_its_reason() -> None:
+    table = (ROOT / "docs" / "operations.md").read_text()
+    for right in RIGHTS:
+        row = f"| `{right}` | {', '.join(right.verbs)} | {right.why} |"
+        assert row in table, f"docs/operations.md wants the row\n{row}"
+
+
+def chart() -> dict[str, Any]:
+    read: dict[str, Any] = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    return read

@@ -1,0 +1,206 @@
+"""What users are promised in a cluster, on real pods. kubectl checks what users see."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from clusters import kubectl, until
+from conftest import RELEASE, Space, job
+from shell import Cli
+
+ROOT = Path(__file__).parents[2]
+SLEEP = "import time; time.sleep(1000)"
+SAVES = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(0)))
+print("trains as rank", os.environ["RANK"], flush=True)
+time.sleep(1000)
+"""
+
+
+def done_line(log: str) -> dict[str, Any]:
+    """The last line of an example."""
+    line = next(line for line in log.splitlines() if '"event": "done"' in line)
+    return json.loads(line[line.index("{") :])
+
+
+def test_digits_trains_on_two_nodes_and_ends_exactly_as_it_does_locally(
+    space: Space, tmp_path: Path, nodes: list[str]
+) -> None:
+    """One job serves many assertions: torch takes its time to import."""
+    body = yaml.safe_load((ROOT / "examples/digits.yaml").read_text())
+    body["spec"]["onePodPerNode"] = True
+    space.kubectl("apply", "-f", "-", stdin=body)
+    rows: set[str] = set()
+
+    def complete() -> bool:
+        rows.add(space.kubectl("get", "ddp", "digits", "--no-headers"))
+        return space.status("digits").get("state") in ("Succeeded", "Failed")
+
+    until(complete, "digits ends", 420)
+    assert "condition met" in space.kubectl("wait", "--for=condition=Complete", "ddp/digits", "--timeout=5s")
+    steps = {m[1] for row in rows if (m := re.search(r"(\d+)/1125", row))}
+    assert len(steps) > 1, f"the columns of kubectl get do not move: {rows}"
+    pods = space.pods("digits")
+    assert {p["spec"]["nodeName"] for p in pods.values()} == set(nodes[:2])
+    in_cluster = done_line(space.kubectl("logs", "digits-1-0"))
+
+    cli = Cli(tmp_path)
+    os.symlink(ROOT / "trainer", tmp_path / "trainer")
+    locally = done_line(cli.run("run", ROOT / "examples/digits.yaml", "--status", "status.json").stdout)
+    assert in_cluster == locally, "accuracy, steps, world size and the hash of all parameters"
+
+    status = space.status("digits")
+    assert (status["progress"]["step"], status["progress"]["worldSize"]) == (1125, 2)
+    reasons = [e["reason"] for e in space.get("events", "--field-selector=involvedObject.name=digits")["items"]]
+    assert "AllNodesRun" in reasons
+    assert "AllNodesCompleted" in reasons
+
+    space.kubectl("delete", "ddp", "digits")
+    left = "pods,services,ddpjobs"
+    until(lambda: "No resources found" in space.kubectl("get", left), "delete leaves nothing behind", 90)
+
+
+def test_a_trainer_finds_the_same_variables_here_and_in_a_local_run(space: Space, tmp_path: Path) -> None:
+    script = "import os; print('NAMES', ' '.join(sorted(os.environ)), 'END')"
+    space.kubectl("apply", "-f", "-", stdin=job("names", script))
+    space.reaches("names", "Succeeded")
+    there = set(re.search(r"NAMES (.*) END", space.kubectl("logs", "names-1-1"))[1].split())
+    cli = Cli(tmp_path)
+    local = cli.run("run", cli.file(script, "names"))
+    here = set(re.search(r"\[1:1\] NAMES (.*) END", local.stdout)[1].split())
+
+    def contract(names: set[str]) -> set[str]:
+        own = re.compile(
+            r"(PET_|DDPJOB_|KUBEFLOW_|MASTER_|.*RANK$|.*WORLD_SIZE$|NNODES|NPROC_|OMP_|TORCH_FR|PYTHONUNB)"
+        )
+        return {name for name in names if own.match(name)}
+
+    assert contract(there) == contract(here)
+    assert len(contract(there)) > 25
+
+
+def test_a_gpu_job_gets_one_pod_per_node(space: Space) -> None:
+    gpus = json.loads(kubectl("get", "nodes", "-o", "json"))["items"]
+    if sum(int(n["status"]["allocatable"].get("nvidia.com/gpu", 0)) > 0 for n in gpus) < 2:
+        pytest.skip("fewer than two nodes have an nvidia.com/gpu")
+    body = job("gpus", SLEEP, resources={"limits": {"nvidia.com/gpu": 1, "memory": "128Mi"}})
+    space.kubectl("apply", "-f", "-", stdin=body)
+    space.reaches("gpus", "Running")
+    assert len({p["spec"]["nodeName"] for p in space.pods("gpus").values()}) == 2
+
+
+def test_a_failed_rank_fails_the_job_which_says_who_and_why(space: Space) -> None:
+    script = "import os, time\nif os.environ['RANK'] == '1': raise ValueError('no such shard: 7')\ntime.sleep(1000)"
+    space.kubectl("apply", "-f", "-", stdin=job("failing", script))
+    status = space.reaches("failing", "Failed")
+    assert "rank 1 (pod failing-1-1, node " in status["message"]
+    assert "ValueError: no such shard: 7" in status["message"]
+    assert "raise ValueError" in status["lastFailure"]["logTail"]
+    assert "no such shard" in space.kubectl("logs", "failing-1-1"), "what ended by itself stays for its log"
+    assert "no such shard" in space.kubectl("describe", "ddp", "failing")
+
+
+def test_an_invalid_job_says_why_and_starts_nothing(space: Space) -> None:
+    refused = space.kubectl("apply", "-f", "-", stdin=job("mpi", SLEEP, backend="mpi"), check=False)
+    assert "needs a PyTorch built with MPI" in refused
+    space.kubectl("apply", "-f", "-", stdin=job("early", SLEEP, backoffLimit=3))
+    status = until(lambda: space.status("early"), "the job has a status", 30)
+    assert status["reason"] == "InvalidSpec"
+    assert "spec.backoffLimit: restarts are not available yet" in status["message"]
+    assert space.pods("early") == {}
+
+
+def test_suspend_gives_every_trainer_time_to_save_and_resume_is_a_new_attempt(space: Space) -> None:
+    space.kubectl("apply", "-f", "-", stdin=job("pausing", SAVES))
+    space.reaches("pausing", "Running")
+    space.kubectl("patch", "ddp", "pausing", "--type=merge", "-p", '{"spec":{"suspend":true}}')
+    space.reaches("pausing", "Suspended")
+    until(lambda: not space.pods("pausing"), "all pods have stopped", 60)
+    space.kubectl("patch", "ddp", "pausing", "--type=merge", "-p", '{"spec":{"suspend":false}}')
+    status = space.reaches("pausing", "Running")
+    assert status["attempt"] == 2
+    assert sorted(space.pods("pausing")) == ["pausing-2-0", "pausing-2-1"]
+
+
+def test_delete_and_apply_at_once_works(space: Space) -> None:
+    space.kubectl("apply", "-f", "-", stdin=job("again", SAVES))
+    space.reaches("again", "Running")
+    before = space.get("ddp", "again")["metadata"]["uid"]
+    space.kubectl("delete", "ddp", "again", "--wait=false")
+    until(lambda: "NotFound" in space.kubectl("get", "ddp", "again", check=False), "the job is deleted")
+    space.kubectl("apply", "-f", "-", stdin=job("again", SAVES))
+    space.reaches("again", "Running")
+    assert {p["metadata"]["ownerReferences"][0]["uid"] for p in space.pods("again").values()} != {before}
+
+
+def test_deadline_and_ttl(space: Space) -> None:
+    space.kubectl("apply", "-f", "-", stdin=job("late", SLEEP, activeDeadlineSeconds=5, ttlSecondsAfterFinished=10))
+    assert space.reaches("late", "Failed")["reason"] == "DeadlineExceeded"
+    until(lambda: "NotFound" in space.kubectl("get", "ddp", "late", check=False), "the job is deleted by its TTL", 60)
+
+
+def test_a_succeeded_pod_that_is_deleted_while_its_peers_run_does_no_harm(space: Space) -> None:
+    script = "import os, time\nif os.environ['RANK'] == '1': time.sleep(15)"
+    space.kubectl("apply", "-f", "-", stdin=job("parting", script))
+    until(lambda: space.status("parting").get("completedNodes") == "0", "rank 0 has completed", 60)
+    space.kubectl("delete", "pod", "parting-1-0")
+    space.reaches("parting", "Succeeded")
+    assert sorted(space.pods("parting")) == ["parting-1-1"]
+
+
+def test_a_job_in_a_namespace_that_is_not_watched_stays_untouched(space: Space, operator: str) -> None:
+    """The release is narrowed to one namespace, and widened again."""
+    chart = str(ROOT / "charts/ddpjob-operator")
+    upgrade = ["helm", "upgrade", RELEASE, chart, "-n", operator, "--reuse-values", "--wait", "--timeout", "120s"]
+    other = Space("ddpjob-other")
+    try:
+        subprocess.run([*upgrade, "--set", f"watchNamespaces={{{space.name}}}"], check=True, capture_output=True)
+        assert f"name: {RELEASE}" not in kubectl("get", "clusterroles", "-o", "yaml"), (
+            "namespaced mode has no ClusterRole"
+        )
+        other.kubectl("apply", "-f", "-", stdin=job("outside", SLEEP))
+        space.kubectl("apply", "-f", "-", stdin=job("inside", "pass"))
+        space.reaches("inside", "Succeeded")
+        assert other.status("outside") == {}
+    finally:
+        subprocess.run([*upgrade, "--set", "watchNamespaces=null"], check=True, capture_output=True)
+        other.remove()
+
+
+def test_an_operator_that_is_restarted_in_the_middle_of_a_job_changes_nothing(space: Space, operator: str) -> None:
+    space.kubectl("apply", "-f", "-", stdin=job("steady", SLEEP))
+    space.reaches("steady", "Running")
+    before = {n: p["metadata"]["uid"] for n, p in space.pods("steady").items()}
+    status = space.status("steady")
+    kubectl("-n", operator, "rollout", "restart", "deployment")
+    kubectl("-n", operator, "rollout", "status", "deployment", "--timeout=80s")
+    space.kubectl("apply", "-f", "-", stdin=job("probe", "pass", nodes=1))
+    space.reaches("probe", "Succeeded")
+    assert {n: p["metadata"]["uid"] for n, p in space.pods("steady").items()} == before
+    assert space.status("steady") == status
+
+
+def test_a_job_survives_an_api_server_that_is_away_for_20_seconds(space: Space) -> None:
+    """DDPJOB_TEST_API_STOP and DDPJOB_TEST_API_START are commands that take the API server away and give it back."""
+    stop, start = (os.environ.get(f"DDPJOB_TEST_API_{what}", "") for what in ("STOP", "START"))
+    if not stop or not start:
+        pytest.skip("DDPJOB_TEST_API_STOP and DDPJOB_TEST_API_START do not say how to take the API server away")
+    space.kubectl("apply", "-f", "-", stdin=job("lonely", "import time; time.sleep(35)"))
+    space.reaches("lonely", "Running")
+    before = {n: p["metadata"]["uid"] for n, p in space.pods("lonely").items()}
+    subprocess.run(shlex.split(stop), check=True, capture_output=True)
+    time.sleep(20)  # the time itself is what is tested
+    subprocess.run(shlex.split(start), check=True, capture_output=True)
+    until(lambda: kubectl("get", "--raw", "/readyz", check=False).strip() == "ok", "the API server is back", 60)
+    space.reaches("lonely", "Succeeded", 120)
+    assert {n: p["metadata"]["uid"] for n, p in space.pods("lonely").items()} == before

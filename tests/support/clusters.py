@@ -1,0 +1,308 @@
+"""A namespace in a real cluster, an operator process that watches it, and kubectl to see what users see.
+
+Any cluster will do. The pods of these tests never get a node: they ask for one that is not there, and the test writes
+their status, as a kubelet would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from faulty_api import OWN_TOKEN, FaultyApi
+
+from ddpjob_operator import api as types
+
+CRD = Path(__file__).parents[2] / "charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml"
+JOBS = f"/apis/{types.GROUP}/{types.VERSION}/namespaces/{{}}/{types.PLURAL}"
+WAIT_SECONDS = 30.0
+MERGE = "application/merge-patch+json"
+T = TypeVar("T")
+
+
+def until(look: Callable[[], T | None], what: str, seconds: float = WAIT_SECONDS) -> T:
+    """What `look` gives once it is true. Fails with `what` after `seconds`."""
+    end = time.monotonic() + seconds
+    while True:
+        found = look()
+        if found:
+            return found
+        if time.monotonic() > end:
+            pytest.fail(f"not within {seconds:g} s: {what}")
+        time.sleep(0.05)
+
+
+def kubectl(*arguments: str, stdin: object = None, check: bool = True) -> str:
+    """stdout and stderr together. Asserts that it succeeds."""
+    done = subprocess.run(
+        ["kubectl", "--request-timeout=20s", *arguments],
+        input=None if stdin is None else json.dumps(stdin),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0 or not check, f"kubectl {' '.join(arguments)}: {done.stdout}"
+    return done.stdout
+
+
+def skip_without_cluster() -> None:
+    """These tests never use a cluster that was not named for them."""
+    if not os.environ.get("KUBECONFIG"):
+        pytest.skip("KUBECONFIG is not set; these tests never use a cluster that was not named for them")
+    if not shutil.which("kubectl"):
+        pytest.skip("kubectl is not on the PATH")
+    answer = kubectl("get", "--raw", "/readyz", check=False)
+    if answer.strip() != "ok":
+        pytest.skip(f"the cluster in KUBECONFIG does not answer: {answer.strip()}")
+
+
+@contextlib.contextmanager
+def installed_crd() -> Iterator[None]:
+    """The CRD, removed afterwards if it was not there before."""
+    was_there = "NotFound" not in kubectl("get", "-f", str(CRD), check=False)
+    kubectl("apply", "-f", str(CRD))
+    kubectl("wait", "--for=condition=Established", "--timeout=20s", "-f", str(CRD))
+    try:
+        yield
+    finally:
+        if not was_there:
+            kubectl("delete", "-f", str(CRD), "--ignore-not-found", check=False)
+
+
+def job(name: str = "digits", *, container: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
+    """A job whose pods find no node."""
+    trainer = {"name": "trainer", "image": "busybox", "command": ["torchrun", "train.py"]} | (container or {})
+    pod = {"containers": [trainer], "nodeSelector": {"ddpjob.test/no-such-node": "true"}}
+    return {
+        "apiVersion": types.API_VERSION,
+        "kind": types.KIND,
+        "metadata": {"name": name},
+        "spec": {"nodes": 2, "template": {"spec": pod}} | copy.deepcopy(spec),
+    }
+
+
+class Namespace:
+    """A namespace of the test."""
+
+    def __init__(self, api: FaultyApi, name: str = "") -> None:
+        self.api = api
+        self.name = name or f"ddpjob-test-{uuid.uuid4().hex[:8]}"
+        self.jobs_path = JOBS.format(self.name)
+
+    def make(self, **labels: str) -> Namespace:
+        self.api.call("POST", "/api/v1/namespaces", {"metadata": {"name": self.name, "labels": labels}})
+        # Pods are refused until the controller has made it.
+        path = f"/api/v1/namespaces/{self.name}/serviceaccounts/default"
+        until(lambda: self.api.find(path), "the namespace has its default service account")
+        return self
+
+    def remove(self) -> None:
+        """Finalizers that a test has put on pods go first."""
+        with contextlib.suppress(Exception):
+            for pod in self.pods():
+                if pod["metadata"].get("finalizers"):
+                    self.release(pod["metadata"]["name"])
+        kubectl("delete", "namespace", self.name, "--wait=false", "--ignore-not-found", check=False)
+
+    def kubectl(self, *arguments: str, stdin: object = None, check: bool = True) -> str:
+        return kubectl(f"--namespace={self.name}", *arguments, stdin=stdin, check=check)
+
+    def apply(self, body: dict[str, Any]) -> None:
+        self.kubectl("apply", "-f", "-", stdin=body)
+
+    def create(self, kind: str, body: dict[str, Any]) -> Any:
+        """A core object: pods, services, resourcequotas."""
+        return self.api.call("POST", f"/api/v1/namespaces/{self.name}/{kind}", body)
+
+    # ---------------------------------------------------------------- what is there
+
+    def pods(self) -> list[dict[str, Any]]:
+        found = self.api.call("GET", f"/api/v1/namespaces/{self.name}/pods")["items"]
+        return sorted(found, key=lambda p: str(p["metadata"]["name"]))
+
+    def pod_names(self) -> list[str]:
+        return [p["metadata"]["name"] for p in self.pods()]
+
+    def uids(self) -> dict[str, str]:
+        return {p["metadata"]["name"]: p["metadata"]["uid"] for p in self.pods()}
+
+    def job(self, name: str = "digits") -> dict[str, Any] | None:
+        found: dict[str, Any] | None = self.api.find(f"{self.jobs_path}/{name}")
+        return found
+
+    def status(self, name: str = "digits") -> dict[str, Any]:
+        return (self.job(name) or {}).get("status") or {}
+
+    def jobs(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.api.call("GET", self.jobs_path)["items"]
+        return found
+
+    def shown(self, path: str, name: str = "digits") -> str:
+        """What kubectl shows under a JSONPath of the job."""
+        return self.kubectl("get", "ddp", name, "-o", f"jsonpath={{{path}}}")
+
+    def events(self, name: str = "digits") -> list[str]:
+        """Reasons, in order."""
+        found = self.api.call("GET", f"/api/v1/namespaces/{self.name}/events")["items"]
+        ours = [e for e in found if e["involvedObject"]["name"] == name and e["involvedObject"]["kind"] == types.KIND]
+        return [e["reason"] for e in sorted(ours, key=lambda e: int(e["metadata"]["resourceVersion"]))]
+
+    def reaches(self, state: str, reason: str = "", name: str = "digits", seconds: float = WAIT_SECONDS) -> str:
+        """Waits for a state (and reason); gives the message."""
+        status: dict[str, Any] = {}
+
+        def there() -> bool:
+            nonlocal status
+            status = self.status(name)
+            return status.get("state") == state and reason in ("", status.get("reason"))
+
+        try:
+            until(there, f"{name} is {state} {reason}", seconds)
+        except pytest.fail.Exception:
+            pytest.fail(f"{name} is not {state} {reason} after {seconds:g} s, but: {status}")
+        return str(status.get("message", ""))
+
+    # ---------------------------------------------------------------- what a kubelet and its users do
+
+    def set_pod(self, name: str, phase: str, state: dict[str, Any]) -> None:
+        container = {"name": "trainer", "image": "busybox", "imageID": "", "restartCount": 0}
+        container |= {"ready": "running" in state, "started": "running" in state, "state": state}
+        status = {"phase": phase, "containerStatuses": [container]}
+        path = f"/api/v1/namespaces/{self.name}/pods/{name}/status"
+        self.api.call("PATCH", path, {"status": status}, MERGE)
+
+    def runs(self, *names: str) -> None:
+        """These pods' trainers run."""
+        for name in names:
+            self.set_pod(name, "Running", {"running": {"startedAt": _now()}})
+
+    def exits(self, name: str, code: int = 0, message: str = "") -> None:
+        """This pod's trainer ends by itself."""
+        ended = {"exitCode": code, "reason": "Error" if code else "Completed", "finishedAt": _now(), "message": message}
+        self.set_pod(name, "Failed" if code else "Succeeded", {"terminated": ended})
+
+    def hold(self, *names: str) -> None:
+        """These pods stay after their deletion until they are released, as if they took their time to stop."""
+        for name in names:
+            self._finalizers(name, ["ddpjob.test/hold"])
+
+    def release(self, *names: str) -> None:
+        for name in names:
+            self._finalizers(name, [])
+
+    def has_pods(self, *names: str, seconds: float = WAIT_SECONDS) -> None:
+        until(lambda: set(names) <= set(self.pod_names()), f"{', '.join(names)} are created", seconds)
+
+    def start(self, name: str = "digits", **spec: Any) -> dict[str, str]:
+        """A job that runs; gives its pods' uids."""
+        self.apply(job(name, **spec))
+        names = [f"{name}-1-{rank}" for rank in range(spec.get("nodes", 2))]
+        self.has_pods(*names)
+        self.runs(*names)
+        self.reaches("Running", name=name)
+        return {k: v for k, v in self.uids().items() if k in names}
+
+    def _finalizers(self, name: str, names: list[str]) -> None:
+        path = f"/api/v1/namespaces/{self.name}/pods/{name}"
+        self.api.call("PATCH", path, {"metadata": {"finalizers": names}}, MERGE)
+
+
+class Operator:
+    """The operator as a process, behind the proxy."""
+
+    def __init__(self, api: FaultyApi, *namespaces: str, token: str = OWN_TOKEN, kubeconfig: str = "") -> None:
+        self._api = api
+        self._folder = tempfile.TemporaryDirectory()
+        self.log_file = Path(self._folder.name, "operator.log")
+        self.kubeconfig = Path(self._folder.name, "kubeconfig")
+        self.log_in_as(token)
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("DDPJOB_")}
+        environment |= {
+            "KUBECONFIG": kubeconfig or str(self.kubeconfig),
+            "DDPJOB_WATCH_NAMESPACES": ",".join(namespaces),
+            "DDPJOB_HEALTH_PORT": "0",
+            "PYTHONUNBUFFERED": "1",
+        }
+        self._started = time.monotonic()
+        with self.log_file.open("wb") as log:
+            command = [sys.executable, "-m", "ddpjob_operator"]
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+    def log_in_as(self, token: str) -> None:
+        """Writes the kubeconfig, as whoever rotates a token does."""
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "test",
+            "clusters": [{"name": "test", "cluster": {"server": self._api.url}}],
+            "users": [{"name": "test", "user": {"token": token}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+        }
+        self.kubeconfig.write_text(json.dumps(config))
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    @property
+    def memory_bytes(self) -> int:
+        """Resident set."""
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def watches(self, jobs: int = 1) -> Operator:
+        """Once it watches pods, services and jobs (in so many namespaces)."""
+
+        def there() -> bool:
+            assert self.process.poll() is None, f"the operator has ended: {self.log}"
+            seen = self._api.requests(since=self._started)
+            return all(seen[f"watch {what}"] >= jobs for what in ("pods", "services", "ddpjobs"))
+
+        until(there, f"the operator watches; its log: {self.log}")
+        return self
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        self.process.terminate()
+        try:
+            return self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(5)
+            raise
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.wait(5)
+
+    def __enter__(self) -> Operator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.stop()
+        self._folder.cleanup()
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

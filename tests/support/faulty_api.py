@@ -1,0 +1,253 @@
+"""A proxy before a real API server that breaks what a test wants broken, and counts what goes through.
+
+It listens on loopback without TLS. Whoever comes with the token `cluster` is let in with the identity of KUBECONFIG;
+any other token is passed on as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from ddpjob_operator.kube.login import login
+
+OWN_TOKEN = "cluster"
+NOT_COUNTED = "X-By-The-Test"
+_HOP = {"host", "authorization", "content-length", "transfer-encoding", "connection", NOT_COUNTED.lower()}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One request of the operator."""
+
+    verb: str
+    resource: str
+    """pods, ddpjobs/status: as RBAC calls it."""
+    namespace: str
+    name: str
+    at: float
+    token: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.resource}"
+
+    @property
+    def writes(self) -> bool:
+        return self.verb in ("create", "update", "patch", "delete")
+
+
+@dataclass
+class Fault:
+    """What happens to the next `times` requests that are `str(seen) == what`.
+
+    Either an answer (status, body, headers) without asking the server; or `lost`: the server carries it out, and the
+    answer never arrives.
+    """
+
+    what: str
+    status: int = 0
+    message: str = "made by the test"
+    reason: str = "Test"
+    headers: dict[str, str] = field(default_factory=dict)
+    body: dict[str, Any] | None = None
+    lost: bool = False
+    times: float = 1
+    where: Callable[[Seen], bool] = lambda _seen: True
+    happened: int = 0
+
+
+class FaultyApi:
+    """Use as a context manager; all methods may be called from the test's thread."""
+
+    def __init__(self) -> None:
+        self.seen: list[Seen] = []
+        self.faults: list[Fault] = []
+        self.url = ""
+        self._watches: dict[web.StreamResponse, tuple[Seen, asyncio.Event]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    def __enter__(self) -> FaultyApi:
+        self._thread.start()
+        self._run(self._start())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._run(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+
+    # ---------------------------------------------------------------- what a test says
+
+    def break_(self, what: str, status: int = 0, **more: Any) -> Fault:
+        """See Fault."""
+        fault = Fault(what, status, **more)
+        self.faults.append(fault)
+        return fault
+
+    def mend(self) -> None:
+        """No faults from now on."""
+        self.faults.clear()
+
+    def close_watches(self, resource: str = "", *, gone: bool = False) -> int:
+        """Ends the watches of a resource, or of all; gone: with an ERROR event of 410. Returns how many."""
+        return self._run(self._close_watches(resource, gone))
+
+    def requests(self, *, since: float = 0.0) -> collections.Counter[str]:
+        """How often each verb on each resource was asked for."""
+        return collections.Counter(str(s) for s in self.seen if s.at >= since)
+
+    def writes(self, *, since: float = 0.0) -> list[str]:
+        """All that was to change something."""
+        return [f"{s} {s.namespace}/{s.name}" for s in self.seen if s.writes and s.at >= since]
+
+    # ---------------------------------------------------------------- for the test's own requests
+
+    def call(self, method: str, path: str, body: object = None, kind: str = "application/json") -> Any:
+        """A request with the identity of KUBECONFIG that is not counted. Raises HTTPError."""
+        headers = {"Authorization": f"Bearer {OWN_TOKEN}", NOT_COUNTED: "1", "Content-Type": kind}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return json.loads(response.read())
+
+    def find(self, path: str) -> Any:
+        """An object, or None."""
+        try:
+            return self.call("GET", path)
+        except urllib.error.HTTPError as error:
+            if error.code == 404:
+                return None
+            raise
+
+    # ---------------------------------------------------------------- the proxy
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+    async def _start(self) -> None:
+        self._info = login()
+        connector = aiohttp.TCPConnector(limit=0, ssl=self._info.as_ssl_context())
+        self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
+        app = web.Application(client_max_size=2**24)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def _stop(self) -> None:
+        await self._close_watches("", gone=False)
+        await self._runner.cleanup()
+        await self._session.close()
+
+    async def _close_watches(self, resource: str, gone: bool) -> int:
+        count = 0
+        for response, (seen, closed) in list(self._watches.items()):
+            if resource in ("", seen.resource):
+                if gone:
+                    status = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
+                    await response.write(json.dumps({"type": "ERROR", "object": status}).encode() + b"\n")
+                closed.set()
+                count += 1
+        return count
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        seen = read(request.method, request.path, dict(request.query), token)
+        if NOT_COUNTED in request.headers:
+            return await self._pass_on(request, seen)
+        self.seen.append(seen)
+        fault = next((f for f in self.faults if f.what == str(seen) and f.times > 0 and f.where(seen)), None)
+        if fault is None:
+            return await self._pass_on(request, seen)
+        fault.times -= 1
+        fault.happened += 1
+        if fault.lost:
+            await self._pass_on(request, seen)
+            assert request.transport is not None
+            request.transport.abort()
+        body = fault.body or {
+            "kind": "Status",
+            "apiVersion": "v1",
+            "status": "Failure",
+            "code": fault.status,
+            "reason": fault.reason,
+            "message": fault.message,
+        }
+        return web.json_response(body, status=fault.status or 200, headers=fault.headers)
+
+    async def _pass_on(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOP}
+        own = seen.token == OWN_TOKEN
+        headers |= self._info.as_http_headers() if own else {"Authorization": f"Bearer {seen.token}"}
+        url = self._info.server.rstrip("/") + request.raw_path
+        async with self._session.request(
+            request.method, url, data=await request.read() or None, headers=headers
+        ) as answer:
+            if seen.verb == "watch" and answer.status == 200:
+                return await self._stream(request, seen, answer)
+            kept = {k: v for k, v in answer.headers.items() if k.lower() in ("content-type", "retry-after")}
+            if "Content-Encoding" in answer.headers:
+                kept["Content-Encoding"] = answer.headers["Content-Encoding"]
+            return web.Response(status=answer.status, body=await answer.read(), headers=kept)
+
+    async def _stream(self, request: web.Request, seen: Seen, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        closed = asyncio.Event()
+        self._watches[response] = (seen, closed)
+        copying = asyncio.ensure_future(_copy(answer, response))
+        closing = asyncio.ensure_future(closed.wait())
+        try:
+            await asyncio.wait({copying, closing}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            del self._watches[response]
+            for task in (copying, closing):
+                task.cancel()
+            await asyncio.gather(copying, closing, return_exceptions=True)
+        with contextlib.suppress(ConnectionError):
+            await response.write_eof()
+        return response
+
+
+async def _copy(answer: aiohttp.ClientResponse, response: web.StreamResponse) -> None:
+    with contextlib.suppress(ConnectionError, aiohttp.ClientError):
+        async for chunk in answer.content.iter_any():
+            await response.write(chunk)
+
+
+def read(method: str, path: str, query: dict[str, str], token: str = "") -> Seen:
+    """Verb, resource, namespace and name of a request."""
+    parts = [p for p in path.split("/") if p]
+    parts = parts[2:] if parts[:1] == ["api"] else parts[3:] if parts[:1] == ["apis"] else []
+    namespace = ""
+    if len(parts) > 2 and parts[0] == "namespaces":
+        namespace, parts = parts[1], parts[2:]
+    resource, name = [*parts, "", ""][:2]
+    if len(parts) > 2:
+        resource += f"/{parts[2]}"
+    verb = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}.get(method, "get")
+    if verb == "get" and resource and not name:
+        verb = "watch" if query.get("watch") == "true" else "list"
+    return Seen(verb, resource or path, namespace, name, time.monotonic(), token)
+
+
+@contextlib.contextmanager
+def faulty_api() -> Iterator[FaultyApi]:
+    """A proxy that is stopped at the end."""
+    with FaultyApi() as api:
+        yield api

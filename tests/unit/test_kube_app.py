@@ -1,0 +1,184 @@
+"""Settings, whom the receiver believes, and how long a refused create waits."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+from typing import Any
+
+import pytest
+from worlds import START, UID, manifest
+
+from ddpjob_operator.kube.app import ErrorBackoffs, Operator, Settings
+from ddpjob_operator.kube.client import ApiError, Client
+from ddpjob_operator.kube.execute import is_absent, is_refusal
+from ddpjob_operator.kube.memory import REFUSED_SECONDS, Memory
+from ddpjob_operator.kube.tokens import BoundPod
+from ddpjob_operator.observed import Report
+
+
+def test_namespaces_are_a_list_with_commas_and_none_means_all() -> None:
+    assert Settings.read({}).namespaces == ()
+    assert Settings.read({"DDPJOB_WATCH_NAMESPACES": " a, b,,a "}).namespaces == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("DDPJOB_HEALTH_PORT", "http"), ("DDPJOB_STATUS_PORT", "70000"), ("DDPJOB_LOG_LEVEL", "LOUD")]
+)
+def test_a_wrong_setting_is_named_with_its_value(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: must be .*{value}"):
+        Settings.read({name: value.lower()})
+
+
+def test_kopf_may_ask_for_its_waits_again_and_again() -> None:
+    waits = ErrorBackoffs()
+    for _ in range(2):
+        again = iter(waits)
+        assert [next(again) for _ in range(7)] == [1, 2, 4, 8, 16, 30, 30]
+
+
+REFUSALS = {
+    "a quota": (ApiError(403, "Forbidden", "exceeded quota"), True),
+    "a bad field": (ApiError(422, "Invalid", "spec.containers[0].image: Required value"), True),
+    "an unknown field": (ApiError(400, "BadRequest", 'unknown field "spec.x"'), True),
+    "a webhook that is down": (ApiError(500, "InternalError", 'failed calling webhook "x"'), True),
+    "a server in trouble": (ApiError(500, "InternalError", "etcdserver: request timed out"), False),
+    "a server that is busy": (ApiError(429, "TooManyRequests", "slow down"), False),
+    "a server that is away": (ApiError(0, "NoAnswer", "connection refused"), False),
+    "a quota that changes under our hands": (ApiError(409, "Conflict", "the object has been modified"), False),
+}
+
+
+@pytest.mark.parametrize(("error", "refused"), REFUSALS.values(), ids=REFUSALS)
+def test_only_what_the_user_can_mend_is_shown_as_refused(error: ApiError, refused: bool) -> None:
+    assert is_refusal(error) is refused
+
+
+def test_a_refused_create_waits_longer_each_time() -> None:
+    memory, now, waits = Memory("u"), START, []
+    for _ in range(len(REFUSED_SECONDS) + 1):
+        memory.refuse("digits-1-0", "no", now)
+        waits.append(round((memory.refusals["digits-1-0"].retry_at - now).total_seconds()))
+        now = memory.refusals["digits-1-0"].retry_at
+    assert waits == [1, 2, 4, 8, 15, 30, 60, 120, 300, 300]
+
+
+def test_the_pods_of_one_round_wait_for_the_same_time() -> None:
+    memory = Memory("u")
+    for rank in range(8):
+        memory.refuse(f"digits-1-{rank}", "no", START)
+    assert {r.retry_at for r in memory.refusals.values()} == {START + dt.timedelta(seconds=1)}
+
+
+def test_a_create_that_succeeds_starts_the_waits_anew() -> None:
+    memory = Memory("u")
+    memory.refuse("digits-1-0", "no", START)
+    memory.created("digits-1-0")
+    memory.refuse("digits-1-0", "no", START)
+    assert memory.refusals["digits-1-0"].retry_at == START + dt.timedelta(seconds=1)
+
+
+def pod(rank: int, owner: str = UID, version: int = 1, **status: Any) -> dict[str, Any]:
+    name = f"digits-1-{rank}"
+    labels = {
+        "training.ddpjob.io/job": "digits",
+        "training.ddpjob.io/attempt": "1",
+        "training.ddpjob.io/rank": str(rank),
+    }
+    return {
+        "metadata": {
+            "name": name,
+            "namespace": "default",
+            "uid": f"uid-{name}",
+            "resourceVersion": str(version),
+            "labels": labels,
+            "ownerReferences": [{"kind": "DDPJob", "name": "digits", "uid": owner, "controller": True}],
+        },
+        "spec": {"containers": [{"name": "trainer"}]},
+        "status": status,
+    }
+
+
+def operator() -> Operator:
+    """One that knows a job of two nodes and its pods."""
+    made = Operator(Settings(), Client())
+    body = manifest()
+    body["metadata"]["resourceVersion"] = "1"
+    made.job_seen(None, body)
+    for rank in (0, 1):
+        made.caches.pods.put(pod(rank))
+    return made
+
+
+def test_only_a_pod_of_the_present_job_is_believed() -> None:
+    async def run() -> None:
+        made = operator()
+        found = made.locate(BoundPod("default", "digits-1-1", "uid-digits-1-1"))
+        assert found is not None
+        assert (found.namespace, found.job, found.rank, found.attempt) == ("default", "digits", 1, 1)
+        assert made.locate(BoundPod("default", "digits-1-1", "another uid")) is None
+        assert made.locate(BoundPod("other", "digits-1-1", "uid-digits-1-1")) is None
+        made.caches.pods.put(pod(1, owner="the uid of a deleted job", version=2))
+        assert made.locate(BoundPod("default", "digits-1-1", "uid-digits-1-1")) is None
+        made.report(found, Report(step=1))  # a job that nobody has looked at yet: no harm
+
+    asyncio.run(run())
+
+
+def due_in(made: Operator) -> float:
+    """Seconds until the job is looked at, after what was due at once is done."""
+    schedule = made._queue.schedule
+    at = schedule.next_at()
+    return float("inf") if at is None else round(at - made._queue._clock(), 1)
+
+
+def test_a_failure_is_looked_at_at_once_and_one_of_several_good_news_after_a_while() -> None:
+    async def run() -> None:
+        made = operator()
+        made_quiet(made)
+        made.caches.pods.put(pod(0, version=2, phase="Running", containerStatuses=[_state(running={})]))
+        assert due_in(made) == 3.0, "one of two runs"
+        made.caches.pods.put(pod(1, version=3, phase="Running", containerStatuses=[_state(running={})]))
+        assert due_in(made) == 0.1, "all run"
+        made_quiet(made)
+        ended = _state(terminated={"exitCode": 1})
+        made.caches.pods.put(pod(0, version=4, phase="Failed", containerStatuses=[ended]))
+        assert due_in(made) <= 0.0, "one has failed"
+        made_quiet(made)
+        made.caches.pods.remove("default", "digits-1-1", "uid-digits-1-1")
+        assert due_in(made) <= 0.0, "one is gone"
+
+    asyncio.run(run())
+
+
+def made_quiet(made: Operator) -> None:
+    """All looks that are due, now or later, are done."""
+    schedule = made._queue.schedule
+    while (at := schedule.next_at()) is not None:
+        key = schedule.pop(at)
+        assert key is not None
+        schedule.done(key, at)
+
+
+def _state(**state: Any) -> dict[str, Any]:
+    return {"name": "trainer", "ready": "running" in state, "state": state}
+
+
+def test_only_a_404_that_names_the_object_means_that_it_is_gone() -> None:
+    assert is_absent(ApiError(404, "NotFound", 'ddpjobs.training.ddpjob.io "digits" not found'), "digits")
+    assert not is_absent(ApiError(404, "NotFound", "the server could not find the requested resource"), "digits")
+    assert not is_absent(ApiError(404, "Unknown", "404 page not found"), "digits")
+
+
+def test_the_probe_names_a_watch_that_does_nothing_and_a_part_that_has_ended() -> None:
+    async def run() -> None:
+        made = Operator(Settings(namespaces=("team",)), Client())
+        assert made.unhealthy() == ""
+        made._reflectors[0].tried_at -= 3600
+        assert made.unhealthy() == "the watch of pods in team has done nothing for 3600 s"
+        made._run("events", asyncio.sleep(0))
+        await asyncio.gather(*made._tasks)
+        assert made.unhealthy() == "events has ended"
+        assert made.broken, "and then the process ends"
+
+    asyncio.run(run())

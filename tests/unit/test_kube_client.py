@@ -1,0 +1,192 @@
+"""What the client does when an API server turns it away, says nothing, or no longer knows it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import kopf
+import pytest
+from aiohttp import web
+
+from ddpjob_operator.kube.client import ApiError, Client, Limits
+from ddpjob_operator.kube.login import LoginError, login
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+FAST = Limits(connect_seconds=1, request_seconds=0.5, silence_seconds=0.2, retry_after_seconds_max=0.5)
+
+
+def status(code: int, message: str = "no", reason: str = "Forbidden", **headers: str) -> web.Response:
+    body = {"kind": "Status", "code": code, "reason": reason, "message": message}
+    return web.json_response(body, status=code, headers=headers)
+
+
+def talk(answer: Answer, use: Callable[[Client], Awaitable[Any]], tokens: list[str] | None = None) -> Any:
+    """What `use` gets from a server that answers so."""
+
+    async def run() -> Any:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            return await answer(request)
+
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        left = list(tokens or ["secret"])
+
+        def log_in() -> kopf.ConnectionInfo:
+            return kopf.ConnectionInfo(server=url, token=left.pop(0) if len(left) > 1 else left[0])
+
+        try:
+            async with Client(log_in, FAST) as client:
+                return await use(client)
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+class Script:
+    """Answers in turn; the last one stays."""
+
+    def __init__(self, *answers: Callable[[], web.StreamResponse]) -> None:
+        self.answers = list(answers)
+        self.asked: list[web.Request] = []
+
+    async def __call__(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(request)
+        return (self.answers.pop(0) if len(self.answers) > 1 else self.answers[0])()
+
+
+def ok() -> web.Response:
+    return web.json_response({"kind": "Pod"})
+
+
+def test_the_servers_own_sentence_is_the_errors() -> None:
+    why = 'pods "a" is forbidden: exceeded quota: one-pod'
+    with pytest.raises(ApiError) as raised:
+        talk(Script(lambda: status(403, why)), lambda c: c.create("/api/v1/namespaces/a/pods", {}))
+    assert (raised.value.status, raised.value.reason, raised.value.message) == (403, "Forbidden", why)
+
+
+@pytest.mark.parametrize("code", [429, 503])
+def test_a_request_that_was_turned_away_waits_as_long_as_the_server_says(code: int) -> None:
+    script = Script(lambda: status(code, **{"Retry-After": "0.1"}), lambda: status(code, **{"Retry-After": "0.1"}), ok)
+    assert talk(script, lambda c: c.create("/pods", {})) == {"kind": "Pod"}
+    assert len(script.asked) == 3
+
+
+def test_a_longer_wait_is_left_to_the_caller() -> None:
+    script = Script(lambda: status(429, **{"Retry-After": "7"}))
+    with pytest.raises(ApiError) as raised:
+        talk(script, lambda c: c.get("/pods"))
+    assert raised.value.retry_after_seconds == 7.0
+    assert len(script.asked) == 1
+
+
+@pytest.mark.parametrize("code", [500, 503, 504, 409, 422])
+def test_a_write_that_may_have_been_carried_out_is_not_sent_again(code: int) -> None:
+    script = Script(lambda: status(code))
+    with pytest.raises(ApiError):
+        talk(script, lambda c: c.create("/pods", {}))
+    assert len(script.asked) == 1
+
+
+def test_a_refused_token_is_read_anew_once() -> None:
+    script = Script(lambda: status(401, reason="Unauthorized"), ok)
+    assert talk(script, lambda c: c.get("/pods"), ["old", "new"]) == {"kind": "Pod"}
+    assert [r.headers["Authorization"] for r in script.asked] == ["Bearer old", "Bearer new"]
+
+
+def test_a_token_that_stays_refused_is_an_error_and_no_loop() -> None:
+    script = Script(lambda: status(401, reason="Unauthorized"))
+    with pytest.raises(ApiError) as raised:
+        talk(script, lambda c: c.get("/pods"))
+    assert raised.value.status == 401
+    assert len(script.asked) == 2
+
+
+def test_a_server_that_does_not_answer_is_an_error_with_the_request() -> None:
+    async def never(_: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(30)
+        return ok()
+
+    with pytest.raises(ApiError, match="GET /pods: the API server did not answer in time") as raised:
+        talk(never, lambda c: c.get("/pods"))
+    assert raised.value.status == 0
+
+
+@pytest.mark.parametrize("text", ["<html>a proxy's page</html>", "[]", ""])
+def test_an_answer_that_is_no_object_is_an_error(text: str) -> None:
+    with pytest.raises(ApiError):
+        talk(Script(lambda: web.Response(text=text)), lambda c: c.get("/pods"))
+
+
+def test_a_proxys_page_is_quoted() -> None:
+    with pytest.raises(ApiError, match="Bad Gateway"):
+        talk(Script(lambda: web.Response(status=502, text="<html>Bad Gateway</html>")), lambda c: c.get("/pods"))
+
+
+def test_a_long_list_is_read_page_by_page() -> None:
+    pages = [
+        {"items": [{"n": 1}], "metadata": {"resourceVersion": "7", "continue": "more"}},
+        {"items": [{"n": 2}], "metadata": {"resourceVersion": "7"}},
+    ]
+    script = Script(*(lambda page=page: web.json_response(page) for page in pages))  # type: ignore[misc]
+    assert talk(script, lambda c: c.list("/pods", "a=b")) == ([{"n": 1}, {"n": 2}], "7")
+    assert [r.query.get("continue") for r in script.asked] == [None, "more"]
+    assert {r.query["labelSelector"] for r in script.asked} == {"a=b"}
+
+
+async def _events(client: Client) -> list[Any]:
+    return [event async for event in client.watch("/pods", "5")]
+
+
+def stream(*chunks: bytes, then: float = 0.0) -> Answer:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for chunk in chunks:
+            await response.write(chunk)
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(then)
+        return response
+
+    return answer
+
+
+def test_events_are_read_however_they_are_cut() -> None:
+    long = "x" * 300_000
+    data = f'{{"type":"ADDED","object":{{"a":"{long}"}}}}\n{{"type":"BOOKMARK","object":{{}}}}\n'.encode()
+    events = talk(stream(data[:100], data[100:200_000], data[200_000:]), _events)
+    assert [e["type"] for e in events] == ["ADDED", "BOOKMARK"]
+
+
+def test_a_watch_that_falls_silent_is_an_error() -> None:
+    with pytest.raises(ApiError, match="did not answer in time"):
+        talk(stream(b'{"type":"BOOKMARK","object":{}}\n', then=5.0), _events)
+
+
+def test_a_resource_version_that_is_too_old_is_told() -> None:
+    error = b'{"type":"ERROR","object":{"kind":"Status","code":410,"reason":"Expired","message":"too old"}}\n'
+    with pytest.raises(ApiError) as raised:
+        talk(stream(error), _events)
+    assert raised.value.gone
+
+
+def test_without_any_credentials_the_error_says_what_was_looked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(LoginError, match="neither KUBECONFIG, nor a service account's token, nor"):
+        login()
+
+
+def test_a_kubeconfig_that_is_not_there_is_an_error_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", "/no/such/file")
+    with pytest.raises(LoginError, match="cannot be used"):
+        login()

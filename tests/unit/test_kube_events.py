@@ -1,0 +1,87 @@
+"""Events are sent once, never in the way, and never in floods."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+from typing import Any
+
+from ddpjob_operator import api
+from ddpjob_operator.kube.client import ApiError
+from ddpjob_operator.kube.events import PASSING_SECONDS, QUEUE_MAX, REPEAT_SECONDS, Events, body
+from ddpjob_operator.plan import Event
+
+JOB = api.Metadata(name="digits", namespace="team", uid="u")
+AT = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
+CREATING, RUN = Event("Normal", "CreatingPods", "creating"), Event("Normal", "AllNodesRun", "2 of 2 nodes run")
+
+
+class Server:
+    def __init__(self) -> None:
+        self.now = 1000.5
+        self.got: list[str] = []
+        self.error: ApiError | None = None
+
+    async def create(self, path: str, body: dict[str, Any]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.got.append(body["reason"])
+
+
+def play(*steps: tuple[float, Event | None], error: ApiError | None = None) -> list[str]:
+    """The reasons that arrive when these events are sent after these seconds."""
+
+    async def run() -> list[str]:
+        server = Server()
+        server.error = error
+        events = Events(server, clock=lambda: server.now)  # type: ignore[arg-type]
+        for seconds, event in steps:
+            server.now += seconds
+            if event is not None:
+                events.send(JOB, (event,), AT)
+            running = asyncio.create_task(events.run())
+            for _ in range(5):
+                await asyncio.sleep(0)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        return server.got
+
+    return asyncio.run(run())
+
+
+def test_the_same_words_about_the_same_job_are_sent_once_in_a_while() -> None:
+    assert play((0, RUN), (1, RUN), (REPEAT_SECONDS - 2, RUN)) == ["AllNodesRun"]
+    assert play((0, RUN), (REPEAT_SECONDS, RUN)) == ["AllNodesRun", "AllNodesRun"]
+
+
+def test_a_state_that_passes_at_once_is_not_told() -> None:
+    assert play((0, CREATING), (1, RUN)) == ["AllNodesRun"]
+
+
+def test_a_state_that_lasts_is_told() -> None:
+    assert play((0, CREATING), (PASSING_SECONDS, None), (1, RUN)) == ["CreatingPods", "AllNodesRun"]
+
+
+def test_a_server_that_takes_no_events_stops_nothing() -> None:
+    assert play((0, RUN), (1, CREATING), (9, None), error=ApiError(403, "Forbidden", "no")) == []
+
+
+def test_what_waits_is_bounded() -> None:
+    events = Events(Server())  # type: ignore[arg-type]
+    for i in range(QUEUE_MAX + 50):
+        events.send(JOB, (Event("Normal", "AllNodesRun", str(i)),), AT)
+    assert len(events._waiting) == QUEUE_MAX
+
+
+def test_an_event_is_as_kubectl_describe_looks_for_it() -> None:
+    made = body(JOB, Event("Warning", "RankFailed", "x" * 5000), AT)
+    assert made["involvedObject"] | {"resourceVersion": ""} == {
+        "apiVersion": "training.ddpjob.io/v1alpha1",
+        "kind": "DDPJob",
+        "name": "digits",
+        "namespace": "team",
+        "uid": "u",
+        "resourceVersion": "",
+    }
+    assert len(made["message"]) == 1024
+    assert made["lastTimestamp"] == "2031-03-05T07:11:13Z"

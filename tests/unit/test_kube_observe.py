@@ -1,0 +1,149 @@
+"""What decisions read of a pod and a Service, for the shapes that an API server and a kubelet give them."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Any
+
+import pytest
+
+from ddpjob_operator import api
+from ddpjob_operator.kube import observe
+from ddpjob_operator.observed import Container
+
+AT = "2031-03-05T07:11:13Z"
+TIME = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
+OWNER = {"apiVersion": api.API_VERSION, "kind": "DDPJob", "name": "digits", "uid": "job-1", "controller": True}
+
+
+def pod(
+    status: dict[str, Any] | None = None, containers: tuple[str, ...] = ("trainer",), **metadata: Any
+) -> dict[str, Any]:
+    labels = {
+        "training.ddpjob.io/job": "digits",
+        "training.ddpjob.io/attempt": "2",
+        "training.ddpjob.io/rank": "3",
+    }
+    return {
+        "metadata": {
+            "name": "digits-2-3",
+            "namespace": "team",
+            "uid": "u",
+            "labels": labels,
+            "ownerReferences": [OWNER],
+        }
+        | metadata,
+        "spec": {"nodeName": "gpu-7", "containers": [{"name": name} for name in containers]},
+        "status": status or {},
+    }
+
+
+def state(name: str = "trainer", **state: Any) -> dict[str, Any]:
+    return {"name": name, "ready": "running" in state, "state": state}
+
+
+ENDED = {"exitCode": 1, "reason": "Error", "message": "the log's end", "finishedAt": AT}
+TRAINERS: dict[str, tuple[dict[str, Any], Container]] = {
+    "a pod that nobody has looked at": ({}, Container("waiting")),
+    "an image that is not there": (
+        {"phase": "Pending", "containerStatuses": [state(waiting={"reason": "ImagePullBackOff", "message": "no"})]},
+        Container("waiting", "ImagePullBackOff", "no"),
+    ),
+    "a trainer that runs": (
+        {"phase": "Running", "containerStatuses": [state(running={"startedAt": AT})]},
+        Container("running", ready=True),
+    ),
+    "a trainer that failed": (
+        {"phase": "Failed", "containerStatuses": [state(terminated=ENDED)]},
+        Container("ended", "Error", "the log's end", exit_code=1, ended_at=TIME),
+    ),
+    "a trainer that is done while its sidecar runs": (
+        {
+            "phase": "Running",
+            "containerStatuses": [state("sidecar", running={}), state(terminated=ENDED | {"exitCode": 0})],
+        },
+        Container("ended", "Error", "the log's end", exit_code=0, ended_at=TIME),
+    ),
+    "an evicted pod without a word of its containers": (
+        {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."},
+        Container("ended", "Evicted", "The node was low on resource: memory."),
+    ),
+    "a pod that succeeded without a word of its containers": (
+        {"phase": "Succeeded"},
+        Container("ended", "Completed", exit_code=0),
+    ),
+    "an init container that cannot start": (
+        {
+            "phase": "Pending",
+            "initContainerStatuses": [state("copy", waiting={"reason": "ErrImagePull", "message": "denied"})],
+            "containerStatuses": [state(waiting={"reason": "PodInitializing"})],
+        },
+        Container("waiting", "ErrImagePull", "init container copy: denied"),
+    ),
+    "an init container that runs": (
+        {
+            "phase": "Pending",
+            "initContainerStatuses": [state("copy", running={})],
+            "containerStatuses": [state(waiting={"reason": "PodInitializing"})],
+        },
+        Container("waiting", "PodInitializing"),
+    ),
+    "an init container that failed": (
+        {
+            "phase": "Failed",
+            "initContainerStatuses": [state("copy", terminated=ENDED)],
+            "containerStatuses": [state(waiting={"reason": "PodInitializing"})],
+        },
+        Container(
+            "ended", "Error", "init container copy ended with exit code 1\nthe log's end", exit_code=1, ended_at=TIME
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("status", "want"), TRAINERS.values(), ids=TRAINERS)
+def test_the_trainers_state(status: dict[str, Any], want: Container) -> None:
+    assert observe.pod(pod(status, ("trainer", "sidecar"))).trainer == want
+
+
+def test_the_trainer_is_the_first_container_where_none_has_the_name() -> None:
+    status = {"containerStatuses": [state("b", running={}), state("a", waiting={"reason": "x"})]}
+    assert observe.pod(pod(status, ("a", "b"))).trainer == Container("waiting", "x")
+
+
+def test_whose_pod_it_is_and_where() -> None:
+    seen = observe.pod(pod({"phase": "Running"}))
+    assert (seen.name, seen.uid, seen.owner_uid, seen.job) == ("digits-2-3", "u", "job-1", "digits")
+    assert (seen.attempt, seen.rank, seen.node, seen.phase) == (2, 3, "gpu-7", "Running")
+
+
+@pytest.mark.parametrize("references", [None, [], [{**OWNER, "controller": False}]])
+def test_a_pod_without_a_controller_is_nobodys(references: Any) -> None:
+    assert observe.pod(pod(ownerReferences=references)).owner_uid == ""
+
+
+@pytest.mark.parametrize("labels", [None, {}, {"training.ddpjob.io/rank": "-1", "training.ddpjob.io/attempt": "x"}])
+def test_labels_that_are_not_ours_are_no_rank_and_no_attempt(labels: Any) -> None:
+    seen = observe.pod(pod(labels=labels))
+    assert (seen.attempt, seen.rank) == (-1, -1)
+
+
+def test_a_deletion_was_asked_for_a_grace_period_before_its_timestamp() -> None:
+    assert observe.pod(pod()).stop_asked_at is None
+    asked = observe.pod(pod(deletionTimestamp=AT, deletionGracePeriodSeconds=30)).stop_asked_at
+    assert asked == TIME - dt.timedelta(seconds=30)
+    assert observe.pod(pod(deletionTimestamp=AT)).stop_asked_at == TIME
+
+
+def test_the_schedulers_sentence_is_kept_while_it_finds_no_node() -> None:
+    why = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": why}
+    assert observe.pod(pod({"conditions": [condition]})).unschedulable == why
+    assert observe.pod(pod({"conditions": [condition | {"status": "True"}]})).unschedulable == ""
+
+
+def test_a_service_of_a_deleted_job_is_told_from_a_strangers() -> None:
+    job = api.Metadata(name="digits", uid="job-2")
+    assert observe.foreign("Service", pod(), job).deleted_job
+    assert not observe.foreign("Service", pod(ownerReferences=[]), job).deleted_job
+    assert not observe.foreign("Service", pod(ownerReferences=[{**OWNER, "name": "other"}]), job).deleted_job

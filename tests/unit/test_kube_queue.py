@@ -1,0 +1,179 @@
+"""When a job is looked at: one look at a time, the earliest wish wins, failures wait longer each time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from ddpjob_operator.kube.queue import BACK_OFF_SECONDS_MAX, Queue, RetryError, Schedule
+
+START = 10_000.25  # a clock that starts at an odd moment
+
+
+def schedule(*wishes: tuple[str, float]) -> Schedule[str]:
+    made: Schedule[str] = Schedule()
+    for key, at in wishes:
+        made.add(key, START + at)
+    return made
+
+
+def test_many_wishes_for_one_job_are_one_look() -> None:
+    jobs = schedule(("a", 0), ("a", 0), ("a", 5), ("a", 0))
+    assert jobs.pop(START) == "a"
+    jobs.done("a", START)
+    assert jobs.pop(START + 100) is None
+
+
+def test_the_earlier_of_two_wishes_wins_whichever_came_first() -> None:
+    for jobs in (schedule(("a", 60), ("a", 5)), schedule(("a", 5), ("a", 60))):
+        assert jobs.next_at() == START + 5
+        assert jobs.pop(START + 4.9) is None
+        assert jobs.pop(START + 5) == "a"
+
+
+def test_jobs_are_looked_at_in_the_order_in_which_they_are_due() -> None:
+    jobs = schedule(("late", 3), ("first", 1), ("second", 1))
+    assert [jobs.pop(START + 3) for _ in range(4)] == ["first", "second", "late", None]
+
+
+def test_a_job_is_never_looked_at_twice_at_a_time() -> None:
+    jobs = schedule(("a", 0))
+    assert jobs.pop(START) == "a"
+    jobs.add("a", START + 1)
+    assert jobs.pop(START + 2) is None
+    jobs.done("a", START + 2)
+    assert jobs.pop(START + 2) == "a", "what was wished in the meantime is due now"
+
+
+def test_a_wish_during_a_look_is_not_lost_when_the_look_fails() -> None:
+    jobs = schedule(("a", 0))
+    jobs.pop(START)
+    jobs.add("a", START)
+    jobs.pop(START)
+    wait = jobs.failed("a", START)
+    assert jobs.pop(START + wait) == "a"
+
+
+def test_a_look_may_wish_for_the_next() -> None:
+    jobs = schedule(("a", 0))
+    jobs.pop(START)
+    jobs.done("a", START, again_at=START + 30)
+    assert jobs.pop(START + 29) is None
+    assert jobs.pop(START + 30) == "a"
+
+
+def test_failures_wait_twice_as_long_each_time_and_never_longer_than_the_bound() -> None:
+    jobs, now, waits = schedule(("a", 0)), START, []
+    for _ in range(12):
+        assert jobs.pop(now) == "a"
+        waits.append(jobs.failed("a", now))
+        now += waits[-1]
+    assert waits[:4] == [0.5, 1.0, 2.0, 4.0]
+    assert waits[-1] == BACK_OFF_SECONDS_MAX
+
+
+def test_a_failing_job_waits_though_events_come() -> None:
+    jobs = schedule(("a", 0))
+    jobs.pop(START)
+    jobs.failed("a", START, at_least=7.0)
+    jobs.add("a", START + 1)
+    assert jobs.pop(START + 6.9) is None
+    assert jobs.pop(START + 7) == "a"
+
+
+def test_a_success_ends_the_back_off() -> None:
+    jobs = schedule(("a", 0))
+    for _ in range(3):
+        now = jobs.next_at() or START
+        jobs.pop(now)
+        jobs.failed("a", now)
+    now = jobs.next_at() or START
+    jobs.pop(now)
+    jobs.done("a", now)
+    jobs.add("a", now)
+    assert jobs.pop(now) == "a"
+    assert jobs.failed("a", now) == 0.5
+
+
+def test_one_failing_job_holds_up_no_other() -> None:
+    jobs = schedule(("a", 0), ("b", 0))
+    jobs.pop(START)
+    jobs.failed("a", START)
+    assert jobs.pop(START) == "b"
+
+
+def test_the_longest_look_is_known() -> None:
+    jobs = schedule(("a", 0), ("b", 0))
+    jobs.pop(START)
+    jobs.pop(START + 5)
+    assert jobs.stuck_seconds(START + 9) == 9
+    jobs.done("a", START + 9)
+    assert jobs.stuck_seconds(START + 9) == 4
+
+
+class Looks:
+    """Looks that wait until the test lets them end."""
+
+    def __init__(self) -> None:
+        self.now = START
+        self.seen: list[str] = []
+        self.under_way = 0
+        self.most = 0
+        self.go = asyncio.Event()
+        self.error: Exception | None = None
+
+    async def __call__(self, key: str) -> float | None:
+        self.seen.append(key)
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        await self.go.wait()
+        self.under_way -= 1
+        if self.error is not None:
+            raise self.error
+        return None
+
+
+async def _run(looks: Looks, queue: Queue[str], until: int) -> None:
+    running = asyncio.create_task(queue.run())
+    for _ in range(1000):
+        await asyncio.sleep(0)
+        if len(looks.seen) >= until:
+            break
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+def test_at_most_so_many_looks_are_under_way() -> None:
+    async def run() -> Looks:
+        looks = Looks()
+        queue: Queue[str] = Queue(looks, clock=lambda: looks.now, looks_max=3)
+        for i in range(10):
+            queue.add(f"job-{i}")
+        asyncio.get_running_loop().call_later(0.05, looks.go.set)
+        running = asyncio.create_task(queue.run())
+        while len(looks.seen) < 10:
+            await asyncio.sleep(0.001)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return looks
+
+    looks = asyncio.run(run())
+    assert looks.most == 3
+    assert sorted(looks.seen) == sorted(f"job-{i}" for i in range(10))
+
+
+@pytest.mark.parametrize("error", [RetryError("the API server is away"), KeyError("a bug")])
+def test_a_look_that_fails_does_not_end_the_queue(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> Looks:
+        looks = Looks()
+        looks.error = error
+        looks.go.set()
+        queue: Queue[str] = Queue(looks, clock=lambda: looks.now)
+        queue.add("a")
+        queue.add("b")
+        await _run(looks, queue, 2)
+        return looks
+
+    assert sorted(asyncio.run(run()).seen) == ["a", "b"]
+    assert ("Traceback" in caplog.text) == isinstance(error, KeyError), "only a bug of ours has a stack"

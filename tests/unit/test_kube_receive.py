@@ -1,0 +1,344 @@
+"""Progress in a cluster: a report counts for the pod that its token proves, and no peer can forge it or wear it out."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import http.client
+import json
+import logging
+import socket
+import threading
+import urllib.request
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpjob.progress import encode, send
+from ddpjob_operator.kube import receive
+from ddpjob_operator.kube.receive import PATH, Receiver, Sender
+from ddpjob_operator.kube.tokens import BadTokenError, BoundPod, NoKeysError
+from ddpjob_operator.observed import Report
+
+BOUND_SECONDS = 10.0
+POD = {rank: BoundPod("default", f"digits-3-{rank}", f"uid-{rank}") for rank in (0, 1)}
+STRANGER = BoundPod("default", "web-7", "uid-web")
+TOKENS = {"token-of-rank-0": POD[0], "token-of-rank-1": POD[1], "token-of-a-stranger": STRANGER}
+
+
+class World:
+    """A receiver on loopback in a thread of its own, what it handed over, and clients of it."""
+
+    def __init__(self) -> None:
+        self.reports: list[tuple[Sender, Report]] = []
+        self.now = 100_000.0
+        self.keys = True
+        self.broken = False
+        self.receiver = Receiver(self.verify, self.locate, self.on_report, clock=lambda: self.now)
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+
+    async def verify(self, token: str) -> BoundPod:
+        if not self.keys:
+            raise NoKeysError("The cluster hides its keys.")
+        if token not in TOKENS:
+            raise BadTokenError("the token's signature is wrong")
+        return TOKENS[token]
+
+    def locate(self, pod: BoundPod) -> Sender | None:
+        rank = next((rank for rank, known in POD.items() if known == pod), None)
+        return None if rank is None else Sender("default", "digits", rank, attempt=3)
+
+    def on_report(self, sender: Sender, report: Report) -> None:
+        if self.broken:
+            raise RuntimeError("a mistake of ours")
+        self.reports.append((sender, report))
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(BOUND_SECONDS)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.receiver.port}{PATH}"
+
+    def client(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.receiver.port, timeout=BOUND_SECONDS)
+
+    def socket(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.receiver.port), timeout=BOUND_SECONDS)
+
+    def post(self, body: object, token: str = "token-of-rank-0", **headers: str) -> tuple[int, str]:
+        with closing(self.client()) as client:
+            return self.post_on(client, body, token, **headers)
+
+    def post_on(
+        self, client: http.client.HTTPConnection, body: object, token: str = "token-of-rank-0", **headers: str
+    ) -> tuple[int, str]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        client.request("POST", PATH, data, {"Authorization": f"Bearer {token}", **headers})
+        answer = client.getresponse()
+        return answer.status, answer.read().decode()
+
+    def raw(self, request: bytes) -> bytes:
+        """All that is answered to these bytes until the receiver closes."""
+        with closing(self.socket()) as connection:
+            connection.sendall(request)
+            return until_closed(connection)
+
+    def head(self, *lines: str) -> bytes:
+        bearer = "Authorization: Bearer token-of-rank-0"
+        return "\r\n".join([f"POST {PATH} HTTP/1.1", "Host: x", bearer, *lines, "", ""]).encode()
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    answer = b""
+    try:
+        while data := connection.recv(65536):
+            answer += data
+    except ConnectionResetError:
+        answer += b"(reset)"
+    return answer
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    world.thread.start()
+    world.run(world.receiver.start("127.0.0.1", 0))
+    yield world
+    world.run(world.receiver.stop())
+    world.loop.call_soon_threadsafe(world.loop.stop)
+    world.thread.join(BOUND_SECONDS)
+    world.loop.close()
+
+
+def kubeflow(metrics: dict[str, object] | None = None, **status: object) -> dict[str, object]:
+    listed = [{"name": name, "value": str(value)} for name, value in (metrics or {}).items()]
+    return {"trainerStatus": {"lastUpdatedTime": "2026-01-01T00:00:00Z", "metrics": listed, **status}}
+
+
+def test_a_report_arrives_with_the_place_of_its_pod(world: World) -> None:
+    assert world.post({"step": 7, "totalSteps": 10}) == (204, "")
+    ((sender, report),) = world.reports
+    assert sender == Sender("default", "digits", 0, 3)
+    assert (report.step, report.total_steps) == (7, 10)
+    assert report.received_at is not None
+
+
+def test_the_place_in_a_body_is_not_believed_for_the_token_proves_another(world: World) -> None:
+    world.post({"step": 7, "attempt": 9, "nodeRank": 0}, "token-of-rank-1")
+    ((sender, report),) = world.reports
+    assert (sender.rank, report.node_rank, report.attempt) == (1, 1, 3)
+
+
+def test_the_trainer_librarys_own_sender_is_understood(world: World, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("token-of-rank-0\n")
+    environment = {"DDPJOB_STATUS_TOKEN_FILE": str(tmp_path / "token")}
+    body = encode({"step": 3, "rank": 0, "worldSize": 2, "metrics": {"loss": "0.5"}, "final": True})
+    assert send(world.url, body, environment) is None
+    assert world.reports[0][1].metrics == {"loss": "0.5"}
+
+
+def test_hugging_faces_trainer_is_understood_and_gets_the_200_that_it_expects(world: World) -> None:
+    data = json.dumps(kubeflow({"current_step": 120, "total_steps": 400}, progressPercentage=30)).encode()
+    headers = {"Authorization": "Bearer token-of-rank-0", "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(world.url, data, headers), timeout=BOUND_SECONDS) as answer:
+        assert answer.status == 200
+    report = world.reports[0][1]
+    assert (report.step, report.total_steps, report.rank, report.attempt) == (120, 400, 0, 3)
+
+
+def test_the_trainers_last_word_ends_at_the_last_step_of_its_own_pod(world: World) -> None:
+    world.post(kubeflow({"total_steps": 400}, progressPercentage=0))
+    world.post(kubeflow(progressPercentage=100))
+    world.post(kubeflow(progressPercentage=50), "token-of-rank-1")
+    assert [(report.step, report.total_steps) for _, report in world.reports] == [(0, 400), (400, 400), (50, 100)]
+
+
+def test_a_kubeflow_status_that_says_nothing_is_taken_and_changes_nothing(world: World) -> None:
+    assert world.post({"trainerStatus": None})[0] == 200
+    assert world.post(kubeflow({"loss": 1}))[0] == 200
+    assert world.reports == []
+
+
+def test_reports_share_a_connection(world: World) -> None:
+    with closing(world.client()) as client:
+        assert [world.post_on(client, {"step": step})[0] for step in (1, 2)] == [204, 204]
+
+
+REFUSED: dict[str, tuple[int, str, Callable[[World], tuple[int, str]]]] = {
+    "the token is another's": (401, "signature", lambda w: w.post({"step": 1}, "of-nobody")),
+    "there is no token": (401, "Authorization", lambda w: w.post({"step": 1}, "")),
+    "the scheme is another": (401, "Authorization", lambda w: w.post({"step": 1}, Authorization="Basic eDp5")),
+    "the pod is no trainer": (403, "no trainer", lambda w: w.post({"step": 1}, "token-of-a-stranger")),
+    "the body is garbage": (400, "malformed", lambda w: w.post(b"garbage")),
+    "the body is empty": (400, "truncated", lambda w: w.post(b"")),
+    "the step is missing": (400, "step", lambda w: w.post({"loss": 1})),
+    "the step is negative": (400, "2^53", lambda w: w.post({"step": -1})),
+    "the text is no UTF-8": (400, "utf-8", lambda w: w.post(b'{"step": 1, "metrics": {"a": "\xff"}}')),
+    "brackets are thousands deep": (400, "recursion", lambda w: w.post(b'{"step": 1, "x": ' + b"[" * 8000)),
+    "the percentage is too high": (400, "100", lambda w: w.post(kubeflow(progressPercentage=150))),
+    "the body is too long": (413, "8192", lambda w: w.post(b"x" * 8193)),
+    "the body is a compressed bomb": (400, "malformed", lambda w: w.post(gzip.compress(b"x" * 2**22), **GZIP)),
+}
+GZIP = {"Content-Encoding": "gzip"}
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=REFUSED.keys())
+def test_a_report_is_refused_with_the_reason_when(world: World, case: str) -> None:
+    status, why, send = REFUSED[case]
+    answered, text = send(world)
+    assert (answered, world.reports) == (status, [])
+    assert why in json.loads(text)["error"]
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", PATH, 405), ("POST", "/metrics", 404)])
+def test_nothing_else_is_served_on_this_port(world: World, method: str, path: str, status: int) -> None:
+    with closing(world.client()) as client:
+        client.request(method, path, headers={"Authorization": "Bearer token-of-rank-0"})
+        assert client.getresponse().status == status
+
+
+def test_a_megabyte_is_refused_before_it_is_read(world: World) -> None:
+    assert b" 413 " in world.raw(world.head("Content-Length: 1048576"))
+
+
+def test_a_body_without_a_length_is_read_to_the_same_bound(world: World) -> None:
+    assert b" 413 " in world.raw(world.head("Transfer-Encoding: chunked") + b"2400\r\n" + b"x" * 0x2400 + b"\r\n")
+    with closing(world.client()) as client:
+        client.request("POST", PATH, iter([b'{"step"', b": 5}"]), {"Authorization": "Bearer token-of-rank-0"})
+        assert client.getresponse().status == 204
+
+
+def test_what_follows_a_refused_request_is_not_read_as_another(world: World) -> None:
+    smuggled = world.head("Content-Length: 11") + b'{"step": 1}'
+    refused = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(smuggled)}\r\n\r\n".encode()
+    assert world.raw(refused + smuggled).count(b"HTTP/1.1") == 1
+    assert world.reports == []
+
+
+def test_while_the_cluster_hides_its_keys_the_answer_is_later(world: World) -> None:
+    world.keys = False
+    status, text = world.post({"step": 1})
+    assert (status, json.loads(text)) == (503, {"error": "The cluster hides its keys."})
+
+
+def test_a_mistake_of_ours_is_answered_and_the_next_report_taken(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.broken = True
+    assert world.post({"step": 1})[0] == 500
+    assert "a progress report was lost" in caplog.text
+    world.broken = False
+    assert world.post({"step": 2})[0] == 204
+
+
+def test_a_pod_that_reports_too_often_is_slowed_down_and_the_others_are_not(world: World) -> None:
+    assert [world.post({"step": step})[0] for step in range(7)] == [204] * 5 + [429] * 2
+    assert world.post({"step": 1}, "token-of-rank-1")[0] == 204
+    world.now += 1
+    assert [world.post({"step": step})[0] for step in (7, 8)] == [204, 429]
+
+
+def test_accounts_of_pods_that_ended_are_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receive, "PODS_REMEMBERED", 1)
+    ended = BoundPod("default", "digits-2-0", "uid-of-an-ended-pod")
+    world.receiver._accounts[ended] = receive.Account(5, 0)
+    assert world.post({"step": 1})[0] == 204
+    assert list(world.receiver._accounts) == [POD[0]]
+
+
+@pytest.mark.parametrize("start", [b"", b"POST /v1/pro", b"POST /v1/progress HTTP/1.1\r\nHost: x\r\nX"])
+def test_a_peer_that_is_slow_to_send_its_headers_is_cut_off(
+    world: World, monkeypatch: pytest.MonkeyPatch, start: bytes
+) -> None:
+    monkeypatch.setattr(receive, "HEADER_SECONDS", 0.1)
+    assert b"HTTP" not in world.raw(start)
+
+
+def test_a_peer_that_is_slow_to_send_its_body_is_cut_off(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(receive, "REQUEST_SECONDS", 0.1)
+    assert b"HTTP" not in world.raw(world.head("Content-Length: 11") + b'{"step"')
+    assert world.run(room(world, 0))
+    assert (world.reports, caplog.text) == ([], ""), "any peer could fill the operator's log"
+
+
+def test_a_trainer_that_is_killed_while_it_sends_leaves_no_trace(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(world.socket()) as connection:
+        connection.sendall(world.head("Content-Length: 11") + b'{"step"')
+        world.run(room(world, 1))
+    assert world.run(room(world, 0))
+    assert world.post({"step": 2})[0] == 204
+    assert (len(world.reports), caplog.text) == (1, "")
+
+
+def test_chunks_that_are_none_are_refused(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    assert b" 400 " in world.raw(world.head("Transfer-Encoding: chunked") + b"zz\r\n{}\r\n")
+    assert caplog.text == ""
+
+
+def test_a_connection_that_falls_silent_after_a_report_is_closed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receive, "IDLE_SECONDS", 0.1)
+    assert world.raw(world.head("Content-Length: 11") + b'{"step": 1}' + b"POST").count(b"HTTP/1.1 204") == 1
+
+
+@pytest.mark.parametrize("bound", ["CONNECTIONS_MAX", "CONNECTIONS_PER_ADDRESS_MAX"])
+def test_connections_beyond_the_bound_are_cut_and_room_comes_back(
+    world: World, monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    monkeypatch.setattr(receive, bound, 3)
+    with ExitStack() as stack:
+        clients = [stack.enter_context(closing(world.client())) for _ in range(3)]
+        assert [world.post_on(client, {"step": 1})[0] for client in clients] == [204] * 3
+        assert b"HTTP" not in world.raw(world.head("Content-Length: 11") + b'{"step": 1}')
+        clients[0].close()
+        assert world.run(room(world, 2)), "a closed connection must make room"
+        assert world.post({"step": 1})[0] == 204
+
+
+async def room(world: World, connections: int) -> bool:
+    """Waits until so few are open, as the loop learns of a close a moment later."""
+    server = world.receiver._server
+    assert server is not None
+    while len(server.connections) > connections:
+        await asyncio.sleep(0)
+    return True
+
+
+def test_a_token_is_never_logged_whatever_is_wrong_with_the_request(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    secret = "eyJhbGciOiJSUzI1NiJ9.secret"
+    world.post({"step": 1}, secret)
+    world.raw(world.head(f"X-Token: {secret}", f"Bad Header {secret}: {secret}"))
+    world.raw(world.head(f"X-Long: {secret * 1000}"))
+    world.raw(f"{secret} {secret}\r\n\r\n".encode())
+    world.broken = True
+    world.post({"step": 1})
+    assert "secret" not in caplog.text
+    assert "token-of-rank-0" not in caplog.text
+
+
+def test_stopping_closes_the_port_and_every_connection(world: World) -> None:
+    port = world.receiver.port
+    with closing(world.client()) as client:
+        world.post_on(client, {"step": 1})
+        world.run(world.receiver.stop())
+        assert client.sock.recv(1) == b""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=BOUND_SECONDS)
+
+
+def test_a_port_that_is_taken_is_said_at_the_start(world: World) -> None:
+    second = Receiver(world.verify, world.locate, world.on_report)
+    with pytest.raises(OSError, match="in use"):
+        world.run(second.start("127.0.0.1", world.receiver.port))
+    world.run(second.stop())

@@ -1,0 +1,128 @@
+"""How a copy of a collection survives what API servers do to watches; time does not pass here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ddpjob_operator.kube.client import ApiError
+from ddpjob_operator.kube.reflector import STALE_LISTS_MAX, Reflector
+
+
+def event(kind: str, name: str, version: int) -> dict[str, Any]:
+    metadata = {"namespace": "team", "name": name, "uid": name, "resourceVersion": str(version)}
+    return {"type": kind, "object": {"metadata": metadata}}
+
+
+class Server:
+    """Lists and watches in turn, each an answer or an error; at the end it holds the watch open for ever."""
+
+    def __init__(self, lists: list[Any], watches: list[Any]) -> None:
+        self.lists, self.watches = lists, watches
+        self.asked: list[str] = []
+        self.idle = asyncio.Event()
+
+    async def list(self, path: str, selector: str) -> tuple[list[Any], str]:
+        self.asked.append("list")
+        answer = self.lists.pop(0) if len(self.lists) > 1 else self.lists[0]
+        if isinstance(answer, ApiError):
+            raise answer
+        return [event("", name, 1)["object"] for name in answer[0]], str(answer[1])
+
+    async def watch(self, path: str, version: str, selector: str) -> AsyncIterator[Any]:
+        self.asked.append(f"watch {version}")
+        if not self.watches:
+            self.idle.set()
+            await asyncio.Event().wait()
+        for item in self.watches.pop(0):
+            if isinstance(item, ApiError):
+                raise item
+            yield item
+
+
+class Copy:
+    """Records what the reflector tells."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def put(self, raw: Any) -> None:
+        self.told.append(f"put {raw['metadata']['name']}")
+
+    def remove(self, namespace: str, name: str, uid: str) -> None:
+        self.told.append(f"remove {name}")
+
+    def replace(self, raws: list[Any], list_version: int, namespace: str = "") -> None:
+        self.told.append(f"replace {[r['metadata']['name'] for r in raws]}")
+
+
+def follow(lists: list[Any], watches: list[Any]) -> tuple[Server, Copy, list[float]]:
+    """Until all that was prepared has been played; the waits in between."""
+    waits: list[float] = []
+
+    async def run() -> tuple[Server, Copy]:
+        async def sleep(seconds: float) -> None:
+            waits.append(seconds)
+            await asyncio.sleep(0)
+
+        server, copy = Server(lists, watches), Copy()
+        reflector = Reflector(server, "pods", "team", "a", copy, sleep=sleep)  # type: ignore[arg-type]
+        running = asyncio.create_task(reflector.run())
+        await asyncio.wait_for(server.idle.wait(), 10)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return server, copy
+
+    server, copy = asyncio.run(run())
+    return server, copy, waits
+
+
+GONE = ApiError(410, "Expired", "too old")
+AWAY = ApiError(0, "NoAnswer", "connection refused")
+
+
+def test_it_lists_once_and_goes_on_from_the_last_event_when_a_watch_ends() -> None:
+    watch = [event("ADDED", "b", 11), event("DELETED", "a", 12), event("BOOKMARK", "", 20)]
+    server, copy, _ = follow([(["a"], 10)], [watch])
+    assert server.asked == ["list", "watch 10", "watch 20"]
+    assert copy.told == ["replace ['a']", "put b", "remove a"]
+
+
+def test_a_connection_that_breaks_costs_no_list() -> None:
+    server, _, _ = follow([([], 10)], [[event("ADDED", "b", 11), AWAY], [AWAY]])
+    assert server.asked == ["list", "watch 10", "watch 11", "watch 11"]
+
+
+def test_after_410_it_lists_anew() -> None:
+    server, copy, _ = follow([(["a"], 10), (["b"], 30)], [[GONE]])
+    assert server.asked == ["list", "watch 10", "list", "watch 30"]
+    assert copy.told == ["replace ['a']", "replace ['b']"]
+
+
+def test_it_waits_longer_each_time_for_a_server_that_is_away_and_never_too_long() -> None:
+    _, _, waits = follow([*[AWAY] * 12, ([], 10)], [])
+    assert waits[:6] == sorted(waits[:6])
+    assert 20 < waits[-1] < 40
+
+
+def test_watches_that_end_at_once_are_opened_at_a_calm_pace() -> None:
+    _, _, waits = follow([([], 10)], [[]] * 8)
+    assert len(waits) == 8
+    assert waits[-1] > 8
+
+
+def test_a_list_older_than_what_was_seen_replaces_nothing() -> None:
+    server, copy, _ = follow([(["a"], 100), ([], 90), (["a"], 110)], [[GONE]])
+    assert copy.told == ["replace ['a']", "replace ['a']"]
+    assert server.asked.count("list") == 3
+
+
+def test_a_cluster_restored_from_a_backup_is_believed_in_the_end() -> None:
+    _, copy, _ = follow([(["a"], 100), (["old"], 50)], [[GONE]])
+    assert copy.told[-1] == "replace ['old']"
+
+
+def test_a_cluster_restored_from_a_backup_is_not_believed_too_soon() -> None:
+    server, _, _ = follow([(["a"], 100), (["old"], 50)], [[GONE]])
+    assert server.asked.count("list") == 1 + STALE_LISTS_MAX + 1

@@ -1,0 +1,108 @@
+"""Our copy of the cluster: newer wins, what is gone stays gone, and only real differences are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddpjob_operator.kube.store import Jobs, Key, Store
+
+KEY = ("team", "digits")
+
+
+def raw(
+    name: str = "digits-1-0", version: int = 5, uid: str = "u1", shown: str = "a", job: str = "digits"
+) -> dict[str, Any]:
+    metadata = {"namespace": "team", "name": name, "uid": uid, "resourceVersion": str(version)}
+    return {"metadata": metadata, "shown": shown, "job": job}
+
+
+@pytest.fixture
+def told() -> list[tuple[Key, str | None, str | None]]:
+    return []
+
+
+@pytest.fixture
+def store(told: list[tuple[Key, str | None, str | None]]) -> Store[str]:
+    return Store(lambda r: str(r["shown"]), lambda r: ("team", str(r["job"])), lambda *change: told.append(change))
+
+
+def test_a_difference_is_told_once_with_before_and_after(store: Store[str], told: list[Any]) -> None:
+    store.put(raw(version=5))
+    store.put(raw(version=6))
+    store.put(raw(version=7, shown="b"))
+    store.remove("team", "digits-1-0", "u1")
+    assert told == [(KEY, None, "a"), (KEY, "a", "b"), (KEY, "b", None)]
+    assert store.of(KEY) == []
+
+
+@pytest.mark.parametrize("version", [3, 5])
+def test_what_is_not_newer_changes_nothing(store: Store[str], version: int) -> None:
+    store.put(raw(version=5))
+    store.put(raw(version=version, shown="old"))
+    assert store.of(KEY) == ["a"]
+
+
+def test_an_answer_that_comes_after_the_object_has_gone_brings_it_not_back(store: Store[str]) -> None:
+    store.put(raw(version=5))
+    store.remove("team", "digits-1-0", "u1")
+    store.put(raw(version=6))
+    assert store.of(KEY) == []
+
+
+def test_the_end_of_an_old_object_is_not_the_end_of_the_new_one_of_its_name(store: Store[str]) -> None:
+    store.put(raw(uid="old", version=5))
+    store.put(raw(uid="new", version=9, shown="b"))
+    store.remove("team", "digits-1-0", "old")
+    assert store.of(KEY) == ["b"]
+
+
+def test_what_a_list_does_not_name_is_gone_unless_it_is_newer_than_the_list(store: Store[str]) -> None:
+    store.put(raw("gone", version=5, uid="u1"))
+    store.put(raw("answer-to-a-create", version=12, uid="u2", shown="new"))
+    store.replace([raw("stays", version=6, uid="u3", shown="stays")], 10)
+    assert sorted(store.of(KEY)) == ["new", "stays"]
+
+
+def test_a_list_of_one_namespace_says_nothing_of_another(store: Store[str]) -> None:
+    store.put(raw())
+    store.replace([], 10, "other")
+    assert store.of(KEY) == ["a"]
+
+
+def test_a_list_of_one_job_says_nothing_of_another(store: Store[str]) -> None:
+    store.put(raw())
+    store.replace([], 10, "team", ("team", "other"))
+    assert store.of(KEY) == ["a"]
+
+
+def test_an_object_that_changes_its_label_changes_its_job(store: Store[str], told: list[Any]) -> None:
+    store.put(raw())
+    store.put(raw(version=6, job="other"))
+    assert store.of(KEY) == []
+    assert store.of(("team", "other")) == ["a"]
+    assert told[1:] == [(KEY, "a", None), (("team", "other"), None, "a")]
+
+
+def test_a_job_is_told_when_it_is_new_newer_or_gone() -> None:
+    told: list[Key] = []
+    jobs = Jobs(told.append)
+    jobs.put(raw("digits", version=5))
+    jobs.put(raw("digits", version=5))
+    jobs.put(raw("digits", version=4))
+    assert told == [KEY]
+    jobs.put(raw("digits", version=6))
+    jobs.remove(KEY, "another uid")
+    assert told == [KEY, KEY]
+    jobs.remove(KEY, "u1")
+    assert told == [KEY, KEY, KEY]
+    assert jobs.get(KEY) is None
+
+
+def test_a_list_drops_ghosts_and_keeps_what_is_newer() -> None:
+    jobs = Jobs(lambda _key: None)
+    jobs.put(raw("ghost", version=5, uid="u1"))
+    jobs.put(raw("newer", version=15, uid="u2"))
+    jobs.replace([raw("listed", version=7, uid="u3")], 10)
+    assert {name for _, name in jobs} == {"newer", "listed"}

@@ -1,0 +1,245 @@
+"""Whose token it is: what is believed, what is refused with which words, and when the cluster is asked for its keys."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jwt
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from jwt.algorithms import ECAlgorithm, RSAAlgorithm
+
+from ddpjob_operator.kube import tokens
+from ddpjob_operator.kube.client import ApiError
+from ddpjob_operator.kube.tokens import BadTokenError, BoundPod, NoKeysError, Verifier
+
+ISSUER = "https://kubernetes.default.svc.cluster.local"
+POD = BoundPod("default", "digits-1-0", "7d0c6f1e-0000-4000-8000-0000000000aa")
+RSA_KEY = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+OTHER_KEY = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+EC_KEY = ec.generate_private_key(ec.SECP256R1())
+
+
+def published(key: Any, key_id: str, algorithm: str) -> dict[str, Any]:
+    kind = RSAAlgorithm if algorithm.startswith("RS") else ECAlgorithm
+    return json.loads(kind.to_jwk(key.public_key())) | {"kid": key_id, "alg": algorithm, "use": "sig"}
+
+
+def claims(**changes: Any) -> dict[str, Any]:
+    """As the API server writes them into the token of a pod; a change to None leaves a claim out."""
+    now = int(time.time())
+    told = {
+        "aud": ["training.ddpjob.io"],
+        "exp": now + 3600,
+        "iat": now,
+        "nbf": now,
+        "iss": ISSUER,
+        "sub": "system:serviceaccount:default:default",
+        "kubernetes.io": {
+            "namespace": "default",
+            "pod": {"name": POD.name, "uid": POD.uid},
+            "serviceaccount": {"name": "default", "uid": "0"},
+        },
+    } | changes
+    return {name: value for name, value in told.items() if value is not None}
+
+
+def token(key: Any = RSA_KEY, key_id: str = "one", algorithm: str = "RS256", **changes: Any) -> str:
+    return jwt.encode(claims(**changes), key, algorithm=algorithm, headers={"kid": key_id})
+
+
+class Cluster:
+    """The two documents that an API server publishes, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.issuer = ISSUER
+        self.keys = [published(RSA_KEY, "one", "RS256")]
+        self.error: ApiError | None = None
+        self.asked = 0
+        self.hidden: list[str] = []
+        self.now = 100_000.0
+        self.verifier = Verifier(self.get, self.hidden.append, clock=lambda: self.now)
+
+    async def get(self, path: str) -> dict[str, Any]:
+        if path == "/.well-known/openid-configuration":
+            self.asked += 1
+        if self.error is not None:
+            raise self.error
+        if path == "/openid/v1/jwks":
+            return {"keys": self.keys}
+        assert path == "/.well-known/openid-configuration"
+        return {"issuer": self.issuer, "jwks_uri": "https://10.0.0.1/openid/v1/jwks"}
+
+    def whose(self, text: str) -> BoundPod:
+        return asyncio.run(self.verifier.pod(text))
+
+
+AWAY = ApiError(0, "ClientConnectorError", "GET /openid/v1/jwks: connection refused")
+HIDDEN = ApiError(403, "Forbidden", 'User "system:serviceaccount:ddpjob:operator" cannot get path "/openid/v1/jwks"')
+
+
+def test_a_projected_token_names_the_pod_that_it_is_bound_to() -> None:
+    assert Cluster().whose(token()) == POD
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key"),
+    [("ES256", EC_KEY), ("ES384", ec.generate_private_key(ec.SECP384R1()))],
+    ids=["ES256", "ES384"],
+)
+def test_elliptic_keys_of_the_cluster_are_read_too(algorithm: str, key: Any) -> None:
+    cluster = Cluster()
+    cluster.keys.append(published(key, "two", algorithm))
+    assert cluster.whose(token(key, "two", algorithm)) == POD
+
+
+REFUSED: dict[str, tuple[Callable[[], str], str]] = {
+    "the audience is the API server's": (lambda: token(aud=["https://kubernetes.default.svc"]), "another audience"),
+    "there is no audience": (lambda: token(aud=None), "MissingRequiredClaim"),
+    "the issuer is another cluster": (lambda: token(iss="https://elsewhere"), "another issuer"),
+    "it has expired": (lambda: token(exp=int(time.time()) - 60), "has expired"),
+    "it never expires": (lambda: token(exp=None), "MissingRequiredClaim"),
+    "it is valid in an hour": (lambda: token(nbf=int(time.time()) + 3600), "not valid yet"),
+    "another key signed it under a known name": (lambda: token(OTHER_KEY), "signature is wrong"),
+    "an unknown key signed it": (lambda: token(OTHER_KEY, "other"), "does not publish"),
+    "it names no key": (lambda: jwt.encode(claims(), RSA_KEY, algorithm="RS256"), "does not publish"),
+    "nothing signed it": (lambda: jwt.encode(claims(), None, algorithm="none", headers={"kid": "one"}), "not valid"),
+    "the public key was taken for a secret": (lambda: forged_with_the_public_key(), "not valid"),
+    "it is bound to no pod": (lambda: token(**{"kubernetes.io": {"namespace": "default"}}), "bound to no pod"),
+    "its pod has no uid": (lambda: token(**{"kubernetes.io": {"namespace": "x", "pod": {"name": "y"}}}), "bound to no"),
+    "its pod's uid is no text": (lambda: token(**{"kubernetes.io": {"pod": {"uid": 7}}}), "bound to no pod"),
+    "its claims are of another shape": (lambda: token(**{"kubernetes.io": "pod"}), "bound to no pod"),
+    "it is garbage": (lambda: "garbage", "no JSON Web Token"),
+    "it is not even text of a token": (lambda: "é.ü.ß", "no JSON Web Token"),
+    "it is longer than any token": (lambda: "a" * 5000, "5000 characters"),
+}
+
+
+def forged_with_the_public_key() -> str:
+    """The classic: HS256 with the published key as the secret. PyJWT refuses to sign so; a forger does it by hand."""
+    parts = [{"alg": "HS256", "typ": "JWT", "kid": "one"}, claims()]
+    return ".".join([*(base64.urlsafe_b64encode(json.dumps(p).encode()).rstrip(b"=").decode() for p in parts), "c2ln"])
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=REFUSED.keys())
+def test_a_token_is_refused_when(case: str) -> None:
+    make, why = REFUSED[case]
+    text = make()
+    with pytest.raises(BadTokenError, match=why) as refused:
+        Cluster().whose(text)
+    assert text[-20:] not in str(refused.value), "a refusal must not repeat the token"
+
+
+def test_clocks_may_differ_by_a_few_seconds() -> None:
+    late, early = int(time.time()) - 10, int(time.time()) + 10
+    assert Cluster().whose(token(exp=late)) == POD
+    assert Cluster().whose(token(nbf=early, iat=early)) == POD
+
+
+def test_a_symmetric_key_that_is_published_is_never_used() -> None:
+    cluster, secret = Cluster(), b"0123456789abcdef0123456789abcdef"
+    shown = base64.urlsafe_b64encode(secret).rstrip(b"=").decode()
+    cluster.keys += [{"kty": "oct", "k": shown, "kid": "shared"}, {"kty": "new"}, {"kid": "empty"}]
+    with pytest.raises(BadTokenError):
+        cluster.whose(token(secret, "shared", "HS256"))
+    assert cluster.whose(token()) == POD, "a key that cannot be read must not hide the others"
+
+
+def test_the_cluster_is_asked_once_for_many_tokens_also_when_they_arrive_together() -> None:
+    cluster = Cluster()
+
+    async def many() -> list[BoundPod]:
+        return await asyncio.gather(*(cluster.verifier.pod(token()) for _ in range(20)))
+
+    assert asyncio.run(many()) == [POD] * 20
+    assert cluster.asked == 1
+
+
+def test_a_new_key_of_the_cluster_is_found_without_a_restart() -> None:
+    cluster = Cluster()
+    cluster.whose(token())
+    cluster.now += 3600
+    cluster.keys.append(published(EC_KEY, "two", "ES256"))
+    assert cluster.whose(token(EC_KEY, "two", "ES256")) == POD
+    assert cluster.asked == 2
+
+
+def test_a_flood_of_unknown_keys_does_not_become_a_flood_of_requests() -> None:
+    cluster = Cluster()
+    for n in range(50):
+        with pytest.raises(BadTokenError):
+            cluster.whose(token(OTHER_KEY, f"unknown-{n}"))
+    assert cluster.asked == 1
+    cluster.now += tokens.RETRY_SECONDS
+    with pytest.raises(BadTokenError):
+        cluster.whose(token(OTHER_KEY, "unknown"))
+    assert cluster.asked == 2
+
+
+def test_a_key_that_the_cluster_withdrew_is_believed_for_an_hour_at_most() -> None:
+    cluster = Cluster()
+    cluster.whose(token())
+    cluster.keys = [published(EC_KEY, "two", "ES256")]
+    cluster.now += tokens.KEYS_AGE_SECONDS
+    with pytest.raises(BadTokenError, match="does not publish"):
+        cluster.whose(token())
+
+
+def test_a_new_issuer_with_the_same_key_is_found_without_a_restart() -> None:
+    cluster = Cluster()
+    cluster.whose(token())
+    cluster.issuer = "https://issuer.example"
+    cluster.now += tokens.RETRY_SECONDS
+    assert cluster.whose(token(iss="https://issuer.example")) == POD
+
+
+def test_an_api_server_that_is_away_costs_no_report_once_its_keys_are_known() -> None:
+    cluster = Cluster()
+    cluster.whose(token())
+    cluster.error = AWAY
+    cluster.now += tokens.KEYS_AGE_SECONDS
+    assert cluster.whose(token()) == POD
+
+
+@pytest.mark.parametrize("status", [0, 401, 429, 500, 503])
+def test_without_any_keys_the_answer_is_later_and_the_next_try_is_not_at_once(status: int) -> None:
+    cluster = Cluster()
+    cluster.error = ApiError(status, "Away", "no keys now")
+    for _ in range(5):
+        with pytest.raises(NoKeysError, match="no keys now"):
+            cluster.whose(token())
+    assert (cluster.asked, cluster.hidden) == (1, [])
+    cluster.error = None
+    cluster.now += tokens.RETRY_SECONDS
+    assert cluster.whose(token()) == POD
+
+
+def test_documents_that_make_no_sense_are_no_keys() -> None:
+    cluster = Cluster()
+    cluster.issuer = ""
+    with pytest.raises(NoKeysError, match="issuer"):
+        cluster.whose(token())
+
+
+def test_a_cluster_that_hides_its_keys_is_said_once_and_heals_by_itself() -> None:
+    cluster = Cluster()
+    cluster.error = HIDDEN
+    for _ in range(3):
+        with pytest.raises(NoKeysError, match="service-account-issuer-discovery"):
+            cluster.whose(token())
+        cluster.now += tokens.HIDDEN_RETRY_SECONDS
+    assert len(cluster.hidden) == 1
+    assert 'cannot get path "/openid/v1/jwks"' in cluster.hidden[0]
+    assert cluster.asked == 3
+    cluster.error = None
+    assert cluster.whose(token()) == POD
+    cluster.error = HIDDEN
+    cluster.now += tokens.KEYS_AGE_SECONDS
+    with pytest.raises(NoKeysError):
+        cluster.whose(token())
+    assert len(cluster.hidden) == 2

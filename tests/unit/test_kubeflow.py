@@ -1,0 +1,99 @@
+"""Kubeflow's progress protocol, as Hugging Face's Trainer and Kubeflow's SDK write it, becomes a report of ours."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from typing import Any
+
+import pytest
+
+from ddpjob_operator import kubeflow
+from ddpjob_operator.observed import BadReportError, Report
+
+NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
+
+
+def body(metrics: dict[str, object] | None = None, **status: Any) -> bytes:
+    """What both clients send: metrics as a list, names and values as text."""
+    if metrics:
+        status["metrics"] = [{"name": name, "value": str(value)} for name, value in metrics.items()]
+    return json.dumps({"trainerStatus": {"lastUpdatedTime": "2026-01-01T00:00:00+00:00"} | status}).encode()
+
+
+def read(text: bytes, total_steps_before: int | None = None) -> Report | None:
+    status = kubeflow.read_status(text)
+    assert status is not None
+    return kubeflow.report(status, NOW, total_steps_before)
+
+
+def test_the_trainers_steps_and_metrics_become_ours() -> None:
+    sent = body(
+        {"loss": 0.25, "current_step": 120, "total_steps": 400, "current_epoch": 1.5},
+        progressPercentage=30,
+        estimatedRemainingSeconds=56,
+    )
+    assert read(sent) == Report(
+        step=120,
+        total_steps=400,
+        eta_seconds=56,
+        metrics={"loss": "0.25", "current_epoch": "1.5"},
+        received_at=NOW,
+    )
+
+
+def test_the_trainers_last_word_has_no_step_and_still_ends_at_the_last_one() -> None:
+    report = read(body({"loss": 0.1}, progressPercentage=100, estimatedRemainingSeconds=0), total_steps_before=400)
+    assert report is not None
+    assert (report.step, report.total_steps, report.final) == (400, 400, True)
+
+
+def test_a_loop_that_knows_no_steps_counts_percents() -> None:
+    report = read(body(progressPercentage=42))
+    assert report is not None
+    assert (report.step, report.total_steps, report.final) == (42, 100, False)
+
+
+def test_a_status_without_step_and_percentage_is_no_report() -> None:
+    assert read(body({"loss": 0.1})) is None
+
+
+@pytest.mark.parametrize("odd", ["-1", "none", "1e3", "²", "9" * 30, ""])
+def test_steps_that_are_no_number_count_as_not_said(odd: str) -> None:
+    report = read(body({"current_step": odd, "total_steps": odd}, progressPercentage=7))
+    assert report is not None
+    assert (report.step, report.total_steps) == (7, 100)
+
+
+def test_of_256_metrics_the_first_16_are_kept_and_cut_to_length() -> None:
+    report = read(body({f"{n}-{'x' * 99}": "y" * 99 for n in range(256)}, progressPercentage=1))
+    assert report is not None
+    assert len(report.metrics) == 16
+    assert {len(text) for pair in report.metrics.items() for text in pair} == {64}
+
+
+def test_our_own_protocol_and_garbage_are_not_taken_for_it() -> None:
+    others = [b'{"step": 1}', b"[]", b"", b"\xff", b'"trainerStatus"', b'{"x":' + b"[" * 8000]
+    assert not any(kubeflow.speaks(other) for other in others)
+    assert kubeflow.speaks(body())
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        body(progressPercentage=150),
+        body(progressPercentage="half"),
+        body(estimatedRemainingSeconds=-1),
+        b'{"trainerStatus": []}',
+        b'{"trainerStatus": {"metrics": [{"name": "loss"}]}}',
+        b'{"trainerStatus": {"metrics": [{"name": "\xff", "value": "1"}]}}',
+    ],
+    ids=["more than 100 %", "text", "negative", "list", "without a value", "no UTF-8"],
+)
+def test_numbers_out_of_range_are_refused_not_bent(bad: bytes) -> None:
+    with pytest.raises(BadReportError):
+        read(bad)
+
+
+def test_an_empty_update_is_allowed_and_says_nothing() -> None:
+    assert kubeflow.read_status(b'{"trainerStatus": null}') is None
