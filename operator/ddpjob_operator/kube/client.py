@@ -22,7 +22,12 @@ from ddpjob_operator.kube.login import LoginError, login
 
 Raw = dict[str, Any]
 _LOGGER = logging.getLogger(__name__)
-_JSON = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "ddpjob-operator"}
+_JSON = {
+    "Content-Type": "application/json",
+    # The cluster's public keys are served as jwk-set+json alone, and asking for plain JSON is answered with 406.
+    "Accept": "application/json, application/jwk-set+json",
+    "User-Agent": "ddpjob-operator",
+}
 NO_ANSWER = 0
 
 
