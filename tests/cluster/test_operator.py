@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import yaml
 from clusters import kubectl, until
-from conftest import RELEASE, Space, job
+from pods import RELEASE, ROOT, Space, job
 from shell import Cli
 
-ROOT = Path(__file__).parents[2]
 SLEEP = "import time; time.sleep(1000)"
 SAVES = """
 import os, signal, sys, time
