@@ -29,8 +29,9 @@ check: install ## Style, types, layers, and that generated files are what the co
 	$(BIN)/ddpjob crd | diff -u $(CRD) - || (echo "the CRD differs from the types: make generate"; exit 1)
 	$(BIN)/python -m ddpjob_operator.reference | diff -u docs/reference.md - || (echo "make generate"; exit 1)
 
-test: check ## All tests; those that need a cluster run where KUBECONFIG names one.
-	$(PYTEST)
+test: check ## All tests; those that need a cluster run where KUBECONFIG names one, by themselves: they wait for it.
+	$(PYTEST) --ignore tests/api --ignore tests/cluster
+	$(BIN)/python -m pytest -n 0 tests/api tests/cluster
 
 format: install ## Bring the code into shape.
 	$(BIN)/ruff check --quiet --fix .

@@ -48,6 +48,8 @@ class Pod:
     stop_asked_at: dt.datetime | None = None
     """When its deletion was asked for (deletionTimestamp less the grace period)."""
     trainer: Container = Container("waiting")
+    sidecars_run: bool = False
+    """Whether a container beside the trainer has not ended."""
 
     @property
     def ended(self) -> bool:
@@ -64,8 +66,14 @@ class Pod:
 
     @property
     def live(self) -> bool:
-        """Whether something of it may still run: not even all sidecars are known to have ended."""
-        return self.phase not in ("Succeeded", "Failed")
+        """Whether something of it may still run.
+
+        Not by the phase alone: the kubelet often tells that the only container has ended while the phase is still
+        Running, and a pod that ended by itself must not be deleted with its log.
+        """
+        if self.phase in ("Succeeded", "Failed"):
+            return False
+        return self.trainer.state != "ended" or self.sidecars_run
 
 
 @dataclass(frozen=True)

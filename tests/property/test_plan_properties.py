@@ -47,6 +47,7 @@ pods = st.builds(
     unschedulable=st.sampled_from(["", "0/3 nodes"]),
     stop_asked_at=st.none() | times,
     trainer=containers,
+    sidecars_run=st.booleans(),
 )
 observed = st.builds(
     Observed,

@@ -151,6 +151,8 @@ class World:
     def exits(self, rank: int, code: int = 0, *, message: str = "", reason: str = "", phase: str = "") -> World:
         """A trainer ends by itself."""
         ended = Container("ended", reason or ("Completed" if code == 0 else "Error"), message, False, code, self.now)
+        if phase == "Running":  # a sidecar goes on
+            return self._change(rank, phase=phase, trainer=ended, sidecars_run=True)
         return self._change(rank, phase=phase or ("Succeeded" if code == 0 else "Failed"), trainer=ended)
 
     def evicted(self, rank: int, reason: str) -> World:

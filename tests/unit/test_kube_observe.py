@@ -147,3 +147,16 @@ def test_a_service_of_a_deleted_job_is_told_from_a_strangers() -> None:
     assert observe.foreign("Service", pod(), job).deleted_job
     assert not observe.foreign("Service", pod(ownerReferences=[]), job).deleted_job
     assert not observe.foreign("Service", pod(ownerReferences=[{**OWNER, "name": "other"}]), job).deleted_job
+
+
+def test_a_sidecar_that_runs_is_told_from_a_phase_that_lags_behind() -> None:
+    def seen(*states: dict) -> bool:
+        statuses = [{"name": name, "state": state} for name, state in zip(("trainer", "logger"), states, strict=False)]
+        spec = {"containers": [{"name": "trainer"}, {"name": "logger"}][: len(states)]}
+        metadata = {"name": "digits-1-0", "uid": "u"}
+        return observe.pod({"metadata": metadata, "spec": spec, "status": {"containerStatuses": statuses}}).sidecars_run
+
+    ended = {"terminated": {"exitCode": 1}}
+    assert not seen(ended)
+    assert not seen(ended, ended)
+    assert seen(ended, {"running": {}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 
 import pytest
@@ -122,6 +123,15 @@ def test_when_one_rank_fails_the_failure_is_recorded_before_anything_is_deleted(
     assert deleted(second) == [("digits-1-0", 10)], (
         "the broken group gets the short grace; what ended stays for its log"
     )
+
+
+def test_a_pod_whose_only_container_has_ended_is_not_deleted_while_its_phase_lags_behind() -> None:
+    """Else `kubectl logs` of the guilty pod finds nothing."""
+    world = digits().running().exits(1, code=3)
+    world.pods["digits-1-1"] = dataclasses.replace(world.pods["digits-1-1"], phase="Running")
+    world.settle()
+    assert world.pods["digits-1-1"].stop_asked_at is None
+    assert world.pods["digits-1-0"].stop_asked_at is not None
 
 
 def test_the_job_is_failed_only_when_its_last_pod_has_ended() -> None:

@@ -47,6 +47,7 @@ def pod(raw: Raw) -> Pod:
         unschedulable=_unschedulable(status),
         stop_asked_at=stop_asked_at(metadata),
         trainer=trainer(raw, phase),
+        sidecars_run=_sidecars_run(raw),
     )
 
 
@@ -110,6 +111,12 @@ def trainer(raw: Raw, phase: str) -> Container:
     if seen.state == "waiting" and seen.reason in _IN_TURN:
         return next(_stuck_before_it(status), seen)
     return seen
+
+
+def _sidecars_run(raw: Raw) -> bool:
+    name = (trainer_container({"spec": raw.get("spec") or {}}) or {}).get("name")
+    others = [s for s in (raw.get("status") or {}).get("containerStatuses") or () if s.get("name") != name]
+    return any("terminated" not in (s.get("state") or {}) for s in others)
 
 
 def _container(status: Raw) -> Container:
