@@ -6,7 +6,7 @@ CRD    := charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml
 # One pytest process a core; tests that share something name their group.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
 
-.PHONY: install demo test check format generate clean help
+.PHONY: install demo test test-kind check format generate clean help
 
 help: ## What can be made.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,16 @@ check: install ## Style, types, layers, and that generated files are what the co
 test: check ## All tests; those that need a cluster run where KUBECONFIG names one, by themselves: they wait for it.
 	$(PYTEST) --ignore tests/api --ignore tests/cluster
 	$(BIN)/python -m pytest -n 0 tests/api tests/cluster
+
+test-kind: install ## The tests that need a cluster, on a kind cluster of two nodes (docker, kind, kubectl and helm on the PATH).
+	printf 'kind: Cluster\napiVersion: kind.x-k8s.io/v1alpha4\nnodes: [{role: control-plane}, {role: worker}, {role: worker}]\n' \
+	  | kind create cluster --name ddpjob-test --config -
+	docker build --target operator -t ddpjob-operator:0.1.0 .
+	docker build --target trainer -t ddpjob-trainer:latest .
+	kind load docker-image --name ddpjob-test ddpjob-operator:0.1.0 ddpjob-trainer:latest
+	kind get kubeconfig --name ddpjob-test > $(VENV)/kind.kubeconfig
+	KUBECONFIG=$(VENV)/kind.kubeconfig $(BIN)/python -m pytest -n 0 tests/api tests/cluster; \
+	  result=$$?; kind delete cluster --name ddpjob-test; rm -f $(VENV)/kind.kubeconfig; exit $$result
 
 format: install ## Bring the code into shape.
 	$(BIN)/ruff check --quiet --fix .

@@ -1,8 +1,8 @@
 """What the operator costs: API requests per job, CPU time per pod, and how long until all pods are there.
 
-    KUBECONFIG=… python bench/operator_api.py --jobs 100 --nodes 8
+    KUBECONFIG=… python bench/operator_api.py --jobs 100 --nodes 8 --ends-by KEY=30s
 
-Needs a cluster that plays its nodes and ends pods by the annotation testbed/run-for (kwok with such a stage). Beside
+Needs a cluster that plays its nodes (kwok) with a stage that ends pods by an annotation, which --ends-by names. Beside
 the operator a bare loop creates as many equal pods, with the same client and as many requests in flight, in the same
 run. Requests are counted in a second round, through a proxy, which would spoil the times of the first. Prints one JSON
 document on stdout.
@@ -35,9 +35,9 @@ from ddpjob_operator.kube.execute import CREATES_MAX, JOBS_PATH, STRICT  # noqa:
 
 
 def job(name: str, namespace: str, nodes: int, run_for: str) -> dict[str, Any]:
-    """A job whose pods run as soon as they have a node, and end after `run_for`."""
+    """A job whose pods run as soon as they have a node, and end by the annotation `run_for` (KEY=VALUE)."""
     container = {"name": "trainer", "image": "trainer", "command": ["torchrun", "train.py"]}
-    annotations = {"testbed/run-for": run_for}
+    annotations = dict([run_for.split("=", 1)])
     return {
         "apiVersion": "training.ddpjob.io/v1alpha1",
         "kind": "DDPJob",
@@ -182,7 +182,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=100, help="jobs of the timed round")
     parser.add_argument("--nodes", type=int, default=8, help="pods per job")
     parser.add_argument("--count-jobs", type=int, default=20, help="jobs of the round that counts requests")
-    parser.add_argument("--run-for", default="30s", help="how long a pod runs")
+    parser.add_argument(
+        "--ends-by", dest="run_for", metavar="KEY=VALUE", required=True, help="annotation that ends a pod"
+    )
     options = parser.parse_args()
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()}
     with FaultyApi() as api, installed_crd():
