@@ -481,7 +481,9 @@ def test_the_trainer_starts_with_default_signals_even_when_the_runner_blocks_or_
         signal.signal(signal.SIGHUP, hup)
     watch.until_end()
     signals = [line.split()[1] for line in watch.printed.decode().splitlines() if line[:6] in ("SigBlk", "SigIgn")]
-    assert [int(value, 16) for value in signals] == [0, 0], "blocked or ignored: the trainer would be deaf to its stop"
+    # 32 and 33 belong to the C library, which lets nobody set them: they stay as whoever started us left them.
+    others = [int(value, 16) & ~(1 << 31 | 1 << 32) for value in signals]
+    assert others == [0, 0], "blocked or ignored: the trainer would be deaf to its stop"
 
 
 def test_the_environment_is_the_orders_alone_whatever_its_size_and_bytes(node: Node) -> None:
