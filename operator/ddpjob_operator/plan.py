@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ddpjob_operator import api, causes, contract, podspec, reasons
+from ddpjob_operator import api, causes, contract, launcher, podspec, reasons
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Foreign, Observed, Pod, Refusal
 from ddpjob_operator.reasons import Reason
@@ -145,7 +145,7 @@ def plan(
     return Plan(
         actions=verdict.actions,
         status=None if new == job.status else new,
-        events=tuple(events(job.status, new)),
+        events=(*events(job.status, new), *remarks(job, new)),
         look_again_at=min((t for t in (verdict.look_again_at, wait_until) if t is not None), default=None),
     )
 
@@ -448,9 +448,29 @@ def throttle(old: api.Status, new: api.Status, settings: Settings) -> tuple[api.
 def events(old: api.Status, new: api.Status) -> Iterator[Event]:
     """One event for each change of state or reason: as many as a person wants to read."""
     if (old.state, old.reason) != (new.state, new.reason) and new.reason in reasons.ALL:
-        yield Event("Warning" if reasons.ALL[new.reason].warning else "Normal", new.reason, new.message)
+        yield _event(reasons.ALL[new.reason], new.message)
     elif not statuses.condition(old, "Accepted") and old.conditions and statuses.condition(new, "Accepted"):
         yield Event("Normal", "Accepted", "the spec is valid now")
+
+
+def remarks(job: api.DDPJob, new: api.Status) -> Iterator[Event]:
+    """What the user set and the job changes, or what may keep the ranks apart; said once, with the first attempt."""
+    if job.status.attempt or not new.attempt:
+        return
+    policy = job.spec.template["spec"].get("restartPolicy", "Never")
+    if policy != "Never":
+        text = f"restartPolicy: {policy} becomes Never: the kubelet's own restarts would break the group"
+        yield _event(reasons.RESTART_POLICY_CHANGED, text)
+    names = ", ".join(contract.overridden(job))
+    if names:
+        text = f"{names}: your value and not the job's; the ranks meet only if it is right on every node"
+        yield _event(reasons.RENDEZVOUS_OVERRIDDEN, text)
+    for text in launcher.warnings(job.spec):
+        yield _event(reasons.LAUNCHER_OPTION, text)
+
+
+def _event(reason: Reason, message: str) -> Event:
+    return Event("Warning" if reason.warning else "Normal", reason.name, message)
 
 
 def _own(job: api.DDPJob, seen: Observed) -> list[Pod]:

@@ -37,5 +37,10 @@ RANK_FAILED = Reason("RankFailed", "A trainer ended with an error, or its pod va
 DEADLINE_EXCEEDED = Reason("DeadlineExceeded", "The job was not finished within activeDeadlineSeconds.", warning=True)
 SUSPENDED = Reason("Suspended", "spec.suspend is true: all pods are stopped, or were never started.")
 ALL_NODES_COMPLETED = Reason("AllNodesCompleted", "The trainers of all nodes ended with 0.")
+RESTART_POLICY_CHANGED = Reason("RestartPolicyChanged", "Event only: the template's restartPolicy becomes Never.")
+RENDEZVOUS_OVERRIDDEN = Reason(
+    "RendezvousOverridden", "Event only: the template sets variables that the ranks need to meet.", warning=True
+)
+LAUNCHER_OPTION = Reason("LauncherOption", "Event only: an option of the launcher has a consequence.", warning=True)
 
 ALL: dict[str, Reason] = {r.name: r for r in list(globals().values()) if isinstance(r, Reason)}

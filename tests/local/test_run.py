@@ -249,6 +249,12 @@ def test_wrong_input_ends_with_2_before_anything_starts(
     assert done.stdout == ""
 
 
+def test_a_value_of_the_user_that_may_keep_the_ranks_apart_wins_and_is_named_once(cli: Cli) -> None:
+    done = cli.run("run", cli.file("import os; print(os.environ['MASTER_ADDR'])"), "--env", "MASTER_ADDR=10.0.0.1")
+    assert sorted(done.stdout.splitlines()) == ["[0:0] 10.0.0.1", "[1:1] 10.0.0.1"]
+    assert done.stderr.count("MASTER_ADDR: your value and not the job's") == 1
+
+
 def test_cpu_runs_a_gpu_job_with_as_many_ranks_on_gloo(cli: Cli) -> None:
     gpus = {"resources": {"limits": {"nvidia.com/gpu": 2}}}
     job = cli.file("import os; print(os.environ['DDPJOB_WORLD_SIZE'], os.environ['DDPJOB_BACKEND'])", container=gpus)

@@ -458,6 +458,18 @@ def test_a_whole_life_tells_itself_in_a_few_events() -> None:
     ]
 
 
+def test_what_the_job_changes_or_the_user_overrides_is_said_once() -> None:
+    own = {"env": [{"name": "MASTER_ADDR", "value": "10.0.0.1"}], "command": ["torchrun", "--max-restarts=3", "x.py"]}
+    what = job(container=own)
+    what.spec.template["spec"]["restartPolicy"] = "OnFailure"
+    world = World(what).running()
+    world.change(suspend=True).settle().stops_all().change(suspend=False).settle()
+    said = [e for e in world.events if e.reason in ("RestartPolicyChanged", "RendezvousOverridden", "LauncherOption")]
+    assert [e.reason for e in said] == ["RestartPolicyChanged", "RendezvousOverridden", "LauncherOption"]
+    assert "OnFailure becomes Never" in said[0].message
+    assert "MASTER_ADDR" in said[1].message
+
+
 def test_goodput_books_each_second_where_it_was_spent() -> None:
     world = digits().started().after(20).runs(0, 1).settle().after(80).exits(0).exits(1).settle()
     assert world.status.goodput is not None

@@ -143,8 +143,6 @@ def ignored(pod: Body) -> list[str]:
     """Fields that the user set and that have no meaning for a local process, to be said once."""
     trainer = trainer_container({"spec": pod["spec"]}) or {}
     found = [name for name in _IGNORED_POD if pod["spec"].get(name)]
-    if pod["spec"].get("restartPolicy", "Never") != "Never":
-        found.append("restartPolicy (always Never)")
     devices = [n for n in limits({"spec": pod["spec"]}) if n not in ("cpu", "memory") and not is_gpu(n)]
     return sorted({*found, *devices, *(name for name in _IGNORED_CONTAINER if trainer.get(name))})
 

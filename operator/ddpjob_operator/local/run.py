@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ddpjob_operator import api, build, causes, contract, kubeflow, launcher, podspec
+from ddpjob_operator import api, build, causes, contract, kubeflow, podspec
 from ddpjob_operator import status as statuses
 from ddpjob_operator.local import gpus, honour, receive, rundir, show
 from ddpjob_operator.local.node import become_subreaper
@@ -138,11 +138,7 @@ def check(document: Document, job: api.DDPJob, places: Sequence[honour.Place], o
     ignored = [name for name in honour.ignored(template) if name not in ("image", "resources")]
     if ignored:
         notes.append(f"without meaning for local processes: {', '.join(ignored)}")
-    overridden = contract.overridden(job)
-    if overridden:
-        names = ", ".join(overridden)
-        notes.append(f"{names}: set by you and not by the job; the ranks meet only if that is right on every node")
-    return [*notes, *launcher.warnings(job.spec)]
+    return notes
 
 
 class Runner:
