@@ -35,9 +35,9 @@ from ddpjob_operator.kube.execute import CREATES_MAX, JOBS_PATH, STRICT  # noqa:
 
 
 def job(name: str, namespace: str, nodes: int, run_for: str) -> dict[str, Any]:
-    """A job whose pods run as soon as they have a node, and end by the annotation `run_for` (KEY=VALUE)."""
+    """A job whose pods run as soon as they have a node, and end by the annotation `run_for` (KEY=VALUE), if any."""
     container = {"name": "trainer", "image": "trainer", "command": ["torchrun", "train.py"]}
-    annotations = dict([run_for.split("=", 1)])
+    annotations = dict([run_for.split("=", 1)]) if run_for else {}
     return {
         "apiVersion": "training.ddpjob.io/v1alpha1",
         "kind": "DDPJob",
@@ -68,7 +68,7 @@ async def client() -> AsyncIterator[Client]:
 
 async def bare_loop(namespace: str, pods: int) -> tuple[float, float]:
     """Seconds, and seconds of CPU, to create so many pods as the operator makes them, and nothing else."""
-    raw = job("bare", namespace, pods, "600s")
+    raw = job("bare", namespace, pods, "")
     raw["metadata"]["uid"] = "00000000-0000-0000-0000-000000000000"
     parsed, problems = validation.parse(raw)
     assert not problems, problems
@@ -124,7 +124,7 @@ def timed(api: FaultyApi, options: argparse.Namespace) -> dict[str, Any]:
             until(lambda: "services are known" in operator.log, "the operator has started")
             time.sleep(2)
             idle = operator.memory_bytes
-            first = asyncio.run(jobs_until_pods(ours.name, 1, 2, "1s"))
+            first = asyncio.run(jobs_until_pods(ours.name, 1, 2, options.run_for.partition("=")[0] + "=1s"))
             until(lambda: finished(ours, 1), "the first job ends")
             ours.kubectl("delete", "ddp", "--all")
             until(lambda: not ours.pods(), "it is gone", 300)
