@@ -59,6 +59,29 @@ RULES = (
     ),
 )
 
+# The shapes of the template's fields that we read; all others are the API server's to judge. `x.y` is y in x.
+_METADATA_SHAPES = {"labels": "mapping", "annotations": "mapping"}
+_POD_SHAPES = {
+    "volumes": "list",
+    "initContainers": "list",
+    "affinity": "mapping",
+    "affinity.podAntiAffinity": "mapping",
+    "affinity.podAntiAffinity.requiredDuringSchedulingIgnoredDuringExecution": "list",
+    "terminationGracePeriodSeconds": "whole number",
+    "restartPolicy": "text",
+}
+_NAMED = ("volumes", "env", "volumeMounts")
+_VOLUME_SHAPES = {"emptyDir": "mapping", "hostPath": "mapping"}
+_CONTAINER_SHAPES = {
+    "env": "list",
+    "volumeMounts": "list",
+    "ports": "list",
+    "resources": "mapping",
+    "resources.limits": "mapping",
+    "resources.requests": "mapping",
+    "workingDir": "text",
+}
+
 # Accepted and ignored would be a lie: a field whose work is not there yet is refused where it is set.
 NOT_YET: dict[str, tuple[Callable[[api.Spec], bool], str]] = {
     "minNodes": (lambda s: s.min_nodes is not None, "elastic jobs are not available yet. Remove it."),
@@ -179,6 +202,9 @@ def _with_values(rule: Rule, raw: Mapping[str, Any]) -> str:
 def _template(template: Mapping[str, Any]) -> Iterator[Problem]:
     path: Path = ("spec", "template", "spec")
     pod = template.get("spec")
+    yield from _shapes(template, {"metadata": "mapping"}, path[:2])
+    if isinstance(template.get("metadata"), Mapping):
+        yield from _shapes(template["metadata"], _METADATA_SHAPES, (*path[:2], "metadata"))
     if not isinstance(pod, Mapping):
         yield Problem(path[: 3 if pod is not None else 2], "needs a spec with at least one container")
         return
@@ -186,6 +212,10 @@ def _template(template: Mapping[str, Any]) -> Iterator[Problem]:
     if not isinstance(containers, list) or not containers:
         yield Problem((*path, "containers") if "containers" in pod else path, "needs at least one container")
         return
+    yield from _shapes(pod, _POD_SHAPES, path)
+    for i, volume in enumerate(pod["volumes"] if isinstance(pod.get("volumes"), list) else ()):
+        if isinstance(volume, Mapping):
+            yield from _shapes(volume, _VOLUME_SHAPES, (*path, "volumes", i))
     for i, container in enumerate(containers):
         where = (*path, "containers", i)
         if not isinstance(container, Mapping):
@@ -197,8 +227,37 @@ def _template(template: Mapping[str, Any]) -> Iterator[Problem]:
     yield from (Problem((*path, *where), text) for where, text in misspelled(pod))
 
 
+def _shapes(given: Mapping[str, Any], shapes: Mapping[str, str], path: Path) -> Iterator[Problem]:
+    """Fields whose value has not the shape that they are read with. A list is one of mappings; null is unset."""
+    for name, shape in shapes.items():
+        *parents, last = name.split(".")
+        value: Any = given
+        for part in (*parents, last):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        where = (*path, *parents, last)
+        if value is not None and not _has_shape(value, shape):
+            yield Problem(where, f"must be a {shape}, is {say(value)}".replace("a text", "text"))
+        elif shape == "list":
+            yield from _items(value or (), where, needs_name=last in _NAMED)
+
+
+def _items(items: typing.Iterable[object], where: Path, *, needs_name: bool) -> Iterator[Problem]:
+    for i, item in enumerate(items):
+        if not isinstance(item, Mapping):
+            yield Problem((*where, i), f"must be a mapping, is {say(item)}")
+        elif needs_name and not isinstance(item.get("name"), str):
+            yield Problem((*where, i), "needs a name")
+
+
+def _has_shape(value: object, shape: str) -> bool:
+    if shape == "whole number":
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, {"mapping": Mapping, "list": list, "text": str}[shape])
+
+
 def _container(container: Mapping[str, Any], where: Path) -> Iterator[Problem]:
     """What the API server would refuse for its type, and what would fail here in a way that nobody understands."""
+    yield from _shapes(container, _CONTAINER_SHAPES, where)
     for name in ("command", "args"):
         value = container.get(name)
         if value is not None and not isinstance(value, list):

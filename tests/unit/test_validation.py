@@ -73,6 +73,41 @@ def test_an_unknown_field_of_the_template_that_resembles_none_is_left_to_a_newer
     assert problems(container={"quantumEntanglement": True}) == []
 
 
+@pytest.mark.parametrize(
+    ("pod", "container", "sentence"),
+    [
+        ({"volumes": 9}, {}, "volumes: must be a list, is 9"),
+        ({"volumes": [3]}, {}, "volumes[0]: must be a mapping, is 3"),
+        ({"volumes": [{"name": "v", "hostPath": "/x"}]}, {}, 'volumes[0].hostPath: must be a mapping, is "/x"'),
+        ({"affinity": 4}, {}, "affinity: must be a mapping, is 4"),
+        ({"affinity": {"podAntiAffinity": [1]}}, {}, "affinity.podAntiAffinity: must be a mapping, is a list"),
+        ({"terminationGracePeriodSeconds": "30"}, {}, 'must be a whole number, is "30"'),
+        ({}, {"env": 5}, "containers[0].env: must be a list, is 5"),
+        ({"volumes": [{"emptyDir": {}}]}, {}, "volumes[0]: needs a name"),
+        ({}, {"env": [{"value": "x"}]}, "containers[0].env[0]: needs a name"),
+        ({}, {"env": [3]}, "containers[0].env[0]: must be a mapping, is 3"),
+        ({}, {"resources": [1]}, "containers[0].resources: must be a mapping, is a list"),
+        ({}, {"resources": {"limits": 3}}, "containers[0].resources.limits: must be a mapping, is 3"),
+        ({}, {"volumeMounts": [1]}, "containers[0].volumeMounts[0]: must be a mapping, is 1"),
+        ({}, {"workingDir": 3}, "containers[0].workingDir: must be text, is 3"),
+    ],
+)
+def test_a_template_of_the_wrong_shape_is_named_and_never_a_traceback(
+    pod: dict, container: dict, sentence: str
+) -> None:
+    body = manifest(container=container)
+    body["spec"]["template"]["spec"] |= pod
+    (found,) = map(str, validation.parse(body)[1])
+    assert sentence in found
+
+
+def test_metadata_of_the_template_that_is_none_is_named() -> None:
+    body = manifest()
+    body["spec"]["template"]["metadata"] = {"labels": ["a"]}
+    (found,) = map(str, validation.parse(body)[1])
+    assert found == "spec.template.metadata.labels: must be a mapping, is a list"
+
+
 def test_all_mistakes_are_named_at_once() -> None:
     assert len(problems(nodes=0, backend="x", suspend="no")) == 3
 

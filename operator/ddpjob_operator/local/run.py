@@ -31,7 +31,7 @@ from ddpjob_operator.plan import Settings, plan
 from ddpjob_operator.validation import dotted
 from ddpjob_operator.yamlfile import Document, InputError
 
-SUCCEEDED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+SUCCEEDED, FAILED, INTERRUPTED = 0, 1, 130
 REPORT_SECONDS = 0.5  # loopback is free; the table looks alive
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
