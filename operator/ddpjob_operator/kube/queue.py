@@ -68,11 +68,6 @@ class Schedule(Generic[K]):
         """How often in a row the looks at `key` have failed."""
         return self._failures.get(key, 0)
 
-    def forget(self, key: K) -> None:
-        """The key is gone; a wish that stands is kept, and will find nothing."""
-        self._failures.pop(key, None)
-        self._not_before.pop(key, None)
-
     def next_at(self) -> float | None:
         """When the next key is due; None: none is waiting."""
         while self._heap and self._due.get(self._heap[0][2]) != self._heap[0][0]:
