@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
+from ddpjob import rules
+
 GROUP = "training.ddpjob.io"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
@@ -47,12 +49,12 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     """The torch.distributed backend for ddpjob.init(). auto: nccl with GPUs, else gloo. mpi is refused."""
     suspend: bool = False
     """true stops all pods gracefully, or keeps them from starting; false starts a new attempt."""
-    backoff_limit: Count | None = None
-    """Restarts charged to the application before the job fails. Today only 0: any failed rank fails the job."""
+    backoff_limit: Count = rules.BACKOFF_LIMIT
+    """Restarts charged to the application before the job fails; lost nodes and evictions are not charged."""
     backoff_window_seconds: Seconds | None = None
-    """Not available yet: only restarts within this window count against backoffLimit."""
+    """Only restarts within this window count against backoffLimit. Unset: all, as in a batch/v1 Job."""
     restart_grace_seconds: SecondsOrZero | None = None
-    """How long the other ranks get to stop after one has failed. Unset: min(10, terminationGracePeriodSeconds)."""
+    """How long the other ranks get to stop after one has failed, at least 1. Unset: 10, or the pod's grace if less."""
     active_deadline_seconds: Seconds | None = None
     """The job fails when it is not finished this long after it (last) started. Unset: no limit."""
     start_deadline_seconds: Seconds | None = None
@@ -64,9 +66,9 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     one_pod_per_node: bool | Literal["auto"] = "auto"
     """At most one pod of this job on a node. auto: yes for jobs with GPUs."""
     failure_policy: FailurePolicy | None = None
-    """Not available yet: what an exit code means, in the shape of batch/v1 Job's podFailurePolicy."""
+    """What an exit code means, in the shape of batch/v1 Job's podFailurePolicy."""
     stall: Stall | None = None
-    """Not available yet: when a job that makes no step is restarted."""
+    """When a job that reports, and makes no step, is restarted."""
     gang: str | None = None
     """Not available yet: who schedules all pods at once."""
     managed_by: Annotated[str, Meta(max_length=63)] = ""
@@ -85,10 +87,10 @@ class FailurePolicy(Struct, rename="camel", omit_defaults=True, frozen=True, kw_
 class FailureRule(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
     """One rule of a failure policy."""
 
-    action: Literal["FailJob", "Ignore", "Count"] = "Count"
+    action: rules.Action = "Count"
     """FailJob: the job fails at once. Ignore: restart without a charge. Count: restart, charged to backoffLimit."""
-    on_exit_codes: OnExitCodes | None = None
-    """The exit codes that the rule is for."""
+    on_exit_codes: OnExitCodes
+    """The exit codes that the rule is for: of the guilty rank where it is known, else of the container."""
 
 
 class OnExitCodes(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
@@ -96,7 +98,7 @@ class OnExitCodes(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
 
     operator: Literal["In", "NotIn"] = "In"
     """In: one of the values. NotIn: none of them."""
-    values: list[Annotated[int, Meta(ge=1, le=255)]] = []
+    values: Annotated[list[Annotated[int, Meta(ge=1, le=255)]], Meta(min_length=1, max_length=255)]
     """Exit codes from 1 to 255."""
 
 
@@ -124,6 +126,10 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """One life of all pods of the job; every restart, resume and retry of the start takes the next number."""
     attempt_time: Time | None = None
     """When the pods of this attempt were (or, in the future, will be) asked for."""
+    running_time: Time | None = None
+    """When the trainers of all nodes ran in this attempt for the first time."""
+    first_step_time: Time | None = None
+    """When this attempt reported its first step."""
     start_retries: Count = 0
     """How often in a row the pods were released because not all ran by startDeadlineSeconds."""
     restarts: Restarts | None = None
@@ -144,10 +150,14 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """Where the other ranks meet rank 0, as host:port."""
     progress: Progress | None = None
     """What the training reports."""
+    furthest_step: Count | None = None
+    """The furthest step of the attempts before this one; unset while none has reported a step."""
     last_failure: Failure | None = None
     """The root cause of the last failure."""
     failures: list[FailureLine] = []
     """The last 10 failures, short, the newest last."""
+    avoided_nodes: list[AvoidedNode] = []
+    """Nodes that failed this job repeatedly, and that its next pods stay away from until a given time."""
     goodput: Goodput | None = None
     """Where the time went, up to stateTime."""
     display: Display | None = None
@@ -167,6 +177,12 @@ class Restarts(Struct, rename="camel", frozen=True, kw_only=True):
     """No step for too long."""
     total: Count = 0
     """All of them."""
+    in_a_row: Count = 0
+    """Restarts without a new step since the last one: the back-off follows it."""
+    charged_in_a_row: Count = 0
+    """Those of them charged to application or stall: three stop a job that reports steps."""
+    charged_at: list[Time] = []
+    """When the application was charged, where backoffWindowSeconds is set."""
 
 
 class Nodes(Struct, rename="camel", frozen=True, kw_only=True):
@@ -219,7 +235,13 @@ class Failure(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=T
     signal: str = ""
     """The signal's name where a signal ended it: SIGKILL."""
     reason: str = ""
-    """What the kubelet or the process said in a word: OOMKilled, Error."""
+    """What the kubelet or the process said in a word: OOMKilled, Error, NodeLost, Stalled."""
+    failure_class: str = field(default="", name="class")
+    """application, outOfMemory, infrastructure, stall or permanent; unset until all pods of the attempt have ended."""
+    charged_to: str = ""
+    """The restart that paid for it: application, infrastructure or stall. Unset: none."""
+    step: Count | None = None
+    """The last step that the training had reported."""
     exception: str = ""
     """The exception's line, where the log has one."""
     log_tail: Annotated[str, Meta(max_length=2048)] = ""
@@ -235,21 +257,36 @@ class FailureLine(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
     """The attempt that failed."""
     message: Annotated[str, Meta(max_length=300)]
     """Who and what."""
+    failure_class: str = field(default="", name="class")
+    """What it was, as in lastFailure."""
+    node: str = ""
+    """The cluster node."""
     time: Time
     """When."""
+
+
+class AvoidedNode(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+    """A node that failed this job repeatedly."""
+
+    node: str
+    """Its name."""
+    until: Time
+    """New pods may go there again."""
+    message: Annotated[str, Meta(max_length=300)] = ""
+    """Why."""
 
 
 class Goodput(Struct, rename="camel", frozen=True, kw_only=True):
     """Where the time went, up to stateTime; the state that holds now is not counted yet."""
 
     productive_seconds: Count = 0
-    """All nodes ran."""
+    """All nodes ran, from the first step of the attempt on where the training reports steps."""
     starting_seconds: Count = 0
-    """Waiting for nodes, images and peers."""
+    """Waiting for nodes, images, peers and the first step."""
     restarting_seconds: Count = 0
-    """After a failure, until all nodes ran again."""
+    """After a failure, until all nodes trained again."""
     lost_steps: Count = 0
-    """Steps that had to be repeated."""
+    """Steps that had to be repeated after a restart."""
     ratio: float = 0.0
     """productiveSeconds of all seconds."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +56,12 @@ def pod(
     rank: int,
     meet: contract.Endpoint | None = None,
     reporting: Reporting | None = None,
+    avoid: Sequence[str] = (),
 ) -> Body:
-    """The pod of node `rank` in `attempt`. meet: where the ranks meet; None is the Service's name, as in a cluster."""
+    """The pod of node `rank` in `attempt`. meet: where the ranks meet; None is the Service's name, as in a cluster.
+
+    avoid: cluster nodes that it must not run on.
+    """
     meet = meet or contract.endpoint(job, attempt)
     template = copy.deepcopy(job.spec.template)
     spec: Body = template["spec"]
@@ -76,6 +81,7 @@ def pod(
         reporting_volume.add_token(spec, trainer_container({"spec": spec}) or {})
     _shared_memory(spec)
     _spread(job, spec)
+    _stay_away(spec, avoid)
     _host_network(spec, meet)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
@@ -131,6 +137,17 @@ def _spread(job: api.DDPJob, spec: Body) -> None:
     wanted = affinity.setdefault("podAntiAffinity", {})
     name = "requiredDuringSchedulingIgnoredDuringExecution"
     wanted[name] = [*(wanted.get(name) or []), term]
+
+
+def _stay_away(spec: Body, nodes: Sequence[str]) -> None:
+    """In every term: the scheduler takes a node that fits any of them. One name a requirement, as the API wants it."""
+    if not nodes:
+        return
+    wanted = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
+    selector = wanted.setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
+    others = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
+    terms = selector.get("nodeSelectorTerms") or [{}]
+    selector["nodeSelectorTerms"] = [{**t, "matchFields": [*(t.get("matchFields") or []), *others]} for t in terms]
 
 
 def _host_network(spec: Body, meet: contract.Endpoint) -> None:

@@ -1,108 +1,129 @@
-"""Which failure came first, and what it was."""
+"""Which failure came first, what it was, and how to say it.
+
+What the kernel, the kubelet and the node controller found counts first, for what is ended from outside may say
+anything; then what a process did by itself; then time. Time alone proves little: the kubelet tells whole seconds, of
+clocks that differ from node to node.
+"""
 
 from __future__ import annotations
 
 import datetime as dt
+import enum
 import re
-import signal as signals
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from ddpjob_operator import api
+import msgspec
+
+from ddpjob import rules
+from ddpjob_operator import api, endings
+from ddpjob_operator.endings import Said, signal_name
+from ddpjob_operator.masking import mask
 from ddpjob_operator.observed import Pod
 
 LOG_TAIL_MAX = 2048
+"""Bytes of the log's end in the status."""
+EXCEPTION_MAX = 300
+CLOCKS_DIFFER = dt.timedelta(seconds=2)
+# How long before its container a rank may have failed: torchrun waits for the others, and a rank for its debugger.
+SAID_BEFORE_MAX = dt.timedelta(hours=1)
 RankOf = Callable[[int], "int | None"]
 """The rank of a node's only process; None where that is not known."""
 
-# What a rank says when its peer is gone: true, and not the reason. Seen with torch 2.13 on gloo; the NCCL lines are
-# from its documentation and were not run here (docs/measured.md, failures).
-SYMPTOMS = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe"
-    r"|remote process exited|DistStoreError|DistNetworkError|RendezvousConnectionError|RendezvousClosedError"
-    r"|Timed out waiting \d+ms for (?:recv|send) operation|Application timeout caused pair closure"
-    r"|ProcessGroupNCCL.*(?:watchdog|timeout)|ncclRemoteError|ncclSystemError",
-    re.IGNORECASE,
-)
-# "ValueError: no such shard": what an exception looks like where its traceback is not seen.
-_EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)(?::.*)?$")
-_TRACEBACK_END = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?::.*)?$")
-# `[rank1]: ` comes from torch, `[default0]:` from torchrun --tee.
-_PREFIX = re.compile(r"^(?:\[(?:rank|default)?\d+\]:\s?)+")
-# torchrun's own summary at the end of its output (torch/distributed/elastic/multiprocessing/errors, 2.13).
-_TORCHRUN_ROOT = re.compile(
-    r"Root Cause \(first observed failure\):\s*\[0\]:.*?\brank\s*:\s*(?P<rank>\d+).*?\bexitcode\s*:\s*(?P<code>-?\d+)",
-    re.DOTALL,
-)
+PEER_LOST, RESUMABLE, STOPPED, GONE, STALLED = "PeerLost", "Resumable", "StoppedFromOutside", "PodGone", "Stalled"
+NODE_LOST = "NodeLost"
+# Reasons of the condition DisruptionTarget, and what they say.
+DISRUPTIONS = {
+    "PreemptionByScheduler": "was preempted by a pod of higher priority",
+    "EvictionByEvictionAPI": "was evicted: its node is drained, or its place is wanted",
+    "DeletionByTaintManager": "was ended because of a taint on its node",
+    "DeletionByPodGC": "was deleted because its node is gone",
+    "TerminationByKubelet": "was ended by the kubelet, which is short of a resource or shuts its node down",
+}
+_NODES_OWN = frozenset((NODE_LOST, "UnexpectedAdmissionError", "DeletionByPodGC")) | rules.LOST_CONTAINER
+_KILLED, _ABORTED, _TERMINATED, _INTERRUPTED = 137, 134, 143, 130
 
 
-def root_cause(attempt: int, failed: Iterable[Pod], rank_of: RankOf, now: dt.datetime) -> api.Failure:
-    """The earliest failure that is not the symptom of a lost peer, or the earliest where all look like symptoms.
+class Weight(enum.IntEnum):
+    """How much an end of a pod counts as the cause of all the others; less comes first."""
 
-    `failed`: at least one pod of the attempt that ended badly. Ties (the kubelet's clock has whole seconds) go to
-    the lower rank, so that the answer does not depend on the order of the pods.
+    KERNEL = 0
+    """Out of memory, or never started: nothing outside the pod does that."""
+    NODE = 1
+    """Evicted, preempted, lost."""
+    TOLD = 2
+    """Deleted by someone else."""
+    OWN = 3
+    """An exception, a signal or an exit code that no lost peer explains."""
+    UNKNOWN = 4
+    """Exit code 1 without a word, or an abort: many ends look so."""
+    LATE = 5
+    """As OWN, and it ended after we had told it to stop: most likely it is what made the others fail."""
+    RESUMABLE = 6
+    """It saved and stopped since it was told: by whom is the question."""
+    SYMPTOM = 7
+    """A peer is gone, it says."""
+    STOPPED = 8
+    """We stopped it."""
+
+
+@dataclass(frozen=True)
+class End:
+    """How one pod ended, weighed."""
+
+    failure: api.Failure
+    evidence: rules.Evidence
+    weight: Weight
+    told_at: dt.datetime | None = None
+    """When it was told to stop; None also for what ends without being told: a lost node, an eviction."""
+
+
+def root_cause(
+    attempt: int, failed: Iterable[Pod], rank_of: RankOf, now: dt.datetime, *, keep_log_tail: bool = True
+) -> api.Failure:
+    """The cause as far as the first signs show it, before the operator has stopped anything.
+
+    `failed`: at least one pod of the attempt that ended badly. Ties go to the lower rank, so that the answer does not
+    depend on the order of the pods.
     """
-    pods = sorted(failed, key=lambda p: (is_symptom(p), p.trainer.ended_at or p.stop_asked_at or now, p.rank))
-    return describe(attempt, pods[0], rank_of, now)
+    return _first([_end(attempt, p, rank_of, now, outside=True, tail=keep_log_tail) for p in failed]).failure
 
 
-def is_symptom(pod: Pod) -> bool:
-    """Whether a pod failed because a peer had: the kubelet's own findings never are."""
-    if pod.trainer.reason == "OOMKilled" or pod.reason or pod.trainer.exit_code in (126, 127, 128):
+def settle(
+    first: api.Failure,
+    failed: Sequence[Pod],
+    rank_of: RankOf,
+    now: dt.datetime,
+    *,
+    stepped: bool,
+    nodes: int | None = None,
+    keep_log_tail: bool = True,
+) -> tuple[api.Failure, rules.Class]:
+    """The root cause and its class (before failurePolicy), now that the last pod of the attempt has ended.
+
+    first: as recorded at the first sign; its pod may be gone. failed: the attempt's pods that ended otherwise than
+    completed; those told to stop count as stopped by the operator, unless they are `first` or were told well before
+    it. stepped: whether the attempt made a step. nodes: of the job; None: as many as `failed`.
+    """
+    ends = [
+        _end(first.attempt, p, rank_of, now, outside=_told_before(p, first), tail=keep_log_tail)
+        for p in sorted(failed, key=lambda p: (p.rank, p.uid))
+    ]
+    if first.reason == STALLED:
+        return _classed(first, "stall")
+    cause = _first([*_recorded(first, ends), *ends])
+    if nodes != 1 and cause.weight >= Weight.RESUMABLE:
+        return _classed(cause.failure, "infrastructure")
+    if not stepped and _cannot_ever_start(ends, nodes):
+        return _classed(cause.failure, "permanent")
+    return _classed(cause.failure, rules.classify(cause.evidence))
+
+
+def blames_node(failure: api.Failure) -> bool:
+    """Whether the node itself may be at fault, so that a job may stay away from it."""
+    if failure.failure_class != "infrastructure":
         return False
-    if pod.told_to_stop:
-        return True
-    return SYMPTOMS.search(exception_line(pod.trainer.message) or "") is not None
-
-
-def describe(attempt: int, pod: Pod, rank_of: RankOf, now: dt.datetime) -> api.Failure:
-    """The failure of one pod, as the status tells it."""
-    rank, code = torchrun_root(pod.trainer.message)
-    rank = rank_of(pod.rank) if rank is None else rank
-    code = pod.trainer.exit_code if code is None else code
-    return api.Failure(
-        attempt=attempt,
-        rank=rank,
-        node_rank=pod.rank,
-        pod=pod.name,
-        node=pod.node,
-        exit_code=code,
-        signal=signal_name(code),
-        reason=pod.reason or _reason(pod),
-        exception=exception_line(pod.trainer.message)[:300],
-        log_tail=pod.trainer.message[-LOG_TAIL_MAX:],
-        time=pod.trainer.ended_at or now,
-    )
-
-
-def gone(attempt: int, node_rank: int, pod_name: str, rank_of: RankOf, now: dt.datetime) -> api.Failure:
-    """A pod that ran and has vanished without a word."""
-    return api.Failure(
-        attempt=attempt, rank=rank_of(node_rank), node_rank=node_rank, pod=pod_name, reason="PodGone", time=now
-    )
-
-
-def sentence(failure: api.Failure) -> str:
-    """rank 3 (pod digits-2-3, node gpu-07) ended with exit code 1 (ValueError: no such shard)"""
-    who = f"rank {failure.rank}" if failure.rank is not None else f"node {failure.node_rank}"
-    where = f"pod {failure.pod}" + (f", node {failure.node}" if failure.node else "")
-    return f"{who} ({where}) {_what(failure)}"
-
-
-def exception_line(log: str) -> str:
-    """The last exception in a log, as Python's traceback ends; empty where there is none.
-
-    What stands at the end of a traceback counts whatever its name; where the log begins in the middle of one, a line
-    that looks like an exception does. torchrun's own ChildFailedError is not what happened.
-    """
-    found, inside = "", False
-    for line in map(_without_prefix, log.splitlines()):
-        if line.startswith("Traceback (most recent call last)"):
-            inside = True
-        elif line and not line[0].isspace():
-            if "ChildFailedError" not in line and (_EXCEPTION.match(line) or (inside and _TRACEBACK_END.match(line))):
-                found = line.strip()
-            inside = False
-    return found
+    return failure.reason in _NODES_OWN or rules.DEVICE.search(failure.exception) is not None
 
 
 def own_lines(log: str) -> list[str]:
@@ -112,45 +133,256 @@ def own_lines(log: str) -> list[str]:
     return [line for line in lines[: next(ends, len(lines))] if line.strip()]
 
 
-def torchrun_root(log: str) -> tuple[int | None, int | None]:
-    """Rank and exit code (negative: a signal; here as 128 + n) of torchrun's failure table, where the log has one."""
-    found = None
-    for found in _TORCHRUN_ROOT.finditer(log):  # noqa: B007 - the last table counts
-        pass
-    if found is None:
-        return None, None
-    code = int(found["code"])
-    return int(found["rank"]), code if code >= 0 else 128 - code
+def log_tail(log: str) -> str:
+    """The last 2 kB of a log, masked. A first line that was cut is left out: it may be the rest of a credential."""
+    # Masked before it is cut: without its name a password is not known. A kubelet cuts characters, too.
+    raw = mask(log).strip("\n").encode()
+    if len(raw) <= LOG_TAIL_MAX and len(log.encode()) < LOG_TAIL_MAX - 3:
+        return raw.decode()
+    first, _, rest = raw[-LOG_TAIL_MAX:].decode(errors="ignore").partition("\n")
+    return rest or first
 
 
-def signal_name(exit_code: int | None) -> str:
-    """SIGKILL for 137; empty where no signal ended it."""
-    if exit_code is None or exit_code <= 128:
-        return ""
-    try:
-        return signals.Signals(exit_code - 128).name
-    except ValueError:
-        return ""
+# ---------------------------------------------------------------- weighing
 
 
-def _without_prefix(line: str) -> str:
-    return _PREFIX.sub("", line)
+def _end(attempt: int, pod: Pod, rank_of: RankOf, now: dt.datetime, *, outside: bool, tail: bool) -> End:
+    said = _heard(pod)
+    code = pod.trainer.exit_code if said.exit_code is None else said.exit_code
+    told = pod.told_to_stop
+    weight = _weight(pod, said, code, outside=outside)
+    failure = api.Failure(
+        attempt=attempt,
+        rank=rank_of(pod.rank) if said.rank is None else said.rank,
+        node_rank=pod.rank,
+        pod=pod.name,
+        node=pod.node,
+        exit_code=code,
+        signal=signal_name(code),
+        reason=_reason(pod, weight),
+        step=said.step,
+        exception=mask(said.exception or pod.message)[:EXCEPTION_MAX],
+        log_tail=log_tail(said.log) if tail else "",
+        time=_time(pod, said, now),
+    )
+    evidence = rules.Evidence(
+        exit_code=code,
+        reason=pod.trainer.reason,
+        pod_reason=pod.reason,
+        pod_message=pod.message,
+        disruption=pod.disruption,
+        exception=said.exception,
+        told_to_stop=told and weight != Weight.LATE,
+    )
+    struck = weight == Weight.NODE and not pod.disruption
+    return End(failure, evidence, weight, None if struck else pod.stop_asked_at)
 
 
-def _reason(pod: Pod) -> str:
-    if pod.told_to_stop and pod.trainer.reason in ("", "Completed", "Error"):
-        return "StoppedFromOutside"
-    return pod.trainer.reason
+def _heard(pod: Pod) -> Said:
+    """What the pod says, as far as how its container ended leaves it true."""
+    said = endings.read(pod.trainer.message)
+    if said.symptom and _strikes(pod.trainer.exit_code):
+        # A rank complained, and then the container itself was struck down.
+        return replace(said, symptom=False, exit_code=pod.trainer.exit_code, rank=None, exception="")
+    return said
+
+
+def _weight(pod: Pod, said: Said, code: int | None, *, outside: bool) -> Weight:
+    if pod.trainer.reason == "OOMKilled":
+        return Weight.KERNEL
+    if pod.disruption or pod.reason or pod.trainer.reason in rules.LOST_CONTAINER:
+        return Weight.NODE
+    if pod.told_to_stop and outside:
+        return Weight.TOLD
+    if pod.told_to_stop:
+        return Weight.LATE if _failed_before_it_was_told(said, code) else Weight.STOPPED
+    return Weight.KERNEL if pod.trainer.reason in rules.START_REASONS else _own_weight(said, code)
+
+
+def _own_weight(said: Said, code: int | None) -> Weight:
+    if said.resumable or code == rules.RESUMABLE_EXIT_CODE:
+        return Weight.RESUMABLE
+    if said.symptom:
+        return Weight.SYMPTOM
+    silent = not said.exception and code in (None, 1, _ABORTED)
+    return Weight.UNKNOWN if silent else Weight.OWN
+
+
+def _failed_before_it_was_told(said: Said, code: int | None) -> bool:
+    """A pod whose rank has failed may live on for half a minute, while torchrun waits for its other ranks."""
+    if said.symptom or said.resumable or said.exception.startswith(("KeyboardInterrupt", "SystemExit")):
+        return False
+    if code in (0, rules.RESUMABLE_EXIT_CODE, _INTERRUPTED, _KILLED, _TERMINATED):
+        return False
+    return bool(said.exception) or said.exit_code is not None or _strikes(code)
+
+
+def _strikes(code: int | None) -> bool:
+    """Whether a signal ended it that no lost peer explains: with NCCL, aborts follow a lost peer."""
+    return bool(signal_name(code)) and code not in (_ABORTED, _TERMINATED, _INTERRUPTED)
+
+
+def _told_before(pod: Pod, first: api.Failure) -> bool:
+    """Whether someone else told it to stop: we did not before the first sign."""
+    return pod.stop_asked_at is not None and pod.stop_asked_at < first.time - CLOCKS_DIFFER
+
+
+def _first(ends: Sequence[End]) -> End:
+    """The end that explains the others."""
+    own = [e.failure.time for e in ends if e.weight in (Weight.OWN, Weight.UNKNOWN)]
+    earliest = min(own, default=None)
+
+    def order(end: End) -> tuple[Weight, dt.datetime, int]:
+        told = end.told_at if end.weight in (Weight.NODE, Weight.TOLD) else None
+        late = earliest is not None and told is not None and told > earliest + CLOCKS_DIFFER
+        return (Weight.STOPPED if late else end.weight, end.failure.time, end.failure.node_rank)
+
+    return min(ends, key=order)
+
+
+def _recorded(first: api.Failure, ends: Sequence[End]) -> list[End]:
+    """The first sign as an end of its own: its pod is gone, or no longer shows who told it to stop."""
+    now = next((e for e in ends if e.failure.pod == first.pod), None)
+    weight, evidence = _recorded_weight(first), _recorded_evidence(first)
+    if now is None:
+        return [End(first, evidence, weight)]
+    if weight not in (Weight.NODE, Weight.TOLD):
+        return []
+    merged = msgspec.structs.replace(
+        first,
+        exit_code=now.failure.exit_code,
+        signal=now.failure.signal,
+        step=first.step if now.failure.step is None else now.failure.step,
+        exception=first.exception or now.failure.exception,
+        log_tail=now.failure.log_tail,
+    )
+    struck = first.reason in (NODE_LOST, GONE) or first.reason in rules.NODE_REASONS
+    return [End(merged, evidence, weight, None if struck else now.told_at or first.time)]
+
+
+def _recorded_weight(first: api.Failure) -> Weight:
+    if first.reason == "OOMKilled" or first.reason in rules.START_REASONS:
+        return Weight.KERNEL
+    if first.reason in (STOPPED, PEER_LOST, RESUMABLE):
+        return {STOPPED: Weight.TOLD, PEER_LOST: Weight.SYMPTOM, RESUMABLE: Weight.RESUMABLE}[first.reason]
+    if first.reason in DISRUPTIONS or first.reason in rules.NODE_REASONS or first.reason == GONE:
+        return Weight.NODE
+    # Of what is left only these are containers' words; the rest is a disruption of a kind that we do not know.
+    if first.reason not in ("", "Error", "Completed"):
+        return Weight.NODE
+    said = Said(exception=first.exception, symptom=rules.is_symptom(first.exception))
+    return _own_weight(said, first.exit_code)
+
+
+def _recorded_evidence(first: api.Failure) -> rules.Evidence:
+    by_pod = first.reason in rules.NODE_REASONS
+    vanished = first.reason in (GONE, NODE_LOST)
+    by_node = _recorded_weight(first) == Weight.NODE and not (by_pod or vanished)
+    return rules.Evidence(
+        exit_code=first.exit_code,
+        reason=first.reason,
+        pod_reason=first.reason if by_pod else "",
+        pod_message=first.exception if by_pod else "",
+        disruption=first.reason if by_node else "",
+        exception=first.exception,
+        told_to_stop=first.reason == STOPPED,
+        vanished=vanished,
+    )
+
+
+def _cannot_ever_start(ends: Sequence[End], nodes: int | None) -> bool:
+    """On every node: on one alone, that node may be the reason."""
+    found = sum(rules.CANNOT_EVER_START.search(e.evidence.exception) is not None for e in ends)
+    return found > 0 and found >= (len(ends) if nodes is None else nodes)
+
+
+def _classed(failure: api.Failure, found: rules.Class) -> tuple[api.Failure, rules.Class]:
+    return msgspec.structs.replace(failure, failure_class=found), found
+
+
+def _reason(pod: Pod, weight: Weight) -> str:
+    if weight == Weight.KERNEL:
+        return pod.trainer.reason
+    if weight in (Weight.RESUMABLE, Weight.SYMPTOM):
+        return RESUMABLE if weight == Weight.RESUMABLE else PEER_LOST
+    if pod.reason or pod.disruption:
+        return pod.disruption or pod.reason
+    told = weight in (Weight.TOLD, Weight.STOPPED) and pod.trainer.reason in ("", "Completed", "Error")
+    return STOPPED if told else pod.trainer.reason
+
+
+def _time(pod: Pod, said: Said, now: dt.datetime) -> dt.datetime:
+    """The container may end long after the rank that failed; what a message claims beyond reason is not believed."""
+    ended = pod.trainer.ended_at
+    if ended is None:
+        return pod.stop_asked_at or now
+    if said.time is not None and dt.timedelta() <= ended + CLOCKS_DIFFER - said.time <= SAID_BEFORE_MAX:
+        return said.time
+    return ended
+
+
+# ---------------------------------------------------------------- sentences
+
+
+def sentence(failure: api.Failure) -> str:
+    """rank 37 (pod bert-1-4, node gpu-07) was killed by SIGSEGV at step 12840"""
+    where = f"pod {failure.pod}" + (f", node {failure.node}" if failure.node else "")
+    return f"{_who(failure)} ({where}) {_what(failure)}"
+
+
+def short(failure: api.Failure) -> str:
+    """A few words, as in "attempt 3 after …": SIGSEGV on rank 37."""
+    by_reason = {
+        NODE_LOST: f"node {failure.node or failure.node_rank} lost",
+        GONE: f"{failure.pod} vanished",
+        STALLED: f"stall of {_who(failure)}",
+        STOPPED: f"{failure.pod} was stopped from outside",
+        RESUMABLE: "a stop from outside",
+        PEER_LOST: f"{_who(failure)} lost its peers",
+        "PreemptionByScheduler": f"preemption of {failure.pod}",
+        "Evicted": f"eviction of {failure.pod}",
+        "EvictionByEvictionAPI": f"eviction of {failure.pod}",
+    }
+    if failure.reason in by_reason:
+        return by_reason[failure.reason]
+    if failure.reason == "OOMKilled" or failure.exit_code is None:
+        return f"{failure.reason or 'a failure'} on {_who(failure)}"
+    return f"{failure.signal or f'exit code {failure.exit_code}'} on {_who(failure)}"
+
+
+def _who(failure: api.Failure) -> str:
+    return f"rank {failure.rank}" if failure.rank is not None else f"node {failure.node_rank}"
 
 
 def _what(failure: api.Failure) -> str:
-    if failure.reason == "PodGone":
-        return "vanished while it ran: someone deleted the pod, or its node is gone"
-    if failure.reason == "StoppedFromOutside":
-        return f"was stopped from outside (exit code {failure.exit_code}): the pod was deleted, or its node drained"
+    at = "" if failure.step is None else f" at step {failure.step}"
+    why = f" ({failure.exception})" if failure.exception else ""
+    if failure.reason == PEER_LOST:
+        return f"lost its peers{at}{why}, and none was seen that failed by itself: only peers' complaints"
     if failure.reason == "OOMKilled":
-        return "was killed because it used more memory than its limit (OOMKilled)"
-    how = f"was killed by {failure.signal}" if failure.signal else f"ended with exit code {failure.exit_code}"
+        return f"was killed{at} because it used more memory than its limit (OOMKilled)"
+    if failure.reason in _PHRASES:
+        return _PHRASES[failure.reason].format(code=_code(failure)) + at + why
+    if failure.reason == STALLED:
+        return failure.exception or f"has made no step{at}"
     if failure.exit_code is None:
-        how = f"failed ({failure.reason or 'no exit code'})"
-    return how + (f" ({failure.exception})" if failure.exception else "")
+        return f"failed{at} ({failure.reason or 'no exit code'})" + (f": {failure.exception}" if why else "")
+    how = f"was killed by {failure.signal}" if failure.signal else f"ended with exit code {failure.exit_code}"
+    # Only a kubelet can say so, and only a pod in a cluster has a node.
+    known = ", and the kubelet did not call it out of memory" if failure.exit_code == _KILLED and failure.node else ""
+    return how + at + known + why
+
+
+def _code(failure: api.Failure) -> str:
+    return "" if failure.exit_code is None else f" (exit code {failure.exit_code})"
+
+
+_PHRASES = {
+    GONE: "vanished while it ran: someone deleted the pod, or its node is gone",
+    NODE_LOST: "was lost with its node",
+    **dict.fromkeys(rules.LOST_CONTAINER, "was lost{code}: its node was restarted"),
+    STOPPED: "was stopped from outside{code}: the pod was deleted, or its node drained",
+    RESUMABLE: "saved and stopped{code} because a rank was told to stop",
+    "Evicted": "was evicted by the kubelet",
+    **DISRUPTIONS,
+}

@@ -41,6 +41,13 @@ def cli() -> None:
 @click.option(
     "--logs", type=click.Path(file_okay=False, path_type=Path), help="Where logs are kept.  [~/.local/state/ddpjob]"
 )
+@click.option(
+    "--fail",
+    "failures",
+    metavar="FAULT",
+    multiple=True,
+    help="Break something: rank=1,step=200,signal=KILL (or exit=3, hang) or node=1,at=20s. Repeatable.",
+)
 @click.option("--cpu", is_flag=True, help="Train on the CPU with gloo, whatever GPUs the job asks for.")
 @click.option("--allow-unsupported", is_flag=True, help="Go on without what cannot be honoured on one machine.")
 @click.option("--plain", is_flag=True, help="Plain lines also on a terminal.")
@@ -53,6 +60,7 @@ def run(
     variables: tuple[str, ...],
     status: Path | None,
     logs: Path | None,
+    failures: tuple[str, ...],
     cpu: bool,
     allow_unsupported: bool,
     plain: bool,
@@ -63,13 +71,18 @@ def run(
     \b
     Exit codes: 0 succeeded, 1 the job failed, 2 wrong input, 130 interrupted.
     """
+    from ddpjob_operator.local import faults
     from ddpjob_operator.local.run import Options
     from ddpjob_operator.local.run import run as run_locally
 
+    broken = tuple(faults.parse(text) for text in failures)
+    if broken:
+        variables = (*variables, f"{faults.VARIABLE}={faults.variable(broken)}")
     document, parsed = load(file, job, nodes, settings, variables)
+    faults.check(broken, parsed)
     if dry_run:
         return print_objects(parsed, cpu)
-    return run_locally(document, parsed, Options(status, cpu, allow_unsupported, plain, logs))
+    return run_locally(document, parsed, Options(status, cpu, allow_unsupported, plain, logs, broken))
 
 
 @cli.command(epilog="Example: ddpjob crd | kubectl apply -f -")

@@ -15,6 +15,7 @@ from ddpjob_operator.podspec import cpus, gpus, grace_seconds, trainer_container
 LABEL_JOB = f"{api.GROUP}/job"
 LABEL_ATTEMPT = f"{api.GROUP}/attempt"
 LABEL_RANK = f"{api.GROUP}/rank"
+TERMINATION_LOG = "DDPJOB_TERMINATION_LOG"
 
 # Outside the ephemeral range (32768-60999) and the NodePort range (30000-32767), so that the kernel never gives the
 # port to an outgoing connection; without those that scripts in the wild hard-code (12355, 29500, 8888 lie outside).
@@ -117,6 +118,12 @@ def shutdown_timeout_seconds(spec: api.Spec) -> int:
     return max(1, grace_seconds(spec.template) - 5)
 
 
+def termination_log(spec: api.Spec) -> str:
+    """Where a trainer may say why it ended; the kubelet makes the file and reads it."""
+    path = (trainer_container(spec.template) or {}).get("terminationMessagePath")
+    return path if isinstance(path, str) and path else "/dev/termination-log"
+
+
 def environment(job: api.DDPJob, attempt: int, rank: int, meet: Endpoint) -> dict[str, str]:
     """The variables of node `rank` in `attempt`, where all ranks meet at `meet`. The user's own come on top."""
     nproc = nproc_per_node(job.spec)
@@ -129,6 +136,7 @@ def environment(job: api.DDPJob, attempt: int, rank: int, meet: Endpoint) -> dic
         "DDPJOB_UID": job.metadata.uid,
         "DDPJOB_ATTEMPT": str(attempt),
         "DDPJOB_BACKEND": backend(job.spec),
+        TERMINATION_LOG: termination_log(job.spec),
         # Results differ by the number of threads (docs/measured.md, results), so it is never left to the machine.
         "OMP_NUM_THREADS": str(max(1, (cpus(job.spec.template) or 1) // nproc)),
         "PYTHONUNBUFFERED": "1",

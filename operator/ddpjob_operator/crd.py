@@ -236,7 +236,8 @@ def _type(kind: types.Type, checked: bool) -> Schema:
     if isinstance(kind, types.StructType):
         return _struct(kind, checked=checked)
     if isinstance(kind, types.ListType):
-        return {"type": "array", "items": _type(kind.item_type, checked)}
+        limits = _limits(checked, minItems=kind.min_length, maxItems=kind.max_length)
+        return {"type": "array", "items": _type(kind.item_type, checked)} | limits
     if isinstance(kind, types.DictType):
         return {"type": "object"} | _values(kind.value_type, checked)
     return _scalar(kind, checked)

@@ -74,6 +74,7 @@ def report(status: TrainerStatus, received_at: dt.datetime, total_steps_before: 
         total_steps=total,
         eta_seconds=status.estimated_remaining_seconds,
         metrics=_metrics(said),
+        phase=None,
         final=status.progress_percentage == 100,
         received_at=received_at,
     )

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import datetime as dt
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+if TYPE_CHECKING:  # it is made from reports
+    from ddpjob_operator.stall import Pace
+
 METRICS_MAX = 16
 METRIC_LENGTH_MAX = 64
+
+Phase = Literal["start", "train", "save", "evaluate"]
 
 
 @dataclass(frozen=True)
@@ -43,10 +48,20 @@ class Pod:
     phase: str = "Pending"
     reason: str = ""
     """The pod's own reason: Evicted, NodeLost."""
+    message: str = ""
+    """The pod's own sentence, with its reason."""
+    disruption: str = ""
+    """Why Kubernetes ends it (its condition DisruptionTarget): PreemptionByScheduler, EvictionByEvictionAPI."""
+    scheduled_at: dt.datetime | None = None
+    """When it got its node."""
+    silent_since: dt.datetime | None = None
+    """Since when the node controller calls it not ready although its trainer was: it no longer hears the kubelet."""
     unschedulable: str = ""
     """The scheduler's sentence while it finds no node."""
     stop_asked_at: dt.datetime | None = None
     """When its deletion was asked for (deletionTimestamp less the grace period)."""
+    stop_by: dt.datetime | None = None
+    """When its grace ends (deletionTimestamp)."""
     trainer: Container = Container("waiting")
     sidecars_run: bool = False
     """Whether a container beside the trainer has not ended."""
@@ -74,6 +89,15 @@ class Pod:
         if self.phase in ("Succeeded", "Failed"):
             return False
         return self.trainer.state != "ended" or self.sidecars_run
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the cluster, where we may read those."""
+
+    ready: bool
+    since: dt.datetime | None = None
+    """Since when."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +134,9 @@ class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_def
     eta_seconds: int | None = None
     samples_per_second: float | None = None
     metrics: dict[str, str] = {}
+    phase: Phase | None = "train"
+    """What it does now: start is before the first step. None: the sender speaks only when it gets on, so that a step
+    said twice proves nothing (Kubeflow's protocol)."""
     final: bool = False
     received_at: dt.datetime | None = None
     """Set by the receiver: the sender's clock is not trusted."""
@@ -123,12 +150,18 @@ class Observed:
     """Whether the job's own Service is there."""
     pods: tuple[Pod, ...] = ()
     """Pods with the job's label or with a name that the job needs, of whatever owner, in any order."""
+    departed: tuple[Pod, ...] = ()
+    """Pods of the job that are gone, as they were last seen: what the shell remembers, perhaps nothing."""
     foreign: tuple[Foreign, ...] = ()
     """Other objects (a Service) that carry a name the job needs."""
     refusals: tuple[Refusal, ...] = ()
     """Creates that were refused and not tried again since."""
     reports: dict[int, Report] = field(default_factory=dict)
     """The newest report of each rank that reports."""
+    paces: dict[int, Pace] = field(default_factory=dict)
+    """How each rank that reports in the present attempt gets on."""
+    nodes: dict[str, Node] | None = None
+    """The cluster's nodes that are not ready, by name; None where we may not read nodes."""
     master_addr: str | None = None
     """host:port where the ranks meet, where the shell knows better than the cluster's DNS; "" while not known."""
 

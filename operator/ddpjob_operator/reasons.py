@@ -34,6 +34,26 @@ CANNOT_START = Reason(
 STARTING_TRAINERS = Reason("StartingTrainers", "All pods have a node; images are pulled and containers started.")
 ALL_NODES_RUN = Reason("AllNodesRun", "The trainers of all nodes run.")
 RANK_FAILED = Reason("RankFailed", "A trainer ended with an error, or its pod vanished.", warning=True)
+DISRUPTED = Reason(
+    "Disrupted", "A pod is being ended from outside: deleted, evicted, preempted, drained.", warning=True
+)
+NODE_LOST = Reason("NodeLost", "A node with a pod of the job is not ready for lostNodeSeconds.", warning=True)
+STALLED = Reason("Stalled", "A rank reports, and has made no step for too long.", warning=True)
+STALL_SUSPECTED = Reason("StallSuspected", "No step for unusually long; the job goes on.", warning=True)
+RESTARTING = Reason("Restarting", "The cause is settled and charged; the whole group starts again.")
+BACKOFF_LIMIT_EXCEEDED = Reason(
+    "BackoffLimitExceeded", "One more restart would be beyond backoffLimit; lastFailure says why.", warning=True
+)
+NO_PROGRESS = Reason("NoProgress", "Three charged restarts in a row brought no new step.", warning=True)
+PERMANENT_FAILURE = Reason(
+    "PermanentFailure", "Another try cannot help: failurePolicy, 126/127, a module that is missing.", warning=True
+)
+TOO_MANY_INFRASTRUCTURE_FAILURES = Reason(
+    "TooManyInfrastructureFailures",
+    "A hundred restarts in a row for the nodes' sake, without a new step.",
+    warning=True,
+)
+TOO_MANY_STALLS = Reason("TooManyStalls", "More than ten restarts because no step was made.", warning=True)
 DEADLINE_EXCEEDED = Reason("DeadlineExceeded", "The job was not finished within activeDeadlineSeconds.", warning=True)
 SUSPENDED = Reason("Suspended", "spec.suspend is true: all pods are stopped, or were never started.")
 ALL_NODES_COMPLETED = Reason("AllNodesCompleted", "The trainers of all nodes ended with 0.")

@@ -10,7 +10,8 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from ddpjob_operator import api, contract, reasons
+from ddpjob import rules
+from ddpjob_operator import api, causes, contract, reasons
 from ddpjob_operator.observed import Report
 from ddpjob_operator.reasons import Reason
 
@@ -44,15 +45,32 @@ def goodput(status: api.Status, now: dt.datetime) -> api.Goodput:
     """Where the time went, the state that ends now included."""
     before = status.goodput or api.Goodput()
     elapsed = max(0, round((now - status.state_time).total_seconds())) if status.state_time else 0
-    bucket = {
-        "Running": "productive_seconds",
-        "Pending": "starting_seconds",
-        "Starting": "starting_seconds",
-        "Restarting": "restarting_seconds",
-    }.get(status.state or "")
-    after = replace(before, **{bucket: getattr(before, bucket) + elapsed}) if bucket else before
+    productive = _productive_seconds(status, elapsed, now) if status.state == "Running" else 0
+    after = replace(before, productive_seconds=before.productive_seconds + productive)
+    if status.state == "Restarting" or (status.state == "Running" and is_restarted(status)):
+        after = replace(after, restarting_seconds=before.restarting_seconds + elapsed - productive)
+    elif status.state in ("Pending", "Starting", "Running"):
+        after = replace(after, starting_seconds=before.starting_seconds + elapsed - productive)
     total = after.productive_seconds + after.starting_seconds + after.restarting_seconds
     return replace(after, ratio=round(after.productive_seconds / total, 3) if total else 0.0)
+
+
+def _productive_seconds(status: api.Status, elapsed: int, now: dt.datetime) -> int:
+    """Imports, rendezvous and loading are not training; a job that reports no steps cannot tell them apart."""
+    if status.first_step_time is not None:
+        return min(elapsed, max(0, round((now - status.first_step_time).total_seconds())))
+    return elapsed if status.furthest_step is None else 0
+
+
+def is_restarted(status: api.Status) -> bool:
+    """Whether the present attempt was started by the failure of the one before."""
+    return status.last_failure is not None and status.last_failure.attempt == status.attempt - 1
+
+
+def is_broken(status: api.Status) -> bool:
+    """Whether the present attempt has failed, and its pods are being stopped for the next."""
+    failure = status.last_failure
+    return status.state == "Restarting" and failure is not None and failure.attempt == status.attempt
 
 
 def finish(old: api.Status, new: api.Status, job: api.DDPJob, accepted: str, now: dt.datetime) -> api.Status:
@@ -71,6 +89,8 @@ def with_progress(status: api.Status, report: Report | None) -> api.Status:
     """The status with what rank 0 reports; a report of an older attempt changes nothing."""
     if report is None or report.received_at is None or report.attempt not in (0, status.attempt):
         return status
+    if report.phase == "start":
+        return status  # the library says that it is there; the steps made before still stand
     percent = None
     if report.total_steps:
         percent = min(100, 100 * report.step // report.total_steps)
@@ -85,14 +105,60 @@ def with_progress(status: api.Status, report: Report | None) -> api.Status:
         attempt=status.attempt,
         updated=report.received_at,
     )
+    if report.step and status.first_step_time is None:
+        status = replace(_with_lost_steps(status, report.step), first_step_time=report.received_at)
+    before = status.progress
+    if before is not None and replace(progress, updated=before.updated) == before:
+        return status  # "alive, step 41" once more: hundreds of ranks say that every few seconds
     return replace(status, progress=progress)
+
+
+def _with_lost_steps(status: api.Status, first_step: int) -> api.Status:
+    """The steps from where this attempt went on to where the one before had come are made twice."""
+    before = status.progress
+    if before is None or before.attempt >= status.attempt:
+        return status
+    goodput = status.goodput or api.Goodput()
+    lost = max(0, before.step - (first_step - 1))
+    return replace(status, goodput=replace(goodput, lost_steps=goodput.lost_steps + lost))
 
 
 def with_failure(status: api.Status, failure: api.Failure, message: str) -> api.Status:
     """The status with a failure, once: an attempt has one cause."""
-    line = api.FailureLine(attempt=failure.attempt, message=message[:300], time=failure.time)
+    line = api.FailureLine(
+        attempt=failure.attempt,
+        message=message[:300],
+        time=failure.time,
+        failure_class=failure.failure_class,
+        node=failure.node if causes.blames_node(failure) else "",
+    )
     earlier = [f for f in status.failures if f.attempt != failure.attempt]
     return replace(status, last_failure=failure, failures=[*earlier, line][-FAILURES_MAX:])
+
+
+def furthest(status: api.Status) -> int | None:
+    """The furthest step of all attempts, the present one included."""
+    now = status.progress.step if status.progress is not None and status.progress.step else None
+    return max((n for n in (now, status.furthest_step) if n is not None), default=None)
+
+
+def history(status: api.Status) -> rules.History:
+    """What restarts have cost so far, as the rules read it."""
+    r = status.restarts or api.Restarts()
+    return rules.History(r.application, r.infrastructure, r.stall, r.in_a_row, r.charged_in_a_row, tuple(r.charged_at))
+
+
+def restarts(history: rules.History, *, windowed: bool) -> api.Restarts:
+    """The inverse. windowed: whether the times are needed again."""
+    return api.Restarts(
+        application=history.application,
+        infrastructure=history.infrastructure,
+        stall=history.stall,
+        total=history.total,
+        in_a_row=history.in_a_row,
+        charged_in_a_row=history.charged_in_a_row,
+        charged_at=list(history.charged_at) if windowed else [],
+    )
 
 
 def display(status: api.Status) -> api.Display:

@@ -49,6 +49,8 @@ class Rule:
 NOT_A_JOB = "a DDPJob is a mapping with apiVersion, kind, metadata and spec"
 MPI_REFUSED = '"mpi" needs a PyTorch built with MPI, and no published wheel is. Use gloo (CPU) or nccl (GPU).'
 
+WINDOWED_LIMIT_MAX = 100
+
 RULES = (
     Rule("backend", "!has(self.backend) || self.backend != 'mpi'", lambda s: s.backend == "mpi", MPI_REFUSED),
     Rule(
@@ -56,6 +58,12 @@ RULES = (
         "!has(self.minNodes) || self.minNodes <= self.nodes",
         lambda s: s.min_nodes is not None and s.min_nodes > s.nodes,
         "must be at most spec.nodes. Lower minNodes, or raise nodes.",
+    ),
+    Rule(
+        "backoffWindowSeconds",
+        f"!has(self.backoffWindowSeconds) || !has(self.backoffLimit) || self.backoffLimit <= {WINDOWED_LIMIT_MAX}",
+        lambda s: s.backoff_window_seconds is not None and s.backoff_limit > WINDOWED_LIMIT_MAX,
+        f"needs a backoffLimit of at most {WINDOWED_LIMIT_MAX}: the status keeps the time of each. Lower backoffLimit.",
     ),
 )
 
@@ -86,16 +94,6 @@ _CONTAINER_SHAPES = {
 NOT_YET: dict[str, tuple[Callable[[api.Spec], bool], str]] = {
     "minNodes": (lambda s: s.min_nodes is not None, "elastic jobs are not available yet. Remove it."),
     "gang": (lambda s: s.gang is not None, "gang scheduling is not available yet. Remove it."),
-    "backoffLimit": (
-        lambda s: bool(s.backoff_limit),
-        "restarts are not available yet: a failed rank fails the job. Set it to 0, or remove it.",
-    ),
-    "backoffWindowSeconds": (
-        lambda s: s.backoff_window_seconds is not None,
-        "restarts are not available yet. Remove it.",
-    ),
-    "failurePolicy": (lambda s: s.failure_policy is not None, "failure policies are not available yet. Remove it."),
-    "stall": (lambda s: s.stall is not None, "finding hangs is not available yet. Remove it."),
 }
 
 
@@ -301,8 +299,11 @@ def _convert(raw: object, kind: type[Struct], path: Path, problems: list[Problem
         # null means unset, as in the API server, which drops it.
         if raw.get(field.encode_name) is not None:
             where = (*path, field.encode_name)
-            values[field.name] = _field(raw[field.encode_name], hints[field.name], field, where, problems)
-    return kind(**{k: v for k, v in values.items() if v is not msgspec.UNSET})
+            values[field.name] = _field(raw[field.encode_name], hints[field.name], field.type, where, problems)
+    missing = [f.encode_name for f in fields if f.required and f.name not in values]
+    problems += [Problem(path, f"needs {name}") for name in missing]
+    given = {k: v for k, v in values.items() if v is not msgspec.UNSET}
+    return kind(**given) if all(f.name in given for f in fields if f.required) else None
 
 
 @functools.cache
@@ -312,23 +313,29 @@ def _fields_of(kind: type[Struct]) -> tuple[tuple[inspect.Field, ...], dict[str,
     return info.fields, typing.get_type_hints(kind, include_extras=True)
 
 
-def _field(raw: object, hint: Any, field: inspect.Field, path: Path, problems: list[Problem]) -> Any:
+def _field(raw: object, hint: Any, kind: inspect.Type, path: Path, problems: list[Problem]) -> Any:
     struct = _struct_in(hint)
     if struct is not None:
         value = _convert(raw, struct, path, problems)
         return msgspec.UNSET if value is None else value
+    if isinstance(kind, inspect.ListType) and isinstance(raw, list):
+        return _list(raw, hint, kind, path, problems)
     try:
         return msgspec.convert(raw, hint)
-    except msgspec.ValidationError as error:
-        inner = re.search(r"at `\$(.+)`$", str(error))
-        where = (*path, *_inner_path(inner.group(1))) if inner else path
-        problems.append(Problem(where, f"{_expected(field.type, raw)}, is {say(raw)}"))
+    except msgspec.ValidationError:
+        problems.append(Problem(path, f"{_expected(kind, raw)}, is {say(raw)}"))
         return msgspec.UNSET
 
 
-def _inner_path(text: str) -> Iterator[str | int]:
-    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", text):
-        yield name or int(index)
+def _list(raw: list[object], hint: Any, kind: inspect.ListType, path: Path, problems: list[Problem]) -> list[Any]:
+    if not (kind.min_length or 0) <= len(raw) <= (kind.max_length or len(raw)):
+        wanted = f"at least {kind.min_length}" if len(raw) < (kind.min_length or 0) else f"at most {kind.max_length}"
+        problems.append(Problem(path, f"must have {wanted} items, has {len(raw)}"))
+    while typing.get_origin(hint) is not list:  # Annotated[list[X], …]
+        hint = typing.get_args(hint)[0]
+    (item,) = typing.get_args(hint)
+    found = [_field(one, item, kind.item_type, (*path, i), problems) for i, one in enumerate(raw)]
+    return [one for one in found if one is not msgspec.UNSET]
 
 
 def _struct_in(hint: Any) -> type[Struct] | None:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from ddpjob_operator import api, contract
-from ddpjob_operator.kube.access import RIGHTS
+from ddpjob_operator.kube.access import LEASE_RIGHT, RIGHTS
 from ddpjob_operator.kube.app import Settings
 from ddpjob_operator.kube.receive import PATH
 
@@ -61,7 +61,7 @@ def container(*settings: str) -> dict[str, Any]:
 
 
 def variables(*settings: str) -> dict[str, str]:
-    return {entry["name"]: entry["value"] for entry in container(*settings)["env"]}
+    return {entry["name"]: entry["value"] for entry in container(*settings)["env"] if "value" in entry}
 
 
 def ports(*settings: str) -> dict[str, int]:
@@ -80,7 +80,15 @@ def verbs(rules: list[dict[str, Any]]) -> set[tuple[str, str, str]]:
     }
 
 
+def job_roles(*settings: str) -> list[dict[str, Any]]:
+    """What the operator may do to jobs, in each namespace."""
+    return [role for role in of_kind("Role", *settings) if not role["metadata"]["name"].endswith("-lease")]
+
+
 NEEDED = {(right.group, right.resource, verb) for right in RIGHTS for verb in right.verbs}
+NEEDED_IN_A_NAMESPACE = {
+    (right.group, right.resource, verb) for right in RIGHTS if not right.cluster_wide for verb in right.verbs
+}
 NAMESPACED = "watchNamespaces={team-a,team-b}"
 
 
@@ -101,19 +109,21 @@ def test_the_operator_may_do_what_it_asks_for_at_its_start_and_nothing_else() ->
     assert pod()["spec"]["serviceAccountName"] == account["metadata"]["name"]
 
 
-def test_no_secret_no_log_and_no_node_is_ever_in_reach() -> None:
-    for role in of_kind("ClusterRole") + of_kind("Role", NAMESPACED):
+def test_no_secret_and_no_log_is_ever_in_reach_and_nodes_can_only_be_seen() -> None:
+    for role in of_kind("ClusterRole") + job_roles(NAMESPACED):
         resources = {resource for _, resource, _ in verbs(role["rules"])}
-        assert resources.isdisjoint({"secrets", "pods/log", "pods/exec", "nodes", "configmaps", "*"})
+        assert resources.isdisjoint({"secrets", "pods/log", "pods/exec", "configmaps", "*"})
+        assert {verb for _, resource, verb in verbs(role["rules"]) if resource == "nodes"} <= {"list", "watch"}
 
 
 def test_with_a_list_of_namespaces_there_is_no_cluster_role_at_all() -> None:
     kinds = {document["kind"] for document in objects(NAMESPACED)}
-    assert kinds == {"ServiceAccount", "Role", "RoleBinding", "Service", "Deployment"}
-    roles, bindings = of_kind("Role", NAMESPACED), of_kind("RoleBinding", NAMESPACED)
+    assert not any(kind.startswith("Cluster") for kind in kinds)
+    roles = job_roles(NAMESPACED)
+    bindings = [b for b in of_kind("RoleBinding", NAMESPACED) if not b["metadata"]["name"].endswith("-lease")]
     for listed in (roles, bindings):
         assert [document["metadata"]["namespace"] for document in listed] == ["team-a", "team-b"]
-    assert all(verbs(role["rules"]) == NEEDED for role in roles)
+    assert all(verbs(role["rules"]) == NEEDED_IN_A_NAMESPACE for role in roles)
     assert all(binding["subjects"][0]["namespace"] == "ddpjob" for binding in bindings)
     assert variables(NAMESPACED)["DDPJOB_WATCH_NAMESPACES"] == "team-a,team-b"
 
@@ -157,12 +167,67 @@ def test_the_root_is_read_only_and_tmp_is_not() -> None:
     assert [mount["mountPath"] for mount in container()["volumeMounts"]] == ["/tmp"]
 
 
-def test_there_are_never_two_operators_at_once() -> None:
+def test_one_operator_stands_by_and_new_ones_do_before_old_ones_go() -> None:
     (deployment,) = of_kind("Deployment")
-    assert (deployment["spec"]["replicas"], deployment["spec"]["strategy"]) == (1, {"type": "Recreate"})
+    assert deployment["spec"]["replicas"] == 2
+    assert deployment["spec"]["strategy"] == {
+        "type": "RollingUpdate",
+        "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
+    }
 
 
-@pytest.mark.parametrize("settings", [(), (NAMESPACED, "healthPort=9000", "progress.port=9001", "logLevel=DEBUG")])
+def test_the_operators_are_spread_over_nodes_where_that_is_possible_and_never_refused_for_it() -> None:
+    (spread,) = pod()["spec"]["topologySpreadConstraints"]
+    assert spread["whenUnsatisfiable"] == "ScheduleAnyway"
+    assert spread["topologyKey"] == "kubernetes.io/hostname"
+    assert spread["labelSelector"]["matchLabels"].items() <= pod()["metadata"]["labels"].items()
+
+
+def test_a_drain_takes_one_operator_at_a_time_and_is_never_blocked() -> None:
+    (budget,) = of_kind("PodDisruptionBudget")
+    assert budget["spec"]["maxUnavailable"] == 1
+    assert budget["spec"]["selector"]["matchLabels"].items() <= pod()["metadata"]["labels"].items()
+    assert of_kind("PodDisruptionBudget", "replicas=1") == []
+
+
+@pytest.mark.parametrize("settings", [(), (NAMESPACED,)], ids=["all namespaces", "two namespaces"])
+def test_the_operator_may_use_its_own_lease_and_no_other(settings: tuple[str, ...]) -> None:
+    (lease,) = of_kind("Lease", *settings)
+    (role,) = [role for role in of_kind("Role", *settings) if role["metadata"]["name"].endswith("-lease")]
+    (binding,) = [b for b in of_kind("RoleBinding", *settings) if b["metadata"]["name"].endswith("-lease")]
+    told = variables(*settings)
+    place = {lease["metadata"]["namespace"], role["metadata"]["namespace"], binding["metadata"]["namespace"]}
+    assert place == {told["DDPJOB_LEASE_NAMESPACE"]} == {"ddpjob"}
+    assert told["DDPJOB_LEASE_NAME"] == lease["metadata"]["name"]
+    named, unnamed = role["rules"]
+    assert (named["verbs"], named["resourceNames"]) == (["get", "update"], [lease["metadata"]["name"]])
+    assert unnamed["verbs"] == ["create"], "Kubernetes cannot limit it to a name"
+    assert set(named["verbs"] + unnamed["verbs"]) == set(LEASE_RIGHT.verbs)
+    assert all(rule["apiGroups"] == [LEASE_RIGHT.group] for rule in role["rules"])
+    assert all(rule["resources"] == [LEASE_RIGHT.resource] for rule in role["rules"])
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+
+
+def test_the_lease_comes_without_a_holder_so_that_an_upgrade_takes_it_from_nobody() -> None:
+    (lease,) = of_kind("Lease")
+    assert lease.keys() == {"apiVersion", "kind", "metadata"}
+
+
+def test_the_operator_learns_its_name_and_address_from_its_pod() -> None:
+    told = {entry["name"]: entry["valueFrom"] for entry in container()["env"] if "valueFrom" in entry}
+    assert told == {
+        "DDPJOB_POD_NAME": {"fieldRef": {"fieldPath": "metadata.name"}},
+        "DDPJOB_POD_IP": {"fieldRef": {"fieldPath": "status.podIP"}},
+    }
+
+
+OTHERWISE = (
+    *(NAMESPACED, "healthPort=9000", "progress.port=9001", "logLevel=DEBUG"),
+    *("lostNodeSeconds=90", "keepLogTail=false"),
+)
+
+
+@pytest.mark.parametrize("settings", [(), OTHERWISE], ids=["as it comes", "otherwise"])
 def test_the_operator_understands_what_the_chart_tells_it(settings: tuple[str, ...]) -> None:
     told = variables(*settings)
     read = Settings.read(told)
@@ -170,6 +235,9 @@ def test_the_operator_understands_what_the_chart_tells_it(settings: tuple[str, .
     assert read.health_port == ports(*settings)["health"]
     assert read.status_url == told["DDPJOB_STATUS_URL"]
     assert read.log_level == told["DDPJOB_LOG_LEVEL"]
+    assert (read.lease_namespace, read.lease_name) == ("ddpjob", told["DDPJOB_LEASE_NAME"])
+    wanted = (90, False) if settings else (VALUES["lostNodeSeconds"], VALUES["keepLogTail"])
+    assert (read.rules.lost_node_seconds, read.rules.keep_log_tail) == wanted
 
 
 def test_trainers_are_told_the_service_that_leads_to_the_receiver() -> None:
@@ -202,7 +270,9 @@ def test_a_network_policy_lets_only_trainers_of_the_watched_namespaces_report() 
     assert policy["spec"]["policyTypes"] == ["Ingress"]
     ((rule,),) = [policy["spec"]["ingress"]]
     assert rule["ports"] == [{"port": "status"}]
-    (peer,) = rule["from"]
+    peer, standby = rule["from"]
+    assert standby["podSelector"]["matchLabels"].items() <= pod(NAMESPACED)["metadata"]["labels"].items()
+    assert standby.keys() == {"podSelector"}, "in the operator's own namespace"
     assert peer["podSelector"]["matchExpressions"] == [{"key": contract.LABEL_JOB, "operator": "Exists"}]
     assert peer["namespaceSelector"]["matchExpressions"][0]["values"] == ["team-a", "team-b"]
     (everywhere,) = of_kind("NetworkPolicy", "networkPolicy.enabled=true")
@@ -212,7 +282,41 @@ def test_a_network_policy_lets_only_trainers_of_the_watched_namespaces_report() 
 def test_jobs_on_the_hosts_network_can_be_let_through_by_address() -> None:
     settings = ("networkPolicy.enabled=true", "networkPolicy.extraFrom[0].ipBlock.cidr=10.0.0.0/16")
     (policy,) = of_kind("NetworkPolicy", *settings)
-    assert policy["spec"]["ingress"][0]["from"][1] == {"ipBlock": {"cidr": "10.0.0.0/16"}}
+    assert policy["spec"]["ingress"][0]["from"][-1] == {"ipBlock": {"cidr": "10.0.0.0/16"}}
+
+
+def notes(folder: Path, *arguments: str) -> str:
+    """What helm says at the end. `helm template` leaves it out, so a copy of the chart renders it as a value."""
+    copy = Path(shutil.copytree(CHART, folder / "ddpjob-operator", dirs_exist_ok=True))
+    text = (copy / "templates" / "NOTES.txt").read_text()
+    rendered = '{{ define "notes" }}' + text + '{{ end }}\nnotes: {{ include "notes" . | quote }}\n'
+    (copy / "templates" / "notes.yaml").write_text(rendered)
+    done = helm(
+        "template", "ops", str(copy), "-n", "ddpjob", "--kube-version", OLDEST, "-s", "templates/notes.yaml", *arguments
+    )
+    assert done.returncode == 0, done.stderr
+    said: str = yaml.safe_load(done.stdout)["notes"]
+    return said
+
+
+def test_the_notes_name_what_is_installed_and_what_to_do_next(tmp_path: Path) -> None:
+    said = notes(tmp_path)
+    (deployment,) = of_kind("Deployment")
+    assert "watches all namespaces" in said
+    assert f"kubectl -n ddpjob rollout status deployment/{deployment['metadata']['name']}" in said
+    for example in re.findall(r"-f (\S+)", said):
+        assert (ROOT / example).exists()
+    assert "Progress is off" not in said
+    assert "Helm does not upgrade CRDs" not in said
+
+
+def test_the_notes_say_what_is_different_from_the_default(tmp_path: Path) -> None:
+    said = notes(tmp_path, "--set", NAMESPACED, "--set", "progress.enabled=false", "--is-upgrade")
+    assert "watches team-a, team-b" in said
+    assert "STEP, PROGRESS and ETA columns stay empty" in said
+    crds = re.search(r"Helm does not upgrade CRDs.*?--server-side --force-conflicts -f (\S+)", said, re.S)
+    assert crds is not None, said
+    assert list((ROOT / crds[1]).glob("*.yaml"))
 
 
 def test_the_image_is_the_charts_version_or_the_one_that_is_pinned() -> None:
@@ -254,6 +358,9 @@ REFUSED = {
     "a log level that is none": ("logLevel=LOUD", "logLevel"),
     "a tag that YAML takes for a number": ("image.tag=2", "tag"),
     "no image": ("image.repository=", "repository"),
+    "no operator": ("replicas=0", "replicas"),
+    "a node that is lost at once": ("lostNodeSeconds=0", "lostNodeSeconds"),
+    "a switch as text": ("keepLogTail=off", "keepLogTail"),
 }
 
 
@@ -301,7 +408,7 @@ def test_every_value_is_explained_where_it_stands() -> None:
 
 def test_the_documents_list_every_right_with_its_reason() -> None:
     table = (ROOT / "docs" / "operations.md").read_text()
-    for right in RIGHTS:
+    for right in (*RIGHTS, LEASE_RIGHT):
         row = f"| `{right}` | {', '.join(right.verbs)} | {right.why} |"
         assert row in table, f"docs/operations.md wants the row\n{row}"
 

@@ -80,6 +80,14 @@ def test_a_folder_whose_own_path_contains_another_mount_is_not_replaced_twice(pl
     assert honour.process(body, place).argv == ["x", "/v/inner", "/w"]
 
 
+def test_a_tmp_that_a_read_only_root_asks_for_leaves_the_callers_folders_alone(tmp_path: Path) -> None:
+    clone = Path("/tmp/clone")
+    mount = {"name": "tmp", "mountPath": "/tmp"}
+    body = pod({"command": ["x", "/tmp/cache"], "volumeMounts": [mount]}, volumes=[{"name": "tmp", "emptyDir": {}}])
+    process = honour.process(body, honour.Place(clone, tmp_path / "volumes", {}))
+    assert (process.cwd, process.argv, process.folders) == ("/tmp/clone", ["x", "/tmp/cache"], [])
+
+
 @pytest.mark.parametrize(
     ("container", "spec", "part"),
     [

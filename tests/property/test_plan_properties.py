@@ -13,8 +13,9 @@ from msgspec.structs import replace
 from worlds import START, UID, World, job
 
 from ddpjob_operator import api, contract
-from ddpjob_operator.observed import Container, Foreign, Observed, Pod, Report
+from ddpjob_operator.observed import Container, Foreign, Node, Observed, Pod, Report
 from ddpjob_operator.plan import CreatePod, CreateService, DeleteJob, DeletePod, plan
+from ddpjob_operator.status import is_broken
 from ddpjob_operator.validation import Problem
 
 NODES_MAX = 3
@@ -45,7 +46,12 @@ pods = st.builds(
     phase=st.sampled_from(["Pending", "Running", "Succeeded", "Failed", "Unknown"]),
     reason=st.sampled_from(["", "Evicted"]),
     unschedulable=st.sampled_from(["", "0/3 nodes"]),
+    message=st.sampled_from(["", "The node was low on resource: memory."]),
+    disruption=st.sampled_from(["", "PreemptionByScheduler"]),
+    scheduled_at=st.none() | times,
+    silent_since=st.none() | times,
     stop_asked_at=st.none() | times,
+    stop_by=st.none() | times,
     trainer=containers,
     sidecars_run=st.booleans(),
 )
@@ -55,6 +61,16 @@ observed = st.builds(
     pods=st.lists(pods, max_size=6, unique_by=lambda p: p.name).map(tuple),
     foreign=st.lists(st.builds(Foreign, st.just("Service"), st.just("digits"), st.booleans()), max_size=1).map(tuple),
     reports=st.dictionaries(st.just(0), st.builds(Report, step=st.integers(0, 99), received_at=times), max_size=1),
+    nodes=st.none() | st.dictionaries(st.just("node-a"), st.builds(Node, st.booleans(), st.none() | times), max_size=1),
+)
+failures = st.builds(
+    api.Failure,
+    attempt=st.integers(0, 3),
+    node_rank=st.integers(0, NODES_MAX),
+    pod=st.sampled_from(["", "digits-1-0"]),
+    node=st.sampled_from(["", "node-a"]),
+    reason=st.sampled_from(["Error", "NodeLost", "PodGone", "Stalled", "StoppedFromOutside", "OOMKilled"]),
+    time=times,
 )
 states = st.sampled_from(
     [None, "Pending", "Starting", "Running", "Restarting", "Failing", "Suspended", "Succeeded", "Failed"]
@@ -67,7 +83,8 @@ def jobs(draw: st.DrawFn) -> api.DDPJob:
     """A valid job with whatever status."""
     status = api.Status(
         state=draw(states),
-        reason=draw(st.sampled_from(["RankFailed", "DeadlineExceeded", "Suspended", "StartBackOff"])),
+        reason=draw(st.sampled_from(["RankFailed", "Disrupted", "DeadlineExceeded", "Suspended", "StartBackOff"])),
+        last_failure=draw(st.none() | failures),
         attempt=draw(st.integers(0, 3)),
         attempt_time=draw(st.none() | times),
         state_time=draw(st.none() | times),
@@ -130,7 +147,8 @@ def test_a_pod_is_deleted_only_for_what_the_status_already_records(
     for action in plan(what, seen, now).actions:
         if isinstance(action, DeletePod):
             pod = next(p for p in seen.pods if p.uid == action.uid)
-            assert recorded.state in ("Failing", "Suspended", "Succeeded", "Failed") or pod.attempt < recorded.attempt
+            stopping = recorded.state in ("Failing", "Suspended", "Succeeded", "Failed") or is_broken(recorded)
+            assert stopping or pod.attempt < recorded.attempt
 
 
 @given(jobs(), observed, times)
@@ -139,8 +157,9 @@ def test_no_pod_is_created_beside_a_live_one_of_the_same_rank(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
     """Two live pods of a rank would be two writers of one checkpoint."""
-    live = {p.rank for p in seen.pods if p.owner_uid == UID and p.live}
     todo = plan(what, seen, now)
+    given_up = {a.uid for a in todo.actions if isinstance(a, DeletePod) and a.grace_seconds == 0}
+    live = {p.rank for p in seen.pods if p.owner_uid == UID and p.live and p.uid not in given_up}
     made = [a.rank for a in todo.actions if isinstance(a, CreatePod)]
     assert not live & set(made)
     assert len(made) == len(set(made))

@@ -13,8 +13,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from ddpjob_operator import api, validation
-from ddpjob_operator.observed import Container, Foreign, Observed, Pod, Refusal, Report
+from ddpjob_operator.observed import Container, Foreign, Node, Observed, Pod, Refusal, Report
 from ddpjob_operator.plan import Action, CreatePod, CreateService, DeleteJob, DeletePod, Event, Plan, Settings, plan
+from ddpjob_operator.stall import Pace, fold
 
 START = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 UID = "7d0c6f1e-0000-4000-8000-000000000001"
@@ -46,10 +47,13 @@ class World:
         self.now = START
         self.service = False
         self.pods: dict[str, Pod] = {}
+        self.departed: list[Pod] = []
         self.strangers: list[Pod] = []
         self.foreign: list[Foreign] = []
         self.refusals: list[Refusal] = []
         self.reports: dict[int, Report] = {}
+        self.paces: dict[int, Pace] = {}
+        self.nodes: dict[str, Node] | None = {}
         self.problems: list[validation.Problem] = []
         self.settings = Settings()
         self.events: list[Event] = []
@@ -61,8 +65,16 @@ class World:
     @property
     def seen(self) -> Observed:
         """What plan() sees."""
-        pods = (*self.strangers, *self.pods.values())
-        return Observed(self.service, tuple(pods), tuple(self.foreign), tuple(self.refusals), dict(self.reports))
+        return Observed(
+            service=self.service,
+            pods=(*self.strangers, *self.pods.values()),
+            departed=tuple(self.departed),
+            foreign=tuple(self.foreign),
+            refusals=tuple(self.refusals),
+            reports=dict(self.reports),
+            paces=dict(self.paces),
+            nodes=self.nodes,
+        )
 
     def plan(self) -> Plan:
         """What to do now, without doing it."""
@@ -106,7 +118,7 @@ class World:
         elif isinstance(action, DeletePod):
             pod = self.pods[action.name]
             assert pod.uid == action.uid, "a delete carries the uid that was seen"
-            if pod.live:
+            if pod.live and action.grace_seconds != 0:
                 self.pods[action.name] = replaced(pod, stop_asked_at=self.now)
             else:
                 del self.pods[action.name]
@@ -137,12 +149,14 @@ class World:
     def runs(self, *ranks: int) -> World:
         """These trainers start."""
         for rank in ranks:
-            self._change(rank, node=f"node-{rank}", phase="Running", trainer=Container("running", ready=True))
+            running = Container("running", ready=True)
+            self._change(rank, node=f"node-{rank}", phase="Running", trainer=running, scheduled_at=self.now)
         return self
 
     def waits(self, rank: int, reason: str, message: str = "") -> World:
         """The kubelet cannot start a trainer."""
-        return self._change(rank, node=f"node-{rank}", trainer=Container("waiting", reason, message))
+        waiting = Container("waiting", reason, message)
+        return self._change(rank, node=f"node-{rank}", scheduled_at=self.now, trainer=waiting)
 
     def unschedulable(self, rank: int, why: str) -> World:
         """The scheduler finds no node."""
@@ -171,6 +185,16 @@ class World:
         self.pods = {n: p for n, p in self.pods.items() if p.stop_asked_at is None}
         return self
 
+    def restarted(self) -> World:
+        """What is told to stop stops, and the next attempt is there."""
+        return self.settle().stops_all().settle()
+
+    def node_lost(self, rank: int) -> World:
+        """The cluster no longer hears the node of a pod."""
+        assert self.nodes is not None, "this world cannot read nodes"
+        self.nodes[self._pod(rank).node] = Node(ready=False, since=self.now)
+        return self
+
     def vanishes(self, rank: int) -> World:
         """A pod's object goes without a word."""
         del self.pods[self._pod(rank).name]
@@ -178,7 +202,7 @@ class World:
 
     def told_to_stop(self, rank: int) -> World:
         """Someone deletes a pod from outside."""
-        return self._change(rank, stop_asked_at=self.now)
+        return self._change(rank, stop_asked_at=self.now, stop_by=self.now + dt.timedelta(seconds=30))
 
     def after(self, seconds: float) -> World:
         """Time passes."""
@@ -196,6 +220,9 @@ class World:
         """Rank 0 reports progress."""
         attempt = self.job.status.attempt
         self.reports[0] = Report(step=step, attempt=attempt, received_at=self.now, **more)
+        pace = fold(self.paces.get(0), self.reports[0], self.now)
+        assert pace is not None
+        self.paces[0] = pace
         return self
 
     def stranger(self, name: str, *, label: str = "", owner: str = "") -> World:

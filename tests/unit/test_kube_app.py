@@ -12,6 +12,7 @@ from worlds import START, UID, manifest
 from ddpjob_operator.kube.app import ErrorBackoffs, Operator, Settings
 from ddpjob_operator.kube.client import ApiError, Client
 from ddpjob_operator.kube.execute import is_absent, is_refusal
+from ddpjob_operator.kube.lease import Durations, Leader
 from ddpjob_operator.kube.memory import REFUSED_SECONDS, Memory
 from ddpjob_operator.kube.tokens import BoundPod
 from ddpjob_operator.observed import Report
@@ -182,3 +183,54 @@ def test_the_probe_names_a_watch_that_does_nothing_and_a_part_that_has_ended() -
         assert made.broken, "and then the process ends"
 
     asyncio.run(run())
+
+
+def test_who_stands_by_queues_nothing_and_who_leads_looks_at_every_job() -> None:
+    async def run() -> None:
+        made = Operator(Settings(), Client(), Leader(Client(), "ops", "op", "a", Durations()))
+        body = manifest()
+        body["metadata"]["resourceVersion"] = "1"
+        made.job_seen(None, body)
+        made.caches.pods.put(pod(0))
+        assert len(made._queue.schedule) == 0, "it would grow by every job that ever was"
+        made._begin_term()
+        assert len(made._queue.schedule) == 1
+        await asyncio.sleep(0)
+        assert made.unhealthy() == ""
+        first = made._queue
+        await made._end_term()
+        assert made.unhealthy() == "", "a term that has ended is no part that has died"
+        assert made._queue is not first, "no wait and no refusal of an older term is acted on"
+        made.caches.pods.put(pod(1))
+        assert len(made._queue.schedule) == 0
+
+    asyncio.run(run())
+
+
+def test_the_probe_fails_when_the_task_that_keeps_the_lease_has_died() -> None:
+    class Broken(Leader):
+        async def run(self) -> None:
+            raise RuntimeError("a bug of ours")
+
+    async def run() -> None:
+        leader = Broken(Client(), "ops", "op", "a", Durations())
+        made = Operator(Settings(), Client(), leader)
+        made._run("lease", leader.run())
+        await asyncio.gather(*made._tasks, return_exceptions=True)
+        assert made.unhealthy() == "lease has ended"
+        assert made.broken
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("ip", "port", "address"),
+    [
+        ("10.0.0.5", "8081", "10.0.0.5:8081"),
+        ("fd00::5", "8081", "[fd00::5]:8081"),
+        ("", "8081", ""),
+        ("10.0.0.5", "0", ""),
+    ],
+)
+def test_the_address_for_reports_is_told_only_where_there_is_one(ip: str, port: str, address: str) -> None:
+    assert Settings.read({"DDPJOB_POD_IP": ip, "DDPJOB_STATUS_PORT": port}).status_address == address

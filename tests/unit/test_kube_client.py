@@ -22,7 +22,12 @@ def status(code: int, message: str = "no", reason: str = "Forbidden", **headers:
     return web.json_response(body, status=code, headers=headers)
 
 
-def talk(answer: Answer, use: Callable[[Client], Awaitable[Any]], tokens: list[str] | None = None) -> Any:
+def talk(
+    answer: Answer,
+    use: Callable[[Client], Awaitable[Any]],
+    tokens: list[str] | None = None,
+    may_write: Callable[[], bool] = lambda: True,
+) -> Any:
     """What `use` gets from a server that answers so."""
 
     async def run() -> Any:
@@ -41,7 +46,7 @@ def talk(answer: Answer, use: Callable[[Client], Awaitable[Any]], tokens: list[s
             return kopf.ConnectionInfo(server=url, token=left.pop(0) if len(left) > 1 else left[0])
 
         try:
-            async with Client(log_in, FAST) as client:
+            async with Client(log_in, FAST, may_write) as client:
                 return await use(client)
         finally:
             await runner.cleanup()
@@ -139,6 +144,36 @@ def test_a_long_list_is_read_page_by_page() -> None:
     assert talk(script, lambda c: c.list("/pods", "a=b")) == ([{"n": 1}, {"n": 2}], "7")
     assert [r.query.get("continue") for r in script.asked] == [None, "more"]
     assert {r.query["labelSelector"] for r in script.asked} == {"a=b"}
+
+
+WRITES: dict[str, Callable[[Client], Awaitable[Any]]] = {
+    "create": lambda c: c.create("/pods", {}),
+    "replace": lambda c: c.replace("/jobs/a/status", {}),
+    "delete": lambda c: c.delete("/pods/a", {}),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_no_write_is_sent_while_another_operator_may_lead(write: Callable[[Client], Awaitable[Any]]) -> None:
+    script = Script(ok)
+    with pytest.raises(ApiError, match="another operator may lead"):
+        talk(script, write, may_write=lambda: False)
+    assert script.asked == []
+
+
+def test_the_second_try_of_a_write_is_not_sent_when_the_lease_was_lost_after_the_first() -> None:
+    script, leads = Script(lambda: status(429, **{"Retry-After": "0.1"}), ok), iter([True, False])
+    with pytest.raises(ApiError, match="another operator may lead"):
+        talk(script, lambda c: c.create("/pods", {}), may_write=leads.__next__)
+    assert len(script.asked) == 1
+
+
+def test_whoever_stands_by_may_read_and_ask_what_it_may_do() -> None:
+    script = Script(ok)
+    talk(script, lambda c: c.get("/pods/a"), may_write=lambda: False)
+    reviews = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+    talk(script, lambda c: c.create(reviews, {}), may_write=lambda: False)
+    assert len(script.asked) == 2
 
 
 async def _events(client: Client) -> list[Any]:

@@ -38,6 +38,7 @@ def test_the_trainers_steps_and_metrics_become_ours() -> None:
         total_steps=400,
         eta_seconds=56,
         metrics={"loss": "0.25", "current_epoch": "1.5"},
+        phase=None,
         received_at=NOW,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime as dt
 
 import pytest
@@ -90,7 +89,7 @@ def test_a_succeeded_pod_that_vanishes_while_its_peers_run_does_no_harm() -> Non
 def test_exit_0_after_being_told_to_stop_is_not_success() -> None:
     world = digits().running().after(5).told_to_stop(0).exits(0).settle()
     assert world.status.completed_nodes == ""
-    assert world.status.state == "Failing"
+    assert world.status.state == "Restarting"
     assert world.status.last_failure is not None
     assert world.status.last_failure.reason == "StoppedFromOutside"
 
@@ -107,89 +106,6 @@ def test_a_sidecar_neither_holds_the_job_open_nor_survives_it() -> None:
     assert world.status.state == "Succeeded"
     assert world.pods["digits-1-0"].stop_asked_at is not None
     assert todo.actions == ()
-
-
-# ---------------------------------------------------------------- failure
-
-
-def test_when_one_rank_fails_the_failure_is_recorded_before_anything_is_deleted() -> None:
-    world = digits().running().exits(1, code=3, message="ValueError: no such shard")
-    first = world.step()
-    assert first.actions == ()
-    assert world.status.state == "Failing"
-    assert world.status.last_failure is not None
-    assert (world.status.last_failure.rank, world.status.last_failure.exit_code) == (1, 3)
-    second = world.step()
-    assert deleted(second) == [("digits-1-0", 10)], (
-        "the broken group gets the short grace; what ended stays for its log"
-    )
-
-
-def test_a_pod_whose_only_container_has_ended_is_not_deleted_while_its_phase_lags_behind() -> None:
-    """Else `kubectl logs` of the guilty pod finds nothing."""
-    world = digits().running().exits(1, code=3)
-    world.pods["digits-1-1"] = dataclasses.replace(world.pods["digits-1-1"], phase="Running")
-    world.settle()
-    assert world.pods["digits-1-1"].stop_asked_at is None
-    assert world.pods["digits-1-0"].stop_asked_at is not None
-
-
-def test_the_job_is_failed_only_when_its_last_pod_has_ended() -> None:
-    world = digits().running().exits(1, code=3).settle()
-    assert world.status.state == "Failing"
-    assert "stopping digits-1-0 on node-0" in world.status.message
-    assert statuses.condition(world.status, "FailureTarget")
-    assert not statuses.condition(world.status, "Failed")
-    world.stops(0).settle()
-    assert world.status.state == "Failed"
-    assert statuses.condition(world.status, "Failed")
-
-
-def test_the_cause_is_the_rank_that_failed_and_not_the_peer_that_noticed_first() -> None:
-    world = digits().running()
-    world.exits(0, code=1, message="RuntimeError: [..] Connection closed by peer [127.0.0.1]:4242").settle()
-    assert world.status.last_failure is not None
-    assert world.status.last_failure.rank == 0
-    world.after(3).exits(1, code=137, reason="OOMKilled").settle()
-    assert world.status.state == "Failed"
-    assert (world.status.last_failure.rank, world.status.last_failure.reason) == (1, "OOMKilled")
-    assert len(world.status.failures) == 1, "an attempt has one cause"
-
-
-def test_the_cause_outlives_its_pod() -> None:
-    world = digits().running().exits(1, code=3, message="ValueError: no such shard").settle()
-    world.vanishes(1).stops(0).settle()
-    assert world.status.state == "Failed"
-    assert (
-        "rank 1 (pod digits-1-1, node node-1) ended with exit code 3 (ValueError: no such shard)"
-        in world.status.message
-    )
-
-
-def test_a_pod_that_vanishes_while_it_runs_fails_the_job_and_is_named() -> None:
-    world = digits().running().vanishes(1).settle().stops(0).settle()
-    assert world.status.state == "Failed"
-    assert "rank 1 (pod digits-1-1) vanished while it ran" in world.status.message
-
-
-def test_an_evicted_pod_says_so() -> None:
-    world = digits().running().evicted(1, "Evicted").settle()
-    assert world.status.last_failure is not None
-    assert world.status.last_failure.reason == "Evicted"
-
-
-def test_a_failed_job_is_final_whatever_its_pods_do() -> None:
-    world = digits().running().exits(0, code=1).exits(1, code=1).settle()
-    before = world.status
-    assert before.state == "Failed"
-    world.exits(0).exits(1).after(1000).settle()
-    assert world.status == before
-
-
-def test_restart_grace_seconds_is_the_users_to_choose() -> None:
-    world = digits(restartGraceSeconds=0).running().exits(1, code=1)
-    world.step()
-    assert deleted(world.step()) == [("digits-1-0", 0)]
 
 
 # ---------------------------------------------------------------- suspend, resume, deletion
@@ -251,7 +167,7 @@ def test_ranks_that_completed_before_a_suspended_job_was_made_smaller_are_no_suc
 
 def test_a_running_job_whose_spec_became_invalid_can_still_be_suspended() -> None:
     world = digits().running()
-    world.problems = [Problem(("spec", "backoffLimit"), "not there")]
+    world.problems = [Problem(("spec", "minNodes"), "not there")]
     world.change(suspend=True).settle()
     assert world.status.state == "Suspended"
     assert all(p.stop_asked_at for p in world.pods.values())
@@ -424,6 +340,17 @@ def test_progress_alone_is_written_at_most_every_ten_seconds() -> None:
     assert todo.status is not None
     assert todo.status.progress is not None
     assert todo.status.progress.step == 11
+
+
+def test_the_last_step_before_a_silence_is_written_too() -> None:
+    world = digits().running().reports_step(1).settle().after(4).reports_step(5)
+    again = world.plan().look_again_at
+    assert again == world.now + dt.timedelta(seconds=6)
+    world.now = again
+    progress = world.settle().status.progress
+    assert progress is not None
+    assert progress.step == 5
+    assert world.plan().status is None
 
 
 def test_progress_goes_along_with_any_other_change() -> None:

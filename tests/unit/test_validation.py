@@ -38,7 +38,27 @@ def command(*words: str, **spec: Any) -> list[str]:
         ({"gang": "native"}, "spec.gang: gang scheduling is not available yet. Remove it."),
         ({"minNodes": 3}, "spec.minNodes: 3 is more than spec.nodes: 2. Lower minNodes, or raise nodes."),
         ({"minNodes": 1}, "spec.minNodes: elastic jobs are not available yet. Remove it."),
-        ({"stall": {"timeoutSeconds": 3}}, "spec.stall: finding hangs is not available yet. Remove it."),
+        (
+            {"backoffWindowSeconds": 60, "backoffLimit": 101},
+            "spec.backoffWindowSeconds: needs a backoffLimit of at most 100: the status keeps the time of each. "
+            "Lower backoffLimit.",
+        ),
+        (
+            {"failurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": {"values": [256]}}]}},
+            "spec.failurePolicy.rules[0].onExitCodes.values[0]: must be at most 255, is 256",
+        ),
+        (
+            {"failurePolicy": {"rules": [{"action": "FailJob"}]}},
+            "spec.failurePolicy.rules[0]: needs onExitCodes",
+        ),
+        (
+            {"failurePolicy": {"rules": [{"onExitCodes": {"values": []}}]}},
+            "spec.failurePolicy.rules[0].onExitCodes.values: must have at least 1 items, has 0",
+        ),
+        (
+            {"failurePolicy": {"rules": [7]}},
+            "spec.failurePolicy.rules[0]: must be a mapping, is 7",
+        ),
         ({"template": None}, "spec.template: needs a spec with at least one container"),
         ({"template": {"spec": {"containers": []}}}, "spec.template.spec.containers: needs at least one container"),
         (
@@ -55,12 +75,6 @@ def test_mpi_is_refused_with_the_reason() -> None:
     (sentence,) = problems(backend="mpi")
     assert "needs a PyTorch built with MPI" in sentence
     assert "Use gloo (CPU) or nccl (GPU)" in sentence
-
-
-def test_restarts_that_are_not_there_are_refused_and_none_is_accepted() -> None:
-    assert problems(backoffLimit=0) == []
-    assert "any" not in problems(backoffLimit=3)[0]
-    assert "restarts are not available yet" in problems(backoffLimit=3)[0]
 
 
 def test_a_misspelled_field_of_the_template_is_named() -> None:

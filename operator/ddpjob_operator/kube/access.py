@@ -25,6 +25,8 @@ class Right:
     resource: str
     verbs: tuple[str, ...]
     why: str
+    cluster_wide: bool = False
+    """Whether only a ClusterRole can give it: it is not asked for where namespaces are named."""
 
     def __str__(self) -> str:
         return f"{self.resource}.{self.group}" if self.group else self.resource
@@ -37,7 +39,11 @@ RIGHTS = (
     Right("", "pods", ("get", "list", "watch", "create", "delete"), "the nodes of a job"),
     Right("", "services", ("get", "list", "watch", "create"), "the DNS names of a job; deleted with it by its owner"),
     Right("", "events", ("create",), "what kubectl describe shows"),
+    Right("", "nodes", ("list", "watch"), "to see which are lost", cluster_wide=True),
 )
+# In the operator's own namespace alone, get and update for its one Lease. Not asked for at the start: the task that
+# keeps the Lease says what is missing.
+LEASE_RIGHT = Right("coordination.k8s.io", "leases", ("get", "create", "update"), "which of several operators acts")
 
 
 async def wait_for_jobs(client: Client, namespaces: Sequence[str]) -> None:
@@ -63,7 +69,13 @@ async def wait_for_jobs(client: Client, namespaces: Sequence[str]) -> None:
 
 async def missing_rights(client: Client, namespaces: Sequence[str]) -> list[str]:
     """A line for each verb that we need and do not have. Raises ApiError."""
-    wanted = [(right, verb, namespace) for namespace in namespaces for right in RIGHTS for verb in right.verbs]
+    wanted = [
+        (right, verb, namespace)
+        for namespace in namespaces
+        for right in RIGHTS
+        for verb in right.verbs
+        if not (right.cluster_wide and namespace)
+    ]
     allowed = await asyncio.gather(*(_may(client, *one) for one in wanted))
     return [
         f"the operator may not {verb} {right} in {namespace or 'all namespaces'} ({right.why}); "

@@ -1,8 +1,9 @@
 """The operator's process: `ddpjob-operator`, or `python -m ddpjob_operator`.
 
 kopf gives the process its frame (login, start, stop) and watches the DDPJobs; pods and Services go through our own
-reflectors. Every change only marks a job, and the queue looks at it. In a cluster it uses the pod's service account,
-elsewhere KUBECONFIG.
+reflectors. Every change only marks a job, and the queue looks at it. Of several operators the one that holds the Lease
+has a running queue; the others keep their copies warm. In a cluster it uses the pod's service account, elsewhere
+KUBECONFIG.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import gc
 import itertools
 import logging
 import os
+import socket
 import sys
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
@@ -24,17 +27,21 @@ from aiohttp import web
 
 from ddpjob_operator import api, build, contract
 from ddpjob_operator.kube import access, observe
-from ddpjob_operator.kube.client import ApiError, Client
+from ddpjob_operator.kube.client import ApiError, Client, Limits
 from ddpjob_operator.kube.events import Events
 from ddpjob_operator.kube.execute import Caches, Executor
+from ddpjob_operator.kube.forward import Forwarder
+from ddpjob_operator.kube.lease import Durations, Leader
 from ddpjob_operator.kube.login import login
+from ddpjob_operator.kube.nodes import Nodes
 from ddpjob_operator.kube.queue import Queue
 from ddpjob_operator.kube.receive import Receiver, Sender
-from ddpjob_operator.kube.reconcile import Reconciler
+from ddpjob_operator.kube.reconcile import LISTEN_SECONDS, Reconciler
 from ddpjob_operator.kube.reflector import Reflector
 from ddpjob_operator.kube.store import Jobs, Key, Store
 from ddpjob_operator.kube.tokens import BoundPod, Verifier
 from ddpjob_operator.observed import Pod, Report
+from ddpjob_operator.plan import Settings as PlanSettings
 
 _LOGGER = logging.getLogger("ddpjob_operator")
 # Pods of one job change in bursts. When the last of them runs or has ended the job is looked at soon; while only some
@@ -74,6 +81,18 @@ class Settings:
     """DDPJOB_STATUS_URL: where trainers find that receiver. Empty: they do not report."""
     log_level: str = "INFO"
     """DDPJOB_LOG_LEVEL."""
+    rules: PlanSettings = PlanSettings()
+    """DDPJOB_LOST_NODE_SECONDS and DDPJOB_KEEP_LOG_TAIL."""
+    lease_namespace: str = ""
+    """DDPJOB_LEASE_NAMESPACE: where the Lease is by which one of several acts. Empty: this one always does."""
+    lease_name: str = "ddpjob-operator"
+    """DDPJOB_LEASE_NAME."""
+    lease: Durations = dataclasses.field(default_factory=Durations)
+    """DDPJOB_LEASE_SECONDS, DDPJOB_LEASE_RENEW_SECONDS, DDPJOB_LEASE_RETRY_SECONDS."""
+    pod_name: str = ""
+    """DDPJOB_POD_NAME: what the Lease calls its holder. Empty: the host's name."""
+    pod_ip: str = ""
+    """DDPJOB_POD_IP: where the others hand on reports of progress. Empty: they refuse them."""
 
     @staticmethod
     def read(environment: Mapping[str, str]) -> Settings:
@@ -88,60 +107,96 @@ class Settings:
             status_port=_port(environment, "DDPJOB_STATUS_PORT", 0),
             status_url=environment.get("DDPJOB_STATUS_URL", ""),
             log_level=level,
+            rules=PlanSettings(
+                lost_node_seconds=_seconds(environment, "DDPJOB_LOST_NODE_SECONDS", 30),
+                keep_log_tail=_switch(environment, "DDPJOB_KEEP_LOG_TAIL", True),
+            ),
+            lease_namespace=environment.get("DDPJOB_LEASE_NAMESPACE", ""),
+            lease_name=environment.get("DDPJOB_LEASE_NAME", "ddpjob-operator"),
+            lease=Durations.read(environment),
+            pod_name=environment.get("DDPJOB_POD_NAME", ""),
+            pod_ip=environment.get("DDPJOB_POD_IP", ""),
         )
+
+    @property
+    def status_address(self) -> str:
+        """Where other operators reach our receiver; empty: they do not."""
+        host = f"[{self.pod_ip}]" if ":" in self.pod_ip else self.pod_ip
+        return f"{host}:{self.status_port}" if host and self.status_port else ""
 
 
 class Operator:
     """All parts, wired. `start` and `stop` frame its life; `job_seen` is told of every change of a DDPJob."""
 
-    def __init__(self, settings: Settings, client: Client) -> None:
+    def __init__(self, settings: Settings, client: Client, leader: Leader | None = None) -> None:
+        """`client` writes only while `leader` holds its Lease; without a leader this operator is the only one."""
         self.settings = settings
         self.broken = False
         self.stop_flag = asyncio.Event()
         self._client = client
-        self._queue: Queue[Key] = Queue(self._look, clock=time.monotonic)
+        self._leader = leader
+        self._leads = leader is None
         self.caches = Caches(
-            Jobs(self._queue.add),
+            Jobs(self._mark),
             Store(observe.pod, _job_of, self._pod_changed),
-            Store(observe.service, _job_of, lambda key, _old, _new: self._queue.add(key)),
+            Store(observe.service, _job_of, lambda key, _old, _new: self._mark(key)),
+            Nodes(self._node_changed),
         )
-        self._events = Events(client, instance=os.environ.get("HOSTNAME", ""))
-        reporting = build.Reporting(settings.status_url) if settings.status_url else None
-        executor = Executor(client, self.caches, self._events, now=_now, reporting=reporting)
-        self._reconciler = Reconciler(self.caches, executor, now=_now)
+        self._make_parts_of_a_term()
         self._reflectors = [
             Reflector(client, plural, namespace, contract.LABEL_JOB, sink)
             for namespace in settings.namespaces or ("",)
             for plural, sink in (("pods", self.caches.pods), ("services", self.caches.services))
         ]
+        # Only a ClusterRole can allow it; without it the pods themselves show that their node is lost.
+        self._nodes = None if settings.namespaces else Reflector(client, "nodes", "", "", self.caches.nodes)
         self._tasks: list[asyncio.Task[None]] = []
+        self._term: list[asyncio.Task[None]] = []
         self._first_lists: asyncio.Task[None] | None = None
         self._health: web.AppRunner | None = None
-        self._receiver = Receiver(Verifier(client.get, _say_hidden).pod, self.locate, self.report)
+        self._forwarder = Forwarder(leader.leader_address if leader else lambda: None)
+        verify = Verifier(client.get, _say_hidden).pod
+        self._receiver = Receiver(verify, self.locate, self.report, forward=self._forwarder.forward)
+
+    def _make_parts_of_a_term(self) -> None:
+        """What was remembered in one term of leading ends with it: old refusals, reports and waits are not true."""
+        self._queue: Queue[Key] = Queue(self._look, clock=time.monotonic)
+        self._events = Events(self._client, instance=os.environ.get("HOSTNAME", ""))
+        reporting = build.Reporting(self.settings.status_url) if self.settings.status_url else None
+        executor = Executor(self._client, self.caches, self._events, now=_now, reporting=reporting)
+        self._reconciler = Reconciler(self.caches, executor, now=_now, settings=self.settings.rules)
 
     async def start(self) -> None:
         """Returns once the DDPJobs can be watched; waits for the CRD and the rights to do so."""
         self._health = await _serve_health(self.settings.health_port, self.unhealthy)
         if self.settings.status_port:
             await self._receiver.start(None, self.settings.status_port)
-        self._run("events", self._events.run())
-        for reflector in self._reflectors:
+        for reflector in (*self._reflectors, *([self._nodes] if self._nodes else [])):
             self._run(reflector.what, reflector.run())
-        self._run("queue", self._queue.run())
+        if self._leader is None:
+            self._begin_term()
         self._first_lists = asyncio.create_task(self._settle())
         await access.wait_for_jobs(self._client, self.settings.namespaces or ("",))
         await self._say_missing_rights()
         self._run("sweep", self._sweep())
+        if self._leader is not None:
+            # Not earlier: an operator that may not even see the jobs must not keep the Lease from one that may.
+            self._run("lease", self._leader.run())
+            self._run("terms", self._lead(self._leader))
 
     async def stop(self) -> None:
         """Nothing is written after this."""
         # kopf waits 5 s for a task of its own that waits for this flag (kopf 1.45, reactor/running.py).
         self.stop_flag.set()
-        tasks = [*self._tasks, *([self._first_lists] if self._first_lists else [])]
+        tasks = [*self._tasks, *self._term, *([self._first_lists] if self._first_lists else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._leader is not None:
+            await self._leader.release()
+            await self._leader.close()
         await self._receiver.stop()
+        await self._forwarder.close()
         if self._health is not None:
             await self._health.cleanup()
         await self._client.close()
@@ -167,8 +222,8 @@ class Operator:
     def report(self, sender: Sender, report: Report) -> None:
         """What a trainer reports."""
         key = (sender.namespace, sender.job)
-        self._reconciler.report(key, report)
-        self._queue.add(key, WHOLE_SECONDS)
+        if (in_seconds := self._reconciler.report(key, report)) is not None:
+            self._mark(key, in_seconds)
 
     def unhealthy(self) -> str:
         """Why a restart would help, or nothing. An API server that is away is no such reason."""
@@ -182,6 +237,29 @@ class Operator:
             if silent > STUCK_SECONDS:
                 return f"the watch of {reflector.what} has done nothing for {silent:.0f} s"
         return ""
+
+    async def _lead(self, leader: Leader) -> None:
+        while True:
+            await leader.gained()
+            self._begin_term()
+            await leader.lost()
+            await self._end_term()
+
+    def _begin_term(self) -> None:
+        self._leads = True
+        parts = {"events": self._events.run(), "queue": self._queue.run(), "reports": self._listen()}
+        self._term = [self._run(name, work) for name, work in parts.items()]
+        for key in self.caches.jobs:
+            self._queue.add(key)
+
+    async def _end_term(self) -> None:
+        """Returns once no write is under way: requests are cut off, not waited for."""
+        self._leads = False
+        self._tasks = [task for task in self._tasks if task not in self._term]
+        for task in self._term:
+            task.cancel()
+        await asyncio.gather(*self._term, return_exceptions=True)
+        self._make_parts_of_a_term()
 
     async def _settle(self) -> None:
         for reflector in self._reflectors:
@@ -199,11 +277,29 @@ class Operator:
             return UNSYNCED_SECONDS
         return await self._reconciler.look(key)
 
+    def _mark(self, key: Key, in_seconds: float = 0.0) -> None:
+        # While another operator leads a queue would only grow, by the names of all jobs that ever were.
+        if self._leads:
+            self._queue.add(key, in_seconds)
+
+    async def _listen(self) -> None:
+        while True:
+            await asyncio.sleep(LISTEN_SECONDS)
+            self._reconciler.listen()
+
     def _pod_changed(self, key: Key, old: Pod | None, new: Pod | None) -> None:
+        if new is None and old is not None:
+            self._reconciler.departed(key, old)
         if new is None or (new.ended and new.trainer.exit_code != 0) or new.stop_asked_at is not None:
-            self._queue.add(key)
-        elif old is None or dataclasses.replace(old, node=new.node) != new:  # a node alone is nothing to say
-            self._queue.add(key, WHOLE_SECONDS if self._is_whole(key, new) else PART_SECONDS)
+            self._mark(key)
+        elif old is None or dataclasses.replace(old, node=new.node, scheduled_at=new.scheduled_at) != new:
+            # A node alone is nothing to say.
+            self._mark(key, WHOLE_SECONDS if self._is_whole(key, new) else PART_SECONDS)
+
+    def _node_changed(self, name: str) -> None:
+        for key in self.caches.pods.keys():
+            if any(pod.node == name and pod.live for pod in self.caches.pods.of(key)):
+                self._mark(key)
 
     def _is_whole(self, key: Key, changed: Pod) -> bool:
         """Whether the trainers of all nodes are in the same state now."""
@@ -232,10 +328,11 @@ class Operator:
         except ApiError as error:
             _LOGGER.info("the operator's own rights were not checked: %s", error)
 
-    def _run(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+    def _run(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         task.add_done_callback(self._ended)
         self._tasks.append(task)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
@@ -285,7 +382,8 @@ def handlers(operator: Operator) -> kopf.OperatorRegistry:
 
 async def serve(settings: Settings) -> int:
     """Runs until SIGTERM or SIGINT; the exit code."""
-    operator = Operator(settings, Client())
+    leader = _leader(settings)
+    operator = Operator(settings, Client(may_write=leader.holds) if leader else Client(), leader)
     try:
         await kopf.operator(
             registry=handlers(operator),
@@ -315,6 +413,17 @@ def main() -> None:
         for handler in logging.getLogger().handlers:
             handler.addFilter(_without_stack_where_the_server_said_no)
     sys.exit(asyncio.run(serve(settings)))
+
+
+def _leader(settings: Settings) -> Leader | None:
+    if not settings.lease_namespace:
+        return None
+    # A name of its own for each process: one that was started anew knows nothing of what the last one was writing.
+    identity = f"{settings.pod_name or socket.gethostname()}_{uuid.uuid4().hex[:8]}"
+    seconds = settings.lease.turn_seconds
+    client = Client(limits=Limits(connect_seconds=seconds, request_seconds=seconds, tries=2))
+    place = settings.lease_namespace, settings.lease_name
+    return Leader(client, *place, identity, settings.lease, settings.status_address)
 
 
 async def _serve_health(port: int, unhealthy: Callable[[], str]) -> web.AppRunner | None:
@@ -360,6 +469,20 @@ def _port(environment: Mapping[str, str], name: str, default: int) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise ValueError(f'{name}: must be a port from 0 (off) to 65535, is "{text}"')
     return int(text)
+
+
+def _seconds(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, str(default))
+    if not text.isdecimal() or not 1 <= int(text) <= 86_400:
+        raise ValueError(f'{name}: must be whole seconds from 1 to 86400, is "{text}"')
+    return int(text)
+
+
+def _switch(environment: Mapping[str, str], name: str, default: bool) -> bool:
+    text = environment.get(name, "true" if default else "false").lower()
+    if text not in ("true", "false"):
+        raise ValueError(f'{name}: must be true or false, is "{text}"')
+    return text == "true"
 
 
 def _without_stack_where_the_server_said_no(record: logging.LogRecord) -> bool:

@@ -65,8 +65,15 @@ class Limits:
 class Client:
     """One API server, one identity. Close it, or use it as an async context manager."""
 
-    def __init__(self, log_in: Callable[[], kopf.ConnectionInfo] = login, limits: Limits = Limits()) -> None:
+    def __init__(
+        self,
+        log_in: Callable[[], kopf.ConnectionInfo] = login,
+        limits: Limits = Limits(),
+        may_write: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """may_write: asked right before each write is sent, each of its tries too; where it says no, none is sent."""
         self.limits = limits
+        self._may_write = may_write
         self._log_in = log_in
         self._lock = asyncio.Lock()
         self._info: kopf.ConnectionInfo | None = None
@@ -171,6 +178,8 @@ class Client:
     ) -> Raw:
         url = info.server.rstrip("/") + path
         data = None if body is None else orjson.dumps(body)
+        if _changes_something(method, path) and not self._may_write():
+            raise ApiError(NO_ANSWER, "NotLeading", f"{method} {path}: not sent, for another operator may lead by now")
         try:
             async with session.request(method, url, params=params, data=data, headers=self._headers) as response:
                 content = await response.read()
@@ -230,6 +239,11 @@ class Client:
             proxy=info.proxy_url,
             auto_decompress=True,
         )
+
+
+def _changes_something(method: str, path: str) -> bool:
+    """Reviews are questions, though they are asked by POST."""
+    return method != "GET" and not path.startswith("/apis/authorization.k8s.io/")
 
 
 def _endpoint(info: kopf.ConnectionInfo) -> kopf.ConnectionInfo:

@@ -6,7 +6,7 @@ import asyncio
 import datetime as dt
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from ddpjob_operator.kube import observe
 from ddpjob_operator.kube.client import ApiError, Client, Raw
 from ddpjob_operator.kube.events import Events
 from ddpjob_operator.kube.memory import Memory
+from ddpjob_operator.kube.nodes import Nodes
 from ddpjob_operator.kube.store import Jobs, Key, Store
 from ddpjob_operator.observed import Pod
 from ddpjob_operator.plan import Action, CreatePod, CreateService, DeleteJob, DeletePod, Plan
@@ -40,6 +41,7 @@ class Caches:
     jobs: Jobs
     pods: Store[Pod]
     services: Store[observe.Service]
+    nodes: Nodes = field(default_factory=lambda: Nodes(lambda _: None))
 
 
 class Executor:
@@ -183,7 +185,7 @@ class Executor:
         async with self._slots:
             if given_up():
                 return False
-            body = build.pod(job, action.attempt, action.rank, reporting=self._reporting)
+            body = build.pod(job, action.attempt, action.rank, reporting=self._reporting, avoid=action.avoid)
             return await self._create("Pod", body, job, memory)
 
     async def _create(self, kind: str, body: Raw, job: api.DDPJob, memory: Memory) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime as dt
 from dataclasses import dataclass, field
 
-from ddpjob_operator.observed import Foreign, Refusal, Report
+from ddpjob_operator.observed import Foreign, Pod, Refusal, Report
+from ddpjob_operator.stall import Pace
 
 REFUSED_SECONDS = (1, 2, 4, 8, 15, 30, 60, 120, 300)
 STRANGER_SECONDS = (2, 5, 10, 20, 30)
@@ -34,6 +35,12 @@ class Memory:
     refused_in_a_row: int = 0
     strangers: dict[tuple[str, str], Stranger] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
+    """The first of each rank's reports that said what its last one says."""
+    paces: dict[int, Pace] = field(default_factory=dict)
+    heard_at: dt.datetime | None = None
+    """When one of its ranks was last heard; None: nobody has spoken yet, or they have said that they end."""
+    departed: dict[str, Pod] = field(default_factory=dict)
+    """Pods whose object has gone, as they were last seen: a whole life may pass between two looks."""
     confirmed_gone: set[str] = field(default_factory=set)
     """Pods that are not in our copy, and that the API server has confirmed to be gone."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_operator import api, contract
-from ddpjob_operator.observed import Container, Foreign, Pod
+from ddpjob_operator.observed import Container, Foreign, Node, Pod
 from ddpjob_operator.podspec import trainer_container
 
 Raw = Mapping[str, Any]
@@ -34,6 +34,7 @@ def pod(raw: Raw) -> Pod:
     labels = metadata.get("labels") or {}
     owner = controller(raw)
     phase = str(status.get("phase") or "Pending")
+    mine = trainer(raw, phase)
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
@@ -44,9 +45,14 @@ def pod(raw: Raw) -> Pod:
         node=str((raw.get("spec") or {}).get("nodeName") or ""),
         phase=phase,
         reason=str(status.get("reason") or "") if phase == "Failed" else "",
+        message=str(status.get("message") or "") if phase == "Failed" else "",
+        disruption=_disruption(status),
+        scheduled_at=_scheduled_at(status),
+        silent_since=_silent_since(status, mine),
         unschedulable=_unschedulable(status),
         stop_asked_at=stop_asked_at(metadata),
-        trainer=trainer(raw, phase),
+        stop_by=time(metadata.get("deletionTimestamp")),
+        trainer=mine,
         sidecars_run=_sidecars_run(raw),
     )
 
@@ -60,6 +66,14 @@ def service(raw: Raw) -> Service:
         owner_uid=str(owner.get("uid", "")),
         owner_job=str(owner.get("name", "")) if owner.get("kind") == api.KIND else "",
     )
+
+
+def node(raw: Raw) -> Node:
+    """A node by its condition Ready; one without it has only just joined."""
+    for condition in (raw.get("status") or {}).get("conditions") or ():
+        if condition.get("type") == "Ready" and condition.get("status") != "True":
+            return Node(ready=False, since=time(condition.get("lastTransitionTime")))
+    return Node(ready=True)
 
 
 def foreign(kind: str, raw: Raw, job: api.Metadata) -> Foreign:
@@ -167,6 +181,32 @@ def _unschedulable(status: Raw) -> str:
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             return str(condition.get("message") or condition.get("reason") or "")
     return ""
+
+
+def _disruption(status: Raw) -> str:
+    for condition in status.get("conditions") or ():
+        if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
+            return str(condition.get("reason") or "DisruptionTarget")
+    return ""
+
+
+def _silent_since(status: Raw, mine: Container) -> dt.datetime | None:
+    """When a node is not heard, the node controller calls its pods not ready, without a reason, and leaves all else as
+    it was (pkg/controller/nodelifecycle). A kubelet that lives gives a reason, or says the same of the containers."""
+    conditions = {c.get("type"): c for c in status.get("conditions") or ()}
+    ready = conditions.get("Ready") or {}
+    by_the_controller = ready.get("status") == "False" and not ready.get("reason")
+    containers_ready = (conditions.get("ContainersReady") or {}).get("status") == "True"
+    if mine.state == "running" and by_the_controller and containers_ready:
+        return time(ready.get("lastTransitionTime"))
+    return None
+
+
+def _scheduled_at(status: Raw) -> dt.datetime | None:
+    for condition in status.get("conditions") or ():
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "True":
+            return time(condition.get("lastTransitionTime"))
+    return None
 
 
 def _number(text: object) -> int:

@@ -20,6 +20,7 @@ import msgspec
 from aiohttp import web
 
 from ddpjob_operator import kubeflow
+from ddpjob_operator.kube.forward import NoLeaderError
 from ddpjob_operator.kube.tokens import BadTokenError, BoundPod, NoKeysError
 from ddpjob_operator.observed import BadReportError, Report, read_report
 
@@ -62,6 +63,7 @@ class Receiver:
     verify     the pod that a token is bound to (`tokens.Verifier.pod`). Raises BadTokenError or NoKeysError.
     locate     the node of a job that a pod is; None for any other pod.
     on_report  takes a report that is proven to come from that node; its nodeRank and attempt are the pod's own.
+    forward    gives another operator's answer where that one leads, else None (`forward.Forwarder.forward`).
     """
 
     def __init__(
@@ -70,11 +72,13 @@ class Receiver:
         locate: Callable[[BoundPod], Sender | None],
         on_report: Callable[[Sender, Report], None],
         clock: Callable[[], float] = monotonic,
+        forward: Callable[[web.BaseRequest, bytes], Awaitable[web.Response | None]] | None = None,
     ) -> None:
         self._verify = verify
         self._locate = locate
         self._on_report = on_report
         self._clock = clock
+        self._forward = forward
         self._accounts: dict[BoundPod, Account] = {}
         self._server: _Server | None = None
         self._runner: web.ServerRunner | None = None
@@ -125,6 +129,8 @@ class Receiver:
             raise _RefusedError(403, "the token's pod is no trainer of a running job")
         account = self._charge(pod)
         body = await _read_body(request)
+        if (answer := await self._hand_on(request, body)) is not None:
+            return answer
         kubeflows = kubeflow.speaks(body)
         report = _read(body, account, kubeflows)
         if report is not None:
@@ -132,6 +138,14 @@ class Receiver:
             attempt = sender.attempt or report.attempt
             self._on_report(sender, msgspec.structs.replace(report, node_rank=sender.rank, attempt=attempt))
         return web.json_response({}) if kubeflows else web.Response(status=204)  # Kubeflow's SDK warns at all but 200
+
+    async def _hand_on(self, request: web.BaseRequest, body: bytes) -> web.Response | None:
+        if self._forward is None:
+            return None
+        try:
+            return await self._forward(request, body)
+        except NoLeaderError as error:
+            raise _RefusedError(503, str(error), retry_seconds=5) from None
 
     async def _prove(self, request: web.BaseRequest) -> BoundPod:
         """The pod that sends, by its token."""

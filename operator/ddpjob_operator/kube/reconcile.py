@@ -3,36 +3,50 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
-from ddpjob_operator import api, contract, validation
+from ddpjob_operator import api, contract, stall, validation
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.execute import Caches, ConflictError, Executor
 from ddpjob_operator.kube.memory import Memory
 from ddpjob_operator.kube.queue import RetryError
 from ddpjob_operator.kube.store import Key
-from ddpjob_operator.observed import Foreign, Observed, Report
+from ddpjob_operator.observed import Foreign, Observed, Pod, Report
 from ddpjob_operator.plan import CreatePod, CreateService, Plan, Settings, plan
 
+_LOGGER = logging.getLogger(__name__)
 # A plan needs two looks for most things (record, then act) and never more than a few.
 LOOKS_MAX = 6
 REPORTERS_MAX = 100_000
 CREATED_SECONDS = 5.0
+LISTEN_SECONDS = 10.0
+FIRST_REPORT_SECONDS = 0.1
+_SETTINGS = Settings()
 
 
 class Reconciler:
     """Looks at jobs by their key."""
 
-    def __init__(self, caches: Caches, executor: Executor, *, now: Callable[[], dt.datetime]) -> None:
+    def __init__(
+        self,
+        caches: Caches,
+        executor: Executor,
+        *,
+        now: Callable[[], dt.datetime],
+        settings: Settings = _SETTINGS,
+    ) -> None:
         self._caches = caches
         self._executor = executor
         self._now = now
-        self._settings = Settings()
+        self._settings = settings
         self._memory: dict[Key, Memory] = {}
         self._parsed: dict[Key, tuple[str, int, api.DDPJob, list[validation.Problem]]] = {}
+        self._silence: stall.Silence | None = None
+        self._receiving_since: dt.datetime | None = None
 
     async def look(self, key: Key) -> float | None:
         """Plan and act until there is nothing to do; the seconds until time alone changes that. Raises RetryError."""
@@ -58,14 +72,64 @@ class Reconciler:
                 raise RetryError(str(error), error.retry_after_seconds or 0.0) from None
         return 1.0
 
-    def report(self, key: Key, report: Report) -> None:
-        """What a rank of the job says about its training. For a job that is not there it says nothing."""
+    def report(self, key: Key, report: Report) -> float | None:
+        """What a rank of the job says about its training; the seconds until a look at the job is worth it.
+
+        None: it says nothing new, or of a job that is not there. When it says nothing new for too long is known
+        beforehand, so the look that took its last news will come again by itself.
+        """
         memory = self._memory.get(key)
         if memory is None or (report.rank not in memory.reports and len(memory.reports) >= REPORTERS_MAX):
-            return
+            return None
         known = memory.reports.get(report.rank)
-        if known is None or report.attempt >= known.attempt:
+        if known is not None and report.attempt < known.attempt:
+            return None
+        begins = known is None or report.attempt > known.attempt or (report.step > 0 and not known.step)
+        is_news = self._fold(memory, report)
+        if known is None or msgspec.structs.replace(report, received_at=known.received_at) != known:
             memory.reports[report.rank] = report
+            is_news = True
+        if not is_news:
+            return None
+        # The status tells by rank 0's first step how long the start took, and which steps are made twice.
+        return FIRST_REPORT_SECONDS if begins and report.rank == 0 else self._settings.progress_write_seconds
+
+    def departed(self, key: Key, pod: Pod) -> None:
+        """A pod's object has gone; `pod` is how it was last seen."""
+        memory = self._memory.get(key)
+        if memory is not None and memory.uid == pod.owner_uid:
+            memory.departed = {n: p for n, p in memory.departed.items() if p.attempt >= pod.attempt}
+            memory.departed[pod.name] = pod
+
+    def _fold(self, memory: Memory, report: Report) -> bool:
+        """Whether the clock of the rank starts anew."""
+        now = report.received_at or self._now()
+        before = memory.paces.get(report.rank)
+        pace = stall.fold(before, report, now, self._receiving_since)
+        if pace is None:
+            return False
+        memory.paces[report.rank] = pace
+        memory.heard_at = None if report.final else now
+        return before is None or pace.advanced_at != before.advanced_at
+
+    def listen(self) -> None:
+        """Whether reports get here at all, every LISTEN_SECONDS: where most jobs go silent together, all clocks of
+        those that are still heard start anew."""
+        found = stall.silence(self._heard(), self._now())
+        if found is not None:
+            self._receiving_since = self._now() + dt.timedelta(seconds=1)  # our clock has whole seconds
+        if found is not None and self._silence is None:
+            _LOGGER.warning("%s", found.sentence())
+        elif found is None and self._silence is not None:
+            _LOGGER.info("reports of most jobs get here again")
+        self._silence = found
+
+    def _heard(self) -> Iterator[dt.datetime]:
+        """When each job that should report was last heard."""
+        for key, memory in self._memory.items():
+            status = (self._caches.jobs.get(key) or {}).get("status") or {}
+            if memory.heard_at is not None and status.get("state") == "Running":
+                yield memory.heard_at
 
     async def _plan(self, key: Key, job: api.DDPJob, problems: list[validation.Problem], memory: Memory) -> Plan:
         await self._check_strangers(job, memory)
@@ -105,6 +169,9 @@ class Reconciler:
             foreign=(*others, *(s.foreign for s in memory.strangers.values())),
             refusals=tuple(memory.refusals.values()),
             reports=memory.reports,
+            nodes=self._caches.nodes.seen(),
+            departed=tuple(p for p in memory.departed.values() if p.attempt == job.status.attempt),
+            paces={rank: pace for rank, pace in memory.paces.items() if pace.attempt == job.status.attempt},
         )
 
     def _again_in(self, todo: Plan, memory: Memory) -> float | None:

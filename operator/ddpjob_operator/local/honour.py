@@ -232,7 +232,8 @@ def _mounts(spec: Body, trainer: Mapping[str, Any], place: Place) -> list[tuple[
     for mount in trainer.get("volumeMounts") or ():
         volume, path = volumes.get(mount.get("name"), {}), str(mount.get("mountPath", "")).rstrip("/")
         kind = _kind_of(volume)
-        if path == "/dev/shm" or kind not in ("emptyDir", "hostPath") or not path:  # noqa: S108 - the machine has its own
+        # The machine has its own; and the caller's own folders may lie in /tmp, which are to stay what they are.
+        if path in ("/dev/shm", "/tmp") or kind not in ("emptyDir", "hostPath") or not path:  # noqa: S108
             continue
         source = volume[kind] or {}
         folder = place.volumes / str(volume["name"]) if kind == "emptyDir" else Path(str(source.get("path", path)))

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from ddpjob_operator import api, build, causes, contract, kubeflow, podspec
 from ddpjob_operator import status as statuses
-from ddpjob_operator.local import gpus, honour, receive, rundir, show
+from ddpjob_operator.local import faults, gpus, honour, receive, rundir, show
 from ddpjob_operator.local.node import become_subreaper
 from ddpjob_operator.local.world import LocalPod, World
 from ddpjob_operator.observed import BadReportError, Report, read_report
@@ -46,6 +46,8 @@ class Options:
     plain: bool = False
     folder: Path | None = None
     """Where the runs' folders lie; None is the user's state folder."""
+    faults: tuple[faults.Fault, ...] = ()
+    """What is to be broken on purpose."""
 
 
 def run(document: Document, job: api.DDPJob, options: Options) -> int:
@@ -150,6 +152,7 @@ class Runner:
         self.folder = folder
         self.screen = show.screen(self.job, options.plain)
         self._started_at = time.monotonic()
+        self._node_faults = [f for f in options.faults if isinstance(f, faults.NodeFault)]
         self._stop_asked: list[str] = []
         self._said: set[str] = set()
         self._total_steps: int | None = None
@@ -186,6 +189,7 @@ class Runner:
         """Until the job has ended, or was stopped."""
         while True:
             self._take_stop()
+            self._break_nodes()
             wait = self._reconcile()
             # Before the wait: what ended last may have been the last that could wake us.
             if self._over():
@@ -209,7 +213,7 @@ class Runner:
 
     def _wait(self, seconds: float | None) -> None:
         """Until a node prints, reports or ends, a rank reports progress, or a signal comes."""
-        limits = [s for s in (seconds, self.screen.due_in(self.job.status)) if s is not None]
+        limits = [s for s in (seconds, self.screen.due_in(self.job.status), self._next_fault()) if s is not None]
         for key, _ in self.world.selector.select(min(limits, default=None)):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
@@ -283,6 +287,18 @@ class Runner:
         if len(self._stop_asked) > 1:
             self.world.kill()
 
+    def _break_nodes(self) -> None:
+        for fault in [f for f in self._node_faults if self._seconds_until(f) <= 0]:
+            self._node_faults.remove(fault)
+            self.screen.note(f"{fault.option}: node {fault.node} dies now")
+            self.world.lose_node(fault.node)
+
+    def _next_fault(self) -> float | None:
+        return min((max(0.0, self._seconds_until(f)) for f in self._node_faults), default=None)
+
+    def _seconds_until(self, fault: faults.NodeFault) -> float:
+        return self._started_at + fault.at_seconds - time.monotonic()
+
     def _take_stop(self) -> None:
         """As a suspended job stops: SIGTERM, and the full grace."""
         if self._stop_asked and not self.job.spec.suspend:
@@ -298,7 +314,7 @@ class Runner:
         self.screen.close()
         if status.state == "Succeeded":
             metrics = show.metric_parts(status.progress) if status.progress else []
-            self.screen.note("   ".join([f"✔ {name} Succeeded in {took}", *metrics]))
+            self.screen.note("   ".join([f"✔ {name} Succeeded in {took}", *metrics, *show.restart_parts(status)]))
             return SUCCEEDED
         if status.state == "Suspended":
             lost = "; its emptyDir volumes are gone, a hostPath keeps them" if self._has_empty_dirs() else ""

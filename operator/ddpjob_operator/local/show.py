@@ -203,6 +203,15 @@ def metric_parts(progress: api.Progress) -> list[str]:
     return [f"{name} {progress.metrics[name]}" for name in dict.fromkeys(order)][:4]
 
 
+def restart_parts(status: api.Status) -> list[str]:
+    """1 restart, 20 steps repeated; nothing where there was none."""
+    total = status.restarts.total if status.restarts else 0
+    if not total:
+        return []
+    lost = status.goodput.lost_steps if status.goodput else 0
+    return [f"{total} restart{'s' if total > 1 else ''}" + (f", {lost} steps repeated" if lost else "")]
+
+
 def table(job: api.DDPJob, status: api.Status, pods: Sequence[LocalPod], width: int) -> RenderableType:
     """State, progress bar and figures, then a line for each node; cut to the width, never wrapped."""
     from rich.console import Group

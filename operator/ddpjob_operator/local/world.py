@@ -8,11 +8,14 @@ from __future__ import annotations
 import datetime as dt
 import os
 import selectors
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddpjob_operator import api, build, contract
+from msgspec.structs import replace
+
+from ddpjob_operator import api, build, contract, stall
 from ddpjob_operator.local import honour, ports
 from ddpjob_operator.local import node as nodes
 from ddpjob_operator.local.logs import Log
@@ -20,6 +23,7 @@ from ddpjob_operator.observed import Container, Observed, Pod, Report
 from ddpjob_operator.plan import Action, CreatePod, CreateService, DeletePod
 from ddpjob_operator.podspec import grace_seconds
 
+TERMINATION_MESSAGE_BYTES = 4096
 READ_BYTES = 1 << 18  # four times what a pipe holds: one read empties it
 
 
@@ -35,6 +39,8 @@ class LocalPod:
     name: str
     node: nodes.Node
     log: Log
+    said: Path
+    """Where the trainer may say why it ended."""
     trainer: Container = CREATING
     reason: str = ""
     pid: int | None = None
@@ -66,6 +72,7 @@ class World:
         self.selector = selectors.DefaultSelector()
         self.pods: dict[str, LocalPod] = {}
         self.reports: dict[int, Report] = {}
+        self.paces: dict[int, stall.Pace] = {}
         self._places = places
         self._reporting = reporting
         self._say = say
@@ -81,7 +88,13 @@ class World:
             pod.seen_ended = not pod.live
         newest = max(self._ports, default=None)
         meet = "" if newest is None else f"{honour.LOOPBACK}:{self._ports[newest].number}"
-        return Observed(service=self._service, pods=seen, reports=dict(self.reports), master_addr=meet)
+        return Observed(
+            service=self._service,
+            pods=seen,
+            reports=dict(self.reports),
+            paces={rank: pace for rank, pace in self.paces.items() if pace.attempt == newest},
+            master_addr=meet,
+        )
 
     def execute(self, job: api.DDPJob, actions: tuple[Action, ...]) -> None:
         """Carry out a plan's actions. Raises OSError where the machine refuses a process, a port or a folder."""
@@ -99,8 +112,12 @@ class World:
         return build.pod(job, attempt, rank, meet, self._reporting)
 
     def take(self, report: Report) -> None:
-        """What a rank reports of its training."""
+        """What a rank of the present attempt reports of its training; one that does not say its attempt means that."""
         self.reports[report.rank] = report
+        told = replace(report, attempt=report.attempt or max(self._ports, default=0))
+        pace = stall.fold(self.paces.get(report.rank), told, report.received_at or dt.datetime.now(dt.timezone.utc))
+        if pace is not None:
+            self.paces[report.rank] = pace
         for pod in self.pods.values():
             if pod.rank == report.node_rank:
                 pod.step = report.step
@@ -112,6 +129,12 @@ class World:
             self._handle_report(pod)
         else:
             self._read_output(pod)
+
+    def lose_node(self, rank: int) -> None:
+        """What a power cut does to a node: nothing of it is left, and nobody says why."""
+        for pod in self._live():
+            if pod.rank == rank:
+                os.kill(pod.node.pid, signal.SIGKILL)
 
     def kill(self) -> None:
         """Everything stops now."""
@@ -138,9 +161,13 @@ class World:
         process = honour.process(body, place)
         for folder in process.folders:
             folder.mkdir(parents=True, exist_ok=True)
+        said = place.volumes.with_suffix(".termination-log")
+        said.parent.mkdir(parents=True, exist_ok=True)
+        said.touch()
+        process.env[contract.TERMINATION_LOG] = str(said)
         node = nodes.Node(action.rank)
         node.start(nodes.Order(process.argv, process.env, process.cwd, grace_seconds(job.spec.template)))
-        pod = LocalPod(action.attempt, action.rank, name, node, Log(self.folder / f"{name}.log"))
+        pod = LocalPod(action.attempt, action.rank, name, node, Log(self.folder / f"{name}.log"), said)
         self.pods[name] = pod
         for fd in (node.output, node.report):
             pod.open.add(fd)
@@ -226,7 +253,17 @@ def _note(pod: LocalPod, event: nodes.Event) -> None:
         pod.trainer = _ended(None, "SupervisorLost", _time(event.time), event.error)
     elif isinstance(event, nodes.Exited):
         code = event.code if event.signal is None else 128 + event.signal
-        pod.trainer = _ended(code, "Completed" if code == 0 else "Error", _time(event.time), pod.log.tail)
+        message = _termination_message(pod.said) or pod.log.tail
+        pod.trainer = _ended(code, "Completed" if code == 0 else "Error", _time(event.time), message)
+
+
+def _termination_message(path: Path) -> str:
+    """As a kubelet reads it: the first 4096 bytes, or nothing."""
+    try:
+        with path.open("rb") as file:
+            return file.read(TERMINATION_MESSAGE_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _ended(code: int | None, reason: str, at: dt.datetime, message: str) -> Container:

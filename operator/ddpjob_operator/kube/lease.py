@@ -1,0 +1,306 @@
+"""Which of several operators acts: the one that holds a Lease, as client-go's leader election has it.
+
+`Candidate` decides and holds no clock; `Leader` runs it with one. Nobody's wall clock is believed: a Lease is taken
+from its holder only when it has not changed for its whole duration by our own monotonic clock, and its holder has
+stopped before that by its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddpjob_operator import api
+from ddpjob_operator.kube.client import ApiError, Client, Raw
+
+_LOGGER = logging.getLogger(__name__)
+API_VERSION = "coordination.k8s.io/v1"
+ADDRESS = f"{api.GROUP}/progress-address"
+"""Annotation of the Lease: where its holder takes reports of progress, as host:port."""
+NEVER = float("-inf")
+
+
+@dataclass(frozen=True)
+class Durations:
+    """client-go's defaults, which every cluster is used to."""
+
+    lease_seconds: int = 15
+    """DDPJOB_LEASE_SECONDS: a Lease that has not changed for so long, as another operator sees it, may be taken."""
+    renew_seconds: float = 10.0
+    """DDPJOB_LEASE_RENEW_SECONDS: its holder stops so long after the start of the last renewal that succeeded."""
+    retry_seconds: float = 2.0
+    """DDPJOB_LEASE_RETRY_SECONDS: between two looks at it, and between two renewals."""
+
+    @property
+    def turn_seconds(self) -> float:
+        """The time-out of a look with its renewal: two that hang fit in before the holder has to stop."""
+        return (self.renew_seconds - 2 * self.retry_seconds) / 2
+
+    @staticmethod
+    def read(environment: Mapping[str, str]) -> Durations:
+        """From environment variables. Raises ValueError with the variable, its value and the mend."""
+        lease, renew, retry = (
+            _seconds(environment, f"DDPJOB_LEASE_{name}", default)
+            for name, default in (("SECONDS", 15.0), ("RENEW_SECONDS", 10.0), ("RETRY_SECONDS", 2.0))
+        )
+        if lease != int(lease):
+            raise ValueError(f'DDPJOB_LEASE_SECONDS: must be whole seconds, is "{lease:g}"')
+        if not 2 * retry < renew < lease:
+            raise ValueError(
+                f'DDPJOB_LEASE_RENEW_SECONDS: must be more than twice DDPJOB_LEASE_RETRY_SECONDS ("{retry:g}") and '
+                f'less than DDPJOB_LEASE_SECONDS ("{lease:g}"), is "{renew:g}"'
+            )
+        return Durations(int(lease), renew, retry)
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A Lease, cut to what decisions read."""
+
+    version: str
+    """Its resourceVersion: another one means that it has changed."""
+    holder: str
+    """Empty: nobody."""
+    seconds: float
+    """What its holder has promised the others to wait; 0: nothing was promised."""
+    address: str = ""
+    """Where the holder takes reports of progress."""
+
+
+class Candidate:
+    """One operator's view of the Lease. Times are seconds of its own monotonic clock."""
+
+    def __init__(self, identity: str, durations: Durations) -> None:
+        self.identity = identity
+        self.held_until = NEVER
+        """Until when we may act."""
+        self._durations = durations
+        self._lease: Lease | None = None
+        self._changed_at: float | None = None
+
+    def saw(self, lease: Lease | None, now: float) -> None:
+        """The Lease as an answer shows it that arrived `now`; None: it does not exist."""
+        if self._changed_at is None or lease != self._lease:
+            self._lease, self._changed_at = lease, now
+        if lease is None or lease.holder != self.identity:
+            self.held_until = NEVER
+
+    def took(self, lease: Lease, asked_at: float) -> None:
+        """Our own write, sent at `asked_at`, was carried out: at some moment after that."""
+        self._lease, self._changed_at = lease, asked_at
+        self.held_until = asked_at + self._durations.renew_seconds
+
+    def may_take(self, now: float) -> bool:
+        """Whether to write our name into it: it is ours or free, or its holder has been silent for long enough."""
+        if self._lease is not None and self._lease.holder in ("", self.identity):
+            return True
+        # A Lease that is not there was deleted by somebody, for the chart makes it: its holder may not know that yet.
+        return self._changed_at is not None and now - self._changed_at >= self._wait_seconds()
+
+    def leader(self, now: float) -> Lease | None:
+        """The Lease of another operator that acts, as far as we know."""
+        lease, changed_at = self._lease, self._changed_at
+        if lease is None or changed_at is None or lease.holder in ("", self.identity):
+            return None
+        return lease if now - changed_at < self._wait_seconds() else None
+
+    def _wait_seconds(self) -> float:
+        return (self._lease.seconds if self._lease is not None else 0.0) or self._durations.lease_seconds
+
+
+class Leader:
+    """Takes and renews the Lease from a task of its own. Others ask `holds` right before they write."""
+
+    def __init__(
+        self,
+        client: Client,
+        namespace: str,
+        name: str,
+        identity: str,
+        durations: Durations,
+        address: str = "",
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`client` is for the Lease alone, as the other may not write while we do not hold it."""
+        self.what = f"the Lease {namespace}/{name}"
+        self._collection = f"/apis/{API_VERSION}/namespaces/{namespace}/leases"
+        self._name, self._address = name, address
+        self._client = client
+        self._durations = durations
+        self._clock = clock
+        self._candidate = Candidate(identity, durations)
+        self._turned = asyncio.Event()
+        self._said = ""
+        self._said_leader = ""
+
+    def holds(self) -> bool:
+        """Whether we may write at this moment."""
+        return self._clock() < self._candidate.held_until
+
+    def leader_address(self) -> str | None:
+        """Where the operator that leads takes reports; empty: nobody leads, or it does not say. None: it is us."""
+        if self.holds():
+            return None
+        leader = self._candidate.leader(self._clock())
+        return "" if leader is None else leader.address
+
+    async def gained(self) -> None:
+        """Returns once the Lease is ours."""
+        while not self.holds():
+            self._turned.clear()
+            await self._turned.wait()
+        _LOGGER.info("%s is ours: this operator leads", self.what)
+
+    async def lost(self) -> None:
+        """Returns once it is not ours any more, at the moment when the last renewal runs out."""
+        while (left := self._candidate.held_until - self._clock()) > 0:
+            self._turned.clear()
+            try:
+                await asyncio.wait_for(self._turned.wait(), left)
+            except asyncio.TimeoutError:
+                continue
+        _LOGGER.warning("%s is lost: this operator stands by", self.what)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self._try()
+            self._turned.set()
+            # Those who wait must not all ask in the same moment, when it becomes free.
+            spread = 1.0 if self.holds() else random.uniform(1.0, 1.2)  # noqa: S311
+            await asyncio.sleep(self._durations.retry_seconds * spread)
+
+    async def release(self) -> None:
+        """Another one may have it at once. Nothing of ours may be written any more; `run` has ended."""
+        self._candidate.held_until = NEVER
+        try:
+            await asyncio.wait_for(self._release(), self._durations.turn_seconds)
+        except (ApiError, asyncio.TimeoutError) as error:
+            _LOGGER.info("%s was not released, so it runs out: %s", self.what, str(error) or "no answer in time")
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.close()
+
+    async def _try(self) -> None:
+        try:
+            await asyncio.wait_for(self._turn(), self._durations.turn_seconds)
+        except asyncio.TimeoutError:
+            self._say("the API server did not answer in time")
+        except ApiError as error:
+            # 409: somebody was quicker, and the next look shows whom.
+            if error.status != 409:
+                self._say(str(error))
+        else:
+            self._say("")
+
+    async def _turn(self) -> None:
+        raw = await self._look()
+        self._candidate.saw(None if raw is None else read(raw), self._clock())
+        self._say_who_leads()
+        if not self._candidate.may_take(self._clock()):
+            return
+        body = claim(raw, self._name, self._candidate.identity, self._durations, self._address, _now())
+        asked_at = self._clock()
+        if raw is None:
+            answer = await self._client.create(self._collection, body)
+        else:
+            answer = await self._client.replace(f"{self._collection}/{self._name}", body)
+        self._candidate.took(read(answer), asked_at)
+
+    async def _look(self) -> Raw | None:
+        try:
+            return await self._client.get(f"{self._collection}/{self._name}")
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return None
+
+    async def _release(self) -> None:
+        raw = await self._look()
+        if raw is not None and read(raw).holder == self._candidate.identity:
+            await self._client.replace(f"{self._collection}/{self._name}", freed(raw, _now()))
+            _LOGGER.info("%s is released", self.what)
+
+    def _say(self, trouble: str) -> None:
+        if trouble != self._said:
+            self._said = trouble
+            if trouble:
+                _LOGGER.warning("%s cannot be had, trying again: %s", self.what, trouble)
+
+    def _say_who_leads(self) -> None:
+        leader = self._candidate.leader(self._clock())
+        holder = "" if leader is None else leader.holder
+        if holder and holder != self._said_leader:
+            _LOGGER.info("%s is held by %s: this operator stands by", self.what, holder)
+        self._said_leader = holder
+
+
+def read(raw: Raw) -> Lease:
+    """A Lease as candidates see it."""
+    metadata, spec = raw["metadata"], raw.get("spec") or {}
+    return Lease(
+        version=str(metadata.get("resourceVersion", "")),
+        holder=str(spec.get("holderIdentity") or ""),
+        seconds=float(spec.get("leaseDurationSeconds") or 0),
+        address=str((metadata.get("annotations") or {}).get(ADDRESS) or ""),
+    )
+
+
+def claim(raw: Raw | None, name: str, identity: str, durations: Durations, address: str, now: dt.datetime) -> Raw:
+    """The Lease with our name in it, on top of what was seen: its resourceVersion lets one of two writers win."""
+    metadata, spec = _parts(raw, name)
+    metadata["annotations"] = {**(metadata.get("annotations") or {}), ADDRESS: address}
+    ours = spec.get("holderIdentity") == identity
+    spec |= {
+        "holderIdentity": identity,
+        "leaseDurationSeconds": durations.lease_seconds,
+        "acquireTime": spec.get("acquireTime") if ours else _text(now),
+        "renewTime": _text(now),
+        "leaseTransitions": (spec.get("leaseTransitions") or 0) + (not ours),
+    }
+    return _lease(metadata, spec)
+
+
+def freed(raw: Raw, now: dt.datetime) -> Raw:
+    """The Lease without a holder."""
+    metadata, spec = _parts(raw, raw["metadata"]["name"])
+    metadata["annotations"] = {k: v for k, v in (metadata.get("annotations") or {}).items() if k != ADDRESS}
+    return _lease(metadata, {**spec, "holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _text(now)})
+
+
+def _parts(raw: Raw | None, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    raw = raw or {"metadata": {"name": name}}
+    return dict(raw["metadata"]), dict(raw.get("spec") or {})
+
+
+def _lease(metadata: Raw, spec: Raw) -> Raw:
+    return {"apiVersion": API_VERSION, "kind": "Lease", "metadata": metadata, "spec": spec}
+
+
+def _text(time_: dt.datetime) -> str:
+    """A MicroTime."""
+    return time_.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def _now() -> dt.datetime:
+    """For people who read the Lease: no decision depends on it."""
+    return dt.datetime.now(dt.timezone.utc)
+
+
+def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
+    text = environment.get(name, str(default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 86_400:
+        raise ValueError(f'{name}: must be seconds above 0 and below a day, is "{text}"')
+    return seconds

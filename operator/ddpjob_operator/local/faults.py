@@ -1,0 +1,110 @@
+"""`ddpjob run --fail …`: faults on purpose, to see a job come back.
+
+A node is killed by the run itself. A rank breaks in its own `ddpjob.progress(step=…)`, the only place that knows the
+step exactly: it reads them from the variable DDPJOB_FAULTS.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddpjob_operator import api, contract
+from ddpjob_operator.yamlfile import InputError
+
+VARIABLE = "DDPJOB_FAULTS"
+FORMS = "node=1,at=20s or rank=3,step=50 with signal=SEGV, exit=3 or hang"
+
+
+@dataclass(frozen=True)
+class NodeFault:
+    """A node dies with all that runs on it."""
+
+    option: str
+    node: int
+    at_seconds: float
+    """After the start of the run."""
+
+
+@dataclass(frozen=True)
+class RankFault:
+    """A rank breaks when it makes a step."""
+
+    option: str
+    rank: int
+    step: int
+    attempt: int
+    how: dict[str, str | int | bool]
+    """One of signal: name, exit: code, hang: true; as DDPJOB_FAULTS says it."""
+
+
+Fault = NodeFault | RankFault
+
+
+def parse(text: str) -> Fault:
+    """One value of --fail. Raises InputError with what is wrong and what it should be."""
+    option = f"--fail {text}"
+    given: dict[str, str] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name in given:
+            raise InputError(f"{option}: {name} is there twice")
+        given[name] = value
+    unknown = [n for n in given if n not in ("node", "at", "rank", "step", "attempt", "signal", "exit", "hang")]
+    if unknown:
+        raise InputError(f"{option}: there is no {unknown[0] or 'empty part'}; must be {FORMS}")
+    if "node" in given and given.keys() == {"node", "at"}:
+        return NodeFault(option, _number(option, given, "node"), _seconds(option, given["at"]))
+    how = [n for n in ("signal", "exit", "hang") if n in given]
+    if {"rank", "step"} <= given.keys() and len(how) == 1 and not given.keys() & {"node", "at"}:
+        attempt = _number(option, given, "attempt") if "attempt" in given else 1
+        numbers = _number(option, given, "rank"), _number(option, given, "step")
+        return RankFault(option, *numbers, attempt, {how[0]: _how(option, how[0], given[how[0]])})
+    raise InputError(f"{option}: must be {FORMS}")
+
+
+def check(faults: Sequence[Fault], job: api.DDPJob) -> None:
+    """Whether the job has those nodes and ranks. Raises InputError."""
+    ranks = contract.world_size(job.spec)
+    for fault in faults:
+        if isinstance(fault, NodeFault) and fault.node >= job.spec.nodes:
+            raise InputError(f"{fault.option}: the job's nodes are 0 to {job.spec.nodes - 1}")
+        if isinstance(fault, RankFault) and fault.rank >= ranks:
+            raise InputError(f"{fault.option}: the job's ranks are 0 to {ranks - 1}")
+
+
+def variable(faults: Sequence[Fault]) -> str:
+    """The value of DDPJOB_FAULTS, for all ranks."""
+    wanted = [f for f in faults if isinstance(f, RankFault)]
+    return json.dumps([{"rank": f.rank, "step": f.step, "attempt": f.attempt, **f.how} for f in wanted])
+
+
+def _number(option: str, given: dict[str, str], name: str) -> int:
+    if not given[name].isdecimal():
+        raise InputError(f'{option}: {name} must be a whole number, is "{given[name]}"')
+    return int(given[name])
+
+
+def _seconds(option: str, text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m)?", text)
+    if found is None:
+        raise InputError(f'{option}: at must be a time such as 20s or 2m, is "{text}"')
+    return float(found[1]) * (60 if found[2] == "m" else 1)
+
+
+def _how(option: str, name: str, text: str) -> str | int | bool:
+    if name == "hang":
+        if text:
+            raise InputError(f"{option}: hang has no value")
+        return True
+    if name == "exit":
+        if not text.isdecimal() or not 0 < int(text) < 256:
+            raise InputError(f'{option}: exit must be a code from 1 to 255, is "{text}"')
+        return int(text)
+    short = text.upper().removeprefix("SIG")
+    if f"SIG{short}" not in signal.Signals.__members__:
+        raise InputError(f'{option}: there is no signal "{text}"; such as KILL, SEGV or TERM')
+    return short

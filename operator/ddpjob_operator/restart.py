@@ -1,0 +1,272 @@
+"""The group restart: what breaks an attempt, how it is ended, what it is charged to, and when the next one starts.
+
+Three looks, each by what is recorded: `attempt_broken` records the first sign; `restarting` stops what still runs, and
+when the last pod has ended (or its node is lost) settles the cause, for peers often say "connection closed" before
+the out-of-memory kill behind it is known; then the next attempt is in the status, and starts by the ordinary rules.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from ddpjob import rules
+from ddpjob_operator import api, causes, contract, reasons, stall
+from ddpjob_operator import status as statuses
+from ddpjob_operator.observed import Pod
+from ddpjob_operator.reasons import Reason
+from ddpjob_operator.scene import (
+    Scene,
+    Settings,
+    Verdict,
+    after,
+    has_failed,
+    is_past,
+    name_pods,
+    new_attempt,
+    restart_grace_seconds,
+)
+
+CONFIG_ERROR = "CreateContainerConfigError"
+# Twice within `avoid_node_seconds`: once may be chance, and a job must not run out of nodes.
+FAILURES_TO_AVOID = 2
+AVOIDED_MAX = 10
+_WHY_IT_STOPS: dict[rules.Stop, tuple[Reason, str]] = {
+    "BackoffLimitExceeded": (reasons.BACKOFF_LIMIT_EXCEEDED, "{restarts}: backoffLimit: {limit} allows no more"),
+    "NoProgress": (
+        reasons.NO_PROGRESS,
+        "{in_a_row} failures in a row without a new step, so another try is not worth it",
+    ),
+    "PermanentFailure": (reasons.PERMANENT_FAILURE, "another try cannot help"),
+    "TooManyInfrastructureFailures": (reasons.TOO_MANY_INFRASTRUCTURE_FAILURES, "{in_a_row} restarts in a row"),
+    "TooManyStalls": (reasons.TOO_MANY_STALLS, "restarted {stalls} times because no step was made"),
+}
+
+
+def attempt_broken(s: Scene) -> Verdict | None:
+    """One rank is lost, so the group is broken: the others would hang in a collective until their time-out."""
+    sign = next(_signs(s), None)
+    if sign is None:
+        return None
+    reason, failure = sign
+    text = causes.sentence(failure)
+    status = statuses.with_failure(s.status, failure, text)
+    return Verdict(statuses.enter(status, "Restarting", reason, _ending(s, text), s.now))
+
+
+def restarting(s: Scene) -> Verdict | None:
+    """Stop what is left of a broken attempt; when nothing is, settle the cause, and start again or fail."""
+    first = s.recorded.last_failure
+    if first is None or not statuses.is_broken(s.recorded):
+        return None
+    if not s.alive:
+        return _settled(s, first)
+    # What is told to stop goes with its object, and perhaps says before what the first sign was only a symptom of.
+    seen, _ = _cause(s, first)
+    # What is ended from outside gets its full grace to save, so its peers get theirs: they stop at one agreed step.
+    grace = None if s.recorded.reason == reasons.DISRUPTED.name else restart_grace_seconds(s.spec)
+    text = causes.sentence(seen)
+    status = statuses.with_failure(s.status, seen, text)
+    return Verdict(replace(status, message=_ending(s, text)), s.stop(s.alive, grace))
+
+
+def _signs(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
+    """What shows that this attempt cannot go on; the strongest first."""
+    yield from _failed(s)
+    yield from _gone(s)
+    yield from _stopped_from_outside(s)
+    yield from _never_configured(s)
+    yield from _stalled(s)
+
+
+def _failed(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
+    failed = [p for p in s.mine.values() if has_failed(p)]
+    if failed:
+        keep = s.settings.keep_log_tail
+        found = causes.root_cause(s.status.attempt, failed, _rank_of(s), s.now, keep_log_tail=keep)
+        yield reasons.RANK_FAILED, _stepped(s, found)
+
+
+def _gone(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
+    for pod in sorted((p for p in s.mine.values() if p.uid in s.lost), key=lambda p: p.rank):
+        yield reasons.NODE_LOST, _failure(s, pod.rank, pod.name, "NodeLost", pod.node)
+    ran = contract.numbers(s.status.started_nodes) - contract.numbers(s.status.completed_nodes)
+    for rank in sorted(ran - set(s.mine)):
+        yield reasons.RANK_FAILED, _failure(s, rank, contract.pod_name(s.job, s.status.attempt, rank), "PodGone")
+
+
+def _stopped_from_outside(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
+    for pod in s.alive:
+        if pod.stop_asked_at is not None:
+            reason = pod.disruption or "StoppedFromOutside"
+            yield reasons.DISRUPTED, _failure(s, pod.rank, pod.name, reason, pod.node)
+
+
+def _never_configured(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
+    for pod in s.alive:
+        if is_past(_config_error_at(s, pod), s.now):
+            failure = _failure(s, pod.rank, pod.name, CONFIG_ERROR, pod.node)
+            yield reasons.RANK_FAILED, replace(failure, exception=pod.trainer.message[:300])
+
+
+def _stalled(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
+    finding = s.standstill
+    if finding is None or finding.kind == "warning" or finding.node_rank not in s.mine:
+        return
+    pod = s.mine[finding.node_rank]
+    failure = _failure(s, pod.rank, pod.name, "Stalled", pod.node)
+    yield reasons.STALLED, replace(failure, rank=finding.rank, step=finding.step, exception=finding.what()[:300])
+
+
+def next_look(s: Scene) -> dt.datetime | None:
+    """When time alone may break this attempt."""
+    if s.status.state in (*statuses.TERMINAL, "Failing", "Suspended") or statuses.is_broken(s.status):
+        return None
+    times = [t for p in s.alive if (t := _config_error_at(s, p)) is not None]
+    if (at := stall.look_again_at(s.paces, s.spec.stall, s.now)) is not None:
+        times.append(at)
+    return min((t for t in times if t > s.now), default=None)
+
+
+# ---------------------------------------------------------------- settling
+
+
+def _settled(s: Scene, first: api.Failure) -> Verdict:
+    """All that can be known is known: name the cause, charge it, and start again or fail."""
+    failure, found = _cause(s, first)
+    found = rules.with_policy(found, failure.exit_code, _policy(s.spec))
+    verdict = rules.judge(found, statuses.history(s.status), _past(s), limits(s.spec), s.now)
+    failure = replace(failure, failure_class=found, charged_to=(verdict.charged_to or "") if verdict.restart else "")
+    text = causes.sentence(failure)
+    status = statuses.with_failure(s.status, failure, text)
+    if not verdict.restart:
+        reason, why = _why_it_stops(s, failure, verdict)
+        failed_status = statuses.enter(status, "Failed", reason, f"{text}; {why}", s.now)
+        return Verdict(replace(failed_status, completion_time=s.now))
+    windowed = s.spec.backoff_window_seconds is not None
+    status = replace(
+        status,
+        restarts=statuses.restarts(verdict.history, windowed=windowed),
+        avoided_nodes=avoided(status, s.settings, s.now),
+    )
+    status = new_attempt(status, s.now + dt.timedelta(seconds=verdict.wait_seconds))
+    return Verdict(statuses.enter(status, "Restarting", reasons.RESTARTING, _going_on(s, text, verdict), s.now))
+
+
+def _cause(s: Scene, first: api.Failure) -> tuple[api.Failure, rules.Class]:
+    """The cause by all that is known now: the first sign, and every pod that has ended badly, gone or not."""
+    failure, found = causes.settle(
+        first,
+        [p for p in {**s.departed, **s.mine}.values() if has_failed(p)],
+        _rank_of(s),
+        s.now,
+        stepped=s.status.first_step_time is not None,
+        nodes=s.spec.nodes,
+        keep_log_tail=s.settings.keep_log_tail,
+    )
+    return replace(_stepped(s, failure), failure_class=""), found
+
+
+def avoided(status: api.Status, settings: Settings, now: dt.datetime) -> list[api.AvoidedNode]:
+    """The nodes to stay away from, now that the last failure is recorded."""
+    kept = [a for a in status.avoided_nodes if a.until > now]
+    since = now - dt.timedelta(seconds=settings.avoid_node_seconds)
+    node = status.failures[-1].node if status.failures else ""
+    count = sum(bool(node) and f.node == node and f.time > since for f in status.failures)
+    if count >= FAILURES_TO_AVOID and node not in {a.node for a in kept}:
+        until = now + dt.timedelta(seconds=settings.avoid_node_seconds)
+        kept.append(api.AvoidedNode(node=node, until=until, message=f"{count} failures of this job were its"))
+    return kept[-AVOIDED_MAX:]
+
+
+def limits(spec: api.Spec) -> rules.Limits:
+    """What the user allows."""
+    return rules.Limits(spec.backoff_limit, spec.backoff_window_seconds)
+
+
+def _policy(spec: api.Spec) -> list[rules.PolicyRule]:
+    listed = spec.failure_policy.rules if spec.failure_policy else []
+    return [
+        rules.PolicyRule(r.action, frozenset(r.on_exit_codes.values), r.on_exit_codes.operator == "NotIn")
+        for r in listed
+    ]
+
+
+def _past(s: Scene) -> rules.Attempt:
+    progress, running = s.status.progress, s.status.running_time
+    here = progress.step if progress is not None and progress.attempt == s.status.attempt else 0
+    return rules.Attempt(
+        made_a_new_step=here > (s.status.furthest_step or 0),
+        reports_steps=statuses.furthest(s.status) is not None,
+        ran_seconds=0.0 if running is None else max(0.0, (s.now - running).total_seconds()),
+    )
+
+
+def _stepped(s: Scene, failure: api.Failure) -> api.Failure:
+    """With the last step that was reported before it."""
+    progress = s.status.progress
+    known = failure.step is None and progress is not None and progress.attempt == s.status.attempt
+    return replace(failure, step=progress.step) if known and progress is not None else failure
+
+
+def _failure(s: Scene, node_rank: int, pod: str, reason: str, node: str = "") -> api.Failure:
+    failure = api.Failure(
+        attempt=s.status.attempt,
+        rank=contract.rank_of_node(s.spec, node_rank),
+        node_rank=node_rank,
+        pod=pod,
+        node=node,
+        reason=reason,
+        time=s.now,
+    )
+    return _stepped(s, failure)
+
+
+def _rank_of(s: Scene) -> causes.RankOf:
+    return lambda node_rank: contract.rank_of_node(s.spec, node_rank)
+
+
+def _config_error_at(s: Scene, pod: Pod) -> dt.datetime | None:
+    stuck = pod.trainer.state == "waiting" and pod.trainer.reason == CONFIG_ERROR
+    return after(pod.scheduled_at, s.settings.config_error_seconds) if stuck else None
+
+
+# ---------------------------------------------------------------- sentences
+
+
+def _ending(s: Scene, text: str) -> str:
+    left = f"stopping {name_pods(s.alive)}" if s.alive else "all pods have ended"
+    return f"{text}; {left}; cause not yet known"
+
+
+def _going_on(s: Scene, text: str, verdict: rules.Verdict) -> str:
+    count = f"all {s.spec.nodes} nodes" if s.spec.nodes > 1 else "the node"
+    verb = "restart" if s.spec.nodes > 1 else "restarts"
+    when = f" in {statuses.duration(verdict.wait_seconds)}" if verdict.wait_seconds else ""
+    return f"{text}; {count} {verb}{when} as attempt {s.status.attempt + 1} ({_charge(s, verdict)})"
+
+
+def _charge(s: Scene, verdict: rules.Verdict) -> str:
+    history = verdict.history
+    if verdict.charged_to == "application":
+        return f"restart {rules.counted(history, limits(s.spec), s.now)} of {s.spec.backoff_limit}"
+    if verdict.charged_to == "stall":
+        return f"stall {history.stall} of {rules.STALLS_MAX}"
+    return f"not charged to backoffLimit; {history.infrastructure} so far"
+
+
+def _why_it_stops(s: Scene, failure: api.Failure, verdict: rules.Verdict) -> tuple[Reason, str]:
+    reason, text = _WHY_IT_STOPS[verdict.stop]
+    if verdict.stop == "PermanentFailure" and any(
+        r.action == "FailJob" and r.matches(failure.exit_code) for r in _policy(s.spec)
+    ):
+        return reason, "failurePolicy says FailJob for this exit code"
+    used = rules.counted(verdict.history, limits(s.spec), s.now)
+    return reason, text.format(
+        restarts=f"restarted {used} times" if used != 1 else "restarted once",
+        limit=s.spec.backoff_limit,
+        in_a_row=verdict.history.in_a_row + 1,
+        stalls=verdict.history.stall,
+    )

@@ -1,0 +1,318 @@
+"""The scene that the rules of `plan.py` judge: a job, what is there sorted by what it is to the job, and the time.
+
+Here are the words of a plan (actions, verdicts) and what several rules ask of a scene. No rule decides anything here.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from ddpjob_operator import api, contract, podspec, stall
+from ddpjob_operator import status as statuses
+from ddpjob_operator.observed import Foreign, Node, Observed, Pod, Refusal
+from ddpjob_operator.validation import Problem
+
+# The pods of so many attempts stay for `kubectl logs`, the present one included.
+ATTEMPTS_KEPT = 3
+
+
+@dataclass(frozen=True)
+class CreateService:
+    """Create the job's headless Service."""
+
+
+@dataclass(frozen=True)
+class CreatePod:
+    """Create the pod of a node. Its body follows from the job alone: pods are known by identity, never by content."""
+
+    attempt: int
+    rank: int
+    avoid: tuple[str, ...] = ()
+    """Cluster nodes that it must not run on."""
+
+
+@dataclass(frozen=True)
+class DeletePod:
+    """Stop and delete a pod. grace_seconds: None is the pod's own terminationGracePeriodSeconds; 0 does not wait."""
+
+    name: str
+    uid: str
+    grace_seconds: int | None = None
+
+
+@dataclass(frozen=True)
+class DeleteJob:
+    """Delete the job itself, with all that it owns."""
+
+    uid: str
+
+
+Action = CreateService | CreatePod | DeletePod | DeleteJob
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the shell, not the user, decides."""
+
+    progress_write_seconds: float = 10.0
+    """Progress alone writes the status at most this often: with a hundred jobs that is 10 writes a second."""
+    lost_node_seconds: float = 30.0
+    """A node that is not ready for so long is lost; the cluster itself takes 10 to 50 s to call it not ready."""
+    config_error_seconds: float = 600.0
+    """A container whose ConfigMap or Secret is missing for so long never starts."""
+    avoid_node_seconds: float = 3600.0
+    """How long a node that failed the job twice is avoided, and how far back failures count for it."""
+    keep_log_tail: bool = True
+    """Whether the end of the log goes into the status."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one rule says: what is true now, and what follows."""
+
+    status: api.Status
+    actions: tuple[Action, ...] = ()
+    look_again_at: dt.datetime | None = None
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The job and what is there, sorted once for all rules."""
+
+    job: api.DDPJob
+    recorded: api.Status
+    """The status as observed: only what stands here may cost a pod."""
+    status: api.Status
+    """The status with the facts of this look noted."""
+    service: bool
+    mine: dict[int, Pod]
+    """The pods of the present attempt by rank."""
+    departed: dict[int, Pod]
+    """Pods of the present attempt that are gone, as they were last seen."""
+    older: tuple[Pod, ...]
+    """Pods of earlier attempts in which something may still run, those on lost nodes excepted."""
+    left: tuple[Pod, ...]
+    """Pods of earlier attempts that are to go: what ended long ago, and what a lost node keeps."""
+    lost: frozenset[str]
+    """uids of live pods whose node is declared lost."""
+    refusals: tuple[Refusal, ...]
+    """What the server would not create, by the time of the next try."""
+    foreign: tuple[Foreign, ...]
+    """What stands where the job's objects should."""
+    problems: tuple[Problem, ...]
+    now: dt.datetime
+    settings: Settings
+    paces: Mapping[int, stall.Pace] = field(default_factory=dict)
+    """How the ranks of this attempt that report get on."""
+
+    @property
+    def spec(self) -> api.Spec:
+        """The job's spec."""
+        return self.job.spec
+
+    @property
+    def alive(self) -> list[Pod]:
+        """The pods of the present attempt in which something may still run, those on lost nodes excepted."""
+        return [p for p in self.mine.values() if p.live and p.uid not in self.lost]
+
+    @property
+    def live(self) -> list[Pod]:
+        """All pods in which something may still run, whatever their attempt."""
+        return [p for p in (*self.mine.values(), *self.older) if p.live]
+
+    @property
+    def standstill(self) -> stall.Finding | None:
+        """What the reports prove of a job that makes no step."""
+        return stall.find(self.paces, self.spec.stall, self.now)
+
+    def missing(self, present: str) -> bool:
+        """Whether a rank is not in these ranges."""
+        return not contract.numbers(present) >= set(range(self.spec.nodes))
+
+    def stop(self, pods: Sequence[Pod], grace_seconds: int | None) -> tuple[DeletePod, ...]:
+        """Stop them. One that is stopping is not told again; one on a lost node will never answer: it goes at once.
+
+        Others get a second at least: with a grace of 0 the object goes before the kubelet has ended anything, and the
+        next attempt would start beside the last.
+        """
+        found = []
+        if grace_seconds is None and podspec.grace_seconds(self.spec.template) == 0:
+            grace_seconds = 1
+        for pod in sorted(pods, key=by_identity):
+            if pod.uid in self.lost:
+                found.append(DeletePod(pod.name, pod.uid, 0))
+            elif pod.stop_asked_at is None:
+                found.append(DeletePod(pod.name, pod.uid, grace_seconds))
+        return tuple(found)
+
+    def active_deadline(self) -> dt.datetime | None:
+        """When the job must be finished."""
+        return after(self.status.start_time, self.spec.active_deadline_seconds)
+
+    def start_deadline(self) -> dt.datetime | None:
+        """When all nodes must have run; None once they have in this attempt."""
+        if not self.missing(self.status.started_nodes):
+            return None
+        return after(self.status.attempt_time, self.spec.start_deadline_seconds)
+
+
+def look(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Problem, ...], settings: Settings) -> Scene:
+    """Sort what is there by what it is to this job, and note its facts in the status."""
+    status = job.status
+    starts = not problems and not job.spec.suspend and status.state not in (*statuses.TERMINAL, "Failing")
+    own = owned(job, seen)
+    if starts and (status.attempt == 0 or status.state == "Suspended"):
+        # A status that was lost (a restored backup) must not bring an attempt to life twice.
+        known = replace(status, attempt=max((status.attempt, *(p.attempt for p in own))))
+        status = replace(new_attempt(known, now), start_time=now)
+    lost = frozenset(p.uid for p in own if p.live and is_past(lost_at(p, seen.nodes, settings), now))
+    mine = {p.rank: p for p in own if p.attempt == status.attempt and 0 <= p.rank < job.spec.nodes}
+    departed = {p.rank: p for p in seen.departed if is_own(p, job) and p.attempt == status.attempt}
+    others = sorted((p for p in own if p.attempt != status.attempt), key=by_identity)
+    return Scene(
+        job=job,
+        recorded=job.status,
+        status=statuses.with_progress(note(status, mine, departed, job, seen), seen.reports.get(0)),
+        service=seen.service,
+        mine=mine,
+        departed=departed,
+        older=tuple(p for p in others if p.live and p.uid not in lost),
+        left=tuple(p for p in others if p.uid in lost or (not p.live and p.attempt <= status.attempt - ATTEMPTS_KEPT)),
+        lost=lost,
+        foreign=tuple(
+            sorted((*seen.foreign, *_foreign_pods(job, seen, status.attempt)), key=lambda f: (f.deleted_job, f.name))
+        ),
+        refusals=tuple(sorted(seen.refusals, key=lambda r: (r.retry_at, r.name))),
+        problems=problems,
+        now=now,
+        settings=settings,
+        paces={rank: p for rank, p in seen.paces.items() if p.attempt in (0, status.attempt)},
+    )
+
+
+def note(
+    status: api.Status, mine: dict[int, Pod], departed: dict[int, Pod], job: api.DDPJob, seen: Observed
+) -> api.Status:
+    """The facts that outlive their pods: who has run, who has completed."""
+    # A name is used once: what had a node may have run, and may still run where nobody looks.
+    started = {r for r, p in mine.items() if p.trainer.state != "waiting"} | {r for r, p in departed.items() if p.node}
+    done = {r for r, p in {**departed, **mine}.items() if has_completed(p)}
+    ready = sum(p.trainer.state == "running" and p.trainer.ready and p.live for p in mine.values())
+    meet = seen.master_addr if seen.master_addr is not None else str(contract.endpoint(job, status.attempt))
+    return replace(
+        status,
+        started_nodes=contract.ranges(contract.numbers(status.started_nodes) | started),
+        completed_nodes=contract.ranges(contract.numbers(status.completed_nodes) | done),
+        nodes=api.Nodes(total=job.spec.nodes, ready=ready),
+        master_addr=meet if status.attempt else "",
+    )
+
+
+def new_attempt(status: api.Status, at: dt.datetime) -> api.Status:
+    """The next life of all pods, not before `at`: nobody has started or completed in it."""
+    return replace(
+        status,
+        attempt=status.attempt + 1,
+        attempt_time=at,
+        started_nodes="",
+        completed_nodes="",
+        running_time=None,
+        first_step_time=None,
+        furthest_step=statuses.furthest(status),
+    )
+
+
+def lost_at(pod: Pod, nodes: Mapping[str, Node] | None, settings: Settings) -> dt.datetime | None:
+    """When the node of a pod is declared lost; None while nothing speaks for it.
+
+    Where nodes can be read, by what the cluster says of them. Elsewhere by what the node controller does to the pod,
+    or by a pod that stays beyond its grace: a kubelet that lives would have ended it.
+    """
+    patience = dt.timedelta(seconds=settings.lost_node_seconds)
+    if nodes is not None:
+        node = nodes.get(pod.node)
+        return None if node is None or node.ready or node.since is None else node.since + patience
+    since = earliest(pod.silent_since, pod.stop_by)
+    return None if since is None or not pod.node else since + patience
+
+
+def next_loss(job: api.DDPJob, seen: Observed, settings: Settings, now: dt.datetime) -> dt.datetime | None:
+    """When the next node will be declared lost, if nothing changes."""
+    times = (lost_at(p, seen.nodes, settings) for p in owned(job, seen) if p.live)
+    return earliest(*(t for t in times if t is not None and t > now))
+
+
+def is_stale(job: api.DDPJob, seen: Observed) -> bool:
+    """Whether pods of a newer attempt than the status knows are there: then the status that was read is an old one.
+
+    An empty status is no old one but a lost one, or a write that follows will conflict: that costs nothing.
+    """
+    return job.status.state is not None and max((p.attempt for p in owned(job, seen)), default=0) > job.status.attempt
+
+
+def owned(job: api.DDPJob, seen: Observed) -> list[Pod]:
+    """The pods that this job made."""
+    return [p for p in seen.pods if is_own(p, job)]
+
+
+def is_own(pod: Pod, job: api.DDPJob) -> bool:
+    """Whether this job made it."""
+    return bool(job.metadata.uid) and pod.owner_uid == job.metadata.uid
+
+
+def has_completed(pod: Pod) -> bool:
+    """Ended with 0 by itself. Exit 0 after being told to stop is not success."""
+    return pod.trainer.state == "ended" and pod.trainer.exit_code == 0 and not pod.told_to_stop
+
+
+def has_failed(pod: Pod) -> bool:
+    """Ended in any other way."""
+    return pod.ended and not has_completed(pod)
+
+
+def restart_grace_seconds(spec: api.Spec) -> int:
+    """After a failure the group is broken: nothing can be saved together, so the full grace would only cost time."""
+    grace = podspec.grace_seconds(spec.template)
+    return max(1, min(10, grace) if spec.restart_grace_seconds is None else spec.restart_grace_seconds)
+
+
+def after(start: dt.datetime | None, seconds: float | None) -> dt.datetime | None:
+    """So many seconds later; None where either is not set."""
+    return None if start is None or seconds is None else start + dt.timedelta(seconds=seconds)
+
+
+def earliest(*times: dt.datetime | None) -> dt.datetime | None:
+    """The earliest of those that are set."""
+    return min((t for t in times if t is not None), default=None)
+
+
+def is_past(time: dt.datetime | None, now: dt.datetime) -> bool:
+    """Whether a time that is set has come."""
+    return time is not None and now >= time
+
+
+def by_identity(pod: Pod) -> tuple[int, int, str]:
+    """A key to sort pods by."""
+    return (pod.attempt, pod.rank, pod.uid)
+
+
+def name_pods(pods: Sequence[Pod]) -> str:
+    """`digits-1-0 on gpu-07`, or how many they are."""
+    if len(pods) == 1:
+        return pods[0].name + (f" on {pods[0].node}" if pods[0].node else "")
+    return f"{len(pods)} pods"
+
+
+def _foreign_pods(job: api.DDPJob, seen: Observed, attempt: int) -> Iterator[Foreign]:
+    names = {contract.pod_name(job, attempt, rank) for rank in range(job.spec.nodes)}
+    for pod in seen.pods:
+        if pod.owner_uid == job.metadata.uid and job.metadata.uid:
+            continue
+        # A namesake's pod answers to the same DNS name, whatever its attempt, until it has ended.
+        namesake = pod.job == job.metadata.name and bool(pod.owner_uid)
+        if pod.name in names or (namesake and not pod.ended):
+            yield Foreign("Pod", pod.name, deleted_job=namesake)

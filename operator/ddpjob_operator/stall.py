@@ -1,0 +1,307 @@
+"""When a job stands still: it reports, and makes no step.
+
+The shells fold each report into the `Pace` of its rank; `find` says what the paces of a job prove. Three rules keep a
+healthy job alive:
+
+- **Silence proves nothing.** How long a rank has stood still is counted from report to report ("alive, step 41"), and
+  anew after any gap in receiving, whoever's fault it was. So an operator that was away, a network that was cut and a
+  clock that jumped can only make a finding late, never wrong.
+- **The group stands still, not a rank.** The ranks of a DDP job step together, so as long as one of them gets on, all
+  do; a rank that never says a step because the script calls `progress()` on rank 0 alone is none that hangs.
+- **What was never seen before only warns at first.** With `stall.timeoutSeconds` that is the limit. Without it, what is
+  expected is learned from the job's own steps. The first time that this is not enough a pause that nobody declared
+  looks like a hang. A hang never ends, so there is a second, longer limit: a group that makes a step before it has
+  taught us its pause, and the next limit is three times that; one that does not is found.
+
+Pure: no clock, no I/O. Times are the receiver's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ddpjob_operator import api
+from ddpjob_operator.observed import Phase, Report
+from ddpjob_operator.status import duration
+
+REPORT_SECONDS = 5.0  # between two reports of a rank (build.Reporting)
+# One report may get lost: with its time-out and the sender's back-off the next comes 20 s after the one before.
+SILENT_SECONDS = 30.0
+# Before the first step and in a declared pause little is known: a script may count epochs as its steps.
+START_SECONDS = PAUSE_SECONDS = 1800.0
+TRAIN_SECONDS = 300.0
+MEDIANS, LONGEST = 10, 3  # a step may take 10 median steps, or 3 times the longest that one has ever taken
+# The first time that more is needed than was expected. In training: torch's default time-out of a process group, for
+# a group whose ranks wait longer than that for each other ends by itself.
+UNSEEN_START_SECONDS = UNSEEN_PAUSE_SECONDS = 10_800.0
+UNSEEN_TRAIN_SECONDS = 1800.0
+STEPS_REMEMBERED = 9
+RANKS_NAMED = 8
+RECENT_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Survived:
+    """The times without a step that a rank has survived."""
+
+    longest_seconds: float = 0.0
+    surprised: bool = False
+    """Whether one of them was longer than expected then."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What the reports of a rank have taught so far."""
+
+    step_seconds: tuple[float, ...] = ()
+    """What the last steps took, the newest last; steps between two reports share the time."""
+    steps: Survived = Survived()
+    pauses: Survived = Survived()
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a rank gets on in an attempt, by its reports."""
+
+    attempt: int
+    node_rank: int
+    step: int
+    phase: Phase
+    advanced_at: dt.datetime
+    """Since when it has said the same step and phase, at every report, without a gap between them."""
+    heard_at: dt.datetime
+    """When its last report came."""
+    measured: bool = False
+    """Whether it changed at `advanced_at`; else we only began to listen then, in the middle of a step."""
+    learned: Learned = Learned()
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long it has stood still for certain: up to its last report, not up to now."""
+        return (self.heard_at - self.advanced_at).total_seconds()
+
+    def is_heard(self, now: dt.datetime) -> bool:
+        """Whether it reports at present."""
+        return abs((now - self.heard_at).total_seconds()) <= SILENT_SECONDS
+
+
+class Limit(NamedTuple):
+    """expected: more than that is worth a warning. allowed: more than that is a stall. Both in seconds."""
+
+    expected: float
+    allowed: float
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the reports of a job prove. kind: a warning is said once and costs nothing; a stall restarts the group."""
+
+    kind: Literal["warning", "stall"]
+    rank: int
+    """Of those that report, the one with the lowest step."""
+    node_rank: int
+    step: int
+    phase: Phase
+    since: dt.datetime
+    until: dt.datetime
+    """A group that stands still until then has stalled."""
+    idle_seconds: float
+    limit: Limit
+    steps: dict[int, int]
+    """The last step of each rank that has reported in this attempt."""
+    silent: frozenset[int] = frozenset()
+    """Those of them that report no more."""
+
+    @property
+    def limit_seconds(self) -> float:
+        """What was exceeded."""
+        return self.limit.allowed if self.kind == "stall" else self.limit.expected
+
+    def sentence(self) -> str:
+        """Who, since when, how long is allowed. A warning has the same words as long as it stands."""
+        return f"rank {self.rank} (node {self.node_rank}) {self.what()}"
+
+    def what(self) -> str:
+        """The sentence without its subject."""
+        does_not = _DOES_NOT[self.phase]
+        if self.kind == "stall":
+            limit = duration(self.limit.allowed)
+            told = f"{does_not} for {duration(self.idle_seconds)} ({self._where()}; limit {limit})"
+        else:
+            told = (
+                f"{does_not} since {_time(self.since)} ({self._where()}), longer than the {duration(self.limit.expected)} "
+                f"expected; if that lasts until {_time(self.until)}, the group restarts. "
+                f"{'Declare long pauses with ddpjob.pause(), or set' * (self.phase == 'train') or 'The limit is'} "
+                "spec.stall.timeoutSeconds"
+            )
+        return told + (f"; last steps: {self._last_steps()}" if len(self.steps) > 1 else "")
+
+    def _where(self) -> str:
+        return f"last step {self.step}" if self.step else "before the first step"
+
+    def _last_steps(self) -> str:
+        lowest = sorted(self.steps, key=lambda rank: (self.steps[rank], rank))[:RANKS_NAMED]
+        named = (f"rank {r}: {self.steps[r]}{' (silent now)' * (r in self.silent)}" for r in sorted(lowest))
+        others = len(self.steps) - len(lowest)
+        return ", ".join(named) + (f" and {others} others, up to {max(self.steps.values())}" if others else "")
+
+
+def fold(
+    pace: Pace | None, report: Report, now: dt.datetime, receiving_since: dt.datetime | None = None
+) -> Pace | None:
+    """The pace of a rank after a report that came now; None as long as nothing can be said of it.
+
+    receiving_since: from when on the shell is sure to receive what is sent; what was heard before does not count.
+    """
+    if report.phase is None or (pace is not None and 0 < report.attempt < pace.attempt):
+        return pace
+    # The library's first word comes from init(), so the first step is measured from its begin.
+    begin = report.phase == "start"
+    new = Pace(report.attempt, report.node_rank, report.step, report.phase, now, now, measured=begin)
+    if pace is None or report.attempt > pace.attempt:
+        return new
+    heard = pace.is_heard(now) and (receiving_since is None or pace.heard_at >= receiving_since)
+    # Any other step counts, a lower one too: a process that has started anew in its pod gets on.
+    if heard and (pace.step, pace.phase) == (report.step, report.phase):
+        return dataclasses.replace(pace, heard_at=now)
+    learned = _learn(pace, report, now) if heard else pace.learned
+    return dataclasses.replace(new, attempt=pace.attempt, measured=heard, learned=learned)
+
+
+def find(paces: Mapping[int, Pace], stall: api.Stall | None, now: dt.datetime) -> Finding | None:
+    """Whether the group stands still: none of the ranks that report at present has made a step for too long.
+
+    paces: of the present attempt alone, by rank. stall: as in the spec.
+    """
+    timeout = None if stall is None else stall.timeout_seconds
+    ranks = {} if timeout == 0 else _that_count(paces, now)
+    limits = {}
+    for rank, pace in ranks.items():
+        limits[rank] = limit(pace, timeout)
+        if pace.idle_seconds <= limits[rank].expected:
+            return None
+    if not ranks:
+        return None
+    rank = min(ranks, key=lambda r: (ranks[r].step, r))
+    return Finding(
+        kind="stall" if all(pace.idle_seconds > limits[r].allowed for r, pace in ranks.items()) else "warning",
+        rank=rank,
+        node_rank=ranks[rank].node_rank,
+        step=ranks[rank].step,
+        phase=ranks[rank].phase,
+        since=ranks[rank].advanced_at,
+        until=max(pace.advanced_at + dt.timedelta(seconds=limits[r].allowed) for r, pace in ranks.items()),
+        idle_seconds=ranks[rank].idle_seconds,
+        limit=limits[rank],
+        steps={r: pace.step for r, pace in sorted(paces.items())},
+        silent=frozenset(r for r, pace in paces.items() if not pace.is_heard(now)),
+    )
+
+
+def look_again_at(paces: Mapping[int, Pace], stall: api.Stall | None, now: dt.datetime) -> dt.datetime | None:
+    """When `find` may say something else although no rank says anything new; None: never."""
+    timeout = None if stall is None else stall.timeout_seconds
+    ranks = {} if timeout == 0 else _that_count(paces, now)
+    due = [pace.advanced_at + dt.timedelta(seconds=_next(pace, limit(pace, timeout))) for pace in ranks.values()]
+    if not due:
+        return None
+    # Past its time a rank waits for the others: for their time, or until they fall silent.
+    wait = REPORT_SECONDS if max(due) <= now else SILENT_SECONDS
+    return min(due) if min(due) > now else now + dt.timedelta(seconds=wait)
+
+
+def limit(pace: Pace, timeout: float | None) -> Limit:
+    """How long a rank may stand still where it is now. timeout: stall.timeoutSeconds where it is set."""
+    learned = pace.learned
+    step = timeout or _step_seconds(learned)
+    if pace.phase in ("save", "evaluate"):
+        expected = max(PAUSE_SECONDS, LONGEST * step, LONGEST * learned.pauses.longest_seconds)
+        unseen, surprised = UNSEEN_PAUSE_SECONDS, learned.pauses.surprised
+    elif pace.phase == "start" or pace.step == 0 or not (timeout or learned.step_seconds):
+        # Until a step has been measured nothing is known, at any step: this operator may be new, and the job old.
+        expected, unseen, surprised = max(START_SECONDS, step), UNSEEN_START_SECONDS, False
+    else:
+        expected, unseen, surprised = step, UNSEEN_TRAIN_SECONDS, learned.steps.surprised
+    return Limit(expected, expected if timeout or surprised else max(unseen, 2 * expected))
+
+
+@dataclass(frozen=True)
+class Silence:
+    """Most jobs went silent at about the same time: it is more likely that we hear nothing than that all are gone."""
+
+    silent: int
+    jobs: int
+
+    def sentence(self) -> str:
+        """For the operator's log."""
+        return (
+            f"{self.silent} of the {self.jobs} jobs that report went silent together: their reports do not get here. "
+            "Until they do, no job is restarted for standing still"
+        )
+
+
+def silence(heard: Iterable[dt.datetime], now: dt.datetime) -> Silence | None:
+    """Whether more than half of the jobs that report have gone silent. heard: when each was heard last.
+
+    Jobs that fell silent long before the others count no more. One job alone may have its own reason.
+    """
+    times = list(heard)
+    newest = max(times, default=now)
+    recent = [t for t in times if (newest - t).total_seconds() <= RECENT_SECONDS]
+    silent = sum((now - t).total_seconds() > SILENT_SECONDS for t in recent)
+    return Silence(silent, len(recent)) if silent > 1 and 2 * silent > len(recent) else None
+
+
+_DOES_NOT: dict[Phase, str] = {
+    "start": "has made no step",
+    "train": "has made no step",
+    "save": "has been saving",
+    "evaluate": "has been evaluating",
+}
+
+
+def _that_count(paces: Mapping[int, Pace], now: dt.datetime) -> dict[int, Pace]:
+    """The ranks that report at present. One that has never said a step does not count where others have."""
+    heard = {rank: pace for rank, pace in paces.items() if pace.is_heard(now)}
+    return {rank: pace for rank, pace in heard.items() if pace.step} or heard
+
+
+def _learn(pace: Pace, report: Report, now: dt.datetime) -> Learned:
+    """What the end of a time without a step teaches."""
+    learned = pace.learned
+    gap = max(0.0, (now - pace.advanced_at).total_seconds())
+    expected = limit(pace, None).expected
+    if pace.phase in ("save", "evaluate"):
+        return dataclasses.replace(learned, pauses=_survived(learned.pauses, gap, expected))
+    if pace.phase == "train":
+        learned = dataclasses.replace(learned, steps=_survived(learned.steps, gap, expected))
+    made = report.step - pace.step
+    if not pace.measured or made <= 0:
+        return learned
+    # From the begin to the first steps it is one step: a resumed job starts at 0 and says 1041 next.
+    seconds = gap if pace.phase == "start" else gap / made
+    return dataclasses.replace(learned, step_seconds=(*learned.step_seconds, seconds)[-STEPS_REMEMBERED:])
+
+
+def _survived(before: Survived, seconds: float, expected: float) -> Survived:
+    return Survived(max(before.longest_seconds, seconds), before.surprised or seconds > expected)
+
+
+def _step_seconds(learned: Learned) -> float:
+    """What a step may take, by what is known of the steps before."""
+    # Of two, the lower: the first is the slow one, with compilation in it.
+    median = statistics.median_low(learned.step_seconds) if learned.step_seconds else 0.0
+    return max(TRAIN_SECONDS, MEDIANS * median, LONGEST * learned.steps.longest_seconds)
+
+
+def _next(pace: Pace, limits: Limit) -> float:
+    return limits.expected if pace.idle_seconds <= limits.expected else limits.allowed
+
+
+def _time(at: dt.datetime) -> str:
+    return f"{at:%Y-%m-%dT%H:%M:%SZ}"

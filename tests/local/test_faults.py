@@ -1,0 +1,112 @@
+"""`ddpjob run --fail`: a job that is broken on purpose comes back, and says what happened. No torch: none is needed."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+from shell import Cli, status_of
+
+from ddpjob_operator.local import faults
+
+# Counts to 60 in steps that are saved, as a training does; goes on where the last attempt saved.
+COUNTS = """
+    import os, pathlib, time
+    import ddpjob
+    rank = os.environ["RANK"]
+    saved = pathlib.Path(f"saved-{rank}")
+    first = int(saved.read_text()) if saved.exists() else 0
+    for step in range(first + 1, 51):
+        time.sleep(0.1)
+        if step % 10 == 0:
+            saved.write_text(str(step))
+        ddpjob.progress(step=step, total=50)
+    print("done after", 50 - first, "steps in attempt", os.environ["DDPJOB_ATTEMPT"])
+"""
+
+
+def run(cli: Cli, *words: object, script: str = COUNTS, **spec: Any) -> tuple[Any, dict[str, Any], str]:
+    done = cli.run("run", cli.file(script, **spec), "--status", "status.json", *words)
+    return done, status_of(cli.folder / "status.json"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "words", "code"),
+    [
+        ("signal=KILL", r"was killed by SIGKILL at step (?:[12]\d|3[0-5])", 137),
+        ("exit=3", r"ended with exit code 3 at step (?:1\d|2[0-5])", 3),
+    ],
+)
+def test_a_rank_that_breaks_at_a_step_restarts_the_group_which_goes_on_from_what_it_saved(
+    cli: Cli, how: str, words: str, code: int
+) -> None:
+    done, status, told = run(cli, "--fail", f"rank=1,step=25,{how}")
+    assert done.returncode == 0
+    assert re.search(words, told)
+    assert "all 2 nodes restart as attempt 2 (restart 1 of 3)" in told
+    assert "[1:1] done after 30 steps in attempt 2" in done.stdout
+    assert re.search(r"✔ job Succeeded in .* 1 restart(, \d steps repeated)?\n", told)
+    assert (status["restarts"]["application"], status["restarts"]["total"]) == (1, 1)
+    failure = status["lastFailure"]
+    assert (failure["rank"], failure["exitCode"], failure["class"]) == (1, code, "application")
+
+
+def test_a_rank_that_hangs_is_found_named_and_restarted(cli: Cli) -> None:
+    done, status, told = run(cli, "--fail", "rank=0,step=25,hang", stall={"timeoutSeconds": 3})
+    assert done.returncode == 0
+    assert "Stalled" in told
+    assert status["restarts"]["stall"] == 1
+    assert (status["lastFailure"]["rank"], status["lastFailure"]["reason"]) == (0, "Stalled")
+
+
+def test_a_node_that_dies_is_replaced_without_a_charge(cli: Cli) -> None:
+    done, status, told = run(cli, "--fail", "node=1,at=1s", backoffLimit=0)
+    assert done.returncode == 0
+    assert "--fail node=1,at=1s: node 1 dies now" in told
+    assert (status["restarts"]["infrastructure"], status["restarts"]["application"]) == (1, 0)
+    assert status["lastFailure"]["nodeRank"] == 1
+
+
+def test_several_faults_in_one_run_are_each_told(cli: Cli) -> None:
+    faults = ("--fail", "rank=0,step=12,exit=7", "--fail", "rank=1,step=35,attempt=2,signal=SEGV")
+    done, status, _ = run(cli, *faults)
+    assert done.returncode == 0
+    assert [re.search(r"exit code 7|SIGSEGV", f["message"])[0] for f in status["failures"]] == [
+        "exit code 7",
+        "SIGSEGV",
+    ]
+
+
+def test_a_script_that_always_fails_ends_the_job_after_its_budget(cli: Cli) -> None:
+    began = time.monotonic()
+    done, status, told = run(cli, script="raise ValueError('no such shard: 7')", backoffLimit=1)
+    assert done.returncode == 1
+    assert time.monotonic() - began < 20
+    assert (status["state"], status["reason"], status["attempt"]) == ("Failed", "BackoffLimitExceeded", 2)
+    assert "ValueError: no such shard: 7" in status["message"]
+    assert "restarted once: backoffLimit: 1 allows no more" in told
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("rank=9,step=1,hang", "the job's ranks are 0 to 1"),
+        ("node=2,at=1s", "the job's nodes are 0 to 1"),
+        ("rank=1,step=x,hang", 'step must be a whole number, is "x"'),
+        ("rank=1,step=1,signal=BANG", 'there is no signal "BANG"'),
+        ("rank=1,step=1,exit=0", 'exit must be a code from 1 to 255, is "0"'),
+        ("rank=1,step=1", f"must be {faults.FORMS}"),
+        ("rank=1,step=1,hang,exit=3", f"must be {faults.FORMS}"),
+        ("node=1,at=soon", 'at must be a time such as 20s or 2m, is "soon"'),
+        ("rank=1,rank=2,step=1,hang", "rank is there twice"),
+        ("disk=full", "there is no disk"),
+        ("", "there is no empty part"),
+    ],
+)
+def test_a_fault_that_cannot_be_is_refused_before_anything_starts(cli: Cli, fault: str, sentence: str) -> None:
+    done = cli.run("run", cli.file("print('started')"), "--fail", fault)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "started" not in done.stdout

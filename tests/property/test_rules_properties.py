@@ -1,0 +1,93 @@
+"""No sequence of failures overruns a budget, and none is charged to whom it does not belong."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import get_args
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddpjob import rules
+
+unhurried = settings(deadline=None)
+NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
+classes = st.sampled_from(get_args(rules.Class))
+attempts = st.builds(rules.Attempt, st.booleans(), st.booleans(), st.floats(0, 1e6))
+limits = st.builds(rules.Limits, st.integers(0, 5), st.none() | st.integers(1, 4000))
+# Clocks jump, back too.
+failures = st.lists(st.tuples(classes, attempts, st.integers(-100, 4000)), max_size=40)
+Failures = list[tuple[rules.Class, rules.Attempt, int]]
+Step = tuple[rules.Class, rules.History, rules.Verdict, dt.datetime]
+
+
+def life(of: Failures, allowed: rules.Limits) -> list[Step]:
+    """Each failure with the history before it, until the job ends."""
+    history, now, steps = rules.History(), NOW, []
+    for found, attempt, later in of:
+        now += dt.timedelta(seconds=later)
+        verdict = rules.judge(found, history, attempt, allowed, now)
+        steps.append((found, history, verdict, now))
+        history = verdict.history
+        if not verdict.restart:
+            break
+    return steps
+
+
+@unhurried
+@given(failures, limits)
+def test_budgets_are_never_overrun(of: Failures, allowed: rules.Limits) -> None:
+    for _, _, verdict, now in life(of, allowed):
+        assert rules.counted(verdict.history, allowed, now) <= allowed.backoff_limit or not verdict.restart
+        assert verdict.history.stall <= rules.STALLS_MAX
+        assert verdict.history.in_a_row <= max(rules.INFRASTRUCTURE_IN_A_ROW_MAX, len(of))
+        assert 0 <= verdict.wait_seconds <= rules.BACK_OFF_SECONDS_MAX
+
+
+@unhurried
+@given(failures, limits)
+def test_infrastructure_never_eats_the_backoff_limit(of: Failures, allowed: rules.Limits) -> None:
+    for found, before, verdict, _ in life(of, allowed):
+        if found in ("infrastructure", "stall"):
+            assert verdict.history.application == before.application
+            assert verdict.history.charged_at == before.charged_at
+            assert verdict.stop != "BackoffLimitExceeded"
+            assert verdict.charged_to == found
+
+
+@unhurried
+@given(failures, limits)
+def test_a_history_only_grows_by_one_restart_each(of: Failures, allowed: rules.Limits) -> None:
+    for _, before, verdict, _ in life(of, allowed):
+        after = verdict.history
+        if not verdict.restart:
+            assert after == before, "what did not restart is no restart"
+            assert verdict.stop
+            continue
+        assert after.total == before.total + 1
+        assert after.application >= before.application
+        assert after.infrastructure >= before.infrastructure
+        assert after.stall >= before.stall
+        assert len(after.charged_at) <= allowed.backoff_limit + 1, "the status must not grow"
+
+
+@unhurried
+@given(failures)
+def test_a_job_that_makes_steps_ends_only_by_its_own_budgets(of: Failures) -> None:
+    well = [(found, rules.Attempt(True, True, 60.0), later) for found, _, later in of]
+    for _, _, verdict, _ in life(well, rules.Limits()):
+        assert verdict.stop not in ("NoProgress", "TooManyInfrastructureFailures")
+        assert verdict.wait_seconds == 0
+
+
+@unhurried
+@given(classes, st.none() | st.integers(0, 255), st.lists(st.builds(
+    rules.PolicyRule, st.sampled_from(get_args(rules.Action)), st.frozensets(st.integers(1, 255)), st.booleans()
+)))  # fmt: skip
+def test_no_policy_charges_the_application_for_what_was_not_its_doing(
+    found: rules.Class, code: int | None, listed: list[rules.PolicyRule]
+) -> None:
+    after = rules.with_policy(found, code, listed)
+    assert after in get_args(rules.Class)
+    if found in ("infrastructure", "stall"):
+        assert after == found

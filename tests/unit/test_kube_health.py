@@ -1,0 +1,44 @@
+"""What the probes of the operator's pod are answered, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import aiohttp
+
+from ddpjob_operator.kube.app import Operator, Settings, _serve_health
+from ddpjob_operator.kube.client import Client
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def test_healthz_is_200_until_a_part_has_ended_and_then_503_with_the_reason() -> None:
+    async def run() -> None:
+        made, port = Operator(Settings(), Client()), free_port()
+        runner = await _serve_health(port, made.unhealthy)
+        assert runner is not None
+        try:
+            async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+
+                async def asked(path: str = "/healthz") -> tuple[int, str]:
+                    async with session.get(path) as answer:
+                        return answer.status, (await answer.text()).strip()
+
+                assert await asked() == (200, "ok")
+                assert (await asked("/"))[0] == 404, "nothing else is told here"
+                await asyncio.gather(made._run("queue", asyncio.sleep(0)))
+                assert await asked() == (503, "queue has ended")
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(run())
+
+
+def test_port_0_listens_nowhere() -> None:
+    assert asyncio.run(_serve_health(0, str)) is None

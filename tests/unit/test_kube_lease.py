@@ -1,0 +1,559 @@
+"""The Lease: at no time two operators act, whatever happens to their requests and clocks, and soon one acts again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import itertools
+import logging
+import selectors
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddpjob_operator.kube.client import ApiError
+from ddpjob_operator.kube.lease import ADDRESS, Candidate, Durations, Leader, Lease
+
+START = 70_000.25  # a clock that starts at an odd moment
+DURATIONS = Durations()  # 15 s, 10 s, 2 s
+OURS, THEIRS = "a", "b"
+
+
+# ------------------------------------------------------------------------------------------------ what may be done
+
+
+def candidate() -> Candidate:
+    return Candidate(OURS, DURATIONS)
+
+
+def lease(version: int, holder: str = THEIRS, seconds: float = 15.0) -> Lease:
+    return Lease(str(version), holder, seconds, "10.0.0.2:8081")
+
+
+def test_nothing_is_taken_before_the_lease_was_seen() -> None:
+    assert not candidate().may_take(START + 1000)
+
+
+@pytest.mark.parametrize("holder", ["", OURS])
+def test_a_lease_that_is_free_or_ours_is_taken_at_once(holder: str) -> None:
+    one = candidate()
+    one.saw(lease(1, holder), START)
+    assert one.may_take(START)
+    assert one.leader(START) is None
+
+
+def test_a_lease_is_taken_when_its_holder_was_silent_for_its_whole_duration_and_not_before() -> None:
+    one = candidate()
+    one.saw(lease(1), START)
+    one.saw(lease(1), START + 14.9)
+    assert not one.may_take(START + 14.9)
+    assert one.may_take(START + 15)
+
+
+def test_every_renewal_starts_the_wait_anew() -> None:
+    one = candidate()
+    for version in range(10):
+        one.saw(lease(version), START + 10 * version)
+        assert not one.may_take(START + 10 * version + 9.9)
+
+
+def test_the_wait_is_what_the_holder_has_promised_where_that_differs_from_ours() -> None:
+    one = candidate()
+    one.saw(lease(1, seconds=60), START)
+    assert not one.may_take(START + 59)
+    assert one.may_take(START + 60)
+
+
+def test_a_lease_that_somebody_has_deleted_is_waited_for_as_long_for_its_holder_may_not_know() -> None:
+    one = candidate()
+    one.saw(lease(1), START)
+    one.saw(None, START + 20)
+    assert not one.may_take(START + 34.9)
+    assert one.may_take(START + 35)
+
+
+def test_the_time_of_the_holder_counts_from_when_it_asked_and_not_from_the_answer() -> None:
+    one = candidate()
+    one.took(lease(2, OURS), asked_at=START)
+    assert one.held_until == START + 10
+
+
+@pytest.mark.parametrize("now_there", [lease(3, THEIRS), lease(3, ""), None])
+def test_a_holder_that_sees_another_in_its_place_stops_at_once(now_there: Lease | None) -> None:
+    one = candidate()
+    one.took(lease(2, OURS), START)
+    one.saw(now_there, START + 1)
+    assert one.held_until < START
+
+
+def test_who_leads_is_known_until_it_has_been_silent_for_too_long() -> None:
+    one = candidate()
+    one.saw(lease(1), START)
+    assert one.leader(START + 14.9) == lease(1)
+    assert one.leader(START + 15) is None
+
+
+WRONG = {
+    "no number": ({"DDPJOB_LEASE_SECONDS": "long"}, "DDPJOB_LEASE_SECONDS: .*long"),
+    "none at all": ({"DDPJOB_LEASE_RETRY_SECONDS": "0"}, 'DDPJOB_LEASE_RETRY_SECONDS: .*"0"'),
+    "a fraction, which a Lease cannot hold": ({"DDPJOB_LEASE_SECONDS": "15.5"}, "whole seconds"),
+    "a holder that stops too late": ({"DDPJOB_LEASE_SECONDS": "10"}, "less than DDPJOB_LEASE_SECONDS"),
+    "no second try": ({"DDPJOB_LEASE_RETRY_SECONDS": "5"}, "more than twice DDPJOB_LEASE_RETRY_SECONDS"),
+    "not a number": ({"DDPJOB_LEASE_SECONDS": "nan"}, "DDPJOB_LEASE_SECONDS"),
+}
+
+
+@pytest.mark.parametrize(("environment", "sentence"), WRONG.values(), ids=WRONG)
+def test_durations_that_make_no_sense_are_refused(environment: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Durations.read(environment)
+
+
+def test_durations_are_client_gos_unless_said_otherwise() -> None:
+    assert Durations.read({}) == Durations(15, 10.0, 2.0)
+    short = {"DDPJOB_LEASE_SECONDS": "4", "DDPJOB_LEASE_RENEW_SECONDS": "2.5", "DDPJOB_LEASE_RETRY_SECONDS": "0.4"}
+    assert Durations.read(short) == Durations(4, 2.5, 0.4)
+
+
+# ------------------------------------------------------------------------------------------------ a world of its own
+
+
+class _NoWaiting(selectors.SelectSelector):
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        assert timeout is not None, "nobody will ever do anything again"
+        self.now += max(1e-6, timeout)  # every turn takes some time, as in the world
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Time passes at once."""
+
+    def __init__(self) -> None:
+        self._virtual = _NoWaiting()
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        return self._virtual.now
+
+
+def in_virtual_time(work: Callable[[], Awaitable[None]]) -> None:
+    loop = VirtualLoop()
+    try:
+        loop.run_until_complete(asyncio.ensure_future(work(), loop=loop))
+    finally:
+        for task in asyncio.all_tasks(loop):  # requests that would still arrive some day
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What happens to one request."""
+
+    there: float = 0.01
+    """Seconds until it is carried out."""
+    back: float = 0.01
+    lost: bool = False
+    """The answer never arrives."""
+
+
+GOOD = Fate()
+
+
+@dataclass
+class Server:
+    """As the API server keeps a Lease: a write counts where it names the version that it was made from."""
+
+    lease: dict[str, Any] | None = None
+    version: int = 100
+    writes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.keep({"metadata": {"name": "op", "uid": "u1"}, "spec": {}})
+
+    def keep(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.version += 1
+        self.lease = copy.deepcopy(body)
+        self.lease["metadata"]["resourceVersion"] = str(self.version)
+        self.lease["metadata"].setdefault("uid", f"u{self.version}")
+        self.writes.append(body["spec"].get("holderIdentity", ""))
+        return self.lease
+
+    def get(self) -> dict[str, Any]:
+        if self.lease is None:
+            raise ApiError(404, "NotFound", 'leases "op" not found')
+        return self.lease
+
+    def create(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self.lease is not None:
+            raise ApiError(409, "AlreadyExists", 'leases "op" already exists')
+        return self.keep(body)
+
+    def replace(self, body: dict[str, Any]) -> dict[str, Any]:
+        old, new = self.get()["metadata"], body["metadata"]
+        if (old["uid"], old["resourceVersion"]) != (new["uid"], new["resourceVersion"]):
+            raise ApiError(409, "Conflict", "the object has been modified")
+        return self.keep(body)
+
+
+class Way:
+    """The way of one operator to the server. A request on its way arrives, even if nobody waits for its answer."""
+
+    def __init__(self, server: Server, fates: Callable[[], Fate] = lambda: GOOD) -> None:
+        self.server, self.fates = server, fates
+        self._under_way: set[asyncio.Task[Any]] = set()
+
+    async def get(self, path: str) -> Any:
+        return await self._send(self.server.get)
+
+    async def create(self, path: str, body: dict[str, Any]) -> Any:
+        return await self._send(lambda: self.server.create(body))
+
+    async def replace(self, path: str, body: dict[str, Any]) -> Any:
+        return await self._send(lambda: self.server.replace(body))
+
+    async def close(self) -> None:
+        pass
+
+    async def _send(self, work: Callable[[], Any]) -> Any:
+        fate = self.fates()
+        task = asyncio.ensure_future(self._arrive(work, fate.there))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        if fate.lost:
+            await asyncio.sleep(1e6)
+        answer = await asyncio.shield(task)
+        await asyncio.sleep(fate.back)
+        if isinstance(answer, ApiError):
+            raise answer
+        return copy.deepcopy(answer)
+
+    async def _arrive(self, work: Callable[[], Any], seconds: float) -> Any:
+        await asyncio.sleep(seconds)
+        try:
+            return work()
+        except ApiError as error:
+            return error
+
+
+class Process:
+    """An operator: its Leader, with a clock of its own."""
+
+    def __init__(self, way: Way, name: str, *, offset: float = 0.0, rate: float = 1.0) -> None:
+        loop = asyncio.get_running_loop()
+        client: Any = way
+        address, clock = f"{name}:8081", lambda: offset + rate * loop.time()
+        self.leader = Leader(client, "ops", "op", name, DURATIONS, address, clock=clock)
+        self.task = asyncio.ensure_future(self.leader.run())
+
+    async def end(self) -> None:
+        """As SIGKILL ends it."""
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        # A process that is gone holds nothing.
+        self.leader._candidate.held_until = float("-inf")
+
+
+@contextlib.asynccontextmanager
+async def two() -> Any:
+    """Two operators, of which `a` leads."""
+    server = Server()
+    ways = Way(server), Way(server)
+    a = Process(ways[0], "a", offset=START)
+    await asyncio.wait_for(a.leader.gained(), 1)
+    b = Process(ways[1], "b", offset=-START)
+    await asyncio.sleep(1)
+    try:
+        yield server, ways, a, b
+    finally:
+        await a.end()
+        await b.end()
+
+
+def never() -> Fate:
+    return Fate(lost=True)
+
+
+def cut() -> Fate:
+    return Fate(there=1e6, lost=True)
+
+
+def seconds() -> float:
+    return asyncio.get_running_loop().time()
+
+
+# ------------------------------------------------------------------------------------------------ two operators
+
+
+def test_one_of_two_leads_and_goes_on_leading() -> None:
+    async def story() -> None:
+        async with two() as (server, _, a, b):
+            for _ in range(100):
+                await asyncio.sleep(1)
+                assert (a.leader.holds(), b.leader.holds()) == (True, False)
+            assert set(server.writes[1:]) == {"a"}, "who stands by writes nothing"
+            assert server.lease["spec"]["leaseTransitions"] == 1
+
+    in_virtual_time(story)
+
+
+def test_after_a_release_the_other_leads_within_two_retries() -> None:
+    async def story() -> None:
+        async with two() as (server, _, a, b):
+            a.task.cancel()
+            await a.leader.release()
+            assert server.lease["spec"]["holderIdentity"] == ""
+            assert ADDRESS not in server.lease["metadata"]["annotations"]
+            await asyncio.wait_for(b.leader.gained(), 2 * DURATIONS.retry_seconds)
+
+    in_virtual_time(story)
+
+
+def test_after_a_kill_the_other_leads_when_the_lease_has_run_out() -> None:
+    async def story() -> None:
+        async with two() as (_, _, a, b):
+            await a.end()
+            killed = seconds()
+            await b.leader.gained()
+            waited = seconds() - killed
+            assert 15 - DURATIONS.retry_seconds <= waited <= 15 + 2 * DURATIONS.retry_seconds
+
+    in_virtual_time(story)
+
+
+def test_a_leader_that_is_cut_off_stops_before_the_other_starts_and_stands_by_when_it_is_back() -> None:
+    async def story() -> None:
+        async with two() as (_, ways, a, b):
+            ways[0].fates = cut
+            began = seconds()
+            await a.leader.lost()
+            stopped = seconds()
+            assert stopped - began <= 10
+            await b.leader.gained()
+            assert seconds() - stopped >= 3
+            ways[0].fates = lambda: GOOD
+            await asyncio.sleep(60)
+            assert (a.leader.holds(), b.leader.holds()) == (False, True)
+            assert a.leader.leader_address() == "b:8081"
+
+    in_virtual_time(story)
+
+
+def test_one_lost_answer_costs_nothing() -> None:
+    async def story() -> None:
+        async with two() as (_, ways, a, _b):
+            for _ in range(20):
+                fates = iter([GOOD, never()])  # the write is carried out, and we never learn it
+                ways[0].fates = lambda fates=fates: next(fates, GOOD)
+                for _ in range(100):
+                    await asyncio.sleep(0.1)
+                    assert a.leader.holds()
+
+    in_virtual_time(story)
+
+
+def test_answers_that_always_take_longer_than_a_turn_lose_the_lease_in_time() -> None:
+    async def story() -> None:
+        async with two() as (_, ways, a, _b):
+            ways[0].fates = lambda: Fate(back=DURATIONS.turn_seconds)
+            began = seconds()
+            await a.leader.lost()
+            assert seconds() - began <= 10
+
+    in_virtual_time(story)
+
+
+def test_a_slow_answer_gives_no_time_beyond_what_the_others_grant() -> None:
+    async def story() -> None:
+        async with two() as (_, ways, a, _b):
+            ways[0].fates = lambda: Fate(there=0.2, back=1.0)
+            await asyncio.sleep(20)
+            asked: list[float] = []
+
+            def slow() -> Fate:
+                asked.append(seconds())
+                return Fate(there=0.2, back=1.0) if len(asked) < 3 else cut()
+
+            ways[0].fates = slow
+            await a.leader.lost()
+            assert asked[1] + 9.9 < seconds() <= asked[1] + 10.1, "ten seconds after the last renewal was sent"
+
+    in_virtual_time(story)
+
+
+def test_somebody_elses_label_on_the_lease_costs_one_try() -> None:
+    async def story() -> None:
+        async with two() as (server, ways, a, b):
+
+            def label() -> Fate:
+                server.lease["metadata"].setdefault("labels", {})["seen"] = "true"
+                server.keep(server.lease)
+                return GOOD
+
+            ways[0].fates = iter(itertools.chain([GOOD], [label()], itertools.repeat(GOOD))).__next__
+            for _ in range(300):
+                await asyncio.sleep(0.1)
+                assert a.leader.holds()
+                assert not b.leader.holds()
+            assert server.lease["metadata"]["labels"] == {"seen": "true"}, "it is kept"
+
+    in_virtual_time(story)
+
+
+def test_a_lease_that_is_deleted_is_made_anew_and_never_held_twice() -> None:
+    async def story() -> None:
+        async with two() as (server, _, a, b):
+            server.lease = None
+            held = []
+            for _ in range(400):
+                await asyncio.sleep(0.1)
+                held.append(a.leader.holds() + b.leader.holds())
+            assert max(held) == 1
+            assert held[-1] == 1
+
+    in_virtual_time(story)
+
+
+def test_reports_are_for_the_leader_alone_and_for_nobody_in_between() -> None:
+    async def story() -> None:
+        async with two() as (_, _, a, b):
+            assert a.leader.leader_address() is None
+            assert b.leader.leader_address() == "a:8081"
+            await a.end()
+            told = []
+            for _ in range(200):
+                told.append(b.leader.leader_address())
+                await asyncio.sleep(0.1)
+            assert [address for address, _ in itertools.groupby(told)] == ["a:8081", "", None]
+
+    in_virtual_time(story)
+
+
+def test_what_keeps_it_from_the_lease_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Forbidden(Server):
+        def get(self) -> dict[str, Any]:
+            raise ApiError(403, "Forbidden", 'leases "op" is forbidden')
+
+    async def story() -> None:
+        process = Process(Way(Forbidden()), "a")
+        await asyncio.sleep(60)
+        assert not process.leader.holds()
+        await process.end()
+
+    with caplog.at_level(logging.WARNING):
+        in_virtual_time(story)
+    assert [record.getMessage() for record in caplog.records] == [
+        'the Lease ops/op cannot be had, trying again: 403 Forbidden: leases "op" is forbidden'
+    ]
+
+
+def test_a_release_that_gets_no_answer_does_not_hold_up_the_end() -> None:
+    async def story() -> None:
+        async with two() as (_, ways, a, b):
+            a.task.cancel()
+            ways[0].fates = cut
+            began = seconds()
+            await a.leader.release()
+            assert seconds() - began <= DURATIONS.turn_seconds + 0.1
+            assert not a.leader.holds()
+            await asyncio.wait_for(b.leader.gained(), 20)
+
+    in_virtual_time(story)
+
+
+# ------------------------------------------------------------------------------------------------ any interleaving
+
+TROUBLE_SECONDS, QUIET_SECONDS = 120.0, 60.0
+fates = st.one_of(
+    st.just(GOOD),
+    st.just(Fate(there=40.0, lost=True)),
+    st.builds(
+        Fate,
+        there=st.sampled_from([0.0, 0.02, 1.0, 2.9, 9.0, 16.0, 40.0]),
+        back=st.sampled_from([0.0, 0.02, 1.0, 2.9]),
+        lost=st.booleans(),
+    ),
+)
+# Trouble lasts: one lost request is nothing, and nobody loses a Lease by it.
+weather = st.lists(st.tuples(st.floats(0.5, 15.0), fates), min_size=10, max_size=16)
+# A clock that runs by 15 % too fast or too slow is broken; DURATIONS stand 15 : 10.
+operators = st.fixed_dictionaries(
+    {
+        "starts": st.floats(0, 30),
+        "offset": st.floats(-1e5, 1e5),
+        "rate": st.floats(0.85, 1.15),
+        "weather": weather,
+        "ends": st.sampled_from(["", "", "killed", "released"]),
+        "lives": st.floats(0, TROUBLE_SECONDS),
+    }
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lives=st.lists(operators, min_size=2, max_size=3), deleted_at=st.one_of(st.none(), st.floats(0, TROUBLE_SECONDS))
+)
+def test_at_no_time_two_operators_hold_it_and_when_the_trouble_ends_one_does(
+    lives: list[dict[str, Any]], deleted_at: float | None
+) -> None:
+    async def story() -> None:
+        server = Server()
+        alive: dict[str, Process] = {}
+        tasks = [asyncio.ensure_future(_live(server, alive, f"op-{i}", life)) for i, life in enumerate(lives)]
+        if deleted_at is not None:
+            asyncio.get_running_loop().call_later(deleted_at, lambda: setattr(server, "lease", None))
+        await asyncio.sleep(TROUBLE_SECONDS)
+        # What is still on its way may arrive once more, and then there is no more trouble.
+        await asyncio.sleep(40 + QUIET_SECONDS)
+        for task in tasks:
+            assert not task.done() or task.exception() is None, task.exception()
+        assert sum(process.leader.holds() for process in alive.values()) == min(1, len(alive)), "one leads in the end"
+        for task in (*tasks, *(process.task for process in alive.values())):
+            task.cancel()
+        await asyncio.gather(*tasks, *(p.task for p in alive.values()), return_exceptions=True)
+
+    in_virtual_time(story)
+
+
+async def _live(server: Server, alive: dict[str, Process], name: str, life: dict[str, Any]) -> None:
+    await asyncio.sleep(life["starts"])
+    ends = list(itertools.accumulate(length for length, _ in life["weather"]))
+
+    def fate() -> Fate:
+        found = (fate for end, (_, fate) in zip(ends, life["weather"], strict=True) if seconds() < end)
+        return next(found, GOOD) if seconds() < TROUBLE_SECONDS else GOOD
+
+    process = alive[name] = Process(Way(server, fate), name, offset=life["offset"], rate=life["rate"])
+    watching = asyncio.ensure_future(_watch(alive, name))
+    try:
+        if not life["ends"]:
+            await watching
+        await asyncio.wait({watching}, timeout=life["lives"])
+        if watching.done():
+            watching.result()
+        process.task.cancel()
+        await asyncio.gather(process.task, return_exceptions=True)
+        if life["ends"] == "released":
+            await process.leader.release()
+        await process.end()
+        del alive[name]
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+async def _watch(alive: dict[str, Process], name: str) -> None:
+    """Each time it starts to hold the Lease nobody else does."""
+    while True:
+        await alive[name].leader.gained()
+        holders = [other for other, process in alive.items() if process.leader.holds()]
+        assert holders == [name], f"{holders} act at the same time: two groups of pods would train into one checkpoint"
+        await alive[name].leader.lost()

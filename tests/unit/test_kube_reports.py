@@ -1,0 +1,216 @@
+"""What the operator makes of reports: when it looks at a job, whether it stands still, and whether it hears at all."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import logging
+from typing import Any, cast
+
+import pytest
+from worlds import START, UID, digits, manifest
+
+from ddpjob_operator import api, stall, validation
+from ddpjob_operator.kube import observe
+from ddpjob_operator.kube.app import Operator, Settings
+from ddpjob_operator.kube.client import Client
+from ddpjob_operator.kube.execute import Caches, Executor
+from ddpjob_operator.kube.memory import Memory
+from ddpjob_operator.kube.receive import Sender
+from ddpjob_operator.kube.reconcile import FIRST_REPORT_SECONDS, Reconciler
+from ddpjob_operator.kube.store import Jobs, Key, Store
+from ddpjob_operator.observed import BadReportError, Phase, Report, read_report
+
+FIVE_MINUTES = api.Stall(timeout_seconds=300)
+
+
+class Desk:
+    """A reconciler, its clock, and jobs that have been looked at once."""
+
+    def __init__(self, *names: str) -> None:
+        self.now = START
+        jobs: Jobs = Jobs(lambda _: None)
+        nothing: Any = Store(observe.pod, lambda _: ("", ""), lambda *_: None)
+        self.caches = Caches(jobs, nothing, Store(observe.service, lambda _: ("", ""), lambda *_: None))
+        self.reconciler = Reconciler(self.caches, cast(Executor, None), now=lambda: self.now)
+        for name in names or ("digits",):
+            self.running(name)
+            self.reconciler._memory_of(("default", name), UID)
+
+    def running(self, name: str = "digits", *, attempt: int = 1, state: str = "Running") -> None:
+        body = manifest(name)
+        body["metadata"]["resourceVersion"] = str(self.now.timestamp() + attempt)[:10]
+        body["status"] = {"state": state, "attempt": attempt}
+        self.caches.jobs.put(body)
+
+    def hears(
+        self, step: int, name: str = "digits", *, rank: int = 0, phase: Phase = "train", attempt: int = 1, **more: Any
+    ) -> float | None:
+        """A report arrives; the seconds until the look that it is worth."""
+        fields = {"step": step, "rank": rank, "node_rank": rank, "phase": phase, "attempt": attempt}
+        return self.reconciler.report(("default", name), Report(**fields, received_at=self.now, **more))
+
+    def after(self, seconds: float) -> Desk:
+        self.now += dt.timedelta(seconds=seconds)
+        return self
+
+    def memory(self, name: str = "digits") -> Memory:
+        return self.reconciler._memory[("default", name)]
+
+    def found(self, name: str = "digits") -> stall.Finding | None:
+        """What the next look finds."""
+        key: Key = ("default", name)
+        job, _ = validation.parse(self.caches.jobs.get(key) or {})
+        seen = self.reconciler._observe(key, job, self.memory(name))
+        return stall.find(seen.paces, FIVE_MINUTES, self.now)
+
+
+def test_a_phase_that_nobody_knows_is_refused_with_the_name_of_its_field() -> None:
+    with pytest.raises(BadReportError, match=r"'lunch' - at `\$\.phase`"):
+        read_report(b'{"step": 1, "phase": "lunch"}', START)
+
+
+def test_a_report_without_a_phase_comes_from_a_trainer_that_trains() -> None:
+    assert read_report(b'{"step": 1}', START).phase == "train"
+    assert read_report(b'{"step": 0, "phase": "start"}', START).phase == "start"
+
+
+# ---------------------------------------------------------------- when a look is worth it
+
+
+def test_hundreds_of_ranks_that_say_the_same_again_cost_no_look_and_no_write() -> None:
+    desk = Desk()
+    for rank in range(200):
+        desk.hears(41, rank=rank, metrics={"loss": "1"})
+    first = dict(desk.memory().reports)
+    desk.after(5)
+    assert [desk.hears(41, rank=rank, metrics={"loss": "1"}) for rank in range(200)] == [None] * 200
+    assert desk.memory().reports == first, "status.progress.updated stays, so there is nothing to write"
+
+
+def test_a_step_that_is_said_again_writes_no_status() -> None:
+    world = digits().running().reports_step(41, metrics={"loss": "1"}).settle()
+    assert world.after(60).reports_step(41, metrics={"loss": "1"}).plan().status is None
+    assert world.after(60).reports_step(41, metrics={"loss": "2"}).plan().status is not None
+    assert world.reports_step(42, metrics={"loss": "1"}).plan().status is not None
+
+
+def test_the_first_word_and_the_first_step_of_rank_0_are_seen_soon_and_the_others_now_and_then() -> None:
+    desk = Desk()
+    assert desk.hears(0, phase="start") == FIRST_REPORT_SECONDS
+    assert desk.hears(0, rank=8, phase="start") == 10
+    assert desk.after(5).hears(1) == FIRST_REPORT_SECONDS, "lost steps and the time of the start are measured by it"
+    assert desk.after(5).hears(2) == 10
+    assert desk.after(5).hears(2, metrics={"loss": "1"}) == 10, "a metric is news, too"
+    assert desk.after(5).hears(2, metrics={"loss": "1"}) is None
+    assert desk.after(5).hears(0, attempt=2, phase="start") == FIRST_REPORT_SECONDS
+    assert desk.after(5).hears(99, attempt=1) is None, "an attempt that is over"
+
+
+def test_a_rank_that_is_heard_again_is_looked_at_again() -> None:
+    desk = Desk()
+    desk.hears(41)
+    assert desk.hears(42) == 10
+    assert desk.after(60).hears(42) == 10, "its clock has started anew, and only a look knows when it ends"
+
+
+def test_the_queue_gets_one_look_for_all_that_is_reported_in_ten_seconds() -> None:
+    async def run() -> None:
+        made = Operator(Settings(), Client())
+        body = manifest()
+        body["metadata"]["resourceVersion"] = "1"
+        made.job_seen(None, body)
+        schedule, key = made._queue.schedule, ("default", "digits")
+        made._reconciler._memory_of(key, UID)
+        for step in range(2):
+            made.report(Sender(*key, rank=0, attempt=1), Report(step=step, attempt=1, received_at=START))
+            while (at := schedule.next_at()) is not None and schedule.pop(at) is not None:
+                schedule.done(key, at)
+        for rank in range(100):
+            seconds = dt.timedelta(seconds=rank / 10)
+            made.report(Sender(*key, rank=0, attempt=1), Report(step=2 + rank, attempt=1, received_at=START + seconds))
+        due = schedule.next_at()
+        assert due is not None
+        assert 9 < due - made._queue._clock() <= 10
+        assert len(schedule) == 1
+        made.report(Sender("default", "another", rank=0), Report(step=1))
+        assert len(schedule) == 1, "a job that nobody has looked at yet"
+
+    asyncio.run(run())
+
+
+# ---------------------------------------------------------------- standing still
+
+
+def test_an_operator_that_was_away_for_longer_than_the_limit_restarts_nothing() -> None:
+    desk = Desk()
+    for _ in range(20):
+        desk.after(5).hears(41)
+    assert desk.after(3600).found() is None, "nobody is heard"
+    desk.hears(41)
+    assert desk.found() is None, "and then they stand where they stood an hour ago, as far as we know"
+    for _ in range(61):
+        assert desk.found() is None
+        desk.after(5).hears(41)
+    found = desk.found()
+    assert found is not None
+    assert found.idle_seconds == 305
+
+
+def test_a_new_attempt_is_not_stopped_for_what_the_last_one_did() -> None:
+    desk = Desk()
+    for _ in range(70):
+        desk.after(5).hears(41)
+    assert desk.found() is not None
+    desk.running(attempt=2)
+    assert desk.found() is None, "its ranks have not said a word yet"
+
+
+def test_a_sender_that_speaks_only_when_it_gets_on_is_shown_and_never_stands_still() -> None:
+    desk = Desk()
+    for _ in range(100):
+        desk.reconciler.report(("default", "digits"), Report(step=7, attempt=1, phase=None, received_at=desk.now))
+        desk.after(5)
+    assert desk.memory().reports[0].step == 7
+    assert desk.found() is None
+
+
+# ---------------------------------------------------------------- hearing
+
+
+def test_when_most_jobs_go_silent_together_nothing_is_restarted_and_the_log_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    names = ("a", "b", "c")
+    desk = Desk(*names)
+    for _ in range(40):  # all hang
+        desk.after(5)
+        for name in names:
+            desk.hears(41, name)
+        desk.reconciler.listen()
+    for _ in range(40):  # one is still heard
+        desk.after(5).hears(41, "c")
+        desk.reconciler.listen()
+        assert desk.found("c") is None, "its 5 minutes end while most are silent"
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("2 of the 3 jobs that report went silent together")
+    for _ in range(10):
+        desk.after(5)
+        for name in names:
+            desk.hears(41, name)
+        desk.reconciler.listen()
+    assert caplog.messages[-1] == "reports of most jobs get here again"
+    assert desk.found("c") is None, "and its clock starts anew"
+
+
+def test_jobs_that_have_ended_or_that_the_operator_stops_may_be_silent(caplog: pytest.LogCaptureFixture) -> None:
+    desk = Desk("a", "b", "c", "d")
+    for name in ("a", "b"):
+        desk.hears(100, name, final=True)
+    for name in ("c", "d"):
+        desk.hears(41, name)
+        desk.running(name, state="Failing", attempt=2)
+    desk.after(60).reconciler.listen()
+    assert caplog.messages == []

@@ -1,0 +1,219 @@
+"""What a failure is, what it costs, and when no other try is worth it: the same for the operator and in the pods."""
+
+from __future__ import annotations
+
+import datetime as dt
+from dataclasses import replace
+
+import pytest
+
+from ddpjob import rules
+from ddpjob.rules import Attempt, Evidence, History, Limits, PolicyRule
+
+NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
+NOTHING, ALLOWED = History(), Limits()
+LOW_ON_MEMORY = "The node was low on resource: memory."
+USELESS = Attempt(made_a_new_step=False, reports_steps=True, ran_seconds=30)
+GOOD = Attempt(made_a_new_step=True, reports_steps=True, ran_seconds=30)
+SILENT = Attempt(made_a_new_step=False, reports_steps=False, ran_seconds=30)
+
+
+def fails(
+    *found: rules.Class,
+    attempt: Attempt = SILENT,
+    limits: Limits = ALLOWED,
+    every: float = 60,
+    history: History = NOTHING,
+) -> rules.Verdict:
+    """The verdict on the last of these failures, each `every` seconds after the one before."""
+    verdict = rules.Verdict(True, history, None)
+    for number, one in enumerate(found):
+        assert verdict.restart, f"failure {number} was the last: {verdict.stop}"
+        verdict = rules.judge(one, verdict.history, attempt, limits, NOW + dt.timedelta(seconds=number * every))
+    return verdict
+
+
+# ---------------------------------------------------------------- classes
+
+CLASSES: dict[str, tuple[Evidence, rules.Class]] = {
+    "an exit code is the application's": (Evidence(exit_code=3, reason="Error"), "application"),
+    "an exception is the application's": (Evidence(exit_code=1, exception="ValueError: x"), "application"),
+    "a crash in C is the application's": (Evidence(exit_code=139), "application"),
+    "a kill that is not called out of memory": (Evidence(exit_code=137), "application"),
+    "nothing known is the application's": (Evidence(), "application"),
+    "the kernel's out of memory": (Evidence(exit_code=137, reason="OOMKilled"), "outOfMemory"),
+    "one rank out of memory, for which torchrun ends with 1": (Evidence(1, reason="OOMKilled"), "outOfMemory"),
+    "out of a GPU's memory": (Evidence(1, exception="torch.OutOfMemoryError: CUDA out of memory."), "outOfMemory"),
+    "out of a GPU's memory, in older words": (Evidence(exception="torch.cuda.OutOfMemoryError: x"), "outOfMemory"),
+    "out of memory in Python": (Evidence(exit_code=1, exception="MemoryError"), "outOfMemory"),
+    "out of memory while it was told to stop": (Evidence(reason="OOMKilled", told_to_stop=True), "outOfMemory"),
+    "preemption counts before an exception": (Evidence(disruption="x", exception="MemoryError"), "infrastructure"),
+    "preemption": (Evidence(exit_code=143, disruption="PreemptionByScheduler"), "infrastructure"),
+    "an eviction": (Evidence(pod_reason="Evicted", pod_message=LOW_ON_MEMORY), "infrastructure"),
+    "an eviction for the pod's own disk": (
+        Evidence(pod_reason="Evicted", pod_message='Usage of EmptyDir volume "shm" exceeds the limit "64Mi".'),
+        "application",
+    ),
+    "a node shut down": (Evidence(pod_reason="Terminated"), "infrastructure"),
+    "a node out of pods": (Evidence(pod_reason="OutOfpods"), "infrastructure"),
+    "a node that was restarted": (Evidence(exit_code=255, reason="Unknown"), "infrastructure"),
+    "a pod without a trace": (Evidence(vanished=True), "infrastructure"),
+    "a stop from outside": (Evidence(exit_code=1, told_to_stop=True), "infrastructure"),
+    "a SIGTERM of unknown origin": (Evidence(exit_code=143), "infrastructure"),
+    "a stop at an agreed step": (Evidence(exit_code=rules.RESUMABLE_EXIT_CODE), "infrastructure"),
+    "a broken GPU": (Evidence(1, exception="RuntimeError: CUDA error: uncorrectable ECC error"), "infrastructure"),
+    "no step": (Evidence(exit_code=143, stalled=True, told_to_stop=True), "stall"),
+    "a program that is not there": (Evidence(exit_code=127), "permanent"),
+    "a program that may not run": (Evidence(exit_code=126), "permanent"),
+    "a container that cannot start": (Evidence(exit_code=128, reason="StartError"), "permanent"),
+    "a configuration that is not there": (Evidence(reason="CreateContainerConfigError"), "permanent"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("evidence", "found"), CLASSES.values(), ids=CLASSES.keys())
+def test_the_class_follows_from_what_kubernetes_and_the_process_say(evidence: Evidence, found: rules.Class) -> None:
+    assert rules.classify(evidence) == found
+
+
+@pytest.mark.parametrize(
+    "exception",
+    [
+        "RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:4242",
+        "RuntimeError: Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:144] no error",
+        "RuntimeError: [../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation",
+        "torch.distributed.DistNetworkError: The client socket has failed to connect to any network address",
+        "torch.distributed.DistStoreError: Timed out after 301 seconds waiting for clients. 1/2 clients joined.",
+        "DistBackendError: NCCL error: remote process exited or there was a network error",
+        "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
+        "c10::DistBackendError: [Rank 1] Watchdog caught collective operation timeout",
+    ],
+)
+def test_what_torch_says_of_a_lost_peer_is_a_symptom(exception: str) -> None:
+    assert rules.is_symptom(exception)
+
+
+@pytest.mark.parametrize(
+    "exception",
+    [
+        "ValueError: no such shard",
+        "RuntimeError: shape mismatch",
+        "ConnectionRefusedError: [Errno 111] Connection refused",
+        "requests.exceptions.ConnectionError: Connection reset by peer",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+        "",
+    ],
+)
+def test_a_failure_that_no_lost_peer_explains_is_none(exception: str) -> None:
+    assert not rules.is_symptom(exception), "a data base that is down would restart the job for ever, without a charge"
+
+
+# ---------------------------------------------------------------- failurePolicy
+
+
+@pytest.mark.parametrize(
+    ("action", "codes", "inverted", "exit_code", "found", "want"),
+    [
+        ("FailJob", {78}, False, 78, "application", "permanent"),
+        ("FailJob", {78}, False, 77, "application", "application"),
+        ("FailJob", {78}, True, 77, "application", "permanent"),
+        ("FailJob", {78}, True, 78, "application", "application"),
+        ("FailJob", {1}, True, None, "application", "application"),
+        ("FailJob", {1}, True, 0, "application", "application"),
+        ("Ignore", {137}, False, 137, "outOfMemory", "infrastructure"),
+        ("Count", {127}, False, 127, "permanent", "application"),
+        ("FailJob", {143}, False, 143, "infrastructure", "infrastructure"),
+        ("FailJob", {143}, False, 143, "stall", "stall"),
+    ],
+)
+def test_a_rule_speaks_of_what_a_process_did(
+    action: rules.Action, codes: set[int], inverted: bool, exit_code: int | None, found: rules.Class, want: rules.Class
+) -> None:
+    rule = PolicyRule(action, frozenset(codes), inverted)
+    assert rules.with_policy(found, exit_code, [rule]) == want
+
+
+def test_the_first_rule_that_matches_decides() -> None:
+    listed = [PolicyRule("Ignore", frozenset({3})), PolicyRule("FailJob", frozenset({3, 4}))]
+    assert rules.with_policy("application", 3, listed) == "infrastructure"
+    assert rules.with_policy("application", 4, listed) == "permanent"
+    assert rules.with_policy("application", 4, []) == "application"
+
+
+# ---------------------------------------------------------------- budgets
+
+
+def test_the_application_restarts_as_often_as_backoff_limit_says() -> None:
+    assert fails(*["application"] * 3).restart
+    last = fails(*["application"] * 4)
+    assert (last.restart, last.stop) == (False, "BackoffLimitExceeded")
+    assert last.history.application == 3, "what did not restart is no restart"
+    assert not fails("application", limits=Limits(backoff_limit=0)).restart
+
+
+def test_out_of_memory_is_charged_to_the_application() -> None:
+    assert fails("outOfMemory").charged_to == "application"
+    assert fails("outOfMemory", "application", "outOfMemory", "outOfMemory").stop == "BackoffLimitExceeded"
+
+
+def test_only_what_happened_within_the_window_counts() -> None:
+    hour = Limits(backoff_limit=1, window_seconds=3600)
+    assert fails(*["application"] * 5, limits=hour, every=3600).restart, "one an hour is allowed for ever"
+    assert fails(*["application"] * 2, limits=hour, every=3599).stop == "BackoffLimitExceeded"
+
+
+def test_lost_nodes_never_cost_the_application_a_restart() -> None:
+    after = fails(*["infrastructure"] * 50, attempt=GOOD)
+    assert (after.history.application, after.history.infrastructure, after.charged_to) == (0, 50, "infrastructure")
+    assert fails(*["application"] * 3, history=after.history).restart
+
+
+def test_infrastructure_gives_up_after_a_hundred_in_a_row_and_never_while_it_gets_on() -> None:
+    assert fails(*["infrastructure"] * 100, attempt=USELESS).restart
+    assert fails(*["infrastructure"] * 101, attempt=USELESS).stop == "TooManyInfrastructureFailures"
+    assert fails(*["infrastructure"] * 300, attempt=GOOD).restart
+
+
+def test_stalls_have_a_budget_of_their_own() -> None:
+    assert fails(*["stall"] * 10, attempt=GOOD).history == History(stall=10, in_a_row=1)
+    assert fails(*["stall"] * 11, attempt=GOOD).stop == "TooManyStalls"
+
+
+def test_a_permanent_failure_ends_the_job_at_once_and_is_charged_to_nobody() -> None:
+    assert fails("permanent") == rules.Verdict(False, History(), None, stop="PermanentFailure")
+
+
+def test_three_failures_without_a_new_step_end_a_job_that_reports_whatever_its_budget() -> None:
+    many = Limits(backoff_limit=100)
+    assert fails("application", "stall", attempt=USELESS, limits=many).restart
+    assert fails("application", "stall", "application", attempt=USELESS, limits=many).stop == "NoProgress"
+    assert fails(*["application"] * 50, attempt=GOOD, limits=many).restart
+    assert fails(*["application"] * 50, attempt=SILENT, limits=many).restart, "its steps are not known"
+
+
+def test_a_lost_node_in_between_neither_counts_as_no_progress_nor_hides_it() -> None:
+    many = Limits(backoff_limit=100)
+    mixed: list[rules.Class] = ["application", "infrastructure", "application", "infrastructure"]
+    assert fails(*mixed, attempt=USELESS, limits=many).restart
+    assert fails(*mixed, "application", attempt=USELESS, limits=many).stop == "NoProgress"
+
+
+# ---------------------------------------------------------------- back-off
+
+
+def test_the_first_restart_is_at_once_then_after_1_2_4_seconds_up_to_5_minutes() -> None:
+    waits = [fails(*["infrastructure"] * n, attempt=USELESS).wait_seconds for n in range(1, 13)]
+    assert waits == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
+    assert rules.back_off_seconds(10**9) == 300
+
+
+def test_a_new_step_makes_the_next_restart_immediate() -> None:
+    tired = History(infrastructure=9, in_a_row=9)
+    assert fails("infrastructure", attempt=GOOD, history=tired).wait_seconds == 0
+    assert fails("infrastructure", attempt=USELESS, history=tired).wait_seconds == 256
+
+
+def test_a_job_that_reports_nothing_is_forgiven_when_it_ran_for_ten_minutes() -> None:
+    tired = History(application=2, in_a_row=9)
+    assert fails("application", attempt=replace(SILENT, ran_seconds=600), history=tired).wait_seconds == 0
+    assert fails("application", attempt=replace(SILENT, ran_seconds=599), history=tired).wait_seconds == 256
+    assert fails("application", attempt=replace(USELESS, ran_seconds=9999), history=tired).wait_seconds == 256

@@ -1,0 +1,376 @@
+"""When a job stands still: what its reports prove, and what they never do."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Any
+
+import pytest
+from worlds import START
+
+from ddpjob_operator import api, stall
+from ddpjob_operator.observed import Phase, Report
+
+MINUTE, HOUR = 60.0, 3600.0
+NEVER = api.Stall(timeout_seconds=0)
+
+
+class Trainers:
+    """The ranks of a job, each of which reports every five seconds what it says at the time."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.setting = api.Stall(**settings) if settings else None
+        self.now = START
+        self.paces: dict[int, stall.Pace] = {}
+        self.saying: dict[int, Report] = {}
+        self.receiving_since: dt.datetime | None = None
+
+    def says(self, step: int, phase: Phase | None = "train", *, rank: int = 0, attempt: int = 1) -> Trainers:
+        """From now on a rank says this, whenever it reports."""
+        self.saying[rank] = Report(step=step, rank=rank, node_rank=rank // 8, attempt=attempt, phase=phase)
+        return self
+
+    def report(self, seconds: float = 5.0) -> Trainers:
+        """Time passes, and then all report."""
+        self.now += dt.timedelta(seconds=seconds)
+        for rank, report in self.saying.items():
+            pace = stall.fold(self.paces.get(rank), report, self.now, self.receiving_since)
+            if pace is not None:
+                self.paces[rank] = pace
+        return self
+
+    def stay(self, seconds: float) -> Trainers:
+        """Alive, and no step."""
+        for _ in range(round(seconds / 5)):
+            self.report()
+        return self
+
+    def train(self, steps: int, seconds: float = 5.0, *, ranks: tuple[int, ...] = (0,)) -> Trainers:
+        """So many steps, each of which takes so long."""
+        for _ in range(steps):
+            self.stay(seconds - 5)
+            for rank in ranks:
+                before = self.saying.get(rank)
+                self.says(before.step + 1 if before else 1, rank=rank)
+            self.report()
+        return self
+
+    def silent(self, seconds: float) -> Trainers:
+        """Time passes, and nobody is heard."""
+        self.now += dt.timedelta(seconds=seconds)
+        return self
+
+    @property
+    def found(self) -> str:
+        """stall, warning or nothing."""
+        finding = stall.find(self.paces, self.setting, self.now)
+        return "" if finding is None else finding.kind
+
+    @property
+    def sentence(self) -> str:
+        finding = stall.find(self.paces, self.setting, self.now)
+        return "" if finding is None else finding.sentence()
+
+
+def test_a_job_that_makes_no_step_for_longer_than_its_time_out_stands_still() -> None:
+    job = Trainers(timeout_seconds=600).train(20)
+    assert job.stay(600).found == "", "not yet: the limit is the longest time that is allowed"
+    assert job.report().found == "stall"
+    assert job.sentence == "rank 0 (node 0) has made no step for 10m5s (last step 20; limit 10m)"
+
+
+def test_the_rank_with_the_lowest_step_is_named_with_the_last_step_of_each() -> None:
+    job = Trainers(timeout_seconds=600).train(41, ranks=(0, 8, 16)).says(42).says(42, rank=16)
+    job.report().stay(900)
+    assert job.sentence == (
+        "rank 8 (node 1) has made no step for 15m5s (last step 41; limit 10m); "
+        "last steps: rank 0: 42, rank 8: 41, rank 16: 42"
+    )
+
+
+def test_of_hundreds_of_ranks_the_ones_that_are_behind_are_said() -> None:
+    job = Trainers(timeout_seconds=10)
+    for node in range(300):
+        job.says(step=40 if node == 77 else 41, rank=8 * node)
+    job.stay(20)
+    assert job.sentence.startswith("rank 616 (node 77) has made no step for 15s (last step 40; limit 10s); last steps")
+    assert job.sentence.endswith("rank 48: 41, rank 616: 40 and 292 others, up to 41")
+
+
+def test_who_reports_no_more_is_said_and_is_not_who_stands_still() -> None:
+    job = Trainers(timeout_seconds=600).train(41, ranks=(0, 8))
+    del job.saying[0]
+    job.stay(700)
+    assert job.sentence == (
+        "rank 8 (node 1) has made no step for 11m40s (last step 41; limit 10m); "
+        "last steps: rank 0: 41 (silent now), rank 8: 41"
+    )
+
+
+def test_silence_is_no_stall() -> None:
+    job = Trainers(timeout_seconds=60).train(20)
+    for _ in range(200):
+        assert job.silent(5).found == "", "a trainer that is gone, or whose reports get lost, is no trainer that hangs"
+
+
+def test_a_hang_that_has_fallen_silent_is_found_no_more() -> None:
+    job = Trainers(timeout_seconds=60).train(20).stay(65)
+    assert job.found == "stall"
+    assert job.silent(31).found == "", "what it did since we heard it last is not known"
+
+
+@pytest.mark.parametrize("away", [31, HOUR, 100 * HOUR])
+def test_an_operator_that_was_away_starts_the_clock_anew(away: float) -> None:
+    job = Trainers(timeout_seconds=600).train(20).stay(590)
+    assert job.silent(away).report().found == ""
+    assert job.stay(600).found == "", "ten minutes from when it is heard again"
+    assert job.report().found == "stall"
+
+
+def test_one_report_that_is_lost_starts_nothing_anew() -> None:
+    job = Trainers(timeout_seconds=600).train(20).stay(300)
+    assert job.report(seconds=20).stay(285).found == "stall", "the sender comes again after 20 s"
+
+
+@pytest.mark.parametrize("jump", [-HOUR, HOUR])
+def test_a_clock_that_jumps_starts_anew_as_well(jump: float) -> None:
+    job = Trainers(timeout_seconds=600).train(20).stay(300)
+    assert job.silent(jump).stay(600).found == ""
+    assert job.stay(10).found == "stall"
+
+
+def test_what_came_before_the_shell_could_receive_does_not_count() -> None:
+    job = Trainers(timeout_seconds=600).train(20).stay(590)
+    job.receiving_since = job.now + dt.timedelta(seconds=1)
+    assert job.stay(600).found == ""
+    assert job.stay(10).found == "stall"
+
+
+def test_a_job_that_never_reported_is_left_alone() -> None:
+    assert stall.find({}, None, START) is None
+    assert stall.look_again_at({}, None, START) is None
+
+
+def test_0_turns_it_off() -> None:
+    job = Trainers().train(20).stay(10 * HOUR)
+    assert job.found == "stall"
+    assert stall.find(job.paces, NEVER, job.now) is None
+    assert stall.look_again_at(job.paces, NEVER, job.now) is None
+
+
+# ---------------------------------------------------------------- learning
+
+
+def test_without_a_time_out_a_first_long_gap_only_warns_and_a_hang_is_found_all_the_same() -> None:
+    job = Trainers().train(100)
+    assert job.stay(300).found == ""
+    assert job.report().found == "warning"
+    assert job.sentence == (
+        "rank 0 (node 0) has made no step since 2031-03-05T07:19:33Z (last step 100), longer than the 5m expected; if "
+        "that lasts until 2031-03-05T07:49:33Z, the group restarts. Declare long pauses with ddpjob.pause(), or set "
+        "spec.stall.timeoutSeconds"
+    )
+    said = job.sentence
+    assert job.stay(1490).sentence == said, "one Event, not one for each look"
+    assert job.stay(10).found == "stall"
+    assert job.sentence == "rank 0 (node 0) has made no step for 30m5s (last step 100; limit 30m)"
+
+
+def test_a_gap_that_was_survived_is_learned_and_does_not_warn_again() -> None:
+    job = Trainers().train(100).train(1, seconds=400)
+    assert job.stay(3 * 400).found == "", "three times the longest gap"
+    assert job.report().found == "stall", "and a hang is found at once: it has been warned of"
+
+
+def test_what_was_learned_is_kept_over_shorter_gaps_and_while_nobody_is_heard() -> None:
+    job = Trainers().train(100).train(1, seconds=400).train(10).silent(HOUR).report().train(2)
+    assert job.stay(3 * 400).found == ""
+    assert job.report().found == "stall"
+
+
+def test_steps_that_take_long_may_take_ten_times_as_long_and_a_first_gap_twice_that() -> None:
+    job = Trainers().train(10, seconds=20 * MINUTE)
+    assert job.stay(200 * MINUTE).found == ""
+    assert job.stay(200 * MINUTE).found == "warning"
+    assert job.report().found == "stall"
+
+
+def test_one_slow_step_is_no_pace() -> None:
+    job = Trainers().train(5).train(1, seconds=90).train(5)
+    assert job.stay(300).found == ""
+    assert job.report().found == "warning", "neither ten times the slow step nor three times the gap, 270 s"
+
+
+def test_steps_between_two_reports_share_the_time() -> None:
+    job = Trainers().says(100).report()
+    for step in range(200, 2000, 100):
+        job.says(step).report()
+    assert job.paces[0].learned.step_seconds == (0.05,) * stall.STEPS_REMEMBERED
+
+
+@pytest.mark.parametrize("phase", ["start", "train"])
+def test_before_the_first_step_imports_and_compilation_have_their_own_time(phase: Phase) -> None:
+    job = Trainers(timeout_seconds=60).says(0, phase).report()
+    assert job.stay(30 * MINUTE).found == ""
+    assert job.report().found == "stall"
+    assert "has made no step for 30m5s (before the first step; limit 30m)" in job.sentence
+
+
+def test_who_allows_a_step_two_hours_allows_them_to_the_first_too() -> None:
+    job = Trainers(timeout_seconds=7200).says(0, "start").report()
+    assert job.stay(2 * HOUR).found == ""
+    assert job.report().found == "stall"
+
+
+def test_a_script_that_counts_epochs_is_not_restarted_in_its_first_one() -> None:
+    job = Trainers().says(0, "start").report().stay(50 * MINUTE)
+    assert job.found == "warning"
+    job.says(1).report()
+    assert job.stay(2 * HOUR).found == "", "the first epoch has taught what one takes"
+
+
+def test_a_resumed_job_is_not_taken_for_a_fast_one() -> None:
+    job = Trainers().says(0, "start").report().stay(10 * MINUTE).says(1041).report()
+    assert job.paces[0].learned.step_seconds == (605.0,), "1041 steps were not made in ten minutes"
+
+
+def test_an_operator_that_is_new_knows_nothing_of_an_old_job() -> None:
+    job = Trainers().says(7).report()
+    assert job.stay(30 * MINUTE).found == "", "the middle of an epoch, for all that is known"
+    assert job.report().found == "warning"
+    assert job.stay(150 * MINUTE).found == "stall"
+
+
+def test_a_step_of_which_only_the_end_was_heard_teaches_nothing_of_steps() -> None:
+    job = Trainers().says(7).report().stay(MINUTE).says(8).report()
+    assert job.paces[0].learned.step_seconds == (), "an epoch of an hour, of which a new operator heard a minute"
+    job.silent(HOUR).report().stay(MINUTE).says(9).report()
+    assert job.paces[0].learned.step_seconds == ()
+    assert job.stay(HOUR).says(10).report().paces[0].learned.step_seconds == (3605.0,)
+
+
+@pytest.mark.parametrize("phase", ["save", "evaluate"])
+def test_a_declared_pause_has_its_own_time(phase: Phase) -> None:
+    job = Trainers(timeout_seconds=60).train(20).says(20, phase).report()
+    assert job.stay(30 * MINUTE).found == ""
+    assert job.report().found == "stall"
+    doing = {"save": "saving", "evaluate": "evaluating"}[phase]
+    assert job.sentence == f"rank 0 (node 0) has been {doing} for 30m5s (last step 20; limit 30m)"
+
+
+def test_who_allows_a_step_an_hour_allows_a_pause_three() -> None:
+    job = Trainers(timeout_seconds=3600).train(20).says(20, "evaluate").report()
+    assert job.stay(3 * HOUR).found == ""
+    assert job.report().found == "stall"
+
+
+def test_a_declared_pause_teaches_how_long_pauses_are_and_nothing_of_steps() -> None:
+    job = Trainers().train(20).says(20, "evaluate").report().stay(2 * HOUR)
+    assert job.found == "warning"
+    assert "The limit is spec.stall.timeoutSeconds" in job.sentence, "it has been declared already"
+    job.says(20).report()
+    assert job.stay(300).found == ""
+    assert job.report().found == "warning", "a step is still expected within five minutes"
+    job.says(21).report().says(21, "evaluate").report()
+    assert job.stay(5 * HOUR).found == ""
+
+
+def test_the_begin_and_the_end_of_a_pause_are_signs_of_life() -> None:
+    job = Trainers(timeout_seconds=60).train(20)
+    for phase in ("evaluate", "train") * 10:
+        assert job.says(20, phase).report().stay(50).found == ""
+
+
+# ---------------------------------------------------------------- the group
+
+
+def test_as_long_as_one_rank_steps_the_group_does() -> None:
+    job = Trainers(timeout_seconds=60).says(5, rank=8).train(100)
+    assert job.found == "", "a script may call progress() on rank 0 alone; a rank that hangs stops all others"
+    assert job.stay(65).found == "stall"
+
+
+def test_a_rank_that_never_says_a_step_hides_no_hang() -> None:
+    job = Trainers(timeout_seconds=60).says(0, "start", rank=8).train(5).stay(65)
+    assert job.found == "stall"
+    assert job.sentence.startswith("rank 0 (node 0)"), "init() speaks on each node, progress() perhaps on rank 0 alone"
+
+
+def test_ranks_that_wait_for_an_evaluation_on_rank_0_have_its_time() -> None:
+    job = Trainers(timeout_seconds=60).train(5, ranks=(0, 8)).says(5, "evaluate").report()
+    assert job.stay(20 * MINUTE).found == ""
+
+
+def test_the_group_has_the_time_of_the_rank_that_may_take_longest() -> None:
+    job = Trainers().train(100, ranks=(0, 8)).says(100, "evaluate").report().stay(31 * MINUTE)
+    assert job.found == "warning", "rank 8 is past its half hour, rank 0 has three hours for an evaluation"
+    assert "if that lasts until 2031-03-05T10:19:38Z" in job.sentence
+    assert job.stay(150 * MINUTE).found == "stall"
+
+
+def test_a_process_that_starts_anew_in_its_pod_gets_on() -> None:
+    job = Trainers(timeout_seconds=60).train(20).stay(55).says(11).report()
+    assert job.stay(60).found == ""
+
+
+# ---------------------------------------------------------------- attempts and other protocols
+
+
+def test_a_new_attempt_starts_anew_and_the_old_one_is_heard_no_more() -> None:
+    job = Trainers(timeout_seconds=60).train(20).stay(65).says(20, attempt=2).report()
+    assert job.found == ""
+    assert job.paces[0].learned == stall.Learned()
+    job.says(99, attempt=1).stay(10)
+    assert job.paces[0].step == 20, "a process that survives on a lost node speaks for nobody"
+
+
+def test_a_sender_that_only_speaks_when_it_gets_on_proves_nothing() -> None:
+    assert Trainers(timeout_seconds=60).says(5, None).report().stay(600).paces == {}
+
+
+# ---------------------------------------------------------------- when to look again
+
+
+def test_the_next_look_is_when_the_limit_ends_and_then_at_each_report() -> None:
+    job = Trainers(timeout_seconds=600).train(20)
+    last_step_at = job.now
+    assert stall.look_again_at(job.stay(300).paces, job.setting, job.now) == last_step_at + dt.timedelta(seconds=600)
+    job.stay(300)
+    assert stall.look_again_at(job.paces, job.setting, job.now) == job.now + dt.timedelta(seconds=stall.REPORT_SECONDS)
+    assert stall.look_again_at(job.paces, job.setting, job.silent(31).now) is None, "its next report says so"
+
+
+def test_a_warning_is_looked_at_again_when_it_becomes_a_stall() -> None:
+    job = Trainers().train(100)
+    last_step_at = job.now
+    assert stall.look_again_at(job.paces, None, job.now) == last_step_at + dt.timedelta(minutes=5)
+    assert job.stay(305).found == "warning"
+    assert stall.look_again_at(job.paces, None, job.now) == last_step_at + dt.timedelta(minutes=30)
+
+
+def test_a_rank_past_its_time_waits_for_the_others_without_haste() -> None:
+    job = Trainers(timeout_seconds=60).says(5, rank=8).train(100)
+    at = stall.look_again_at(job.paces, job.setting, job.now)
+    assert at == job.now + dt.timedelta(seconds=stall.SILENT_SECONDS), "rank 0 may fall silent, no earlier"
+
+
+# ---------------------------------------------------------------- all jobs at once
+
+
+def test_when_most_jobs_go_silent_together_it_is_we_who_hear_nothing() -> None:
+    def silence(*seconds_ago: float) -> stall.Silence | None:
+        return stall.silence([START - dt.timedelta(seconds=s) for s in seconds_ago], START)
+
+    assert silence() is None
+    assert silence(1, 2, 3) is None
+    assert silence(40) is None, "one job alone may have its own reason"
+    assert silence(1, 40) is None
+    assert silence(1, 2, 40, 41) is None, "half of them is not more than half"
+    found = silence(1, 40, 41)
+    assert found is not None
+    assert found.sentence() == (
+        "2 of the 3 jobs that report went silent together: their reports do not get here. Until they do, no job is "
+        "restarted for standing still"
+    )
+    assert silence(400, 401, 402) is not None, "as long as it lasts"
+    assert silence(1, 400, 401) is None, "they have been gone for long, and the rest goes on"

@@ -1,0 +1,257 @@
+"""What a failure is, what it costs, and when no other try is worth it.
+
+One place for the operator and for what runs in the pods: standard library only, no I/O, no clock. `classify` names
+the class of a failure, `judge` charges it to a budget and says whether, and when, the group starts again.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Class = Literal["application", "outOfMemory", "infrastructure", "stall", "permanent"]
+Budget = Literal["application", "infrastructure", "stall"]
+Stop = Literal[
+    "", "BackoffLimitExceeded", "NoProgress", "PermanentFailure", "TooManyInfrastructureFailures", "TooManyStalls"
+]
+Action = Literal["FailJob", "Ignore", "Count"]
+
+# EX_TEMPFAIL of sysexits.h. A group that was told to stop has saved at one agreed step; those of its ranks whose own
+# pod was not told must end with something other than 0, or they would count as completed.
+RESUMABLE_EXIT_CODE = 75
+
+BACKOFF_LIMIT = 3
+# A job on preemptible nodes may lose hundreds of them in a week and be healthy: what counts is how many in a row.
+INFRASTRUCTURE_IN_A_ROW_MAX = 100
+STALLS_MAX = 10
+NO_PROGRESS_MAX = 3
+BACK_OFF_SECONDS_MAX = 300
+# As the kubelet forgets its crash back-off: a job that reports no steps has nothing else to show that it went well.
+FORGIVEN_AFTER_SECONDS = 600
+
+# What a rank says when its peer is gone: true, and not the reason. Seen with torch 2.13 on gloo; the NCCL lines are
+# from its documentation and were not run here (docs/measured.md, failures).
+SYMPTOMS = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Connection was likely closed"
+    r"|remote process exited|DistStoreError|DistNetworkError|RendezvousConnectionError|RendezvousClosedError"
+    r"|RendezvousTimeoutError|connectFullMesh failed|monitoredBarrier|Socket Timeout"
+    r"|Timed out waiting \d+ms for (?:recv|send) operation|Application timeout caused pair closure"
+    r"|ProcessGroupNCCL.*(?:watchdog|timeout)|Watchdog caught collective operation timeout"
+    r"|NCCL communicator was aborted|ncclRemoteError|ncclSystemError",
+    re.IGNORECASE,
+)
+# Only torch speaks of peers: a database that refuses a connection is a ConnectionRefusedError, and no lost rank.
+FROM_TORCH = re.compile(r"(?:\w+(?:\.|::))*(?:RuntimeError|Dist\w*Error|Rendezvous\w*Error)\b|gloo::|c10d?::")
+OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|^MemoryError|DefaultCPUAllocator: can't allocate memory")
+# A GPU that has failed, and not the program on it. From NVIDIA's and PyTorch's texts; no such GPU was here.
+DEVICE = re.compile(
+    r"uncorrectable (?:ECC|NVLink) error|CUDA-capable device\(s\) is/are busy or unavailable"
+    r"|no CUDA-capable device is detected|GPU is lost|fallen off the bus",
+    re.IGNORECASE,
+)
+CANNOT_EVER_START = re.compile(r"^(?:ModuleNotFoundError|ImportError|SyntaxError|IndentationError|TabError)\b")
+# The kubelet's and the node controller's words for a pod that it ended for the node's sake.
+NODE_REASONS = frozenset(
+    "Evicted NodeLost NodeShutdown Shutdown Terminated Preempting NodeAffinity UnexpectedAdmissionError "
+    "SupervisorLost".split()
+)
+# What containerd and the kubelet write for a container that they have lost: its node was rebooted.
+LOST_CONTAINER = frozenset(("Unknown", "ContainerStatusUnknown"))
+START_REASONS = frozenset(("StartError", "ContainerCannotRun", "CreateContainerConfigError"))
+_CLASS_OF: dict[Action, Class] = {"FailJob": "permanent", "Ignore": "infrastructure", "Count": "application"}
+# A pod beyond its own limit of disk is evicted as well, and would be again on every node.
+OWN_LIMIT = re.compile(r"exceeds the (?:total )?limit|exceeded its local ephemeral storage limit")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of the end of one process or pod; all of it may be missing."""
+
+    exit_code: int | None = None
+    """Of the guilty rank where it is known, else of the container; 128 + n where signal n ended it."""
+    reason: str = ""
+    """The kubelet's word for the container: OOMKilled, Error, StartError."""
+    pod_reason: str = ""
+    """The pod's own reason: Evicted."""
+    pod_message: str = ""
+    """The sentence with it."""
+    disruption: str = ""
+    """The reason of its condition DisruptionTarget: PreemptionByScheduler."""
+    exception: str = ""
+    """The exception's line."""
+    told_to_stop: bool = False
+    """Whether its deletion was asked for before it ended."""
+    vanished: bool = False
+    """Whether its pod, or its node, is gone without a word."""
+    stalled: bool = False
+    """Whether it was stopped because it made no step."""
+
+
+@dataclass(frozen=True)
+class PolicyRule:
+    """A rule of spec.failurePolicy."""
+
+    action: Action
+    codes: frozenset[int]
+    inverted: bool = False
+    """Whether it is for all codes but these (NotIn)."""
+
+    def matches(self, exit_code: int | None) -> bool:
+        """As in a Job's podFailurePolicy: 0 is never a failure's code."""
+        return bool(exit_code) and (exit_code in self.codes) != self.inverted
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the user allows."""
+
+    backoff_limit: int = BACKOFF_LIMIT
+    window_seconds: int | None = None
+    """Only what was charged within it counts against backoff_limit."""
+
+
+@dataclass(frozen=True)
+class History:
+    """What failures have cost so far; it grows with each."""
+
+    application: int = 0
+    infrastructure: int = 0
+    stall: int = 0
+    in_a_row: int = 0
+    """Restarts without a new step since the last one: the back-off follows it."""
+    charged_in_a_row: int = 0
+    """Those of them that application or stall are charged for."""
+    charged_at: tuple[dt.datetime, ...] = ()
+    """When the application was charged, as far back as backoff_limit looks."""
+
+    @property
+    def total(self) -> int:
+        """All restarts."""
+        return self.application + self.infrastructure + self.stall
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What the attempt that failed had done."""
+
+    made_a_new_step: bool
+    """Whether it went beyond the furthest step of all attempts before."""
+    reports_steps: bool
+    """Whether any attempt of the job ever reported a step."""
+    ran_seconds: float
+    """How long all its ranks ran together."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What follows from a failure."""
+
+    restart: bool
+    history: History
+    """restart: with this failure in it; else as it was, for it counts restarts."""
+    charged_to: Budget | None
+    """None: no budget; it is permanent."""
+    wait_seconds: int = 0
+    """restart: before the next attempt starts."""
+    stop: Stop = ""
+    """not restart: why."""
+
+
+def classify(evidence: Evidence) -> Class:
+    """The class of a failure that is not the mere symptom of another one.
+
+    Kubernetes' and the kernel's own findings come first: a process that is ended from outside may say anything.
+    """
+    e = evidence
+    if e.stalled:
+        return "stall"
+    if e.reason == "OOMKilled":
+        return "outOfMemory"
+    if e.disruption or e.told_to_stop or e.vanished or e.reason in LOST_CONTAINER or _ended_by_its_node(e):
+        return "infrastructure"
+    if e.reason in START_REASONS or e.exit_code in (126, 127):
+        return "permanent"
+    if OUT_OF_MEMORY.search(e.exception):
+        return "outOfMemory"
+    if e.exit_code in (RESUMABLE_EXIT_CODE, 143) or DEVICE.search(e.exception):
+        return "infrastructure"
+    return "application"
+
+
+def is_symptom(exception: str) -> bool:
+    """Whether an exception's line only says that a peer is gone."""
+    return FROM_TORCH.match(exception) is not None and SYMPTOMS.search(exception) is not None
+
+
+def with_policy(found: Class, exit_code: int | None, rules: Sequence[PolicyRule]) -> Class:
+    """The class after the user's rules; the first that matches decides. They speak of exit codes, and so only of
+    what a process did: an eviction stays one."""
+    if found in ("infrastructure", "stall"):
+        return found
+    rule = next((r for r in rules if r.matches(exit_code)), None)
+    if rule is None:
+        return found
+    return _CLASS_OF[rule.action]
+
+
+def judge(found: Class, history: History, attempt: Attempt, limits: Limits, now: dt.datetime) -> Verdict:
+    """Charge a failure, and say whether the group starts again."""
+    if found == "permanent":
+        return Verdict(False, history, None, stop="PermanentFailure")
+    budget: Budget = "application" if found == "outOfMemory" else found
+    after = charge(budget, history, attempt, limits, now)
+    stop = _exhausted(budget, after, attempt, limits, now)
+    if stop:
+        return Verdict(False, history, budget, stop=stop)
+    return Verdict(True, after, budget, wait_seconds=back_off_seconds(after.in_a_row))
+
+
+def charge(budget: Budget, history: History, attempt: Attempt, limits: Limits, now: dt.datetime) -> History:
+    """The history with one more failure."""
+    forgiven = attempt.made_a_new_step or (not attempt.reports_steps and attempt.ran_seconds >= FORGIVEN_AFTER_SECONDS)
+    charged = budget in ("application", "stall")
+    counted = 0 if forgiven else history.charged_in_a_row + charged
+    times = (*history.charged_at, now)[-limits.backoff_limit - 1 :] if budget == "application" else history.charged_at
+    return replace(
+        history,
+        application=history.application + (budget == "application"),
+        infrastructure=history.infrastructure + (budget == "infrastructure"),
+        stall=history.stall + (budget == "stall"),
+        in_a_row=1 if forgiven else history.in_a_row + 1,
+        charged_in_a_row=counted,
+        charged_at=times,
+    )
+
+
+def back_off_seconds(in_a_row: int) -> int:
+    """0 for the first restart in a row, then 1, 2, 4 … 300."""
+    return 0 if in_a_row <= 1 else min(2 ** min(in_a_row - 2, 20), BACK_OFF_SECONDS_MAX)
+
+
+def counted(history: History, limits: Limits, now: dt.datetime) -> int:
+    """The restarts that count against backoff_limit now."""
+    if limits.window_seconds is None:
+        return history.application
+    since = now - dt.timedelta(seconds=limits.window_seconds)
+    return sum(at > since for at in history.charged_at)
+
+
+def _exhausted(budget: Budget, after: History, attempt: Attempt, limits: Limits, now: dt.datetime) -> Stop:
+    if budget == "application" and counted(after, limits, now) > limits.backoff_limit:
+        return "BackoffLimitExceeded"
+    if budget == "stall" and after.stall > STALLS_MAX:
+        return "TooManyStalls"
+    if budget == "infrastructure" and after.in_a_row > INFRASTRUCTURE_IN_A_ROW_MAX:
+        return "TooManyInfrastructureFailures"
+    if budget != "infrastructure" and attempt.reports_steps and after.charged_in_a_row >= NO_PROGRESS_MAX:
+        return "NoProgress"
+    return ""
+
+
+def _ended_by_its_node(e: Evidence) -> bool:
+    if OWN_LIMIT.search(e.pod_message):
+        return False
+    return e.pod_reason in NODE_REASONS or e.pod_reason.startswith("OutOf") or e.pod_reason.startswith("Outof")
