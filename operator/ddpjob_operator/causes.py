@@ -368,8 +368,7 @@ def _what(failure: api.Failure) -> str:
     if failure.exit_code is None:
         return f"failed{at} ({failure.reason or 'no exit code'})" + (f": {failure.exception}" if why else "")
     how = f"was killed by {failure.signal}" if failure.signal else f"ended with exit code {failure.exit_code}"
-    # Only a kubelet can say so, and only a pod in a cluster has a node.
-    known = ", and the kubelet did not call it out of memory" if failure.exit_code == _KILLED and failure.node else ""
+    known = " (no out-of-memory kill was reported)" if failure.exit_code == _KILLED else ""
     return how + at + known + why
 
 

@@ -256,7 +256,7 @@ def test_the_guilty_ranks_exit_code_is_known_under_plain_torchrun() -> None:
         ),
         (
             recorded(1, "Error", exit_code=137, signal="SIGKILL"),
-            "rank 1 (pod bert-1-1, node gpu-01) was killed by SIGKILL, and the kubelet did not call it out of memory",
+            "rank 1 (pod bert-1-1, node gpu-01) was killed by SIGKILL (no out-of-memory kill was reported)",
             "SIGKILL on rank 1",
         ),
         (
@@ -308,11 +308,6 @@ def test_the_guilty_ranks_exit_code_is_known_under_plain_torchrun() -> None:
 def test_a_failure_is_told_by_who_where_what_and_at_which_step(failure: api.Failure, text: str, short: str) -> None:
     assert causes.sentence(failure) == text
     assert causes.short(failure) == short
-
-
-def test_without_a_kubelet_nobody_speaks_of_one() -> None:
-    local = msgspec.structs.replace(recorded(1, "Error", exit_code=137, signal="SIGKILL"), node="", rank=None)
-    assert causes.sentence(local) == "node 1 (pod bert-1-1) was killed by SIGKILL"
 
 
 def test_only_a_fault_of_the_node_itself_keeps_a_job_away_from_it() -> None:
