@@ -81,7 +81,7 @@ class Settings:
     """DDPJOB_STATUS_URL: where trainers find that receiver. Empty: they do not report."""
     log_level: str = "INFO"
     """DDPJOB_LOG_LEVEL."""
-    rules: PlanSettings = PlanSettings()
+    rules: PlanSettings = dataclasses.field(default_factory=PlanSettings)
     """DDPJOB_LOST_NODE_SECONDS and DDPJOB_KEEP_LOG_TAIL."""
     lease_namespace: str = ""
     """DDPJOB_LEASE_NAMESPACE: where the Lease is by which one of several acts. Empty: this one always does."""
@@ -297,7 +297,8 @@ class Operator:
             self._mark(key, WHOLE_SECONDS if self._is_whole(key, new) else PART_SECONDS)
 
     def _node_changed(self, name: str) -> None:
-        for key in self.caches.pods.keys():
+        jobs = self.caches.pods.keys()
+        for key in jobs:
             if any(pod.node == name and pod.live for pod in self.caches.pods.of(key)):
                 self._mark(key)
 

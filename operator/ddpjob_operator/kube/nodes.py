@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,11 @@ from ddpjob_operator.kube import observe
 from ddpjob_operator.observed import Node
 
 Raw = Mapping[str, Any]
+_LOGGER = logging.getLogger(__name__)
+READY = Node(ready=True)
+# When so many are not heard it is the control plane that does not hear; their trainers go on. The node controller
+# thinks the same and evicts nothing then (its unhealthy-zone-threshold is 0.55, and at least three nodes).
+DISRUPTED_SHARE, DISRUPTED_NODES = 0.55, 3
 
 
 class Nodes:
@@ -16,33 +22,61 @@ class Nodes:
 
     def __init__(self, changed: Callable[[str], None]) -> None:
         self._changed = changed
+        self._names: set[str] = set()
         self._not_ready: dict[str, Node] = {}
         self._listed = False
+        self._said = False
 
     def seen(self) -> dict[str, Node] | None:
-        """Those that are not ready, by name; None while they were never listed: nothing is known then."""
-        return self._not_ready if self._listed else None
+        """Those that are not ready, by name; None while they were never listed: nothing is known then.
+
+        Empty while most are not ready at once: then none of them counts as lost.
+        """
+        if not self._listed:
+            return None
+        return {} if self.disrupted else self._not_ready
+
+    @property
+    def disrupted(self) -> bool:
+        """Whether most nodes are not ready."""
+        count = len(self._not_ready)
+        return count >= DISRUPTED_NODES and count >= DISRUPTED_SHARE * len(self._names)
 
     def put(self, raw: Raw) -> None:
         """A node as it is."""
+        self._names.add(raw["metadata"]["name"])
         self._set(raw["metadata"]["name"], observe.node(raw))
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """A node is gone; the cluster itself then removes its pods."""
-        self._set(name, Node(ready=True))
+        self._names.discard(name)
+        self._set(name, READY)
 
     def replace(self, raws: Sequence[Raw], list_version: int, namespace: str = "") -> None:
         """What a list says."""
         self._listed = True
-        for name in self._not_ready.keys() - {raw["metadata"]["name"] for raw in raws}:
-            self._set(name, Node(ready=True))
+        for name in self._names - {raw["metadata"]["name"] for raw in raws}:
+            self.remove("", name, "")
         for raw in raws:
             self.put(raw)
 
     def _set(self, name: str, node: Node) -> None:
-        if node == self._not_ready.get(name, Node(ready=True)):
+        if node == self._not_ready.get(name, READY):
             return
+        was = self.disrupted
         # A new mapping: a plan may still read the old one.
         others = {n: known for n, known in self._not_ready.items() if n != name}
         self._not_ready = others if node.ready else {**others, name: node}
+        for changed in self._not_ready if was and not self.disrupted else ():
+            self._changed(changed)
         self._changed(name)
+        self._say()
+
+    def _say(self) -> None:
+        if self.disrupted != self._said:
+            self._said = self.disrupted
+            if self._said:
+                text = "%d of %d nodes are not ready at once: none of them counts as lost until most are again"
+                _LOGGER.warning(text, len(self._not_ready), len(self._names))
+            else:
+                _LOGGER.info("most nodes are ready again")
