@@ -128,18 +128,18 @@ class Finding:
 
     def what(self) -> str:
         """The sentence without its subject."""
-        does_not = _DOES_NOT[self.phase]
-        if self.kind == "stall":
-            limit = duration(self.limit.allowed)
-            told = f"{does_not} for {duration(self.idle_seconds)} ({self._where()}; limit {limit})"
-        else:
-            told = (
-                f"{does_not} since {_time(self.since)} ({self._where()}), longer than the {duration(self.limit.expected)} "
-                f"expected; if that lasts until {_time(self.until)}, the group restarts. "
-                f"{'Declare long pauses with ddpjob.pause(), or set' * (self.phase == 'train') or 'The limit is'} "
-                "spec.stall.timeoutSeconds"
-            )
-        return told + (f"; last steps: {self._last_steps()}" if len(self.steps) > 1 else "")
+        told = self._found() if self.kind == "stall" else self._suspected()
+        return _DOES_NOT[self.phase] + told + (f"; last steps: {self._last_steps()}" if len(self.steps) > 1 else "")
+
+    def _found(self) -> str:
+        return f" for {duration(self.idle_seconds)} ({self._where()}; limit {duration(self.limit.allowed)})"
+
+    def _suspected(self) -> str:
+        mend = "Declare long pauses with ddpjob.pause(), or set" if self.phase == "train" else "The limit is"
+        return (
+            f" since {_time(self.since)} ({self._where()}), longer than the {duration(self.limit.expected)} expected; "
+            f"if that lasts until {_time(self.until)}, the group restarts. {mend} spec.stall.timeoutSeconds"
+        )
 
     def _where(self) -> str:
         return f"last step {self.step}" if self.step else "before the first step"

@@ -89,6 +89,12 @@ def test_a_script_that_always_fails_ends_the_job_after_its_budget(cli: Cli) -> N
     assert "restarted once: backoffLimit: 1 allows no more" in told
 
 
+def test_a_fault_that_did_not_happen_is_told(cli: Cli) -> None:
+    done, _, told = run(cli, "--fail", "rank=1,step=5,exit=3", script="print('reports nothing')")
+    assert done.returncode == 0
+    assert "--fail rank=1,step=5,exit=3: did not happen; that rank did not call ddpjob.progress()" in told
+
+
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -223,7 +223,16 @@ class Namespace:
 class Operator:
     """The operator as a process, behind the proxy."""
 
-    def __init__(self, api: FaultyApi, *namespaces: str, token: str = OWN_TOKEN, kubeconfig: str = "") -> None:
+    def __init__(
+        self,
+        api: FaultyApi,
+        *namespaces: str,
+        token: str = OWN_TOKEN,
+        kubeconfig: str = "",
+        constants: Mapping[str, float] | None = None,
+        **variables: str,
+    ) -> None:
+        """constants: of the module app, such as a period that is too long for a test; variables: its environment."""
         self._api = api
         self._folder = tempfile.TemporaryDirectory()
         self.log_file = Path(self._folder.name, "operator.log")
@@ -235,10 +244,12 @@ class Operator:
             "DDPJOB_WATCH_NAMESPACES": ",".join(namespaces),
             "DDPJOB_HEALTH_PORT": "0",
             "PYTHONUNBUFFERED": "1",
+            **variables,
         }
         self._started = time.monotonic()
         with self.log_file.open("wb") as log:
-            command = [sys.executable, "-m", "ddpjob_operator"]
+            change = f"from ddpjob_operator.kube import app; vars(app).update({dict(constants or {})}); app.main()"
+            command = [sys.executable, *(["-c", change] if constants else ["-m", "ddpjob_operator"])]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
     def log_in_as(self, token: str) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
+import time
 import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from clusters import kubectl, until
 
 ROOT = Path(__file__).parents[2]
@@ -16,6 +20,21 @@ OPERATOR_IMAGE = os.environ.get("DDPJOB_OPERATOR_IMAGE", "ddpjob-operator:0.1.0"
 TRAINER_IMAGE = os.environ.get("DDPJOB_TRAINER_IMAGE", "ddpjob-trainer")
 RELEASE = "ddpjob"
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
+
+
+# All processes that have a rank, but not the one that looks for them.
+_KILL = """
+import glob, os, time
+print(time.time())
+for path in glob.glob("/proc/[0-9]*/environ"):
+    pid = int(path.split("/")[2])
+    try:
+        has_rank = b"\\0RANK=" in b"\\0" + open(path, "rb").read()
+    except OSError:
+        continue
+    if has_rank and pid != os.getpid():
+        os.kill(pid, 9)
+"""
 
 
 def helm(*arguments: str) -> str:
@@ -43,15 +62,67 @@ class Space:
         return json.loads(found).get("status") or {} if found.strip() else {}
 
     def reaches(self, name: str, state: str, seconds: float = 90) -> dict[str, Any]:
-        until(lambda: self.status(name).get("state") == state, f"{name} is {state}, is {self.status(name)}", seconds)
-        return self.status(name)
+        return self.waits(name, lambda s: s.get("state") == state, f"{name} is {state}", seconds)
+
+    def ends(self, name: str, seconds: float = 120) -> dict[str, Any]:
+        """The status of a job that has ended, well or not."""
+        return self.waits(name, lambda s: s.get("state") in ("Succeeded", "Failed"), f"{name} ends", seconds)
+
+    def waits(self, name: str, true: Callable[[dict[str, Any]], bool], what: str, seconds: float) -> dict[str, Any]:
+        """The status of a job once something is true of it. Fails with what it was last."""
+        end = time.monotonic() + seconds
+        while not true(status := self.status(name)):
+            if time.monotonic() > end:
+                pytest.fail(f"not within {seconds:g} s: {what}, but {json.dumps(status, indent=1)}")
+            time.sleep(0.1)
+        return status
+
+    def apply(self, *bodies: dict[str, Any]) -> None:
+        self.kubectl("apply", "-f", "-", stdin={"apiVersion": "v1", "kind": "List", "items": [*bodies]})
+
+    def events(self, name: str) -> list[tuple[str, str, str]]:
+        """(type, reason, message) of each event of a job, in order."""
+        found = self.get("events", f"--field-selector=involvedObject.name={name}")["items"]
+        ordered = sorted(found, key=lambda e: int(e["metadata"]["resourceVersion"]))
+        return [(e["type"], e["reason"], e["message"]) for e in ordered]
 
     def pods(self, name: str) -> dict[str, dict[str, Any]]:
         found = self.get("pods", "-l", f"training.ddpjob.io/job={name}")["items"]
         return {pod["metadata"]["name"]: pod for pod in found}
 
+    def node_of(self, pod: str) -> str:
+        """The node that a pod got."""
+        return str(self.get("pod", pod)["spec"].get("nodeName", ""))
+
+    def kill(self, pod: str) -> float:
+        """kill -9 of the rank's process; when, by the pod's clock. The kernel protects the first process of a pod from
+        such signals, so that must be another one: torchrun, or the pod's own pause with shareProcessNamespace."""
+        return float(self.kubectl("exec", pod, "--", "python", "-c", _KILL).split()[-1])
+
+    @contextlib.contextmanager
+    def following(self, pod: str) -> Iterator[Callable[[], str]]:
+        """Gives what a pod has printed up to its end, for pods that do not stay for their logs."""
+        command = ["kubectl", "-n", self.name, "logs", "--follow", pod]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            try:
+                yield lambda: process.communicate(timeout=30)[0]
+            finally:
+                process.kill()
+
+    def leaves_nothing(self) -> None:
+        """When the jobs are deleted, nothing of them stays."""
+        self.kubectl("delete", "ddp", "--all", "--wait=false", check=False)
+        left = "pods,services,ddpjobs"
+        until(lambda: "No resources found" in self.kubectl("get", left), f"{self.name} is empty", 90)
+
     def remove(self) -> None:
         kubectl("delete", "namespace", self.name, "--wait=false", "--ignore-not-found", check=False)
+
+
+def trainer(body: dict[str, Any]) -> dict[str, Any]:
+    """The trainer's container in a job."""
+    found: dict[str, Any] = body["spec"]["template"]["spec"]["containers"][0]
+    return found
 
 
 def job(name: str, script: str = "", *, resources: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:

@@ -27,6 +27,7 @@ class NodeFault:
     node: int
     at_seconds: float
     """After the start of the run."""
+    wants = "the job had ended before"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class RankFault:
     attempt: int
     how: dict[str, str | int | bool]
     """One of signal: name, exit: code, hang: true; as DDPJOB_FAULTS says it."""
+    wants = "that rank did not call ddpjob.progress() with that step in that attempt"
 
 
 Fault = NodeFault | RankFault
@@ -74,6 +76,12 @@ def check(faults: Sequence[Fault], job: api.DDPJob) -> None:
             raise InputError(f"{fault.option}: the job's nodes are 0 to {job.spec.nodes - 1}")
         if isinstance(fault, RankFault) and fault.rank >= ranks:
             raise InputError(f"{fault.option}: the job's ranks are 0 to {ranks - 1}")
+
+
+def happened(fault: Fault, status: api.Status) -> bool:
+    """Whether an attempt ended for it, as far as the status can tell."""
+    attempts = {failure.attempt for failure in status.failures}
+    return bool(attempts) if isinstance(fault, NodeFault) else fault.attempt in attempts
 
 
 def variable(faults: Sequence[Fault]) -> str:

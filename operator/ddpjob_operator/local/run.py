@@ -312,6 +312,9 @@ class Runner:
         took = statuses.duration(time.monotonic() - self._started_at)
         status, name = self.job.status, self.job.metadata.name
         self.screen.close()
+        for fault in self.options.faults:
+            if not faults.happened(fault, status):
+                self.screen.note(f"{fault.option}: did not happen; {fault.wants}")
         if status.state == "Succeeded":
             metrics = show.metric_parts(status.progress) if status.progress else []
             self.screen.note("   ".join([f"✔ {name} Succeeded in {took}", *metrics, *show.restart_parts(status)]))
