@@ -1,7 +1,7 @@
 """What the trainer's command says to torchrun or torch.distributed.launch, and where that contradicts the job.
 
-Such a contradiction hangs: the launcher waits for nodes that never come (docs/measured.md), so it is refused before
-anything starts. What a shell script or a Python file does inside is not read here.
+Such a contradiction hangs or fails: the launcher waits for nodes that never come (docs/measured.md), so it is refused
+before anything starts. What a shell script or a Python file does inside is not read here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpjob_operator import api
-from ddpjob_operator.podspec import trainer_container
+from ddpjob_operator.podspec import gpus, trainer_container
 
 Found = Iterator[tuple[tuple[str | int, ...], str]]
 
@@ -31,7 +31,13 @@ _OPTIONS = (
 _LAUNCHERS = {"torchrun", "ddprun"}
 _MODULES = {"torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher"}
 # An address that cannot be the one where all nodes meet: this node's own, or an IP, which no pod has before it runs.
-_NO_MEETING_PLACE = re.compile(r"^(localhost|\d+\.\d+\.\d+\.\d+|\[?[0-9a-fA-F:]*::[0-9a-fA-F:]*\]?)$")
+_NO_MEETING_PLACE = re.compile(
+    r"^(localhost|\$\{?HOSTNAME\}?|\$\(hostname\)?|\d+\.\d+\.\d+\.\d+|\[?[0-9a-fA-F:]*::[0-9a-fA-F:]*\]?)$"
+)
+# How scripts in the wild name the option for init_method.
+_MEETING_FILE = re.compile(r"^--(?:dist|init)[-_](?:url|method)(?:=|$)")
+# Volumes that are a pod's own; any other may be the same folder on all nodes.
+_OWN_VOLUMES = {"emptyDir", "ephemeral", "configMap", "secret", "projected", "downwardAPI", "image"}
 
 
 @dataclass(frozen=True)
@@ -100,11 +106,12 @@ def script(words: list[str]) -> str | None:
 
 def contradictions(spec: api.Spec) -> Found:
     """Where the launcher's own options contradict the job: path below spec, and a sentence with the mend."""
+    trainer = trainer_container(spec.template) or {}
+    path = ("template", "spec", "containers", _index_of(spec, trainer), "command" if "command" in trainer else "args")
+    yield from ((path, sentence) for sentence in _meeting_file(spec, trainer))
     launcher = find(command_of(spec.template))
     if launcher is None:
         return
-    trainer = trainer_container(spec.template) or {}
-    path = ("template", "spec", "containers", _index_of(spec, trainer), "command" if "command" in trainer else "args")
     for sentence in (*_nodes(launcher, spec), *_several_nodes(launcher, spec), *_processes(launcher, spec)):
         yield path, f"{launcher.name} {sentence}"
 
@@ -115,6 +122,9 @@ def _nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
         yield f"--nnodes={wanted} asks for an elastic job, which is not available yet. Remove --nnodes."
     elif wanted.split(":")[0].isdecimal() and int(wanted.split(":")[0]) != spec.nodes:
         yield f"--nnodes={wanted} contradicts spec.nodes: {spec.nodes}. Remove --nnodes: the job sets it."
+    rank = launcher.options.get("node_rank", "")
+    if spec.nodes == 1 and rank.isdecimal() and int(rank) > 0:
+        yield f"--node_rank={rank} waits for node 0, and spec.nodes: 1 has no other. Remove it: the job sets it."
 
 
 def _several_nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
@@ -126,6 +136,12 @@ def _several_nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
     if options.get("node_rank", "").isdecimal():
         rank = options["node_rank"]
         yield f"--node_rank={rank} gives all {spec.nodes} nodes the same rank. Remove it, or use $(NODE_RANK)."
+    backend = options.get("rdzv_backend", "static")
+    if backend != "static" and not options.get("rdzv_endpoint") and not _sets(spec, "PET_RDZV_ENDPOINT"):
+        yield (
+            f"--rdzv_backend={backend} without --rdzv_endpoint: each of {spec.nodes} nodes waits at its own address. "
+            "Add --rdzv_endpoint=$(MASTER_ADDR):$(MASTER_PORT)."
+        )
     for name in ("master_addr", "rdzv_endpoint"):
         host, port = _host_and_port(options.get(name, ""), options.get("master_port", "") if "addr" in name else "")
         if _NO_MEETING_PLACE.match(host):
@@ -147,6 +163,44 @@ def _processes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
             f"--nproc_per_node={wanted} contradicts spec.nprocPerNode: {spec.nproc_per_node}. "
             "Remove one of them: the job sets the option."
         )
+    if wanted == "gpu" and not gpus(spec.template):
+        yield "--nproc_per_node=gpu: the trainer's limits have no GPU. Remove it: the job sets the option."
+    if launcher.name.endswith("launch") and "no_python" in launcher.options and "use_env" not in launcher.options:
+        yield "--no_python cannot hand over --local-rank. Add --use_env, or use torchrun."
+
+
+def _meeting_file(spec: api.Spec, trainer: dict[str, Any]) -> Iterator[str]:
+    """init_method file:// in an option, on a folder that each node has for itself: all would wait there."""
+    words = _words(command_of(spec.template))
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        named = _MEETING_FILE.match(word)
+        value = (word.partition("=")[2] or following) if named else ""
+        path = value.removeprefix("file://")
+        if spec.nodes > 1 and path.startswith("/") and path != value and not _may_be_shared(path, spec, trainer):
+            yield (
+                f"{word.partition('=')[0]}={value}: {spec.nodes} nodes share no folder there, so they never meet. "
+                "Mount a volume that all nodes share (a ReadWriteMany claim), or use env://."
+            )
+
+
+def _may_be_shared(path: str, spec: api.Spec, trainer: dict[str, Any]) -> bool:
+    kinds = {
+        v.get("name"): next((k for k in v if k != "name"), "emptyDir") for v in _list(spec.template["spec"], "volumes")
+    }
+    mounts = {str(m.get("mountPath", "")).rstrip("/"): kinds.get(m.get("name")) for m in _list(trainer, "volumeMounts")}
+    above = [mount for mount in mounts if path.startswith(f"{mount}/")]
+    return bool(above) and mounts[max(above, key=len)] not in _OWN_VOLUMES
+
+
+def _sets(spec: api.Spec, name: str) -> bool:
+    trainer = trainer_container(spec.template) or {}
+    return any(entry.get("name") == name for entry in _list(trainer, "env"))
+
+
+def _list(source: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The mappings of a list that may have any shape: what is wrong with it is said elsewhere."""
+    given = source.get(name)
+    return [item for item in given if isinstance(item, dict)] if isinstance(given, list) else []
 
 
 def _words(command: list[str]) -> list[str]:

@@ -43,6 +43,8 @@ class Memory:
     """Pods whose object has gone, as they were last seen: a whole life may pass between two looks."""
     confirmed_gone: set[str] = field(default_factory=set)
     """Pods that are not in our copy, and that the API server has confirmed to be gone."""
+    asked_before: int = 0
+    """The newest attempt before whose first pod the API server was asked what older ones have left."""
 
     def refuse(self, name: str, message: str, now: dt.datetime) -> None:
         """The server would not create it. All refusals of one round wait for the same time."""

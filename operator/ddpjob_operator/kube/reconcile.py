@@ -134,6 +134,17 @@ class Reconciler:
     async def _plan(self, key: Key, job: api.DDPJob, problems: list[validation.Problem], memory: Memory) -> Plan:
         await self._check_strangers(job, memory)
         await self._confirm_gone(key, job, memory)
+        todo = self._plan_now(key, job, problems, memory)
+        # A copy that is behind (a new leader whose watch hangs, an answer that was lost) does not show what an older
+        # attempt has left, and two groups would train at once. So the API server is asked, once for each attempt.
+        starts = max((a.attempt for a in todo.actions if isinstance(a, CreatePod)), default=0)
+        if starts > max(1, memory.asked_before):
+            await self._executor.list_pods(key)
+            memory.asked_before = starts
+            todo = self._plan_now(key, job, problems, memory)
+        return todo
+
+    def _plan_now(self, key: Key, job: api.DDPJob, problems: list[validation.Problem], memory: Memory) -> Plan:
         return plan(job, self._observe(key, job, memory), self._now(), problems=problems, settings=self._settings)
 
     async def _check_strangers(self, job: api.DDPJob, memory: Memory) -> None:
