@@ -161,7 +161,7 @@ def _end(attempt: int, pod: Pod, rank_of: RankOf, now: dt.datetime, *, outside: 
         signal=signal_name(code),
         reason=_reason(pod, weight),
         step=said.step,
-        exception=mask(said.exception or pod.message)[:EXCEPTION_MAX],
+        exception=mask(_detail(pod, said))[:EXCEPTION_MAX],
         log_tail=log_tail(said.log) if tail else "",
         time=_time(pod, said, now),
     )
@@ -220,6 +220,13 @@ def _failed_before_it_was_told(said: Said, code: int | None) -> bool:
 def _strikes(code: int | None) -> bool:
     """Whether a signal ended it that no lost peer explains: with NCCL, aborts follow a lost peer."""
     return bool(signal_name(code)) and code not in (_ABORTED, _TERMINATED, _INTERRUPTED)
+
+
+def _detail(pod: Pod, said: Said) -> str:
+    """The exception, or what the kubelet says of a container that it could not start, or of a pod that it ended."""
+    if pod.trainer.reason in rules.START_REASONS:
+        return pod.trainer.message.strip().rpartition("\n")[2]
+    return said.exception or pod.message
 
 
 def _told_before(pod: Pod, first: api.Failure) -> bool:
@@ -365,6 +372,8 @@ def _what(failure: api.Failure) -> str:
         return _PHRASES[failure.reason].format(code=_code(failure)) + at + why
     if failure.reason == STALLED:
         return failure.exception or f"has made no step{at}"
+    if failure.reason in rules.START_REASONS and failure.exit_code is not None:
+        return f"could not be started: {failure.exception or failure.reason}"
     if failure.exit_code is None:
         return f"failed{at} ({failure.reason or 'no exit code'})" + (f": {failure.exception}" if why else "")
     how = f"was killed by {failure.signal}" if failure.signal else f"ended with exit code {failure.exit_code}"

@@ -302,6 +302,12 @@ def test_the_guilty_ranks_exit_code_is_known_under_plain_torchrun() -> None:
             "rank 1 (pod bert-1-1, node gpu-01) failed (CreateContainerConfigError): configmap \"x\" not found",
             "CreateContainerConfigError on rank 1",
         ),
+        (
+            recorded(1, "StartError", exit_code=128, exception='exec: "trochrun": executable file not found in $PATH'),
+            'rank 1 (pod bert-1-1, node gpu-01) could not be started: exec: "trochrun": executable file not found '
+            "in $PATH",
+            "exit code 128 on rank 1",
+        ),
     ],
 )  # fmt: skip
 def test_a_failure_is_told_by_who_where_what_and_at_which_step(failure: api.Failure, text: str, short: str) -> None:
