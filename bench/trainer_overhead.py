@@ -1,4 +1,5 @@
-"""What the trainer library costs in a training loop: progress() on its fast path, and the sampler, per step.
+"""What the trainer library costs in a training loop: progress() on its fast path, should_stop() and the
+sampler, per step.
 
     python bench/trainer_overhead.py            # PYTHONPATH=trainer, or with the package installed
 
@@ -47,6 +48,15 @@ def progress_calls(calls: int = 200_000) -> int:
     return calls
 
 
+def should_stop_calls(calls: int = 200_000) -> int:
+    import ddpjob
+
+    should_stop = ddpjob.should_stop
+    for step in range(calls):
+        should_stop(step)
+    return calls
+
+
 def sampler_steps(n: int, global_batch: int) -> Callable[[], int]:
     import ddpjob
 
@@ -69,6 +79,7 @@ def main() -> None:
 
     flush()
     rows.append(("progress(), posting every 5 s", best_seconds(progress_calls)))
+    rows.append(("should_stop()", best_seconds(should_stop_calls)))
     rows.append(("sampler, 1,440 samples, 32 a step", best_seconds(sampler_steps(1440, 32))))
     rows.append(("sampler, 100,000 samples, 64 a step", best_seconds(sampler_steps(100_000, 64))))
     print(f"{'':36}{'ns':>9}{'of a 5 ms step':>17}")

@@ -1,12 +1,19 @@
 """Ranks for the tests: forked from the one process that has torch imported, so that a group costs no import."""
 
+import importlib
+import json
 import multiprocessing
 import os
 import pickle
+import queue
 import signal
 import socket
+import subprocess
+import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +21,9 @@ import pytest
 import torch
 import torch._dynamo  # DistributedDataParallel imports it in its first construction: 1 to 5 s in every forked rank
 
+import ddpjob
+
+progress_file = importlib.import_module("ddpjob.progress")
 LIMIT_SECONDS = 60.0
 LAUNCHER_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "NNODES", "NPROC_PER_NODE",
@@ -38,7 +48,7 @@ def _rank_main(body: Callable[[int], Any], rank: int, answer: Any) -> None:
         answer.send_bytes(pickle.dumps((None, f"{type(error).__name__}: {error}")))
         if os.environ.get("DDPJOB_TEST_TRACEBACK"):
             traceback.print_exc()
-        raise SystemExit(1) from error
+        raise error if isinstance(error, SystemExit) else SystemExit(1) from error
 
 
 def outcomes_of(body: Callable[[int], Any], world_size: int, limit_seconds: float = LIMIT_SECONDS) -> list[Outcome]:
@@ -86,6 +96,30 @@ def end_ranks() -> Callable[..., list[Outcome]]:
     return outcomes_of
 
 
+Script = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start_script(tmp_path: Path) -> Iterator[Script]:
+    """Start a script of its own interpreter; one that imports no torch starts in a moment."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(code: str, **environ: object) -> "subprocess.Popen[str]":
+        path = tmp_path / f"script-{len(started)}.py"
+        path.write_text(code)
+        everything = {"PYTHONPATH": str(Path(ddpjob.__file__).parents[1]), **{k: str(v) for k, v in environ.items()}}
+        process = subprocess.Popen(
+            [sys.executable, str(path)], env=everything, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test sees the variables of a launcher or a job that happens to run it."""
@@ -109,3 +143,46 @@ def free_port() -> int:
 
 def same(values: Sequence[Any]) -> bool:
     return all(value == values[0] for value in values)
+
+
+class Receiver:
+    """A receiver on loopback that keeps what it gets; `answers` are the statuses to give, then 200."""
+
+    def __init__(self) -> None:
+        self.posts: queue.Queue[tuple[dict[str, Any], dict[str, str]]] = queue.Queue()
+        self.answers: list[int] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                outer.posts.put((json.loads(body), dict(self.headers)))
+                self.send_response(outer.answers.pop(0) if outer.answers else 200)
+                self.end_headers()
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/status/digits"
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def next(self) -> dict[str, Any]:
+        return self.posts.get(timeout=20)[0]
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Receiver]:
+    receiver = Receiver()
+    (tmp_path / "token").write_text("first\n")
+    monkeypatch.setenv("DDPJOB_STATUS_URL", receiver.url)
+    monkeypatch.setenv("DDPJOB_STATUS_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("DDPJOB_STATUS_INTERVAL", "0.02")
+    yield receiver
+    progress_file.flush()
+    progress_file._forget_in_child()
+    receiver.close()

@@ -9,20 +9,26 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import random
 import signal
 import socket
+import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 import torch
 import yaml
+from shell import Cli
 
 import ddpjob
+from ddpjob.rules import RESUMABLE_EXIT_CODE
 
 REPOSITORY = Path(__file__).parents[2]
 TOLERANCE = 1e-5  # of the parameters' length; measured at full length: 1.2e-6 (digits), 1.7e-6 (byte_lm)
@@ -66,8 +72,18 @@ class Run(NamedTuple):
         return torch.cat([value.flatten() for value in torch.load(self.model).values()])
 
 
-def train(folder: Path, script: str, world_size: int, *options: str, killed_at: int = 0, alone: bool = False) -> Run:
-    """Run the script as so many ranks; with killed_at rank 0 gets SIGKILL when it reports that step."""
+class Signal(NamedTuple):
+    """One that a rank gets when it reports that step."""
+
+    rank: int
+    step: int
+    number: signal.Signals
+
+
+def train(
+    folder: Path, script: str, world_size: int, *options: str, hit: Signal | None = None, alone: bool = False
+) -> Run:
+    """Run the script as so many ranks."""
     folder.mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -79,7 +95,7 @@ def train(folder: Path, script: str, world_size: int, *options: str, killed_at: 
     for rank in range(world_size):
         place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
         environ = {} if alone else {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        ranks.append(fork.Process(target=_rank, args=(folder, script, rank, environ, options, killed_at)))
+        ranks.append(fork.Process(target=_rank, args=(folder, script, rank, environ, options, hit)))
     for process in ranks:
         process.start()
     try:
@@ -95,7 +111,7 @@ def train(folder: Path, script: str, world_size: int, *options: str, killed_at: 
 
 
 def _rank(
-    folder: Path, script: str, rank: int, environ: dict[str, int | str], options: tuple[str, ...], killed_at: int
+    folder: Path, script: str, rank: int, environ: dict[str, int | str], options: tuple[str, ...], hit: Signal | None
 ) -> None:
     for name in [name for name in os.environ if name.startswith(("DDPJOB_", "MASTER_"))]:
         del os.environ[name]
@@ -103,7 +119,7 @@ def _rank(
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.chdir(folder)
     sys.stdout = open(f"stdout-{rank}", "w", buffering=1)  # noqa: SIM115 - until the process ends
-    ddpjob.progress = _recorder(open("progress", "w", buffering=1), rank, killed_at)  # noqa: SIM115
+    ddpjob.progress = _recorder(open(os.devnull if rank else "progress", "w", buffering=1), rank, hit)  # noqa: SIM115
     try:
         SCRIPTS[script].main(options)
     except BaseException:
@@ -111,13 +127,12 @@ def _rank(
         raise
 
 
-def _recorder(file: Any, rank: int, killed_at: int) -> Callable[..., None]:
+def _recorder(file: Any, rank: int, hit: Signal | None) -> Callable[..., None]:
     def progress(step: int, total: int | None = None, samples: int | None = None, **metrics: Any) -> None:
-        if rank == 0 and step == killed_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if rank == 0:
-            metrics = {name: float(v) if isinstance(v, torch.Tensor) else v for name, v in metrics.items()}
-            file.write(json.dumps({"step": step, "total": total, "samples": samples, **metrics}) + "\n")
+        if hit is not None and (rank, step) == hit[:2]:
+            os.kill(os.getpid(), hit.number)
+        metrics = {name: float(v) if isinstance(v, torch.Tensor) else v for name, v in metrics.items()}
+        file.write(json.dumps({"step": step, "total": total, "samples": samples, **metrics}) + "\n")
 
     return progress
 
@@ -190,7 +205,7 @@ def test_two_runs_at_the_same_world_size_end_with_equal_bits(run, tmp_path, scri
 @pytest.mark.parametrize("script", SHORT)
 def test_a_killed_run_goes_on_from_its_snapshot_to_the_bits_of_an_undisturbed_one(run, tmp_path, script):
     options = (*SHORT[script], "--snapshot", str(tmp_path / "snapshots"), "--snapshot-every", "10")
-    killed = train(tmp_path / "killed", script, 2, *options, killed_at=77)
+    killed = train(tmp_path / "killed", script, 2, *options, hit=Signal(0, 77, signal.SIGKILL))
     resumed = train(tmp_path / "resumed", script, 2, *options)
     assert killed.exit_codes == [-signal.SIGKILL, 1]
     assert resumed.reported[0]["step"] in (61, 71), "the state of step 70 may have been on its way to the disk"
@@ -199,10 +214,134 @@ def test_a_killed_run_goes_on_from_its_snapshot_to_the_bits_of_an_undisturbed_on
 
 def test_a_run_killed_on_three_processes_ends_the_same_on_one(run, tmp_path):
     options = (*SHORT["digits"], "--snapshot", str(tmp_path / "snapshots"), "--snapshot-every", "10")
-    train(tmp_path / "three", "digits", 3, *options, killed_at=77)
+    train(tmp_path / "three", "digits", 3, *options, hit=Signal(0, 77, signal.SIGKILL))
     one = train(tmp_path / "one", "digits", 1, *options)
     assert one.reported[0]["step"] > 1
     assert distance(run("digits", 2, *SHORT["digits"]), one) <= TOLERANCE
+
+
+def losses(*runs: Run) -> list[tuple[int, float]]:
+    """(step, loss) of every step, in the order in which they were made."""
+    return [(report["step"], report["loss"]) for run in runs for report in run.reported if "params" not in report]
+
+
+@pytest.mark.parametrize("script", SHORT)
+def test_a_run_that_one_sigterm_stopped_goes_on_with_the_very_next_step_and_equal_losses(run, tmp_path, script):
+    hit = Signal(random.randrange(2), random.randrange(2, 80), signal.SIGTERM)
+    options = (*SHORT[script], "--snapshot", str(tmp_path / "snapshots"), "--snapshot-every", "1000")
+    stopped = train(tmp_path / "stopped", script, 2, *options, hit=hit)
+    resumed = train(tmp_path / "resumed", script, 2, *options)
+    assert stopped.exit_codes == [RESUMABLE_EXIT_CODE] * 2, hit
+    assert losses(stopped, resumed) == losses(run(script, 2, *SHORT[script])), hit
+    assert resumed.done == run(script, 2, *SHORT[script]).done, hit
+
+
+class Recorded:
+    """The digits example as a script of its own, which appends the loss of each step to a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.script = folder / "train.py"
+        self.script.write_text(
+            "import json, os, runpy, ddpjob\n"
+            "told, file = ddpjob.progress, open(f'losses-{os.environ[\"RANK\"]}', 'a', buffering=1)\n"
+            "def progress(step, loss=None, **more):\n"
+            "    if loss is not None:\n"
+            "        file.write(json.dumps([step, float(loss)]) + '\\n')\n"
+            "    told(step, loss=loss, **more)\n"
+            "ddpjob.progress = progress\n"
+            f"runpy.run_path({SCRIPTS['digits'].__file__!r}, run_name='__main__')\n"
+        )
+
+    def losses(self) -> list[tuple[int, float]]:
+        path = self.folder / "losses-0"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [tuple(json.loads(line)) for line in lines if line.endswith("\n")]
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while len(self.losses()) < step:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+
+class Launchers(Recorded):
+    """Two nodes of a job, each with its torchrun."""
+
+    def __init__(self, folder: Path, port: int, *options: str) -> None:
+        super().__init__(folder)
+        self.nodes = [self._node(rank, [str(self.script), *options], port) for rank in range(2)]
+
+    def _node(self, rank: int, command: list[str], port: int) -> "subprocess.Popen[str]":
+        environ = {
+            **os.environ,
+            "PYTHONPATH": str(Path(ddpjob.__file__).parents[1]),
+            "OMP_NUM_THREADS": "1",
+            "PET_NNODES": "2",
+            "PET_NPROC_PER_NODE": "1",
+            "PET_NODE_RANK": str(rank),
+            "PET_MASTER_ADDR": "127.0.0.1",
+            "PET_MASTER_PORT": str(port),
+            "PET_SHUTDOWN_TIMEOUT": "25",
+            "DDPJOB_TERMINATION_LOG": str(self.folder / f"termination-{rank}"),
+        }
+        launcher = [sys.executable, "-m", "torch.distributed.run", *command]
+        return subprocess.Popen(launcher, env=environ, cwd=self.folder, stderr=subprocess.PIPE, text=True)
+
+    def end(self) -> list[str]:
+        return [node.communicate(timeout=LIMIT_SECONDS)[1] for node in self.nodes]
+
+    def kill(self) -> None:
+        for node in self.nodes:
+            if node.poll() is None:
+                for child in psutil.Process(node.pid).children(recursive=True):
+                    child.kill()
+                node.kill()
+                node.communicate()
+
+
+def test_sigterm_to_the_launcher_of_one_node_stops_both_in_order_and_the_losses_go_on(run, tmp_path, free_port):
+    """As a preempted pod: torchrun hands the signal on, and gives its workers their time to save."""
+    step = random.randrange(2, 60)
+    options = (*SHORT["digits"], "--snapshot", str(tmp_path / "snapshots"), "--snapshot-every", "1000")
+    job = Launchers(tmp_path, free_port, *options)
+    try:
+        job.wait_for_step(step)
+        job.nodes[1].terminate()
+        said = job.end()
+    finally:
+        job.kill()
+    assert [node.returncode for node in job.nodes] == [1, 1], said
+    assert f"exitcode  : {RESUMABLE_EXIT_CODE}" in said[0], "the node that was not told"
+    messages = [json.loads((tmp_path / f"termination-{rank}").read_text()) for rank in range(2)]
+    assert [(told["rank"], told["resumable"]) for told in messages] == [(0, True), (1, True)]
+    assert {told["step"] for told in messages} == {len(job.losses())}
+    resumed = train(tmp_path / "resumed", "digits", 2, *options)
+    assert [*job.losses(), *losses(resumed)] == losses(run("digits", 2, *SHORT["digits"])), step
+    assert resumed.done == run("digits", 2, *SHORT["digits"]).done
+
+
+def test_a_job_that_was_stopped_by_ctrl_c_goes_on_when_it_is_run_again_with_equal_losses(run, tmp_path):
+    step, recorded = random.randrange(2, 60), Recorded(tmp_path)
+    options = (*SHORT["digits"], "--snapshot", str(tmp_path / "snapshots"), "--snapshot-every", "1000")
+    cli = Cli(tmp_path)
+    job = cli.file(
+        recorded.script.read_text(), container={"command": [sys.executable, "-u", str(recorded.script), *options]}
+    )
+    process = cli.start("run", job)
+    try:
+        recorded.wait_for_step(step)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=LIMIT_SECONDS)
+    finally:
+        for left in cli.marked():
+            left.kill()
+    assert process.returncode == 130, said
+    assert len(recorded.losses()) < 90, "it was stopped in the middle"
+    again = cli.run("run", job)
+    assert again.returncode == 0, again.stderr
+    assert recorded.losses() == losses(run("digits", 2, *SHORT["digits"])), step
+    assert run("digits", 2, *SHORT["digits"]).done["params_sha256"] in again.stdout
 
 
 def test_a_run_started_again_after_its_end_says_the_same_and_trains_no_step(run, tmp_path):

@@ -1,12 +1,11 @@
 """progress(): what a receiver gets, and that training never notices whether it does."""
 
+import contextlib
 import importlib
 import json
-import queue
+import multiprocessing
 import sys
 import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,49 +15,6 @@ import torch
 import ddpjob
 
 progress_file = importlib.import_module("ddpjob.progress")
-
-
-class Receiver:
-    """A receiver on loopback that keeps what it gets; `answers` are the statuses to give, then 200."""
-
-    def __init__(self) -> None:
-        self.posts: queue.Queue[tuple[dict[str, Any], dict[str, str]]] = queue.Queue()
-        self.answers: list[int] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                outer.posts.put((json.loads(body), dict(self.headers)))
-                self.send_response(outer.answers.pop(0) if outer.answers else 200)
-                self.end_headers()
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self.server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/status/digits"
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-
-    def next(self) -> dict[str, Any]:
-        return self.posts.get(timeout=20)[0]
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-
-
-@pytest.fixture
-def receiver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Receiver]:
-    receiver = Receiver()
-    (tmp_path / "token").write_text("first\n")
-    monkeypatch.setenv("DDPJOB_STATUS_URL", receiver.url)
-    monkeypatch.setenv("DDPJOB_STATUS_TOKEN_FILE", str(tmp_path / "token"))
-    monkeypatch.setenv("DDPJOB_STATUS_INTERVAL", "0.02")
-    yield receiver
-    progress_file.flush()
-    progress_file._forget_in_child()
-    receiver.close()
 
 
 def test_the_first_values_and_the_last_ones_always_arrive(receiver, monkeypatch):
@@ -88,6 +44,69 @@ def test_a_post_says_who_how_far_and_how_fast(receiver, monkeypatch):
     second = next(post for post in iter(receiver.next, None) if post["step"] == 200)
     assert second["samplesPerSecond"] > 64
     assert second["etaSeconds"] >= 0
+
+
+def test_a_rank_says_that_it_lives_before_its_first_step_and_that_step_at_once(receiver, run_ranks, monkeypatch):
+    """The time before the first step is a phase of its own: imports and a large snapshot are no stall."""
+    monkeypatch.setenv("DDPJOB_STATUS_INTERVAL", "3600")
+
+    def body(rank: int) -> None:
+        with ddpjob.init():
+            receiver_said("start", 0)
+            progress_file.announce(77)  # as Snapshot.load does
+            receiver_said("start", 77)
+            ddpjob.progress(78, total=100)
+            receiver_said(None, 78)
+            progress_file.announce(5)
+            progress_file.flush()
+
+    def receiver_said(phase: str | None, step: int) -> None:
+        post = posts.get(timeout=20)
+        assert (post.get("phase"), post["step"]) == (phase, step), post
+
+    posts = multiprocessing.get_context("fork").Queue()
+    threading.Thread(target=lambda: [posts.put(receiver.next()) for _ in range(4)], daemon=True).start()
+    run_ranks(body, 1)
+    last = posts.get(timeout=20)
+    assert (last["step"], last.get("phase"), last["final"]) == (78, None, True), "what was said before the step is past"
+
+
+def test_a_rank_that_makes_no_step_goes_on_saying_that_it_lives(receiver):
+    ddpjob.progress(41)
+    assert [receiver.next()["step"] for _ in range(10)] == [41] * 10
+
+
+def test_a_declared_pause_is_said_and_ends_with_it(receiver):
+    def phase_is(phase: str | None) -> None:
+        while receiver.next().get("phase") != phase:
+            pass
+
+    ddpjob.progress(41)
+    phase_is(None)
+    with ddpjob.pause("evaluate"):
+        phase_is("evaluate")
+        with ddpjob.pause("save"):
+            phase_is("save")
+        phase_is("evaluate")
+    phase_is(None)
+    with contextlib.suppress(ZeroDivisionError), ddpjob.pause("save"):
+        raise ZeroDivisionError
+    phase_is(None)
+    with pytest.raises(ddpjob.ConfigurationError, match="phase: 'lunch' is none of save, evaluate"):
+        ddpjob.pause("lunch").__enter__()
+
+
+def test_the_time_before_the_first_step_is_no_slow_step(receiver):
+    progress_file.announce()
+    assert "samplesPerSecond" not in receiver.next()
+    began = progress_file.monotonic()
+    ddpjob.progress(1, samples=10)
+    while (post := receiver.next()).get("phase"):
+        pass
+    ddpjob.progress(2, samples=10)
+    while (post := receiver.next())["step"] < 2:
+        pass
+    assert post["samplesPerSecond"] >= 0.99 * 10 / (progress_file.monotonic() - began)
 
 
 def test_rates_come_from_the_times_of_the_steps_and_not_of_the_posts():

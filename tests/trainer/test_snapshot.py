@@ -1,10 +1,14 @@
 """Snapshot: what is saved is whole, comes back the same, and never belongs to two attempts."""
 
 import collections
+import contextlib
+import importlib
 import multiprocessing
 import os
 import random
+import signal
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,8 @@ import torch
 
 import ddpjob
 from ddpjob.init import World
+
+progress_file = importlib.import_module("ddpjob.progress")
 
 
 def names(folder: Path) -> list[str]:
@@ -283,6 +289,134 @@ def test_what_an_old_attempt_publishes_in_the_last_instant_is_never_the_newest(a
         zombie.save(501)
     assert sorted(steps(tmp_path / "s")) == [11, 500]
     assert attempt(3).load() == 11
+
+
+@pytest.fixture
+def zombie(tmp_path: Path) -> Iterator[Callable[[str], int]]:
+    """A real process of attempt 1 that is frozen where it is told: in the middle of writing, or between two saves.
+
+    It has saved steps 1 and 2 by then. `thaw` lets it go on: it tries to save three higher steps, and ends with the
+    number of those that were refused.
+    """
+    (tmp_path / "s").mkdir()
+    pids = []
+
+    def freeze(where: str) -> int:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(_zombie_main(tmp_path / "s", where))
+        pids.append(pid)
+        assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+        return pid
+
+    yield freeze
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _zombie_main(folder: Path, where: str) -> int:
+    refused = 0
+    os.environ |= {"DDPJOB_UID": "uid-1", "DDPJOB_ATTEMPT": "1"}
+    snapshot = ddpjob.Snapshot(folder, keep=1)
+    snapshot.load()
+    for step in (1, 2):
+        saved(snapshot, step, weights=torch.full((1000,), float(step)))
+    if where == "writing":
+        _freeze_in_next_sync()
+    else:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    for step in (100, 101, 102):
+        with contextlib.suppress(ddpjob.Superseded):
+            saved(snapshot, step, weights=torch.zeros(1000))
+            refused -= 1
+        refused += 1
+    return refused
+
+
+def _freeze_in_next_sync() -> None:
+    sync = os.fsync
+
+    def freeze(descriptor: int) -> None:
+        os.fsync = sync
+        os.kill(os.getpid(), signal.SIGSTOP)
+        sync(descriptor)
+
+    os.fsync = freeze
+
+
+def thaw(pid: int) -> int:
+    os.kill(pid, signal.SIGCONT)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".tmp")}
+
+
+@pytest.mark.parametrize("frozen", ["writing", "between two saves"])
+def test_a_process_that_survives_its_attempt_changes_no_file_once_the_next_one_has_written(
+    zombie, attempt, tmp_path, frozen
+):
+    """As on a node that was lost and comes back with the old pod still running."""
+    pid = zombie(frozen)
+    newer = attempt(2)
+    assert int(newer.state["weights"][0]) == 2, "the newer attempt goes on from the last whole state"
+    for step in (3, 4, 5, 6):
+        saved(newer, step, weights=torch.full((1000,), float(step)))
+    before = contents(tmp_path / "s")
+    assert thaw(pid) == 3, "every try of it is refused"
+    assert contents(tmp_path / "s") == before
+    assert attempt(3).load() == 6
+
+
+def test_a_process_that_survives_publishes_nothing_once_the_next_attempt_has_read_the_folder(zombie, attempt, tmp_path):
+    pid = zombie("writing")
+    attempt(2)
+    before = contents(tmp_path / "s")
+    assert thaw(pid) == 3
+    assert contents(tmp_path / "s") == before
+
+
+def test_a_process_that_wakes_up_after_the_next_attempt_has_finished_changes_nothing_either(zombie, tmp_path):
+    pid = zombie("writing")
+
+    def next_attempt() -> None:
+        os.environ |= {"DDPJOB_UID": "uid-1", "DDPJOB_ATTEMPT": "2"}
+        snapshot = ddpjob.Snapshot(tmp_path / "s", keep=1)
+        assert snapshot.load() == 2
+        saved(snapshot, 3, weights=torch.full((1000,), 3.0))
+
+    process = multiprocessing.get_context("fork").Process(target=next_attempt)
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0
+    before = contents(tmp_path / "s")
+    assert thaw(pid) == 3
+    assert contents(tmp_path / "s") == before
+    assert ddpjob.Snapshot(tmp_path / "s").load() == 3
+
+
+def test_a_save_that_blocks_the_training_is_a_declared_pause(tmp_path, monkeypatch):
+    """Else a slow disk looks like a rank that hangs."""
+    phases = []
+    snapshot = ddpjob.Snapshot(tmp_path)
+    saved(snapshot, 1)
+    sync = os.fsync
+
+    def slow(descriptor: int) -> None:
+        while progress_file._paused is None:  # until the training waits for this
+            pass
+        phases.append(progress_file._paused)
+        sync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", slow)
+        snapshot.save(2)
+        snapshot.wait()
+    assert set(phases) == {"save"}
+    assert progress_file._paused is None
 
 
 def test_the_same_attempt_may_restart_in_place_and_a_new_job_takes_the_folder_over(attempt):

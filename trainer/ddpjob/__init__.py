@@ -1,8 +1,8 @@
 """DDPJob's trainer library: what runs inside the training process. It needs torch and nothing else.
 
 Start a group with `init`, share the data with `GlobalBatchSampler` and `accumulate`, keep the state with `Snapshot`,
-and say how far training is with `progress`. All names are loaded on first use: `import ddpjob` itself imports no
-torch, because the command line is installed without it.
+say how far training is with `progress`, and stop in order with `should_stop`. All names are loaded on first use:
+`import ddpjob` itself imports no torch, because the command line is installed without it.
 """
 
 import importlib
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from .init import World, init
-    from .progress import progress
+    from .progress import pause, progress
     from .snapshot import Snapshot
+    from .stop import Stopped, ignore_sigterm, should_stop
 
 __all__ = [
     "Batch",
@@ -36,12 +37,16 @@ __all__ = [
     "Snapshot",
     "SnapshotError",
     "StateError",
+    "Stopped",
     "Superseded",
     "UnsupportedError",
     "World",
     "accumulate",
+    "ignore_sigterm",
     "init",
+    "pause",
     "progress",
+    "should_stop",
 ]
 
 _HOME = {
@@ -53,7 +58,11 @@ _HOME = {
     "World": "init",
     "init": "init",
     "Snapshot": "snapshot",
+    "Stopped": "stop",
+    "pause": "progress",
     "progress": "progress",
+    "ignore_sigterm": "stop",
+    "should_stop": "stop",
 }
 _FUNCTIONS_NAMED_LIKE_THEIR_FILE = ("init", "progress")
 

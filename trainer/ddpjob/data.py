@@ -9,6 +9,7 @@ lasting parts (train and validation, or one for each worker).
 import contextlib
 import hashlib
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -315,6 +316,13 @@ def _group_place() -> tuple[int, int]:
         return world.rank, world.world_size
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
+    for name in ("WORLD_SIZE", "DDPJOB_WORLD_SIZE"):
+        if (said := os.environ.get(name, "")).isdecimal() and int(said) > 1:
+            # As rank 0 of 1, each rank would train alone on all samples, end with 0, and nobody would notice.
+            raise ConfigurationError(
+                f"{name}: {said} and there is no process group, so this process cannot know its share. "
+                f"Call ddpjob.init() first, or pass rank= and world_size=."
+            )
     return 0, 1
 
 

@@ -27,14 +27,19 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
+from . import stop, termination
 from .errors import ConfigurationError, DDPJobError, RendezvousError, UnsupportedError
+from .progress import announce
 
 CLOSE_SECONDS = 10.0  # how long a finished rank waits for the others before it leaves without them
+# A rank that stopped waits for rank 0's snapshot: torchrun gives the processes of its node 30 s from the first that
+# ends with another code than 0. The grace period of whoever stops the job ends this sooner.
+STOPPED_CLOSE_SECONDS = 600.0
 LEAVE_LAST_SECONDS = 1.0  # rank 0 waits so long for the others to hang up; they need milliseconds
 # gloo's threads release the last collective's tensors meanwhile; in the interpreter's exit that aborts the process.
 SETTLE_SECONDS = 0.02
 END_SECONDS = 2.0  # how long a rank that failed may take to end
-_POLL_SECONDS = 0.01
+_POLL_SECONDS, _POLL_SECONDS_MAX = 0.01, 0.2  # a thousand ranks may wait for a snapshot for minutes
 _LEFT = "left/{}"  # this rank has left in order
 
 
@@ -94,10 +99,12 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if _group is not None and _group.world is self:
-            if kind is None or (isinstance(error, SystemExit) and not error.code):
+            if kind is None or isinstance(error, stop.Stopped) or (isinstance(error, SystemExit) and not error.code):
                 _leave()
             else:
                 _group.broken = True  # the peers are in a collective and will not come: nothing to wait for at the exit
+                if isinstance(error, SystemExit):
+                    termination.tell(error)  # at the exit it is not to be seen any more
 
 
 def init(
@@ -142,6 +149,7 @@ def init(
     world = World(*place, chosen, backend, attempt, timeout_step_seconds)
     _group, _groups_joined = _Group(world, store, os.getpid()), _groups_joined + 1
     _leave_at_exit()
+    announce()
     return world
 
 
@@ -464,15 +472,14 @@ def _leave_at_exit_now() -> None:
     try:
         _leave()
     except Exception as error:  # nobody is left to raise it to
+        termination.tell(error)
         print(f"ddpjob: {error}", file=sys.stderr, flush=True)
 
 
 def _ends_by_error() -> bool:
     """Whether this process ends by an exception: its peers are in a collective then, and will not come."""
-    error = sys.exc_info()[1]  # multiprocessing: still on its way
-    if isinstance(error, SystemExit):
-        return bool(error.code)
-    return error is not None or getattr(sys, "last_type", None) is not None  # printed by the interpreter before atexit
+    error = termination.ending()
+    return error is not None and not isinstance(error, stop.Stopped) and termination.exit_code(error) != 0
 
 
 def _end_soon() -> None:
@@ -487,13 +494,15 @@ def _end_soon() -> None:
 
 def _leave() -> None:
     global _group
-    group, _group = _group, None
+    group = _group
     assert group is not None, "only an active group is left"
+    stop.leave()
+    _group = None
     try:
         _run_before_leaving()
     finally:
         if dist.is_initialized():
-            _wait_for_others(group)
+            _wait_for_others(group, CLOSE_SECONDS if stop.stopped_at() is None else STOPPED_CLOSE_SECONDS)
             time.sleep(SETTLE_SECONDS)
             dist.destroy_process_group()
 
@@ -517,19 +526,21 @@ def _run_before_leaving() -> None:
             action()
 
 
-def _wait_for_others(group: _Group) -> None:
-    """Wait until every rank has come here, at most CLOSE_SECONDS.
+def _wait_for_others(group: _Group, limit_seconds: float) -> None:
+    """Wait until every rank has come here, at most that long.
 
     Through the store and not by a barrier: a collective that a dead peer never joins ends the process under nccl.
     """
     if group.store is None:
         return
-    deadline = time.monotonic() + CLOSE_SECONDS
+    deadline = time.monotonic() + limit_seconds
+    pause = _POLL_SECONDS
     with contextlib.suppress(RuntimeError):  # rank 0 serves the store and may be gone: then it had seen all of us
         here = group.store.add("leaving", 1)
         group.store.set(_LEFT.format(group.world.rank), "1")
-        while here < group.world.world_size and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+        while here < group.world.world_size and time.monotonic() < deadline and not stop.told_to_leave():
+            time.sleep(pause)
+            pause = min(1.2 * pause, _POLL_SECONDS_MAX)
             here = group.store.add("leaving", 0)
         if here >= group.world.world_size:
             _leave_last(group.store, group.world)

@@ -1,14 +1,17 @@
 """`progress()`: says how far training is. The training loop calls it at every step, so it only stores its arguments.
 
-A daemon thread posts the latest values to the job's status receiver (DDPJOB_STATUS_URL), at once for the first and then
-every DDPJOB_STATUS_INTERVAL seconds; without that variable nothing happens. Nothing here imports torch, raises into the
-training loop, waits for the network there, or speaks more than once.
+A daemon thread posts the latest values to the job's status receiver (DDPJOB_STATUS_URL), at once when `init` has met
+the others and when the first step is made, and every DDPJOB_STATUS_INTERVAL seconds; without that variable nothing
+happens. Nothing here imports torch, raises into the training loop, waits for the network there, or speaks more than
+once.
 
 Body of a post (JSON, at most 8 KiB; unknown fields are absent):
     {"attempt": 1, "rank": 0, "nodeRank": 0, "worldSize": 2, "step": 312, "totalSteps": 1125, "etaSeconds": 24,
-     "samplesPerSecond": 5210.4, "metrics": {"loss": "0.412"}, "final": false}
+     "samplesPerSecond": 5210.4, "metrics": {"loss": "0.412"}, "phase": "save", "final": false}
 Rank 0's post is the job's progress; the first rank of each other node posts too, so that its node is known to live.
 A post repeats an unchanged step: a process that reports and makes no step can then be told from one that is gone.
+phase: "start" before the first step (step is then the one that was loaded, or 0), "save" or "evaluate" in a `pause`;
+absent while training.
 """
 
 import atexit
@@ -19,10 +22,13 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import SplitResult, urlsplit
+
+from . import faults, termination
+from .errors import ConfigurationError
 
 METRICS_MAX = 16
 TEXT_CHARACTERS_MAX = 64
@@ -30,11 +36,15 @@ BODY_BYTES_MAX = 8192
 BACKOFF_SECONDS_MAX = 60.0
 POST_TIMEOUT_SECONDS = 5.0
 FINAL_FLUSH_SECONDS = 1.0
+PHASES_DECLARED = ("save", "evaluate")
 RATE_WINDOW_POSTS = 12  # a minute at the default interval: steady enough for an ETA, quick enough to see a slow-down
 
 # (step, total, samples, metrics, when) of the last call. Assigned as one tuple: the poster needs no lock to read it.
 _latest: tuple[int, int | None, int | None, dict[str, Any], float] | None = None
-_started = False
+_attentive = True  # the first call starts what there is to start; later ones only look where faults were ordered
+_begun = False  # what the first call starts is there
+_stepping = False
+_paused: str | None = None
 
 
 def progress(step: int, total: int | None = None, samples: int | None = None, **metrics: Any) -> None:
@@ -50,14 +60,48 @@ def progress(step: int, total: int | None = None, samples: int | None = None, **
     """
     global _latest
     _latest = (step, total, samples, metrics, monotonic())
-    if not _started:
-        _start()
+    if _attentive:
+        _attend(step)
+
+
+@contextlib.contextmanager
+def pause(phase: Literal["save", "evaluate"]) -> Iterator[None]:
+    """Declare that no step is made for a while: such a phase has a time limit of its own before it counts as a stall.
+
+        with ddpjob.pause("evaluate"):
+            loss = held_out_loss(model)
+
+    `Snapshot` declares its own. Raises ConfigurationError for another word.
+    """
+    global _paused
+    if phase not in PHASES_DECLARED:
+        raise ConfigurationError(f"phase: {phase!r} is none of {', '.join(PHASES_DECLARED)}.")
+    before, _paused = _paused, phase
+    try:
+        yield
+    finally:
+        _paused = before
+
+
+def announce(step: int = 0) -> None:
+    """Say that this rank lives and has not made a step yet: `init` does, and `Snapshot.load` with the step it found."""
+    global _latest
+    if not _stepping:
+        _latest = (step, None, None, {}, monotonic())
+        _post_now()
+        with contextlib.suppress(Exception):
+            termination.install()
+
+
+def latest_step() -> int:
+    """The last step that was reported; 0 before."""
+    return 0 if _latest is None else int(_latest[0])
 
 
 def flush(timeout_seconds: float = FINAL_FLUSH_SECONDS) -> None:
     """Send the last values as final and stop posting until `progress` is called again; waits at most that long."""
-    global _reporter, _started
-    reporter, _reporter, _started = _reporter, None, False
+    global _reporter, _attentive, _begun
+    reporter, _reporter, _attentive, _begun = _reporter, None, True, False
     if reporter is not None:
         reporter.finish(timeout_seconds)
 
@@ -71,15 +115,29 @@ class Place(NamedTuple):
     node_rank: int
 
 
-def _start() -> None:
-    """First call of this process: no more than an `if` stays on the path of the later ones."""
-    global _reporter, _started
-    _started = True
+def _attend(step: int) -> None:
+    """The first call of this process, and every one where faults were ordered: the others pay for one `if`."""
+    global _attentive, _begun, _stepping, _faults
+    if not _begun:
+        _begun = _stepping = True
+        with contextlib.suppress(Exception):
+            _first_step_is_made()
+            termination.install()
+            _faults = faults.ordered(os.environ, where(os.environ).rank)
+        _post_now()
+    _attentive = bool(_faults)
+    if _faults:
+        _faults = faults.obey(_faults, step)
+
+
+def _post_now() -> None:
+    """Start the posting thread, where this process is to have one, or wake it."""
+    global _reporter
     with contextlib.suppress(Exception):
-        _first_step_is_made()
         url = os.environ.get("DDPJOB_STATUS_URL")
-        place = where(os.environ)
-        if url and place.local_rank == 0:
+        if _reporter is not None:
+            _reporter.news.set()
+        elif url and where(os.environ).local_rank == 0:
             _reporter = Reporter(url, os.environ)
             _exit_in_order()
             _reporter.start()
@@ -157,6 +215,7 @@ class Reporter:
         self.failures = 0
         self.complained = False
         self.marks: collections.deque[tuple[int, float]] = collections.deque(maxlen=RATE_WINDOW_POSTS)
+        self.news = threading.Event()
         self.finishing = threading.Event()
         self.finished = threading.Event()
 
@@ -165,13 +224,15 @@ class Reporter:
 
     def finish(self, timeout_seconds: float) -> None:
         self.finishing.set()
+        self.news.set()
         self.finished.wait(timeout_seconds)
 
     def _run(self) -> None:
         try:
-            self._post(final=False)
-            while not self.finishing.wait(self._pause()):
+            while not self.finishing.is_set():
                 self._post(final=False)
+                self.news.wait(self._pause())
+                self.news.clear()
             self._post(final=True)
         except Exception as error:  # whatever it is, training must not notice
             self._complain(f"{type(error).__name__}: {error}")
@@ -211,14 +272,17 @@ class Reporter:
             return None
         step, total, samples, metrics, when = latest
         place = where(self.environ)
+        rate = self._steps_per_second(int(step), when) if _stepping else None  # imports and loading are no slow steps
+        phase = _paused or (None if _stepping else "start")
         return {
             "attempt": _integer(self.environ, "DDPJOB_ATTEMPT", 1),
             "rank": place.rank,
             "nodeRank": place.node_rank,
             "worldSize": place.world_size,
             "step": int(step),
-            **_pace(self._steps_per_second(int(step), when), int(step), total, samples),
+            **_pace(rate, int(step), total, samples),
             "metrics": as_text(metrics),
+            **({"phase": phase} if phase else {}),
             "final": final,
         }
 
@@ -310,12 +374,14 @@ def _authorization(environ: Mapping[str, str]) -> dict[str, str]:
 
 _reporter: Reporter | None = None
 _registered = False
+_faults: list[faults.Fault] = []
 
 
 def _forget_in_child() -> None:
     """A forked child has no posting thread, and is a process of its own: its first call starts anew."""
-    global _latest, _reporter, _started
-    _latest, _reporter, _started = None, None, False
+    global _latest, _reporter, _attentive, _begun, _stepping, _paused, _faults
+    _latest, _reporter, _paused, _faults = None, None, None, []
+    _attentive, _begun, _stepping = True, False, False
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -38,6 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .errors import ConfigurationError, SnapshotError, StateError, Superseded
 from .init import World, active, before_leaving, store_of
+from .progress import announce, pause
 
 FORMAT = 1
 BROADCAST_CHUNK_BYTES = 64 * 1024 * 1024
@@ -111,6 +112,10 @@ class Snapshot:
         # A step that is saved again (in the loop, and at the end) must not wait for what the first save has taken.
         self._repeats = self._repeats + 1 if step == self._last_step else 0
         self._last_step = step
+        with pause("save"):
+            self._save(step, state)
+
+    def _save(self, step: int, state: Mapping[str, Any]) -> None:
         if self.rank != 0:
             self._offer_rng(step)
             return
@@ -133,7 +138,8 @@ class Snapshot:
     def wait(self) -> None:
         """Wait until what was saved is in the folder; raises what went wrong with it."""
         if self._thread is not None:
-            self._thread.join()
+            with pause("save"):
+                self._thread.join()
             self._thread = None
         problem, self._problem = self._problem, None
         if problem is not None:
@@ -241,6 +247,7 @@ class Snapshot:
         _restore(objects, document["state"], found.path)
         self.state = document["state"]
         _restore_rng(document, self.rank, self.world_size)
+        announce(document["step"])
         return int(document["step"])
 
     def _choose_on_rank_0(self) -> "_Entry | None":

@@ -164,12 +164,16 @@ def main(argv: Sequence[str] | None = None) -> None:  # noqa: C901 - one story, 
                 step += 1
                 metrics["loss"] = loss * world.world_size  # about the mean over all ranks
                 ddpjob.progress(step=step, total=total, samples=args.global_batch, **metrics)
-                if snapshot and (step % args.snapshot_every == 0 or step == total):
+                stop = snapshot and step < total and ddpjob.should_stop(step)  # told to: all ranks at the same step
+                if snapshot and (stop or step % args.snapshot_every == 0 or step == total):
                     snapshot.save(step, model=model, optimizer=optimizer, sampler=sampler)
+                if stop:
+                    raise ddpjob.Stopped(step)
             if world.is_main and step > began_at:
                 float(metrics["loss"])  # a GPU works behind: wait for the last step before the clock is read
                 speed = (step - began_at) * args.global_batch * args.context / (perf_counter() - began)
-                metrics["held_out_loss"] = held_out_loss(net, held_out, args.global_batch, bf16)
+                with ddpjob.pause("evaluate"):  # no step for a while, and no stall
+                    metrics["held_out_loss"] = held_out_loss(net, held_out, args.global_batch, bf16)
                 print(f"epoch {epoch + 1} loss {metrics['held_out_loss']:.3f}, {speed:,.0f} tokens/s", flush=True)
 
         if snapshot:

@@ -118,8 +118,11 @@ def main(argv: Sequence[str] | None = None) -> None:  # noqa: C901 - one story, 
                 step += 1
                 metrics["loss"] = loss * world.world_size  # about the mean over all ranks
                 ddpjob.progress(step=step, total=total, samples=args.global_batch, **metrics)
-                if snapshot and (step % args.snapshot_every == 0 or step == total):
+                stop = snapshot and step < total and ddpjob.should_stop(step)  # told to: all ranks at the same step
+                if snapshot and (stop or step % args.snapshot_every == 0 or step == total):
                     snapshot.save(step, model=model, optimizer=optimizer, sampler=sampler)
+                if stop:
+                    raise ddpjob.Stopped(step)
             if world.is_main:
                 metrics["accuracy"] = accuracy_of(net, test_images, test_labels)
                 print(f"epoch {epoch + 1} accuracy {metrics['accuracy']:.3f}", flush=True)

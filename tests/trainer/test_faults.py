@@ -1,0 +1,84 @@
+"""Faults on purpose happen where and when they were ordered, and an order that cannot be read harms nobody."""
+
+import json
+import signal
+from collections.abc import Callable
+
+import pytest
+
+TRAIN = """
+import ddpjob
+for step in range(1, 7, 2):
+    ddpjob.progress(step, total=6)
+    print(step, flush=True)
+"""
+
+
+@pytest.fixture
+def train(start_script) -> Callable[..., tuple[list[str], int, str]]:
+    """The steps that were made, the exit code and stderr of a training that reports steps 1, 3 and 5."""
+
+    def run(faults: object, **environ: object) -> tuple[list[str], int, str]:
+        text = faults if isinstance(faults, str) else json.dumps(faults)
+        process = start_script(TRAIN, DDPJOB_FAULTS=text, **environ)
+        out, err = process.communicate(timeout=30)
+        return out.split(), process.returncode, err
+
+    return run
+
+
+def test_a_rank_is_killed_or_ends_when_it_makes_the_step(train):
+    assert train([{"rank": 0, "step": 3, "signal": "SEGV"}])[:2] == (["1"], -signal.SIGSEGV)
+    assert train([{"rank": 0, "step": 3, "signal": "SIGKILL"}])[:2] == (["1"], -signal.SIGKILL)
+    assert train([{"rank": 0, "step": 3, "exit": 3}])[:2] == (["1"], 3)
+
+
+def test_a_step_that_is_not_reported_means_the_next_one_that_is(train):
+    assert train([{"rank": 0, "step": 4, "exit": 3}])[:2] == (["1", "3"], 3)
+
+
+def test_another_rank_and_another_attempt_are_left_alone(train):
+    three = {"rank": 3, "step": 3, "exit": 3}
+    assert train([three])[:2] == (["1", "3", "5"], 0)
+    assert train([three], RANK=3, WORLD_SIZE=4)[1] == 3
+    assert train([three], RANK=3, WORLD_SIZE=4, DDPJOB_ATTEMPT=2)[1] == 0, "the attempt after the fault must succeed"
+    assert train([{**three, "attempt": 2}], RANK=3, WORLD_SIZE=4, DDPJOB_ATTEMPT=2)[1] == 3
+
+
+def test_a_rank_that_hangs_goes_on_reporting_and_makes_no_step(receiver, start_script):
+    hang = json.dumps([{"rank": 0, "step": 3, "hang": True}])
+    process = start_script(TRAIN, DDPJOB_FAULTS=hang, DDPJOB_STATUS_URL=receiver.url, DDPJOB_STATUS_INTERVAL="0.02")
+    while receiver.next()["step"] < 3:
+        pass
+    assert [receiver.next()["step"] for _ in range(20)] == [3] * 20
+    assert process.poll() is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "nonsense",
+        "{",
+        {"rank": 0},
+        7,
+        [{"rank": 0, "step": 3}],
+        [{"rank": 0, "step": 3, "signal": "NONE"}],
+        [{"rank": 0, "step": 3, "signal": 9}],
+        [{"rank": 0, "step": 3, "exit": 256}],
+        [{"rank": 0, "step": 3, "exit": True}],
+        [{"rank": 0, "step": 3, "hang": False}],
+        [{"rank": 0, "step": 3, "explode": 1}],
+        [{"rank": 0, "step": 3, "exit": 3, "hang": True}],
+        [{"step": 3, "exit": 3}],
+        [{"rank": 0, "step": "soon", "exit": 3}],
+        [None, [], "x"],
+    ],
+)
+def test_an_order_that_cannot_be_read_is_said_once_and_left_out(train, wrong):
+    steps, code, said = train(wrong)
+    assert (steps, code) == (["1", "3", "5"], 0)
+    assert said.count("ddpjob: DDPJOB_FAULTS: ") == len(said.splitlines()) == 1, said
+
+
+def test_one_wrong_order_does_not_hide_a_right_one(train):
+    assert train([{"rank": 0, "step": 3, "explode": 1}, {"rank": 0, "step": 5, "exit": 4}])[1] == 4

@@ -1,0 +1,304 @@
+"""The termination message: how a rank failed is there to read when its process, and its pod, are gone."""
+
+import contextlib
+import fcntl
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.multiprocessing
+
+import ddpjob
+from ddpjob import termination
+
+PEER_IS_GONE = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:25853"
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    path = tmp_path / "termination-log"
+    path.touch()  # as the kubelet does
+    monkeypatch.setenv("DDPJOB_TERMINATION_LOG", str(path))
+    return path
+
+
+def message(log: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(log.read_bytes())
+    return found
+
+
+def raised(error: BaseException) -> BaseException:
+    with contextlib.suppress(type(error)):
+        raise error
+    return error
+
+
+# ---- how a process may end -----------------------------------------------------------------------------------------
+
+
+def test_an_exception_is_told_with_rank_step_and_trace_and_nothing_else_changes(log, start_script):
+    script = (
+        "import sys, ddpjob\n"
+        "sys.excepthook = lambda *what: print('the script\\'s own hook', *what[1].args)\n"
+        "ddpjob.progress(41, loss=0.5)\n"
+        "def read_shard():\n"
+        "    raise ValueError('no such shard: 7\\nlook again')\n"
+        "read_shard()\n"
+    )
+    began = time.time()
+    process = start_script(script, DDPJOB_TERMINATION_LOG=log, RANK=3, WORLD_SIZE=4)
+    out, _ = process.communicate(timeout=30)
+    assert (process.returncode, out) == (1, "the script's own hook no such shard: 7\nlook again\n")
+    told = message(log)
+    assert "in read_shard" in told.pop("traceback")
+    assert began < told.pop("time") < time.time()
+    assert told == {
+        "ddpjob": 1, "rank": 3, "exitCode": 1, "signal": "", "exception": "ValueError: no such shard: 7", "step": 41,
+        "resumable": False,
+    }  # fmt: skip
+
+
+def test_a_thread_a_forked_helper_and_a_good_end_leave_no_message(log, start_script):
+    script = (
+        "import os, sys, threading, ddpjob\n"
+        "ddpjob.progress(1)\n"
+        "def fail():\n"
+        "    raise ValueError\n"
+        "thread = threading.Thread(target=fail)\n"
+        "thread.start()\n"
+        "thread.join()\n"
+        "if os.fork() == 0:\n"
+        "    fail()\n"
+        "os.wait()\n"
+        "sys.exit(0)\n"
+    )
+    process = start_script(script, DDPJOB_TERMINATION_LOG=log)
+    assert process.communicate(timeout=30)[1].count("Traceback") == 2
+    assert process.returncode == 0
+    assert log.read_bytes() == b""
+
+
+def test_ctrl_c_is_told_as_the_signal_that_it_is(log, start_script):
+    script = "import os, ddpjob\nddpjob.progress(1)\nos.kill(os.getpid(), 2)\n"
+    start_script(script, DDPJOB_TERMINATION_LOG=log).communicate(timeout=30)
+    assert (message(log)["signal"], message(log)["exitCode"]) == ("SIGINT", 130)
+
+
+def test_a_child_of_multiprocessing_tells_although_it_never_reaches_the_hook(log, capfd):
+    def body(rank: int) -> None:
+        ddpjob.init()
+        ddpjob.progress(7)
+        raise KeyError("shard")
+
+    child = multiprocessing.get_context("fork").Process(target=body, args=(0,))
+    child.start()
+    child.join(30)
+    assert message(log)["exception"] == "KeyError: 'shard'"
+    assert message(log)["step"] == 7
+
+
+def test_a_child_of_torchs_spawn_tells_what_was_raised_and_not_the_exit_that_follows(log, end_ranks):
+    def body(rank: int) -> None:
+        ddpjob.progress(7)
+        if rank == 1:
+            raise ValueError("boom")
+
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException):
+        torch.multiprocessing.start_processes(body, nprocs=2, start_method="fork")
+    assert (message(log)["exception"], message(log)["exitCode"]) == ("ValueError: boom", 1)
+
+
+def test_an_exit_code_inside_the_group_is_told_although_the_hook_never_sees_it(log, end_ranks):
+    def body(rank: int) -> None:
+        with ddpjob.init():
+            sys.exit(3)
+
+    assert end_ranks(body, 1)[0].exit_code == 3
+    assert (message(log)["exception"], message(log)["exitCode"]) == ("SystemExit: 3", 3)
+
+
+def test_under_torchrun_the_worker_that_failed_first_is_told_and_not_the_one_that_lost_it(log, tmp_path, free_port):
+    script, gone = tmp_path / "train.py", tmp_path / "gone"
+    script.write_text(
+        "import atexit, os, pathlib, sys, time, ddpjob\n"
+        f"gone = pathlib.Path({str(gone)!r})\n"
+        "ddpjob.progress(9)\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    atexit.register(gone.touch)\n"
+        f"    raise RuntimeError({PEER_IS_GONE!r})\n"
+        "while not gone.exists():\n"
+        "    time.sleep(0.01)\n"
+        "raise ValueError('the reason')\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port}"]
+    # torchrun ends the other worker as soon as it sees the first failure; both are to have failed by then.
+    command.append("--monitor-interval=5")
+    environ = {**os.environ, "PYTHONPATH": str(Path(ddpjob.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, str(script)], env=environ, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert (message(log)["rank"], message(log)["exception"]) == (1, "ValueError: the reason")
+
+
+# ---- whose message stays -------------------------------------------------------------------------------------------
+
+
+FAILURE, SYMPTOM = ValueError("the reason"), RuntimeError(PEER_IS_GONE)
+WRAPPED = RuntimeError("training failed")
+WRAPPED.__cause__ = SYMPTOM
+STOPPED = None
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "stays"),
+    [
+        (FAILURE, TypeError("later"), "first"),
+        (FAILURE, SYMPTOM, "first"),
+        (FAILURE, STOPPED, "first"),
+        (SYMPTOM, FAILURE, "second"),
+        (WRAPPED, FAILURE, "second"),
+        (SYMPTOM, STOPPED, "second"),
+        (STOPPED, WRAPPED, "first"),
+        (STOPPED, FAILURE, "second"),
+    ],
+)
+def test_the_earliest_failure_stays_and_a_lost_peer_gives_way(log, first, second, stays):
+    wrote = []
+    for error in (first, second):
+        termination.tell_stopped(12) if error is STOPPED else termination.tell(raised(error))
+        wrote.append(log.read_bytes())
+    assert (wrote[0] == wrote[1]) == (stays == "first")
+    kept = first if stays == "first" else second
+    if kept is STOPPED:
+        assert (message(log)["resumable"], message(log)["step"], message(log)["exitCode"]) == (True, 12, 75)
+    else:
+        assert message(log)["exception"] == f"{type(kept).__name__}: {kept}"
+
+
+@pytest.mark.parametrize("error", [SYMPTOM, WRAPPED])
+def test_a_rank_that_only_lost_a_peer_writes_nothing_so_that_torchruns_table_is_read(log, error):
+    """The kubelet takes the end of the log only where the file is empty; a peer in this pod may have crashed silently."""
+    termination.tell(raised(error))
+    assert log.read_bytes() == b""
+
+
+def test_what_the_script_wrote_itself_stays_and_what_a_killed_rank_left_does_not(log):
+    log.write_text("out of disk, said the script")
+    termination.tell(raised(FAILURE))
+    assert log.read_text() == "out of disk, said the script"
+    log.write_text('{"ddpjob": 1, "rank": 0, "exception": "Val' + "x" * 9000)
+    termination.tell(raised(FAILURE))
+    assert message(log)["exception"] == "ValueError: the reason"
+
+
+def test_ranks_that_fail_in_the_same_moment_leave_one_whole_message(log, end_ranks):
+    start = time.time() + 0.5
+
+    def body(rank: int) -> None:
+        while time.time() < start:
+            pass
+        for _ in range(50):
+            os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), "8"
+            termination.tell(raised(ValueError(f"rank {rank} " + "x" * 400 * rank)))
+
+    assert {outcome.exit_code for outcome in end_ranks(body, 4)} == {0}
+    assert message(log)["exception"].startswith(f"ValueError: rank {message(log)['rank']}")
+
+
+# ---- whatever comes ------------------------------------------------------------------------------------------------
+
+
+class Hostile(Exception):  # noqa: N818
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+def deep(depth: int) -> None:
+    deep(depth + 1)
+
+
+def recursion() -> BaseException:
+    try:
+        deep(0)
+    except RecursionError as error:
+        return error
+    raise AssertionError
+
+
+def chain() -> BaseException:
+    error: BaseException | None = None
+    for number in range(200):
+        following = ValueError(f"link {number}")
+        following.__cause__ = error
+        error = following
+    error.__cause__.__cause__.__cause__ = error  # type: ignore[union-attr]
+    return error  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("x" * 1_000_000),
+        ValueError("漢" * 5_000),
+        ValueError("𝄞" * 5_000),
+        ValueError("\x00\x1b" * 5_000),
+        ValueError('"\\' * 5_000),
+        ValueError("\ud800" * 5_000),
+        ValueError("\n" * 5_000),
+        ValueError(b"\xff" * 5_000),
+        type("漢" * 3_000, (Exception,), {})("x"),
+        Hostile(),
+        SystemExit("a text " * 1000),
+        SyntaxError("bad", ("x.py", 1, 1, "x" * 9000, 1, 2)),
+        recursion(),
+        chain(),
+    ],
+    ids=lambda error: type(error).__name__[:20],
+)
+def test_the_message_is_json_of_at_most_4096_bytes_whatever_was_raised(log, error):
+    termination.tell(raised(error))
+    assert 100 < len(log.read_bytes()) <= 4096
+    told = message(log)
+    assert (told["exitCode"], told["rank"]) == (1, 0)
+    assert told["exception"]
+
+
+def test_the_end_of_a_long_trace_is_what_fits_in_whole_lines(log):
+    error = raised(ValueError("\n".join(f"line {number}" for number in range(2000))))
+    termination.tell(error)
+    told, whole = message(log)["traceback"], "".join(traceback.format_exception(error))
+    assert whole.endswith("\n" + told)
+    assert len(log.read_bytes()) > 3900
+
+
+@pytest.mark.parametrize("place", ["nowhere/log", "", ".", "fifo", "read-only", "/dev/full", "/proc/self/mem"])
+def test_a_file_that_cannot_be_written_is_no_matter(monkeypatch, tmp_path, place):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")
+    Path("read-only").touch(0o444)
+    monkeypatch.setenv("DDPJOB_TERMINATION_LOG", place)
+    termination.tell(raised(FAILURE))
+    termination.tell_stopped(3)
+
+
+def test_a_lock_that_is_never_given_back_costs_half_a_second_and_no_more(log):
+    with open(log) as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        begin = time.monotonic()
+        termination.tell(raised(FAILURE))
+        assert time.monotonic() - begin < 10
+    assert log.read_bytes() == b""
+
+
+def test_without_a_file_the_hook_of_the_script_is_never_touched(start_script):
+    script = "import sys, ddpjob\nhook = sys.excepthook\nddpjob.progress(1)\nassert sys.excepthook is hook\n"
+    process = start_script(script)
+    assert process.communicate(timeout=30) == ("", "")

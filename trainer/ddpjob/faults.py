@@ -1,0 +1,86 @@
+"""Faults on purpose: `ddpjob run --fail` orders them through DDPJOB_FAULTS, and `progress` obeys at the step.
+
+    [{"rank": 3, "step": 50, "signal": "SEGV"}, {"rank": 1, "step": 40, "exit": 3},
+     {"rank": 0, "step": 30, "hang": true, "attempt": 2}]
+
+A fault belongs to one attempt, by default the first: the training that follows it is to succeed. Its step is the first
+that this rank reports at or after it. What cannot be understood is said once on stderr and left out.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Fault(NamedTuple):
+    """What happens to this rank at that step."""
+
+    step: int
+    kind: str
+    value: Any
+
+
+def ordered(environ: Mapping[str, str], rank: int) -> list[Fault]:
+    """The faults of this rank in this attempt."""
+    text = environ.get("DDPJOB_FAULTS")
+    if not text:
+        return []
+    read = [(entry, _fault(entry)) for entry in _entries(text)]
+    misread = [json.dumps(entry)[:200] for entry, fault in read if fault is None]
+    if misread:
+        print(
+            f"ddpjob: DDPJOB_FAULTS: {', '.join(misread)} left out: a fault has rank, step, perhaps attempt, and one "
+            f"of signal (a name), exit (1 to 255), hang (true)",
+            file=sys.stderr,
+            flush=True,
+        )
+    mine = (rank, environ.get("DDPJOB_ATTEMPT") or "1")
+    return [fault for entry, fault in read if fault and (entry["rank"], str(entry.get("attempt", 1))) == mine]
+
+
+def obey(faults: list[Fault], step: int) -> list[Fault]:
+    """Break what is due, if anything; the faults that are still to come."""
+    due = [fault for fault in faults if fault.step <= step]
+    for fault in due:
+        _break(fault)
+    return [fault for fault in faults if fault not in due]
+
+
+def _entries(text: str) -> list[Any]:
+    try:
+        entries = json.loads(text)
+    except ValueError:
+        return [text]
+    return entries if isinstance(entries, list) else [entries]
+
+
+def _fault(entry: Any) -> Fault | None:
+    """None for what is no fault."""
+    try:
+        (kind,) = set(entry) - {"rank", "step", "attempt"}
+        entry["rank"]
+        return Fault(int(entry["step"]), kind, _value(kind, entry[kind]))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _value(kind: str, value: Any) -> Any:
+    if kind == "signal":
+        return signal.Signals[value if value.startswith("SIG") else f"SIG{value}"]
+    if (kind == "exit" and type(value) is int and 0 < value < 256) or (kind == "hang" and value is True):
+        return value
+    raise ValueError(kind)
+
+
+def _break(fault: Fault) -> None:
+    print(f"ddpjob: fault on purpose at step {fault.step}: {fault.kind} {fault.value}", file=sys.stderr, flush=True)
+    if fault.kind == "signal":
+        os.kill(os.getpid(), fault.value)
+    elif fault.kind == "exit":
+        raise SystemExit(fault.value)  # as a script does: the group is left, and the termination message written
+    else:
+        threading.Event().wait()  # the posting thread goes on: alive, and no further step
