@@ -369,7 +369,8 @@ def _what(failure: api.Failure) -> str:
     if failure.reason == "OOMKilled":
         return f"was killed{at} because it used more memory than its limit (OOMKilled)"
     if failure.reason in _PHRASES:
-        return _PHRASES[failure.reason].format(code=_code(failure)) + at + why
+        what, colon, because = _PHRASES[failure.reason].format(code=_code(failure)).partition(":")
+        return what + at + colon + because + why
     if failure.reason == STALLED:
         return failure.exception or f"has made no step{at}"
     if failure.reason in rules.START_REASONS and failure.exit_code is not None:

@@ -183,7 +183,7 @@ def test_the_earliest_failure_stays_and_a_lost_peer_gives_way(log, first, second
 
 @pytest.mark.parametrize("error", [SYMPTOM, WRAPPED])
 def test_a_rank_that_only_lost_a_peer_writes_nothing_so_that_torchruns_table_is_read(log, error):
-    """The kubelet takes the end of the log only where the file is empty; a peer in this pod may have crashed silently."""
+    """The kubelet takes the end of the log only where the file is empty, and a peer may have crashed without a word."""
     termination.tell(raised(error))
     assert log.read_bytes() == b""
 
