@@ -76,6 +76,9 @@ def pod(
     metadata["annotations"] = {**KEEP_FROM_CONSOLIDATION, **(given.get("annotations") or {})}
     spec.update(restartPolicy="Never", hostname=contract.hostname(job, rank), subdomain=job.metadata.name)
     spec.setdefault("enableServiceLinks", False)
+    if spec.get("terminationGracePeriodSeconds") == 0:
+        # With 0 whoever deletes a pod makes the API server forget it before its kubelet has ended anything.
+        spec["terminationGracePeriodSeconds"] = 1
     _trainer(job, attempt, rank, meet, reporting, spec)
     if reporting is not None and reporting.token_file == reporting_volume.TOKEN_FILE:
         reporting_volume.add_token(spec, trainer_container({"spec": spec}) or {})

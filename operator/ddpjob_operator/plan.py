@@ -284,7 +284,8 @@ RULES: tuple[Callable[[Scene], Verdict | None], ...] = (
 def clear(s: Scene) -> tuple[DeletePod, ...]:
     """Pods of attempts that are recorded as over: what a lost node keeps must not answer to the rank's DNS name, and
     logs of long ago are many."""
-    return tuple(DeletePod(p.name, p.uid, 0) for p in s.left if p.attempt < s.recorded.attempt)
+    left = [p for p in s.left if p.attempt < s.recorded.attempt]
+    return tuple(DeletePod(p.name, p.uid, 0) for p in (*left, *s.orphans))
 
 
 def start_back_off_seconds(uid: str, retries: int) -> int:
@@ -324,6 +325,9 @@ def remarks(job: api.DDPJob, new: api.Status) -> Iterator[Event]:
     if policy != "Never":
         text = f"restartPolicy: {policy} becomes Never: the kubelet's own restarts would break the group"
         yield _event(reasons.RESTART_POLICY_CHANGED, text)
+    if podspec.grace_seconds(job.spec.template) == 0:
+        text = "terminationGracePeriodSeconds: 0 becomes 1: with 0 a pod is forgotten before its processes have ended"
+        yield _event(reasons.GRACE_RAISED, text)
     names = ", ".join(contract.overridden(job))
     if names:
         text = f"{names}: your value and not the job's; the ranks meet only if it is right on every node"

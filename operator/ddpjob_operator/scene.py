@@ -97,6 +97,8 @@ class Scene:
     """Pods of earlier attempts in which something may still run, those on lost nodes excepted."""
     left: tuple[Pod, ...]
     """Pods of earlier attempts that are to go: what ended long ago, and what a lost node keeps."""
+    orphans: tuple[Pod, ...]
+    """Pods of a deleted job of this name that are stopping on lost nodes: nobody else would ever let go of them."""
     lost: frozenset[str]
     """uids of live pods whose node is declared lost."""
     refusals: tuple[Refusal, ...]
@@ -136,12 +138,10 @@ class Scene:
     def stop(self, pods: Sequence[Pod], grace_seconds: int | None) -> tuple[DeletePod, ...]:
         """Stop them. One that is stopping is not told again; one on a lost node will never answer: it goes at once.
 
-        Others get a second at least: with a grace of 0 the object goes before the kubelet has ended anything, and the
-        next attempt would start beside the last.
+        Only those: with a grace of 0 the object goes before the kubelet has ended anything, and the next attempt would
+        start beside the last.
         """
         found = []
-        if grace_seconds is None and podspec.grace_seconds(self.spec.template) == 0:
-            grace_seconds = 1
         for pod in sorted(pods, key=by_identity):
             if pod.uid in self.lost:
                 found.append(DeletePod(pod.name, pod.uid, 0))
@@ -169,7 +169,8 @@ def look(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
         # A status that was lost (a restored backup) must not bring an attempt to life twice.
         known = replace(status, attempt=max((status.attempt, *(p.attempt for p in own))))
         status = replace(new_attempt(known, now), start_time=now)
-    lost = frozenset(p.uid for p in own if p.live and is_past(lost_at(p, seen.nodes, settings), now))
+    gone = [p for p in seen.pods if p.live and is_past(lost_at(p, seen.nodes, settings), now)]
+    lost = frozenset(p.uid for p in gone if is_own(p, job))
     mine = {p.rank: p for p in own if p.attempt == status.attempt and 0 <= p.rank < job.spec.nodes}
     departed = {p.rank: p for p in seen.departed if is_own(p, job) and p.attempt == status.attempt}
     others = sorted((p for p in own if p.attempt != status.attempt), key=by_identity)
@@ -182,6 +183,7 @@ def look(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
         departed=departed,
         older=tuple(p for p in others if p.live and p.uid not in lost),
         left=tuple(p for p in others if p.uid in lost or (not p.live and p.attempt <= status.attempt - ATTEMPTS_KEPT)),
+        orphans=tuple(sorted((p for p in gone if is_namesake(p, job) and p.stop_asked_at), key=by_identity)),
         lost=lost,
         foreign=tuple(
             sorted((*seen.foreign, *_foreign_pods(job, seen, status.attempt)), key=lambda f: (f.deleted_job, f.name))
@@ -242,7 +244,8 @@ def lost_at(pod: Pod, nodes: Mapping[str, Node] | None, settings: Settings) -> d
 
 def next_loss(job: api.DDPJob, seen: Observed, settings: Settings, now: dt.datetime) -> dt.datetime | None:
     """When the next node will be declared lost, if nothing changes."""
-    times = (lost_at(p, seen.nodes, settings) for p in owned(job, seen) if p.live)
+    pods = (p for p in seen.pods if p.live and (is_own(p, job) or is_namesake(p, job)))
+    times = (lost_at(p, seen.nodes, settings) for p in pods)
     return earliest(*(t for t in times if t is not None and t > now))
 
 
@@ -262,6 +265,11 @@ def owned(job: api.DDPJob, seen: Observed) -> list[Pod]:
 def is_own(pod: Pod, job: api.DDPJob) -> bool:
     """Whether this job made it."""
     return bool(job.metadata.uid) and pod.owner_uid == job.metadata.uid
+
+
+def is_namesake(pod: Pod, job: api.DDPJob) -> bool:
+    """Whether a deleted job of the same name made it: of two jobs of one name only one can be there."""
+    return pod.job == job.metadata.name and bool(pod.owner_uid) and not is_own(pod, job)
 
 
 def has_completed(pod: Pod) -> bool:
@@ -310,9 +318,9 @@ def name_pods(pods: Sequence[Pod]) -> str:
 def _foreign_pods(job: api.DDPJob, seen: Observed, attempt: int) -> Iterator[Foreign]:
     names = {contract.pod_name(job, attempt, rank) for rank in range(job.spec.nodes)}
     for pod in seen.pods:
-        if pod.owner_uid == job.metadata.uid and job.metadata.uid:
+        if is_own(pod, job):
             continue
         # A namesake's pod answers to the same DNS name, whatever its attempt, until it has ended.
-        namesake = pod.job == job.metadata.name and bool(pod.owner_uid)
+        namesake = is_namesake(pod, job)
         if pod.name in names or (namesake and not pod.ended):
             yield Foreign("Pod", pod.name, deleted_job=namesake)

@@ -54,6 +54,10 @@ def test_the_kubelet_never_restarts_a_trainer_by_itself() -> None:
     assert pod(with_pod(restartPolicy="Always"))["spec"]["restartPolicy"] == "Never"
 
 
+def test_a_grace_of_0_becomes_1_for_the_api_server_forgets_such_a_pod_before_its_kubelet_has_ended_it() -> None:
+    assert pod(with_pod(terminationGracePeriodSeconds=0))["spec"]["terminationGracePeriodSeconds"] == 1
+
+
 def test_shared_memory_is_half_of_the_memory_limit_and_2_gib_without_one() -> None:
     def size(container: dict[str, Any] | None) -> str:
         return pod(job(container=container))["spec"]["volumes"][0]["emptyDir"]["sizeLimit"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from typing import Any
 
 import pytest
 
 from ddpjob_operator.kube.nodes import Nodes
+
+NOW = dt.datetime(2031, 3, 5, 7, 40, tzinfo=dt.timezone.utc)
 
 
 def node(name: str, ready: str = "True") -> dict[str, Any]:
@@ -21,7 +24,7 @@ def changes() -> list[str]:
 
 @pytest.fixture
 def nodes(changes: list[str]) -> Nodes:
-    return Nodes(changes.append)
+    return Nodes(changes.append, lambda: NOW)
 
 
 def lost(nodes: Nodes) -> list[str]:
@@ -41,6 +44,14 @@ def test_only_nodes_that_are_not_ready_are_told_and_only_changes_wake_anyone(nod
     assert (lost(nodes), changes) == (["b"], ["b"])
     nodes.put(node("b"))
     assert (lost(nodes), changes) == ([], ["b", "b"])
+
+
+def test_since_when_is_counted_by_our_own_clock_for_the_clusters_may_be_minutes_off(nodes: Nodes) -> None:
+    nodes.replace([node("a"), node("b", "Unknown")], 1)
+    nodes.put(node("b", "False"))
+    seen = nodes.seen()
+    assert seen is not None
+    assert seen["b"].since == NOW
 
 
 def test_a_node_that_is_gone_is_no_longer_told(nodes: Nodes) -> None:

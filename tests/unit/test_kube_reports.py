@@ -16,6 +16,7 @@ from ddpjob_operator.kube.app import Operator, Settings
 from ddpjob_operator.kube.client import Client
 from ddpjob_operator.kube.execute import Caches, Executor
 from ddpjob_operator.kube.memory import Memory
+from ddpjob_operator.kube.nodes import Nodes
 from ddpjob_operator.kube.receive import Sender
 from ddpjob_operator.kube.reconcile import FIRST_REPORT_SECONDS, Reconciler
 from ddpjob_operator.kube.store import Jobs, Key, Store
@@ -31,7 +32,12 @@ class Desk:
         self.now = START
         jobs: Jobs = Jobs(lambda _: None)
         nothing: Any = Store(observe.pod, lambda _: ("", ""), lambda *_: None)
-        self.caches = Caches(jobs, nothing, Store(observe.service, lambda _: ("", ""), lambda *_: None))
+        self.caches = Caches(
+            jobs,
+            nothing,
+            Store(observe.service, lambda _: ("", ""), lambda *_: None),
+            Nodes(lambda _: None, lambda: START),
+        )
         self.reconciler = Reconciler(self.caches, cast(Executor, None), now=lambda: self.now)
         for name in names or ("digits",):
             self.running(name)

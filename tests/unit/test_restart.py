@@ -132,13 +132,6 @@ def test_restart_grace_seconds_is_the_users_to_choose_down_to_one(given: int, gr
     assert deleted(world.step()) == [("digits-1-0", grace)]
 
 
-def test_a_template_without_grace_is_stopped_with_one_second_for_the_same_reason() -> None:
-    world = digits().running()
-    template = {"spec": {**world.job.spec.template["spec"], "terminationGracePeriodSeconds": 0}}
-    world.change(template=template, suspend=True).step()
-    assert deleted(world.step()) == [("digits-1-0", 1), ("digits-1-1", 1)]
-
-
 def test_a_rank_whose_whole_life_passed_between_two_looks_is_not_made_again_under_its_name() -> None:
     """Its first process may still run where nobody looks."""
     world = digits().started().runs(0, 1)
@@ -426,6 +419,18 @@ def test_a_pod_that_only_takes_long_on_a_node_that_answers_is_waited_for() -> No
     world = digits().running().told_to_stop(1).settle().stops(0).after(3600).settle()
     assert world.names() == ["digits-1-1"]
     assert "digits-1-1 on node-1" in world.status.message
+
+
+def test_the_pod_of_a_deleted_namesake_on_a_lost_node_does_not_hold_up_the_new_job_for_ever() -> None:
+    world = digits().stranger("digits-1-1", label="digits", owner="uid-of-the-deleted-job")
+    world.strangers = [dataclasses.replace(p, node="node-7", stop_asked_at=world.now) for p in world.strangers]
+    world.nodes = {"node-7": Node(ready=False, since=world.now)}
+    world.settle()
+    assert world.status.reason == "WaitingForDeletedJob"
+    again = world.plan().look_again_at
+    assert again is not None
+    assert again <= world.now + dt.timedelta(seconds=30)
+    assert deleted(world.after(30).plan()) == [("digits-1-1", 0)]
 
 
 def test_a_node_that_fails_the_job_twice_is_avoided_for_an_hour_and_shown() -> None:

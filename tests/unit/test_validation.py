@@ -155,6 +155,17 @@ def test_a_name_that_cannot_name_a_service_is_refused(name: str) -> None:
         (["torchrun", "--master-addr=m", "--master-port=0", "x.py"], 2, "port 0 is another one on each of 2 nodes"),
         (["torchrun", "--master-port=0", "x.py"], 2, "port 0 is another one on each of 2 nodes"),
         (["torchrun", "--rdzv-endpoint", "localhost:0", "x.py"], 2, "Use $(MASTER_ADDR):$(MASTER_PORT)"),
+        (["torchrun", "--rdzv-backend=c10d", "x.py"], 2, "each of 2 nodes waits at its own address"),
+        (["sh", "-c", "torchrun --master-addr=$(hostname) x.py"], 2, "--master_addr=$(hostname) keeps 2 nodes apart"),
+        (["torchrun", "--node-rank=1", "x.py"], 1, "--node_rank=1 waits for node 0, and spec.nodes: 1 has no other"),
+        (["torchrun", "--nproc-per-node=gpu", "x.py"], 2, "--nproc_per_node=gpu: the trainer's limits have no GPU"),
+        (["python", "-m", "torch.distributed.launch", "--no-python", "./x"], 1, "cannot hand over --local-rank"),
+        (
+            ["python", "x.py", "--dist-url", "file:///tmp/meet"],
+            2,
+            "--dist-url=file:///tmp/meet: 2 nodes share no folder",
+        ),
+        (["torchrun", "x.py", "--init_method=file:///tmp/meet"], 2, "Mount a volume that all nodes share"),
     ],
 )
 def test_a_command_that_contradicts_the_job_would_hang_and_is_refused(words: list[str], nodes: int, part: str) -> None:
@@ -175,10 +186,45 @@ def test_a_command_that_contradicts_the_job_would_hang_and_is_refused(words: lis
         (["torchrun", "--rdzv-backend=c10d", "--rdzv-endpoint=$(MASTER_ADDR):$(MASTER_PORT)", "x.py"], 2),
         (["torchrun", "--master-addr=digits-0.digits", "x.py"], 2),
         (["sh", "-c", "echo 'unclosed && torchrun --standalone x.py"], 2),
+        (["torchrun", "--node-rank=0", "x.py"], 1),
+        (["torchrun", "--standalone", "--rdzv-backend=c10d", "x.py"], 1),
+        (["python", "-m", "torch.distributed.launch", "--no-python", "--use_env", "./x"], 1),
+        (["python", "x.py", "--dist-url", "file:///tmp/meet"], 1),
+        (["python", "x.py", "--data", "file:///tmp/mnist", "--dist-url=tcp://$(MASTER_ADDR):23456"], 2),
     ],
 )
 def test_what_agrees_with_the_job_or_belongs_to_the_script_runs_unchanged(words: list[str], nodes: int) -> None:
     assert command(*words, nodes=nodes) == []
+
+
+@pytest.mark.parametrize(
+    ("volume", "refused"),
+    [
+        ({"persistentVolumeClaim": {"claimName": "all"}}, False),
+        ({"hostPath": {"path": "/nfs"}}, False),
+        ({"nfs": {"server": "s", "path": "/"}}, False),
+        ({"emptyDir": {}}, True),
+        ({}, True),
+    ],
+)
+def test_the_file_where_ranks_meet_must_be_on_a_volume_that_nodes_can_share(volume: dict, refused: bool) -> None:
+    mount = [{"name": "meet", "mountPath": "/meet/"}, {"name": "other", "mountPath": "/"}]
+    command = ["python", "x.py", "--dist_url=file:///meet/here"]
+    body = manifest(container={"command": command, "volumeMounts": mount})
+    other = {"name": "other", "persistentVolumeClaim": {"claimName": "root"}}
+    body["spec"]["template"]["spec"]["volumes"] = [{"name": "meet", **volume}, other]
+    assert bool(validation.parse(body)[1]) == refused
+
+
+def test_an_endpoint_for_torchrun_may_come_from_a_variable() -> None:
+    env = [{"name": "PET_RDZV_ENDPOINT", "value": "etcd:2379"}]
+    command = ["torchrun", "--rdzv-backend=etcd-v2", "x.py"]
+    assert problems(container={"command": command, "env": env}) == []
+
+
+def test_as_many_processes_as_gpus_are_no_contradiction_where_the_job_has_gpus() -> None:
+    limits = {"limits": {"nvidia.com/gpu": 2}}
+    assert problems(container={"command": ["torchrun", "--nproc-per-node=gpu", "x.py"], "resources": limits}) == []
 
 
 @pytest.mark.parametrize(
@@ -199,7 +245,7 @@ def test_the_script_is_known_only_where_it_is_plain_to_see(words: str, expected:
 
 def test_a_dynamic_rendezvous_numbers_the_nodes_itself_and_no_rank_is_claimed() -> None:
     """torchrun says that it ignores the node rank: naming rank 1 for node 1 would blame the wrong one."""
-    spec = job(container={"command": ["torchrun", "--rdzv_backend=c10d", "x.py"]}).spec
+    spec = job(container={"command": ["torchrun", "--rdzv_backend=c10d", "--rdzv_endpoint=a:1", "x.py"]}).spec
     assert contract.rank_of_node(spec, 1) is None
     assert contract.rank_of_node(job().spec, 1) == 1
     assert launcher.warnings(spec)

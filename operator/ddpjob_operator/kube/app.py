@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from typing import Any
 
 import kopf
+import uvloop
 from aiohttp import web
 
 from ddpjob_operator import api, build, contract
@@ -140,7 +141,7 @@ class Operator:
             Jobs(self._mark),
             Store(observe.pod, _job_of, self._pod_changed),
             Store(observe.service, _job_of, lambda key, _old, _new: self._mark(key)),
-            Nodes(self._node_changed),
+            Nodes(self._node_changed, _now),
         )
         self._make_parts_of_a_term()
         self._reflectors = [
@@ -413,7 +414,7 @@ def main() -> None:
             logging.getLogger(noisy).setLevel(logging.WARNING)
         for handler in logging.getLogger().handlers:
             handler.addFilter(_without_stack_where_the_server_said_no)
-    sys.exit(asyncio.run(serve(settings)))
+    sys.exit(uvloop.run(serve(settings)))
 
 
 def _leader(settings: Settings) -> Leader | None:

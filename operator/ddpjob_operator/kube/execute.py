@@ -6,7 +6,7 @@ import asyncio
 import datetime as dt
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -41,7 +41,7 @@ class Caches:
     jobs: Jobs
     pods: Store[Pod]
     services: Store[observe.Service]
-    nodes: Nodes = field(default_factory=lambda: Nodes(lambda _: None))
+    nodes: Nodes
 
 
 class Executor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime as dt
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from ddpjob_operator.observed import Foreign, Pod, Refusal, Report
 from ddpjob_operator.stall import Pace
@@ -41,10 +42,28 @@ class Memory:
     """When one of its ranks was last heard; None: nobody has spoken yet, or they have said that they end."""
     departed: dict[str, Pod] = field(default_factory=dict)
     """Pods whose object has gone, as they were last seen: a whole life may pass between two looks."""
+    first_seen: dict[tuple[str, str], dt.datetime] = field(default_factory=dict)
+    """When a pod (by uid) was first seen to be silent, or stopping."""
     confirmed_gone: set[str] = field(default_factory=set)
     """Pods that are not in our copy, and that the API server has confirmed to be gone."""
     asked_before: int = 0
     """The newest attempt before whose first pod the API server was asked what older ones have left."""
+
+    def by_own_clock(self, pods: Sequence[Pod], now: dt.datetime) -> list[Pod]:
+        """The pods with the times that decide whether their node is lost as we saw them: the API server's clock may be
+        minutes off ours, and a healthy node would be given up at once."""
+        seen = {(p.uid, "silent") for p in pods if p.silent_since} | {(p.uid, "stopping") for p in pods if p.stop_by}
+        self.first_seen = {key: self.first_seen.get(key, now) for key in seen}
+        return [self._by_own_clock(p) for p in pods]
+
+    def _by_own_clock(self, pod: Pod) -> Pod:
+        stopping = self.first_seen.get((pod.uid, "stopping"))
+        grace = pod.stop_by - pod.stop_asked_at if pod.stop_by and pod.stop_asked_at else dt.timedelta()
+        return replace(
+            pod,
+            silent_since=self.first_seen.get((pod.uid, "silent")),
+            stop_by=None if stopping is None else stopping + grace,
+        )
 
     def refuse(self, name: str, message: str, now: dt.datetime) -> None:
         """The server would not create it. All refusals of one round wait for the same time."""

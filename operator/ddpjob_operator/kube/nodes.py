@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,10 +19,14 @@ DISRUPTED_SHARE, DISRUPTED_NODES = 0.55, 3
 
 
 class Nodes:
-    """`changed(name)` is called when a node is no longer, or again, ready. Ready ones cost nothing: there are many."""
+    """`changed(name)` is called when a node is no longer, or again, ready. Ready ones cost nothing: there are many.
 
-    def __init__(self, changed: Callable[[str], None]) -> None:
+    Since when is counted by our own clock, from when we first saw it: another machine's may be minutes off.
+    """
+
+    def __init__(self, changed: Callable[[str], None], now: Callable[[], dt.datetime]) -> None:
         self._changed = changed
+        self._now = now
         self._names: set[str] = set()
         self._not_ready: dict[str, Node] = {}
         self._listed = False
@@ -45,7 +50,8 @@ class Nodes:
     def put(self, raw: Raw) -> None:
         """A node as it is."""
         self._names.add(raw["metadata"]["name"])
-        self._set(raw["metadata"]["name"], observe.node(raw))
+        name, ready = raw["metadata"]["name"], observe.is_ready(raw)
+        self._set(name, READY if ready else self._not_ready.get(name) or Node(ready=False, since=self._now()))
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """A node is gone; the cluster itself then removes its pods."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_operator import api, contract
-from ddpjob_operator.observed import Container, Foreign, Node, Pod
+from ddpjob_operator.observed import Container, Foreign, Pod
 from ddpjob_operator.podspec import trainer_container
 
 Raw = Mapping[str, Any]
@@ -68,12 +68,10 @@ def service(raw: Raw) -> Service:
     )
 
 
-def node(raw: Raw) -> Node:
+def is_ready(node: Raw) -> bool:
     """A node by its condition Ready; one without it has only just joined."""
-    for condition in (raw.get("status") or {}).get("conditions") or ():
-        if condition.get("type") == "Ready" and condition.get("status") != "True":
-            return Node(ready=False, since=time(condition.get("lastTransitionTime")))
-    return Node(ready=True)
+    conditions = (node.get("status") or {}).get("conditions") or ()
+    return not any(c.get("type") == "Ready" and c.get("status") != "True" for c in conditions)
 
 
 def foreign(kind: str, raw: Raw, job: api.Metadata) -> Foreign:

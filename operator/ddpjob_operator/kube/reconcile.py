@@ -174,13 +174,16 @@ class Reconciler:
         others = tuple(
             Foreign("Service", s.name, deleted_job=s.owner_job == job.metadata.name) for s in services if s not in own
         )
+        nodes, pods = self._caches.nodes.seen(), self._caches.pods.of(key)
+        if nodes is None:  # then what is to be read from the pods themselves counts
+            pods = memory.by_own_clock(pods, self._now())
         return Observed(
             service=bool(own),
-            pods=tuple(self._caches.pods.of(key)),
+            pods=tuple(pods),
             foreign=(*others, *(s.foreign for s in memory.strangers.values())),
             refusals=tuple(memory.refusals.values()),
             reports=memory.reports,
-            nodes=self._caches.nodes.seen(),
+            nodes=nodes,
             departed=tuple(p for p in memory.departed.values() if p.attempt == job.status.attempt),
             paces={rank: pace for rank, pace in memory.paces.items() if pace.attempt == job.status.attempt},
         )
