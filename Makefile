@@ -6,7 +6,7 @@ CRD    := charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml
 # One pytest process a core; tests that share something name their group.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
 
-.PHONY: install demo test test-kind check format generate clean help
+.PHONY: install demo test simulate test-kind check format generate clean help
 
 help: ## What can be made.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,10 @@ check: install ## Style, types, layers, and that generated files are what the co
 test: check ## All tests; those that need a cluster run where KUBECONFIG names one, by themselves: they wait for it.
 	$(PYTEST) --ignore tests/api --ignore tests/cluster
 	$(BIN)/python -m pytest -n 0 tests/api tests/cluster
+
+SEEDS ?= 20000
+simulate: install ## SEEDS=20000 lives of a job on a model of a cluster, with everything that can go wrong.
+	$(BIN)/python tests/simulation/simulate.py --seeds $(SEEDS)
 
 test-kind: install ## The tests that need a cluster, on a kind cluster of two nodes (docker, kind, kubectl and helm on the PATH).
 	printf 'kind: Cluster\napiVersion: kind.x-k8s.io/v1alpha4\nnodes: [{role: control-plane}, {role: worker}, {role: worker}]\n' \

@@ -1,0 +1,100 @@
+"""Which faults happen where. Each is one line that can be taken back: that is how a failing seed shrinks.
+
+A *point* is a place that the program passes again and again ("write", "watch.pods"); the n-th pass of a point is
+"write#n". What happens there depends on the seed, the point and n alone, so that leaving one fault out does not move
+the others.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Mapping
+
+# What may happen at each point. crash: the operator's process dies, and starts again a while later.
+POINTS: dict[str, tuple[str, ...]] = {
+    "write": ("crash before", "crash after", "lost answer", "not carried out", "error", "throttled", "touched", "slow",
+              "slow answer"),
+    "read": ("crash before", "not carried out", "error", "slow"),
+    "list": ("stale",),
+    "watch.pods": ("late", "broken", "error", "gone", "twice"),
+    "watch.services": ("late", "broken", "error", "gone", "twice"),
+    "watch.ddpjobs": ("late", "broken", "error", "gone", "twice"),
+    "watch.nodes": ("late", "broken", "error", "gone", "twice"),
+    "watch.leases": ("late", "broken", "error", "gone", "twice"),
+    "kubelet": ("slow", "cannot start"),
+    "exit": ("phase later",),
+    "sigterm": ("ignored", "ends with 0", "resumable"),
+    "scheduler": ("slow", "no room"),
+    "collector": ("slow",),
+    "peers": ("hang",),
+}  # fmt: skip
+# Passed a few times in the life of a pod, where the others are passed with every word between two machines.
+SELDOM = frozenset(("kubelet", "exit", "sigterm", "scheduler", "collector", "peers"))
+Rates = Mapping[str, Mapping[str, float]]
+
+
+class Faults:
+    """The faults of one run. `only`: these and no others, as `taken` of another run tells them."""
+
+    def __init__(self, seed: int, rates: Rates, only: Mapping[str, str] | None = None) -> None:
+        self.seed = seed
+        self.stopped = False
+        self.taken: dict[str, str] = {}
+        self._only = only
+        self._count: collections.Counter[str] = collections.Counter()
+        self._tables = {point: _table(table) for point, table in rates.items() if table}
+        self._streams = {point: random.Random(f"{seed} {point}") for point in self._tables}
+
+    def at(self, point: str) -> str:
+        """What happens now at this point; empty: nothing."""
+        number = self._count[point]
+        self._count[point] = number + 1
+        if self.stopped:
+            return ""
+        if self._only is not None:
+            found = self._only.get(f"{point}#{number}", "")
+        elif point in self._tables:
+            drawn = self._streams[point].random()
+            found = next((fault for fault, up_to in self._tables[point] if drawn < up_to), "")
+        else:
+            return ""
+        if found:
+            self.taken[f"{point}#{number}"] = found
+        return found
+
+    def happens(self, key: str, what: str) -> bool:
+        """Whether a fault that the seed has planned happens: it does, unless shrinking has left it out."""
+        if self._only is not None and key not in self._only:
+            return False
+        self.taken[key] = what
+        return True
+
+    def passed(self, point: str) -> int:
+        """How often a point was passed."""
+        return self._count[point]
+
+    def number(self, point: str, low: float, high: float) -> float:
+        """A number that belongs to the latest pass of a point."""
+        return random.Random(f"{self.seed} {point}#{self._count[point]}").uniform(low, high)
+
+
+def swarm(rng: random.Random) -> dict[str, dict[str, float]]:
+    """A random part of all faults at random rates: few kinds, often, find what all kinds, seldom, never do."""
+    share = rng.choice((0.0, 0.1, 0.25, 0.5))
+    rates = {}
+    for point, faults in POINTS.items():
+        rates[point] = {fault: _rate(rng, point) for fault in faults if rng.random() < share}
+    return rates
+
+
+def _rate(rng: random.Random, point: str) -> float:
+    return float(10 ** (rng.uniform(-1.2, -0.2) if point in SELDOM else rng.uniform(-2.5, -0.7)))
+
+
+def _table(rates: Mapping[str, float]) -> list[tuple[str, float]]:
+    table, total = [], 0.0
+    for fault, rate in rates.items():
+        total += rate
+        table.append((fault, total))
+    return table

@@ -1,0 +1,363 @@
+"""A model of the API server: what its clients can tell apart, and no more. tests/api/test_model.py checks it.
+
+Objects are raw dicts that nobody changes in place: each write makes a new one, so that a watch, a cache and a stale
+list can share them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import datetime as dt
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddpjob_operator import api
+
+Raw = dict[str, Any]
+Answer = tuple[int, Raw]
+Place = tuple[str, str]
+"""Namespace and name."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A resource of the API."""
+
+    plural: str
+    kind: str
+    api_version: str
+    status_apart: bool = False
+    """Whether it has a status subresource that the main PUT leaves alone, and the other way round."""
+    generation: bool = False
+
+    def named(self, name: str) -> str:
+        """As error messages name an object."""
+        group = self.api_version.rpartition("/")[0]
+        return f'{self.plural}.{group} "{name}"' if group else f'{self.plural} "{name}"'
+
+
+KINDS = {
+    kind.plural: kind
+    for kind in (
+        Kind("pods", "Pod", "v1", status_apart=True),
+        Kind("services", "Service", "v1", status_apart=True),
+        Kind("nodes", "Node", "v1", status_apart=True),
+        Kind("leases", "Lease", "coordination.k8s.io/v1"),
+        Kind("events", "Event", "v1"),
+        Kind(api.PLURAL, api.KIND, api.API_VERSION, status_apart=True, generation=True),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One entry of the log that watches read."""
+
+    version: int
+    at: float
+    old: Raw | None
+    new: Raw | None
+    actor: str = ""
+
+    @property
+    def object(self) -> Raw:
+        """The object as it was last."""
+        return self.new or self.old or {}
+
+
+class ModelApi:
+    """All objects, and the log of their changes. `clock` in seconds for the log, `now` for timestamps."""
+
+    def __init__(self, clock: Callable[[], float], now: Callable[[], dt.datetime]) -> None:
+        self._clock, self._now = clock, now
+        self.first_version = 1000
+        self._version, self._uids = self.first_version, 0
+        self.objects: dict[str, dict[Place, Raw]] = {plural: {} for plural in KINDS}
+        self.log: dict[str, list[Change]] = {plural: [] for plural in KINDS}
+        self.listeners: list[Callable[[Kind, Change], None]] = []
+        """Called after each change, before its answer."""
+        self.late: set[str] = set()
+        """uids of what was made by a request that had outlived its sender."""
+        self.waiting: dict[str, list[asyncio.Future[bool]]] = {plural: [] for plural in KINDS}
+        """Who waits for the next change of a kind."""
+        self.refuses: Callable[[str, Raw], str] = lambda plural, body: ""
+        """Admission: why an object may not be created; empty: it may."""
+
+    @property
+    def version(self) -> int:
+        """The newest resourceVersion."""
+        return self._version
+
+    def request(
+        self, method: str, path: str, params: Mapping[str, str] | None = None, body: Raw | None = None, actor: str = ""
+    ) -> Answer:
+        """Code and body of the answer; `actor` is who the log names."""
+        if path.endswith("/selfsubjectaccessreviews"):
+            return 201, {**(body or {}), "status": {"allowed": True}}
+        plural, namespace, name, subresource = parse(path)
+        kind = KINDS.get(plural)
+        if kind is None:
+            return _no(404, "NotFound", "the server could not find the requested resource")
+        if method == "GET":
+            return self._get(kind, namespace, name, params or {})
+        if method == "POST":
+            return self._create(kind, namespace, body or {}, actor)
+        if method == "PUT":
+            return self._replace(kind, (namespace, name), subresource, body or {}, actor)
+        assert method == "DELETE", method
+        return self._delete(kind, (namespace, name), body or {}, actor)
+
+    # ---------------------------------------------------------------- for the rest of the model, which sees no faults
+
+    def find(self, plural: str, name: str, namespace: str = "default") -> Raw | None:
+        """The object as it is now."""
+        return self.objects[plural].get((namespace, name))
+
+    def all(self, plural: str) -> list[Raw]:
+        """The objects as they are now."""
+        return list(self.objects[plural].values())
+
+    def change(self, plural: str, raw: Raw, actor: str, **fields: Any) -> Raw | None:
+        """The same object with other top-level fields, if it is still there; metadata is merged."""
+        place = _place(raw)
+        old = self.objects[plural].get(place)
+        if old is None or old["metadata"]["uid"] != raw["metadata"]["uid"]:
+            return None
+        metadata = {**old["metadata"], **fields.pop("metadata", {})}
+        return self._store(KINDS[plural], place, old, {**old, **fields, "metadata": metadata}, actor)
+
+    def remove(self, plural: str, raw: Raw, actor: str) -> None:
+        """The object goes at once, whatever its grace and finalizers."""
+        place = _place(raw)
+        old = self.objects[plural].get(place)
+        if old is not None and old["metadata"]["uid"] == raw["metadata"]["uid"]:
+            self._drop(KINDS[plural], place, old, actor)
+
+    def at_version(self, plural: str, version: int) -> list[Raw]:
+        """The objects as they were: what a server that lags would list."""
+        then: dict[Place, Raw] = {}
+        for change in self.log[plural]:
+            if change.version > version:
+                break
+            if change.new is None:
+                then.pop(_place(change.object), None)
+            else:
+                then[_place(change.object)] = change.new
+        return list(then.values())
+
+    def after(self, plural: str, version: int) -> Change | None:
+        """The first change after a version."""
+        log = self.log[plural]
+        index = bisect.bisect_right(log, version, key=lambda change: change.version)
+        return log[index] if index < len(log) else None
+
+    # ---------------------------------------------------------------- verbs
+
+    def _get(self, kind: Kind, namespace: str, name: str, params: Mapping[str, str]) -> Answer:
+        if name:
+            found = self.objects[kind.plural].get((namespace, name))
+            return (200, found) if found else _not_found(kind, name)
+        matches = matching(params.get("labelSelector", ""), namespace)
+        items = [raw for raw in self.objects[kind.plural].values() if matches(raw)]
+        return 200, list_of(kind, items, self._version)
+
+    def _create(self, kind: Kind, namespace: str, body: Raw, actor: str) -> Answer:
+        name = body["metadata"]["name"]
+        place = (namespace, name)
+        if place in self.objects[kind.plural]:
+            return _no(409, "AlreadyExists", f"{kind.named(name)} already exists")
+        if refusal := self.refuses(kind.plural, body):
+            return _no(403, "Forbidden", f"{kind.named(name)} is forbidden: {refusal}")
+        self._uids += 1
+        metadata = {
+            **body["metadata"],
+            "namespace": namespace,
+            "uid": f"00000000-0000-4000-8000-{self._uids:012d}",
+            "creationTimestamp": stamp(self._now()),
+        }
+        raw = {**body, "metadata": metadata}
+        if kind.generation:
+            metadata["generation"] = 1
+        if kind.status_apart:
+            raw.pop("status", None)
+        if kind.plural == "pods":
+            raw["spec"] = {"terminationGracePeriodSeconds": 30, **body["spec"]}
+            raw["status"] = {"phase": "Pending"}
+        return 201, self._store(kind, place, None, raw, actor)
+
+    def _replace(self, kind: Kind, place: Place, subresource: str, body: Raw, actor: str) -> Answer:
+        old = self.objects[kind.plural].get(place)
+        if old is None:
+            return _not_found(kind, place[1])
+        metadata = body.get("metadata") or {}
+        given = metadata.get("resourceVersion")
+        if kind.plural in (api.PLURAL, "leases") and not given:
+            text = f"{kind.named(place[1])} is invalid: metadata.resourceVersion: must be specified for an update"
+            return _no(422, "Invalid", text)
+        if metadata.get("uid", old["metadata"]["uid"]) != old["metadata"]["uid"]:
+            return _conflict(kind, place[1], "Precondition failed: the UID differs")
+        if given and given != old["metadata"]["resourceVersion"]:
+            return _conflict(kind, place[1], "the object has been modified")
+        if subresource == "status":
+            new = {**old, "status": body.get("status") or {}}
+        else:
+            new = self._with_spec(kind, old, body)
+        if new == old:
+            return 200, old  # etcd is not written, and the version stays
+        stored = self._store(kind, place, old, new, actor)
+        return 200, self._drop_if_released(kind, place, stored, actor)
+
+    def _with_spec(self, kind: Kind, old: Raw, body: Raw) -> Raw:
+        kept = {k: old["metadata"][k] for k in _SERVERS_OWN if k in old["metadata"]}
+        given = {k: v for k, v in body["metadata"].items() if k not in _SERVERS_OWN}
+        new = {**body, "metadata": {**given, **kept}}
+        if kind.status_apart:
+            new.pop("status", None)
+            if "status" in old:
+                new["status"] = old["status"]
+        if kind.generation and new.get("spec") != old.get("spec"):
+            new["metadata"]["generation"] = old["metadata"]["generation"] + 1
+        return new
+
+    def _delete(self, kind: Kind, place: Place, options: Raw, actor: str) -> Answer:
+        old = self.objects[kind.plural].get(place)
+        if old is None:
+            return _not_found(kind, place[1])
+        uid = (options.get("preconditions") or {}).get("uid")
+        if uid not in (None, old["metadata"]["uid"]):
+            return _conflict(kind, place[1], "Precondition failed: the UID differs")
+        seconds = _grace_seconds(old, options.get("gracePeriodSeconds")) if kind.plural == "pods" else 0
+        if kind.plural == "pods" and seconds:
+            return 200, self._ask_to_stop(kind, place, old, seconds, actor)
+        if old["metadata"].get("finalizers"):
+            if "deletionTimestamp" in old["metadata"]:
+                return 200, old
+            asked = {**old["metadata"], "deletionTimestamp": stamp(self._now()), "deletionGracePeriodSeconds": 0}
+            return 200, self._store(kind, place, old, {**old, "metadata": asked}, actor)
+        gone = self._drop(kind, place, old, actor)
+        return 200, gone if kind.plural == "pods" else {"kind": "Status", "apiVersion": "v1", "status": "Success"}
+
+    def _ask_to_stop(self, kind: Kind, place: Place, old: Raw, seconds: int, actor: str) -> Raw:
+        before = old["metadata"].get("deletionGracePeriodSeconds")
+        if before is not None and before <= seconds:
+            return old
+        end = self._now() + dt.timedelta(seconds=seconds)
+        asked = {**old["metadata"], "deletionTimestamp": stamp(end), "deletionGracePeriodSeconds": seconds}
+        return self._store(kind, place, old, {**old, "metadata": asked}, actor)
+
+    # ---------------------------------------------------------------- storing
+
+    def _store(self, kind: Kind, place: Place, old: Raw | None, new: Raw, actor: str) -> Raw:
+        self._version += 1
+        new = {**new, "metadata": {**new["metadata"], "resourceVersion": str(self._version)}}
+        self.objects[kind.plural][place] = new
+        self._tell(kind, Change(self._version, self._clock(), old, new, actor))
+        return new
+
+    def _drop(self, kind: Kind, place: Place, old: Raw, actor: str) -> Raw:
+        self._version += 1
+        last = {**old, "metadata": {**old["metadata"], "resourceVersion": str(self._version)}}
+        del self.objects[kind.plural][place]
+        self._tell(kind, Change(self._version, self._clock(), last, None, actor))
+        return last
+
+    def _drop_if_released(self, kind: Kind, place: Place, raw: Raw, actor: str) -> Raw:
+        metadata = raw["metadata"]
+        waits = metadata.get("finalizers") or metadata.get("deletionGracePeriodSeconds", 0)
+        return self._drop(kind, place, raw, actor) if "deletionTimestamp" in metadata and not waits else raw
+
+    def _tell(self, kind: Kind, change: Change) -> None:
+        self.log[kind.plural].append(change)
+        waiting, self.waiting[kind.plural] = self.waiting[kind.plural], []
+        for future in waiting:
+            if not future.done():
+                future.set_result(True)
+        for listener in self.listeners:
+            listener(kind, change)
+
+
+_SERVERS_OWN = frozenset(
+    "uid creationTimestamp namespace name generation deletionTimestamp deletionGracePeriodSeconds".split()
+)
+
+
+def parse(path: str) -> tuple[str, str, str, str]:
+    """Plural, namespace, name and subresource of a request."""
+    parts = path.strip("/").split("/")
+    parts = parts[2:] if parts[0] == "api" else parts[3:]
+    namespace = ""
+    if len(parts) > 2 and parts[0] == "namespaces":
+        namespace, parts = parts[1], parts[2:]
+    plural, name, subresource = [*parts, "", "", ""][:3]
+    return plural, namespace, name, subresource
+
+
+def matching(labels: str, namespace: str) -> Callable[[Raw], bool]:
+    """Whether an object is in the namespace ("": any) and has the labels: `key`, `key=value`, with commas."""
+    wanted = [pair.partition("=") for pair in labels.split(",") if pair]
+
+    def matches(raw: Raw) -> bool:
+        metadata = raw["metadata"]
+        if namespace and metadata.get("namespace") != namespace:
+            return False
+        has = metadata.get("labels") or {}
+        return all(key in has and (not equals or has[key] == value) for key, equals, value in wanted)
+
+    return matches
+
+
+def event_of(change: Change, matches: Callable[[Raw], bool]) -> Raw | None:
+    """The watch event for whoever watches what `matches`; None: nothing that they see."""
+    was = change.old is not None and matches(change.old)
+    if change.new is None or not matches(change.new):
+        return {"type": "DELETED", "object": change.object} if was else None
+    return {"type": "MODIFIED" if was else "ADDED", "object": change.new}
+
+
+def list_of(kind: Kind, items: list[Raw], version: int) -> Raw:
+    """A List object."""
+    metadata = {"resourceVersion": str(version)}
+    return {"kind": f"{kind.kind}List", "apiVersion": kind.api_version, "metadata": metadata, "items": items}
+
+
+def owner_uid(raw: Raw) -> str:
+    """uid of the controller."""
+    owners = raw["metadata"].get("ownerReferences") or ()
+    return next((str(o["uid"]) for o in owners if o.get("controller")), "")
+
+
+def stamp(at: dt.datetime) -> str:
+    """A time as the API server writes it."""
+    return at.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _place(raw: Raw) -> Place:
+    return raw["metadata"].get("namespace", ""), raw["metadata"]["name"]
+
+
+def _grace_seconds(pod: Raw, asked: int | None) -> int:
+    """As podStrategy.CheckGracefulDelete: a pod that has ended or has no node needs no grace."""
+    if not pod["spec"].get("nodeName") or pod["status"].get("phase") in ("Succeeded", "Failed"):
+        return 0
+    return int(pod["spec"]["terminationGracePeriodSeconds"]) if asked is None else asked
+
+
+def _no(code: int, reason: str, message: str) -> Answer:
+    return code, {
+        "kind": "Status",
+        "apiVersion": "v1",
+        "status": "Failure",
+        "code": code,
+        "reason": reason,
+        "message": message,
+    }
+
+
+def _not_found(kind: Kind, name: str) -> Answer:
+    return _no(404, "NotFound", f"{kind.named(name)} not found")
+
+
+def _conflict(kind: Kind, name: str, why: str) -> Answer:
+    return _no(409, "Conflict", f"Operation cannot be fulfilled on {kind.named(name)}: {why}")

@@ -1,0 +1,194 @@
+"""The operator's way to the model: the methods and errors of kube.client.Client, with everything that can go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from faults import Faults
+from model_api import ModelApi, Raw, event_of, matching, parse
+from virtual_time import VirtualLoop
+
+from ddpjob_operator import api as types
+from ddpjob_operator.kube.client import NO_ANSWER, ApiError, Limits, _error_of
+
+LATENCY_SECONDS = (0.002, 0.03)
+TIME_OUT_SECONDS = 30.0
+# A server that lags is so many versions behind at most.
+STALE_VERSIONS_MAX = 25
+
+
+class ModelClient:
+    """One process's connection. `crash` kills that process; whatever it still waits for never comes."""
+
+    def __init__(self, api: ModelApi, loop: VirtualLoop, faults: Faults, actor: str, crash: Callable[[], None]) -> None:
+        self.limits = Limits()
+        self.actor = actor
+        self.dead = False
+        self.stale_by = 0
+        """How many changes a stale list is behind; 0: it depends on the seed."""
+        self.away = False
+        """Whether this process cannot reach the API server."""
+        self.requests = 0
+        self.writes = 0
+        self.may_write: Callable[[], bool] = lambda: True
+        """Asked right before a write is sent, as Client's own."""
+        self._api, self._loop, self._faults, self._crash = api, loop, faults, crash
+        self._random = random.Random(f"{faults.seed} {actor}")
+
+    async def get(self, path: str, params: Mapping[str, str] | None = None) -> Raw:
+        return await self._request("GET", path, params)
+
+    async def create(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
+        if path.endswith("/selfsubjectaccessreviews"):
+            return {**body, "status": {"allowed": True}}
+        return await self._request("POST", path, params, body)
+
+    async def replace(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
+        return await self._request("PUT", path, params, body)
+
+    async def delete(self, path: str, options: Raw) -> Raw:
+        return await self._request("DELETE", path, None, options)
+
+    async def list(self, path: str, selector: str = "") -> tuple[list[Raw], str]:
+        answer = await self._request("GET", path, {"labelSelector": selector} if selector else {})
+        # A reflector's list; the question about one job is always answered with the newest.
+        if "=" not in selector and self._faults.at("list") == "stale":
+            plural, namespace, _, _ = parse(path)
+            return self._stale(plural, matching(selector, namespace))
+        return answer["items"], answer["metadata"]["resourceVersion"]
+
+    def _stale(self, plural: str, matches: Callable[[Raw], bool]) -> tuple[list[Raw], str]:
+        """What a server that lags would list."""
+        log = self._api.log[plural]
+        behind = self.stale_by or int(self._faults.number("list", 1, STALE_VERSIONS_MAX))
+        version = log[-behind - 1].version if behind < len(log) else self._api.first_version
+        return [raw for raw in self._api.at_version(plural, version) if matches(raw)], str(version)
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    async def watch(self, path: str, resource_version: str, selector: str = "") -> AsyncIterator[Raw]:
+        plural, namespace, _, _ = parse(path)
+        matches = matching(selector, namespace)
+        version = int(resource_version or 0)
+        point = f"watch.{plural}"
+        end = self._loop.time() + self._random.uniform(240, 480)
+        while True:
+            await self._reachable("GET", path)
+            change = self._api.after(plural, version)
+            if change is None:
+                if not await self._news(plural, end):
+                    return
+                continue
+            version = change.version
+            event = event_of(change, matches)
+            if event is None:
+                continue
+            fault = self._faults.at(point)
+            lag = self._faults.number(point, 2, 120) if fault == "late" else self._random.uniform(0.001, 0.05)
+            await asyncio.sleep(max(0.0, change.at + lag - self._loop.time()))
+            if fault in ("broken", "error", "gone"):
+                await self._reachable("GET", path)
+                if fault == "broken":
+                    return
+                raise _error_of({"code": 410 if fault == "gone" else 500, "reason": "Expired", "message": "model"})
+            if self.dead:
+                await self._for_ever()
+            yield event
+            if fault == "twice":
+                yield event
+
+    async def _news(self, plural: str, end: float) -> bool:
+        """Until something has changed, or False: the stream is at its end."""
+        waiting = self._loop.create_future()
+        timer = self._loop.call_at(end, _wake, waiting, False)
+        self._api.waiting[plural].append(waiting)
+        try:
+            return bool(await waiting)
+        finally:
+            timer.cancel()
+
+    async def _request(self, method: str, path: str, params: Mapping[str, str] | None, body: Raw | None = None) -> Raw:
+        self.requests += 1
+        writes = method != "GET"
+        if writes and not self.may_write():
+            raise ApiError(NO_ANSWER, "NotLeading", f"{method} {path}: not sent")
+        await asyncio.sleep(self._random.uniform(*LATENCY_SECONDS))
+        await self._reachable(method, path)
+        point = "write" if writes else "read"
+        fault = self._faults.at(point)
+        if fault:
+            await self._before(fault, point, method, path)
+        self.writes += writes
+        if fault == "slow":
+            code, answer = await self._later(self._faults.number(point, 0.1, 20), method, path, params, body)
+        else:
+            code, answer = self._api.request(method, path, params, body, self.actor)
+        if fault:
+            await self._after(fault, point, method, path)
+        if self.dead:
+            await self._for_ever()
+        if code >= 400:
+            raise _error_of(answer)
+        return answer
+
+    async def _before(self, fault: str, point: str, method: str, path: str) -> None:
+        if fault == "crash before":
+            await self._die()
+        if fault == "error":
+            raise ApiError(500, "InternalError", "made by the model")
+        if fault == "throttled":
+            raise ApiError(429, "TooManyRequests", "made by the model", 1.0)
+        if fault == "not carried out":
+            await asyncio.sleep(TIME_OUT_SECONDS if self._faults.number(point, 0, 1) < 0.5 else 0)
+            raise ApiError(NO_ANSWER, "NoAnswer", f"{method} {path}: made by the model")
+        if fault == "touched":
+            for raw in self._api.all(types.PLURAL):
+                touched = {"annotations": {"touched": str(self._api.version)}}
+                self._api.change(types.PLURAL, raw, "user", metadata=touched)
+
+    async def _later(self, seconds: float, *request: Any) -> tuple[int, Raw]:
+        """Also when the process that has sent it dies meanwhile."""
+        answer = self._loop.create_future()
+
+        def carry_out() -> None:
+            found = self._api.request(*request, self.actor)
+            if found[0] == 201 and (self.dead or not self.may_write()):
+                self._api.late.add(found[1]["metadata"]["uid"])
+            if not answer.done():
+                answer.set_result(found)
+
+        self._loop.call_later(seconds, carry_out)
+        found: tuple[int, Raw] = await answer
+        return found
+
+    async def _after(self, fault: str, point: str, method: str, path: str) -> None:
+        if fault == "crash after":
+            await self._die()
+        if fault == "lost answer":
+            await asyncio.sleep(TIME_OUT_SECONDS if self._faults.number(point, 0, 1) < 0.5 else 0)
+            raise ApiError(NO_ANSWER, "NoAnswer", f"{method} {path}: the answer was lost")
+        if fault == "slow answer":
+            await asyncio.sleep(self._faults.number(point, 0.1, 20))
+
+    async def _die(self) -> None:
+        self._crash()
+        await self._for_ever()
+
+    async def _for_ever(self) -> None:
+        await self._loop.create_future()
+
+    async def _reachable(self, method: str, path: str) -> None:
+        if self.dead:
+            await self._for_ever()
+        if self.away:
+            await asyncio.sleep(5)
+            raise ApiError(NO_ANSWER, "NoAnswer", f"{method} {path}: cannot be reached")
+
+
+def _wake(waiting: asyncio.Future[bool], value: bool) -> None:
+    if not waiting.done():
+        waiting.set_result(value)

@@ -1,0 +1,409 @@
+"""A model of what runs a cluster beside the API server: scheduler, kubelets, node controller, garbage collector.
+
+Containers are true here: they live on when their node is cut off, and when the object of their pod is gone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from faults import Faults
+from model_api import Change, Kind, ModelApi, Raw, owner_uid, stamp
+from model_training import FORCED, LATE, RESUMABLE, Process, Training, terminated
+from virtual_time import VirtualLoop
+
+from ddpjob_operator import api as types
+
+NOT_READY_SECONDS = 40.0
+EVICTION_SECONDS = 300.0
+ORPHAN_SECONDS = 40.0
+
+
+class Node:
+    """A machine: its kubelet, and the containers on it."""
+
+    def __init__(self, name: str, slots: int) -> None:
+        self.name, self.slots = name, slots
+        self.reachable = True
+        """Whether the API server hears its kubelet."""
+        self.powered = True
+        self.silent_since: float | None = None
+        self.losses = 0
+        self.processes: dict[str, Process] = {}
+
+
+class Cluster:
+    """All of it. Changes of objects drive it; what takes time is a timer."""
+
+    def __init__(self, loop: VirtualLoop, api: ModelApi, faults: Faults, training: Training, nodes: int) -> None:
+        self.nodes = {f"node-{i}": Node(f"node-{i}", slots=2) for i in range(nodes)}
+        self.started: Callable[[Process], None] = lambda _: None
+        """Called when a container has started."""
+        self.force_deleted: list[tuple[Process, str]] = []
+        """Processes whose pod went while they lived, with the actor."""
+        self._loop, self._api, self._faults, self._training = loop, api, faults, training
+        self._random = random.Random(f"{faults.seed} cluster")
+        self._names: dict[str, str] = {}
+        training.ends = self.ends
+        api.listeners.append(self._hear)
+        for name in self.nodes:
+            self._api.request("POST", "/api/v1/nodes", None, {"metadata": {"name": name}}, "kubelet")
+            self._say_node(name, "True")
+
+    # ---------------------------------------------------------------- what is true
+
+    def processes(self) -> Iterator[Process]:
+        """All containers that run, wherever."""
+        for node in self.nodes.values():
+            yield from (p for p in node.processes.values() if p.alive)
+
+    def reachable(self, process: Process) -> bool:
+        """Whether the cluster reaches the node of a process."""
+        return self.nodes[process.node].reachable
+
+    def pod_of(self, uid: str) -> Raw | None:
+        """The pod with this uid, if its object is there."""
+        raw = self._api.find("pods", self._names.get(uid, ""))
+        return raw if raw is not None and raw["metadata"]["uid"] == uid else None
+
+    # ---------------------------------------------------------------- what is done to it
+
+    def cut(self, name: str) -> None:
+        """The node is cut off; its containers go on."""
+        node = self.nodes[name]
+        if node.silent_since is None:
+            node.reachable, node.silent_since = False, self._loop.time()
+            node.losses += 1
+            self._loop.call_later(NOT_READY_SECONDS, self._not_ready, name, node.losses)
+
+    def kill(self, name: str) -> None:
+        """The node loses its power, and all that runs on it ends."""
+        self.cut(name)
+        node = self.nodes[name]
+        node.powered = False
+        for process in node.processes.values():
+            if process.alive:
+                self.ends(process, 255, "Unknown", "")
+
+    def back(self, name: str) -> None:
+        """The node is there again."""
+        node = self.nodes[name]
+        if node.silent_since is None:
+            return
+        node.reachable, node.powered, node.silent_since = True, True, None
+        self._say_node(name, "True")
+        for raw in self._api.all("pods"):
+            if raw["spec"].get("nodeName") == name:
+                self._later(0.5, 3, self._sync, node, raw["metadata"]["uid"])
+        for uid in node.processes:
+            self._later(0.5, 3, self._sync, node, uid)
+
+    def remove_node(self, name: str) -> None:
+        """The cloud takes the machine away: it loses its power, and its object goes."""
+        self.kill(name)
+        found = self._api.find("nodes", name, "")
+        if found is not None:
+            self._api.remove("nodes", found, "cloud")
+            self._loop.call_later(ORPHAN_SECONDS, self._collect_orphans, name)
+
+    def disrupt(self, pod: Raw, reason: str) -> None:
+        """Evicted through the API, preempted, drained: a condition, then a delete with the pod's own grace."""
+        self._condition(pod, "DisruptionTarget", "True", reason)
+        self.delete_pod(pod, "cluster")
+
+    def under_pressure(self, pod: Raw, reason: str) -> None:
+        """The kubelet evicts a pod (Evicted), or shuts down (Terminated): the pod fails, and its object stays."""
+        node = self.nodes[pod["spec"]["nodeName"]]
+        process = node.processes.get(pod["metadata"]["uid"])
+        if process is None or not process.alive or not node.reachable:
+            return
+        process.told = True
+        self._condition(pod, "DisruptionTarget", "True", "TerminationByKubelet")
+        self.ends(process, 137, "Error", "", phase_reason=reason)
+
+    def delete_pod(self, pod: Raw, actor: str, grace_seconds: int | None = None) -> None:
+        """Somebody deletes a pod."""
+        options: Raw = {"preconditions": {"uid": pod["metadata"]["uid"]}}
+        if grace_seconds is not None:
+            options["gracePeriodSeconds"] = grace_seconds
+        path = f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}"
+        self._api.request("DELETE", path, None, options, actor)
+
+    # ---------------------------------------------------------------- hearing of changes
+
+    def _hear(self, kind: Kind, change: Change) -> None:
+        if kind.plural == types.PLURAL and change.new is None:
+            for plural in ("pods", "services"):
+                for raw in self._api.all(plural):
+                    self._collect_later(plural, raw)
+        elif kind.plural in ("pods", "services") and change.old is None:
+            self._collect_later(kind.plural, change.object)
+        if kind.plural == "pods":
+            self._pod_changed(change)
+
+    def _pod_changed(self, change: Change) -> None:
+        raw = change.object
+        uid = raw["metadata"]["uid"]
+        self._names[uid] = raw["metadata"]["name"]
+        place = raw["spec"].get("nodeName")
+        if not place:
+            if change.old is None:
+                self._later(0.02, 0.3, self._schedule, uid)
+            return
+        node = self.nodes.get(place)
+        if node is None:
+            return
+        self._excuse(node, change)
+        if change.actor != place:
+            self._later(0.02, 0.5, self._sync, node, uid)
+
+    def _excuse(self, node: Node, change: Change) -> None:
+        """A pod that is gone, or said to have failed, while its process lives on."""
+        process = node.processes.get(change.object["metadata"]["uid"])
+        if process is None or not process.alive:
+            return
+        gone = change.new is None
+        if gone:
+            self.force_deleted.append((process, change.actor))
+        if gone or change.object["status"].get("phase") == "Failed":
+            if not node.reachable:
+                process.excused = "its node was lost"
+            elif change.actor == "user":
+                process.excused = FORCED
+
+    # ---------------------------------------------------------------- scheduler
+
+    def _schedule(self, uid: str) -> None:
+        raw = self.pod_of(uid)
+        if raw is None or raw["spec"].get("nodeName"):
+            return
+        fault = self._faults.at("scheduler")
+        if fault == "slow":
+            self._loop.call_later(self._faults.number("scheduler", 1, 60), self._schedule, uid)
+            return
+        fitting = [] if fault == "no room" else [n for n in self.nodes.values() if self._fits(raw, n)]
+        if not fitting:
+            self._condition(raw, "PodScheduled", "False", "Unschedulable", "0/3 nodes are available")
+            self._later(2, 8, self._schedule, uid)
+            return
+        node = self._random.choice(fitting)
+        status = {**raw["status"], "conditions": [{"type": "PodScheduled", "status": "True"}]}
+        self._api.change("pods", raw, "scheduler", spec={**raw["spec"], "nodeName": node.name}, status=status)
+
+    def _fits(self, raw: Raw, node: Node) -> bool:
+        found = self._api.find("nodes", node.name, "")
+        if found is None or found["status"]["conditions"][0]["status"] != "True" or node.name in _avoided(raw):
+            return False
+        here = [p for p in self._api.all("pods") if p["spec"].get("nodeName") == node.name and not _has_ended(p)]
+        apart = ((raw["spec"].get("affinity") or {}).get("podAntiAffinity") or {}) != {}
+        labels = raw["metadata"].get("labels")
+        return len(here) < node.slots and not (apart and any(_same_job(p, labels) for p in here))
+
+    # ---------------------------------------------------------------- kubelets
+
+    def _sync(self, node: Node, uid: str) -> None:
+        if not node.reachable:
+            return
+        raw, process = self.pod_of(uid), node.processes.get(uid)
+        alive = process is not None and process.alive
+        if raw is None:
+            if process is not None and alive:
+                self._stop(node, process, int(process.pod["spec"]["terminationGracePeriodSeconds"]))
+        elif "deletionTimestamp" in raw["metadata"]:
+            if process is not None and alive:
+                self._stop(node, process, raw["metadata"]["deletionGracePeriodSeconds"])
+            else:
+                self._let_go(node, raw, process)
+        elif process is None:
+            if raw["status"]["phase"] == "Pending":
+                self._start(node, raw)
+        else:
+            self._report(node, process)
+
+    def _start(self, node: Node, raw: Raw, sure: bool = False) -> None:
+        uid = raw["metadata"]["uid"]
+        fault = "" if sure else self._faults.at("kubelet")
+        if fault:
+            if fault == "cannot start":
+                waiting = {"reason": "ImagePullBackOff", "message": "back-off pulling image"}
+                self._status(node, raw, "Pending", {"waiting": waiting})
+            self._loop.call_later(self._faults.number("kubelet", 2, 90), self._try_again, node, uid)
+            return
+        process = node.processes[uid] = Process.of(raw, node.name)
+        if uid in self._api.late:
+            process.excused = LATE
+        self._training.joins(process)
+        self.started(process)
+        self._later(0.05, 0.8, self._report, node, process)
+
+    def _try_again(self, node: Node, uid: str) -> None:
+        raw = self.pod_of(uid)
+        if raw is None or "deletionTimestamp" in raw["metadata"] or uid in node.processes:
+            return
+        if node.reachable:
+            self._start(node, raw, sure=True)
+
+    def _stop(self, node: Node, process: Process, grace_seconds: int) -> None:
+        """SIGTERM, and SIGKILL when the grace is over."""
+        self._loop.call_later(grace_seconds, self._kill, process)
+        if process.told:
+            return
+        process.told = True
+        fault = self._faults.at("sigterm")
+        if fault == "ignored":
+            return
+        code = {"ends with 0": 0, "resumable": RESUMABLE}.get(fault, 143)
+        self._later(0.1, 3, self.ends, process, code, "Completed" if code == 0 else "Error", "")
+
+    def _kill(self, process: Process) -> None:
+        self.ends(process, 137, "Error", "")
+
+    def ends(self, process: Process, code: int, reason: str, message: str, phase_reason: str = "") -> None:
+        """A process ends, however."""
+        if not process.alive:
+            return
+        process.alive = False
+        process.terminated = terminated(code, reason, message, stamp(self._loop.now()))
+        process.phase_reason = phase_reason
+        self._training.left(process, code)
+        node = self.nodes[process.node]
+        if self._faults.at("exit") == "phase later":
+            self._later(0.05, 0.5, self._report, node, process, True)
+            self._later(1, 5, self._report, node, process)
+        else:
+            self._later(0.05, 0.8, self._report, node, process)
+
+    def _report(self, node: Node, process: Process, phase_later: bool = False) -> None:
+        raw = self.pod_of(process.uid)
+        if raw is None or not node.reachable or _has_ended(raw):
+            return
+        if process.alive:
+            self._status(node, raw, "Running", {"running": {}}, ready=True)
+            return
+        code = process.terminated["exitCode"]
+        phase = "Running" if phase_later else "Succeeded" if code == 0 else "Failed"
+        self._status(node, raw, phase, {"terminated": process.terminated}, reason=process.phase_reason)
+        raw = self.pod_of(process.uid)
+        if raw is not None and "deletionTimestamp" in raw["metadata"]:
+            self._later(0.05, 1, self._let_go, node, raw, process)
+
+    def _status(self, node: Node, raw: Raw, phase: str, state: Raw, *, ready: bool = False, reason: str = "") -> None:
+        name = raw["spec"]["containers"][0]["name"]
+        kept = [c for c in raw["status"].get("conditions") or () if c["type"] != "Ready"]
+        status = {
+            "phase": phase,
+            "conditions": [*kept, {"type": "Ready", "status": "True" if ready else "False"}],
+            "containerStatuses": [{"name": name, "ready": ready, "state": state}],
+        }
+        if reason:
+            status["reason"] = reason
+        if status != raw["status"]:
+            self._api.change("pods", raw, node.name, status=status)
+
+    def _let_go(self, node: Node, raw: Raw, process: Process | None) -> None:
+        """The kubelet confirms that nothing of a deleted pod runs any more."""
+        if not node.reachable:
+            return
+        found = self.pod_of(raw["metadata"]["uid"])
+        if found is None:
+            return
+        if process is not None and not _has_ended(found):
+            self._report(node, process)
+            return
+        self._api.remove("pods", found, node.name)
+
+    # ---------------------------------------------------------------- controllers
+
+    def _say_node(self, name: str, ready: str) -> None:
+        raw = self._api.find("nodes", name, "")
+        if raw is None:
+            self._api.request("POST", "/api/v1/nodes", None, {"metadata": {"name": name}}, "kubelet")
+            raw = self._api.find("nodes", name, "")
+        assert raw is not None
+        condition = {"type": "Ready", "status": ready, "lastTransitionTime": stamp(self._loop.now())}
+        self._api.change("nodes", raw, "node controller", status={"conditions": [condition]})
+
+    def _not_ready(self, name: str, loss: int) -> None:
+        node = self.nodes[name]
+        if node.silent_since is None or node.losses != loss:
+            return
+        if self._api.find("nodes", name, "") is not None:
+            self._say_node(name, "Unknown")
+        for raw in self._on(name):
+            self._condition(raw, "Ready", "False", "NodeNotReady")
+        self._loop.call_later(EVICTION_SECONDS, self._evict_all, name, loss)
+
+    def _evict_all(self, name: str, loss: int) -> None:
+        node = self.nodes[name]
+        if node.silent_since is not None and node.losses == loss:
+            for raw in self._on(name):
+                self.disrupt(raw, "DeletionByTaintManager")
+
+    def _collect_orphans(self, name: str) -> None:
+        """Pods of a node that is no more: they fail, and go."""
+        if self._api.find("nodes", name, "") is not None:
+            return
+        for raw in self._on(name):
+            self._condition(raw, "DisruptionTarget", "True", "DeletionByPodGC", phase="Failed")
+            found = self.pod_of(raw["metadata"]["uid"])
+            if found is not None:
+                self._api.remove("pods", found, "pod gc")
+
+    def _on(self, name: str) -> list[Raw]:
+        return [p for p in self._api.all("pods") if p["spec"].get("nodeName") == name and not _has_ended(p)]
+
+    def _collect_later(self, plural: str, raw: Raw) -> None:
+        if self._has_no_owner(raw):
+            slow = self._faults.at("collector") == "slow"
+            seconds = self._faults.number("collector", 5, 60) if slow else self._random.uniform(0.1, 2)
+            self._loop.call_later(seconds, self._collect, plural, raw)
+
+    def _has_no_owner(self, raw: Raw) -> bool:
+        uid = owner_uid(raw)
+        return bool(uid) and all(job["metadata"]["uid"] != uid for job in self._api.all(types.PLURAL))
+
+    def _collect(self, plural: str, raw: Raw) -> None:
+        found = self._api.find(plural, raw["metadata"]["name"])
+        if found is None or found["metadata"]["uid"] != raw["metadata"]["uid"] or not self._has_no_owner(found):
+            return
+        if plural == "pods":
+            self.delete_pod(found, "collector")
+        else:
+            self._api.remove(plural, found, "collector")
+
+    def _condition(self, raw: Raw, kind: str, status: str, reason: str, message: str = "", phase: str = "") -> None:
+        now = self.pod_of(raw["metadata"]["uid"])
+        if now is None:
+            return
+        conditions = now["status"].get("conditions") or ()
+        if any(c["type"] == kind and c["status"] == status for c in conditions):
+            return
+        new = {"type": kind, "status": status, "reason": reason, "lastTransitionTime": stamp(self._loop.now())}
+        if message:
+            new["message"] = message
+        kept = [c for c in conditions if c["type"] != kind]
+        said = {**now["status"], "conditions": [*kept, new], "phase": phase or now["status"]["phase"]}
+        self._api.change("pods", now, "cluster", status=said)
+
+    def _later(self, low: float, high: float, call: Callable[..., None], *arguments: Any) -> None:
+        self._loop.call_later(self._random.uniform(low, high), call, *arguments)
+
+
+def _has_ended(raw: Raw) -> bool:
+    return raw["status"].get("phase") in ("Succeeded", "Failed")
+
+
+def _same_job(raw: Raw, labels: Any) -> bool:
+    return bool(labels) and (raw["metadata"].get("labels") or {}).get("training.ddpjob.io/job") == labels.get(
+        "training.ddpjob.io/job"
+    )
+
+
+def _avoided(raw: Raw) -> set[str]:
+    """The nodes that a pod's affinity excludes by name."""
+    affinity = (raw["spec"].get("affinity") or {}).get("nodeAffinity") or {}
+    terms = (affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}).get("nodeSelectorTerms") or ()
+    fields = [f for term in terms for f in term.get("matchFields") or () if f["operator"] == "NotIn"]
+    return {name for f in fields for name in f["values"]}

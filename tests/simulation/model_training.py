@@ -1,0 +1,264 @@
+"""A model of the training in the pods: ranks that meet, train together, save into one folder, and fail together."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from faults import Faults
+from model_api import Raw, owner_uid
+from virtual_time import VirtualLoop
+
+from ddpjob_operator import contract
+
+SYMPTOM = "RuntimeError: [/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.7]:31234"
+NOBODY_CAME = "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined."
+# No client can take back what it has sent. Such a rank finds no group, and the attempt in Snapshot keeps it from harm.
+LATE = "the request for it has outlived its sender"
+FORCED = "the user has forced it"
+# As torch 2.13 ends a rank that waits too long for the others, from a thread of its own.
+WATCHDOG = (
+    "[rank1]:[E1121 16:00:00.000000 ProcessGroupNCCL.cpp:685] [Rank 1] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum=12, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600012 milliseconds before timing out.\n"
+    "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [PG ID 0 Rank 1] Process group "
+    "watchdog thread terminated with exception: [Rank 1] Watchdog caught collective operation timeout\n"
+)
+HANGS = -1
+"""Exit code of a trainer that makes no step any more, and does not end."""
+SAVE_SECONDS = 15.0
+REPORT_SECONDS = 5.0
+MEETING_SECONDS = 600.0
+RESUMABLE = 75
+
+
+@dataclass(eq=False)
+class Process:
+    """The trainer of one pod, as it truly is, whatever the API server knows of it."""
+
+    pod: Raw
+    name: str
+    uid: str
+    job: str
+    job_uid: str
+    attempt: int
+    rank: int
+    nodes: int
+    run: tuple[str, str]
+    """Where it meets the others: run id and port."""
+    node: str
+    alive: bool = True
+    told: bool = False
+    """Whether it was told to stop before it ended."""
+    excused: str = ""
+    """Why it may live on beside a newer attempt: its node was lost to the cluster, or the user has forced it."""
+    terminated: Raw = field(default_factory=dict)
+    phase_reason: str = ""
+    """The pod's own reason, where the kubelet has one: Evicted."""
+
+    @staticmethod
+    def of(pod: Raw, node: str) -> Process:
+        """What the kubelet starts."""
+        metadata = pod["metadata"]
+        env = {e["name"]: e.get("value", "") for e in pod["spec"]["containers"][0].get("env", ())}
+        return Process(
+            pod=pod,
+            name=metadata["name"],
+            uid=metadata["uid"],
+            job=metadata["labels"][contract.LABEL_JOB],
+            job_uid=owner_uid(pod),
+            attempt=int(env["DDPJOB_ATTEMPT"]),
+            rank=int(env["NODE_RANK"]),
+            nodes=int(env["NNODES"]),
+            run=(env["PET_RDZV_ID"], env["MASTER_PORT"]),
+            node=node,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.name} (rank {self.rank}, attempt {self.attempt}) on {self.node}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a trainer fails by itself in an attempt."""
+
+    rank: int
+    after_seconds: float
+    code: int
+    reason: str = "Error"
+    message: str = "Traceback (most recent call last):\nValueError: no such shard: 7"
+
+
+@dataclass
+class Folder:
+    """The checkpoints of a job. A newer attempt that has written keeps the older ones out, as Snapshot does."""
+
+    step: float = 0.0
+    attempt: int = 0
+    refused: int = 0
+
+
+@dataclass
+class Group:
+    """The ranks that have met."""
+
+    ranks: dict[int, Process] = field(default_factory=dict)
+    started_at: float | None = None
+    step: float = 0.0
+    broken: bool = False
+    stuck_at: float | None = None
+    """Since when no step is made, though all ranks live."""
+    present: list[Process] = field(default_factory=list)
+    """Those that were there when the training started."""
+
+
+class Training:
+    """All trainings of the model. `ends(process, code, reason, message)` is the kernel's word to the kubelet."""
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        faults: Faults,
+        seconds: float,
+        fails: Callable[[Process], Failure | None],
+        reachable: Callable[[Process], bool],
+    ) -> None:
+        self.ends: Callable[[Process, int, str, str], None] = lambda *_: None
+        self.reports: Callable[[Process, int], None] | None = None
+        """Takes a rank's word about its step, every REPORT_SECONDS; None: the ranks say nothing."""
+        self.wrong: list[str] = []
+        """What must never happen."""
+        self.folders: dict[str, Folder] = {}
+        self.groups: dict[tuple[str, str], Group] = {}
+        self.completed: set[tuple[str, int, int]] = set()
+        """(job uid, attempt, rank) of those that have truly ended with 0 by themselves."""
+        self.failed: set[tuple[str, int]] = set()
+        """(job uid, attempt) in which the application has truly failed by itself."""
+        self.hung: set[tuple[str, int]] = set()
+        """(job uid, attempt) in which it has truly hung."""
+        self._loop, self._faults, self._seconds = loop, faults, seconds
+        self._fails, self._reachable = fails, reachable
+        self._random = random.Random(f"{faults.seed} training")
+
+    def step(self, job_uid: str) -> float:
+        """The newest checkpoint."""
+        return self.folders.setdefault(job_uid, Folder()).step
+
+    def joins(self, process: Process) -> None:
+        """A process starts and looks for its peers."""
+        group = self.groups.setdefault(process.run, Group())
+        if not any(p.alive for p in group.ranks.values()):
+            group = self.groups[process.run] = Group()
+        other = group.ranks.get(process.rank)
+        if other is not None and other.alive and other.excused != FORCED:
+            self.wrong.append(f"two processes are rank {process.rank} of one group: {other} and {process}")
+        group.ranks[process.rank] = process
+        if any(p.attempt != process.attempt or p.job_uid != process.job_uid for p in group.ranks.values()):
+            self.wrong.append(f"processes of two attempts have met: {[str(p) for p in group.ranks.values()]}")
+        failure = self._fails(process)
+        if failure is not None and failure.after_seconds == 0:
+            self._loop.call_later(0.1, self._fail, process, failure)
+        self._loop.call_later(MEETING_SECONDS, self._waits_in_vain, group, process)
+        if len(group.ranks) == process.nodes:
+            self._loop.call_later(self._random.uniform(0.2, 2), self._start, group)
+
+    def left(self, process: Process, code: int) -> None:
+        """A process has ended; its peers see a closed connection, or hang in a collective."""
+        if code == 0 and not process.told:
+            self.completed.add((process.job_uid, process.attempt, process.rank))
+        group = self.groups[process.run]
+        if code == 0 and not process.told:
+            return
+        group.broken = True
+        for peer in group.ranks.values():
+            if peer.alive and group.started_at is not None:
+                self._suffers(peer)
+
+    def _waits_in_vain(self, group: Group, process: Process) -> None:
+        if group.started_at is None or process not in group.present:
+            self._end(process, 1, "Error", NOBODY_CAME)
+
+    def _suffers(self, peer: Process) -> None:
+        if self._faults.at("peers") == "hang":
+            self._loop.call_later(self._faults.number("peers", 60, 400), self._end, peer, 134, "Error", WATCHDOG)
+        else:
+            self._loop.call_later(self._random.uniform(0.2, 6), self._end, peer, 1, "Error", SYMPTOM)
+
+    def _start(self, group: Group) -> None:
+        first = group.ranks[0]
+        if group.started_at is not None or not self._whole(group):
+            return
+        group.started_at, group.step = self._loop.time(), self.step(first.job_uid)
+        group.present = [*group.ranks.values()]
+        for process in group.ranks.values():
+            failure = self._fails(process)
+            if failure is not None and failure.after_seconds:
+                self._loop.call_later(failure.after_seconds, self._fail, process, failure)
+        if self.reports is not None:
+            self._loop.call_later(0.2, self._report, group, self.reports)
+        self._loop.call_later(SAVE_SECONDS, self._save, group)
+        self._loop.call_later(max(0.1, self._seconds - group.step), self._complete, group)
+
+    def _save(self, group: Group) -> None:
+        if group.broken or group.stuck_at is not None or not all(p.alive for p in group.ranks.values()):
+            return
+        first = group.ranks[0]
+        folder = self.folders[first.job_uid]
+        if folder.attempt > first.attempt:
+            folder.refused += 1
+            self._end(first, 1, "Error", "ddpjob.SupersededError: a newer attempt has written")
+            return
+        folder.attempt = first.attempt
+        folder.step = max(folder.step, self._step(group))
+        self._loop.call_later(SAVE_SECONDS, self._save, group)
+
+    def _step(self, group: Group) -> float:
+        """One step a second."""
+        assert group.started_at is not None
+        until = self._loop.time() if group.stuck_at is None else group.stuck_at
+        return group.step + until - group.started_at
+
+    def _report(self, group: Group, reports: Callable[[Process, int], None]) -> None:
+        """Also without a new step: alive, step 41."""
+        alive = [p for p in group.present if p.alive]
+        for process in alive:
+            reports(process, int(self._step(group)))
+        if alive:
+            self._loop.call_later(REPORT_SECONDS, self._report, group, reports)
+
+    def _complete(self, group: Group) -> None:
+        if group.stuck_at is not None or not self._whole(group):
+            return
+        for process in group.ranks.values():
+            self._loop.call_later(self._random.uniform(0, 0.5), self._end, process, 0, "Completed", "")
+
+    def _whole(self, group: Group) -> bool:
+        ranks = group.ranks.values()
+        # A cut node may still reach the folder and its own neighbours, but not the other nodes.
+        together = len({p.node for p in ranks}) == 1 or all(self._reachable(p) for p in ranks)
+        if not together:
+            for peer in ranks:
+                self._suffers(peer)
+            group.broken = True
+        return not group.broken and all(p.alive for p in ranks)
+
+    def _fail(self, process: Process, failure: Failure) -> None:
+        group = self.groups[process.run]
+        if failure.code == HANGS:
+            if group.started_at is not None and group.stuck_at is None and self._whole(group):
+                group.stuck_at = self._loop.time()
+                self.hung.add((process.job_uid, process.attempt))
+            return
+        if process.alive:
+            self.failed.add((process.job_uid, process.attempt))
+        self._end(process, failure.code, failure.reason, failure.message)
+
+    def _end(self, process: Process, code: int, reason: str, message: str) -> None:
+        if process.alive:
+            self.ends(process, code, reason, message)
+
+
+def terminated(code: int, reason: str, message: str, at: Any) -> Raw:
+    """The kubelet's word for a container that has ended."""
+    return {"exitCode": code, "reason": reason, "message": message, "finishedAt": at}

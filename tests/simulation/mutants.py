@@ -1,0 +1,114 @@
+"""Bugs on purpose, to show that the simulation would find them. None touches a source file."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from model_client import ModelClient
+
+from ddpjob_operator import contract, observed, plan
+from ddpjob_operator.kube import app, execute
+from ddpjob_operator.plan import CreatePod, CreateService, DeletePod
+
+Mutant = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def no_fence() -> contextlib.AbstractContextManager[Any]:
+    """A new attempt does not wait for the pods of the one before."""
+    rules = tuple(rule for rule in plan.RULES if rule.__name__ != "attempt_still_ending")
+    return mock.patch.object(plan, "RULES", rules)
+
+
+def random_names() -> contextlib.AbstractContextManager[Any]:
+    """Each pod gets a name of its own, as generateName gives it."""
+    number, name = itertools.count(), contract.pod_name
+    return mock.patch.object(contract, "pod_name", lambda *which: f"{name(*which)}-{next(number)}")
+
+
+def writes_unread() -> contextlib.AbstractContextManager[Any]:
+    """Answers to own writes do not go into the copy: it waits for the watch."""
+
+    class Deaf:
+        def __init__(self, store: Any) -> None:
+            self._store = store
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._store, name)
+
+        def put(self, raw: Any) -> None:
+            """Not heard."""
+
+        def remove(self, *_: Any) -> None:
+            """Not heard."""
+
+    def executor(client: Any, caches: Any, *arguments: Any, **named: Any) -> Any:
+        deaf = SimpleNamespace(jobs=caches.jobs, pods=Deaf(caches.pods), services=Deaf(caches.services))
+        return execute.Executor(client, deaf, *arguments, **named)  # type: ignore[arg-type]
+
+    return mock.patch.object(app, "Executor", executor)
+
+
+def delete_without_uid() -> contextlib.AbstractContextManager[Any]:
+    """A delete hits whatever has the name by now."""
+    delete = ModelClient.delete
+
+    async def blind(self: ModelClient, path: str, options: Any) -> Any:
+        return await delete(self, path, {k: v for k, v in options.items() if k != "preconditions"})
+
+    return mock.patch.object(ModelClient, "delete", blind)
+
+
+def copy_believed() -> contextlib.AbstractContextManager[Any]:
+    """The API server is never asked what is there, also not by an operator that has just begun."""
+
+    async def not_asked(*_: Any) -> None:
+        """The copy is right, is it not?"""
+
+    return mock.patch.object(execute.Executor, "list_pods", not_asked)
+
+
+def act_before_record() -> contextlib.AbstractContextManager[Any]:
+    """Pods are made and deleted first, and the status is written afterwards."""
+
+    async def execute_(self: execute.Executor, job: Any, todo: plan.Plan, memory: Any) -> None:
+        for action in todo.actions:
+            if isinstance(action, DeletePod):
+                await self._delete(job, action)
+        await self._create_all(job, [a for a in todo.actions if isinstance(a, (CreatePod, CreateService))], memory)
+        if todo.status is not None:
+            await self._record(job, todo.status)
+
+    return mock.patch.object(execute.Executor, "execute", execute_)
+
+
+def exit_zero_is_success() -> contextlib.AbstractContextManager[Any]:
+    """A rank that was told to stop and ended with 0 counts as completed."""
+    return mock.patch.object(observed.Pod, "told_to_stop", False)
+
+
+def old_run_id() -> contextlib.AbstractContextManager[Any]:
+    """All attempts meet at the same run id and port."""
+    environment = contract.environment
+
+    def same(job: Any, attempt: int, rank: int, meet: Any) -> dict[str, str]:
+        found = environment(job, attempt, rank, meet)
+        first = environment(job, 1, rank, contract.endpoint(job, 1))
+        return found | {name: first[name] for name in ("PET_RDZV_ID", "MASTER_PORT", "PET_MASTER_PORT")}
+
+    return mock.patch.object(contract, "environment", same)
+
+
+# Those that random seeds find soon. The others need one order of events, and test_exhaustive.py has it.
+ALL: tuple[Mutant, ...] = (
+    no_fence,
+    random_names,
+    writes_unread,
+    act_before_record,
+    exit_zero_is_success,
+    old_run_id,
+)

@@ -1,0 +1,163 @@
+"""What happens in one run of the simulation: a job, a cluster, and all that goes wrong. A seed gives all of it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from faults import Rates, swarm
+from model_training import HANGS, Failure
+
+from ddpjob_operator import api, validation
+
+FAULTS_SECONDS = 400.0
+"""After this time nothing goes wrong any more, and the job must come to its end."""
+
+
+@dataclass(frozen=True)
+class Deed:
+    """Something that a user, a machine or a clock does at a moment of its own."""
+
+    at: float
+    what: str
+    number: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"t+{self.at:.1f} {self.what} {self.number} {self.seconds:.1f}"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """See the module. `spec` is that of the DDPJob without its template."""
+
+    seed: int = 0
+    spec: dict[str, Any] = field(default_factory=lambda: {"nodes": 2})
+    grace_seconds: int = 30
+    cluster_nodes: int = 3
+    training_seconds: float = 40.0
+    reports: bool = False
+    clusterwide: bool = True
+    operators: int = 1
+    stale_by: int = 0
+    """How many changes of its kind a stale list is behind; 0: it differs."""
+    rates: Rates = field(default_factory=dict)
+    failures: dict[int, Failure] = field(default_factory=dict)
+    """By attempt."""
+    deeds: tuple[Deed, ...] = ()
+
+    def manifest(self) -> dict[str, Any]:
+        """The DDPJob."""
+        container = {"name": "trainer", "image": "ddpjob-trainer", "command": ["torchrun", "train.py"]}
+        pod = {"containers": [container], "terminationGracePeriodSeconds": self.grace_seconds}
+        return {
+            "apiVersion": api.API_VERSION,
+            "kind": api.KIND,
+            "metadata": {"name": "digits", "namespace": "default"},
+            "spec": {**self.spec, "template": {"spec": pod}},
+        }
+
+
+def accepts(**spec: Any) -> bool:
+    """Whether this code runs such a job."""
+    manifest = Scenario(spec={"nodes": 2, **spec}).manifest()
+    return not validation.parse(manifest)[1]
+
+
+RESTARTS = accepts(backoffLimit=1)
+"""Whether failed groups are restarted."""
+
+USERS = ("suspend", "suspend", "delete and apply", "delete", "touch")
+OPERATORS = ("crash", "restart", "clock jumps", "api server away", "operator cut off")
+CREATES = ("quota", "stranger's pod", "stranger's service")
+PODS = ("pod deleted", "pod deleted", "drained", "evicted", "node shuts down", "pod forced")
+NODES = ("node cut", "node cut", "node killed", "node removed", "node dies")
+
+# What happens in this order, or in any.
+NARROW: tuple[tuple[dict[str, tuple[str, ...]], tuple[str, ...]], ...] = (
+    # Answers that are lost while the watch says nothing either.
+    ({"write": ("lost answer", "not carried out"), "watch.pods": ("late",)}, ("suspend", "crash", "pod deleted")),
+    # Requests that outlive their sender.
+    ({"write": ("slow",)}, ("suspend", "crash", "delete and apply")),
+    ({"watch.pods": ("late", "gone", "broken")}, ("suspend", "pod deleted", "drained", "delete and apply")),
+    ({"watch.pods": ("late",), "sigterm": ("ignored",)}, ("suspend", "crash")),
+    ({"list": ("stale",), "watch.ddpjobs": ("late",)}, ("crash", "suspend", "delete and apply")),
+    ({"watch.nodes": ("late",), "watch.pods": ("late",)}, ("node cut", "node cut", "crash", "drained")),
+)
+
+
+def scenario(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    rng = random.Random(seed)
+    nodes = rng.choice((1, 2, 2, 3))
+    spec: dict[str, Any] = {"nodes": nodes}
+    _maybe(rng, spec, "cleanPodPolicy", ("None", "Running", "All"))
+    _maybe(rng, spec, "ttlSecondsAfterFinished", (0, 30, 600))
+    _maybe(rng, spec, "startDeadlineSeconds", (10, 60, 300))
+    _maybe(rng, spec, "restartGraceSeconds", (0, 1, 5, 20))
+    _maybe(rng, spec, "onePodPerNode", (True,))
+    if RESTARTS:
+        _maybe(rng, spec, "backoffLimit", (0, 1, 2, 6))
+    # Without reports nobody can know that a job hangs; without a time-out it takes hours.
+    reports = rng.random() < 0.3
+    hangs = reports and rng.random() < 0.5
+    if hangs:
+        spec["stall"] = {"timeoutSeconds": 60}
+    return Scenario(
+        seed=seed,
+        spec=spec,
+        grace_seconds=rng.choice((0, 1, 5, 30, 30)),
+        cluster_nodes=nodes + rng.choice((1, 1, 2)),
+        training_seconds=rng.choice((3.0, 20.0, 60.0, 150.0)),
+        reports=reports,
+        clusterwide=rng.random() < 0.5,
+        operators=2 if rng.random() < 0.12 else 1,
+        failures=_failures(rng, nodes, hangs),
+        **(_narrow(rng) if rng.random() < 0.25 else {"rates": swarm(rng), "deeds": _deeds(rng)}),
+    )
+
+
+def _narrow(rng: random.Random) -> dict[str, Any]:
+    """A few kinds of faults, often, within a short time: for what needs three of them at once."""
+    faults, kinds = rng.choice(NARROW)
+    start, within = rng.choice((0.0, rng.uniform(0, 60))), rng.choice((2.0, 12.0))
+    if rng.random() < 0.5:
+        kinds = tuple(rng.choice(kinds) for _ in range(rng.choice((2, 3, 5))))
+    times = sorted(start + rng.uniform(0, within) for _ in kinds)
+    deeds = tuple(
+        Deed(at, kind, rng.randrange(6), rng.uniform(0, within)) for at, kind in zip(times, kinds, strict=True)
+    )
+    rates = {point: {fault: rng.uniform(0.1, 0.5) for fault in some} for point, some in faults.items()}
+    return {"rates": rates, "deeds": deeds}
+
+
+def _maybe(rng: random.Random, spec: dict[str, Any], name: str, values: tuple[Any, ...]) -> None:
+    if rng.random() < 0.3:
+        spec[name] = rng.choice(values)
+
+
+def _failures(rng: random.Random, nodes: int, hangs: bool) -> dict[int, Failure]:
+    share = rng.choice((0.0, 0.0, 0.3, 0.8))
+    return {attempt: _failure(rng, nodes, hangs) for attempt in range(1, 9) if rng.random() < share}
+
+
+def _failure(rng: random.Random, nodes: int, hangs: bool) -> Failure:
+    if hangs and rng.random() < 0.3:
+        return Failure(0, rng.uniform(1, 30), HANGS)
+    rank, after = rng.randrange(nodes), rng.choice((0.0, 1.0, rng.uniform(1, 60)))
+    if rng.random() < 0.25:
+        return Failure(rank, after, 137, "OOMKilled", "")
+    return Failure(rank, after, rng.choice((1, 1, 3, 139, 134)))
+
+
+def _deeds(rng: random.Random) -> tuple[Deed, ...]:
+    groups = [g for g in (USERS, OPERATORS, CREATES, PODS, NODES) if rng.random() < 0.3]
+    kinds = [kind for group in groups for kind in group]
+    if not kinds:
+        return ()
+    deeds = [
+        Deed(rng.uniform(0, 0.7 * FAULTS_SECONDS), rng.choice(kinds), rng.randrange(6), 10 ** rng.uniform(-0.5, 2))
+        for _ in range(rng.choice((1, 2, 3, 6)))
+    ]
+    return tuple(sorted(deeds, key=lambda deed: deed.at))

@@ -1,0 +1,97 @@
+"""Many seeds, or one: `make simulate SEEDS=100000`, `python tests/simulation/simulate.py --seed 7141`."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from scenario import scenario
+from simulation import Outcome, simulate
+
+SHRINK_RUNS_MAX = 400
+BLOCK = 50
+
+
+def shrink(outcome: Outcome) -> Outcome:
+    """The same seed with as few of its faults as still show something wrong."""
+    best, runs = outcome, 0
+    size = max(1, len(best.taken) // 2)
+    while size and runs < SHRINK_RUNS_MAX:
+        for part in _parts(list(best.taken), size):
+            runs += 1
+            found = simulate(scenario(best.seed), {k: v for k, v in best.taken.items() if k not in part})
+            if found.wrong and len(found.taken) < len(best.taken):
+                best = found
+                break
+        else:
+            size //= 2
+    return best
+
+
+def report(outcome: Outcome) -> str:
+    """What a failing seed shows, as one reads it."""
+    faults = [f"  {key}: {what}" for key, what in outcome.taken.items()]
+    return "\n".join(
+        [*outcome.story, "", f"seed {outcome.seed}: {outcome.wrong[0]}", "with these faults:", *faults, repeat(outcome)]
+    )
+
+
+def repeat(outcome: Outcome) -> str:
+    """The command that shows it again."""
+    return f"repeat: python tests/simulation/simulate.py --seed {outcome.seed}"
+
+
+def failing(seeds: Sequence[int]) -> list[Outcome]:
+    """Those of the seeds that show something wrong, as they are."""
+    return [outcome for seed in seeds if (outcome := simulate(scenario(seed))).wrong]
+
+
+def _parts(keys: Sequence[str], size: int) -> Iterator[set[str]]:
+    for start in range(0, len(keys), size):
+        yield set(keys[start : start + size])
+
+
+def _many(first: int, count: int) -> int:
+    blocks = [range(n, min(n + BLOCK, first + count)) for n in range(first, first + count, BLOCK)]
+    started = time.monotonic()
+    bad: list[Outcome] = []
+    with multiprocessing.Pool(os.cpu_count()) as pool:
+        for done, found in zip(itertools.count(1), pool.imap_unordered(failing, blocks), strict=False):
+            bad += found
+            for outcome in found:
+                print(f"seed {outcome.seed}: {outcome.wrong[0]}", flush=True)
+            if sys.stderr.isatty():
+                print(f"\r{done * BLOCK} of {count} seeds", end="", file=sys.stderr)
+    seconds = time.monotonic() - started
+    print(f"{count} seeds from {first} on in {seconds:.0f} s: {count / seconds:.0f} seeds/s, {len(bad)} show a fault")
+    if bad:
+        print(report(shrink(min(bad, key=lambda outcome: len(outcome.taken)))))
+    return 1 if bad else 0
+
+
+def _one(seed: int, whole: bool) -> int:
+    outcome = simulate(scenario(seed))
+    if outcome.wrong and not whole:
+        outcome = shrink(outcome)
+    print(report(outcome) if outcome.wrong else "\n".join([*outcome.story, f"seed {seed}: {outcome.end}"]))
+    return 1 if outcome.wrong else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 1 where something is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=2000, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--seed", type=int, help="this one alone, with its story; what fails is made small first")
+    parser.add_argument("--whole", action="store_true", help="with all its faults")
+    given = parser.parse_args(arguments)
+    return _many(given.first, given.seeds) if given.seed is None else _one(given.seed, given.whole)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

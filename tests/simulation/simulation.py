@@ -1,0 +1,568 @@
+"""One run: the real operator (its wiring, queue, stores, reflectors, plan) on a model of everything around it.
+
+The clock is virtual, all is one thread, and every random number hangs on the seed: a run can be repeated to the word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime as dt
+import random
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from faults import Faults
+from judge import TERMINAL, Judge, said
+from model_api import Change, Kind, ModelApi, Raw
+from model_client import ModelClient
+from model_kubelet import Cluster
+from model_training import Process, Training
+from scenario import FAULTS_SECONDS, NODES, PODS, RESTARTS, Deed, Failure, Scenario
+from virtual_time import VirtualLoop
+
+from ddpjob_operator import api
+from ddpjob_operator.kube import access, app, lease, queue, reconcile, reflector
+from ddpjob_operator.kube.client import ApiError
+from ddpjob_operator.kube.tokens import BoundPod
+from ddpjob_operator.observed import Report
+
+JOBS = f"/apis/{api.GROUP}/{api.VERSION}/namespaces/default/{api.PLURAL}"
+NAME = "digits"
+# Start retries wait up to half an hour, and the queue for a minute.
+ENDS_WITHIN_SECONDS = 3 * 3600.0
+# How long nothing may change before a job is at rest.
+REST_SECONDS = 120.0
+WRITES_MAX = 600
+BREAKS_A_POD = frozenset((*PODS, *NODES))
+
+
+@dataclass
+class Outcome:
+    """What a run has shown."""
+
+    seed: int
+    wrong: list[str]
+    end: str
+    taken: dict[str, str]
+    """The faults that have happened, as `Faults(only=…)` takes them."""
+    story: list[str]
+    seconds: float
+    """Virtual ones."""
+    passed: dict[str, int] = field(default_factory=dict)
+    """How often each point for faults was passed."""
+    attempts: int = 0
+    writes: int = 0
+
+
+class Log:
+    """In place of a module's logger: an error of ours is one of the run."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def _quiet(self, *_: object, **__: object) -> None:
+        """Said to people only."""
+
+    debug = info = warning = _quiet
+
+    def error(self, text: str, *values: object, exc_info: Any = None) -> None:
+        stack = "".join(traceback.format_exception(exc_info)) if isinstance(exc_info, BaseException) else ""
+        self._simulation.judge.wrong.append(f"the operator says: {text % values} {stack}")
+
+    def exception(self, text: str, *values: object) -> None:
+        self._simulation.judge.wrong.append(f"the operator says: {text % values} {traceback.format_exc()}")
+
+
+class EventList:
+    """In place of kube.events.Events: only the story hears them."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def send(self, job: api.Metadata, events: tuple[Any, ...], now: dt.datetime) -> None:
+        for event in events:
+            self._simulation.events += 1
+            self._simulation.tell("event", event.type, event.reason)
+
+    async def run(self) -> None:
+        await asyncio.get_running_loop().create_future()
+
+
+class Operator(app.Operator):
+    """The real one, with a wall clock of its own."""
+
+    def __init__(self, now: Callable[[], dt.datetime], *arguments: Any) -> None:
+        self._now = now
+        super().__init__(*arguments)
+
+    def _make_parts_of_a_term(self) -> None:
+        with mock.patch.object(app, "_now", self._now):
+            super()._make_parts_of_a_term()
+
+
+class OperatorProcess:
+    """A process of the operator, until it is killed."""
+
+    def __init__(self, simulation: Simulation, name: str) -> None:
+        self.name = name
+        self.skew = dt.timedelta()
+        self.simulation = simulation
+        self._tasks: list[asyncio.Task[None]] = []
+        loop, scenario = simulation.loop, simulation.scenario
+        self.client = ModelClient(simulation.api, loop, simulation.faults, name, self.crash)
+        self.lease_client = ModelClient(simulation.api, loop, simulation.faults, f"{name} lease", self.crash)
+        self.client.stale_by = scenario.stale_by
+        settings: dict[str, Any] = {"namespaces": () if scenario.clusterwide else ("default",), "health_port": 0}
+        arguments: list[Any] = [self.client]
+        if scenario.operators > 1:
+            client: Any = self.lease_client
+            self.leader = lease.Leader(client, "default", "ddpjob", name, lease.Durations(), clock=loop.time)
+            self.client.may_write = self.leader.holds
+            arguments.append(self.leader)
+        self.operator = Operator(self.now, app.Settings(**settings), *arguments)
+
+    def now(self) -> dt.datetime:
+        """What this process believes."""
+        return self.simulation.loop.now() + self.skew
+
+    def start(self) -> None:
+        self.simulation.tell(self.name, "starts")
+        self._tasks = [self._task(self._start()), self._task(self._watch_jobs())]
+
+    def crash(self) -> None:
+        """kill -9: what it knew is lost; what it has sent may still be carried out."""
+        if self.client.dead:
+            return
+        self.simulation.tell(self.name, "crashes")
+        self.client.dead = self.lease_client.dead = True
+        self.end()
+        self.simulation.start_operator_soon(self)
+
+    async def stop(self) -> None:
+        """SIGTERM."""
+        self.simulation.tell(self.name, "stops")
+        for task in self._tasks:
+            task.cancel()
+        await self.operator.stop()
+        self.client.dead = self.lease_client.dead = True
+        self.simulation.start_operator_soon(self)
+
+    def end(self) -> None:
+        """All that it does ends."""
+        operator = self.operator
+        for task in (*self._tasks, *operator._tasks, *getattr(operator, "_term", ()), operator._first_lists):
+            if task is not None:
+                task.cancel()
+
+    def clock_jumps(self, seconds: float) -> None:
+        """Its wall clock, not the monotonic one."""
+        self.skew += dt.timedelta(seconds=int(seconds))
+
+    async def _start(self) -> None:
+        await self.operator.start()
+
+    async def _watch_jobs(self) -> None:
+        """As kopf does: list, then watch on from there; list anew when the version is too old."""
+        version = ""
+        while True:
+            version = await self._watch_jobs_from(version)
+
+    async def _watch_jobs_from(self, version: str) -> str:
+        try:
+            if not version:
+                raws, version = await self.client.list(JOBS)
+                for raw in raws:
+                    self.operator.job_seen(None, raw)
+            async for event in self.client.watch(JOBS, version):
+                self.operator.job_seen(event["type"], event["object"])
+                version = event["object"]["metadata"]["resourceVersion"]
+        except ApiError as error:
+            await asyncio.sleep(1)
+            return "" if error.gone else version
+        return version
+
+    def _task(self, work: Any) -> asyncio.Task[None]:
+        task = self.simulation.loop.create_task(work)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self.client.dead:
+            text = "".join(traceback.format_exception(error))
+            self.simulation.judge.wrong.append(f"{self.name} has ended: {text}")
+
+
+class Simulation:
+    """Everything of one run."""
+
+    def __init__(self, scenario: Scenario, only: Mapping[str, str] | None = None) -> None:
+        self.scenario = scenario
+        self.story: list[str] = []
+        self.events = 0
+        self.loop = VirtualLoop()
+        self.loop.set_exception_handler(self._bug)
+        self.faults = Faults(scenario.seed, scenario.rates, only)
+        self.api = ModelApi(self.loop.time, self.loop.now)
+        self.training = Training(self.loop, self.faults, scenario.training_seconds, self._failure_of, self._reachable)
+        self.cluster = Cluster(self.loop, self.api, self.faults, self.training, scenario.cluster_nodes)
+        self.judge = Judge(self.cluster, self.training, lambda: self.api.all(api.PLURAL))
+        self.api.listeners.append(self.judge.changed)
+        self.api.listeners.append(self._hear)
+        self.api.refuses = self._refuses
+        if scenario.reports:
+            self.training.reports = self._report
+        self.operators: list[OperatorProcess] = []
+        self.done: set[str] = set()
+        """The deeds that were done."""
+        self.uids: list[str] = []
+        """The jobs, in order."""
+        self._random = random.Random(f"{scenario.seed} simulation")
+        self._quota = False
+        self._changed_at = 0.0
+        self._made = 0
+
+    # ---------------------------------------------------------------- the run
+
+    def run(self) -> Outcome:
+        """From the moment when the user applies the job to its end, or to the first thing that is wrong."""
+        try:
+            with self._in_place_of_the_world():
+                self.loop.run_until_complete(self._run())
+                self._end()
+        finally:
+            self.loop.close()
+        status = self.judge.statuses.get(self.uids[-1], {}) if self.uids else {}
+        return Outcome(
+            seed=self.scenario.seed,
+            wrong=self.judge.wrong,
+            end=self._end_state(status),
+            taken=self.faults.taken,
+            story=self.story,
+            seconds=self.loop.time(),
+            passed=dict(self.faults._count),
+            attempts=status.get("attempt", 0),
+            writes=sum(len(log) for log in self.api.log.values()),
+        )
+
+    async def _run(self) -> None:
+        for number in range(self.scenario.operators):
+            self._start_operator(f"operator-{number}")
+        self._apply()
+        for index, deed in enumerate(self.scenario.deeds):
+            self.loop.call_at(deed.at, self._do, f"deed#{index}", deed)
+        last = max((deed.at for deed in self.scenario.deeds), default=0.0)
+        if last or any(self.scenario.rates.values()):
+            await self._until(FAULTS_SECONDS, lambda: self.loop.time() > last and self._is_at_rest())
+        self._mend()
+        end = self.loop.time() + ENDS_WITHIN_SECONDS
+        if not await self._until(end, self._is_at_rest):
+            self.judge.wrong.append(f"not at rest {ENDS_WITHIN_SECONDS:.0f} s after the last fault: {self._where()}")
+        if not self.judge.wrong:
+            self._check_end()
+
+    async def _until(self, end: float, is_true: Any) -> bool:
+        """Whether it became true before the end of time; at once where something is wrong."""
+        while self.loop.time() < end:
+            if self.judge.wrong or self._floods():
+                return True
+            if is_true():
+                return True
+            await asyncio.sleep(min(10.0, end - self.loop.time()))
+        return bool(is_true())
+
+    def _floods(self) -> bool:
+        if self._changed_at < 0:
+            return True
+        written = sum(len(self.api.log[plural]) for plural in ("pods", "services", api.PLURAL))
+        if written > WRITES_MAX:
+            self._changed_at = -1.0
+            self.judge.wrong.append(f"more than {WRITES_MAX} writes: somebody writes in circles")
+        return written > WRITES_MAX
+
+    def _mend(self) -> None:
+        """No faults from now on."""
+        self.tell("", "no faults from now on")
+        self.faults.stopped = True
+        self._quota = False
+        for operator in self.operators:
+            operator.client.away = operator.lease_client.away = False
+        for name, node in self.cluster.nodes.items():
+            # A node that has died for good is no fault that must end: the job goes on elsewhere.
+            if node.powered:
+                self.cluster.back(name)
+        for plural in ("pods", "services"):
+            for raw in self.api.all(plural):
+                if "stranger" in raw["metadata"].get("annotations", {}):
+                    self.api.remove(plural, raw, "user")
+
+    def _end(self) -> None:
+        for operator in self.operators:
+            operator.client.dead = operator.lease_client.dead = True
+            operator.end()
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self.loop.run_until_complete(asyncio.wait(tasks))
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+
+    def _bug(self, _: object, context: Any) -> None:
+        error = context.get("exception")
+        stack = "".join(traceback.format_exception(error)) if error is not None else ""
+        self.judge.wrong.append(f"a callback has failed: {context['message']} {stack}")
+
+    # ---------------------------------------------------------------- its end
+
+    def _is_at_rest(self) -> bool:
+        """Nothing has changed for a while, and nothing will."""
+        if self.loop.time() - self._changed_at < REST_SECONDS:
+            return False
+        job = self.api.find(api.PLURAL, NAME)
+        if job is None:
+            # On a node that is dead for good a deleted job's pod stays until someone removes the node, as everywhere.
+            return all(self._is_on_dead_node(pod) for pod in self._ours("pods"))
+        status = job.get("status") or {}
+        ends = status.get("state") in TERMINAL or (job["spec"].get("suspend") and status.get("state") == "Suspended")
+        ttl = job["spec"].get("ttlSecondsAfterFinished")
+        return bool(ends) and (ttl is None or bool(job["spec"].get("suspend"))) and not self._live()
+
+    def _ours(self, plural: str) -> list[Raw]:
+        return [raw for raw in self.api.all(plural) if raw["metadata"].get("ownerReferences")]
+
+    def _is_on_dead_node(self, pod: Raw) -> bool:
+        node = self.cluster.nodes.get(pod["spec"].get("nodeName", ""))
+        return node is not None and not node.powered
+
+    def _live(self) -> list[Process]:
+        return [p for p in self.cluster.processes() if self.cluster.nodes[p.node].powered]
+
+    def _where(self) -> str:
+        job = self.api.find(api.PLURAL, NAME)
+        pods = [f"{p['metadata']['name']} {p['status'].get('phase')}" for p in self._ours("pods")]
+        state = said((job or {}).get("status") or {}) if job else "no job"
+        return f"{state}; pods {pods}; live {[str(p) for p in self._live()]}"
+
+    def _end_state(self, status: Raw) -> str:
+        return "Gone" if self.api.find(api.PLURAL, NAME) is None else str(status.get("state", ""))
+
+    def _check_end(self) -> None:
+        """The end is the one that a run without faults has, unless the application or the user wanted another."""
+        job = self.api.find(api.PLURAL, NAME)
+        status = self.judge.statuses.get(self.uids[-1], {})
+        state = status.get("state")
+        if state == "Failed" and not self._may_fail(self.uids[-1], job):
+            self.judge.wrong.append(f"the job failed, and nothing that happened is its fault: {said(status)}")
+        if job is None and self._ours("services"):
+            self.judge.wrong.append("the job is gone, and its service is not")
+
+    def _may_fail(self, uid: str, job: Raw | None) -> bool:
+        failed = sum(1 for job_uid, _ in self.training.failed | self.training.hung if job_uid == uid)
+        if not RESTARTS:
+            return bool(failed or self.done & BREAKS_A_POD)
+        limit = self.scenario.spec.get("backoffLimit", 3)
+        return failed > limit or failed >= 3 or "clock jumps" in self.done
+
+    # ---------------------------------------------------------------- what happens
+
+    def tell(self, who: str, *what: object) -> None:
+        """A line of the story."""
+        self.story.append(f"t+{self.loop.time():7.1f}  {who:12} {' '.join(map(str, what))}")
+
+    def start_operator_soon(self, dead: OperatorProcess) -> None:
+        """As the kubelet of the operator's own pod does."""
+        self.loop.call_later(self._random.uniform(1, 20), self._start_operator, dead.name, dead)
+
+    def _start_operator(self, name: str, dead: OperatorProcess | None = None) -> None:
+        process = OperatorProcess(self, name)
+        self.operators = [o for o in self.operators if o is not dead] + [process]
+        if dead is not None:
+            process.skew = dead.skew
+        process.start()
+
+    def _apply(self) -> None:
+        code, answer = self.api.request("POST", JOBS, None, self.scenario.manifest(), "user")
+        if code == 201:
+            self.uids.append(answer["metadata"]["uid"])
+
+    def _failure_of(self, process: Process) -> Failure | None:
+        failure = self.scenario.failures.get(process.attempt)
+        if failure is None or failure.rank != process.rank or len(self.uids) > 1:
+            return None
+        return failure if self.faults.happens(f"failure#{process.attempt}", str(failure)) else None
+
+    def _report(self, process: Process, step: int) -> None:
+        """A rank reports to the operator that leads, if it reaches one."""
+        if not self._reachable(process):
+            return
+        for one in self.operators:
+            if one.operator._leads and not one.client.away and not one.client.dead:
+                sender = one.operator.locate(BoundPod("default", process.name, process.uid))
+                if sender is not None:
+                    word = Report(step=step, attempt=sender.attempt, rank=process.rank, received_at=one.now())
+                    one.operator.report(sender, word)
+
+    def _reachable(self, process: Process) -> bool:
+        return self.cluster.reachable(process)
+
+    def _refuses(self, plural: str, body: Raw) -> str:
+        return "exceeded quota: model" if self._quota and plural == "pods" else ""
+
+    def _hear(self, kind: Kind, change: Change) -> None:
+        if kind.plural in ("nodes", "leases"):
+            return
+        self._changed_at = self.loop.time()
+        name = change.object["metadata"]["name"]
+        if kind.plural == api.PLURAL:
+            old, new = (change.old or {}).get("status") or {}, (change.new or {}).get("status") or {}
+            if said(old) != said(new) or change.new is None:
+                self.tell(change.actor, f"{name}:", said(new) if change.new else "is gone")
+            return
+        verb = "gone" if change.new is None else "made" if change.old is None else self._pod_news(change)
+        if verb:
+            self.tell(change.actor, f"{kind.kind.lower()} {name}", verb)
+
+    def _pod_news(self, change: Change) -> str:
+        old, new = change.old or {}, change.new or {}
+        asked = "deletionTimestamp" in new["metadata"] and "deletionTimestamp" not in old["metadata"]
+        if asked:
+            return f"to stop within {new['metadata']['deletionGracePeriodSeconds']} s"
+        phases = [raw.get("status", {}).get("phase") for raw in (old, new)]
+        ends = [c["state"]["terminated"]["exitCode"] for c in new.get("status", {}).get("containerStatuses", ())
+                if "terminated" in c["state"]]  # fmt: skip
+        return f"{phases[1]} {ends or ''}" if phases[0] != phases[1] else ""
+
+    # ---------------------------------------------------------------- deeds
+
+    def _do(self, key: str, deed: Deed) -> None:
+        if self.faults.stopped or not self.faults.happens(key, str(deed)):
+            return
+        self.tell("", "DEED", deed)
+        self.done.add(deed.what)
+        if deed.what in NODES:
+            self._node(deed)
+        elif deed.what in BREAKS_A_POD:
+            self._pod(deed)
+        elif deed.what in ("quota", "stranger's pod", "stranger's service"):
+            self._in_the_way(deed)
+        elif deed.what in ("crash", "restart", "clock jumps", "api server away", "operator cut off"):
+            self._operator(deed)
+        else:
+            self._user(deed)
+
+    def _user(self, deed: Deed) -> None:
+        job = self.api.find(api.PLURAL, NAME)
+        if job is None:
+            return
+        if deed.what == "touch":
+            self.api.change(api.PLURAL, job, "user", metadata={"annotations": {"touched": str(deed.at)}})
+        elif deed.what == "suspend":
+            self._suspend(True)
+            self.loop.call_later(deed.seconds, self._suspend, False)
+        else:
+            self.api.request("DELETE", f"{JOBS}/{NAME}", None, {}, "user")
+            if deed.what == "delete and apply":
+                self.loop.call_later(deed.seconds if deed.number % 2 else 0.0, self._apply)
+
+    def _suspend(self, yes: bool) -> None:
+        job = self.api.find(api.PLURAL, NAME)
+        if job is not None:
+            body = {**job, "spec": {**job["spec"], "suspend": yes}}
+            self.tell("user", "suspends" if yes else "resumes")
+            self.api.request("PUT", f"{JOBS}/{NAME}", None, body, "user")
+
+    def _operator(self, deed: Deed) -> None:
+        process = self.operators[deed.number % len(self.operators)]
+        if deed.what == "crash":
+            process.crash()
+        elif deed.what == "restart" and not process.client.dead:
+            self.loop.create_task(process.stop())
+        elif deed.what == "clock jumps":
+            process.clock_jumps(deed.seconds * (60 if deed.number % 2 else -60))
+        else:
+            away = self.operators if deed.what == "api server away" else [process]
+            for one in away:
+                one.client.away = one.lease_client.away = True
+                self.loop.call_later(deed.seconds, self._is_back, one)
+
+    def _is_back(self, process: OperatorProcess) -> None:
+        process.client.away = process.lease_client.away = False
+
+    def _in_the_way(self, deed: Deed) -> None:
+        if deed.what == "quota":
+            self._quota = True
+            self.loop.call_later(deed.seconds, self._lift_quota)
+            return
+        status = self.judge.statuses.get(self.uids[-1], {})
+        plural, name, spec = "services", NAME, {}
+        if deed.what == "stranger's pod":
+            plural, name = "pods", f"{NAME}-{status.get('attempt', 0) + 1}-{deed.number % 2}"
+            spec = {"containers": [{"name": "other"}], "nodeName": "elsewhere"}
+        body = {"metadata": {"name": name, "annotations": {"stranger": "yes"}}, "spec": spec}
+        code, answer = self.api.request("POST", f"/api/v1/namespaces/default/{plural}", None, body, "user")
+        if code == 201:
+            self.loop.call_later(deed.seconds, self.api.remove, plural, answer, "user")
+
+    def _lift_quota(self) -> None:
+        self._quota = False
+
+    def _pod(self, deed: Deed) -> None:
+        pods = sorted(self._ours("pods"), key=lambda p: str(p["metadata"]["name"]))
+        placed = [p for p in pods if p["spec"].get("nodeName") in self.cluster.nodes]
+        if not placed:
+            return
+        pod = placed[deed.number % len(placed)]
+        self.tell("", "it hits", pod["metadata"]["name"])
+        if deed.what == "pod deleted":
+            self.cluster.delete_pod(pod, "user")
+        elif deed.what == "pod forced":
+            self.cluster.delete_pod(pod, "user", 0)
+        elif deed.what == "drained":
+            self.cluster.disrupt(pod, "EvictionByEvictionAPI")
+        else:
+            self.cluster.under_pressure(pod, "Evicted" if deed.what == "evicted" else "Terminated")
+
+    def _node(self, deed: Deed) -> None:
+        names = sorted(self.cluster.nodes)
+        # Where several die the job may have no place left.
+        name = names[0 if deed.what == "node dies" else deed.number % len(names)]
+        if deed.what == "node cut":
+            self.cluster.cut(name)
+        elif deed.what in ("node killed", "node dies"):
+            self.cluster.kill(name)
+        else:
+            self.cluster.remove_node(name)
+        if deed.what != "node dies":
+            self.loop.call_later(deed.seconds, self.cluster.back, name)
+
+    # ---------------------------------------------------------------- in place of clock, chance and log
+
+    @contextlib.contextmanager
+    def _in_place_of_the_world(self) -> Iterator[None]:
+        clock = SimpleNamespace(monotonic=self.loop.time)
+        chance = random.Random(f"{self.scenario.seed} operator")
+        log = Log(self)
+        kept_off = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, set_threshold=lambda *_: None)
+        with contextlib.ExitStack() as stack:
+            for module, fields in {
+                app: {"time": clock, "gc": kept_off, "_LOGGER": log, "Events": lambda *_, **__: EventList(self)},
+                reflector: {"time": clock, "random": chance, "_LOGGER": log},
+                lease: {"random": chance, "_LOGGER": log, "_now": self.loop.now},
+                queue: {"_LOGGER": log},
+                reconcile: {"_LOGGER": log},
+                access: {"_LOGGER": log},
+            }.items():
+                for name, value in fields.items():
+                    if hasattr(module, name):
+                        stack.enter_context(mock.patch.object(module, name, value))
+            yield
+
+
+def simulate(scenario: Scenario, only: Mapping[str, str] | None = None) -> Outcome:
+    """See Simulation.run."""
+    return Simulation(scenario, only).run()

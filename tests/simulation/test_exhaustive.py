@@ -1,0 +1,101 @@
+"""Small jobs with every single fault at every single place: a crash before and after each write, each watch event late,
+lost with its stream or told twice, each old state of the cluster served to an operator that starts anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import mutants
+import pytest
+from faults import POINTS
+from model_training import Failure
+from scenario import Deed, Scenario
+from simulation import Outcome, simulate
+
+pytestmark = pytest.mark.timeout(900)  # all is computing: a busy machine needs its time
+LIVES = {
+    "one node trains": Scenario(spec={"nodes": 1}, training_seconds=5),
+    "two nodes train": Scenario(training_seconds=5),
+    "two nodes, a rank fails once": Scenario(training_seconds=5, failures={1: Failure(1, 1.0, 1)}),
+    "two nodes, suspended and resumed": Scenario(training_seconds=40, deeds=(Deed(5, "suspend", seconds=1),)),
+    "deleted and applied again": Scenario(spec={"nodes": 1}, training_seconds=9, deeds=(Deed(5, "delete and apply"),)),
+    "a node is cut off and comes back": Scenario(training_seconds=9, deeds=(Deed(5, "node cut", seconds=150),)),
+}
+STALE_VERSIONS = (1, 2, 4, 6, 8, 11)
+STUBBORN = {"sigterm#0": "ignored", "sigterm#1": "ignored"}
+
+
+def planned(outcome: Outcome) -> dict[str, str]:
+    """What the life itself brings, without any fault."""
+    return dict(outcome.taken)
+
+
+def single_faults(life: Outcome) -> Iterator[tuple[str, str]]:
+    for point, count in life.passed.items():
+        for number in range(count):
+            for fault in POINTS[point]:
+                yield f"{point}#{number}", fault
+
+
+def check(life: Scenario, only: dict[str, str]) -> None:
+    outcome = simulate(life, only)
+    assert not outcome.wrong, "\n".join([*outcome.story, f"with {only}:", *outcome.wrong])
+    assert outcome.end == "Succeeded", "\n".join([*outcome.story, f"with {only} it ends {outcome.end}"])
+
+
+@pytest.mark.parametrize("name", LIVES)
+def test_any_single_fault_at_any_place_leaves_a_job_that_ends_as_without_it(name: str) -> None:
+    undisturbed = simulate(LIVES[name])
+    assert not undisturbed.wrong
+    assert undisturbed.end == "Succeeded"
+    count = 0
+    for place, fault in single_faults(undisturbed):
+        check(LIVES[name], {**planned(undisturbed), place: fault})
+        count += 1
+    print(f"{count} single faults")
+    assert count > 100
+
+
+def old_states(name: str) -> Iterator[tuple[Scenario, dict[str, str]]]:
+    """The operator dies after each write; the next is shown an old state, and its watch of pods says nothing new."""
+    undisturbed = simulate(LIVES[name])
+    first = undisturbed.passed["list"]
+    stale = {f"list#{n}": "stale" for n in range(first, first + 4)}
+    late = {f"watch.pods#{n}": "late" for n in range(1, 60)}
+    for behind in STALE_VERSIONS:
+        for number in range(undisturbed.passed["write"]):
+            faults = {**planned(undisturbed), f"write#{number}": "crash after", **stale}
+            for some in ({}, {**late, **STUBBORN}):
+                yield replace(LIVES[name], stale_by=behind), {**faults, **some}
+
+
+@pytest.mark.parametrize("name", LIVES)
+def test_an_operator_that_starts_anew_after_any_write_and_is_shown_any_old_state_does_no_harm(name: str) -> None:
+    for life, faults in old_states(name):
+        check(life, faults)
+
+
+def test_an_operator_that_believed_its_copy_after_a_start_would_be_found_out() -> None:
+    with mutants.copy_believed():
+        assert any(simulate(life, faults).wrong for life, faults in old_states("two nodes, suspended and resumed"))
+
+
+def requests_that_outlive_their_sender() -> Iterator[tuple[Scenario, dict[str, str]]]:
+    """Each write in turn is slow, and meanwhile its sender dies and the user deletes the job and applies it again."""
+    deeds = (Deed(5, "suspend", seconds=60), Deed(5.3, "crash"), Deed(6, "delete and apply"))
+    for seed in range(24):
+        life = Scenario(seed=seed, spec={"nodes": 1}, training_seconds=30, deeds=deeds)
+        undisturbed = simulate(life)
+        for number in range(undisturbed.passed["write"]):
+            yield life, {**planned(undisturbed), f"write#{number}": "slow"}
+
+
+def test_a_request_that_arrives_after_its_sender_has_died_does_no_harm() -> None:
+    for life, faults in requests_that_outlive_their_sender():
+        check(life, faults)
+
+
+def test_a_delete_that_names_no_uid_would_be_found_out() -> None:
+    with mutants.delete_without_uid():
+        assert any(simulate(life, faults).wrong for life, faults in requests_that_outlive_their_sender())
