@@ -4,18 +4,32 @@ Any cluster with two nodes will do. It must have the images, or be able to pull 
 
     DDPJOB_OPERATOR_IMAGE   default ddpjob-operator:0.1.0
     DDPJOB_TRAINER_IMAGE    default ddpjob-trainer
+    DDPJOB_NEXT_OPERATOR_IMAGE    what the operator is upgraded to; default the same image with other settings
+
+Some break the cluster on purpose, by commands that only its owner knows; without them they are skipped:
+
+    DDPJOB_TEST_API_STOP, DDPJOB_TEST_API_START    take the API server away, give it back
+    DDPJOB_TEST_NODE        is called with `kill|stop|start|cut|join NODE`: power loss, a kubelet that halts, the way
+                            back from both, the network cable out and in
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import shutil
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from clusters import CRD, kubectl, skip_without_cluster
 from pods import OPERATOR_IMAGE, RELEASE, ROOT, Space, helm
+
+# Long enough for a kubelet of a busy machine to be late.
+LOST_NODE_SECONDS = 5
+_MENDED_BY = {"kill": "start", "stop": "start", "cut": "join"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,7 +61,8 @@ def operator(nodes: list[str]) -> Iterator[str]:
     image = ["--set", f"image.repository={repository}", "--set-string", f"image.tag={tag}"]
     try:
         chart = str(ROOT / "charts/ddpjob-operator")
-        helm("install", RELEASE, chart, "--namespace", space.name, "--wait", "--timeout", "120s", *image)
+        quick = ["--set", f"lostNodeSeconds={LOST_NODE_SECONDS}"]
+        helm("install", RELEASE, chart, "--namespace", space.name, "--wait", "--timeout", "120s", *image, *quick)
         yield space.name
         print(space.kubectl("logs", "-l", "app.kubernetes.io/name=ddpjob-operator", "--tail=200", check=False))
     finally:
@@ -66,3 +81,37 @@ def space(operator: str) -> Iterator[Space]:
     finally:
         made.kubectl("delete", "ddp", "--all", "--wait=false", check=False)
         made.remove()
+
+
+@pytest.fixture(scope="module")
+def jobs(operator: str) -> Iterator[Space]:
+    """A namespace for jobs that run side by side and serve several tests; in the end nothing of them is left."""
+    made = Space("ddpjob-jobs")
+    try:
+        yield made
+        made.leaves_nothing()
+    finally:
+        made.remove()
+
+
+@pytest.fixture
+def break_node(nodes: list[str]) -> Iterator[Callable[[str, str], None]]:
+    """`break_node("cut", node)`; `break_node("join", node)` mends it, and what is not mended is in the end."""
+    command = os.environ.get("DDPJOB_TEST_NODE", "")
+    if not command:
+        pytest.skip("DDPJOB_TEST_NODE does not say how to break a node")
+    broken: dict[str, str] = {}
+
+    def do(how: str, node: str) -> None:
+        subprocess.run([*shlex.split(command), how, node], check=True, capture_output=True, timeout=120)
+        if how in _MENDED_BY:
+            broken[node] = _MENDED_BY[how]
+        else:
+            broken.pop(node, None)
+            kubectl("wait", "--for=condition=Ready", f"node/{node}", "--timeout=60s")
+
+    try:
+        yield do
+    finally:
+        for node, how in list(broken.items()):
+            do(how, node)

@@ -1,0 +1,312 @@
+"""How long a restart takes: from a fault until all ranks train again, and where that time goes.
+
+    KUBECONFIG=… python bench/restart_times.py cluster --faults kill delete      in a cluster with the operator
+    KUBECONFIG=… DDPJOB_TEST_NODE=… python bench/restart_times.py cluster --faults node
+    KUBECONFIG=… python bench/restart_times.py requests --nodes 8                requests of one restart, any cluster
+    python bench/restart_times.py local                                          `ddpjob run` on this machine
+
+Two kinds of training: `torch` (torchrun, gloo; the parts are told by the script itself) and `bare` (a script that
+imports nothing: what is left is the operator, Kubernetes and its DNS). The times are those at which a watch of
+`kubectl` shows a change; they and the clocks of the pods are compared, so all must be of one machine, or well set.
+Prints one JSON document on stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests/support"))
+
+from clusters import Namespace, Operator, installed_crd, kubectl, until  # noqa: E402
+from faulty_api import FaultyApi  # noqa: E402
+from pods import Space, job, trainer  # noqa: E402
+
+# Told in the second attempt: when the interpreter ran, when the imports were done, when the group had met.
+TORCH = """
+import time; began = time.time()
+import ddpjob, torch, os, signal
+imported = time.time()
+with ddpjob.init() as world:
+    met = time.time()
+    ddpjob.progress(1)
+    print("TIMES", began, imported, met, time.time(), flush=True)
+    step = torch.ones(1)
+    for number in range(2, 100_000):
+        torch.distributed.all_reduce(step)
+        ddpjob.progress(number)
+        if ddpjob.should_stop(number):
+            raise ddpjob.Stopped(number)
+        time.sleep(0.05)
+"""
+BARE = """
+import time; began = time.time()
+import os, socket
+import ddpjob
+host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+imported = time.time()
+if os.environ["RANK"] == "0":
+    peer = socket.create_server(("", port)).accept()[0]
+else:
+    while True:
+        try:
+            peer = socket.create_connection((host, port), 1)
+            break
+        except OSError:
+            time.sleep(0.02)
+met = time.time()
+ddpjob.progress(1)
+print("TIMES", began, imported, met, time.time(), flush=True)
+for number in range(2, 100_000):
+    ddpjob.progress(number)
+    time.sleep(0.05)
+"""
+
+
+class Seen:
+    """When a watch first showed something of a kind of object."""
+
+    def __init__(self, space: Space, what: str, note: Callable[[dict[str, Any]], str]) -> None:
+        self.first: dict[str, float] = {}
+        self._note = note
+        command = ["kubectl", "-n", space.name, "get", what, "--watch", "-o", "json"]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        lines: list[str] = []
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            lines.append(line)
+            if line == "}\n":  # kubectl indents all but the ends of an object
+                told = self._note(json.loads("".join(lines)))
+                self.first.setdefault(told, time.time())
+                lines.clear()
+
+    def at(self, told: str, seconds: float = 180) -> float:
+        """Waits for it."""
+        until(lambda: told in self.first, f"{told} in {sorted(self.first)}", seconds)
+        return self.first[told]
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._thread.join()
+
+
+def of_job(raw: dict[str, Any]) -> str:
+    """`attempt 1`, `steps in 1`, `breaks in 1`, `attempt 2`, `steps in 2`."""
+    status = raw.get("status") or {}
+    attempt, progress = status.get("attempt", 0), status.get("progress") or {}
+    if attempt and (status.get("lastFailure") or {}).get("attempt") == attempt:
+        return f"breaks in {attempt}"
+    steps = progress.get("attempt") == attempt and progress.get("step")
+    return f"steps in {attempt}" if steps else f"attempt {attempt}"
+
+
+def of_pod(raw: dict[str, Any]) -> str:
+    """`digits-2-0 runs`."""
+    containers = (raw.get("status") or {}).get("containerStatuses") or []
+    runs = any("running" in c["state"] for c in containers)
+    return f"{raw['metadata']['name']} {'runs' if runs else 'is there'}"
+
+
+def body(name: str, kind: str) -> dict[str, Any]:
+    made = job(name, TORCH if kind == "torch" else BARE)
+    if kind == "torch":
+        trainer(made)["command"] = ["torchrun", "--no-python", "python", "-u", "-c", TORCH]
+        trainer(made)["resources"] = {"requests": {"cpu": "500m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}}
+    else:
+        made["spec"]["template"]["spec"]["shareProcessNamespace"] = True
+    trainer(made)["env"] = [{"name": "DDPJOB_STATUS_INTERVAL", "value": "1"}]
+    made["spec"]["template"]["spec"]["topologySpreadConstraints"] = [
+        {
+            "maxSkew": 1,
+            "topologyKey": "kubernetes.io/hostname",
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": {"training.ddpjob.io/job": name}},
+        }
+    ]
+    return made
+
+
+def strike(space: Space, name: str, fault: str, node: str) -> float:
+    """When it struck."""
+    victim = f"{name}-1-1"
+    if fault == "kill":
+        return space.kill(victim)
+    began = time.time()
+    if fault == "delete":
+        space.kubectl("delete", "pod", victim, "--wait=false")
+    else:
+        subprocess.run([*shlex.split(os.environ["DDPJOB_TEST_NODE"]), "kill", node], check=True, capture_output=True)
+    return began
+
+
+def in_cluster(space: Space, name: str, fault: str) -> dict[str, float]:
+    """Seconds of each part of one restart."""
+    jobs, pods = Seen(space, f"ddp/{name}", of_job), Seen(space, "pods", of_pod)
+    node = ""
+    try:
+        jobs.at("steps in 1")
+        node = space.node_of(f"{name}-1-1")
+        began = strike(space, name, fault, node)
+        known, ended = jobs.at("breaks in 1"), jobs.at("attempt 2")
+        running = max(pods.at(f"{name}-2-{rank} runs") for rank in (0, 1))
+        stepped = jobs.at("steps in 2")
+        told = [times(space.kubectl("logs", f"{name}-2-{rank}")) for rank in (0, 1)]
+        return {
+            "detection": known - began,
+            "cleanUp": ended - known,
+            "podStart": running - ended,
+            "untilTheScriptRuns": max(t[0] for t in told) - running,
+            "imports": max(t[1] - t[0] for t in told),
+            "rendezvous": max(t[2] for t in told) - max(t[1] for t in told),
+            "untilTheStatusSaysSo": stepped - max(t[3] for t in told),
+            "sum": stepped - began,
+        }
+    finally:
+        jobs.close()
+        pods.close()
+        if fault == "node" and node:
+            subprocess.run([*shlex.split(os.environ["DDPJOB_TEST_NODE"]), "start", node], check=True)
+            kubectl("wait", "--for=condition=Ready", f"node/{node}", "--timeout=60s")
+
+
+def times(log: str) -> list[float]:
+    line = next(line for line in log.splitlines() if "TIMES " in line)
+    return [float(word) for word in line[line.index("TIMES ") :].split()[1:]]
+
+
+def cluster(options: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    space = Space("ddpjob-bench")
+    try:
+        for fault in options.faults:
+            for kind in options.kinds:
+                runs = []
+                for number in range(options.runs):
+                    name = f"{kind}-{fault}-{number}"
+                    space.apply(body(name, kind))
+                    runs.append(in_cluster(space, name, fault))
+                    space.kubectl("delete", "ddp", name)
+                found[f"{kind}, {fault}"] = medians(runs)
+        return found
+    finally:
+        space.leaves_nothing()
+        space.remove()
+
+
+def medians(runs: list[dict[str, float]]) -> dict[str, Any]:
+    parts = {part: round(statistics.median(run[part] for run in runs), 2) for part in runs[0]}
+    return parts | {"runs": len(runs), "slowest": round(max(run["sum"] for run in runs), 2)}
+
+
+def requests(options: argparse.Namespace) -> dict[str, Any]:
+    """Requests of the operator for one restart; the pods' kubelets are played."""
+    with FaultyApi() as api, installed_crd():
+        space = Namespace(api).make()
+        try:
+            with Operator(api, space.name).watches():
+                space.start(nodes=options.nodes)
+                time.sleep(6)  # the events of the start
+                began = time.monotonic()
+                space.exits("digits-1-1", 1)
+                names = [f"digits-2-{rank}" for rank in range(options.nodes)]
+                space.has_pods(*names)
+                space.runs(*names)
+                space.reaches("Running")
+                time.sleep(6)  # the events of the restart
+                seen = [str(s) for s in api.seen if s.at >= began and not str(s).startswith("watch")]
+                kinds = {what: seen.count(what) for what in sorted(set(seen))}
+                return {"nodes": options.nodes, "requests": kinds, "sum": len(seen)}
+        finally:
+            space.remove()
+
+
+def local(options: argparse.Namespace) -> dict[str, Any]:
+    """`ddpjob run`: rank 1 is killed; its status file is looked at every 10 ms."""
+    runs = [_local_run() for _ in range(options.runs)]
+    return {"torch, kill": medians(runs)}
+
+
+def _local_run() -> dict[str, float]:
+    import psutil
+    import yaml
+
+    made = body("local", "torch")
+    trainer(made)["command"] = ["torchrun", "--no-python", sys.executable, "-u", "-c", TORCH]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "job.yaml").write_text(yaml.safe_dump(made))
+        status, log = Path(folder, "status.json"), Path(folder, "log")
+        command = [sys.executable, "-m", "ddpjob_operator.cli", "run", "job.yaml", "--status", "status.json"]
+        with log.open("w") as out, subprocess.Popen(command, cwd=folder, stdout=out, stderr=out) as process:
+            try:
+                first = _Shown(status)
+                first.wait("steps in 1")
+                began = time.time()
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    if child.environ().get("RANK") == "1" and "TIMES" in child.cmdline()[-1]:
+                        child.kill()
+                known, ended, stepped = (first.wait(told) for told in ("breaks in 1", "attempt 2", "steps in 2"))
+                told = [times(line) for line in log.read_text().splitlines() if "TIMES " in line][2:]
+                return {
+                    "detection": known - began,
+                    "cleanUp": ended - known,
+                    "untilTheScriptRuns": max(t[0] for t in told) - ended,
+                    "imports": max(t[1] - t[0] for t in told),
+                    "rendezvous": max(t[2] for t in told) - max(t[1] for t in told),
+                    "untilTheStatusSaysSo": stepped - max(t[3] for t in told),
+                    "sum": stepped - began,
+                }
+            finally:
+                process.terminate()
+
+
+class _Shown:
+    """A status file, read again and again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def wait(self, told: str) -> float:
+        def there() -> bool:
+            return self._path.exists() and told == of_job({"status": json.loads(self._path.read_text())})
+
+        end = time.monotonic() + 120
+        while not there():
+            if time.monotonic() > end:
+                raise TimeoutError(f"{told}: {self._path.read_text()}")
+            time.sleep(0.01)
+        return time.time()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="How long a restart takes; see the head of this file.")
+    parser.add_argument("what", choices=["cluster", "requests", "local"])
+    parser.add_argument("--faults", nargs="+", choices=["kill", "delete", "node"], default=["kill", "delete"])
+    parser.add_argument("--kinds", nargs="+", choices=["torch", "bare"], default=["torch", "bare"])
+    parser.add_argument("--runs", type=int, default=3, help="of each; the median is told (%(default)s)")
+    parser.add_argument("--nodes", type=int, default=8, help="pods of the job whose requests are counted (%(default)s)")
+    options = parser.parse_args()
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()}
+    found = {"cluster": cluster, "requests": requests, "local": local}[options.what](options)
+    print(json.dumps({"machine": machine, options.what: found}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
