@@ -28,6 +28,7 @@ check: install ## Style, types, layers, and that generated files are what the co
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/ddpjob crd | diff -u $(CRD) - || (echo "the CRD differs from the types: make generate"; exit 1)
 	$(BIN)/python -m ddpjob_operator.reference | diff -u docs/reference.md - || (echo "make generate"; exit 1)
+	$(BIN)/python -m ddpjob_operator.check.document | diff -u docs/check.md - || (echo "make generate"; exit 1)
 
 test: check ## All tests; those that need a cluster run where KUBECONFIG names one, by themselves: they wait for it.
 	$(PYTEST) --ignore tests/api --ignore tests/cluster
@@ -54,6 +55,7 @@ format: install ## Bring the code into shape.
 generate: install ## Write the CRD and the reference from the types.
 	$(BIN)/ddpjob crd > $(CRD)
 	$(BIN)/python -m ddpjob_operator.reference > docs/reference.md
+	$(BIN)/python -m ddpjob_operator.check.document > docs/check.md
 
 clean: ## Remove what was made here.
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -85,6 +85,32 @@ def run(
     return run_locally(document, parsed, Options(status, cpu, allow_unsupported, plain, logs, broken))
 
 
+@cli.command(epilog="Example: ddpjob check train.py --nodes 2")
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path())
+@click.option("--nodes", metavar="N", type=click.IntRange(min=1), help="Check for this many nodes.")
+@click.option("--nproc", metavar="N", type=click.IntRange(min=1), help="Check for this many processes a node.")
+@click.option("--job", metavar="NAME", help="Which DDPJob, where a file has several.")
+@click.option(
+    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How it is shown."
+)
+def check(paths: tuple[str, ...], nodes: int | None, nproc: int | None, job: str | None, form: str) -> int:
+    """Find the classic DDP mistakes in scripts, or in a DDPJob's YAML and its script, without running them.
+
+    \b
+    docs/check.md has each rule. To take one back: `# ddpjob: ignore[rule]` on its line, or on the line above.
+    Exit codes: 0 nothing or warnings, 1 errors, 2 wrong input.
+    """
+    from ddpjob_operator import checking
+
+    settings = (f"spec.nprocPerNode={nproc}",) if nproc else ()
+    wanted = str(nodes) if nodes else None
+    jobs = {path: load(path, job, wanted, settings, ()) for path in paths if checking.is_job(path)}
+    report = checking.check_all(paths, jobs, nodes, nproc)
+    for line in (*report.remarks, report.summary()):
+        click.echo(line, err=True)
+    return answer(report.to_json() if form == "json" else report.to_text()) or report.exit_code
+
+
 @cli.command(epilog="Example: ddpjob crd | kubectl apply -f -")
 def crd() -> int:
     """Print the CustomResourceDefinition of DDPJob."""

@@ -1,0 +1,54 @@
+"""`ddpjob check`: reads a training script, without running it, for the classic mistakes of DDP.
+
+Text in, findings out. A script is parsed once (script.py), each rule (table.py) is a function of it and of what is
+known of its job (rule.py, job.py). Precision comes before completeness: a rule that is not sure is silent.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable
+
+from ddpjob_operator.check.rule import SYNTAX, Finding, Found, Job, Rule
+from ddpjob_operator.check.script import Script
+from ddpjob_operator.check.table import RULES
+
+__all__ = ["RULES", "Finding", "Found", "Job", "Rule", "check", "kept"]
+
+_IGNORE = re.compile(r"#\s*ddpjob:\s*ignore\[([\w\s,-]*)\]")
+_NOTHING_KNOWN = Job()
+
+
+def check(file: str, text: str, job: Job = _NOTHING_KNOWN) -> list[Finding]:
+    """All findings in a script, in the order of its lines. Total: what does not parse is a finding itself."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "\d" in a text is the author's matter, and not of this check
+            script = Script(text)
+        found = [
+            Finding(file, f.line, f.column, rule.name, f.severity or rule.severity, f.message)
+            for rule in RULES
+            for f in rule.find(script, job)
+        ]
+    except SyntaxError as error:
+        line = error.lineno or 1
+        return [Finding(file, line, error.offset or 1, SYNTAX, "error", f"this is no Python: {error.msg}")]
+    except ValueError as error:  # a null byte
+        return [Finding(file, 1, 1, SYNTAX, "error", f"this is no Python: {error}")]
+    except (RecursionError, MemoryError):
+        return [Finding(file, 1, 1, SYNTAX, "error", "nested too deeply to be read")]
+    return kept(found, text)
+
+
+def kept(found: Iterable[Finding], text: str) -> list[Finding]:
+    """The findings that no `# ddpjob: ignore[rule]` on their line, or alone on the line above, takes back."""
+    lines = text.splitlines()
+    return sorted(f for f in set(found) if f.rule not in _ignored(lines, f.line))
+
+
+def _ignored(lines: list[str], line: int) -> set[str]:
+    here = lines[line - 1] if 0 < line <= len(lines) else ""
+    above = lines[line - 2].strip() if 1 < line <= len(lines) + 1 else ""
+    texts = [here, above if above.startswith("#") else ""]
+    return {name.strip() for text in texts for listed in _IGNORE.findall(text) for name in listed.split(",")}

@@ -1,0 +1,108 @@
+"""Saving and loading: by which rank, what, and onto which device."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ddpjob_operator.check.groups import backends
+from ddpjob_operator.check.nodes import name_of
+from ddpjob_operator.check.ranks import at
+from ddpjob_operator.check.rule import Found, Job
+from ddpjob_operator.check.script import DDP, Script
+
+_WRAPPERS = {DDP, "torch.nn.SyncBatchNorm.convert_sync_batchnorm", "torch.compile", "torch.nn.DataParallel"}
+_DEVICE_WORDS = ("cuda", "gpu", "device", "cpu")
+
+
+def save_on_every_rank(script: Script, job: Job) -> Iterator[Found]:
+    """torch.save(…) that all ranks reach."""
+    if not script.is_distributed or (job.nodes == 1 and job.nproc == 1):
+        return
+    for call in script.calls_to("torch.save"):
+        path = script.argument(call, "f", 1)
+        if path is None or script.depends_on_rank(path, by_arguments=True) or _is_buffer(script, path):
+            continue
+        if script.on_every_rank(call):
+            yield at(
+                call,
+                f"torch.save(…, {script.text_of(path)}): every rank writes the same file at the same time; save where "
+                "`rank == 0` only",
+            )
+
+
+def save_whole_module(script: Script, job: Job) -> Iterator[Found]:
+    """torch.save(model, …)."""
+    if not script.is_distributed:
+        return
+    for call in script.calls_to("torch.save"):
+        what = script.argument(call, "obj", 0)
+        if what is not None and _is_module(script, what):
+            yield at(
+                call,
+                f"torch.save({script.text_of(what)}, …) saves the whole module: loading it needs weights_only=False "
+                "and the same source files; save its state_dict() (of .module under DDP)",
+            )
+
+
+def _is_module(script: Script, value: ast.expr) -> bool:
+    """Whether a value is certainly an nn.Module: made by a class of torch or of this file, then perhaps moved."""
+    todo, seen = [value], set[object]()
+    while todo:
+        for origin in script.origins(todo.pop()):
+            if origin in seen:
+                continue
+            seen.add(origin)
+            if isinstance(origin, ast.Call) and isinstance(origin.func, ast.Attribute) and origin.func.attr in _MOVES:
+                todo.append(origin.func.value)
+            elif not _makes_a_module(script, origin):
+                return False
+    return True
+
+
+def _makes_a_module(script: Script, origin: object) -> bool:
+    if isinstance(origin, ast.Attribute):
+        return origin.attr == "module" and any(script.called(o) == DDP for o in script.origins(origin.value))
+    if not isinstance(origin, ast.Call):
+        return False
+    defined = script.definition(origin.func)
+    if isinstance(defined, ast.ClassDef):
+        return any(script.full_name(b) == "torch.nn.Module" for b in defined.bases)
+    name = script.called(origin)
+    return name in _WRAPPERS or (name.startswith("torch.nn.") and name.count(".") == 2 and name[9:10].isupper())
+
+
+_MOVES = {"to", "cuda", "cpu", "train", "eval", "half", "float", "double"}
+
+
+def load_without_map_location(script: Script, job: Job) -> Iterator[Found]:
+    """torch.load(path) in a script that uses GPUs."""
+    if not script.is_distributed or job.gpus == 0 or (job.nodes == 1 and job.nproc == 1) or not _uses_gpus(script, job):
+        return
+    for call in script.calls_to("torch.load"):
+        path = script.argument(call, "f", 0)
+        if path is None or script.argument(call, "map_location", 1) is not None or script.has_hidden_arguments(call):
+            continue
+        if _is_buffer(script, path) or any(_speaks_of_device(test) for test in script.enclosing_tests(call)):
+            continue
+        if script.on_every_rank(call):
+            yield at(
+                call,
+                f"torch.load({script.text_of(path)}) without map_location puts the tensors of all ranks on the GPU "
+                'that saved them, mostly GPU 0; give map_location="cpu", or this rank\'s device',
+            )
+
+
+def _uses_gpus(script: Script, job: Job) -> bool:
+    return "nccl" in backends(script, job) or script.mentions("cuda", "device_ids") or bool(job.gpus)
+
+
+def _speaks_of_device(test: ast.expr) -> bool:
+    """`if args.gpu is None: load(path)`: elsewhere the same is loaded with a place."""
+    return any(word in name_of(n).lower() for n in ast.walk(test) for word in _DEVICE_WORDS)
+
+
+def _is_buffer(script: Script, path: ast.expr) -> bool:
+    """Memory, or a file of this process alone."""
+    own = {"io.BytesIO", "tempfile.NamedTemporaryFile", "tempfile.TemporaryFile", "tempfile.mkstemp"}
+    return any(script.called(o) in own for o in script.origins(path))

@@ -1,0 +1,278 @@
+"""Which samples a rank sees: samplers, batch sizes, partitions, downloads."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ddpjob_operator.check.nodes import Function, Marker, name_of, words_of
+from ddpjob_operator.check.ranks import at
+from ddpjob_operator.check.rule import Found, Job
+from ddpjob_operator.check.script import DDP, Kind, Script
+
+LOADER = "torch.utils.data.DataLoader"
+SAMPLER = "torch.utils.data.DistributedSampler"
+
+
+def sampler_missing(script: Script, job: Job) -> Iterator[Found]:
+    """DataLoader(dataset, shuffle=True) in a script that trains with DDP."""
+    if not script.is_distributed or not script.calls_to(DDP) or (job.nodes == 1 and job.nproc == 1):
+        return
+    for call in script.calls_to(LOADER):
+        if _samples_itself(script, call) or not _is_for_training(script, call) or _is_chosen(script, call):
+            continue
+        dataset = script.argument(call, "dataset", 0)
+        if dataset is not None and _is_whole(script, dataset) and script.on_every_rank(call):
+            yield at(
+                call,
+                f"DataLoader({script.text_of(dataset)}, …) without a sampler: every rank trains on all samples, so an "
+                "epoch does the same work as many times as there are ranks; give it sampler=DistributedSampler(…)",
+            )
+
+
+def _samples_itself(script: Script, call: ast.Call) -> bool:
+    names = (("sampler", 3), ("batch_sampler", 4))
+    given = [v for name, position in names if (v := script.argument(call, name, position)) is not None]
+    return script.has_hidden_arguments(call) or any(not _is_none(v) for v in given)
+
+
+def _is_for_training(script: Script, call: ast.Call) -> bool:
+    """It shuffles, or its batches are followed by backward()."""
+    shuffle = script.argument(call, "shuffle", 2)
+    if isinstance(shuffle, ast.Constant) and shuffle.value is True:
+        return True
+    loops = [n for n in script.nodes if isinstance(n, ast.For) and call in script.origins(_iterated(script, n))]
+    return any(_is_backward(n) for loop in loops for statement in loop.body for n in ast.walk(statement))
+
+
+def _iterated(script: Script, loop: ast.For) -> ast.expr:
+    """The loader in `enumerate(loader)` and `tqdm(loader)`."""
+    inner = loop.iter
+    while isinstance(inner, ast.Call) and inner.args and name_of(inner.func) in ("enumerate", "tqdm"):
+        inner = inner.args[0]
+    return inner
+
+
+def _is_backward(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward"
+
+
+def _is_chosen(script: Script, call: ast.Call) -> bool:
+    """`if distributed: loader with a sampler, else: this one`."""
+    said = {"distributed", "ddp", "world", "parallel", "sampler", "initialized", "single", "multi", "nproc"}
+    return any(
+        not words_of(name_of(n)).isdisjoint(said) for test in script.enclosing_tests(call) for n in ast.walk(test)
+    )
+
+
+def _is_whole(script: Script, dataset: ast.expr) -> bool:
+    """Whether a data set is certainly the same on every rank: made by a class, without a rank."""
+    if script.depends_on_rank(dataset, by_arguments=True):
+        return False
+    origins = script.origins(dataset)
+    return all(isinstance(o, ast.Call) and _makes_whole(script, o) for o in origins)
+
+
+def _makes_whole(script: Script, call: ast.Call) -> bool:
+    if script.depends_on_rank(call, by_arguments=True):
+        return False
+    full = script.called(call)
+    defined = script.definition(call.func)
+    if isinstance(defined, ast.ClassDef):
+        bases = {script.full_name(b).rsplit(".", 1)[-1] for b in defined.bases}
+        return not any("Iterable" in b or "Partition" in b for b in bases)
+    if isinstance(defined, Function) or not full:
+        return False
+    return full.startswith("torchvision.datasets.") or full in ("torch.utils.data.TensorDataset",)
+
+
+def set_epoch_missing(script: Script, job: Job) -> Iterator[Found]:
+    """DistributedSampler in a loop of epochs, without set_epoch."""
+    if script.uses_a_framework or script.mentions("set_epoch") or (job.nodes == 1 and job.nproc == 1):
+        return
+    if not any(_is_loop_of_epochs(n) for n in script.nodes):
+        return
+    for call in script.calls_to(SAMPLER):
+        shuffle = script.argument(call, "shuffle", 3)
+        plain = shuffle is None or (isinstance(shuffle, ast.Constant) and shuffle.value is True)
+        if plain and not script.has_hidden_arguments(call):
+            yield at(
+                call,
+                "DistributedSampler without set_epoch: every epoch has the same order; call "
+                "sampler.set_epoch(epoch) at the start of each",
+            )
+            return
+
+
+def _is_loop_of_epochs(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.For)
+        and isinstance(node.target, ast.Name)
+        and "epoch" in words_of(node.target.id)
+        and not (isinstance(node.iter, ast.Tuple | ast.List) and len(node.iter.elts) == 1)
+    )
+
+
+def shuffle_with_sampler(script: Script, job: Job) -> Iterator[Found]:
+    """DataLoader(shuffle=True, sampler=…)."""
+    for call in script.calls_to(LOADER):
+        shuffle = script.argument(call, "shuffle", 2)
+        if not (isinstance(shuffle, ast.Constant) and shuffle.value is True):
+            continue
+        for name, position in (("sampler", 3), ("batch_sampler", 4)):
+            given = script.argument(call, name, position)
+            if given is not None and any(_is_sampler(script, o) for o in script.origins(given)):
+                yield at(
+                    shuffle,
+                    f"DataLoader(shuffle=True, {name}=…) is refused by torch with a ValueError; remove shuffle: the "
+                    "DistributedSampler shuffles",
+                )
+
+
+def _is_sampler(script: Script, origin: object) -> bool:
+    return script.called(origin).rsplit(".", 1)[-1].endswith("Sampler")
+
+
+def batch_size_is_float(script: Script, job: Job) -> Iterator[Found]:
+    """DataLoader(batch_size=128 / world_size)."""
+    for call in script.calls_to(LOADER, "torch.utils.data.BatchSampler"):
+        size = script.argument(call, "batch_size", 1)
+        origins = script.origins(size) if size is not None else []
+        floats = [o for o in origins if _is_float(script, o)]
+        others = [o for o in origins if o not in floats]
+        if size is not None and floats and all(isinstance(o, ast.Constant | ast.Attribute) for o in others):
+            wrong = floats[0]
+            yield at(
+                size,
+                f"batch_size={script.text_of(wrong) if isinstance(wrong, ast.expr) else '…'} is a float, and "
+                "DataLoader wants a whole number; use // instead of /",
+            )
+
+
+def _is_float(script: Script, origin: object) -> bool:
+    if isinstance(origin, ast.BinOp):
+        return isinstance(origin.op, ast.Div)
+    if isinstance(origin, ast.Constant):
+        return isinstance(origin.value, float)
+    return script.called(origin) == "float"
+
+
+def batch_size_not_divided(script: Script, job: Job) -> Iterator[Found]:
+    """DataLoader(batch_size=args.global_batch_size, sampler=DistributedSampler(…))."""
+    if not script.is_distributed or (job.nodes == 1 and job.nproc == 1):
+        return
+    for call in script.calls_to(LOADER):
+        size = script.argument(call, "batch_size", 1)
+        name = _total_name(script, size) if size is not None and script.on_every_rank(call) else ""
+        if size is not None and name:
+            yield at(
+                size,
+                f"batch_size={script.text_of(size)}: {name} says that it is of all ranks together, and each rank takes "
+                "it whole; divide it: // dist.get_world_size()",
+            )
+
+
+def _total_name(script: Script, size: ast.expr) -> str:
+    """The name of a total that comes here undivided."""
+    for node in (size, *script.origins(size)):
+        if isinstance(node, ast.Name | ast.Attribute):
+            words = words_of(name_of(node))
+            undivided = not any(isinstance(o, ast.BinOp | ast.Call) for o in script.origins(node))
+            if words & {"global", "total", "effective"} and words & {"batch", "batchsize", "bs", "bsz"} and undivided:
+                return name_of(node)
+    return ""
+
+
+def partitioner_unseeded(script: Script, job: Job) -> Iterator[Found]:
+    """Each rank shuffles by itself and takes its part: the parts overlap."""
+    for call in script.calls if script.uses_torch else ():
+        if _draws_unseeded(script, call) and _is_in_partitioner(script, call):
+            yield at(
+                call,
+                f"{script.text_of(call)}: without a seed every rank draws another order, and the parts overlap; give "
+                "all ranks the same seed, or use ddpjob.DataPartitioner(data, fractions, seed)",
+            )
+            return
+
+
+def _is_in_partitioner(script: Script, call: ast.Call) -> bool:
+    """In a class or function that is named so, or where a rank then picks a part."""
+    function = script.function(call)
+    scopes = [function, script.scope(function)] if function else []
+    if any(isinstance(s, Function | ast.ClassDef) and "partition" in s.name.lower() for s in scopes):
+        return True
+    picked = [n for n in script.nodes if isinstance(n, ast.Subscript) and _has_rank(script, n.slice)]
+    if name_of(call.func) == "shuffle" and call.args:  # in place: the name is what was shuffled
+        shuffled = name_of(call.args[0])
+        return any(shuffled and name_of(n.value) == shuffled and script.function(n) is function for n in picked)
+    return any(call in script.origins(n.value) for n in picked)
+
+
+def _has_rank(script: Script, index: ast.expr) -> bool:
+    return any(
+        "rank" in words_of(name_of(n)) or (isinstance(n, ast.expr) and Kind.UNKNOWN not in script.kinds(n))
+        for n in ast.walk(index)
+    )
+
+
+_MODULES = {"random": "random", "numpy.random": "numpy", "torch": "torch", "torch.utils.data": "torch"}
+_DRAWS = {"shuffle", "sample", "permutation", "randperm", "random_split"}
+_SEEDS = {
+    "random": ("random.seed",),
+    "numpy": ("numpy.random.seed",),
+    "torch": ("torch.manual_seed", "torch.random.manual_seed"),
+}
+_GENERATORS = {"random.Random", "numpy.random.default_rng", "numpy.random.RandomState", "torch.Generator"}
+
+
+def _draws_unseeded(script: Script, call: ast.Call) -> bool:
+    module, _, name = script.called(call).rpartition(".")
+    if name in _DRAWS and module in _MODULES:
+        if script.argument(call, "generator") is not None or script.has_hidden_arguments(call):
+            return False
+        seeds = script.calls_to(*_SEEDS[_MODULES[module]])
+        return not script.mentions("seed_everything", "set_seed", "seed_all") and not any(map(_gives_a_seed, seeds))
+    if isinstance(call.func, ast.Attribute) and call.func.attr in _DRAWS:
+        makers = script.origins(call.func.value)
+        return all(_is_unseeded_generator(script, m) for m in makers)
+    return False
+
+
+def _is_unseeded_generator(script: Script, maker: object) -> bool:
+    if not isinstance(maker, ast.Call) or script.called(maker) not in _GENERATORS or maker.keywords:
+        return False
+    if maker.args and not _is_none(maker.args[0]) and script.called(maker) != "torch.Generator":
+        return False
+    seeds = [*script.methods_called("seed"), *script.methods_called("manual_seed")]
+    return not any(
+        isinstance(s.func, ast.Attribute) and maker in script.origins(s.func.value) and _gives_a_seed(s) for s in seeds
+    )
+
+
+def _gives_a_seed(call: ast.Call) -> bool:
+    return bool(call.args or call.keywords) and not (call.args and _is_none(call.args[0]))
+
+
+_DOWNLOADS = {
+    "urllib.request.urlretrieve", "wget.download", "gdown.download", "torchvision.datasets.utils.download_url",
+    "torchvision.datasets.utils.download_and_extract_archive",
+}  # fmt: skip
+
+
+def download_on_every_rank(script: Script, job: Job) -> Iterator[Found]:
+    """datasets.MNIST(…, download=True) that all ranks reach."""
+    if not script.is_distributed or job.nproc == 1:
+        return
+    for call in script.calls:
+        wanted = script.argument(call, "download")
+        asks = isinstance(wanted, ast.Constant) and wanted.value is True
+        if (asks or script.called(call) in _DOWNLOADS) and script.on_every_rank(call):
+            yield at(
+                wanted if asks and wanted else call,
+                f"{script.text_of(call.func)}: every rank downloads to the same place at the same time, and one reads "
+                "what another has half written; download on local rank 0, then barrier(), then load",
+            )
+
+
+def _is_none(node: object) -> bool:
+    return node is Marker.UNKNOWN or (isinstance(node, ast.Constant) and node.value is None)

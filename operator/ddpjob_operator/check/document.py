@@ -1,0 +1,72 @@
+"""docs/check.md, written from the table of the rules. Pure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from ddpjob_operator.check.rule import Finding, Rule
+from ddpjob_operator.check.table import RULES
+
+EXAMPLE = Finding(
+    "train.py",
+    41,
+    1,
+    "rank-is-local-rank",
+    "error",
+    'init_process_group(rank=local_rank): on 2 nodes two processes get rank 0; use int(os.environ["RANK"])',
+)
+INTRO = f"""\
+<!-- Written from table.py by `python -m ddpjob_operator.check.document`. Change the rules, then run it again. -->
+# ddpjob check: mistakes that are found before they cost a GPU hour
+
+```console
+$ ddpjob check train.py --nodes 2
+{EXAMPLE}
+$ ddpjob check job.yaml                 # the job, and the script that its command starts
+$ ddpjob check job.yaml src/train.py    # the script lies elsewhere here than in the image
+$ ddpjob check train.py --format json   # findings (file, line, column, rule, severity, message), errors, warnings
+```
+
+The script is read, never run or imported; torch need not be there. Values are followed through names, attributes and
+the functions of the file, not into other files. **A rule that is not sure is silent**, so "nothing found" is no proof.
+With Lightning, Accelerate, Transformers and the like imported, what they do by themselves is not missed.
+
+From a job come its nodes, processes, GPUs, backend, volumes and launcher. Without one, `--nodes` and `--nproc` give the
+context; with neither, what needs several nodes to hurt is a warning, and a script that meets on `localhost` by itself
+counts as one for one node, as the tutorials are.
+
+Exit codes: 0 nothing or warnings only, 1 errors, 2 wrong input (no such file, no valid job, no Python).
+
+To take a finding back: `# ddpjob: ignore[rule]`, with several rules between commas, at the end of its line or alone on
+the line above, in Python and in YAML.
+"""
+
+TAIL = """\
+## What it does not know
+
+Other files that the script imports; values that come from the command line; what a shell script does before it starts
+Python; `python -m package`. The official tutorial "Writing distributed applications" has two of these mistakes in some
+of its versions, `batch_size=128 / float(size)` and `download=True` on every rank: they are found there, and rightly.
+"""
+
+
+def to_markdown() -> str:
+    """docs/check.md."""
+    rows = "".join(f"| [`{r.name}`](#{r.name}) | {r.severity} |\n" for r in RULES)
+    table = f"| rule | severity |\n|---|---|\n{rows}"
+    return "\n".join((INTRO, "## The rules\n", table, *(part for rule in RULES for part in _rule(rule)), TAIL))
+
+
+def _rule(rule: Rule) -> Iterator[str]:
+    yield f"### `{rule.name}`\n"
+    yield f"{rule.why}\n"
+    yield f"```python\n{_lines('wrong', rule.wrong)}{_lines('right', rule.right)}```\n"
+
+
+def _lines(label: str, code: str) -> str:
+    return f"# {label}\n{code}\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(to_markdown())

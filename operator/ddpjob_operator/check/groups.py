@@ -1,0 +1,235 @@
+"""How the processes meet, over which backend, and how they part."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ddpjob_operator.check.ranks import at
+from ddpjob_operator.check.rule import Found, Job
+from ddpjob_operator.check.script import INIT, Script
+
+# An address that each node takes for its own, or that no pod has before it runs.
+_NO_MEETING_PLACE = re.compile(r"^(localhost|\d+\.\d+\.\d+\.\d+|\[?[0-9a-fA-F]*::[0-9a-fA-F:]*\]?)$")
+_TORCHRUN_STORE = "torchrun's own store is on the port that it was given, nobody listens on this one"
+
+
+def master_overwritten(script: Script, job: Job) -> Iterator[Found]:
+    """os.environ["MASTER_ADDR"] = "localhost" in a job with several nodes; MASTER_PORT also under torchrun."""
+    several = job.several_nodes(script)
+    for name, value, node in script.variables_set:
+        texts = _fixed(script, value, node)
+        if name == "MASTER_ADDR" and several and texts and all(map(_NO_MEETING_PLACE.match, texts)):
+            severity, where = several
+            said = f'os.environ["MASTER_ADDR"] = "{texts[0]}": {where} each looks for rank 0 in the wrong place; '
+            yield replace(at(node, said + "remove it: the job sets MASTER_ADDR"), severity=severity)
+        elif name == "MASTER_PORT" and texts and _port_hurts(job):
+            because = _TORCHRUN_STORE if job.by_torchrun else "the operator has chosen a port that is free"
+            said = f'os.environ["MASTER_PORT"] = "{texts[0]}": {because}; remove it: the job sets MASTER_PORT'
+            yield replace(at(node, said), severity="error" if job.by_torchrun else "warning")
+
+
+def master_port_fixed(script: Script, job: Job) -> Iterator[Found]:
+    """A literal port: two jobs on one machine want the same."""
+    if not (job.known or script.reads_launcher or job.nodes) or _port_hurts(job):
+        return
+    for name, value, node in script.variables_set:
+        texts = _fixed(script, value, node)
+        if name == "MASTER_PORT" and texts:
+            yield at(
+                node,
+                f'os.environ["MASTER_PORT"] = "{texts[0]}": two jobs on one machine meet on the same port, and one of '
+                f'them fails; use os.environ.setdefault("MASTER_PORT", "{texts[0]}"): the job sets it',
+            )
+
+
+def _port_hurts(job: Job) -> bool:
+    return job.by_torchrun or (job.nodes or 0) > 1
+
+
+def _fixed(script: Script, value: ast.expr, node: ast.AST) -> list[str]:
+    """The literal value of a variable that is set in any case; none where a condition or an argument decides."""
+    if any(not _is_main_guard(test) for test in script.enclosing_tests(node)):
+        return []
+    found = [script.texts(v) for v in _plain(script, value)]
+    return [text for texts in found for text in texts] if all(found) else []
+
+
+def _plain(script: Script, value: ast.expr) -> list[ast.expr]:
+    """The value without str(…) around it; a number as the text that it becomes."""
+    if script.called(value) == "str" and isinstance(value, ast.Call) and len(value.args) == 1:
+        value = value.args[0]
+    plain: list[ast.expr] = []
+    for origin in script.origins(value):
+        if isinstance(origin, ast.Constant) and isinstance(origin.value, str | int):
+            plain.append(ast.Constant(str(origin.value)))
+        else:
+            return [value]
+    return plain
+
+
+def _is_main_guard(test: ast.expr) -> bool:
+    return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
+
+
+def tcp_under_torchrun(script: Script, job: Job) -> Iterator[Found]:
+    """init_method="tcp://…" in processes that torchrun starts."""
+    if not job.by_torchrun and (job.launcher or not _is_started_by_torchrun(script)):
+        return
+    for call, url in _methods(script, "tcp://"):
+        where = "" if job.by_torchrun else "under torchrun "
+        yield Found(
+            url.lineno,
+            f"init_method={script.text_of(url)}: {where}all ranks wait for a store that none of them opens "
+            "(TORCHELASTIC_USE_AGENT_STORE); leave init_method out, or use ddpjob.init(init_method=…)",
+            "error" if job.by_torchrun else "warning",
+            url.col_offset + 1,
+        )
+        if script.called(call) != INIT:
+            return
+
+
+def _is_started_by_torchrun(script: Script) -> bool:
+    return any(script.variable_read(n) in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK") for n in script.nodes)
+
+
+def file_not_shared(script: Script, job: Job) -> Iterator[Found]:
+    """init_method="file://…" where the nodes share no such folder."""
+    if (job.nodes or 1) == 1:
+        return
+    for _, url in _methods(script, "file://"):
+        path = _prefix(url).removeprefix("file://")
+        mount = max((m for m in job.mounts if path.startswith(m.rstrip("/") + "/")), key=len, default=None)
+        if mount is not None and job.mounts[mount]:
+            continue
+        because = f"{mount} is a folder of each pod alone" if mount else "no shared volume is mounted there"
+        if not job.known:
+            because = "they must all see the same folder"
+        yield Found(
+            url.lineno,
+            f"init_method={script.text_of(url)}: {job.nodes} nodes meet in a file, and {because}; leave init_method "
+            "out, or put the file on a volume that all nodes mount",
+            "error" if job.known else "warning",
+            url.col_offset + 1,
+        )
+
+
+def _methods(script: Script, scheme: str) -> Iterator[tuple[ast.Call, ast.expr]]:
+    """The init_method of torch's init_process_group where all that it may be has this scheme."""
+    for call in script.calls_to(INIT):
+        method = script.argument(call, "init_method", 1)
+        origins = script.origins(method)
+        if method and all(isinstance(o, ast.expr) and _prefix(o).startswith(scheme) for o in origins):
+            yield call, method
+
+
+def _prefix(node: ast.AST) -> str:
+    """The text with which a value certainly begins."""
+    if isinstance(node, ast.JoinedStr) and node.values:
+        return _prefix(node.values[0])
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mod):
+        return _prefix(node.left)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+        return _prefix(node.func.value)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+# ---------------------------------------------------------------- backends
+
+
+def backends(script: Script, job: Job) -> set[str]:
+    """The backends that the group certainly has one of; empty: it cannot be known."""
+    found: set[str] = set()
+    for call in script.inits:
+        given = script.argument(call, "backend", 0)
+        texts = [t.lower() for t in script.texts(given)]
+        if given is None and script.called(call) == "ddpjob.init" and job.backend:
+            texts = [job.backend]
+        if not texts:
+            return set()
+        found.update(texts)
+    return found
+
+
+def backend_mpi(script: Script, job: Job) -> Iterator[Found]:
+    """init_process_group("mpi")."""
+    for call in script.inits:
+        given = script.argument(call, "backend", 0)
+        if given and [t.lower() for t in script.texts(given)] == ["mpi"] and not script.mentions("is_mpi_available"):
+            yield at(
+                given,
+                'backend "mpi" needs a PyTorch built with MPI, and no published wheel is; use "gloo" (CPU) or "nccl" '
+                "(GPU)",
+            )
+
+
+def nccl_without_gpu(script: Script, job: Job) -> Iterator[Found]:
+    """backend nccl in a job whose pods have no GPU."""
+    if job.gpus != 0:
+        return
+    for call in script.inits:
+        given = script.argument(call, "backend", 0)
+        asked = any(_asks_for_gpu(test) for test in script.enclosing_tests(call))
+        if given and [t.lower() for t in script.texts(given)] == ["nccl"] and not asked:
+            yield at(
+                given,
+                'backend "nccl" needs a GPU in each process, and the job has none; add nvidia.com/gpu to '
+                'resources.limits, or use "gloo"',
+            )
+
+
+def _asks_for_gpu(test: ast.expr) -> bool:
+    words = " ".join(ast.dump(test).lower().split())
+    return any(w in words for w in ("cuda", "gpu", "nccl", "device"))
+
+
+def monitored_barrier_on_nccl(script: Script, job: Job) -> Iterator[Found]:
+    """dist.monitored_barrier() in a group of nccl."""
+    if backends(script, job) != {"nccl"}:
+        return
+    for call in script.calls_to("torch.distributed.monitored_barrier"):
+        if script.argument(call, "group", 0) is None and not script.has_hidden_arguments(call):
+            yield at(
+                call,
+                "monitored_barrier() is there for gloo only, and this group is nccl; give it a group of its own: "
+                'dist.new_group(backend="gloo")',
+            )
+
+
+def barrier_without_timeout(script: Script, job: Job) -> Iterator[Found]:
+    """dist.barrier() in a group of gloo that has no time-out of its own."""
+    if backends(script, job) != {"gloo"} or (job.nodes is None and script.is_for_one_node):
+        return
+    inits = script.calls_to(INIT)
+    if not inits or len(inits) != len(script.inits):  # ddpjob.init has a time-out of 100 s for each step
+        return
+    if any(script.argument(c, "timeout", 2) is not None or script.has_hidden_arguments(c) for c in inits):
+        return
+    for call in script.calls_to("torch.distributed.barrier"):
+        if script.argument(call, "group", 0) is None:
+            yield at(
+                call,
+                "barrier() on gloo waits 30 min for a rank that does not come, and does not say which; use "
+                "dist.monitored_barrier(timeout=timedelta(seconds=60)), or give init_process_group a timeout",
+            )
+            return
+
+
+def destroy_missing(script: Script, job: Job) -> Iterator[Found]:
+    """init_process_group and no destroy_process_group."""
+    if script.uses_a_framework or script.mentions("destroy_process_group", *_CLEANERS):
+        return
+    for call in script.calls_to(INIT):
+        if script.on_every_rank(call) and not script.runs_in_started_process(call):
+            yield at(
+                call,
+                "the group is never destroyed: a rank that ends first may break the others' last collective; call "
+                "dist.destroy_process_group() at the end",
+            )
+            return
+
+
+# What other files call it, whose insides are not read here.
+_CLEANERS = ("cleanup", "clean_up", "cleanup_distributed", "cleanup_ddp", "teardown", "tear_down", "shutdown")

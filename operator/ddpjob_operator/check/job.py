@@ -1,0 +1,70 @@
+"""What a DDPJob says about the script that it runs, and the mistakes that stand in the YAML itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddpjob_operator import api, contract, launcher
+from ddpjob_operator.check.rule import Job
+from ddpjob_operator.check.starting import DEPRECATED
+from ddpjob_operator.podspec import gpus, trainer_container
+
+FieldPath = tuple[str | int, ...]
+
+# Volumes that each pod has for itself. All others may be shared, also a hostPath: on it may lie a network file system.
+_OWN = {"emptyDir", "configMap", "secret", "downwardAPI", "projected", "ephemeral", "image"}
+
+
+def known(job: api.DDPJob) -> Job:
+    """The context in which the job's script is checked."""
+    template = job.spec.template
+    words = launcher.command_of(template)
+    found = launcher.find(words)
+    return Job(
+        nodes=job.spec.nodes,
+        nproc=contract.nproc_per_node(job.spec),
+        gpus=_gpus(template),
+        backend=contract.backend(job.spec),
+        launcher=found.name if found else "python" if launcher.script(words) else "",
+        launcher_options=dict(found.options) if found else {},
+        mounts=_mounts(template),
+        known=True,
+    )
+
+
+def mistakes(job: api.DDPJob) -> Iterator[tuple[FieldPath, str, str]]:
+    """(field, rule, message) of what is wrong in the YAML itself and yet a valid job."""
+    template = job.spec.template
+    trainer = trainer_container(template) or {}
+    found = launcher.find(launcher.command_of(template))
+    if found and (found.name == "torch.distributed.launch" or found.name == "launch.py"):
+        containers = template["spec"]["containers"]
+        index = next(i for i, c in enumerate(containers) if c is trainer)
+        field = "command" if "command" in trainer else "args"
+        yield ("spec", "template", "spec", "containers", index, field), "launch-deprecated", DEPRECATED
+    if job.spec.backend == "nccl" and _gpus(template) == 0:
+        yield (
+            ("spec", "backend"),
+            "nccl-without-gpu",
+            "nccl needs a GPU in each process, and the trainer's resources.limits have none; add nvidia.com/gpu, or "
+            "use gloo",
+        )
+
+
+def _gpus(template: Mapping[str, Any]) -> int | None:
+    """GPUs of a pod; None where resource claims may bring some."""
+    resources = (trainer_container(template) or {}).get("resources")
+    claimed = isinstance(resources, Mapping) and resources.get("claims")
+    return None if claimed else gpus(template)
+
+
+def _mounts(template: Mapping[str, Any]) -> dict[str, bool]:
+    pod = template.get("spec") or {}
+    volumes = {v.get("name"): v for v in pod.get("volumes") or [] if isinstance(v, Mapping)}
+    mounts = (trainer_container(template) or {}).get("volumeMounts") or []
+    return {
+        m["mountPath"]: not _OWN & set(volumes.get(m.get("name"), {"emptyDir": {}}))
+        for m in mounts
+        if isinstance(m, Mapping) and isinstance(m.get("mountPath"), str)
+    }

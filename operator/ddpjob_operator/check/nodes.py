@@ -1,0 +1,157 @@
+"""What single nodes of a Python tree say, without the rest of the file."""
+
+from __future__ import annotations
+
+import ast
+import enum
+import re
+from collections.abc import Iterable, Iterator
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Scope = Function | ast.Lambda | ast.ClassDef | ast.Module
+
+_RANK_WORDS = {"rank", "rank0", "main", "master", "chief", "primary", "leader", "coordinator", "gpu"}
+
+
+class Marker(enum.Enum):
+    """A value that is no expression of the file."""
+
+    UNKNOWN = enum.auto()
+    COUNT = enum.auto()
+    """The variable of `for … in range(n)`."""
+    INDEX = enum.auto()
+    """The number of a process among those that this script starts: from 0, on this machine."""
+
+
+Origin = ast.expr | Marker
+
+
+def leaves(body: list[ast.stmt]) -> bool:
+    """Whether a block ends by leaving: return, raise, continue, break, sys.exit()."""
+    last = body[-1] if body else None
+    if isinstance(last, ast.Return | ast.Raise | ast.Continue | ast.Break):
+        return True
+    call = last.value if isinstance(last, ast.Expr) else None
+    return isinstance(call, ast.Call) and dotted(call.func).rsplit(".", 1)[-1] in ("exit", "_exit", "quit")
+
+
+def words_of(identifier: str) -> set[str]:
+    """local_rank and localRank: {local, rank}."""
+    return {w.lower() for w in re.findall(r"[A-Z]?[a-z]+\d*|[A-Z]+(?![a-z])|\d+", identifier)}
+
+
+def is_named_like_a_rank(name: str) -> bool:
+    """local_rank, is_main_process, args.gpu."""
+    return bool(name) and not words_of(name).isdisjoint(_RANK_WORDS)
+
+
+def parts_of(expression: ast.AST, *, with_arguments: bool) -> Iterator[ast.AST]:
+    """All nodes below; without what is given to calls, but for int(…), bool(…) and the like."""
+    todo = [expression]
+    while todo:
+        node = todo.pop()
+        yield node
+        if (
+            isinstance(node, ast.Call)
+            and not with_arguments
+            and name_of(node.func) not in ("int", "bool", "get", "getenv")
+        ):
+            todo.append(node.func)
+        else:
+            todo += ast.iter_child_nodes(node)
+
+
+def name_of(node: ast.AST) -> str:
+    """The identifier of a name, the last one of an attribute; "" for all else."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def parameters_of(function: Function | ast.Lambda) -> set[str]:
+    """The names of all parameters."""
+    args = function.args
+    listed = (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg)
+    return {p.arg for p in listed if p is not None}
+
+
+def imports_in(nodes: Iterable[ast.AST]) -> dict[str, str]:
+    """Name in the file → full name. Of several (try … except ImportError) torch's own counts."""
+    found: dict[str, str] = {}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                name, full = (alias.asname, alias.name) if alias.asname else (alias.name.split(".")[0],) * 2
+                found[name] = full
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                name = alias.asname or alias.name
+                if not found.get(name, "").startswith("torch."):
+                    found[name] = f"{node.module}.{alias.name}"
+    return found
+
+
+def bindings_in(node: ast.AST) -> Iterator[tuple[ast.AST, Origin]]:
+    """What a statement gives a name: target and value."""
+    if isinstance(node, ast.Assign):
+        yield from ((target, node.value) for target in node.targets)
+    elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+        yield node.target, node.value
+    elif isinstance(node, ast.AugAssign):
+        left = ast.Name(node.target.id, ast.Load()) if isinstance(node.target, ast.Name) else node.target
+        yield node.target, ast.copy_location(ast.BinOp(left, node.op, node.value), node)
+    elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+        yield node.target, Marker.COUNT if _counts_from_zero(node.iter) else Marker.UNKNOWN
+    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+        yield node.optional_vars, node.context_expr
+
+
+def fields_declared(owner: ast.ClassDef, name: str) -> list[Origin]:
+    """A field of a dataclass without a default: its value comes with the call."""
+    fields = (s for s in owner.body if isinstance(s, ast.AnnAssign) and s.value is None)
+    return [Marker.UNKNOWN for f in fields if name_of(f.target) == name]
+
+
+def _counts_from_zero(iterated: ast.expr) -> bool:
+    return (
+        isinstance(iterated, ast.Call)
+        and isinstance(iterated.func, ast.Name)
+        and iterated.func.id == "range"
+        and len(iterated.args) == 1
+    )
+
+
+def default_of(function: Function, position: int) -> ast.expr | None:
+    """The default of a positional parameter."""
+    count = len(function.args.posonlyargs) + len(function.args.args)
+    from_end = position - count
+    defaults = function.args.defaults
+    return defaults[from_end] if -from_end <= len(defaults) else None
+
+
+def is_outside_the_body(scope: Scope, child: ast.AST) -> bool:
+    """Decorators and bases are evaluated where the function or class stands."""
+    if isinstance(scope, ast.ClassDef):
+        return child in scope.decorator_list or child in scope.bases or child in scope.keywords
+    return isinstance(scope, Function) and (child in scope.decorator_list or child is scope.returns)
+
+
+def before(parent: ast.AST, child: ast.AST) -> list[ast.stmt]:
+    """The statements of the same block that come before one."""
+    for name in ("body", "orelse", "finalbody"):
+        block = getattr(parent, name, None)
+        if isinstance(block, list) and child in block:
+            return block[: block.index(child)]
+    return []
+
+
+def dotted(node: ast.AST) -> str:
+    """args.rank as it stands there; "" for what is no dotted name."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def text_in(node: ast.AST) -> str:
+    """The text that a constant is; "" for all else."""
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""

@@ -1,0 +1,87 @@
+"""What a rule is given, and what it gives: a script and what is known of its job in, findings out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from ddpjob_operator.check.script import Script
+
+Severity = Literal["error", "warning"]
+
+SYNTAX = "syntax"
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """One mistake: where (line and column from 1), which rule, and a sentence with the mend."""
+
+    file: str
+    line: int
+    column: int
+    rule: str
+    severity: Severity
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.severity}[{self.rule}]: {self.message}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rule says of a script: a node of its tree or a line. severity: where it is not the rule's own."""
+
+    line: int
+    message: str
+    severity: Severity | None = None
+    column: int = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is known of the job in which a script will run; None, and "" for the launcher: not known."""
+
+    nodes: int | None = None
+    nproc: int | None = None
+    gpus: int | None = None
+    backend: str | None = None
+    launcher: str = ""
+    """torchrun, torch.distributed.launch, …; "python" where the command starts the script itself."""
+    launcher_options: dict[str, str] = field(default_factory=dict)
+    mounts: dict[str, bool] = field(default_factory=dict)
+    """mountPath → whether all nodes may see the same files there."""
+    known: bool = False
+    """Whether there is a YAML: the operator then sets MASTER_ADDR, MASTER_PORT and the others."""
+
+    def nodes_of(self, script: Script) -> int | None:
+        """How many nodes: of the job, else 1 for a script that meets on this machine's own address by itself."""
+        return 1 if self.nodes is None and script.is_for_one_node else self.nodes
+
+    def several_nodes(self, script: Script) -> tuple[Severity, str] | None:
+        """How to speak of a mistake that needs several nodes to hurt; None where there is one."""
+        nodes = self.nodes_of(script)
+        if nodes is None:
+            return "warning", "with more than one node"
+        return ("error", f"on {nodes} nodes") if nodes > 1 else None
+
+    @property
+    def by_torchrun(self) -> bool:
+        """Whether torchrun's agent serves the store at which the processes meet."""
+        return self.launcher == "torchrun" or self.launcher.startswith("torch.distributed") or self.launcher in _FILES
+
+
+_FILES = ("run.py", "launch.py")
+Find: TypeAlias = Callable[[Script, Job], Iterator[Found]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One mistake: its name, why it matters in one sentence, the wrong and the right lines, and who finds it."""
+
+    name: str
+    severity: Severity
+    why: str
+    wrong: str
+    right: str
+    find: Find

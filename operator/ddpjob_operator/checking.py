@@ -1,0 +1,155 @@
+"""`ddpjob check`: reads the files that it is given, and says what check/ finds in them."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import re
+import shlex
+import tokenize
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ddpjob_operator import api, check, launcher
+from ddpjob_operator.check import Finding, Job
+from ddpjob_operator.check.job import known, mistakes
+from ddpjob_operator.check.rule import SYNTAX
+from ddpjob_operator.podspec import trainer_container
+from ddpjob_operator.yamlfile import Document, InputError
+
+YAML_SUFFIXES = (".yaml", ".yml", ".json")
+_LAUNCHER_FILE = re.compile(r"torch/distributed/(run|launch)\.py$")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found, and what could not be read and is said on stderr."""
+
+    findings: list[Finding]
+    remarks: list[str]
+    files: int
+
+    @property
+    def errors(self) -> int:
+        """How many findings are errors."""
+        return sum(f.severity == "error" for f in self.findings)
+
+    @property
+    def exit_code(self) -> int:
+        """2 for what is no Python, 1 for errors, 0 for warnings or nothing."""
+        return 2 if any(f.rule == SYNTAX for f in self.findings) else int(self.errors > 0)
+
+    def to_text(self) -> str:
+        """A line for each finding."""
+        return "".join(f"{finding}\n" for finding in self.findings)
+
+    def to_json(self) -> str:
+        """One document: findings (file, line, column, rule, severity, message), errors, warnings."""
+        counts = {"errors": self.errors, "warnings": len(self.findings) - self.errors}
+        return json.dumps({"findings": [asdict(f) for f in self.findings], **counts}, indent=2) + "\n"
+
+    def summary(self) -> str:
+        """One line for people."""
+        warnings = len(self.findings) - self.errors
+        counts = [_count(n, word) for n, word in ((self.errors, "error"), (warnings, "warning")) if n]
+        return f"{_count(self.files, 'file')} read: {', '.join(counts) or 'nothing found'}"
+
+
+def is_job(path: str) -> bool:
+    """Whether a path names a DDPJob's YAML; all others are scripts."""
+    return path.endswith(YAML_SUFFIXES)
+
+
+def check_all(
+    paths: Sequence[str],
+    jobs: Mapping[str, tuple[Document, api.DDPJob]],
+    nodes: int | None = None,
+    nproc: int | None = None,
+) -> Report:
+    """Check scripts, and jobs with the scripts that they run. Raises InputError for a file that cannot be read.
+
+    A script beside one job is checked as that job's; so a script can be named that lies in an image under another path.
+    nodes, nproc: the context of scripts without a job.
+    """
+    scripts = [path for path in paths if path not in jobs]
+    if scripts and len(jobs) > 1:
+        raise InputError(f"{scripts[0]}: whose script is it? There are {len(jobs)} jobs: check them one by one")
+    findings = [finding for path, (document, job) in jobs.items() for finding in _of_job(path, document, job)]
+    remarks: list[str] = []
+    read = [(script, Job(nodes=nodes, nproc=nproc)) for script in scripts]
+    for path, (document, job) in jobs.items():
+        found = scripts or _script_of(path, job)
+        read = [*(() if scripts else read), *((script, known(job)) for script in found)]
+        remarks += [] if found else [_not_read(document, job)]
+    for script, context in read:
+        findings += _of_script(script, context)
+    return Report(sorted(set(findings)), remarks, len({*jobs, *(script for script, _ in read)}))
+
+
+def _of_script(path: str, context: Job) -> list[Finding]:
+    """What is no text is a finding, as what is no Python."""
+    try:
+        raw = Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+        text = raw.decode(encoding)
+    except (UnicodeDecodeError, SyntaxError) as error:
+        return [Finding(path, 1, 1, SYNTAX, "error", f"this is no Python: {error}")]
+    return check.check(path, text, context)
+
+
+def _of_job(path: str, document: Document, job: api.DDPJob) -> list[Finding]:
+    severities = {rule.name: rule.severity for rule in check.RULES}
+    found = [
+        Finding(path, document.line(field), 1, rule, severities[rule], text) for field, rule, text in mistakes(job)
+    ]
+    return check.kept(found, Path(path).read_text(encoding="utf-8")) if found else []
+
+
+def _script_of(path: str, job: api.DDPJob) -> list[str]:
+    """The script that the job's command names: where `ddpjob run` looks for it, or beside the YAML; none elsewhere."""
+    script = script_named(launcher.command_of(job.spec.template))
+    if script is None:
+        return []
+    folder = (trainer_container(job.spec.template) or {}).get("workingDir") or "."
+    places = [Path(folder) / script, Path(script), Path(path).parent / script]
+    return next(([str(place)] for place in places if place.is_file()), [])
+
+
+def script_named(words: list[str]) -> str | None:
+    """The Python file that a command starts, also in `sh -c "…"` and behind the path of torch's launcher."""
+    for command in _commands(words):
+        by_path = [i for i, word in enumerate(command) if _LAUNCHER_FILE.search(word)]
+        found = launcher.script(["torchrun", *command[by_path[0] + 1 :]] if by_path else command)
+        if found:
+            return found
+    return None
+
+
+def _commands(words: list[str]) -> Iterator[list[str]]:
+    """The command, or those of a shell's script, without the variables that are set before each."""
+    if words[:1] and words[0].rsplit("/", 1)[-1] in ("sh", "bash") and "-c" in words[:-1]:
+        for line in re.split(r"&&|\|\||;|\n", words[words.index("-c") + 1]):
+            try:
+                split = shlex.split(line, comments=True)
+            except ValueError:  # an unclosed quote, or one that the split has cut
+                continue
+            yield list(itertools.dropwhile(lambda word: word in ("exec", "env") or "=" in word, split))
+    else:
+        yield words
+
+
+def _not_read(document: Document, job: api.DDPJob) -> str:
+    """Said, for an answer "nothing found" would otherwise be about the YAML alone."""
+    script = script_named(launcher.command_of(job.spec.template))
+    why = f"{script} is not on this machine" if script else "the command names no script that is plain to see"
+    where = document.place(("spec", "template", "spec", "containers"))
+    return f"{where}: {why}, so only the job was read; name it: ddpjob check {document.source} SCRIPT"
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"

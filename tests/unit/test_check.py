@@ -1,0 +1,452 @@
+"""`ddpjob check` names the classic mistakes of DDP where they stand, and leaves sound scripts alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds import manifest
+
+from ddpjob_operator import check, checking, cli, validation, yamlfile
+from ddpjob_operator.check import Finding, Job, document
+from ddpjob_operator.check.job import known
+
+ROOT = Path(__file__).parents[2]
+FIXTURES = Path(__file__).parent / "check/fixtures"
+MISTAKES = sorted(FIXTURES.glob("mistakes/*.py"))
+CLEAN = sorted(FIXTURES.glob("clean/*.py"))
+EXAMPLES = sorted((ROOT / "trainer/examples").rglob("*.py"))
+JOBS = sorted((ROOT / "examples").rglob("*.yaml"))
+RULES = {rule.name: rule for rule in check.RULES}
+TWO_NODES = Job(nodes=2, nproc=2, gpus=2)
+
+
+def found(text: str, job: Job | None = None) -> list[tuple[int, str]]:
+    return [(f.line, f.rule) for f in check.check("train.py", text, job or Job())]
+
+
+def rules_in(text: str, job: Job | None = None) -> set[str]:
+    return {rule for _, rule in found(text, job)}
+
+
+def context_of(text: str) -> Job:
+    """The job in which a fixture is wrong: `# job: nodes=2 launcher=torchrun` in its first line."""
+    words = text.splitlines()[0].removeprefix("# job:").split() if text.startswith("# job:") else []
+    given = {name: int(value) if value.isdecimal() else value for name, value in (word.split("=") for word in words)}
+    return Job(**given)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- what is found
+
+
+@pytest.mark.parametrize("path", MISTAKES, ids=lambda p: p.stem)
+def test_each_mistake_is_found_once_at_its_line_and_nothing_else_is(path: Path) -> None:
+    text = path.read_text()
+    line = next(i for i, content in enumerate(text.splitlines(), start=1) if "# <- here" in content)
+    assert found(text, context_of(text)) == [(line, path.stem)]
+
+
+def test_each_rule_has_a_script_that_breaks_it() -> None:
+    assert {path.stem for path in MISTAKES} == set(RULES)
+
+
+def test_a_finding_says_file_line_rule_and_what_to_write_instead() -> None:
+    path = FIXTURES / "mistakes/rank-is-local-rank.py"
+    (finding,) = check.check("train.py", path.read_text(), TWO_NODES)
+    assert str(finding) == (
+        "train.py:13: error[rank-is-local-rank]: init_process_group(rank=local_rank): on 2 nodes two processes get "
+        'rank 0; use int(os.environ["RANK"])'
+    )
+
+
+# A sound script of the same kind, one change, and what it costs.
+CHANGES = [
+    ("multigpu", "self.gpu_id == 0 and ", "", {"save-on-every-rank"}),
+    ("multigpu", "self.train_data.sampler.set_epoch(epoch)", "pass", {"set-epoch-missing"}),
+    ("multigpu", "shuffle=False, sampler", "shuffle=True, sampler", {"shuffle-with-sampler"}),
+    ("multigpu", 'if __name__ == "__main__":', "if True:", {"spawn-without-main-guard"}),
+    ("multigpu", "def main(rank: int, world_size", "def main(world_size", {"spawn-function-without-rank"}),
+    ("multigpu", "ckp = self.model.module.state_dict()", "ckp = self.model.module", {"save-whole-module"}),
+    ("multinode", "    destroy_process_group()\n", "", {"destroy-missing"}),
+    ("multinode", ", map_location=loc", "", {"load-without-map-location"}),
+    (
+        "multinode",
+        'self.local_rank = int(os.environ["LOCAL_RANK"])',
+        'self.local_rank = int(os.environ["RANK"])',
+        {"device-is-global-rank"},
+    ),
+    ("multinode", 'backend="nccl")', 'backend="nccl", rank=int(os.environ["LOCAL_RANK"]))', {"rank-is-local-rank"}),
+    ("imagenet", "train_sampler.set_epoch(epoch)", "pass", {"set-epoch-missing"}),
+    ("imagenet", "int(args.batch_size / ngpus_per_node)", "args.batch_size / ngpus_per_node", {"batch-size-is-float"}),
+    ("dist_tuto", "128 // size", "128 / float(size)", {"batch-size-is-float"}),
+    ("dist_tuto", "        rng.seed(seed)\n", "", {"partitioner-unseeded"}),
+    ("dist_tuto", "train=True, transform", "train=True, download=True, transform", {"download-on-every-rank"}),
+    ("dist_tuto", "    else:\n        dist.scatter(tensor)\n", "", {"collective-on-one-rank"}),
+    ("nodes_by_hand", "rank=rank)\n    torch", "rank=gpu)\n    torch", {"rank-is-local-rank"}),
+    (
+        "nodes_by_hand",
+        "batch_size=100, shuffle=False, num_workers=0, sampler=sampler",
+        "batch_size=100, shuffle=True",
+        {"sampler-missing"},
+    ),
+    ("nodes_by_hand", "    torch.cuda.set_device(gpu)\n", "", {"set-device-missing"}),
+    ("both_sides_of_the_barrier", "    if dist.get_rank() != 0:\n        return\n", "", {"save-on-every-rank"}),
+    ("both_sides_of_the_barrier", '"--local_rank", "--local-rank"', '"--local_rank"', set()),
+    ("ddp_example", '"--local_rank", "--local-rank"', '"--local_rank"', {"local-rank-one-spelling"}),
+]
+
+
+@pytest.mark.parametrize(("name", "right", "wrong", "rules"), CHANGES)
+def test_one_wrong_change_to_a_sound_script_is_found(name: str, right: str, wrong: str, rules: set[str]) -> None:
+    text = (FIXTURES / f"clean/{name}.py").read_text()
+    job = TWO_NODES if "# several nodes" in text else Job()
+    assert rules_in(text, job) == set()
+    assert right in text or not rules
+    assert rules_in(text.replace(right, wrong), job) == rules
+
+
+def test_a_script_for_one_machine_is_wrong_only_in_a_job_with_more() -> None:
+    """Tutorials meet on localhost, and rightly so: what is wrong with that on two nodes is said when there are two."""
+    text = (FIXTURES / "clean/ddp_tutorial.py").read_text()
+    assert rules_in(text) == set()
+    assert rules_in(text, Job(nodes=1, nproc=8)) == {"master-port-fixed", "barrier-without-timeout"}
+    on_two = rules_in(text, Job(nodes=2, nproc=8))
+    assert {"master-overwritten", "rank-is-local-rank"} <= on_two
+
+
+@pytest.mark.parametrize(("nodes", "severity"), [(None, "warning"), (2, "error"), (1, None)])
+def test_what_needs_several_nodes_to_hurt_is_an_error_only_where_there_are_some(
+    nodes: int | None, severity: str | None
+) -> None:
+    text = (FIXTURES / "mistakes/device-is-global-rank.py").read_text()
+    assert {f.severity for f in check.check("t.py", text, Job(nodes=nodes))} == ({severity} if severity else set())
+
+
+HEAD = """
+import os
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel as DDP
+"""
+
+
+def snippets() -> list[Any]:
+    parts = re.split(r"^=== (.*):(.*)\n", (FIXTURES / "snippets.txt").read_text(), flags=re.MULTILINE)[1:]
+    rows = zip(parts[::3], parts[1::3], parts[2::3], strict=True)
+    return [pytest.param(lines, set(rules.split()), id=why.replace(" ", "_")) for why, rules, lines in rows]
+
+
+@pytest.mark.parametrize(("lines", "rules"), snippets())
+def test_what_is_certain_is_said_and_what_is_not_is_not(lines: str, rules: set[str]) -> None:
+    assert rules_in(HEAD + lines) - {"destroy-missing", "barrier-without-timeout"} == rules
+
+
+@pytest.mark.parametrize(
+    ("mounts", "wrong"),
+    [({}, True), ({"/tmp": False}, True), ({"/tmp": True}, False), ({"/tm": True}, True)],
+)
+def test_a_meeting_file_is_wrong_where_the_nodes_share_no_such_folder(mounts: dict[str, bool], wrong: bool) -> None:
+    text = (FIXTURES / "mistakes/file-not-shared.py").read_text()
+    job = Job(nodes=2, nproc=1, known=True, mounts=mounts)
+    assert rules_in(text, job) == ({"file-not-shared"} if wrong else set())
+
+
+@pytest.mark.parametrize(
+    ("launcher", "rules"),
+    [
+        ("torchrun", {"tcp-under-torchrun"}),
+        ("torch.distributed.launch", {"tcp-under-torchrun"}),
+        ("ddprun", set()),
+        ("python", set()),
+    ],
+)
+def test_tcp_is_wrong_only_where_the_launcher_serves_the_store_itself(launcher: str, rules: set[str]) -> None:
+    text = (FIXTURES / "mistakes/tcp-under-torchrun.py").read_text()
+    assert rules_in(text, Job(nodes=2, launcher=launcher)) == rules
+
+
+# ---------------------------------------------------------------- what is left alone
+
+
+@pytest.mark.parametrize("path", CLEAN, ids=lambda p: p.stem)
+def test_a_script_in_the_style_of_the_official_tutorials_is_left_alone(path: Path) -> None:
+    text = path.read_text()
+    assert found(text) == []
+    if "# several nodes" in text:
+        assert found(text, TWO_NODES) == []
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_our_own_examples_are_left_alone(path: Path) -> None:
+    assert [str(f) for f in check.check(path.name, path.read_text(), Job())] == []
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda p: p.stem)
+def test_our_own_jobs_have_no_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notes show some old ways on purpose: those are warnings."""
+    monkeypatch.chdir(ROOT)
+    report = checking.check_all([str(path)], {str(path): cli.load(str(path), None, None, (), ())})
+    assert [str(f) for f in report.findings if f.severity == "error"] == []
+
+
+# ---------------------------------------------------------------- suppression
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kept"),
+    [
+        ("", "  # ddpjob: ignore[backend-mpi]", False),
+        ("", "  # ddpjob:ignore[other, backend-mpi]", False),
+        ("# ddpjob: ignore[backend-mpi]\n", "", False),
+        ("# ddpjob: ignore[other]\n", "", True),
+        ("x = 1  # ddpjob: ignore[backend-mpi]\n", "", True),
+        ("", "  # ddpjob: ignore", True),
+    ],
+)
+def test_a_comment_takes_a_finding_back_on_its_line_or_alone_on_the_line_above(
+    before: str, after: str, kept: bool
+) -> None:
+    text = (
+        f"import torch.distributed as dist\n{before}dist.init_process_group('mpi'){after}\ndist.destroy_process_group()"
+    )
+    assert rules_in(text) == ({"backend-mpi"} if kept else set())
+
+
+# ---------------------------------------------------------------- any input
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_any_text_gives_findings_and_never_a_traceback(text: str) -> None:
+    assert all(isinstance(f, Finding) for f in check.check("t.py", text))
+
+
+@settings(deadline=None)
+@given(st.sampled_from([*CLEAN, *MISTAKES]), st.data())
+def test_a_script_with_lines_lost_or_moved_gives_no_traceback(path: Path, data: st.DataObject) -> None:
+    lines = path.read_text().splitlines()
+    a, b = (data.draw(st.integers(0, len(lines))) for _ in range(2))
+    broken = [lines[:a] + lines[b:], lines[a:] + lines[:a]][data.draw(st.integers(0, 1))]
+    for job in (Job(), TWO_NODES):
+        check.check("t.py", "\n".join(broken), job)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\ndef f(:\n", "this is no Python"),
+        ("a\0b", "this is no Python"),
+        ("(" * 5000, "this is no Python"),
+        ("x = " + "-" * 100_000 + "1", "nested too deeply"),
+    ],
+)
+def test_what_does_not_parse_is_a_finding(text: str, message: str) -> None:
+    (finding,) = check.check("t.py", text)
+    assert (finding.rule, finding.severity) == ("syntax", "error")
+    assert message in finding.message
+
+
+def test_names_that_lead_to_each_other_end() -> None:
+    text = HEAD + "a = b\nb = a\nclass C:\n    def f(self): self.f()\ndef g(x): g(x)\n"
+    assert rules_in(text + "dist.init_process_group(rank=a)\ng(a)\nm.to(a)\n") == {"destroy-missing"}
+
+
+def test_a_file_without_torch_has_no_partitioner() -> None:
+    text = "import random\ndef partition(graph, n):\n    return random.sample(list(graph), n)\n"
+    assert rules_in(text) == set()
+    assert rules_in("import torch\n" + text) == {"partitioner-unseeded"}
+
+
+@pytest.mark.timeout(20)
+def test_values_that_are_made_from_each_other_a_hundred_times_are_read_at_once() -> None:
+    mixed = "".join(f"v{i % 7} = v{(i + 1) % 7} + v{(i + 2) % 7} * (v{(i + 3) % 7} - w % v0)\n" for i in range(200))
+    use = "dist.init_process_group('nccl', rank=v1)\nif v0 > 3:\n    torch.save(1, v2)\n    m.to(v2 % v3)\n"
+    calls = "".join(
+        f"def f{i}(a):\n    f{(i + 1) % 99}(a)\n    f{(i + 2) % 99}(a)\n    torch.load(a)\n" for i in range(99)
+    )
+    check.check("t.py", HEAD + mixed + use + calls, TWO_NODES)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def ran(*words: object) -> Result:
+    return CliRunner().invoke(cli.cli, ["check", *map(str, words)], standalone_mode=False)
+
+
+@pytest.fixture
+def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Writes train.py and a job that runs it, into the folder where the command is called."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(script: str, *command: str, name: str = "job.yaml", **spec: Any) -> str:
+        (tmp_path / "train.py").write_text(script)
+        body = manifest(
+            container={"command": list(command or ("torchrun", "train.py")), **spec.pop("container", {})}, **spec
+        )
+        (tmp_path / name).write_text(yaml.safe_dump(body))
+        return name
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("fixture", "options", "code"),
+    [
+        ("clean/multinode", [], 0),
+        ("mistakes/destroy-missing", [], 0),
+        ("mistakes/backend-mpi", [], 1),
+        ("mistakes/rank-is-local-rank", [], 0),
+        ("mistakes/rank-is-local-rank", ["--nodes", "2"], 1),
+        ("mistakes/rank-is-local-rank", ["--nodes", "1"], 0),
+    ],
+)
+def test_the_exit_code_is_1_for_errors_and_0_for_warnings(fixture: str, options: list[str], code: int) -> None:
+    assert ran(FIXTURES / f"{fixture}.py", *options).return_value == code
+
+
+def test_no_python_ends_with_2_and_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("import os\nif rank = 0:\n")
+    result = ran(path)
+    assert result.return_value == 2
+    assert f"{path}:2: error[syntax]: this is no Python: " in result.stdout
+
+
+def test_bytes_that_are_no_text_end_with_2(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_bytes(b"\xff\xfe\x00")
+    assert ran(tmp_path / "train.py").return_value == 2
+
+
+@pytest.mark.parametrize("name", ["nowhere.py", "nowhere.yaml"])
+def test_a_file_that_is_not_there_is_wrong_input(tmp_path: Path, name: str) -> None:
+    with pytest.raises(yamlfile.InputError, match=f"{name}: No such file"):
+        raise ran(tmp_path / name).exception or AssertionError("nothing was raised")
+
+
+def test_findings_are_on_stdout_and_the_summary_is_on_stderr() -> None:
+    result = ran(FIXTURES / "mistakes/backend-mpi.py", FIXTURES / "clean/multinode.py")
+    assert result.stdout.count("\n") == 1
+    assert result.stderr == "2 files read: 1 error\n"
+
+
+def test_json_is_one_document_with_stable_names() -> None:
+    result = ran(FIXTURES / "mistakes/backend-mpi.py", FIXTURES / "mistakes/destroy-missing.py", "--format", "json")
+    document = json.loads(result.stdout)
+    assert {key: document[key] for key in ("errors", "warnings")} == {"errors": 1, "warnings": 1}
+    first = document["findings"][0]
+    assert list(first) == ["file", "line", "column", "rule", "severity", "message"]
+    assert (first["line"], first["column"], first["rule"], first["severity"]) == (3, 25, "backend-mpi", "error")
+
+
+def test_a_job_is_read_together_with_the_script_that_it_runs(job_file) -> None:
+    script = (FIXTURES / "mistakes/rank-is-local-rank.py").read_text()
+    gpu = {"resources": {"limits": {"nvidia.com/gpu": 4}}}
+    assert "train.py:13: error[rank-is-local-rank]" in ran(job_file(script, nodes=2, container=gpu)).stdout
+    assert ran(job_file(script, nodes=1, container=gpu)).return_value == 0
+    assert ran(job_file(script, nodes=1, container=gpu), "--nodes", "2").return_value == 1
+
+
+def test_a_jobs_gpus_and_launcher_are_known(job_file) -> None:
+    script = 'import torch.distributed as dist\ndist.init_process_group("nccl")\ndist.destroy_process_group()\n'
+    assert "train.py:2: error[nccl-without-gpu]" in ran(job_file(script)).stdout
+    gpu = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
+    assert ran(job_file(script, container=gpu)).stdout == ""
+    tcp = (FIXTURES / "mistakes/tcp-under-torchrun.py").read_text()
+    assert "error[tcp-under-torchrun]" in ran(job_file(tcp)).stdout
+    assert ran(job_file(tcp, "python", "train.py")).stdout == ""
+
+
+def test_mistakes_of_the_yaml_itself_have_its_line_and_can_be_taken_back(job_file) -> None:
+    path = job_file("", "python", "-m", "torch.distributed.launch", "train.py", backend="nccl")
+    text = Path(path).read_text()
+    lines = {line.split(":")[0].strip(): i for i, line in enumerate(text.splitlines(), start=1)}
+    out = ran(path).stdout
+    assert f"{path}:{lines['backend']}: error[nccl-without-gpu]" in out
+    assert f"{path}:{lines['- command']}: warning[launch-deprecated]" in out
+    Path(path).write_text(text.replace("backend: nccl", "backend: nccl  # ddpjob: ignore[nccl-without-gpu]"))
+    assert "nccl-without-gpu" not in ran(path).stdout
+
+
+def test_volumes_and_claims_of_a_job_are_known() -> None:
+    """A meeting file on a claim is shared, on an emptyDir it is not; and a resource claim may well be a GPU."""
+    mounts = [{"name": name, "mountPath": f"/{name}"} for name in ("own", "claim", "host", "typo")]
+    body = manifest(container={"volumeMounts": mounts})
+    body["spec"]["template"]["spec"]["volumes"] = [
+        {"name": "own", "emptyDir": {}},
+        {"name": "claim", "persistentVolumeClaim": {"claimName": "c"}},
+        {"name": "host", "hostPath": {"path": "/mnt/nfs"}},
+    ]
+    context = known(validation.parse(body)[0])
+    assert context.mounts == {"/own": False, "/claim": True, "/host": True, "/typo": False}
+    assert context.gpus == 0
+    claims = manifest(container={"resources": {"claims": [{"name": "gpu"}]}})
+    assert known(validation.parse(claims)[0]).gpus is None
+
+
+@pytest.mark.parametrize(
+    ("command", "script"),
+    [
+        (["sh", "-c", "cd /x; export A=1 && A=1 exec torchrun --nproc-per-node 2 train.py --x"], "train.py"),
+        (["bash", "-c", "python -u train.py"], "train.py"),
+        (["python", "/opt/torch/distributed/launch.py", "--nproc_per_node=2", "train.py"], "train.py"),
+        (["sh", "-c", "echo 'unclosed"], None),
+        (["sh", "-c"], None),
+        ([], None),
+    ],
+)
+def test_the_script_is_found_also_in_a_shell_and_behind_a_launcher_by_its_path(
+    command: list[str], script: str | None
+) -> None:
+    assert checking.script_named(command) == script
+
+
+def test_a_script_that_is_not_here_is_said_and_may_be_named_beside_the_job(job_file, tmp_path: Path) -> None:
+    script = (FIXTURES / "mistakes/rank-is-local-rank.py").read_text()
+    path = job_file(script, "torchrun", "/app/other.py")
+    result = ran(path)
+    assert result.return_value == 0
+    assert "/app/other.py is not on this machine, so only the job was read" in result.stderr
+    assert ran(path, "train.py").return_value == 1
+
+
+def test_a_job_that_cannot_run_is_wrong_input(job_file) -> None:
+    result = ran(job_file("", nodes=0))
+    assert isinstance(result.exception, yamlfile.InputError)
+    assert "spec.nodes: must be at least 1, is 0" in str(result.exception)
+
+
+def test_a_script_beside_two_jobs_is_refused(job_file) -> None:
+    one, two = job_file("", name="one.yaml"), job_file("", name="two.yaml")
+    assert "one by one" in str(ran(one, two, "train.py").exception)
+
+
+# ---------------------------------------------------------------- the document
+
+
+def test_the_document_is_the_one_that_the_table_gives() -> None:
+    assert (ROOT / "docs/check.md").read_text(encoding="utf-8") == document.to_markdown(), (
+        "docs/check.md differs from the rules: run `python -m ddpjob_operator.check.document > docs/check.md`"
+    )
+
+
+def test_each_rule_stands_in_it_with_its_reason_and_both_lines() -> None:
+    text = document.to_markdown()
+    assert re.findall(r"^### `(.*)`$", text, flags=re.MULTILINE) == list(RULES)
+    for rule in check.RULES:
+        assert rule.why in text
+        assert rule.wrong.splitlines()[0] in text
+        assert rule.right.splitlines()[0] in text
+
+
+def test_names_and_sentences_of_the_rules_are_fit_to_be_read() -> None:
+    assert len(RULES) == len(check.RULES)
+    for rule in check.RULES:
+        assert re.fullmatch(r"[a-z]+(-[a-z0-9]+)+", rule.name)
+        assert rule.why.endswith(".")

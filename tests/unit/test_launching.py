@@ -1,0 +1,54 @@
+"""docs/launching.md: every command in it is accepted as it stands there, and what it calls refused is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from worlds import manifest
+
+from ddpjob_operator import validation
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs/launching.md").read_text(encoding="utf-8")
+ROW = re.compile(
+    r"^\|(?P<you_have>[^|]*)\| `(?P<command>\[.*?\])` \| (?P<nodes>\d) × (?P<nproc>\d) \| (?P<rest>.*) \|$"
+)
+ROWS = [match for line in TEXT.splitlines() if (match := ROW.match(line))]
+REFUSED_ROW = re.compile(r"^\| `(?P<command>\[.*?\])` \| (?P<nodes>\d) × (?P<nproc>\d) \| (?P<rest>.*) \|$")
+REFUSED = [match for line in TEXT.splitlines() if (match := REFUSED_ROW.match(line))]
+
+
+def problems(row: re.Match[str]) -> list[str]:
+    container = {"command": yaml.safe_load(row["command"])}
+    body = manifest(nodes=int(row["nodes"]), nprocPerNode=int(row["nproc"]), container=container)
+    return [str(problem) for problem in validation.parse(body)[1]]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: re.findall(r"\[([\w-]+)\]", row["rest"])[0])
+def test_a_command_that_the_guide_gives_is_accepted(row: re.Match[str]) -> None:
+    assert problems(row) == []
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row["command"])
+def test_a_command_that_the_guide_calls_refused_is_refused_with_that_reason(row: re.Match[str]) -> None:
+    (sentence,) = problems(row)
+    assert row["rest"] in sentence
+
+
+def test_the_guide_has_all_rows() -> None:
+    assert (len(ROWS), len(REFUSED)) == (21, 7)
+
+
+def test_the_example_at_the_top_is_a_job() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", TEXT, flags=re.DOTALL)
+    assert validation.parse(yaml.safe_load(block))[1] == []
+
+
+def test_every_link_leads_to_a_file_and_every_example_is_linked() -> None:
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", TEXT)
+    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
+    examples = {path.name for path in (ROOT / "examples/notes").glob("*.yaml")}
+    assert examples - {Path(link).name for link in links} == set()
