@@ -46,16 +46,16 @@ def test_a_job_owns_its_pods_and_gets_no_finalizer_and_no_annotation(namespace: 
 def test_a_failed_rank_fails_the_job_with_its_cause_and_stops_the_others(
     namespace: Namespace, operator: Operator
 ) -> None:
-    namespace.start()
+    namespace.start(backoffLimit=0)
     namespace.exits("digits-1-1", 3, "Traceback\nValueError: no such shard")
-    message = namespace.reaches("Failed", "RankFailed")
+    message = namespace.reaches("Failed", "BackoffLimitExceeded")
     assert "rank 1 (pod digits-1-1) ended with exit code 3 (ValueError: no such shard)" in message
     assert namespace.pod_names() == ["digits-1-1"], "the other pod is stopped, the guilty one stays for its log"
     assert namespace.shown(".status.lastFailure.exitCode") == "3"
 
 
 BAD = {
-    "a field whose work is not there yet": (job(backoffLimit=3), "spec.backoffLimit: restarts are not available yet"),
+    "a field whose work is not there yet": (job(gang="native"), "spec.gang: gang scheduling is not available yet"),
     "a misspelled container field": (
         job(container={"comand": ["torchrun"]}),
         "spec.template.spec.containers[0].comand: unknown field; did you mean command?",
@@ -78,9 +78,9 @@ def test_a_bad_spec_is_a_condition_with_the_reason_and_no_pods(
 
 
 def test_a_spec_that_is_mended_starts(namespace: Namespace, operator: Operator) -> None:
-    namespace.apply(job(backoffLimit=3))
+    namespace.apply(job(gang="native"))
     namespace.reaches("Pending", "InvalidSpec")
-    namespace.apply(job(backoffLimit=0))
+    namespace.apply(job())
     namespace.has_pods("digits-1-0", "digits-1-1")
     conditions = {c["type"]: c["status"] for c in namespace.status()["conditions"]}
     assert conditions["Accepted"] == "True"
@@ -222,10 +222,15 @@ def test_a_succeeded_pod_that_someone_deletes_does_no_harm(namespace: Namespace,
     assert namespace.pod_names() == ["digits-1-1"]
 
 
-def test_a_running_pod_that_someone_deletes_fails_the_job(namespace: Namespace, operator: Operator) -> None:
+def test_a_running_pod_that_someone_deletes_restarts_the_group_and_is_not_charged(
+    namespace: Namespace, operator: Operator
+) -> None:
     namespace.start()
     namespace.kubectl("delete", "pod", "digits-1-0")
-    assert "vanished while it ran" in namespace.reaches("Failed", "RankFailed")
+    namespace.has_pods("digits-2-0", "digits-2-1")
+    until(lambda: namespace.pod_names() == ["digits-2-0", "digits-2-1"], "the group has started anew")
+    assert namespace.shown(".status.lastFailure.pod") == "digits-1-0"
+    assert namespace.shown(".status.restarts.infrastructure") == "1"
 
 
 def test_a_job_deleted_in_the_middle_of_its_creation_leaves_nothing(namespace: Namespace, operator: Operator) -> None:
@@ -253,11 +258,11 @@ def test_a_restarted_operator_changes_nothing(
 def test_an_operator_that_was_away_while_a_pod_failed_finds_out(
     namespace: Namespace, operator: Operator, operators: Callable[..., Operator]
 ) -> None:
-    namespace.start()
+    namespace.start(backoffLimit=0)
     operator.stop()
     namespace.exits("digits-1-1", 1)
     operators(namespace.name).watches()
-    assert "rank 1" in namespace.reaches("Failed", "RankFailed")
+    assert "rank 1" in namespace.reaches("Failed", "BackoffLimitExceeded")
 
 
 def test_a_namespace_deleted_under_a_running_job_costs_the_operator_nothing(

@@ -100,7 +100,7 @@ def test_a_gpu_job_gets_one_pod_per_node(space: Space) -> None:
 
 def test_a_failed_rank_fails_the_job_which_says_who_and_why(space: Space) -> None:
     script = "import os, time\nif os.environ['RANK'] == '1': raise ValueError('no such shard: 7')\ntime.sleep(1000)"
-    space.kubectl("apply", "-f", "-", stdin=job("failing", script))
+    space.kubectl("apply", "-f", "-", stdin=job("failing", script, backoffLimit=0))
     status = space.reaches("failing", "Failed")
     assert "rank 1 (pod failing-1-1, node " in status["message"]
     assert "ValueError: no such shard: 7" in status["message"]
@@ -112,10 +112,10 @@ def test_a_failed_rank_fails_the_job_which_says_who_and_why(space: Space) -> Non
 def test_an_invalid_job_says_why_and_starts_nothing(space: Space) -> None:
     refused = space.kubectl("apply", "-f", "-", stdin=job("mpi", SLEEP, backend="mpi"), check=False)
     assert "needs a PyTorch built with MPI" in refused
-    space.kubectl("apply", "-f", "-", stdin=job("early", SLEEP, backoffLimit=3))
+    space.kubectl("apply", "-f", "-", stdin=job("early", SLEEP, gang="native"))
     status = until(lambda: space.status("early"), "the job has a status", 30)
     assert status["reason"] == "InvalidSpec"
-    assert "spec.backoffLimit: restarts are not available yet" in status["message"]
+    assert "spec.gang: gang scheduling is not available yet" in status["message"]
     assert space.pods("early") == {}
 
 

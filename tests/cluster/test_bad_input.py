@@ -1,0 +1,45 @@
+"""Jobs that cannot work, on real kubelets: the status says why in words that lead to the mend."""
+
+from __future__ import annotations
+
+from clusters import until
+from pods import Space, job, trainer
+
+NOISE = rb"""
+import os, sys
+out = sys.stdout.buffer
+for n in range(20_000): out.write(b"step %d\n" % n)
+out.write(b"x" * 10_000_000 + b"\n")
+out.write(bytes(range(256)) * 8 + b"\n")
+out.flush()
+if os.environ["RANK"] == "1": raise ValueError("no such shard: 7")
+import time; time.sleep(1000)
+""".decode()
+
+
+def test_an_image_that_does_not_exist_is_said_while_the_job_waits_for_it(space: Space) -> None:
+    body = job("unpullable", nodes=1)
+    trainer(body)["image"] = "registry.invalid/no-such-image:1"
+    space.kubectl("apply", "-f", "-", stdin=body)
+    until(lambda: space.status("unpullable").get("reason") == "CannotStart", "the status says so", 60)
+    message = space.status("unpullable")["message"]
+    assert "unpullable-1-0" in message
+    assert "registry.invalid/no-such-image:1" in message
+    assert space.status("unpullable")["state"] != "Failed", "a registry may come back"
+
+
+def test_a_command_that_does_not_exist_fails_the_job_by_its_name(space: Space) -> None:
+    body = job("mistyped", nodes=1, backoffLimit=0)
+    trainer(body)["command"] = ["trochrun", "train.py"]
+    space.kubectl("apply", "-f", "-", stdin=body)
+    assert "trochrun" in space.reaches("mistyped", "Failed")["message"]
+
+
+def test_a_rank_that_fails_after_much_noise_is_still_told_by_its_exception(space: Space) -> None:
+    """20,000 lines at once, a line of 10 MB, and bytes that are no UTF-8."""
+    space.kubectl("apply", "-f", "-", stdin=job("noisy", NOISE, backoffLimit=0))
+    status = space.reaches("noisy", "Failed")
+    assert "rank 1 (pod noisy-1-1" in status["message"]
+    assert "ValueError: no such shard: 7" in status["message"]
+    assert len(status["message"]) < 2_000
+    assert "no such shard" in space.kubectl("describe", "ddp", "noisy")
