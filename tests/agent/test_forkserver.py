@@ -1,0 +1,229 @@
+"""A rank that is forked finds what a new process finds. Each fact is asked of both, in the same words."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import zipfile
+from typing import Any
+
+import pytest
+from agents import Launcher
+
+FACTS = '''
+"""The documentation of the script."""
+import json, os, pickle, random, signal, sys, threading
+
+class Mine:
+    """Defined in __main__."""
+
+def facts():
+    import __main__
+    status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines() if ":" in line)
+    own = ("MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "DDPJOB_TERMINATION_LOG", "TORCHELASTIC_RUN_ID")
+    environ = {k: v for k, v in os.environ.items() if k not in own}
+    return {
+        "argv": sys.argv, "orig_argv": sys.orig_argv[1:], "path": sys.path, "flags": str(sys.flags),
+        "executable": sys.executable, "cwd": os.getcwd(), "environ": environ,
+        "main": sorted(k for k in vars(__main__) if k.startswith("__")),
+        "name": __name__, "file": __file__, "doc": __doc__, "spec": __spec__ and (__spec__.name, __spec__.origin),
+        "package": __package__,
+        "loader": type(__loader__).__name__ if not isinstance(__loader__, type) else __loader__.__name__,
+        "builtins": type(__builtins__).__name__,
+        "is main": sys.modules["__main__"].__dict__ is globals(),
+        "pickled": type(pickle.loads(pickle.dumps(Mine()))) is Mine and Mine.__module__,
+        "signals": {k: status[k].strip() for k in ("SigBlk", "SigIgn", "SigCgt")},
+        "handlers": {n: str(signal.getsignal(n)).split(" at ")[0] for n in (1, 2, 13, 15, 17)},
+        "wakeup": signal.set_wakeup_fd(-1),
+        "session": os.getsid(0) == os.getpid() == os.getpgid(0),
+        "descriptors": sorted(os.listdir("/proc/self/fd"))[:-1],
+        "threads": threading.active_count(), "tasks": len(os.listdir("/proc/self/task")),
+        "thread": (threading.current_thread() is threading.main_thread(), threading.main_thread().ident is not None),
+        "streams": [(s.name, s.mode, s.encoding, s.errors, s.line_buffering, s.write_through, type(s.buffer).__name__,
+                     s.fileno()) for s in (sys.stdout, sys.stderr, sys.stdin)],
+        "same streams": sys.stdout is sys.__stdout__,
+        "hooks": sys.excepthook is sys.__excepthook__,
+        "umask": os.umask(0), "nice": os.nice(0), "affinity": sorted(os.sched_getaffinity(0)),
+        "gc": __import__("gc").isenabled(),
+        "depth": len(__import__("inspect").stack()) < 8,
+    }
+
+if __name__ == "__main__":
+    json.dump(facts(), open(os.environ["FACTS"], "w"))
+'''
+
+
+def facts(launcher: Launcher, *words: object, **env: str) -> Any:
+    path = launcher.folder / "facts.json"
+    done = launcher.done(*words, FACTS=str(path), **env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("how", ["train.py a -b", "./train.py", "deep/train.py", "-m train a", "-m pkg"])
+def test_everything_that_a_script_can_see_is_as_in_a_new_process(launcher: Launcher, how: str) -> None:
+    for folder in ("", "deep", "pkg"):
+        (launcher.folder / folder).mkdir(exist_ok=True)
+        launcher.script(FACTS, os.path.join(folder, "train.py"))
+    launcher.script(FACTS, "pkg/__main__.py")
+    launcher.script("", "pkg/__init__.py")
+    forked = facts(launcher, "--preload=json,decimal", *how.split(), OF_THE_USER="1")
+    fresh = facts(launcher, "--no-preload", *how.split(), OF_THE_USER="1")
+    assert {k: (forked[k], fresh[k]) for k in fresh if forked[k] != fresh[k]} == {}
+
+
+def test_the_imports_are_done_once_and_not_by_each_rank(launcher: Launcher) -> None:
+    launcher.script("open('imports', 'a').write('x')", "heavy.py")
+    script = launcher.script(
+        "import os, sys; assert 'heavy' in sys.modules; os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' or sys.exit(1)"
+    )
+    assert launcher.done("--preload=heavy", "--nproc", 3, script).returncode == 0
+    assert (launcher.folder / "imports").read_text() == "x"
+
+
+def test_an_exception_is_printed_as_by_a_new_process_and_runs_what_was_to_run_at_exit(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import atexit
+        atexit.register(print, "at exit")
+        def f(): raise ValueError("mine")
+        f()
+        """
+    )
+    forked = launcher.done("--preload=json", "--max-restarts", 0, script)
+    fresh = launcher.done("--no-preload", "--max-restarts", 0, script)
+    assert fresh.stdout == "at exit\n"
+    assert (forked.returncode, forked.stdout, forked.stderr) == (fresh.returncode, fresh.stdout, fresh.stderr)
+
+
+@pytest.mark.parametrize(
+    "line", ["raise SystemExit('bye')", "raise KeyboardInterrupt", "1 = 2", "import nothing_of_this_name"]
+)
+def test_every_way_to_end_gives_the_same_code(launcher: Launcher, line: str) -> None:
+    script = launcher.script(line)
+    codes = {
+        start: launcher.done(start, "--max-restarts", 0, script).returncode
+        for start in ("--preload=json", "--no-preload")
+    }
+    assert len(set(codes.values())) == 1, codes
+
+
+def test_ranks_draw_different_numbers_from_python_and_numpy(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import random, numpy; print(random.random(), numpy.random.rand(), numpy.random.default_rng().random())"
+    )
+    done = launcher.done("--preload=numpy,numpy.random", "--nproc", 2, script)
+    one, other = (line.split() for line in done.stdout.splitlines())
+    assert all(a != b for a, b in zip(one, other, strict=True)), "all ranks would shuffle and augment alike"
+
+
+def test_classes_of_the_script_reach_the_children_it_spawns(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import multiprocessing
+        class Mine:
+            def __init__(self): self.value = 7
+        def child(mine, queue): queue.put((type(mine).__name__, mine.value))
+        if __name__ == "__main__":
+            context = multiprocessing.get_context("spawn")
+            queue = context.Queue()
+            process = context.Process(target=child, args=(Mine(), queue))
+            process.start()
+            print(queue.get(timeout=30))
+            process.join()
+            assert process.exitcode == 0
+        """
+    )
+    done = launcher.done("--preload=json", "--max-restarts", 0, script)
+    assert (done.stdout, done.returncode) == ("('Mine', 7)\n", 0), done.stderr
+
+
+def test_a_script_may_choose_another_start_method(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import multiprocessing
+        def child(): print("child")
+        if __name__ == "__main__":
+            multiprocessing.set_start_method("forkserver")
+            process = multiprocessing.Process(target=child)
+            process.start()
+            process.join()
+        """
+    )
+    assert launcher.done("--preload=json,multiprocessing", "--max-restarts", 0, script).stdout == "child\n"
+
+
+# ---- refusals ----------------------------------------------------------------------------------------------
+
+
+def test_a_module_that_starts_a_thread_is_refused_and_the_ranks_start_without_it(launcher: Launcher) -> None:
+    launcher.script(
+        "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", "threads.py"
+    )
+    script = launcher.script("import sys; print('threads' in sys.modules)")
+    done = launcher.done("--preload=threads", script)
+    assert (done.stdout, done.returncode) == ("False\n", 0)
+    assert "run 1 threads" in done.stderr
+
+
+def test_openblas_may_have_its_threads(launcher: Launcher) -> None:
+    """It ends them before a fork, and starts them again by itself: the product comes out right, with all of them."""
+    script = launcher.script(
+        """
+        import os, sys
+        assert "numpy" in sys.modules
+        import numpy
+        a = numpy.random.rand(600, 600)
+        assert numpy.allclose((a @ a)[5], sum(a[5, k] * a[k] for k in range(600)))
+        print(len(os.listdir("/proc/self/task")))
+        """
+    )
+    done = launcher.done("--preload=numpy", "--max-restarts", 0, script, OMP_NUM_THREADS="3")
+    assert (done.stdout, done.stderr) == (f"{min(3, len(os.sched_getaffinity(0)))}\n", "")
+
+
+def test_a_module_that_does_not_exist_is_named_and_the_others_are_there(launcher: Launcher) -> None:
+    script = launcher.script("import sys; print('decimal' in sys.modules)")
+    done = launcher.done("--preload=no_such_module,decimal", script)
+    assert done.stdout == "True\n"
+    assert "--preload: no_such_module: ModuleNotFoundError" in done.stderr
+
+
+def test_when_the_fork_server_is_killed_the_job_goes_on_without_it(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import os, signal, subprocess, sys
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            for pid in filter(str.isdecimal, os.listdir("/proc")):
+                try: words = open(f"/proc/{pid}/cmdline").read(); mark = open(f"/proc/{pid}/environ").read()
+                except OSError: continue
+                if "forkserver.py" in words and os.environ["DDPTEST_MARK"] in mark and int(pid) != os.getpid():
+                    os.kill(int(pid), signal.SIGKILL)
+            sys.exit(1)
+        print("forked" if "forkserver.py" in open("/proc/self/cmdline").read() else "new")
+        """
+    )
+    done = launcher.done("--preload=json", script)
+    assert (done.stdout, done.returncode) == ("new\n", 0), done.stderr
+
+
+def test_a_module_beside_the_script_shadows_there_as_it_does_in_a_new_process(launcher: Launcher) -> None:
+    launcher.script("value = 'the user\\'s'", "statistics.py")
+    script = launcher.script("import statistics; print(statistics.value)")
+    assert launcher.done("--preload=statistics", script).stdout == "the user's\n"
+
+
+def test_a_zip_is_run_as_python_runs_it(launcher: Launcher) -> None:
+    with zipfile.ZipFile(launcher.folder / "app.zip", "w") as archive:
+        archive.writestr("__main__.py", "import mine; print(mine.value)")
+        archive.writestr("mine.py", "value = 3")
+    assert launcher.done("--preload=json", "app.zip").stdout == "3\n"
+
+
+def test_a_failure_that_only_the_search_path_of_another_process_explains_is_ruled_out() -> None:
+    """The server is started as a file: what lies beside it must not shadow a module of the standard library."""
+    import ddpjob.agent
+
+    names = {name.partition(".")[0] for name in os.listdir(os.path.dirname(ddpjob.agent.__file__))}
+    assert names.isdisjoint(sys.stdlib_module_names)

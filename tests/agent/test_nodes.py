@@ -1,0 +1,258 @@
+"""Several nodes on loopback, scripts without torch: they start together, fail together, and wait for each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from typing import Any
+
+import psutil
+import pytest
+from agents import Launcher, finish, free_port
+from shell import eventually
+
+# Writes down each start; a rank that is to fail waits until all of its generation are there.
+TRAIN = """
+import os, signal, sys, time
+life, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], int(os.environ["RANK"])
+def here(): return [n for n in os.listdir(".") if n.startswith(f"up-{life}-")]
+open(f"up-{life}-{rank}-{os.environ['MASTER_PORT']}-{os.getpid()}", "w").close()
+while len(here()) < int(os.environ["WORLD_SIZE"]): time.sleep(0.01)
+"""
+
+
+def starts(launcher: Launcher) -> dict[str, list[tuple[int, int, int]]]:
+    """By generation: rank, port and process of each rank that began."""
+    found: dict[str, list[tuple[int, int, int]]] = {}
+    for name in sorted(p.name for p in launcher.folder.glob("up-*")):
+        _, life, rank, port, pid = name.split("-")
+        found.setdefault(life, []).append((int(rank), int(port), int(pid)))
+    return found
+
+
+def up(launcher: Launcher, life: str, ranks: int) -> list[tuple[int, int, int]]:
+    """Those of a generation, when all of it have begun."""
+    return eventually(lambda: (its := starts(launcher).get(life, [])) and len(its) == ranks and its)
+
+
+def codes(agents: list[subprocess.Popen[str]]) -> list[int]:
+    return [finish(agent).returncode for agent in agents]
+
+
+def message(launcher: Launcher, node: int) -> Any:
+    path = launcher.folder / f"termination-{node}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def test_all_ranks_start_together_and_the_job_ends_when_all_have(launcher: Launcher) -> None:
+    script = launcher.script(TRAIN + "print(os.environ['GROUP_RANK'], os.environ['LOCAL_RANK'])")
+    agents = launcher.nodes(3, "--no-preload", "--nproc", 2, script)
+    done = [finish(agent) for agent in agents]
+    assert [d.returncode for d in done] == [0, 0, 0]
+    assert [sorted(d.stdout.split("\n")) for d in done] == [["", f"{n} 0", f"{n} 1"] for n in range(3)]
+    (life,) = starts(launcher).values()
+    assert [rank for rank, _, _ in life] == list(range(6))
+    assert len({port for _, port, _ in life}) == 1
+
+
+@pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
+@pytest.mark.parametrize("guilty", [0, 3])
+def test_a_rank_that_is_killed_on_any_node_starts_all_again_on_a_new_port(
+    launcher: Launcher, start: str, guilty: int
+) -> None:
+    script = launcher.script(
+        TRAIN
+        + f"""
+if life < "2":
+    if rank == {guilty}: os.kill(os.getpid(), 9)
+    time.sleep(1000)
+"""
+    )
+    assert codes(launcher.nodes(2, start, "--nproc", 2, script)) == [0, 0]
+    lives = starts(launcher)
+    assert {life: [rank for rank, _, _ in its] for life, its in lives.items()} == {key: [0, 1, 2, 3] for key in "012"}
+    ports = {life: {port for _, port, _ in its} for life, its in lives.items()}
+    assert all(len(its) == 1 for its in ports.values())
+    assert len(set.union(*ports.values())) == 3
+
+
+def test_when_the_budget_is_spent_only_the_guilty_node_has_the_code_and_the_message(launcher: Launcher) -> None:
+    """The others end as what can be resumed: the operator takes their end for a consequence."""
+    script = launcher.script(TRAIN + "if rank == 2: sys.exit(9)\ntime.sleep(1000)")
+    agents = [
+        launcher.ddprun(*words, DDPJOB_TERMINATION_LOG=str(launcher.folder / f"termination-{node}.json"))
+        for node, words in enumerate(group(launcher, 2, "--no-preload", "--nproc", 2, "--max-restarts", 1, script))
+    ]
+    assert codes(agents) == [75, 9]
+    assert list(starts(launcher)) == ["0", "1"]
+    assert message(launcher, 0) is None
+    assert {k: message(launcher, 1)[k] for k in ("rank", "exitCode")} == {"rank": 2, "exitCode": 9}
+
+
+def test_a_node_that_has_finished_runs_again_when_another_fails(launcher: Launcher) -> None:
+    script = launcher.script(TRAIN + "if life == '0' and rank == 1: time.sleep(0.5); sys.exit(1)")
+    assert codes(launcher.nodes(2, "--no-preload", script)) == [0, 0]
+    assert [rank for rank, _, _ in starts(launcher)["1"]] == [0, 1]
+
+
+def test_node_0_may_come_last(launcher: Launcher) -> None:
+    script = launcher.script(TRAIN)
+    first, second = group(launcher, 2, "--no-preload", script)
+    follower = launcher.ddprun(*second)
+    eventually(lambda: psutil.Process(follower.pid).children() or follower.poll() is not None)
+    time.sleep(0.5)  # it has asked, and was refused
+    leader = launcher.ddprun(*first)
+    done = [finish(leader), finish(follower)]
+    assert [d.returncode for d in done] == [0, 0]
+    assert done[1].stderr == "", "a pod that is a little earlier says nothing"
+
+
+def test_a_name_that_does_not_resolve_yet_is_waited_for_and_sigterm_is_heard_meanwhile(launcher: Launcher) -> None:
+    script = launcher.script(TRAIN)
+    words = ["--nnodes", 2, "--node-rank", 1, "--master-addr", "no-such-name.invalid", "--no-preload", script]
+    agent = launcher.ddprun(*words)
+    eventually(lambda: psutil.Process(agent.pid).children())
+    agent.terminate()
+    began = time.monotonic()
+    assert finish(agent).returncode == 143
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_nodes_that_are_not_met_in_time_leave_the_job_to_the_operator(launcher: Launcher, node: int) -> None:
+    words = list(group(launcher, 2, "--rdzv-conf", "timeout=1", "--no-preload", launcher.script(TRAIN)))
+    done = finish(launcher.ddprun(*words[node]))
+    assert done.returncode == 75
+    assert ("nodes 1 did not come within 1 s" if node == 0 else "node 0 was not reached") in done.stderr
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_when_an_agent_is_lost_the_others_stop_and_go_on_with_its_replacement(launcher: Launcher, lost: int) -> None:
+    script = launcher.script(TRAIN + "if not os.path.exists('replaced'): time.sleep(1000)")
+    words = list(group(launcher, 3, "--no-preload", script))
+    agents = [launcher.ddprun(*its) for its in words]
+    before = up(launcher, "0", 3)
+    for path in launcher.folder.glob("up-0-*"):
+        path.unlink()
+    agents[lost].kill()
+    agents[lost].communicate()
+    eventually(lambda: not any(psutil.pid_exists(pid) for _, _, pid in before))
+    assert all(agent.poll() is None for k, agent in enumerate(agents) if k != lost), "they wait for the replacement"
+    (launcher.folder / "replaced").touch()
+    agents[lost] = launcher.ddprun(*words[lost])
+    assert codes(agents) == [0, 0, 0]
+    (life,) = starts(launcher).values()
+    assert list(starts(launcher)) == ["1"], "its number is new, also where the leader is"
+    assert {port for _, port, _ in life}.isdisjoint({port for _, port, _ in before})
+    forget_killed(launcher)
+
+
+def test_without_a_replacement_the_others_leave_the_job_to_the_operator(launcher: Launcher) -> None:
+    script = launcher.script(TRAIN + "time.sleep(1000)")
+    agents = launcher.nodes(3, "--rdzv-conf", "join_timeout=2", "--no-preload", script)
+    up(launcher, "0", 3)
+    agents[2].kill()
+    agents[2].communicate()
+    assert codes(agents[:2]) == [75, 75]
+    forget_killed(launcher)
+
+
+def test_when_one_node_is_told_to_stop_the_ranks_of_all_may_save(launcher: Launcher) -> None:
+    """As with the library: all agree on a step, and those that were not told end with 75."""
+    script = launcher.script(
+        TRAIN
+        + """
+def asked(*_):
+    open("asked", "w").close()
+signal.signal(signal.SIGTERM, asked)
+open(f"listening-{rank}", "w").close()
+while not os.path.exists("asked"): time.sleep(0.01)
+time.sleep(0.3 * rank)   # they do not end at the same moment
+open(f"saved-{rank}", "w").close()
+sys.exit(75)
+"""
+    )
+    agents = launcher.nodes(3, "--no-preload", script)
+    eventually(lambda: len(list(launcher.folder.glob("listening-*"))) == 3)
+    agents[1].terminate()
+    assert codes(agents) == [75, 75, 75]
+    assert len(list(launcher.folder.glob("saved-*"))) == 3
+    assert list(starts(launcher)) == ["0"], "no generation follows"
+
+
+def test_a_job_that_is_deleted_ends_on_every_node(launcher: Launcher) -> None:
+    script = launcher.script(TRAIN + "time.sleep(1000)")
+    agents = launcher.nodes(2, "--no-preload", script)
+    up(launcher, "0", 2)
+    for agent in agents:
+        agent.terminate()
+    assert set(codes(agents)) <= {143, 75}
+    assert list(starts(launcher)) == ["0"]
+
+
+def test_strangers_and_agents_of_other_jobs_do_not_disturb(launcher: Launcher) -> None:
+    script = launcher.script(TRAIN + "while not os.path.exists('enough'): time.sleep(0.01)")
+    first, second = group(launcher, 2, "--no-preload", script)
+    port = int(first[3])
+    leader = launcher.ddprun(*first)
+    other = launcher.ddprun(*[word if word != launcher.mark else "another" for word in second])
+    eventually(lambda: can_connect(port))
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+    for stranger in strangers[:50]:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + os.urandom(2000))
+    follower = launcher.ddprun(*second)
+    up(launcher, "0", 2)
+    (launcher.folder / "enough").touch()
+    assert codes([leader, follower]) == [0, 0]
+    assert other.poll() is None
+    other.terminate()
+    assert finish(other).returncode == 143
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_nodes_of_different_sizes_are_told_so(launcher: Launcher) -> None:
+    first, second = group(launcher, 2, "--rdzv-conf", "timeout=3", "--no-preload", "--nproc", 1, launcher.script(TRAIN))
+    agents = [launcher.ddprun(*first), launcher.ddprun(*second, PET_NPROC_PER_NODE="2")]
+    assert codes(agents) == [0, 0]  # the option wins: both have 1
+    wrong = [word if word != 1 or i != len(second) - 2 else 2 for i, word in enumerate(second)]
+    leader, follower = launcher.ddprun(*first), launcher.ddprun(*wrong)
+    done = finish(leader)
+    assert done.returncode == 75
+    assert "node 1 has --nnodes, --nproc-per-node (2, 2), node 0 (2, 1)" in done.stderr
+    follower.send_signal(signal.SIGTERM)
+    finish(follower)
+
+
+def test_a_port_that_is_taken_leaves_the_job_to_the_operator_which_takes_another(launcher: Launcher) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        first, _ = group(launcher, 2, "--no-preload", launcher.script(TRAIN))
+        done = finish(launcher.ddprun(*[word if i != 3 else port for i, word in enumerate(first)]))
+    assert done.returncode == 75
+    assert f"port {port}" in done.stderr
+
+
+def group(launcher: Launcher, count: int, *words: object) -> Any:
+    """The words of each node's agent."""
+    port = free_port()
+    for k in range(count):
+        yield ["--nnodes", count, "--master-port", port, "--rdzv-id", launcher.mark, "--node-rank", k, *words]
+
+
+def can_connect(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def forget_killed(launcher: Launcher) -> None:
+    """Who is killed cannot remove its folder."""
+    for folder in (launcher.folder / "tmp").iterdir():
+        subprocess.run(["rm", "-r", folder], check=True)

@@ -1,0 +1,326 @@
+"""One node, scripts without torch: what a user of torchrun expects, and what PID 1 of a pod owes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from agents import Launcher, finish
+from shell import eventually
+
+# Both ways of starting a rank keep the same promises.
+STARTS = pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
+
+
+def message(launcher: Launcher) -> Any:
+    return json.loads((launcher.folder / "termination.json").read_text())
+
+
+@STARTS
+def test_the_ranks_run_the_script_with_its_own_words_and_their_own_numbers(launcher: Launcher, start: str) -> None:
+    script = launcher.script(
+        "import os, sys; print(os.environ['RANK'], os.environ['LOCAL_RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])"
+    )
+    done = launcher.done(start, "--nproc", 2, script, "--nproc", "9", "-m", "${local_rank}")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{r} {r} 2 ['--nproc', '9', '-m', '{r}']" for r in (0, 1)]
+
+
+@STARTS
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("raise SystemExit(7)", 7),
+        ("raise ValueError('x')", 1),
+        ("os.kill(os.getpid(), 11)", 139),
+        ("os._exit(255)", 255),
+    ],
+)
+def test_the_exit_code_is_the_users(launcher: Launcher, start: str, line: str, code: int) -> None:
+    script = launcher.script(f"import os, time\nif os.environ['RANK'] == '1': {line}\ntime.sleep(100)")
+    done = launcher.done(start, "--nproc", 2, "--max-restarts", 0, script)
+    assert done.returncode == code
+    said = message(launcher)
+    assert (said["ddpjob"], said["rank"], said["exitCode"]) == (1, 1, code)
+    assert said["signal"] == ("SIGSEGV" if code == 139 else "")
+
+
+def test_a_rank_that_is_killed_leaves_a_message_although_it_could_say_nothing(launcher: Launcher) -> None:
+    script = launcher.script("import os; os.kill(os.getpid(), 9)")
+    assert launcher.done("--no-preload", "--max-restarts", 0, script).returncode == 137
+    assert message(launcher)["signal"] == "SIGKILL"
+    assert (launcher.folder / "termination.json").stat().st_size <= 4096
+
+
+def test_what_the_library_says_of_the_failure_reaches_the_pods_message(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import ddpjob.termination; ddpjob.termination.install(); raise ValueError('no such shard: 7')"
+    )
+    done = launcher.done("--no-preload", "--max-restarts", 0, script)
+    assert done.returncode == 1
+    said = message(launcher)
+    assert said["exception"] == "ValueError: no such shard: 7"
+    assert "train.py" in said["traceback"]
+
+
+def test_a_failure_that_was_overcome_leaves_no_message(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import os, ddpjob.termination
+        ddpjob.termination.install()
+        assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
+        """
+    )
+    assert launcher.done("--no-preload", script).returncode == 0
+    assert not (launcher.folder / "termination.json").exists()
+
+
+@STARTS
+def test_a_failure_starts_all_ranks_again_on_another_port(launcher: Launcher, start: str) -> None:
+    script = launcher.script(
+        """
+        import os, sys, time
+        life = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        print(life, os.environ["RANK"], os.environ["MASTER_PORT"], flush=True)
+        if os.environ["RANK"] == "0": open(f"up{life}", "w").close()
+        while not os.path.exists(f"up{life}"): time.sleep(0.01)
+        if life < "2":
+            if os.environ["RANK"] == "1": os.kill(os.getpid(), 9)
+            time.sleep(100)
+        """
+    )
+    done = launcher.done(start, "--nproc", 2, "--max-restarts", 2, script)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert sorted((life, rank) for life, rank, _ in rows) == [(g, r) for g in "012" for r in "01"]
+    ports = {life: {row[2] for row in rows if row[0] == life} for life in "012"}
+    assert all(len(its) == 1 for its in ports.values()), "the ranks of a generation meet at one port"
+    assert len(set.union(*ports.values())) == 3, "what is left of an old generation finds nobody at its port"
+
+
+def test_without_a_restart_left_the_job_ends_with_the_last_failure(launcher: Launcher) -> None:
+    script = launcher.script("import os; raise SystemExit(3 + int(os.environ['TORCHELASTIC_RESTART_COUNT']))")
+    assert launcher.done("--no-preload", "--max-restarts", 1, script).returncode == 4
+
+
+def test_what_the_operator_says_is_left_counts_where_the_command_does_not(launcher: Launcher) -> None:
+    script = launcher.script("import os; print('run'); raise SystemExit(3)")
+    left = {"DDPJOB_RESTARTS_LEFT": '{"application": 1, "infrastructure": 9, "stall": 9}', "PET_MAX_RESTARTS": "0"}
+    assert launcher.done("--no-preload", script, **left).stdout == "run\nrun\n"
+    assert launcher.done("--no-preload", script, PET_MAX_RESTARTS="0").stdout == "run\n"
+
+
+def test_a_program_that_cannot_be_started_is_not_tried_again(launcher: Launcher) -> None:
+    done = launcher.done("--no-python", "no-such-program")
+    assert done.returncode == 127
+    assert done.stderr.count("no-such-program") == 1
+
+
+@STARTS
+def test_a_script_that_is_missing_ends_as_python_ends(launcher: Launcher, start: str) -> None:
+    done = launcher.done(start, "--max-restarts", 0, "missing.py")
+    assert done.returncode == 2
+    assert "can't open file" in done.stderr
+
+
+# ---- told to stop ------------------------------------------------------------------------------------------
+
+
+@STARTS
+def test_sigterm_reaches_the_ranks_which_may_save(launcher: Launcher, start: str) -> None:
+    script = launcher.script(
+        """
+        import os, signal, sys, time
+        def save(*_):
+            print("saved", flush=True)
+            sys.exit(75)
+        signal.signal(signal.SIGTERM, save)
+        print("ready", flush=True)
+        time.sleep(100)
+        """
+    )
+    agent = launcher.ddprun(start, script)
+    assert agent.stdout is not None
+    assert agent.stdout.readline() == "ready\n"
+    agent.terminate()
+    done = finish(agent)
+    assert (done.stdout, done.returncode) == ("saved\n", 75)
+
+
+def test_ranks_that_ignore_sigterm_are_killed_when_their_time_is_over(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(100)"
+    )
+    agent = launcher.ddprun("--no-preload", script, PET_SHUTDOWN_TIMEOUT="1")
+    assert agent.stdout is not None
+    agent.stdout.readline()
+    agent.terminate()
+    began = time.monotonic()
+    assert finish(agent).returncode == 137
+    assert 0.9 < time.monotonic() - began < 10
+
+
+def test_ranks_that_end_by_sigterm_are_not_started_again(launcher: Launcher) -> None:
+    script = launcher.script("import time; print('ready', flush=True); time.sleep(100)")
+    agent = launcher.ddprun("--no-preload", script)
+    assert agent.stdout is not None
+    agent.stdout.readline()
+    agent.terminate()
+    assert finish(agent).returncode == 143
+
+
+def test_sigterm_while_torch_is_still_imported_ends_the_agent(launcher: Launcher) -> None:
+    launcher.script("import time; open('importing', 'w').close(); time.sleep(100)", "slow.py")
+    script = launcher.script("print('never')")
+    agent = launcher.ddprun("--preload=slow", script)
+    eventually((launcher.folder / "importing").exists)
+    agent.terminate()
+    done = finish(agent)
+    assert (done.returncode, done.stdout) == (143, "")
+
+
+# ---- nothing left ------------------------------------------------------------------------------------------
+
+LEAVES_CHILDREN = """
+import os, subprocess, sys, time
+for _ in range(2):
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork(): os._exit(0)
+    time.sleep(1000)
+print("ready", flush=True)
+"""
+
+
+@STARTS
+@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)"])
+def test_what_a_rank_leaves_behind_in_other_sessions_is_ended(launcher: Launcher, start: str, end: str) -> None:
+    """The fixture looks for survivors."""
+    done = launcher.done(start, "--max-restarts", 1, launcher.script(LEAVES_CHILDREN + end))
+    assert done.stdout == ("ready\n" if not end else "ready\nready\n")
+
+
+@STARTS
+def test_when_the_agent_is_killed_its_ranks_end(launcher: Launcher, start: str) -> None:
+    script = launcher.script("import time; print('ready', flush=True); time.sleep(1000)")
+    agent = launcher.ddprun(start, "--nproc", 2, script)
+    assert agent.stdout is not None
+    assert [agent.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    agent.kill()
+    agent.communicate()
+    eventually(lambda: not launcher.marked())
+    for folder in (launcher.folder / "tmp").iterdir():  # who is killed cannot clean up
+        subprocess.run(["rm", "-r", folder], check=True)
+
+
+def test_an_orphan_is_reaped_and_does_not_stay_a_zombie(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import os, time
+        if os.fork() == 0:
+            if os.fork() == 0: os._exit(0)
+            time.sleep(0.05)
+            os._exit(0)
+        os.wait()
+        print("ready", flush=True)
+        time.sleep(1000)
+        """
+    )
+    agent = launcher.ddprun("--no-preload", script)
+    assert agent.stdout is not None
+    agent.stdout.readline()
+    below = psutil.Process(agent.pid)
+    eventually(lambda: all(p.status() != psutil.STATUS_ZOMBIE for p in below.children(recursive=True)))
+    assert len(below.children(recursive=True)) == 1
+    agent.terminate()
+    finish(agent)
+
+
+@STARTS
+def test_a_rank_is_given_no_descriptor_but_its_streams(launcher: Launcher, start: str) -> None:
+    script = launcher.script("import os; print(sorted(map(int, os.listdir('/proc/self/fd')))[:-1])")
+    assert launcher.done(start, script).stdout == "[0, 1, 2]\n"
+
+
+@STARTS
+def test_a_script_that_closes_all_descriptors_still_ends_in_order(launcher: Launcher, start: str) -> None:
+    script = launcher.script("import os; os.closerange(0, 100); os._exit(0)")
+    assert launcher.done(start, script).returncode == 0
+
+
+# ---- output ------------------------------------------------------------------------------------------------
+
+
+def test_log_files_lie_where_torchrun_puts_them(launcher: Launcher) -> None:
+    script = launcher.script("import sys; print('out'); print('err', file=sys.stderr)")
+    done = launcher.done("--no-preload", "--nproc", 2, "--rdzv-id", "id", "--master-port", 1, "--log-dir", "logs",
+                         "-r", "0:3,1:1", script)  # fmt: skip
+    assert done.returncode == 0
+    (run,) = (launcher.folder / "logs").iterdir()
+    assert run.name.startswith("id_")
+    found = {str(p.relative_to(run)): p.read_text() for p in run.rglob("*") if p.is_file()}
+    assert found == {
+        "attempt_0/0/stdout.log": "out\n",
+        "attempt_0/0/stderr.log": "err\n",
+        "attempt_0/1/stdout.log": "out\n",
+    }
+    assert (done.stdout, done.stderr) == ("", "err\n")
+
+
+@STARTS
+def test_tee_shows_whole_lines_with_their_rank_and_keeps_them(launcher: Launcher, start: str) -> None:
+    script = launcher.script(
+        """
+        import os, sys, time
+        sys.stdout.write("half"); sys.stdout.flush()
+        time.sleep(0.3)
+        print(" a line"); print("no end", end="")
+        """
+    )
+    done = launcher.done(start, "--nproc", 2, "--tee", "3", "--log-dir", "logs", "--local-ranks-filter", "1", script)
+    assert done.stdout == "[default1]:half a line\n[default1]:no end"
+    assert [p.read_text() for p in (launcher.folder / "logs").rglob("stdout.log")] == ["half a line\nno end"] * 2
+
+
+def test_filtered_lines_are_collected(launcher: Launcher) -> None:
+    script = launcher.script("print('apple'); print('pear')")
+    done = launcher.done(
+        "--no-preload", "--tee", "1", "--log-dir", "logs", "--duplicate-stdout-filters", "apple,x", script
+    )
+    assert done.returncode == 0
+    (filtered,) = (launcher.folder / "logs").rglob("filtered_stdout.log")
+    assert filtered.read_text() == "[default0]:apple\n"
+
+
+def test_ten_thousand_lines_a_second_lose_none_and_do_not_delay_sigterm(launcher: Launcher) -> None:
+    """Nobody reads the console: the agent must not wait for it."""
+    script = launcher.script(
+        """
+        import signal, sys, time
+        for i in range(50_000): print("x" * 40, i)
+        open("written", "w").close()
+        time.sleep(1000)
+        """
+    )
+    agent = launcher.ddprun("--no-preload", "--tee", "3", "--log-dir", "logs", script)
+    eventually((launcher.folder / "written").exists)
+    began = time.monotonic()
+    agent.terminate()
+    out, _ = agent.communicate(timeout=30)
+    assert time.monotonic() - began < 10
+    assert agent.returncode == 143
+    assert out.count("\n") == 50_000
+
+
+def test_a_folder_named_as_torchs_files_are_not_kept(launcher: Launcher, tmp_path: Path) -> None:
+    script = launcher.script("import os; print(os.path.dirname(os.environ['TORCHELASTIC_ERROR_FILE']))")
+    done = launcher.done("--no-preload", script)
+    assert done.stdout.startswith(str(tmp_path / "tmp"))
+    assert not os.path.exists(done.stdout.strip())

@@ -1,0 +1,137 @@
+"""The command line: as torchrun's, word for word; what ddprun does not do is refused by its name."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from ddpjob.agent.options import Options, parse
+
+
+def options(line: str, **environ: str) -> Options:
+    return parse(line.split(), environ)
+
+
+def refusal(capsys: Any, line: str, **environ: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        options(line, **environ)
+    assert ended.value.code == 2
+    return str(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["--nproc-per-node 3", "--nproc_per_node=3", "--nproc 3", "--nproc-per 3", "--nproc_per=3", "--np 3"],
+)
+def test_every_spelling_that_torchrun_takes_for_an_option_is_taken(line: str) -> None:
+    assert options(f"{line} train.py").nproc == 3
+
+
+def test_an_abbreviation_of_two_options_is_refused_with_both(capsys: Any) -> None:
+    assert "--master-addr" in refusal(capsys, "--master x train.py")
+
+
+def test_what_follows_the_script_belongs_to_the_script() -> None:
+    found = options("--nnodes 1 train.py --nnodes 7 -m -- --tee 3 --preload x")
+    assert found.script == "train.py"
+    assert found.script_args == ("--nnodes", "7", "-m", "--", "--tee", "3", "--preload", "x")
+    assert found.kind == "script"
+
+
+def test_variables_count_where_the_command_line_is_silent() -> None:
+    environ = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "4", "PET_RDZV_ID": "uid-1",
+               "PET_MASTER_ADDR": "job-0.job.ns", "PET_MASTER_PORT": "23001", "PET_SHUTDOWN_TIMEOUT": "25"}  # fmt: skip
+    found = options("train.py", **environ)
+    assert (found.nodes, found.node_rank, found.nproc, found.world_size) == (2, 1, 4, 8)
+    assert (found.host, found.port, found.run_id, found.shutdown_seconds) == ("job-0.job.ns", 23001, "uid-1", 25.0)
+    assert options("--node-rank 0 --nproc 1 train.py", **environ).node_rank == 0
+
+
+@pytest.mark.parametrize("flag", ["", "0", "1"])
+def test_a_flag_may_be_a_variable(flag: str) -> None:
+    assert options("pkg", PET_MODULE=flag).kind == ("module" if flag == "1" else "script")
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "budget"),
+    [
+        ("", {}, (3, 3, 3)),
+        ("--max-restarts 1", {}, (1, 1, 1)),
+        ("", {"PET_MAX_RESTARTS": "0"}, (0, 0, 0)),
+        ("", {"PET_MAX_RESTARTS": "0", "DDPJOB_RESTARTS_LEFT": "LEFT"}, (2, 99, 10)),
+        ("--max-restarts 1", {"PET_MAX_RESTARTS": "0", "DDPJOB_RESTARTS_LEFT": "LEFT"}, (1, 1, 1)),
+    ],
+)
+def test_the_budget_is_the_users_else_what_the_operator_has_left(line: str, environ: Any, budget: Any) -> None:
+    left = '{"application": 2, "infrastructure": 99, "stall": 10}'
+    found = options(f"{line} train.py", **{k: v.replace("LEFT", left) for k, v in environ.items()})
+    assert found.budget[:3] == budget
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_node_0_is_where_the_endpoint_says(backend: str) -> None:
+    line = f"--rdzv-backend {backend} --rdzv-endpoint head:29400 --nnodes 2:2 --node-rank 1 train.py"
+    found = options(line, PET_MASTER_ADDR="other", PET_MASTER_PORT="1")
+    assert (found.host, found.port, found.nodes) == ("head", 29400, 2)
+
+
+def test_standalone_is_one_node_whatever_the_environment_says() -> None:
+    found = options("--standalone --nproc 2 train.py", PET_NNODES="4", PET_MASTER_PORT="1")
+    assert (found.nodes, found.port, found.host) == (1, None, "127.0.0.1")
+    assert len(found.run_id) == 36
+
+
+@pytest.mark.parametrize(
+    ("text", "streams"), [("0", {0: 0, 1: 0}), ("3", {0: 3, 1: 3}), ("0:1,1:2", {0: 1, 1: 2}), ("1:3", {0: 0, 1: 3})]
+)
+def test_redirects_and_tee_are_for_all_ranks_or_for_each(text: str, streams: dict[int, int]) -> None:
+    found = options(f"--nproc 2 -r {text} --tee {text} train.py")
+    assert (found.redirects, found.tee) == (streams, streams)
+
+
+def test_filters_are_lists_in_which_two_commas_are_one_that_is_meant() -> None:
+    found = options("--duplicate-stdout-filters a,b,,c --local-ranks-filter 0,2 train.py")
+    assert (found.stdout_filters, found.stderr_filters, found.shown) == (("a", "b,c"), (), {0, 2})
+
+
+@pytest.mark.parametrize(
+    ("visible", "present", "wanted"),
+    [(None, 4, 4), ("0,1", 4, 2), ("", 4, 0), ("-1", 4, 0), ("0,-1,2", 4, 1), ("GPU-8a,GPU-9b", 4, 2), ("0,1", 1, 1)],
+)
+def test_the_gpus_are_counted_that_a_rank_will_see(monkeypatch: Any, visible: Any, present: int, wanted: int) -> None:
+    names = [f"nvidia{k}" for k in range(present)] + ["nvidiactl", "nvidia-uvm", "null"]
+    monkeypatch.setattr(os, "listdir", lambda path: names if path == "/dev" else [])
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert options("--nproc auto train.py", **environ).nproc == (wanted or len(os.sched_getaffinity(0)))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--nnodes 1:4 train.py", "--nnodes: 1:4: a job whose size changes"),
+        ("--nnodes 2 train.py", "--node-rank: missing"),
+        ("--nnodes 2 --node-rank 2 train.py", "--node-rank: 2 is not below --nnodes: 2"),
+        ("--nproc 0 train.py", "--nproc-per-node: 0 is less than 1"),
+        ("--nproc many train.py", "--nproc-per-node: 'many' is not a number"),
+        ("--nproc xpu train.py", "--nproc-per-node: xpu"),
+        ("--rdzv-backend etcd-v2 train.py", "--rdzv-backend: 'etcd-v2'"),
+        ("--event-log-handler console train.py", "--event-log-handler"),
+        ("--logs-specs mine train.py", "--logs-specs"),
+        ("--numa-binding node train.py", "--numa-binding"),
+        ("--no-python -m pkg", "--module: --no-python"),
+        ("--nnodes 2 --node-rank 0 --rdzv-endpoint h:0 train.py", "--rdzv-endpoint: port 0"),
+        ("--master-port 70000 train.py", "--master-port: 70000 is no port"),
+        ("--tee 4 train.py", "--tee: '4'"),
+        ("--shutdown-timeout -1 train.py", "--shutdown-timeout: '-1'"),
+        ("--elastic train.py", "--elastic"),
+        ("--nproc 2", "training_script"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_by_its_name(capsys: Any, line: str, said: str) -> None:
+    assert said in refusal(capsys, line)
+
+
+def test_a_damaged_budget_is_refused_with_what_it_should_be(capsys: Any) -> None:
+    assert 'is not {"application": 3' in refusal(capsys, "train.py", DDPJOB_RESTARTS_LEFT="3")

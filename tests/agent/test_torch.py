@@ -1,0 +1,112 @@
+"""Beside the real torchrun, and with torch in the ranks. Each process here imports torch: keep these tests few."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from agents import Launcher, finish
+
+PRINT_ENVIRON = """
+import json, os
+json.dump(dict(os.environ), open(f"environ-{os.environ['RANK']}.json", "w"))
+"""
+# What differs on purpose: ddprun has no store of its own, restarts by itself, and gives each rank a file for its words.
+OWN = {"TORCHELASTIC_USE_AGENT_STORE": ("False", "True"), "TORCHELASTIC_MAX_RESTARTS": ("3", "0")}
+ADDED = {"DDPJOB_TERMINATION_LOG"}
+EACH_RUN = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MASTER_ADDR"}
+
+
+def environs(launcher: Launcher, count: int) -> list[dict[str, str]]:
+    return [json.loads((launcher.folder / f"environ-{rank}.json").read_text()) for rank in range(count)]
+
+
+@pytest.mark.parametrize("line", ["--nproc-per-node 2", "--standalone", "--nnodes 1 --master-port 23981 --rdzv-id x"])
+def test_a_rank_finds_the_environment_that_torchrun_gives_it(launcher: Launcher, line: str) -> None:
+    """Lightning, Accelerate and others decide by it how they start."""
+    del launcher.env["DDPJOB_TERMINATION_LOG"]
+    script = launcher.script(PRINT_ENVIRON)
+    count = 2 if "2" in line.split() else 1
+    assert finish(launcher.ddprun(*line.split(), "--no-preload", script, module="ddpjob.agent")).returncode == 0
+    ours = environs(launcher, count)
+    assert finish(launcher.ddprun(*line.split(), script, module="torch.distributed.run")).returncode == 0
+    for rank, (mine, theirs) in enumerate(zip(ours, environs(launcher, count), strict=True)):
+        assert set(mine) - ADDED == set(theirs), f"rank {rank}"
+        for name in set(theirs) - EACH_RUN:
+            assert (mine[name], theirs[name]) == OWN.get(name, (theirs[name], theirs[name])), name
+    forget_torchs_own(launcher)
+
+
+TRAIN = """
+import hashlib, os
+import numpy, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+life = os.environ["TORCHELASTIC_RESTART_COUNT"]
+torch.manual_seed(7)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = DistributedDataParallel(torch.nn.Linear(16, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(10):
+    if life == "0" and step == 5 and rank == 1 and FAIL: os.kill(os.getpid(), 9)
+    x = torch.full((8, 16), float(step + rank))
+    optimizer.zero_grad(); model(x).square().mean().backward(); optimizer.step()
+state = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+print(rank, life, torch.get_num_threads(), hashlib.sha256(state).hexdigest(), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_killed_rank_of_two_nodes_trains_on_and_to_the_same_parameters_as_under_torchrun(launcher: Launcher) -> None:
+    script = launcher.script(TRAIN.replace("FAIL", "os.environ.get('FAIL')"))
+    agents = launcher.nodes(2, "--nproc", 1, script, FAIL="1", OMP_NUM_THREADS="1")
+    done = [finish(agent, 150) for agent in agents]
+    assert [d.returncode for d in done] == [0, 0], done[0].stderr + done[1].stderr
+    ours = [d.stdout.split() for d in done]
+    assert [(rank, life) for rank, life, _, _ in ours] == [("0", "1"), ("1", "1")]
+    torchrun = finish(launcher.ddprun("--nproc-per-node", 2, script, module="torch.distributed.run"), 150)
+    theirs = sorted(line.split() for line in torchrun.stdout.splitlines())
+    assert [words[2:] for words in ours] == [words[2:] for words in theirs], "threads, and the hash of the parameters"
+    forget_torchs_own(launcher)
+
+
+def test_the_default_preload_has_all_that_the_first_step_of_ddp_imports(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import sys
+        before = set(sys.modules)
+        import torch, torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+        dist.init_process_group("gloo")
+        model = DistributedDataParallel(torch.nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+        torch.optim.SGD(model.parameters()).step()
+        print(len(set(sys.modules) - before), torch.rand(1).item(), torch.cuda.is_initialized())
+        dist.destroy_process_group()
+        """
+    )
+    done = finish(launcher.ddprun("--nproc", 2, script), 150)
+    assert (done.returncode, done.stderr) == (0, ""), "the fork server was refused"
+    (imports, number, cuda), (_, other_number, _) = (line.split() for line in done.stdout.splitlines())
+    assert int(imports) < 5, "imports that every restart would pay"
+    assert number != other_number, "ranks that draw the same numbers drop out the same neurons"
+    assert cuda == "False"
+    forget_torchs_own(launcher)
+
+
+def test_no_module_of_the_agent_imports_torch_or_what_is_not_in_the_standard_library() -> None:
+    ours = ", ".join(f"ddpjob.agent.{name}" for name in ("agent", "options", "leading", "following", "wire", "logs"))
+    code = f"import sys; before = set(sys.modules); import {ours}; print(*set(sys.modules) - before)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    foreign = {name.partition(".")[0] for name in said.stdout.split()} - set(sys.stdlib_module_names) - {"ddpjob"}
+    assert foreign == set()
+
+
+def forget_torchs_own(launcher: Launcher) -> None:
+    """torchrun leaves its log folder, and torch._dynamo the one of its cache."""
+    for folder in (launcher.folder / "tmp").glob("torch*"):
+        subprocess.run(["rm", "-r", folder], check=True)

@@ -1,0 +1,73 @@
+"""`ddprun` as a user or a pod starts it: one process for each node, in a folder of its own."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from shell import Cli
+
+SECONDS_MAX = 60
+# What a pod or a launcher around the tests has set would count for ours too.
+FOREIGN = ("PET_", "DDPJOB_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "OMP_NUM_THREADS")
+
+
+class Launcher(Cli):
+    """Starts agents, and marks all their processes so that survivors are found."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.env = {k: v for k, v in self.env.items() if not k.startswith(FOREIGN)}
+        (folder / "tmp").mkdir()
+        self.env |= {"TMPDIR": str(folder / "tmp"), "DDPJOB_TERMINATION_LOG": str(folder / "termination.json")}
+
+    def script(self, text: str, name: str = "train.py") -> Path:
+        """A script of the user."""
+        path = self.folder / name
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    def ddprun(self, *words: object, module: str = "ddpjob.agent", **env: str) -> subprocess.Popen[str]:
+        """`ddprun …` in the background."""
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, words)],
+            cwd=self.folder,
+            env=self.env | env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def done(self, *words: object, **env: str) -> subprocess.CompletedProcess[str]:
+        """`ddprun …` to its end."""
+        return finish(self.ddprun(*words, **env))
+
+    def nodes(self, count: int, *words: object, port: int = 0, **env: str) -> list[subprocess.Popen[str]]:
+        """An agent for each node, which meet on loopback."""
+        port = port or free_port()
+        group = ["--nnodes", count, "--master-port", port, "--rdzv-id", self.mark]
+        return [self.ddprun(*group, "--node-rank", k, *words, NODE=str(k), **env) for k in range(count)]
+
+
+def finish(process: subprocess.Popen[Any], seconds: float = SECONDS_MAX) -> subprocess.CompletedProcess[str]:
+    """Wait for its end; what it said."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=10)
+        raise AssertionError(f"it did not end\n{out}\n{err}") from None
+    assert "ddpjob/agent/" not in err, err  # a traceback of ours
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def free_port() -> int:
+    with socket.socket() as any_port:
+        any_port.bind(("127.0.0.1", 0))
+        return int(any_port.getsockname()[1])

@@ -1,0 +1,31 @@
+"""`ddprun`, the agent in the pod: start it in place of torchrun, and nothing else changes.
+
+    ddprun --nproc-per-node 4 train.py --lr 0.1
+
+It starts the ranks of its node with torchrun's environment, forked from a process that has imported torch already. When
+a rank fails, all ranks of the job start again on a new port, led by node 0's agent, without a new pod.
+
+    options.py      torchrun's options                     environment.py  what a rank is started with
+    agent.py        the loop: signals, sockets, time        lead.py         what node 0 decides for all (pure)
+    node.py         the ranks of this node                  processes.py    fork, exec, signals, the tree
+    forkserver.py   the process with torch in it            preload.py      the agent's end of it
+    wire.py         the line between agents                 logs.py         files, tee, filters
+
+Standard library only, and little of it: a job waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def main() -> None:
+    """The console script: ends with the exit code of the job's first failure, 128 + n for signal n."""
+    from .agent import run
+    from .options import parse
+
+    code = run(parse(sys.argv[1:], os.environ), os.environ)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # all is done, and an interpreter's end takes as long as its beginning

@@ -1,0 +1,5 @@
+"""`python -m ddpjob.agent`."""
+
+from . import main
+
+main()

@@ -1,0 +1,232 @@
+"""The agent: one loop over signals, sockets and time. It decides nothing that `lead.py` decides, and never blocks.
+
+Node 0's agent leads: it has the `Lead`, and the others follow it over one connection each. An agent that loses its
+leader, and a leader that loses an agent, ends its ranks at once: without each other they cannot go on, and a connection
+that comes back brings an agent that runs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from . import environment, processes
+from .environment import Life
+from .lead import RESUMABLE, End, Failure
+from .logs import TAIL_SECONDS, Folder
+from .node import BROKEN_GRACE_SECONDS, Node, say
+from .options import Options
+from .preload import ForkServer
+
+if TYPE_CHECKING:
+    from .following import Following
+    from .leading import Leading
+
+INTERRUPTED = (signal.SIGINT,)
+
+
+def run(options: Options, environ: Mapping[str, str]) -> int:
+    """Do all that the options ask; the exit code."""
+    processes.become_subreaper()
+    processes.close_to_children()
+    prepared = environment.prepare(options, environ)
+    folder = Folder(options)
+    agent = Agent(options, prepared, folder)
+    try:
+        return agent.run()
+    finally:
+        agent.node.end()
+        folder.remove()
+
+
+class Agent:
+    """One node of a job."""
+
+    def __init__(self, options: Options, environ: Mapping[str, str], folder: Folder) -> None:
+        self.options, self.environ, self.folder = options, environ, folder
+        self.code: int | None = None
+        self.told = 0  # the signal that told us to end
+        self._numbers = [getattr(signal, name) for name in options.signals if hasattr(signal, name)]
+        self._signals = processes.listen_to_signals(self._numbers)
+        self._poller = select.poll()
+        self._heard_by: dict[int, Callable[[], None]] = {}
+        self._server = _fork_server(options, environ)
+        self.node = Node(options, environ, folder, self._server)
+        self._told_of_failure = False
+        self.settled = True  # whether nothing of the last generation is left here
+        self.group: Leading | Following = _group(self)
+
+    # ---- the loop ------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Until it is over."""
+        self.watch(self._signals, self._hear_signals)
+        if self._server is not None:
+            self.watch(self._server.fileno(), self._hear_server)
+        self.group.begin(time.monotonic())
+        while self.code is None:
+            for descriptor, _ in self._poller.poll(self._milliseconds()):
+                heard = self._heard_by.get(descriptor)
+                if heard is not None:
+                    heard()
+            self._turn()
+        return self.code
+
+    def watch(self, descriptor: int, heard: Callable[[], None], *, write: bool = False) -> None:
+        """Call when there is something to read, or room to write."""
+        self._poller.register(descriptor, select.POLLOUT if write else select.POLLIN)
+        self._heard_by[descriptor] = heard
+
+    def unwatch(self, descriptor: int) -> None:
+        """No longer."""
+        if self._heard_by.pop(descriptor, None) is not None:
+            self._poller.unregister(descriptor)
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        for pid, code in processes.reaped():
+            self.node.ended(pid, code)
+        self.node.advance()
+        self.node.tick(now)
+        if self.folder.tails:
+            self.folder.copy()
+        self._report(now)
+        self.group.turn(now)
+
+    def _report(self, now: float) -> None:
+        """Say how the ranks end: the first failure at once, and that all are gone."""
+        if self.settled:
+            return
+        if self.node.failed and not self._told_of_failure:
+            self._told_of_failure = True
+            self.group.failed(self.node.failures, now)
+        if self.node.running:
+            return
+        self.settled = True
+        failures = self.node.settle()
+        if self.told and self.options.node_rank != 0:
+            self.end(self.code_when_told(), None)
+        elif self.node.stopped or failures:
+            self.group.stopped(failures, now)
+        else:
+            self.group.finished(now)
+
+    def _milliseconds(self) -> float | None:
+        deadlines = [at for at in (self.node.kill_at if self.node.running else None, self.group.deadline) if at]
+        if self.folder.tails:
+            deadlines.append(time.monotonic() + TAIL_SECONDS)
+        return None if not deadlines else max(0.0, min(deadlines) - time.monotonic()) * 1000 + 1
+
+    def _hear_signals(self) -> None:
+        for number in os.read(self._signals, 4096):
+            if number in self._numbers:
+                self._be_told(number)
+
+    def _be_told(self, number: int) -> None:
+        """From outside, for instance by the kubelet: the ranks are told, and get the time that is left."""
+        first, self.told = not self.told, self.told or number
+        now = time.monotonic()
+        if not first:
+            if number in INTERRUPTED:  # a second Ctrl-C is impatience
+                self.node.stop(signal.SIGKILL, 0, now)
+            return
+        if self.node.running:
+            self.node.tell(number, self.options.shutdown_seconds, now)
+        self.group.told(now)
+
+    def _hear_server(self) -> None:
+        assert self._server is not None, "only a server is heard"
+        given_up = bool(self._server.refused)  # and said so
+        self._server.hear()
+        if self._server.refused:
+            self.unwatch(self._server.fileno())
+            self._server.close()
+            if not given_up:
+                say(f"no fork server: {self._server.refused}; every rank is a new process (or ask for --no-preload)")
+        for name, why in self._server.failed.items():
+            say(f"--preload: {name}: {why}; left out")
+        self._server.failed = {}
+
+    # ---- what the group orders -----------------------------------------------------------------------------
+
+    def start(self, life: Life) -> None:
+        """Start the ranks of a generation."""
+        self.settled = self._told_of_failure = False
+        self.node.start(life)
+        # Only now: the ranks have not waited for what a failure will need, and a failure shall not wait for it either.
+        from .. import rules, termination  # noqa: F401
+
+    def stop(self, now: float, *, patient: bool) -> None:
+        """End the ranks; `group.stopped` follows, at once where none runs."""
+        if self.node.running:
+            self.node.stop(signal.SIGTERM, self.options.shutdown_seconds if patient else BROKEN_GRACE_SECONDS, now)
+        elif self.settled:
+            self.group.stopped([], now)
+
+    def end(self, code: int, failure: Failure | None) -> None:
+        """It is over: the termination message is left, and `run` returns."""
+        said = self.node.last_words()
+        if self.is_mine(failure):
+            assert failure is not None, "it is mine"
+            said = {**(said if said is not None and said.get("rank") == failure["rank"] else {}), **failure}
+        if code != 0 and said is not None:
+            leave_message(self.environ.get("DDPJOB_TERMINATION_LOG"), said)
+        self.code = code
+
+    def code_when_told(self) -> int:
+        """What the ranks ended with; that of the signal where none had begun."""
+        return 128 + self.told if self.node.exit_code is None else self.node.exit_code
+
+    def own_code(self, order: End) -> int:
+        """What this agent ends with: the guilty rank's code with its node, else that it can be resumed."""
+        if order.code == 0:
+            return 0
+        if self.told:
+            return self.code_when_told()
+        return order.code if self.is_mine(order.failure) else RESUMABLE
+
+    def is_mine(self, failure: Failure | None) -> bool:
+        """Whether one of this node's ranks failed so."""
+        if failure is None:
+            return False
+        return bool(failure["rank"] >= 0 and failure["rank"] // self.options.nproc == self.options.node_rank)
+
+
+def _group(agent: Agent) -> Leading | Following:
+    if agent.options.node_rank == 0:
+        from .leading import Leading
+
+        return Leading(agent)
+    from .following import Following
+
+    return Following(agent)
+
+
+def _fork_server(options: Options, environ: Mapping[str, str]) -> ForkServer | None:
+    """Where there is something to import, and a script that can be run in it."""
+    if not options.preload or options.kind == "program":
+        return None
+    if options.kind == "script" and not os.path.isfile(options.script):  # a folder, a zip, a mistake
+        return None
+    return ForkServer(options, environ)
+
+
+def leave_message(path: str | None, failure: Failure) -> None:
+    """The termination message of the pod, in place: its file is a mount of its own, and no rename goes over it."""
+    if not path:
+        return
+    from ..termination import encode
+
+    body = encode({k: v for k, v in failure.items() if k not in ("node", "vanished")})
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+        try:
+            os.pwrite(descriptor, body, 0)
+            os.ftruncate(descriptor, len(body))
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,291 @@
+"""The fork server: imports torch once, and every rank begins where the imports have ended.
+
+`preload.py` runs this file as a program, `python -u forkserver.py FD`, with the environment of the ranks; it imports
+little, and from the standard library alone, for all that it imports is there in every rank. FD is a socket to the
+agent, a JSON object a line:
+
+    agent:  {"modules": ["torch"], "path0": "/app", "hidden": {"PYTORCH_NVML_BASED_CUDA_CHECK": null}}
+    server: {"ready": true, "failed": {"numpyy": "ModuleNotFoundError: …"}}  or  {"refused": "why"}
+    agent:  {"run": "script", "argv": ["train.py", "--lr", "1"], "environ": {"RANK": "3"}, "stdout": "", "stderr": ""}
+    server: {"pid": 4711}  or  {"error": "OSError: …"}
+
+A rank is forked twice: its parent ends at once, and the kernel gives it to the agent, which hears of its end as of that
+of any child. In the rank everything is as `python -u train.py` finds it: that is the purpose of `become`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import io
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import types
+import zipimport
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # typing is for the type checker alone: it would be there in every rank
+    from collections.abc import Callable
+    from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> Callable[[], None] | None:
+    """Import, say whether forks are safe from here, and fork until the agent is gone."""
+    agent = socket.socket(fileno=int(sys.argv[1]))
+    agent.set_inheritable(False)
+    agent_pid = os.getppid()
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    lines = agent.makefile("r", encoding="utf-8")
+    order = json.loads(lines.readline())
+    failed = preload(order)
+    refused = unsafe()
+    say(agent, {"refused": refused} if refused else {"ready": True, "failed": failed})
+    if refused:
+        return None
+    gc.collect()
+    gc.freeze()  # what is imported is never garbage: the collector would write to, and so copy, every page of it
+    for line in lines:
+        run = serve(agent, agent_pid, json.loads(line))
+        if run is not None:
+            lines.close()
+            agent.close()
+            return become(order, run)
+    return None
+
+
+def preload(order: dict[str, Any]) -> dict[str, str]:
+    """Import the modules, with the search path and the environment of the ranks; what went wrong, by name."""
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = order["path0"]  # torch imports numpy: a file numpy.py beside the script counts here as there
+    # Looking for a GPU through CUDA itself would make this process, and each fork of it, unable to use one.
+    for name in order["hidden"]:
+        os.environ[name] = "1"
+    failed = {}
+    for name in order["modules"]:
+        try:
+            __import__(name)
+        except Exception as error:  # noqa: PERF203 - the next may be there
+            failed[name] = f"{type(error).__name__}: {error}"
+    return failed
+
+
+def unsafe() -> str:
+    """Why no fork from here would be as good as new; nothing where it would."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "a preloaded module has initialised CUDA, and a forked process cannot use it"
+    threads = len(os.listdir("/proc/self/task")) - 1
+    pool = openblas_threads()
+    if threads > pool:
+        names = [thread_name(task) for task in os.listdir("/proc/self/task") if int(task) != os.getpid()]
+        of_blas = f", of which OpenBLAS has {pool}" if pool else ""
+        return f"the preloaded modules run {threads} threads ({', '.join(sorted(names))}){of_blas}: a fork has none"
+    return ""
+
+
+def openblas_threads() -> int:
+    """The threads that OpenBLAS keeps, and that it ends before a fork and starts after it by itself."""
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(None, 5)[5].strip() for line in maps if "openblas" in line}
+    return sum(max(0, openblas_size(path) - 1) for path in paths)
+
+
+def openblas_size(path: str) -> int:
+    try:
+        library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return 0
+    for prefix in ("scipy_", ""):
+        for suffix in ("64_", ""):
+            size = getattr(library, f"{prefix}openblas_get_num_threads{suffix}", None)
+            if size is not None:
+                return int(size())
+    return 0
+
+
+def thread_name(task: str) -> str:
+    try:
+        with open(f"/proc/self/task/{task}/comm") as comm:
+            return comm.read().strip()
+    except OSError:
+        return "ended"
+
+
+def serve(agent: socket.socket, agent_pid: int, run: dict[str, Any]) -> dict[str, Any] | None:
+    """Fork a rank: in the rank what it shall run, here None."""
+    read_end, write_end = os.pipe()
+    try:
+        between = fork()
+    except OSError as error:
+        os.close(read_end)
+        os.close(write_end)
+        say(agent, {"error": f"{type(error).__name__}: {error}"})
+        return None
+    if between == 0:
+        os.close(read_end)
+        fork_again(agent_pid, write_end)
+        return run
+    os.close(write_end)
+    with open(read_end) as answer:
+        said = answer.read()
+    os.waitpid(between, 0)
+    say(agent, {"pid": int(said)} if said.isdecimal() else {"error": said or "it was killed while it forked"})
+    return None
+
+
+def fork_again(agent_pid: int, answer: int) -> None:
+    """Returns in the rank only, when the agent is its parent: only then does the end of one reach the other."""
+    between = os.getpid()
+    try:
+        pid = fork()
+    except OSError as error:
+        os.write(answer, f"{type(error).__name__}: {error}".encode())
+        os._exit(1)
+    if pid:
+        os.write(answer, str(pid).encode())
+        os._exit(0)
+    os.close(answer)
+    while os.getppid() == between:
+        time.sleep(0.0002)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != agent_pid:  # it was gone before the line above
+        os._exit(1)
+
+
+def fork() -> int:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: "is multi-threaded"; `unsafe` has looked at them
+        return os.fork()
+
+
+def become(order: dict[str, Any], run: dict[str, Any]) -> Callable[[], None]:
+    """Be what `python -u SCRIPT` is just before the first line of the script; what runs it is to be called last.
+
+    The streams stay as they are: under -u they hold nothing, and do not depend on what kind of file they are.
+    """
+    os.setsid()
+    for path, descriptor in ((run["stdout"], 1), (run["stderr"], 2)):
+        if path:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            os.dup2(file, descriptor)
+            os.close(file)
+    for name, value in order["hidden"].items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    os.environ.update(run["environ"])
+    module = run["run"] == "module"
+    sys.argv[:] = run["argv"]
+    sys.orig_argv[:] = [sys.executable, "-u", *(["-m"] if module else []), *run["argv"]]
+    reseed()
+    sys.modules["__main__"] = main_module()
+    return run_module if module else run_script
+
+
+def reseed() -> None:
+    """Else all ranks would draw the same, and again after each restart. Python's own generator does this by itself."""
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()  # of the CPU; those of GPUs are made with CUDA, in the rank
+
+
+def main_module() -> Any:
+    module: Any = types.ModuleType("__main__")
+    module.__builtins__ = sys.modules["builtins"]
+    module.__annotations__ = {}
+    return module
+
+
+def run_script() -> None:
+    """`python SCRIPT`."""
+    path = sys.argv[0]
+    if is_zip(path):
+        sys.path[0] = path
+        run_main(alter_argv=False)
+    else:
+        run_source(path, read_source(os.path.abspath(path)))
+
+
+def read_source(path: str) -> bytes:
+    try:
+        with io.open_code(path) as file:
+            return file.read()
+    except OSError as error:
+        print(f"{sys.executable}: can't open file {path!r}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def run_source(path: str, source: bytes) -> None:
+    from importlib.machinery import SourceFileLoader
+
+    module: Any = sys.modules["__main__"]
+    module.__file__ = os.path.join(os.getcwd(), path)
+    module.__cached__ = None
+    module.__loader__ = SourceFileLoader("__main__", module.__file__)
+    exec(compile(source, module.__file__, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 - it is the script
+
+
+def is_zip(path: str) -> bool:
+    try:
+        zipimport.zipimporter(path)
+    except ImportError:
+        return False
+    return True
+
+
+def run_module() -> None:
+    """`python -m MODULE`."""
+    sys.argv[0], name = "-m", sys.argv[0]
+    run_main(name)
+
+
+def run_main(name: str = "__main__", *, alter_argv: bool = True) -> None:
+    import runpy
+
+    runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]  # what Python itself calls
+
+
+def say(agent: socket.socket, message: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # it is gone, and so shall we be
+        agent.sendall(json.dumps(message).encode() + b"\n")
+
+
+def prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+
+
+def print_without_our_frames() -> None:
+    """An exception's trace begins in the script, as if nothing had called it."""
+    users = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        sys.excepthook = users
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        error.__traceback__ = sys.last_traceback = trace
+        users(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+if __name__ == "__main__":
+    run = main()
+    if run is not None:
+        try:
+            run()
+        except BaseException:
+            print_without_our_frames()
+            raise

@@ -1,0 +1,169 @@
+"""Where the ranks' output goes: torchrun's files, and its console.
+
+    <log_dir>/<run id>_<random>/attempt_<restarts>/<local rank>/{stdout.log,stderr.log,error.json}
+    <log_dir>/<run id>_<random>/attempt_<restarts>/filtered_{stdout,stderr}.log
+
+Streams that are neither redirected nor tee'd are the agent's own: a rank writes to them itself. `--tee` writes into a
+file, and the agent copies whole lines from there; a console that does not read cannot hold it, the file is the buffer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from .options import Options
+
+TAIL_SECONDS = 0.1
+LAST_LINES_SECONDS = 5.0
+CHUNK = 1 << 16
+WRITE_MAX = select.PIPE_BUF  # so much fits into a pipe that is ready: the write does not block
+STREAMS = (("stdout", 1), ("stderr", 2))
+
+
+class Files(NamedTuple):
+    """Of one rank; "" is the console."""
+
+    stdout: str
+    stderr: str
+    error: str
+
+
+class Folder:
+    """The files of this run; a folder that nobody named goes with the agent."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        nowhere = options.log_dir == os.devnull
+        self._kept = bool(options.log_dir) and not nowhere
+        base = options.log_dir if self._kept else os.environ.get("TMPDIR", "/tmp")  # noqa: S108 - as tempfile, without its imports
+        os.makedirs(base, exist_ok=True)
+        name = f"{options.run_id.replace('/', '_')}_{os.urandom(4).hex()}"
+        self._run = os.path.join(base, name if self._kept else f"ddprun_{name}")
+        os.mkdir(self._run, 0o700)
+        self._tails: list[_Tail] = []
+
+    def termination(self, generation: int) -> str:
+        """Where the library's last words of this node's ranks go."""
+        return os.path.join(self._attempt(generation), "termination.json")
+
+    def prepare(self, generation: int) -> list[Files]:
+        """The files of the ranks, in folders that are there."""
+        options, attempt = self._options, self._attempt(generation)
+        os.mkdir(attempt)  # generations only grow, also under a new leader
+        files = []
+        for rank in range(options.nproc):
+            folder = os.path.join(attempt, str(rank))
+            os.mkdir(folder)
+            to_file = options.redirects[rank] | options.tee[rank]
+            hidden = os.devnull if options.shown is not None and rank not in options.shown else ""
+            out, err = (os.path.join(folder, f"{name}.log") if to_file & bit else hidden for name, bit in STREAMS)
+            files.append(Files(out, err, os.path.join(folder, "error.json")))
+        self._tails = list(self._make_tails(attempt, files))
+        return files
+
+    @property
+    def tails(self) -> bool:
+        """Whether there is something to copy to the console, now and then."""
+        return bool(self._tails)
+
+    def copy(self) -> None:
+        """Copy what ranks have written since."""
+        for tail in self._tails:
+            tail.copy()
+
+    def copy_last(self) -> None:
+        """Copy the rest of a generation, also a last line without its end; waits a little for a slow console."""
+        deadline = time.monotonic() + LAST_LINES_SECONDS
+        for tail in self._tails:
+            while not tail.copy(last=True) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            tail.close()
+        self._tails = []
+
+    def remove(self) -> None:
+        """The end of the run."""
+        if not self._kept:
+            import shutil
+
+            shutil.rmtree(self._run, ignore_errors=True)
+        else:
+            for name in os.listdir(self._run):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(self._run, name, "termination.json"))
+
+    def _attempt(self, generation: int) -> str:
+        return os.path.join(self._run, f"attempt_{generation}")
+
+    def _make_tails(self, attempt: str, files: list[Files]) -> Iterable[_Tail]:
+        options = self._options
+        prefix = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+        for (name, bit), words in zip(STREAMS, (options.stdout_filters, options.stderr_filters), strict=True):
+            filtered = os.path.join(attempt, f"filtered_{name}.log") if words else ""
+            for rank in range(options.nproc):
+                if options.tee[rank] & bit and (options.shown is None or rank in options.shown):
+                    header = _header(prefix, options, rank)
+                    path = files[rank].stdout if bit == 1 else files[rank].stderr
+                    yield _Tail(path, header.encode(), bit, filtered, [word.encode() for word in words])
+
+
+def _header(template: str | None, options: Options, local_rank: int) -> str:
+    if not template:
+        return f"[{options.role}{local_rank}]:"
+    import string
+
+    rank = options.node_rank * options.nproc + local_rank
+    return string.Template(template).safe_substitute(role_name=options.role, rank=rank, local_rank=local_rank)
+
+
+class _Tail:
+    """One file that grows, and where its lines go."""
+
+    def __init__(self, path: str, header: bytes, console: int, filtered: str, words: list[bytes]) -> None:
+        self._header, self._console, self._words = header, console, words
+        self._file = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
+        self._filtered = os.open(filtered, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666) if filtered else -1
+        self._part = b""  # of a line
+        self._waiting = b""  # for the console
+
+    def copy(self, *, last: bool = False) -> bool:
+        """Copy what there is while the console takes it; whether that was all."""
+        while self._write():
+            data = os.read(self._file, CHUNK)
+            if not data:
+                if last and self._part:
+                    self._take([self._part])
+                    self._part = b""
+                    return self._write()
+                return True
+            *lines, self._part = (self._part + data).split(b"\n")
+            self._take([line + b"\n" for line in lines])
+        return False
+
+    def close(self) -> None:
+        os.close(self._file)
+        if self._filtered >= 0:
+            os.close(self._filtered)
+
+    def _take(self, lines: list[bytes]) -> None:
+        self._waiting += b"".join(self._header + line for line in lines)
+        chosen = b"".join(self._header + line for line in lines if any(word in line for word in self._words))
+        if chosen:
+            os.write(self._filtered, chosen)
+
+    def _write(self) -> bool:
+        while self._waiting:
+            poller = select.poll()
+            poller.register(self._console, select.POLLOUT)
+            if not poller.poll(0):
+                return False
+            try:
+                written = os.write(self._console, self._waiting[:WRITE_MAX])
+            except OSError:  # nobody reads any more: the file has it all
+                written = len(self._waiting)
+            self._waiting = self._waiting[written:]
+        return True

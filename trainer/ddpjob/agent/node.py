@@ -1,0 +1,234 @@
+"""The ranks of this node: start them, know how they end, end them with all that they have started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from . import environment, processes
+from .environment import Life
+from .lead import RESUMABLE, Failure
+from .logs import Files, Folder
+from .options import Options
+from .preload import ForkServer
+
+# The group is broken, so nothing can be saved together; time to say something, no more.
+BROKEN_GRACE_SECONDS = 0.1
+LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel holds the process
+FILE_BYTES_MAX = 1 << 16
+
+
+class Node:
+    """One generation of ranks at a time."""
+
+    def __init__(self, options: Options, environ: Mapping[str, str], folder: Folder, server: ForkServer | None) -> None:
+        self._options, self._environ, self._folder, self._server = options, environ, folder, server
+        self._life: Life | None = None
+        self._waiting = False  # for the fork server
+        self._pids: dict[int, int] = {}  # by local rank, of those that run
+        self._codes: dict[int, int] = {}  # by local rank, of those that have ended; negative: a signal
+        self._files: list[Files] = []
+        self.failures: list[Failure] = []  # of this generation, in their order
+        self.stopped = False  # whether its ranks were ended for the group's sake
+        self.kill_at: float | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether a rank of this generation runs, or is about to."""
+        return self._waiting or bool(self._pids)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank has ended with something else than 0, and was not stopped."""
+        return bool(self.failures)
+
+    @property
+    def exit_code(self) -> int | None:
+        """What its ranks together ended with: 0 only if all did; None where none has."""
+        if not self._codes:
+            return None
+        codes = [as_exit_code(code) for code in self._codes.values()]
+        return RESUMABLE if RESUMABLE in codes else next((code for code in codes if code), 0)
+
+    def start(self, life: Life) -> None:
+        """Start all ranks; at once, or as soon as the fork server has its imports."""
+        assert not self.running, "one generation at a time"
+        self._life, self._codes, self.failures = life, {}, []
+        self.stopped, self.kill_at = False, None
+        self._files = self._folder.prepare(life.generation)
+        self._waiting = True
+        self.advance()
+
+    def advance(self) -> None:
+        """Start what waits for the fork server, if that has settled."""
+        if self._waiting and (self._server is None or self._server.settled):
+            self._waiting = False
+            for local_rank in range(self._options.nproc):
+                if not self.failures:
+                    self._start_or_fail(local_rank)
+
+    def ended(self, pid: int, code: int) -> None:
+        """One of our children has ended."""
+        local_rank = next((rank for rank, its in self._pids.items() if its == pid), None)
+        if local_rank is None:
+            return
+        del self._pids[local_rank]
+        self._codes[local_rank] = code
+        if code != 0 and not self.stopped:
+            self.failures.append(self._failure(local_rank, code))
+
+    def stop(self, number: int, grace_seconds: float, now: float) -> None:
+        """A signal to every rank and what it has started in its session; SIGKILL when the time is over.
+
+        A later call can only shorten the time.
+        """
+        self._waiting = False
+        self.stopped = True
+        for pid in self._pids.values():
+            processes.signal_group(pid, number)
+        kill_at = now + grace_seconds
+        self.kill_at = kill_at if self.kill_at is None else min(self.kill_at, kill_at)
+
+    def tell(self, number: int, grace_seconds: float, now: float) -> None:
+        """As `stop`, for ranks that may have something to save: what they end with is theirs."""
+        if self._waiting:  # none has begun, and none will
+            self.failures.append(self._failure(0, -number))
+        self.stop(number, grace_seconds, now)
+        self.stopped = False
+
+    def tick(self, now: float) -> None:
+        """SIGKILL to those whose time is over."""
+        if self.kill_at is not None and now >= self.kill_at and self._pids:
+            processes.kill(self._pids.values())
+
+    def settle(self) -> list[Failure]:
+        """End what the ranks have left behind, when all have ended; the failures of this generation."""
+        assert not self.running, "only what has ended is settled"
+        self._end_tree({self._server.pid} if self._server is not None and not self._server.refused else set())
+        self._folder.copy_last()
+        if self._life is not None:
+            self._add_last_words()
+        return self.failures
+
+    def end(self) -> None:
+        """End everything that is below us, the fork server too."""
+        self._waiting = False
+        self._end_tree(set())
+        self._pids.clear()
+
+    def last_words(self) -> Failure | None:
+        """What the library has written for this node's ranks."""
+        return None if self._life is None else _document(self._folder.termination(self._life.generation))
+
+    def _start_or_fail(self, local_rank: int) -> None:
+        """A rank that could not be started is not tried again in this generation: it may run, and we not know it."""
+        try:
+            self._pids[local_rank] = self._start_rank(local_rank)
+        except OSError as error:
+            if self._server is not None and self._server.ready:
+                self._server.give_up(str(error))
+                say(f"the fork server is given up: {error}; from now on every rank is a new process")
+            lost = {"exception": f"not started: {error}", "resumable": False, "symptom": True}  # not the application's
+            self.failures.append(self._failure(local_rank, RESUMABLE) | lost)
+
+    def _start_rank(self, local_rank: int) -> int:
+        assert self._life is not None
+        files = self._files[local_rank]
+        own = environment.of_rank(self._options, self._life, local_rank, self._environ) | {
+            "TORCHELASTIC_ERROR_FILE": files.error if self._options.log_dir != os.devnull else "",
+            # Not the pod's own file: what a rank said in a generation that has been overcome is no longer true.
+            "DDPJOB_TERMINATION_LOG": self._folder.termination(self._life.generation),
+        }
+        if self._server is not None and self._server.ready:
+            words = [environment.substituted(word, local_rank) for word in self._options.script_args]
+            run = {"run": self._options.kind, "argv": [self._options.script, *words], "environ": own}
+            return self._server.start({**run, "stdout": files.stdout, "stderr": files.stderr})
+        argv = environment.argv_of_rank(self._options, local_rank, self._environ)
+        return processes.start(argv, {**self._environ, **own}, stdout=files.stdout, stderr=files.stderr)
+
+    def _failure(self, local_rank: int, code: int) -> Failure:
+        exception, symptom = "", False
+        recorded = _document(self._files[local_rank].error) or {}
+        message = recorded.get("message")
+        if isinstance(message, dict) and isinstance(message.get("message"), str):
+            exception = message["message"].strip().split("\n", 1)[0][:500]
+            symptom = _is_symptom(exception)
+        return {
+            "rank": self._options.node_rank * self._options.nproc + local_rank,
+            "exitCode": as_exit_code(code),
+            "signal": signal_name(-code) if code < 0 else "",
+            "exception": exception,
+            "time": time.time(),
+            "step": 0,
+            "resumable": code == RESUMABLE,
+            "symptom": symptom,
+        }
+
+    def _add_last_words(self) -> None:
+        """A rank knows better why it failed: also one that was stopped while it said so."""
+        said = self.last_words()
+        if said is None or not isinstance(said.get("rank"), int) or not isinstance(said.get("exitCode"), int):
+            return
+        mine = next((f for f in self.failures if f["rank"] == said["rank"]), None)
+        if mine is not None:
+            known = {k: mine[k] for k in ("rank", "exitCode", "signal")}
+            mine.update(said | known)
+        elif not said.get("symptom") and not said.get("resumable"):
+            self.failures.append({"signal": "", "exception": "", "symptom": False, "resumable": False} | said)
+
+    def _end_tree(self, spared: set[int]) -> None:
+        """Kill until nothing of the ranks is left; orphans become our children, so none can hide."""
+        deadline = time.monotonic() + LINGERING_SECONDS
+        pause = 0.0005
+        while True:
+            for pid, code in processes.reaped():
+                self.ended(pid, code)
+            left = processes.descendants(os.getpid()) - spared
+            if not left:
+                return None
+            if time.monotonic() > deadline:
+                return say(f"processes {sorted(left)} do not end, although they were killed")
+            processes.kill(left)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+
+
+def as_exit_code(code: int) -> int:
+    """128 + n for signal n, as a shell says it."""
+    return code if code >= 0 else 128 - code
+
+
+def signal_name(number: int) -> str:
+    """SIGSEGV."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIG{number}"
+
+
+def say(sentence: str) -> None:
+    """A word of the agent itself."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"ddprun: {sentence}\n")
+        sys.stderr.flush()
+
+
+def _document(path: str) -> dict[str, Any] | None:
+    try:
+        with open(path, "rb") as file:
+            read = json.loads(file.read(FILE_BYTES_MAX))
+    except (OSError, ValueError):
+        return None
+    return read if isinstance(read, dict) else None
+
+
+def _is_symptom(exception: str) -> bool:
+    from .. import rules
+
+    return rules.is_symptom(exception)

@@ -1,0 +1,329 @@
+"""torchrun's options as ddprun understands them: the same names, abbreviations, PET_ variables and defaults.
+
+An option that ddprun does not do is refused by its name, with the reason: what is silently dropped is missed when it is
+too late. Those that only concern how torchrun itself works (--monitor-interval, --start-method, --local-addr) change
+nothing here and are taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+RESTARTS_MAX = 3
+PORT = 29500
+SHUTDOWN_SECONDS = 30.0
+JOIN_SECONDS = 600.0  # torchrun's own, for static rendezvous
+# What the first DistributedDataParallel of a process imports beside torch (half of the wait; docs/ddprun.md).
+PRELOAD = ("torch", "torch._dynamo")
+STREAMS_MAX = 3  # 1: stdout, 2: stderr, 3: both
+
+
+class Budget(NamedTuple):
+    """How many restarts in place are left, by what they are charged to, and in all."""
+
+    application: int
+    infrastructure: int
+    stall: int
+    total: int
+
+
+class Options(NamedTuple):
+    """What one agent is asked to do."""
+
+    nodes: int
+    node_rank: int
+    nproc: int
+    host: str
+    port: int | None  # None: any free one; only where the job has one node
+    run_id: str
+    role: str
+    budget: Budget
+    script: str
+    script_args: tuple[str, ...]
+    kind: str  # "script", "module", or "program" (--no-python)
+    log_dir: str  # "": a folder that goes with us
+    redirects: dict[int, int]
+    tee: dict[int, int]
+    shown: frozenset[int] | None  # local ranks whose output the console shows; None: all
+    stdout_filters: tuple[str, ...]
+    stderr_filters: tuple[str, ...]
+    signals: tuple[str, ...]
+    shutdown_seconds: float
+    join_seconds: float
+    virtual_local_rank: bool
+    preload: tuple[str, ...]
+    preload_asked: bool  # whether the user named the modules
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole job."""
+        return self.nodes * self.nproc
+
+
+def parse(words: Sequence[str], environ: Mapping[str, str]) -> Options:
+    """The options of a command line; ends the process with 2 and a sentence where they make no sense."""
+    parser = _parser(environ)
+    read = parser.parse_args(words)
+    try:
+        return _options(read, environ)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+class _Parser(argparse.ArgumentParser):
+    def _get_option_tuples(self, option_string: str) -> Any:
+        """Two spellings of one option do not make its abbreviation ambiguous, as argparse before 3.12.3 thinks."""
+        return list({id(found[0]): found for found in super()._get_option_tuples(option_string)}.values())
+
+
+def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+    parser = _Parser(prog="ddprun", description="Start the ranks of a distributed training on this node.")
+
+    def value(name: str, about: str, default: str | None = None, *short: str) -> None:
+        spelled = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
+        fallback = environ.get(f"PET_{name.replace('-', '_').upper()}", default)
+        parser.add_argument(*short, *spelled, default=fallback, help=about)
+
+    def flag(name: str, about: str, *short: str) -> None:
+        spelled = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
+        fallback = environ.get(f"PET_{name.replace('-', '_').upper()}", "0") not in ("", "0")
+        parser.add_argument(*short, *spelled, action="store_true", default=fallback, help=about)
+
+    value("nnodes", "number of nodes", "1")
+    value("nproc-per-node", "ranks on this node: a number, cpu, gpu or auto", "1")
+    value("node-rank", "which of the nodes this is")
+    value("master-addr", "where node 0 is", "127.0.0.1")
+    value("master-port", "the port where node 0 waits for the others")
+    value("rdzv-backend", "static or c10d; both meet at node 0", "static")
+    value("rdzv-endpoint", "host:port of node 0", "")
+    value("rdzv-id", "the name of this run", "none")
+    value("rdzv-conf", "key=value,…; timeout and join_timeout (seconds to wait for the others) are read", "")
+    flag("standalone", "one node, any free port")
+    value("max-restarts", f"restarts in place, at most; else DDPJOB_RESTARTS_LEFT, else {RESTARTS_MAX}")
+    value("role", "the name before each line of --tee", "default")
+    flag("module", "the script is a module, as for python -m", "-m")
+    flag("no-python", "the script is a program")
+    flag("run-path", "as without it")
+    value("log-dir", "folder for the files of --redirects and --tee")
+    value("redirects", "streams into files: 1 stdout, 2 stderr, 3 both; or 0:1,1:3 by local rank", "0", "-r")
+    value("tee", "streams into files and to the console", "0", "-t")
+    value("local-ranks-filter", "only these local ranks are shown on the console: 0,1", "")
+    value("duplicate-stdout-filters", "lines of --tee with one of these words also go to filtered_stdout.log", "")
+    value("duplicate-stderr-filters", "likewise for stderr", "")
+    value("signals-to-handle", "signals that end the job", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+    value("shutdown-timeout", "seconds between SIGTERM and SIGKILL (30)")
+    flag("virtual-local-rank", "LOCAL_RANK is 0 everywhere, CUDA_VISIBLE_DEVICES one GPU")
+    value("preload", f"modules imported once, before ranks are forked from them ({','.join(PRELOAD)})")
+    flag("no-preload", "every rank is a new Python process")
+    value("monitor-interval", "no effect: a rank's end is known at once")
+    value("start-method", "no effect")
+    value("local-addr", "no effect: node 0 is found by its name")
+    value("event-log-handler", "refused", "null")
+    value("logs-specs", "refused")
+    value("numa-binding", "refused")
+    parser.add_argument("training_script", help="what every rank runs")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its own words")
+    return parser
+
+
+def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
+    _refuse(read)
+    nodes = 1 if read.standalone else _nodes(read.nnodes)
+    nproc = _nproc(read.nproc_per_node, environ)
+    host, port = ("127.0.0.1", None) if read.standalone else _endpoint(read, nodes)
+    conf = _pairs(read.rdzv_conf)
+    joined = conf.get("join_timeout") or conf.get("timeout")
+    return Options(
+        nodes=nodes,
+        node_rank=_node_rank(read.node_rank, nodes),
+        nproc=nproc,
+        host=host,
+        port=port,
+        run_id=_run_id(read, port),
+        role=read.role,
+        budget=_budget(read.max_restarts, words_environ=environ),
+        script=read.training_script,
+        script_args=tuple(read.training_script_args),
+        kind="program" if read.no_python else "module" if read.module else "script",
+        log_dir=read.log_dir or "",
+        redirects=_streams("redirects", read.redirects, nproc),
+        tee=_streams("tee", read.tee, nproc),
+        shown=_ranks(read.local_ranks_filter),
+        stdout_filters=_words(read.duplicate_stdout_filters),
+        stderr_filters=_words(read.duplicate_stderr_filters),
+        signals=tuple(name.strip() for name in read.signals_to_handle.split(",") if name.strip()),
+        shutdown_seconds=_seconds(
+            "shutdown-timeout", read.shutdown_timeout or environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT"), SHUTDOWN_SECONDS
+        ),
+        join_seconds=_seconds("rdzv-conf: timeout", joined, JOIN_SECONDS),
+        virtual_local_rank=read.virtual_local_rank,
+        preload=() if read.no_preload or read.no_python else _modules(read.preload),
+        preload_asked=read.preload is not None,
+    )
+
+
+def _refuse(read: argparse.Namespace) -> None:
+    if read.rdzv_backend not in ("static", "c10d"):
+        raise ValueError(
+            f"--rdzv-backend: {read.rdzv_backend!r}: the nodes meet at node 0, nothing else serves. Use static or c10d."
+        )
+    if read.event_log_handler != "null":
+        raise ValueError(f"--event-log-handler: {read.event_log_handler!r}: ddprun has no torch events. Remove it.")
+    if read.logs_specs is not None:
+        raise ValueError(f"--logs-specs: {read.logs_specs!r} is a class of torch, which ddprun never loads. Remove it.")
+    if read.numa_binding is not None:
+        raise ValueError("--numa-binding: ddprun binds no process to CPUs. Remove it, or use torchrun.")
+    if read.no_python and read.module:
+        raise ValueError("--module: --no-python starts a program, not a module. Remove one of them.")
+
+
+def _nodes(text: str) -> int:
+    low, _, high = text.partition(":")
+    nodes = _number("nnodes", low, 1)
+    if high and _number("nnodes", high, 1) != nodes:
+        raise ValueError(f"--nnodes: {text}: a job whose size changes is not available yet. Give one number.")
+    return nodes
+
+
+def _node_rank(text: str | None, nodes: int) -> int:
+    if text is None and nodes > 1:
+        raise ValueError(f"--node-rank: missing; each of the {nodes} nodes has its own, 0 to {nodes - 1}.")
+    rank = _number("node-rank", text or "0", 0)
+    if rank >= nodes:
+        raise ValueError(f"--node-rank: {rank} is not below --nnodes: {nodes}.")
+    return rank
+
+
+def _nproc(text: str, environ: Mapping[str, str]) -> int:
+    if text == "cpu":
+        return len(os.sched_getaffinity(0))
+    if text in ("gpu", "auto"):
+        gpus = _gpus(environ)
+        if gpus == 0 and text == "gpu":
+            raise ValueError("--nproc-per-node: gpu: no NVIDIA GPU is visible here. Give a number.")
+        return gpus or len(os.sched_getaffinity(0))
+    if text == "xpu":
+        raise ValueError("--nproc-per-node: xpu: only NVIDIA GPUs can be counted without torch. Give a number.")
+    return _number("nproc-per-node", text, 1)
+
+
+def _gpus(environ: Mapping[str, str]) -> int:
+    """Those that a rank will see: /dev/nvidia0 …, of which CUDA_VISIBLE_DEVICES may leave some out."""
+    present = sum(name[6:].isdecimal() for name in os.listdir("/dev") if name.startswith("nvidia"))
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    named = [part.strip() for part in visible.split(",")]
+    end = next((i for i, part in enumerate(named) if part in ("", "-1")), len(named))  # CUDA reads no further
+    return min(present, end)
+
+
+def _endpoint(read: argparse.Namespace, nodes: int) -> tuple[str, int | None]:
+    if read.rdzv_endpoint:
+        host, _, text = read.rdzv_endpoint.strip().rpartition(":")
+        if not host:
+            host, text = text, str(PORT)
+        port: int | None = _port("rdzv-endpoint", text)
+    else:
+        host = read.master_addr
+        port = None if read.master_port is None else _port("master-port", read.master_port)
+    if nodes == 1:
+        return host, port or None
+    if port == 0:
+        raise ValueError(f"--rdzv-endpoint: port 0 is another one on each of {nodes} nodes, so they never meet.")
+    return host.strip("[]"), port or PORT
+
+
+def _run_id(read: argparse.Namespace, port: int | None) -> str:
+    """As torchrun: a run that shares no port with others gets a name of its own."""
+    if port is not None or (read.rdzv_id != "none" and not read.standalone):
+        return str(read.rdzv_id)
+    digits = os.urandom(16).hex()
+    return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+
+def _budget(asked: str | None, words_environ: Mapping[str, str]) -> Budget:
+    """--max-restarts on the command line, else what the operator says is left, else PET_MAX_RESTARTS, else 3."""
+    left = words_environ.get("DDPJOB_RESTARTS_LEFT")
+    if left and (asked is None or asked == words_environ.get("PET_MAX_RESTARTS")):
+        return _left(left)
+    restarts = _number("max-restarts", RESTARTS_MAX if asked is None else asked, 0)
+    return Budget(restarts, restarts, restarts, restarts)
+
+
+def _left(text: str) -> Budget:
+    try:
+        left = json.loads(text)
+        application, infrastructure, stall = (int(left[k]) for k in ("application", "infrastructure", "stall"))
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(
+            f'DDPJOB_RESTARTS_LEFT: {text[:100]!r} is not {{"application": 3, "infrastructure": 100, "stall": 10}}.'
+        ) from None
+    return Budget(application, infrastructure, stall, application + infrastructure + stall)
+
+
+def _streams(name: str, text: str, nproc: int) -> dict[int, int]:
+    """3, or 0:1,1:3: the streams of each local rank."""
+    if text.isdecimal() and int(text) <= STREAMS_MAX:
+        return dict.fromkeys(range(nproc), int(text))
+    found: dict[int, int] = {}
+    for part in text.split(","):
+        rank, _, streams = part.partition(":")
+        if not (rank.isdecimal() and streams.isdecimal() and int(streams) <= STREAMS_MAX):
+            raise ValueError(f"--{name}: {text!r} is neither 0 to 3 nor a list like 0:1,1:3.")
+        found[int(rank)] = int(streams)
+    return {rank: found.get(rank, 0) for rank in range(nproc)}
+
+
+def _ranks(text: str) -> frozenset[int] | None:
+    if not text:
+        return None
+    return frozenset(_number("local-ranks-filter", part, 0) for part in text.split(","))
+
+
+def _words(text: str) -> tuple[str, ...]:
+    """Separated by commas; two commas are one that is meant."""
+    return tuple(word.replace("\0", ",") for word in text.replace(",,", "\0").split(",")) if text else ()
+
+
+def _modules(text: str | None) -> tuple[str, ...]:
+    if text is None:
+        return PRELOAD
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _pairs(text: str) -> dict[str, str]:
+    return {k.strip(): v.strip() for k, _, v in (part.partition("=") for part in text.split(",") if part)}
+
+
+def _number(name: str, text: str | int, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise ValueError(f"--{name}: {text!r} is not a number.") from None
+    if value < least:
+        raise ValueError(f"--{name}: {value} is less than {least}.")
+    return value
+
+
+def _port(name: str, text: str) -> int:
+    port = _number(name, text, 0)
+    if port > 65535:
+        raise ValueError(f"--{name}: {port} is no port: at most 65535.")
+    return port
+
+
+def _seconds(name: str, text: str | None, default: float) -> float:
+    if not text:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e9:
+        raise ValueError(f"--{name}: {text!r} is no number of seconds.")
+    return seconds

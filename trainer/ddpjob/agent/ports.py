@@ -1,0 +1,44 @@
+"""Ports: one for the agents to meet, a new one for the ranks in each generation."""
+
+from __future__ import annotations
+
+import socket
+
+
+def listen(port: int) -> socket.socket:
+    """Where node 0 waits for the other agents, under all its addresses. Raises OSError where the port is taken."""
+    server = _bound(port)
+    server.listen(128)
+    server.setblocking(False)
+    return server
+
+
+def hold(port: int = 0) -> socket.socket:
+    """A port for rank 0's store that nobody else is given meanwhile: bound, not listening.
+
+    Between choosing a free port and torch's binding it lie seconds of imports. A bound socket keeps it from outgoing
+    connections and from who asks for any port; torch, which sets SO_REUSEADDR as well, may still bind it and listen.
+    """
+    return _bound(port)
+
+
+def number(held: socket.socket) -> int:
+    """Its port."""
+    return int(held.getsockname()[1])
+
+
+def _bound(port: int) -> socket.socket:
+    try:
+        server = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
+        server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        everywhere = "::"
+    except OSError:  # no IPv6 here
+        server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        everywhere = "0.0.0.0"  # noqa: S104 - the other nodes must reach it
+    try:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind((everywhere, port))
+    except OSError:
+        server.close()
+        raise
+    return server

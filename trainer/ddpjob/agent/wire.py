@@ -1,0 +1,157 @@
+"""The line between two agents: JSON, one object a line, each with a proof that it comes from an agent of this job.
+
+    leader:  {"ddprun": 1, "nonce": "…"}
+    node:    <mac> {"node": 3, "nonce": "…"}      and from here on both:      <mac> {…}
+
+A mac is HMAC-SHA256 over direction, number of the line and its text, with a key of this connection, made from the job's
+key, both nonces and the node: a line from another job, another connection or another place is refused, and so is one
+that comes twice. The job's key is what its pods know: DDPJOB_AGENT_KEY, else the run id, which has the job's uid. That
+keeps out strangers on the network and agents of other jobs. It does not keep out who may read the job's pods through
+the API, and nothing is encrypted. Whoever gets in can start and stop ranks; no line carries a command or a path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+LINE_BYTES_MAX = 1 << 16
+GREETING_BYTES_MAX = 512  # before we know who speaks
+MAC_CHARACTERS = 64
+VERSION = 1
+
+
+class Refused(Exception):  # noqa: N818 - it is no error that the other end goes
+    """The other end is gone, or not an agent of this job."""
+
+
+def job_key(run_id: str, environ: Mapping[str, str]) -> bytes:
+    """What the agents of this job have in common."""
+    said = environ.get("DDPJOB_AGENT_KEY") or f"{environ.get('DDPJOB_UID', '')}/{run_id}"
+    return hashlib.sha256(b"ddprun/" + said.encode()).digest()
+
+
+class Link:
+    """One end of a connection; `receive` whenever it is readable."""
+
+    def __init__(
+        self, connection: socket.socket, key: bytes, *, node: int | None, about: Mapping[str, Any] | None = None
+    ) -> None:
+        """node: of this end, where it is not the leader; about: what it says of itself with its greeting."""
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection, self._key = connection, key
+        self.node = node  # the node at the other end, or this one
+        self._leads, self._about = node is None, about or {}
+        self._nonce = os.urandom(16).hex()
+        self._session: bytes | None = None
+        self._sent = self._heard = 0
+        self._unread, self._unsent = b"", b""
+        if self._leads:
+            self._queue(json.dumps({"ddprun": VERSION, "nonce": self._nonce}).encode())
+
+    @property
+    def known(self) -> bool:
+        """Whether the other end has shown that it belongs to the job."""
+        return self._heard > 0
+
+    def fileno(self) -> int:
+        """To wait for."""
+        return self._connection.fileno()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Say something, now or when the other end reads. Raises Refused where it never does."""
+        text = json.dumps(message).encode()
+        assert self._session is not None, "nothing is said before the greeting"
+        assert len(text) < LINE_BYTES_MAX, "a line is short"
+        self._queue(self._mac(self._leads, self._sent, text) + b" " + text)
+        self._sent += 1
+
+    def receive(self) -> list[dict[str, Any]]:
+        """What has been said since. Raises Refused at the end, and for anything that no agent of this job says."""
+        try:
+            data = self._connection.recv(LINE_BYTES_MAX)
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            raise Refused(str(error)) from None
+        if not data:
+            raise Refused("closed")
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        messages = [message for line in lines if (message := self._read(line)) is not None]
+        if len(self._unread) > (LINE_BYTES_MAX if self.known else GREETING_BYTES_MAX):
+            raise Refused("a line without end")
+        return messages
+
+    def flush(self) -> None:
+        """Send what waits, as far as it goes. Raises Refused where the other end is gone."""
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[self._connection.send(self._unsent) :]
+        except BlockingIOError:
+            if len(self._unsent) > 16 * LINE_BYTES_MAX:
+                raise Refused("it does not read") from None
+        except OSError as error:
+            raise Refused(str(error)) from None
+
+    def close(self) -> None:
+        """The end of it."""
+        self._connection.close()
+
+    def shut(self) -> None:
+        """Nothing more will be said; what was said still arrives."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+
+    def _queue(self, line: bytes) -> None:
+        self._unsent += line + b"\n"
+        self.flush()
+
+    def _read(self, line: bytes) -> dict[str, Any] | None:
+        if self._session is None and not self._leads:
+            greeting = _object(line)
+            if greeting.get("ddprun") != VERSION or not isinstance(greeting.get("nonce"), str):
+                raise Refused("no ddprun of this version answers")
+            assert self.node is not None, "the node's own end knows which it is"
+            self._begin(greeting["nonce"], self._nonce, self.node)
+            self.send({**self._about, "node": self.node, "nonce": self._nonce})
+            return None
+        mac, _, text = line.partition(b" ")
+        if self._session is None:
+            if len(line) > GREETING_BYTES_MAX:
+                raise Refused("a long greeting")
+            answer = _object(text)
+            node, nonce = answer.get("node"), answer.get("nonce")
+            if type(node) is not int or not isinstance(nonce, str):
+                raise Refused("no greeting")
+            self._begin(self._nonce, nonce, node)
+            self.node = node
+        if not hmac.compare_digest(mac, self._mac(not self._leads, self._heard, text)):
+            raise Refused("not an agent of this job: PET_RDZV_ID, DDPJOB_UID or DDPJOB_AGENT_KEY differ")
+        self._heard += 1
+        return _object(text)
+
+    def _begin(self, leaders: str, nodes: str, node: int) -> None:
+        self._session = hmac.digest(self._key, f"{leaders}/{nodes}/{node}".encode(), "sha256")
+
+    def _mac(self, from_leader: bool, number: int, text: bytes) -> bytes:
+        assert self._session is not None, "the greeting made the key"
+        said = b"leader" if from_leader else b"node"
+        return hmac.digest(self._session, b"%s/%d/%s" % (said, number, text), "sha256").hex().encode()
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        read = json.loads(text)
+    except (ValueError, RecursionError):
+        raise Refused("not JSON") from None
+    if not isinstance(read, dict):
+        raise Refused("not an object")
+    return read
