@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from ddpjob_operator import api
@@ -172,7 +173,7 @@ def _processes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
 def _meeting_file(spec: api.Spec, trainer: dict[str, Any]) -> Iterator[str]:
     """init_method file:// in an option, on a folder that each node has for itself: all would wait there."""
     words = _words(command_of(spec.template))
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in pairwise([*words, ""]):
         named = _MEETING_FILE.match(word)
         value = (word.partition("=")[2] or following) if named else ""
         path = value.removeprefix("file://")
@@ -185,9 +186,12 @@ def _meeting_file(spec: api.Spec, trainer: dict[str, Any]) -> Iterator[str]:
 
 def _may_be_shared(path: str, spec: api.Spec, trainer: dict[str, Any]) -> bool:
     kinds = {
-        v.get("name"): next((k for k in v if k != "name"), "emptyDir") for v in _list(spec.template["spec"], "volumes")
+        str(v.get("name")): next((k for k in v if k != "name"), "emptyDir")
+        for v in _list(spec.template["spec"], "volumes")
     }
-    mounts = {str(m.get("mountPath", "")).rstrip("/"): kinds.get(m.get("name")) for m in _list(trainer, "volumeMounts")}
+    mounts = {
+        str(m.get("mountPath", "")).rstrip("/"): kinds.get(str(m.get("name"))) for m in _list(trainer, "volumeMounts")
+    }
     above = [mount for mount in mounts if path.startswith(f"{mount}/")]
     return bool(above) and mounts[max(above, key=len)] not in _OWN_VOLUMES
 

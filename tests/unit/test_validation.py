@@ -216,6 +216,13 @@ def test_the_file_where_ranks_meet_must_be_on_a_volume_that_nodes_can_share(volu
     assert bool(validation.parse(body)[1]) == refused
 
 
+def test_a_name_that_is_none_is_named_also_where_the_ranks_would_meet_on_its_volume() -> None:
+    command = ["python", "x.py", "--dist_url=file:///meet/here"]
+    body = manifest(container={"command": command, "volumeMounts": [{"name": ["meet"], "mountPath": "/meet"}]})
+    body["spec"]["template"]["spec"]["volumes"] = [{"name": ["meet"], "emptyDir": {}}]
+    assert any("needs a name" in str(problem) for problem in validation.parse(body)[1])
+
+
 def test_an_endpoint_for_torchrun_may_come_from_a_variable() -> None:
     env = [{"name": "PET_RDZV_ENDPOINT", "value": "etcd:2379"}]
     command = ["torchrun", "--rdzv-backend=etcd-v2", "x.py"]

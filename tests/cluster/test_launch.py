@@ -1,0 +1,57 @@
+"""Ten of the ways to launch, on real pods: the same file as locally, and the same parameters."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+from pods import ROOT, TRAINER_IMAGE, Space
+
+SECONDS_MAX = 150  # torch takes its time to import, and here are six processes
+ONE_PROCESS_PER_NODE = "plain"
+OTHERS = (
+    "plain-options", "torchrun", "torchrun-c10d", "torchrun-standalone", "launch-dash", "launch-underscore",
+    "ddprun", "spawn-nodes", "process-list", "init-tcp",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def params(jobs: Space) -> str:
+    """What all must end with."""
+    return trained(jobs, ONE_PROCESS_PER_NODE).removesuffix(" world 2")
+
+
+@pytest.mark.timeout(2 * SECONDS_MAX)
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_note_trains_in_one_world_on_pods_and_ends_with_the_same_parameters(
+    jobs: Space, params: str, name: str
+) -> None:
+    spec = note(name)["spec"]
+    assert trained(jobs, name) == f"{params} world {spec['nodes'] * spec.get('nprocPerNode', 1)}"
+
+
+def trained(jobs: Space, name: str) -> str:
+    """What rank 0 printed of its parameters."""
+    jobs.kubectl("apply", "-f", "-", stdin=restricted(note(name)))
+    status = jobs.ends(name, SECONDS_MAX)
+    assert status["state"] == "Succeeded", status
+    logs = "".join(jobs.kubectl("logs", pod) for pod in jobs.pods(name))
+    (found,) = set(re.findall(r"^PARAMS .*$", logs, re.MULTILINE))
+    return str(found)
+
+
+def note(name: str) -> dict[str, Any]:
+    body: dict[str, Any] = yaml.safe_load((ROOT / f"examples/notes/{name}.yaml").read_text())
+    return body
+
+
+def restricted(body: dict[str, Any]) -> dict[str, Any]:
+    """With what a namespace under PodSecurity "restricted" wants; the notes leave it out."""
+    pod = body["spec"]["template"]["spec"]
+    pod["securityContext"] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    for container in pod["containers"]:
+        container["image"] = TRAINER_IMAGE
+        container["securityContext"] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    return body

@@ -1,0 +1,165 @@
+"""Every common way to launch runs as a DDPJob and trains the same; what cannot work is refused, with the reason.
+
+The hash that each way prints is of exact numbers (trainer/examples/notes/common.py): equal means the same samples in
+the same steps. Each process here imports torch: the ways that a script can go one after the other share a run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from shell import Cli
+
+ROOT = Path(__file__).parents[2]
+NOTES = sorted(path.stem for path in (ROOT / "examples/notes").glob("*.yaml"))
+SECONDS_MAX = 170  # a torch process takes seconds to start, and here are six; in a restart once more
+
+LAUNCHERS: dict[str, list[str]] = {
+    "torchrun": ["torchrun"],  # and torch.distributed.launch, which is the same with an option more
+    "ddprun": ["ddprun"],
+    "spawn": ["python"],  # and a list of multiprocessing.Process
+    "plain": ["python"],
+}
+# Each way to meet in turn, in processes that the launcher or the script itself has started.
+EVERY_METHOD = """
+import os, sys
+sys.path.insert(0, "trainer/examples/notes")
+import common
+import ddpjob
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+how, folder, library_port, own_port = sys.argv[1:]
+FILE, HOST = f"file://{folder}/meet-", f"tcp://{os.environ['MASTER_ADDR']}:"
+
+def main(local_rank, node_rank, nproc, world_size):
+    place = {"rank": node_rank * nproc + local_rank, "world_size": world_size}
+    for method in ("env://", HOST + library_port, FILE + "library"):
+        with ddpjob.init("gloo", init_method=method, **place):
+            common.train()
+    # Under torchrun torch's own tcp:// waits for ever (2.13), and the library's does not.
+    for method in [FILE + "own", *([HOST + own_port] if how != "torchrun" else [])]:
+        dist.init_process_group("gloo", init_method=method, **place)
+        common.train()
+        dist.destroy_process_group()
+
+if __name__ == "__main__":
+    node_rank, nproc, world_size = (int(os.environ[v]) for v in ("NODE_RANK", "NPROC_PER_NODE", "DDPJOB_WORLD_SIZE"))
+    if how == "spawn":
+        mp.spawn(main, args=(node_rank, nproc, world_size), nprocs=nproc)
+    else:
+        main(int(os.environ["LOCAL_RANK"]), node_rank, nproc, world_size)
+"""
+
+
+@pytest.fixture(scope="module")
+def alone() -> str:
+    """The hash of one process without a job."""
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = [sys.executable, str(ROOT / "trainer/examples/notes/plain.py")]
+    done = subprocess.run(words, env=os.environ | environment, capture_output=True, text=True, timeout=SECONDS_MAX)
+    found = re.fullmatch(r"PARAMS ([0-9a-f]{64}) world 1\n", done.stdout)
+    assert found, done.stderr
+    return found[1]
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_each_note_trains_in_one_world_and_ends_with_the_same_parameters(cli: Cli, alone: str, name: str) -> None:
+    text = (ROOT / f"examples/notes/{name}.yaml").read_text().replace("23456", str(free_port()))
+    spec = yaml.safe_load(text)["spec"]
+    (cli.folder / "job.yaml").write_text(text)
+    world_size = spec["nodes"] * spec.get("nprocPerNode", 1)
+    # A world of another size would train the same: one that every rank has for itself too.
+    assert trained(cli, "job.yaml", "--cpu") == {f"PARAMS {alone} world {world_size}"}
+
+
+@pytest.mark.parametrize("how", LAUNCHERS)
+def test_under_each_launcher_ranks_meet_by_env_tcp_and_file(cli: Cli, alone: str, how: str) -> None:
+    nproc = 1 if how == "plain" else 2
+    job = cli.file(EVERY_METHOD, nprocPerNode=nproc)
+    body = yaml.safe_load(job.read_text())
+    trainer = body["spec"]["template"]["spec"]["containers"][0]
+    trainer["command"] = [*LAUNCHERS[how], "train.py", how, str(cli.folder), str(free_port()), str(free_port())]
+    job.write_text(yaml.safe_dump(body))
+    assert trained(cli, job) == {f"PARAMS {alone} world {2 * nproc}"}
+
+
+def test_nodes_that_share_a_folder_meet_in_a_file_there(cli: Cli, alone: str) -> None:
+    text = (ROOT / "examples/notes/init-file.yaml").read_text()
+    (cli.folder / "meet").mkdir()
+    shared = text.replace("nodes: 1", "nodes: 2").replace("emptyDir: {}", f"hostPath: {{path: {cli.folder}/meet}}")
+    (cli.folder / "job.yaml").write_text(shared)
+    assert trained(cli, "job.yaml") == {f"PARAMS {alone} world 4"}
+
+
+@pytest.mark.parametrize(
+    ("command", "spec", "sentence"),
+    [
+        ("torchrun x.py", {"backend": "mpi"}, '"mpi" needs a PyTorch built with MPI'),
+        ("torchrun --standalone x.py", {}, "torchrun --standalone is for one node, and spec.nodes is 2"),
+        ("torchrun --nnode=1 x.py", {}, "torchrun --nnodes=1 contradicts spec.nodes: 2"),
+        ("torchrun --nnodes=1:2 x.py", {}, "asks for an elastic job, which is not available yet"),
+        ("torchrun x.py", {"minNodes": 1}, "elastic jobs are not available yet"),
+        ("torchrun --nproc_per_node=4 x.py", {"nprocPerNode": 2}, "contradicts spec.nprocPerNode: 2"),
+        ("torchrun --rdzv-backend=c10d x.py", {}, "Add --rdzv_endpoint=$(MASTER_ADDR):$(MASTER_PORT)"),
+        ("torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 x.py", {}, "keeps 2 nodes apart"),
+        ("python -m torch.distributed.launch --node_rank=0 x.py", {}, "gives all 2 nodes the same rank"),
+        ("python -m torch.distributed.launch --master_addr=127.0.0.1 x.py", {}, "keeps 2 nodes apart"),
+        ("python -m torch.distributed.launch --master_port=0 x.py", {}, "port 0 is another one on each of 2 nodes"),
+        ("python -m torch.distributed.launch --no_python ./x", {}, "cannot hand over --local-rank"),
+        ("python -m torch.distributed.launch --nproc_per_node=gpu x.py", {}, "the trainer's limits have no GPU"),
+        ("python /a/torch/distributed/launch.py --nnodes=1 x.py", {}, "--nnodes=1 contradicts spec.nodes: 2"),
+        ("python x.py --dist-url file:///tmp/meet", {}, "2 nodes share no folder there, so they never meet"),
+    ],
+)
+def test_a_way_that_cannot_work_is_refused_before_anything_starts(
+    cli: Cli, command: str, spec: dict[str, Any], sentence: str
+) -> None:
+    job = cli.file("", container={"command": command.split()}, **spec)
+    (cli.folder / "x.py").write_text("print('started')")
+    done = cli.run("run", job)
+    assert sentence in done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("backend.py --backend=mpi", 'backend: "mpi" needs a PyTorch built with MPI; no published wheel has it.'),
+        ("backend.py --backend=nccl", 'backend: "nccl"'),  # not in this PyTorch, or no CUDA device
+        ("-m torch.distributed.launch launch_underscore.py", "the following arguments are required: --local_rank"),
+    ],
+)
+def test_what_only_the_script_can_know_it_refuses_before_anyone_waits(cli: Cli, command: str, sentence: str) -> None:
+    trainer = {
+        "command": ["python", *command.split()],
+        "workingDir": str(ROOT / "trainer/examples/notes"),
+        "env": [{"name": "CUDA_VISIBLE_DEVICES", "value": ""}],
+    }
+    done = cli.run("run", cli.file("", container=trainer, nodes=1, backoffLimit=0))
+    assert done.returncode == 1
+    assert sentence in done.stdout
+
+
+def trained(cli: Cli, job: Path | str, *options: str) -> set[str]:
+    """What rank 0 printed of its parameters."""
+    os.symlink(ROOT / "trainer", cli.folder / "trainer")
+    with cli.start("run", job, *options) as process:
+        out, err = process.communicate(timeout=SECONDS_MAX)
+    assert process.returncode == 0, f"{err}\n{out}"
+    return set(re.findall(r"^\[[\d:]+\] (PARAMS .*)$", out, re.MULTILINE))
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+    return port

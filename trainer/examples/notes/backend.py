@@ -1,0 +1,23 @@
+"""The backends: gloo works everywhere, also for tensors on a GPU; nccl wants a GPU for each process; mpi a PyTorch
+that was built with it, which no published one is. ddpjob.init() says so before anyone waits for anyone.
+"""
+
+import argparse
+
+import common
+
+import ddpjob
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--backend", default="auto", help="auto is nccl where the process sees a GPU, else gloo")
+    parser.add_argument("--device", help="cpu or cuda; default cuda where the process sees one")
+    args = parser.parse_args()
+    with ddpjob.init(args.backend, device=args.device) as world:
+        print(f"rank {world.rank} of {world.world_size}: {world.backend} on {world.device}", flush=True)
+        common.train(world.device)
+
+
+if __name__ == "__main__":
+    main()

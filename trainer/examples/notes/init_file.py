@@ -1,0 +1,26 @@
+"""init_method="file:///folder/file": the ranks meet in a file, on a folder that all of them share.
+
+torch never cleans the file after a crash, and the next run through it would wait for the dead: a new name for each run
+(the job's DDPJOB_UID and DDPJOB_ATTEMPT) makes that impossible.
+"""
+
+import argparse
+import os
+
+import common
+import torch.distributed as dist
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", required=True, help="shared by all ranks")
+    run = "-".join(os.environ.get(name, "") for name in ("DDPJOB_UID", "DDPJOB_ATTEMPT"))
+    where = f"file://{parser.parse_args().folder}/meet-{run}"
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world_size)
+    common.train()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
