@@ -111,7 +111,11 @@ def test_every_way_to_end_gives_the_same_code(launcher: Launcher, line: str) -> 
 
 def test_ranks_draw_different_numbers_from_python_and_numpy(launcher: Launcher) -> None:
     script = launcher.script(
-        "import random, numpy; print(random.random(), numpy.random.rand(), numpy.random.default_rng().random())"
+        """
+        import random, sys, numpy
+        numbers = random.random(), numpy.random.rand(), numpy.random.default_rng().random()
+        sys.stdout.write(" ".join(map(str, numbers)) + "\\n")  # one write: those of two ranks do not mix
+        """
     )
     done = launcher.done("--preload=numpy,numpy.random", "--nproc", 2, script)
     one, other = (line.split() for line in done.stdout.splitlines())

@@ -49,7 +49,9 @@ def message(launcher: Launcher, node: int) -> Any:
 
 
 def test_all_ranks_start_together_and_the_job_ends_when_all_have(launcher: Launcher) -> None:
-    script = launcher.script(TRAIN + "print(os.environ['GROUP_RANK'], os.environ['LOCAL_RANK'])")
+    script = launcher.script(
+        TRAIN + "sys.stdout.write(os.environ['GROUP_RANK'] + ' ' + os.environ['LOCAL_RANK'] + '\\n')"
+    )
     agents = launcher.nodes(3, "--no-preload", "--nproc", 2, script)
     done = [finish(agent) for agent in agents]
     assert [d.returncode for d in done] == [0, 0, 0]

@@ -25,7 +25,11 @@ def message(launcher: Launcher) -> Any:
 @STARTS
 def test_the_ranks_run_the_script_with_its_own_words_and_their_own_numbers(launcher: Launcher, start: str) -> None:
     script = launcher.script(
-        "import os, sys; print(os.environ['RANK'], os.environ['LOCAL_RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])"
+        """
+        import os, sys
+        numbers = " ".join(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+        sys.stdout.write(f"{numbers} {sys.argv[1:]}\\n")  # one write: those of two ranks do not mix
+        """
     )
     done = launcher.done(start, "--nproc", 2, script, "--nproc", "9", "-m", "${local_rank}")
     assert done.returncode == 0, done.stderr
@@ -87,7 +91,7 @@ def test_a_failure_starts_all_ranks_again_on_another_port(launcher: Launcher, st
         """
         import os, sys, time
         life = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        print(life, os.environ["RANK"], os.environ["MASTER_PORT"], flush=True)
+        sys.stdout.write(" ".join((life, os.environ["RANK"], os.environ["MASTER_PORT"])) + "\\n")
         if os.environ["RANK"] == "0": open(f"up{life}", "w").close()
         while not os.path.exists(f"up{life}"): time.sleep(0.01)
         if life < "2":
@@ -209,7 +213,7 @@ def test_what_a_rank_leaves_behind_in_other_sessions_is_ended(launcher: Launcher
 
 @STARTS
 def test_when_the_agent_is_killed_its_ranks_end(launcher: Launcher, start: str) -> None:
-    script = launcher.script("import time; print('ready', flush=True); time.sleep(1000)")
+    script = launcher.script("import sys, time; sys.stdout.write('ready\\n'); time.sleep(1000)")
     agent = launcher.ddprun(start, "--nproc", 2, script)
     assert agent.stdout is not None
     assert [agent.stdout.readline() for _ in range(2)] == ["ready\n"] * 2

@@ -64,7 +64,8 @@ def test_whatever_is_killed_the_job_ends_with_its_result(launcher: Launcher, see
     story: list[str] = []
     kills, began, next_kill = 4, time.monotonic(), time.monotonic() + chance.uniform(0, 1)
     try:
-        while not all(agent.poll() == 0 for agent in agents):
+        # One that ends with 0 knows that all ranks have: the other may be killed after that, and needs no successor.
+        while not any(agent.poll() == 0 for agent in agents):
             assert time.monotonic() < began + SECONDS_MAX, f"seed {seed}: it hangs after {story}"
             for k, agent in enumerate(agents):
                 if agent.poll() not in (None, 0):
