@@ -20,14 +20,14 @@ Found = Iterator[tuple[tuple[str | int, ...], str]]
 
 # torchrun's options that take no value (torch/distributed/run.py, 2.13); all others take one.
 _FLAGS = {
-    "standalone", "module", "no_python", "run_path", "use_env", "virtual_local_rank", "help",
+    "standalone", "module", "no_python", "run_path", "use_env", "virtual_local_rank", "help", "no_preload",
 }  # fmt: skip
 # The options that are read here, with all that argparse could mean by a prefix of them.
 _OPTIONS = (
     "nnodes nproc_per_node rdzv_backend rdzv_endpoint rdzv_id rdzv_conf standalone max_restarts monitor_interval "
     "start_method event_log_handler role module no_python run_path log_dir redirects tee local_ranks_filter "
     "duplicate_stdout_filters duplicate_stderr_filters node_rank master_addr master_port local_addr logs_specs "
-    "numa_binding signals_to_handle shutdown_timeout virtual_local_rank use_env help"
+    "numa_binding signals_to_handle shutdown_timeout virtual_local_rank use_env help preload no_preload"
 ).split()
 _LAUNCHERS = {"torchrun", "ddprun"}
 _MODULES = {"torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher"}
@@ -80,8 +80,9 @@ def nproc_per_node(template: dict[str, Any]) -> int | None:
 def warnings(spec: api.Spec) -> list[str]:
     """What the command asks of its launcher, which the user may have, and should know about."""
     launcher = find(command_of(spec.template))
-    options = launcher.options if launcher else {}
-    said = []
+    if launcher is None or launcher.name == "ddprun":  # which restarts in place, and gives every node its place
+        return []
+    options, said = launcher.options, []
     if options.get("max_restarts", "0") != "0":
         said.append(f"--max-restarts={options['max_restarts']}: torchrun's own restart hangs when a node is lost")
     if options.get("rdzv_backend", "static") != "static":

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from worlds import job
 
-from ddpjob_operator import build, contract
+from ddpjob_operator import build, contract, launcher
 
 GPU_8 = {"resources": {"limits": {"nvidia.com/gpu": 8}}}
 GPU_1 = {"resources": {"limits": {"nvidia.com/gpu": "1", "cpu": "6"}}}
@@ -109,3 +109,15 @@ def test_a_users_own_value_wins_and_is_named_where_it_breaks_rendezvous() -> Non
     assert (values["MASTER_ADDR"], values["OMP_NUM_THREADS"]) == ("10.0.0.1", "7")
     assert len(values) == len(env), "no name is there twice"
     assert contract.overridden(what) == ["MASTER_ADDR"]
+
+
+def test_ddprun_keeps_each_node_in_its_place_and_its_restarts_are_no_danger() -> None:
+    """torchrun's c10d numbers the nodes as they come, and its own restart hangs when a node is lost."""
+    options = ["--preload", "torch", "--no-preload", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-endpoint=x:1"]
+    ours = job(container={"command": ["ddprun", *options, "train.py"]}).spec
+    assert contract.ranks_follow_nodes(ours)
+    assert launcher.warnings(ours) == []
+    assert launcher.script(["ddprun", *options, "train.py"]) == "train.py"
+    theirs = job(container={"command": ["torchrun", *options[3:], "train.py"]}).spec
+    assert not contract.ranks_follow_nodes(theirs)
+    assert len(launcher.warnings(theirs)) == 2
