@@ -340,7 +340,8 @@ def _freeze_in_next_sync() -> None:
 
     def freeze(descriptor: int) -> None:
         os.fsync = sync
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # To this thread: one for the process may be taken by another, and this one goes on for a moment.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         sync(descriptor)
 
     os.fsync = freeze
