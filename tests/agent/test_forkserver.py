@@ -149,7 +149,7 @@ def test_a_script_may_choose_another_start_method(launcher: Launcher) -> None:
         import multiprocessing
         def child(): print("child")
         if __name__ == "__main__":
-            multiprocessing.set_start_method("forkserver")
+            multiprocessing.set_start_method("spawn")
             process = multiprocessing.Process(target=child)
             process.start()
             process.join()
