@@ -29,7 +29,6 @@ _JSON = {
     "User-Agent": "ddpjob-operator",
 }
 NO_ANSWER = 0
-BURST_SECONDS = 0.05
 
 
 class ApiError(Exception):
@@ -260,9 +259,6 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
         for line in whole:
             if line:
                 yield line
-        # Events come in bursts: what piles up meanwhile is read at once. To wake for each of them would cost more CPU
-        # than to read them (bench/operator_api.py).
-        await asyncio.sleep(BURST_SECONDS)
 
 
 def _error(status: int, content: bytes, headers: Mapping[str, str]) -> ApiError:

@@ -15,9 +15,6 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 _LOGGER = logging.getLogger(__name__)
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 60.0
-# Few, so that of 100 new jobs the first ones' status does not compete with the last ones' pods; enough for all the
-# creates that may be under way at a time (execute.py: 16).
-LOOKS_MAX = 10
 
 
 class Schedule(Generic[K]):
@@ -105,7 +102,7 @@ class Queue(Generic[K]):
     """Runs `look(key)` for keys that are due; a look returns the seconds until the next one, or None."""
 
     def __init__(
-        self, look: Callable[[K], Awaitable[float | None]], *, clock: Callable[[], float], looks_max: int = LOOKS_MAX
+        self, look: Callable[[K], Awaitable[float | None]], *, clock: Callable[[], float], looks_max: int = 32
     ) -> None:
         self.schedule: Schedule[K] = Schedule()
         self._look = look
