@@ -21,7 +21,8 @@ COUNTS = """
     for step in range(first + 1, 51):
         time.sleep(0.1)
         if step % 10 == 0:
-            saved.write_text(str(step))
+            saved.with_suffix(".new").write_text(str(step))  # as one saves what a kill may interrupt
+            saved.with_suffix(".new").replace(saved)
         ddpjob.progress(step=step, total=50)
     print("done after", 50 - first, "steps in attempt", os.environ["DDPJOB_ATTEMPT"])
 """
@@ -63,10 +64,17 @@ def test_a_rank_that_hangs_is_found_named_and_restarted(cli: Cli) -> None:
 
 def test_a_node_that_dies_is_replaced_without_a_charge(cli: Cli) -> None:
     done, status, told = run(cli, "--fail", "node=1,at=1s", backoffLimit=0)
-    assert done.returncode == 0
+    assert done.returncode == 0, told
     assert "--fail node=1,at=1s: node 1 dies now" in told
     assert (status["restarts"]["infrastructure"], status["restarts"]["application"]) == (1, 0)
     assert status["lastFailure"]["nodeRank"] == 1
+
+
+def test_a_node_that_does_not_run_yet_when_it_is_to_die_dies_when_it_does(cli: Cli) -> None:
+    done, status, told = run(cli, "--fail", "node=1,at=0s")
+    assert done.returncode == 0, told
+    assert "did not happen" not in told
+    assert status["restarts"]["infrastructure"] == 1
 
 
 def test_several_faults_in_one_run_are_each_told(cli: Cli) -> None:

@@ -288,13 +288,16 @@ class Runner:
             self.world.kill()
 
     def _break_nodes(self) -> None:
-        for fault in [f for f in self._node_faults if self._seconds_until(f) <= 0]:
+        # One that does not run yet has nothing to lose: the fault waits for it.
+        running = {pod.rank for pod in self.world.pods.values() if pod.live}
+        for fault in [f for f in self._node_faults if self._seconds_until(f) <= 0 and f.node in running]:
             self._node_faults.remove(fault)
             self.screen.note(f"{fault.option}: node {fault.node} dies now")
             self.world.lose_node(fault.node)
 
     def _next_fault(self) -> float | None:
-        return min((max(0.0, self._seconds_until(f)) for f in self._node_faults), default=None)
+        waits = (self._seconds_until(f) for f in self._node_faults)
+        return min((seconds for seconds in waits if seconds > 0), default=None)
 
     def _seconds_until(self, fault: faults.NodeFault) -> float:
         return self._started_at + fault.at_seconds - time.monotonic()
