@@ -138,6 +138,10 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """How many nodes the job wants, and how many run now."""
     started_nodes: str = ""
     """Node ranks whose trainer has run in this attempt, as ranges: 0-5,8."""
+    replacements: dict[str, Count] = {}
+    """How often the pod of a node was replaced alone in this attempt, by node rank; needs ddprun."""
+    in_place: InPlace | None = None
+    """What the agent of node 0 has restarted in place in this attempt, as far as `restarts` counts it."""
     completed_nodes: str = ""
     """Node ranks whose trainer ended with 0 in this attempt, as ranges: 0-5,8."""
     selector: str = ""
@@ -151,7 +155,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     progress: Progress | None = None
     """What the training reports."""
     furthest_step: Count | None = None
-    """The furthest step of the attempts before this one; unset while none has reported a step."""
+    """The furthest step of all ranks before those that train now; unset while none has reported a step."""
     last_failure: Failure | None = None
     """The root cause of the last failure."""
     failures: list[FailureLine] = []
@@ -183,6 +187,19 @@ class Restarts(Struct, rename="camel", frozen=True, kw_only=True):
     """Those of them charged to application or stall: three stop a job that reports steps."""
     charged_at: list[Time] = []
     """When the application was charged, where backoffWindowSeconds is set."""
+
+
+class InPlace(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+    """Restarts without new pods, as one agent counts them in its life."""
+
+    replacement: Count = 0
+    """Which pod of node 0 it runs in."""
+    application: Count = 0
+    """Charged to backoffLimit."""
+    infrastructure: Count = 0
+    """Lost connections between nodes."""
+    stall: Count = 0
+    """No step for too long."""
 
 
 class Nodes(Struct, rename="camel", frozen=True, kw_only=True):

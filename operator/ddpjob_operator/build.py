@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpjob_operator import api, contract, reporting_volume
+from ddpjob_operator import agent_environment, api, contract, reporting_volume
 from ddpjob_operator.podspec import gpus, quantity, trainer_container
 
 Body = dict[str, Any]
@@ -57,10 +57,11 @@ def pod(
     meet: contract.Endpoint | None = None,
     reporting: Reporting | None = None,
     avoid: Sequence[str] = (),
+    replacement: int = 0,
 ) -> Body:
     """The pod of node `rank` in `attempt`. meet: where the ranks meet; None is the Service's name, as in a cluster.
 
-    avoid: cluster nodes that it must not run on.
+    avoid: cluster nodes that it must not run on. replacement: which pod of this rank in this attempt it is.
     """
     meet = meet or contract.endpoint(job, attempt)
     template = copy.deepcopy(job.spec.template)
@@ -71,15 +72,17 @@ def pod(
         **contract.labels(job),
         contract.LABEL_ATTEMPT: str(attempt),
         contract.LABEL_RANK: str(rank),
+        **({contract.LABEL_REPLACEMENT: str(replacement)} if replacement else {}),
     }
-    metadata = _metadata(job, contract.pod_name(job, attempt, rank), labels)
+    metadata = _metadata(job, contract.pod_name(job, attempt, rank, replacement), labels)
     metadata["annotations"] = {**KEEP_FROM_CONSOLIDATION, **(given.get("annotations") or {})}
     spec.update(restartPolicy="Never", hostname=contract.hostname(job, rank), subdomain=job.metadata.name)
     spec.setdefault("enableServiceLinks", False)
     if spec.get("terminationGracePeriodSeconds") == 0:
         # With 0 whoever deletes a pod makes the API server forget it before its kubelet has ended anything.
         spec["terminationGracePeriodSeconds"] = 1
-    _trainer(job, attempt, rank, meet, reporting, spec)
+    environment = contract.environment(job, attempt, rank, meet) | agent_environment.environment(job, replacement)
+    _trainer(environment | (reporting.environment() if reporting else {}), spec)
     if reporting is not None and reporting.token_file == reporting_volume.TOKEN_FILE:
         reporting_volume.add_token(spec, trainer_container({"spec": spec}) or {})
     _shared_memory(spec)
@@ -106,13 +109,10 @@ def _metadata(job: api.DDPJob, name: str, labels: dict[str, str]) -> Body:
     return {"name": name, "namespace": job.metadata.namespace, "labels": labels, "ownerReferences": [owner]}
 
 
-def _trainer(
-    job: api.DDPJob, attempt: int, rank: int, meet: contract.Endpoint, reporting: Reporting | None, spec: Body
-) -> None:
+def _trainer(own: dict[str, str], spec: Body) -> None:
     trainer = trainer_container({"spec": spec})
     assert trainer is not None, "validation lets no template without a container pass"
     users = contract.user_environment(trainer)
-    own = contract.environment(job, attempt, rank, meet) | (reporting.environment() if reporting else {})
     names = {entry["name"] for entry in users}
     # Ours first, so that the user's values can refer to them: WORLD_SIZE: $(NNODES).
     trainer["env"] = [{"name": name, "value": value} for name, value in own.items() if name not in names] + users

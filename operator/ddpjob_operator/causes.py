@@ -32,6 +32,7 @@ RankOf = Callable[[int], "int | None"]
 
 PEER_LOST, RESUMABLE, STOPPED, GONE, STALLED = "PeerLost", "Resumable", "StoppedFromOutside", "PodGone", "Stalled"
 NODE_LOST = "NodeLost"
+CONNECTION_LOST = "ConnectionLost"
 # Reasons of the condition DisruptionTarget, and what they say.
 DISRUPTIONS = {
     "PreemptionByScheduler": "was preempted by a pod of higher priority",
@@ -342,6 +343,7 @@ def short(failure: api.Failure) -> str:
     by_reason = {
         NODE_LOST: f"node {failure.node or failure.node_rank} lost",
         GONE: f"{failure.pod} vanished",
+        CONNECTION_LOST: f"a lost connection to node {failure.node_rank}",
         STALLED: f"stall of {_who(failure)}",
         STOPPED: f"{failure.pod} was stopped from outside",
         RESUMABLE: "a stop from outside",
@@ -389,6 +391,7 @@ def _code(failure: api.Failure) -> str:
 _PHRASES = {
     GONE: "vanished while it ran: someone deleted the pod, or its node is gone",
     NODE_LOST: "was lost with its node",
+    CONNECTION_LOST: "lost its connection to node 0 and has come back",
     **dict.fromkeys(rules.LOST_CONTAINER, "was lost{code}: its node was restarted"),
     STOPPED: "was stopped from outside{code}: the pod was deleted, or its node drained",
     RESUMABLE: "saved and stopped{code} because a rank was told to stop",

@@ -15,6 +15,7 @@ from ddpjob_operator.podspec import cpus, gpus, grace_seconds, trainer_container
 LABEL_JOB = f"{api.GROUP}/job"
 LABEL_ATTEMPT = f"{api.GROUP}/attempt"
 LABEL_RANK = f"{api.GROUP}/rank"
+LABEL_REPLACEMENT = f"{api.GROUP}/replacement"
 TERMINATION_LOG = "DDPJOB_TERMINATION_LOG"
 
 # Outside the ephemeral range (32768-60999) and the NodePort range (30000-32767), so that the kernel never gives the
@@ -50,9 +51,19 @@ def selector(job: api.DDPJob) -> str:
     return ",".join(f"{k}={v}" for k, v in labels(job).items())
 
 
-def pod_name(job: api.DDPJob, attempt: int, rank: int) -> str:
-    """The pod's name says the attempt, so that no pod of an old attempt is ever taken for a new one."""
-    return f"{job.metadata.name}-{attempt}-{rank}"
+def pod_name(job: api.DDPJob, attempt: int, rank: int, replacement: int = 0) -> str:
+    """The pod's name says the attempt, so that no pod of an old attempt is ever taken for a new one.
+
+    digits-1-3-r2 is the second that has replaced digits-1-3 alone. The r keeps it apart from the pods of a job that is
+    named digits-1.
+    """
+    name = f"{job.metadata.name}-{attempt}-{rank}"
+    return f"{name}-r{replacement}" if replacement else name
+
+
+def replacement(status: api.Status, rank: int) -> int:
+    """Which pod of a rank in the present attempt is the one that counts."""
+    return status.replacements.get(str(rank), 0)
 
 
 def hostname(job: api.DDPJob, rank: int) -> str:

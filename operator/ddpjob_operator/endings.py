@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ddpjob import rules
-from ddpjob_operator.observed import NOT_READABLE
+from ddpjob_operator.observed import NOT_READABLE, Agent
 
 # The local run keeps 16 kB of log, the kubelet 2 to 4; whoever sends more has nothing to say.
 READ_MAX = 65_536
@@ -65,6 +65,12 @@ class Said:
     """When it failed, by the clock of its node."""
     log: str = ""
     """What it printed."""
+    group_ended: bool = False
+    """Whether it ended because the agents of the group had agreed on it: no agent that was lost says so."""
+    agent: Agent | None = None
+    """From node 0's agent: what it had restarted in place."""
+    bad_nodes: tuple[int, ...] = ()
+    """Node ranks that a pre-flight found to be far slower than the others."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,9 @@ class Message(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
     resumable: bool = False
     symptom: bool = False
     traceback: str = ""
+    ended: bool = False
+    agent: Agent | None = None
+    bad_nodes: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]], msgspec.Meta(max_length=64)] = []
 
 
 def read(text: str) -> Said:
@@ -123,6 +132,9 @@ def read(text: str) -> Said:
         step=message.step or None,  # the library says 0 before the first
         time=_time(message.time),
         log=lines,
+        group_ended=message.ended,
+        agent=message.agent,
+        bad_nodes=tuple(message.bad_nodes),
     )
 
 

@@ -56,6 +56,8 @@ def find(command: list[str]) -> Launcher | None:
         name = word.rsplit("/", 1)[-1]
         if name in _LAUNCHERS:
             return Launcher(name, _options(words[i + 1 :]))
+        if word == "-m" and words[i + 1 : i + 2] == ["ddpjob.agent"]:
+            return Launcher("ddprun", _options(words[i + 2 :]))
         if word == "-m" and words[i + 1 : i + 2] and words[i + 1] in _MODULES:
             return Launcher(words[i + 1], _options(words[i + 2 :]))
         if re.search(r"torch/distributed/(run|launch)\.py$", word):
@@ -68,6 +70,12 @@ def command_of(template: dict[str, Any]) -> list[str]:
     trainer = trainer_container(template) or {}
     parts = [*(trainer.get("command") or []), *(trainer.get("args") or [])]
     return [part for part in parts if isinstance(part, str)]
+
+
+def restarts_in_place(spec: api.Spec) -> bool:
+    """Whether the ranks of a pod have an agent over them that survives theirs, and its peers'."""
+    found = find(command_of(spec.template))
+    return found is not None and found.name == "ddprun"
 
 
 def nproc_per_node(template: dict[str, Any]) -> int | None:

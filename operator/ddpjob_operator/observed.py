@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
@@ -42,6 +42,8 @@ class Pod:
     """uid of the controller that made it; empty: nobody's."""
     attempt: int
     rank: int
+    replacement: int = 0
+    """Which pod of its rank in its attempt it is: one that is replaced alone gets a new pod, the first is 0."""
     job: str = ""
     """The name of the job in its label."""
     node: str = ""
@@ -122,6 +124,51 @@ class Refusal:
     """When it is worth another try; each refusal in a row doubles the wait (the shell keeps count)."""
 
 
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+AGENT_TEXT_MAX = 300
+AGENT_FAILURES_MAX = 5
+
+
+class AgentCounts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
+    """What an agent has charged in its life, from 0 on; the counts in a row go on from those that it was given."""
+
+    application: _Number = 0
+    infrastructure: _Number = 0
+    stall: _Number = 0
+    in_a_row: _Number = 0
+    charged_in_a_row: _Number = 0
+
+    @property
+    def total(self) -> int:
+        """All restarts in place that it led."""
+        return self.application + self.infrastructure + self.stall
+
+
+class AgentFailure(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
+    """A failure that an agent has overcome."""
+
+    rank: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)]
+    """-1: of a node as a whole."""
+    node_rank: _Number
+    exit_code: Annotated[int, msgspec.Meta(ge=0, le=255)] | None = None
+    signal: Annotated[str, msgspec.Meta(max_length=16)] = ""
+    exception: Annotated[str, msgspec.Meta(max_length=AGENT_TEXT_MAX)] = ""
+    step: _Number | None = None
+    failure_class: Literal["application", "outOfMemory", "infrastructure", "stall"] = msgspec.field(name="class")
+    charged_to: Literal["application", "infrastructure", "stall"]
+
+
+class Agent(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
+    """What node 0's `ddprun` says of the restarts in place that it has led."""
+
+    replacement: _Number = 0
+    """Which pod of node 0 it runs in."""
+    generation: _Number = 0
+    restarts: AgentCounts = AgentCounts()
+    failures: Annotated[list[AgentFailure], msgspec.Meta(max_length=AGENT_FAILURES_MAX)] = []
+    """The last ones, the oldest first."""
+
+
 class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_defaults=True):
     """What a rank says about the training (the body of the status request)."""
 
@@ -138,6 +185,8 @@ class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_def
     """What it does now: start is before the first step. None: the sender speaks only when it gets on, so that a step
     said twice proves nothing (Kubeflow's protocol)."""
     final: bool = False
+    agent: Agent | None = None
+    """Set: not a rank speaks but the agent of its pod."""
     received_at: dt.datetime | None = None
     """Set by the receiver: the sender's clock is not trusted."""
 
@@ -160,6 +209,8 @@ class Observed:
     """The newest report of each rank that reports."""
     paces: dict[int, Pace] = field(default_factory=dict)
     """How each rank that reports in the present attempt gets on."""
+    agent: Agent | None = None
+    """What the agent of node 0 said last in the present attempt, where ddprun runs there."""
     nodes: dict[str, Node] | None = None
     """The cluster's nodes that are not ready, by name; None where we may not read nodes."""
     master_addr: str | None = None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ddpjob_operator import api, causes, contract, launcher, podspec, reasons, restart
+from ddpjob_operator import api, causes, contract, in_place, launcher, podspec, reasons, replacing, restart
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Observed, Pod
 from ddpjob_operator.reasons import Reason
@@ -30,6 +30,7 @@ from ddpjob_operator.scene import (
     Verdict,
     after,
     earliest,
+    is_over,
     is_past,
     is_stale,
     look,
@@ -91,7 +92,7 @@ def plan(
     return Plan(
         actions=(*clear(scene), *verdict.actions),
         status=None if new == job.status else new,
-        events=(*events(job.status, new), *remarks(job, new)),
+        events=(*events(job.status, new), *restarts_in_place(job.status, new), *remarks(job, new)),
         look_again_at=again,
     )
 
@@ -165,11 +166,12 @@ def attempt_still_ending(s: Scene) -> Verdict | None:
     """No attempt starts while a process of the one before may live: two groups would train into one checkpoint."""
     if not s.older:
         return None
-    told = [p for p in s.older if p.attempt < s.recorded.attempt]
+    told = [p for p in s.older if is_over(p, s.recorded)]
     broken = s.recorded.last_failure.attempt if s.recorded.last_failure else None
     soft = s.stop([p for p in told if p.attempt != broken], None)
     hard = s.stop([p for p in told if p.attempt == broken], restart_grace_seconds(s.spec))
-    text = f"attempt {s.status.attempt} waits for {name_pods(s.older)} of the attempt before to stop"
+    of = "of the attempt before " if any(p.attempt < s.status.attempt for p in s.older) else ""
+    text = f"attempt {s.status.attempt} waits for {name_pods(s.older)} {of}to stop"
     return _waiting(s, "Pending", reasons.WAITING_FOR_OLD_PODS, text, (*soft, *hard))
 
 
@@ -211,7 +213,7 @@ def name_taken(s: Scene) -> Verdict | None:
 def create_refused(s: Scene) -> Verdict | None:
     """The server would not create something; say its own sentence, and try again after a while."""
     wanted = [a for a in _to_create(s) if isinstance(a, CreatePod)]
-    names = {contract.pod_name(s.job, a.attempt, a.rank) for a in wanted} | (
+    names = {contract.pod_name(s.job, a.attempt, a.rank, a.replacement) for a in wanted} | (
         set() if s.service else {s.job.metadata.name}
     )
     waiting = [r for r in s.refusals if r.name in names and r.retry_at > s.now]
@@ -248,7 +250,9 @@ def all_is_well(s: Scene) -> Verdict | None:
     """The trainers of all nodes run, or have completed."""
     count = len(contract.numbers(s.status.completed_nodes))
     done = f" and {count} completed" if count else ""
-    text = f"{s.spec.nodes - count} of {s.spec.nodes} nodes run{done}, attempt {s.status.attempt}"
+    restarted = in_place.count(s.status)
+    times = f", restarted in place {restarted} time{'s' if restarted > 1 else ''}" if restarted else ""
+    text = f"{s.spec.nodes - count} of {s.spec.nodes} nodes run{done}, attempt {s.status.attempt}{times}"
     reason, finding = reasons.ALL_NODES_RUN, s.standstill
     if finding is not None:
         reason, text = reasons.STALL_SUSPECTED, finding.sentence()
@@ -266,6 +270,7 @@ RULES: tuple[Callable[[Scene], Verdict | None], ...] = (
     suspended,
     past_deadline,
     attempt_still_ending,
+    replacing.replacing,
     restart.restarting,
     restart.attempt_broken,
     start_overdue,
@@ -284,7 +289,7 @@ RULES: tuple[Callable[[Scene], Verdict | None], ...] = (
 def clear(s: Scene) -> tuple[DeletePod, ...]:
     """Pods of attempts that are recorded as over: what a lost node keeps must not answer to the rank's DNS name, and
     logs of long ago are many."""
-    left = [p for p in s.left if p.attempt < s.recorded.attempt]
+    left = [p for p in s.left if is_over(p, s.recorded)]
     return tuple(DeletePod(p.name, p.uid, 0) for p in (*left, *s.orphans))
 
 
@@ -315,6 +320,14 @@ def events(old: api.Status, new: api.Status) -> Iterator[Event]:
         yield _event(reasons.ALL[new.reason], new.message)
     elif not statuses.condition(old, "Accepted") and old.conditions and statuses.condition(new, "Accepted"):
         yield Event("Normal", "Accepted", "the spec is valid now")
+
+
+def restarts_in_place(old: api.Status, new: api.Status) -> Iterator[Event]:
+    """What an agent has restarted since the last look changes no state: it is over when it is heard of."""
+    failure, count = new.last_failure, in_place.count(new)
+    if count > in_place.count(old) and old.attempt == new.attempt and failure is not None:
+        text = f"{causes.sentence(failure)}; all ranks have started again in their pods (restart {count} in place)"
+        yield _event(reasons.RESTARTED_IN_PLACE, text)
 
 
 def remarks(job: api.DDPJob, new: api.Status) -> Iterator[Event]:
@@ -363,7 +376,9 @@ def _after_what(s: Scene) -> str:
 def _to_create(s: Scene) -> tuple[Action, ...]:
     known = contract.numbers(s.status.started_nodes) | set(s.mine)
     avoid = tuple(sorted(a.node for a in s.status.avoided_nodes if a.until > s.now))
-    pods = [CreatePod(s.status.attempt, rank, avoid) for rank in range(s.spec.nodes) if rank not in known]
+    status = s.status
+    missing = (rank for rank in range(s.spec.nodes) if rank not in known)
+    pods = [CreatePod(status.attempt, rank, avoid, contract.replacement(status, rank)) for rank in missing]
     return (*(() if s.service else (CreateService(),)), *pods)
 
 

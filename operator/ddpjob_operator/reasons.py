@@ -41,6 +41,10 @@ NODE_LOST = Reason("NodeLost", "A node with a pod of the job is not ready for lo
 STALLED = Reason("Stalled", "A rank reports, and has made no step for too long.", warning=True)
 STALL_SUSPECTED = Reason("StallSuspected", "No step for unusually long; the job goes on.", warning=True)
 RESTARTING = Reason("Restarting", "The cause is settled and charged; the whole group starts again.")
+REPLACING = Reason("Replacing", "The cause is settled and charged; only the lost pod is made anew (ddprun).")
+RESTARTED_IN_PLACE = Reason(
+    "RestartedInPlace", "Event only: all ranks have started again in the pods that they had (ddprun).", warning=True
+)
 BACKOFF_LIMIT_EXCEEDED = Reason(
     "BackoffLimitExceeded", "One more restart would be beyond backoffLimit; lastFailure says why.", warning=True
 )

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from ddpjob import rules
-from ddpjob_operator import api, causes, contract, reasons, stall
+from ddpjob_operator import api, causes, contract, launcher, reasons, stall
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Pod
 from ddpjob_operator.reasons import Reason
@@ -33,6 +34,8 @@ CONFIG_ERROR = "CreateContainerConfigError"
 # Twice within `avoid_node_seconds`: once may be chance, and a job must not run out of nodes.
 FAILURES_TO_AVOID = 2
 AVOIDED_MAX = 10
+# An agent in the pod finds a stall itself, and restarts in place: what takes longer has no agent that can.
+AGENT_FIRST = dt.timedelta(seconds=60)
 _WHY_IT_STOPS: dict[rules.Stop, tuple[Reason, str]] = {
     "BackoffLimitExceeded": (reasons.BACKOFF_LIMIT_EXCEEDED, "{restarts}: backoffLimit: {limit} allows no more"),
     "NoProgress": (
@@ -62,7 +65,7 @@ def restarting(s: Scene) -> Verdict | None:
     if first is None or not statuses.is_broken(s.recorded):
         return None
     if not s.alive:
-        return _settled(s, first)
+        return _next_attempt(s, settle(s, first))
     # What is told to stop goes with its object, and perhaps says before what the first sign was only a symptom of.
     seen, _ = _cause(s, first)
     # What is ended from outside gets its full grace to save, so its peers get theirs: they stop at one agreed step.
@@ -94,7 +97,8 @@ def _gone(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
         yield reasons.NODE_LOST, _failure(s, pod.rank, pod.name, "NodeLost", pod.node)
     ran = contract.numbers(s.status.started_nodes) - contract.numbers(s.status.completed_nodes)
     for rank in sorted(ran - set(s.mine)):
-        yield reasons.RANK_FAILED, _failure(s, rank, contract.pod_name(s.job, s.status.attempt, rank), "PodGone")
+        name = contract.pod_name(s.job, s.status.attempt, rank, contract.replacement(s.status, rank))
+        yield reasons.RANK_FAILED, _failure(s, rank, name, "PodGone")
 
 
 def _stopped_from_outside(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
@@ -115,6 +119,8 @@ def _stalled(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
     finding = s.standstill
     if finding is None or finding.kind == "warning" or finding.node_rank not in s.mine:
         return
+    if launcher.restarts_in_place(s.spec) and s.now < finding.until + AGENT_FIRST:
+        return
     pod = s.mine[finding.node_rank]
     failure = _failure(s, pod.rank, pod.name, "Stalled", pod.node)
     yield reasons.STALLED, replace(failure, rank=finding.rank, step=finding.step, exception=finding.what()[:300])
@@ -133,24 +139,44 @@ def next_look(s: Scene) -> dt.datetime | None:
 # ---------------------------------------------------------------- settling
 
 
-def _settled(s: Scene, first: api.Failure) -> Verdict:
-    """All that can be known is known: name the cause, charge it, and start again or fail."""
+@dataclass(frozen=True)
+class Settled:
+    """All that can be known is known: the cause, what it is charged to, and whether it goes on."""
+
+    failure: api.Failure
+    verdict: rules.Verdict
+    text: str
+    """Who and what."""
+
+    def status(self, s: Scene) -> api.Status:
+        """The status with it, and with what it costs."""
+        status = statuses.with_failure(s.status, self.failure, self.text)
+        if not self.verdict.restart:
+            return status
+        windowed = s.spec.backoff_window_seconds is not None
+        return replace(
+            status,
+            restarts=statuses.restarts(self.verdict.history, windowed=windowed),
+            avoided_nodes=avoided(status, s.settings, s.now),
+        )
+
+
+def settle(s: Scene, first: api.Failure) -> Settled:
+    """Name the cause of what the first sign showed, and charge it."""
     failure, found = _cause(s, first)
-    found = rules.with_policy(found, failure.exit_code, _policy(s.spec))
+    found = rules.with_policy(found, failure.exit_code, policy(s.spec))
     verdict = rules.judge(found, statuses.history(s.status), _past(s), limits(s.spec), s.now)
     failure = replace(failure, failure_class=found, charged_to=(verdict.charged_to or "") if verdict.restart else "")
-    text = causes.sentence(failure)
-    status = statuses.with_failure(s.status, failure, text)
+    return Settled(failure, verdict, causes.sentence(failure))
+
+
+def _next_attempt(s: Scene, settled: Settled) -> Verdict:
+    """All pods have ended: start again, or fail."""
+    status, verdict, text = settled.status(s), settled.verdict, settled.text
     if not verdict.restart:
-        reason, why = _why_it_stops(s, failure, verdict)
+        reason, why = _why_it_stops(s, settled.failure, verdict)
         failed_status = statuses.enter(status, "Failed", reason, f"{text}; {why}", s.now)
         return Verdict(replace(failed_status, completion_time=s.now))
-    windowed = s.spec.backoff_window_seconds is not None
-    status = replace(
-        status,
-        restarts=statuses.restarts(verdict.history, windowed=windowed),
-        avoided_nodes=avoided(status, s.settings, s.now),
-    )
     status = new_attempt(status, s.now + dt.timedelta(seconds=verdict.wait_seconds))
     return Verdict(statuses.enter(status, "Restarting", reasons.RESTARTING, _going_on(s, text, verdict), s.now))
 
@@ -186,7 +212,8 @@ def limits(spec: api.Spec) -> rules.Limits:
     return rules.Limits(spec.backoff_limit, spec.backoff_window_seconds)
 
 
-def _policy(spec: api.Spec) -> list[rules.PolicyRule]:
+def policy(spec: api.Spec) -> list[rules.PolicyRule]:
+    """The user's own rules."""
     listed = spec.failure_policy.rules if spec.failure_policy else []
     return [
         rules.PolicyRule(r.action, frozenset(r.on_exit_codes.values), r.on_exit_codes.operator == "NotIn")
@@ -245,10 +272,11 @@ def _going_on(s: Scene, text: str, verdict: rules.Verdict) -> str:
     count = f"all {s.spec.nodes} nodes" if s.spec.nodes > 1 else "the node"
     verb = "restart" if s.spec.nodes > 1 else "restarts"
     when = f" in {statuses.duration(verdict.wait_seconds)}" if verdict.wait_seconds else ""
-    return f"{text}; {count} {verb}{when} as attempt {s.status.attempt + 1} ({_charge(s, verdict)})"
+    return f"{text}; {count} {verb}{when} as attempt {s.status.attempt + 1} ({charge(s, verdict)})"
 
 
-def _charge(s: Scene, verdict: rules.Verdict) -> str:
+def charge(s: Scene, verdict: rules.Verdict) -> str:
+    """What a restart costs, in words."""
     history = verdict.history
     if verdict.charged_to == "application":
         return f"restart {rules.counted(history, limits(s.spec), s.now)} of {s.spec.backoff_limit}"
@@ -260,7 +288,7 @@ def _charge(s: Scene, verdict: rules.Verdict) -> str:
 def _why_it_stops(s: Scene, failure: api.Failure, verdict: rules.Verdict) -> tuple[Reason, str]:
     reason, text = _WHY_IT_STOPS[verdict.stop]
     if verdict.stop == "PermanentFailure" and any(
-        r.action == "FailJob" and r.matches(failure.exit_code) for r in _policy(s.spec)
+        r.action == "FailJob" and r.matches(failure.exit_code) for r in policy(s.spec)
     ):
         return reason, "failurePolicy says FailJob for this exit code"
     used = rules.counted(verdict.history, limits(s.spec), s.now)

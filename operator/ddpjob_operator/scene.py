@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from ddpjob_operator import api, contract, podspec, stall
+from ddpjob_operator import api, contract, in_place, podspec, stall
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Foreign, Node, Observed, Pod, Refusal
 from ddpjob_operator.validation import Problem
@@ -33,6 +33,8 @@ class CreatePod:
     rank: int
     avoid: tuple[str, ...] = ()
     """Cluster nodes that it must not run on."""
+    replacement: int = 0
+    """Which pod of this rank in this attempt it is."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,13 @@ class Scene:
     """The status with the facts of this look noted."""
     service: bool
     mine: dict[int, Pod]
-    """The pods of the present attempt by rank."""
+    """The pods of the present attempt by rank; of a rank whose pod was replaced alone, the newest."""
     departed: dict[int, Pod]
     """Pods of the present attempt that are gone, as they were last seen."""
     older: tuple[Pod, ...]
-    """Pods of earlier attempts in which something may still run, those on lost nodes excepted."""
+    """Pods of earlier attempts, or replaced ones, in which something may still run, those on lost nodes excepted."""
     left: tuple[Pod, ...]
-    """Pods of earlier attempts that are to go: what ended long ago, and what a lost node keeps."""
+    """Pods of earlier attempts, or that were replaced, that are to go: what ended long ago, what a lost node keeps."""
     orphans: tuple[Pod, ...]
     """Pods of a deleted job of this name that are stopping on lost nodes: nobody else would ever let go of them."""
     lost: frozenset[str]
@@ -171,22 +173,23 @@ def look(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
         status = replace(new_attempt(known, now), start_time=now)
     gone = [p for p in seen.pods if p.live and is_past(lost_at(p, seen.nodes, settings), now)]
     lost = frozenset(p.uid for p in gone if is_own(p, job))
-    mine = {p.rank: p for p in own if p.attempt == status.attempt and 0 <= p.rank < job.spec.nodes}
-    departed = {p.rank: p for p in seen.departed if is_own(p, job) and p.attempt == status.attempt}
-    others = sorted((p for p in own if p.attempt != status.attempt), key=by_identity)
+    mine = {p.rank: p for p in own if is_present(p, status) and 0 <= p.rank < job.spec.nodes}
+    departed = {p.rank: p for p in seen.departed if is_own(p, job) and is_present(p, status)}
+    others = sorted((p for p in own if not is_present(p, status)), key=by_identity)
+    status = statuses.with_progress(note(status, mine, departed, job, seen), seen.reports.get(0))
     return Scene(
         job=job,
         recorded=job.status,
-        status=statuses.with_progress(note(status, mine, departed, job, seen), seen.reports.get(0)),
+        status=in_place.with_agent(status, in_place.newest(mine, departed, seen), job, mine, now),
         service=seen.service,
         mine=mine,
         departed=departed,
         older=tuple(p for p in others if p.live and p.uid not in lost),
-        left=tuple(p for p in others if p.uid in lost or (not p.live and p.attempt <= status.attempt - ATTEMPTS_KEPT)),
+        left=tuple(p for p in others if p.uid in lost or (not p.live and _is_long_ago(p, status))),
         orphans=tuple(sorted((p for p in gone if is_namesake(p, job) and p.stop_asked_at), key=by_identity)),
         lost=lost,
         foreign=tuple(
-            sorted((*seen.foreign, *_foreign_pods(job, seen, status.attempt)), key=lambda f: (f.deleted_job, f.name))
+            sorted((*seen.foreign, *_foreign_pods(job, seen, status)), key=lambda f: (f.deleted_job, f.name))
         ),
         refusals=tuple(sorted(seen.refusals, key=lambda r: (r.retry_at, r.name))),
         problems=problems,
@@ -194,6 +197,23 @@ def look(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
         settings=settings,
         paces={rank: p for rank, p in seen.paces.items() if p.attempt in (0, status.attempt)},
     )
+
+
+def is_present(pod: Pod, status: api.Status) -> bool:
+    """Whether it is the pod that counts of its rank, in the present attempt."""
+    return pod.attempt == status.attempt and pod.replacement == contract.replacement(status, pod.rank)
+
+
+def is_over(pod: Pod, status: api.Status) -> bool:
+    """Whether another pod has taken its place, by what is recorded."""
+    place = (status.attempt, contract.replacement(status, pod.rank))
+    return (pod.attempt, pod.replacement) < place
+
+
+def _is_long_ago(pod: Pod, status: api.Status) -> bool:
+    if pod.attempt == status.attempt:
+        return pod.replacement <= contract.replacement(status, pod.rank) - ATTEMPTS_KEPT
+    return pod.attempt <= status.attempt - ATTEMPTS_KEPT
 
 
 def note(
@@ -222,6 +242,8 @@ def new_attempt(status: api.Status, at: dt.datetime) -> api.Status:
         attempt_time=at,
         started_nodes="",
         completed_nodes="",
+        replacements={},
+        in_place=None,
         running_time=None,
         first_step_time=None,
         furthest_step=statuses.furthest(status),
@@ -254,7 +276,14 @@ def is_stale(job: api.DDPJob, seen: Observed) -> bool:
 
     An empty status is no old one but a lost one, or a write that follows will conflict: that costs nothing.
     """
-    return job.status.state is not None and max((p.attempt for p in owned(job, seen)), default=0) > job.status.attempt
+    status = job.status
+    return status.state is not None and any(_is_to_come(p, status) for p in owned(job, seen))
+
+
+def _is_to_come(pod: Pod, status: api.Status) -> bool:
+    if pod.attempt != status.attempt:
+        return pod.attempt > status.attempt
+    return pod.replacement > contract.replacement(status, pod.rank)
 
 
 def owned(job: api.DDPJob, seen: Observed) -> list[Pod]:
@@ -303,9 +332,9 @@ def is_past(time: dt.datetime | None, now: dt.datetime) -> bool:
     return time is not None and now >= time
 
 
-def by_identity(pod: Pod) -> tuple[int, int, str]:
+def by_identity(pod: Pod) -> tuple[int, int, int, str]:
     """A key to sort pods by."""
-    return (pod.attempt, pod.rank, pod.uid)
+    return (pod.attempt, pod.rank, pod.replacement, pod.uid)
 
 
 def name_pods(pods: Sequence[Pod]) -> str:
@@ -315,8 +344,9 @@ def name_pods(pods: Sequence[Pod]) -> str:
     return f"{len(pods)} pods"
 
 
-def _foreign_pods(job: api.DDPJob, seen: Observed, attempt: int) -> Iterator[Foreign]:
-    names = {contract.pod_name(job, attempt, rank) for rank in range(job.spec.nodes)}
+def _foreign_pods(job: api.DDPJob, seen: Observed, status: api.Status) -> Iterator[Foreign]:
+    ranks = range(job.spec.nodes)
+    names = {contract.pod_name(job, status.attempt, rank, contract.replacement(status, rank)) for rank in ranks}
     for pod in seen.pods:
         if is_own(pod, job):
             continue

@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Literal
 
+from ddpjob import patience
+from ddpjob.patience import Learned, Limit
 from ddpjob_operator import api
 from ddpjob_operator.observed import Phase, Report
 from ddpjob_operator.status import duration
@@ -32,36 +33,8 @@ from ddpjob_operator.status import duration
 REPORT_SECONDS = 5.0  # between two reports of a rank (build.Reporting)
 # One report may get lost: with its time-out and the sender's back-off the next comes 20 s after the one before.
 SILENT_SECONDS = 30.0
-# Before the first step and in a declared pause little is known: a script may count epochs as its steps.
-START_SECONDS = PAUSE_SECONDS = 1800.0
-TRAIN_SECONDS = 300.0
-MEDIANS, LONGEST = 10, 3  # a step may take 10 median steps, or 3 times the longest that one has ever taken
-# The first time that more is needed than was expected. In training: torch's default time-out of a process group, for
-# a group whose ranks wait longer than that for each other ends by itself.
-UNSEEN_START_SECONDS = UNSEEN_PAUSE_SECONDS = 10_800.0
-UNSEEN_TRAIN_SECONDS = 1800.0
-STEPS_REMEMBERED = 9
 RANKS_NAMED = 8
 RECENT_SECONDS = 300.0
-
-
-@dataclass(frozen=True)
-class Survived:
-    """The times without a step that a rank has survived."""
-
-    longest_seconds: float = 0.0
-    surprised: bool = False
-    """Whether one of them was longer than expected then."""
-
-
-@dataclass(frozen=True)
-class Learned:
-    """What the reports of a rank have taught so far."""
-
-    step_seconds: tuple[float, ...] = ()
-    """What the last steps took, the newest last; steps between two reports share the time."""
-    steps: Survived = Survived()
-    pauses: Survived = Survived()
 
 
 @dataclass(frozen=True)
@@ -78,7 +51,7 @@ class Pace:
     """When its last report came."""
     measured: bool = False
     """Whether it changed at `advanced_at`; else we only began to listen then, in the middle of a step."""
-    learned: Learned = Learned()
+    learned: Learned = field(default_factory=Learned)
 
     @property
     def idle_seconds(self) -> float:
@@ -88,13 +61,6 @@ class Pace:
     def is_heard(self, now: dt.datetime) -> bool:
         """Whether it reports at present."""
         return abs((now - self.heard_at).total_seconds()) <= SILENT_SECONDS
-
-
-class Limit(NamedTuple):
-    """expected: more than that is worth a warning. allowed: more than that is a stall. Both in seconds."""
-
-    expected: float
-    allowed: float
 
 
 @dataclass(frozen=True)
@@ -129,7 +95,8 @@ class Finding:
     def what(self) -> str:
         """The sentence without its subject."""
         told = self._found() if self.kind == "stall" else self._suspected()
-        return _DOES_NOT[self.phase] + told + (f"; last steps: {self._last_steps()}" if len(self.steps) > 1 else "")
+        last = f"; last steps: {self._last_steps()}" if len(self.steps) > 1 else ""
+        return patience.DOES_NOT[self.phase] + told + last
 
     def _found(self) -> str:
         return f" for {duration(self.idle_seconds)} ({self._where()}; limit {duration(self.limit.allowed)})"
@@ -217,17 +184,7 @@ def look_again_at(paces: Mapping[int, Pace], stall: api.Stall | None, now: dt.da
 
 def limit(pace: Pace, timeout: float | None) -> Limit:
     """How long a rank may stand still where it is now. timeout: stall.timeoutSeconds where it is set."""
-    learned = pace.learned
-    step = timeout or _step_seconds(learned)
-    if pace.phase in ("save", "evaluate"):
-        expected = max(PAUSE_SECONDS, LONGEST * step, LONGEST * learned.pauses.longest_seconds)
-        unseen, surprised = UNSEEN_PAUSE_SECONDS, learned.pauses.surprised
-    elif pace.phase == "start" or pace.step == 0 or not (timeout or learned.step_seconds):
-        # Until a step has been measured nothing is known, at any step: this operator may be new, and the job old.
-        expected, unseen, surprised = max(START_SECONDS, step), UNSEEN_START_SECONDS, False
-    else:
-        expected, unseen, surprised = step, UNSEEN_TRAIN_SECONDS, learned.steps.surprised
-    return Limit(expected, expected if timeout or surprised else max(unseen, 2 * expected))
+    return patience.limit(pace.phase, pace.step, pace.learned, timeout)
 
 
 @dataclass(frozen=True)
@@ -257,14 +214,6 @@ def silence(heard: Iterable[dt.datetime], now: dt.datetime) -> Silence | None:
     return Silence(silent, len(recent)) if silent > 1 and 2 * silent > len(recent) else None
 
 
-_DOES_NOT: dict[Phase, str] = {
-    "start": "has made no step",
-    "train": "has made no step",
-    "save": "has been saving",
-    "evaluate": "has been evaluating",
-}
-
-
 def _that_count(paces: Mapping[int, Pace], now: dt.datetime) -> dict[int, Pace]:
     """The ranks that report at present. One that has never said a step does not count where others have."""
     heard = {rank: pace for rank, pace in paces.items() if pace.is_heard(now)}
@@ -273,30 +222,9 @@ def _that_count(paces: Mapping[int, Pace], now: dt.datetime) -> dict[int, Pace]:
 
 def _learn(pace: Pace, report: Report, now: dt.datetime) -> Learned:
     """What the end of a time without a step teaches."""
-    learned = pace.learned
-    gap = max(0.0, (now - pace.advanced_at).total_seconds())
-    expected = limit(pace, None).expected
-    if pace.phase in ("save", "evaluate"):
-        return dataclasses.replace(learned, pauses=_survived(learned.pauses, gap, expected))
-    if pace.phase == "train":
-        learned = dataclasses.replace(learned, steps=_survived(learned.steps, gap, expected))
+    seconds = max(0.0, (now - pace.advanced_at).total_seconds())
     made = report.step - pace.step
-    if not pace.measured or made <= 0:
-        return learned
-    # From the begin to the first steps it is one step: a resumed job starts at 0 and says 1041 next.
-    seconds = gap if pace.phase == "start" else gap / made
-    return dataclasses.replace(learned, step_seconds=(*learned.step_seconds, seconds)[-STEPS_REMEMBERED:])
-
-
-def _survived(before: Survived, seconds: float, expected: float) -> Survived:
-    return Survived(max(before.longest_seconds, seconds), before.surprised or seconds > expected)
-
-
-def _step_seconds(learned: Learned) -> float:
-    """What a step may take, by what is known of the steps before."""
-    # Of two, the lower: the first is the slow one, with compilation in it.
-    median = statistics.median_low(learned.step_seconds) if learned.step_seconds else 0.0
-    return max(TRAIN_SECONDS, MEDIANS * median, LONGEST * learned.steps.longest_seconds)
+    return patience.learn(pace.learned, pace.phase, pace.step, made, seconds, measured=pace.measured)
 
 
 def _next(pace: Pace, limits: Limit) -> float:

@@ -63,14 +63,17 @@ def _productive_seconds(status: api.Status, elapsed: int, now: dt.datetime) -> i
 
 
 def is_restarted(status: api.Status) -> bool:
-    """Whether the present attempt was started by the failure of the one before."""
-    return status.last_failure is not None and status.last_failure.attempt == status.attempt - 1
+    """Whether a failure came before: the present attempt was started by it, or a pod in it is replaced for it."""
+    failure = status.last_failure
+    return failure is not None and (failure.attempt == status.attempt - 1 or bool(status.replacements))
 
 
 def is_broken(status: api.Status) -> bool:
-    """Whether the present attempt has failed, and its pods are being stopped for the next."""
+    """Whether the present attempt has failed, and its pods (or the one that is to be replaced) are being stopped."""
     failure = status.last_failure
-    return status.state == "Restarting" and failure is not None and failure.attempt == status.attempt
+    if status.state != "Restarting" or failure is None:
+        return False
+    return failure.attempt == status.attempt and not failure.failure_class
 
 
 def finish(old: api.Status, new: api.Status, job: api.DDPJob, accepted: str, now: dt.datetime) -> api.Status:
@@ -89,6 +92,8 @@ def with_progress(status: api.Status, report: Report | None) -> api.Status:
     """The status with what rank 0 reports; a report of an older attempt changes nothing."""
     if report is None or report.received_at is None or report.attempt not in (0, status.attempt):
         return status
+    if status.attempt_time is not None and report.received_at < status.attempt_time:
+        return status  # of ranks before a pod was replaced
     if report.phase == "start":
         return status  # the library says that it is there; the steps made before still stand
     percent = None
@@ -105,18 +110,21 @@ def with_progress(status: api.Status, report: Report | None) -> api.Status:
         attempt=status.attempt,
         updated=report.received_at,
     )
+    before = status.progress
     if report.step and status.first_step_time is None:
         status = replace(_with_lost_steps(status, report.step), first_step_time=report.received_at)
-    before = status.progress
+    elif before is not None and before.attempt == status.attempt and 0 < report.step < before.step:
+        # The same pods, and the ranks in them are new ones.
+        status = replace(_with_lost_steps(status, report.step), furthest_step=furthest(status))
     if before is not None and replace(progress, updated=before.updated) == before:
         return status  # "alive, step 41" once more: hundreds of ranks say that every few seconds
     return replace(status, progress=progress)
 
 
 def _with_lost_steps(status: api.Status, first_step: int) -> api.Status:
-    """The steps from where this attempt went on to where the one before had come are made twice."""
+    """The steps from where the ranks went on to where those before them had come are made twice."""
     before = status.progress
-    if before is None or before.attempt >= status.attempt:
+    if before is None:
         return status
     goodput = status.goodput or api.Goodput()
     lost = max(0, before.step - (first_step - 1))
@@ -124,7 +132,7 @@ def _with_lost_steps(status: api.Status, first_step: int) -> api.Status:
 
 
 def with_failure(status: api.Status, failure: api.Failure, message: str) -> api.Status:
-    """The status with a failure, once: an attempt has one cause."""
+    """The status with a failure, once: what is not settled yet has one cause, whatever it first looked like."""
     line = api.FailureLine(
         attempt=failure.attempt,
         message=message[:300],
@@ -132,7 +140,7 @@ def with_failure(status: api.Status, failure: api.Failure, message: str) -> api.
         failure_class=failure.failure_class,
         node=failure.node if causes.blames_node(failure) else "",
     )
-    earlier = [f for f in status.failures if f.attempt != failure.attempt]
+    earlier = [f for f in status.failures if f.attempt != failure.attempt or f.failure_class]
     return replace(status, last_failure=failure, failures=[*earlier, line][-FAILURES_MAX:])
 
 

@@ -12,13 +12,14 @@ from worlds import START, job
 from ddpjob_operator import build
 from ddpjob_operator.local.world import World
 from ddpjob_operator.observed import Report
+from ddpjob_operator.plan import CreatePod
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     """One whose second attempt has been made, without any process."""
     made = World(tmp_path, [], build.Reporting("http://127.0.0.1:1"), lambda _pod, _lines: None)
-    made.body(job(), 2, 0)
+    made.body(job(), CreatePod(2, 0))
     yield made
     made.close()
 

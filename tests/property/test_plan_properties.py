@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from worlds import START, UID, World, job
 
 from ddpjob_operator import api, contract
-from ddpjob_operator.observed import Container, Foreign, Node, Observed, Pod, Report
+from ddpjob_operator.observed import Agent, AgentCounts, Container, Foreign, Node, Observed, Pod, Report
 from ddpjob_operator.plan import CreatePod, CreateService, DeleteJob, DeletePod, plan
 from ddpjob_operator.status import is_broken
 from ddpjob_operator.validation import Problem
@@ -29,7 +29,9 @@ containers = st.one_of(
         Container,
         st.just("ended"),
         st.sampled_from(["Completed", "Error", "OOMKilled"]),
-        st.sampled_from(["", "ValueError: x", "RuntimeError: Connection closed by peer"]),
+        st.sampled_from(
+            ["", "ValueError: x", "RuntimeError: Connection closed by peer", '{"ddpjob": 1, "ended": true}']
+        ),
         exit_code=st.sampled_from([None, 0, 1, 137, 143]),
         ended_at=st.none() | times,
     ),
@@ -41,6 +43,7 @@ pods = st.builds(
     owner_uid=st.sampled_from([UID, UID, UID, "", "someone-else"]),
     attempt=st.integers(0, 3),
     rank=st.integers(-1, NODES_MAX),
+    replacement=st.sampled_from([0, 0, 1, 2]),
     job=st.sampled_from(["digits", ""]),
     node=st.sampled_from(["", "node-a"]),
     phase=st.sampled_from(["Pending", "Running", "Succeeded", "Failed", "Unknown"]),
@@ -55,12 +58,14 @@ pods = st.builds(
     trainer=containers,
     sidecars_run=st.booleans(),
 )
+agents = st.builds(AgentCounts, application=st.integers(0, 3), stall=st.integers(0, 2), in_a_row=st.integers(0, 4))
 observed = st.builds(
     Observed,
     service=st.booleans(),
     pods=st.lists(pods, max_size=6, unique_by=lambda p: p.name).map(tuple),
     foreign=st.lists(st.builds(Foreign, st.just("Service"), st.just("digits"), st.booleans()), max_size=1).map(tuple),
     reports=st.dictionaries(st.just(0), st.builds(Report, step=st.integers(0, 99), received_at=times), max_size=1),
+    agent=st.none() | st.builds(Agent, replacement=st.integers(0, 2), restarts=agents),
     nodes=st.none() | st.dictionaries(st.just("node-a"), st.builds(Node, st.booleans(), st.none() | times), max_size=1),
 )
 failures = st.builds(
@@ -92,9 +97,12 @@ def jobs(draw: st.DrawFn) -> api.DDPJob:
         completion_time=draw(st.none() | times),
         started_nodes=draw(ranges),
         completed_nodes=draw(ranges),
+        replacements=draw(st.dictionaries(st.sampled_from(["0", "1", "x"]), st.integers(0, 2), max_size=2)),
+        in_place=draw(st.none() | st.builds(api.InPlace, replacement=st.integers(0, 2), application=st.integers(0, 2))),
     )
     limit = st.none() | st.integers(1, 500)
     what = job(
+        container={"command": [draw(st.sampled_from(["torchrun", "ddprun"])), "train.py"]},
         nodes=draw(st.integers(1, NODES_MAX)),
         suspend=draw(st.booleans()),
         cleanPodPolicy=draw(st.sampled_from(["None", "Running", "All"])),
@@ -118,7 +126,7 @@ def test_any_world_gives_a_plan_and_the_same_world_the_same_plan(
 def test_the_order_in_which_things_are_seen_does_not_matter(
     what: api.DDPJob, seen: Observed, now: dt.datetime, shuffle: random.Random
 ) -> None:
-    mixed = list({(p.attempt, p.rank): p for p in seen.pods}.values())
+    mixed = list({(p.attempt, p.rank, p.replacement): p for p in seen.pods}.values())
     one = replaced(seen, pods=tuple(mixed))
     shuffle.shuffle(mixed)
     assert plan(what, replaced(seen, pods=tuple(mixed)), now) == plan(what, one, now)
@@ -152,7 +160,8 @@ def test_a_pod_is_deleted_only_for_what_the_status_already_records(
             if pod.owner_uid != UID:
                 continue
             stopping = recorded.state in ("Failing", "Suspended", "Succeeded", "Failed") or is_broken(recorded)
-            assert stopping or pod.attempt < recorded.attempt
+            newest = (recorded.attempt, contract.replacement(recorded, pod.rank))
+            assert stopping or (pod.attempt, pod.replacement) < newest
 
 
 @given(jobs(), observed, times)
@@ -173,6 +182,16 @@ def test_no_pod_is_created_beside_a_live_one_of_the_same_rank(
 
 @given(jobs(), observed, times)
 @settings(max_examples=400, deadline=None)
+def test_what_is_counted_never_shrinks(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
+    after = plan(what, seen, now).status
+    before = what.status.restarts or api.Restarts()
+    if after is not None and after.restarts is not None:
+        for name in ("application", "infrastructure", "stall", "total"):
+            assert getattr(after.restarts, name) >= getattr(before, name)
+
+
+@given(jobs(), observed, times)
+@settings(max_examples=400, deadline=None)
 def test_attempts_only_grow_and_a_terminal_state_is_final(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
     after = plan(what, seen, now).status
     if after is not None:
@@ -189,10 +208,10 @@ def test_when_a_plan_is_carried_out_and_nothing_else_happens_there_is_soon_nothi
     world = World(what)
     world.now, world.service, world.foreign = now, seen.service, list(seen.foreign)
     # The API server holds one pod by a name, and a pod of ours carries the name that its identity gives it.
-    own = {contract.pod_name(what, p.attempt, p.rank): p for p in seen.pods if p.owner_uid == UID}
+    own = {contract.pod_name(what, p.attempt, p.rank, p.replacement): p for p in seen.pods if p.owner_uid == UID}
     world.pods = {name: replaced(p, name=name) for name, p in own.items()}
     world.strangers = [p for p in seen.pods if p.owner_uid != UID and p.name not in own]
-    world.reports = dict(seen.reports)
+    world.reports, world.agent = dict(seen.reports), seen.agent
     world.settle(limit=8)
 
 

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from worlds import START
 
+from ddpjob import patience
 from ddpjob_operator import api, stall
 from ddpjob_operator.observed import Phase, Report
 
@@ -118,7 +119,7 @@ def test_a_job_that_keeps_stepping_with_gaps_below_its_limit_is_never_found(
 
 
 @unhurried
-@given(st.lists(st.floats(0, stall.TRAIN_SECONDS - 0.001), max_size=20))
+@given(st.lists(st.floats(0, patience.TRAIN_SECONDS - 0.001), max_size=20))
 def test_a_job_whose_gaps_are_shorter_than_five_minutes_is_not_even_warned(gaps: list[float]) -> None:
     paces: dict[int, stall.Pace] = {}
     now = 0.0

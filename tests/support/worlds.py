@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ddpjob_operator import api, validation
-from ddpjob_operator.observed import Container, Foreign, Node, Observed, Pod, Refusal, Report
+from ddpjob_operator.observed import Agent, Container, Foreign, Node, Observed, Pod, Refusal, Report
 from ddpjob_operator.plan import Action, CreatePod, CreateService, DeleteJob, DeletePod, Event, Plan, Settings, plan
 from ddpjob_operator.stall import Pace, fold
 
@@ -53,6 +53,7 @@ class World:
         self.refusals: list[Refusal] = []
         self.reports: dict[int, Report] = {}
         self.paces: dict[int, Pace] = {}
+        self.agent: Agent | None = None
         self.nodes: dict[str, Node] | None = {}
         self.problems: list[validation.Problem] = []
         self.settings = Settings()
@@ -73,6 +74,7 @@ class World:
             refusals=tuple(self.refusals),
             reports=dict(self.reports),
             paces=dict(self.paces),
+            agent=self.agent,
             nodes=self.nodes,
         )
 
@@ -105,6 +107,7 @@ class World:
             self.service = True
         elif isinstance(action, CreatePod):
             name = f"{self.job.metadata.name}-{action.attempt}-{action.rank}"
+            name += f"-r{action.replacement}" if action.replacement else ""
             assert name not in self.pods, f"{name} is there already"
             self._made += 1
             self.pods[name] = Pod(
@@ -113,6 +116,7 @@ class World:
                 owner_uid=self.job.metadata.uid,
                 attempt=action.attempt,
                 rank=action.rank,
+                replacement=action.replacement,
                 job=self.job.metadata.name,
             )
         elif isinstance(action, DeletePod):
@@ -232,7 +236,7 @@ class World:
 
     def _pod(self, rank: int) -> Pod:
         found = [p for p in self.pods.values() if p.rank == rank]
-        return max(found, key=lambda p: p.attempt)
+        return max(found, key=lambda p: (p.attempt, p.replacement))
 
     def _change(self, rank: int, **fields: Any) -> World:
         pod = self._pod(rank)

@@ -306,8 +306,9 @@ class Operator:
     def _is_whole(self, key: Key, changed: Pod) -> bool:
         """Whether the trainers of all nodes are in the same state now."""
         nodes = ((self.caches.jobs.get(key) or {}).get("spec") or {}).get("nodes", 1)
-        attempt = [pod for pod in self.caches.pods.of(key) if pod.attempt == changed.attempt]
-        alike = all(pod.trainer.state == changed.trainer.state for pod in attempt)
+        pods = sorted(self.caches.pods.of(key), key=lambda pod: pod.replacement)
+        attempt = {pod.rank: pod for pod in pods if pod.attempt == changed.attempt}
+        alike = all(pod.trainer.state == changed.trainer.state for pod in attempt.values())
         return alike and changed.trainer.state != "waiting" and len(attempt) >= nodes
 
     async def _sweep(self) -> None:

@@ -185,7 +185,14 @@ class Executor:
         async with self._slots:
             if given_up():
                 return False
-            body = build.pod(job, action.attempt, action.rank, reporting=self._reporting, avoid=action.avoid)
+            body = build.pod(
+                job,
+                action.attempt,
+                action.rank,
+                reporting=self._reporting,
+                avoid=action.avoid,
+                replacement=action.replacement,
+            )
             return await self._create("Pod", body, job, memory)
 
     async def _create(self, kind: str, body: Raw, job: api.DDPJob, memory: Memory) -> bool:

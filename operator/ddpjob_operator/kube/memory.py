@@ -35,6 +35,8 @@ class Memory:
     refusals: dict[str, Refusal] = field(default_factory=dict)
     refused_in_a_row: int = 0
     strangers: dict[tuple[str, str], Stranger] = field(default_factory=dict)
+    agent: Report | None = None
+    """The last word of node 0's agent."""
     reports: dict[int, Report] = field(default_factory=dict)
     """The first of each rank's reports that said what its last one says."""
     paces: dict[int, Pace] = field(default_factory=dict)
@@ -46,8 +48,8 @@ class Memory:
     """When a pod (by uid) was first seen to be silent, or stopping."""
     confirmed_gone: set[str] = field(default_factory=set)
     """Pods that are not in our copy, and that the API server has confirmed to be gone."""
-    asked_before: int = 0
-    """The newest attempt before whose first pod the API server was asked what older ones have left."""
+    asked_before: tuple[int, int] = (1, 0)
+    """The newest attempt and replacement before whose pod the API server was asked what older ones have left."""
 
     def by_own_clock(self, pods: Sequence[Pod], now: dt.datetime) -> list[Pod]:
         """The pods with the times that decide whether their node is lost as we saw them: the API server's clock may be

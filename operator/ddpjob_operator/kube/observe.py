@@ -41,6 +41,7 @@ def pod(raw: Raw) -> Pod:
         owner_uid=str(owner.get("uid", "")),
         attempt=_number(labels.get(contract.LABEL_ATTEMPT)),
         rank=_number(labels.get(contract.LABEL_RANK)),
+        replacement=max(0, _number(labels.get(contract.LABEL_REPLACEMENT, "0"))),
         job=job_name(raw),
         node=str((raw.get("spec") or {}).get("nodeName") or ""),
         phase=phase,

@@ -79,6 +79,8 @@ class Reconciler:
         beforehand, so the look that took its last news will come again by itself.
         """
         memory = self._memory.get(key)
+        if memory is not None and report.agent is not None:
+            return self._hear_agent(memory, report)
         if memory is None or (report.rank not in memory.reports and len(memory.reports) >= REPORTERS_MAX):
             return None
         known = memory.reports.get(report.rank)
@@ -93,6 +95,14 @@ class Reconciler:
             return None
         # The status tells by rank 0's first step how long the start took, and which steps are made twice.
         return FIRST_REPORT_SECONDS if begins and report.rank == 0 else self._settings.progress_write_seconds
+
+    def _hear_agent(self, memory: Memory, report: Report) -> float | None:
+        """Each says all that it has charged so far, so the last word of the newest is enough."""
+        known = memory.agent
+        if report.node_rank != 0 or (known is not None and _age(report) < _age(known)):
+            return None
+        memory.agent = report
+        return None if known is not None and known.agent == report.agent else FIRST_REPORT_SECONDS
 
     def departed(self, key: Key, pod: Pod) -> None:
         """A pod's object has gone; `pod` is how it was last seen."""
@@ -137,8 +147,9 @@ class Reconciler:
         todo = self._plan_now(key, job, problems, memory)
         # A copy that is behind (a new leader whose watch hangs, an answer that was lost) does not show what an older
         # attempt has left, and two groups would train at once. So the API server is asked, once for each attempt.
-        starts = max((a.attempt for a in todo.actions if isinstance(a, CreatePod)), default=0)
-        if starts > max(1, memory.asked_before):
+        creates = ((a.attempt, a.replacement) for a in todo.actions if isinstance(a, CreatePod))
+        starts = max(creates, default=(0, 0))
+        if starts > memory.asked_before:
             await self._executor.list_pods(key)
             memory.asked_before = starts
             todo = self._plan_now(key, job, problems, memory)
@@ -162,7 +173,7 @@ class Reconciler:
         if job.metadata.deletion_timestamp is not None or status.state in ("Succeeded", "Failed", "Suspended"):
             return
         ran = contract.numbers(status.started_nodes) - contract.numbers(status.completed_nodes)
-        names = {contract.pod_name(job, status.attempt, rank) for rank in ran}
+        names = {contract.pod_name(job, status.attempt, r, contract.replacement(status, r)) for r in ran}
         missing = names - {pod.name for pod in self._caches.pods.of(key)} - memory.confirmed_gone
         if missing:
             await self._executor.list_pods(key)
@@ -183,6 +194,7 @@ class Reconciler:
             foreign=(*others, *(s.foreign for s in memory.strangers.values())),
             refusals=tuple(memory.refusals.values()),
             reports=memory.reports,
+            agent=memory.agent.agent if memory.agent and memory.agent.attempt == job.status.attempt else None,
             nodes=nodes,
             departed=tuple(p for p in memory.departed.values() if p.attempt == job.status.attempt),
             paces={rank: pace for rank, pace in memory.paces.items() if pace.attempt == job.status.attempt},
@@ -215,6 +227,11 @@ class Reconciler:
         except msgspec.ValidationError:
             return validation.parse(raw)
         return msgspec.structs.replace(job, metadata=newer, status=status), problems
+
+
+def _age(report: Report) -> tuple[int, int, int]:
+    agent = report.agent
+    return (report.attempt, agent.replacement, agent.restarts.total) if agent is not None else (0, 0, 0)
 
 
 def _only_created(todo: Plan) -> bool:

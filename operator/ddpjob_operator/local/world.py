@@ -36,6 +36,7 @@ class LocalPod:
 
     attempt: int
     rank: int
+    replacement: int
     name: str
     node: nodes.Node
     log: Log
@@ -72,6 +73,7 @@ class World:
         self.selector = selectors.DefaultSelector()
         self.pods: dict[str, LocalPod] = {}
         self.reports: dict[int, Report] = {}
+        self.agent: Report | None = None
         self.paces: dict[int, stall.Pace] = {}
         self._places = places
         self._reporting = reporting
@@ -92,6 +94,7 @@ class World:
             service=self._service,
             pods=seen,
             reports=dict(self.reports),
+            agent=self.agent.agent if self.agent is not None and self.agent.attempt == newest else None,
             paces={rank: pace for rank, pace in self.paces.items() if pace.attempt == newest},
             master_addr=meet,
         )
@@ -106,13 +109,16 @@ class World:
             elif isinstance(action, DeletePod):
                 self._delete(job, action)
 
-    def body(self, job: api.DDPJob, attempt: int, rank: int) -> build.Body:
+    def body(self, job: api.DDPJob, action: CreatePod) -> build.Body:
         """The pod as the cluster would get it, but for the address where the ranks meet."""
-        meet = contract.Endpoint(honour.LOOPBACK, self._port(job, attempt).number)
-        return build.pod(job, attempt, rank, meet, self._reporting)
+        meet = contract.Endpoint(honour.LOOPBACK, self._port(job, action.attempt).number)
+        return build.pod(job, action.attempt, action.rank, meet, self._reporting, replacement=action.replacement)
 
     def take(self, report: Report) -> None:
         """What a rank of the present attempt reports of its training; one that does not say its attempt means that."""
+        if report.agent is not None:
+            self.agent = report
+            return
         self.reports[report.rank] = report
         told = replace(report, attempt=report.attempt or max(self._ports, default=0))
         pace = stall.fold(self.paces.get(report.rank), told, report.received_at or dt.datetime.now(dt.timezone.utc))
@@ -154,7 +160,7 @@ class World:
         return (pod for pod in self.pods.values() if pod.live)
 
     def _create(self, job: api.DDPJob, action: CreatePod) -> None:
-        body = self.body(job, action.attempt, action.rank)
+        body = self.body(job, action)
         name = body["metadata"]["name"]
         base = self._places[action.rank]
         place = honour.Place(base.cwd, self.folder / "volumes" / name, base.environment, base.gpus)
@@ -167,7 +173,8 @@ class World:
         process.env[contract.TERMINATION_LOG] = str(said)
         node = nodes.Node(action.rank)
         node.start(nodes.Order(process.argv, process.env, process.cwd, grace_seconds(job.spec.template)))
-        pod = LocalPod(action.attempt, action.rank, name, node, Log(self.folder / f"{name}.log"), said)
+        log = Log(self.folder / f"{name}.log")
+        pod = LocalPod(action.attempt, action.rank, action.replacement, name, node, log, said)
         self.pods[name] = pod
         for fd in (node.output, node.report):
             pod.open.add(fd)
@@ -201,6 +208,7 @@ class World:
             owner_uid=self.folder.name,
             attempt=pod.attempt,
             rank=pod.rank,
+            replacement=pod.replacement,
             job="",
             node=os.uname().nodename,
             phase=phase,

@@ -1,0 +1,95 @@
+"""Restarts without new pods: what the agent of node 0 says of them becomes part of the status.
+
+The agent spends from the budget that its pod was given, and says what it has charged in its life so far, again and
+again. So nothing is lost with a message, and nothing counted twice: the operator counts what is more than it knew.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from ddpjob_operator import api, causes, contract, endings
+from ddpjob_operator import status as statuses
+from ddpjob_operator.masking import mask
+from ddpjob_operator.observed import Agent, AgentFailure, Observed, Pod
+
+
+def newest(mine: Mapping[int, Pod], departed: Mapping[int, Pod], seen: Observed) -> Agent | None:
+    """The last word of node 0's agent: reported, or left behind at its end where nobody could be reached."""
+    first = mine.get(0) or departed.get(0)
+    left = endings.read(first.trainer.message).agent if first is not None and first.ended else None
+    said = [agent for agent in (seen.agent, left) if agent is not None]
+    # The same counts: the report is the one that tells of the failures behind them.
+    return max(said, key=lambda a: (a.replacement, a.restarts.total), default=None)
+
+
+def with_agent(
+    status: api.Status, agent: Agent | None, job: api.DDPJob, mine: Mapping[int, Pod], now: dt.datetime
+) -> api.Status:
+    """The status with what the agent has charged since it was last counted."""
+    known = status.in_place
+    if agent is None or (known is not None and agent.replacement < known.replacement):
+        return status
+    if known is None or known.replacement != agent.replacement:
+        known = api.InPlace(replacement=agent.replacement)
+    said = agent.restarts
+    new = {
+        name: max(0, getattr(said, name) - getattr(known, name)) for name in ("application", "infrastructure", "stall")
+    }
+    count = sum(new.values())
+    if not count:
+        return status
+    status = _charged(status, new, agent, job, now)
+    status = replace(status, in_place=replace(known, **{k: getattr(known, k) + n for k, n in new.items()}))
+    if statuses.is_broken(status):
+        return status  # what is being settled stays the last failure
+    for failure in agent.failures[-count:]:
+        told = _failure(status, failure, job, mine, now)
+        status = statuses.with_failure(status, told, causes.sentence(told))
+    return status
+
+
+def count(status: api.Status) -> int:
+    """How often the ranks of this attempt have started again in the pods that they had."""
+    done = status.in_place
+    return 0 if done is None else done.application + done.infrastructure + done.stall
+
+
+def _charged(status: api.Status, new: dict[str, int], agent: Agent, job: api.DDPJob, now: dt.datetime) -> api.Status:
+    restarts, windowed = status.restarts or api.Restarts(), job.spec.backoff_window_seconds is not None
+    times = [*restarts.charged_at, *[now] * new["application"]][-job.spec.backoff_limit - 1 :] if windowed else []
+    after = replace(
+        restarts,
+        **{name: getattr(restarts, name) + n for name, n in new.items()},
+        total=restarts.total + sum(new.values()),
+        in_a_row=agent.restarts.in_a_row,
+        charged_in_a_row=agent.restarts.charged_in_a_row,
+        charged_at=times,
+    )
+    return replace(status, restarts=after)
+
+
+def _failure(
+    status: api.Status, said: AgentFailure, job: api.DDPJob, mine: Mapping[int, Pod], now: dt.datetime
+) -> api.Failure:
+    pod = mine.get(said.node_rank)
+    name = contract.pod_name(job, status.attempt, said.node_rank, contract.replacement(status, said.node_rank))
+    stalled = said.failure_class == "stall"
+    return api.Failure(
+        attempt=status.attempt,
+        rank=said.rank if said.rank >= 0 else None,
+        node_rank=said.node_rank,
+        pod=name,
+        node=pod.node if pod is not None else "",
+        exit_code=None if stalled else said.exit_code,
+        signal=said.signal,
+        reason=causes.STALLED if stalled else causes.CONNECTION_LOST if said.rank < 0 else "Error",
+        failure_class=said.failure_class,
+        charged_to=said.charged_to,
+        step=said.step or None,
+        exception=mask(said.exception)[: causes.EXCEPTION_MAX],
+        time=now,
+    )
