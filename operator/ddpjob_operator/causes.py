@@ -33,6 +33,7 @@ RankOf = Callable[[int], "int | None"]
 PEER_LOST, RESUMABLE, STOPPED, GONE, STALLED = "PeerLost", "Resumable", "StoppedFromOutside", "PodGone", "Stalled"
 NODE_LOST = "NodeLost"
 CONNECTION_LOST = "ConnectionLost"
+UNFIT = "PreflightFailed"
 # Reasons of the condition DisruptionTarget, and what they say.
 DISRUPTIONS = {
     "PreemptionByScheduler": "was preempted by a pod of higher priority",
@@ -154,7 +155,7 @@ def _end(attempt: int, pod: Pod, rank_of: RankOf, now: dt.datetime, *, outside: 
     weight = _weight(pod, said, code, outside=outside)
     failure = api.Failure(
         attempt=attempt,
-        rank=rank_of(pod.rank) if said.rank is None else said.rank,
+        rank=_rank(pod, said, rank_of),
         node_rank=pod.rank,
         pod=pod.name,
         node=pod.node,
@@ -179,6 +180,12 @@ def _end(attempt: int, pod: Pod, rank_of: RankOf, now: dt.datetime, *, outside: 
     return End(failure, evidence, weight, None if struck else pod.stop_asked_at)
 
 
+def _rank(pod: Pod, said: Said, rank_of: RankOf) -> int | None:
+    if said.bad_nodes:
+        return None  # one pod speaks for all, and no rank of it is to blame
+    return rank_of(pod.rank) if said.rank is None else said.rank
+
+
 def _heard(pod: Pod) -> Said:
     """What the pod says, as far as how its container ended leaves it true."""
     said = endings.read(pod.trainer.message)
@@ -201,6 +208,8 @@ def _weight(pod: Pod, said: Said, code: int | None, *, outside: bool) -> Weight:
 
 
 def _own_weight(said: Said, code: int | None) -> Weight:
+    if said.bad_nodes:
+        return Weight.NODE
     if said.resumable or code == rules.RESUMABLE_EXIT_CODE:
         return Weight.RESUMABLE
     if said.symptom:
@@ -311,6 +320,8 @@ def _classed(failure: api.Failure, found: rules.Class) -> tuple[api.Failure, rul
 def _reason(pod: Pod, weight: Weight) -> str:
     if weight == Weight.KERNEL:
         return pod.trainer.reason
+    if weight == Weight.NODE and not (pod.reason or pod.disruption or pod.trainer.reason in rules.LOST_CONTAINER):
+        return UNFIT
     if weight in (Weight.RESUMABLE, Weight.SYMPTOM):
         return RESUMABLE if weight == Weight.RESUMABLE else PEER_LOST
     if pod.reason or pod.disruption:
@@ -343,6 +354,7 @@ def short(failure: api.Failure) -> str:
     by_reason = {
         NODE_LOST: f"node {failure.node or failure.node_rank} lost",
         GONE: f"{failure.pod} vanished",
+        UNFIT: "a pre-flight that found a bad node",
         CONNECTION_LOST: f"a lost connection to node {failure.node_rank}",
         STALLED: f"stall of {_who(failure)}",
         STOPPED: f"{failure.pod} was stopped from outside",
@@ -391,6 +403,7 @@ def _code(failure: api.Failure) -> str:
 _PHRASES = {
     GONE: "vanished while it ran: someone deleted the pod, or its node is gone",
     NODE_LOST: "was lost with its node",
+    UNFIT: "did not begin to train",
     CONNECTION_LOST: "lost its connection to node 0 and has come back",
     **dict.fromkeys(rules.LOST_CONTAINER, "was lost{code}: its node was restarted"),
     STOPPED: "was stopped from outside{code}: the pod was deleted, or its node drained",

@@ -88,9 +88,11 @@ def nproc_per_node(template: dict[str, Any]) -> int | None:
 def warnings(spec: api.Spec) -> list[str]:
     """What the command asks of its launcher, which the user may have, and should know about."""
     launcher = find(command_of(spec.template))
-    if launcher is None or launcher.name == "ddprun":  # which restarts in place, and gives every node its place
+    if launcher is not None and launcher.name == "ddprun":  # which restarts in place, and gives every node its place
         return []
-    options, said = launcher.options, []
+    options, said = launcher.options if launcher else {}, []
+    if spec.preflight == "Always":
+        said.append("preflight: Always is obeyed by ddprun alone; or call ddpjob.preflight.run() in the script")
     if options.get("max_restarts", "0") != "0":
         said.append(f"--max-restarts={options['max_restarts']}: torchrun's own restart hangs when a node is lost")
     if options.get("rdzv_backend", "static") != "static":

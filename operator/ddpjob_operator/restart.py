@@ -8,13 +8,13 @@ the out-of-memory kill behind it is known; then the next attempt is in the statu
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from ddpjob import rules
-from ddpjob_operator import api, causes, contract, launcher, reasons, stall
+from ddpjob_operator import api, causes, contract, endings, launcher, reasons, stall
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Pod
 from ddpjob_operator.reasons import Reason
@@ -56,7 +56,9 @@ def attempt_broken(s: Scene) -> Verdict | None:
     reason, failure = sign
     text = causes.sentence(failure)
     status = statuses.with_failure(s.status, failure, text)
-    return Verdict(statuses.enter(status, "Restarting", reason, _ending(s, text), s.now))
+    # Where agents wait in the other pods it is the next look that says whether these stop (replacing.py).
+    said = f"{text}; cause not yet known" if launcher.restarts_in_place(s.spec) else _ending(s, text)
+    return Verdict(statuses.enter(status, "Restarting", reason, said, s.now))
 
 
 def restarting(s: Scene) -> Verdict | None:
@@ -157,7 +159,7 @@ class Settled:
         return replace(
             status,
             restarts=statuses.restarts(self.verdict.history, windowed=windowed),
-            avoided_nodes=avoided(status, s.settings, s.now),
+            avoided_nodes=avoided(status, s.settings, s.now, _unfit(s)),
         )
 
 
@@ -195,14 +197,24 @@ def _cause(s: Scene, first: api.Failure) -> tuple[api.Failure, rules.Class]:
     return replace(_stepped(s, failure), failure_class=""), found
 
 
-def avoided(status: api.Status, settings: Settings, now: dt.datetime) -> list[api.AvoidedNode]:
-    """The nodes to stay away from, now that the last failure is recorded."""
-    kept = [a for a in status.avoided_nodes if a.until > now]
+def _unfit(s: Scene) -> list[str]:
+    """The cluster nodes that a pre-flight has found bad."""
+    pods = {**s.departed, **s.mine}
+    ranks = {rank for p in pods.values() if p.ended for rank in endings.read(p.trainer.message).bad_nodes}
+    return sorted({pods[rank].node for rank in ranks if rank in pods and pods[rank].node})
+
+
+def avoided(
+    status: api.Status, settings: Settings, now: dt.datetime, unfit: Sequence[str] = ()
+) -> list[api.AvoidedNode]:
+    """The nodes to stay away from, now that the last failure is recorded. unfit: those that were measured."""
+    kept = [a for a in status.avoided_nodes if a.until > now and a.node not in unfit]
+    until = now + dt.timedelta(seconds=settings.avoid_node_seconds)
+    kept += [api.AvoidedNode(node=node, until=until, message="the pre-flight found it bad") for node in unfit]
     since = now - dt.timedelta(seconds=settings.avoid_node_seconds)
     node = status.failures[-1].node if status.failures else ""
     count = sum(bool(node) and f.node == node and f.time > since for f in status.failures)
     if count >= FAILURES_TO_AVOID and node not in {a.node for a in kept}:
-        until = now + dt.timedelta(seconds=settings.avoid_node_seconds)
         kept.append(api.AvoidedNode(node=node, until=until, message=f"{count} failures of this job were its"))
     return kept[-AVOIDED_MAX:]
 

@@ -282,3 +282,21 @@ def test_a_replacement_is_created_only_after_the_status_says_so() -> None:
         todo = world.step()
         assert not [a for a in todo.actions if isinstance(a, (CreatePod, DeletePod))]
     assert [a for a in world.step().actions if isinstance(a, CreatePod)] == [CreatePod(1, 1, (), 1)]
+
+
+# ---------------------------------------------------------------- pre-flight
+
+
+def test_a_node_that_the_pre_flight_finds_bad_is_avoided_at_once_and_nobody_pays() -> None:
+    slow = "pre-flight: node 2 is slow: 1.1 GB/s to its peers where the median is 9.8 GB/s"
+    world = trained()
+    world.exits(0, code=75, message=ended(exitCode=75, exception=slow, resumable=True, badNodes=[2], preflight=True))
+    world.exits(1, code=75, message=ended()).exits(2, code=75, message=ended())
+    made = [a for _ in range(5) for a in world.step().actions if isinstance(a, CreatePod)]
+    assert [(a.attempt, a.avoid) for a in made] == [(2, ("node-2",))] * 3
+    assert counted(world) == (0, 1)
+    assert [a.node for a in world.status.avoided_nodes] == ["node-2"]
+    failure = world.status.last_failure
+    assert failure is not None
+    assert (failure.reason, failure.failure_class, failure.rank) == ("PreflightFailed", "infrastructure", None)
+    assert f"did not begin to train ({slow})" in world.status.failures[-1].message
