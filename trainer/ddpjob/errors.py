@@ -4,10 +4,13 @@ DDPJobError
 ├── ConfigurationError      an argument or a variable of the environment cannot be right; the message names it
 │   └── UnsupportedError    what was asked for is not in this PyTorch or on this machine
 ├── RendezvousError         the ranks did not find each other in time
+├── ReplicasDifferError     ranks do not hold the same bits; the message names the first tensor and the ranks
 └── StateError              what was saved does not fit what is to be continued
     └── SnapshotError       a snapshot could not be written or read
         └── Superseded      a newer attempt of the job owns the folder: this process must end
 """
+
+from collections.abc import Sequence
 
 
 class DDPJobError(Exception):
@@ -24,6 +27,14 @@ class UnsupportedError(ConfigurationError):
 
 class RendezvousError(DDPJobError, RuntimeError):
     """The ranks did not find each other in time."""
+
+
+class ReplicasDifferError(DDPJobError, RuntimeError):
+    """Ranks do not hold the same bits: `tensor` is the first that differs, `ranks` are those that do."""
+
+    def __init__(self, message: str, tensor: str = "", ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.tensor, self.ranks = tensor, list(ranks)
 
 
 class StateError(DDPJobError, ValueError):
