@@ -70,7 +70,7 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     stall: Stall | None = None
     """When a job that reports, and makes no step, is restarted."""
     preflight: Literal["Never", "OnRestart", "Always"] = "OnRestart"
-    """When ddprun measures the nodes before it trains, to name a slow one. OnRestart: after two infrastructure failures in a row."""
+    """When ddprun first measures the nodes, to name a slow one. OnRestart: after two infrastructure failures."""
     gang: str | None = None
     """Not available yet: who schedules all pods at once."""
     managed_by: Annotated[str, Meta(max_length=63)] = ""

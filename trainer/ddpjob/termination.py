@@ -25,6 +25,7 @@ from . import rules
 BYTES_MAX = 4096  # the kubelet reads no more
 EXCEPTION_CHARACTERS_MAX = 500  # at most 6 bytes each in JSON: the whole message always fits
 FRAMES_MAX = 40
+BAD_NODES_MAX = 64
 LOCK_SECONDS = 0.5  # the other ranks of this pod write 4 kB each
 
 
@@ -45,8 +46,10 @@ def install() -> None:
 def tell(error: BaseException) -> None:
     """Write how this process fails; never raises, and waits at most 0.5 s for the other ranks of the pod."""
     with contextlib.suppress(Exception):
+        from .stop import Stopped  # it imports this file
+
         code = exit_code(error)
-        if code == 0:
+        if code == 0 or isinstance(error, Stopped):  # which has been said by tell_stopped or tell_unfit
             return
         # `except ValueError: sys.exit(1)`, which is also how torch.multiprocessing.spawn ends a child.
         said = (error.__context__ or error) if isinstance(error, SystemExit) else error
@@ -71,6 +74,14 @@ def tell_stopped(step: int) -> None:
     """Write that this process was told to stop and has saved this step; never raises."""
     with contextlib.suppress(Exception):
         _leave({**_who(), "exitCode": rules.RESUMABLE_EXIT_CODE, "step": step, "resumable": True})
+
+
+def tell_unfit(rank: int, exception: str, bad_nodes: list[int]) -> None:
+    """Write which nodes the pre-flight has found bad, for all of the job; never raises."""
+    with contextlib.suppress(Exception):
+        said = {"exception": exception[:EXCEPTION_CHARACTERS_MAX], "badNodes": bad_nodes[:BAD_NODES_MAX]}
+        ended = {"exitCode": rules.RESUMABLE_EXIT_CODE, "signal": "", "resumable": True, "preflight": True}
+        _leave({**_who(), "rank": rank, **said, **ended})
 
 
 def ending() -> BaseException | None:
@@ -177,7 +188,7 @@ def _weight(message: dict[str, Any]) -> tuple[int, float]:
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """The message as JSON of at most 4096 bytes; the traceback loses its beginning until it fits."""
+    """The message as JSON of at most 4096 bytes; the traceback loses its beginning until it fits, then the longest."""
     trace = message.pop("traceback", "")
     kept = trace[-BYTES_MAX:]
     while True:
@@ -185,6 +196,16 @@ def encode(message: dict[str, Any]) -> bytes:
         document = {"ddpjob": 1, **message, **({"traceback": tail} if tail else {})}
         body = json.dumps(document, ensure_ascii=False).encode("utf-8", "replace")
         excess = len(body) - BYTES_MAX
-        if excess <= 0 or not kept:
+        if excess <= 0:
             return body
+        if not kept:
+            return encode(_without_its_longest(message))
         kept = kept[max(1, excess // 6) :]  # a character is at most 6 bytes
+
+
+def _without_its_longest(message: dict[str, Any]) -> dict[str, Any]:
+    """A text is halved, anything else goes: what a script has put into its own message is not bounded."""
+    name = max(message, key=lambda k: len(json.dumps({k: message[k]})))
+    value = message[name]
+    rest = {k: v for k, v in message.items() if k != name}
+    return {**rest, name: value[: len(value) // 2]} if isinstance(value, str) and value else rest

@@ -1,0 +1,212 @@
+"""Which nodes are unfit to train with the others, from what every rank has measured. Pure, and without torch.
+
+All measures are seconds for a unit of work: less is better, 0 was not measured. A node is bad where it needs twice
+as long as the median node, and where that matters. What looks bad is measured again (`better`): it may have been busy.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+MIB = 1024**2
+LATENCY_SECONDS = 1e-3  # more than the median by less than this is another rack or zone, no fault
+DISK_SECONDS_PER_BYTE = 1 / 100e6  # a faster disk holds up no snapshot, and healthy ones differ by more than two times
+SKEW_SECONDS = 2.0
+RESOLVE_SECONDS = 1.0
+SHM_BYTES = 64 * MIB  # what a container gets where nobody has said more
+
+
+class Peer(NamedTuple):
+    """How this node reaches another."""
+
+    node: int
+    seconds_per_byte: float
+    latency_seconds: float
+
+
+class Report(NamedTuple):
+    """What one rank has measured; only the first of each node has more than seconds_per_flop."""
+
+    node: int
+    rank: int
+    machine: str
+    """The same for nodes that are pods of one machine."""
+    seconds_per_flop: float
+    disk_seconds_per_byte: float = 0.0
+    resolve_seconds: float = 0.0
+    """Of MASTER_ADDR."""
+    skew_seconds: float = 0.0
+    """Its clock less that of node 0."""
+    shm_bytes: int | None = None
+    """Free in /dev/shm."""
+    trouble: str = ""
+    """What could not be measured, and why."""
+    peers: tuple[Peer, ...] = ()
+
+
+class Found(NamedTuple):
+    """A node that is slow in one measure."""
+
+    node: int
+    times: float
+    """So many times longer than usual."""
+    text: str
+
+
+class Verdict(NamedTuple):
+    """What the measurements say."""
+
+    bad: tuple[Found, ...] = ()
+    """The worst first. Never half of the nodes or more (of two: one): what most nodes are is usual."""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def bad_nodes(self) -> list[int]:
+        """The worst first."""
+        return list(dict.fromkeys(found.node for found in self.bad))
+
+    @property
+    def message(self) -> str:
+        """pre-flight: node 3 is slow: 1.1 GB/s to its peers where the median is 9.8 GB/s"""
+        return "pre-flight: " + "; ".join(found.text for found in self.bad) if self.bad else ""
+
+
+class Node(NamedTuple):
+    """A node in the four measures."""
+
+    bandwidth: float
+    latency: float
+    matmul: float
+    disk: float
+
+
+class Measure(NamedTuple):
+    """When a node is bad in one of them."""
+
+    of: Callable[[Node], float]
+    factor: float
+    factor_of_two: float
+    """Where there are only two nodes, and the other is what is usual; 0: of a pair nobody can say whose fault it is."""
+    matters: Callable[[float, float], bool]
+    """Given its seconds, and the usual ones."""
+    text: Callable[[float], str]
+    what: str
+
+
+def _always(_value: float, _usual: float) -> bool:
+    return True
+
+
+MEASURES = (
+    Measure(lambda node: node.bandwidth, 2, 0, _always, lambda s: rate(s, "B/s"), "to its peers"),
+    Measure(
+        lambda node: node.latency, 2, 0, lambda value, usual: value - usual >= LATENCY_SECONDS,
+        lambda s: duration(s), "to its peers",
+    ),
+    Measure(lambda node: node.matmul, 2, 4, _always, lambda s: rate(s, "FLOP/s"), "in a matrix product"),
+    Measure(
+        lambda node: node.disk, 4, 8, lambda value, _usual: value > DISK_SECONDS_PER_BYTE,
+        lambda s: rate(s, "B/s"), "to its disk",
+    ),
+)  # fmt: skip
+
+
+def judge(reports: Sequence[Report]) -> Verdict:
+    """The same on every rank, for all have the same reports."""
+    nodes = by_node(reports)
+    found = sorted((found for measure in MEASURES for found in _slow(measure, nodes)), key=lambda f: -f.times)
+    bad = list(dict.fromkeys(f.node for f in found))[: max(1, (len(nodes) - 1) // 2)]
+    return Verdict(tuple(f for f in found if f.node in bad), tuple(_warnings(reports)))
+
+
+def by_node(reports: Sequence[Report]) -> dict[int, Node]:
+    """Each node in the four measures: its slowest process, and the better half of its peers.
+
+    Where one link of two is slow, both ends have it; only the end that is slow has no better ones. Pods of one machine
+    reach each other without a network, so where there are several machines only what is between them counts.
+    """
+    machine = {report.node: report.machine for report in reports}
+    nodes = {}
+    for node in sorted(machine):
+        mine = [report for report in reports if report.node == node]
+        peers = [peer for report in mine for peer in report.peers]
+        if len(set(machine.values())) > 1:
+            peers = [peer for peer in peers if machine[peer.node] != machine[node]]
+        nodes[node] = Node(
+            statistics.median_low([p.seconds_per_byte for p in peers]) if peers else 0.0,
+            statistics.median_low([p.latency_seconds for p in peers]) if peers else 0.0,
+            max(report.seconds_per_flop for report in mine),
+            max(report.disk_seconds_per_byte for report in mine),
+        )
+    return nodes
+
+
+def better(one: Report, other: Report) -> Report:
+    """The best of two measurements of a rank."""
+    peers = {peer.node: peer for peer in one.peers}
+    for peer in other.peers:
+        before = peers.get(peer.node, peer)
+        peers[peer.node] = Peer(peer.node, *(_least(a, b) for a, b in zip(before[1:], peer[1:], strict=True)))
+    return other._replace(
+        seconds_per_flop=_least(one.seconds_per_flop, other.seconds_per_flop),
+        disk_seconds_per_byte=_least(one.disk_seconds_per_byte, other.disk_seconds_per_byte),
+        resolve_seconds=min(one.resolve_seconds, other.resolve_seconds),
+        skew_seconds=min(one.skew_seconds, other.skew_seconds, key=abs),
+        peers=tuple(peers.values()),
+    )
+
+
+def _slow(measure: Measure, nodes: dict[int, Node]) -> Iterator[Found]:
+    seconds = {node: value for node, of in nodes.items() if (value := measure.of(of)) > 0}
+    if len(seconds) < 2:
+        return
+    several = len(seconds) > 2
+    usual = statistics.median(seconds.values()) if several else min(seconds.values())
+    factor = measure.factor if several else measure.factor_of_two
+    for node, value in seconds.items():
+        if factor and value >= factor * usual and measure.matters(value, usual):
+            than = f"the {'median' if several else 'other'} is {measure.text(usual)}"
+            yield Found(node, value / usual, f"node {node} is slow: {measure.text(value)} {measure.what} where {than}")
+
+
+def _warnings(reports: Sequence[Report]) -> Iterator[str]:
+    ranks = {node: sum(report.node == node for report in reports) for node in {report.node for report in reports}}
+    for report in reports:
+        node = f"node {report.node}"
+        if abs(report.skew_seconds) > SKEW_SECONDS:
+            way = "ahead of" if report.skew_seconds > 0 else "behind"
+            yield (
+                f"{node}'s clock is {abs(report.skew_seconds):.1f} s {way} node 0's: tokens and certificates may be "
+                f"refused there, and times in logs mislead. See that it runs chrony or another NTP client."
+            )
+        if report.resolve_seconds > RESOLVE_SECONDS:
+            yield (
+                f"{node} took {report.resolve_seconds:.1f} s to resolve MASTER_ADDR: look at the cluster's DNS, its "
+                f"load, and the pod's search domains."
+            )
+        if report.shm_bytes is not None and report.shm_bytes < SHM_BYTES and ranks[report.node] > 1:
+            yield (
+                f"{node} has {report.shm_bytes // MIB} MiB free in /dev/shm for {ranks[report.node]} ranks: NCCL and "
+                f"data loaders need more than {SHM_BYTES // MIB} MiB. Mount an emptyDir of medium Memory there."
+            )
+        if report.trouble:
+            yield f"{node}: {report.trouble}"
+
+
+def rate(seconds: float, unit: str) -> str:
+    """9.8 GB/s, of seconds per B and "B/s"."""
+    if seconds <= 0:
+        return "-"
+    per_second = float(f"{1 / seconds:.3g}")
+    scale, prefix = next((s, p) for s, p in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (0.0, "k")) if per_second >= s)
+    return f"{per_second / (scale or 1e3):g} {prefix}{unit}"
+
+
+def duration(seconds: float) -> str:
+    """0.05 ms"""
+    return f"{seconds * 1e3:.2g} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _least(one: float, other: float) -> float:
+    """Of what was measured."""
+    return min((seconds for seconds in (one, other) if seconds > 0), default=0.0)
