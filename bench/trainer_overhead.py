@@ -1,14 +1,16 @@
 """What the trainer library costs in a training loop: progress() on its fast path, should_stop() and the
-sampler, per step.
+sampler, per step; check_replicas() per million parameters; ddprun's watchdog: the beats, and the agent's look at them.
 
     python bench/trainer_overhead.py            # PYTHONPATH=trainer, or with the package installed
 
-Each figure is the best of 7 rounds, because other work on the machine only ever adds; a receiver on loopback answers
-while progress() is measured, so that the posting thread is at work too.
+Each figure is the best of 300 short rounds, because other work on the machine only ever adds; a receiver on loopback
+answers while progress() is measured, so that the posting thread is at work too.
 """
 
+import multiprocessing
 import os
 import platform
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 STEP_SECONDS = 0.005
-ROUNDS = 7
+ROUNDS = 300
 
 
 class Receiver(BaseHTTPRequestHandler):
@@ -39,7 +41,7 @@ def best_seconds(work: Callable[[], int]) -> float:
     return min(rounds)
 
 
-def progress_calls(calls: int = 200_000) -> int:
+def progress_calls(calls: int = 2_000) -> int:
     import ddpjob
 
     progress = ddpjob.progress
@@ -48,12 +50,26 @@ def progress_calls(calls: int = 200_000) -> int:
     return calls
 
 
-def should_stop_calls(calls: int = 200_000) -> int:
+def should_stop_calls(calls: int = 2_000) -> int:
     import ddpjob
 
     should_stop = ddpjob.should_stop
     for step in range(calls):
         should_stop(step)
+    return calls
+
+
+def looks(calls: int = 200) -> int:
+    """The agent's look at eight ranks that get on."""
+    from ddpjob.agent import watch
+    from ddpjob.agent.beats import Beat
+
+    paces: dict[int, watch.Pace] = {}
+    for now in range(calls):
+        beats = {rank: Beat(1, "train", now, 0) for rank in range(8)}
+        folded = {rank: watch.fold(paces.get(rank), beat, float(now)) for rank, beat in beats.items()}
+        paces = {rank: pace for rank, pace in folded.items() if pace is not None}
+        watch.word(paces, None, float(now))
     return calls
 
 
@@ -68,9 +84,57 @@ def sampler_steps(n: int, global_batch: int) -> Callable[[], int]:
     return one_epoch
 
 
+def check_replicas_seconds(world_size: int = 2, layers: int = 160, width: int = 256) -> tuple[float, int]:
+    """Of the slowest rank, on a model of many tensors, as a ResNet is one; and its number of parameters."""
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+
+        def one_rank(rank: int) -> None:
+            import torch
+
+            import ddpjob
+
+            torch.set_num_threads(1)
+            model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
+            with ddpjob.init("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size):
+                for tensor in model.parameters():
+                    torch.nn.init.ones_(tensor)
+
+                def check() -> int:
+                    ddpjob.check_replicas(model)
+                    return 1
+
+                answers.put((best_seconds(check), sum(p.numel() for p in model.parameters())))
+
+        ranks = [context.Process(target=one_rank, args=(rank,)) for rank in range(world_size)]
+        for rank in ranks:
+            rank.start()
+        slowest = max(answers.get() for _ in ranks)
+        for rank in ranks:
+            rank.join()
+        return slowest
+
+
+def with_beats() -> float:
+    """As in a rank of ddprun, with the thread of the watchdog."""
+    from ddpjob import watchdog
+    from ddpjob.agent.beats import Beats
+    from ddpjob.progress import flush
+
+    flush()
+    beats = Beats(1)
+    os.environ["DDPJOB_BEATS"] = beats.where(0)
+    watchdog._pid = 0  # as in a process that has not reported yet
+    seconds = best_seconds(progress_calls)
+    assert beats.of(0).step == 2_000 - 1, "they arrive"
+    return seconds
+
+
 def main() -> None:
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     print(f"{machine}, load {os.getloadavg()[0]:.1f}")
+    seconds, parameters = check_replicas_seconds()  # first: it forks
     rows = [("progress(), no receiver", best_seconds(progress_calls))]
     server = HTTPServer(("127.0.0.1", 0), Receiver)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -79,12 +143,16 @@ def main() -> None:
 
     flush()
     rows.append(("progress(), posting every 5 s", best_seconds(progress_calls)))
+    rows.append(("progress(), with beats for ddprun", with_beats()))
+    rows.append(("the agent's look at 8 ranks, each s", best_seconds(looks)))
     rows.append(("should_stop()", best_seconds(should_stop_calls)))
     rows.append(("sampler, 1,440 samples, 32 a step", best_seconds(sampler_steps(1440, 32))))
     rows.append(("sampler, 100,000 samples, 64 a step", best_seconds(sampler_steps(100_000, 64))))
     print(f"{'':36}{'ns':>9}{'of a 5 ms step':>17}")
-    for name, seconds in rows:
-        print(f"{name:36}{seconds * 1e9:9.0f}{seconds / STEP_SECONDS:16.4%}")
+    for name, each in rows:
+        print(f"{name:36}{each * 1e9:9.0f}{each / STEP_SECONDS:16.4%}")
+    per_million = seconds / parameters * 1e9
+    print(f"check_replicas(), 2 ranks, {parameters / 1e6:.1f} million parameters: {per_million:.2f} ms per million")
 
 
 if __name__ == "__main__":

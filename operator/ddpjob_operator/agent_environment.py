@@ -11,6 +11,7 @@ import json
 from ddpjob import rules
 from ddpjob_operator import api, launcher, restart
 from ddpjob_operator import status as statuses
+from ddpjob_operator.preflight import wants_preflight
 
 
 def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
@@ -22,6 +23,7 @@ def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
         "DDPJOB_RESTARTS_LEFT": json.dumps(_left(job)),
         **_failure_policy(job.spec),
         **_stall(job.spec),
+        **({"DDPJOB_PREFLIGHT": "1"} if wants_preflight(job.spec, job.status) else {}),
     }
 
 

@@ -161,7 +161,7 @@ def _end(attempt: int, pod: Pod, rank_of: RankOf, now: dt.datetime, *, outside: 
         node=pod.node,
         exit_code=code,
         signal=signal_name(code),
-        reason=_reason(pod, weight),
+        reason=STALLED if said.stalled and weight == Weight.OWN else _reason(pod, weight),
         step=said.step,
         exception=mask(_detail(pod, said))[:EXCEPTION_MAX],
         log_tail=log_tail(said.log) if tail else "",
@@ -175,6 +175,7 @@ def _end(attempt: int, pod: Pod, rank_of: RankOf, now: dt.datetime, *, outside: 
         disruption=pod.disruption,
         exception=said.exception,
         told_to_stop=told and weight != Weight.LATE,
+        stalled=said.stalled,
     )
     struck = weight == Weight.NODE and not pod.disruption
     return End(failure, evidence, weight, None if struck else pod.stop_asked_at)
@@ -210,6 +211,8 @@ def _weight(pod: Pod, said: Said, code: int | None, *, outside: bool) -> Weight:
 def _own_weight(said: Said, code: int | None) -> Weight:
     if said.bad_nodes:
         return Weight.NODE
+    if said.stalled:
+        return Weight.OWN
     if said.resumable or code == rules.RESUMABLE_EXIT_CODE:
         return Weight.RESUMABLE
     if said.symptom:

@@ -60,6 +60,8 @@ class Said:
     """Whether it only says that a peer is gone."""
     resumable: bool = False
     """Whether it stopped because it was told to, with everything saved."""
+    stalled: bool = False
+    """Whether its agent ended it because the group had made no step for too long."""
     step: int | None = None
     time: dt.datetime | None = None
     """When it failed, by the clock of its node."""
@@ -108,6 +110,7 @@ class Message(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
     step: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] | None = None
     time: Annotated[float, msgspec.Meta(gt=0, lt=1e11)] | None = None
     resumable: bool = False
+    stalled: bool = False
     symptom: bool = False
     traceback: str = ""
     ended: bool = False
@@ -128,7 +131,8 @@ def read(text: str) -> Said:
         exit_code=said.exit_code if code is None else code,
         exception=message.exception.strip() or said.exception,
         symptom=message.symptom or rules.is_symptom(message.exception),
-        resumable=message.resumable or code == rules.RESUMABLE_EXIT_CODE,
+        resumable=not message.stalled and (message.resumable or code == rules.RESUMABLE_EXIT_CODE),
+        stalled=message.stalled,
         step=message.step or None,  # the library says 0 before the first
         time=_time(message.time),
         log=lines,

@@ -43,6 +43,9 @@ def with_agent(
     if not count:
         return status
     status = _charged(status, new, agent, job, now)
+    if agent.replacement == contract.replacement(status, 0):
+        # Who has spoken has run: a second pod under its name would count from nothing, and be taken for the first.
+        status = replace(status, started_nodes=contract.ranges(contract.numbers(status.started_nodes) | {0}))
     status = replace(status, in_place=replace(known, **{k: getattr(known, k) + n for k, n in new.items()}))
     if statuses.is_broken(status):
         return status  # what is being settled stays the last failure

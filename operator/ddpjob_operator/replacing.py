@@ -46,8 +46,20 @@ def broken_alone(s: Scene, first: api.Failure) -> list[int]:
     waiting = {p.rank for p in s.alive if p.stop_asked_at is None}
     known = set(s.mine) | contract.numbers(s.status.started_nodes)
     broken = sorted(rank for rank in known - waiting if rank < s.spec.nodes)
+    if not _first_pods(s, waiting):
+        return []
     ends = [p for p in {**s.departed, **s.mine}.values() if p.rank in broken and p.ended]
-    return broken if waiting and not any(_group_ended(p) for p in ends) else []
+    return [] if any(_group_ended(p) for p in ends) else broken
+
+
+def _first_pods(s: Scene, waiting: set[int]) -> list[int]:
+    """Those that wait in the pods with which the attempt began: one at least must be left of them.
+
+    It was in every generation, so the next one gets a new number, and Snapshot tells by it whose checkpoint is newer.
+    And without it no older group is whole: in a part of the network that is cut off nodes are given up one after the
+    other, while their ranks have never lost each other and go on writing.
+    """
+    return sorted(rank for rank in waiting if not contract.replacement(s.status, rank))
 
 
 def _group_ended(pod: Pod) -> bool:

@@ -177,10 +177,12 @@ def look(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
     departed = {p.rank: p for p in seen.departed if is_own(p, job) and is_present(p, status)}
     others = sorted((p for p in own if not is_present(p, status)), key=by_identity)
     status = statuses.with_progress(note(status, mine, departed, job, seen), seen.reports.get(0))
+    # What was said in the attempt before this one, which begins with this look, is counted already.
+    agent = in_place.newest(mine, departed, seen) if status.attempt == job.status.attempt else None
     return Scene(
         job=job,
         recorded=job.status,
-        status=in_place.with_agent(status, in_place.newest(mine, departed, seen), job, mine, now),
+        status=in_place.with_agent(status, agent, job, mine, now),
         service=seen.service,
         mine=mine,
         departed=departed,

@@ -21,7 +21,7 @@ class Mine:
 def facts():
     import __main__
     status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines() if ":" in line)
-    own = ("MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "DDPJOB_TERMINATION_LOG", "TORCHELASTIC_RUN_ID")
+    own = ("MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "DDPJOB_TERMINATION_LOG", "TORCHELASTIC_RUN_ID", "DDPJOB_BEATS")
     environ = {k: v for k, v in os.environ.items() if k not in own}
     return {
         "argv": sys.argv, "orig_argv": sys.orig_argv[1:], "path": sys.path, "flags": str(sys.flags),
@@ -94,7 +94,9 @@ def test_an_exception_is_printed_as_by_a_new_process_and_runs_what_was_to_run_at
     forked = launcher.done("--preload=json", "--max-restarts", 0, script)
     fresh = launcher.done("--no-preload", "--max-restarts", 0, script)
     assert fresh.stdout == "at exit\n"
-    assert (forked.returncode, forked.stdout, forked.stderr) == (fresh.returncode, fresh.stdout, fresh.stderr)
+    traces = [done.stderr.partition("ddprun: ") for done in (forked, fresh)]
+    assert (forked.returncode, forked.stdout, traces[0][0]) == (fresh.returncode, fresh.stdout, traces[1][0])
+    assert "rank 0 ended with exit code 1 (ValueError: mine)" in traces[0][2], "without the library, without @record"
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
 from ddpjob import rules
-from ddpjob.agent.lead import RESUMABLE, End, Lead, Start, Stop, root_cause
-from ddpjob.agent.options import Budget
+from ddpjob.agent.lead import RESUMABLE, End, Lead, Leave, Start, Stop, root_cause
+from ddpjob.agent.options import Budget, PolicyRule
 
 JOIN_SECONDS = 600.0
 T0 = 7.25  # odd, so that a real clock would show
@@ -25,12 +26,12 @@ def failure(rank: int = 0, code: int = 1, **known: Any) -> dict[str, Any]:
     } | known
 
 
-def lead(nodes: int, restarts: int = 3) -> Lead:
-    return Lead(nodes, Budget(restarts, restarts, restarts, restarts), JOIN_SECONDS, T0)
+def lead(nodes: int, restarts: int = 3, **more: Any) -> Lead:
+    return Lead(nodes, Budget(restarts, restarts, restarts, restarts), JOIN_SECONDS, T0, **more)
 
 
-def running(nodes: int, restarts: int = 3) -> Lead:
-    found = lead(nodes, restarts)
+def running(nodes: int, restarts: int = 3, **more: Any) -> Lead:
+    found = lead(nodes, restarts, **more)
     for node in range(nodes):
         found.joined(node, T0)
     assert taken(found) == [Start(0)]
@@ -48,6 +49,15 @@ def stop(found: Lead, failures: list[dict[str, Any]], at: float = T0) -> None:
     assert isinstance(order, Stop)
     for node in order.nodes:
         found.stopped(node, failures if node == 0 else [], at)
+
+
+def fail_twice(found: Lead) -> None:
+    """It waits a second then."""
+    for _ in range(2):
+        found.failed(0, [failure()], T0)
+        stop(found, [failure()])
+        found.orders.clear()
+    assert found.state == "pausing"
 
 
 def test_resumable_is_the_codes_own_number() -> None:
@@ -189,9 +199,10 @@ def test_ranks_that_save_together_are_given_the_time_for_it() -> None:
     assert taken(found)[0].patient
 
 
-def test_a_job_that_was_told_to_stop_starts_nothing_again() -> None:
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_job_that_was_told_to_stop_starts_nothing_again(node: int) -> None:
     found = running(2)
-    found.told(T0)
+    found.told(node, T0)
     assert taken(found) == [], "its ranks may save first"
     found.failed(0, [failure(code=143)], T0)
     assert taken(found) == [Stop(frozenset({0, 1}), 0, patient=True)]
@@ -204,11 +215,8 @@ def test_a_job_that_was_told_to_stop_starts_nothing_again() -> None:
 def test_a_job_without_ranks_that_is_told_to_stop_ends_at_once(waits_for: str) -> None:
     found = lead(2) if waits_for == "peers" else running(1)
     if waits_for == "back-off":
-        for _ in range(2):
-            found.failed(0, [failure()], T0)
-            stop(found, [failure()])
-            found.orders.clear()
-    found.told(T0)
+        fail_twice(found)
+    found.told(0, T0)
     assert taken(found)[0].code == RESUMABLE
 
 
@@ -243,3 +251,277 @@ def test_a_new_leader_goes_on_from_the_generation_that_the_others_have_seen() ->
     found.joined(1, T0, 4)
     found.joined(2, T0, 3)
     assert taken(found) == [Start(5)]
+
+
+# ---- with an operator, which replaces lost pods --------------------------------------------------------------
+
+
+def with_operator(nodes: int, restarts: int = 3) -> Lead:
+    return running(nodes, restarts, has_operator=True)
+
+
+def lose(found: Lead, *lost: int, at: float = T0) -> None:
+    """These nodes are gone, and all others stop."""
+    for node in lost:
+        found.lost(node, at)
+    orders = taken(found)
+    assert [type(order) for order in orders] == [Stop]
+    for node in orders[0].nodes:
+        found.stopped(node, [], at)
+
+
+def told(found: Lead, node: int, at: float = T0) -> None:
+    """A node is told to end, its ranks do, and all others stop with it; its agent leaves."""
+    found.told(node, at)
+    found.failed(node, [failure(node, 143)], at)
+    (order,) = taken(found)
+    assert order == Stop(frozenset(order.nodes), found.generation, patient=True)
+    for other in order.nodes - {node}:
+        found.stopped(other, [failure(other, 75)], at)
+    if node == 0:
+        found.stopped(0, [failure(0, 143)], at)
+    else:
+        found.lost(node, at)
+
+
+@pytest.mark.parametrize(
+    ("comes", "charged", "why"),
+    [(0, 1, "charged to infrastructure"), (1, 0, "a new pod is in its place"), (4, 0, "a new pod is in its place")],
+)
+def test_a_lost_node_is_charged_here_only_where_its_own_pod_comes_back(comes: int, charged: int, why: str) -> None:
+    """For a new pod the operator has charged already."""
+    found = with_operator(3)
+    lose(found, 2)
+    assert (taken(found), found.restarts) == ([], 0), "who is charged is not known yet"
+    found.joined(2, T0 + 60, 0, comes)
+    assert taken(found) == [Start(1)]
+    assert (found.restarts, found.counts["infrastructure"]) == (charged, charged)
+    assert why in found.said
+
+
+def test_without_an_operator_a_lost_node_is_charged_at_once() -> None:
+    found = running(2)
+    lose(found, 1)
+    assert found.counts["infrastructure"] == 1
+    found.joined(1, T0 + 60, 0, 1)
+    assert (taken(found), found.restarts) == ([Start(1)], 1)
+
+
+def test_a_node_that_comes_back_before_the_others_have_stopped_is_charged_too() -> None:
+    found = with_operator(2)
+    found.lost(1, T0)
+    taken(found)
+    found.joined(1, T0)
+    assert (taken(found), found.restarts) == ([], 0), "node 0 may still run a rank of the old generation"
+    found.stopped(0, [], T0)
+    assert (taken(found), found.restarts) == ([Start(1)], 1)
+
+
+def test_two_nodes_that_are_lost_together_cost_one_restart() -> None:
+    found = with_operator(3)
+    lose(found, 1, 2)
+    found.joined(1, T0 + 1)
+    found.joined(2, T0 + 2)
+    assert (taken(found), found.restarts) == ([Start(1)], 1)
+
+
+def test_a_rank_that_had_failed_before_its_node_was_lost_is_charged_as_ever() -> None:
+    found = with_operator(2)
+    found.failed(1, [failure(1, 9)], T0)
+    taken(found)
+    found.stopped(0, [], T0)
+    found.lost(1, T0)
+    assert found.counts["application"] == 1
+    found.joined(1, T0 + 60, 0, 1)
+    assert (taken(found), found.restarts) == ([Start(1)], 1)
+
+
+def test_a_connection_that_is_lost_too_often_ends_the_job() -> None:
+    found = with_operator(2, restarts=0)
+    lose(found, 1)
+    found.joined(1, T0 + 1)
+    (order,) = taken(found)
+    assert (order.code, order.failure["vanished"]) == (RESUMABLE, True)
+
+
+def test_a_pod_that_has_been_replaced_cannot_come_back() -> None:
+    found = with_operator(2)
+    lose(found, 1)
+    found.joined(1, T0 + 60, 0, 2)
+    assert [found.is_outdated(1, replacement) for replacement in range(4)] == [True, True, False, False]
+    assert not found.is_outdated(0, 0), "each node counts its own pods"
+
+
+@pytest.mark.parametrize("node", [1, 2])
+def test_when_one_node_is_told_the_others_save_and_wait_for_its_replacement(node: int) -> None:
+    found = with_operator(3)
+    told(found, node)
+    assert (taken(found), found.state, found.restarts) == ([], "gathering", 0)
+    found.joined(node, T0 + 60, 0, 1)
+    assert taken(found) == [Start(1)]
+    assert f"node {node} was told to stop" in found.said
+
+
+def test_a_told_node_that_is_still_here_is_not_started_with() -> None:
+    found = with_operator(2)
+    found.failed(0, [failure()], T0)
+    taken(found)
+    found.stopped(0, [failure()], T0)
+    found.told(1, T0)
+    found.stopped(1, [], T0)
+    assert (taken(found), found.state) == ([], "gathering")
+    found.lost(1, T0)
+    found.joined(1, T0 + 60, 0, 1)
+    assert taken(found) == [Start(1)]
+
+
+@pytest.mark.parametrize("waits_for", ["peers", "back-off"])
+def test_a_node_that_is_told_before_ranks_run_is_waited_for_anew(waits_for: str) -> None:
+    found = lead(3, has_operator=True) if waits_for == "peers" else with_operator(3)
+    if waits_for == "peers":
+        found.joined(0, T0)
+        found.joined(1, T0)
+    else:
+        fail_twice(found)
+    found.told(1, T0)
+    found.lost(1, T0)
+    if waits_for == "peers":
+        found.joined(2, T0)
+    found.tick(T0 + 60)
+    assert (taken(found), found.state) == ([], "gathering")
+    found.joined(1, T0 + 61, 0, 1)
+    assert isinstance(taken(found)[0], Start)
+
+
+def test_node_0_that_is_told_leaves_when_all_have_saved_and_ends_nothing() -> None:
+    found = with_operator(3)
+    told(found, 0)
+    (order,) = taken(found)
+    assert isinstance(order, Leave)
+    assert (found.state, found.restarts) == ("over", 0)
+
+
+@pytest.mark.parametrize("waits_for", ["peers", "back-off"])
+def test_node_0_that_is_told_while_no_rank_runs_leaves_at_once(waits_for: str) -> None:
+    found = lead(2, has_operator=True) if waits_for == "peers" else with_operator(1)
+    if waits_for == "back-off":
+        fail_twice(found)
+    found.told(0, T0)
+    assert [type(order) for order in taken(found)] == [Leave]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+@pytest.mark.parametrize("between", ["told", "stopped"])
+def test_when_all_are_told_node_0_waits_for_none_of_them_whatever_the_order(
+    order: tuple[int, ...], between: str
+) -> None:
+    """Those that have been told end by themselves; those that have not yet been may still be saving."""
+    found = with_operator(3)
+    if between == "told":
+        for node in order:
+            found.told(node, T0)
+        found.failed(0, [failure(0, 143)], T0)
+        found.stopped(0, [failure(0, 143)], T0)
+    else:
+        for node in order:
+            found.told(node, T0)
+            found.failed(node, [failure(node, 143)], T0)
+            if node == 0:
+                found.stopped(0, [failure(0, 143)], T0)
+            elif found.state != "over":
+                found.lost(node, T0)
+    assert isinstance(taken(found)[-1], Leave)
+
+
+@pytest.mark.parametrize("event", ["stopped", "told", "lost"])
+def test_node_0_that_is_told_waits_for_ranks_elsewhere_that_are_still_saving(event: str) -> None:
+    found = with_operator(2)
+    found.told(0, T0)
+    found.failed(0, [failure(0, 143)], T0)
+    taken(found)
+    found.stopped(0, [failure(0, 143)], T0)
+    assert taken(found) == [], "node 1 would end its ranks at once without its leader"
+    if event == "stopped":
+        found.stopped(1, [failure(1, 75)], T0)
+    elif event == "told":
+        found.told(1, T0)  # it ends its ranks itself now, and in its own time
+    else:
+        found.lost(1, T0)
+    assert isinstance(taken(found)[0], Leave)
+
+
+def test_a_failure_before_the_node_was_told_is_charged_and_one_after_it_is_not() -> None:
+    for first, charged in (("failed", 1), ("told", 0)):
+        found = with_operator(2)
+        if first == "told":
+            found.told(1, T0)
+        found.failed(0, [failure(0, 9)], T0)
+        if first == "failed":
+            found.told(1, T0)
+        taken(found)
+        found.stopped(0, [failure(0, 9)], T0)
+        found.lost(1, T0)
+        assert found.restarts == charged, first
+
+
+def test_the_replacement_may_come_before_the_others_have_stopped() -> None:
+    found = with_operator(3)
+    found.told(1, T0)
+    found.failed(1, [failure(1, 143)], T0)
+    taken(found)
+    found.lost(1, T0)
+    found.joined(1, T0, 0, 1)
+    found.stopped(0, [failure(0, 75)], T0)
+    assert taken(found) == []
+    found.stopped(2, [failure(2, 75)], T0)
+    assert (taken(found), found.restarts) == ([Start(1)], 0)
+    assert found.said == "node 1 was told to stop"
+
+
+def test_all_ranks_have_ended_well_is_not_forgotten_for_a_node_that_is_told() -> None:
+    found = with_operator(2)
+    found.finished(0, T0)
+    found.told(1, T0)
+    found.finished(1, T0)
+    assert taken(found) == [End(0, None, "all ranks have ended")]
+
+
+# ---- the user's and the operator's word -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "order", "charged"),
+    [(3, End, ""), (4, Start, "infrastructure"), (5, Start, "application"), (127, Start, "application")],
+)
+def test_the_users_failure_policy_decides_by_the_exit_code(code: int, order: type, charged: str) -> None:
+    rules_ = (PolicyRule("FailJob", frozenset({3}), False), PolicyRule("Ignore", frozenset({4}), False),
+              PolicyRule("Count", frozenset({3, 4}), True))  # fmt: skip
+    found = running(1, policy=rules_)
+    found.failed(0, [failure(code=code)], T0)
+    stop(found, [failure(code=code)])
+    assert [type(one) for one in taken(found)] == [order]
+    assert [one["chargedTo"] for one in found.charged] == ([charged] if charged else [])
+
+
+def test_restarts_in_a_row_go_on_from_where_the_operators_stand() -> None:
+    """Else each new pod would begin again without a back-off."""
+    found = Lead(1, Budget(9, 9, 9, 9, in_a_row=4, charged_in_a_row=2), JOIN_SECONDS, T0)
+    found.joined(0, T0)
+    taken(found)
+    assert (found.counts["inARow"], found.counts["chargedInARow"], found.restarts) == (4, 2, 0)
+    found.failed(0, [failure()], T0)
+    stop(found, [failure()])
+    assert found.deadline == T0 + rules.back_off_seconds(5)
+    assert (found.counts["inARow"], found.counts["chargedInARow"], found.counts["application"]) == (5, 3, 1)
+
+
+def test_the_last_five_failures_are_kept_with_their_class_and_budget() -> None:
+    found, at = running(1, restarts=9), T0
+    for code in range(1, 8):
+        found.failed(0, [failure(code=code)], at)
+        stop(found, [failure(code=code)], at)
+        at += 700  # long enough for each to be forgiven
+        found.tick(at)
+        taken(found)
+    assert [one["exitCode"] for one in found.charged] == [3, 4, 5, 6, 7]
+    assert {(one["class"], one["chargedTo"]) for one in found.charged} == {("application", "application")}

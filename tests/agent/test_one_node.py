@@ -73,7 +73,7 @@ def test_what_the_library_says_of_the_failure_reaches_the_pods_message(launcher:
     assert "train.py" in said["traceback"]
 
 
-def test_a_failure_that_was_overcome_leaves_no_message(launcher: Launcher) -> None:
+def test_a_failure_that_was_overcome_leaves_nothing_but_its_cost(launcher: Launcher) -> None:
     script = launcher.script(
         """
         import os, ddpjob.termination
@@ -82,6 +82,13 @@ def test_a_failure_that_was_overcome_leaves_no_message(launcher: Launcher) -> No
         """
     )
     assert launcher.done("--no-preload", script).returncode == 0
+    counts = {"application": 1, "infrastructure": 0, "stall": 0, "inARow": 1, "chargedInARow": 1}
+    account = {"replacement": 0, "generation": 1, "restarts": counts}
+    assert message(launcher) == {"ddpjob": 1, "ended": True, "agent": account}
+
+
+def test_a_job_without_a_failure_leaves_no_message(launcher: Launcher) -> None:
+    assert launcher.done("--no-preload", launcher.script("")).returncode == 0
     assert not (launcher.folder / "termination.json").exists()
 
 

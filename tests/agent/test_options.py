@@ -62,9 +62,11 @@ def test_a_flag_may_be_a_variable(flag: str) -> None:
         ("", {"PET_MAX_RESTARTS": "0"}, (0, 0, 0)),
         ("", {"PET_MAX_RESTARTS": "0", "DDPJOB_RESTARTS_LEFT": "LEFT"}, (2, 99, 10)),
         ("--max-restarts 1", {"PET_MAX_RESTARTS": "0", "DDPJOB_RESTARTS_LEFT": "LEFT"}, (1, 1, 1)),
+        ("--max-restarts 50", {"PET_MAX_RESTARTS": "0", "DDPJOB_RESTARTS_LEFT": "LEFT"}, (2, 50, 10)),
+        ("--max-restarts 0", {"PET_MAX_RESTARTS": "0", "DDPJOB_RESTARTS_LEFT": "LEFT"}, (0, 0, 0)),
     ],
 )
-def test_the_budget_is_the_users_else_what_the_operator_has_left(line: str, environ: Any, budget: Any) -> None:
+def test_the_budget_is_what_the_user_and_the_operator_both_allow(line: str, environ: Any, budget: Any) -> None:
     left = '{"application": 2, "infrastructure": 99, "stall": 10}'
     found = options(f"{line} train.py", **{k: v.replace("LEFT", left) for k, v in environ.items()})
     assert found.budget[:3] == budget
@@ -133,5 +135,38 @@ def test_what_cannot_be_done_is_refused_by_its_name(capsys: Any, line: str, said
     assert said in refusal(capsys, line)
 
 
-def test_a_damaged_budget_is_refused_with_what_it_should_be(capsys: Any) -> None:
-    assert 'is not {"application": 3' in refusal(capsys, "train.py", DDPJOB_RESTARTS_LEFT="3")
+def test_the_operator_says_how_many_restarts_there_were_in_a_row_and_which_pod_this_is() -> None:
+    left = '{"application": 2, "infrastructure": 99, "stall": 10, "inARow": 4, "chargedInARow": 2}'
+    found = options("train.py", DDPJOB_RESTARTS_LEFT=left, DDPJOB_REPLACEMENT="3")
+    assert (found.budget.total, found.budget.in_a_row, found.budget.charged_in_a_row) == (111, 4, 2)
+    assert (found.has_operator, found.replacement) == (True, 3)
+    alone = options("train.py")
+    assert (alone.has_operator, alone.replacement, alone.policy) == (False, 0, ())
+
+
+def test_the_failure_policy_is_read_as_the_operator_writes_it() -> None:
+    found = options("train.py", DDPJOB_FAILURE_POLICY='[{"action": "Ignore", "codes": [3, 4], "notIn": true}]')
+    assert found.policy == (("Ignore", {3, 4}, True),)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("DDPJOB_RESTARTS_LEFT", "3", 'is not {"application": 3'),
+        ("DDPJOB_RESTARTS_LEFT", '{"application": 3}', 'is not {"application": 3'),
+        ("DDPJOB_RESTARTS_LEFT", '{"application": -1, "infrastructure": 1, "stall": 1}', 'is not {"application": 3'),
+        ("DDPJOB_RESTARTS_LEFT", '{"application": "x", "infrastructure": 1, "stall": 1}', 'is not {"application": 3'),
+        ("DDPJOB_FAILURE_POLICY", "{", 'is not [{"action": "FailJob", "codes": [3]'),
+        ("DDPJOB_FAILURE_POLICY", '{"action": "Count"}', "is not [{"),
+        ("DDPJOB_FAILURE_POLICY", '[{"action": "Restart", "codes": [3]}]', "action is FailJob, Ignore or Count"),
+        ("DDPJOB_FAILURE_POLICY", '[{"action": "Count", "codes": ["3"]}]', "is not [{"),
+        ("DDPJOB_REPLACEMENT", "-1", "DDPJOB_REPLACEMENT: '-1' is not 0, 1"),
+        ("DDPJOB_REPLACEMENT", "new", "DDPJOB_REPLACEMENT: 'new' is not 0, 1"),
+    ],
+)
+def test_a_damaged_word_of_the_operator_is_refused_with_what_it_should_be(
+    capsys: Any, name: str, text: str, said: str
+) -> None:
+    found = refusal(capsys, "train.py", **{name: text})
+    assert name in found
+    assert said in found.replace("\n", " ")

@@ -51,40 +51,78 @@ open(f"result-{rank}", "w").write(str(total))
 """
 RESULT = sum(step + sum(rank * step for rank in range(4)) for step in range(60))
 SECONDS_MAX = 100
+LEFT = '{"application": 100, "infrastructure": 100, "stall": 100}'
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3, 4])
-def test_whatever_is_killed_the_job_ends_with_its_result(launcher: Launcher, seed: int) -> None:
+class Pod:
+    """An agent, replaced when it has ended; with an operator each pod of a node has its number."""
+
+    def __init__(self, launcher: Launcher, words: list[object], *, operator: bool) -> None:
+        self._launcher, self._words, self._operator = launcher, words, operator
+        self._replacement = -1
+        self.told = False
+        self.start()
+
+    def start(self) -> None:
+        self._replacement += 1
+        self.told = False
+        own = {"DDPJOB_RESTARTS_LEFT": LEFT, "DDPJOB_REPLACEMENT": str(self._replacement)} if self._operator else {}
+        self.agent = self._launcher.ddprun(*self._words, **own)
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it knows that all ranks of the job have ended well; one that was told may have left before."""
+        return self.agent.poll() == 0 and not self.told
+
+    def tell(self) -> None:
+        """As a drained node does."""
+        self.told = True
+        self.agent.terminate()
+
+
+@pytest.mark.parametrize(
+    ("seed", "operator"), [(1, False), (2, False), (3, True), (4, True), (5, True)], ids=lambda value: str(value)
+)
+def test_whatever_is_killed_the_job_ends_with_its_result(launcher: Launcher, seed: int, operator: bool) -> None:
     chance = random.Random(seed)
     script = launcher.script(TRAIN)
-    port = free_port()
-    group = ["--nnodes", 2, "--master-port", port, "--rdzv-id", launcher.mark, "--max-restarts", 100]
+    group = ["--nnodes", 2, "--master-port", free_port(), "--rdzv-id", launcher.mark, "--max-restarts", 100]
     words = [[*group, "--node-rank", k, "--nproc", 2, "--preload=json", script] for k in range(2)]
-    agents = [launcher.ddprun(*its) for its in words]
+    pods = [Pod(launcher, its, operator=operator) for its in words]
     story: list[str] = []
     kills, began, next_kill = 4, time.monotonic(), time.monotonic() + chance.uniform(0, 1)
     try:
         # One that ends with 0 knows that all ranks have: the other may be killed after that, and needs no successor.
-        while not any(agent.poll() == 0 for agent in agents):
+        while not any(pod.succeeded for pod in pods):
             assert time.monotonic() < began + SECONDS_MAX, f"seed {seed}: it hangs after {story}"
-            for k, agent in enumerate(agents):
-                if agent.poll() not in (None, 0):
-                    story.append(f"node {k} replaced after {agent.returncode}")
-                    agent.communicate()
-                    agents[k] = launcher.ddprun(*words[k])
+            for k, pod in enumerate(pods):
+                if pod.agent.poll() is not None and not pod.succeeded:
+                    story.append(f"node {k} replaced after {pod.agent.returncode}")
+                    pod.agent.communicate()
+                    pod.start()
             if kills and time.monotonic() > next_kill and (alive := launcher.marked()):
-                victim = chance.choice(sorted(alive, key=lambda p: p.pid))
-                story.append(f"kill {said(victim)}")
-                kill(victim)
+                story.append(strike(chance, pods if operator else [], alive))
                 kills, next_kill = kills - 1, time.monotonic() + chance.uniform(0, 1.5)
             time.sleep(0.01)
     finally:
-        for agent in agents:
-            agent.terminate()
-            agent.communicate()
+        for pod in pods:
+            pod.agent.terminate()
+            pod.agent.communicate()
     for folder in (launcher.folder / "tmp").iterdir():  # who is killed cannot clean up
         subprocess.run(["rm", "-r", folder], check=True)
     assert [(launcher.folder / f"result-{rank}").read_text() for rank in range(4)] == [str(RESULT)] * 4, story
+
+
+def strike(chance: random.Random, told: list[Pod], alive: list[psutil.Process]) -> str:
+    """Kill any process, or tell one of these agents; what was done."""
+    if told and chance.random() < 0.25:
+        k = chance.randrange(len(told))
+        told[k].tell()
+        return f"tell node {k}"
+    victim = chance.choice(sorted(alive, key=lambda p: p.pid))
+    what = f"kill {said(victim)}"
+    kill(victim)
+    return what
 
 
 def said(process: psutil.Process) -> str:

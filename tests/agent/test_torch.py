@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from agents import Launcher, finish
+from agents import Launcher, finish, forget_torchs_own
 
 PRINT_ENVIRON = """
 import json, os
@@ -15,7 +15,7 @@ json.dump(dict(os.environ), open(f"environ-{os.environ['RANK']}.json", "w"))
 """
 # What differs on purpose: ddprun has no store of its own, restarts by itself, and gives each rank a file for its words.
 OWN = {"TORCHELASTIC_USE_AGENT_STORE": ("False", "True"), "TORCHELASTIC_MAX_RESTARTS": ("3", "0")}
-ADDED = {"DDPJOB_TERMINATION_LOG"}
+ADDED = {"DDPJOB_TERMINATION_LOG", "DDPJOB_BEATS", "DDPJOB_GENERATION"}
 EACH_RUN = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MASTER_ADDR"}
 
 
@@ -105,9 +105,3 @@ def test_no_module_of_the_agent_imports_torch_or_what_is_not_in_the_standard_lib
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     foreign = {name.partition(".")[0] for name in said.stdout.split()} - set(sys.stdlib_module_names) - {"ddpjob"}
     assert foreign == set()
-
-
-def forget_torchs_own(launcher: Launcher) -> None:
-    """torchrun leaves its log folder, and torch._dynamo the one of its cache."""
-    for folder in (launcher.folder / "tmp").glob("torch*"):
-        subprocess.run(["rm", "-r", folder], check=True)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 from clusters import kubectl, until
-from pods import RELEASE, ROOT, Space, helm, job, trainer
+from pods import RELEASE, ROOT, Space, charged, helm, job, result, says, trainer, uids
 
 pytestmark = pytest.mark.timeout(300)  # jobs of several tests run side by side, on whatever machine
 BreakNode = Callable[[str, str], None]
@@ -436,14 +436,6 @@ def digits(name: str) -> dict[str, Any]:
     return body
 
 
-def result(space: Space, pod: str) -> dict[str, Any]:
-    """The last line of the example: accuracy and the hash of all parameters."""
-    log = space.kubectl("logs", pod)
-    line = next(line for line in log.splitlines() if '"event": "done"' in line)
-    found: dict[str, Any] = json.loads(line[line.index("{") :])
-    return found
-
-
 @pytest.fixture(scope="module")
 def trainings(jobs: Space) -> Space:
     """Three trainings of digits side by side, for torch takes its time to import; one is left alone."""
@@ -481,16 +473,6 @@ def test_training_whose_pod_is_deleted_stops_at_one_step_and_is_not_charged(trai
 
 
 # ---------------------------------------------------------------- helpers
-
-
-def charged(status: Status) -> tuple[int, int, int]:
-    restarts = status["restarts"]
-    return (restarts["application"], restarts["infrastructure"], restarts["stall"])
-
-
-def says(space: Space, pod: str, word: str) -> None:
-    """Waits for a word in its log."""
-    until(lambda: word in space.kubectl("logs", pod, check=False), f"{pod} says {word}", 60)
 
 
 def created(space: Space, pod: str) -> str:
@@ -548,10 +530,6 @@ def running_on(node: str, space: Space) -> set[str]:
     """The pods of a namespace that really run on a node, also those that the API server knows no more."""
     found = json.loads(kubectl("get", "--raw", f"/api/v1/nodes/{node}/proxy/runningpods/"))["items"] or []
     return {p["metadata"]["name"] for p in found if p["metadata"]["namespace"] == space.name}
-
-
-def uids(space: Space, name: str) -> dict[str, str]:
-    return {n: p["metadata"]["uid"] for n, p in space.pods(name).items()}
 
 
 def leader(operator: str) -> tuple[str, str]:

@@ -67,6 +67,12 @@ def finish(process: subprocess.Popen[Any], seconds: float = SECONDS_MAX) -> subp
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+def forget_torchs_own(launcher: Launcher) -> None:
+    """torchrun leaves its log folder, and torch._dynamo the one of its cache."""
+    for folder in (launcher.folder / "tmp").glob("torch*"):
+        subprocess.run(["rm", "-r", folder], check=True)
+
+
 def free_port() -> int:
     with socket.socket() as any_port:
         any_port.bind(("127.0.0.1", 0))

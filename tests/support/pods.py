@@ -146,3 +146,27 @@ def job(name: str, script: str = "", *, resources: dict[str, Any] | None = None,
         "metadata": {"name": name},
         "spec": {"nodes": 2, "template": {"spec": pod}} | spec,
     }
+
+
+def result(space: Space, pod: str) -> dict[str, Any]:
+    """The last line of the example: accuracy and the hash of all parameters."""
+    log = space.kubectl("logs", pod)
+    line = next(line for line in log.splitlines() if '"event": "done"' in line)
+    found: dict[str, Any] = json.loads(line[line.index("{") :])
+    return found
+
+
+def charged(status: dict[str, Any]) -> tuple[int, int, int]:
+    """Restarts charged to application, infrastructure and stall."""
+    restarts = status["restarts"]
+    return (restarts["application"], restarts["infrastructure"], restarts["stall"])
+
+
+def says(space: Space, pod: str, word: str) -> None:
+    """Waits for a word in its log."""
+    until(lambda: word in space.kubectl("logs", pod, check=False), f"{pod} says {word}", 60)
+
+
+def uids(space: Space, name: str) -> dict[str, str]:
+    """The pods of a job."""
+    return {n: p["metadata"]["uid"] for n, p in space.pods(name).items()}

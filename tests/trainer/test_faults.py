@@ -45,6 +45,15 @@ def test_another_rank_and_another_attempt_are_left_alone(train):
     assert train([{**three, "attempt": 2}], RANK=3, WORLD_SIZE=4, DDPJOB_ATTEMPT=2)[1] == 3
 
 
+def test_a_fault_belongs_to_one_generation_of_ranks_by_default_the_first(train):
+    fault = {"rank": 0, "step": 3, "exit": 3}
+    again = {"DDPJOB_GENERATION": 1, "TORCHELASTIC_RESTART_COUNT": 1}
+    assert train([fault], DDPJOB_GENERATION=0)[1] == 3
+    assert train([fault], **again)[1] == 0, "the ranks that start again in the pod must succeed"
+    assert train([fault], TORCHELASTIC_RESTART_COUNT=1)[1] == 0, "torchrun's own restarts too"
+    assert train([{**fault, "generation": 1}], **again)[1] == 3
+
+
 def test_a_rank_that_hangs_goes_on_reporting_and_makes_no_step(receiver, start_script):
     hang = json.dumps([{"rank": 0, "step": 3, "hang": True}])
     process = start_script(TRAIN, DDPJOB_FAULTS=hang, DDPJOB_STATUS_URL=receiver.url, DDPJOB_STATUS_INTERVAL="0.02")

@@ -182,6 +182,17 @@ def test_a_new_attempt_may_use_the_file_that_a_crashed_one_left(end_ranks, meeti
         assert [outcome.exit_code for outcome in end_ranks(body, 2)] == [code, code]
 
 
+def test_a_new_generation_may_use_the_file_that_the_one_before_left(end_ranks, meeting_file, monkeypatch):
+    def body(rank: int) -> None:
+        ddpjob.init(init_method=meeting_file, rank=rank, world_size=2)
+        if os.environ["DDPJOB_GENERATION"] == "0":
+            os._exit(1)
+
+    for generation, code in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("DDPJOB_GENERATION", generation)
+        assert [outcome.exit_code for outcome in end_ranks(body, 2)] == [code, code]
+
+
 def test_ranks_that_chose_different_backends_are_told_so(end_ranks, meeting_file, monkeypatch):
     def body(rank: int) -> None:
         monkeypatch.setattr(init_file, "choose", lambda *args: (("gloo", "nccl")[rank], torch.device("cpu")))

@@ -34,8 +34,9 @@ def steps(folder: Path) -> list[int]:
 def attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """A Snapshot as the processes of that attempt of the job see it."""
 
-    def make(number: int, job: str = "uid-1", keep: int = 3) -> ddpjob.Snapshot:
+    def make(number: int, job: str = "uid-1", keep: int = 3, generation: int = 0) -> ddpjob.Snapshot:
         monkeypatch.setenv("DDPJOB_UID", job)
+        monkeypatch.setenv("DDPJOB_GENERATION", str(generation))
         monkeypatch.setenv("DDPJOB_ATTEMPT", str(number))
         snapshot = ddpjob.Snapshot(tmp_path / "s", keep=keep)
         snapshot.load()
@@ -427,6 +428,28 @@ def test_the_same_attempt_may_restart_in_place_and_a_new_job_takes_the_folder_ov
     assert new_job.load() == 20
     saved(new_job, 21)
     assert attempt(2, job="uid-2").load() == 21
+
+
+def test_an_old_generation_is_refused_like_an_old_attempt(attempt, tmp_path):
+    zombie = attempt(1)
+    saved(zombie, 10)
+    saved(attempt(1, generation=1), 5)
+    with pytest.raises(ddpjob.Superseded, match=r"attempt 1, generation 1 of job uid-1.*of attempt 1, must end"):
+        zombie.save(500)
+    with pytest.raises(ddpjob.Superseded):
+        attempt(1)
+    assert attempt(1, generation=2).load() == 5
+    assert attempt(2).load() == 5, "a new attempt counts its generations from 0"
+    with pytest.raises(ddpjob.Superseded):
+        attempt(1, generation=3)
+
+
+def test_a_folder_of_an_older_version_which_knew_no_generations_is_read_and_written(attempt, tmp_path):
+    saved(attempt(1), 10)
+    assert (tmp_path / "s" / "writer-000001.json").read_text() == '{"job": "uid-1", "attempt": 1}'
+    saved(attempt(1), 11)
+    assert not (tmp_path / "s" / "writer-000002.json").exists()
+    assert attempt(1, generation=1).load() == 11
 
 
 def test_two_processes_cannot_take_the_same_number(tmp_path):

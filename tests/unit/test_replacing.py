@@ -48,6 +48,21 @@ def test_under_torchrun_the_whole_group_is_made_anew() -> None:
     assert (world.status.attempt, world.status.replacements) == (2, {})
 
 
+def test_nodes_that_are_lost_one_after_the_other_are_not_all_replaced_within_one_attempt() -> None:
+    world = digits(container=DDPRUN, nodes=2).running().node_lost(1).after(31).settle()
+    assert (world.status.attempt, world.status.replacements) == (1, {"1": 1})
+    world.nodes = {}  # the new pod is on another node
+    world.runs(1).settle().node_lost(0).after(31).restarted()
+    assert world.status.attempt == 2, "where they are both may train on, and only a new attempt keeps them from harm"
+
+
+def test_when_the_last_of_the_first_pods_is_lost_all_start_anew() -> None:
+    world = digits(container=DDPRUN, nodes=2).running().exits(1, code=137).settle().runs(1).settle()
+    assert world.status.replacements == {"1": 1}
+    world.exits(0, code=137).restarted()
+    assert world.status.attempt == 2, "nobody who waits knows which generations there were"
+
+
 def test_the_pod_of_a_lost_node_is_replaced_elsewhere_and_its_object_is_let_go() -> None:
     world = trained().node_lost(1).after(31).settle()
     assert "digits-1-1" not in world.names(), "it would answer to the rank's name"
@@ -194,9 +209,26 @@ def test_the_agent_that_replaces_node_0_counts_from_nothing() -> None:
     world.agent = said(1, replacement=1)
     world.settle()
     assert counted(world) == (4, 0)
+    assert words(world).count("RestartedInPlace") == 2
     world.agent = said(2)  # late news of the one before
     world.settle()
     assert counted(world) == (4, 0)
+
+
+def test_a_pod_whose_agent_has_spoken_is_not_made_again_under_its_name() -> None:
+    world = digits(container=DDPRUN, nodes=3).started()
+    world.agent = said(1)  # the watch of pods is late
+    world.settle().vanishes(0).settle().after(2).settle()
+    assert "digits-1-0" not in world.names()
+    assert "digits-1-0-r1" in world.names()
+
+
+def test_what_was_said_before_a_suspension_is_not_counted_again_after_it() -> None:
+    world = trained()
+    world.agent = said(1)
+    world.settle().change(suspend=True).settle().stops_all().settle()
+    world.change(suspend=False).step()
+    assert (world.status.attempt, counted(world)) == (2, (1, 0))
 
 
 def test_an_agent_that_reached_nobody_says_it_with_its_last_word() -> None:
@@ -214,6 +246,7 @@ def test_news_of_an_older_failure_do_not_settle_the_one_that_is_being_settled() 
     world.settle()
     assert world.status.last_failure is not None
     assert world.status.last_failure.pod == "digits-1-1"
+    assert world.events[-1].message == "all ranks have started again in their pods (restart 1 in place)"
     assert counted(world) == (1, 0)
     world.stops(1).settle()
     assert world.status.replacements == {"1": 1}
@@ -229,6 +262,20 @@ def test_a_stall_is_the_agents_first_and_the_operators_when_no_agent_finds_it() 
         world.reports_step(7).after(5).settle()
     assert world.status.last_failure is not None
     assert world.status.last_failure.reason == "Stalled"
+
+
+def test_a_stall_that_is_one_too_many_for_the_agent_is_a_stall_for_the_operator_too() -> None:
+    world = trained()
+    counts = {"application": 0, "infrastructure": 0, "stall": 10, "inARow": 10, "chargedInARow": 10}
+    agent = {"replacement": 0, "generation": 10, "restarts": counts}
+    why = "made no step for 300 s: rank 1 stands at collective 41"
+    world.exits(0, code=75, message=ended(agent=agent)).exits(2, code=75, message=ended())
+    world.exits(1, code=75, message=ended(rank=1, exitCode=75, exception=why, stalled=True)).settle()
+    assert (world.status.state, world.status.reason) == ("Failed", "TooManyStalls")
+    failure = world.status.last_failure
+    assert failure is not None
+    assert (failure.reason, failure.failure_class, failure.rank) == ("Stalled", "stall", 1)
+    assert why in world.status.message
 
 
 # ---------------------------------------------------------------- what a pod is told
@@ -300,3 +347,12 @@ def test_a_node_that_the_pre_flight_finds_bad_is_avoided_at_once_and_nobody_pays
     assert failure is not None
     assert (failure.reason, failure.failure_class, failure.rank) == ("PreflightFailed", "infrastructure", None)
     assert f"did not begin to train ({slow})" in world.status.failures[-1].message
+
+
+def test_after_two_infrastructure_failures_the_new_pods_check_themselves_first() -> None:
+    world = digits(container=DDPRUN, nodes=2).running()
+    assert "DDPJOB_PREFLIGHT" not in variables(world)
+    for attempt in (1, 2):
+        assert world.status.attempt == attempt
+        world.evicted(0, "Evicted").evicted(1, "Evicted").settle().after(10).settle().runs(0, 1).settle()
+    assert variables(world)["DDPJOB_PREFLIGHT"] == "1"

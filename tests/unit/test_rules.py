@@ -42,6 +42,9 @@ CLASSES: dict[str, tuple[Evidence, rules.Class]] = {
     "a kill that is not called out of memory": (Evidence(exit_code=137), "application"),
     "nothing known is the application's": (Evidence(), "application"),
     "the kernel's out of memory": (Evidence(exit_code=137, reason="OOMKilled"), "outOfMemory"),
+    "one rank out of memory, as ddprun says it": (
+        Evidence(137, exception="out of memory: killed by the kernel"), "outOfMemory"
+    ),
     "one rank out of memory, for which torchrun ends with 1": (Evidence(1, reason="OOMKilled"), "outOfMemory"),
     "out of a GPU's memory": (Evidence(1, exception="torch.OutOfMemoryError: CUDA out of memory."), "outOfMemory"),
     "out of a GPU's memory, in older words": (Evidence(exception="torch.cuda.OutOfMemoryError: x"), "outOfMemory"),

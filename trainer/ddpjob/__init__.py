@@ -1,7 +1,8 @@
 """DDPJob's trainer library: what runs inside the training process. It needs torch and nothing else.
 
 Start a group with `init`, share the data with `GlobalBatchSampler` and `accumulate`, keep the state with `Snapshot`,
-say how far training is with `progress`, and stop in order with `should_stop`. All names are loaded on first use:
+say how far training is with `progress`, stop in order with `should_stop`, and see with `check_replicas` that all ranks
+are equal. All names are loaded on first use:
 `import ddpjob` itself imports no torch, because the command line is installed without it.
 """
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
         ConfigurationError,
         DDPJobError,
         RendezvousError,
+        ReplicasDifferError,
         SnapshotError,
         StateError,
         Superseded,
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     )
     from .init import World, init
     from .progress import pause, progress
+    from .replicas import check_replicas
     from .snapshot import Snapshot
     from .stop import Stopped, ignore_sigterm, should_stop
 
@@ -34,6 +37,7 @@ __all__ = [
     "GlobalBatchSampler",
     "Partition",
     "RendezvousError",
+    "ReplicasDifferError",
     "Snapshot",
     "SnapshotError",
     "StateError",
@@ -42,6 +46,7 @@ __all__ = [
     "UnsupportedError",
     "World",
     "accumulate",
+    "check_replicas",
     "ignore_sigterm",
     "init",
     "pause",
@@ -61,6 +66,7 @@ _HOME = {
     "Stopped": "stop",
     "pause": "progress",
     "progress": "progress",
+    "check_replicas": "replicas",
     "ignore_sigterm": "stop",
     "should_stop": "stop",
 }

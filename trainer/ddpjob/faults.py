@@ -1,10 +1,11 @@
 """Faults on purpose: `ddpjob run --fail` orders them through DDPJOB_FAULTS, and `progress` obeys at the step.
 
     [{"rank": 3, "step": 50, "signal": "SEGV"}, {"rank": 1, "step": 40, "exit": 3},
-     {"rank": 0, "step": 30, "hang": true, "attempt": 2}]
+     {"rank": 0, "step": 30, "hang": true, "attempt": 2, "generation": 1}]
 
-A fault belongs to one attempt, by default the first: the training that follows it is to succeed. Its step is the first
-that this rank reports at or after it. What cannot be understood is said once on stderr and left out.
+A fault belongs to one attempt, by default the first, and in it to one generation of ranks, by default 0, the first (the
+others are started in the same pods): the training that follows it is to succeed. Its step is the first that this rank
+reports at or after it. What cannot be understood is said once on stderr and left out.
 """
 
 import json
@@ -25,7 +26,7 @@ class Fault(NamedTuple):
 
 
 def ordered(environ: Mapping[str, str], rank: int) -> list[Fault]:
-    """The faults of this rank in this attempt."""
+    """The faults of this rank in this attempt and generation."""
     text = environ.get("DDPJOB_FAULTS")
     if not text:
         return []
@@ -33,13 +34,14 @@ def ordered(environ: Mapping[str, str], rank: int) -> list[Fault]:
     misread = [json.dumps(entry)[:200] for entry, fault in read if fault is None]
     if misread:
         print(
-            f"ddpjob: DDPJOB_FAULTS: {', '.join(misread)} left out: a fault has rank, step, perhaps attempt, and one "
-            f"of signal (a name), exit (1 to 255), hang (true)",
+            f"ddpjob: DDPJOB_FAULTS: {', '.join(misread)} left out: a fault has rank, step, perhaps attempt and "
+            f"generation, and one of signal (a name), exit (1 to 255), hang (true)",
             file=sys.stderr,
             flush=True,
         )
-    mine = (rank, environ.get("DDPJOB_ATTEMPT") or "1")
-    return [fault for entry, fault in read if fault and (entry["rank"], str(entry.get("attempt", 1))) == mine]
+    generation = environ.get("DDPJOB_GENERATION") or environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
+    mine = (rank, environ.get("DDPJOB_ATTEMPT") or "1", generation)
+    return [fault for entry, fault in read if fault and _belongs_to(entry) == mine]
 
 
 def obey(faults: list[Fault], step: int) -> list[Fault]:
@@ -48,6 +50,10 @@ def obey(faults: list[Fault], step: int) -> list[Fault]:
     for fault in due:
         _break(fault)
     return [fault for fault in faults if fault not in due]
+
+
+def _belongs_to(entry: dict[str, Any]) -> tuple[Any, str, str]:
+    return entry["rank"], str(entry.get("attempt", 1)), str(entry.get("generation", 0))
 
 
 def _entries(text: str) -> list[Any]:
@@ -61,7 +67,7 @@ def _entries(text: str) -> list[Any]:
 def _fault(entry: Any) -> Fault | None:
     """None for what is no fault."""
     try:
-        (kind,) = set(entry) - {"rank", "step", "attempt"}
+        (kind,) = set(entry) - {"rank", "step", "attempt", "generation"}
         entry["rank"]
         return Fault(int(entry["step"]), kind, _value(kind, entry[kind]))
     except (KeyError, TypeError, ValueError, AttributeError):

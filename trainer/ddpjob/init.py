@@ -341,7 +341,10 @@ def _prefix(environ: Mapping[str, str]) -> str:
 
 
 def _attempt_prefix(environ: Mapping[str, str]) -> str:
-    return f"ddpjob/{environ.get('DDPJOB_UID', '')}/{environ.get('DDPJOB_ATTEMPT', '1')}"
+    """Under ddprun of this generation; not by TORCHELASTIC_RESTART_COUNT, which torchrun counts on each node alone."""
+    generation = environ.get("DDPJOB_GENERATION", "0")
+    attempt = environ.get("DDPJOB_ATTEMPT", "1") + (f".{generation}" if generation != "0" else "")
+    return f"ddpjob/{environ.get('DDPJOB_UID', '')}/{attempt}"
 
 
 def _meet(where: str, place: Place, timeout: timedelta) -> Store:

@@ -27,7 +27,7 @@ from time import monotonic
 from typing import Any, Literal, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
-from . import faults, termination
+from . import cells, faults, termination, watchdog
 from .errors import ConfigurationError
 
 METRICS_MAX = 16
@@ -37,6 +37,7 @@ BACKOFF_SECONDS_MAX = 60.0
 POST_TIMEOUT_SECONDS = 5.0
 FINAL_FLUSH_SECONDS = 1.0
 PHASES_DECLARED = ("save", "evaluate")
+_STEP = cells.STEP
 RATE_WINDOW_POSTS = 12  # a minute at the default interval: steady enough for an ETA, quick enough to see a slow-down
 
 # (step, total, samples, metrics, when) of the last call. Assigned as one tuple: the poster needs no lock to read it.
@@ -45,6 +46,7 @@ _attentive = True  # the first call starts what there is to start; later ones on
 _begun = False  # what the first call starts is there
 _stepping = False
 _paused: str | None = None
+_cells = watchdog.private_cells()  # where ddprun's watchdog reads; this process's own until the first call
 
 
 def progress(step: int, total: int | None = None, samples: int | None = None, **metrics: Any) -> None:
@@ -60,6 +62,10 @@ def progress(step: int, total: int | None = None, samples: int | None = None, **
     """
     global _latest
     _latest = (step, total, samples, metrics, monotonic())
+    try:
+        _cells[_STEP] = step
+    except (TypeError, ValueError):
+        _beat_with(step)
     if _attentive:
         _attend(step)
 
@@ -77,10 +83,12 @@ def pause(phase: Literal["save", "evaluate"]) -> Iterator[None]:
     if phase not in PHASES_DECLARED:
         raise ConfigurationError(f"phase: {phase!r} is none of {', '.join(PHASES_DECLARED)}.")
     before, _paused = _paused, phase
+    _cells[cells.PHASE] = _phase()
     try:
         yield
     finally:
         _paused = before
+        _cells[cells.PHASE] = _phase()
 
 
 def announce(step: int = 0) -> None:
@@ -88,6 +96,7 @@ def announce(step: int = 0) -> None:
     global _latest
     if not _stepping:
         _latest = (step, None, None, {}, monotonic())
+        _beat(step)
         _post_now()
         with contextlib.suppress(Exception):
             termination.install()
@@ -99,9 +108,11 @@ def latest_step() -> int:
 
 
 def flush(timeout_seconds: float = FINAL_FLUSH_SECONDS) -> None:
-    """Send the last values as final and stop posting until `progress` is called again; waits at most that long."""
+    """Send the last values as final and stop posting, and beating, until `progress` is called again; waits at most
+    that long."""
     global _reporter, _attentive, _begun
     reporter, _reporter, _attentive, _begun = _reporter, None, True, False
+    _cells[cells.PHASE] = 0
     if reporter is not None:
         reporter.finish(timeout_seconds)
 
@@ -120,6 +131,7 @@ def _attend(step: int) -> None:
     global _attentive, _begun, _stepping, _faults
     if not _begun:
         _begun = _stepping = True
+        _beat(step)
         with contextlib.suppress(Exception):
             _first_step_is_made()
             termination.install()
@@ -128,6 +140,27 @@ def _attend(step: int) -> None:
     _attentive = bool(_faults)
     if _faults:
         _faults = faults.obey(_faults, step)
+
+
+def _beat(step: int) -> None:
+    """Begin to say to ddprun's watchdog where this process stands."""
+    global _cells
+    _cells = watchdog.begin()
+    _beat_with(step)
+    _cells[cells.PHASE] = _phase()
+
+
+def _beat_with(step: Any) -> None:
+    """A float, or whatever it is: what is called at every step must not look as if it stood still."""
+    try:
+        _cells[_STEP] = int(step)
+    except Exception:
+        _cells[_STEP] += 1
+
+
+def _phase() -> int:
+    """Where training is, in cells.PHASES."""
+    return cells.PHASES.index(_paused or ("train" if _stepping else "start" if _latest else ""))
 
 
 def _post_now() -> None:
@@ -379,9 +412,10 @@ _faults: list[faults.Fault] = []
 
 def _forget_in_child() -> None:
     """A forked child has no posting thread, and is a process of its own: its first call starts anew."""
-    global _latest, _reporter, _attentive, _begun, _stepping, _paused, _faults
+    global _latest, _reporter, _attentive, _begun, _stepping, _paused, _faults, _cells
     _latest, _reporter, _paused, _faults = None, None, None, []
     _attentive, _begun, _stepping = True, False, False
+    _cells = watchdog.private_cells()  # its parent speaks for the rank
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

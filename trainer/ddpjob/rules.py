@@ -45,7 +45,10 @@ SYMPTOMS = re.compile(
 )
 # Only torch speaks of peers: a database that refuses a connection is a ConnectionRefusedError, and no lost rank.
 FROM_TORCH = re.compile(r"(?:\w+(?:\.|::))*(?:RuntimeError|Dist\w*Error|Rendezvous\w*Error)\b|gloo::|c10d?::")
-OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|^MemoryError|DefaultCPUAllocator: can't allocate memory")
+# torch's, Python's, and the agent's of a SIGKILL by the kernel (agent/memory.py).
+OUT_OF_MEMORY = re.compile(
+    r"OutOfMemoryError|^MemoryError|DefaultCPUAllocator: can't allocate memory|^out of memory: killed by the kernel"
+)
 # A GPU that has failed, and not the program on it. From NVIDIA's and PyTorch's texts; no such GPU was here.
 DEVICE = re.compile(
     r"uncorrectable (?:ECC|NVLink) error|CUDA-capable device\(s\) is/are busy or unavailable"

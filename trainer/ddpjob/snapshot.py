@@ -2,12 +2,14 @@
 
 Files, all in one folder:
     step-000000000312.writer-000003.9f86d081884c7d65.pt   a state; readable with torch.load(weights_only=True)
-    writer-000003.json                                    who the third writer is: {"job": uid, "attempt": 2}
+    writer-000003.json                                    who the third writer is: {"job": uid, "attempt": 2}, and
+                                                          "generation" where ranks were started again in their pods
     .tmp-000003-4711-1                                    a file being written, or left by a crash
 A state's name carries its step, its writer and the first 16 hexadecimal digits of its bytes' SHA-256. The name appears
 by rename, after fsync: a file under such a name is complete, or was damaged later, which the digest shows.
 
-Fencing. Every attempt of a job that touches the folder takes the next writer number, once, by an exclusive create. The
+Fencing. Every attempt of a job that touches the folder, and under ddprun every generation of its ranks, takes the next
+writer number, once, by an exclusive create. The
 newest state is that of the highest (writer, step), never of the highest step alone, and names of two writers never
 meet: what a process of an old attempt writes late can neither overwrite nor hide a newer attempt's state. Besides, it
 looks for a higher number before it writes, publishes and prunes, and ends with Superseded. What stays open between the
@@ -76,6 +78,7 @@ class Snapshot:
         self._world = world or active()
         self._job = os.environ.get("DDPJOB_UID", "")
         self._attempt = self._world.attempt if self._world is not None else int(os.environ.get("DDPJOB_ATTEMPT") or 1)
+        self._generation = int(os.environ.get("DDPJOB_GENERATION") or 0)
         self._writer: int | None = None
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
@@ -197,17 +200,19 @@ class Snapshot:
     # ---- who may write -------------------------------------------------------------------------------------
 
     def _claim(self) -> int:
-        """This attempt's writer number: taken once, the next after the highest in the folder."""
+        """The writer number of this attempt and generation: taken once, the next after the highest in the folder."""
         if self._writer is not None:
             return self._writer
         me: dict[str, Any] = {"job": self._job, "attempt": self._attempt}
+        if self._generation:  # as before where there is none: an older version reads it
+            me["generation"] = self._generation
         _make_folder(self.folder)
         while True:
             highest = _highest_writer(self.folder)
             there = _who_is(self.folder, highest)
-            if there == me:  # restarted within the attempt, or a second Snapshot of this process
+            if there == me:  # restarted by another launcher, or a second Snapshot of this process
                 break
-            if there is not None and there["job"] == me["job"] and there["attempt"] > me["attempt"]:
+            if there is not None and there["job"] == me["job"] and _life(there) > _life(me):
                 raise self._superseded()
             if _create_exclusively(self.folder, highest + 1, json.dumps(me)):
                 highest += 1
@@ -221,10 +226,11 @@ class Snapshot:
 
     def _superseded(self) -> Superseded:
         there = _who_is(self.folder, _highest_writer(self.folder))
-        who = "a newer writer" if there is None else f"attempt {there['attempt']} of job {there['job'] or '(unnamed)'}"
-        return Superseded(
-            f"snapshot folder {self.folder} belongs to {who} now: this process, of attempt {self._attempt}, must end."
-        )
+        who = "a newer writer"
+        if there is not None:
+            who = f"{_life_named(*_life(there))} of job {there['job'] or '(unnamed)'}"
+        mine = _life_named(self._attempt, self._generation)
+        return Superseded(f"snapshot folder {self.folder} belongs to {who} now: this process, of {mine}, must end.")
 
     # ---- load ----------------------------------------------------------------------------------------------
 
@@ -435,6 +441,15 @@ def _who_is(folder: Path, writer: int) -> dict[str, Any] | None:
         return dict(json.loads((folder / f"writer-{writer:06d}.json").read_text()))
     except (OSError, ValueError):
         return None
+
+
+def _life(writer: Mapping[str, Any]) -> tuple[int, int]:
+    """Attempt and generation; a writer of an older version knows no generation."""
+    return int(writer["attempt"]), int(writer.get("generation", 0))
+
+
+def _life_named(attempt: int, generation: int) -> str:
+    return f"attempt {attempt}" + (f", generation {generation}" if generation else "")
 
 
 def _create_exclusively(folder: Path, writer: int, content: str) -> bool:

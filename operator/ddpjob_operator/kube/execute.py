@@ -71,6 +71,8 @@ class Executor:
         """
         if todo.status is not None:
             await self._record(job, todo.status)
+            # A pod is told what is left of the budgets, and this may be the look that has counted a restart in place.
+            job = msgspec.structs.replace(job, status=todo.status)
         await _all(self._delete(job, a) for a in todo.actions if isinstance(a, DeletePod))
         await self._create_all(job, todo.actions, memory)
         for action in todo.actions:

@@ -209,7 +209,8 @@ def restart_parts(status: api.Status) -> list[str]:
     if not total:
         return []
     lost = status.goodput.lost_steps if status.goodput else 0
-    return [f"{total} restart{'s' if total > 1 else ''}" + (f", {lost} step{'s' if lost > 1 else ''} repeated" if lost else "")]
+    repeated = f", {lost} step{'s' if lost > 1 else ''} repeated" if lost else ""
+    return [f"{total} restart{'s' if total > 1 else ''}{repeated}"]
 
 
 def table(job: api.DDPJob, status: api.Status, pods: Sequence[LocalPod], width: int) -> RenderableType:

@@ -10,6 +10,9 @@ a rank fails, all ranks of the job start again on a new port, led by node 0's ag
     node.py         the ranks of this node                  processes.py    fork, exec, signals, the tree
     forkserver.py   the process with torch in it            preload.py      the agent's end of it
     wire.py         the line between agents                 logs.py         files, tee, filters
+    posting.py      the cost of restarts, to the operator   watching.py     the watchdog: its clock, and its questions
+    beats.py        the memory in which ranks beat          watch.py        what beats prove (pure)
+    standstill.py   which rank holds the others (pure)
 
 Standard library only, and little of it: a job waits for it.
 """

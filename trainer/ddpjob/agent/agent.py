@@ -13,7 +13,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import environment, processes
 from .environment import Life
@@ -22,6 +22,7 @@ from .logs import TAIL_SECONDS, Folder
 from .node import BROKEN_GRACE_SECONDS, Node, say
 from .options import Options
 from .preload import ForkServer
+from .watching import Watching
 
 if TYPE_CHECKING:
     from .following import Following
@@ -57,6 +58,7 @@ class Agent:
         self._heard_by: dict[int, Callable[[], None]] = {}
         self._server = _fork_server(options, environ)
         self.node = Node(options, environ, folder, self._server)
+        self.watching = Watching(self, environ)
         self._told_of_failure = False
         self.settled = True  # whether nothing of the last generation is left here
         self.group: Leading | Following = _group(self)
@@ -96,6 +98,7 @@ class Agent:
         if self.folder.tails:
             self.folder.copy()
         self._report(now)
+        self.watching.turn(now)
         self.group.turn(now)
 
     def _report(self, now: float) -> None:
@@ -108,8 +111,11 @@ class Agent:
         if self.node.running:
             return
         self.settled = True
+        self.watching.end()
         failures = self.node.settle()
         if self.told and self.options.node_rank != 0:
+            if not failures and not self.node.stopped:
+                self.group.finished(now)  # perhaps the last that the job waited for
             self.end(self.code_when_told(), None)
         elif self.node.stopped or failures:
             self.group.stopped(failures, now)
@@ -117,7 +123,8 @@ class Agent:
             self.group.finished(now)
 
     def _milliseconds(self) -> float | None:
-        deadlines = [at for at in (self.node.kill_at if self.node.running else None, self.group.deadline) if at]
+        kill_at = self.node.kill_at if self.node.running else None
+        deadlines = [at for at in (kill_at, self.group.deadline, self.watching.deadline) if at]
         if self.folder.tails:
             deadlines.append(time.monotonic() + TAIL_SECONDS)
         return None if not deadlines else max(0.0, min(deadlines) - time.monotonic()) * 1000 + 1
@@ -135,6 +142,7 @@ class Agent:
             if number in INTERRUPTED:  # a second Ctrl-C is impatience
                 self.node.stop(signal.SIGKILL, 0, now)
             return
+        self.watching.end()
         if self.node.running:
             self.node.tell(number, self.options.shutdown_seconds, now)
         self.group.told(now)
@@ -158,24 +166,35 @@ class Agent:
         """Start the ranks of a generation."""
         self.settled = self._told_of_failure = False
         self.node.start(life)
+        assert self.node.beats is not None, "it has just started"
+        if not life.preflight:
+            self.watching.begin(self.node.beats)
         # Only now: the ranks have not waited for what a failure will need, and a failure shall not wait for it either.
         from .. import rules, termination  # noqa: F401
 
     def stop(self, now: float, *, patient: bool) -> None:
         """End the ranks; `group.stopped` follows, at once where none runs."""
+        self.watching.end()
         if self.node.running:
             self.node.stop(signal.SIGTERM, self.options.shutdown_seconds if patient else BROKEN_GRACE_SECONDS, now)
         elif self.settled:
             self.group.stopped([], now)
 
-    def end(self, code: int, failure: Failure | None) -> None:
-        """It is over: the termination message is left, and `run` returns."""
-        said = self.node.last_words()
-        if self.is_mine(failure):
+    def end(
+        self, code: int, failure: Failure | None, *, ended: bool = False, account: dict[str, Any] | None = None
+    ) -> None:
+        """It is over: the termination message is left, and `run` returns.
+
+        ended: whether the whole group is at its end, by its leader's order; who goes alone is replaced alone.
+        account: of the restarts that node 0 has led.
+        """
+        said = self.node.last_words() if code != 0 else None
+        if code != 0 and self.is_mine(failure):
             assert failure is not None, "it is mine"
             said = {**(said if said is not None and said.get("rank") == failure["rank"] else {}), **failure}
-        if code != 0 and said is not None:
-            leave_message(self.environ.get("DDPJOB_TERMINATION_LOG"), said)
+        group = ({"ended": True} if ended else {}) | ({"agent": account} if account else {})
+        if said is not None or (group and (code != 0 or account)):
+            leave_message(self.environ.get("DDPJOB_TERMINATION_LOG"), {**(said or {}), **group})
         self.code = code
 
     def code_when_told(self) -> int:
@@ -222,7 +241,7 @@ def leave_message(path: str | None, failure: Failure) -> None:
         return
     from ..termination import encode
 
-    body = encode({k: v for k, v in failure.items() if k not in ("node", "vanished")})
+    body = encode({k: v for k, v in failure.items() if k not in ("node", "replacement", "vanished")})
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         try:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from .options import Options
 
+PREFLIGHT = "ddpjob.preflight"
+
 
 class Life(NamedTuple):
     """One generation: one life of all ranks."""
@@ -16,6 +18,13 @@ class Life(NamedTuple):
     """0, 1, …: how often the ranks have been started again."""
     port: int
     """Where rank 0 serves the store; another one in each generation, so that nothing old can join."""
+    preflight: bool = False
+    """Whether the nodes only measure each other: no generation, and it has the number of the one before."""
+
+    @property
+    def name(self) -> str:
+        """Of its folder; a pre-flight may come again under the same number, with a port of its own."""
+        return f"preflight_{self.port}" if self.preflight else str(self.generation)
 
 
 def prepare(options: Options, environ: Mapping[str, str]) -> dict[str, str]:
@@ -55,8 +64,10 @@ def of_rank(options: Options, life: Life, local_rank: int, environ: Mapping[str,
     }
 
 
-def argv_of_rank(options: Options, local_rank: int, environ: Mapping[str, str]) -> list[str]:
+def argv_of_rank(options: Options, life: Life, local_rank: int, environ: Mapping[str, str]) -> list[str]:
     """The command line of a rank that is a process of its own."""
+    if life.preflight:
+        return [python(environ), "-u", "-m", PREFLIGHT]
     words = [options.script, *(substituted(word, local_rank) for word in options.script_args)]
     if options.kind == "program":
         return words

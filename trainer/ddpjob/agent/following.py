@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import processes
@@ -17,7 +18,10 @@ from .wire import Link, Refused, job_key
 
 if TYPE_CHECKING:
     from .agent import Agent
+    from .standstill import Position
+    from .watch import Word
 
+POSITIONS_MAX = 64
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.05, 1.0
 CONNECT_SECONDS = 10.0
 SAID_AFTER_SECONDS = 30.0  # a pod that is a little later than its peers is nothing to speak of
@@ -34,6 +38,7 @@ class Following:
         self._asking = -1  # the pipe of the child that asks for the leader's addresses
         self._addresses: list[tuple[int, Any]] = []
         self._generation = -1
+        self._checking = False  # whether what runs, or ran last, is a pre-flight
         self._alone_since = time.monotonic()
         self._retry_at, self._pause = 0.0, RETRY_SECONDS
         self._call_until = 0.0
@@ -58,16 +63,25 @@ class Following:
 
     def failed(self, failures: list[Failure], _now: float) -> None:
         """A rank of ours has failed."""
-        self._send({"said": "failed", "generation": self._generation, "failures": [_short(f) for f in failures]})
+        self._send({**self._about("failed"), "failures": [_short(f) for f in failures]})
 
     def stopped(self, failures: list[Failure], _now: float) -> None:
         """No rank of ours runs any more."""
-        self._send({"said": "stopped", "generation": self._generation, "failures": [_short(f) for f in failures]})
+        self._send({**self._about("stopped"), "failures": [_short(f) for f in failures]})
 
     def finished(self, _now: float) -> None:
         """All our ranks have ended with 0."""
-        self._done = True
-        self._send({"said": "finished", "generation": self._generation})
+        self._done = not self._checking
+        self._send(self._about("finished"))
+
+    def stood(self, word: Word, _now: float) -> None:
+        """Our ranks get on, or stand still."""
+        self._send({**self._about("stood"), "word": word})
+
+    def answered(self, word: Word, positions: Sequence[Position], _now: float) -> None:
+        """Where our ranks are: those that are furthest behind, as many as a line holds."""
+        behind = sorted(positions, key=lambda p: (p.sequence, p.step))[:POSITIONS_MAX]
+        self._send({**self._about("answered"), "word": word, "positions": behind})
 
     def told(self, _now: float) -> None:
         """This node was told to end; it does so when its ranks have, or at once."""
@@ -89,8 +103,7 @@ class Following:
             return self._lose(f"it has been silent for {SILENT_SECONDS:g} s", now)
         if now >= self._beat_at:
             self._beat_at = now + BEAT_SECONDS
-            if self._welcome:
-                self._send({"beat": 1})
+            self._send({"beat": 1})
         return None
 
     def _hear(self) -> None:
@@ -106,16 +119,21 @@ class Following:
     def _obey(self, message: dict[str, Any], now: float) -> None:
         if "welcome" in message:
             self._welcome, self._said_alone, self._pause = True, False, RETRY_SECONDS
+            # A new pod has to tell it to the next leader if this one is lost before it starts anything here.
+            self._generation = max(self._generation, int(message["generation"]))
             if self._agent.told:
                 self._send({"told": self._agent.told})
         elif "start" in message:
             order = message["start"]
-            life = Life(int(order["generation"]), int(order["port"]))
-            self._generation, self._done = life.generation, False
+            life = Life(int(order["generation"]), int(order["port"]), order.get("preflight") is True)
+            self._generation, self._checking, self._done = life.generation, life.preflight, False
             self._agent.start(life)
         elif "stop" in message:
             if message["stop"]["generation"] == self._generation:
                 self._agent.stop(now, patient=message["stop"]["patient"] is True)
+        elif "ask" in message:
+            if message["ask"]["generation"] == self._generation:
+                self._agent.watching.ask(now)
         elif "end" in message:
             self._end(message["end"])
 
@@ -125,10 +143,13 @@ class Following:
         self._agent.unwatch(self._link.fileno())
         self._link.close()
         self._link = None
-        self._agent.end(self._agent.own_code(order), order.failure)
+        self._agent.end(self._agent.own_code(order), order.failure, ended=True)
+
+    def _about(self, said: str) -> dict[str, Any]:
+        return {"said": said, "generation": self._generation, "step": self._agent.node.furthest_step}
 
     def _send(self, message: dict[str, Any]) -> None:
-        if self._link is not None:
+        if self._link is not None and self._welcome:  # before that nobody listens, and nothing can be proved
             try:
                 self._link.send(message)
             except Refused as error:
@@ -155,7 +176,8 @@ class Following:
             where = f"{self._options.host}:{self._options.port}"
             say(f"node 0 was not reached at {where} for {self._options.join_seconds:g} s")
             self._agent.node.end()
-            return self._agent.end(0 if self._done else RESUMABLE, None)
+            # The others give up as well: a new pod for each, one by one, would meet nobody.
+            return self._agent.end(0 if self._done else RESUMABLE, None, ended=True)
         if not self._said_alone and now >= self._alone_since + SAID_AFTER_SECONDS:
             self._said_alone = True
             say(f"waiting for node 0 at {self._options.host}:{self._options.port}")
@@ -216,7 +238,13 @@ class Following:
             return self._hang_up(now)
         connection, self._calling = self._calling, None
         self._agent.unwatch(connection.fileno())
-        about = {"nodes": self._options.nodes, "nproc": self._options.nproc, "generation": self._generation}
+        about = {
+            "preflight": self._options.preflight and self._generation < 0,
+            "nodes": self._options.nodes,
+            "nproc": self._options.nproc,
+            "generation": self._generation,
+            "replacement": self._options.replacement,
+        }
         key = job_key(self._options.run_id, self._agent.environ)
         self._link = Link(connection, key, node=self._options.node_rank, about=about)
         self._heard_at, self._beat_at = now, now + BEAT_SECONDS

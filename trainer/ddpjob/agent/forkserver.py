@@ -73,6 +73,9 @@ def preload(order: dict[str, Any]) -> dict[str, str]:
             __import__(name)
         except Exception as error:  # noqa: PERF203 - the next may be there
             failed[name] = f"{type(error).__name__}: {error}"
+    if "torch.distributed.distributed_c10d" in sys.modules:
+        with contextlib.suppress(ImportError):
+            import ddpjob.watchdog  # noqa: F401 - what `watch_group` needs
     return failed
 
 
@@ -188,6 +191,7 @@ def become(order: dict[str, Any], run: dict[str, Any]) -> Callable[[], None]:
     sys.argv[:] = run["argv"]
     sys.orig_argv[:] = [sys.executable, "-u", *(["-m"] if module else []), *run["argv"]]
     reseed()
+    watch_group()
     sys.modules["__main__"] = main_module()
     return run_module if module else run_script
 
@@ -200,6 +204,28 @@ def reseed() -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.default_generator.seed()  # of the CPU; those of GPUs are made with CUDA, in the rank
+
+
+def watch_group() -> None:
+    """ddprun's watchdog begins with the first process group, also in a script that does not use the library.
+
+    Not before: it has a thread, and until then a script may fork as it likes. No public hook tells of a new group:
+    where this function of torch has another name, only those are watched that call `ddpjob.init` or `ddpjob.progress`.
+    """
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    update = getattr(c10d, "_update_default_pg", None)
+    if update is None or "DDPJOB_BEATS" not in os.environ:
+        return
+
+    def update_and_watch(group: Any) -> None:
+        update(group)
+        if group is not None:
+            with contextlib.suppress(Exception):
+                import ddpjob.watchdog
+
+                ddpjob.watchdog.begin()
+
+    c10d._update_default_pg = update_and_watch
 
 
 def main_module() -> Any:
@@ -268,17 +294,34 @@ def prctl(option: int, value: int) -> None:
 
 
 def print_without_our_frames() -> None:
-    """An exception's trace begins in the script, as if nothing had called it."""
-    users = sys.excepthook
+    """An exception's trace begins in the script, as if nothing had called it; the agent is told of it."""
+    users, rank = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         sys.excepthook = users
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         error.__traceback__ = sys.last_traceback = trace
+        # A child that was forked by this rank is not the rank. And a KeyboardInterrupt ends Python by SIGINT, but
+        # no longer once the hook has executed source text, as an import of dataclasses does.
+        if os.getpid() == rank and isinstance(error, Exception):
+            with contextlib.suppress(Exception):
+                record(error)
         users(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def record(error: BaseException) -> None:
+    """What torch's `@record` writes of a failure, also for a script without it: a rank's exit code says too little."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.path.exists(path):
+        return
+    from ddpjob.termination import exception_line
+
+    said = {"message": exception_line(error), "extraInfo": {"timestamp": str(int(time.time()))}}
+    with open(path, "w") as file:
+        json.dump({"message": said}, file)
 
 
 if __name__ == "__main__":

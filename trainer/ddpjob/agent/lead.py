@@ -8,17 +8,21 @@ and a job of one node follows the same rules.
     stopping    until every node that is here has said that its ranks are gone
     pausing     the back-off
     over
+
+Where an operator is there, it makes a new pod for one that is lost and charges for it; here is charged what needs none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from .options import Budget
+from .options import Budget, PolicyRule
+from .standstill import Position, Standstill
 
 if TYPE_CHECKING:
     from .. import rules
+    from .watch import Word
 
 Failure = dict[str, Any]  # a termination message (termination.py): rank, exitCode, signal, exception, time, …
 State = Literal["gathering", "running", "stopping", "pausing", "over"]
@@ -28,6 +32,8 @@ class Start(NamedTuple):
     """To every node: start your ranks."""
 
     generation: int
+    preflight: bool = False
+    """Not the script's: they measure the nodes, under the number of the generation before."""
 
 
 class Stop(NamedTuple):
@@ -39,6 +45,12 @@ class Stop(NamedTuple):
     """Whether ranks may have something to save together: they were told to stop and have not lost each other."""
 
 
+class Ask(NamedTuple):
+    """To every node: the group seems to stand still; let each rank say where it is."""
+
+    generation: int
+
+
 class End(NamedTuple):
     """To every node: it is over."""
 
@@ -48,23 +60,53 @@ class End(NamedTuple):
     why: str
 
 
+class Leave(NamedTuple):
+    """To node 0 alone: it goes, for it was told to, and the others wait for its replacement."""
+
+    why: str
+
+
 RESUMABLE = 75  # rules.RESUMABLE_EXIT_CODE; the rules are imported when ranks run, for a job waits for this import
-Order = Start | Stop | End
+CHARGED_MAX = 5
+ANSWER_SECONDS = 3.0  # for what takes an agent one
+PREFLIGHT_SECONDS = 120.0  # it takes some, and as long as its imports
+Order = Start | Stop | Ask | End | Leave
 
 
 class Lead:
     """The state of one job, as its leader knows it."""
 
-    def __init__(self, nodes: int, budget: Budget, join_seconds: float, now: float) -> None:
+    def __init__(
+        self,
+        nodes: int,
+        budget: Budget,
+        join_seconds: float,
+        now: float,
+        *,
+        policy: Sequence[PolicyRule] = (),
+        has_operator: bool = False,
+        preflight: bool = False,
+    ) -> None:
         self.state: State = "gathering"
         self.generation = -1
         self.orders: list[Order] = []
-        self._nodes, self._budget = nodes, budget
+        self.furthest_step = 0  # of all ranks, in all generations
+        self.charged: list[Failure] = []  # the last that cost a restart here, the oldest first
+        self._furthest_before = 0  # this generation
+        self._standstill = Standstill()
+        self._nodes, self._budget, self._policy = nodes, budget, policy
+        self._has_operator = has_operator
+        self._wants_preflight = preflight
+        self._checking = False  # whether it is a pre-flight that runs
         self._join_seconds = join_seconds
         self._here: set[int] = set()
         self._finished: set[int] = set()
         self._stopping: set[int] = set()  # nodes that have not yet said that their ranks are gone
-        self._told = False
+        self._going: set[int] = set()  # nodes that were told to end, and have no new agent yet
+        self._were_told: set[int] = set()  # since this generation began
+        self._told_first = False  # before anything failed: what failed then did because of it
+        self._replacements: dict[int, int] = {}  # by node: which of its pods was here last
+        self._unpaid: Failure | None = None  # a lost node; who is charged is known when it comes again
         self._failures: list[Failure] = []  # as they came: clocks of nodes differ, and jump
         self._history: rules.History | None = None  # nothing has failed
         self.said = ""  # what the last failure was, and what it cost
@@ -78,16 +120,37 @@ class Lead:
         return 0 if self._history is None else self._history.total
 
     @property
+    def counts(self) -> dict[str, int]:
+        """What was charged here, and how many in a row, from where the operator's count stood."""
+        found = self._history
+        return {
+            "application": found.application if found else 0,
+            "infrastructure": found.infrastructure if found else 0,
+            "stall": found.stall if found else 0,
+            "inARow": found.in_a_row if found else self._budget.in_a_row,
+            "chargedInARow": found.charged_in_a_row if found else self._budget.charged_in_a_row,
+        }
+
+    @property
     def deadline(self) -> float | None:
         """When `tick` has something to do."""
         return self._until
 
-    def joined(self, node: int, now: float, generation: int = -1) -> None:
+    def is_outdated(self, node: int, replacement: int) -> bool:
+        """Whether a newer pod of this node has been here: it has its place, and this one is on its way out."""
+        return replacement < self._replacements.get(node, 0)
+
+    def joined(
+        self, node: int, now: float, generation: int = -1, replacement: int = 0, *, preflight: bool = False
+    ) -> None:
         """An agent is here, no rank runs with it, and the last that did were of that generation."""
         assert node not in self._here, "a node is lost before it comes again"
         self._here.add(node)
+        self._going.discard(node)
+        self._replacements[node] = replacement
+        self._wants_preflight |= preflight
         self.generation = max(self.generation, generation)  # a leader that replaces another one goes on from there
-        self._start_if_all_are_here(now)
+        self._go_on_if_all_are_here(now)
 
     def lost(self, node: int, now: float) -> None:
         """An agent is gone, or does not answer."""
@@ -96,10 +159,11 @@ class Lead:
         self._here.discard(node)
         self._stopping.discard(node)
         self._finished.discard(node)
+        vanished = _vanished(node, self._replacements[node])
         if self.state == "running":
-            self._stop([_vanished(node)], now)
+            self._stop([vanished], now)
         elif self.state == "stopping":
-            self._failures.append(_vanished(node))
+            self._failures.append(vanished)
             self._settle_if_all_have_stopped(now)
 
     def failed(self, node: int, failures: list[Failure], now: float) -> None:
@@ -114,7 +178,10 @@ class Lead:
             known = {failure["rank"]: failure for failure in self._failures}
             for failure in failures:
                 if failure["rank"] in known:
-                    known[failure["rank"]].update(failure)
+                    before = known[failure["rank"]]
+                    # How a rank ends says nothing where node 0 knows why: it was stopped, or found to be slow.
+                    if not before.get("stalled") and not before.get("preflight"):
+                        before.update(failure)
                 else:
                     self._failures.append(failure)
             self._settle_if_all_have_stopped(now)
@@ -123,14 +190,41 @@ class Lead:
         """Every rank of this node has ended with 0."""
         if self.state == "running" and node in self._here:
             self._finished.add(node)
+            wait = self._standstill.forget(node)
+            if wait is not None and not self._standstill.asked:
+                self._until = now + wait
             if len(self._finished) == self._nodes:
-                self._end(0, None, "all ranks have ended", now)
+                self._all_have_finished(now)
 
-    def told(self, now: float) -> None:
-        """A node was told from outside to end: no generation follows this one."""
-        self._told = True
+    def reached(self, step: int) -> None:
+        """A rank of this generation has made this step."""
+        self.furthest_step = max(self.furthest_step, step)
+
+    def stood(self, node: int, word: Word, now: float) -> None:
+        """The ranks of this node get on, or stand still, from now on."""
+        if self.state == "running" and node in self._here:
+            stands = self._standstill.heard(node, word)
+            if stands and self._until is None:
+                self._ask(now)
+
+    def answered(self, node: int, word: Word, positions: Sequence[Position], now: float) -> None:
+        """Where the ranks of this node are."""
+        if self.state == "running" and node in self._here:
+            running = self._here - self._finished
+            if self._standstill.answered(node, word, positions, running):
+                self._settle_standstill(now)
+
+    def told(self, node: int, now: float) -> None:
+        """A node was told from outside to end, once its ranks have; without an operator the job ends with it."""
+        self._going.add(node)
+        self._were_told.add(node)
         if self.state in ("gathering", "pausing"):
-            self._end(RESUMABLE, None, "told to stop", now)
+            if self._must_go:
+                return self._go(now)
+            self._here.discard(node)
+        elif self.state == "stopping":
+            self._settle_if_all_have_stopped(now)
+        return None
 
     def tick(self, now: float) -> None:
         """Time has passed."""
@@ -138,23 +232,69 @@ class Lead:
             return
         if self.state == "pausing":
             self._enter("gathering", now, self._join_seconds)
-            self._start_if_all_are_here(now)
+            self._go_on_if_all_are_here(now)
+        elif self.state == "running" and self._checking:
+            self._stop([_failed_check(f"took longer than {PREFLIGHT_SECONDS:g} s")], now)
         elif self.state == "gathering":
             missing = sorted(set(range(self._nodes)) - self._here)
             why = f"nodes {', '.join(map(str, missing))} did not come within {self._join_seconds:g} s"
             self._end(RESUMABLE, None, why, now)
+        elif self._standstill.asked:
+            self._settle_standstill(now)
+        elif self._standstill.stands:
+            self._ask(now)
+        else:
+            self._until = None
 
-    def _start_if_all_are_here(self, now: float) -> None:
-        if self.state == "gathering" and len(self._here) == self._nodes:
+    def _ask(self, now: float) -> None:
+        self._standstill.ask()
+        self._until = now + ANSWER_SECONDS
+        self.orders.append(Ask(self.generation))
+
+    def _settle_standstill(self, now: float) -> None:
+        self._until = None
+        found = self._standstill.settle()
+        if found is not None:
+            self._stop([found], now)
+
+    def _go_on_if_all_are_here(self, now: float) -> None:
+        if self.state != "gathering":
+            return None
+        lost = self._unpaid
+        if lost is not None and lost["node"] in self._here:
+            self._unpaid = None
+            if self._replacements[lost["node"]] == lost["replacement"]:
+                return self._charge(lost, now)  # it was but its connection
+            self.said = f"{describe(lost)}, and a new pod is in its place"
+        return self._start(now) if len(self._here) == self._nodes else None
+
+    def _all_have_finished(self, now: float) -> None:
+        if not self._checking:
+            return self._end(0, None, "all ranks have ended", now)
+        if self._must_go:
+            return self._go(now)
+        return self._go_on_after_check("", now)
+
+    def _go_on_after_check(self, said: str, now: float) -> None:
+        self.said, self._checking, self._wants_preflight = said, False, False
+        self._enter("gathering", now, self._join_seconds)
+        self._go_on_if_all_are_here(now)
+
+    def _start(self, now: float) -> None:
+        self._checking = self._wants_preflight
+        if not self._checking:
             self.generation += 1
-            self._finished, self._failures = set(), []
-            self._enter("running", now, None)
-            self.orders.append(Start(self.generation))
+        self._finished, self._failures = set(), []
+        self._were_told, self._told_first = set(), False
+        self._standstill, self._furthest_before = Standstill(), self.furthest_step
+        self._enter("running", now, PREFLIGHT_SECONDS if self._checking else None)
+        self.orders.append(Start(self.generation, self._checking))
 
     def _stop(self, failures: list[Failure], now: float) -> None:
         self._failures += failures
         self._ran_seconds = now - self._since
-        patient = self._told or any(failure.get("resumable") for failure in failures)
+        self._told_first = bool(self._were_told)
+        patient = self._told_first or any(failure.get("resumable") for failure in failures)
         self._stopping = set(self._here)
         self._enter("stopping", now, None)
         if self._stopping:
@@ -163,19 +303,62 @@ class Lead:
             self._settle_if_all_have_stopped(now)
 
     def _settle_if_all_have_stopped(self, now: float) -> None:
-        if self._stopping:
+        # A leader that goes need not wait for nodes that go as well: they end by themselves, in their own time.
+        leaves = self._has_operator and 0 in self._going
+        if self._stopping - (self._going - {0} if leaves else set()):
             return None
         failure = root_cause(self._failures)
-        code = int(failure["exitCode"])
-        if self._told:
-            return self._end(RESUMABLE, None, "told to stop", now)
+        if self._is_consequence_of_being_told(failure):
+            self.said = " and ".join(f"node {node} was told to stop" for node in sorted(self._were_told))
+            return self._pause(0, now)
+        if failure.get("vanished") and self._has_operator:
+            self._unpaid = failure
+            return self._pause(0, now)
+        return self._charge(failure, now)
+
+    def _is_consequence_of_being_told(self, failure: Failure) -> bool:
+        if not self._has_operator:
+            return bool(self._were_told)
+        return self._told_first or (bool(self._were_told) and _weight(failure) > 0)
+
+    def _settle_check(self, failure: Failure, now: float) -> None:
+        """A node that was found bad ends the group, so that it starts without it; a pre-flight that fails, nothing."""
+        unfit = next((f for f in self._failures if f.get("preflight") and f.get("badNodes")), None)
+        if unfit is not None:
+            return self._end(RESUMABLE, unfit, str(unfit["exception"]), now)
+        why = str(failure["exception"]) if failure["rank"] < 0 else describe(failure)
+        self._here -= self._going
+        return self._go_on_after_check(f"the pre-flight failed: {why}; training starts without it", now)
+
+    def _charge(self, failure: Failure, now: float) -> None:
+        if self._checking and not failure.get("vanished"):
+            return self._settle_check(failure, now)
         verdict = self._judge(failure, now)
         if isinstance(verdict, str):
-            return self._end(code, failure, f"{describe(failure)}; {verdict}", now)
+            return self._end(int(failure["exitCode"]), failure, f"{describe(failure)}; {verdict}", now)
         self.said = f"{describe(failure)}; charged to {verdict.charged_to}, waiting {verdict.wait_seconds} s"
         self._history = verdict.history
-        self._enter("pausing", now, verdict.wait_seconds)
+        self.charged = [*self.charged, {**failure, "chargedTo": verdict.charged_to}][-CHARGED_MAX:]
+        return self._pause(verdict.wait_seconds, now)
+
+    def _pause(self, seconds: float, now: float) -> None:
+        """No rank runs; the next generation begins after that time, when every node is here."""
+        if self._must_go:
+            return self._go(now)
+        self._here -= self._going
+        self._enter("pausing", now, seconds)
         return self.tick(now)
+
+    @property
+    def _must_go(self) -> bool:
+        """Whether this agent ends because a node was told to: where nobody replaces that one, all do."""
+        return 0 in self._going if self._has_operator else bool(self._going)
+
+    def _go(self, now: float) -> None:
+        if not self._has_operator:
+            return self._end(RESUMABLE, None, "told to stop", now)
+        self._enter("over", now, None)
+        return self.orders.append(Leave("told to stop; the other nodes wait for a new node 0"))
 
     def _judge(self, failure: Failure, now: float) -> rules.Verdict | str:
         """The restart that follows, or why none does."""
@@ -184,15 +367,24 @@ class Lead:
         from .. import rules
 
         evidence = rules.Evidence(
-            exit_code=failure["exitCode"], exception=failure["exception"], vanished=failure.get("vanished", False)
+            exit_code=failure["exitCode"],
+            exception=failure["exception"],
+            vanished=failure.get("vanished", False),
+            stalled=failure.get("stalled", False),
         )
         found = "infrastructure" if failure["symptom"] else rules.classify(evidence)
-        # The agent sees no steps yet: a generation that lasted is what shows that it went well.
-        attempt = rules.Attempt(made_a_new_step=False, reports_steps=False, ran_seconds=self._ran_seconds)
+        policy = [rules.PolicyRule(rule.action, rule.codes, rule.inverted) for rule in self._policy]
+        found = failure["class"] = rules.with_policy(found, failure["exitCode"], policy)
+        attempt = rules.Attempt(
+            made_a_new_step=self.furthest_step > self._furthest_before,
+            reports_steps=self.furthest_step > 0,
+            ran_seconds=self._ran_seconds,
+        )
         # Seconds of this agent, not of a clock that may jump: only their differences count.
         moment = dt.datetime.fromtimestamp(max(0.0, now), dt.timezone.utc)
         limits = rules.Limits(backoff_limit=self._budget.application)
-        verdict = rules.judge(found, self._history or rules.History(), attempt, limits, moment)
+        before = rules.History(in_a_row=self._budget.in_a_row, charged_in_a_row=self._budget.charged_in_a_row)
+        verdict = rules.judge(found, self._history or before, attempt, limits, moment)
         if not verdict.restart:
             return f"{found}: {verdict.stop}"
         after = verdict.history
@@ -210,24 +402,36 @@ class Lead:
         self._until = None if seconds is None else now + seconds
 
 
+def _failed_check(why: str) -> Failure:
+    return {"rank": -1, "exitCode": RESUMABLE, "signal": "", "exception": why, "resumable": False, "symptom": True}
+
+
 def root_cause(failures: list[Failure]) -> Failure:
     """The first that is not the mere symptom of another one, a lost node only where nothing else is known."""
     assert failures, "a generation is stopped for a failure"
-    return min(failures, key=lambda f: 2 if f["symptom"] else 1 if f.get("vanished") or f["resumable"] else 0)
+    return min(failures, key=_weight)
 
 
 def describe(failure: Failure) -> str:
     """rank 3 ended with exit code 7 (ValueError: no such shard: 7)"""
     if failure.get("vanished"):
         return f"node {failure['node']} is lost"
+    if failure.get("stalled"):
+        return f"the group {failure['exception']}"
     how = failure["signal"] or f"exit code {failure['exitCode']}"
     return f"rank {failure['rank']} ended with {how}" + (f" ({failure['exception']})" if failure["exception"] else "")
 
 
-def _vanished(node: int) -> Failure:
+def _weight(failure: Failure) -> int:
+    """How little it says of a cause; 0 only where it has one of its own."""
+    return 2 if failure["symptom"] else 1 if failure.get("vanished") or failure["resumable"] else 0
+
+
+def _vanished(node: int, replacement: int) -> Failure:
     return {
         "rank": -1,
         "node": node,
+        "replacement": replacement,
         "exitCode": RESUMABLE,
         "signal": "",
         "exception": "",

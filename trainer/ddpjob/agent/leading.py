@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import ports
 from .environment import Life
-from .lead import RESUMABLE, End, Failure, Lead, Start, Stop
+from .lead import RESUMABLE, Ask, End, Failure, Lead, Leave, Start, Stop
 from .node import say
+from .posting import Posting
+from .standstill import Position
 
 if TYPE_CHECKING:
     from .agent import Agent
+    from .watch import Word
     from .wire import Link
 
 BEAT_SECONDS = 5.0
@@ -21,6 +25,7 @@ SILENT_SECONDS = 30.0  # an agent does nothing but answer: one that is silent fo
 GREETING_SECONDS = 5.0
 STRANGERS_MAX = 64
 FAREWELL_SECONDS = 2.0
+TEXT_CHARACTERS_MAX = 300
 _TEXTS = {"signal": 16, "exception": 500}
 
 
@@ -30,10 +35,20 @@ class Leading:
     def __init__(self, agent: Agent) -> None:
         options = agent.options
         self._agent, self._options = agent, options
-        self._lead = Lead(options.nodes, options.budget, options.join_seconds, time.monotonic())
+        self._lead = Lead(
+            options.nodes,
+            options.budget,
+            options.join_seconds,
+            time.monotonic(),
+            policy=options.policy,
+            has_operator=options.has_operator,
+            preflight=options.preflight,
+        )
+        self._posting = Posting(agent)
         self._listener: socket.socket | None = None
         self._links: dict[int, Link] = {}  # by node
         self._strangers: dict[Link, float] = {}  # connections that have not shown who they are, and since when
+        self._refused: set[str] = set()  # what was said of strangers: each of them comes again every second
         self._heard_at: dict[int, float] = {}
         self._beat_at = 0.0
         self._held: socket.socket | None = None  # the port of this generation
@@ -41,7 +56,8 @@ class Leading:
     @property
     def deadline(self) -> float | None:
         """When `turn` has something to do."""
-        times = [at for at in (self._lead.deadline, self._beat_at if self._links or self._strangers else None) if at]
+        beat_at = self._beat_at if self._links or self._strangers else None
+        times = [at for at in (self._lead.deadline, self._posting.deadline, beat_at) if at]
         return min(times) if times else None
 
     def begin(self, now: float) -> None:
@@ -52,26 +68,36 @@ class Leading:
                 self._listener = ports.listen(self._options.port)
             except OSError as error:
                 say(f"port {self._options.port}, where the other nodes look for this one: {error.strerror}")
-                return self._agent.end(RESUMABLE, None)  # another attempt has another port
+                return self._agent.end(RESUMABLE, None, ended=True)  # another attempt has another port
             self._agent.watch(self._listener.fileno(), self._accept)
-        self._lead.joined(0, now)
+        self._lead.joined(0, now, replacement=self._options.replacement)
         return self.turn(now)
 
     def failed(self, failures: list[Failure], now: float) -> None:
         """A rank of node 0 has failed."""
+        self._lead.reached(self._agent.node.furthest_step)
         self._lead.failed(0, failures, now)
 
     def stopped(self, failures: list[Failure], now: float) -> None:
         """No rank of node 0 runs any more."""
+        self._lead.reached(self._agent.node.furthest_step)
         self._lead.stopped(0, failures, now)
 
     def finished(self, now: float) -> None:
         """All ranks of node 0 have ended with 0."""
         self._lead.finished(0, now)
 
+    def stood(self, word: Word, now: float) -> None:
+        """The ranks of node 0 get on, or stand still."""
+        self._lead.stood(0, word, now)
+
+    def answered(self, word: Word, positions: Sequence[Position], now: float) -> None:
+        """Where the ranks of node 0 are."""
+        self._lead.answered(0, word, positions, now)
+
     def told(self, now: float) -> None:
         """Node 0 was told to end."""
-        self._lead.told(now)
+        self._lead.told(0, now)
 
     def turn(self, now: float) -> None:
         """Do what the lead orders, and what time asks for."""
@@ -84,16 +110,26 @@ class Leading:
                 self._start(order)
             elif isinstance(order, Stop):
                 self._stop(order, now)
-            else:
+            elif isinstance(order, Ask):
+                self._ask(order, now)
+            elif isinstance(order, End):
                 self._end(order)
+            else:
+                self._leave(order)
+        if self._agent.code is None:
+            self._posting.turn(now, self._post())
 
     # ---- orders --------------------------------------------------------------------------------------------
 
     def _start(self, order: Start) -> None:
-        if order.generation > 0:
-            say(f"restart {self._lead.restarts}: {self._lead.said}")
-        life = Life(order.generation, self._new_port(order.generation))
-        self._tell(range(1, self._options.nodes), {"start": {"generation": life.generation, "port": life.port}})
+        if order.preflight:
+            say("pre-flight: the nodes measure each other first")
+        elif order.generation > 0:
+            say(f"restart {order.generation}: {self._lead.said or 'the pod of node 0 is new'}")
+        elif self._lead.said:
+            say(self._lead.said)
+        life = Life(order.generation, self._new_port(order.generation), order.preflight)
+        self._tell(range(1, self._options.nodes), {"start": life._asdict()})
         self._agent.start(life)
 
     def _stop(self, order: Stop, now: float) -> None:
@@ -101,12 +137,42 @@ class Leading:
         if 0 in order.nodes:
             self._agent.stop(now, patient=order.patient)
 
+    def _ask(self, order: Ask, now: float) -> None:
+        say("no rank gets on: each is asked where it stands")
+        self._tell(range(1, self._options.nodes), {"ask": {"generation": order.generation}})
+        self._agent.watching.ask(now)
+
     def _end(self, order: End) -> None:
         if order.code != 0:
             say(order.why)
         self._tell(list(self._links), {"end": {"code": order.code, "failure": order.failure}})
         self._say_farewell()
-        self._agent.end(self._agent.own_code(order), order.failure)
+        account = self._account() if order.code != 0 or self._lead.restarts else None
+        self._agent.end(self._agent.own_code(order), order.failure, ended=True, account=account)
+        self._posting.finish(self._post())
+
+    def _leave(self, order: Leave) -> None:
+        say(order.why)
+        for link in self._links.values():
+            link.shut()
+        self._agent.end(self._agent.code_when_told(), None, account=self._account() if self._lead.restarts else None)
+        self._posting.finish(self._post())
+
+    def _account(self) -> dict[str, Any]:
+        """What this agent has charged in its life."""
+        return {
+            "replacement": self._options.replacement,
+            "generation": max(0, self._lead.generation),
+            "restarts": self._lead.counts,
+        }
+
+    def _post(self) -> dict[str, Any] | None:
+        """The same for the status receiver, with the failures behind it; None where nothing was charged."""
+        if not self._lead.charged:
+            return None
+        self._lead.reached(self._agent.node.furthest_step)
+        failures = [_told(failure, self._options.nproc) for failure in self._lead.charged]
+        return {"step": self._lead.furthest_step, "agent": {**self._account(), "failures": failures}}
 
     def _new_port(self, generation: int) -> int:
         if self._held is not None:
@@ -145,8 +211,8 @@ class Leading:
         except OSError:  # gone again
             return
         if len(self._strangers) >= STRANGERS_MAX:
-            connection.close()
-            return
+            # Any of them goes: who holds all places, or takes them fast, shall not keep an agent of ours out.
+            self._drop(list(self._strangers)[os.urandom(1)[0] % STRANGERS_MAX])
         try:
             link = Link(connection, job_key(self._options.run_id, self._agent.environ), node=None)
         except Refused:
@@ -175,27 +241,35 @@ class Leading:
         if theirs != mine:
             say(f"node {node} has --nnodes, --nproc-per-node {theirs}, node 0 {mine}: it cannot join")
             raise Refused("another size")
-        generation = int(message["generation"])
+        generation, replacement = int(message["generation"]), int(message.get("replacement", 0))
+        if self._lead.is_outdated(node, replacement):
+            raise Refused(f"node {node} comes as pod {replacement} of its attempt, and a newer one has been here")
         del self._strangers[link]
         if node in self._links:
             self._drop(self._links[node])
         self._links[node], self._heard_at[node] = link, now
-        link.send({"welcome": node})
-        self._lead.joined(node, now, generation)
+        link.send({"welcome": node, "generation": self._lead.generation})
+        self._lead.joined(node, now, generation, replacement, preflight=message.get("preflight") is True)
 
     def _obey(self, node: int, message: dict[str, Any], now: float) -> None:
         if "told" in message:
-            self._lead.told(now)
+            self._lead.told(node, now)
         if message.get("generation") != self._lead.generation:
             return  # a beat, or late news of a generation that is no more
         failures = [checked(failure) for failure in message.get("failures", [])][: self._options.nproc]
         said = message.get("said")
+        self._lead.reached(int(message.get("step", 0)))
         if said == "failed":
             self._lead.failed(node, failures, now)
         elif said == "stopped":
             self._lead.stopped(node, failures, now)
         elif said == "finished":
             self._lead.finished(node, now)
+        elif said == "stood":
+            self._lead.stood(node, word_of(message["word"]), now)
+        elif said == "answered":
+            positions = [position_of(position) for position in message["positions"]][: self._options.nproc]
+            self._lead.answered(node, word_of(message["word"]), positions, now)
 
     def _beat(self, now: float) -> None:
         if now < self._beat_at:
@@ -217,7 +291,8 @@ class Leading:
         try:
             return work()
         except (Refused, KeyError, TypeError, ValueError) as error:
-            if link in self._strangers and link.node is not None:
+            if link in self._strangers and link.node is not None and str(error) not in self._refused:
+                self._refused.add(str(error))
                 say(f"a connection was refused: {error}")
             self._drop(link)
             return None
@@ -233,10 +308,40 @@ class Leading:
             self._lead.lost(link.node, time.monotonic())
 
 
+def _told(failure: Failure, nproc: int) -> dict[str, Any]:
+    """A charged failure as the status receiver reads it; rank -1 is a node whose connection was lost."""
+    rank = failure["rank"]
+    return {
+        "rank": rank,
+        "nodeRank": failure["node"] if rank < 0 else rank // nproc,
+        "exitCode": None if rank < 0 else failure["exitCode"],
+        "signal": failure["signal"],
+        "exception": failure["exception"][:TEXT_CHARACTERS_MAX],
+        "step": failure.get("step", 0),
+        "class": failure["class"],
+        "chargedTo": failure["chargedTo"],
+    }
+
+
 def checked(failure: Any) -> Failure:
     """A failure as another node tells it, with what is known of its fields. Raises KeyError, TypeError, ValueError."""
     if not (type(failure["rank"]) is int and type(failure["exitCode"]) is int and 0 < failure["exitCode"] < 256):
         raise ValueError("rank and exitCode are numbers")
     texts = {name: str(failure.get(name, ""))[:length] for name, length in _TEXTS.items()}
     flags = {name: failure.get(name) is True for name in ("symptom", "resumable")}
-    return {**{k: failure[k] for k in ("rank", "exitCode")}, **texts, **flags, "time": float(failure.get("time", 0.0))}
+    numbers = {"step": int(failure.get("step", 0)), "time": float(failure.get("time", 0.0))}
+    return {**{k: failure[k] for k in ("rank", "exitCode")}, **texts, **flags, **numbers}
+
+
+def word_of(said: Any) -> Word:
+    """How another node's ranks get on, as it tells it. Raises TypeError, ValueError."""
+    from .watch import Word
+
+    level, stands, seconds, phase = said
+    return Word(int(level), stands is True, float(seconds), str(phase)[:16])  # type: ignore[arg-type]  # shown, no more
+
+
+def position_of(said: Any) -> Position:
+    """Where another node's rank stands. Raises KeyError, TypeError, ValueError."""
+    rank, step, sequence, op, done, where, answers = said
+    return Position(int(rank), int(step), int(sequence), str(op), done is True, str(where), answers is True)

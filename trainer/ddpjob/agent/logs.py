@@ -47,13 +47,13 @@ class Folder:
         os.mkdir(self._run, 0o700)
         self._tails: list[_Tail] = []
 
-    def termination(self, generation: int) -> str:
+    def termination(self, life: str) -> str:
         """Where the library's last words of this node's ranks go."""
-        return os.path.join(self._attempt(generation), "termination.json")
+        return os.path.join(self._attempt(life), "termination.json")
 
-    def prepare(self, generation: int) -> list[Files]:
+    def prepare(self, life: str) -> list[Files]:
         """The files of the ranks, in folders that are there."""
-        options, attempt = self._options, self._attempt(generation)
+        options, attempt = self._options, self._attempt(life)
         os.mkdir(attempt)  # generations only grow, also under a new leader
         files = []
         for rank in range(options.nproc):
@@ -96,8 +96,8 @@ class Folder:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(os.path.join(self._run, name, "termination.json"))
 
-    def _attempt(self, generation: int) -> str:
-        return os.path.join(self._run, f"attempt_{generation}")
+    def _attempt(self, life: str) -> str:
+        return os.path.join(self._run, f"attempt_{life}")
 
     def _make_tails(self, attempt: str, files: list[Files]) -> Iterable[_Tail]:
         options = self._options
@@ -140,8 +140,9 @@ class _Tail:
                     self._part = b""
                     return self._write()
                 return True
-            *lines, self._part = (self._part + data).split(b"\n")
-            self._take([line + b"\n" for line in lines])
+            lines = (self._part + data).splitlines(keepends=True)  # a progress bar ends its lines with \r
+            self._part = b"" if lines[-1].endswith(b"\n") or len(lines[-1]) > CHUNK else lines.pop()
+            self._take(lines)
         return False
 
     def close(self) -> None:
@@ -161,8 +162,10 @@ class _Tail:
             poller.register(self._console, select.POLLOUT)
             if not poller.poll(0):
                 return False
+            # Up to the end of a line: the console is shared, and the next to write may be another rank.
+            end = self._waiting.rfind(b"\n", 0, WRITE_MAX) + 1 or WRITE_MAX
             try:
-                written = os.write(self._console, self._waiting[:WRITE_MAX])
+                written = os.write(self._console, self._waiting[:end])
             except OSError:  # nobody reads any more: the file has it all
                 written = len(self._waiting)
             self._waiting = self._waiting[written:]

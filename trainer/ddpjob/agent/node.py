@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import environment, processes
+from .beats import Beats
 from .environment import Life
 from .lead import RESUMABLE, Failure
 from .logs import Files, Folder
+from .memory import KILLED, Kills
 from .options import Options
 from .preload import ForkServer
 
@@ -34,14 +36,28 @@ class Node:
         self._pids: dict[int, int] = {}  # by local rank, of those that run
         self._codes: dict[int, int] = {}  # by local rank, of those that have ended; negative: a signal
         self._files: list[Files] = []
+        self._kills = Kills()
+        self.beats: Beats | None = None  # of this generation
         self.failures: list[Failure] = []  # of this generation, in their order
         self.stopped = False  # whether its ranks were ended for the group's sake
         self.kill_at: float | None = None
+        self.helpers: set[int] = set()  # children of the agent that are no rank's, and outlive a generation
+        self._signals: set[int] = set()  # that its ranks have had
 
     @property
     def running(self) -> bool:
         """Whether a rank of this generation runs, or is about to."""
         return self._waiting or bool(self._pids)
+
+    @property
+    def running_ranks(self) -> set[int]:
+        """The local ranks that run."""
+        return set(self._pids)
+
+    @property
+    def furthest_step(self) -> int:
+        """That a rank of this generation has made, as far as one says it."""
+        return 0 if self.beats is None else self.beats.furthest_step
 
     @property
     def failed(self) -> bool:
@@ -50,8 +66,8 @@ class Node:
 
     @property
     def exit_code(self) -> int | None:
-        """What its ranks together ended with: 0 only if all did; None where none has."""
-        if not self._codes:
+        """What its ranks together ended with: 0 only if all did; None where none has trained."""
+        if not self._codes or (self._life is not None and self._life.preflight):
             return None
         codes = [as_exit_code(code) for code in self._codes.values()]
         return RESUMABLE if RESUMABLE in codes else next((code for code in codes if code), 0)
@@ -60,8 +76,12 @@ class Node:
         """Start all ranks; at once, or as soon as the fork server has its imports."""
         assert not self.running, "one generation at a time"
         self._life, self._codes, self.failures = life, {}, []
-        self.stopped, self.kill_at = False, None
-        self._files = self._folder.prepare(life.generation)
+        self.stopped, self.kill_at, self._signals = False, None, set()
+        self._files = self._folder.prepare(life.name)
+        self._kills.look()
+        if self.beats is not None:
+            self.beats.close()
+        self.beats = Beats(self._options.nproc)
         self._waiting = True
         self.advance()
 
@@ -86,12 +106,15 @@ class Node:
     def stop(self, number: int, grace_seconds: float, now: float) -> None:
         """A signal to every rank and what it has started in its session; SIGKILL when the time is over.
 
-        A later call can only shorten the time.
+        A later call can only shorten the time: a rank that was told, saved, and is on its way out has given up its
+        handlers, and a second SIGTERM would make its 75 a 143.
         """
         self._waiting = False
         self.stopped = True
-        for pid in self._pids.values():
-            processes.signal_group(pid, number)
+        if number not in self._signals:
+            self._signals.add(number)
+            for pid in self._pids.values():
+                processes.signal_group(pid, number)
         kill_at = now + grace_seconds
         self.kill_at = kill_at if self.kill_at is None else min(self.kill_at, kill_at)
 
@@ -110,7 +133,8 @@ class Node:
     def settle(self) -> list[Failure]:
         """End what the ranks have left behind, when all have ended; the failures of this generation."""
         assert not self.running, "only what has ended is settled"
-        self._end_tree({self._server.pid} if self._server is not None and not self._server.refused else set())
+        server = {self._server.pid} if self._server is not None and not self._server.refused else set()
+        self._end_tree(server | self.helpers)
         self._folder.copy_last()
         if self._life is not None:
             self._add_last_words()
@@ -124,7 +148,7 @@ class Node:
 
     def last_words(self) -> Failure | None:
         """What the library has written for this node's ranks."""
-        return None if self._life is None else _document(self._folder.termination(self._life.generation))
+        return None if self._life is None else _document(self._folder.termination(self._life.name))
 
     def _start_or_fail(self, local_rank: int) -> None:
         """A rank that could not be started is not tried again in this generation: it may run, and we not know it."""
@@ -139,17 +163,25 @@ class Node:
 
     def _start_rank(self, local_rank: int) -> int:
         assert self._life is not None
+        assert self.beats is not None
         files = self._files[local_rank]
         own = environment.of_rank(self._options, self._life, local_rank, self._environ) | {
             "TORCHELASTIC_ERROR_FILE": files.error if self._options.log_dir != os.devnull else "",
             # Not the pod's own file: what a rank said in a generation that has been overcome is no longer true.
-            "DDPJOB_TERMINATION_LOG": self._folder.termination(self._life.generation),
+            "DDPJOB_TERMINATION_LOG": self._folder.termination(self._life.name),
+            "DDPJOB_BEATS": self.beats.where(local_rank),
+            # Of the job: torchrun's TORCHELASTIC_RESTART_COUNT is each node's own.
+            "DDPJOB_GENERATION": str(self._life.generation),
         }
+        if self._life.preflight:
+            own["DDPJOB_STATUS_URL"] = ""  # it is not the training that begins
         if self._server is not None and self._server.ready:
             words = [environment.substituted(word, local_rank) for word in self._options.script_args]
             run = {"run": self._options.kind, "argv": [self._options.script, *words], "environ": own}
+            if self._life.preflight:
+                run |= {"run": "module", "argv": [environment.PREFLIGHT]}
             return self._server.start({**run, "stdout": files.stdout, "stderr": files.stderr})
-        argv = environment.argv_of_rank(self._options, local_rank, self._environ)
+        argv = environment.argv_of_rank(self._options, self._life, local_rank, self._environ)
         return processes.start(argv, {**self._environ, **own}, stdout=files.stdout, stderr=files.stderr)
 
     def _failure(self, local_rank: int, code: int) -> Failure:
@@ -159,13 +191,15 @@ class Node:
         if isinstance(message, dict) and isinstance(message.get("message"), str):
             exception = message["message"].strip().split("\n", 1)[0][:500]
             symptom = _is_symptom(exception)
+        if code == -signal.SIGKILL and self._kills.another():
+            exception, symptom = KILLED, False
         return {
             "rank": self._options.node_rank * self._options.nproc + local_rank,
             "exitCode": as_exit_code(code),
             "signal": signal_name(-code) if code < 0 else "",
             "exception": exception,
             "time": time.time(),
-            "step": 0,
+            "step": 0 if self.beats is None else self.beats.of(local_rank).step,
             "resumable": code == RESUMABLE,
             "symptom": symptom,
         }
@@ -179,7 +213,7 @@ class Node:
         if mine is not None:
             known = {k: mine[k] for k in ("rank", "exitCode", "signal")}
             mine.update(said | known)
-        elif not said.get("symptom") and not said.get("resumable"):
+        elif said.get("preflight") or (not said.get("symptom") and not said.get("resumable")):
             self.failures.append({"signal": "", "exception": "", "symptom": False, "resumable": False} | said)
 
     def _end_tree(self, spared: set[int]) -> None:

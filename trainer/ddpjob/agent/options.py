@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 RESTARTS_MAX = 3
 PORT = 29500
@@ -29,6 +29,17 @@ class Budget(NamedTuple):
     infrastructure: int
     stall: int
     total: int
+    in_a_row: int = 0
+    """Restarts of the job so far that brought no new step: the back-off goes on from there."""
+    charged_in_a_row: int = 0
+
+
+class PolicyRule(NamedTuple):
+    """rules.PolicyRule, which is not imported before ranks run."""
+
+    action: Literal["FailJob", "Ignore", "Count"]
+    codes: frozenset[int]
+    inverted: bool
 
 
 class Options(NamedTuple):
@@ -42,6 +53,10 @@ class Options(NamedTuple):
     run_id: str
     role: str
     budget: Budget
+    policy: tuple[PolicyRule, ...]
+    has_operator: bool  # it makes a new pod for one that is lost
+    preflight: bool  # the nodes measure each other before their first ranks start
+    replacement: int  # which pod of this node in this attempt it is, as the operator counts them
     script: str
     script_args: tuple[str, ...]
     kind: str  # "script", "module", or "program" (--no-python)
@@ -103,7 +118,8 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     value("rdzv-id", "the name of this run", "none")
     value("rdzv-conf", "key=value,…; timeout and join_timeout (seconds to wait for the others) are read", "")
     flag("standalone", "one node, any free port")
-    value("max-restarts", f"restarts in place, at most; else DDPJOB_RESTARTS_LEFT, else {RESTARTS_MAX}")
+    value("max-restarts", f"restarts in place, at most; DDPJOB_RESTARTS_LEFT bounds them too; else {RESTARTS_MAX}")
+    parser.set_defaults(max_restarts=None)  # PET_MAX_RESTARTS comes after DDPJOB_RESTARTS_LEFT, not before
     value("role", "the name before each line of --tee", "default")
     flag("module", "the script is a module, as for python -m", "-m")
     flag("no-python", "the script is a program")
@@ -145,7 +161,11 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
         port=port,
         run_id=_run_id(read, port),
         role=read.role,
-        budget=_budget(read.max_restarts, words_environ=environ),
+        budget=_budget(read.max_restarts, environ),
+        policy=_policy(environ.get("DDPJOB_FAILURE_POLICY")),
+        has_operator=bool(environ.get("DDPJOB_RESTARTS_LEFT")),
+        preflight=environ.get("DDPJOB_PREFLIGHT") == "1",
+        replacement=_replacement(environ.get("DDPJOB_REPLACEMENT")),
         script=read.training_script,
         script_args=tuple(read.training_script_args),
         kind="program" if read.no_python else "module" if read.module else "script",
@@ -246,24 +266,58 @@ def _run_id(read: argparse.Namespace, port: int | None) -> str:
     return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
 
-def _budget(asked: str | None, words_environ: Mapping[str, str]) -> Budget:
-    """--max-restarts on the command line, else what the operator says is left, else PET_MAX_RESTARTS, else 3."""
-    left = words_environ.get("DDPJOB_RESTARTS_LEFT")
-    if left and (asked is None or asked == words_environ.get("PET_MAX_RESTARTS")):
-        return _left(left)
-    restarts = _number("max-restarts", RESTARTS_MAX if asked is None else asked, 0)
-    return Budget(restarts, restarts, restarts, restarts)
+def _budget(asked: str | None, environ: Mapping[str, str]) -> Budget:
+    """What the operator says is left and --max-restarts on the command line, both; else PET_MAX_RESTARTS, else 3."""
+    text = environ.get("DDPJOB_RESTARTS_LEFT")
+    if text and asked is None:
+        return _left(text)
+    if asked is None:
+        asked = environ.get("PET_MAX_RESTARTS", str(RESTARTS_MAX))
+    most = _number("max-restarts", asked, 0)
+    left = _left(text) if text else Budget(most, most, most, most)
+    application, infrastructure, stall, total = (min(most, number) for number in left[:4])
+    return left._replace(application=application, infrastructure=infrastructure, stall=stall, total=total)
 
 
 def _left(text: str) -> Budget:
     try:
         left = json.loads(text)
-        application, infrastructure, stall = (int(left[k]) for k in ("application", "infrastructure", "stall"))
-    except (ValueError, TypeError, KeyError):
+        application, infrastructure, stall = (_count(left[k]) for k in ("application", "infrastructure", "stall"))
+        in_a_row, charged = (_count(left.get(k, 0)) for k in ("inARow", "chargedInARow"))
+    except (ValueError, TypeError, KeyError, AttributeError):
         raise ValueError(
             f'DDPJOB_RESTARTS_LEFT: {text[:100]!r} is not {{"application": 3, "infrastructure": 100, "stall": 10}}.'
         ) from None
-    return Budget(application, infrastructure, stall, application + infrastructure + stall)
+    return Budget(application, infrastructure, stall, application + infrastructure + stall, in_a_row, charged)
+
+
+def _policy(text: str | None) -> tuple[PolicyRule, ...]:
+    try:
+        return tuple(_policy_rule(rule) for rule in json.loads(text or "[]"))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        example = '[{"action": "FailJob", "codes": [3], "notIn": false}]'
+        raise ValueError(
+            f"DDPJOB_FAILURE_POLICY: {str(text)[:200]!r} is not {example}; action is FailJob, Ignore or Count."
+        ) from None
+
+
+def _policy_rule(rule: Any) -> PolicyRule:
+    if rule["action"] not in ("FailJob", "Ignore", "Count"):
+        raise ValueError(rule)
+    return PolicyRule(rule["action"], frozenset(map(_count, rule["codes"])), rule.get("notIn", False) is True)
+
+
+def _replacement(text: str | None) -> int:
+    try:
+        return _count(int(text or "0"))
+    except ValueError:
+        raise ValueError(f"DDPJOB_REPLACEMENT: {str(text)[:100]!r} is not 0, 1, …") from None
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(value)
+    return value
 
 
 def _streams(name: str, text: str, nproc: int) -> dict[int, int]:

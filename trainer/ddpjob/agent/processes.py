@@ -87,6 +87,7 @@ def call_in_child(work: Callable[[], bytes]) -> tuple[int, int]:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            _close_all_but(write_end)
             os.write(write_end, work())
             os._exit(0)
 
@@ -94,6 +95,14 @@ def call_in_child(work: Callable[[], bytes]) -> tuple[int, int]:
     os.close(write_end)
     os.set_blocking(read_end, False)
     return pid, read_end
+
+
+def _close_all_but(kept: int) -> None:
+    """Our connections and ports are ours alone: held open by a child too, none of them would close while it waits."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) != kept:
+            with contextlib.suppress(OSError):  # the one that listed the folder is closed by now
+                os.close(int(name))
 
 
 def _in_child(work: Callable[[], None]) -> None:

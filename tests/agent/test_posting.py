@@ -1,0 +1,161 @@
+"""What node 0's agent tells the status receiver of restarts in place: all of them, again and again, and no secret."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from agents import Launcher, finish, free_port
+from shell import eventually
+
+from ddpjob import termination
+from ddpjob.agent import posting
+
+# Fails until it has done so often enough; then it waits until it may end.
+FAILS = """
+import os, time
+life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+open(f"up-{life}", "w").close()
+if life < 2: raise SystemExit(7)
+while not os.path.exists("enough"): time.sleep(0.01)
+"""
+
+
+class Receiver:
+    """A status receiver that remembers what it was told, and may be away, or refuse."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.tokens: list[str] = []
+        self.answer = 204
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                receiver.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                receiver.tokens.append(self.headers.get("Authorization", ""))
+                self.send_response(receiver.answer)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/v1/status"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    found = Receiver()
+    yield found
+    found.close()
+
+
+def application(body: dict[str, Any]) -> int:
+    return int(body["agent"]["restarts"]["application"])
+
+
+def test_each_restart_is_told_with_the_failures_behind_all_of_them(launcher: Launcher, receiver: Receiver) -> None:
+    token = launcher.folder / "token"
+    token.write_text("a-secret\n")
+    where = {"DDPJOB_STATUS_URL": receiver.url, "DDPJOB_STATUS_TOKEN_FILE": str(token), "DDPJOB_ATTEMPT": "4"}
+    agent = launcher.ddprun("--no-preload", launcher.script(FAILS), **where, DDPJOB_REPLACEMENT="2")
+    eventually(lambda: receiver.bodies and application(receiver.bodies[-1]) == 2)
+    (launcher.folder / "enough").touch()
+    done = finish(agent)
+    assert done.returncode == 0
+    told = receiver.bodies[-1]
+    assert {k: told[k] for k in ("attempt", "rank", "nodeRank", "step")} == {
+        "attempt": 4, "rank": 0, "nodeRank": 0, "step": 0,
+    }  # fmt: skip
+    failure = {
+        "rank": 0, "nodeRank": 0, "exitCode": 7, "signal": "", "exception": "", "step": 0,
+        "class": "application", "chargedTo": "application",
+    }  # fmt: skip
+    counts = {"application": 2, "infrastructure": 0, "stall": 0, "inARow": 2, "chargedInARow": 2}
+    assert told["agent"] == {"replacement": 2, "generation": 2, "restarts": counts, "failures": [failure] * 2}
+    assert set(receiver.tokens) == {"Bearer a-secret"}
+    assert "a-secret" not in done.stderr + done.stdout
+
+
+def test_who_has_nothing_to_tell_says_nothing(launcher: Launcher, receiver: Receiver) -> None:
+    done = launcher.done("--no-preload", launcher.script(""), DDPJOB_STATUS_URL=receiver.url)
+    assert (done.returncode, done.stderr, receiver.bodies) == (0, "", [])
+
+
+def test_a_receiver_that_was_away_is_told_when_it_is_back_and_its_absence_is_said_once(launcher: Launcher) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/v1/status"
+    agent = launcher.ddprun("--no-preload", launcher.script(FAILS), DDPJOB_STATUS_URL=url)
+    eventually((launcher.folder / "up-2").exists)
+    receiver = Receiver(port)
+    eventually(lambda: receiver.bodies)
+    receiver.close()
+    assert application(receiver.bodies[-1]) == 2
+    (launcher.folder / "enough").touch()
+    done = finish(agent)
+    assert done.returncode == 0
+    assert done.stderr.count("not reported") == 1
+    assert "said once" in done.stderr
+
+
+def test_what_was_not_heard_is_tried_once_more_at_the_end(launcher: Launcher, receiver: Receiver) -> None:
+    script = launcher.script("raise SystemExit(7)")
+    receiver.answer = 503
+    done = launcher.done("--no-preload", "--max-restarts", 1, script, DDPJOB_STATUS_URL=receiver.url)
+    assert done.returncode == 7
+    assert [application(body) for body in receiver.bodies] in ([1], [1, 1])
+    assert "answered 503" in done.stderr
+
+
+def test_a_receiver_that_never_answers_delays_the_end_by_no_more_than_two_seconds(launcher: Launcher) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        url = f"http://127.0.0.1:{deaf.getsockname()[1]}/"
+        agent = launcher.ddprun("--no-preload", launcher.script(FAILS), DDPJOB_STATUS_URL=url)
+        eventually((launcher.folder / "up-2").exists)
+        (launcher.folder / "enough").touch()
+        began = time.monotonic()
+        assert finish(agent).returncode == 0
+        assert time.monotonic() - began < posting.FAREWELL_SECONDS + 8, "the machine may be slow, a post takes for ever"
+
+
+def test_a_token_that_cannot_be_sent_is_not_quoted(launcher: Launcher, receiver: Receiver) -> None:
+    """http.client's own error repeats the header's value."""
+    token = launcher.folder / "token"
+    token.write_text("a-secret\nof-two-lines")
+    where = {"DDPJOB_STATUS_URL": receiver.url, "DDPJOB_STATUS_TOKEN_FILE": str(token)}
+    script = launcher.script("raise SystemExit(7)")
+    done = launcher.done("--no-preload", "--max-restarts", 1, script, **where)
+    assert "not reported to DDPJOB_STATUS_URL: ValueError" in done.stderr
+    assert "secret" not in done.stderr + (launcher.folder / "termination.json").read_text()
+    assert receiver.bodies == []
+
+
+@pytest.mark.parametrize("character", ["x", "é", "\x01", "\U0001f600", "\ud800"])
+def test_a_post_always_fits(character: str) -> None:
+    failure = {"rank": 0, "exception": character * 300, "signal": "", "step": 2**52}
+    body = posting.encode({"attempt": 1, "agent": {"replacement": 0, "failures": [failure] * 5}})
+    assert len(body) <= posting.BODY_BYTES_MAX
+    assert json.loads(body)["agent"]["failures"], "the newest stay"
+
+
+@pytest.mark.parametrize("character", ["x", "é", "\x01", "\U0001f600", "\ud800"])
+@pytest.mark.parametrize("name", ["exception", "traceback", "its own"])
+def test_a_termination_message_always_fits_and_keeps_what_the_operator_needs(character: str, name: str) -> None:
+    """A script's own message may say anything, of any length."""
+    needed = {"rank": 3, "exitCode": 1, "ended": True, "agent": {"replacement": 0, "restarts": {"application": 3}}}
+    body = termination.encode({**needed, name: character * 60_000, "list": ["x"] * 5_000})
+    assert len(body) <= termination.BYTES_MAX
+    assert {k: v for k, v in json.loads(body).items() if k in needed} == needed

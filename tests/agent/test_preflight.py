@@ -1,0 +1,168 @@
+"""The nodes measure each other before the first ranks start, where they are asked to: what follows from how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import Launcher, finish, forget_torchs_own
+
+from ddpjob.agent.lead import PREFLIGHT_SECONDS, RESUMABLE, Lead, Start, Stop
+from ddpjob.agent.options import Budget
+
+JOIN_SECONDS, T0 = 600.0, 7.25
+ASKED = {"DDPJOB_PREFLIGHT": "1"}
+TRAIN = "import os; open(f'trained-{os.environ[\"RANK\"]}-{os.environ[\"TORCHELASTIC_RESTART_COUNT\"]}', 'w').close()"
+# In the place of ddpjob/preflight.py, which needs torch.
+STUB = """
+import os, sys, time
+from ddpjob import termination
+rank = os.environ["RANK"]
+open(f"checked-{rank}", "w").close()
+if os.environ["CHECK"] == "bad":
+    if rank == "0":
+        termination.tell_unfit(1, "pre-flight: node 1 is slow: 1 GB/s to its peers where the median is 9 GB/s", [1])
+        open("told", "w").close()
+    while not os.path.exists("told"):
+        time.sleep(0.01)
+    sys.exit(75)
+assert os.environ["CHECK"] == "well"
+"""
+
+
+def checking(nodes: int = 2, **more: Any) -> Lead:
+    found = Lead(nodes, Budget(3, 3, 3, 3), JOIN_SECONDS, T0, preflight=True, **more)
+    for node in range(nodes):
+        found.joined(node, T0)
+    assert taken(found) == [Start(-1, preflight=True)], "no generation is spent on it"
+    return found
+
+
+def taken(found: Lead) -> list[Any]:
+    orders, found.orders[:] = list(found.orders), []
+    return orders
+
+
+def failure(rank: int, code: int, **known: Any) -> dict[str, Any]:
+    about = {"rank": rank, "exitCode": code, "signal": "", "exception": "", "symptom": False, "resumable": code == 75}
+    return about | known
+
+
+def test_when_all_have_measured_the_first_generation_starts() -> None:
+    found = checking()
+    found.finished(0, T0)
+    assert taken(found) == []
+    found.finished(1, T0)
+    assert taken(found) == [Start(0)]
+    found.finished(0, T0)
+    found.finished(1, T0)
+    (order,) = taken(found)
+    assert order.code == 0, "and it is the training that ends the job"
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_bad_node_ends_the_group_and_is_named_whoever_speaks_first(order: tuple[int, int]) -> None:
+    found = checking()
+    found.failed(1, [failure(1, 75)], T0)
+    assert taken(found) == [Stop(frozenset({0, 1}), -1, patient=True)]
+    bad = failure(1, 75, exception="pre-flight: node 1 is slow", badNodes=[1], preflight=True)
+    said = {0: [failure(0, 75), bad], 1: [failure(1, 75)]}
+    for node in order:
+        found.stopped(node, said[node], T0)
+    (end,) = taken(found)
+    assert (end.code, end.failure["badNodes"], end.why) == (RESUMABLE, [1], "pre-flight: node 1 is slow")
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["it fails", "it takes too long"])
+def test_a_preflight_that_fails_itself_costs_no_restart_and_the_training_starts(late: bool) -> None:
+    found = checking()
+    if late:
+        found.tick(T0 + PREFLIGHT_SECONDS - 1)
+        assert taken(found) == []
+        found.tick(T0 + PREFLIGHT_SECONDS)
+    else:
+        found.failed(0, [failure(0, 1, exception="ModuleNotFoundError: No module named 'torch'")], T0)
+    taken(found)
+    for node in range(2):
+        found.stopped(node, [], T0)
+    assert taken(found) == [Start(0)]
+    assert found.restarts == 0
+    assert ("took longer than 120 s" if late else "No module named 'torch'") in found.said
+
+
+def test_a_node_that_is_lost_meanwhile_is_waited_for_and_all_measure_again() -> None:
+    found = checking(has_operator=True)
+    found.lost(1, T0)
+    taken(found)
+    found.stopped(0, [], T0)
+    assert taken(found) == []
+    found.joined(1, T0 + 5, replacement=1)
+    assert taken(found) == [Start(-1, preflight=True)]
+
+
+def test_a_new_pod_that_was_asked_to_makes_all_measure() -> None:
+    found = Lead(2, Budget(3, 3, 3, 3), JOIN_SECONDS, T0)
+    found.joined(0, T0)
+    found.joined(1, T0, generation=4, preflight=True)
+    assert taken(found) == [Start(4, preflight=True)]
+    found.finished(0, T0)
+    found.finished(1, T0)
+    assert taken(found) == [Start(5)]
+
+
+@pytest.fixture
+def stubbed(launcher: Launcher) -> Launcher:
+    """Agents whose pre-flight is the stub."""
+    stub = launcher.folder / "stub"
+    stub.mkdir()
+    (stub / "preflight.py").write_text(STUB)
+    (stub / "sitecustomize.py").write_text("import ddpjob; ddpjob.__path__.insert(0, __file__.rsplit('/', 1)[0])")
+    path = [str(stub), *filter(None, [launcher.env.get("PYTHONPATH")])]
+    launcher.env |= {"PYTHONPATH": ":".join(path)}
+    return launcher
+
+
+def traces(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*ed-*"))
+
+
+@pytest.mark.parametrize("preload", [["--no-preload"], ["--preload", "json"]], ids=["spawned", "forked"])
+def test_nodes_that_are_fit_train_in_generation_0(stubbed: Launcher, preload: list[str]) -> None:
+    done = [finish(a) for a in stubbed.nodes(2, *preload, stubbed.script(TRAIN), **ASKED, CHECK="well")]
+    assert [d.returncode for d in done] == [0, 0], [d.stderr for d in done]
+    assert traces(stubbed.folder) == ["checked-0", "checked-1", "trained-0-0", "trained-1-0"]
+    assert "pre-flight: the nodes measure each other first" in done[0].stderr
+
+
+def test_a_bad_node_ends_the_pods_with_75_before_anything_trains(stubbed: Launcher) -> None:
+    done = [finish(a) for a in stubbed.nodes(2, "--no-preload", stubbed.script(TRAIN), **ASKED, CHECK="bad")]
+    assert [d.returncode for d in done] == [75, 75], [d.stderr for d in done]
+    assert traces(stubbed.folder) == ["checked-0", "checked-1"]
+    said = json.loads((stubbed.folder / "termination.json").read_text())
+    assert (said["rank"], said["exitCode"], said["badNodes"], said["ended"]) == (1, 75, [1], True)
+    assert "pre-flight: node 1 is slow: 1 GB/s" in done[0].stderr
+
+
+def test_a_preflight_that_cannot_run_is_said_and_the_training_starts(stubbed: Launcher) -> None:
+    done = [finish(a) for a in stubbed.nodes(2, "--no-preload", stubbed.script(TRAIN), **ASKED, CHECK="broken")]
+    assert [d.returncode for d in done] == [0, 0], [d.stderr for d in done]
+    assert [name for name in traces(stubbed.folder) if "trained" in name] == ["trained-0-0", "trained-1-0"]
+    assert "the pre-flight failed: rank" in done[0].stderr
+    assert "training starts without it" in done[0].stderr
+    assert not (stubbed.folder / "termination.json").exists()
+
+
+def test_who_is_not_asked_measures_nothing(stubbed: Launcher) -> None:
+    done = [finish(a) for a in stubbed.nodes(2, "--no-preload", stubbed.script(TRAIN))]
+    assert [d.returncode for d in done] == [0, 0]
+    assert traces(stubbed.folder) == ["trained-0-0", "trained-1-0"]
+
+
+def test_the_real_one_in_the_fork_server_tells_its_table(launcher: Launcher) -> None:
+    done = [finish(a, 120) for a in launcher.nodes(2, "--preload", "torch", launcher.script(TRAIN), **ASKED)]
+    assert [d.returncode for d in done] == [0, 0], [d.stderr for d in done]
+    assert "pre-flight, nodes: 2, ranks: 2, gloo" in done[0].stdout
+    assert traces(launcher.folder) == ["trained-0-0", "trained-1-0"]
+    forget_torchs_own(launcher)

@@ -1,0 +1,226 @@
+"""Several nodes on loopback where an operator is there: a pod that is lost, or told to go, is replaced alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from agents import Launcher, finish, free_port
+from shell import eventually
+
+LEFT = json.dumps({"application": 3, "infrastructure": 100, "stall": 10, "inARow": 0, "chargedInARow": 0})
+
+# Every rank notes its start, says when it listens, and runs until it may end. SIGTERM to one makes all save: they look
+# for the same file, as the library's ranks agree on a step.
+TRAIN = """
+import os, signal, sys, time
+life, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+def save(*_): open(f"told-{life}", "w").close()
+signal.signal(signal.SIGTERM, save)
+open(f"up-{life}-{rank}", "w").close()
+while not os.path.exists("enough"):
+    time.sleep(0.01)
+    if os.path.exists(f"told-{life}"):
+        time.sleep(0.2 * int(rank))   # they do not end at the same moment
+        open(f"saved-{life}-{rank}", "w").close()
+        sys.exit(75)
+"""
+
+
+class Job:
+    """The agents of a job, each with its pod's number."""
+
+    def __init__(self, launcher: Launcher, nodes: int, *words: object) -> None:
+        self.launcher, self.nodes = launcher, nodes
+        self._group = ["--nnodes", nodes, "--master-port", free_port(), "--rdzv-id", launcher.mark]
+        self._words = words
+        self.agents = [self.start(node) for node in range(nodes)]
+
+    def start(self, node: int, replacement: int = 0) -> subprocess.Popen[str]:
+        """A pod of this node."""
+        words = [*self._group, "--node-rank", node, *self._words]
+        own = {"DDPJOB_REPLACEMENT": str(replacement), "DDPJOB_TERMINATION_LOG": str(self._log(node, replacement))}
+        return self.launcher.ddprun(*words, DDPJOB_RESTARTS_LEFT=LEFT, **own)
+
+    def message(self, node: int, replacement: int = 0) -> Any:
+        """What the pod has left; None where nothing."""
+        path = self._log(node, replacement)
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def up(self, life: int) -> None:
+        """Wait until all ranks of a generation have begun."""
+        eventually(lambda: len(list(self.launcher.folder.glob(f"up-{life}-*"))) == self.nodes)
+
+    def lives(self) -> list[int]:
+        """The generations that there were."""
+        return sorted({int(path.name.split("-")[1]) for path in self.launcher.folder.glob("up-*")})
+
+    def processes(self, node: int) -> set[int]:
+        """The agent of a node and its fork server, where no rank runs."""
+        agent = psutil.Process(self.agents[node].pid)
+        return {agent.pid, *(p.pid for p in agent.children() if p.status() != psutil.STATUS_ZOMBIE)}
+
+    def wait_without_ranks(self, but: int) -> None:
+        """Until every node but this one has ended its ranks: agent and fork server are left."""
+        others = [node for node in range(self.nodes) if node != but]
+        eventually(lambda: all(len(self.processes(node)) == 2 for node in others))
+        assert all(self.agents[node].poll() is None for node in others)
+
+    def done(self) -> list[subprocess.CompletedProcess[str]]:
+        """The ranks may end now; how all agents did."""
+        (self.launcher.folder / "enough").touch()
+        return [finish(agent) for agent in self.agents]
+
+    def _log(self, node: int, replacement: int) -> Path:
+        return self.launcher.folder / f"termination-{node}-{replacement}.json"
+
+
+@pytest.fixture
+def job(launcher: Launcher) -> Job:
+    found = Job(launcher, 3, "--preload=json", launcher.script(TRAIN))
+    found.up(0)
+    return found
+
+
+def forget_killed(launcher: Launcher) -> None:
+    """Who is killed cannot remove its folder."""
+    for folder in (launcher.folder / "tmp").iterdir():
+        subprocess.run(["rm", "-r", folder], check=True)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_new_pod_for_one_that_was_lost_is_all_that_is_needed(job: Job, lost: int) -> None:
+    """Agents and fork servers of the others stay as they are; nothing is charged here, for the operator does."""
+    running = {node: job.processes(node) for node in range(3)}
+    job.agents[lost].kill()
+    job.agents[lost].communicate()
+    job.wait_without_ranks(lost)
+    for node in {0, 1, 2} - {lost}:
+        assert len(job.processes(node) & running[node]) == 2, "agent and fork server are those of before"
+    job.agents[lost] = job.start(lost, 1)
+    job.up(1)
+    done = job.done()
+    assert [d.returncode for d in done] == [0, 0, 0]
+    assert job.lives() == [0, 1], "one generation later, also where the leader is new"
+    assert not any("charged to" in d.stderr for d in done)
+    assert job.message(0, replacement=int(lost == 0)) is None
+    forget_killed(job.launcher)
+
+
+def test_a_pod_that_comes_back_itself_is_charged_to_infrastructure(job: Job) -> None:
+    """Its connection was lost: the operator sees nothing of that."""
+    job.agents[1].kill()
+    job.agents[1].communicate()
+    job.wait_without_ranks(1)
+    job.agents[1] = job.start(1)
+    job.up(1)
+    done = job.done()
+    assert [d.returncode for d in done] == [0, 0, 0]
+    assert "node 1 is lost; charged to infrastructure" in done[0].stderr
+    said = job.message(0)
+    assert (said["ended"], said["agent"]["generation"]) == (True, 1)
+    assert said["agent"]["restarts"] == {
+        "application": 0, "infrastructure": 1, "stall": 0, "inARow": 1, "chargedInARow": 0,
+    }  # fmt: skip
+    forget_killed(job.launcher)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_when_one_pod_is_told_all_save_and_the_others_wait_for_its_replacement(job: Job, node: int) -> None:
+    job.agents[node].terminate()
+    assert finish(job.agents[node]).returncode == 75
+    job.wait_without_ranks(node)
+    assert len(list(job.launcher.folder.glob("saved-0-*"))) == 3
+    assert not (job.message(node) or {}).get("ended"), "the group has not ended"
+    job.agents[node] = job.start(node, 1)
+    job.up(1)
+    assert [d.returncode for d in job.done()] == [0, 0, 0]
+    assert job.lives() == [0, 1]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_when_all_are_told_each_ends_by_itself_whatever_the_order(job: Job, order: tuple[int, ...]) -> None:
+    """As when the job is suspended or deleted."""
+    pause = 0.1 if order[0] else 0.0
+    for node in order:
+        job.agents[node].terminate()
+        time.sleep(pause)  # not a wait for anything: the others are told at different moments of the first's end
+    assert {finish(agent, 20).returncode for agent in job.agents} <= {75, 143}  # 143: told while Python ended
+    assert len(list(job.launcher.folder.glob("saved-0-*"))) == 3
+    assert job.lives() == [0]
+
+
+def test_when_all_are_told_while_they_wait_for_a_lost_pod_each_ends_at_once(job: Job) -> None:
+    job.agents[0].kill()
+    job.agents[0].communicate()
+    job.wait_without_ranks(0)
+    began = time.monotonic()
+    for agent in job.agents[1:]:
+        agent.terminate()
+    for agent in job.agents[1:]:
+        finish(agent)
+    assert time.monotonic() - began < 10, "nobody waits for node 0"
+    forget_killed(job.launcher)
+
+
+def test_a_pod_that_has_been_replaced_cannot_disturb_the_new_one(launcher: Launcher) -> None:
+    job = Job(launcher, 2, "--no-preload", launcher.script(TRAIN))
+    job.up(0)
+    job.agents[1].kill()
+    job.agents[1].communicate()
+    job.agents[1] = job.start(1, 2)
+    job.up(1)
+    late = job.start(1, 1)
+    assert job.agents[0].stderr is not None
+    eventually(lambda: "node 1 comes as pod 1" in job.agents[0].stderr.readline())
+    late.terminate()
+    assert finish(late).returncode == 143
+    assert [d.returncode for d in job.done()] == [0, 0]
+    assert job.lives() == [0, 1]
+    forget_killed(launcher)
+
+
+def test_a_newer_pod_takes_the_place_of_one_that_has_not_gone_yet(launcher: Launcher) -> None:
+    """Its node may be cut off, and its end not yet known."""
+    job = Job(launcher, 2, "--no-preload", launcher.script(TRAIN))
+    job.up(0)
+    old, job.agents[1] = job.agents[1], job.start(1, 1)
+    job.up(1)
+    assert [d.returncode for d in job.done()] == [0, 0]
+    assert job.lives() == [0, 1]
+    old.terminate()
+    finish(old)
+
+
+def test_a_message_of_the_end_is_in_every_pod_and_the_account_in_that_of_node_0(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import os, signal, time
+        if os.environ["RANK"] == "1": os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000)
+        """
+    )
+    job = Job(launcher, 3, "--no-preload", "--max-restarts", 1, script)
+    assert [finish(agent).returncode for agent in job.agents] == [75, 137, 75]
+    counts = {"application": 1, "infrastructure": 0, "stall": 0, "inARow": 1, "chargedInARow": 1}
+    account = {"replacement": 0, "generation": 1, "restarts": counts}
+    assert job.message(0) == {"ddpjob": 1, "ended": True, "agent": account}
+    guilty = job.message(1)
+    assert (guilty["rank"], guilty["signal"], guilty["ended"]) == (1, "SIGKILL", True)
+    assert "agent" not in guilty
+    assert job.message(2) == {"ddpjob": 1, "ended": True}
+
+
+def test_the_users_failure_policy_ends_a_job_without_a_restart(launcher: Launcher) -> None:
+    policy = json.dumps([{"action": "FailJob", "codes": [3]}])
+    script = launcher.script("raise SystemExit(3)")
+    done = launcher.done("--no-preload", script, DDPJOB_RESTARTS_LEFT=LEFT, DDPJOB_FAILURE_POLICY=policy)
+    assert done.returncode == 3
+    assert re.search(r"rank 0 ended with exit code 3.*permanent", done.stderr)

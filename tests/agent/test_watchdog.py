@@ -1,0 +1,203 @@
+"""A group that stands still is found, each rank says where it is, the guilty one is named, and all start again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from typing import Any
+
+import psutil
+import pytest
+from agents import Launcher, finish, forget_torchs_own
+from shell import eventually
+
+# Trains five steps; in its first life what is to go wrong goes wrong.
+TRAIN = """
+import os, re, sys, time
+import ddpjob
+life, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+def load_batch():
+    time.sleep(1000)
+open(f"up-{{life}}-{{rank}}", "w").close()
+def here(): return [name for name in os.listdir(".") if name.startswith(f"up-{{life}}")]
+while len(here()) < int(os.environ["WORLD_SIZE"]): time.sleep(0.01)
+for step in range(1, 6):
+    if life == 0 and step > 2: {trouble}
+    ddpjob.progress(step)
+    time.sleep(0.05)
+"""
+WAIT = "time.sleep(1000 * (step == 5))"
+LIMIT = {"DDPJOB_STALL_TIMEOUT": "2"}
+
+
+def found(text: str) -> tuple[int, str, str]:
+    """The sentence with which all are started again: for how long, what, and what it was charged to."""
+    match = re.search(r"restart 1: the group made no step for (\d+) s: (.*); charged to (\w+), waiting 0 s", text)
+    assert match, text
+    return int(match[1]), match[2], match[3]
+
+
+def told(text: str, rank: int) -> str:
+    """What the rank wrote when it was asked."""
+    return text.partition(f"ddpjob: rank {rank} (process ")[2].partition("\ndd")[0]
+
+
+@pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
+def test_a_rank_that_hangs_is_found_and_named_and_all_start_again(launcher: Launcher, start: str) -> None:
+    script = launcher.script(TRAIN.format(trouble=f"load_batch() if rank == 1 else {WAIT}"))
+    done = launcher.done(start, "--nproc", 2, script, **LIMIT)
+    assert done.returncode == 0, done.stderr
+    seconds, what, budget = found(done.stderr)
+    assert 2 <= seconds <= 9, "the limit, a second to the next look, one for the answers, and the load of this machine"
+    assert what == "rank 1 stands at step 2, the others are at 4; in train.py:6 in load_batch"
+    assert budget == "stall"
+    assert "line 6, in load_batch" in told(done.stderr, 1)
+    assert "line 11, in <module>" in told(done.stderr, 0)
+
+
+def test_a_rank_whose_interpreter_is_held_cannot_answer_and_is_named_for_it(launcher: Launcher) -> None:
+    held = "re.match('(a+)+b', 'a' * 60)"
+    script = launcher.script(TRAIN.format(trouble=held))
+    done = launcher.done("--no-preload", "--nproc", 1, script, **LIMIT)
+    assert done.returncode == 0, done.stderr
+    assert found(done.stderr)[1] == "rank 0 stands at step 2 and does not answer, the others wait"
+    assert re.search(r"Current thread .*\n.*re/__init__.py", done.stderr), "the stacks that faulthandler writes"
+
+
+def test_a_pause_that_is_declared_has_a_limit_of_its_own(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import time, ddpjob
+        ddpjob.progress(1)
+        with ddpjob.pause("save"): time.sleep(5)
+        ddpjob.progress(2)
+        """
+    )
+    done = launcher.done("--no-preload", script, **LIMIT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("timeout", ["2", "0"])
+def test_who_never_says_a_step_is_none_that_hangs_and_a_limit_of_0_is_none(launcher: Launcher, timeout: str) -> None:
+    script = launcher.script(
+        """
+        import os, time, ddpjob
+        timeout = os.environ["DDPJOB_STALL_TIMEOUT"]
+        for step in range(1, 60 if timeout == "2" else 3):
+            if os.environ["RANK"] == "0": ddpjob.progress(step)
+            time.sleep(0.1)
+        if timeout == "0": time.sleep(4)
+        """
+    )
+    done = launcher.done("--no-preload", "--nproc", 2, script, DDPJOB_STALL_TIMEOUT=timeout)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_agent_that_was_held_itself_finds_no_stall(launcher: Launcher) -> None:
+    """A machine that was suspended, a container that was frozen: ranks and agent stop together, and go on together."""
+    script = launcher.script(
+        """
+        import os, time, ddpjob
+        for step in range(1, 1000):
+            ddpjob.progress(step)
+            time.sleep(0.1)
+            if step == 5: open("up", "w").close()
+            if os.path.exists("go") and step > 20: break
+        """
+    )
+    agent = launcher.ddprun("--no-preload", script, **LIMIT)
+    eventually(lambda: (launcher.folder / "up").exists())
+    processes = psutil.Process(agent.pid).children()
+    for pid in [*(p.pid for p in processes), agent.pid]:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(5)  # more than the limit: that time passes is what is tested
+    (launcher.folder / "go").touch()
+    for pid in [agent.pid, *(p.pid for p in processes)]:
+        os.kill(pid, signal.SIGCONT)
+    done = finish(agent)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_stall_on_another_node_is_found_and_all_nodes_start_again(launcher: Launcher) -> None:
+    script = launcher.script(TRAIN.format(trouble=f"load_batch() if rank == 3 else {WAIT}"))
+    done = [finish(agent) for agent in launcher.nodes(2, "--no-preload", "--nproc", 2, script, **LIMIT)]
+    assert [d.returncode for d in done] == [0, 0], done[0].stderr + done[1].stderr
+    assert found(done[0].stderr)[1:] == (
+        "rank 3 stands at step 2, the others are at 4; in train.py:6 in load_batch",
+        "stall",
+    )
+    assert "in load_batch" in told(done[1].stderr, 3)
+
+
+def test_as_long_as_a_node_gets_on_the_group_does(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import os, time, ddpjob
+        open("up-" + os.environ["RANK"], "w").close()
+        while not (os.path.exists("up-0") and os.path.exists("up-1")): time.sleep(0.01)
+        for step in range(1, 80):
+            if os.environ["RANK"] == "0" or step < 3: ddpjob.progress(step)
+            time.sleep(0.1)
+        """
+    )
+    done = [finish(agent) for agent in launcher.nodes(2, "--no-preload", script, **LIMIT)]
+    assert [(d.returncode, d.stderr) for d in done] == [(0, ""), (0, "")]
+
+
+def test_when_no_stall_may_be_restarted_here_the_message_says_what_stood(launcher: Launcher) -> None:
+    script = launcher.script(TRAIN.format(trouble=f"load_batch() if rank == 1 else {WAIT}"))
+    done = launcher.done("--no-preload", "--nproc", 2, "--max-restarts", 0, script, **LIMIT)
+    assert done.returncode == 75
+    said: dict[str, Any] = json.loads((launcher.folder / "termination.json").read_text())
+    assert (said["rank"], said["stalled"], said["step"]) == (1, True, 2)
+    assert re.fullmatch(r"made no step for \d+ s: rank 1 stands at step 2, .*", said["exception"])
+
+
+def test_a_program_that_trained_and_has_ended_is_none_that_hangs(launcher: Launcher) -> None:
+    """A rank may be a shell script: first a training that reports, then something that does not."""
+    launcher.script("import ddpjob; ddpjob.progress(1)")
+    launcher.script("#!/bin/sh\npython train.py && sleep 5\n", "all.sh").chmod(0o755)
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    done = launcher.done("--no-python", "./all.sh", PATH=path, **LIMIT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---- with torch --------------------------------------------------------------------------------------------
+
+REDUCE = """
+import os, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+life, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), dist.get_rank()
+def load_batch():
+    time.sleep(1000)
+if {library}: import ddpjob
+for step in range(1, 41 if life == 0 else 4):
+    if {library}: ddpjob.progress(step)
+    dist.all_reduce(torch.ones(8))
+    if life == 0 and rank == 1 and step == 40: load_batch()
+    time.sleep({seconds})
+if life == 0: dist.all_reduce(torch.ones(8))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_the_rank_that_did_not_come_to_the_collective_is_named_with_and_without_the_library(
+    launcher: Launcher, library: bool
+) -> None:
+    script = launcher.script(REDUCE.format(library=library, seconds=0.01 if library else 0.25))
+    done = finish(launcher.ddprun("--nproc", 2, script, DDPJOB_STALL_TIMEOUT="3", OMP_NUM_THREADS="1"), 150)
+    assert done.returncode == 0, done.stderr
+    assert found(done.stderr)[1:] == (
+        "rank 1 has ended collective 40 (all_reduce), the others are at 41; in train.py:7 in load_batch",
+        "stall",
+    )
+    assert re.search(r"41 all_reduce .*, not done", told(done.stderr, 0)), "what the flight recorder knows"
+    assert re.search(r"40 all_reduce .*, done", told(done.stderr, 1))
+    forget_torchs_own(launcher)

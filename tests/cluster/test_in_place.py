@@ -1,0 +1,209 @@
+"""Under ddprun in real pods: ranks start again where they were, and only a pod that is lost is made anew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+from clusters import until
+from pods import ROOT, Space, charged, job, result, says, trainer, uids
+
+pytestmark = pytest.mark.timeout(300)  # jobs of several tests run side by side, on whatever machine
+Status = dict[str, Any]
+
+# Ranks that need no torch, in generations: they meet as torch's do, and break or end in the one that is asked for.
+MEET = """
+import os, signal, socket, sys, time
+rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+def meet():
+    if rank == 0:
+        return socket.create_server(("", where[1])).accept()[0]
+    while True:
+        try:
+            return socket.create_connection(where, 1)
+        except OSError:
+            time.sleep(0.1)
+
+peer = meet()
+print("generation", life, "trains", flush=True)
+"""
+ENDS_AFTER_A_RESTART = f"{MEET}\nif life == 0: time.sleep(1000)"
+
+
+def ddprun(name: str, script: str, **spec: Any) -> dict[str, Any]:
+    """A job of two nodes whose ranks are plain Python processes below an agent."""
+    body = job(name, script, **spec)
+    trainer(body)["command"] = ["ddprun", "--no-python", "python", "-u", "-c", script]
+    return body
+
+
+def breaks(how: str) -> str:
+    """Rank 1 breaks when the group has met for the first time."""
+    return f"{MEET}\nif life == 0:\n    if rank == 1: {how}\n    time.sleep(1000)"
+
+
+# Rank 1 makes one step less than rank 0.
+HANGS = """
+import ddpjob
+for step in range(1, 4 - rank):
+    ddpjob.progress(step)
+    time.sleep(0.5)
+time.sleep(1000)
+"""
+JOBS = {
+    "killed": ddprun("killed", breaks("os.kill(os.getpid(), 9)")),
+    "raising": ddprun("raising", breaks("raise ValueError('no such shard: 7')")),
+    "hopeless": ddprun("hopeless", f"{MEET}\nsys.exit(3)", backoffLimit=1),
+    "deleted": ddprun("deleted", ENDS_AFTER_A_RESTART),
+    "led": ddprun("led", ENDS_AFTER_A_RESTART),
+    "hanging": ddprun("hanging", f"{MEET}\nif life: sys.exit(0)\n{HANGS}", stall={"timeoutSeconds": 5}),
+    "starved": ddprun("starved", breaks("eaten = [bytearray(b'x' * 2**22) for _ in range(1000)]")),
+}
+
+
+@pytest.fixture(scope="module")
+def broken(jobs: Space) -> Space:
+    """All of them side by side; two pods are deleted, one of them by force as a lost node's is."""
+    jobs.apply(*JOBS.values())
+    for name in ("deleted", "led"):
+        for rank in (0, 1):
+            says(jobs, f"{name}-1-{rank}", "generation 0 trains")
+    jobs.before = {name: uids(jobs, name) for name in ("deleted", "led")}  # type: ignore[attr-defined]
+    jobs.kubectl("delete", "pod", "deleted-1-1", "--wait=false")
+    jobs.kubectl("delete", "pod", "led-1-0", "--grace-period=0", "--force", "--wait=false")
+    return jobs
+
+
+@pytest.mark.parametrize(
+    ("name", "failure"),
+    [
+        ("killed", {"signal": "SIGKILL", "exitCode": 137}),
+        ("raising", {"exitCode": 1}),
+    ],
+)
+def test_a_rank_that_fails_starts_again_with_all_others_in_the_pods_that_they_had(
+    broken: Space, name: str, failure: dict[str, Any]
+) -> None:
+    status = broken.ends(name)
+    assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 1, (1, 0, 0)), status
+    assert sorted(broken.pods(name)) == [f"{name}-1-0", f"{name}-1-1"]
+    told = status["lastFailure"]
+    expected = {"rank": 1, "nodeRank": 1, "pod": f"{name}-1-1", "class": "application"} | failure
+    assert {k: told.get(k) for k in expected} == expected
+    assert told["node"]
+    assert ("Warning", "RestartedInPlace") in [(kind, reason) for kind, reason, _ in broken.events(name)]
+
+
+def test_a_script_that_always_fails_costs_its_budget_and_no_pod(broken: Space) -> None:
+    status = broken.ends("hopeless")
+    assert (status["state"], status["reason"]) == ("Failed", "BackoffLimitExceeded"), status
+    assert (status["attempt"], charged(status)) == (1, (1, 0, 0))
+    assert status["lastFailure"]["exitCode"] == 3
+
+
+def test_of_a_deleted_pod_only_that_one_is_made_anew(broken: Space) -> None:
+    status = broken.ends("deleted")
+    assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 1, (0, 1, 0)), status
+    pods = uids(broken, "deleted")
+    assert sorted(pods) == ["deleted-1-0", "deleted-1-1-r1"]
+    assert pods["deleted-1-0"] == broken.before["deleted"]["deleted-1-0"]  # type: ignore[attr-defined]
+    assert "generation 1 trains" in broken.kubectl("logs", "deleted-1-0")
+    assert status["lastFailure"]["class"] == "infrastructure"
+
+
+def test_the_pod_that_leads_is_replaced_like_any_other(broken: Space) -> None:
+    status = broken.ends("led")
+    assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 1, (0, 1, 0)), status
+    pods = uids(broken, "led")
+    assert sorted(pods) == ["led-1-0-r1", "led-1-1"]
+    assert pods["led-1-1"] == broken.before["led"]["led-1-1"]  # type: ignore[attr-defined]
+    assert "node 0 is lost" in broken.kubectl("logs", "led-1-1")
+
+
+def test_a_pod_beyond_its_memory_is_replaced_and_the_application_pays(broken: Space) -> None:
+    """The kubelet has the kernel kill whole containers: its agent goes with its ranks."""
+    status = broken.ends("starved")
+    assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 1, (1, 0, 0)), status
+    assert status["lastFailure"]["class"] == "outOfMemory"
+
+
+def test_a_hang_is_found_in_the_pod_and_the_rank_behind_is_named(broken: Space) -> None:
+    status = broken.ends("hanging")
+    assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 1, (0, 0, 1)), status
+    failure = status["lastFailure"]
+    assert (failure["rank"], failure["reason"], failure["class"]) == (1, "Stalled", "stall"), failure
+    log = broken.kubectl("logs", "hanging-1-1")
+    assert "time.sleep" in log or 'File "<string>"' in log, "its stack"
+
+
+def test_a_suspended_job_stops_at_once_and_goes_on_with_new_pods(jobs: Space) -> None:
+    jobs.apply(ddprun("paused", f"{MEET}\nif os.environ['DDPJOB_ATTEMPT'] == '1': time.sleep(1000)"))
+    says(jobs, "paused-1-1", "generation 0 trains")
+    jobs.kubectl("patch", "ddp", "paused", "--type=merge", "-p", '{"spec":{"suspend":true}}')
+    until(lambda: not jobs.pods("paused"), "all agents end, none waits for the other", 40)
+    jobs.kubectl("patch", "ddp", "paused", "--type=merge", "-p", '{"spec":{"suspend":false}}')
+    status = jobs.ends("paused")
+    assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 2, (0, 0, 0)), status
+
+
+def test_a_pod_on_a_lost_node_is_replaced_on_another_and_its_peer_stays(
+    jobs: Space, nodes: list[str], break_node: Callable[[str, str], None]
+) -> None:
+    body = ddprun("powerless", ENDS_AFTER_A_RESTART)
+    body["spec"]["template"]["spec"]["topologySpreadConstraints"] = [
+        {
+            "maxSkew": 1,
+            "topologyKey": "kubernetes.io/hostname",
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": {"training.ddpjob.io/job": "powerless"}},
+        }
+    ]
+    jobs.apply(body)
+    for rank in (0, 1):
+        says(jobs, f"powerless-1-{rank}", "generation 0 trains")
+    before = uids(jobs, "powerless")
+    dead, kept = (jobs.node_of(f"powerless-1-{rank}") for rank in (1, 0))
+    assert dead != kept, "the scheduler has put both pods on one node"
+    break_node("kill", dead)
+    status = jobs.ends("powerless")
+    assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 1, (0, 1, 0)), status
+    assert (status["lastFailure"]["reason"], status["lastFailure"]["node"]) == ("NodeLost", dead)
+    pods = uids(jobs, "powerless")
+    assert sorted(pods) == ["powerless-1-0", "powerless-1-1-r1"]
+    assert pods["powerless-1-0"] == before["powerless-1-0"]
+
+
+# ---------------------------------------------------------------- with torch
+
+
+def digits(name: str, *faults: dict[str, Any]) -> dict[str, Any]:
+    body = yaml.safe_load((ROOT / "examples/digits.yaml").read_text())
+    body["metadata"]["name"] = name
+    command = trainer(body)["command"]
+    command[0] = "ddprun"
+    command[command.index("--epochs") + 1] = "8"
+    trainer(body)["env"] = [
+        {"name": "DDPJOB_STATUS_INTERVAL", "value": "1"},
+        {"name": "DDPJOB_FAULTS", "value": json.dumps(faults)},
+    ]
+    return body
+
+
+@pytest.mark.timeout(600)  # torch takes its time to import, four times at once
+def test_training_that_restarts_in_place_ends_with_exactly_the_result_of_an_undisturbed_run(jobs: Space) -> None:
+    jobs.apply(digits("calm"), digits("struck", {"rank": 1, "step": 150, "signal": "KILL"}))
+    status = jobs.ends("struck", 300)
+    assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 1, (1, 0, 0)), status
+    failure = status["lastFailure"]
+    assert (failure["rank"], failure["signal"], failure["class"]) == (1, "SIGKILL", "application")
+    assert failure["step"] >= 100, "the steps reach the status by the agent"
+    jobs.ends("calm", 300)
+    assert result(jobs, "struck-1-0") == result(jobs, "calm-1-0")
+    assert "restart 1" in jobs.kubectl("logs", "struck-1-0")
+    told = [reason for kind, reason, _ in jobs.events("struck") if kind == "Warning"]
+    assert told == ["RestartedInPlace"], "one failure is one warning"

@@ -1,0 +1,76 @@
+"""`ddpjob run` of a job under ddprun: ranks start again in place, and a node that dies is replaced alone. No torch."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shell import Cli, status_of
+
+DDPRUN = {"command": [str(Path(sys.executable).parent / "ddprun"), "--preload", "json", "train.py"]}
+# Counts to 60 in steps that are saved, as a training does; goes on where its rank saved last.
+COUNTS = """
+    import os, pathlib, time
+    import ddpjob
+    rank, life = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    print("generation", life, "of", os.environ["DDPJOB_REPLACEMENT"])
+    saved = pathlib.Path(f"saved-{rank}")
+    first = int(saved.read_text()) if saved.exists() else 0
+    for step in range(first + 1, 61):
+        time.sleep(0.1)
+        if step % 10 == 0:
+            saved.with_suffix(".new").write_text(str(step))
+            saved.with_suffix(".new").replace(saved)
+        ddpjob.progress(step=step, total=60)
+    print("done in generation", life)
+"""
+
+
+def run(cli: Cli, *words: object, script: str = COUNTS, **spec: Any) -> tuple[Any, dict[str, Any], str]:
+    file = cli.file(script, container=DDPRUN, **spec)
+    done = cli.run("run", file, "--status", "status.json", *words)
+    return done, status_of(cli.folder / "status.json"), done.stderr
+
+
+def test_a_rank_that_is_killed_starts_again_with_the_others_and_is_named(cli: Cli) -> None:
+    done, status, told = run(cli, "--fail", "rank=1,step=25,signal=KILL")
+    assert done.returncode == 0, told
+    assert (status["attempt"], status["inPlace"]) == (1, {"application": 1})
+    assert (status["restarts"]["application"], status["restarts"]["total"]) == (1, 1)
+    failure = status["lastFailure"]
+    assert (failure["rank"], failure["pod"], failure["signal"]) == (1, "job-1-1", "SIGKILL")
+    assert re.search(r"RestartedInPlace: rank 1 \(pod job-1-1, .* was killed by SIGKILL", told)
+    assert "[0:0] done in generation 1" in done.stdout
+    assert "did not happen" not in told
+
+
+@pytest.mark.parametrize("node", [0, 1], ids=["node 0, which leads", "another"])
+def test_a_node_that_dies_is_replaced_alone(cli: Cli, node: int) -> None:
+    done, status, told = run(cli, "--fail", f"node={node},at=2s", backoffLimit=0)
+    assert done.returncode == 0, told
+    assert (status["attempt"], status["replacements"]) == (1, {str(node): 1})
+    assert (status["restarts"]["infrastructure"], status["restarts"]["application"]) == (1, 0)
+    assert f"job-1-{node}-r1 takes its place, the other node waits" in told
+    assert re.search(rf"\[{node}:{node}\] generation \d+ of 1\n", done.stdout), "the new pod"
+    assert f"[{1 - node}:{1 - node}] done in generation" in done.stdout
+    assert not re.search(rf"\[{1 - node}:{1 - node}\] generation \d+ of 1\n", done.stdout), "the other one kept its own"
+
+
+def test_a_script_that_always_fails_ends_the_job_with_its_budget(cli: Cli) -> None:
+    done, status, told = run(cli, script="raise ValueError('no such shard: 7')", backoffLimit=1)
+    assert done.returncode == 1
+    assert (status["state"], status["reason"], status["attempt"]) == ("Failed", "BackoffLimitExceeded", 1)
+    assert status["restarts"]["application"] == 1
+    assert "ValueError: no such shard: 7" in status["message"]
+    assert "restarted once: backoffLimit: 1 allows no more" in told
+
+
+def test_a_code_for_which_the_user_says_failjob_is_not_tried_again(cli: Cli) -> None:
+    rules = [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [78]}}]
+    done, status, _ = run(cli, script="raise SystemExit(78)", failurePolicy={"rules": rules})
+    assert done.returncode == 1
+    assert (status["reason"], status["restarts"]["total"]) == ("PermanentFailure", 0)
+    assert status["lastFailure"]["exitCode"] == 78

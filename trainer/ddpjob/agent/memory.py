@@ -1,0 +1,63 @@
+"""Whether the kernel has killed a process of this container for its memory: a SIGKILL alone does not say by whom.
+
+The kernel counts before it kills (mm/oom_kill.c: "Raise event before sending signal"), so the count has grown when the
+end of the process is heard of. A kubelet on cgroup v2 has all processes of the container killed with the one, the agent
+too, unless it was told singleProcessOOMKill: then it says OOMKilled itself, and nobody asks here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+
+KILLED = "out of memory: killed by the kernel"  # rules.OUT_OF_MEMORY knows it
+
+
+class Kills:
+    """How often the kernel has killed for memory, in the cgroup of this process and those below it."""
+
+    def __init__(self, path: str = "") -> None:
+        """path: the file that counts; where there is none, nothing is ever said to be killed so."""
+        self._path = path or counting_file()
+        self._accounted = 0
+        self.look()
+
+    def look(self) -> None:
+        """What has been killed so far was none of the ranks that start now."""
+        self._accounted = self._count()
+
+    def another(self) -> bool:
+        """Whether one more has been killed than was asked for; to be asked for each rank that ended by SIGKILL."""
+        if self._count() <= self._accounted:
+            return False
+        self._accounted += 1
+        return True
+
+    def _count(self) -> int:
+        try:
+            with open(self._path, "rb") as events:
+                return sum(int(line.split()[1]) for line in events if line.startswith(b"oom_kill "))
+        except (OSError, ValueError, IndexError):
+            return 0
+
+
+def counting_file(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> str:
+    """memory.events of cgroup v2, memory.oom_control of v1; "" where neither is there.
+
+    A container mostly has a namespace of its own, in which its cgroup is the root. Where it has not, /proc names a path
+    that may or may not be mounted.
+    """
+    return next((file for file in _candidates(root, own) if os.path.exists(file)), "")
+
+
+def _candidates(root: str, own: str) -> Iterable[str]:
+    with contextlib.suppress(OSError), open(own) as lines:
+        for line in lines:
+            _, controllers, path = line.rstrip("/\n").split(":", 2)
+            if not controllers:
+                yield f"{root}{path}/memory.events"
+            elif "memory" in controllers.split(","):
+                yield f"{root}/memory{path}/memory.oom_control"
+    yield f"{root}/memory.events"
+    yield f"{root}/memory/memory.oom_control"
