@@ -1,17 +1,20 @@
-"""How long a restart in place takes: kill -9 of one of two ranks, until both have finished a collective again.
+"""How long a restart in place takes: kill -9 of one rank, until every rank has made two more steps.
 
-    python bench/restart_in_place.py                  # 5 rounds; each variant once a round, so that load hits all alike
-    python bench/restart_in_place.py --nodes 2        # one rank on each of two nodes of this machine, ddprun only
-    python bench/restart_in_place.py --start          # how long an agent needs until its rank runs, and its memory
+    python bench/restart_in_place.py                      # 10 rounds, two ranks of one node
+    python bench/restart_in_place.py --nodes 2            # a rank on each of two nodes of this machine; or --nodes 4
+    python bench/restart_in_place.py --start              # the agent alone: until its rank runs, memory and CPU at rest
 
-The collective is an all_reduce of 10 bytes over gloo, after torch and DistributedDataParallel have been imported and
-the model been made. The clock is the machine's monotonic one, in all processes. Memory is PSS, from smaps_rollup: what
-several processes share is counted once, a part to each.
+A step is a backward of DistributedDataParallel over gloo and one of the optimizer; nothing is saved, so it is the
+launcher that is measured. Each round runs every variant once, so that load hits all alike; the ranks are killed in
+turn. A variant that has not trained on after --limit counts as hung, and is left out after three times. The same runs
+tell how long a cold start takes until every rank has made a step. The clock is the machine's monotonic one everywhere.
+Memory is PSS, from smaps_rollup: what several processes share is counted once, a part to each.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -20,7 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
 
 import machine
 import psutil
@@ -32,97 +38,201 @@ import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(8, 8))
-value = torch.ones(10, dtype=torch.uint8)
-dist.all_reduce(value)
-life = os.environ["TORCHELASTIC_RESTART_COUNT"]
-os.write(1, f"DONE {life} {dist.get_rank()} {os.getpid()} {began} {time.monotonic()}\\n".encode())  # whole lines
-if life == "0":
-    time.sleep(1000)
-dist.destroy_process_group()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(1, 1_000_000):
+    optimizer.zero_grad()
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    if step <= 2:  # whole lines: several ranks write into the log
+        os.write(1, f"STEP {dist.get_rank()} {step} {os.getpid()} {began} {time.monotonic()}\\n".encode())
+    time.sleep(0.02)
 """
-VARIANTS = {
-    "ddprun": ["ddpjob.agent"],
-    "ddprun --no-preload": ["ddpjob.agent", "--no-preload"],
-    "torchrun --max-restarts 1": ["torch.distributed.run"],
-}
+DDPRUN, TORCHRUN = "ddpjob.agent", "torch.distributed.run"
+HUNG_MAX = 3
+
+
+class Variant(NamedTuple):
+    """A launcher and how it is asked to meet."""
+
+    name: str
+    module: str
+    words: tuple[str, ...] = ()
+    c10d: bool = False
+
+
+VARIANTS = (
+    Variant("ddprun", DDPRUN),
+    Variant("ddprun --no-preload", DDPRUN, ("--no-preload",)),
+    Variant("torchrun, c10d", TORCHRUN, c10d=True),
+    Variant("torchrun, static", TORCHRUN),
+)
+
+
+class Step(NamedTuple):
+    """A line of a rank."""
+
+    rank: int
+    step: int
+    pid: int
+    began: float
+    """When the script's first line ran."""
+    at: float
+
+
+class Result(NamedTuple):
+    """Of one round, in seconds."""
+
+    cold: float
+    """From the launchers' start until every rank has made a step."""
+    script: float
+    """From the kill until the first line of the first new rank."""
+    restart: float
+    """From the kill until every rank has made two steps."""
 
 
 class Job:
-    """Two ranks, on one node or two."""
+    """One launcher for each node; all end with the block."""
 
-    def __init__(self, folder: Path, words: list[str], nodes: int) -> None:
-        self.log = folder / "log"
+    def __init__(self, variant: Variant, nodes: int, folder: Path, limit: float) -> None:
+        self.ranks, self._log, self._limit = max(2, nodes), folder / "log", limit
         script = folder / "train.py"
         script.write_text(TRAIN)
-        with socket.socket() as any_port:
-            any_port.bind(("127.0.0.1", 0))
-            port = any_port.getsockname()[1]
-        # With a port torchrun is static, and then its restart hangs under gloo: new ranks read the addresses of dead
-        # ones in the agent's store. Without one it is c10d, which hangs likewise unless it is told to share no store.
-        meet = ["--master-port", str(port)] if nodes > 1 else []
-        group = ["--nnodes", str(nodes), "--nproc-per-node", str(2 // nodes), *meet]
-        with self.log.open("w") as log:
+        group = [f"--nnodes={nodes}", f"--nproc-per-node={self.ranks // nodes}", "--max-restarts=3"]
+        # torchrun's c10d hangs at a restart of its own store unless it is told to share none; ddprun does not read it.
+        env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+        port = free_port()
+        self.started = time.monotonic()
+        with self._log.open("w") as log:
             self.agents = [
-                subprocess.Popen(
-                    [sys.executable, "-m", *words, *group, "--node-rank", str(k), "--max-restarts", "1", script],
+                psutil.Popen(
+                    [
+                        sys.executable,
+                        "-m",
+                        variant.module,
+                        *variant.words,
+                        *group,
+                        *meet(variant, nodes, k, port),
+                        script,
+                    ],
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     cwd=folder,
-                    env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+                    env=env,
                 )
                 for k in range(nodes)
             ]
 
-    def done(self, life: str) -> list[list[str]]:
-        """What both ranks have printed in a generation; waits for it."""
-        deadline = time.monotonic() + 200
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        below = [child for agent in self.agents if agent.is_running() for child in agent.children(recursive=True)]
+        for process in [*self.agents, *below]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for agent in self.agents:
+            agent.wait()
+
+    def steps(self, number: int, after: float = 0.0) -> list[Step]:
+        """Of every rank this step, in a process that began after that moment; waits, TimeoutError at the limit."""
+        deadline = time.monotonic() + self._limit
         while time.monotonic() < deadline:
-            rows = [line.split()[1:] for line in self.log.read_text().splitlines() if line.startswith("DONE")]
-            found = [row for row in rows if row[0] == life]
-            if len(found) == 2:
-                return found
-            time.sleep(0.01)
-        for agent in self.agents:
-            agent.terminate()
-        raise TimeoutError(self.log.read_text())
-
-    def end(self) -> None:
-        """Wait for its end."""
-        for agent in self.agents:
-            assert agent.wait(60) == 0, self.log.read_text()
+            found = {
+                s.rank: s
+                for s in map(read, self._log.read_text().splitlines())
+                if s and s.step == number and s.began > after
+            }
+            if len(found) == self.ranks:
+                return list(found.values())
+            time.sleep(0.005)
+        raise TimeoutError(self._log.read_text())
 
 
-def restart_seconds(words: list[str], nodes: int) -> tuple[float, float]:
-    """From the kill to both ranks' all_reduce, and of it until the first new rank's first line."""
-    with tempfile.TemporaryDirectory() as folder:
-        job = Job(Path(folder), words, nodes)
-        victim = next(int(row[2]) for row in job.done("0") if row[1] == "1")
-        killed = time.monotonic()
-        os.kill(victim, signal.SIGKILL)
-        rows = job.done("1")
-        job.end()
-    return max(float(row[4]) for row in rows) - killed, min(float(row[3]) for row in rows) - killed
+def meet(variant: Variant, nodes: int, node: int, port: int) -> list[str]:
+    """The words by which the nodes find each other."""
+    if variant.c10d:
+        conf = f"--rdzv-conf=is_host={int(node == 0)}"
+        return ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=bench", conf]
+    return [f"--master-port={port}", f"--node-rank={node}", *(["--rdzv-id=bench"] if nodes > 1 else [])]
 
 
-def memory() -> None:
-    """PSS of the agent, the fork server and the two ranks, with and without preload."""
-    for name in ("ddprun", "ddprun --no-preload"):
-        with tempfile.TemporaryDirectory() as folder:
-            job = Job(Path(folder), VARIANTS[name], 1)
-            ranks = {int(row[2]) for row in job.done("0")}
-            processes = [psutil.Process(job.agents[0].pid), *psutil.Process(job.agents[0].pid).children(recursive=True)]
-            parts = {}
-            for process in processes:
-                who = "agent" if process.pid == job.agents[0].pid else "rank" if process.pid in ranks else "fork server"
+def free_port() -> int:
+    """Nobody's, a moment ago."""
+    with socket.socket() as any_port:
+        any_port.bind(("127.0.0.1", 0))
+        return int(any_port.getsockname()[1])
+
+
+def read(line: str) -> Step | None:
+    """A rank's line; None for what else is in the log."""
+    words = line.split()
+    if not line.startswith("STEP") or len(words) != 6:
+        return None
+    return Step(int(words[1]), int(words[2]), int(words[3]), float(words[4]), float(words[5]))
+
+
+def restart(variant: Variant, nodes: int, victim: int, limit: float) -> Result | None:
+    """One round; None where it hung."""
+    with tempfile.TemporaryDirectory() as folder, Job(variant, nodes, Path(folder), limit) as job:
+        try:
+            cold = max(step.at for step in job.steps(1)) - job.started
+            pid = next(step.pid for step in job.steps(2) if step.rank == victim % job.ranks)
+            killed = time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+            again = job.steps(2, after=killed)
+        except TimeoutError as error:
+            print(f"{variant.name}: hung, rank {victim % job.ranks} was killed; the end of its log:")
+            print(*str(error).splitlines()[-5:], sep="\n", flush=True)
+            return None
+    return Result(cold, min(s.began for s in again) - killed, max(s.at for s in again) - killed)
+
+
+def compare(nodes: int, rounds: int, limit: float) -> None:
+    """All variants by turns."""
+    found: dict[Variant, list[Result | None]] = {variant: [] for variant in VARIANTS}
+    for number in range(rounds):
+        for variant, its in found.items():
+            if its.count(None) < HUNG_MAX:
+                its.append(restart(variant, nodes, number, limit))
+    head = f"{max(2, nodes)} ranks, nodes: {nodes}"
+    print(f"\n| {head} | restart | its slowest | until the script runs | cold start | hung |")
+    print("|---|---|---|---|---|---|")
+    for variant, its in found.items():
+        good = [result for result in its if result is not None]
+        columns = [median("restart"), slowest, median("script"), median("cold")]
+        seconds = " | ".join(f"{of(good):.2f} s" if good else "" for of in columns)
+        print(f"| {variant.name} | {seconds} | {its.count(None)} of {len(its)} |")
+    for variant, its in found.items():
+        print(f"{variant.name}: all: {', '.join('hung' if r is None else f'{r.restart:.2f}' for r in its)}")
+
+
+def median(name: str) -> Callable[[list[Result]], float]:
+    """Of that column."""
+    return lambda results: statistics.median(getattr(result, name) for result in results)
+
+
+def slowest(results: list[Result]) -> float:
+    """Restart of all."""
+    return max(result.restart for result in results)
+
+
+def at_rest(limit: float) -> None:
+    """PSS of the agent, the fork server and the two ranks, with and without preload, and the agent's CPU."""
+    for variant in VARIANTS[:2]:
+        with tempfile.TemporaryDirectory() as folder, Job(variant, 1, Path(folder), limit) as job:
+            ranks = {step.pid for step in job.steps(2)}
+            agent = job.agents[0]
+            parts: dict[str, list[float]] = {}
+            for process in [agent, *agent.children(recursive=True)]:
+                who = "agent" if process.pid == agent.pid else "rank" if process.pid in ranks else "fork server"
                 parts.setdefault(who, []).append(pss_mib(process.pid))
             said = ", ".join(f"{who} {' + '.join(f'{mib:.0f}' for mib in its)}" for who, its in parts.items())
-            print(f"{name}: PSS in MiB: {said}; together {sum(map(sum, parts.values())):.0f}")
-            agent = psutil.Process(job.agents[0].pid)
+            print(f"{variant.name}: PSS in MiB: {said}; together {sum(map(sum, parts.values())):.0f}")
             before = sum(agent.cpu_times()[:2])
-            time.sleep(5)
-            print(f"{name}: CPU of the agent in 5 s at rest: {sum(agent.cpu_times()[:2]) - before:.2f} s")
-            job.agents[0].terminate()
-            job.agents[0].wait()
+            time.sleep(10)
+            print(f"{variant.name}: CPU of the agent in 10 s of training: {sum(agent.cpu_times()[:2]) - before:.2f} s")
 
 
 def pss_mib(pid: int) -> float:
@@ -139,7 +249,7 @@ def start() -> None:
         env["PYTHONPYCACHEPREFIX"] = folder  # as in an image, where the package is compiled
         said = Path(folder, "said")
         for _ in range(21):
-            for times, words in ((empty, []), (ours, ["-m", "ddpjob.agent", "--no-python", sys.executable])):
+            for times, words in ((empty, []), (ours, ["-m", DDPRUN, "--no-python", sys.executable])):
                 began = time.monotonic()
                 subprocess.run([sys.executable, *words, "-c", script, str(said)], check=True, env=env)
                 times.append(float(said.read_text().split()[-1]) - began)
@@ -149,26 +259,19 @@ def start() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--nodes", type=int, default=1, choices=(1, 2))
-    parser.add_argument("--start", action="store_true")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--nodes", type=int, default=1, choices=(1, 2, 4))
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds until a start or restart counts as hung")
+    parser.add_argument("--start", action="store_true", help="measure the agent alone")
     asked = parser.parse_args()
     print(machine.line())
     if asked.start:
         start()
-        return memory()
-    names = [name for name in VARIANTS if asked.nodes == 1 or name.startswith("ddprun")]
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    for _ in range(asked.rounds):
-        for name in names:
-            times[name].append(restart_seconds(VARIANTS[name], asked.nodes))
-    for name, its in times.items():
-        whole, first = (statistics.median(part) for part in zip(*its, strict=True))
-        spread = ", ".join(f"{seconds:.2f}" for seconds, _ in its)
-        print(f"{name}: {whole:.2f} s (until the script's first line {first:.2f} s); all: {spread}")
+        at_rest(asked.limit)
+    else:
+        compare(asked.nodes, asked.rounds, asked.limit)
     print(machine.line())
-    return None
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     KUBECONFIG=… python bench/restart_times.py cluster --faults kill delete      in a cluster with the operator
     KUBECONFIG=… DDPJOB_TEST_NODE=… python bench/restart_times.py cluster --faults node
+    KUBECONFIG=… python bench/restart_times.py in-place --runs 10                the same in pods that stay: ddprun
     KUBECONFIG=… python bench/restart_times.py requests --nodes 8                requests of one restart, any cluster
     python bench/restart_times.py local                                          `ddpjob run` on this machine
 
@@ -73,6 +74,23 @@ print("TIMES", began, imported, met, time.time(), flush=True)
 for number in range(2, 100_000):
     ddpjob.progress(number)
     time.sleep(0.05)
+"""
+
+
+# Under ddprun: two steps of each generation are told, the pods' log is the witness.
+IN_PLACE = """
+import time; began = time.time()
+import ddpjob, torch, os
+life, step = os.environ["TORCHELASTIC_RESTART_COUNT"], torch.ones(1)
+with ddpjob.init():
+    for number in range(1, 100_000):
+        torch.distributed.all_reduce(step)
+        ddpjob.progress(number)
+        if number <= 2:
+            print("STEP", life, number, os.getpid(), began, time.time(), flush=True)
+        if ddpjob.should_stop(number):
+            raise ddpjob.Stopped(number)
+        time.sleep(0.05)
 """
 
 
@@ -211,6 +229,55 @@ def cluster(options: argparse.Namespace) -> dict[str, Any]:
         space.remove()
 
 
+def in_place(options: argparse.Namespace) -> dict[str, Any]:
+    """kill -9 of the rank of node 1 in a job of ddprun, with a fork server and without."""
+    found: dict[str, Any] = {}
+    space = Space("ddpjob-bench")
+    try:
+        head = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "script"}}
+        space.apply({**head, "data": {"train.py": IN_PLACE}})
+        for words in ([], ["--no-preload"]):
+            runs = []
+            for number in range(options.runs):
+                name = f"{'fresh' if words else 'warm'}-{number}"
+                space.apply(body_of_ddprun(name, words))
+                runs.append(_restart_in_place(space, [f"{name}-1-{rank}" for rank in (0, 1)]))
+                space.kubectl("delete", "ddp", name)
+            found[" ".join(["ddprun", *words])] = medians(runs)
+        return found
+    finally:
+        space.leaves_nothing()
+        space.remove()
+
+
+def body_of_ddprun(name: str, words: list[str]) -> dict[str, Any]:
+    """The script is a file, as with users: only then it is forked from a process that has torch."""
+    made = body(name, "torch")
+    trainer(made)["command"] = ["ddprun", *words, "/script/train.py"]
+    trainer(made)["volumeMounts"] = [{"name": "script", "mountPath": "/script"}]
+    made["spec"]["template"]["spec"]["volumes"] = [{"name": "script", "configMap": {"name": "script"}}]
+    return made
+
+
+def _restart_in_place(space: Space, pods: list[str]) -> dict[str, float]:
+    def stepped(life: int) -> list[list[str]]:
+        """Of each rank, what it printed when it had made two steps in that generation."""
+        logs = [space.kubectl("logs", pod, check=False) for pod in pods]
+        lines = [line.split() for log in logs for line in log.splitlines() if f"STEP {life} 2 " in line]
+        return lines if len(lines) == len(pods) else []
+
+    until(lambda: stepped(0), f"two steps of {pods}", 180)
+    pid = stepped(0)[1][-3]
+    kill = f"import os, time; print(time.time()); os.kill({pid}, 9)"
+    began = float(space.kubectl("exec", pods[1], "--", "python", "-c", kill))
+    until(lambda: stepped(1), f"two more steps of {pods}", 180)
+    again = [[float(word) for word in line[-2:]] for line in stepped(1)]
+    return {
+        "untilTheScriptRuns": max(script for script, _ in again) - began,
+        "sum": max(done for _, done in again) - began,
+    }
+
+
 def medians(runs: list[dict[str, float]]) -> dict[str, Any]:
     parts = {part: round(statistics.median(run[part] for run in runs), 2) for part in runs[0]}
     return parts | {"runs": len(runs), "slowest": round(max(run["sum"] for run in runs), 2)}
@@ -297,14 +364,15 @@ class _Shown:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="How long a restart takes; see the head of this file.")
-    parser.add_argument("what", choices=["cluster", "requests", "local"])
+    parser.add_argument("what", choices=["cluster", "in-place", "requests", "local"])
     parser.add_argument("--faults", nargs="+", choices=["kill", "delete", "node"], default=["kill", "delete"])
     parser.add_argument("--kinds", nargs="+", choices=["torch", "bare"], default=["torch", "bare"])
     parser.add_argument("--runs", type=int, default=3, help="of each; the median is told (%(default)s)")
     parser.add_argument("--nodes", type=int, default=8, help="pods of the job whose requests are counted (%(default)s)")
     options = parser.parse_args()
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()}
-    found = {"cluster": cluster, "requests": requests, "local": local}[options.what](options)
+    doing = {"cluster": cluster, "in-place": in_place, "requests": requests, "local": local}
+    found = doing[options.what](options)
     print(json.dumps({"machine": machine, options.what: found}, indent=2))
 
 

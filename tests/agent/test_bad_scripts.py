@@ -1,0 +1,379 @@
+"""What a script, a stranger or a clock may do to an agent: the next generation comes all the same, and alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from agents import Launcher, finish, free_port
+from shell import eventually
+
+STARTS = pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
+
+# Rank 1 of the first generation fails when rank 0 has done what it is tried for; the second one ends well.
+FAILS_ONCE = """
+import os, signal, subprocess, sys, time
+life, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+def wait_for(name):
+    while not os.path.exists(name): time.sleep(0.01)
+def fail_when_ready(*names):
+    if rank == "1":
+        for name in names or ["ready"]: wait_for(name)
+        os.kill(os.getpid(), signal.SIGKILL)
+def forever():
+    open("ready", "w").close()
+    while True: time.sleep(1000)
+"""
+
+
+@STARTS
+def test_children_that_ignore_signals_in_sessions_of_their_own_do_not_see_the_next_generation(
+    launcher: Launcher, start: str
+) -> None:
+    """A loader that lives on would hold memory, a GPU, a port, or write into the files of the next."""
+    script = launcher.script(
+        FAILS_ONCE
+        + """
+import multiprocessing
+def child():
+    for number in (1, 2, 13, 15): signal.signal(number, signal.SIG_IGN)
+    os.setsid()
+    open(f"child-{os.getpid()}", "w").close()
+    while True: time.sleep(1000)
+if __name__ == "__main__":
+    if life == "0":
+        fail_when_ready()
+        multiprocessing.set_start_method("spawn")
+        multiprocessing.Process(target=child).start()    # with a process of its own that tracks resources
+        multiprocessing.get_context("fork").Process(target=child).start()
+        if os.fork() == 0:
+            if os.fork() == 0: child()                   # an orphan, as a daemon makes itself one
+            os._exit(0)
+        while len([n for n in os.listdir() if n.startswith("child-")]) < 3: time.sleep(0.01)
+        forever()
+    alive = [n for n in os.listdir() if n.startswith("child-") and os.path.exists("/proc/" + n[6:])]
+    os.write(1, f"{len(alive)} alive\\n".encode())
+"""
+    )
+    done = launcher.done(start, "--nproc", 2, "--max-restarts", 1, script)
+    assert (done.returncode, done.stdout) == (0, "0 alive\n" * 2), done.stderr
+    assert len(list(launcher.folder.glob("child-*"))) == 3
+
+
+@STARTS
+def test_a_rank_that_blocks_every_signal_is_ended_all_the_same(launcher: Launcher, start: str) -> None:
+    script = launcher.script(
+        FAILS_ONCE
+        + """
+if life == "0":
+    fail_when_ready()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    forever()
+blocked, handler = signal.pthread_sigmask(signal.SIG_BLOCK, []), signal.getsignal(signal.SIGTERM)
+os.write(1, f"{blocked} {handler is signal.SIG_DFL}\\n".encode())   # the next one is not born deaf
+"""
+    )
+    done = launcher.done(start, "--nproc", 2, "--max-restarts", 1, script)
+    assert (done.returncode, done.stdout) == (0, "set() True\n" * 2), done.stderr
+
+
+@STARTS
+def test_a_rank_that_has_closed_all_descriptors_is_started_again_with_its_streams(
+    launcher: Launcher, start: str
+) -> None:
+    script = launcher.script(
+        FAILS_ONCE
+        + """
+if life == "0":
+    fail_when_ready()
+    os.closerange(0, 1 << 16)
+    forever()
+print("out", flush=True)
+print("err", file=sys.stderr, flush=True)
+"""
+    )
+    done = launcher.done(start, "--nproc", 2, "--max-restarts", 1, "--log-dir", "logs", "--tee", "3", script)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[default0]:out", "[default1]:out"]
+    assert [line for line in sorted(done.stderr.splitlines()) if "err" in line] == ["[default0]:err", "[default1]:err"]
+
+
+def test_a_module_that_has_started_cuda_is_refused_and_every_rank_is_a_new_process(launcher: Launcher) -> None:
+    """A forked process cannot use a GPU that its parent has begun to use: it would fail at its first tensor."""
+    launcher.script("class cuda:\n    is_initialized = staticmethod(lambda: True)", "torch.py")
+    script = launcher.script(
+        FAILS_ONCE
+        + """
+if life == "0":
+    fail_when_ready()
+    forever()
+os.write(1, f"{'torch' in sys.modules}\\n".encode())
+"""
+    )
+    done = launcher.done("--preload=torch", "--nproc", 2, "--max-restarts", 1, script)
+    assert (done.returncode, done.stdout) == (0, "False\n" * 2)
+    assert done.stderr.count("has initialised CUDA, and a forked process cannot use it") == 1, "said, and once"
+
+
+# ---- output ------------------------------------------------------------------------------------------------
+
+WRITES = """
+import resource
+def write(count):
+    began = time.monotonic()
+    for i in range(count): sys.stdout.write(f"{life} {rank} {i}\\n")
+    sys.stdout.flush()
+    open(f"rate-{life}-{rank}", "w").write(str(count / (time.monotonic() - began)))
+"""
+LINES = 30_000
+
+
+def test_ten_thousand_lines_a_second_of_each_rank_are_all_there_also_those_before_the_failure(
+    launcher: Launcher,
+) -> None:
+    script = launcher.script(
+        FAILS_ONCE
+        + WRITES
+        + f"""
+write({LINES})
+if life == "0":
+    open(f"ready-{{rank}}", "w").close()
+    fail_when_ready("ready-0", "ready-1")
+    forever()
+wait_for("enough")
+"""
+    )
+    agent = launcher.ddprun("--preload=json", "--nproc", 2, "--tee", "3", "--max-restarts", 1, script)
+    with console_of(agent, launcher.folder / "console") as console:
+        eventually(lambda: console.read_bytes().count(b"\n") == 4 * LINES)
+        most = peak_mib(agent.pid)
+        (launcher.folder / "enough").touch()
+        assert agent.wait(60) == 0
+    assert min(float(path.read_text()) for path in launcher.folder.glob("rate-*")) > 10_000
+    lines = console.read_text().splitlines()
+    for life in "01":
+        for rank in "01":
+            header = f"[default{rank}]:{life} {rank} "
+            assert [line for line in lines if line.startswith(header)] == [f"{header}{i}" for i in range(LINES)]
+    assert most < 30, "MiB: the file is the buffer, and not the agent"
+
+
+def test_a_progress_bar_without_the_end_of_a_line_is_shown_and_costs_no_memory(launcher: Launcher) -> None:
+    """Some write nothing but carriage returns, or no end at all, for days."""
+    script = launcher.script(
+        """
+        import os, sys, time
+        for i in range(20_000): sys.stdout.write(f"\\r{i:6} of many")
+        sys.stdout.flush()
+        while not os.path.exists("seen"): time.sleep(0.01)
+        for _ in range(80): sys.stdout.write("." * 100_000)
+        sys.stdout.flush()
+        while not os.path.exists("enough"): time.sleep(0.01)
+        """
+    )
+    agent = launcher.ddprun("--preload=json", "--tee", "1", script)
+    with console_of(agent, launcher.folder / "console") as console:
+        eventually(lambda: b"19998 of many" in console.read_bytes())
+        (launcher.folder / "seen").touch()
+        eventually(lambda: console.stat().st_size > 8_000_000)
+        most = peak_mib(agent.pid)
+        (launcher.folder / "enough").touch()
+        assert agent.wait(60) == 0
+    text = console.read_text()
+    assert (text.count("."), text.count("of many")) == (8_000_000, 20_000)
+    assert most < 30, "MiB: 16 of them Python"
+
+
+@contextlib.contextmanager
+def console_of(agent: subprocess.Popen[str], path: Path) -> Iterator[Path]:
+    """Its pipe is read all the time, as a kubelet reads it, into this file."""
+    with path.open("wb") as file:
+        reader = subprocess.Popen(["cat"], stdin=agent.stdout, stdout=file)
+    try:
+        yield path
+    finally:
+        agent.terminate()
+        agent.wait()
+        reader.wait()
+        agent.communicate()
+
+
+def peak_mib(pid: int) -> float:
+    """The most memory that a process ever had."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) / 1024
+
+
+# ---- strangers ---------------------------------------------------------------------------------------------
+
+TRAIN = (
+    FAILS_ONCE
+    + """
+if rank == "0": open(f"up-{life}", "w").close()
+wait_for(f"up-{life}")
+if life in ("0", "1", "2"):
+    if rank == "1":
+        wait_for(f"fail-{life}")
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True: time.sleep(1000)
+"""
+)
+HALF_HANDSHAKES = [
+    b"GET / HTTP/1.1\r\n\r\n",
+    os.urandom(400) + b"\n",
+    b"x" * 64 + b' {"node": 1, "nonce": "',  # and nothing more
+    b"x" * 64 + b' {"node": 1, "nonce": "0", "nodes": 2, "nproc": 1, "generation": 9}\n',
+    b"",
+]
+
+
+def test_strangers_that_knock_during_every_restart_change_nothing(launcher: Launcher) -> None:
+    """Garbage, half a greeting, a greeting without the key, the agent of another job; again and again."""
+    first, second = group(launcher, launcher.script(TRAIN), launcher.mark)
+    agents = [launcher.ddprun(*first), launcher.ddprun(*second)]
+    other = launcher.ddprun(*list(group(launcher, launcher.script(TRAIN), "another", port=int(first[3])))[1])
+    with knocking(int(first[3])) as knocked:
+        for life in range(3):
+            eventually((launcher.folder / f"up-{life}").exists)
+            seen = len(knocked)
+            eventually(lambda seen=seen: len(knocked) > seen + 10)
+            (launcher.folder / f"fail-{life}").touch()
+        done = [finish(agent) for agent in agents]
+    assert [d.returncode for d in done] == [0, 0], done[0].stderr
+    assert done[0].stderr.count("restart ") == 3
+    assert "lost" not in done[0].stderr + done[1].stderr, "no stranger is taken for a node, or in its place"
+    assert "a connection was refused" in done[0].stderr
+    assert other.poll() is None, "it waits for its own node 0"
+    other.terminate()
+    finish(other)
+
+
+def test_strangers_that_hold_every_place_keep_no_agent_of_the_job_out(launcher: Launcher) -> None:
+    first, second = group(launcher, launcher.script(FAILS_ONCE), launcher.mark)
+    leader = launcher.ddprun(*first)
+    full, enough = threading.Event(), threading.Event()
+    holder = threading.Thread(target=hold_all_places, args=(int(first[3]), full, enough))
+    holder.start()
+    try:
+        assert full.wait(30)
+        done = [finish(launcher.ddprun(*second)), finish(leader)]
+    finally:
+        enough.set()
+        holder.join()
+    assert [d.returncode for d in done] == [0, 0]
+
+
+def hold_all_places(port: int, full: threading.Event, enough: threading.Event) -> None:
+    """A hundred connections that say nothing, and begin anew when they are closed."""
+    held: list[socket.socket] = []
+    while not enough.wait(0.02):
+        for old in [old for old in held if is_closed(old)]:
+            full.set()
+            old.close()
+            held.remove(old)
+        while len(held) < 100:
+            try:
+                held.append(socket.create_connection(("127.0.0.1", port), timeout=1))
+            except OSError:  # not up yet, or over
+                break
+            held[-1].setblocking(False)
+    for old in held:
+        old.close()
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """By the other end."""
+    try:
+        return not connection.recv(4096)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+@contextlib.contextmanager
+def knocking(port: int) -> Iterator[list[int]]:
+    """Strangers at a port, two of each kind at once, all the time."""
+    knocked: list[int] = []
+    enough = threading.Event()
+
+    def knock() -> None:
+        while not enough.is_set():
+            strangers = []
+            for text in HALF_HANDSHAKES * 2:
+                with contextlib.suppress(OSError):  # not up yet, over, or refused in the middle of a word
+                    strangers.append(socket.create_connection(("127.0.0.1", port), timeout=1))
+                    strangers[-1].sendall(text)
+                    knocked.append(len(text))
+            enough.wait(0.02)
+            for stranger in strangers:
+                stranger.close()
+
+    thread = threading.Thread(target=knock)
+    thread.start()
+    try:
+        yield knocked
+    finally:
+        enough.set()
+        thread.join()
+
+
+def group(launcher: Launcher, script: Path, run_id: str, port: int = 0) -> Iterator[list[object]]:
+    """The words of the agents of two nodes."""
+    port = port or free_port()
+    for node in range(2):
+        meet = ["--nnodes", 2, "--master-port", port, "--rdzv-id", run_id, "--node-rank", node]
+        yield [*meet, "--preload=json", "--max-restarts", 3, script]
+
+
+# ---- clocks ------------------------------------------------------------------------------------------------
+
+JUMPING = """
+import itertools, os, time
+jumps = itertools.cycle([0.0, 4e9, -5.0, 1.0, 86400.0 * 400])
+time.time = lambda: next(jumps)   # what NTP, a resumed machine or a bad battery makes of it
+from ddpjob.agent import main
+main()
+"""
+
+
+@pytest.mark.parametrize("jumps", [[0], [0, 1]])
+def test_clocks_that_jump_neither_delay_nor_lose_anything(launcher: Launcher, jumps: list[int]) -> None:
+    """Waiting, silence and order follow a clock that only goes on; that of another node is never asked."""
+    launcher.script(JUMPING, "jumping.py")
+    words = list(group(launcher, launcher.script(TRAIN), launcher.mark))
+    modules = ["jumping" if node in jumps else "ddpjob.agent" for node in range(2)]
+    agents = [launcher.ddprun(*its, module=module) for its, module in zip(words, modules, strict=True)]
+    for life in range(3):
+        eventually((launcher.folder / f"up-{life}").exists)
+        (launcher.folder / f"fail-{life}").touch()
+    done = [finish(agent) for agent in agents]
+    assert [d.returncode for d in done] == [0, 0], done[0].stderr
+    waits = [line.rpartition("waiting ")[2] for line in done[0].stderr.splitlines() if "charged to" in line]
+    assert waits == ["0 s", "1 s", "2 s"], "as with a clock that goes right"
+
+
+def test_agents_that_were_suspended_with_a_rank_that_died_meanwhile_start_all_again(launcher: Launcher) -> None:
+    """A machine that was suspended: all clocks but the monotonic one have jumped, and so has the other node."""
+    words = list(group(launcher, launcher.script(TRAIN.replace('("0", "1", "2")', '("0",)')), launcher.mark))
+    agents = [launcher.ddprun(*its) for its in words]
+    eventually((launcher.folder / "up-0").exists)
+    for agent in agents:
+        psutil.Process(agent.pid).suspend()
+    (launcher.folder / "fail-0").touch()
+    eventually(lambda: any(p.status() == psutil.STATUS_ZOMBIE for p in below(agents)))
+    for agent in agents:
+        psutil.Process(agent.pid).resume()
+    assert [finish(agent).returncode for agent in agents] == [0, 0]
+
+
+def below(agents: list[subprocess.Popen[str]]) -> list[psutil.Process]:
+    return [child for agent in agents for child in psutil.Process(agent.pid).children(recursive=True)]

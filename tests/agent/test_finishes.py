@@ -1,0 +1,32 @@
+"""Jobs that end well end well every time: bench/finishes.py, as often as a test run can afford.
+
+A hundred and fifty under ddprun, whose agents are forked from a process that has torch: 1.2 to 1.5 s of CPU each. A few
+as a pod starts them, 5 s each, and under torchrun, 17 s each. The bench runs the thousands (docs/measured.md).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench/finishes.py"
+FORKED = "--from-one-process --at-once=2"
+
+
+@pytest.mark.timeout(900)  # a minute and a half of one core at the most, and others may want it
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"{FORKED} --preload=torch --jobs=60",  # without a model: the same end, for less
+        f"{FORKED} --preload=torch --jobs=50 --nodes=2",
+        f"{FORKED} --jobs=40",
+        "--jobs=3",
+        "--torchrun --jobs=5",
+    ],
+)
+def test_every_job_ends_with_0_and_without_a_word_too_many(words: str) -> None:
+    done = subprocess.run([sys.executable, BENCH, *words.split()], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
