@@ -238,12 +238,23 @@ def nodes_missing(s: Scene) -> Verdict | None:
     return _waiting(s, "Pending", reasons.CREATING_PODS, text, missing)
 
 
+def avoidance_over(s: Scene) -> Verdict | None:
+    """A pod that finds no node, and was made when one was avoided that no longer is: a pod's affinity never changes."""
+    since = s.status.attempt_time
+    over = [a.node for a in s.status.avoided_nodes if since is not None and since < a.until <= s.now]
+    if not over or not any(p.trainer.state == "waiting" and p.unschedulable for p in s.mine.values()):
+        return None
+    text = f"{', '.join(over)} is no longer avoided: all pods are asked for anew"
+    return Verdict(statuses.enter(new_attempt(s.status, s.now), "Pending", reasons.CREATING_PODS, text, s.now))
+
+
 def waiting_for_nodes(s: Scene) -> Verdict | None:
     """Some trainers do not run yet."""
     waiting = [s.mine[r] for r in sorted(s.mine) if s.mine[r].trainer.state == "waiting"]
     if not waiting:
         return None
-    return _waiting(s, *_why_waiting(s, waiting))
+    avoided = earliest(*(a.until for a in s.status.avoided_nodes if a.until > s.now))
+    return _waiting(s, *_why_waiting(s, waiting), again=avoided if any(p.unschedulable for p in waiting) else None)
 
 
 def all_is_well(s: Scene) -> Verdict | None:
@@ -278,6 +289,7 @@ RULES: tuple[Callable[[Scene], Verdict | None], ...] = (
     name_taken,
     create_refused,
     nodes_missing,
+    avoidance_over,
     waiting_for_nodes,
     all_is_well,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 # What may happen at each point. crash: the operator's process dies, and starts again a while later.
 POINTS: dict[str, tuple[str, ...]] = {
@@ -28,9 +28,13 @@ POINTS: dict[str, tuple[str, ...]] = {
     "scheduler": ("slow", "no room"),
     "collector": ("slow",),
     "peers": ("hang",),
+    "post": ("lost", "late", "lost answer"),
+    "watchdog": ("blind",),
 }  # fmt: skip
 # Passed a few times in the life of a pod, where the others are passed with every word between two machines.
-SELDOM = frozenset(("kubelet", "exit", "sigterm", "scheduler", "collector", "peers"))
+SELDOM = frozenset(("kubelet", "exit", "sigterm", "scheduler", "collector", "peers", "post", "watchdog"))
+# Points of jobs under ddprun alone.
+AGENTS = ("post", "watchdog")
 Rates = Mapping[str, Mapping[str, float]]
 
 
@@ -81,11 +85,17 @@ class Faults:
 
 def swarm(rng: random.Random) -> dict[str, dict[str, float]]:
     """A random part of all faults at random rates: few kinds, often, find what all kinds, seldom, never do."""
+    return _some(rng, [point for point in POINTS if point not in AGENTS])
+
+
+def swarm_of_agents(rng: random.Random) -> dict[str, dict[str, float]]:
+    """Likewise those that only agents meet."""
+    return _some(rng, AGENTS)
+
+
+def _some(rng: random.Random, points: Iterable[str]) -> dict[str, dict[str, float]]:
     share = rng.choice((0.0, 0.1, 0.25, 0.5))
-    rates = {}
-    for point, faults in POINTS.items():
-        rates[point] = {fault: _rate(rng, point) for fault in faults if rng.random() < share}
-    return rates
+    return {p: {fault: _rate(rng, p) for fault in POINTS[p] if rng.random() < share} for p in points}
 
 
 def _rate(rng: random.Random, point: str) -> float:

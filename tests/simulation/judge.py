@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,9 @@ from ddpjob_operator import api, contract
 BACKOFF_LIMIT = api.Spec().backoff_limit
 TERMINAL = ("Succeeded", "Failed")
 STOPS = (*TERMINAL, "Failing", "Suspended", "Restarting")
+BUDGETS = ("application", "infrastructure", "stall")
+COUNTED_WITHIN_SECONDS = 120.0
+"""What an operator has heard of an agent stands in the status so soon, however slow its requests are."""
 
 
 class Judge:
@@ -24,6 +28,8 @@ class Judge:
         self.statuses: dict[str, Raw] = {}
         """The newest status of every job that ever was, by uid."""
         self.live_at_once = 0
+        self.words: dict[str, dict[tuple[str, int, int], tuple[int, float]]] = {}
+        """What each operator has heard of agents, by job uid, attempt and replacement, and when."""
         self._cluster, self._training, self._jobs = cluster, training, jobs
         cluster.started = self.started
 
@@ -65,10 +71,26 @@ class Judge:
     def _created(self, raw: Raw) -> None:
         uid, attempt = owner_uid(raw), _attempt(raw)
         status = self.statuses.get(uid, {})
-        if status.get("attempt", 0) < attempt:
+        name, place = raw["metadata"]["name"], (status.get("attempt", 0), _replacement_of(status, _rank(raw)))
+        if place < (attempt, _replacement(raw)):
             self.wrong.append(
-                f"pod {raw['metadata']['name']} was made before attempt {attempt} was recorded: after a crash nobody "
-                "knows what it belongs to"
+                f"pod {name} was made before its attempt or replacement was recorded: after a crash nobody knows what "
+                "it belongs to"
+            )
+        self._check_budget(raw, status)
+
+    def _check_budget(self, raw: Raw, status: Raw) -> None:
+        """What an agent may spend is no more than what is left, or a script that always fails never ends."""
+        env = {e["name"]: e.get("value", "") for e in raw["spec"]["containers"][0].get("env", ())}
+        job = next((j for j in self._jobs() if j["metadata"]["uid"] == owner_uid(raw)), None)
+        if job is None or "DDPJOB_RESTARTS_LEFT" not in env or status.get("attempt", 0) != _attempt(raw):
+            return
+        left = json.loads(env["DDPJOB_RESTARTS_LEFT"])["application"]
+        charged = (status.get("restarts") or {}).get("application", 0)
+        limit = job["spec"].get("backoffLimit", BACKOFF_LIMIT)
+        if left > max(0, limit - charged):
+            self.wrong.append(
+                f"the agent of {raw['metadata']['name']} may restart {left} times, and {charged} of {limit} are charged"
             )
 
     def _deleted(self, raw: Raw, status: Raw, change: Change) -> None:
@@ -80,6 +102,9 @@ class Judge:
             self.wrong.append(
                 f"pod {name} was deleted in state {status.get('state')} of its own attempt: nothing recorded says why"
             )
+        is_present = (_attempt(raw), _replacement(raw)) == (status["attempt"], _replacement_of(status, _rank(raw)))
+        if is_present and status.get("reason") == "Replacing" and not self._is_on_lost_node(raw):
+            self.wrong.append(f"pod {name} was deleted while another is replaced: its agent was to wait, with all warm")
         if asked_now and raw["status"].get("phase") in ("Succeeded", "Failed"):
             self._evidence(raw, status)
 
@@ -105,6 +130,8 @@ class Judge:
             self.wrong.append(f"a job that was {old['state']} became {new.get('state')}")
         self._check_ranks(uid, old, new)
         self._check_restarts(uid, old, new, change.new["spec"])
+        self._check_in_place(uid, old, new)
+        self._check_heard(uid, new, change.actor)
 
     def _check_ranks(self, uid: str, old: Raw, new: Raw) -> None:
         attempt = new.get("attempt", 0)
@@ -112,6 +139,7 @@ class Judge:
         if attempt == old.get("attempt", 0):
             for name in ("completedNodes", "startedNodes"):
                 lost = contract.numbers(old.get(name, "")) - contract.numbers(new.get(name, ""))
+                lost -= {rank for rank in lost if _replacement_of(new, rank) > _replacement_of(old, rank)}
                 if lost:
                     self.wrong.append(f"status.{name} has lost rank {sorted(lost)} in attempt {attempt}")
         untrue = [r for r in sorted(completed) if (uid, attempt, r) not in self._training.completed]
@@ -127,22 +155,104 @@ class Judge:
         for name in ("application", "infrastructure", "stall", "total"):
             if before.get(name, 0) > after.get(name, 0):
                 self.wrong.append(f"status.restarts.{name} went back from {before[name]} to {after.get(name, 0)}")
-        application = after.get("application", 0)
-        if application > spec.get("backoffLimit", BACKOFF_LIMIT):
-            self.wrong.append(f"{application} restarts are charged, backoffLimit is {spec.get('backoffLimit', 0)}")
+        application, limit = after.get("application", 0), spec.get("backoffLimit", BACKOFF_LIMIT)
+        # An agent spends what its pod was given, and knows nothing of what the operator has charged since.
+        by_agent = self._unknown_before(uid, old, ("application",)) if self._is_new_attempt(old, new) else 0
+        if application > limit and _own_charges(old, new)["application"] > by_agent:
+            self.wrong.append(f"{application} restarts are charged, backoffLimit is {limit}")
         truly = sum(1 for job, _ in self._training.failed if job == uid)
         if application > truly:
             self.wrong.append(f"{application} restarts are charged to the application, which failed {truly} times")
         hung = sum(1 for job, _ in self._training.hung if job == uid)
         if after.get("stall", 0) > hung:
             self.wrong.append(f"{after['stall']} restarts are charged to stalls, and it hung {hung} times")
-        charged = sum(after.get(name, 0) for name in ("application", "infrastructure", "stall"))
-        if charged > max(0, new.get("attempt", 0) - 1):
-            self.wrong.append(f"{charged} restarts are charged by attempt {new.get('attempt', 0)}")
+
+    def _check_in_place(self, uid: str, old: Raw, new: Raw) -> None:
+        """Each restart counts once: those in place as their agent charges them, and one for each new pod or attempt."""
+        agent = new.get("inPlace")
+        if agent is not None:
+            true = self._training.agents.charged.get((uid, new["attempt"], agent.get("replacement", 0)), {})
+            more = [name for name in BUDGETS if agent.get(name, 0) > true.get(name, 0)]
+            if more:
+                self.wrong.append(f"{agent} are counted in place, and the agent has charged {true}")
+        own = _own_charges(old, new)
+        again = self._is_new_attempt(old, new)
+        hidden = self._unknown_before(uid, old) if again else 0
+        restarted = again or old.get("replacements", {}) != new.get("replacements", {})
+        if min(own.values()) < 0 or sum(own.values()) > (1 if restarted else 0) + hidden:
+            self.wrong.append(f"{own} restarts are charged at once, beside those in place: {said(new)}")
+        # Who waits for the start in vain has perhaps not heard that all is over.
+        heard = again and new.get("reason") != "StartBackOff" and self._has_said_all(uid, old)
+        if heard and sum(own.values()) < hidden:
+            self.wrong.append(f"{hidden} restarts in place of attempt {old['attempt']} were never counted: {said(new)}")
+        if new.get("state") in TERMINAL and old.get("state") not in TERMINAL and self._has_said_all(uid, new):
+            missing = self._unknown_before(uid, new)
+            if missing:
+                self.wrong.append(f"the job {new['state']}, and {missing} restarts in place were never counted")
+
+    def _is_new_attempt(self, old: Raw, new: Raw) -> bool:
+        return bool(old.get("attempt", 0) != new.get("attempt", 0))
+
+    def _unknown_before(self, uid: str, status: Raw, budgets: tuple[str, ...] = BUDGETS) -> int:
+        """What the last agent of node 0 has charged in this attempt beyond what is counted."""
+        known = status.get("inPlace") or {}
+        key = (uid, status.get("attempt", 0), _replacement_of(status, 0))
+        true = self._training.agents.charged.get(key, {})
+        counted = known if known.get("replacement", 0) == key[2] else {}
+        return sum(max(0, true.get(name, 0) - counted.get(name, 0)) for name in budgets)
+
+    def _has_said_all(self, uid: str, status: Raw) -> bool:
+        """Whether the last agent of node 0 has left its last word where the operator cannot have missed it."""
+        for raw in self._cluster.pods():
+            place = (owner_uid(raw), _attempt(raw), _rank(raw), _replacement(raw))
+            if place == (uid, status.get("attempt", 0), 0, _replacement_of(status, 0)):
+                ends = [c["state"].get("terminated") for c in raw["status"].get("containerStatuses", ())]
+                return any(e and '"agent"' in e["message"] for e in ends) and not self._is_on_lost_node(raw)
+        return False
+
+    def _is_on_lost_node(self, raw: Raw) -> bool:
+        """Whether its node was ever lost, and so perhaps given up."""
+        node = self._cluster.nodes.get(raw["spec"].get("nodeName", ""))
+        return node is None or node.losses > 0
+
+    def heard(self, operator: str, process: Process, restarts: int, at: float) -> None:
+        """A post of node 0's agent has reached an operator."""
+        self.words.setdefault(operator, {})[process.job_uid, process.attempt, process.replacement] = (restarts, at)
+
+    def _check_heard(self, uid: str, status: Raw, operator: str) -> None:
+        known = status.get("inPlace") or {}
+        counted = sum(known.get(name, 0) for name in BUDGETS)
+        place = (uid, status.get("attempt", 0), known.get("replacement", 0))
+        restarts, at = self.words.get(operator, {}).get(place, (0, 0.0))
+        if restarts > counted and self._cluster.time() > at + COUNTED_WITHIN_SECONDS:
+            self.wrong.append(f"{counted} restarts in place are counted, and {operator} has heard of {restarts}")
+
+
+def _own_charges(old: Raw, new: Raw) -> dict[str, int]:
+    """What a change of the status charges beside what an agent has said."""
+    before, after = old.get("restarts") or {}, new.get("restarts") or {}
+    known, told = old.get("inPlace") or {}, new.get("inPlace") or {}
+    same = old.get("attempt", 0) == new.get("attempt", 0) and known.get("replacement", 0) == told.get("replacement", 0)
+    return {
+        name: after.get(name, 0) - before.get(name, 0) - (told.get(name, 0) - (known.get(name, 0) if same else 0))
+        for name in BUDGETS
+    }
+
+
+def _replacement_of(status: Raw, rank: int) -> int:
+    return int((status.get("replacements") or {}).get(str(rank), 0))
+
+
+def _replacement(raw: Raw) -> int:
+    return int((raw["metadata"].get("labels") or {}).get(contract.LABEL_REPLACEMENT, 0))
+
+
+def _rank(raw: Raw) -> int:
+    return int((raw["metadata"].get("labels") or {}).get(contract.LABEL_RANK, -1))
 
 
 def _attempt(raw: Raw) -> int:
-    return int(raw["metadata"]["labels"].get(contract.LABEL_ATTEMPT, -1))
+    return int((raw["metadata"].get("labels") or {}).get(contract.LABEL_ATTEMPT, -1))
 
 
 def said(status: Raw) -> str:

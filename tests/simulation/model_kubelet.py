@@ -28,6 +28,8 @@ class Node:
         self.name, self.slots = name, slots
         self.reachable = True
         """Whether the API server hears its kubelet."""
+        self.side = ""
+        """With whom it was cut off: those reach each other."""
         self.powered = True
         self.silent_since: float | None = None
         self.losses = 0
@@ -63,6 +65,24 @@ class Cluster:
         """Whether the cluster reaches the node of a process."""
         return self.nodes[process.node].reachable
 
+    def pods(self) -> list[Raw]:
+        """The objects of all pods."""
+        return self._api.all("pods")
+
+    def time(self) -> float:
+        """Seconds since the start."""
+        return self._loop.time()
+
+    def connected(self, one: Process, other: Process) -> bool:
+        """Whether the nodes of two processes reach each other."""
+        here, there = self.nodes[one.node], self.nodes[other.node]
+        return here is there or (here.reachable and there.reachable) or (here.side == there.side != "")
+
+    def has_name(self, process: Process) -> bool:
+        """Whether the DNS name of its rank leads to it: as long as its pod's object is there, and has not ended."""
+        raw = self.pod_of(process.uid)
+        return raw is not None and not _has_ended(raw)
+
     def pod_of(self, uid: str) -> Raw | None:
         """The pod with this uid, if its object is there."""
         raw = self._api.find("pods", self._names.get(uid, ""))
@@ -70,19 +90,20 @@ class Cluster:
 
     # ---------------------------------------------------------------- what is done to it
 
-    def cut(self, name: str) -> None:
-        """The node is cut off; its containers go on."""
+    def cut(self, name: str, side: str = "") -> None:
+        """The node is cut off, with those of its side; its containers go on."""
         node = self.nodes[name]
         if node.silent_since is None:
-            node.reachable, node.silent_since = False, self._loop.time()
+            node.reachable, node.silent_since, node.side = False, self._loop.time(), side
             node.losses += 1
+            self._training.agents.disconnected(name)
             self._loop.call_later(NOT_READY_SECONDS, self._not_ready, name, node.losses)
 
     def kill(self, name: str) -> None:
         """The node loses its power, and all that runs on it ends."""
         self.cut(name)
         node = self.nodes[name]
-        node.powered = False
+        node.powered, node.side = False, ""
         for process in node.processes.values():
             if process.alive:
                 self.ends(process, 255, "Unknown", "")
@@ -92,7 +113,7 @@ class Cluster:
         node = self.nodes[name]
         if node.silent_since is None:
             return
-        node.reachable, node.powered, node.silent_since = True, True, None
+        node.reachable, node.powered, node.silent_since, node.side = True, True, None, ""
         self._say_node(name, "True")
         for raw in self._api.all("pods"):
             if raw["spec"].get("nodeName") == name:
@@ -252,10 +273,11 @@ class Cluster:
             return
         process.told = True
         fault = self._faults.at("sigterm")
-        if fault == "ignored":
-            return
-        code = {"ends with 0": 0, "resumable": RESUMABLE}.get(fault, 143)
-        self._later(0.1, 3, self.ends, process, code, "Completed" if code == 0 else "Error", "")
+        if process.is_agent:
+            self._training.agents.told(process, fault)
+        elif fault != "ignored":
+            code = {"ends with 0": 0, "resumable": RESUMABLE}.get(fault, 143)
+            self._later(0.1, 3, self.ends, process, code, "Completed" if code == 0 else "Error", "")
 
     def _kill(self, process: Process) -> None:
         self.ends(process, 137, "Error", "")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from faults import Faults
 from model_api import Raw, owner_uid
 from virtual_time import VirtualLoop
 
 from ddpjob_operator import contract
+
+if TYPE_CHECKING:
+    from model_agents import Agents
 
 SYMPTOM = "RuntimeError: [/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.7]:31234"
 NOBODY_CAME = "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined."
@@ -48,6 +51,7 @@ class Process:
     run: tuple[str, str]
     """Where it meets the others: run id and port."""
     node: str
+    environ: dict[str, str]
     alive: bool = True
     told: bool = False
     """Whether it was told to stop before it ended."""
@@ -73,7 +77,18 @@ class Process:
             nodes=int(env["NNODES"]),
             run=(env["PET_RDZV_ID"], env["MASTER_PORT"]),
             node=node,
+            environ=env,
         )
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether it is a `ddprun`, with its rank inside."""
+        return bool(self.pod["spec"]["containers"][0]["command"][0] == "ddprun")
+
+    @property
+    def replacement(self) -> int:
+        """Which pod of its rank in its attempt it is."""
+        return int(self.environ.get("DDPJOB_REPLACEMENT", 0))
 
     def __str__(self) -> str:
         return f"{self.name} (rank {self.rank}, attempt {self.attempt}) on {self.node}"
@@ -92,10 +107,11 @@ class Failure:
 
 @dataclass
 class Folder:
-    """The checkpoints of a job. A newer attempt that has written keeps the older ones out, as Snapshot does."""
+    """The checkpoints of a job. A newer attempt or generation that has written keeps older ones out, as in Snapshot."""
 
     step: float = 0.0
-    attempt: int = 0
+    life: tuple[int, int] = (0, 0)
+    """Attempt and generation."""
     refused: int = 0
 
 
@@ -121,10 +137,11 @@ class Training:
         loop: VirtualLoop,
         faults: Faults,
         seconds: float,
-        fails: Callable[[Process], Failure | None],
+        fails: Callable[[Process, int], Failure | None],
         reachable: Callable[[Process], bool],
     ) -> None:
         self.ends: Callable[[Process, int, str, str], None] = lambda *_: None
+        self.agents: Agents
         self.reports: Callable[[Process, int], None] | None = None
         """Takes a rank's word about its step, every REPORT_SECONDS; None: the ranks say nothing."""
         self.wrong: list[str] = []
@@ -137,16 +154,31 @@ class Training:
         """(job uid, attempt) in which the application has truly failed by itself."""
         self.hung: set[tuple[str, int]] = set()
         """(job uid, attempt) in which it has truly hung."""
-        self._loop, self._faults, self._seconds = loop, faults, seconds
-        self._fails, self._reachable = fails, reachable
-        self._random = random.Random(f"{faults.seed} training")
+        self.loop, self.faults, self.seconds = loop, faults, seconds
+        self.fails, self._reachable = fails, reachable
+        self.random = random.Random(f"{faults.seed} training")
 
     def step(self, job_uid: str) -> float:
         """The newest checkpoint."""
         return self.folders.setdefault(job_uid, Folder()).step
 
+    def saves(self, first: Process, step: float, generation: int = 0) -> bool:
+        """Rank 0 writes a checkpoint; not beside a newer attempt or generation."""
+        folder, life = self.folders.setdefault(first.job_uid, Folder()), (first.attempt, generation)
+        if folder.life > life:
+            folder.refused += 1
+            return False
+        folder.life, folder.step = life, max(folder.step, step)
+        return True
+
+    def application_failed(self, process: Process) -> None:
+        """It has truly failed by itself, in a pod that goes on or not."""
+        self.failed.add((process.job_uid, -len(self.failed) - 1))
+
     def joins(self, process: Process) -> None:
         """A process starts and looks for its peers."""
+        if process.is_agent:
+            return self.agents.begin(process)
         group = self.groups.setdefault(process.run, Group())
         if not any(p.alive for p in group.ranks.values()):
             group = self.groups[process.run] = Group()
@@ -156,67 +188,66 @@ class Training:
         group.ranks[process.rank] = process
         if any(p.attempt != process.attempt or p.job_uid != process.job_uid for p in group.ranks.values()):
             self.wrong.append(f"processes of two attempts have met: {[str(p) for p in group.ranks.values()]}")
-        failure = self._fails(process)
+        failure = self.fails(process, process.attempt)
         if failure is not None and failure.after_seconds == 0:
-            self._loop.call_later(0.1, self._fail, process, failure)
-        self._loop.call_later(MEETING_SECONDS, self._waits_in_vain, group, process)
+            self.loop.call_later(0.1, self._fail, process, failure)
+        self.loop.call_later(MEETING_SECONDS, self._waits_in_vain, group, process)
         if len(group.ranks) == process.nodes:
-            self._loop.call_later(self._random.uniform(0.2, 2), self._start, group)
+            self.loop.call_later(self.random.uniform(0.2, 2), self._start, group)
+        return None
 
     def left(self, process: Process, code: int) -> None:
         """A process has ended; its peers see a closed connection, or hang in a collective."""
         if code == 0 and not process.told:
             self.completed.add((process.job_uid, process.attempt, process.rank))
+        if process.is_agent:
+            return self.agents.left(process)
         group = self.groups[process.run]
         if code == 0 and not process.told:
-            return
+            return None
         group.broken = True
         for peer in group.ranks.values():
             if peer.alive and group.started_at is not None:
                 self._suffers(peer)
+        return None
 
     def _waits_in_vain(self, group: Group, process: Process) -> None:
         if group.started_at is None or process not in group.present:
             self._end(process, 1, "Error", NOBODY_CAME)
 
     def _suffers(self, peer: Process) -> None:
-        if self._faults.at("peers") == "hang":
-            self._loop.call_later(self._faults.number("peers", 60, 400), self._end, peer, 134, "Error", WATCHDOG)
+        if self.faults.at("peers") == "hang":
+            self.loop.call_later(self.faults.number("peers", 60, 400), self._end, peer, 134, "Error", WATCHDOG)
         else:
-            self._loop.call_later(self._random.uniform(0.2, 6), self._end, peer, 1, "Error", SYMPTOM)
+            self.loop.call_later(self.random.uniform(0.2, 6), self._end, peer, 1, "Error", SYMPTOM)
 
     def _start(self, group: Group) -> None:
         first = group.ranks[0]
         if group.started_at is not None or not self._whole(group):
             return
-        group.started_at, group.step = self._loop.time(), self.step(first.job_uid)
+        group.started_at, group.step = self.loop.time(), self.step(first.job_uid)
         group.present = [*group.ranks.values()]
         for process in group.ranks.values():
-            failure = self._fails(process)
+            failure = self.fails(process, process.attempt)
             if failure is not None and failure.after_seconds:
-                self._loop.call_later(failure.after_seconds, self._fail, process, failure)
+                self.loop.call_later(failure.after_seconds, self._fail, process, failure)
         if self.reports is not None:
-            self._loop.call_later(0.2, self._report, group, self.reports)
-        self._loop.call_later(SAVE_SECONDS, self._save, group)
-        self._loop.call_later(max(0.1, self._seconds - group.step), self._complete, group)
+            self.loop.call_later(0.2, self._report, group, self.reports)
+        self.loop.call_later(SAVE_SECONDS, self._save, group)
+        self.loop.call_later(max(0.1, self.seconds - group.step), self._complete, group)
 
     def _save(self, group: Group) -> None:
         if group.broken or group.stuck_at is not None or not all(p.alive for p in group.ranks.values()):
             return
-        first = group.ranks[0]
-        folder = self.folders[first.job_uid]
-        if folder.attempt > first.attempt:
-            folder.refused += 1
-            self._end(first, 1, "Error", "ddpjob.SupersededError: a newer attempt has written")
+        if not self.saves(group.ranks[0], self._step(group)):
+            self._end(group.ranks[0], 1, "Error", "ddpjob.SupersededError: a newer attempt has written")
             return
-        folder.attempt = first.attempt
-        folder.step = max(folder.step, self._step(group))
-        self._loop.call_later(SAVE_SECONDS, self._save, group)
+        self.loop.call_later(SAVE_SECONDS, self._save, group)
 
     def _step(self, group: Group) -> float:
         """One step a second."""
         assert group.started_at is not None
-        until = self._loop.time() if group.stuck_at is None else group.stuck_at
+        until = self.loop.time() if group.stuck_at is None else group.stuck_at
         return group.step + until - group.started_at
 
     def _report(self, group: Group, reports: Callable[[Process, int], None]) -> None:
@@ -225,13 +256,13 @@ class Training:
         for process in alive:
             reports(process, int(self._step(group)))
         if alive:
-            self._loop.call_later(REPORT_SECONDS, self._report, group, reports)
+            self.loop.call_later(REPORT_SECONDS, self._report, group, reports)
 
     def _complete(self, group: Group) -> None:
         if group.stuck_at is not None or not self._whole(group):
             return
         for process in group.ranks.values():
-            self._loop.call_later(self._random.uniform(0, 0.5), self._end, process, 0, "Completed", "")
+            self.loop.call_later(self.random.uniform(0, 0.5), self._end, process, 0, "Completed", "")
 
     def _whole(self, group: Group) -> bool:
         ranks = group.ranks.values()
@@ -247,7 +278,7 @@ class Training:
         group = self.groups[process.run]
         if failure.code == HANGS:
             if group.started_at is not None and group.stuck_at is None and self._whole(group):
-                group.stuck_at = self._loop.time()
+                group.stuck_at = self.loop.time()
                 self.hung.add((process.job_uid, process.attempt))
             return
         if process.alive:

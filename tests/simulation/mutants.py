@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -10,10 +11,13 @@ from typing import Any
 from unittest import mock
 
 from model_client import ModelClient
+from msgspec.structs import replace
 
-from ddpjob_operator import contract, observed, plan
+from ddpjob_operator import contract, in_place, observed, plan, replacing, restart
+from ddpjob_operator import status as statuses
 from ddpjob_operator.kube import app, execute
 from ddpjob_operator.plan import CreatePod, CreateService, DeletePod
+from ddpjob_operator.scene import Scene, Verdict
 
 Mutant = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -103,6 +107,41 @@ def old_run_id() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(contract, "environment", same)
 
 
+def replaced_at_once() -> contextlib.AbstractContextManager[Any]:
+    """The pod that takes the place of another does not wait until that one has ended."""
+
+    def at_once(s: Scene) -> Verdict | None:
+        first = s.recorded.last_failure
+        broken = replacing.broken_alone(s, first) if first is not None and statuses.is_broken(s.recorded) else []
+        settled = restart.settle(s, first) if broken and first is not None else None
+        if settled is None or not settled.verdict.restart:
+            return None
+        return Verdict(replacing._replaced(s, settled, broken))
+
+    def of_older_attempts(s: Scene) -> Verdict | None:
+        older = tuple(p for p in s.older if p.attempt < s.status.attempt)
+        return plan.attempt_still_ending(dataclasses.replace(s, older=older))
+
+    new = {"attempt_still_ending": of_older_attempts, "replacing": at_once}
+    return mock.patch.object(plan, "RULES", tuple(new.get(rule.__name__, rule) for rule in plan.RULES))
+
+
+def all_replaced_in_turn() -> contextlib.AbstractContextManager[Any]:
+    """A job whose nodes are lost one after the other keeps its attempt, until none of its first pods is left."""
+    return mock.patch.object(replacing, "_first_pods", lambda _, waiting: waiting)
+
+
+def words_added_up() -> contextlib.AbstractContextManager[Any]:
+    """What an agent has charged in its life is added each time it is said."""
+    with_agent = in_place.with_agent
+    return mock.patch.object(in_place, "with_agent", lambda s, *rest: with_agent(replace(s, in_place=None), *rest))
+
+
+def words_dropped() -> contextlib.AbstractContextManager[Any]:
+    """What agents restart in place is not counted."""
+    return mock.patch.object(in_place, "with_agent", lambda status, *_: status)
+
+
 # Those that random seeds find soon. The others need one order of events, and test_exhaustive.py has it.
 ALL: tuple[Mutant, ...] = (
     no_fence,
@@ -111,4 +150,7 @@ ALL: tuple[Mutant, ...] = (
     act_before_record,
     exit_zero_is_success,
     old_run_id,
+    replaced_at_once,
+    words_added_up,
+    words_dropped,
 )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from faults import Rates, swarm
+from faults import Rates, swarm, swarm_of_agents
 from model_training import HANGS, Failure
 
 from ddpjob_operator import api, validation
@@ -39,17 +39,18 @@ class Scenario:
     training_seconds: float = 40.0
     reports: bool = False
     clusterwide: bool = True
+    launcher: str = "torchrun"
     operators: int = 1
     stale_by: int = 0
     """How many changes of its kind a stale list is behind; 0: it differs."""
     rates: Rates = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
-    """By attempt."""
+    """By attempt; under ddprun by how often the agents have started the ranks."""
     deeds: tuple[Deed, ...] = ()
 
     def manifest(self) -> dict[str, Any]:
         """The DDPJob."""
-        container = {"name": "trainer", "image": "ddpjob-trainer", "command": ["torchrun", "train.py"]}
+        container = {"name": "trainer", "image": "ddpjob-trainer", "command": [self.launcher, "train.py"]}
         pod = {"containers": [container], "terminationGracePeriodSeconds": self.grace_seconds}
         return {
             "apiVersion": api.API_VERSION,
@@ -73,6 +74,9 @@ OPERATORS = ("crash", "restart", "clock jumps", "api server away", "operator cut
 CREATES = ("quota", "stranger's pod", "stranger's service")
 PODS = ("pod deleted", "pod deleted", "drained", "evicted", "node shuts down", "pod forced")
 NODES = ("node cut", "node cut", "node killed", "node removed", "node dies")
+# What breaks one pod of a job whose others wait for its replacement, in any order and often.
+ONE_BY_ONE = (*PODS, *NODES, "agent killed", "agent killed", "agent killed", "pod forced", "nodes cut", "nodes cut")
+DDPRUN_SHARE = 0.25
 
 # What happens in this order, or in any.
 NARROW: tuple[tuple[dict[str, tuple[str, ...]], tuple[str, ...]], ...] = (
@@ -89,6 +93,29 @@ NARROW: tuple[tuple[dict[str, tuple[str, ...]], tuple[str, ...]], ...] = (
 
 def scenario(seed: int) -> Scenario:
     """The scenario of a seed."""
+    found, rng = _under_torchrun(seed), random.Random(f"{seed} launcher")
+    return _under_ddprun(rng, found) if rng.random() < DDPRUN_SHARE else found
+
+
+def _under_ddprun(rng: random.Random, found: Scenario) -> Scenario:
+    """Another launcher, and what it may meet: ranks that fail again and again, pods that are lost one by one."""
+    nodes, hangs = found.spec["nodes"], "stall" in found.spec
+    share = rng.choice((0.0, 0.3, 0.8, 1.0))
+    failures = {life: _failure(rng, nodes, hangs) for life in range(1, 30) if rng.random() < share}
+    deeds = [
+        Deed(rng.uniform(0, 0.7 * FAULTS_SECONDS), rng.choice(ONE_BY_ONE), rng.randrange(6), 10 ** rng.uniform(-0.5, 2))
+        for _ in range(rng.choice((0, 1, 2, 3, 6)))
+    ]
+    return replace(
+        found,
+        launcher="ddprun",
+        failures=failures,
+        rates={**found.rates, **swarm_of_agents(rng)},
+        deeds=tuple(sorted((*found.deeds, *deeds), key=lambda deed: deed.at)),
+    )
+
+
+def _under_torchrun(seed: int) -> Scenario:
     rng = random.Random(seed)
     nodes = rng.choice((1, 2, 2, 3))
     spec: dict[str, Any] = {"nodes": nodes}

@@ -18,18 +18,21 @@ from unittest import mock
 
 from faults import Faults
 from judge import TERMINAL, Judge, said
+from model_agents import Agents
 from model_api import Change, Kind, ModelApi, Raw
 from model_client import ModelClient
 from model_kubelet import Cluster
 from model_training import Process, Training
-from scenario import FAULTS_SECONDS, NODES, PODS, RESTARTS, Deed, Failure, Scenario
+from msgspec.structs import replace
+from scenario import FAULTS_SECONDS, NODES, ONE_BY_ONE, PODS, RESTARTS, Deed, Failure, Scenario
 from virtual_time import VirtualLoop
 
 from ddpjob_operator import api
 from ddpjob_operator.kube import access, app, lease, queue, reconcile, reflector
 from ddpjob_operator.kube.client import ApiError
+from ddpjob_operator.kube.receive import Sender
 from ddpjob_operator.kube.tokens import BoundPod
-from ddpjob_operator.observed import Report
+from ddpjob_operator.observed import Report, read_report
 
 JOBS = f"/apis/{api.GROUP}/{api.VERSION}/namespaces/default/{api.PLURAL}"
 NAME = "digits"
@@ -38,7 +41,7 @@ ENDS_WITHIN_SECONDS = 3 * 3600.0
 # How long nothing may change before a job is at rest.
 REST_SECONDS = 120.0
 WRITES_MAX = 600
-BREAKS_A_POD = frozenset((*PODS, *NODES))
+BREAKS_A_POD = frozenset((*PODS, *NODES, *ONE_BY_ONE))
 
 
 @dataclass
@@ -210,6 +213,9 @@ class Simulation:
         self.faults = Faults(scenario.seed, scenario.rates, only)
         self.api = ModelApi(self.loop.time, self.loop.now)
         self.training = Training(self.loop, self.faults, scenario.training_seconds, self._failure_of, self._reachable)
+        self.training.agents = agents = Agents(self.training, self._connected)
+        agents.heard = self._hear_agent
+        agents.has_name = lambda process: self.cluster.has_name(process)
         self.cluster = Cluster(self.loop, self.api, self.faults, self.training, scenario.cluster_nodes)
         self.judge = Judge(self.cluster, self.training, lambda: self.api.all(api.PLURAL))
         self.api.listeners.append(self.judge.changed)
@@ -380,6 +386,7 @@ class Simulation:
 
     def _start_operator(self, name: str, dead: OperatorProcess | None = None) -> None:
         process = OperatorProcess(self, name)
+        self.judge.words.pop(name, None)
         self.operators = [o for o in self.operators if o is not dead] + [process]
         if dead is not None:
             process.skew = dead.skew
@@ -390,22 +397,39 @@ class Simulation:
         if code == 201:
             self.uids.append(answer["metadata"]["uid"])
 
-    def _failure_of(self, process: Process) -> Failure | None:
-        failure = self.scenario.failures.get(process.attempt)
+    def _failure_of(self, process: Process, life: int) -> Failure | None:
+        failure = self.scenario.failures.get(life)
         if failure is None or failure.rank != process.rank or len(self.uids) > 1:
             return None
-        return failure if self.faults.happens(f"failure#{process.attempt}", str(failure)) else None
+        return failure if self.faults.happens(f"failure#{life}", str(failure)) else None
 
     def _report(self, process: Process, step: int) -> None:
         """A rank reports to the operator that leads, if it reaches one."""
-        if not self._reachable(process):
-            return
-        for one in self.operators:
+        for one, sender in self._receivers(process):
+            word = Report(step=step, attempt=sender.attempt, rank=process.rank, received_at=one.now())
+            one.operator.report(sender, word)
+
+    def _hear_agent(self, process: Process, body: bytes) -> bool:
+        """Likewise an agent; whether it was heard."""
+        heard = False
+        for one, sender in self._receivers(process):
+            word = replace(read_report(body, one.now()), attempt=sender.attempt)
+            assert word.agent is not None, "an agent speaks"
+            one.operator.report(sender, word)
+            self.judge.heard(one.name, process, word.agent.restarts.total, self.loop.time())
+            heard = True
+        return heard
+
+    def _receivers(self, process: Process) -> Iterator[tuple[OperatorProcess, Sender]]:
+        """Who takes its word, and as whose."""
+        for one in self.operators if self._reachable(process) else ():
             if one.operator._leads and not one.client.away and not one.client.dead:
                 sender = one.operator.locate(BoundPod("default", process.name, process.uid))
                 if sender is not None:
-                    word = Report(step=step, attempt=sender.attempt, rank=process.rank, received_at=one.now())
-                    one.operator.report(sender, word)
+                    yield one, sender
+
+    def _connected(self, one: Process, other: Process) -> bool:
+        return self.cluster.connected(one, other)
 
     def _reachable(self, process: Process) -> bool:
         return self.cluster.reachable(process)
@@ -444,7 +468,7 @@ class Simulation:
             return
         self.tell("", "DEED", deed)
         self.done.add(deed.what)
-        if deed.what in NODES:
+        if deed.what in NODES or deed.what == "nodes cut":
             self._node(deed)
         elif deed.what in BREAKS_A_POD:
             self._pod(deed)
@@ -524,11 +548,22 @@ class Simulation:
             self.cluster.delete_pod(pod, "user", 0)
         elif deed.what == "drained":
             self.cluster.disrupt(pod, "EvictionByEvictionAPI")
+        elif deed.what == "agent killed":
+            self._kill_agent(pod)
         else:
             self.cluster.under_pressure(pod, "Evicted" if deed.what == "evicted" else "Terminated")
 
+    def _kill_agent(self, pod: Raw) -> None:
+        uid = pod["metadata"]["uid"]
+        process = self.cluster.nodes[pod["spec"]["nodeName"]].processes.get(uid)
+        if process is not None and process.is_agent and not process.told:
+            self.training.agents.kill(process)
+
     def _node(self, deed: Deed) -> None:
         names = sorted(self.cluster.nodes)
+        if deed.what == "nodes cut":
+            self._cut_several(names, deed)
+            return
         # Where several die the job may have no place left.
         name = names[0 if deed.what == "node dies" else deed.number % len(names)]
         if deed.what == "node cut":
@@ -539,6 +574,13 @@ class Simulation:
             self.cluster.remove_node(name)
         if deed.what != "node dies":
             self.loop.call_later(deed.seconds, self.cluster.back, name)
+
+    def _cut_several(self, names: list[str], deed: Deed) -> None:
+        """A part of the cluster that is a network of its own. Its nodes are not missed at the same moment."""
+        for number in range(2):
+            name = names[(deed.number + number) % len(names)]
+            self.loop.call_later(number * deed.number, self.cluster.cut, name, f"side {deed.at}")
+            self.loop.call_later(10 + deed.seconds, self.cluster.back, name)
 
     # ---------------------------------------------------------------- in place of clock, chance and log
 

@@ -3,6 +3,7 @@ lost with its stream or told twice, each old state of the cluster served to an o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -21,6 +22,9 @@ LIVES = {
     "two nodes, suspended and resumed": Scenario(training_seconds=40, deeds=(Deed(5, "suspend", seconds=1),)),
     "deleted and applied again": Scenario(spec={"nodes": 1}, training_seconds=9, deeds=(Deed(5, "delete and apply"),)),
     "a node is cut off and comes back": Scenario(training_seconds=9, deeds=(Deed(5, "node cut", seconds=150),)),
+    "under ddprun a rank fails, then node 0's agent": Scenario(
+        launcher="ddprun", training_seconds=9, failures={1: Failure(1, 1.0, 1)}, deeds=(Deed(6, "agent killed"),)
+    ),
 }
 STALE_VERSIONS = (1, 2, 4, 6, 8, 11)
 STUBBORN = {"sigterm#0": "ignored", "sigterm#1": "ignored"}
@@ -99,3 +103,31 @@ def test_a_request_that_arrives_after_its_sender_has_died_does_no_harm() -> None
 def test_a_delete_that_names_no_uid_would_be_found_out() -> None:
     with mutants.delete_without_uid():
         assert any(simulate(life, faults).wrong for life, faults in requests_that_outlive_their_sender())
+
+
+def parts_cut_off() -> Iterator[Scenario]:
+    """The nodes of a job under ddprun lose the cluster and not each other, and are missed one after the other."""
+    spec = {"nodes": 2, "onePodPerNode": True}
+    deeds = [Deed(20, "nodes cut", number, 400) for number in range(1, 5)]
+    for seed, deed, clusterwide in itertools.product(range(4), deeds, (True, False)):
+        yield Scenario(
+            seed=seed,
+            spec=spec,
+            launcher="ddprun",
+            cluster_nodes=6,
+            training_seconds=300,
+            clusterwide=clusterwide,
+            deeds=(deed,),
+        )
+
+
+def test_a_group_that_goes_on_where_nobody_sees_it_has_none_beside_it_in_its_attempt() -> None:
+    for life in parts_cut_off():
+        outcome = simulate(life)
+        assert not outcome.wrong, "\n".join([*outcome.story, *outcome.wrong])
+        assert outcome.end == "Succeeded", "\n".join([*outcome.story, f"it ends {outcome.end}"])
+
+
+def test_a_job_whose_pods_are_all_replaced_in_one_attempt_would_be_found_out() -> None:
+    with mutants.all_replaced_in_turn():
+        assert any(simulate(life).wrong for life in parts_cut_off())

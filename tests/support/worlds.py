@@ -86,6 +86,8 @@ class World:
         """Plan once, and do it: the status first, then deletes and creates."""
         todo = self.plan()
         if todo.status is not None:
+            if todo.status.attempt != self.job.status.attempt:
+                self.agent = None  # as in the shells: its words are of its attempt
             self.job = replace(self.job, status=todo.status)
         for action in todo.actions:
             self.act(action)

@@ -448,6 +448,24 @@ def test_a_node_that_fails_the_job_twice_is_avoided_for_an_hour_and_shown() -> N
     assert world.status.avoided_nodes == []
 
 
+def test_pods_that_find_no_other_node_are_asked_for_anew_when_the_node_is_no_longer_avoided() -> None:
+    world = digits().running()
+    for _ in range(2):
+        world.runs(0, 1).settle().node_lost(1).after(30).restarted()
+        world.nodes = {}
+        world.after(2).settle()
+    waits = world.unschedulable(1, "0/2 nodes are available: 1 node(s) didn't match Pod's node affinity").plan()
+    (until,) = {a.until for a in world.status.avoided_nodes}
+    assert waits.look_again_at == until, "nothing else would wake us"
+    attempt = world.status.attempt
+    world.now = until
+    world.settle().stops_all()
+    made = [a for _ in range(3) for a in world.step().actions if isinstance(a, CreatePod)]
+    assert [(a.attempt, a.avoid) for a in made] == [(attempt + 1, ())] * 2, "its affinity would keep a pod away for ever"
+    world.settle()
+    assert world.status.attempt == attempt + 1
+
+
 def test_preemption_is_not_the_nodes_fault() -> None:
     world = digits().running()
     for _ in range(3):

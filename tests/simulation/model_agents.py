@@ -1,0 +1,634 @@
+"""A model of `ddprun` in the pods: an agent over the rank of each node, that leads the others on node 0.
+
+What node 0's agent decides is the real `ddpjob.agent.lead.Lead`, with the budgets of its pod's environment, and what it
+says are the real words: its posts and its termination message. Modelled is what surrounds it: ranks, connections, time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from model_training import HANGS, REPORT_SECONDS, SAVE_SECONDS, SYMPTOM, Failure, Process
+
+from ddpjob.agent import leading, options, posting
+from ddpjob.agent.lead import RESUMABLE, End, Lead, Leave, Start, Stop
+from ddpjob.agent.lead import Failure as Said
+from ddpjob.agent.node import BROKEN_GRACE_SECONDS
+from ddpjob.agent.options import Budget, PolicyRule
+from ddpjob.termination import encode
+
+if TYPE_CHECKING:
+    from model_training import Training
+
+RETRY_SECONDS = (0.3, 3.0)
+_STALLED = {"stalled": True, "resumable": False}
+# A gap in a rank's time that a TCP connection bridges: ranks of a node that is cut off for less go on.
+HELD_UP_SECONDS = 5.0
+
+
+@dataclass(eq=False)
+class Life:
+    """The ranks that meet at one port: a generation, under one leader."""
+
+    leader: Agent
+    generation: int
+    number: int
+    """Of all that the job's agents ever started."""
+    ranks: dict[int, Agent] = field(default_factory=dict)
+    started_at: float | None = None
+    step: float = 0.0
+    held_up: float = 0.0
+    stuck_at: float | None = None
+    broken: bool = False
+
+    def __str__(self) -> str:
+        return f"generation {self.generation} of {self.leader.process}"
+
+
+@dataclass(eq=False)
+class Link:
+    """A connection between node 0's agent and another. Each end learns in its own time that the other is gone."""
+
+    leader: Agent
+    follower: Agent
+    open: set[Agent] = field(default_factory=set)
+    lines: dict[Agent, list[Callable[[], None]]] = field(default_factory=dict)
+    """On their way to it, in order."""
+
+    def other(self, agent: Agent) -> Agent:
+        """The far end."""
+        return self.follower if agent is self.leader else self.leader
+
+
+@dataclass(eq=False)
+class Agent:
+    """One `ddprun`."""
+
+    process: Process
+    budget: Budget
+    policy: tuple[PolicyRule, ...]
+    has_operator: bool
+    lead: Lead | None = None
+    """Of node 0's."""
+    links: dict[int, Link] = field(default_factory=dict)
+    """By node."""
+    life: Life | None = None
+    runs: bool = False
+    """Whether its rank does."""
+    stopped: bool = False
+    """Whether it was to end its rank."""
+    code: int | None = None
+    """Its rank's."""
+    failures: list[Said] = field(default_factory=list)
+    told: bool = False
+    told_how: int = 143
+    """What its rank ends with when it is told."""
+    deaf: bool = False
+    """Whether its rank takes no notice of SIGTERM."""
+    done: bool = False
+    alone_since: float = 0.0
+    over: bool = False
+    known: Any = None
+    """What the receiver has last confirmed."""
+    back_off: float = 0.0
+    posts: int = 0
+    posting: bool = False
+    due: float | None = None
+    """When it is looked after next."""
+
+    @staticmethod
+    def of(process: Process) -> Agent:
+        """What `ddprun` reads of its pod's environment."""
+        environ = process.environ
+        return Agent(
+            process=process,
+            budget=options._budget(None, environ),
+            policy=options._policy(environ.get("DDPJOB_FAILURE_POLICY")),
+            has_operator=bool(environ.get("DDPJOB_RESTARTS_LEFT")),
+        )
+
+    @property
+    def node(self) -> int:
+        return self.process.rank
+
+    @property
+    def replacement(self) -> int:
+        return self.process.replacement
+
+    @property
+    def generation(self) -> int:
+        return -1 if self.life is None else self.life.generation
+
+    @property
+    def code_when_told(self) -> int:
+        return 143 if self.code is None else self.code
+
+    @property
+    def shutdown_seconds(self) -> float:
+        return float(self.process.environ.get("PET_SHUTDOWN_TIMEOUT", options.SHUTDOWN_SECONDS))
+
+
+class Agents:
+    """All of them."""
+
+    def __init__(self, training: Training, connected: Callable[[Process, Process], bool]) -> None:
+        self.heard: Callable[[Process, bytes], bool] = lambda *_: False
+        """Takes a post of node 0's agent; whether a receiver has confirmed it."""
+        self.has_name: Callable[[Process], bool] = lambda _: True
+        """Whether the DNS name of its rank leads to it."""
+        self.charged: dict[tuple[str, int, int], dict[str, int]] = {}
+        """By job uid, attempt and replacement: what each agent of node 0 has truly charged."""
+        self._training, self._connected = training, connected
+        self._loop, self._faults, self._random = training.loop, training.faults, training.random
+        self._all: dict[str, Agent] = {}
+        self._lives: dict[str, list[Life]] = {}
+        """Of each job, those that may train."""
+        self._numbers: dict[str, int] = {}
+
+    # ---------------------------------------------------------------- what happens to them
+
+    def begin(self, process: Process) -> None:
+        """Its container has started."""
+        agent = self._all[process.uid] = Agent.of(process)
+        self._later(0.05, 0.8, self._ready, agent)
+
+    def told(self, process: Process, fault: str) -> None:
+        """SIGTERM to a container."""
+        agent = self._all[process.uid]
+        if agent.over or agent.told:
+            return None
+        agent.told, agent.deaf = True, fault == "ignored"
+        agent.told_how = {"ends with 0": 0, "resumable": RESUMABLE}.get(fault, 143)
+        if agent.runs:
+            self._signal(agent, patient=True)
+        if agent.lead is not None:
+            agent.lead.told(0, self._loop.time())
+            return self._turn(agent)
+        self._say(agent, lambda lead, now: lead.told(agent.node, now), of_now=False)
+        return None if agent.runs else self._end(agent, agent.code_when_told)
+
+    def left(self, process: Process) -> None:
+        """The container has ended, and all in it."""
+        agent = self._all[process.uid]
+        agent.over = True
+        self._breaks(agent)
+        for link in list(agent.links.values()):
+            self._hang_up(link, agent)
+
+    def kill(self, process: Process, reason: str = "Error") -> None:
+        """Not its rank: itself, by the kernel or by hand."""
+        if process.alive:
+            self._training.application_failed(process)
+            self._training.ends(process, 137, reason, "")
+
+    def disconnected(self, node: str) -> None:
+        """A node was cut off: whoever is silent for too long is given up by its peers."""
+        for agent in list(self._all.values()):
+            if agent.process.node == node and not agent.over:
+                for link in list(agent.links.values()):
+                    self._later(leading.SILENT_SECONDS, leading.SILENT_SECONDS + 5, self._check, link)
+
+    def _check(self, link: Link) -> None:
+        if not self._connected(link.leader.process, link.follower.process):
+            for agent in list(link.open):
+                self._lost(link, agent)
+
+    # ---------------------------------------------------------------- agents
+
+    def _ready(self, agent: Agent) -> None:
+        if agent.over:
+            return None
+        now = agent.alone_since = self._loop.time()
+        if agent.node:
+            return self._look(agent)
+        agent.lead = Lead(
+            agent.process.nodes,
+            agent.budget,
+            options.JOIN_SECONDS,
+            now,
+            policy=agent.policy,
+            has_operator=agent.has_operator,
+        )
+        agent.lead.joined(0, now, replacement=agent.replacement)
+        return self._turn(agent)
+
+    def _look(self, agent: Agent) -> None:
+        """For node 0, wherever its name leads."""
+        if agent.over or agent.links or agent.runs:
+            return None
+        if agent.told:
+            return self._end(agent, agent.code_when_told)
+        if self._loop.time() >= agent.alone_since + options.JOIN_SECONDS:
+            return self._end(agent, 0 if agent.done else RESUMABLE)
+        found = [a for a in self._all.values() if self._is_leader_of(a, agent)]
+        self._random.shuffle(found)
+        if found:
+            self._later(0.01, 0.3, self._greet, found[0], agent)
+        else:
+            self._later(*RETRY_SECONDS, self._look, agent)
+        return None
+
+    def _is_leader_of(self, one: Agent, other: Agent) -> bool:
+        here = one.lead is not None and not one.over and one.process.run == other.process.run
+        return here and self.has_name(one.process) and self._connected(one.process, other.process)
+
+    def _greet(self, leader: Agent, agent: Agent) -> None:
+        lead = leader.lead
+        if agent.over or agent.links or agent.runs:
+            return
+        if lead is None or leader.over or lead.is_outdated(agent.node, agent.replacement):
+            self._later(*RETRY_SECONDS, self._look, agent)
+            return
+        if (old := leader.links.get(agent.node)) is not None:
+            self._drop(old, leader)
+        link = Link(leader, agent, {leader, agent}, {leader: [], agent: []})
+        leader.links[agent.node] = agent.links[0] = link
+        lead.joined(agent.node, self._loop.time(), agent.generation, agent.replacement)
+        if agent.told:
+            self._say(agent, lambda lead, now: lead.told(agent.node, now), of_now=False)
+        self._turn(leader)
+
+    def _end(self, agent: Agent, code: int, failure: Said | None = None, *, ended: bool = False) -> None:
+        """It is over, with its last words."""
+        if agent.over:
+            return
+        agent.over = True
+        is_mine = failure is not None and failure["rank"] == agent.node
+        account = self._account(agent) if agent.lead is not None and (agent.lead.restarts or (code and ended)) else None
+        group = ({"ended": True} if ended else {}) | ({"agent": account} if account else {})
+        said = {k: v for k, v in (failure or {}).items() if k not in ("node", "replacement", "vanished")}
+        said = said if is_mine and code else {}
+        message = encode({**said, **group}).decode() if said or (group and (code or account)) else ""
+        if agent.lead is not None:
+            self._post(agent, last=True)
+        self._later(0.02, 1.0, self._exit, agent, code, message)
+
+    def _exit(self, agent: Agent, code: int, message: str) -> None:
+        if agent.process.alive:
+            self._training.ends(agent.process, code, "Error" if code else "Completed", message)
+
+    # ---------------------------------------------------------------- the leader
+
+    def _turn(self, leader: Agent) -> None:
+        lead, now = leader.lead, self._loop.time()
+        assert lead is not None, "only node 0 leads"
+        if leader.over:
+            return
+        lead.tick(now)
+        while lead.orders and not leader.over:
+            self._carry_out(leader, lead.orders.pop(0))
+        process = leader.process
+        self.charged[process.job_uid, process.attempt, leader.replacement] = lead.counts
+        if leader.over:
+            return
+        if lead.deadline is not None and lead.deadline != leader.due:
+            leader.due = lead.deadline
+            self._loop.call_later(max(0.0, lead.deadline - now), self._turn_if_due, leader, lead.deadline)
+        if lead.charged and not leader.back_off and not leader.posting and leader.known != self._account(leader):
+            self._post(leader)
+
+    def _turn_if_due(self, leader: Agent, deadline: float) -> None:
+        if leader.due == deadline:
+            leader.due = None
+            self._turn(leader)
+
+    def _carry_out(self, leader: Agent, order: Any) -> None:
+        followers = list(leader.links.values())
+        if isinstance(order, Start):
+            life = self._new_life(leader, order.generation)
+            for link in followers:
+                self._tell(link, lambda agent: self._start(agent, life))
+            self._start(leader, life)
+        elif isinstance(order, Stop):
+            for link in followers:
+                if link.follower.node in order.nodes:
+                    self._tell(link, lambda agent: self._stop(agent, order))
+            self._stop(leader, order)
+        elif isinstance(order, End):
+            for link in followers:
+                self._tell(link, lambda agent: self._end(agent, _own_code(agent, order), order.failure, ended=True))
+            self._end(leader, _own_code(leader, order), order.failure, ended=True)
+        else:
+            assert isinstance(order, Leave), order
+            self._end(leader, leader.code_when_told)
+
+    def _account(self, leader: Agent) -> dict[str, Any]:
+        lead = leader.lead
+        assert lead is not None, "only node 0 leads"
+        return {"replacement": leader.replacement, "generation": max(0, lead.generation), "restarts": lead.counts}
+
+    # ---------------------------------------------------------------- posts
+
+    def _post(self, leader: Agent, *, last: bool = False) -> None:
+        """What was charged, said until it is confirmed, and again every minute."""
+        lead = leader.lead
+        assert lead is not None, "only node 0 leads"
+        if not lead.charged or (leader.over and not last):
+            return
+        leader.posts, leader.posting = leader.posts + 1, True
+        account = self._account(leader)
+        failures = [leading._told(failure, 1) for failure in lead.charged]
+        place = {"attempt": leader.process.attempt, "rank": 0, "nodeRank": 0, "step": lead.furthest_step}
+        body = posting.encode({**place, "agent": {**account, "failures": failures}})
+        fault = self._faults.at("post")
+        if fault != "lost":
+            seconds = self._faults.number("post", 5, 25) if fault == "late" else self._random.uniform(0.02, 0.5)
+            self._loop.call_later(seconds, self._arrives, leader, account, body, fault == "lost answer", leader.posts)
+        # Whatever becomes of it: within half a minute it has failed.
+        self._loop.call_later(posting.CHILD_SECONDS_MAX, self._failed, leader, leader.posts)
+
+    def _arrives(self, leader: Agent, account: Any, body: bytes, is_unheard: bool, number: int) -> None:
+        if not self.heard(leader.process, body):
+            self._failed(leader, number)
+        elif not is_unheard and leader.posts == number:
+            leader.known, leader.back_off, leader.posting = account, 0.0, False
+            leader.posts += 1
+            self._loop.call_later(posting.REPEAT_SECONDS, self._repeat, leader, leader.posts)
+            if not leader.over and leader.known != self._account(leader):
+                self._post(leader)
+
+    def _failed(self, leader: Agent, number: int) -> None:
+        if leader.posts == number:
+            leader.posts, leader.posting = leader.posts + 1, False
+            most = posting.BACK_OFF_SECONDS_MAX
+            leader.back_off = min(2 * leader.back_off or posting.BACK_OFF_SECONDS, most)
+            self._loop.call_later(leader.back_off, self._repeat, leader, leader.posts)
+
+    def _repeat(self, leader: Agent, number: int) -> None:
+        if leader.posts == number:
+            self._post(leader)
+
+    # ---------------------------------------------------------------- ranks
+
+    def _new_life(self, leader: Agent, generation: int) -> Life:
+        uid = leader.process.job_uid
+        self._numbers[uid] = number = self._numbers.get(uid, 0) + 1
+        life = Life(leader, generation, number)
+        self._lives.setdefault(uid, []).append(life)
+        return life
+
+    def _start(self, agent: Agent, life: Life) -> None:
+        assert not agent.runs, "one generation at a time"
+        agent.life, agent.runs, agent.stopped, agent.done = life, True, False, False
+        agent.code, agent.failures = None, []
+        life.ranks[agent.node] = agent
+        failure = self._training.fails(agent.process, life.number)
+        if failure is not None and failure.after_seconds == 0:
+            self._loop.call_later(0.1, self._fail, agent, life, failure)
+        if agent.told:
+            self._signal(agent, patient=True)
+        if len(life.ranks) == agent.process.nodes:
+            self._later(0.2, 2, self._train, life)
+
+    def _stop(self, agent: Agent, order: Stop) -> None:
+        if agent.generation != order.generation or not agent.runs:
+            return self._has_stopped(agent)
+        agent.stopped = True
+        return self._signal(agent, patient=order.patient)
+
+    def _signal(self, agent: Agent, *, patient: bool) -> None:
+        """SIGTERM to its rank, and SIGKILL in time."""
+        life, seconds = agent.life, agent.shutdown_seconds if patient else BROKEN_GRACE_SECONDS
+        if not agent.deaf:
+            code = agent.told_how if agent.told else RESUMABLE if patient else 143
+            self._later(0.01, min(3.0, seconds), self._rank_ends, agent, life, code)
+        self._loop.call_later(seconds, self._rank_ends, agent, life, 137)
+
+    def _fail(self, agent: Agent, life: Life, failure: Failure) -> None:
+        if agent.life is not life or not agent.runs or agent.over:
+            return None
+        if failure.code == HANGS:
+            return self._hang(life)
+        if failure.reason == "OOMKilled":  # the kernel kills the whole container
+            return self.kill(agent.process, failure.reason)
+        self._training.application_failed(agent.process)
+        return self._rank_ends(agent, life, failure.code, failure.message.rpartition("\n")[2])
+
+    def _rank_ends(self, agent: Agent, life: Life, code: int, exception: str = "") -> None:
+        if agent.life is not life or not agent.runs or agent.over:
+            return
+        agent.runs, agent.code = False, code
+        if code:
+            self._breaks(agent)
+        if code and not agent.stopped:
+            agent.failures = [_said(agent.node, code, exception, self._loop.time())]
+            failures = agent.failures
+            self._say(agent, lambda lead, now: lead.failed(agent.node, failures, now))
+        if agent.over:  # its failure was the last
+            return
+        if agent.told and agent.node:
+            if not agent.failures and not agent.stopped:
+                self._say(agent, lambda lead, now: lead.finished(agent.node, now))
+            self._end(agent, agent.code_when_told)
+        elif agent.stopped or agent.failures:
+            self._has_stopped(agent)
+        else:
+            agent.done = True
+            self._say(agent, lambda lead, now: lead.finished(agent.node, now))
+
+    def _has_stopped(self, agent: Agent) -> None:
+        failures = agent.failures
+        self._say(agent, lambda lead, now: lead.stopped(agent.node, failures, now))
+        if agent.node and not agent.links:
+            self._look(agent)
+
+    def _breaks(self, agent: Agent) -> None:
+        """Its rank is gone, and its peers are the worse for it."""
+        life, agent.runs = agent.life, False
+        if life is None or life.broken:
+            return
+        life.broken = True
+        if life.started_at is not None:
+            for peer in life.ranks.values():
+                self._later(0.05, 6, self._rank_ends, peer, life, 1, SYMPTOM)
+
+    # ---------------------------------------------------------------- training
+
+    def trains(self, life: Life) -> bool:
+        """Whether it makes steps: all its ranks live, and reach each other."""
+        if life.started_at is None or life.broken:
+            return False
+        ranks = list(life.ranks.values())
+        return all(a.runs and not a.over for a in ranks) and self._is_together(life)
+
+    def _is_together(self, life: Life) -> bool:
+        ranks = [a.process for a in life.ranks.values()]
+        return all(self._connected(ranks[0], other) for other in ranks[1:])
+
+    def _train(self, life: Life) -> None:
+        first = life.ranks[0].process
+        if life.broken or life.started_at is not None or not all(a.runs and not a.over for a in life.ranks.values()):
+            return
+        if not self._is_together(life):
+            self._loop.call_later(HELD_UP_SECONDS, self._train, life)
+            return
+        life.started_at, life.step = self._loop.time(), self._training.step(first.job_uid)
+        for agent in life.ranks.values():
+            failure = self._training.fails(agent.process, life.number)
+            if failure is not None and failure.after_seconds:
+                self._loop.call_later(failure.after_seconds, self._fail, agent, life, failure)
+        self._loop.call_later(0.2, self._report, life)
+        self._advance(life)
+
+    def _advance(self, life: Life) -> None:
+        """Save now and then, and come to the end. Nothing is done while its ranks do not reach each other."""
+        if life.broken or life.stuck_at is not None or not all(a.runs and not a.over for a in life.ranks.values()):
+            return
+        if not self._is_together(life):
+            life.held_up += HELD_UP_SECONDS
+            self._loop.call_later(HELD_UP_SECONDS, self._advance, life)
+            return
+        self._check_alone(life)
+        left = self._training.seconds - self._step(life)
+        if left <= 0:
+            for agent in life.ranks.values():
+                self._later(0, 0.5, self._rank_ends, agent, life, 0)
+        elif not self._training.saves(life.ranks[0].process, self._step(life), life.generation):
+            self._rank_ends(life.ranks[0], life, 1, "ddpjob.Superseded: a newer generation has written")
+        else:
+            self._loop.call_later(max(0.1, min(SAVE_SECONDS, left)), self._advance, life)
+
+    def _check_alone(self, life: Life) -> None:
+        """Within an attempt nothing in the checkpoints tells one group from another."""
+        uid, attempt = life.leader.process.job_uid, life.leader.process.attempt
+        alive = self._lives[uid] = [
+            other for other in self._lives[uid] if not other.broken and not other.leader.process.terminated
+        ]
+        for other in alive:
+            if other is not life and other.leader.process.attempt == attempt and self.trains(other):
+                self._training.wrong.append(
+                    f"{life} and {other} train at the same time: two groups write into one checkpoint, and the attempt "
+                    f"that keeps an old one out is the same: {_names(life)} and {_names(other)}"
+                )
+
+    def _step(self, life: Life) -> float:
+        """One step a second."""
+        assert life.started_at is not None, "it trains"
+        until = self._loop.time() if life.stuck_at is None else life.stuck_at
+        return life.step + max(0.0, until - life.started_at - life.held_up)
+
+    def _report(self, life: Life) -> None:
+        if self._training.reports is None:
+            return
+        alive = [a for a in life.ranks.values() if a.runs and not a.over]
+        for agent in alive:
+            self._training.reports(agent.process, int(self._step(life)))
+        if alive and not life.broken:
+            self._loop.call_later(REPORT_SECONDS, self._report, life)
+
+    def _hang(self, life: Life) -> None:
+        if life.stuck_at is not None or not self.trains(life):
+            return
+        life.stuck_at = self._loop.time()
+        first = life.ranks[0].process
+        self._training.hung.add((first.job_uid, -1000 - life.number))
+        limit = first.environ.get("DDPJOB_STALL_TIMEOUT")
+        if limit and self._faults.at("watchdog") != "blind":  # then the operator finds it, a while later
+            self._loop.call_later(float(limit), self._found_hanging, life)
+
+    def _found_hanging(self, life: Life) -> None:
+        lead = life.leader.lead
+        if lead is not None and not life.leader.over and lead.generation == life.generation and not life.broken:
+            lead.failed(0, [_said(0, RESUMABLE, "made no step", self._loop.time()) | _STALLED], self._loop.time())
+            self._turn(life.leader)
+
+    # ---------------------------------------------------------------- connections
+
+    def _say(self, agent: Agent, what: Callable[[Lead, float], None], *, of_now: bool = True) -> None:
+        """To the leader, which may be itself. of_now: it is of no interest in a later generation."""
+        if agent.lead is not None:
+            what(agent.lead, self._loop.time())
+            return self._turn(agent)
+        link, generation = agent.links.get(0), agent.generation
+        if link is None:
+            return None
+
+        def hear(leader: Agent) -> None:
+            lead = leader.lead
+            if lead is not None and leader.links.get(agent.node) is link:
+                if generation == lead.generation or not of_now:
+                    what(lead, self._loop.time())
+                self._turn(leader)
+
+        return self._send(link, link.leader, lambda: hear(link.leader))
+
+    def _tell(self, link: Link, what: Callable[[Agent], None]) -> None:
+        self._send(link, link.follower, lambda: what(link.follower))
+
+    def _send(self, link: Link, to: Agent, line: Callable[[], None]) -> None:
+        link.lines[to].append(line)
+        if len(link.lines[to]) == 1:
+            self._later(0.002, 0.05, self._deliver, link, to)
+
+    def _deliver(self, link: Link, to: Agent) -> None:
+        if to.over or to not in link.open:
+            return
+        if not self._connected(link.leader.process, link.follower.process):
+            self._loop.call_later(1.0, self._deliver, link, to)
+            return
+        line, lines = link.lines[to][0], link.lines[to]
+        line()
+        lines.pop(0)
+        if lines:
+            self._later(0.002, 0.05, self._deliver, link, to)
+
+    def _hang_up(self, link: Link, agent: Agent) -> None:
+        """This end closes; the other hears of it after all that was said, or by the silence."""
+        link.open.discard(agent)
+        if agent.links.get(link.other(agent).node) is link:
+            del agent.links[link.other(agent).node]
+        other = link.other(agent)
+        if other in link.open:
+            self._send(link, other, lambda: self._lost(link, other))
+            self._loop.call_later(leading.SILENT_SECONDS, self._lost, link, other)
+
+    def _drop(self, link: Link, leader: Agent) -> None:
+        """The leader gives a connection up."""
+        self._hang_up(link, leader)
+        assert leader.lead is not None, "only node 0 leads"
+        leader.lead.lost(link.follower.node, self._loop.time())
+
+    def _lost(self, link: Link, agent: Agent) -> None:
+        """This end learns that the other is gone."""
+        if agent.over or agent not in link.open:
+            return None
+        if agent is link.leader:
+            self._drop(link, agent)
+            return self._turn(agent)
+        self._hang_up(link, agent)
+        agent.alone_since = self._loop.time()
+        if agent.runs:
+            agent.stopped = True
+            return self._signal(agent, patient=agent.told or agent.code == RESUMABLE)
+        return self._look(agent)
+
+    def _later(self, low: float, high: float, call: Callable[..., Any], *arguments: Any) -> None:
+        self._loop.call_later(self._random.uniform(low, high), call, *arguments)
+
+
+def _said(rank: int, code: int, exception: str, at: float) -> Said:
+    return {
+        "rank": rank,
+        "exitCode": code,
+        "signal": {137: "SIGKILL", 139: "SIGSEGV", 134: "SIGABRT", 143: "SIGTERM"}.get(code, ""),
+        "exception": exception,
+        "time": 1e9 + at,
+        "step": 0,
+        "resumable": code == RESUMABLE,
+        "symptom": exception == SYMPTOM,
+    }
+
+
+def _own_code(agent: Agent, order: End) -> int:
+    if order.code == 0:
+        return 0
+    if agent.told:
+        return agent.code_when_told
+    is_mine = order.failure is not None and order.failure["rank"] == agent.node
+    return order.code if is_mine else RESUMABLE
+
+
+def _names(life: Life) -> list[str]:
+    return [str(agent.process) for agent in life.ranks.values()]
