@@ -461,7 +461,7 @@ def test_pods_that_find_no_other_node_are_asked_for_anew_when_the_node_is_no_lon
     world.now = until
     world.settle().stops_all()
     made = [a for _ in range(3) for a in world.step().actions if isinstance(a, CreatePod)]
-    assert [(a.attempt, a.avoid) for a in made] == [(attempt + 1, ())] * 2, "its affinity would keep a pod away for ever"
+    assert [(a.attempt, a.avoid) for a in made] == [(attempt + 1, ())] * 2, "affinity keeps a pod away for ever"
     world.settle()
     assert world.status.attempt == attempt + 1
 
