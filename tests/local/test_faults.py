@@ -44,11 +44,11 @@ def test_a_rank_that_breaks_at_a_step_restarts_the_group_which_goes_on_from_what
     cli: Cli, how: str, words: str, code: int
 ) -> None:
     done, status, told = run(cli, "--fail", f"rank=1,step=25,{how}")
-    assert done.returncode == 0
-    assert re.search(words, told)
+    assert done.returncode == 0, told
+    assert re.search(words, told), told
     assert "all 2 nodes restart as attempt 2 (restart 1 of 3)" in told
     assert "[1:1] done after 30 steps in attempt 2" in done.stdout
-    assert re.search(r"✔ job Succeeded in .* 1 restart(, \d steps? repeated)?\n", told)
+    assert re.search(r"✔ job Succeeded in .* 1 restart(, \d+ steps? repeated)?\n", told), told
     assert (status["restarts"]["application"], status["restarts"]["total"]) == (1, 1)
     failure = status["lastFailure"]
     assert (failure["rank"], failure["exitCode"], failure["class"]) == (1, code, "application")
