@@ -352,15 +352,16 @@ def test_a_node_that_failed_a_job_twice_is_avoided_by_it_for_an_hour(jobs: Space
     assert 3500 < seconds_between(status["lastFailure"]["time"], avoided["until"]) < 3700
 
 
-def test_drain_moves_the_job_without_a_charge(jobs: Space, nodes: list[str]) -> None:
+def test_drain_moves_the_job_without_a_charge(jobs: Space, nodes: list[str], operator: str) -> None:
     jobs.apply(spread("drained", ENDS_IN_ATTEMPT_2))
     ranks = starts_on_both(jobs, "drained")
-    node = nodes[0]
+    # With the operator that acts the reason would go too: the one that takes over finds the pod gone.
+    node = other(nodes[:2], leader(operator)[1])
     try:
         # Without --force: drain evicts only what somebody makes again.
         kubectl("drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=60s")
         status = jobs.ends("drained")
-        assert {p["spec"]["nodeName"] for p in jobs.pods("drained").values()} == {nodes[1]}
+        assert {p["spec"]["nodeName"] for p in jobs.pods("drained").values()} == {other(nodes[:2], node)}
     finally:
         kubectl("uncordon", node)
     assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 2, (0, 1, 0)), status
@@ -397,7 +398,7 @@ SLOW_RESTART = breaks("sys.exit(3)", DEAF)
 
 
 def is_restarted_once(status: Status) -> None:
-    assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 2, CHARGED), status
+    assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 2, CHARGED), status["failures"]
     assert status["lastFailure"]["exitCode"] == 3
     assert len(status["failures"]) == 1
 
