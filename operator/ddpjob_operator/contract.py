@@ -66,6 +66,11 @@ def replacement(status: api.Status, rank: int) -> int:
     return status.replacements.get(str(rank), 0)
 
 
+def present_pod_name(job: api.DDPJob, status: api.Status, rank: int) -> str:
+    """The name of the pod that counts of a rank."""
+    return pod_name(job, status.attempt, rank, replacement(status, rank))
+
+
 def hostname(job: api.DDPJob, rank: int) -> str:
     """The DNS name of a rank is the same in every attempt."""
     return f"{job.metadata.name}-{rank}"

@@ -67,10 +67,6 @@ class Said:
     """When it failed, by the clock of its node."""
     log: str = ""
     """What it printed."""
-    group_ended: bool = False
-    """Whether it ended because the agents of the group had agreed on it: no agent that was lost says so."""
-    agent: Agent | None = None
-    """From node 0's agent: what it had restarted in place."""
     bad_nodes: tuple[int, ...] = ()
     """Node ranks that a pre-flight found to be far slower than the others."""
 
@@ -100,7 +96,7 @@ class Ended:
 
 
 class Message(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
-    """What the trainer library writes as the container's termination message."""
+    """What the trainer library, or an agent, writes as the container's termination message."""
 
     ddpjob: Literal[1]
     rank: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
@@ -114,8 +110,15 @@ class Message(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
     symptom: bool = False
     traceback: str = ""
     ended: bool = False
+    """Whether an agent ended because the agents of the group had agreed on it: none that was lost says so."""
     agent: Agent | None = None
+    """From node 0's agent: what it had restarted in place."""
     bad_nodes: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]], msgspec.Meta(max_length=64)] = []
+
+
+def left(text: str) -> Message | None:
+    """The message alone, where there is one: its log is not looked into."""
+    return _message(_clean(text))[0]
 
 
 def read(text: str) -> Said:
@@ -136,8 +139,6 @@ def read(text: str) -> Said:
         step=message.step or None,  # the library says 0 before the first
         time=_time(message.time),
         log=lines,
-        group_ended=message.ended,
-        agent=message.agent,
         bad_nodes=tuple(message.bad_nodes),
     )
 

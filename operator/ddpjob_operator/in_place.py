@@ -14,16 +14,26 @@ from msgspec.structs import replace
 from ddpjob_operator import api, causes, contract, endings
 from ddpjob_operator import status as statuses
 from ddpjob_operator.masking import mask
-from ddpjob_operator.observed import Agent, AgentFailure, Observed, Pod
+from ddpjob_operator.observed import Agent, AgentFailure, Observed, Pod, Report
 
 
 def newest(mine: Mapping[int, Pod], departed: Mapping[int, Pod], seen: Observed) -> Agent | None:
     """The last word of node 0's agent: reported, or left behind at its end where nobody could be reached."""
     first = mine.get(0) or departed.get(0)
-    left = endings.read(first.trainer.message).agent if first is not None and first.ended else None
-    said = [agent for agent in (seen.agent, left) if agent is not None]
+    left = endings.left(first.trainer.message) if first is not None and first.ended else None
+    said = [agent for agent in (seen.agent, left.agent if left is not None else None) if agent is not None]
     # The same counts: the report is the one that tells of the failures behind them.
     return max(said, key=lambda a: (a.replacement, a.restarts.total), default=None)
+
+
+def latest(known: Report | None, new: Report) -> Report | None:
+    """The report that counts: each says all that its agent has charged so far, and only node 0's agent charges."""
+    return known if new.node_rank != 0 or (known is not None and _age(new) < _age(known)) else new
+
+
+def _age(report: Report) -> tuple[int, int, int]:
+    agent = report.agent
+    return (report.attempt, agent.replacement, agent.restarts.total) if agent is not None else (0, 0, 0)
 
 
 def with_agent(
@@ -79,13 +89,12 @@ def _failure(
     status: api.Status, said: AgentFailure, job: api.DDPJob, mine: Mapping[int, Pod], now: dt.datetime
 ) -> api.Failure:
     pod = mine.get(said.node_rank)
-    name = contract.pod_name(job, status.attempt, said.node_rank, contract.replacement(status, said.node_rank))
     stalled = said.failure_class == "stall"
     return api.Failure(
         attempt=status.attempt,
         rank=said.rank if said.rank >= 0 else None,
         node_rank=said.node_rank,
-        pod=name,
+        pod=contract.present_pod_name(job, status, said.node_rank),
         node=pod.node if pod is not None else "",
         exit_code=None if stalled else said.exit_code,
         signal=said.signal,

@@ -46,25 +46,24 @@ def broken_alone(s: Scene, first: api.Failure) -> list[int]:
     waiting = {p.rank for p in s.alive if p.stop_asked_at is None}
     known = set(s.mine) | contract.numbers(s.status.started_nodes)
     broken = sorted(rank for rank in known - waiting if rank < s.spec.nodes)
-    if not _first_pods(s, waiting):
-        return []
     ends = [p for p in {**s.departed, **s.mine}.values() if p.rank in broken and p.ended]
-    return [] if any(_group_ended(p) for p in ends) else broken
+    return broken if _a_first_pod_waits(s, waiting) and not any(_group_ended(p) for p in ends) else []
 
 
-def _first_pods(s: Scene, waiting: set[int]) -> list[int]:
-    """Those that wait in the pods with which the attempt began: one at least must be left of them.
+def _a_first_pod_waits(s: Scene, waiting: set[int]) -> bool:
+    """Whether at least one of the pods with which the attempt began is left.
 
     It was in every generation, so the next one gets a new number, and Snapshot tells by it whose checkpoint is newer.
     And without it no older group is whole: in a part of the network that is cut off nodes are given up one after the
     other, while their ranks have never lost each other and go on writing.
     """
-    return sorted(rank for rank in waiting if not contract.replacement(s.status, rank))
+    return any(contract.replacement(s.status, rank) == 0 for rank in waiting)
 
 
 def _group_ended(pod: Pod) -> bool:
     """Whether its agent ended because the group did: nothing is left in place, and its peers end as well."""
-    return endings.read(pod.trainer.message).group_ended
+    message = endings.left(pod.trainer.message)
+    return message is not None and message.ended
 
 
 def _replaced(s: Scene, settled: restart.Settled, broken: list[int]) -> api.Status:

@@ -99,8 +99,7 @@ def _gone(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
         yield reasons.NODE_LOST, _failure(s, pod.rank, pod.name, "NodeLost", pod.node)
     ran = contract.numbers(s.status.started_nodes) - contract.numbers(s.status.completed_nodes)
     for rank in sorted(ran - set(s.mine)):
-        name = contract.pod_name(s.job, s.status.attempt, rank, contract.replacement(s.status, rank))
-        yield reasons.RANK_FAILED, _failure(s, rank, name, "PodGone")
+        yield reasons.RANK_FAILED, _failure(s, rank, contract.present_pod_name(s.job, s.status, rank), "PodGone")
 
 
 def _stopped_from_outside(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
@@ -200,7 +199,8 @@ def _cause(s: Scene, first: api.Failure) -> tuple[api.Failure, rules.Class]:
 def _unfit(s: Scene) -> list[str]:
     """The cluster nodes that a pre-flight has found bad."""
     pods = {**s.departed, **s.mine}
-    ranks = {rank for p in pods.values() if p.ended for rank in endings.read(p.trainer.message).bad_nodes}
+    left = [message for p in pods.values() if p.ended and (message := endings.left(p.trainer.message))]
+    ranks = {rank for message in left for rank in message.bad_nodes}
     return sorted({pods[rank].node for rank in ranks if rank in pods and pods[rank].node})
 
 

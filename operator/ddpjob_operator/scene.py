@@ -203,13 +203,21 @@ def look(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
 
 def is_present(pod: Pod, status: api.Status) -> bool:
     """Whether it is the pod that counts of its rank, in the present attempt."""
-    return pod.attempt == status.attempt and pod.replacement == contract.replacement(status, pod.rank)
+    return _turn(pod) == _present_turn(status, pod.rank)
 
 
 def is_over(pod: Pod, status: api.Status) -> bool:
     """Whether another pod has taken its place, by what is recorded."""
-    place = (status.attempt, contract.replacement(status, pod.rank))
-    return (pod.attempt, pod.replacement) < place
+    return _turn(pod) < _present_turn(status, pod.rank)
+
+
+def _turn(pod: Pod) -> tuple[int, int]:
+    """Which of the pods of its rank it is, over all attempts."""
+    return (pod.attempt, pod.replacement)
+
+
+def _present_turn(status: api.Status, rank: int) -> tuple[int, int]:
+    return (status.attempt, contract.replacement(status, rank))
 
 
 def _is_long_ago(pod: Pod, status: api.Status) -> bool:
@@ -279,13 +287,7 @@ def is_stale(job: api.DDPJob, seen: Observed) -> bool:
     An empty status is no old one but a lost one, or a write that follows will conflict: that costs nothing.
     """
     status = job.status
-    return status.state is not None and any(_is_to_come(p, status) for p in owned(job, seen))
-
-
-def _is_to_come(pod: Pod, status: api.Status) -> bool:
-    if pod.attempt != status.attempt:
-        return pod.attempt > status.attempt
-    return pod.replacement > contract.replacement(status, pod.rank)
+    return status.state is not None and any(_turn(p) > _present_turn(status, p.rank) for p in owned(job, seen))
 
 
 def owned(job: api.DDPJob, seen: Observed) -> list[Pod]:
@@ -348,7 +350,7 @@ def name_pods(pods: Sequence[Pod]) -> str:
 
 def _foreign_pods(job: api.DDPJob, seen: Observed, status: api.Status) -> Iterator[Foreign]:
     ranks = range(job.spec.nodes)
-    names = {contract.pod_name(job, status.attempt, rank, contract.replacement(status, rank)) for rank in ranks}
+    names = {contract.present_pod_name(job, status, rank) for rank in ranks}
     for pod in seen.pods:
         if is_own(pod, job):
             continue

@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
+from leads import taken
 
 from ddpjob import rules
 from ddpjob.agent.lead import RESUMABLE, End, Lead, Leave, Start, Stop, root_cause
@@ -36,11 +37,6 @@ def running(nodes: int, restarts: int = 3, **more: Any) -> Lead:
         found.joined(node, T0)
     assert taken(found) == [Start(0)]
     return found
-
-
-def taken(found: Lead) -> list[Any]:
-    orders, found.orders[:] = list(found.orders), []
-    return orders
 
 
 def stop(found: Lead, failures: list[dict[str, Any]], at: float = T0) -> None:

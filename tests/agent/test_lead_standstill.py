@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from leads import taken
 
 from ddpjob.agent.lead import ANSWER_SECONDS, Ask, End, Lead, Start, Stop
 from ddpjob.agent.options import Budget
@@ -21,11 +22,6 @@ def running(nodes: int, stalls: int = 10, application: int = 9) -> Lead:
         found.joined(node, T0)
     assert taken(found) == [Start(0)]
     return found
-
-
-def taken(found: Lead) -> list[Any]:
-    orders, found.orders[:] = list(found.orders), []
-    return orders
 
 
 def stand(found: Lead, at: float) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from agents import Launcher, finish, forget_torchs_own
+from leads import taken
 
 from ddpjob.agent.lead import PREFLIGHT_SECONDS, RESUMABLE, Lead, Start, Stop
 from ddpjob.agent.options import Budget
@@ -38,11 +39,6 @@ def checking(nodes: int = 2, **more: Any) -> Lead:
         found.joined(node, T0)
     assert taken(found) == [Start(-1, preflight=True)], "no generation is spent on it"
     return found
-
-
-def taken(found: Lead) -> list[Any]:
-    orders, found.orders[:] = list(found.orders), []
-    return orders
 
 
 def failure(rank: int, code: int, **known: Any) -> dict[str, Any]:

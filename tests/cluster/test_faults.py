@@ -18,39 +18,27 @@ from typing import Any
 import pytest
 import yaml
 from clusters import kubectl, until
-from pods import RELEASE, ROOT, Space, charged, helm, job, result, says, trainer, uids
+from pods import MEET, RELEASE, ROOT, Space, charged, helm, job, result, says, spread, trainer, uids
 
 pytestmark = pytest.mark.timeout(300)  # jobs of several tests run side by side, on whatever machine
 BreakNode = Callable[[str, str], None]
 Status = dict[str, Any]
 
-MEET = """
+TRAINS = f"""
 import os, signal, socket, sys, time
 rank, attempt = int(os.environ["RANK"]), int(os.environ["DDPJOB_ATTEMPT"])
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-
-def meet():
-    if rank == 0:
-        return socket.create_server(("", where[1])).accept()[0]
-    while True:
-        try:
-            return socket.create_connection(where, 1)
-        except OSError:
-            time.sleep(0.1)
-
-peer = meet()
-print("attempt", attempt, "trains", flush=True)
+{MEET}print("attempt", attempt, "trains", flush=True)
 """
-WORKS_FOR_EVER = f"{MEET}\ntime.sleep(1000)"
-ENDS_IN_ATTEMPT_2 = f"{MEET}\nif attempt == 1: time.sleep(1000)"
-GOES_ON_IN_ATTEMPT_2 = f"{MEET}\nif attempt > 1: print('goes on', flush=True)\ntime.sleep(1000)"
+WORKS_FOR_EVER = f"{TRAINS}\ntime.sleep(1000)"
+ENDS_IN_ATTEMPT_2 = f"{TRAINS}\nif attempt == 1: time.sleep(1000)"
+GOES_ON_IN_ATTEMPT_2 = f"{TRAINS}\nif attempt > 1: print('goes on', flush=True)\ntime.sleep(1000)"
 
 
 def breaks(how: str, others: str = "time.sleep(1000)", *, once: bool = True) -> str:
     """Rank 1 breaks when the group has met, in the first attempt or in all; the next attempt ends well."""
     condition = "if attempt > 1: sys.exit(0)" if once else ""
-    return f"{MEET}\n{condition}\nif rank == 1:\n    {how}\n{others}"
+    return f"{TRAINS}\n{condition}\nif rank == 1:\n    {how}\n{others}"
 
 
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(1000)"
@@ -172,7 +160,7 @@ CASES = {
         grace_seconds=600,
     ),
     "a-hang": Case(
-        f"{MEET}\nif attempt > 1: sys.exit(0)\n{HANGS}\ntime.sleep(1000)",
+        f"{TRAINS}\nif attempt > 1: sys.exit(0)\n{HANGS}\ntime.sleep(1000)",
         {"class": "stall", "chargedTo": "stall", "reason": "Stalled", "step": 2, "exitCode": None},
         (0, 0, 1),
         "has made no step for",
@@ -259,7 +247,7 @@ def test_kill_9_of_a_rank_is_a_sigkill_that_the_application_pays_for(jobs: Space
 def test_a_deleted_pod_is_nobodys_fault_and_its_peers_get_their_full_grace_to_save(jobs: Space) -> None:
     saves = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(3), print('saved', flush=True), sys.exit(75)))"
     waits = "print('ready', flush=True)\nif attempt == 1: time.sleep(1000)"
-    jobs.apply(job("deleted", f"{MEET}\n{saves}\n{waits}", restartGraceSeconds=1))
+    jobs.apply(job("deleted", f"{TRAINS}\n{saves}\n{waits}", restartGraceSeconds=1))
     for pod in ("deleted-1-0", "deleted-1-1"):
         says(jobs, pod, "ready")
     with jobs.following("deleted-1-0") as log:
@@ -281,7 +269,7 @@ def test_a_node_without_power_costs_no_budget_and_the_job_ends_on_the_other(
 ) -> None:
     survivor = leader(operator)[1]
     dead = other(nodes[:2], survivor)
-    jobs.apply(spread("powerless", ENDS_IN_ATTEMPT_2), on_node(job("aside", WORKS_FOR_EVER), survivor))
+    jobs.apply(spread(job("powerless", ENDS_IN_ATTEMPT_2)), on_node(job("aside", WORKS_FOR_EVER), survivor))
     rank = starts_on_both(jobs, "powerless")[dead]
     jobs.reaches("aside", "Running")
     aside = uids(jobs, "aside")
@@ -300,7 +288,7 @@ def test_a_node_that_comes_back_with_its_pods_still_running_changes_nothing(
 ) -> None:
     """The node that is cut off has the operator that acts, too: the other one takes over."""
     away = leader(operator)[1]
-    jobs.apply(spread("returning", GOES_ON_IN_ATTEMPT_2))
+    jobs.apply(spread(job("returning", GOES_ON_IN_ATTEMPT_2)))
     rank = starts_on_both(jobs, "returning")[away]
     zombie = f"returning-1-{rank}"
     until(lambda: zombie in running_on(away, jobs), "its kubelet shows what runs there")
@@ -321,7 +309,7 @@ def test_a_kubelet_that_halts_leaves_processes_that_never_come_back_into_the_job
 ) -> None:
     """They live on with their network, and resolve the same DNS names as the new attempt."""
     halted = other(nodes[:2], leader(operator)[1])
-    jobs.apply(spread("halting", GOES_ON_IN_ATTEMPT_2))
+    jobs.apply(spread(job("halting", GOES_ON_IN_ATTEMPT_2)))
     rank = starts_on_both(jobs, "halting")[halted]
     zombie = f"halting-1-{rank}"
     until(lambda: zombie in running_on(halted, jobs), "its kubelet shows what runs there")
@@ -353,7 +341,7 @@ def test_a_node_that_failed_a_job_twice_is_avoided_by_it_for_an_hour(jobs: Space
 
 
 def test_drain_moves_the_job_without_a_charge(jobs: Space, nodes: list[str], operator: str) -> None:
-    jobs.apply(spread("drained", ENDS_IN_ATTEMPT_2))
+    jobs.apply(spread(job("drained", ENDS_IN_ATTEMPT_2)))
     ranks = starts_on_both(jobs, "drained")
     # With the operator that acts the reason would go too: the one that takes over finds the pod gone.
     node = other(nodes[:2], leader(operator)[1])
@@ -381,7 +369,7 @@ def test_a_lost_node_is_known_without_the_right_to_read_nodes(
     try:
         assert f"name: {RELEASE}" not in kubectl("get", "clusterroles", "-o", "yaml"), "it may read no Node"
         away = other(nodes[:2], leader(operator)[1])
-        space.apply(spread("blind", ENDS_IN_ATTEMPT_2))
+        space.apply(spread(job("blind", ENDS_IN_ATTEMPT_2)))
         rank = starts_on_both(space, "blind")[away]
         break_node("cut", away)
         status = space.ends("blind")
@@ -488,20 +476,6 @@ def seconds_between(first: str, last: str) -> float:
 def not_ended(space: Space, name: str) -> list[str]:
     """The pods of a job that have not ended."""
     return [n for n, p in space.pods(name).items() if p["status"]["phase"] not in ("Succeeded", "Failed")]
-
-
-def spread(name: str, script: str, **spec: Any) -> dict[str, Any]:
-    """A job whose pods are on different nodes as long as there are two."""
-    body = job(name, script, **spec)
-    body["spec"]["template"]["spec"]["topologySpreadConstraints"] = [
-        {
-            "maxSkew": 1,
-            "topologyKey": "kubernetes.io/hostname",
-            "whenUnsatisfiable": "ScheduleAnyway",
-            "labelSelector": {"matchLabels": {"training.ddpjob.io/job": name}},
-        }
-    ]
-    return body
 
 
 def on_node(body: dict[str, Any], node: str) -> dict[str, Any]:

@@ -9,30 +9,18 @@ from typing import Any
 import pytest
 import yaml
 from clusters import until
-from pods import ROOT, Space, charged, job, result, says, trainer, uids
+from pods import MEET, ROOT, Space, charged, job, result, says, spread, trainer, uids
 
 pytestmark = pytest.mark.timeout(300)  # jobs of several tests run side by side, on whatever machine
 Status = dict[str, Any]
 
 # Ranks that need no torch, in generations: they meet as torch's do, and break or end in the one that is asked for.
-MEET = """
+TRAINS = f"""
 import os, signal, socket, sys, time
 rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-
-def meet():
-    if rank == 0:
-        return socket.create_server(("", where[1])).accept()[0]
-    while True:
-        try:
-            return socket.create_connection(where, 1)
-        except OSError:
-            time.sleep(0.1)
-
-peer = meet()
-print("generation", life, "trains", flush=True)
+{MEET}print("generation", life, "trains", flush=True)
 """
-ENDS_AFTER_A_RESTART = f"{MEET}\nif life == 0: time.sleep(1000)"
+ENDS_AFTER_A_RESTART = f"{TRAINS}\nif life == 0: time.sleep(1000)"
 
 
 def ddprun(name: str, script: str, **spec: Any) -> dict[str, Any]:
@@ -44,7 +32,7 @@ def ddprun(name: str, script: str, **spec: Any) -> dict[str, Any]:
 
 def breaks(how: str) -> str:
     """Rank 1 breaks when the group has met for the first time."""
-    return f"{MEET}\nif life == 0:\n    if rank == 1: {how}\n    time.sleep(1000)"
+    return f"{TRAINS}\nif life == 0:\n    if rank == 1: {how}\n    time.sleep(1000)"
 
 
 # Rank 1 makes one step less than rank 0.
@@ -58,10 +46,10 @@ time.sleep(1000)
 JOBS = {
     "killed": ddprun("killed", breaks("os.kill(os.getpid(), 9)")),
     "raising": ddprun("raising", breaks("raise ValueError('no such shard: 7')")),
-    "hopeless": ddprun("hopeless", f"{MEET}\nsys.exit(3)", backoffLimit=1),
+    "hopeless": ddprun("hopeless", f"{TRAINS}\nsys.exit(3)", backoffLimit=1),
     "deleted": ddprun("deleted", ENDS_AFTER_A_RESTART),
     "led": ddprun("led", ENDS_AFTER_A_RESTART),
-    "hanging": ddprun("hanging", f"{MEET}\nif life: sys.exit(0)\n{HANGS}", stall={"timeoutSeconds": 5}),
+    "hanging": ddprun("hanging", f"{TRAINS}\nif life: sys.exit(0)\n{HANGS}", stall={"timeoutSeconds": 5}),
     "starved": ddprun("starved", breaks("eaten = [bytearray(b'x' * 2**22) for _ in range(1000)]")),
 }
 
@@ -142,7 +130,7 @@ def test_a_hang_is_found_in_the_pod_and_the_rank_behind_is_named(broken: Space) 
 
 
 def test_a_suspended_job_stops_at_once_and_goes_on_with_new_pods(jobs: Space) -> None:
-    jobs.apply(ddprun("paused", f"{MEET}\nif os.environ['DDPJOB_ATTEMPT'] == '1': time.sleep(1000)"))
+    jobs.apply(ddprun("paused", f"{TRAINS}\nif os.environ['DDPJOB_ATTEMPT'] == '1': time.sleep(1000)"))
     says(jobs, "paused-1-1", "generation 0 trains")
     jobs.kubectl("patch", "ddp", "paused", "--type=merge", "-p", '{"spec":{"suspend":true}}')
     until(lambda: not jobs.pods("paused"), "all agents end, none waits for the other", 40)
@@ -154,16 +142,7 @@ def test_a_suspended_job_stops_at_once_and_goes_on_with_new_pods(jobs: Space) ->
 def test_a_pod_on_a_lost_node_is_replaced_on_another_and_its_peer_stays(
     jobs: Space, nodes: list[str], break_node: Callable[[str, str], None]
 ) -> None:
-    body = ddprun("powerless", ENDS_AFTER_A_RESTART)
-    body["spec"]["template"]["spec"]["topologySpreadConstraints"] = [
-        {
-            "maxSkew": 1,
-            "topologyKey": "kubernetes.io/hostname",
-            "whenUnsatisfiable": "ScheduleAnyway",
-            "labelSelector": {"matchLabels": {"training.ddpjob.io/job": "powerless"}},
-        }
-    ]
-    jobs.apply(body)
+    jobs.apply(spread(ddprun("powerless", ENDS_AFTER_A_RESTART)))
     for rank in (0, 1):
         says(jobs, f"powerless-1-{rank}", "generation 0 trains")
     before = uids(jobs, "powerless")

@@ -128,7 +128,7 @@ def replaced_at_once() -> contextlib.AbstractContextManager[Any]:
 
 def all_replaced_in_turn() -> contextlib.AbstractContextManager[Any]:
     """A job whose nodes are lost one after the other keeps its attempt, until none of its first pods is left."""
-    return mock.patch.object(replacing, "_first_pods", lambda _, waiting: waiting)
+    return mock.patch.object(replacing, "_a_first_pod_waits", lambda _, waiting: bool(waiting))
 
 
 def words_added_up() -> contextlib.AbstractContextManager[Any]:

@@ -37,6 +37,23 @@ for path in glob.glob("/proc/[0-9]*/environ"):
 """
 
 
+# How ranks that need no torch meet: as torch's do. It wants `os`, `socket`, `time` and `rank`.
+MEET = """
+where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+def meet():
+    if rank == 0:
+        return socket.create_server(("", where[1])).accept()[0]
+    while True:
+        try:
+            return socket.create_connection(where, 1)
+        except OSError:
+            time.sleep(0.1)
+
+peer = meet()
+"""
+
+
 def helm(*arguments: str) -> str:
     done = subprocess.run(["helm", *arguments], capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, f"helm {' '.join(arguments)}: {done.stderr}"
@@ -170,3 +187,16 @@ def says(space: Space, pod: str, word: str) -> None:
 def uids(space: Space, name: str) -> dict[str, str]:
     """The pods of a job."""
     return {n: p["metadata"]["uid"] for n, p in space.pods(name).items()}
+
+
+def spread(body: dict[str, Any]) -> dict[str, Any]:
+    """A job whose pods are on different nodes as long as there are two."""
+    body["spec"]["template"]["spec"]["topologySpreadConstraints"] = [
+        {
+            "maxSkew": 1,
+            "topologyKey": "kubernetes.io/hostname",
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": {"training.ddpjob.io/job": body["metadata"]["name"]}},
+        }
+    ]
+    return body

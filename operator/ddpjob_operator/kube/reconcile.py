@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ddpjob_operator import api, contract, stall, validation
+from ddpjob_operator import api, contract, in_place, stall, validation
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.execute import Caches, ConflictError, Executor
 from ddpjob_operator.kube.memory import Memory
@@ -97,12 +97,10 @@ class Reconciler:
         return FIRST_REPORT_SECONDS if begins and report.rank == 0 else self._settings.progress_write_seconds
 
     def _hear_agent(self, memory: Memory, report: Report) -> float | None:
-        """Each says all that it has charged so far, so the last word of the newest is enough."""
-        known = memory.agent
-        if report.node_rank != 0 or (known is not None and _age(report) < _age(known)):
-            return None
-        memory.agent = report
-        return None if known is not None and known.agent == report.agent else FIRST_REPORT_SECONDS
+        """What node 0's agent has restarted in place; the seconds as of `report`."""
+        known, memory.agent = memory.agent, in_place.latest(memory.agent, report)
+        is_news = memory.agent is report and (known is None or known.agent != report.agent)
+        return FIRST_REPORT_SECONDS if is_news else None
 
     def departed(self, key: Key, pod: Pod) -> None:
         """A pod's object has gone; `pod` is how it was last seen."""
@@ -173,7 +171,7 @@ class Reconciler:
         if job.metadata.deletion_timestamp is not None or status.state in ("Succeeded", "Failed", "Suspended"):
             return
         ran = contract.numbers(status.started_nodes) - contract.numbers(status.completed_nodes)
-        names = {contract.pod_name(job, status.attempt, r, contract.replacement(status, r)) for r in ran}
+        names = {contract.present_pod_name(job, status, rank) for rank in ran}
         missing = names - {pod.name for pod in self._caches.pods.of(key)} - memory.confirmed_gone
         if missing:
             await self._executor.list_pods(key)
@@ -227,11 +225,6 @@ class Reconciler:
         except msgspec.ValidationError:
             return validation.parse(raw)
         return msgspec.structs.replace(job, metadata=newer, status=status), problems
-
-
-def _age(report: Report) -> tuple[int, int, int]:
-    agent = report.agent
-    return (report.attempt, agent.replacement, agent.restarts.total) if agent is not None else (0, 0, 0)
 
 
 def _only_created(todo: Plan) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ddpjob_operator import api, build, contract, stall
+from ddpjob_operator import api, build, contract, in_place, stall
 from ddpjob_operator.local import honour, ports
 from ddpjob_operator.local import node as nodes
 from ddpjob_operator.local.logs import Log
@@ -117,7 +117,7 @@ class World:
     def take(self, report: Report) -> None:
         """What a rank of the present attempt reports of its training; one that does not say its attempt means that."""
         if report.agent is not None:
-            self.agent = report
+            self.agent = in_place.latest(self.agent, report)
             return
         self.reports[report.rank] = report
         told = replace(report, attempt=report.attempt or max(self._ports, default=0))
