@@ -1,12 +1,13 @@
 """What the `ddprun` in a pod is told beside torchrun's variables: its budgets, and what the user wants of restarts.
 
-A pod's environment is written once, so it says what was left when the pod was made; what its agent spends of it the
-operator hears from the agent (in_place.py).
+A pod's environment is written once, so it says what was left when the pod was made, and how much of what node 0's agent
+spends was known then (in_place.py). So a pod that is made later tells that agent what was charged meanwhile.
 """
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from ddpjob import rules
 from ddpjob_operator import api, launcher, restart
@@ -27,7 +28,7 @@ def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
     }
 
 
-def _left(job: api.DDPJob) -> dict[str, int]:
+def _left(job: api.DDPJob) -> dict[str, Any]:
     history, limits = statuses.history(job.status), restart.limits(job.spec)
     at = job.status.attempt_time
     counted = history.application if at is None else rules.counted(history, limits, at)
@@ -37,6 +38,17 @@ def _left(job: api.DDPJob) -> dict[str, int]:
         "stall": max(0, rules.STALLS_MAX - history.stall),
         "inARow": history.in_a_row,
         "chargedInARow": history.charged_in_a_row,
+        **_as_of(job.status),
+    }
+
+
+def _as_of(status: api.Status) -> dict[str, Any]:
+    """How late this is, by the pods replaced so far, and what node 0's agent was known to have charged by then."""
+    known = status.in_place
+    counts = ("replacement", "application", "infrastructure", "stall")
+    return {
+        "replaced": sum(status.replacements.values()),
+        **({"known": {name: getattr(known, name) for name in counts}} if known is not None else {}),
     }
 
 

@@ -196,6 +196,8 @@ class InPlace(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=T
 
     replacement: Count = 0
     """Which pod of node 0 it runs in."""
+    earlier: Count = 0
+    """Restarts in place that were counted in this attempt by agents in earlier pods of node 0."""
     application: Count = 0
     """Charged to backoffLimit."""
     infrastructure: Count = 0

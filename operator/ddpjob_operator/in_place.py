@@ -44,13 +44,12 @@ def with_agent(
     if agent is None or (known is not None and agent.replacement < known.replacement):
         return status
     if known is None or known.replacement != agent.replacement:
-        known = api.InPlace(replacement=agent.replacement)
+        known = api.InPlace(replacement=agent.replacement, earlier=count(status))
     said = agent.restarts
     new = {
         name: max(0, getattr(said, name) - getattr(known, name)) for name in ("application", "infrastructure", "stall")
     }
-    count = sum(new.values())
-    if not count:
+    if not any(new.values()):
         return status
     status = _charged(status, new, agent, job, now)
     if agent.replacement == contract.replacement(status, 0):
@@ -59,7 +58,7 @@ def with_agent(
     status = replace(status, in_place=replace(known, **{k: getattr(known, k) + n for k, n in new.items()}))
     if statuses.is_broken(status):
         return status  # what is being settled stays the last failure
-    for failure in agent.failures[-count:]:
+    for failure in agent.failures[-sum(new.values()) :]:
         told = _failure(status, failure, job, mine, now)
         status = statuses.with_failure(status, told, causes.sentence(told))
     return status
@@ -68,7 +67,7 @@ def with_agent(
 def count(status: api.Status) -> int:
     """How often the ranks of this attempt have started again in the pods that they had."""
     done = status.in_place
-    return 0 if done is None else done.application + done.infrastructure + done.stall
+    return 0 if done is None else done.earlier + done.application + done.infrastructure + done.stall
 
 
 def _charged(status: api.Status, new: dict[str, int], agent: Agent, job: api.DDPJob, now: dt.datetime) -> api.Status:

@@ -337,18 +337,12 @@ def events(old: api.Status, new: api.Status) -> Iterator[Event]:
 def restarts_in_place(old: api.Status, new: api.Status) -> Iterator[Event]:
     """What an agent has restarted since the last look changes no state: it is over when it is heard of."""
     failure, count = new.last_failure, in_place.count(new)
-    # Another agent, in the pod that has replaced the first, counts from nothing.
-    known = in_place.count(old) if _agent(old) == _agent(new) else 0
-    if count > known and old.attempt == new.attempt and failure is not None:
+    if count > in_place.count(old) and old.attempt == new.attempt and failure is not None:
         # What is being settled meanwhile is the last failure, and not what they have overcome.
         settling = statuses.is_broken(old) or statuses.is_broken(new)
         what = "" if settling else f"{causes.sentence(failure)}; "
         text = f"{what}all ranks have started again in their pods (restart {count} in place)"
         yield _event(reasons.RESTARTED_IN_PLACE, text)
-
-
-def _agent(status: api.Status) -> int | None:
-    return None if status.in_place is None else status.in_place.replacement
 
 
 def remarks(job: api.DDPJob, new: api.Status) -> Iterator[Event]:

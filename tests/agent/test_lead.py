@@ -10,7 +10,7 @@ from leads import taken
 
 from ddpjob import rules
 from ddpjob.agent.lead import RESUMABLE, End, Lead, Leave, Start, Stop, root_cause
-from ddpjob.agent.options import Budget, PolicyRule
+from ddpjob.agent.options import Budget, Left, PolicyRule
 
 JOIN_SECONDS = 600.0
 T0 = 7.25  # odd, so that a real clock would show
@@ -45,6 +45,14 @@ def stop(found: Lead, failures: list[dict[str, Any]], at: float = T0) -> None:
     assert isinstance(order, Stop)
     for node in order.nodes:
         found.stopped(node, failures if node == 0 else [], at)
+
+
+def fails(found: Lead, at: float, then: Start | type[End]) -> None:
+    """A rank does, after a long time."""
+    found.failed(0, [failure(code=9)], at)
+    stop(found, [failure(code=9)], at)
+    (order,) = taken(found)
+    assert order == then or type(order) is then
 
 
 def fail_twice(found: Lead) -> None:
@@ -126,6 +134,40 @@ def test_the_budget_is_spent_to_the_last_and_not_overrun(restarts: int) -> None:
     stop(found, [failure(code=9)], at)
     (order,) = taken(found)
     assert (order.code, order.failure["exitCode"]) == (9, 9)
+
+
+@pytest.mark.parametrize(
+    ("left", "restarts"),
+    [
+        (Left(0, 99, 10, replaced=1, known_of=0, known=(1, 0, 0)), 0),
+        (Left(1, 99, 10, replaced=1, known_of=0, known=(1, 0, 0)), 1),
+        (Left(1, 99, 10, replaced=1), 0),
+        (Left(1, 99, 10, replaced=1, known_of=7, known=(1, 0, 0)), 0),
+    ],
+    ids=["nothing is left", "one, and it knew of ours", "one, and it did not", "one, and it knew of another agent's"],
+)
+def test_what_the_operator_has_charged_meanwhile_comes_with_a_new_pod(left: Left, restarts: int) -> None:
+    """Else a script whose pods run out of memory now and then restarts more often than its user allowed."""
+    found = running(2, restarts=3, has_operator=True)
+    found.failed(0, [failure()], T0)
+    stop(found, [failure()])
+    assert taken(found) == [Start(1)]
+    found.lost(1, T0)
+    stop(found, [])
+    found.joined(1, T0, 1, 1, left=left)
+    assert taken(found) == [Start(2)]
+    fails(found, T0 + 1000, Start(3) if restarts else End)
+
+
+def test_a_pod_that_was_made_earlier_knows_nothing_new_of_the_budget() -> None:
+    found = running(2, restarts=1, has_operator=True)
+    for number, left in enumerate([Left(5, 99, 10, replaced=2), Left(0, 99, 10, replaced=1)], start=1):
+        found.lost(1, T0)
+        stop(found, [])
+        found.joined(1, T0, number - 1, number, left=left)
+        assert taken(found) == [Start(number)]
+    for number in (3, 4, 5):
+        fails(found, T0 + number * 1000, Start(number))
 
 
 def test_infrastructure_has_its_own_limit_too() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpjob.agent.options import Options, parse
+from ddpjob.agent.options import Options, parse, read_left
 
 
 def options(line: str, **environ: str) -> Options:
@@ -144,6 +144,23 @@ def test_the_operator_says_how_many_restarts_there_were_in_a_row_and_which_pod_t
     assert (alone.has_operator, alone.replacement, alone.policy) == (False, 0, ())
 
 
+def test_a_pod_is_told_as_of_when_the_budget_was_so_and_what_was_known_of_whose_restarts() -> None:
+    known = '{"replacement": 1, "application": 2, "infrastructure": 0, "stall": 3}'
+    text = f'{{"application": 2, "infrastructure": 99, "stall": 10, "replaced": 4, "known": {known}}}'
+    left = read_left(text)
+    assert (left.replaced, left.known_of, left.known) == (4, 1, (2, 0, 3))
+    capped = options("--max-restarts 3 train.py", DDPJOB_RESTARTS_LEFT=text).budget
+    assert capped.renewed(left._replace(replaced=5), 1)[:4] == (3, 3, 3, 3), "of --max-restarts in the whole life"
+    with pytest.raises(ValueError, match="DDPJOB_RESTARTS_LEFT"):
+        read_left(text.replace("3}", "-3}"))
+
+
+@pytest.mark.parametrize(("said", "seconds"), [("900", 900.0), ("0", 0.0), ("", None), (None, None)])
+def test_how_long_a_group_may_stand_still(said: str | None, seconds: float | None) -> None:
+    environ = {} if said is None else {"DDPJOB_STALL_TIMEOUT": said}
+    assert options("train.py", **environ).stall_seconds == seconds
+
+
 def test_the_failure_policy_is_read_as_the_operator_writes_it() -> None:
     found = options("train.py", DDPJOB_FAILURE_POLICY='[{"action": "Ignore", "codes": [3, 4], "notIn": true}]')
     assert found.policy == (("Ignore", {3, 4}, True),)
@@ -162,6 +179,9 @@ def test_the_failure_policy_is_read_as_the_operator_writes_it() -> None:
         ("DDPJOB_FAILURE_POLICY", '[{"action": "Count", "codes": ["3"]}]', "is not [{"),
         ("DDPJOB_REPLACEMENT", "-1", "DDPJOB_REPLACEMENT: '-1' is not 0, 1"),
         ("DDPJOB_REPLACEMENT", "new", "DDPJOB_REPLACEMENT: 'new' is not 0, 1"),
+        ("DDPJOB_STALL_TIMEOUT", "soon", "DDPJOB_STALL_TIMEOUT: 'soon' is no number of seconds"),
+        ("DDPJOB_STALL_TIMEOUT", "-1", "'-1' is no number of seconds"),
+        ("DDPJOB_STALL_TIMEOUT", "nan", "'nan' is no number of seconds"),
     ],
 )
 def test_a_damaged_word_of_the_operator_is_refused_with_what_it_should_be(

@@ -43,11 +43,11 @@ class Job:
         self._words = words
         self.agents = [self.start(node) for node in range(nodes)]
 
-    def start(self, node: int, replacement: int = 0) -> subprocess.Popen[str]:
-        """A pod of this node."""
+    def start(self, node: int, replacement: int = 0, left: str = LEFT) -> subprocess.Popen[str]:
+        """A pod of this node; left: of the budgets, as the operator says when it makes it."""
         words = [*self._group, "--node-rank", node, *self._words]
         own = {"DDPJOB_REPLACEMENT": str(replacement), "DDPJOB_TERMINATION_LOG": str(self._log(node, replacement))}
-        return self.launcher.ddprun(*words, DDPJOB_RESTARTS_LEFT=LEFT, **own)
+        return self.launcher.ddprun(*words, DDPJOB_RESTARTS_LEFT=left, **own)
 
     def message(self, node: int, replacement: int = 0) -> Any:
         """What the pod has left; None where nothing."""
@@ -197,6 +197,21 @@ def test_a_newer_pod_takes_the_place_of_one_that_has_not_gone_yet(launcher: Laun
     assert job.lives() == [0, 1]
     old.terminate()
     finish(old)
+
+
+def test_a_new_pod_brings_what_is_left_now_and_the_agents_spend_no_more(launcher: Launcher) -> None:
+    job = Job(launcher, 2, "--no-preload", launcher.script(TRAIN))
+    job.up(0)
+    job.agents[1].kill()
+    job.agents[1].communicate()
+    nothing = json.dumps({"application": 0, "infrastructure": 99, "stall": 10, "replaced": 1})
+    job.agents[1] = job.start(1, 1, left=nothing)
+    job.up(1)
+    (rank,) = (p for p in psutil.Process(job.agents[0].pid).children() if "train.py" in " ".join(p.cmdline()))
+    rank.kill()
+    assert [finish(agent).returncode for agent in job.agents] == [137, 75], "its own environment said three"
+    assert job.lives() == [0, 1]
+    forget_killed(launcher)
 
 
 def test_a_message_of_the_end_is_in_every_pod_and_the_account_in_that_of_node_0(launcher: Launcher) -> None:

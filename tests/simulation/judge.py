@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,8 @@ class Judge:
         self.live_at_once = 0
         self.words: dict[str, dict[tuple[str, int, int], tuple[int, float]]] = {}
         """What each operator has heard of agents, by job uid, attempt and replacement, and when."""
+        self._spent_twice: Counter[str] = Counter()
+        """By job uid, how many charges to the application an operator did not know of when it made its own."""
         self._cluster, self._training, self._jobs = cluster, training, jobs
         cluster.started = self.started
 
@@ -156,9 +159,10 @@ class Judge:
             if before.get(name, 0) > after.get(name, 0):
                 self.wrong.append(f"status.restarts.{name} went back from {before[name]} to {after.get(name, 0)}")
         application, limit = after.get("application", 0), spec.get("backoffLimit", BACKOFF_LIMIT)
-        # An agent spends what its pod was given, and knows nothing of what the operator has charged since.
-        by_agent = self._unknown_before(uid, old, ("application",)) if self._is_new_attempt(old, new) else 0
-        if application > limit and _own_charges(old, new)["application"] > by_agent:
+        # What an agent has charged and nobody has heard yet, when the operator spends from the same budget.
+        if _own_charges(old, new)["application"] > 0:
+            self._spent_twice[uid] += self._unknown_before(uid, old, ("application",))
+        if application > limit + self._spent_twice[uid]:
             self.wrong.append(f"{application} restarts are charged, backoffLimit is {limit}")
         truly = sum(1 for job, _ in self._training.failed if job == uid)
         if application > truly:

@@ -69,7 +69,8 @@ class Agent:
     process: Process
     budget: Budget
     policy: tuple[PolicyRule, ...]
-    has_operator: bool
+    left: options.Left | None
+    """What the operator has told its pod."""
     lead: Lead | None = None
     """Of node 0's."""
     links: dict[int, Link] = field(default_factory=dict)
@@ -106,7 +107,7 @@ class Agent:
             process=process,
             budget=options._budget(None, environ),
             policy=options._policy(environ.get("DDPJOB_FAILURE_POLICY")),
-            has_operator=bool(environ.get("DDPJOB_RESTARTS_LEFT")),
+            left=options.read_left(left) if (left := environ.get("DDPJOB_RESTARTS_LEFT")) else None,
         )
 
     @property
@@ -209,7 +210,7 @@ class Agents:
             options.JOIN_SECONDS,
             now,
             policy=agent.policy,
-            has_operator=agent.has_operator,
+            has_operator=agent.left is not None,
         )
         agent.lead.joined(0, now, replacement=agent.replacement)
         return self._turn(agent)
@@ -245,7 +246,7 @@ class Agents:
             self._drop(old, leader)
         link = Link(leader, agent, {leader, agent}, {leader: [], agent: []})
         leader.links[agent.node] = agent.links[0] = link
-        lead.joined(agent.node, self._loop.time(), agent.generation, agent.replacement)
+        lead.joined(agent.node, self._loop.time(), agent.generation, agent.replacement, left=agent.left)
         if agent.told:
             self._say(agent, lambda lead, now: lead.told(agent.node, now), of_now=False)
         self._turn(leader)

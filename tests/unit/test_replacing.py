@@ -202,14 +202,15 @@ def test_what_is_said_again_costs_nothing_and_only_more_than_was_known_counts() 
 
 
 def test_the_agent_that_replaces_node_0_counts_from_nothing() -> None:
-    world = trained()
+    world = trained(backoffLimit=9)
     world.agent = said(2)
-    world.settle().exits(0, code=137).settle().runs(0).settle()
+    world.settle().exits(0, code=137).settle().after(400).settle().runs(0).settle()
     assert counted(world) == (3, 0), "two in place, and the pod"
     world.agent = said(1, replacement=1)
     world.settle()
     assert counted(world) == (4, 0)
     assert words(world).count("RestartedInPlace") == 2
+    assert "restarted in place 3 times" in world.status.message, "of the attempt, not of an agent"
     world.agent = said(2)  # late news of the one before
     world.settle()
     assert counted(world) == (4, 0)
@@ -297,6 +298,8 @@ def test_a_new_pod_is_told_what_is_left_of_the_budgets() -> None:
         "stall": 10,
         "inARow": 3,
         "chargedInARow": 3,
+        "replaced": 1,
+        "known": {"replacement": 0, "application": 2, "infrastructure": 0, "stall": 0},
     }
     assert (told["DDPJOB_REPLACEMENT"], told["DDPJOB_STALL_TIMEOUT"]) == ("1", "90")
 

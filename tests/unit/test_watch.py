@@ -11,7 +11,7 @@ from ddpjob.agent import standstill, watch
 from ddpjob.agent.beats import Beat, Beats
 from ddpjob.agent.standstill import Position, Standstill, failure
 from ddpjob.agent.watch import BY_COLLECTIVES, BY_START, BY_STEPS, NOTHING, Pace, Word
-from ddpjob.agent.watching import position, timeout_seconds
+from ddpjob.agent.watching import position
 from ddpjob.watchdog import innermost, last_collective, stack, table
 
 # ---- one node ----------------------------------------------------------------------------------------------
@@ -121,12 +121,6 @@ def test_after_a_gap_in_our_looks_all_is_counted_anew() -> None:
     ranks.paces = watch.anew(ranks.paces, ranks.now)
     assert ranks.look(10).stands is False
     assert ranks.look(1).stands is True
-
-
-@pytest.mark.parametrize(("said", "seconds"), [("900", 900.0), ("0", 0.0), ("", None), ("soon", None), ("-1", None)])
-def test_the_limit_that_is_set(said: str, seconds: float | None) -> None:
-    assert timeout_seconds({"DDPJOB_STALL_TIMEOUT": said}) == seconds
-    assert timeout_seconds({}) is None
 
 
 # ---- the group ---------------------------------------------------------------------------------------------

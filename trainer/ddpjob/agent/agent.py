@@ -58,7 +58,7 @@ class Agent:
         self._heard_by: dict[int, Callable[[], None]] = {}
         self._server = _fork_server(options, environ)
         self.node = Node(options, environ, folder, self._server)
-        self.watching = Watching(self, environ)
+        self.watching = Watching(self)
         self._told_of_failure = False
         self.settled = True  # whether nothing of the last generation is left here
         self.group: Leading | Following = _group(self)

@@ -244,6 +244,7 @@ class Following:
             "nproc": self._options.nproc,
             "generation": self._generation,
             "replacement": self._options.replacement,
+            "left": self._agent.environ.get("DDPJOB_RESTARTS_LEFT", ""),
         }
         key = job_key(self._options.run_id, self._agent.environ)
         self._link = Link(connection, key, node=self._options.node_rank, about=about)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from .options import Budget, PolicyRule
+from .options import Budget, Left, PolicyRule
 from .standstill import Position, Standstill
 
 if TYPE_CHECKING:
@@ -141,7 +141,14 @@ class Lead:
         return replacement < self._replacements.get(node, 0)
 
     def joined(
-        self, node: int, now: float, generation: int = -1, replacement: int = 0, *, preflight: bool = False
+        self,
+        node: int,
+        now: float,
+        generation: int = -1,
+        replacement: int = 0,
+        *,
+        preflight: bool = False,
+        left: Left | None = None,
     ) -> None:
         """An agent is here, no rank runs with it, and the last that did were of that generation."""
         assert node not in self._here, "a node is lost before it comes again"
@@ -149,6 +156,8 @@ class Lead:
         self._going.discard(node)
         self._replacements[node] = replacement
         self._wants_preflight |= preflight
+        if left is not None:
+            self._budget = self._budget.renewed(left, self._replacements[0])
         self.generation = max(self.generation, generation)  # a leader that replaces another one goes on from there
         self._go_on_if_all_are_here(now)
 

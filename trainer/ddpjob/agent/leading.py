@@ -12,6 +12,7 @@ from . import ports
 from .environment import Life
 from .lead import RESUMABLE, Ask, End, Failure, Lead, Leave, Start, Stop
 from .node import say
+from .options import read_left
 from .posting import Posting
 from .standstill import Position
 
@@ -242,6 +243,7 @@ class Leading:
             say(f"node {node} has --nnodes, --nproc-per-node {theirs}, node 0 {mine}: it cannot join")
             raise Refused("another size")
         generation, replacement = int(message["generation"]), int(message.get("replacement", 0))
+        left = read_left(message["left"]) if message.get("left") else None
         if self._lead.is_outdated(node, replacement):
             raise Refused(f"node {node} comes as pod {replacement} of its attempt, and a newer one has been here")
         del self._strangers[link]
@@ -249,7 +251,7 @@ class Leading:
             self._drop(self._links[node])
         self._links[node], self._heard_at[node] = link, now
         link.send({"welcome": node, "generation": self._lead.generation})
-        self._lead.joined(node, now, generation, replacement, preflight=message.get("preflight") is True)
+        self._lead.joined(node, now, generation, replacement, preflight=message.get("preflight") is True, left=left)
 
     def _obey(self, node: int, message: dict[str, Any], now: float) -> None:
         if "told" in message:

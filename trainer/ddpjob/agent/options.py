@@ -11,7 +11,9 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 RESTARTS_MAX = 3
 PORT = 29500
@@ -22,16 +24,62 @@ PRELOAD = ("torch", "torch._dynamo")
 STREAMS_MAX = 3  # 1: stdout, 2: stderr, 3: both
 
 
+class Left(NamedTuple):
+    """What the operator says is left of the job's restarts, as it was when a pod was made."""
+
+    application: int
+    infrastructure: int
+    stall: int
+    in_a_row: int = 0
+    """Restarts of the job so far that brought no new step: the back-off goes on from there."""
+    charged_in_a_row: int = 0
+    replaced: int = 0
+    """Pods of the attempt that had been replaced by then: where it is higher, it is what was left later."""
+    known_of: int = -1
+    """Which pod of node 0 the agent had that charged, in place, what is no longer left; -1: none had charged any."""
+    known: tuple[int, int, int] = (0, 0, 0)
+    """What it had: application, infrastructure, stall."""
+
+
 class Budget(NamedTuple):
-    """How many restarts in place are left, by what they are charged to, and in all."""
+    """How many restarts in place an agent of node 0 may charge in its life, by what they are charged to, and in all."""
 
     application: int
     infrastructure: int
     stall: int
     total: int
     in_a_row: int = 0
-    """Restarts of the job so far that brought no new step: the back-off goes on from there."""
     charged_in_a_row: int = 0
+    most: int | None = None
+    """--max-restarts, where it was said."""
+    replaced: int = 0
+    """As of which replaced pod."""
+
+    @staticmethod
+    def of(left: Left, most: int | None) -> Budget:
+        """That of an agent that has charged nothing yet."""
+        return Budget(0, 0, 0, 0, most=most)._allowing(left, (0, 0, 0))
+
+    def renewed(self, left: Left, replacement: int) -> Budget:
+        """With what a newer pod was told, where this is the budget of the agent in that pod of node 0."""
+        if left.replaced <= self.replaced:
+            return self
+        return self._allowing(left, left.known if left.known_of == replacement else (0, 0, 0))
+
+    def _allowing(self, left: Left, charged: tuple[int, int, int]) -> Budget:
+        """charged: of what is no longer left, that by this agent itself."""
+        in_life = [still + own for still, own in zip(left[:3], charged, strict=True)]
+        most = sum(in_life) if self.most is None else self.most
+        application, infrastructure, stall = (min(most, number) for number in in_life)
+        return self._replace(
+            application=application,
+            infrastructure=infrastructure,
+            stall=stall,
+            total=min(most, application + infrastructure + stall),
+            in_a_row=left.in_a_row,
+            charged_in_a_row=left.charged_in_a_row,
+            replaced=left.replaced,
+        )
 
 
 class PolicyRule(NamedTuple):
@@ -57,6 +105,7 @@ class Options(NamedTuple):
     has_operator: bool  # it makes a new pod for one that is lost
     preflight: bool  # the nodes measure each other before their first ranks start
     replacement: int  # which pod of this node in this attempt it is, as the operator counts them
+    stall_seconds: float | None  # how long the group may stand still; None: by what its steps teach, 0: for ever
     script: str
     script_args: tuple[str, ...]
     kind: str  # "script", "module", or "program" (--no-python)
@@ -166,6 +215,7 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
         has_operator=bool(environ.get("DDPJOB_RESTARTS_LEFT")),
         preflight=environ.get("DDPJOB_PREFLIGHT") == "1",
         replacement=_replacement(environ.get("DDPJOB_REPLACEMENT")),
+        stall_seconds=_seconds("DDPJOB_STALL_TIMEOUT", environ.get("DDPJOB_STALL_TIMEOUT"), None),
         script=read.training_script,
         script_args=tuple(read.training_script_args),
         kind="program" if read.no_python else "module" if read.module else "script",
@@ -177,9 +227,11 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
         stderr_filters=_words(read.duplicate_stderr_filters),
         signals=tuple(name.strip() for name in read.signals_to_handle.split(",") if name.strip()),
         shutdown_seconds=_seconds(
-            "shutdown-timeout", read.shutdown_timeout or environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT"), SHUTDOWN_SECONDS
+            "--shutdown-timeout",
+            read.shutdown_timeout or environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
+            SHUTDOWN_SECONDS,
         ),
-        join_seconds=_seconds("rdzv-conf: timeout", joined, JOIN_SECONDS),
+        join_seconds=_seconds("--rdzv-conf: timeout", joined, JOIN_SECONDS),
         virtual_local_rank=read.virtual_local_rank,
         preload=() if read.no_preload or read.no_python else _modules(read.preload),
         preload_asked=read.preload is not None,
@@ -270,25 +322,29 @@ def _budget(asked: str | None, environ: Mapping[str, str]) -> Budget:
     """What the operator says is left and --max-restarts on the command line, both; else PET_MAX_RESTARTS, else 3."""
     text = environ.get("DDPJOB_RESTARTS_LEFT")
     if text and asked is None:
-        return _left(text)
+        return Budget.of(read_left(text), None)
     if asked is None:
         asked = environ.get("PET_MAX_RESTARTS", str(RESTARTS_MAX))
     most = _number("max-restarts", asked, 0)
-    left = _left(text) if text else Budget(most, most, most, most)
-    application, infrastructure, stall, total = (min(most, number) for number in left[:4])
-    return left._replace(application=application, infrastructure=infrastructure, stall=stall, total=total)
+    return Budget.of(read_left(text) if text else Left(most, most, most), most)
 
 
-def _left(text: str) -> Budget:
+def read_left(text: str) -> Left:
+    """DDPJOB_RESTARTS_LEFT. Raises ValueError."""
     try:
         left = json.loads(text)
-        application, infrastructure, stall = (_count(left[k]) for k in ("application", "infrastructure", "stall"))
-        in_a_row, charged = (_count(left.get(k, 0)) for k in ("inARow", "chargedInARow"))
+        in_a_row, charged, replaced = (_count(left.get(k, 0)) for k in ("inARow", "chargedInARow", "replaced"))
+        found = Left(*_counts(left), in_a_row, charged, replaced)
+        known = left.get("known")
+        return found if known is None else found._replace(known_of=_count(known["replacement"]), known=_counts(known))
     except (ValueError, TypeError, KeyError, AttributeError):
         raise ValueError(
             f'DDPJOB_RESTARTS_LEFT: {text[:100]!r} is not {{"application": 3, "infrastructure": 100, "stall": 10}}.'
         ) from None
-    return Budget(application, infrastructure, stall, application + infrastructure + stall, in_a_row, charged)
+
+
+def _counts(said: Mapping[str, Any]) -> tuple[int, int, int]:
+    return _count(said["application"]), _count(said["infrastructure"]), _count(said["stall"])
 
 
 def _policy(text: str | None) -> tuple[PolicyRule, ...]:
@@ -371,7 +427,7 @@ def _port(name: str, text: str) -> int:
     return port
 
 
-def _seconds(name: str, text: str | None, default: float) -> float:
+def _seconds(name: str, text: str | None, default: T) -> float | T:
     if not text:
         return default
     try:
@@ -379,5 +435,5 @@ def _seconds(name: str, text: str | None, default: float) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < 1e9:
-        raise ValueError(f"--{name}: {text!r} is no number of seconds.")
+        raise ValueError(f"{name}: {text[:100]!r} is no number of seconds.")
     return seconds

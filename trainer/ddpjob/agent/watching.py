@@ -27,9 +27,9 @@ SIGNAL_PAUSE_SECONDS = 0.02  # between two ranks, whose stacks go to one console
 class Watching:
     """Of one generation at a time."""
 
-    def __init__(self, agent: Agent, environ: Mapping[str, str]) -> None:
+    def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self.timeout = timeout_seconds(environ)
+        self.timeout = agent.options.stall_seconds
         self._beats: Beats | None = None
         self._paces: dict[int, Pace] = {}
         self._said: Word | None = None
@@ -135,15 +135,6 @@ def position(rank: int, step: int, answer: Mapping[str, Any] | None) -> Position
         return Position(rank, step, answers=False)
     sequence, op, where = int(answer.get("sequence", 0)), str(answer.get("op", "")), str(answer.get("where", ""))
     return Position(rank, step, sequence, op[:40], answer.get("done", True) is True, where[:120])
-
-
-def timeout_seconds(environ: Mapping[str, str]) -> float | None:
-    """DDPJOB_STALL_TIMEOUT: how long the group may stand still; None: by what its steps teach, 0: for ever."""
-    try:
-        seconds = float(environ["DDPJOB_STALL_TIMEOUT"])
-    except (KeyError, ValueError):
-        return None
-    return seconds if seconds >= 0 else None
 
 
 def _lives(pid: int) -> bool:
