@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import threading
@@ -121,6 +122,17 @@ os.write(1, f"{'torch' in sys.modules}\\n".encode())
     done = launcher.done("--preload=torch", "--nproc", 2, "--max-restarts", 1, script)
     assert (done.returncode, done.stdout) == (0, "False\n" * 2)
     assert done.stderr.count("has initialised CUDA, and a forked process cannot use it") == 1, "said, and once"
+
+
+@pytest.mark.parametrize("way", ["--log-dir", "TMPDIR"])
+def test_where_no_file_can_be_written_the_mend_is_named(launcher: Launcher, way: str) -> None:
+    """A read-only root without an emptyDir: a pod that ends with a trace of ours would be blamed on the script."""
+    script, nowhere = launcher.script("print('runs')"), "/proc/nowhere"
+    words, env = (["--log-dir", nowhere], {}) if way == "--log-dir" else ([], {"TMPDIR": nowhere})
+    done = launcher.done("--no-preload", *words, script, **env)
+    assert done.returncode == 2
+    assert re.search("no folder for the ranks' files: /proc/nowhere.*Name one: --log-dir, or TMPDIR", done.stderr)
+    assert "Traceback" not in done.stderr
 
 
 # ---- output ------------------------------------------------------------------------------------------------

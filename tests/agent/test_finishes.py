@@ -1,6 +1,6 @@
 """Jobs that end well end well every time: bench/finishes.py, as often as a test run can afford.
 
-A hundred and fifty under ddprun, whose agents are forked from a process that has torch: 1.2 to 1.5 s of CPU each. A few
+Two hundred under ddprun, whose agents are forked from a process that has torch: 1.2 to 1.5 s of CPU each. A few
 as a pod starts them, 5 s each, and under torchrun, 17 s each. The bench runs the thousands (docs/measured.md).
 """
 
@@ -20,9 +20,9 @@ FORKED = "--from-one-process --at-once=2"
 @pytest.mark.parametrize(
     "words",
     [
-        f"{FORKED} --preload=torch --jobs=60",  # without a model: the same end, for less
-        f"{FORKED} --preload=torch --jobs=50 --nodes=2",
-        f"{FORKED} --jobs=40",
+        f"{FORKED} --preload=torch --jobs=85",  # without a model: the same end, for less
+        f"{FORKED} --preload=torch --jobs=65 --nodes=2",
+        f"{FORKED} --jobs=50",
         "--jobs=3",
         "--torchrun --jobs=5",
     ],

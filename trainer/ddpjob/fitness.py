@@ -120,7 +120,7 @@ def judge(reports: Sequence[Report]) -> Verdict:
 
 
 def by_node(reports: Sequence[Report]) -> dict[int, Node]:
-    """Each node in the four measures: its slowest process, and the better half of its peers.
+    """Each node in the four measures: its slowest process, and the median of its peers.
 
     Where one link of two is slow, both ends have it; only the end that is slow has no better ones. Pods of one machine
     reach each other without a network, so where there are several machines only what is between them counts.

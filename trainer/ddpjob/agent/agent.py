@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .leading import Leading
 
 INTERRUPTED = (signal.SIGINT,)
+USAGE = 2  # as argparse ends
 
 
 def run(options: Options, environ: Mapping[str, str]) -> int:
@@ -36,7 +37,11 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     processes.become_subreaper()
     processes.close_to_children()
     prepared = environment.prepare(options, environ)
-    folder = Folder(options)
+    try:
+        folder = Folder(options)
+    except OSError as error:
+        say(f"no folder for the ranks' files: {error.filename}: {error.strerror}. Name one: --log-dir, or TMPDIR.")
+        return USAGE
     agent = Agent(options, prepared, folder)
     try:
         return agent.run()

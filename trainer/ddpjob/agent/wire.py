@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 LINE_BYTES_MAX = 1 << 16
-GREETING_BYTES_MAX = 512  # before we know who speaks
+GREETING_BYTES_MAX = 1024  # before we know who speaks
 MAC_CHARACTERS = 64
 VERSION = 1
 
