@@ -51,6 +51,7 @@ def fails(found: Lead, at: float, then: Start | type[End]) -> None:
     """A rank does, after a long time."""
     found.failed(0, [failure(code=9)], at)
     stop(found, [failure(code=9)], at)
+    found.tick(at + 400)  # the longest back-off is 300
     (order,) = taken(found)
     assert order == then or type(order) is then
 
@@ -216,6 +217,32 @@ def test_a_node_that_is_lost_while_all_stop_is_not_waited_for_until_the_next_sta
     found.lost(1, T0)
     found.joined(1, T0 + 1)
     assert taken(found) == [Start(1)]
+
+
+def test_steps_that_were_made_before_a_pod_was_lost_are_progress_all_the_same() -> None:
+    """Else a job that trains for days between its failures ends as one that makes no step."""
+    found = running(2, restarts=9, has_operator=True)
+    found.reached(5)
+    fails(found, T0 + 1000, Start(1))
+    found.reached(5000)
+    found.lost(1, T0 + 2000)
+    stop(found, [])
+    found.joined(1, T0 + 2000, 1, 1)
+    assert taken(found) == [Start(2)]
+    for number in (3, 4, 5):
+        fails(found, T0 + number * 10_000, Start(number))
+    fails(found, T0 + 90_000, End)
+
+
+def test_restarts_in_a_row_go_on_from_what_a_newer_pod_was_told_and_what_nobody_had_heard() -> None:
+    found = running(2, restarts=9, has_operator=True)
+    for number in (1, 2):
+        fails(found, T0 + number * 1000, Start(number))
+    found.lost(1, T0)
+    stop(found, [])
+    heard_of_one = Left(9, 90, 9, 4, 3, replaced=1, known_of=0, known=(1, 0, 0))
+    found.joined(1, T0, 2, 1, left=heard_of_one)
+    assert (found.counts["inARow"], found.counts["chargedInARow"]) == (5, 4)
 
 
 def test_late_news_of_a_node_that_is_gone_change_nothing() -> None:
@@ -398,6 +425,34 @@ def test_when_one_node_is_told_the_others_save_and_wait_for_its_replacement(node
     found.joined(node, T0 + 60, 0, 1)
     assert taken(found) == [Start(1)]
     assert f"node {node} was told to stop" in found.said
+
+
+@pytest.mark.parametrize("has_operator", [True, False])
+def test_node_0_that_is_told_when_its_ranks_have_ended_lets_the_others_save_and_goes(has_operator: bool) -> None:
+    """It would stay until SIGKILL, and the others would learn of it with no time left."""
+    found = running(2, has_operator=has_operator)
+    found.finished(0, T0)
+    found.told(0, T0)
+    (order,) = taken(found)
+    assert isinstance(order, Stop)
+    assert order.patient
+    for node in (0, 1):
+        found.stopped(node, [], T0)
+    (order,) = taken(found)
+    assert type(order) is (Leave if has_operator else End)
+    assert found.restarts == 0
+
+
+def test_node_0_that_is_told_while_a_pre_flight_fails_goes() -> None:
+    found = lead(2, has_operator=True, preflight=True)
+    for node in (0, 1):
+        found.joined(node, T0)
+    found.failed(1, [failure(1)], T0)
+    found.told(0, T0)
+    found.orders.clear()
+    for node in (1, 0):
+        found.stopped(node, [], T0)
+    assert [type(order) for order in taken(found)] == [Leave]
 
 
 def test_a_told_node_that_is_still_here_is_not_started_with() -> None:

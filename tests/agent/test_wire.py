@@ -99,7 +99,7 @@ def test_garbage_is_refused_and_never_anything_else(pair: Any) -> None:
 
 def test_a_stranger_cannot_make_the_agent_keep_a_long_line(pair: Any) -> None:
     leader = Link(pair[0], KEY, node=None)
-    pair[1].sendall(b"x" * 600)
+    pair[1].sendall(b"x" * 1100)
     with pytest.raises(Refused, match="without end"):
         leader.receive()
 

@@ -30,14 +30,15 @@ from torch.nn.parallel import DistributedDataParallel
 from . import stop, termination
 from .errors import ConfigurationError, DDPJobError, RendezvousError, UnsupportedError
 from .progress import announce
+from .settling import settle
 
 CLOSE_SECONDS = 10.0  # how long a finished rank waits for the others before it leaves without them
 # A rank that stopped waits for rank 0's snapshot: torchrun gives the processes of its node 30 s from the first that
 # ends with another code than 0. The grace period of whoever stops the job ends this sooner.
 STOPPED_CLOSE_SECONDS = 600.0
 LEAVE_LAST_SECONDS = 1.0  # rank 0 waits so long for the others to hang up; they need milliseconds
-# gloo's threads release the last collective's tensors meanwhile; in the interpreter's exit that aborts the process.
-SETTLE_SECONDS = 0.02
+SETTLE_SECONDS = 2.0  # for collectives that nobody waited for
+SETTLE_AFTER_ERROR_SECONDS = 0.2  # they may never end then
 END_SECONDS = 2.0  # how long a rank that failed may take to end
 _POLL_SECONDS, _POLL_SECONDS_MAX = 0.01, 0.2  # a thousand ranks may wait for a snapshot for minutes
 _LEFT = "left/{}"  # this rank has left in order
@@ -491,7 +492,7 @@ def _end_soon() -> None:
     Until this process has ended no launcher knows that it failed. faulthandler's timer is a C thread: it works also
     while a destructor holds the interpreter.
     """
-    time.sleep(SETTLE_SECONDS)
+    settle(SETTLE_AFTER_ERROR_SECONDS, wait_for_work=False)
     faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
 
 
@@ -506,7 +507,7 @@ def _leave() -> None:
     finally:
         if dist.is_initialized():
             _wait_for_others(group, CLOSE_SECONDS if stop.stopped_at() is None else STOPPED_CLOSE_SECONDS)
-            time.sleep(SETTLE_SECONDS)
+            settle(SETTLE_SECONDS, wait_for_work=True)
             dist.destroy_process_group()
 
 

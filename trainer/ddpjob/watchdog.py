@@ -10,6 +10,7 @@ The memory is named by DDPJOB_BEATS (`cells.py` says what is in it); without it 
 nobody asks.
 """
 
+import atexit
 import contextlib
 import faulthandler
 import json
@@ -25,6 +26,7 @@ from .cells import ANSWERED, ASKED, CELLS_BYTES, COLLECTIVES, LENGTH, PAGE_BYTES
 
 TEXT_CHARACTERS_MAX = 120
 LOOK_SECONDS = 0.25
+END_SECONDS = 1.0  # it answers in milliseconds, unless nobody reads what it writes
 THREADS_MAX, FRAMES_MAX, COLLECTIVES_MAX = 64, 40, 8
 
 
@@ -62,6 +64,7 @@ def _join(where: str) -> memoryview:
     cells[PHASE] = cells[STEP] = cells[COLLECTIVES] = 0
     cells[PID] = os.getpid()
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+    atexit.register(_keep_out_of_torch)
     threading.Thread(target=_serve, args=(mine, cells), name="ddpjob-watchdog", daemon=True).start()
     _ring(f"/proc/{agent}/fd/{bell}")
     return cells
@@ -78,6 +81,7 @@ def _ring(bell: str) -> None:
 
 _cells = private_cells()
 _pid = 0
+_in_torch = threading.Lock()  # held by the thread while it may be in torch's C++, and at the end for good
 
 
 # ---- the thread --------------------------------------------------------------------------------------------
@@ -87,14 +91,21 @@ def _serve(page: memoryview, cells: memoryview) -> None:
     """Polls, because a descriptor to wait for would not survive a script that closes all of them."""
     while True:
         time.sleep(LOOK_SECONDS)
-        if cells[PHASE] <= 1:
-            with contextlib.suppress(Exception):
-                cells[COLLECTIVES] = _collectives_begun()
-        asked = cells[ASKED]
-        if cells[ANSWERED] != asked:
-            with contextlib.suppress(Exception):
-                _answer(page, cells)
-            cells[ANSWERED] = asked
+        with _in_torch:
+            if cells[PHASE] <= 1:
+                with contextlib.suppress(Exception):
+                    cells[COLLECTIVES] = _collectives_begun()
+            asked = cells[ASKED]
+            if cells[ANSWERED] != asked:
+                with contextlib.suppress(Exception):
+                    _answer(page, cells)
+                cells[ANSWERED] = asked
+
+
+def _keep_out_of_torch() -> None:
+    """From now on: a thread that comes back from C++ when the interpreter has ended aborts the process."""
+    if _pid == os.getpid():  # a fork has no such thread, and perhaps its lock
+        _in_torch.acquire(timeout=END_SECONDS)
 
 
 def _collectives_begun() -> int:

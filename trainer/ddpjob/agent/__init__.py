@@ -19,6 +19,7 @@ Standard library only, and little of it: a job waits for it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -29,6 +30,7 @@ def main() -> None:
     from .options import parse
 
     code = run(parse(sys.argv[1:], os.environ), os.environ)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, AttributeError):  # closed when we began, it is None
+            stream.flush()
     os._exit(code)  # all is done, and an interpreter's end takes as long as its beginning

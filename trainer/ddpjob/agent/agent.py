@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = (signal.SIGINT,)
 USAGE = 2  # as argparse ends
+WAIT_SECONDS_MAX = 3600.0  # poll takes no more than 24 days
 
 
 def run(options: Options, environ: Mapping[str, str]) -> int:
@@ -66,6 +67,7 @@ class Agent:
         self.watching = Watching(self)
         self._told_of_failure = False
         self.settled = True  # whether nothing of the last generation is left here
+        self._behind = False  # whether ranks have written more than a turn copies
         self.group: Leading | Following = _group(self)
 
     # ---- the loop ------------------------------------------------------------------------------------------
@@ -100,11 +102,15 @@ class Agent:
             self.node.ended(pid, code)
         self.node.advance()
         self.node.tick(now)
+        if self.node.outlives_sigkill(now):
+            # Whoever waits for it waits for ever, and silently. Without us the job goes on, with another pod.
+            say("a rank does not end, although it was killed: the kernel holds it; this node is given up")
+            return self.group.abandon()
         if self.folder.tails:
-            self.folder.copy()
+            self._behind = not self.folder.copy()
         self._report(now)
         self.watching.turn(now)
-        self.group.turn(now)
+        return self.group.turn(now)
 
     def _report(self, now: float) -> None:
         """Say how the ranks end: the first failure at once, and that all are gone."""
@@ -127,12 +133,15 @@ class Agent:
         else:
             self.group.finished(now)
 
-    def _milliseconds(self) -> float | None:
-        kill_at = self.node.kill_at if self.node.running else None
-        deadlines = [at for at in (kill_at, self.group.deadline, self.watching.deadline) if at]
+    def _milliseconds(self) -> float:
+        now = time.monotonic()
+        times = (self.node.deadline(now), self.group.deadline, self.watching.deadline)
+        deadlines = [now + WAIT_SECONDS_MAX, *(at for at in times if at)]
         if self.folder.tails:
-            deadlines.append(time.monotonic() + TAIL_SECONDS)
-        return None if not deadlines else max(0.0, min(deadlines) - time.monotonic()) * 1000 + 1
+            deadlines.append(now if self._behind else now + TAIL_SECONDS)
+        if not self.settled and not self.node.running:  # none could be started
+            deadlines.append(now)
+        return max(0.0, min(deadlines) - now) * 1000 + 1
 
     def _hear_signals(self) -> None:
         for number in os.read(self._signals, 4096):
@@ -145,11 +154,13 @@ class Agent:
         now = time.monotonic()
         if not first:
             if number in INTERRUPTED:  # a second Ctrl-C is impatience
-                self.node.stop(signal.SIGKILL, 0, now)
+                self.node.hurry(now)
             return
         self.watching.end()
         if self.node.running:
             self.node.tell(number, self.options.shutdown_seconds, now)
+        elif self.node.exit_code:
+            self.node.forget()
         self.group.told(now)
 
     def _hear_server(self) -> None:
@@ -183,6 +194,8 @@ class Agent:
         if self.node.running:
             self.node.stop(signal.SIGTERM, self.options.shutdown_seconds if patient else BROKEN_GRACE_SECONDS, now)
         elif self.settled:
+            if self.node.exit_code == 0:
+                self.node.forget()  # that all have ended well is undone: they start again with the others
             self.group.stopped([], now)
 
     def end(
@@ -237,7 +250,11 @@ def _fork_server(options: Options, environ: Mapping[str, str]) -> ForkServer | N
         return None
     if options.kind == "script" and not os.path.isfile(options.script):  # a folder, a zip, a mistake
         return None
-    return ForkServer(options, environ)
+    try:
+        return ForkServer(options, environ)
+    except OSError as error:
+        say(f"no fork server: {error}; every rank is a new process")
+        return None
 
 
 def leave_message(path: str | None, failure: Failure) -> None:

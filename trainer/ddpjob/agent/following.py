@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from .watch import Word
 
 POSITIONS_MAX = 64
+FAILURES_MAX = 24
+TEXT_CHARACTERS_MAX = 300
+_TOLD = ("rank", "exitCode", "time", "step", "resumable", "symptom")
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.05, 1.0
 CONNECT_SECONDS = 10.0
 SAID_AFTER_SECONDS = 30.0  # a pod that is a little later than its peers is nothing to speak of
@@ -63,11 +66,11 @@ class Following:
 
     def failed(self, failures: list[Failure], _now: float) -> None:
         """A rank of ours has failed."""
-        self._send({**self._about("failed"), "failures": [_short(f) for f in failures]})
+        self._send({**self._about("failed"), "failures": _short_of(failures)})
 
     def stopped(self, failures: list[Failure], _now: float) -> None:
         """No rank of ours runs any more."""
-        self._send({**self._about("stopped"), "failures": [_short(f) for f in failures]})
+        self._send({**self._about("stopped"), "failures": _short_of(failures)})
 
     def finished(self, _now: float) -> None:
         """All our ranks have ended with 0."""
@@ -113,7 +116,7 @@ class Following:
             for message in self._link.receive():
                 if self._agent.code is None:
                     self._obey(message, now)
-        except (Refused, KeyError, TypeError, ValueError, AssertionError) as error:
+        except (Refused, KeyError, TypeError, ValueError, ArithmeticError, AssertionError) as error:
             self._lose(str(error), time.monotonic())
 
     def _obey(self, message: dict[str, Any], now: float) -> None:
@@ -136,6 +139,10 @@ class Following:
                 self._agent.watching.ask(now)
         elif "end" in message:
             self._end(message["end"])
+
+    def abandon(self) -> None:
+        """This node is given up; the others wait for another one in its place."""
+        self._agent.end(RESUMABLE, None)
 
     def _end(self, said: dict[str, Any]) -> None:
         order = End(int(said["code"]), said["failure"], "")
@@ -198,9 +205,12 @@ class Following:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             return json.dumps([(family, address) for family, _, _, _, address in found]).encode()
 
-        _, self._asking = processes.call_in_child(addresses)
+        try:
+            _, self._asking = processes.call_in_child(addresses)
+        except OSError:  # no process is left for it now
+            return self._retry(now)
         self._call_until = now + 6 * CONNECT_SECONDS
-        self._agent.watch(self._asking, self._answered)
+        return self._agent.watch(self._asking, self._answered)
 
     def _answered(self) -> None:
         import json
@@ -224,7 +234,10 @@ class Following:
         if not self._addresses:
             return self._retry(now)
         family, address = self._addresses.pop(0)
-        self._calling = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._calling = socket.socket(family, socket.SOCK_STREAM)
+        except OSError:  # an IPv6 address, and no IPv6 here
+            return self._call(now)
         self._calling.setblocking(False)
         self._call_until = now + CONNECT_SECONDS
         if self._calling.connect_ex(address) not in (0, errno.EINPROGRESS):
@@ -268,6 +281,12 @@ class Following:
         self._pause = min(2 * self._pause, RETRY_SECONDS_MAX)
 
 
+def _short_of(failures: Sequence[Failure]) -> list[Failure]:
+    """The first ones: what more would fail for itself fails with them."""
+    return [_short(failure) for failure in failures[:FAILURES_MAX]]
+
+
 def _short(failure: Failure) -> Failure:
-    """For the line to the leader; the traceback stays here, where the termination message is written."""
-    return {k: v for k, v in failure.items() if k != "traceback"}
+    """For the line to the leader, which is short; the termination message is written here, with all of it."""
+    texts = {name: str(failure.get(name, ""))[:TEXT_CHARACTERS_MAX] for name in ("signal", "exception")}
+    return {name: failure[name] for name in _TOLD if name in failure} | texts

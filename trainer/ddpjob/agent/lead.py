@@ -92,7 +92,7 @@ class Lead:
         self.orders: list[Order] = []
         self.furthest_step = 0  # of all ranks, in all generations
         self.charged: list[Failure] = []  # the last that cost a restart here, the oldest first
-        self._furthest_before = 0  # this generation
+        self._furthest_before = 0  # the last failure that was charged here
         self._standstill = Standstill()
         self._nodes, self._budget, self._policy = nodes, budget, policy
         self._has_operator = has_operator
@@ -157,9 +157,25 @@ class Lead:
         self._replacements[node] = replacement
         self._wants_preflight |= preflight
         if left is not None:
-            self._budget = self._budget.renewed(left, self._replacements[0])
+            self._renew(left)
         self.generation = max(self.generation, generation)  # a leader that replaces another one goes on from there
         self._go_on_if_all_are_here(now)
+
+    def _renew(self, left: Left) -> None:
+        """Go by what the operator has told a newer pod, and add what it had not heard of then."""
+        before, mine = self._budget, self._replacements[0]
+        self._budget, history = before.renewed(left, mine), self._history
+        if self._budget is before or history is None:
+            return
+        from dataclasses import replace
+
+        known = left.known if left.known_of == mine else (0, 0, 0)
+        unheard = [own - its for own, its in zip((history.application, history.stall), known[::2], strict=True)]
+        self._history = replace(
+            history,
+            in_a_row=left.in_a_row + history.total - sum(known),
+            charged_in_a_row=left.charged_in_a_row + sum(unheard),
+        )
 
     def lost(self, node: int, now: float) -> None:
         """An agent is gone, or does not answer."""
@@ -233,6 +249,8 @@ class Lead:
             self._here.discard(node)
         elif self.state == "stopping":
             self._settle_if_all_have_stopped(now)
+        elif node == 0 and node in self._finished:  # it must go, and the others have something to save
+            self._stop([_vanished(node, self._replacements[node])], now)
         return None
 
     def tick(self, now: float) -> None:
@@ -280,14 +298,14 @@ class Lead:
     def _all_have_finished(self, now: float) -> None:
         if not self._checking:
             return self._end(0, None, "all ranks have ended", now)
-        if self._must_go:
-            return self._go(now)
         return self._go_on_after_check("", now)
 
     def _go_on_after_check(self, said: str, now: float) -> None:
         self.said, self._checking, self._wants_preflight = said, False, False
+        if self._must_go:
+            return self._go(now)
         self._enter("gathering", now, self._join_seconds)
-        self._go_on_if_all_are_here(now)
+        return self._go_on_if_all_are_here(now)
 
     def _start(self, now: float) -> None:
         self._checking = self._wants_preflight
@@ -295,7 +313,7 @@ class Lead:
             self.generation += 1
         self._finished, self._failures = set(), []
         self._were_told, self._told_first = set(), False
-        self._standstill, self._furthest_before = Standstill(), self.furthest_step
+        self._standstill = Standstill()
         self._enter("running", now, PREFLIGHT_SECONDS if self._checking else None)
         self.orders.append(Start(self.generation, self._checking))
 
@@ -393,6 +411,7 @@ class Lead:
         moment = dt.datetime.fromtimestamp(max(0.0, now), dt.timezone.utc)
         limits = rules.Limits(backoff_limit=self._budget.application)
         before = rules.History(in_a_row=self._budget.in_a_row, charged_in_a_row=self._budget.charged_in_a_row)
+        self._furthest_before = self.furthest_step
         verdict = rules.judge(found, self._history or before, attempt, limits, moment)
         if not verdict.restart:
             return f"{found}: {verdict.stop}"

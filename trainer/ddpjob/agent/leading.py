@@ -154,9 +154,16 @@ class Leading:
 
     def _leave(self, order: Leave) -> None:
         say(order.why)
+        self._go(self._agent.code_when_told())
+
+    def abandon(self) -> None:
+        """This node is given up; the others wait for another one in its place."""
+        self._go(RESUMABLE)
+
+    def _go(self, code: int) -> None:
         for link in self._links.values():
             link.shut()
-        self._agent.end(self._agent.code_when_told(), None, account=self._account() if self._lead.restarts else None)
+        self._agent.end(code, None, account=self._account() if self._lead.restarts else None)
         self._posting.finish(self._post())
 
     def _account(self) -> dict[str, Any]:
@@ -292,7 +299,7 @@ class Leading:
 
         try:
             return work()
-        except (Refused, KeyError, TypeError, ValueError) as error:
+        except (Refused, KeyError, TypeError, ValueError, ArithmeticError) as error:  # 1e999 is no number of steps
             if link in self._strangers and link.node is not None and str(error) not in self._refused:
                 self._refused.add(str(error))
                 say(f"a connection was refused: {error}")

@@ -21,6 +21,7 @@ from .options import Options
 TAIL_SECONDS = 0.1
 LAST_LINES_SECONDS = 5.0
 CHUNK = 1 << 16
+CHUNKS_MAX = 16  # of a file in one turn: between them signals and peers are heard
 WRITE_MAX = select.PIPE_BUF  # so much fits into a pipe that is ready: the write does not block
 STREAMS = (("stdout", 1), ("stderr", 2))
 
@@ -40,7 +41,7 @@ class Folder:
         self._options = options
         nowhere = options.log_dir == os.devnull
         self._kept = bool(options.log_dir) and not nowhere
-        base = options.log_dir if self._kept else os.environ.get("TMPDIR", "/tmp")  # noqa: S108 - as tempfile, without its imports
+        base = options.log_dir if self._kept else os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 - as tempfile, without its imports
         os.makedirs(base, exist_ok=True)
         name = f"{options.run_id.replace('/', '_')}_{os.urandom(4).hex()}"
         self._run = os.path.join(base, name if self._kept else f"ddprun_{name}")
@@ -54,6 +55,7 @@ class Folder:
     def prepare(self, life: str) -> list[Files]:
         """The files of the ranks, in folders that are there."""
         options, attempt = self._options, self._attempt(life)
+        os.makedirs(self._run, 0o700, exist_ok=True)  # somebody may have emptied /tmp
         os.mkdir(attempt)  # generations only grow, also under a new leader
         files = []
         for rank in range(options.nproc):
@@ -71,10 +73,9 @@ class Folder:
         """Whether there is something to copy to the console, now and then."""
         return bool(self._tails)
 
-    def copy(self) -> None:
-        """Copy what ranks have written since."""
-        for tail in self._tails:
-            tail.copy()
+    def copy(self) -> bool:
+        """Copy what ranks have written since, up to 1 MiB of each; whether that was all that the console takes."""
+        return None not in [tail.copy(chunks=CHUNKS_MAX) for tail in self._tails]
 
     def copy_last(self) -> None:
         """Copy the rest of a generation, also a last line without its end; waits a little for a slow console."""
@@ -92,9 +93,10 @@ class Folder:
 
             shutil.rmtree(self._run, ignore_errors=True)
         else:
-            for name in os.listdir(self._run):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(os.path.join(self._run, name, "termination.json"))
+            with contextlib.suppress(OSError):  # all is done: what cannot be tidied up changes no exit code
+                for name in os.listdir(self._run):
+                    with contextlib.suppress(OSError):
+                        os.unlink(os.path.join(self._run, name, "termination.json"))
 
     def _attempt(self, life: str) -> str:
         return os.path.join(self._run, f"attempt_{life}")
@@ -130,9 +132,12 @@ class _Tail:
         self._part = b""  # of a line
         self._waiting = b""  # for the console
 
-    def copy(self, *, last: bool = False) -> bool:
-        """Copy what there is while the console takes it; whether that was all."""
+    def copy(self, *, last: bool = False, chunks: int | None = None) -> bool | None:
+        """Copy what there is while the console takes it; whether that was all, None where so many chunks were not."""
         while self._write():
+            if chunks == 0:
+                return None
+            chunks = None if chunks is None else chunks - 1
             data = os.read(self._file, CHUNK)
             if not data:
                 if last and self._part:
@@ -154,7 +159,8 @@ class _Tail:
         self._waiting += b"".join(self._header + line for line in lines)
         chosen = b"".join(self._header + line for line in lines if any(word in line for word in self._words))
         if chosen:
-            os.write(self._filtered, chosen)
+            with contextlib.suppress(OSError):  # a full disk: the rank's own file says so too, and training goes on
+                os.write(self._filtered, chosen)
 
     def _write(self) -> bool:
         while self._waiting:

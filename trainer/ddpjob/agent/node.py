@@ -23,6 +23,7 @@ from .preload import ForkServer
 # The group is broken, so nothing can be saved together; time to say something, no more.
 BROKEN_GRACE_SECONDS = 0.1
 LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel holds the process
+KILL_AGAIN_SECONDS = 0.05
 FILE_BYTES_MAX = 1 << 16
 
 
@@ -40,6 +41,7 @@ class Node:
         self.beats: Beats | None = None  # of this generation
         self.failures: list[Failure] = []  # of this generation, in their order
         self.stopped = False  # whether its ranks were ended for the group's sake
+        self._stopped_at = 0.0  # and when, by the clock that last words carry
         self.kill_at: float | None = None
         self.helpers: set[int] = set()  # children of the agent that are no rank's, and outlive a generation
         self._signals: set[int] = set()  # that its ranks have had
@@ -77,11 +79,16 @@ class Node:
         assert not self.running, "one generation at a time"
         self._life, self._codes, self.failures = life, {}, []
         self.stopped, self.kill_at, self._signals = False, None, set()
-        self._files = self._folder.prepare(life.name)
         self._kills.look()
         if self.beats is not None:
             self.beats.close()
         self.beats = Beats(self._options.nproc)
+        try:
+            self._files = self._folder.prepare(life.name)
+        except OSError as error:  # a full disk, or somebody has emptied /tmp
+            self._files = [Files("", "", "")] * self._options.nproc
+            self._has_not_started(0, error)
+            return
         self._waiting = True
         self.advance()
 
@@ -104,13 +111,26 @@ class Node:
             self.failures.append(self._failure(local_rank, code))
 
     def stop(self, number: int, grace_seconds: float, now: float) -> None:
-        """A signal to every rank and what it has started in its session; SIGKILL when the time is over.
+        """For the group's sake: a signal to every rank and what it has started in its session, SIGKILL in time."""
+        if not self.stopped:
+            self.stopped, self._stopped_at = True, time.time()
+        self._signal(number, grace_seconds, now)
 
-        A later call can only shorten the time: a rank that was told, saved, and is on its way out has given up its
-        handlers, and a second SIGTERM would make its 75 a 143.
-        """
+    def tell(self, number: int, grace_seconds: float, now: float) -> None:
+        """As `stop`, for ranks that may have something to save: what they end with is theirs."""
+        if self._waiting:  # none has begun, and none will
+            self.failures.append(self._failure(0, -number))
+        self._signal(number, grace_seconds, now)
+
+    def hurry(self, now: float) -> None:
+        """Their time is over."""
+        if self.running:
+            self.kill_at = now
+
+    def _signal(self, number: int, grace_seconds: float, now: float) -> None:
+        """A later call can only shorten the time: a rank that was told, saved, and is on its way out has given up its
+        handlers, and a second SIGTERM would make its 75 a 143."""
         self._waiting = False
-        self.stopped = True
         if number not in self._signals:
             self._signals.add(number)
             for pid in self._pids.values():
@@ -118,12 +138,20 @@ class Node:
         kill_at = now + grace_seconds
         self.kill_at = kill_at if self.kill_at is None else min(self.kill_at, kill_at)
 
-    def tell(self, number: int, grace_seconds: float, now: float) -> None:
-        """As `stop`, for ranks that may have something to save: what they end with is theirs."""
-        if self._waiting:  # none has begun, and none will
-            self.failures.append(self._failure(0, -number))
-        self.stop(number, grace_seconds, now)
-        self.stopped = False
+    def deadline(self, now: float) -> float | None:
+        """When `tick` has something to do."""
+        if self.kill_at is None or not self.running:
+            return None
+        return self.kill_at if now < self.kill_at else now + KILL_AGAIN_SECONDS
+
+    def outlives_sigkill(self, now: float) -> bool:
+        """Whether the kernel holds a rank: it waits for a disk or a driver that does not answer."""
+        return self.kill_at is not None and bool(self._pids) and now > self.kill_at + LINGERING_SECONDS
+
+    def forget(self) -> None:
+        """How the last generation ended is no longer true: it was overcome, or undone."""
+        assert not self.running, "what runs has not ended"
+        self._life, self._codes = None, {}
 
     def tick(self, now: float) -> None:
         """SIGKILL to those whose time is over."""
@@ -158,8 +186,11 @@ class Node:
             if self._server is not None and self._server.ready:
                 self._server.give_up(str(error))
                 say(f"the fork server is given up: {error}; from now on every rank is a new process")
-            lost = {"exception": f"not started: {error}", "resumable": False, "symptom": True}  # not the application's
-            self.failures.append(self._failure(local_rank, RESUMABLE) | lost)
+            self._has_not_started(local_rank, error)
+
+    def _has_not_started(self, local_rank: int, error: OSError) -> None:
+        lost = {"exception": f"not started: {error}", "resumable": False, "symptom": True}  # not the application's
+        self.failures.append(self._failure(local_rank, RESUMABLE) | lost)
 
     def _start_rank(self, local_rank: int) -> int:
         assert self._life is not None
@@ -205,7 +236,11 @@ class Node:
         }
 
     def _add_last_words(self) -> None:
-        """A rank knows better why it failed: also one that was stopped while it said so."""
+        """A rank knows better why it failed: also one that was stopped while it said so.
+
+        What one said after that is what our signal has done to it: a DataLoader's worker that is gone, an exception
+        of the script's own handler.
+        """
         said = self.last_words()
         if said is None or not isinstance(said.get("rank"), int) or not isinstance(said.get("exitCode"), int):
             return
@@ -213,8 +248,12 @@ class Node:
         if mine is not None:
             known = {k: mine[k] for k in ("rank", "exitCode", "signal")}
             mine.update(said | known)
-        elif said.get("preflight") or (not said.get("symptom") and not said.get("resumable")):
+        elif said.get("preflight") or not (said.get("symptom") or said.get("resumable") or self._is_late(said)):
             self.failures.append({"signal": "", "exception": "", "symptom": False, "resumable": False} | said)
+
+    def _is_late(self, said: Mapping[str, Any]) -> bool:
+        at = said.get("time")
+        return self.stopped and isinstance(at, int | float) and at > self._stopped_at
 
     def _end_tree(self, spared: set[int]) -> None:
         """Kill until nothing of the ranks is left; orphans become our children, so none can hide."""
@@ -248,7 +287,7 @@ def signal_name(number: int) -> str:
 
 def say(sentence: str) -> None:
     """A word of the agent itself."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):  # closed when we began, it is None
         sys.stderr.write(f"ddprun: {sentence}\n")
         sys.stderr.flush()
 

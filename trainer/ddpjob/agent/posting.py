@@ -71,9 +71,12 @@ class Posting:
         attempt = environ.get("DDPJOB_ATTEMPT", "")
         body = encode({"attempt": int(attempt) if attempt.isdecimal() else 1, "rank": 0, "nodeRank": 0, **document})
         self._said, self._until = document["agent"], now + CHILD_SECONDS_MAX
-        self._child, self._pipe = processes.call_in_child(lambda: _sent(self._url, body, environ))
+        try:
+            self._child, self._pipe = processes.call_in_child(lambda: _sent(self._url, body, environ))
+        except OSError as error:
+            return self._failed(f"no process for it: {error.strerror}", now)
         self._agent.node.helpers.add(self._child)
-        self._agent.watch(self._pipe, self._hear)
+        return self._agent.watch(self._pipe, self._hear)
 
     def _hear(self) -> None:
         try:

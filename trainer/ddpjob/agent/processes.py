@@ -69,18 +69,25 @@ def start(
     # Blocked across the fork: until the child has given up our handlers, a signal meant for it would be written into
     # our pipe and taken for ours.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    pid = os.fork()
-    if pid == 0:
-        _in_child(lambda: _become(argv, environ, stdout, stderr, keep, parent))
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _in_child(lambda: _become(argv, environ, stdout, stderr, keep, parent))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
     return pid
 
 
 def call_in_child(work: Callable[[], bytes]) -> tuple[int, int]:
     """Do something that may block for long (a name that does not resolve) in a child: its pid, and the end of a pipe
-    with what it returns. A thread would do, if a fork beside it were safe."""
+    with what it returns. A thread would do, if a fork beside it were safe. Raises OSError where no process is left."""
     read_end, write_end = os.pipe()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:
+        os.close(read_end)
+        os.close(write_end)
+        raise
     if pid == 0:
 
         def answer() -> None:

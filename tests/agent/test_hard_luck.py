@@ -1,0 +1,346 @@
+"""What the machine may do to an agent: no process left, a full disk, a rank that nothing ends. The job goes on, or ends
+for what it is; no failure of ours is charged to the script."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from agents import Launcher, finish, free_port
+from shell import eventually
+
+from ddpjob.agent import logs, processes
+from ddpjob.agent.options import parse
+
+LEFT = json.dumps({"application": 3, "infrastructure": 100, "stall": 10})
+LOST_AFTER = "restart 1: node 1 is lost, and a new pod is in its place"
+UP = 'open("up-" + os.environ["RANK"] + "-" + os.environ["TORCHELASTIC_RESTART_COUNT"], "w").close()'
+WAITS = 'while not os.path.exists("enough"): time.sleep(0.01)'
+
+
+def is_up(launcher: Launcher, rank: int, life: int = 0) -> bool:
+    return (launcher.folder / f"up-{rank}-{life}").exists()
+
+
+def forget_killed(launcher: Launcher) -> None:
+    """Who is killed cannot remove its folder."""
+    for folder in (launcher.folder / "tmp").iterdir():
+        subprocess.run(["rm", "-r", folder], check=True)
+
+
+class Pair:
+    """Two nodes for which an operator makes new pods."""
+
+    def __init__(self, launcher: Launcher, script: str, *words: object, module: str = "ddpjob.agent") -> None:
+        self.launcher = launcher
+        self._words = [*words, launcher.script(script)]
+        self._group = ["--nnodes", 2, "--master-port", free_port(), "--rdzv-id", launcher.mark, "--no-preload"]
+        self.agents = [self.start(node, module=module) for node in (0, 1)]
+        eventually(lambda: is_up(launcher, 0) and is_up(launcher, 1))
+
+    def start(self, node: int, replacement: int = 0, **env: str) -> subprocess.Popen[str]:
+        """A pod."""
+        own = {"DDPJOB_REPLACEMENT": str(replacement), "DDPJOB_RESTARTS_LEFT": LEFT, "NODE": str(node)}
+        own["DDPJOB_TERMINATION_LOG"] = str(self.launcher.folder / f"termination-{node}")
+        return self.launcher.ddprun(*self._group, "--node-rank", node, *self._words, **own, **env)
+
+    def message(self, node: int) -> Any:
+        """What its pod has left."""
+        with contextlib.suppress(FileNotFoundError):
+            return json.loads((self.launcher.folder / f"termination-{node}").read_text())
+        return None
+
+
+# ---- what our own stop does --------------------------------------------------------------------------------
+
+RAISES_WHEN_TOLD = f"""
+import os, signal, time
+from ddpjob import termination
+def told(*_): raise RuntimeError("DataLoader worker exited unexpectedly")
+signal.signal(signal.SIGTERM, told)
+termination.install()
+{UP}
+{WAITS}
+"""
+
+
+def test_what_a_rank_says_because_it_was_stopped_is_not_why_the_group_has_failed(launcher: Launcher) -> None:
+    """Else every lost pod is charged to the user, and three preempted nodes end the job."""
+    pair = Pair(launcher, RAISES_WHEN_TOLD)
+    pair.agents[1].kill()
+    pair.agents[1].communicate()
+    pair.agents[1] = pair.start(1, 1)
+    eventually(lambda: is_up(launcher, 0, 1) and is_up(launcher, 1, 1))
+    (launcher.folder / "enough").touch()
+    done = [finish(agent) for agent in pair.agents]
+    assert [d.returncode for d in done] == [0, 0]
+    assert LOST_AFTER in done[0].stderr
+    assert pair.message(0) is None, "it has charged nothing"
+    forget_killed(launcher)
+
+
+IGNORES_SIGTERM = f"""
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: open("told", "w").close())
+{UP}
+time.sleep(1000)
+"""
+
+
+def test_sigterm_in_the_moment_of_a_stop_does_not_make_our_kill_the_cause(launcher: Launcher) -> None:
+    pair = Pair(launcher, IGNORES_SIGTERM, "--shutdown-timeout=1")
+    pair.agents[1].kill()
+    pair.agents[1].communicate()
+    eventually((launcher.folder / "told").exists)
+    pair.agents[0].terminate()  # within the tenth of a second that a rank has before SIGKILL
+    done = finish(pair.agents[0])
+    assert "charged to application" not in done.stderr
+    assert "agent" not in (pair.message(0) or {}), "it has charged nothing"
+    forget_killed(launcher)
+
+
+def test_a_failure_that_was_overcome_is_not_what_a_pod_says_that_is_told_later(launcher: Launcher) -> None:
+    """A group that is told to stop is not to be blamed for what it had mended itself."""
+    script = launcher.script(f"import os\n{UP}\nraise SystemExit(3)")
+    often = LEFT.replace("}", ', "inARow": 7}')  # so the next one waits a minute
+    agent = launcher.ddprun("--no-preload", script, DDPJOB_RESTARTS_LEFT=often)
+    eventually(lambda: is_up(launcher, 0) and not psutil.Process(agent.pid).children())
+    agent.terminate()
+    done = finish(agent)
+    assert done.returncode == 143
+    message = json.loads((launcher.folder / "termination.json").read_text())
+    assert set(message) == {"ddpjob", "agent"}, "what it has charged, and no failure"
+
+
+def test_ctrl_c_twice_ends_ranks_that_ignore_it_and_the_job(launcher: Launcher) -> None:
+    script = f"import os, signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n{UP}\ntime.sleep(1000)"
+    agent = launcher.ddprun("--no-preload", launcher.script(script))
+    eventually(lambda: is_up(launcher, 0))
+    agent.send_signal(signal.SIGINT)
+    eventually(lambda: _signals_are_read(agent.pid))
+    agent.send_signal(signal.SIGINT)
+    assert finish(agent, 20).returncode == 137
+
+
+def _signals_are_read(pid: int) -> bool:
+    """Nothing is pending, and the agent waits in its poll."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return "SigPnd:\t0000000000000000" in status and "State:\tS" in status
+
+
+# ---- what nothing ends -------------------------------------------------------------------------------------
+
+# The ranks of node 1 cannot be ended, as in uninterruptible sleep.
+HELD = """
+import os
+from ddpjob.agent import main, node, processes
+if os.environ["NODE"] == "1":
+    node.LINGERING_SECONDS = 0.5
+    processes.signal_group = processes.kill = lambda *_: None
+main()
+"""
+FAILS_ON_NODE_0 = f"""
+import os, time
+{UP}
+while os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.path.exists("up-1-0"): raise SystemExit(3)
+{WAITS}
+"""
+
+
+def test_a_rank_that_sigkill_does_not_end_costs_its_pod_and_not_the_job(launcher: Launcher) -> None:
+    """A dead NFS or a GPU driver holds it; the group would wait for ever, and silently."""
+    launcher.script(HELD, "held.py")
+    pair = Pair(launcher, FAILS_ON_NODE_0, module="held")
+    done = finish(pair.agents[1], 20)
+    assert done.returncode == 75
+    assert "a rank does not end, although it was killed" in done.stderr
+    assert not (pair.message(1) or {}).get("ended"), "this pod alone is replaced"
+    pair.agents[1] = pair.start(1, 1)
+    eventually(lambda: is_up(launcher, 0, 1) and is_up(launcher, 1, 1))
+    (launcher.folder / "enough").touch()
+    assert [finish(agent).returncode for agent in pair.agents] == [0, 0]
+
+
+# ---- what is used up ---------------------------------------------------------------------------------------
+
+# The fork with this number fails, as where a cgroup allows no more processes.
+NO_FORK = """
+import errno, os
+count, fork = 0, os.fork
+def failing():
+    global count
+    count += 1
+    if str(count) in os.environ["FAILS"].split(","):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+    return fork()
+os.fork = failing
+from ddpjob.agent import main
+main()
+"""
+
+
+def refuse(*_: object) -> Any:
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+def test_after_a_fork_that_failed_signals_are_heard_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fork", refuse)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    with pytest.raises(BlockingIOError):
+        processes.start(["true"], {})
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before == set()
+
+
+def test_a_helper_that_cannot_be_forked_leaves_no_descriptor_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fork", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(BlockingIOError):
+        processes.call_in_child(lambda: b"")
+    assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.parametrize("fails", ["1", "2", "1,2"])
+def test_a_rank_that_cannot_be_forked_is_started_later_and_nobody_is_charged(launcher: Launcher, fails: str) -> None:
+    launcher.script(NO_FORK, "nofork.py")
+    agent = launcher.ddprun("--no-preload", "--nproc=2", launcher.script("pass"), module="nofork", FAILS=fails)
+    done = finish(agent)
+    assert done.returncode == 0
+    assert "not started" in done.stderr
+    assert "charged to infrastructure" in done.stderr
+
+
+def test_a_report_for_which_no_process_is_left_does_not_end_the_training(launcher: Launcher) -> None:
+    """Forks: the rank, the rank again, the report."""
+    launcher.script(NO_FORK, "nofork.py")
+    script = launcher.script(
+        'import os, sys, time\nif os.environ["TORCHELASTIC_RESTART_COUNT"] == "0": sys.exit(3)\ntime.sleep(1)'
+    )
+    where = {"DDPJOB_STATUS_URL": "http://127.0.0.1:9/v1/status", "FAILS": "2,3,4"}
+    done = finish(launcher.ddprun("--no-preload", script, module="nofork", **where))
+    assert done.returncode == 0
+    assert "no process for it: Resource temporarily unavailable" in done.stderr
+
+
+def test_without_a_process_for_the_fork_server_ranks_are_started_without_it(launcher: Launcher) -> None:
+    launcher.script(NO_FORK, "nofork.py")
+    done = finish(launcher.ddprun("--preload=json", launcher.script("pass"), module="nofork", FAILS="1"))
+    assert done.returncode == 0
+    assert "no fork server: " in done.stderr
+
+
+def test_a_folder_that_somebody_has_emptied_is_made_again(launcher: Launcher) -> None:
+    """/tmp is tidied up in a week."""
+    script = launcher.script(
+        """
+        import os, shutil
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            (folder,) = os.listdir(os.environ["TMPDIR"])
+            shutil.rmtree(os.path.join(os.environ["TMPDIR"], folder))
+            raise SystemExit(3)
+        """
+    )
+    assert launcher.done("--no-preload", "--tee=3", script).returncode == 0
+
+
+@pytest.mark.parametrize("spoil", ["it is gone", "a file of somebody else's is in it"])
+def test_what_cannot_be_tidied_up_does_not_make_a_failure_of_a_success(launcher: Launcher, spoil: str) -> None:
+    spoiled = 'shutil.rmtree("logs")' if spoil == "it is gone" else 'open(glob.glob("logs/*")[0] + "/notes", "w")'
+    script = launcher.script(f"import glob, shutil\n{spoiled}")
+    assert launcher.done("--no-preload", "--log-dir=logs", script).returncode == 0
+
+
+def test_a_full_disk_costs_the_filtered_copy_of_the_lines_and_nothing_else(tmp_path: Path) -> None:
+    source, console = tmp_path / "rank.log", tmp_path / "console"
+    source.write_text("loss 1\nloss 2\n")
+    with console.open("w") as out:
+        tail = logs._Tail(str(source), b"[0]:", out.fileno(), "/dev/full", [b"loss"])
+        assert tail.copy(last=True)
+        tail.close()
+    assert console.read_text() == "[0]:loss 1\n[0]:loss 2\n"
+
+
+def test_a_flood_of_lines_is_copied_in_parts_between_which_signals_are_heard(tmp_path: Path) -> None:
+    source = tmp_path / "rank.log"
+    source.write_bytes(b"x" * 99 + b"\n" * (logs.CHUNK * logs.CHUNKS_MAX))
+    with open(os.devnull, "w") as out:
+        tail = logs._Tail(str(source), b"", out.fileno(), "", [])
+        turns = [tail.copy(chunks=logs.CHUNKS_MAX) for _ in range(2)]
+        tail.close()
+    assert turns == [None, True], "not all, all"
+
+
+# ---- what surrounds it -------------------------------------------------------------------------------------
+
+
+def test_times_of_more_than_a_month_are_waited_for_in_parts(launcher: Launcher) -> None:
+    """poll takes 24 days at most."""
+    script = launcher.script(IGNORES_SIGTERM.replace("time.sleep(1000)", WAITS))
+    agent = launcher.ddprun("--no-preload", "--shutdown-timeout=3000000", script)
+    eventually(lambda: is_up(launcher, 0))
+    agent.terminate()
+    eventually(lambda: _signals_are_read(agent.pid))
+    (launcher.folder / "enough").touch()
+    assert finish(agent).returncode == 0
+
+
+def test_an_empty_tmpdir_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TMPDIR", "")
+    made: list[str] = []
+    monkeypatch.setattr(os, "makedirs", lambda path, **_: made.append(path))
+    monkeypatch.setattr(os, "mkdir", lambda *_: None)
+    logs.Folder(parse(["train.py"], {}))
+    assert made == ["/tmp"]
+
+
+def test_without_streams_a_job_ends_with_its_own_code(launcher: Launcher) -> None:
+    command = [sys.executable, "-m", "ddpjob.agent", "--no-preload", str(launcher.script("pass"))]
+    closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command]
+    assert subprocess.run(closed, cwd=launcher.folder, env=launcher.env, check=False, timeout=60).returncode == 0
+
+
+NO_IPV6 = """
+import errno, socket
+first, find = socket.socket, socket.getaddrinfo
+class Socket(first):
+    def __init__(self, family=-1, *more, **named):
+        if family == socket.AF_INET6: raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        super().__init__(family, *more, **named)
+socket.socket = Socket
+def both(host, port, **_):
+    return [(socket.AF_INET6, 1, 6, "", ("::1", port, 0, 0)), (socket.AF_INET, 1, 6, "", ("127.0.0.1", port))]
+socket.getaddrinfo = both
+from ddpjob.agent import main
+main()
+"""
+
+
+def test_an_address_of_a_kind_that_is_not_there_is_passed_over(launcher: Launcher) -> None:
+    launcher.script(NO_IPV6, "noipv6.py")
+    group = ["--nnodes=2", f"--master-port={free_port()}", f"--rdzv-id={launcher.mark}", "--no-preload"]
+    script = launcher.script("pass")
+    agents = [launcher.ddprun(*group, "--node-rank", k, script, module="noipv6") for k in (0, 1)]
+    assert [finish(agent).returncode for agent in agents] == [0, 0]
+
+
+def test_numbers_that_are_none_in_a_ranks_own_message_end_no_leader(launcher: Launcher) -> None:
+    """A rank writes its last words itself, and may write what it likes."""
+    script = """
+    import json, os
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        words = {"rank": 1, "exitCode": 3, "step": 1e999, "time": 1e999, "exception": "\\u20ac" * 5000}
+        open(os.environ["DDPJOB_TERMINATION_LOG"], "w").write(json.dumps(words))
+        raise SystemExit(3)
+    """
+    agents = launcher.nodes(2, "--no-preload", launcher.script(script))
+    done = [finish(agent, 40) for agent in agents]
+    assert [d.returncode for d in done] == [0, 0]
