@@ -55,7 +55,9 @@ def with_agent(
     if agent.replacement == contract.replacement(status, 0):
         # Who has spoken has run: a second pod under its name would count from nothing, and be taken for the first.
         status = replace(status, started_nodes=contract.ranges(contract.numbers(status.started_nodes) | {0}))
-    status = replace(status, in_place=replace(known, **{k: getattr(known, k) + n for k, n in new.items()}))
+    counted = replace(known, **{k: getattr(known, k) + n for k, n in new.items()})
+    # The steps until now were progress for that agent's verdict, and are none for the next one.
+    status = replace(status, in_place=counted, furthest_step=statuses.furthest(status))
     if statuses.is_broken(status):
         return status  # what is being settled stays the last failure
     for failure in agent.failures[-sum(new.values()) :]:

@@ -136,7 +136,8 @@ def fold(
     # Any other step counts, a lower one too: a process that has started anew in its pod gets on.
     if heard and (pace.step, pace.phase) == (report.step, report.phase):
         return dataclasses.replace(pace, heard_at=now)
-    learned = _learn(pace, report, now) if heard else pace.learned
+    # Ranks that have started anew have survived nothing: what was before them was a hang, perhaps, that agents ended.
+    learned = _learn(pace, report, now) if heard and not begin and report.step >= pace.step else pace.learned
     return dataclasses.replace(new, attempt=pace.attempt, measured=heard, learned=learned)
 
 

@@ -137,6 +137,21 @@ def _signals_are_read(pid: int) -> bool:
     return "SigPnd:\t0000000000000000" in status and "State:\tS" in status
 
 
+TELLS_AT_EXIT = """
+import atexit
+from ddpjob import termination
+atexit.register(lambda: termination.tell(OSError("the last snapshot was not written")))
+"""
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_rank_that_tells_of_an_error_and_ends_with_0_has_ended_well(launcher: Launcher, nodes: int) -> None:
+    """The agent waited for ever, deaf to SIGTERM: it had failed for itself, and not for node 0."""
+    script = launcher.script(TELLS_AT_EXIT)
+    agents = launcher.nodes(nodes, "--no-preload", script)
+    assert [finish(agent, 20).returncode for agent in agents] == [0] * nodes
+
+
 # ---- what nothing ends -------------------------------------------------------------------------------------
 
 # The ranks of node 1 cannot be ended, as in uninterruptible sleep.
@@ -144,7 +159,7 @@ HELD = """
 import os
 from ddpjob.agent import main, node, processes
 if os.environ["NODE"] == "1":
-    node.LINGERING_SECONDS = 0.5
+    node.HELD_SECONDS = node.LINGERING_SECONDS = 0.5
     processes.signal_group = processes.kill = lambda *_: None
 main()
 """
@@ -236,6 +251,48 @@ def test_without_a_process_for_the_fork_server_ranks_are_started_without_it(laun
     done = finish(launcher.ddprun("--preload=json", launcher.script("pass"), module="nofork", FAILS="1"))
     assert done.returncode == 0
     assert "no fork server: " in done.stderr
+
+
+# The first memory for beats is refused, as where no descriptor is left.
+NO_MEMORY = """
+import errno, os
+make = os.memfd_create
+def refuse(name):
+    os.memfd_create = make
+    raise OSError(errno.EMFILE, "Too many open files")
+os.memfd_create = refuse
+from ddpjob.agent import main
+main()
+"""
+
+
+def test_without_a_descriptor_for_the_watchdog_ranks_are_started_later(launcher: Launcher) -> None:
+    launcher.script(NO_MEMORY, "nomemory.py")
+    done = finish(launcher.ddprun("--no-preload", launcher.script("pass"), module="nomemory"))
+    assert done.returncode == 0
+    assert "not started: [Errno 24] Too many open files" in done.stderr
+    assert "charged to infrastructure" in done.stderr
+
+
+def test_without_a_port_node_0_gives_up_and_charges_nobody(launcher: Launcher) -> None:
+    launcher.script(
+        """
+        import errno
+        from ddpjob.agent import main, ports
+        def refuse(): raise OSError(errno.EMFILE, "Too many open files")
+        ports.hold = refuse
+        main()
+        """,
+        "noport.py",
+    )
+    script = launcher.script("pass")
+    group = ["--nnodes=2", f"--master-port={free_port()}", f"--rdzv-id={launcher.mark}", "--no-preload"]
+    agents = [launcher.ddprun(*group, "--node-rank", k, script, module="noport") for k in (0, 1)]
+    done = finish(agents[0])
+    agents[1].terminate()
+    finish(agents[1])
+    assert done.returncode == 75
+    assert "no port for rank 0" in done.stderr
 
 
 def test_a_folder_that_somebody_has_emptied_is_made_again(launcher: Launcher) -> None:

@@ -219,6 +219,14 @@ def test_a_node_that_is_lost_while_all_stop_is_not_waited_for_until_the_next_sta
     assert taken(found) == [Start(1)]
 
 
+def test_a_new_leader_knows_how_far_the_job_had_come() -> None:
+    """A checkpoint that crashes every start makes no step again, also under an agent that has seen none."""
+    found = running(1, restarts=9, furthest_step=100)
+    for number in (1, 2):
+        fails(found, T0 + number * 1000, Start(number))
+    fails(found, T0 + 5000, End)
+
+
 def test_steps_that_were_made_before_a_pod_was_lost_are_progress_all_the_same() -> None:
     """Else a job that trains for days between its failures ends as one that makes no step."""
     found = running(2, restarts=9, has_operator=True)

@@ -65,6 +65,26 @@ def application(body: dict[str, Any]) -> int:
     return int(body["agent"]["restarts"]["application"])
 
 
+def test_steps_of_ranks_that_have_ended_are_progress_also_where_they_were_reported(
+    launcher: Launcher, receiver: Receiver
+) -> None:
+    """Its last word to the receiver made the agent forget them: the fourth failure in a week ended the job."""
+    script = launcher.script(
+        """
+        import os, ddpjob
+        life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        for step in range(10 * life + 1, 10 * life + 11):
+            ddpjob.progress(step)
+        if life < 4: raise ValueError("again")
+        """
+    )
+    left = '{"application": 9, "infrastructure": 9, "stall": 9}'
+    where = {"DDPJOB_STATUS_URL": receiver.url, "DDPJOB_RESTARTS_LEFT": left}
+    done = launcher.done("--no-preload", script, **where)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("charged to application, waiting 0 s") == 4
+
+
 def test_each_restart_is_told_with_the_failures_behind_all_of_them(launcher: Launcher, receiver: Receiver) -> None:
     token = launcher.folder / "token"
     token.write_text("a-secret\n")

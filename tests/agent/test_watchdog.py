@@ -68,6 +68,25 @@ def test_a_rank_whose_interpreter_is_held_cannot_answer_and_is_named_for_it(laun
     assert re.search(r"Current thread .*\n.*re/__init__.py", done.stderr), "the stacks that faulthandler writes"
 
 
+def test_a_rank_that_never_says_anything_is_not_named_where_another_one_stands_still(launcher: Launcher) -> None:
+    """It is left out of what is found, so it is no suspect either: it has nothing with which it could answer."""
+    script = launcher.script(
+        """
+        import os, time
+        if os.environ["RANK"] == "0":
+            import ddpjob
+            ddpjob.progress(1)
+            ddpjob.progress(2)
+            time.sleep(1000 * (os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"))
+        else:
+            while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0": time.sleep(0.01)
+        """
+    )
+    done = launcher.done("--no-preload", "--nproc", 2, script, **LIMIT)
+    assert done.returncode == 0, done.stderr
+    assert found(done.stderr)[1].startswith("rank 0 stands at step 2")
+
+
 def test_a_pause_that_is_declared_has_a_limit_of_its_own(launcher: Launcher) -> None:
     script = launcher.script(
         """

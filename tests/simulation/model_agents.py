@@ -105,9 +105,9 @@ class Agent:
         environ = process.environ
         return Agent(
             process=process,
-            budget=options._budget(None, environ),
+            budget=options.budget(None, left := options.left_in(environ), environ),
             policy=options._policy(environ.get("DDPJOB_FAILURE_POLICY")),
-            left=options.read_left(left) if (left := environ.get("DDPJOB_RESTARTS_LEFT")) else None,
+            left=left,
         )
 
     @property
@@ -211,6 +211,7 @@ class Agents:
             now,
             policy=agent.policy,
             has_operator=agent.left is not None,
+            furthest_step=0 if agent.left is None else agent.left.step,
         )
         agent.lead.joined(0, now, replacement=agent.replacement)
         return self._turn(agent)

@@ -298,10 +298,24 @@ def test_a_new_pod_is_told_what_is_left_of_the_budgets() -> None:
         "stall": 10,
         "inARow": 3,
         "chargedInARow": 3,
+        "step": 0,
         "replaced": 1,
         "known": {"replacement": 0, "application": 2, "infrastructure": 0, "stall": 0},
     }
     assert (told["DDPJOB_REPLACEMENT"], told["DDPJOB_STALL_TIMEOUT"]) == ("1", "90")
+
+
+def test_steps_that_agents_have_had_for_their_verdict_are_no_progress_for_the_operators() -> None:
+    """A checkpoint that crashes every start would be tried backoffLimit times, and not three."""
+    world = trained(backoffLimit=9).reports_step(100).settle()
+    world.agent = said(3, in_a_row=3)
+    world.settle()
+    assert world.status.furthest_step == 100
+    assert json.loads(variables(world, rank=1)["DDPJOB_RESTARTS_LEFT"])["step"] == 100
+    for rank in range(3):
+        world.exits(rank, code=1 if rank == 2 else 75, message=ended())
+    world.settle().after(400).settle()
+    assert (world.status.state, world.status.reason) == ("Failed", "NoProgress")
 
 
 def test_a_pod_is_told_the_users_own_rules() -> None:

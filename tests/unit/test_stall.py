@@ -108,6 +108,15 @@ def test_who_reports_no_more_is_said_and_is_not_who_stands_still() -> None:
     )
 
 
+@pytest.mark.parametrize("phase", ["start", "train"])
+def test_a_hang_that_agents_have_ended_was_not_survived(phase: Phase) -> None:
+    """Else the next one, which only the operator may find, is found three times later."""
+    trainers = Trainers().train(30).stay(20 * MINUTE)
+    before = trainers.paces[0].learned
+    trainers.says(0 if phase == "start" else 4, phase).report()
+    assert trainers.paces[0].learned == before
+
+
 def test_silence_is_no_stall() -> None:
     job = Trainers(timeout_seconds=60).train(20)
     for _ in range(200):

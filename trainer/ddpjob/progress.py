@@ -112,6 +112,8 @@ def flush(timeout_seconds: float = FINAL_FLUSH_SECONDS) -> None:
     that long."""
     global _reporter, _attentive, _begun
     reporter, _reporter, _attentive, _begun = _reporter, None, True, False
+    if not _stepping:
+        _cells[_STEP] = 0  # it was loaded, and not made here
     _cells[cells.PHASE] = 0
     if reporter is not None:
         reporter.finish(timeout_seconds)

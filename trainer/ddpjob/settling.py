@@ -33,7 +33,11 @@ def settle(seconds_max: float, *, wait_for_work: bool) -> None:
 
 def _threads_run() -> bool:
     """Whether one of them computes, or would if it had a CPU; those that wait for work or for a peer sleep."""
-    for thread in os.listdir("/proc/self/task"):
+    try:
+        threads = os.listdir("/proc/self/task")
+    except OSError:  # no Linux
+        return False
+    for thread in threads:
         with contextlib.suppress(OSError, ValueError), open(f"/proc/self/task/{thread}/stat") as stat:
             name, _, rest = stat.read().partition("(")[2].rpartition(")")
             if name.startswith(_THREADS) and rest.split()[0] != "S":

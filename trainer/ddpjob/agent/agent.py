@@ -182,8 +182,7 @@ class Agent:
         """Start the ranks of a generation."""
         self.settled = self._told_of_failure = False
         self.node.start(life)
-        assert self.node.beats is not None, "it has just started"
-        if not life.preflight:
+        if not life.preflight and self.node.beats is not None:
             self.watching.begin(self.node.beats)
         # Only now: the ranks have not waited for what a failure will need, and a failure shall not wait for it either.
         from .. import rules, termination  # noqa: F401

@@ -56,7 +56,7 @@ class Beats:
     def furthest_step(self) -> int:
         """That a rank has made; one that was only loaded is not made here."""
         beats = [self.of(rank) for rank in range(self._ranks)]
-        return max((beat.step for beat in beats if beat.phase not in ("", "start")), default=0)
+        return max((beat.step for beat in beats if beat.phase != "start"), default=0)
 
     def ask(self) -> None:
         """Every rank shall say where it is, in the next half second."""

@@ -86,13 +86,14 @@ class Lead:
         policy: Sequence[PolicyRule] = (),
         has_operator: bool = False,
         preflight: bool = False,
+        furthest_step: int = 0,
     ) -> None:
         self.state: State = "gathering"
         self.generation = -1
         self.orders: list[Order] = []
-        self.furthest_step = 0  # of all ranks, in all generations
+        self.furthest_step = furthest_step  # of all ranks, in all generations, and before
         self.charged: list[Failure] = []  # the last that cost a restart here, the oldest first
-        self._furthest_before = 0  # the last failure that was charged here
+        self._furthest_before = furthest_step  # the last failure that was charged here
         self._standstill = Standstill()
         self._nodes, self._budget, self._policy = nodes, budget, policy
         self._has_operator = has_operator

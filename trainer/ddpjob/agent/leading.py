@@ -44,6 +44,7 @@ class Leading:
             policy=options.policy,
             has_operator=options.has_operator,
             preflight=options.preflight,
+            furthest_step=options.furthest_step,
         )
         self._posting = Posting(agent)
         self._listener: socket.socket | None = None
@@ -129,9 +130,14 @@ class Leading:
             say(f"restart {order.generation}: {self._lead.said or 'the pod of node 0 is new'}")
         elif self._lead.said:
             say(self._lead.said)
-        life = Life(order.generation, self._new_port(order.generation), order.preflight)
+        try:
+            port = self._new_port(order.generation)
+        except OSError as error:
+            say(f"no port for rank 0: {error}; this node is given up")
+            return self.abandon()
+        life = Life(order.generation, port, order.preflight)
         self._tell(range(1, self._options.nodes), {"start": life._asdict()})
-        self._agent.start(life)
+        return self._agent.start(life)
 
     def _stop(self, order: Stop, now: float) -> None:
         self._tell(order.nodes, {"stop": {"generation": order.generation, "patient": order.patient}})

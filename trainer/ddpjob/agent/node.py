@@ -23,6 +23,7 @@ from .preload import ForkServer
 # The group is broken, so nothing can be saved together; time to say something, no more.
 BROKEN_GRACE_SECONDS = 0.1
 LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel holds the process
+HELD_SECONDS = 60.0  # a driver that gives back the memory of a GPU, or of a large dataset, takes some of them
 KILL_AGAIN_SECONDS = 0.05
 FILE_BYTES_MAX = 1 << 16
 
@@ -43,6 +44,7 @@ class Node:
         self.stopped = False  # whether its ranks were ended for the group's sake
         self._stopped_at = 0.0  # and when, by the clock that last words carry
         self.kill_at: float | None = None
+        self._killed_at: float | None = None  # first
         self.helpers: set[int] = set()  # children of the agent that are no rank's, and outlive a generation
         self._signals: set[int] = set()  # that its ranks have had
 
@@ -78,14 +80,15 @@ class Node:
         """Start all ranks; at once, or as soon as the fork server has its imports."""
         assert not self.running, "one generation at a time"
         self._life, self._codes, self.failures = life, {}, []
-        self.stopped, self.kill_at, self._signals = False, None, set()
+        self.stopped, self.kill_at, self._killed_at, self._signals = False, None, None, set()
         self._kills.look()
         if self.beats is not None:
             self.beats.close()
-        self.beats = Beats(self._options.nproc)
+        self.beats = None
         try:
+            self.beats = Beats(self._options.nproc)
             self._files = self._folder.prepare(life.name)
-        except OSError as error:  # a full disk, or somebody has emptied /tmp
+        except OSError as error:  # no descriptor, a full disk, or somebody has emptied /tmp
             self._files = [Files("", "", "")] * self._options.nproc
             self._has_not_started(0, error)
             return
@@ -146,7 +149,7 @@ class Node:
 
     def outlives_sigkill(self, now: float) -> bool:
         """Whether the kernel holds a rank: it waits for a disk or a driver that does not answer."""
-        return self.kill_at is not None and bool(self._pids) and now > self.kill_at + LINGERING_SECONDS
+        return self._killed_at is not None and bool(self._pids) and now > self._killed_at + HELD_SECONDS
 
     def forget(self) -> None:
         """How the last generation ended is no longer true: it was overcome, or undone."""
@@ -157,6 +160,7 @@ class Node:
         """SIGKILL to those whose time is over."""
         if self.kill_at is not None and now >= self.kill_at and self._pids:
             processes.kill(self._pids.values())
+            self._killed_at = self._killed_at or now  # not `kill_at`: we may have been suspended with them
 
     def settle(self) -> list[Failure]:
         """End what the ranks have left behind, when all have ended; the failures of this generation."""
@@ -244,6 +248,8 @@ class Node:
         said = self.last_words()
         if said is None or not isinstance(said.get("rank"), int) or not isinstance(said.get("exitCode"), int):
             return
+        if not self.failures and not self.stopped:
+            return  # all have ended with 0: what one of them tells was overcome
         mine = next((f for f in self.failures if f["rank"] == said["rank"]), None)
         if mine is not None:
             known = {k: mine[k] for k in ("rank", "exitCode", "signal")}

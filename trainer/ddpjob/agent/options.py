@@ -39,6 +39,8 @@ class Left(NamedTuple):
     """Which pod of node 0 the agent had that charged, in place, what is no longer left; -1: none had charged any."""
     known: tuple[int, int, int] = (0, 0, 0)
     """What it had: application, infrastructure, stall."""
+    step: int = 0
+    """The furthest that the job had come."""
 
 
 class Budget(NamedTuple):
@@ -101,6 +103,7 @@ class Options(NamedTuple):
     run_id: str
     role: str
     budget: Budget
+    furthest_step: int  # that the job has made before
     policy: tuple[PolicyRule, ...]
     has_operator: bool  # it makes a new pod for one that is lost
     preflight: bool  # the nodes measure each other before their first ranks start
@@ -200,7 +203,7 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
     nodes = 1 if read.standalone else _nodes(read.nnodes)
     nproc = _nproc(read.nproc_per_node, environ)
     host, port = ("127.0.0.1", None) if read.standalone else _endpoint(read, nodes)
-    conf = _pairs(read.rdzv_conf)
+    conf, left = _pairs(read.rdzv_conf), left_in(environ)
     joined = conf.get("join_timeout") or conf.get("timeout")
     return Options(
         nodes=nodes,
@@ -210,9 +213,10 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
         port=port,
         run_id=_run_id(read, port),
         role=read.role,
-        budget=_budget(read.max_restarts, environ),
+        budget=budget(read.max_restarts, left, environ),
+        furthest_step=0 if left is None else left.step,
         policy=_policy(environ.get("DDPJOB_FAILURE_POLICY")),
-        has_operator=bool(environ.get("DDPJOB_RESTARTS_LEFT")),
+        has_operator=left is not None,
         preflight=environ.get("DDPJOB_PREFLIGHT") == "1",
         replacement=_replacement(environ.get("DDPJOB_REPLACEMENT")),
         stall_seconds=_seconds("DDPJOB_STALL_TIMEOUT", environ.get("DDPJOB_STALL_TIMEOUT"), None),
@@ -318,23 +322,30 @@ def _run_id(read: argparse.Namespace, port: int | None) -> str:
     return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
 
-def _budget(asked: str | None, environ: Mapping[str, str]) -> Budget:
-    """What the operator says is left and --max-restarts on the command line, both; else PET_MAX_RESTARTS, else 3."""
+def left_in(environ: Mapping[str, str]) -> Left | None:
+    """What the operator says; None where there is none. Raises ValueError."""
     text = environ.get("DDPJOB_RESTARTS_LEFT")
-    if text and asked is None:
-        return Budget.of(read_left(text), None)
+    return read_left(text) if text else None
+
+
+def budget(asked: str | None, left: Left | None, environ: Mapping[str, str]) -> Budget:
+    """What the operator says is left and --max-restarts on the command line, both; else PET_MAX_RESTARTS, else 3."""
+    if left is not None and asked is None:
+        return Budget.of(left, None)
     if asked is None:
         asked = environ.get("PET_MAX_RESTARTS", str(RESTARTS_MAX))
     most = _number("max-restarts", asked, 0)
-    return Budget.of(read_left(text) if text else Left(most, most, most), most)
+    return Budget.of(left or Left(most, most, most), most)
 
 
 def read_left(text: str) -> Left:
     """DDPJOB_RESTARTS_LEFT. Raises ValueError."""
     try:
         left = json.loads(text)
-        in_a_row, charged, replaced = (_count(left.get(k, 0)) for k in ("inARow", "chargedInARow", "replaced"))
-        found = Left(*_counts(left), in_a_row, charged, replaced)
+        in_a_row, charged, replaced, step = (
+            _count(left.get(k, 0)) for k in ("inARow", "chargedInARow", "replaced", "step")
+        )
+        found = Left(*_counts(left), in_a_row, charged, replaced, step=step)
         known = left.get("known")
         return found if known is None else found._replace(known_of=_count(known["replacement"]), known=_counts(known))
     except (ValueError, TypeError, KeyError, AttributeError):

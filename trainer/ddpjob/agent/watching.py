@@ -117,7 +117,12 @@ class Watching:
         assert self._beats is not None, "only ranks that may beat are asked"
         self._answer_at = self._signal_at = None
         self._look(now)  # they may have got on since they were asked
-        positions = [self._position(rank) for rank in sorted(self._agent.node.running_ranks)]
+        if self._beats is None:
+            return  # node 0 was lost when it was told so
+        running = sorted(self._agent.node.running_ranks)
+        # One that never beats cannot answer, and is not to blame for that where others do.
+        beating = [rank for rank in running if self._beats.of(rank).pid]
+        positions = [self._position(rank) for rank in beating or running]
         word = self._word(now)
         self._paces, self._said = watch.anew(self._paces, now), word._replace(stands=False)
         self._agent.group.answered(word, positions, now)
