@@ -8,10 +8,10 @@ CPU.
 """
 
 import contextlib
-import json
 import os
-import sys
 import time
+
+from .watchdog import is_done, recorder
 
 LOOK_SECONDS = 0.01
 LOOKS = 2  # a thread may sleep for a moment between two locks
@@ -47,10 +47,7 @@ def _threads_run() -> bool:
 
 def _has_work() -> bool:
     """Whether a collective of gloo has begun and not come to its end, as far as torch's flight recorder knows."""
-    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
-    if dump is None:
-        return False
     with contextlib.suppress(Exception):
-        entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries") or []
-        return any(e["profiling_name"].startswith("gloo:") and not e["retired"] for e in entries)
+        entries = recorder("_dump_fr_trace_json")
+        return any(e["profiling_name"].startswith("gloo:") and not is_done(e) for e in entries)
     return False

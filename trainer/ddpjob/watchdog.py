@@ -64,7 +64,6 @@ def _join(where: str) -> memoryview:
     cells[PHASE] = cells[STEP] = cells[COLLECTIVES] = 0
     cells[PID] = os.getpid()
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
-    atexit.register(_keep_out_of_torch)
     threading.Thread(target=_serve, args=(mine, cells), name="ddpjob-watchdog", daemon=True).start()
     _ring(f"/proc/{agent}/fd/{bell}")
     return cells
@@ -106,6 +105,9 @@ def _keep_out_of_torch() -> None:
     """From now on: a thread that comes back from C++ when the interpreter has ended aborts the process."""
     if _pid == os.getpid():  # a fork has no such thread, and perhaps its lock
         _in_torch.acquire(timeout=END_SECONDS)
+
+
+atexit.register(_keep_out_of_torch)  # at the import: what is registered later, as the way out of the group, runs before
 
 
 def _collectives_begun() -> int:
@@ -170,13 +172,13 @@ def innermost(frame: FrameType | None) -> str:
 
 def _recorded() -> list[dict[str, Any]]:
     """The entries of torch's flight recorder: NCCL's where it has any, else those of the other backends (gloo)."""
-    c10d = sys.modules.get("torch._C._distributed_c10d")
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        dump = getattr(c10d, name, None)
-        entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries") if dump else None
-        if entries:
-            return list(entries)
-    return []
+    return recorder("_dump_nccl_trace_json") or recorder("_dump_fr_trace_json")
+
+
+def recorder(name: str) -> list[dict[str, Any]]:
+    """What that function of torch knows; nothing where this torch does not have it."""
+    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), name, None)
+    return list(json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries") or []) if dump else []
 
 
 def last_collective(recorded: list[dict[str, Any]]) -> dict[str, Any]:
