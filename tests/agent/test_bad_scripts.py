@@ -229,8 +229,9 @@ def peak_mib(pid: int) -> float:
 TRAIN = (
     FAILS_ONCE
     + """
-if rank == "0": open(f"up-{life}", "w").close()
-wait_for(f"up-{life}")
+open(f"there-{life}-{rank}", "w").close()
+for other in "01": wait_for(f"there-{life}-{other}")
+if rank == "0": open(f"up-{life}", "w").close()  # so whoever sees it may stop an agent: both have started
 if life in ("0", "1", "2"):
     if rank == "1":
         wait_for(f"fail-{life}")
