@@ -100,6 +100,24 @@ def test_a_pause_that_is_declared_has_a_limit_of_its_own(launcher: Launcher) -> 
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_rank_that_hangs_on_its_way_out_still_says_where_it_is(launcher: Launcher) -> None:
+    """There it waits for the others to leave the group, and saves; it is asked as before."""
+    script = launcher.script(
+        """
+        import atexit, os, time
+        import ddpjob
+        def save():
+            time.sleep(1000 * (os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"))
+        atexit.register(save)
+        for step in range(1, 3): ddpjob.progress(step)
+        """
+    )
+    done = launcher.done("--no-preload", script, **LIMIT)
+    assert done.returncode == 0, done.stderr
+    assert found(done.stderr)[1] == "rank 0 stands at step 2; in train.py:5 in save"
+    assert "line 5, in save" in told(done.stderr, 0)
+
+
 @pytest.mark.parametrize("timeout", ["2", "0"])
 def test_who_never_says_a_step_is_none_that_hangs_and_a_limit_of_0_is_none(launcher: Launcher, timeout: str) -> None:
     script = launcher.script(

@@ -19,11 +19,13 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from .cells import ANSWERED, ASKED, CELLS_BYTES, COLLECTIVES, LENGTH, PAGE_BYTES, PHASE, PID, STACKS_SIGNAL, STEP
 
+T = TypeVar("T")
 TEXT_CHARACTERS_MAX = 120
 LOOK_SECONDS = 0.25
 END_SECONDS = 1.0  # it answers in milliseconds, unless nobody reads what it writes
@@ -40,9 +42,9 @@ def private_cells() -> memoryview:
 
 def begin() -> memoryview:
     """The cells of this process, from its first word on; never raises."""
-    global _cells, _pid
+    global _cells, _pid, _in_torch
     if _pid != os.getpid():
-        _pid, _cells = os.getpid(), private_cells()
+        _pid, _cells, _in_torch = os.getpid(), private_cells(), threading.Lock()  # a fork may have it locked for good
         where = os.environ.get("DDPJOB_BEATS")
         if where:
             with contextlib.suppress(Exception):
@@ -80,7 +82,7 @@ def _ring(bell: str) -> None:
 
 _cells = private_cells()
 _pid = 0
-_in_torch = threading.Lock()  # held by the thread while it may be in torch's C++, and at the end for good
+_in_torch = threading.Lock()  # held by the thread while it is in torch's C++, and at the end for good
 
 
 # ---- the thread --------------------------------------------------------------------------------------------
@@ -90,20 +92,32 @@ def _serve(page: memoryview, cells: memoryview) -> None:
     """Polls, because a descriptor to wait for would not survive a script that closes all of them."""
     while True:
         time.sleep(LOOK_SECONDS)
-        with _in_torch:
-            if cells[PHASE] <= 1:
-                with contextlib.suppress(Exception):
-                    cells[COLLECTIVES] = _collectives_begun()
-            asked = cells[ASKED]
-            if cells[ANSWERED] != asked:
-                with contextlib.suppress(Exception):
-                    _answer(page, cells)
-                cells[ANSWERED] = asked
+        if cells[PHASE] <= 1:
+            begun = _of_torch(_collectives_begun)
+            if begun is not None:
+                cells[COLLECTIVES] = begun
+        asked = cells[ASKED]
+        if cells[ANSWERED] != asked:
+            with contextlib.suppress(Exception):
+                _answer(page, cells)
+            cells[ANSWERED] = asked
+
+
+def _of_torch(call: Callable[[], T]) -> T | None:
+    """What torch knows; nothing at the end of the process, or where it has changed what it calls things."""
+    if not _in_torch.acquire(blocking=False):
+        return None
+    try:
+        with contextlib.suppress(Exception):
+            return call()
+        return None
+    finally:
+        _in_torch.release()
 
 
 def _keep_out_of_torch() -> None:
     """From now on: a thread that comes back from C++ when the interpreter has ended aborts the process."""
-    if _pid == os.getpid():  # a fork has no such thread, and perhaps its lock
+    if _pid == os.getpid():  # a fork has no such thread
         _in_torch.acquire(timeout=END_SECONDS)
 
 
@@ -120,9 +134,7 @@ def _collectives_begun() -> int:
 def _answer(page: memoryview, cells: memoryview) -> None:
     """First to the agent, which waits for it; stderr may be a pipe that nobody reads."""
     frames = sys._current_frames()
-    recorded: list[dict[str, Any]] = []
-    with contextlib.suppress(Exception):
-        recorded = _recorded()
+    recorded = _of_torch(_recorded) or []
     main = threading.main_thread().ident
     answer = {"step": cells[STEP], "where": innermost(frames.get(main or 0)), **last_collective(recorded)}
     body = json.dumps(answer).encode()[: PAGE_BYTES - CELLS_BYTES]
