@@ -18,7 +18,7 @@ import pytest
 from agents import Launcher, finish, free_port
 from shell import eventually
 
-from ddpjob.agent import logs, processes
+from ddpjob.agent import logs, node, processes
 from ddpjob.agent.options import parse
 
 LEFT = json.dumps({"application": 3, "infrastructure": 100, "stall": 10})
@@ -184,6 +184,19 @@ def test_a_rank_that_sigkill_does_not_end_costs_its_pod_and_not_the_job(launcher
     eventually(lambda: is_up(launcher, 0, 1) and is_up(launcher, 1, 1))
     (launcher.folder / "enough").touch()
     assert [finish(agent).returncode for agent in pair.agents] == [0, 0]
+
+
+def test_the_minute_after_sigkill_does_not_run_while_agent_and_rank_are_suspended_together(tmp_path: Path) -> None:
+    """Else a laptop that wakes up, or a frozen container, gives up a node whose rank ends in a millisecond."""
+    agent = node.Node(parse(["train.py"], {}), {}, logs.Folder(parse(["train.py", f"--log-dir={tmp_path}"], {})), None)
+    rank = agent._pids[0] = processes.start(["sleep", "1000"], {})
+    try:
+        agent.stop(signal.SIGTERM, 0.1, now=0.0)
+        agent.tick(1000.0)
+        assert not agent.outlives_sigkill(1000.1)
+        assert agent.outlives_sigkill(1000.1 + node.HELD_SECONDS)
+    finally:
+        os.waitpid(rank, 0)
 
 
 # ---- what is used up ---------------------------------------------------------------------------------------

@@ -8,12 +8,17 @@ import re
 import signal
 import sys
 import time
-from typing import Any
+import types
+from typing import Any, cast
 
 import psutil
 import pytest
 from agents import Launcher, finish, forget_torchs_own
 from shell import eventually
+
+from ddpjob.agent.beats import Beats
+from ddpjob.agent.options import parse
+from ddpjob.agent.watching import ANSWER_SECONDS, Watching
 
 # Trains five steps; in its first life what is to go wrong goes wrong.
 TRAIN = """
@@ -201,6 +206,40 @@ def test_a_program_that_trained_and_has_ended_is_none_that_hangs(launcher: Launc
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     done = launcher.done("--no-python", "./all.sh", PATH=path, **LIMIT)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+class Loses:
+    """A node whose connection to node 0 breaks when it has something to say."""
+
+    def __init__(self) -> None:
+        self.options = parse(["train.py"], {"DDPJOB_STALL_TIMEOUT": "2"})
+        self.node = types.SimpleNamespace(running_ranks={0})
+        self.watching = Watching(cast(Any, self))
+        self.group = self
+        self.words: list[object] = []
+
+    def watch(self, *_: object) -> None:
+        """Nothing rings here."""
+
+    unwatch = watch
+
+    def stood(self, word: object, _now: float) -> None:
+        self.words.append(word)
+        self.watching.end()
+
+    def answered(self, *word: object) -> None:
+        self.words.append(word)
+
+
+def test_an_agent_that_loses_node_0_while_its_ranks_are_asked_says_no_more() -> None:
+    agent = Loses()
+    beats = Beats(1)
+    agent.watching.begin(beats)
+    agent.watching.ask(100.0)
+    agent.watching.turn(100.0 + ANSWER_SECONDS)
+    assert len(agent.words) == 1, "it was cut short"
+    assert agent.watching.deadline is None
+    beats.close()
 
 
 # ---- with torch --------------------------------------------------------------------------------------------
