@@ -86,7 +86,9 @@ def test_a_thread_a_forked_helper_and_a_good_end_leave_no_message(log, start_scr
 
 
 def test_ctrl_c_is_told_as_the_signal_that_it_is(log, start_script):
-    script = "import os, ddpjob\nddpjob.progress(1)\nos.kill(os.getpid(), 2)\n"
+    # `make test &` ignores SIGINT, and so would all that it starts.
+    handles = "import os, signal, ddpjob\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    script = handles + "ddpjob.progress(1)\nos.kill(os.getpid(), 2)\n"
     start_script(script, DDPJOB_TERMINATION_LOG=log).communicate(timeout=30)
     assert (message(log)["signal"], message(log)["exitCode"]) == ("SIGINT", 130)
 
