@@ -98,7 +98,7 @@ def cluster() -> Iterator[Cluster]:
         kubectl.try_("delete", "ddp", "--all", "--wait=false")
         kubectl.try_("delete", "namespace", kubectl.namespace, "--wait=false", "--ignore-not-found")
         if not was_there:
-            kubectl.try_("delete", "-f", str(CRD), "--wait=false", "--ignore-not-found")
+            kubectl.try_("delete", "-f", str(CRD), "--ignore-not-found")
 
 
 def job(name: str = "digits", **spec: object) -> dict[str, Any]:

@@ -109,12 +109,14 @@ def test_a_job_that_others_change_all_the_time_still_runs_to_its_end(namespace: 
 
 
 def test_a_job_replaced_between_look_and_write_is_not_written_over(namespace: Namespace, operator: Operator) -> None:
-    namespace.start()
+    old_pods = namespace.start()
     old = (namespace.job() or {})["metadata"]["uid"]
     namespace.api.break_("update ddpjobs/status", 409, reason="Conflict", times=2)
     namespace.kubectl("replace", "--force", "-f", "-", stdin=job())
     until(lambda: (namespace.job() or {}).get("metadata", {}).get("uid") not in (None, old), "it is another job")
     until(lambda: namespace.status().get("attempt") == 1, "it starts with attempt 1")
+    namespace.has_pods(*PODS)
+    until(lambda: set(namespace.uids().values()).isdisjoint(old_pods.values()), "its pods are new")
     runs_to_its_end(namespace)
 
 
@@ -149,8 +151,11 @@ def test_a_job_deleted_while_no_watch_is_open_leaves_no_ghost(namespace: Namespa
     namespace.kubectl("delete", "ddp", "digits", "--wait=false")
     # The cluster's own garbage collector learns of a new CRD only every 30 s.
     until(lambda: namespace.job() is None and not namespace.pods(), "it is gone", 60)
+    mended = time.monotonic()
     namespace.api.mend()
     namespace.api.close_watches(gone=True)
+    watches = {"watch pods", "watch ddpjobs"}
+    until(lambda: watches <= set(namespace.api.requests(since=mended)), "all are watched again", 60)
     passes(4)
     began = time.monotonic()
     passes(3)

@@ -142,9 +142,9 @@ def test_delete_and_apply_at_once_waits_for_the_old_pods_and_says_so(namespace: 
     namespace.hold("digits-1-0")
     namespace.kubectl("delete", "ddp", "digits", "--wait=false")
     namespace.apply(job())
-    message = namespace.reaches("Pending", "WaitingForDeletedJob")
-    assert "digits-1-0" in message
-    assert "of the deleted job of this name" in message
+    namespace.reaches("Pending", "WaitingForDeletedJob")
+    why = "pod digits-1-0 of the deleted job of this name"  # and, until they are collected, of what else is left
+    until(lambda: why in namespace.status().get("message", ""), "it names the pod that stays")
     namespace.release("digits-1-0")
     namespace.has_pods("digits-1-0", "digits-1-1")
     until(lambda: set(namespace.uids().values()).isdisjoint(old.values()), "all pods are new")
@@ -199,7 +199,7 @@ def test_suspend_stops_the_pods_and_resume_starts_a_new_attempt(namespace: Names
 
 
 def test_a_job_with_ttl_is_deleted_with_its_pods_when_it_has_finished(namespace: Namespace, operator: Operator) -> None:
-    namespace.start(nodes=1, ttlSecondsAfterFinished=2)
+    namespace.start(nodes=1, ttlSecondsAfterFinished=10)
     namespace.exits("digits-1-0")
     namespace.reaches("Succeeded")
     until(lambda: namespace.job() is None, "the job is gone")
@@ -207,8 +207,8 @@ def test_a_job_with_ttl_is_deleted_with_its_pods_when_it_has_finished(namespace:
 
 
 def test_a_job_past_its_deadline_fails_though_nothing_happens(namespace: Namespace, operator: Operator) -> None:
-    namespace.start(activeDeadlineSeconds=4)
-    assert "activeDeadlineSeconds: 4" in namespace.reaches("Failed", "DeadlineExceeded")
+    namespace.start(activeDeadlineSeconds=15)
+    assert "activeDeadlineSeconds: 15" in namespace.reaches("Failed", "DeadlineExceeded")
     until(lambda: not namespace.pods(), "its pods are stopped")
 
 

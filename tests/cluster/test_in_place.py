@@ -20,6 +20,8 @@ import os, signal, socket, sys, time
 rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 {MEET}print("generation", life, "trains", flush=True)
 """
+# Why it was restarted is posted, and a pod that ends has two seconds for that.
+TOLD = "time.sleep(5)"
 ENDS_AFTER_A_RESTART = f"{TRAINS}\nif life == 0: time.sleep(1000)"
 
 
@@ -32,7 +34,7 @@ def ddprun(name: str, script: str, **spec: Any) -> dict[str, Any]:
 
 def breaks(how: str) -> str:
     """Rank 1 breaks when the group has met for the first time."""
-    return f"{TRAINS}\nif life == 0:\n    if rank == 1: {how}\n    time.sleep(1000)"
+    return f"{TRAINS}\nif life == 0:\n    if rank == 1: {how}\n    time.sleep(1000)\n{TOLD}"
 
 
 # Rank 1 makes one step less than rank 0.
@@ -49,7 +51,9 @@ JOBS = {
     "hopeless": ddprun("hopeless", f"{TRAINS}\nsys.exit(3)", backoffLimit=1),
     "deleted": ddprun("deleted", ENDS_AFTER_A_RESTART),
     "led": ddprun("led", ENDS_AFTER_A_RESTART),
-    "hanging": ddprun("hanging", f"{TRAINS}\nif life: sys.exit(0)\n{HANGS}", stall={"timeoutSeconds": 5}),
+    "hanging": ddprun(
+        "hanging", f"{TRAINS}\nif life:\n    {TOLD}\n    sys.exit(0)\n{HANGS}", stall={"timeoutSeconds": 5}
+    ),
     "starved": ddprun("starved", breaks("eaten = [bytearray(b'x' * 2**22) for _ in range(1000)]")),
 }
 

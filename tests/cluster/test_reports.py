@@ -11,6 +11,7 @@ from ddpjob import progress
 for step in range(1, 13):
     progress(step, total=12)
     time.sleep(0.75)
+time.sleep(6)  # reports go every 5 s; the last word at the end has one second
 print("trained", flush=True)
 """
 POSTS = """

@@ -7,7 +7,7 @@ import json
 from typing import Any, get_args
 
 import msgspec
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from worlds import START
 
@@ -16,7 +16,6 @@ from ddpjob_operator import api, causes, endings
 from ddpjob_operator.masking import mask
 from ddpjob_operator.observed import Container, Pod
 
-unhurried = settings(deadline=None)
 LINES = [
     "Traceback (most recent call last):",
     "ValueError: no such shard",
@@ -80,7 +79,6 @@ def rank_of(node: int) -> int | None:
     return node if node else None
 
 
-@unhurried
 @given(firsts, st.lists(pods, max_size=4), st.booleans(), st.none() | st.integers(1, 4))
 def test_any_end_of_an_attempt_has_a_cause_and_a_class(
     first: api.Failure, ended: list[Pod], stepped: bool, nodes: int | None
@@ -96,7 +94,6 @@ def test_any_end_of_an_attempt_has_a_cause_and_a_class(
     assert not (causes.blames_node(failure) and found != "infrastructure")
 
 
-@unhurried
 @given(firsts, st.lists(pods, max_size=4), st.randoms(use_true_random=False))
 def test_the_cause_does_not_depend_on_the_order_of_the_pods(first: api.Failure, ended: list[Pod], random: Any) -> None:
     distinct = list({(p.rank): p for p in ended}.values())
@@ -105,7 +102,6 @@ def test_the_cause_does_not_depend_on_the_order_of_the_pods(first: api.Failure, 
     assert a == b
 
 
-@unhurried
 @given(firsts, st.lists(pods, max_size=4), st.integers(1, 4))
 def test_a_cause_that_is_recorded_is_charged_alike_when_its_pods_are_gone(
     first: api.Failure, ended: list[Pod], nodes: int
@@ -114,14 +110,12 @@ def test_a_cause_that_is_recorded_is_charged_alike_when_its_pods_are_gone(
     assert causes.settle(failure, [], rank_of, NOW, stepped=True, nodes=nodes) == (failure, found)
 
 
-@unhurried
 @given(st.lists(pods, min_size=1, max_size=4))
 def test_the_first_sign_is_one_of_the_pods(ended: list[Pod]) -> None:
     failure = causes.root_cause(1, ended, rank_of, NOW)
     assert failure.pod in {p.name for p in ended}
 
 
-@unhurried
 @given(st.text(st.characters(), max_size=300) | texts)
 def test_any_text_at_all_is_an_end(text: str) -> None:
     said = endings.read(text)
@@ -137,7 +131,6 @@ secrets = st.sampled_from(
 )  # fmt: skip
 
 
-@unhurried
 @given(st.lists(secrets | st.text(max_size=8), max_size=12).map("".join))
 @example("password=" + "x" * 5000)
 @example("token=abcdefgh12345678***")
@@ -145,13 +138,11 @@ def test_masking_twice_is_masking_once(text: str) -> None:
     assert mask(mask(text)) == mask(text)
 
 
-@unhurried
 @given(st.lists(secrets | st.text(max_size=80), max_size=40).map("".join), st.integers(0, 3000))
 def test_a_log_tail_is_never_longer_than_its_limit(text: str, more: int) -> None:
     assert len(causes.log_tail(text + "é" * more).encode()) <= causes.LOG_TAIL_MAX
 
 
-@unhurried
 @given(st.lists(st.sampled_from("step loss 0.25 epoch ( ) , / 1e-3 accuracy tokens: 512".split()), max_size=200))
 def test_what_has_no_credential_is_left_as_it_is(parts: list[str]) -> None:
     assert mask(" ".join(parts)) == " ".join(parts)

@@ -114,7 +114,7 @@ def jobs(draw: st.DrawFn) -> api.DDPJob:
 
 
 @given(jobs(), observed, times)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_any_world_gives_a_plan_and_the_same_world_the_same_plan(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
@@ -122,7 +122,7 @@ def test_any_world_gives_a_plan_and_the_same_world_the_same_plan(
 
 
 @given(jobs(), observed, times, st.randoms(use_true_random=False))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_order_in_which_things_are_seen_does_not_matter(
     what: api.DDPJob, seen: Observed, now: dt.datetime, shuffle: random.Random
 ) -> None:
@@ -133,7 +133,7 @@ def test_the_order_in_which_things_are_seen_does_not_matter(
 
 
 @given(jobs(), observed, times)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_nothing_that_belongs_to_someone_else_is_ever_deleted(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
@@ -148,7 +148,7 @@ def test_nothing_that_belongs_to_someone_else_is_ever_deleted(
 
 
 @given(jobs(), observed, times)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_a_pod_is_deleted_only_for_what_the_status_already_records(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
@@ -165,7 +165,7 @@ def test_a_pod_is_deleted_only_for_what_the_status_already_records(
 
 
 @given(jobs(), observed, times)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_no_pod_is_created_beside_a_live_one_of_the_same_rank(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
@@ -181,7 +181,7 @@ def test_no_pod_is_created_beside_a_live_one_of_the_same_rank(
 
 
 @given(jobs(), observed, times)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_what_is_counted_never_shrinks(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
     after = plan(what, seen, now).status
     before = what.status.restarts or api.Restarts()
@@ -191,7 +191,7 @@ def test_what_is_counted_never_shrinks(what: api.DDPJob, seen: Observed, now: dt
 
 
 @given(jobs(), observed, times)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_attempts_only_grow_and_a_terminal_state_is_final(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
     after = plan(what, seen, now).status
     if after is not None:
@@ -201,7 +201,7 @@ def test_attempts_only_grow_and_a_terminal_state_is_final(what: api.DDPJob, seen
 
 
 @given(jobs(), observed, times)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_when_a_plan_is_carried_out_and_nothing_else_happens_there_is_soon_nothing_to_do(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
@@ -216,7 +216,7 @@ def test_when_a_plan_is_carried_out_and_nothing_else_happens_there_is_soon_nothi
 
 
 @given(observed, times, st.text(max_size=20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_an_invalid_spec_creates_nothing(seen: Observed, now: dt.datetime, why: str) -> None:
     actions = plan(job(), seen, now, problems=[Problem(("spec",), why)]).actions
     assert not [a for a in actions if isinstance(a, (CreatePod, CreateService))]
@@ -248,7 +248,7 @@ FIELDS = [*api.Spec.__struct_fields__, "nprocPerNode", "template", "minNodes", "
         ),
     )
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_whatever_is_applied_is_a_job_or_a_list_of_named_problems_and_never_a_traceback(raw: Any) -> None:
     from ddpjob_operator import validation
 

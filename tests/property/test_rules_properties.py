@@ -5,12 +5,11 @@ from __future__ import annotations
 import datetime as dt
 from typing import get_args
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpjob import rules
 
-unhurried = settings(deadline=None)
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 classes = st.sampled_from(get_args(rules.Class))
 attempts = st.builds(rules.Attempt, st.booleans(), st.booleans(), st.floats(0, 1e6))
@@ -34,7 +33,6 @@ def life(of: Failures, allowed: rules.Limits) -> list[Step]:
     return steps
 
 
-@unhurried
 @given(failures, limits)
 def test_budgets_are_never_overrun(of: Failures, allowed: rules.Limits) -> None:
     for _, _, verdict, now in life(of, allowed):
@@ -44,7 +42,6 @@ def test_budgets_are_never_overrun(of: Failures, allowed: rules.Limits) -> None:
         assert 0 <= verdict.wait_seconds <= rules.BACK_OFF_SECONDS_MAX
 
 
-@unhurried
 @given(failures, limits)
 def test_infrastructure_never_eats_the_backoff_limit(of: Failures, allowed: rules.Limits) -> None:
     for found, before, verdict, _ in life(of, allowed):
@@ -55,7 +52,6 @@ def test_infrastructure_never_eats_the_backoff_limit(of: Failures, allowed: rule
             assert verdict.charged_to == found
 
 
-@unhurried
 @given(failures, limits)
 def test_a_history_only_grows_by_one_restart_each(of: Failures, allowed: rules.Limits) -> None:
     for _, before, verdict, _ in life(of, allowed):
@@ -71,7 +67,6 @@ def test_a_history_only_grows_by_one_restart_each(of: Failures, allowed: rules.L
         assert len(after.charged_at) <= allowed.backoff_limit + 1, "the status must not grow"
 
 
-@unhurried
 @given(failures)
 def test_a_job_that_makes_steps_ends_only_by_its_own_budgets(of: Failures) -> None:
     well = [(found, rules.Attempt(True, True, 60.0), later) for found, _, later in of]
@@ -80,7 +75,6 @@ def test_a_job_that_makes_steps_ends_only_by_its_own_budgets(of: Failures) -> No
         assert verdict.wait_seconds == 0
 
 
-@unhurried
 @given(classes, st.none() | st.integers(0, 255), st.lists(st.builds(
     rules.PolicyRule, st.sampled_from(get_args(rules.Action)), st.frozensets(st.integers(1, 255)), st.booleans()
 )))  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from dataclasses import dataclass, replace
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from worlds import START
 
@@ -16,7 +16,6 @@ from ddpjob_operator.observed import Phase, Report
 RANKS = 4
 phases: st.SearchStrategy[Phase | None] = st.sampled_from(["start", "train", "save", "evaluate", None])
 # How long an example takes says more of the machine than of the code.
-unhurried = settings(deadline=None)
 timeouts = st.none() | st.integers(1, 7200)
 
 
@@ -74,7 +73,6 @@ def only(paces: dict[int, stall.Pace], attempt: int) -> dict[int, stall.Pace]:
     return {rank: pace for rank, pace in paces.items() if pace.attempt == attempt}
 
 
-@unhurried
 @given(words, timeouts, st.floats(stall.SILENT_SECONDS + 0.001, 1e8))
 def test_silence_never_gives_a_finding(spoken: list[Word], timeout: int | None, silent: float) -> None:
     paces, now = told(spoken)
@@ -83,7 +81,6 @@ def test_silence_never_gives_a_finding(spoken: list[Word], timeout: int | None, 
     assert stall.look_again_at(paces, spec(timeout), later) is None
 
 
-@unhurried
 @given(words, timeouts, st.floats(0, 600))
 def test_a_finding_speaks_of_ranks_that_are_heard_and_the_next_look_is_in_the_future(
     spoken: list[Word], timeout: int | None, later: float
@@ -99,7 +96,6 @@ def test_a_finding_speaks_of_ranks_that_are_heard_and_the_next_look_is_in_the_fu
     assert again is None or again > now
 
 
-@unhurried
 @given(
     st.lists(st.tuples(st.floats(0, 0.999), st.sampled_from(["train", "train", "save"])), max_size=12),
     st.integers(10, 900),
@@ -118,7 +114,6 @@ def test_a_job_that_keeps_stepping_with_gaps_below_its_limit_is_never_found(
             assert stall.find(paces, spec(timeout), at(now)) is None
 
 
-@unhurried
 @given(st.lists(st.floats(0, patience.TRAIN_SECONDS - 0.001), max_size=20))
 def test_a_job_whose_gaps_are_shorter_than_five_minutes_is_not_even_warned(gaps: list[float]) -> None:
     paces: dict[int, stall.Pace] = {}
@@ -131,7 +126,6 @@ def test_a_job_whose_gaps_are_shorter_than_five_minutes_is_not_even_warned(gaps:
             assert stall.find(paces, None, at(now)) is None
 
 
-@unhurried
 @given(words, timeouts, phases.filter(bool), st.integers(0, 60), st.integers(500, 30_000))
 @example([], 600, "train", 41, 5000)
 @example([], None, "train", 41, 5000)
@@ -151,7 +145,6 @@ def test_a_group_that_is_alive_and_makes_no_step_is_found_within_its_limit_and_o
     assert found.kind == "stall"
 
 
-@unhurried
 @given(words, st.lists(st.integers(0, RANKS - 1), unique=True, min_size=RANKS, max_size=RANKS))
 def test_the_order_in_which_ranks_are_heard_does_not_matter(spoken: list[Word], order: list[int]) -> None:
     timed, now = [], START
@@ -166,7 +159,6 @@ def test_the_order_in_which_ranks_are_heard_does_not_matter(spoken: list[Word], 
     assert by_rank == told(spoken)[0]
 
 
-@unhurried
 @given(words, timeouts, st.floats(stall.SILENT_SECONDS + 0.001, 1e8), st.data())
 def test_an_operator_that_was_away_never_causes_a_finding_by_itself(
     spoken: list[Word], timeout: int | None, away: float, data: st.DataObject

@@ -52,7 +52,7 @@ def kubectl(*arguments: str, stdin: object = None, check: bool = True) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=90,
+        timeout=200,
     )
     assert done.returncode == 0 or not check, f"kubectl {' '.join(arguments)}: {done.stdout}"
     return done.stdout

@@ -25,7 +25,7 @@ RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 # All processes that have a rank, but not the one that looks for them.
 _KILL = """
 import glob, os, time
-print(time.time())
+print(time.time(), flush=True)
 for path in glob.glob("/proc/[0-9]*/environ"):
     pid = int(path.split("/")[2])
     try:
@@ -55,7 +55,7 @@ peer = meet()
 
 
 def helm(*arguments: str) -> str:
-    done = subprocess.run(["helm", *arguments], capture_output=True, text=True, timeout=180)
+    done = subprocess.run(["helm", *arguments], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"helm {' '.join(arguments)}: {done.stderr}"
     return done.stdout
 
@@ -114,7 +114,8 @@ class Space:
     def kill(self, pod: str) -> float:
         """kill -9 of the rank's process; when, by the pod's clock. The kernel protects the first process of a pod from
         such signals, so that must be another one: torchrun, or the pod's own pause with shareProcessNamespace."""
-        return float(self.kubectl("exec", pod, "--", "python", "-c", _KILL).split()[-1])
+        said = self.kubectl("exec", pod, "--", "python", "-c", _KILL, check=False)
+        return float(said.split()[0])  # no more of it: the runtime may end it with the container that it has killed
 
     @contextlib.contextmanager
     def following(self, pod: str) -> Iterator[Callable[[], str]]:

@@ -243,12 +243,13 @@ class Recorded:
         self.folder = folder
         self.script = folder / "train.py"
         self.script.write_text(
-            "import json, os, runpy, ddpjob\n"
+            "import json, os, runpy, time, ddpjob\n"
             "told, file = ddpjob.progress, open(f'losses-{os.environ[\"RANK\"]}', 'a', buffering=1)\n"
             "def progress(step, loss=None, **more):\n"
             "    if loss is not None:\n"
             "        file.write(json.dumps([step, float(loss)]) + '\\n')\n"
             "    told(step, loss=loss, **more)\n"
+            "    time.sleep(0.01)\n"  # so that who waits for a step sees it long before the end
             "ddpjob.progress = progress\n"
             f"runpy.run_path({SCRIPTS['digits'].__file__!r}, run_name='__main__')\n"
         )
@@ -302,7 +303,7 @@ class Launchers(Recorded):
 
 def test_sigterm_to_the_launcher_of_one_node_stops_both_in_order_and_the_losses_go_on(run, tmp_path, free_port):
     """As a preempted pod: torchrun hands the signal on, and gives its workers their time to save."""
-    step = random.randrange(2, 60)
+    step = random.randrange(2, 30)
     options = (*SHORT["digits"], "--snapshot", str(tmp_path / "snapshots"), "--snapshot-every", "1000")
     job = Launchers(tmp_path, free_port, *options)
     try:
@@ -322,7 +323,7 @@ def test_sigterm_to_the_launcher_of_one_node_stops_both_in_order_and_the_losses_
 
 
 def test_a_job_that_was_stopped_by_ctrl_c_goes_on_when_it_is_run_again_with_equal_losses(run, tmp_path):
-    step, recorded = random.randrange(2, 60), Recorded(tmp_path)
+    step, recorded = random.randrange(2, 30), Recorded(tmp_path)
     options = (*SHORT["digits"], "--snapshot", str(tmp_path / "snapshots"), "--snapshot-every", "1000")
     cli = Cli(tmp_path)
     job = cli.file(

@@ -364,6 +364,7 @@ def test_ranks_that_finish_together_leave_nothing_on_stderr_that_looks_like_a_fa
     def body(rank: int) -> None:
         if rank != 0:  # a rank that looks again late: the others have long been there
             init_file._POLL_SECONDS = 0.3
+        init_file.LEAVE_LAST_SECONDS = 30.0  # longer than this machine is ever held up
         world = ddpjob.init(init_method=f"tcp://127.0.0.1:{free_port}", rank=rank, world_size=3)
         world.close()
         os._exit(0)  # as the interpreter's end does it: the store goes with its process

@@ -467,7 +467,13 @@ def world_of(rank: int, world_size: int, url: str) -> World:
     return ddpjob.init(init_method=url, rank=rank, world_size=world_size)
 
 
-def test_every_rank_goes_on_with_its_own_random_numbers(run_ranks, tmp_path):
+@pytest.fixture
+def patient(monkeypatch):
+    """The writer waits for the random numbers of a rank that is late, longer than this machine is ever held up."""
+    monkeypatch.setattr(importlib.import_module("ddpjob.snapshot"), "RNG_WAIT_SECONDS", 30.0)
+
+
+def test_every_rank_goes_on_with_its_own_random_numbers(run_ranks, tmp_path, patient):
     def save_and_draw(rank: int) -> float:
         with world_of(rank, 3, f"file://{tmp_path}/a") as world:
             torch.manual_seed(100 + rank)
@@ -487,7 +493,7 @@ def test_every_rank_goes_on_with_its_own_random_numbers(run_ranks, tmp_path):
     assert run_ranks(lambda rank: load_and_draw(rank, 2, "d"), 2) == smaller, "a resume must be repeatable"
 
 
-def test_a_step_that_is_saved_twice_keeps_every_ranks_random_numbers(run_ranks, tmp_path):
+def test_a_step_that_is_saved_twice_keeps_every_ranks_random_numbers(run_ranks, tmp_path, patient):
     """In the loop, and once more at the end: the second file must not lose what the first one's writer has taken."""
 
     def save_twice(rank: int) -> None:

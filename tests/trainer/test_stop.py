@@ -1,6 +1,7 @@
 """A training that is told to stop stops on all ranks after the same step, or on none, and never looks completed."""
 
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -85,7 +86,10 @@ def test_ranks_that_do_not_wait_for_each_other_stop_after_the_same_step_too(end_
         with ddpjob.init(init_method=meeting_file, rank=rank, world_size=3):
             for step in range(1, 10_000):
                 time.sleep(0.001 * (rank + 1))
+                if (rank, step) == (0, 60):
+                    steps.note("ahead")
                 if (rank, step) == (2, 40):
+                    steps.wait_for("ahead")
                     sigterm()
                 if ddpjob.should_stop(step):
                     steps.note(f"stopped-{rank}", step)
@@ -197,7 +201,7 @@ def test_a_rank_that_has_stopped_stays_until_rank_0_has_written(end_ranks, steps
                 snapshot = ddpjob.Snapshot(steps.folder / "s")
                 assert not ddpjob.should_stop(1)
                 sigterm()
-                step = next(step for step in range(2, 1_000_000) if ddpjob.should_stop(step))
+                step = next(step for step in itertools.count(2) if ddpjob.should_stop(step))
                 snapshot.save(step, weights=torch.ones(1))
                 raise ddpjob.Stopped(step)
         finally:

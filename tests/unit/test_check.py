@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from worlds import manifest
 
@@ -221,13 +221,11 @@ def test_a_comment_takes_a_finding_back_on_its_line_or_alone_on_the_line_above(
 # ---------------------------------------------------------------- any input
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_any_text_gives_findings_and_never_a_traceback(text: str) -> None:
     assert all(isinstance(f, Finding) for f in check.check("t.py", text))
 
 
-@settings(deadline=None)
 @given(st.sampled_from([*CLEAN, *MISTAKES]), st.data())
 def test_a_script_with_lines_lost_or_moved_gives_no_traceback(path: Path, data: st.DataObject) -> None:
     lines = path.read_text().splitlines()

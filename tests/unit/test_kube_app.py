@@ -136,6 +136,7 @@ def due_in(made: Operator) -> float:
 def test_a_failure_is_looked_at_at_once_and_one_of_several_good_news_after_a_while() -> None:
     async def run() -> None:
         made = operator()
+        made._queue._clock = lambda: 1000.0
         made_quiet(made)
         made.caches.pods.put(pod(0, version=2, phase="Running", containerStatuses=[_state(running={})]))
         assert due_in(made) == 3.0, "one of two runs"

@@ -14,7 +14,8 @@ from ddpjob_operator.kube.client import ApiError, Client, Limits
 from ddpjob_operator.kube.login import LoginError, login
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
-FAST = Limits(connect_seconds=1, request_seconds=0.5, silence_seconds=0.2, retry_after_seconds_max=0.5)
+PATIENT = Limits(request_seconds=30, silence_seconds=30, retry_after_seconds_max=0.5)
+IMPATIENT = Limits(request_seconds=0.5, silence_seconds=0.2)
 
 
 def status(code: int, message: str = "no", reason: str = "Forbidden", **headers: str) -> web.Response:
@@ -27,6 +28,7 @@ def talk(
     use: Callable[[Client], Awaitable[Any]],
     tokens: list[str] | None = None,
     may_write: Callable[[], bool] = lambda: True,
+    limits: Limits = PATIENT,
 ) -> Any:
     """What `use` gets from a server that answers so."""
 
@@ -46,7 +48,7 @@ def talk(
             return kopf.ConnectionInfo(server=url, token=left.pop(0) if len(left) > 1 else left[0])
 
         try:
-            async with Client(log_in, FAST, may_write) as client:
+            async with Client(log_in, limits, may_write) as client:
                 return await use(client)
         finally:
             await runner.cleanup()
@@ -120,7 +122,7 @@ def test_a_server_that_does_not_answer_is_an_error_with_the_request() -> None:
         return ok()
 
     with pytest.raises(ApiError, match="GET /pods: the API server did not answer in time") as raised:
-        talk(never, lambda c: c.get("/pods"))
+        talk(never, lambda c: c.get("/pods"), limits=IMPATIENT)
     assert raised.value.status == 0
 
 
@@ -202,7 +204,7 @@ def test_events_are_read_however_they_are_cut() -> None:
 
 def test_a_watch_that_falls_silent_is_an_error() -> None:
     with pytest.raises(ApiError, match="did not answer in time"):
-        talk(stream(b'{"type":"BOOKMARK","object":{}}\n', then=5.0), _events)
+        talk(stream(b'{"type":"BOOKMARK","object":{}}\n', then=5.0), _events, limits=IMPATIENT)
 
 
 def test_a_resource_version_that_is_too_old_is_told() -> None:

@@ -497,7 +497,7 @@ operators = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     lives=st.lists(operators, min_size=2, max_size=3), deleted_at=st.one_of(st.none(), st.floats(0, TROUBLE_SECONDS))
 )

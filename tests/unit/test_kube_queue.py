@@ -150,8 +150,10 @@ def test_at_most_so_many_looks_are_under_way() -> None:
         queue: Queue[str] = Queue(looks, clock=lambda: looks.now, looks_max=3)
         for i in range(10):
             queue.add(f"job-{i}")
-        asyncio.get_running_loop().call_later(0.05, looks.go.set)
         running = asyncio.create_task(queue.run())
+        for _ in range(100):  # whoever may begin has begun by then
+            await asyncio.sleep(0)
+        looks.go.set()
         while len(looks.seen) < 10:
             await asyncio.sleep(0.001)
         running.cancel()
