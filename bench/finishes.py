@@ -24,7 +24,6 @@ import os
 import runpy
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -32,6 +31,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import machine
+
+from ddpjob.agent import ports
 
 RANKS = 4
 LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -79,7 +80,8 @@ class Job:
         self._until = time.monotonic() + SECONDS_MAX
         start = fork_agent if asked.from_one_process else start_launcher
         script = [str(folder / "train.py"), str(number)]
-        meet = ["--nnodes", str(asked.nodes), "--master-port", str(free_port())] if asked.nodes > 1 else []
+        self._held = ports.hold() if asked.nodes > 1 else None
+        meet = ["--nnodes", str(asked.nodes), "--master-port", str(ports.number(self._held))] if self._held else []
         nodes = [[*words_of(asked), *meet, *(["--node-rank", str(k)] if meet else [])] for k in range(asked.nodes)]
         self._running = [start([*words, *script], self.log) for words in nodes]
         self._codes: list[int] = []
@@ -96,6 +98,8 @@ class Job:
                 self._codes.append(os.waitstatus_to_exitcode(status))
         if self._running:
             return None
+        if self._held is not None:
+            self._held.close()
         said = self.log.read_text()
         self.log.unlink()
         if not late and not any(self._codes) and sorted(said.splitlines()) == EXPECTED:
@@ -168,13 +172,6 @@ def words_of(asked: argparse.Namespace) -> list[str]:
     if asked.torchrun:
         return ["torch.distributed.run", ranks]
     return ["ddpjob.agent", *(["--preload", asked.preload] if asked.preload else []), ranks, "--max-restarts=0"]
-
-
-def free_port() -> int:
-    """Nobody's, a moment ago."""
-    with socket.socket() as any_port:
-        any_port.bind(("127.0.0.1", 0))
-        return int(any_port.getsockname()[1])
 
 
 def run(asked: argparse.Namespace, folder: Path) -> int:

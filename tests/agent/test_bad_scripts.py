@@ -13,8 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from agents import Launcher, finish, free_port
-from shell import eventually
+from agents import Launcher, finish
+from free_port import free_port
+from shell import eventually, lives
 
 STARTS = pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
 
@@ -382,7 +383,7 @@ def test_agents_that_were_suspended_with_a_rank_that_died_meanwhile_start_all_ag
     for agent in agents:
         psutil.Process(agent.pid).suspend()
     (launcher.folder / "fail-0").touch()
-    eventually(lambda: any(p.status() == psutil.STATUS_ZOMBIE for p in below(agents)))
+    eventually(lambda: not all(lives(p) for agent in agents for p in psutil.Process(agent.pid).children()))
     for agent in agents:
         psutil.Process(agent.pid).resume()
     assert [finish(agent).returncode for agent in agents] == [0, 0]

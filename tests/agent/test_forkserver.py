@@ -202,7 +202,7 @@ def test_when_the_fork_server_is_killed_the_job_goes_on_without_it(launcher: Lau
         import os, signal, subprocess, sys
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             for pid in filter(str.isdecimal, os.listdir("/proc")):
-                try: words = open(f"/proc/{pid}/cmdline").read(); mark = open(f"/proc/{pid}/environ").read()
+                try: words, mark = (open(f"/proc/{pid}/{n}", errors="replace").read() for n in ("cmdline", "environ"))
                 except OSError: continue
                 if "forkserver.py" in words and os.environ["DDPTEST_MARK"] in mark and int(pid) != os.getpid():
                     os.kill(int(pid), signal.SIGKILL)

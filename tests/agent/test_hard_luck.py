@@ -15,7 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
-from agents import Launcher, finish, free_port
+from agents import Launcher, finish
+from free_port import free_port
 from shell import eventually
 
 from ddpjob.agent import logs, node, processes

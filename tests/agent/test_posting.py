@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from agents import Launcher, finish, free_port
+from agents import Launcher, finish
+from free_port import free_port
 from shell import eventually
 
 from ddpjob import termination
@@ -23,6 +24,12 @@ life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 open(f"up-{life}", "w").close()
 if life < 2: raise SystemExit(7)
 while not os.path.exists("enough"): time.sleep(0.01)
+"""
+# The second time when it may.
+FAILS_TWICE = """
+import os, time
+while os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" and not os.path.exists("enough"): time.sleep(0.01)
+raise SystemExit(7)
 """
 
 
@@ -90,7 +97,7 @@ def test_each_restart_is_told_with_the_failures_behind_all_of_them(launcher: Lau
     token.write_text("a-secret\n")
     where = {"DDPJOB_STATUS_URL": receiver.url, "DDPJOB_STATUS_TOKEN_FILE": str(token), "DDPJOB_ATTEMPT": "4"}
     agent = launcher.ddprun("--no-preload", launcher.script(FAILS), **where, DDPJOB_REPLACEMENT="2")
-    eventually(lambda: receiver.bodies and application(receiver.bodies[-1]) == 2)
+    eventually(lambda: receiver.bodies and receiver.bodies[-1]["agent"]["generation"] == 2)
     (launcher.folder / "enough").touch()
     done = finish(agent)
     assert done.returncode == 0
@@ -130,9 +137,12 @@ def test_a_receiver_that_was_away_is_told_when_it_is_back_and_its_absence_is_sai
 
 
 def test_what_was_not_heard_is_tried_once_more_at_the_end(launcher: Launcher, receiver: Receiver) -> None:
-    script = launcher.script("raise SystemExit(7)")
     receiver.answer = 503
-    done = launcher.done("--no-preload", "--max-restarts", 1, script, DDPJOB_STATUS_URL=receiver.url)
+    words = ["--no-preload", "--max-restarts", 1, launcher.script(FAILS_TWICE)]
+    agent = launcher.ddprun(*words, DDPJOB_STATUS_URL=receiver.url)
+    eventually(lambda: receiver.bodies)
+    (launcher.folder / "enough").touch()
+    done = finish(agent)
     assert done.returncode == 7
     assert [application(body) for body in receiver.bodies] in ([1], [1, 1])
     assert "answered 503" in done.stderr
@@ -156,10 +166,16 @@ def test_a_token_that_cannot_be_sent_is_not_quoted(launcher: Launcher, receiver:
     token = launcher.folder / "token"
     token.write_text("a-secret\nof-two-lines")
     where = {"DDPJOB_STATUS_URL": receiver.url, "DDPJOB_STATUS_TOKEN_FILE": str(token)}
-    script = launcher.script("raise SystemExit(7)")
-    done = launcher.done("--no-preload", "--max-restarts", 1, script, **where)
-    assert "not reported to DDPJOB_STATUS_URL: ValueError" in done.stderr
-    assert "secret" not in done.stderr + (launcher.folder / "termination.json").read_text()
+    agent = launcher.ddprun("--no-preload", "--max-restarts", 1, launcher.script(FAILS_TWICE), **where)
+    assert agent.stderr is not None
+    said = ""
+    while "not reported" not in said:
+        said += (line := agent.stderr.readline())
+        assert line, said
+    (launcher.folder / "enough").touch()
+    said += finish(agent).stderr
+    assert "not reported to DDPJOB_STATUS_URL: ValueError" in said
+    assert "secret" not in said + (launcher.folder / "termination.json").read_text()
     assert receiver.bodies == []
 
 

@@ -9,7 +9,8 @@ import time
 
 import psutil
 import pytest
-from agents import Launcher, free_port
+from agents import Launcher
+from free_port import free_port
 
 # Rank 0 sums what all ranks send it at each step, as a group would; who loses a peer fails, as in a collective.
 TRAIN = """

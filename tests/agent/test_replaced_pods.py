@@ -12,8 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
-from agents import Launcher, finish, free_port
-from shell import eventually
+from agents import Launcher, finish
+from free_port import free_port
+from shell import eventually, lives
 
 LEFT = json.dumps({"application": 3, "infrastructure": 100, "stall": 10, "inARow": 0, "chargedInARow": 0})
 
@@ -65,7 +66,7 @@ class Job:
     def processes(self, node: int) -> set[int]:
         """The agent of a node and its fork server, where no rank runs."""
         agent = psutil.Process(self.agents[node].pid)
-        return {agent.pid, *(p.pid for p in agent.children() if p.status() != psutil.STATUS_ZOMBIE)}
+        return {agent.pid, *(p.pid for p in agent.children() if lives(p))}
 
     def wait_without_ranks(self, but: int) -> None:
         """Until every node but this one has ended its ranks: agent and fork server are left."""

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import json
 import signal
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 import pytest
 from clusters import Namespace, Operator, job, until
 from faulty_api import FaultyApi, Seen
+from free_port import free_port
 
 from ddpjob_operator.kube.receive import PATH
 from ddpjob_operator.reporting_volume import AUDIENCE
@@ -60,7 +60,7 @@ def replicas(namespace: Namespace) -> Iterator[Callable[[str], Replica]]:
 
         def start(name: str) -> Replica:
             api = ends.enter_context(FaultyApi())
-            port = _free_port()
+            port = free_port()
             variables = {
                 "DDPJOB_LEASE_NAMESPACE": namespace.name,
                 "DDPJOB_LEASE_SECONDS": str(LEASE_SECONDS),
@@ -97,12 +97,6 @@ def two(namespace: Namespace, replicas: Callable[[str], Replica]) -> tuple[Repli
     standby.operator.watches()
     until(lambda: "this operator stands by" in standby.operator.log, "the second one stands by")
     return leader, standby
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def holder(namespace: Namespace) -> str:

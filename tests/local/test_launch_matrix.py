@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from free_port import free_port
 from shell import Cli
 
 ROOT = Path(__file__).parents[2]
@@ -156,10 +156,3 @@ def trained(cli: Cli, job: Path | str, *options: str) -> set[str]:
         out, err = process.communicate(timeout=SECONDS_MAX)
     assert process.returncode == 0, f"{err}\n{out}"
     return set(re.findall(r"^\[[\d:]+\] (PARAMS .*)$", out, re.MULTILINE))
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-    return port

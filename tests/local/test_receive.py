@@ -286,6 +286,10 @@ def test_a_hundred_strangers_do_not_cost_a_hundred_threads_and_leave_room_again(
         assert threading.active_count() <= before + CONNECTIONS_MAX
         for stranger in strangers:
             assert until_closed(stranger) in (b"", b"(reset)")
+    deadline = time.monotonic() + BOUND_SECONDS
+    while threading.active_count() > before:  # they hear of the end in their own time
+        assert time.monotonic() < deadline, "a thread stays with a stranger that is gone"
+        time.sleep(0.01)
     assert world.post(b"room again")[0] == 204
 
 

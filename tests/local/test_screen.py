@@ -95,7 +95,7 @@ def test_the_table_shows_state_steps_pace_and_each_node_and_the_lines_scroll_abo
 
 def test_a_terminal_of_40_columns_shows_the_same_cut_and_never_wrapped(job: Path) -> None:
     terminal = Terminal(job, columns=40)
-    text = terminal.until(lambda t: "step 312" in t and "node 1" in t)
+    text = terminal.until(lambda t: "Running  step 312" in t and "node 1" in t)
     head = next(line for line in text.splitlines() if line.startswith("Running  step"))
     assert head == "Running  step 312/1125  27 %  24s left", "what matters most has room"
     long = next(line for line in text.splitlines() if "node 0" in line)

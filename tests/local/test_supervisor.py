@@ -427,7 +427,7 @@ def test_a_process_that_sigkill_does_not_end_is_named_and_the_node_has_not_ended
 ) -> None:
     change = "supervisor.LINGERING_SECONDS = 0.02; supervisor.kill_all = lambda pids: None"
     stand_in(tmp_path, monkeypatch, change)
-    watch = started(node, ["sh", "-c", "sleep 0.5 & echo $!"])
+    watch = started(node, ["sh", "-c", "sleep 3 & echo $!"])
     end = watch.until_end()
     lingering = [event for event in watch.events if isinstance(event, Lingering)]
     assert [event.pids for event in lingering] == [[int(watch.printed)]]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -73,6 +75,20 @@ def eventually(what: Callable[[], Any], seconds: float = 30) -> Any:
         assert time.monotonic() < end, "it never came true"
         time.sleep(0.02)
     return value
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether it is there still, and no zombie: it may have ended since it was listed."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def hears(pid: int, number: int = signal.SIGTERM) -> bool:
+    """Whether a process has a handler of its own for this signal."""
+    caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 def status_of(path: Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import os
 import pickle
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch._dynamo  # DistributedDataParallel imports it in its first construction: 1 to 5 s in every forked rank
+from free_port import free_port
 
 import ddpjob
 
@@ -133,12 +133,9 @@ def meeting_file(tmp_path: Path) -> str:
     return f"file://{tmp_path}/meet"
 
 
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-    return port
+@pytest.fixture(name="free_port")
+def _free_port() -> int:
+    return free_port()
 
 
 def same(values: Sequence[Any]) -> bool:

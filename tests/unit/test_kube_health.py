@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 
 import aiohttp
+from free_port import free_port
 
 from ddpjob_operator.kube.app import Operator, Settings, _serve_health
 from ddpjob_operator.kube.client import Client
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def test_healthz_is_200_until_a_part_has_ended_and_then_503_with_the_reason() -> None:

@@ -189,13 +189,13 @@ class Leading:
         return {"step": self._lead.furthest_step, "agent": {**self._account(), "failures": failures}}
 
     def _new_port(self, generation: int) -> int:
-        if self._held is not None:
-            self._held.close()
         # A job of one node has nobody to meet: its ranks first get the port that was asked for, as from torchrun.
         asked = self._options.port if self._options.nodes == 1 and generation == 0 else None
         if asked is not None:
             return asked
-        self._held = ports.hold()
+        before, self._held = self._held, ports.hold()  # beside the last one: else the kernel may give the same again
+        if before is not None:
+            before.close()
         return ports.number(self._held)
 
     def _tell(self, nodes: Collection[int], message: dict[str, Any]) -> None:
