@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime as dt
 from typing import Any
 
@@ -205,6 +206,32 @@ def test_who_stands_by_queues_nothing_and_who_leads_looks_at_every_job() -> None
         made.caches.pods.put(pod(1))
         assert len(made._queue.schedule) == 0
 
+    asyncio.run(run())
+
+
+def test_the_probe_fails_when_what_was_done_while_leading_does_not_end() -> None:
+    """Such an operator would take the Lease again, and do nothing with it."""
+
+    async def deaf() -> None:
+        while not enough.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await enough.wait()
+
+    async def run() -> None:
+        made = Operator(Settings(), Client(), Leader(Client(), "ops", "op", "a", Durations()))
+        made._term = [asyncio.create_task(deaf())]
+        await asyncio.sleep(0)
+        ending = asyncio.create_task(made._end_term())
+        await asyncio.sleep(0)
+        assert made.unhealthy() == ""
+        assert made._ending_since is not None
+        made._ending_since -= 3600
+        assert made.unhealthy() == "it stopped leading 3600 s ago, and what it did then has not ended"
+        enough.set()
+        await ending
+        assert made.unhealthy() == ""
+
+    enough = asyncio.Event()
     asyncio.run(run())
 
 

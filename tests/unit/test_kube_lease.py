@@ -10,9 +10,10 @@ import logging
 import selectors
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from cancelling import ends_although
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -118,6 +119,45 @@ def test_durations_are_client_gos_unless_said_otherwise() -> None:
     assert Durations.read({}) == Durations(15, 10.0, 2.0)
     short = {"DDPJOB_LEASE_SECONDS": "4", "DDPJOB_LEASE_RENEW_SECONDS": "2.5", "DDPJOB_LEASE_RETRY_SECONDS": "0.4"}
     assert Durations.read(short) == Durations(4, 2.5, 0.4)
+
+
+# ------------------------------------------------------------------------------------------------ the end of its tasks
+
+
+class LateServer:
+    """Answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+
+    async def get(self, path: str) -> dict[str, Any]:
+        return await self.answer
+
+
+THEIR_LEASE = {
+    "metadata": {"name": "ddpjob-operator", "resourceVersion": "7"},
+    "spec": {"holderIdentity": THEIRS, "leaseDurationSeconds": 15},
+}
+
+
+def test_who_is_cancelled_in_the_moment_of_an_answer_asks_no_more() -> None:
+    """Else an operator that is told to stop goes on renewing its Lease until the kubelet kills it."""
+
+    async def run() -> None:
+        server = LateServer()
+        leader = Leader(cast(Any, server), "system", "ddpjob-operator", OURS, DURATIONS)
+        await ends_although(leader.run(), lambda: server.answer.set_result(THEIR_LEASE))
+
+    asyncio.run(run())
+
+
+def test_who_waits_for_the_loss_of_the_lease_can_be_cancelled_in_the_moment_of_a_renewal() -> None:
+    async def run() -> None:
+        leader = Leader(cast(Any, LateServer()), "system", "ddpjob-operator", OURS, DURATIONS, clock=lambda: START)
+        leader._candidate.took(lease(2, OURS), START)
+        await ends_although(leader.lost(), leader._turned.set)
+
+    asyncio.run(run())
 
 
 # ------------------------------------------------------------------------------------------------ a world of its own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from cancelling import ends_although
 
 from ddpjob_operator.kube.queue import BACK_OFF_SECONDS_MAX, Queue, RetryError, Schedule
 
@@ -142,6 +143,18 @@ async def _run(looks: Looks, queue: Queue[str], until: int) -> None:
             break
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+def test_a_queue_that_is_cancelled_in_the_moment_of_a_wish_ends() -> None:
+    """It went on: an operator that lost its Lease then waited for its end for ever, and never led again."""
+
+    async def run() -> None:
+        looks = Looks()
+        queue: Queue[str] = Queue(looks, clock=lambda: looks.now)
+        queue.add("later", 1000.0)
+        await ends_although(queue.run(), lambda: queue.add("another", 1000.0))
+
+    asyncio.run(run())
 
 
 def test_at_most_so_many_looks_are_under_way() -> None:

@@ -137,6 +137,8 @@ class Operator:
         self._client = client
         self._leader = leader
         self._leads = leader is None
+        self._ending_since: float | None = None
+        """Since when a term of leading comes to its end."""
         self.caches = Caches(
             Jobs(self._mark),
             Store(observe.pod, _job_of, self._pod_changed),
@@ -233,6 +235,8 @@ class Operator:
                 return f"{task.get_name()} has ended"
         if self._queue.stuck_seconds() > STUCK_SECONDS:
             return f"a look at a job has been going on for {self._queue.stuck_seconds():.0f} s"
+        if self._ending_since is not None and (took := time.monotonic() - self._ending_since) > STUCK_SECONDS:
+            return f"it stopped leading {took:.0f} s ago, and what it did then has not ended"
         for reflector in self._reflectors:
             silent = time.monotonic() - reflector.tried_at
             if silent > STUCK_SECONDS:
@@ -256,10 +260,12 @@ class Operator:
     async def _end_term(self) -> None:
         """Returns once no write is under way: requests are cut off, not waited for."""
         self._leads = False
+        self._ending_since = time.monotonic()
         self._tasks = [task for task in self._tasks if task not in self._term]
         for task in self._term:
             task.cancel()
         await asyncio.gather(*self._term, return_exceptions=True)
+        self._ending_since = None
         self._make_parts_of_a_term()
 
     async def _settle(self) -> None:

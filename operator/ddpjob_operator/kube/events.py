@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ddpjob_operator import api, reasons
 from ddpjob_operator.kube.client import ApiError, Client, Raw
+from ddpjob_operator.kube.limit import at_most
 from ddpjob_operator.plan import Event
 
 _LOGGER = logging.getLogger(__name__)
@@ -67,7 +68,8 @@ class Events:
                 continue
             nearest = min((w.due for w in self._waiting), default=None)
             try:
-                await asyncio.wait_for(self._wake.wait(), None if nearest is None else nearest - now)
+                async with at_most(None if nearest is None else nearest - now):
+                    await self._wake.wait()
             except asyncio.TimeoutError:
                 continue
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from ddpjob_operator import api
 from ddpjob_operator.kube.client import ApiError, Client, Raw
+from ddpjob_operator.kube.limit import at_most
 
 _LOGGER = logging.getLogger(__name__)
 API_VERSION = "coordination.k8s.io/v1"
@@ -163,7 +164,8 @@ class Leader:
         while (left := self._candidate.held_until - self._clock()) > 0:
             self._turned.clear()
             try:
-                await asyncio.wait_for(self._turned.wait(), left)
+                async with at_most(left):
+                    await self._turned.wait()
             except asyncio.TimeoutError:
                 continue
         _LOGGER.warning("%s is lost: this operator stands by", self.what)
@@ -181,7 +183,8 @@ class Leader:
         """Another one may have it at once. Nothing of ours may be written any more; `run` has ended."""
         self._candidate.held_until = NEVER
         try:
-            await asyncio.wait_for(self._release(), self._durations.turn_seconds)
+            async with at_most(self._durations.turn_seconds):
+                await self._release()
         except (ApiError, asyncio.TimeoutError) as error:
             _LOGGER.info("%s was not released, so it runs out: %s", self.what, str(error) or "no answer in time")
 
@@ -191,7 +194,8 @@ class Leader:
 
     async def _try(self) -> None:
         try:
-            await asyncio.wait_for(self._turn(), self._durations.turn_seconds)
+            async with at_most(self._durations.turn_seconds):
+                await self._turn()
         except asyncio.TimeoutError:
             self._say("the API server did not answer in time")
         except ApiError as error:

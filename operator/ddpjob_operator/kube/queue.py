@@ -12,6 +12,8 @@ import logging
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
+from ddpjob_operator.kube.limit import at_most
+
 K = TypeVar("K", bound=Hashable)
 _LOGGER = logging.getLogger(__name__)
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 60.0
@@ -144,7 +146,8 @@ class Queue(Generic[K]):
         at = self.schedule.next_at() if self._free else None
         wait = None if at is None else max(0.0, at - self._clock())
         try:
-            await asyncio.wait_for(self._wake.wait(), wait)
+            async with at_most(wait):
+                await self._wake.wait()
         except asyncio.TimeoutError:
             return
 

@@ -1,0 +1,20 @@
+"""A cancellation that comes in the same moment as what was waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+
+async def ends_although(work: Coroutine[Any, Any, None], comes: Callable[[], object]) -> None:
+    """Cancel `work` in the turn of the loop in which `comes` gives it what it waits for; it must end."""
+    running = asyncio.create_task(work)
+    for _ in range(10):  # it has begun to wait
+        await asyncio.sleep(0)
+    comes()
+    running.cancel()
+    ended, _ = await asyncio.wait({running}, timeout=5)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert ended, "it goes on as if nobody had cancelled it"
