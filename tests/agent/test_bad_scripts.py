@@ -387,7 +387,3 @@ def test_agents_that_were_suspended_with_a_rank_that_died_meanwhile_start_all_ag
     for agent in agents:
         psutil.Process(agent.pid).resume()
     assert [finish(agent).returncode for agent in agents] == [0, 0]
-
-
-def below(agents: list[subprocess.Popen[str]]) -> list[psutil.Process]:
-    return [child for agent in agents for child in psutil.Process(agent.pid).children(recursive=True)]
