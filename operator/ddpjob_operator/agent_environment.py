@@ -38,6 +38,7 @@ def _left(job: api.DDPJob) -> dict[str, Any]:
         "stall": max(0, rules.STALLS_MAX - history.stall),
         "inARow": history.in_a_row,
         "chargedInARow": history.charged_in_a_row,
+        "peersLost": history.peers_lost,
         "step": statuses.furthest(job.status) or 0,
         **_as_of(job.status),
     }

@@ -77,6 +77,18 @@ _MAY_FOLLOW_A_LOST_NODE = (Weight.UNKNOWN, Weight.RESUMABLE, Weight.SYMPTOM, Wei
 
 
 @dataclass(frozen=True)
+class Launched:
+    """What is known of how the ranks were started."""
+
+    port: int | None = None
+    """That rank 0 was given."""
+    torchrun: bool = False
+
+
+UNKNOWN_LAUNCH = Launched()
+
+
+@dataclass(frozen=True)
 class End:
     """How one pod ended, weighed."""
 
@@ -87,6 +99,8 @@ class End:
     """When it was told to stop; None also for what ends without being told: a lost node, an eviction."""
     everywhere: bool = False
     """Whether it speaks for all nodes."""
+    done: bool = False
+    """Whether the ranks in it had all ended with 0 before it was stopped."""
 
 
 def root_cause(
@@ -96,14 +110,14 @@ def root_cause(
     now: dt.datetime,
     *,
     keep_log_tail: bool = True,
-    port: int | None = None,
+    launched: Launched = UNKNOWN_LAUNCH,
 ) -> api.Failure:
     """The cause as far as the first signs show it, before the operator has stopped anything.
 
     `failed`: at least one pod of the attempt that ended badly. Ties go to the lower rank, so that the answer does not
-    depend on the order of the pods. port: as for `settle`.
+    depend on the order of the pods.
     """
-    ends = [_end(attempt, p, rank_of, now, outside=True, tail=keep_log_tail, port=port) for p in failed]
+    ends = [_end(attempt, p, rank_of, now, outside=True, tail=keep_log_tail, launched=launched) for p in failed]
     return _first(ends).failure
 
 
@@ -120,7 +134,7 @@ def settle(
     lost: Sequence[api.Failure] = (),
     early: api.Failure | None = None,
     steps: Mapping[int, int] | None = None,
-    port: int | None = None,
+    launched: Launched = UNKNOWN_LAUNCH,
 ) -> tuple[api.Failure, rules.Class]:
     """The root cause and its class (before failurePolicy), now that the last pod of the attempt has ended.
 
@@ -128,10 +142,10 @@ def settle(
     completed; those told to stop count as stopped by the operator, unless they are `first` or were told well before
     it. stepped: whether the attempt made a step; trained: whether an earlier one did. nodes: of the job; None: as many
     as `failed`. lost: pods that are given up with their nodes. early: a node that has completed. steps: what ranks have
-    reported. port: that rank 0 was given.
+    reported.
     """
     ends = [
-        _end(first.attempt, p, rank_of, now, outside=_told_before(p, first), tail=keep_log_tail, port=port)
+        _end(first.attempt, p, rank_of, now, outside=_told_before(p, first), tail=keep_log_tail, launched=launched)
         for p in sorted(failed, key=lambda p: (p.rank, p.uid))
     ]
     if first.reason == STALLED:
@@ -140,6 +154,7 @@ def settle(
     cause = _first([*recorded, *ends])
     if lost and cause.weight in _MAY_FOLLOW_A_LOST_NODE:
         cause = _first([End(gone, _recorded_evidence(gone), Weight.NODE) for gone in lost])
+    early = early or next((end.failure for end in ends if end.done), None)
     if cause.weight == Weight.SYMPTOM and (cause.failure.reason == ENDED_EARLY or early is not None):
         return _classed(_ended_early(early, cause.failure, steps or {}), "application")
     if nodes != 1 and cause.weight >= Weight.RESUMABLE:
@@ -208,14 +223,23 @@ def _ended_early(early: api.Failure | None, complaint: api.Failure, steps: Mappi
     if early is None or complaint.reason == ENDED_EARLY:
         return complaint  # as it was recorded
     known = complaint.step if complaint.rank is None else steps.get(complaint.rank, complaint.step)
-    said = rules.ended_early(early.step, _who(complaint), known)
-    return msgspec.structs.replace(early, exit_code=0, exception=said, log_tail=complaint.log_tail)
+    step = early.step if early.rank is None else steps.get(early.rank, early.step)
+    said = rules.ended_early(step, _who(complaint), known)
+    return msgspec.structs.replace(
+        early,
+        reason=ENDED_EARLY,
+        exit_code=0,
+        signal="",
+        exception=said,
+        step=step or None,
+        log_tail=complaint.log_tail,
+    )
 
 
 def _end(
-    attempt: int, pod: Pod, rank_of: RankOf, now: dt.datetime, *, outside: bool, tail: bool, port: int | None
+    attempt: int, pod: Pod, rank_of: RankOf, now: dt.datetime, *, outside: bool, tail: bool, launched: Launched
 ) -> End:
-    said = _heard(pod, port)
+    said = _heard(pod, launched.port)
     code = pod.trainer.exit_code if said.exit_code is None else said.exit_code
     code = 0 if said.early else code
     told = pod.told_to_stop
@@ -245,7 +269,23 @@ def _end(
         stalled=said.stalled,
     )
     struck = weight == Weight.NODE and not pod.disruption
-    return End(failure, evidence, weight, None if struck else pod.stop_asked_at, said.permanent)
+    return End(
+        failure,
+        evidence,
+        weight,
+        None if struck else pod.stop_asked_at,
+        said.permanent,
+        _had_ended(said, code, weight, launched),
+    )
+
+
+def _had_ended(said: Said, code: int | None, weight: Weight, launched: Launched) -> bool:
+    """Whether only the launcher was left to be stopped. When its ranks have all ended with 0, torchrun waits for the
+    other nodes in C++ code for up to five minutes, and SIGTERM does not reach it; at any other time it answers at once,
+    with a line of its own."""
+    if weight != Weight.STOPPED or not launched.torchrun:
+        return False
+    return said.done or (code == _KILLED and "death signal" not in said.log)
 
 
 def _rank(pod: Pod, said: Said, rank_of: RankOf) -> int | None:
@@ -263,7 +303,7 @@ def _own_reason(said: Said, weight: Weight) -> str:
 def _heard(pod: Pod, port: int | None) -> Said:
     """What the pod says, as far as how its container ended leaves it true."""
     said = endings.read(pod.trainer.message)
-    if pod.rank == 0 and port and rules.port_in_use(said.exception) == port:
+    if pod.rank == 0 and not said.rank and port and rules.port_in_use(said.exception) == port:
         said = replace(said, symptom=True)  # what we gave away was taken meanwhile; the next attempt gets another one
     if said.symptom and _strikes(pod.trainer.exit_code):
         # A rank complained, and then the container itself was struck down.

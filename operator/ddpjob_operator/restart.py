@@ -96,7 +96,9 @@ def _failed(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
     failed = [p for p in s.mine.values() if has_failed(p)]
     if failed:
         keep = s.settings.keep_log_tail
-        found = causes.root_cause(s.status.attempt, failed, _rank_of(s), s.now, keep_log_tail=keep, port=_port(s))
+        found = causes.root_cause(
+            s.status.attempt, failed, _rank_of(s), s.now, keep_log_tail=keep, launched=_launched(s)
+        )
         yield reasons.RANK_FAILED, _with_limit(s, _stepped(s, found))
 
 
@@ -207,7 +209,7 @@ def _cause(s: Scene, first: api.Failure) -> tuple[api.Failure, rules.Class]:
         lost=[_failure(s, p.rank, p.name, causes.NODE_LOST, p.node) for p in s.mine.values() if p.uid in s.lost],
         early=_completed(s),
         steps={rank: pace.step for rank, pace in s.paces.items()},
-        port=_port(s),
+        launched=_launched(s),
     )
     failure = _with_limit(s, failure)
     return replace(_stepped(s, failure), failure_class=""), found
@@ -261,10 +263,8 @@ def _completed(s: Scene) -> api.Failure | None:
     node = pods[first].node if first in pods else ""
     name = contract.present_pod_name(s.job, s.status, first)
     failure = _failure(s, first, name, causes.ENDED_EARLY, node)
-    pace = s.paces.get(first) if failure.rank == first else None
-    # What rank 0 has reported last is its own; of another rank only its own pace says anything.
-    step = pace.step if pace is not None else failure.step if first == 0 else None
-    return replace(failure, step=step or None, time=ends.get(first, s.now))
+    # What rank 0 has reported last is its own; of another rank only its own reports say anything.
+    return replace(failure, step=failure.step if first == 0 else None, time=ends.get(first, s.now))
 
 
 def _has_trained_before(status: api.Status) -> bool:
@@ -292,10 +292,10 @@ def _with_limit(s: Scene, failure: api.Failure) -> api.Failure:
     return replace(failure, exception=said[: causes.EXCEPTION_MAX])
 
 
-def _port(s: Scene) -> int | None:
-    """Where rank 0 listens."""
+def _launched(s: Scene) -> causes.Launched:
     port = s.status.master_addr.rpartition(":")[2]
-    return int(port) if port.isdecimal() else None
+    found = launcher.find(launcher.command_of(s.spec.template))
+    return causes.Launched(int(port) if port.isdecimal() else None, found is not None and found.name != "ddprun")
 
 
 def _ran_seconds(s: Scene) -> float:

@@ -298,6 +298,7 @@ def test_a_new_pod_is_told_what_is_left_of_the_budgets() -> None:
         "stall": 10,
         "inARow": 3,
         "chargedInARow": 3,
+        "peersLost": 0,
         "step": 0,
         "replaced": 1,
         "known": {"replacement": 0, "application": 2, "infrastructure": 0, "stall": 0},
