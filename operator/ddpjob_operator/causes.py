@@ -151,6 +151,11 @@ def blames_node(failure: api.Failure) -> bool:
     return failure.reason in _NODES_OWN or rules.DEVICE.search(failure.exception) is not None
 
 
+def weigh(recorded: api.Failure) -> Weight:
+    """How much a recorded failure counts as the cause of others."""
+    return _recorded_weight(recorded)
+
+
 def own_lines(log: str) -> list[str]:
     """The lines that the training printed itself: what torchrun adds when a worker has failed is cut off."""
     lines = log.splitlines()
@@ -332,7 +337,7 @@ def _recorded_weight(first: api.Failure) -> Weight:
 
 
 def _recorded_evidence(first: api.Failure) -> rules.Evidence:
-    by_pod = first.reason in rules.NODE_REASONS
+    by_pod = first.reason in rules.NODE_REASONS or first.reason == rules.POD_DEADLINE
     vanished = first.reason in (GONE, NODE_LOST)
     by_node = _recorded_weight(first) == Weight.NODE and not (by_pod or vanished)
     return rules.Evidence(
@@ -449,5 +454,6 @@ _PHRASES = {
     STOPPED: "was stopped from outside{code}: the pod was deleted, or its node drained",
     RESUMABLE: "saved and stopped{code} because a rank was told to stop",
     "Evicted": "was evicted by the kubelet",
+    rules.POD_DEADLINE: "was ended{code}: the activeDeadlineSeconds of the pod's template are over",
     **DISRUPTIONS,
 }

@@ -78,8 +78,7 @@ def restarting(s: Scene) -> Verdict | None:
 
 def _signs(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
     """What shows that this attempt cannot go on; the strongest first."""
-    yield from _failed(s)
-    yield from _gone(s)
+    yield from sorted((*_failed(s), *_gone(s)), key=lambda sign: causes.weigh(sign[1]))
     yield from _stopped_from_outside(s)
     yield from _never_configured(s)
     yield from _stalled(s)
