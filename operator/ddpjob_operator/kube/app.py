@@ -166,8 +166,17 @@ class Operator:
         self._queue: Queue[Key] = Queue(self._look, clock=time.monotonic)
         self._events = Events(self._client, instance=os.environ.get("HOSTNAME", ""))
         reporting = build.Reporting(self.settings.status_url) if self.settings.status_url else None
-        executor = Executor(self._client, self.caches, self._events, now=_now, reporting=reporting)
-        self._reconciler = Reconciler(self.caches, executor, now=_now, settings=self.settings.rules)
+        executor = Executor(
+            self._client,
+            self.caches,
+            self._events,
+            now=_now,
+            clock=time.monotonic,
+            reporting=reporting,
+            progressed=self._queue.progressed,
+        )
+        rules = self.settings.rules
+        self._reconciler = Reconciler(self.caches, executor, now=_now, clock=time.monotonic, settings=rules)
 
     async def start(self) -> None:
         """Returns once the DDPJobs can be watched; waits for the CRD and the rights to do so."""
@@ -234,7 +243,7 @@ class Operator:
             if task.done():
                 return f"{task.get_name()} has ended"
         if self._queue.stuck_seconds() > STUCK_SECONDS:
-            return f"a look at a job has been going on for {self._queue.stuck_seconds():.0f} s"
+            return f"a look at a job has got no answer for {self._queue.stuck_seconds():.0f} s"
         if self._ending_since is not None and (took := time.monotonic() - self._ending_since) > STUCK_SECONDS:
             return f"it stopped leading {took:.0f} s ago, and what it did then has not ended"
         for reflector in self._reflectors:
