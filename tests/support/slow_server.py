@@ -13,7 +13,7 @@ from unittest import mock
 from virtual_time import VirtualLoop
 from worlds import manifest
 
-from ddpjob_operator.kube import app
+from ddpjob_operator.kube import app, lease
 from ddpjob_operator.kube.client import NO_ANSWER, ApiError, Limits
 
 Raw = dict[str, Any]
@@ -147,7 +147,9 @@ async def _end_all() -> None:
 @contextlib.contextmanager
 def _clock(loop: VirtualLoop) -> Iterator[None]:
     clock = SimpleNamespace(monotonic=loop.time)
-    with mock.patch.object(app, "time", clock), mock.patch.object(app, "_now", loop.now):
+    with contextlib.ExitStack() as stack:
+        for module, name, value in ((app, "time", clock), (app, "_now", loop.now), (lease, "_now", loop.now)):
+            stack.enter_context(mock.patch.object(module, name, value))
         yield
 
 

@@ -52,18 +52,18 @@ def test_small_jobs_start_at_once_beside_a_job_of_a_thousand_pods() -> None:
 
 
 @pytest.mark.parametrize(
-    "slow",
+    ("slow", "jobs", "nodes"),
     [
-        {"create": 10.0},
-        {"create": 31.0},
-        {"replace": 10.0},
-        {"replace": 31.0},
-        {"list": 10.0},
-        {"create": 25.0, "replace": 25.0, "get": 25.0},
+        ({"create": 10.0}, 1, 1000),
+        ({"create": 10.0}, 60, 20),
+        ({"create": 31.0}, 400, 1),
+        ({"replace": 10.0}, 400, 1),
+        ({"replace": 31.0}, 60, 20),
+        ({"list": 10.0}, 200, 1),
+        ({"create": 25.0, "replace": 25.0, "get": 25.0}, 60, 20),
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("jobs", "nodes"), [(1, 1000), (60, 20), (400, 1)])
 def test_a_namespace_with_a_slow_webhook_slows_nobody_else_and_the_operator_is_not_stuck(
     slow: dict[str, float], jobs: int, nodes: int
 ) -> None:

@@ -45,6 +45,11 @@ RIGHTS = (
 # keeps the Lease says what is missing.
 LEASE_RIGHT = Right("coordination.k8s.io", "leases", ("get", "create", "update"), "which of several operators acts")
 
+# In each watched namespace, or in one of them all, for one name; list, where all namespaces are watched, for the other.
+CLAIM_RIGHT = Right(
+    "coordination.k8s.io", "leases", ("get", "create", "update", "list"), "which of several releases acts"
+)
+
 
 async def wait_for_jobs(client: Client, namespaces: Sequence[str]) -> None:
     """Until the DDPJobs of any of the namespaces can be listed: the CRD is there, and we may. Says what is missing.

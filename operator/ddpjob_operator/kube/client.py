@@ -69,9 +69,9 @@ class Client:
         self,
         log_in: Callable[[], kopf.ConnectionInfo] = login,
         limits: Limits = Limits(),
-        may_write: Callable[[], bool] = lambda: True,
+        may_write: Callable[[str], bool] = lambda _path: True,
     ) -> None:
-        """may_write: asked right before each write is sent, each of its tries too; where it says no, none is sent."""
+        """may_write: asked with the path right before each try of each write; where it says no, none is sent."""
         self.limits = limits
         self._may_write = may_write
         self._log_in = log_in
@@ -178,7 +178,7 @@ class Client:
     ) -> Raw:
         url = info.server.rstrip("/") + path
         data = None if body is None else orjson.dumps(body)
-        if _changes_something(method, path) and not self._may_write():
+        if _changes_something(method, path) and not self._may_write(path):
             raise ApiError(NO_ANSWER, "NotLeading", f"{method} {path}: not sent, for another operator may lead by now")
         try:
             async with session.request(method, url, params=params, data=data, headers=self._headers) as response:

@@ -132,6 +132,11 @@ class Reconciler:
         memory.heard_at = None if report.final else now
         return before is None or pace.advanced_at != before.advanced_at
 
+    def forget(self, whose: Callable[[Key], bool]) -> None:
+        """Others act on these jobs now: what was heard of them until then must not look like a hang later."""
+        for key in [key for key in self._memory if whose(key)]:
+            del self._memory[key]
+
     def listen(self) -> None:
         """Whether reports get here at all, every LISTEN_SECONDS: where most jobs go silent together, all clocks of
         those that are still heard start anew."""
