@@ -25,6 +25,7 @@ from ddpjob_operator.scene import (
     CreateService,
     DeleteJob,
     DeletePod,
+    EndPod,
     Scene,
     Settings,
     Verdict,
@@ -417,4 +418,15 @@ def _sentence(problems: Sequence[Problem]) -> str:
     return "; ".join(str(p) for p in problems)
 
 
-__all__ = ["Action", "CreatePod", "CreateService", "DeleteJob", "DeletePod", "Event", "Plan", "Settings", "plan"]
+__all__ = [
+    "Action",
+    "CreatePod",
+    "CreateService",
+    "DeleteJob",
+    "DeletePod",
+    "EndPod",
+    "Event",
+    "Plan",
+    "Settings",
+    "plan",
+]

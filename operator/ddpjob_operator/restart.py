@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ddpjob import rules
-from ddpjob_operator import api, causes, contract, endings, launcher, reasons, stall
+from ddpjob_operator import api, causes, contract, culprit, endings, launcher, reasons, stall
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Pod
 from ddpjob_operator.reasons import Reason
@@ -74,7 +74,8 @@ def restarting(s: Scene) -> Verdict | None:
     grace = None if s.recorded.reason == reasons.DISRUPTED.name else restart_grace_seconds(s.spec)
     text = causes.sentence(seen)
     status = statuses.with_failure(s.status, seen, text)
-    return Verdict(replace(status, message=_ending(s, text)), s.stop(s.alive, grace))
+    actions, again = culprit.stop(s, first, s.alive, grace)
+    return Verdict(replace(status, message=_ending(s, text)), actions, again)
 
 
 def _signs(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
@@ -193,7 +194,7 @@ def _cause(s: Scene, first: api.Failure) -> tuple[api.Failure, rules.Class]:
         nodes=s.spec.nodes,
         keep_log_tail=s.settings.keep_log_tail,
     )
-    return replace(_stepped(s, failure), failure_class=""), found
+    return replace(_stepped(s, culprit.with_log(s, failure)), failure_class=""), found
 
 
 def _unfit(s: Scene) -> list[str]:

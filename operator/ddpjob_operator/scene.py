@@ -47,13 +47,21 @@ class DeletePod:
 
 
 @dataclass(frozen=True)
+class EndPod:
+    """Stop a pod with its own terminationGracePeriodSeconds, and keep its object, with its log."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True)
 class DeleteJob:
     """Delete the job itself, with all that it owns."""
 
     uid: str
 
 
-Action = CreateService | CreatePod | DeletePod | DeleteJob
+Action = CreateService | CreatePod | DeletePod | EndPod | DeleteJob
 
 
 @dataclass(frozen=True)

@@ -240,6 +240,9 @@ class Cluster:
         elif process is None:
             if raw["status"]["phase"] == "Pending":
                 self._start(node, raw)
+        elif alive and "activeDeadlineSeconds" in raw["spec"]:
+            process.phase_reason = "DeadlineExceeded"
+            self._stop(node, process, int(raw["spec"]["terminationGracePeriodSeconds"]))
         else:
             self._report(node, process)
 
@@ -288,7 +291,7 @@ class Cluster:
             return
         process.alive = False
         process.terminated = terminated(code, reason, message, stamp(self._loop.now()))
-        process.phase_reason = phase_reason
+        process.phase_reason = phase_reason or process.phase_reason
         self._training.left(process, code)
         node = self.nodes[process.node]
         if self._faults.at("exit") == "phase later":
@@ -305,7 +308,7 @@ class Cluster:
             self._status(node, raw, "Running", {"running": {}}, ready=True)
             return
         code = process.terminated["exitCode"]
-        phase = "Running" if phase_later else "Succeeded" if code == 0 else "Failed"
+        phase = "Running" if phase_later else "Succeeded" if code == 0 and not process.phase_reason else "Failed"
         self._status(node, raw, phase, {"terminated": process.terminated}, reason=process.phase_reason)
         raw = self.pod_of(process.uid)
         if raw is not None and "deletionTimestamp" in raw["metadata"]:

@@ -36,7 +36,7 @@ RIGHTS = (
     Right(api.GROUP, api.PLURAL, ("get", "list", "watch"), "to see the jobs"),
     Right(api.GROUP, f"{api.PLURAL}/status", ("update",), "to say how they are"),
     Right(api.GROUP, api.PLURAL, ("delete",), "for ttlSecondsAfterFinished"),
-    Right("", "pods", ("get", "list", "watch", "create", "delete"), "the nodes of a job"),
+    Right("", "pods", ("get", "list", "watch", "create", "patch", "delete"), "the nodes of a job"),
     Right("", "services", ("get", "list", "watch", "create"), "the DNS names of a job; deleted with it by its owner"),
     Right("", "events", ("create",), "what kubectl describe shows"),
     Right("", "nodes", ("list", "watch"), "to see which are lost", cluster_wide=True),

@@ -22,7 +22,8 @@ from ddpjob_operator.kube.nodes import Nodes
 from ddpjob_operator.kube.shares import Shares
 from ddpjob_operator.kube.store import Jobs, Key, Store
 from ddpjob_operator.observed import Pod
-from ddpjob_operator.plan import Action, CreatePod, CreateService, DeleteJob, DeletePod, Plan
+from ddpjob_operator.plan import Action, CreatePod, CreateService, DeleteJob, DeletePod, EndPod, Plan
+from ddpjob_operator.scene import restart_grace_seconds
 
 _LOGGER = logging.getLogger(__name__)
 JOBS_PATH = f"/apis/{api.GROUP}/{api.VERSION}/namespaces/{{}}/{api.PLURAL}"
@@ -86,6 +87,7 @@ class Executor:
         # They tell of what is recorded, so they wait for nothing that comes after it and may fail.
         self._events.send(job.metadata, todo.events, self._now())
         deletes = [partial(self._delete, job, a) for a in todo.actions if isinstance(a, DeletePod)]
+        deletes += [partial(self._end, job, a) for a in todo.actions if isinstance(a, EndPod)]
         whole = await self._in_turn(self._deletes, job, deletes)
         whole = await self._create_all(job, todo.actions, memory) and whole
         for action in todo.actions:
@@ -165,6 +167,18 @@ class Executor:
             self._caches.pods.put(answer)
         else:
             self._caches.pods.remove(namespace, action.name, action.uid)
+
+    async def _end(self, job: api.DDPJob, action: EndPod) -> None:
+        path = f"/api/v1/namespaces/{job.metadata.namespace}/pods/{action.name}"
+        body = {"metadata": {"uid": action.uid}, "spec": {"activeDeadlineSeconds": observe.END_NOW_SECONDS}}
+        try:
+            self._caches.pods.put(await self._client.patch(path, body))
+        except ApiError as error:
+            if error.status not in (403, 404, 405, 409, 422):
+                raise
+            # A role of an older chart, or a pod that is no longer what it was: a delete knows what to do then.
+            _LOGGER.info("%s is deleted, with its log, for it cannot be ended otherwise: %s", path, error)
+            await self._delete(job, DeletePod(action.name, action.uid, restart_grace_seconds(job.spec)))
 
     async def _delete_job(self, job: api.DDPJob, action: DeleteJob) -> None:
         metadata = job.metadata
