@@ -23,7 +23,6 @@ from ddpjob_operator.scene import (
     Settings,
     Verdict,
     after,
-    has_failed,
     is_past,
     name_pods,
     new_attempt,
@@ -80,18 +79,18 @@ def restarting(s: Scene) -> Verdict | None:
 
 def _signs(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
     """What shows that this attempt cannot go on; the strongest first."""
-    yield from _failed(s)
-    yield from _gone(s)
+    yield from sorted((*_failed(s), *_gone(s)), key=lambda sign: causes.weigh(sign[1]))
     yield from _stopped_from_outside(s)
     yield from _never_configured(s)
     yield from _stalled(s)
 
 
 def _failed(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
-    failed = [p for p in s.mine.values() if has_failed(p)]
-    if failed:
+    if s.failed:
         keep = s.settings.keep_log_tail
-        found = causes.root_cause(s.status.attempt, failed, _rank_of(s), s.now, keep_log_tail=keep)
+        # Nothing of this attempt was told to stop by us: who else did it may explain what failed.
+        signs = [*s.failed, *(p for p in s.alive if p.stop_asked_at is not None)]
+        found = causes.root_cause(s.status.attempt, signs, _rank_of(s), s.now, keep_log_tail=keep)
         yield reasons.RANK_FAILED, _stepped(s, found)
 
 
@@ -187,7 +186,7 @@ def _cause(s: Scene, first: api.Failure) -> tuple[api.Failure, rules.Class]:
     """The cause by all that is known now: the first sign, and every pod that has ended badly, gone or not."""
     failure, found = causes.settle(
         first,
-        [p for p in {**s.departed, **s.mine}.values() if has_failed(p)],
+        s.failed,
         _rank_of(s),
         s.now,
         stepped=s.status.first_step_time is not None,

@@ -138,6 +138,14 @@ class Scene:
         return [p for p in (*self.mine.values(), *self.older) if p.live]
 
     @property
+    def failed(self) -> list[Pod]:
+        """The pods of the present attempt that ended otherwise than completed, those that are gone included. A rank
+        that is recorded as completed stays so, whatever becomes of its pod."""
+        completed = contract.numbers(self.status.completed_nodes)
+        pods = {**self.departed, **self.mine}.values()
+        return [p for p in pods if p.has_failed and p.rank not in completed]
+
+    @property
     def standstill(self) -> stall.Finding | None:
         """What the reports prove of a job that makes no step."""
         return stall.find(self.paces, self.spec.stall, self.now)
@@ -241,7 +249,7 @@ def note(
     """The facts that outlive their pods: who has run, who has completed."""
     # A name is used once: what had a node may have run, and may still run where nobody looks.
     started = {r for r, p in mine.items() if p.trainer.state != "waiting"} | {r for r, p in departed.items() if p.node}
-    done = {r for r, p in {**departed, **mine}.items() if has_completed(p)}
+    done = {r for r, p in {**departed, **mine}.items() if p.has_completed}
     ready = sum(p.trainer.state == "running" and p.trainer.ready and p.live for p in mine.values())
     meet = seen.master_addr if seen.master_addr is not None else str(contract.endpoint(job, status.attempt))
     return replace(
@@ -312,16 +320,6 @@ def is_own(pod: Pod, job: api.DDPJob) -> bool:
 def is_namesake(pod: Pod, job: api.DDPJob) -> bool:
     """Whether a deleted job of the same name made it: of two jobs of one name only one can be there."""
     return pod.job == job.metadata.name and bool(pod.owner_uid) and not is_own(pod, job)
-
-
-def has_completed(pod: Pod) -> bool:
-    """Ended with 0 by itself. Exit 0 after being told to stop is not success."""
-    return pod.trainer.state == "ended" and pod.trainer.exit_code == 0 and not pod.told_to_stop
-
-
-def has_failed(pod: Pod) -> bool:
-    """Ended in any other way."""
-    return pod.ended and not has_completed(pod)
 
 
 def restart_grace_seconds(spec: api.Spec) -> int:

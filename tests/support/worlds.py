@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ddpjob_operator import api, validation
+from ddpjob_operator import api, facts, validation
 from ddpjob_operator.observed import Agent, Container, Foreign, Node, Observed, Pod, Refusal, Report
 from ddpjob_operator.plan import (
     Action,
@@ -70,7 +70,7 @@ class World:
         self.settings = Settings()
         self.events: list[Event] = []
         self.deleted_job = False
-        self._made = 0
+        self._made = self._looks = 0
 
     # ---------------------------------------------------------------- looking and acting
 
@@ -136,7 +136,7 @@ class World:
             pod = self.pods[action.name]
             assert pod.uid == action.uid, "a delete carries the uid that was seen"
             if pod.live and action.grace_seconds != 0:
-                self.pods[action.name] = replaced(pod, stop_asked_at=self.now)
+                self._see(replaced(pod, stop_asked_at=self.now))
             else:
                 del self.pods[action.name]
         elif isinstance(action, EndPod):
@@ -260,8 +260,13 @@ class World:
 
     def _change(self, rank: int, **fields: Any) -> World:
         pod = self._pod(rank)
-        self.pods[pod.name] = replaced(pod, **fields)
+        self._see(replaced(pod, **fields))
         return self
+
+    def _see(self, pod: Pod) -> None:
+        """As the shells do it: what is seen now is added to what was."""
+        self._looks += 1
+        self.pods[pod.name] = facts.merge(self.pods.get(pod.name), pod, self._looks)
 
 
 def digits(**spec: Any) -> World:

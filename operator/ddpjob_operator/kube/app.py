@@ -26,7 +26,7 @@ import kopf
 import uvloop
 from aiohttp import web
 
-from ddpjob_operator import api, build, contract
+from ddpjob_operator import api, build, contract, facts
 from ddpjob_operator.kube import access, observe
 from ddpjob_operator.kube.claims import Claims, namespace_of
 from ddpjob_operator.kube.client import ApiError, Client, Limits
@@ -149,7 +149,7 @@ class Operator:
         """Since when a term of leading comes to its end."""
         self.caches = Caches(
             Jobs(self._mark),
-            Store(observe.pod, _job_of, self._pod_changed),
+            Store(observe.pod, _job_of, self._pod_changed, facts.merge),
             Store(observe.service, _job_of, lambda key, _old, _new: self._mark(key)),
             Nodes(self._node_changed, _now),
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ddpjob import rules
 from ddpjob_operator import api, contract
 from ddpjob_operator.observed import Container, Foreign, Pod
 from ddpjob_operator.podspec import trainer_container
@@ -138,12 +139,14 @@ def _sidecars_run(raw: Raw) -> bool:
 def _container(status: Raw) -> Container:
     state = status.get("state") or {}
     if ended := state.get("terminated"):
+        made = ended.get("startedAt") or ended.get("containerID") or status.get("containerID")
         return Container(
             "ended",
             str(ended.get("reason") or ""),
             str(ended.get("message") or ""),
             exit_code=ended.get("exitCode"),
             ended_at=time(ended.get("finishedAt")),
+            ran=bool(made) or ended.get("reason") not in rules.LOST_CONTAINER,
         )
     if "running" in state:
         return Container("running", ready=bool(status.get("ready")))
