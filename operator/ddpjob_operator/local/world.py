@@ -22,6 +22,7 @@ from ddpjob_operator.local.logs import Log
 from ddpjob_operator.observed import Container, Observed, Pod, Report
 from ddpjob_operator.plan import Action, CreatePod, CreateService, DeletePod, EndPod
 from ddpjob_operator.podspec import grace_seconds
+from ddpjob_operator.scene import restart_grace_seconds
 
 TERMINATION_MESSAGE_BYTES = 4096
 READ_BYTES = 1 << 18  # four times what a pipe holds: one read empties it
@@ -109,7 +110,7 @@ class World:
             elif isinstance(action, DeletePod):
                 self._delete(job, action)
             elif isinstance(action, EndPod):  # no log goes here in any case
-                self._delete(job, DeletePod(action.name, action.uid))
+                self._delete(job, DeletePod(action.name, action.uid, restart_grace_seconds(job.spec)))
 
     def body(self, job: api.DDPJob, action: CreatePod) -> build.Body:
         """The pod as the cluster would get it, but for the address where the ranks meet."""
