@@ -45,7 +45,7 @@ def _added(earlier: Pod, later: Pod) -> Pod:
         trainer=container(earlier.trainer, later.trainer),
         sidecars_run=later.sidecars_run and not over,
         completed=earlier.completed,
-        ended_first=earlier.ended_first,
+        ended_first=earlier.ended_first or (later.ended_first and not earlier.ended),
         ended_seen=earlier.ended_seen,
         stop_seen=earlier.stop_seen,
     )

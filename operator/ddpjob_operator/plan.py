@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ddpjob_operator import api, causes, contract, in_place, launcher, podspec, reasons, replacing, restart
+from ddpjob_operator import api, causes, contract, in_place, launcher, podspec, reasons, replacing, restart, times
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Observed, Pod
 from ddpjob_operator.reasons import Reason
@@ -85,6 +85,7 @@ def plan(
     """What to do next for `job`. problems: what validation found in its spec."""
     if job.metadata.deletion_timestamp is not None or job.spec.managed_by or is_stale(job, seen):
         return Plan()
+    written, job = job.status, replace(job, status=_not_ahead(job, now, settings))
     scene = look(job, seen, now, tuple(problems), settings)
     verdict = next(v for rule in RULES if (v := rule(scene)) is not None)
     new = statuses.finish(job.status, verdict.status, job, _sentence(problems), now)
@@ -92,7 +93,7 @@ def plan(
     again = earliest(verdict.look_again_at, wait_until, next_loss(job, seen, settings, now), restart.next_look(scene))
     return Plan(
         actions=(*clear(scene), *verdict.actions),
-        status=None if new == job.status else new,
+        status=None if new == written else new,
         events=(*events(job.status, new), *restarts_in_place(job.status, new), *remarks(job, new)),
         look_again_at=again,
     )
@@ -304,6 +305,12 @@ def clear(s: Scene) -> tuple[DeletePod, ...]:
     logs of long ago are many."""
     left = [p for p in s.left if is_over(p, s.recorded)]
     return tuple(DeletePod(p.name, p.uid, 0) for p in (*left, *s.orphans))
+
+
+def _not_ahead(job: api.DDPJob, now: dt.datetime, settings: Settings) -> api.Status:
+    retries = job.status.start_retries
+    waits = start_back_off_seconds(job.metadata.uid, retries) if retries else 0
+    return times.not_ahead(job.status, now, start_back_off_seconds=waits, avoid_seconds=settings.avoid_node_seconds)
 
 
 def start_back_off_seconds(uid: str, retries: int) -> int:

@@ -157,6 +157,7 @@ class Reconciler:
                 yield memory.heard_at
 
     async def _plan(self, key: Key, job: api.DDPJob, problems: list[validation.Problem], memory: Memory) -> Plan:
+        memory.keep_time(self._now())
         await self._check_strangers(job, memory)
         await self._confirm_gone(key, job, memory)
         todo = self._plan_now(key, job, problems, memory)
