@@ -239,6 +239,11 @@ def log_tail(log: str) -> str:
     return rest or first
 
 
+def tail_of(pod: Pod) -> str:
+    """The end of the log of a pod that has ended, whatever ended it."""
+    return log_tail(_heard(pod, None).log)
+
+
 # ---------------------------------------------------------------- weighing
 
 

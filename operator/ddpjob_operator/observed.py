@@ -74,6 +74,8 @@ class Pod:
     stop_by: dt.datetime | None = None
     """When its grace ends (deletionTimestamp)."""
     trainer: Container = Container("waiting")
+    told_to_end: bool = False
+    """Whether it was told to end and to stay, by its activeDeadlineSeconds."""
     sidecars_run: bool = False
     """Whether a container beside the trainer has not ended."""
     completed: bool = False

@@ -1,8 +1,8 @@
 """What to do next: the one function that decides, in the cluster, in the local run and in the simulation.
 
 `plan(job, seen, now)` does no I/O, takes the time as an argument, gives a plan for any world, and never trusts an
-event, only what is there. Whoever calls it writes the status first (only if it changed), then deletes, then creates,
-and then sends the events. A pod is deleted only for a reason that the *observed* status already records: a failure or
+event, only what is there. Whoever calls it writes the status first (only if it changed), sends the events, then
+deletes, then creates. A pod is deleted only for a reason that the *observed* status already records: a failure or
 a completed rank is never lost with the pod that proved it. So a stop takes two looks: one records, the next deletes.
 """
 
@@ -25,6 +25,7 @@ from ddpjob_operator.scene import (
     CreateService,
     DeleteJob,
     DeletePod,
+    EndPod,
     Scene,
     Settings,
     Verdict,
@@ -424,4 +425,15 @@ def _sentence(problems: Sequence[Problem]) -> str:
     return "; ".join(str(p) for p in problems)
 
 
-__all__ = ["Action", "CreatePod", "CreateService", "DeleteJob", "DeletePod", "Event", "Plan", "Settings", "plan"]
+__all__ = [
+    "Action",
+    "CreatePod",
+    "CreateService",
+    "DeleteJob",
+    "DeletePod",
+    "EndPod",
+    "Event",
+    "Plan",
+    "Settings",
+    "plan",
+]

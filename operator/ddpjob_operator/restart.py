@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ddpjob import rules
-from ddpjob_operator import api, causes, contract, endings, launcher, podspec, reasons, stall
+from ddpjob_operator import api, causes, contract, culprit, endings, launcher, podspec, reasons, stall
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Pod
 from ddpjob_operator.reasons import Reason
@@ -79,7 +79,8 @@ def restarting(s: Scene) -> Verdict | None:
     grace = None if s.recorded.reason == reasons.DISRUPTED.name else restart_grace_seconds(s.spec)
     text = causes.sentence(seen)
     status = statuses.with_failure(s.status, seen, text)
-    return Verdict(replace(status, message=_ending(s, text)), s.stop(s.alive, grace))
+    actions, again = culprit.stop(s, first, s.alive, grace)
+    return Verdict(replace(status, message=_ending(s, text)), actions, again)
 
 
 def _signs(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
@@ -210,7 +211,7 @@ def _cause(s: Scene, first: api.Failure) -> tuple[api.Failure, rules.Class]:
         steps={rank: pace.step for rank, pace in s.paces.items()},
         launched=_launched(s),
     )
-    failure = _with_limit(s, failure)
+    failure = _with_limit(s, culprit.with_log(s, failure))
     return replace(_stepped(s, failure), failure_class=""), found
 
 

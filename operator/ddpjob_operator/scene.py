@@ -47,13 +47,21 @@ class DeletePod:
 
 
 @dataclass(frozen=True)
+class EndPod:
+    """Stop a pod with its own terminationGracePeriodSeconds, and keep its object, with its log."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True)
 class DeleteJob:
     """Delete the job itself, with all that it owns."""
 
     uid: str
 
 
-Action = CreateService | CreatePod | DeletePod | DeleteJob
+Action = CreateService | CreatePod | DeletePod | EndPod | DeleteJob
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,8 @@ class Settings:
     """What the shell, not the user, decides."""
 
     progress_write_seconds: float = 10.0
-    """Progress alone writes the status at most this often: with a hundred jobs that is 10 writes a second."""
+    """Progress alone writes the status at most this often; with more than a hundred jobs less often, for all of them
+    together may write 10 times a second (kube/progress_turns.py)."""
     lost_node_seconds: float = 30.0
     """A node that is not ready for so long is lost; the cluster itself takes 10 to 50 s to call it not ready."""
     config_error_seconds: float = 600.0

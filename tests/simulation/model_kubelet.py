@@ -253,6 +253,9 @@ class Cluster:
         elif process is None:
             if raw["status"]["phase"] == "Pending":
                 self._start(node, raw)
+        elif alive and "activeDeadlineSeconds" in raw["spec"]:
+            process.phase_reason = "DeadlineExceeded"
+            self._stop(node, process, int(raw["spec"]["terminationGracePeriodSeconds"]))
         else:
             self._report(node, process)
 
@@ -309,7 +312,7 @@ class Cluster:
         process.alive = False
         node = self.nodes[process.node]
         process.terminated = terminated(code, reason, message, stamp(self._loop.now() + node.skew))
-        process.phase_reason = phase_reason
+        process.phase_reason = phase_reason or process.phase_reason
         self._training.left(process, code)
         # Whom the kubelet itself has ended it tells of at once, but for a success: of that the phase may come later.
         at_once = phase_reason and code != 0

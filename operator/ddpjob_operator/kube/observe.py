@@ -13,6 +13,8 @@ from ddpjob_operator.observed import Container, Foreign, Pod
 from ddpjob_operator.podspec import trainer_container
 
 Raw = Mapping[str, Any]
+# What we set as activeDeadlineSeconds of a pod that is to end and to stay: the least that there is.
+END_NOW_SECONDS = 1
 # Waiting for its turn: nothing is wrong with a container that says so.
 _IN_TURN = ("", "PodInitializing", "ContainerCreating")
 
@@ -55,6 +57,7 @@ def pod(raw: Raw) -> Pod:
         stop_asked_at=stop_asked_at(metadata),
         stop_by=time(metadata.get("deletionTimestamp")),
         trainer=mine,
+        told_to_end=(raw.get("spec") or {}).get("activeDeadlineSeconds") == END_NOW_SECONDS,
         sidecars_run=_sidecars_run(raw),
     )
 
