@@ -39,7 +39,10 @@ def cli() -> None:
     "--status", type=click.Path(dir_okay=False, path_type=Path), help="Keep the status document (JSON) in this file."
 )
 @click.option(
-    "--logs", type=click.Path(file_okay=False, path_type=Path), help="Where logs are kept.  [~/.local/state/ddpjob]"
+    "--logs",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where logs are kept: DIR/JOB/RUN, the last ten runs.  [~/.local/state/ddpjob]",
+    metavar="DIR",
 )
 @click.option(
     "--fail",
