@@ -180,7 +180,8 @@ def main() -> None:
     try:
         code = cli.main(prog_name="ddpjob", standalone_mode=False)
     except InputError as error:
-        click.echo(str(error), err=True)
+        # A value of the user's file is in it, and may hold what a terminal obeys.
+        click.echo("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in str(error)), err=True)
         code = 2
     except click.ClickException as error:
         error.show()
