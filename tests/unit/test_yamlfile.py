@@ -175,8 +175,10 @@ def test_a_name_that_no_file_can_have_is_said(tmp_path: Path) -> None:
 
 
 PIECES = st.sampled_from(
-    """a|b: |- |? |: |N|  |[|]|{|}|, |&x |*x|<<: |!!set |!t |'|"|\\|\\0|\\ud800|---N|...N|%YAML 1.1N|#|T|Z|é|0x|0b_|1e999
-    |.nan|2024-99-99|=|~|kind: DDPJobN|spec: |template: |containers: |name: |99999999999999999999999999""".replace("N", "\n")
+    """a|b: |- |? |: |N|  |[|]|{|}|, |&x |*x|<<: |!!set |!t |'|"|\\|\\0|\\ud800|---N|...N|%YAML 1.1N|#|T|Z|é|0x|0b_
+    |1e999|.nan|2024-99-99|=|~|kind: DDPJobN|spec: |template: |containers: |name: |99999999999999999999""".replace(
+        "N", "\n"
+    )
     .replace("T", "\t")
     .replace("Z", "\0")
     .split("|")
