@@ -17,12 +17,12 @@ look and the rename costs a file too many in the folder, nothing more.
 """
 
 import atexit
-import collections
 import contextlib
 import errno
 import hashlib
 import io
 import json
+import operator
 import os
 import random
 import re
@@ -36,19 +36,20 @@ from typing import IO, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from .errors import ConfigurationError, SnapshotError, StateError, Superseded
 from .init import World, active, before_leaving, store_of
 from .progress import announce, pause
+from .states import copied, refuse_sharded, restore, state_of
 
 FORMAT = 1
+STEP_MAX = 10**12 - 1  # of the digits in a state's name
 BROADCAST_CHUNK_BYTES = 64 * 1024 * 1024
 RNG_WAIT_SECONDS = 2.0  # how long the writing thread waits for the other ranks' random states; training does not wait
 
-_STATE_NAME = re.compile(r"step-(\d{12})\.writer-(\d{6})\.([0-9a-f]{16})\.pt")
-_WRITER_NAME = re.compile(r"writer-(\d{6})\.json")
-_TMP_NAME = re.compile(r"\.tmp-(\d{6})-\d+-\d+")
+_STATE_NAME = re.compile(r"step-(\d{12})\.writer-(\d{6,})\.([0-9a-f]{16})\.pt")
+_WRITER_NAME = re.compile(r"writer-(\d{6,})\.json")
+_TMP_NAME = re.compile(r"\.tmp-(\d{6,})-\d+-\d+")
 
 
 class Snapshot:
@@ -104,14 +105,15 @@ class Snapshot:
 
         step   steps made so far, at least 1.
         state  each an object with state_dict() (a DDP model is saved without its wrapper), or tensors, numbers,
-               strings, None, and dicts, lists and tuples of them.
+               strings, None, and dicts, lists and tuples of them. By exact type: what would come back as something
+               else (a DTensor, a subclass of Tensor, a namedtuple, a set, …) is a StateError that names it.
 
         Call it on every rank, or on rank 0 alone (then only rank 0's random state is kept); nothing here waits for
         another rank. Waits for the save before it. Raises SnapshotError for what went wrong there, StateError for what
         could not be read back, Superseded once a newer attempt owns the folder.
         """
-        if step < 1:
-            raise ConfigurationError(f"step: {step} must be at least 1: 0 means that there is no snapshot.")
+        step = _checked_step(step)
+        refuse_sharded(state)  # on every rank: rank 0 alone would find out in a call that waits for the others
         # A step that is saved again (in the loop, and at the end) must not wait for what the first save has taken.
         self._repeats = self._repeats + 1 if step == self._last_step else 0
         self._last_step = step
@@ -129,7 +131,7 @@ class Snapshot:
             "format": FORMAT,
             "step": step,
             "world_size": self.world_size,
-            "state": {name: _copied(_state_of(value), name) for name, value in state.items()},
+            "state": {name: copied(state_of(value), name) for name, value in state.items()},
         }
         rng = {0: _rng_state()}
         repeat = self._repeats
@@ -244,13 +246,14 @@ class Snapshot:
         taken. Raises StateError where a name was not saved, Superseded where a newer attempt owns the folder: on all
         ranks.
         """
+        refuse_sharded(objects)
         self.wait()
         found = self._agreed(self._choose_on_rank_0)
         if found is None:
             return 0
         data = self._read_everywhere(found)
         document = _decoded(data, found.path)
-        _restore(objects, document["state"], found.path)
+        restore(objects, document["state"], str(found.path))
         self.state = document["state"]
         _restore_rng(document, self.rank, self.world_size)
         announce(document["step"])
@@ -361,6 +364,18 @@ def _tell_unraised(reference: "weakref.ref[Snapshot]") -> None:
 
 def _rng_key(folder: Path, step: int, repeat: int, rank: int) -> str:
     return f"rng/{folder.name}/{step}/{repeat}/{rank}"
+
+
+def _checked_step(step: Any) -> int:
+    try:
+        whole = operator.index(step)  # numpy's integers would be written, and not read back
+    except TypeError:
+        raise ConfigurationError(f"step: {step!r} is no whole number.") from None
+    if not 1 <= whole <= STEP_MAX:
+        raise ConfigurationError(
+            f"step: {whole} must be at least 1, for 0 means that there is no snapshot, and at most {STEP_MAX}."
+        )
+    return whole
 
 
 # ---- files -------------------------------------------------------------------------------------------------
@@ -497,81 +512,20 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-# ---- states ------------------------------------------------------------------------------------------------
-
-
-def _unwrapped(value: Any) -> Any:
-    """A DDP model's names begin with "module."; saved without it, the state also fits the plain model."""
-    return value.module if isinstance(value, DistributedDataParallel) else value
-
-
-def _state_of(value: Any) -> Any:
-    value = _unwrapped(value)
-    return value.state_dict() if hasattr(value, "state_dict") else value
-
-
-def _copied(value: Any, where: str) -> Any:
-    """A deep copy on the CPU of what torch.load(weights_only=True) can read; StateError names anything else.
-
-    Checked now, because a state that can be written but not read is found out after the crash.
-    """
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return _copied_mapping(value, where)
-    if isinstance(value, (list, tuple, torch.Size)):
-        items = [_copied(item, f"{where}[{i}]") for i, item in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
-    if value is None or isinstance(value, (bool, bytes, torch.dtype, torch.device)):
-        return value
-    for plain in (int, float, str):  # numpy.float64 is a float, and would be pickled as numpy's
-        if isinstance(value, plain):
-            return plain(value)
-    raise StateError(
-        f"{where}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved: it would not be read back "
-        f"(weights_only=True). Save tensors, numbers, strings, and dicts, lists and tuples of them."
-    )
-
-
-def _copied_mapping(value: Mapping[Any, Any], where: str) -> Any:
-    copied = {_copied(key, f"{where} key"): _copied(item, f"{where}.{key}") for key, item in value.items()}
-    if isinstance(value, collections.Counter):  # MultiStepLR's milestones
-        return collections.Counter(copied)
-    if not isinstance(value, collections.OrderedDict):
-        return copied
-    ordered = collections.OrderedDict(copied)
-    if hasattr(value, "_metadata"):  # versions of the modules, which load_state_dict looks at
-        ordered._metadata = _copied(value._metadata, f"{where} metadata")  # type: ignore[attr-defined]
-    return ordered
+# ---- the document ------------------------------------------------------------------------------------------
 
 
 def _decoded(data: bytes, path: Path) -> dict[str, Any]:
-    document = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    if document.get("format") != FORMAT:
-        raise StateError(f"{path}: format {document.get('format')}, this library reads {FORMAT}.")
-    return dict(document)
-
-
-def _restore(objects: Mapping[str, Any], state: Mapping[str, Any], path: Path) -> None:
-    """All names are looked up before anything is changed."""
-    missing = sorted(set(objects) - set(state))
-    if missing:
-        raise StateError(f"{path}: has no {', '.join(missing)}; it has {', '.join(sorted(state)) or 'nothing'}.")
-    for name, target in objects.items():
-        target = _unwrapped(target)
-        if hasattr(target, "load_state_dict"):
-            target.load_state_dict(state[name])
-        elif isinstance(target, torch.Tensor):
-            with torch.no_grad():
-                target.copy_(state[name])
-        elif isinstance(target, dict):
-            target.clear()
-            target.update(state[name])
-        else:
-            raise StateError(
-                f"{name}: a {type(target).__name__} cannot be restored in place. Leave it out of load(): its value is "
-                f"in snapshot.state[{name!r}] afterwards."
-            )
+    try:
+        document = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # its bytes are what was written, perhaps by another version of torch
+        raise SnapshotError(
+            f"{path}: this torch {torch.__version__} does not read it: {_reason(error).splitlines()[0]}"
+        ) from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        found = document.get("format") if isinstance(document, dict) else None
+        raise StateError(f"{path}: format {found}, this library reads {FORMAT}.")
+    return document
 
 
 # ---- random states -----------------------------------------------------------------------------------------
