@@ -31,7 +31,8 @@ SECONDS_MAX = 315_360_000
 Seconds = Annotated[int, Meta(ge=1, le=SECONDS_MAX)]
 SecondsOrZero = Annotated[int, Meta(ge=0, le=SECONDS_MAX)]
 Count = Annotated[int, Meta(ge=0)]
-Time = dt.datetime
+# Without a zone it could not be compared with any other.
+Time = Annotated[dt.datetime, Meta(tz=True)]
 
 State = Literal["Pending", "Starting", "Running", "Restarting", "Failing", "Suspended", "Succeeded", "Failed"]
 

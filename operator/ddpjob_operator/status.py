@@ -170,13 +170,13 @@ def restarts(history: rules.History, *, windowed: bool) -> api.Restarts:
 
 
 def display(status: api.Status) -> api.Display:
-    """The texts of the printer columns."""
-    nodes, progress = status.nodes or api.Nodes(), status.progress
+    """The texts of the printer columns. Of a job that is over its nodes are those that completed."""
+    nodes, progress, done = status.nodes or api.Nodes(), status.progress, status.state in TERMINAL
+    there = len(contract.numbers(status.completed_nodes)) if done else nodes.ready
     if progress is None:
-        return api.Display(nodes=f"{nodes.ready}/{nodes.total}")
-    done = status.state in TERMINAL
+        return api.Display(nodes=f"{there}/{nodes.total}")
     return api.Display(
-        nodes=f"{nodes.ready}/{nodes.total}",
+        nodes=f"{there}/{nodes.total}",
         step=f"{progress.step}/{progress.total_steps}" if progress.total_steps else str(progress.step),
         progress="" if progress.percent is None else f"{progress.percent}%",
         eta="" if progress.eta_seconds is None or done else duration(progress.eta_seconds),
@@ -199,15 +199,28 @@ def apart_from_progress(status: api.Status) -> api.Status:
     return replace(status, progress=None, display=replace(shown, step="", progress="", eta=""))
 
 
+def clock(time: dt.datetime) -> str:
+    """08:04:28 UTC: a time of today, which no reader has to count from."""
+    return f"{time.astimezone(dt.timezone.utc):%H:%M:%S} UTC"
+
+
 def condition(status: api.Status, kind: str) -> bool:
     """Whether a condition is True."""
-    return any(c.type == kind and c.status == "True" for c in status.conditions)
+    found = find_condition(status, kind)
+    return found is not None and found.status == "True"
+
+
+def find_condition(status: api.Status, kind: str) -> api.Condition | None:
+    """A condition; None where it has never been shown."""
+    return next((c for c in status.conditions if c.type == kind), None)
 
 
 def _conditions(old: api.Status, new: api.Status, accepted: str, now: dt.datetime) -> list[api.Condition]:
     holds = _CONDITION_OF.get(new.state or "", set()) | (set() if accepted else {"Accepted"})
+    if new.reason == reasons.SUSPENDING.name:
+        holds = holds - {"Suspended"}  # whoever waits for it wants the GPUs, or the volume
     before = {c.type: c for c in old.conditions}
-    kinds = [k for k in _CONDITIONS if k in _ALWAYS_SHOWN or k in holds or k in before]
+    kinds = [k for k in _CONDITIONS if k in _ALWAYS_SHOWN or k in holds or k in before or k == new.state]
     return [_condition(kind, kind in holds, before.get(kind), new, accepted, now) for kind in kinds]
 
 
@@ -217,7 +230,7 @@ def _condition(
     reason, message = new.reason or "Unknown", new.message
     if kind == "Accepted":
         reason, message = (reasons.INVALID_SPEC.name, accepted) if accepted else ("Valid", "")
-    elif kind != "Running" and not holds:
+    elif kind != "Running" and not holds and kind != new.state:
         reason, message = f"Not{kind}", ""
     value: Literal["True", "False"] = "True" if holds else "False"
     return api.Condition(

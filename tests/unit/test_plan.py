@@ -124,6 +124,25 @@ def test_suspend_is_recorded_first_and_then_stops_the_pods_with_their_full_grace
     assert world.settle().status.message == "suspended; 2 pods still stopping"
 
 
+def test_the_condition_suspended_waits_for_the_last_pod() -> None:
+    """Whoever waits for it takes the GPUs or the volume, and a rank may be writing to it still."""
+    world = digits().running().change(suspend=True).settle()
+    assert (world.status.state, world.status.reason) == ("Suspended", "Suspending")
+    shown = statuses.find_condition(world.status, "Suspended")
+    assert shown is not None
+    assert (shown.status, shown.reason, shown.message) == (
+        "False",
+        "Suspending",
+        "suspended; 2 pods still stopping",
+    )
+    assert world.status.start_time is not None, "without it the API server lets nodes and template change"
+    world.stops(0).settle()
+    assert not statuses.condition(world.status, "Suspended")
+    world.stops(1).settle()
+    assert statuses.condition(world.status, "Suspended")
+    assert (world.status.reason, world.status.start_time) == ("Suspended", None)
+
+
 def test_what_stops_for_suspend_is_no_failure() -> None:
     world = digits().running().change(suspend=True).settle().stops_all().settle()
     assert world.status.state == "Suspended"
@@ -198,6 +217,7 @@ def test_active_deadline_fails_the_job_and_stops_its_pods_with_their_full_grace(
     world.stops_all().settle()
     assert (world.status.state, world.status.reason) == ("Failed", "DeadlineExceeded")
     assert world.status.last_failure is None, "a deadline is nobody's failure"
+    assert world.status.message == "not finished within activeDeadlineSeconds: 60", "nothing is stopping any more"
 
 
 def test_a_job_that_completes_at_its_deadline_has_succeeded() -> None:
@@ -209,7 +229,11 @@ def test_start_deadline_releases_all_pods_and_tries_again_later_under_a_new_atte
     assert world.plan().look_again_at == START + dt.timedelta(seconds=120)
     world.after(120).settle()
     assert (world.status.state, world.status.attempt, world.status.start_retries) == ("Pending", 2, 1)
+    said = world.status.message
+    assert said.startswith("1 of 2 nodes ran within startDeadlineSeconds: 120; all are released, next try at 07:1")
+    assert said.endswith(" UTC")
     world.stops_all().settle()
+    assert (world.status.reason, world.status.message) == ("StartBackOff", said), "no pod is there to wait for"
     assert world.names() == [], "two half-placed jobs must not block each other"
     again = world.plan().look_again_at
     assert again is not None
@@ -402,6 +426,15 @@ def test_goodput_books_each_second_where_it_was_spent() -> None:
     assert world.status.goodput is not None
     spent = world.status.goodput
     assert (spent.starting_seconds, spent.productive_seconds, spent.ratio) == (20, 80, 0.8)
+
+
+@pytest.mark.parametrize(("code", "shown"), [(0, "2/2"), (126, "1/2")])
+def test_the_nodes_of_a_job_that_is_over_are_those_that_completed(code: int, shown: str) -> None:
+    """0/2 reads like a failure of a job that succeeded."""
+    world = digits().running().exits(0).settle().exits(1, code=code).restarted()
+    assert world.status.state in ("Succeeded", "Failed")
+    assert world.status.display is not None
+    assert world.status.display.nodes == shown
 
 
 def test_a_condition_keeps_its_time_until_it_changes() -> None:
