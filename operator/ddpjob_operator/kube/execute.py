@@ -230,7 +230,8 @@ class Executor:
                 return await self._exists(kind, name, job, memory)
             if not is_refusal(error):
                 raise
-            memory.refuse(name, error.message, self._now())
+            said = build.in_users_words(error.message, body, job) if kind == "Pod" else error.message
+            memory.refuse(name, said, self._now())
             return False
         memory.created(name)
         self._store(kind).put(raw)
