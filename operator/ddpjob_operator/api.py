@@ -250,6 +250,8 @@ class Failure(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=T
     """The node's rank in the job."""
     pod: str = ""
     """The pod's name."""
+    init_container: str = ""
+    """The init container that failed; the trainer never ran then."""
     node: str = ""
     """The cluster node it ran on."""
     exit_code: int | None = None

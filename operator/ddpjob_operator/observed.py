@@ -30,6 +30,8 @@ class Container:
     exit_code: int | None = None
     """128 + n where signal n ended it, as everywhere in Kubernetes."""
     ended_at: dt.datetime | None = None
+    init: str = ""
+    """ended: the init container whose end this is; the trainer itself never ran."""
 
 
 @dataclass(frozen=True)

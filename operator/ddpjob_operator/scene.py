@@ -231,7 +231,8 @@ def note(
 ) -> api.Status:
     """The facts that outlive their pods: who has run, who has completed."""
     # A name is used once: what had a node may have run, and may still run where nobody looks.
-    started = {r for r, p in mine.items() if p.trainer.state != "waiting"} | {r for r, p in departed.items() if p.node}
+    ran = {r for r, p in mine.items() if p.trainer.state != "waiting" and not p.trainer.init}
+    started = ran | {r for r, p in departed.items() if p.node}
     done = {r for r, p in {**departed, **mine}.items() if has_completed(p)}
     ready = sum(p.trainer.state == "running" and p.trainer.ready and p.live for p in mine.values())
     meet = seen.master_addr if seen.master_addr is not None else str(contract.endpoint(job, status.attempt))
