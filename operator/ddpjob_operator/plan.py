@@ -19,6 +19,7 @@ from ddpjob_operator import (
     api,
     causes,
     contract,
+    hearing,
     in_place,
     invalid_spec,
     launcher,
@@ -100,7 +101,9 @@ def plan(
     scene = look(job, seen, now, tuple(problems), settings)
     verdict = next(v for rule in RULES if (v := rule(scene)) is not None)
     said = invalid_spec.with_remark(verdict.status, problems)
-    new = statuses.finish(recorded, said, job, invalid_spec.sentence(problems), now)
+    new = statuses.finish(
+        recorded, said, job, invalid_spec.sentence(problems), now, silent=is_past(hearing.old_at(scene.heard_at), now)
+    )
     new, wait_until = throttle(recorded, new, settings, now)
     again = earliest(verdict.look_again_at, wait_until, next_loss(job, seen, settings, now), restart.next_look(scene))
     return Plan(
@@ -296,9 +299,10 @@ def all_is_well(s: Scene) -> Verdict | None:
     reason, finding = reasons.ALL_NODES_RUN, s.standstill
     if finding is not None:
         reason, text = reasons.STALL_SUSPECTED, finding.sentence()
-    status = statuses.enter(s.status, "Running", reason, text, s.now)
+    status = statuses.enter(s.status, "Running", reason, f"{text}{_unheard(s)}", s.now)
     status = replace(status, start_retries=0, running_time=s.status.running_time or s.now)
-    return Verdict(status, look_again_at=s.active_deadline())
+    silence = (hearing.old_at(s.heard_at), hearing.missed_at(s.heard_at))
+    return Verdict(status, look_again_at=earliest(s.active_deadline(), *(t for t in silence if t and t > s.now)))
 
 
 # The order is the design. The last rule always speaks.
@@ -438,6 +442,12 @@ def _why_suspended(s: Scene) -> tuple[Reason, str]:
     if s.spec.suspend:
         return reasons.SUSPENDED, "suspended; set spec.suspend to false to go on"
     return reasons.INVALID_SPEC, f"{invalid_spec.sentence(s.problems)}; suspended until that is mended"
+
+
+def _unheard(s: Scene) -> str:
+    if s.heard_at is None or not is_past(hearing.missed_at(s.heard_at), s.now):
+        return ""
+    return f"; no report since {statuses.clock(s.heard_at)}"
 
 
 def _is_in_the_future(s: Scene) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from ddpjob_operator import api, contract, in_place, podspec, stall
+from ddpjob_operator import api, contract, hearing, in_place, podspec, stall
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Foreign, Node, Observed, Pod, Refusal
 from ddpjob_operator.validation import Problem
@@ -112,6 +112,8 @@ class Scene:
     settings: Settings
     paces: Mapping[int, stall.Pace] = field(default_factory=dict)
     """How the ranks of this attempt that report get on."""
+    heard_at: dt.datetime | None = None
+    """When rank 0 was heard last; None where nothing is expected of it."""
 
     @property
     def spec(self) -> api.Spec:
@@ -198,6 +200,7 @@ def look(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
         now=now,
         settings=settings,
         paces={rank: p for rank, p in seen.paces.items() if p.attempt in (0, status.attempt)},
+        heard_at=hearing.heard_at(status, seen),
     )
 
 

@@ -76,8 +76,13 @@ def is_broken(status: api.Status) -> bool:
     return failure.attempt == status.attempt and not failure.failure_class
 
 
-def finish(old: api.Status, new: api.Status, job: api.DDPJob, accepted: str, now: dt.datetime) -> api.Status:
-    """The status to write: conditions, texts and generation follow from the rest. accepted: "" or what is wrong."""
+def finish(
+    old: api.Status, new: api.Status, job: api.DDPJob, accepted: str, now: dt.datetime, *, silent: bool = False
+) -> api.Status:
+    """The status to write: conditions, texts and generation follow from the rest.
+
+    accepted: "" or what is wrong. silent: whether rank 0 has not been heard for so long that its figures are old.
+    """
     new = replace(
         new,
         observed_generation=job.metadata.generation,
@@ -85,7 +90,7 @@ def finish(old: api.Status, new: api.Status, job: api.DDPJob, accepted: str, now
         restarts=new.restarts or api.Restarts(),
         nodes=new.nodes or api.Nodes(total=job.spec.nodes),
     )
-    return replace(new, display=display(new), conditions=_conditions(old, new, accepted, now))
+    return replace(new, display=display(new, silent=silent), conditions=_conditions(old, new, accepted, now))
 
 
 def with_progress(status: api.Status, report: Report | None) -> api.Status:
@@ -169,18 +174,25 @@ def restarts(history: rules.History, *, windowed: bool) -> api.Restarts:
     )
 
 
-def display(status: api.Status) -> api.Display:
+def display(status: api.Status, *, silent: bool = False) -> api.Display:
     """The texts of the printer columns. Of a job that is over its nodes are those that completed."""
     nodes, progress, done = status.nodes or api.Nodes(), status.progress, status.state in TERMINAL
+    counts_down = status.state == "Running" and not silent
     there = len(contract.numbers(status.completed_nodes)) if done else nodes.ready
-    if progress is None:
+    if progress is None or not (done or is_of_this_attempt(status, progress)):
         return api.Display(nodes=f"{there}/{nodes.total}")
     return api.Display(
         nodes=f"{there}/{nodes.total}",
         step=f"{progress.step}/{progress.total_steps}" if progress.total_steps else str(progress.step),
         progress="" if progress.percent is None else f"{progress.percent}%",
-        eta="" if progress.eta_seconds is None or done else duration(progress.eta_seconds),
+        eta="" if progress.eta_seconds is None or not counts_down else duration(progress.eta_seconds),
     )
+
+
+def is_of_this_attempt(status: api.Status, progress: api.Progress) -> bool:
+    """Whether the ranks that train now have said it, and not those before a restart."""
+    since = status.attempt_time
+    return progress.attempt == status.attempt and (since is None or progress.updated >= since)
 
 
 def duration(seconds: float) -> str:
