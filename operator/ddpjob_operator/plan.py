@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
@@ -65,6 +67,10 @@ _ON_THE_WAY = frozenset(
     r.name for r in (reasons.CREATING_PODS, reasons.STARTING_TRAINERS, reasons.WAITING_FOR_OLD_PODS)
 )
 _SETTINGS = Settings()
+# [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]
+_BUILD_PATH = re.compile(r"\[(?:[\w.-]*/){2,40}[\w.-]+:\d{1,6}\] ?")
+_PICTURES = re.compile(r"(?: ?GLHF!)? ?[\U0001f000-\U0001ffff\u2600-\u27bf\ufe0f\u200d]+")
+_SPACES = re.compile(r" {2,}")
 
 
 @dataclass(frozen=True)
@@ -363,7 +369,10 @@ def events(old: api.Status, new: api.Status, text: str) -> Iterator[Event]:
     if new.state == "Restarting" and new.reason in _ON_THE_WAY:
         return
     if _has_news(old, new) and new.reason in reasons.ALL:
-        yield _event(reasons.ALL[new.reason], text)
+        reason = reasons.ALL[new.reason]
+        # A failure that was not told before, for nothing was left to stop.
+        first_word = new.state == "Restarting" != old.state
+        yield _event(replaced(reason, warning=True) if first_word else reason, text)
 
 
 def acceptance(old: api.Status, new: api.Status, problems: Sequence[Problem]) -> Iterator[Event]:
@@ -413,7 +422,15 @@ def remarks(job: api.DDPJob, new: api.Status) -> Iterator[Event]:
 
 
 def _event(reason: Reason, message: str) -> Event:
-    return Event("Warning" if reason.warning else "Normal", reason.name, message)
+    return Event("Warning" if reason.warning else "Normal", reason.name, shortened(message))
+
+
+def shortened(text: str) -> str:
+    """For a line of `kubectl describe`: without the places in gloo's sources, and what it adds for fun.
+
+    The status keeps every word.
+    """
+    return _SPACES.sub(" ", _PICTURES.sub("", _BUILD_PATH.sub("", text))).strip()
 
 
 def _waiting(
@@ -475,8 +492,8 @@ def _why_waiting(s: Scene, waiting: Sequence[Pod]) -> tuple[api.State, Reason, s
         first = stuck[0]
         why = f"{first.trainer.reason}: {first.trainer.message}"
         return "Pending", reasons.CANNOT_START, f"{len(stuck)} of {total} pods cannot start: {first.name}: {why}"
-    who = contract.list_ranks([p.rank for p in waiting])
-    return "Starting", reasons.STARTING_TRAINERS, f"{total - len(waiting)} of {total} nodes run; waiting for node {who}"
+    who = f"node{'s' if len(waiting) > 1 else ''} {contract.list_ranks([p.rank for p in waiting])}"
+    return "Starting", reasons.STARTING_TRAINERS, f"{total - len(waiting)} of {total} nodes run; waiting for {who}"
 
 
 __all__ = ["Action", "CreatePod", "CreateService", "DeleteJob", "DeletePod", "Event", "Plan", "Settings", "plan"]
