@@ -31,7 +31,8 @@ SECONDS_MAX = 315_360_000
 Seconds = Annotated[int, Meta(ge=1, le=SECONDS_MAX)]
 SecondsOrZero = Annotated[int, Meta(ge=0, le=SECONDS_MAX)]
 Count = Annotated[int, Meta(ge=0)]
-Time = dt.datetime
+# Without a zone it could not be compared with any other.
+Time = Annotated[dt.datetime, Meta(tz=True)]
 
 State = Literal["Pending", "Starting", "Running", "Restarting", "Failing", "Suspended", "Succeeded", "Failed"]
 
@@ -254,6 +255,8 @@ class Failure(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=T
     """The node's rank in the job."""
     pod: str = ""
     """The pod's name."""
+    init_container: str = ""
+    """The init container that failed; the trainer never ran then."""
     node: str = ""
     """The cluster node it ran on."""
     exit_code: int | None = None

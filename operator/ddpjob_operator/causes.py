@@ -289,6 +289,7 @@ def _end(
         rank=_rank(pod, said, rank_of),
         node_rank=pod.rank,
         pod=pod.name,
+        init_container=pod.trainer.init,
         node=pod.node,
         exit_code=code,
         signal=signal_name(code),
@@ -405,7 +406,8 @@ def _detail(pod: Pod, said: Said) -> str:
     """The exception, or what the kubelet says of a container that it could not start, or of a pod that it ended."""
     if pod.trainer.reason in rules.START_REASONS:
         return pod.trainer.message.strip().rpartition("\n")[2]
-    return said.exception or pod.message
+    last = pod.trainer.message.strip().rpartition("\n")[2] if pod.trainer.init else ""
+    return said.exception or last or pod.message
 
 
 def _ended_from_outside(first: api.Failure) -> bool:
@@ -527,6 +529,9 @@ def _time(pod: Pod, said: Said, now: dt.datetime) -> dt.datetime:
 
 def sentence(failure: api.Failure) -> str:
     """rank 37 (pod bert-1-4, node gpu-07) was killed by SIGSEGV at step 12840"""
+    if failure.init_container:
+        logs = f"kubectl logs {failure.pod} -c {failure.init_container}"
+        return f'init container "{failure.init_container}" of pod {failure.pod} {_what(failure)}, see {logs}'
     where = f"pod {failure.pod}" + (f", node {failure.node}" if failure.node else "")
     return f"{_who(failure)} ({where}) {_what(failure)}"
 
@@ -551,10 +556,13 @@ def short(failure: api.Failure) -> str:
         return by_reason[failure.reason]
     if failure.reason == "OOMKilled" or failure.exit_code is None:
         return f"{failure.reason or 'a failure'} on {_who(failure)}"
-    return f"{failure.signal or f'exit code {failure.exit_code}'} on {_who(failure)}"
+    of = "of" if failure.init_container else "on"
+    return f"{failure.signal or f'exit code {failure.exit_code}'} {of} {_who(failure)}"
 
 
 def _who(failure: api.Failure) -> str:
+    if failure.init_container:
+        return f'init container "{failure.init_container}" of {failure.pod}'
     return f"rank {failure.rank}" if failure.rank is not None else f"node {failure.node_rank}"
 
 

@@ -296,6 +296,7 @@ def _row(root: bool, fields: dict[str, str]) -> Ended | None:
     text = fields.get("traceback", fields.get("msg", ""))
     found = _true(raised(text))
     rank = _integer(fields.get("rank", ""))
+    rank = None if rank is None or rank < 0 else rank  # a log may hold any text; there is no rank -1
     found = None if found is None else replace(found, rank=rank)
     return Ended(rank, code if code > 0 else 128 - code, root, found)
 
