@@ -27,12 +27,13 @@ import uvloop
 from aiohttp import web
 
 from ddpjob_operator import api, build, contract
-from ddpjob_operator.kube import access, observe
+from ddpjob_operator.kube import access, kopf_session, observe, reading
 from ddpjob_operator.kube.client import ApiError, Client, Limits
 from ddpjob_operator.kube.events import Events
 from ddpjob_operator.kube.execute import Caches, Executor
 from ddpjob_operator.kube.forward import Forwarder
 from ddpjob_operator.kube.lease import Durations, Leader
+from ddpjob_operator.kube.listing import Careful, take
 from ddpjob_operator.kube.login import login
 from ddpjob_operator.kube.nodes import Nodes
 from ddpjob_operator.kube.queue import Queue
@@ -51,6 +52,8 @@ WHOLE_SECONDS = 0.1
 PART_SECONDS = 3.0
 UNSYNCED_SECONDS = 0.2
 SWEEP_SECONDS = 600.0
+# kopf holds a page of jobs at a time; somebody may have put a megabyte into each.
+JOBS_PAGE = 20
 # Longer than any bounded request, with its retries, could take.
 STUCK_SECONDS = 600.0
 
@@ -140,11 +143,12 @@ class Operator:
         self._ending_since: float | None = None
         """Since when a term of leading comes to its end."""
         self.caches = Caches(
-            Jobs(self._mark),
+            Jobs(self._mark, reading.job),
             Store(observe.pod, _job_of, self._pod_changed),
             Store(observe.service, _job_of, lambda key, _old, _new: self._mark(key)),
             Nodes(self._node_changed, _now),
         )
+        self._careful = Careful("DDPJobs")
         self._make_parts_of_a_term()
         self._reflectors = [
             Reflector(client, plural, namespace, contract.LABEL_JOB, sink)
@@ -292,7 +296,10 @@ class Operator:
     async def _listen(self) -> None:
         while True:
             await asyncio.sleep(LISTEN_SECONDS)
-            self._reconciler.listen()
+            try:
+                self._reconciler.listen()
+            except Exception:
+                _LOGGER.exception("whether reports get here is not known")  # its end would end the operator
 
     def _pod_changed(self, key: Key, old: Pod | None, new: Pod | None) -> None:
         if new is None and old is not None:
@@ -322,13 +329,21 @@ class Operator:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             for namespace in self.settings.namespaces or ("",):
-                where = f"namespaces/{namespace}/" if namespace else ""
-                try:
-                    raws, at = await self._client.list(f"/apis/{api.GROUP}/{api.VERSION}/{where}{api.PLURAL}")
-                except ApiError as error:
-                    _LOGGER.warning("the jobs were not listed anew: %s", error)
-                    continue
-                self.caches.jobs.replace(raws, int(at) if at.isdecimal() else 0, namespace)
+                await self._list_jobs(namespace)
+
+    async def _list_jobs(self, namespace: str) -> None:
+        where = f"namespaces/{namespace}/" if namespace else ""
+        jobs = self.caches.jobs
+        try:
+            await take(
+                self._client.pages(f"/apis/{api.GROUP}/{api.VERSION}/{where}{api.PLURAL}"),
+                lambda raw: self._careful.put(jobs, raw),
+                lambda named, version: jobs.retain(named, version, namespace),
+            )
+        except ApiError as error:
+            _LOGGER.warning("the jobs were not listed anew: %s", error)
+        except Exception:
+            _LOGGER.exception("the jobs were not listed anew")  # the end of the sweep would end the operator
 
     async def _say_missing_rights(self) -> None:
         try:
@@ -366,6 +381,8 @@ def handlers(operator: Operator) -> kopf.OperatorRegistry:
         settings.networking.request_timeout = 60.0
         settings.networking.connect_timeout = 5.0
         settings.watching.inactivity_timeout = 90.0
+        # kopf lists all jobs in one answer, unless it is told not to.
+        settings.watching.chunk_size = JOBS_PAGE
         await operator.start()
 
     @kopf.on.cleanup(registry=registry)
@@ -375,12 +392,13 @@ def handlers(operator: Operator) -> kopf.OperatorRegistry:
     logins: AsyncIterator[None] = _paced(5.0)
 
     @kopf.on.login(registry=registry, backoff=5.0)
-    async def log_in(**_: Any) -> kopf.ConnectionInfo:
+    async def log_in(**_: Any) -> kopf.AiohttpSession:
         await logins.__anext__()
         info = await asyncio.to_thread(login)
         # Read anew before a rotated token ends (the kubelet rotates at 80 % of an hour). A time of its own also makes
         # each login differ: kopf never takes back credentials that are equal to refused ones, and would end.
-        return dataclasses.replace(info, expiration=dt.datetime.now(dt.timezone.utc) + dt.timedelta(minutes=10))
+        expiration = dt.datetime.now(dt.timezone.utc) + dt.timedelta(minutes=10)
+        return kopf_session.session(info, expiration=expiration)
 
     @kopf.on.event(api.GROUP, api.VERSION, api.PLURAL, registry=registry)
     async def job_changed(event: Mapping[str, Any], **_: Any) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from ddpjob_operator import api, contract, in_place, stall, validation
+from ddpjob_operator import api, contract, in_place, reasons, stall, validation
+from ddpjob_operator import plan as plans
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.execute import Caches, ConflictError, Executor
 from ddpjob_operator.kube.memory import Memory
@@ -58,6 +59,10 @@ class Reconciler:
                 return None
             job, problems = self._parse(key, raw)
             memory = self._memory_of(key, job.metadata.uid)
+            if why := self._caches.pods.unreadable(key) or self._caches.services.unreadable(key):
+                # Without it a rank would seem to be lost, and a pod would be made beside it. Its next change tells us.
+                self._executor.say(job.metadata, plans.Event("Warning", reasons.UNREADABLE.name, why))
+                return None
             try:
                 todo = await self._plan(key, job, problems, memory)
                 if todo.status is None and not todo.actions:
