@@ -117,6 +117,16 @@ def ranks_follow_nodes(spec: api.Spec) -> bool:
     return found is None or found.name == "ddprun" or found.options.get("rdzv_backend", "static") == "static"
 
 
+def not_its_rank(spec: api.Spec, rank: int, node_rank: int | None) -> str:
+    """Why the pod of a node may not speak for a rank; empty: it may. node_rank None: who speaks is not known."""
+    nproc, world = nproc_per_node(spec), world_size(spec)
+    if rank >= world:
+        return f"rank: {rank} is none of the job's {world} ranks (nodes x nprocPerNode)"
+    if node_rank is not None and ranks_follow_nodes(spec) and rank // nproc != node_rank:
+        return f"rank: {rank} is not of node {node_rank}, which has {nproc} from {node_rank * nproc} on (nprocPerNode)"
+    return ""
+
+
 def rank_of_node(spec: api.Spec, node_rank: int) -> int | None:
     """The rank of a node's only process; None where it has several, or which it is cannot be known."""
     return node_rank if nproc_per_node(spec) == 1 and ranks_follow_nodes(spec) else None

@@ -21,7 +21,7 @@ from ddpjob.progress import encode, send
 from ddpjob_operator.kube import receive
 from ddpjob_operator.kube.receive import PATH, Receiver, Sender
 from ddpjob_operator.kube.tokens import BadTokenError, BoundPod, NoKeysError
-from ddpjob_operator.observed import Report
+from ddpjob_operator.observed import BadReportError, Report
 
 BOUND_SECONDS = 10.0
 POD = {rank: BoundPod("default", f"digits-3-{rank}", f"uid-{rank}") for rank in (0, 1)}
@@ -342,3 +342,15 @@ def test_a_port_that_is_taken_is_said_at_the_start(world: World) -> None:
     with pytest.raises(OSError, match="in use"):
         world.run(second.start("127.0.0.1", world.receiver.port))
     world.run(second.stop())
+
+
+def test_a_pod_that_speaks_for_a_rank_of_another_is_told_whose_it_is(world: World) -> None:
+    def refuse(sender: Sender, report: Report) -> None:
+        raise BadReportError("rank: 7 is not of node 0, which has 1 from 0 on (nprocPerNode)")
+
+    world.receiver._on_report = refuse
+    status, said = world.post({"step": 1, "rank": 7})
+    assert (status, json.loads(said)["error"]) == (
+        403,
+        "rank: 7 is not of node 0, which has 1 from 0 on (nprocPerNode)",
+    )

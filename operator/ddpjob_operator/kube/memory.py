@@ -10,6 +10,8 @@ from ddpjob_operator.observed import Foreign, Pod, Refusal, Report
 from ddpjob_operator.stall import Pace
 
 REFUSED_SECONDS = (1, 2, 4, 8, 15, 30, 60, 120, 300)
+# No job has more ranks; each is some hundred bytes.
+REPORTERS_MAX = 100_000
 STRANGER_SECONDS = (2, 5, 10, 20, 30)
 
 
@@ -50,6 +52,22 @@ class Memory:
     """Pods that are not in our copy, and that the API server has confirmed to be gone."""
     asked_before: tuple[int, int] = (1, 0)
     """The newest attempt and replacement before whose pod the API server was asked what older ones have left."""
+
+    def make_room(self, report: Report, nproc: int | None) -> None:
+        """No more is kept than there are ranks. nproc: where their numbers follow no node, a pod speaks for so many,
+        those that it spoke for last."""
+        if report.rank in self.reports:
+            return
+        if nproc is not None:
+            of_pod = [rank for rank, known in self.reports.items() if known.node_rank == report.node_rank]
+            for rank in of_pod[: len(of_pod) + 1 - nproc]:
+                self._forget(rank)
+        while len(self.reports) >= REPORTERS_MAX:
+            self._forget(next(iter(self.reports)))
+
+    def _forget(self, rank: int) -> None:
+        self.reports.pop(rank, None)
+        self.paces.pop(rank, None)
 
     def by_own_clock(self, pods: Sequence[Pod], now: dt.datetime) -> list[Pod]:
         """The pods with the times that decide whether their node is lost as we saw them: the API server's clock may be

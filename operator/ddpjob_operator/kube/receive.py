@@ -62,7 +62,8 @@ class Receiver:
 
     verify     the pod that a token is bound to (`tokens.Verifier.pod`). Raises BadTokenError or NoKeysError.
     locate     the node of a job that a pod is; None for any other pod.
-    on_report  takes a report that is proven to come from that node; its nodeRank and attempt are the pod's own.
+    on_report  takes a report that is proven to come from that node; its nodeRank and attempt are the pod's own. Raises
+               BadReportError where it speaks for a rank that is not the pod's.
     forward    gives another operator's answer where that one leads, else None (`forward.Forwarder.forward`).
     """
 
@@ -136,7 +137,10 @@ class Receiver:
         if report is not None:
             # The token proves the pod, so the pod's place is taken from there, whatever the body says.
             attempt = sender.attempt or report.attempt
-            self._on_report(sender, msgspec.structs.replace(report, node_rank=sender.rank, attempt=attempt))
+            try:
+                self._on_report(sender, msgspec.structs.replace(report, node_rank=sender.rank, attempt=attempt))
+            except BadReportError as error:
+                raise _RefusedError(403, str(error)) from None
         return web.json_response({}) if kubeflows else web.Response(status=204)  # Kubeflow's SDK warns at all but 200
 
     async def _hand_on(self, request: web.BaseRequest, body: bytes) -> web.Response | None:

@@ -260,6 +260,8 @@ class Runner:
             return str(error)
         if report is None:
             return None
+        if why := contract.not_its_rank(self.job.spec, report.rank, None):
+            return why
         self._arrived.append(report)
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._wake_write, b"r")
