@@ -70,9 +70,7 @@ def count(status: api.Status) -> int:
     return 0 if done is None else done.earlier + done.application + done.infrastructure + done.stall
 
 
-def _new(
-    status: api.Status, agent: Agent, known: api.InPlace, job: api.DDPJob, now: dt.datetime
-) -> dict[str, int]:
+def _new(status: api.Status, agent: Agent, known: api.InPlace, job: api.DDPJob, now: dt.datetime) -> dict[str, int]:
     """What the agent has charged since it was last counted, never more than one beyond what it was given: it stops
     there itself, and what a pod says beyond that is no count."""
     history = statuses.history(status)

@@ -464,7 +464,8 @@ async def _serve_health(port: int, unhealthy: Callable[[], str]) -> web.AppRunne
 
     app = web.Application()
     app.router.add_get("/healthz", answer)
-    runner = web.AppRunner(app, access_log=None)
+    # A peer that says nothing holds no connection: the kubelet asks anew each time.
+    runner = web.AppRunner(app, access_log=None, keepalive_timeout=5.0)
     await runner.setup()
     await web.TCPSite(runner, port=port).start()
     return runner
