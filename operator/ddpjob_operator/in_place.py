@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ddpjob import rules
 from ddpjob_operator import api, bounds, causes, contract, endings
 from ddpjob_operator import status as statuses
-from ddpjob_operator.masking import mask
+from ddpjob_operator.masking import shown
 from ddpjob_operator.observed import Agent, AgentFailure, Observed, Pod, Report
 
 
@@ -116,6 +116,6 @@ def _failure(
         failure_class=said.failure_class,
         charged_to=said.charged_to,
         step=said.step or None,
-        exception=mask(said.exception)[: causes.EXCEPTION_MAX],
+        exception=shown(said.exception, causes.EXCEPTION_MAX),
         time=now,
     )

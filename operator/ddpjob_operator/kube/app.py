@@ -42,6 +42,7 @@ from ddpjob_operator.kube.reconcile import LISTEN_SECONDS, Reconciler
 from ddpjob_operator.kube.reflector import Reflector
 from ddpjob_operator.kube.store import Jobs, Key, Store
 from ddpjob_operator.kube.tokens import BoundPod, Verifier
+from ddpjob_operator.masking import clean, mask
 from ddpjob_operator.observed import Pod, Report
 from ddpjob_operator.plan import Settings as PlanSettings
 
@@ -433,13 +434,23 @@ def main() -> None:
     except ValueError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)-7s %(message)s", stream=sys.stderr)
+    told = logging.StreamHandler(sys.stderr)
+    told.setFormatter(_Formatter("%(asctime)s %(levelname)-7s %(message)s"))
+    logging.basicConfig(level=settings.log_level, handlers=[told])
     if settings.log_level != "DEBUG":
         for noisy in ("kopf", "asyncio", "aiohttp.access"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
         for handler in logging.getLogger().handlers:
             handler.addFilter(_without_stack_where_the_server_said_no)
     sys.exit(uvloop.run(serve(settings)))
+
+
+class _Formatter(logging.Formatter):
+    """The log quotes what users and servers have written, and is read on terminals."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One record, cleaned and without credentials."""
+        return mask(clean(super().format(record)))
 
 
 def _leader(settings: Settings) -> Leader | None:

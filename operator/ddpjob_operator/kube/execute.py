@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ddpjob_operator import api, build, contract
+from ddpjob_operator import api, build, contract, showing
 from ddpjob_operator.kube import observe
 from ddpjob_operator.kube.client import ApiError, Client, Raw
 from ddpjob_operator.kube.events import Events
@@ -83,7 +83,7 @@ class Executor:
 
     def say(self, job: api.Metadata, event: Event) -> None:
         """An event that is no part of a plan."""
-        self._events.send(job, (event,), self._now())
+        self._events.send(job, showing.events((event,)), self._now())
 
     async def reread(self, metadata: api.Metadata) -> None:
         """The job as it is now. Raises ApiError."""
