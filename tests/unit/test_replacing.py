@@ -294,7 +294,7 @@ def test_a_new_pod_is_told_what_is_left_of_the_budgets() -> None:
     told = variables(world, rank=1, replacement=1)
     assert json.loads(told["DDPJOB_RESTARTS_LEFT"]) == {
         "application": 2,
-        "infrastructure": 97,
+        "infrastructure": 100,
         "stall": 10,
         "inARow": 3,
         "chargedInARow": 3,
