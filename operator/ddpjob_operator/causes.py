@@ -128,6 +128,14 @@ def blames_node(failure: api.Failure) -> bool:
     return failure.reason in _NODES_OWN or rules.DEVICE.search(failure.exception) is not None
 
 
+def is_a_cause(sign: api.Failure) -> bool:
+    """Whether a first sign says why: an exception, a kill, a lost node. A lost peer, a pod that is gone and a bare exit
+    code say only that something has happened."""
+    weight = _recorded_weight(sign)
+    says = bool(sign.exception or sign.signal) or weight < Weight.OWN
+    return says and weight <= Weight.OWN and sign.reason != GONE
+
+
 def own_lines(log: str) -> list[str]:
     """The lines that the training printed itself: what torchrun adds when a worker has failed is cut off."""
     lines = log.splitlines()
