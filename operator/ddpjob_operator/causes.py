@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from ddpjob import rules
-from ddpjob_operator import api, endings
+from ddpjob_operator import api, endings, last_words
 from ddpjob_operator.endings import Said, signal_name
 from ddpjob_operator.masking import mask
 from ddpjob_operator.observed import Pod
@@ -171,7 +171,7 @@ def _end(attempt: int, pod: Pod, rank_of: RankOf, now: dt.datetime, *, outside: 
         signal=signal_name(code),
         reason=STALLED if said.stalled and weight == Weight.OWN else _reason(pod, weight),
         step=said.step,
-        exception=mask(_detail(pod, said))[:EXCEPTION_MAX],
+        exception=mask(_detail(pod, said) or (last_words.of(said.log, code) if tail else ""))[:EXCEPTION_MAX],
         log_tail=log_tail(said.log) if tail else "",
         time=_time(pod, said, now),
     )
@@ -298,7 +298,8 @@ def _recorded_weight(first: api.Failure) -> Weight:
     # Of what is left only these are containers' words; the rest is a disruption of a kind that we do not know.
     if first.reason not in ("", "Error", "Completed"):
         return Weight.NODE
-    said = Said(exception=first.exception, symptom=rules.is_symptom(first.exception))
+    raised = "" if last_words.is_last_line(first.exception) else first.exception
+    said = Said(exception=raised, symptom=rules.is_symptom(raised))
     return _own_weight(said, first.exit_code)
 
 
