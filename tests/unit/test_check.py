@@ -16,6 +16,7 @@ from worlds import manifest
 
 from ddpjob_operator import check, checking, cli, validation, yamlfile
 from ddpjob_operator.check import Finding, Job, document
+from ddpjob_operator.check.command import read
 from ddpjob_operator.check.job import known
 
 ROOT = Path(__file__).parents[2]
@@ -402,7 +403,105 @@ def test_volumes_and_claims_of_a_job_are_known() -> None:
 def test_the_script_is_found_also_in_a_shell_and_behind_a_launcher_by_its_path(
     command: list[str], script: str | None
 ) -> None:
-    assert checking.script_named(command) == script
+    assert read(command).script == script
+
+
+@pytest.mark.parametrize(
+    ("line", "launcher", "files", "words"),
+    [
+        ("fabric run --strategy ddp --devices 2 train.py --lr 0.1", "fabric", ["train.py"], "--lr 0.1"),
+        ("fabric run model --accelerator=cpu src/train.py", "fabric", ["src/train.py"], ""),
+        ("lightning run model --devices=2 train.py", "lightning", ["train.py"], ""),
+        ("accelerate launch --config_file a.yaml --num_processes 4 train.py --x", "accelerate", ["train.py"], "--x"),
+        ("accelerate launch -m pkg.train --x", "accelerate", ["pkg/train.py", "pkg/train/__main__.py"], "--x"),
+        ("python -m accelerate.commands.launch --multi_gpu train.py", "accelerate", ["train.py"], ""),
+        ("python -m lightning.fabric.cli run --devices 2 train.py", "fabric", ["train.py"], ""),
+        ("deepspeed --num_gpus 2 train.py --deepspeed ds.json", "deepspeed", ["train.py"], "--deepspeed ds.json"),
+        ("python -m deepspeed.launcher.runner train.py", "deepspeed", ["train.py"], ""),
+        ("composer -n 8 train.py yaml=a.yaml", "composer", ["train.py"], "yaml=a.yaml"),
+        ("colossalai run --nproc_per_node 4 --hostfile h train.py", "colossalai", ["train.py"], ""),
+        ("mpirun -np 4 -x PATH python -u train.py --x", "mpirun", ["train.py"], "--x"),
+        ("horovodrun -np 2 python train.py", "horovodrun", ["train.py"], ""),
+        ("srun --ntasks=2 torchrun --nproc-per-node 2 train.py", "torchrun", ["train.py"], ""),
+        ("ray job submit -- python train.py", "ray", ["train.py"], ""),
+        ("tune run --nproc_per_node 2 full_finetune_distributed --config c", "tune", [], ""),
+        ("uv run --with torch train.py", "python", ["train.py"], ""),
+        ("uv run torchrun train.py", "torchrun", ["train.py"], ""),
+        ("poetry run python train.py", "python", ["train.py"], ""),
+        ("conda run -n env --no-capture-output python train.py", "python", ["train.py"], ""),
+        ("tini -- python train.py", "python", ["train.py"], ""),
+        ("numactl --cpunodebind=0 torchrun train.py", "torchrun", ["train.py"], ""),
+        ("env OMP_NUM_THREADS=1 python train.py", "python", ["train.py"], ""),
+        ("python -m cProfile -o out train.py", "python", ["train.py"], ""),
+        ("python -m debugpy --listen 5678 train.py --x", "python", ["train.py"], "--x"),
+        ("python -m pkg.train --x", "python", ["pkg/train.py", "pkg/train/__main__.py"], "--x"),
+        ("python3.11 -X dev -u train.py", "python", ["train.py"], ""),
+        ("python -m torch.distributed.run -m pkg", "torch.distributed.run", ["pkg.py", "pkg/__main__.py"], ""),
+        ("torchrun --no-python python train.py", "torchrun", ["train.py"], ""),
+        ("python -m ddpjob.agent train.py", "ddprun", ["train.py"], ""),
+        ("./train.py --x", "python", ["./train.py"], "--x"),
+        ("python -c pass", "python", [], ""),
+        ("/entrypoint train", "", [], ""),
+    ],
+)
+def test_the_script_is_found_behind_the_launchers_of_frameworks(
+    line: str, launcher: str, files: list[str], words: str
+) -> None:
+    """Else a job of Accelerate or Lightning is checked without its script, and "nothing found" is about the YAML."""
+    found = read(line.split())
+    assert (found.launcher, found.files, list(found.words)) == (launcher, files, words.split())
+    assert read(["bash", "-lc", f"set -e; cd /app && {line}"]).files == files
+
+
+def test_the_lines_of_a_shell_script_may_go_on_in_the_next() -> None:
+    script = "set -e\nif true; then torchrun \\\n  --nproc-per-node 2 \\\n  train.py \\\n  --lr 1\nfi\n"
+    assert read(["bash", "-c", script]).script == "train.py"
+
+
+@given(
+    st.lists(st.sampled_from(["python", "-m", "torchrun", "accelerate", "launch", "bash", "-c", "a.py", "--x", "''"]))
+)
+def test_any_command_is_read_without_a_traceback(words: list[str]) -> None:
+    assert len(read(words).files) <= 2
+
+
+def test_a_command_without_a_script_is_said_to_have_none_and_by_which_launcher(job_file) -> None:
+    result = ran(job_file("", "tune", "run", "--nproc_per_node", "2", "full_finetune_distributed"))
+    assert "the command starts tune, and names no script that is plain to see" in result.stderr
+
+
+def test_a_module_is_looked_for_as_the_file_that_it_is(job_file, tmp_path: Path) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg/train.py").write_text((FIXTURES / "mistakes/rank-is-local-rank.py").read_text())
+    assert "pkg/train.py:13: error[rank-is-local-rank]" in ran(job_file("", "torchrun", "-m", "pkg.train")).stdout
+    assert "the module pkg.other is not on this machine" in ran(job_file("", "torchrun", "-m", "pkg.other")).stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "errors"),
+    [
+        (["--backend=gloo"], 0),
+        (["--backend", "gloo"], 0),
+        (["--dist-backend=GLOO"], 0),
+        (["--dist_backend", "gloo"], 0),
+        (["-backend=gloo"], 0),
+        (["backend=gloo"], 0),
+        (["+trainer.backend=gloo"], 0),
+        (["--trainer.backend='gloo'"], 0),
+        (["ddp_backend:gloo"], 0),
+        (["--backend=nccl"], 1),
+        (["--backend", "nccl", "--lr=1"], 1),
+        (["--lr=1"], 1),
+        (["--backends"], 1),
+        (["--frontend=gloo"], 1),
+    ],
+)
+def test_a_backend_that_the_command_asks_for_counts_before_that_of_the_script(
+    job_file, option: list[str], errors: int
+) -> None:
+    """A healthy job with --backend=gloo was refused by `check` with exit code 1, for a default that it does not use."""
+    script = 'import torch.distributed as dist\ndist.init_process_group("nccl")\ndist.destroy_process_group()\n'
+    assert ran(job_file(script, "torchrun", "train.py", *option)).return_value == errors
 
 
 def test_a_script_that_is_not_here_is_said_and_may_be_named_beside_the_job(job_file, tmp_path: Path) -> None:

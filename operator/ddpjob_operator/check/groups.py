@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.rule import Found, Job
@@ -142,7 +143,7 @@ def _prefix(node: ast.AST) -> str:
 def backends(script: Script, job: Job) -> set[str]:
     """The backends that the group certainly has one of; empty: it cannot be known."""
     found: set[str] = set()
-    for call in script.inits:
+    for call in () if _other_backend_is_asked_for(job) else script.inits:
         given = script.argument(call, "backend", 0)
         texts = [t.lower() for t in script.texts(given)]
         if given is None and script.called(call) == "ddpjob.init" and job.backend:
@@ -167,7 +168,7 @@ def backend_mpi(script: Script, job: Job) -> Iterator[Found]:
 
 def nccl_without_gpu(script: Script, job: Job) -> Iterator[Found]:
     """backend nccl in a job whose pods have no GPU."""
-    if job.gpus != 0:
+    if job.gpus != 0 or _other_backend_is_asked_for(job):
         return
     for call in script.inits:
         given = script.argument(call, "backend", 0)
@@ -178,6 +179,19 @@ def nccl_without_gpu(script: Script, job: Job) -> Iterator[Found]:
                 'backend "nccl" needs a GPU in each process, and the job has none; add nvidia.com/gpu to '
                 'resources.limits, or use "gloo"',
             )
+
+
+# --backend=gloo, --dist_backend gloo, and as configurations are overridden: backend=gloo, +trainer.backend=gloo.
+_BACKEND_OPTION = re.compile(r"^[-+~]{0,2}(?:[\w.-]*[._-])?backend(?:[=:](.*))?$", re.IGNORECASE)
+
+
+def _other_backend_is_asked_for(job: Job) -> bool:
+    """Whether the command itself gives the script a backend other than nccl: by what way it gets there is not seen."""
+    for word, following in pairwise((*job.words, "")):
+        found = _BACKEND_OPTION.match(word)
+        if found and (found[1] if found[1] is not None else following).strip("'\"").lower() != "nccl":
+            return True
+    return False
 
 
 def _asks_for_gpu(test: ast.expr) -> bool:

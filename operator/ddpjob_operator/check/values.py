@@ -25,6 +25,7 @@ from ddpjob_operator.check.nodes import (
     name_of,
     parameters_of,
 )
+from ddpjob_operator.check.rebinding import changed_objects, rebound_until
 
 STARTERS = {"torch.multiprocessing.spawn", "torch.multiprocessing.start_processes"}
 _ALIASES = {
@@ -35,6 +36,13 @@ _ALIASES = {
     "torch.utils.data.distributed.": "torch.utils.data.",
     "ddpjob.init.": "ddpjob.",
 }
+
+
+# Decorators that hand a function the very arguments that its caller gave.
+_KEEP_ARGUMENTS = {
+    "record", "no_grad", "inference_mode", "enable_grad", "autocast", "compile", "property", "staticmethod",
+    "classmethod", "cache", "lru_cache", "contextmanager", "wraps", "setter", "abstractmethod", "override",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,8 @@ class Values:
         self._attributes: dict[tuple[ast.ClassDef | None, str], list[Origin]] = defaultdict(list)
         self._callers: dict[Function, list[Caller]] = defaultdict(list)
         self._globals = {(self.scope(n), name) for n in self.nodes if isinstance(n, ast.Global) for name in n.names}
+        self._rebound_until = rebound_until(self.nodes, self.parent)
+        self._changed = changed_objects(self.nodes)
         self._origins: dict[ast.expr | None, list[Origin]] = {}
         self._is_complete = False
         self._note_definitions()
@@ -259,7 +269,7 @@ class Values:
                 given = self._values_of_parameter(scope, name.id)
                 return [*values, *given] if values or given != [Marker.UNKNOWN] else None
             if values:
-                return list(values)
+                return [*values, *self._rebound(values if isinstance(where, ast.Module) else [])]
             if (where, name.id) in self._defs:
                 return None
         return None
@@ -268,6 +278,8 @@ class Values:
         """What all callers of this file give."""
         if not isinstance(scope, Function) or not self._callers.get(scope):
             return [Marker.UNKNOWN]
+        if any(name_of(_called_or_itself(d)) not in _KEEP_ARGUMENTS for d in scope.decorator_list):
+            return [Marker.UNKNOWN]  # click, typer and hydra call it with what stands on the command line
         positions = {p.arg: i for i, p in enumerate((*scope.args.posonlyargs, *scope.args.args))}
         if name not in positions:
             return [Marker.UNKNOWN]
@@ -284,8 +296,10 @@ class Values:
         text = dotted(node)
         if not text:
             return None
+        may_change: list[Origin] = [Marker.UNKNOWN] if text.rpartition(".")[0] in self._changed else []
         if not text.startswith("self."):
-            return self._attributes.get((None, text))
+            set_here = self._attributes.get((None, text))
+            return [*set_here, *may_change, *self._rebound(set_here)] if set_here else None
         owner = self._class_of(node)
         values = self._attributes.get((owner, text), [])
         if owner is None or not values:
@@ -293,7 +307,12 @@ class Values:
         # What the class itself, or one that it is made from, may have set.
         named = [*self._names.get((owner, node.attr), ()), *(fields_declared(owner, node.attr))]
         foreign = [b for b in owner.bases if not self.full_name(b).startswith("torch.") and name_of(b) != "object"]
-        return [*values, *named, *([Marker.UNKNOWN] if foreign else [])]
+        return [*values, *named, *may_change, *([Marker.UNKNOWN] if foreign else [])]
+
+    def _rebound(self, values: list[Origin]) -> list[Origin]:
+        """What else a name may be to which the module gave a value before a line that may change all of them."""
+        first = min((v.lineno for v in values if isinstance(v, ast.expr)), default=self._rebound_until)
+        return [Marker.UNKNOWN] if first < self._rebound_until else []
 
     def _class_of(self, node: ast.AST) -> ast.ClassDef | None:
         scope: ast.AST = self.scope(node)
@@ -401,6 +420,10 @@ class Values:
         return self.full_name(call.func).endswith("Process") or (
             isinstance(call.func, ast.Attribute) and call.func.attr == "Process"
         )
+
+
+def _called_or_itself(node: ast.expr) -> ast.expr:
+    return node.func if isinstance(node, ast.Call) else node
 
 
 def _caller(call: ast.Call, skip: int) -> Caller:
