@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
+from ddpjob_operator.check.nodes import Function, before, name_of, words_of
 from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.rule import Found, Job
 from ddpjob_operator.check.script import INIT, Script
@@ -213,7 +214,7 @@ def monitored_barrier_on_nccl(script: Script, job: Job) -> Iterator[Found]:
 
 
 def barrier_without_timeout(script: Script, job: Job) -> Iterator[Found]:
-    """dist.barrier() in a group of gloo that has no time-out of its own."""
+    """dist.barrier() in a group of gloo that has no time-out of its own, while one rank prepares the data."""
     if backends(script, job) != {"gloo"} or (job.nodes is None and script.is_for_one_node):
         return
     inits = script.calls_to(INIT)
@@ -222,28 +223,61 @@ def barrier_without_timeout(script: Script, job: Job) -> Iterator[Found]:
     if any(script.argument(c, "timeout", 2) is not None or script.has_hidden_arguments(c) for c in inits):
         return
     for call in script.calls_to("torch.distributed.barrier"):
-        if script.argument(call, "group", 0) is None:
+        work = _long_work_before(script, call)
+        if script.argument(call, "group", 0) is None and work is not None:
             yield at(
                 call,
-                "barrier() on gloo waits 30 min for a rank that does not come, and does not say which; use "
-                "dist.monitored_barrier(timeout=timedelta(seconds=60)), or give init_process_group a timeout",
+                f"barrier() on gloo waits 30 min while one rank does {script.text_of(work)}, and does not say which "
+                "is missing; give init_process_group a timeout that is long enough, or use "
+                "dist.monitored_barrier(timeout=…)",
             )
             return
+
+
+def _long_work_before(script: Script, barrier: ast.Call) -> ast.Call | None:
+    """What one rank alone does just before a barrier, and may take longer than its time-out."""
+    for child, parent in script.above(barrier):
+        for sibling in before(parent, child):
+            if isinstance(sibling, ast.If) and script.depends_on_rank(sibling.test):
+                calls = [n for s in sibling.body for n in ast.walk(s) if isinstance(n, ast.Call)]
+                return next((c for c in calls if not words_of(name_of(c.func)).isdisjoint(_LONG_WORK)), None)
+    return None
+
+
+_LONG_WORK = set("convert encode extract index prepare preprocess tokenize untar unpack unzip".split())
 
 
 def destroy_missing(script: Script, job: Job) -> Iterator[Found]:
-    """init_process_group and no destroy_process_group."""
-    if script.uses_a_framework or script.mentions("destroy_process_group", *_CLEANERS):
+    """A function that destroys the group, and that nobody calls.
+
+    That a script ends without destroy_process_group is no mistake by itself: collectives end well with the process,
+    also one that nobody waits for (docs/measured.md, groups).
+    """
+    if script.uses_a_framework or not any(script.on_every_rank(call) for call in script.inits):
         return
-    for call in script.calls_to(INIT):
-        if script.on_every_rank(call) and not script.runs_in_started_process(call):
+    functions = [script.function(call) for call in script.calls_to("torch.distributed.destroy_process_group")]
+    if functions and all(f is not None and _is_forgotten(script, f) for f in functions):
+        forgotten = next(f for f in functions if f is not None)
+        yield at(
+            forgotten,
+            f"{forgotten.name}() destroys the group, and nobody calls it; call it at the end, also after an exception: "
+            "try: … finally:",
+        )
+
+
+def _is_forgotten(script: Script, function: Function) -> bool:
+    """Whether a function of this file is certainly called by none: not by its name, and by no class or decorator."""
+    inherits = isinstance(owner := script.scope(function), ast.ClassDef) and bool(owner.bases)
+    special = function.name.startswith("__") or bool(function.decorator_list)
+    return not (inherits or special or script.mentions(function.name))
+
+
+def isend_without_wait(script: Script, job: Job) -> Iterator[Found]:
+    """dist.isend(tensor, dst) whose Work is thrown away."""
+    for call in script.calls_to(*(f"torch.distributed.{name}" for name in ("isend", "irecv", "batch_isend_irecv"))):
+        if isinstance(script.parent(call), ast.Expr):
             yield at(
                 call,
-                "the group is never destroyed: a rank that ends first may break the others' last collective; call "
-                "dist.destroy_process_group() at the end",
+                f"{script.text_of(call.func)}(…): nobody waits for it; this rank may use the tensor, or end, while it "
+                "is under way; keep what it returns, and call .wait() on it",
             )
-            return
-
-
-# What other files call it, whose insides are not read here.
-_CLEANERS = ("cleanup", "clean_up", "cleanup_distributed", "cleanup_ddp", "teardown", "tear_down", "shutdown")

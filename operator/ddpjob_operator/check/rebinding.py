@@ -16,6 +16,7 @@ _NAMESPACES = ("globals", "vars", "locals")
 # What only reads a namespace that it gets, or has.
 _READERS = {"dict", "list", "sorted", "set", "tuple", "len", "print", "str", "repr", "bool", "any", "all"}
 _READING = {"items", "keys", "values", "get", "copy"}
+_CHANGING = {"update", "setdefault", "clear", "pop", "popitem", "insert", "sort", "reverse", "extend"}
 _MERGES = ("update", "merge", "load", "from_", "parse", "read", "override")
 
 
@@ -27,6 +28,14 @@ def rebound_until(nodes: Iterable[ast.AST], parent: Callable[[ast.AST], ast.AST 
 def changed_objects(nodes: Iterable[ast.AST]) -> set[str]:
     """The names, as they stand there, of objects whose attributes may be set otherwise than by `name.attribute = …`."""
     return {name for n in nodes for name in _changed(n) if name}
+
+
+def changed_containers(nodes: Iterable[ast.AST]) -> set[str]:
+    """The names of dicts and lists whose items are set, or that are changed by a method, after they were made."""
+    items = (n.value for n in nodes if isinstance(n, ast.Subscript) and not isinstance(n.ctx, ast.Load))
+    calls = (n.func for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute))
+    changed = (f.value for f in calls if isinstance(f, ast.Attribute) and f.attr in _CHANGING)
+    return {name for n in (*items, *changed) if (name := dotted(n))}
 
 
 def _line(node: ast.AST, parent: Callable[[ast.AST], ast.AST | None]) -> int:

@@ -176,9 +176,11 @@ RULES = (
     Rule(
         "barrier-without-timeout",
         "warning",
-        "A barrier on gloo waits for a missing rank for 30 minutes, and does not say which it was.",
-        'dist.init_process_group("gloo")\ndist.barrier()',
-        'dist.init_process_group("gloo")\ndist.monitored_barrier(timeout=timedelta(seconds=60))',
+        "A barrier on gloo waits for a missing rank for 30 minutes, and does not say which it was: where one rank "
+        "prepares the data meanwhile, that may be too short.",
+        'dist.init_process_group("gloo")\nif rank == 0:\n    preprocess(data)\ndist.barrier()',
+        'dist.init_process_group("gloo", timeout=timedelta(hours=6))\n'
+        "if rank == 0:\n    preprocess(data)\ndist.barrier()",
         groups.barrier_without_timeout,
     ),
     Rule(
@@ -192,11 +194,20 @@ RULES = (
     Rule(
         "destroy-missing",
         "warning",
-        "A process that ends with its group still open may take the last collective of the others with it, and nccl "
-        "warns at each exit.",
-        "train()",
-        "try:\n    train()\nfinally:\n    dist.destroy_process_group()",
+        "A script that has a function to destroy the group, and never calls it, ends with the group open: nccl warns "
+        "at each exit. No function for it is no mistake.",
+        "def cleanup():\n    dist.destroy_process_group()\n\ntrain()",
+        "try:\n    train()\nfinally:\n    cleanup()",
         groups.destroy_missing,
+    ),
+    Rule(
+        "isend-without-wait",
+        "warning",
+        "isend and irecv only begin: until wait() returns the tensor must be left alone, and a rank that ends before "
+        "takes its message with it.",
+        "dist.isend(tensor, dst=1)",
+        "work = dist.isend(tensor, dst=1)\nwork.wait()",
+        groups.isend_without_wait,
     ),
     Rule(
         "spawn-without-main-guard",

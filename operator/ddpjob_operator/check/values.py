@@ -25,7 +25,7 @@ from ddpjob_operator.check.nodes import (
     name_of,
     parameters_of,
 )
-from ddpjob_operator.check.rebinding import changed_objects, rebound_until
+from ddpjob_operator.check.rebinding import changed_containers, changed_objects, rebound_until
 
 STARTERS = {"torch.multiprocessing.spawn", "torch.multiprocessing.start_processes"}
 _ALIASES = {
@@ -77,6 +77,8 @@ class Values:
         self._globals = {(self.scope(n), name) for n in self.nodes if isinstance(n, ast.Global) for name in n.names}
         self._rebound_until = rebound_until(self.nodes, self.parent)
         self._changed = changed_objects(self.nodes)
+        self.containers_changed = self._changed | changed_containers(self.nodes)
+        """The names of objects, dicts and lists that may hold something else than what they were made with."""
         self._origins: dict[ast.expr | None, list[Origin]] = {}
         self._is_complete = False
         self._note_definitions()
@@ -235,6 +237,17 @@ class Values:
         texts = [o.value for o in origins if isinstance(o, ast.Constant) and isinstance(o.value, str)]
         return texts if len(texts) == len(origins) else []
 
+    def results(self, call: ast.Call) -> list[ast.expr]:
+        """What a function of this file returns; none where that is not plain to see."""
+        function = self.definition(call.func)
+        if not isinstance(function, ast.FunctionDef) or function.decorator_list:
+            return []
+        own = [n for n in ast.walk(function) if self.function(n) is function]
+        returns = [n.value for n in own if isinstance(n, ast.Return)]
+        if any(isinstance(n, ast.Yield | ast.YieldFrom) for n in own) or not _always_returns(function):
+            return []
+        return [r for r in returns if r is not None] if None not in returns else []
+
     # ---------------------------------------------------------------- how values are found
 
     def _scopes(self, node: ast.AST) -> Iterator[Scope]:
@@ -340,7 +353,8 @@ class Values:
             parts = value.elts if isinstance(value, ast.Tuple | ast.List) else []
             known = len(parts) == len(target.elts) and not any(isinstance(p, ast.Starred) for p in parts)
             for i, inner in enumerate(target.elts):
-                self._note(inner, parts[i] if known else Marker.UNKNOWN, node)
+                item = _item(value, i, target) if isinstance(value, ast.Call) else Marker.UNKNOWN
+                self._note(inner, parts[i] if known else self._placed(item, node), node)
         elif isinstance(target, ast.Name):
             scope = self.scope(target)
             where = self.tree if (scope, target.id) in self._globals else scope
@@ -350,7 +364,10 @@ class Values:
             self._attributes[owner, text].append(self._placed(value, node))
 
     def _placed(self, value: Origin, node: ast.AST) -> Origin:
-        """`x /= 2` is noted as `x / 2`, which stands nowhere in the file: it gets the place of the statement."""
+        """`x /= 2` is noted as `x / 2`, and `a, b = f()` as `a = f()[0]`, which stand nowhere in the file: they get the
+        place of the statement."""
+        if isinstance(value, ast.Subscript) and value not in self._parent:
+            self._parent[value] = node
         if isinstance(node, ast.AugAssign) and isinstance(value, ast.BinOp):
             self._parent[value] = node
             self._parent[value.left] = value
@@ -420,6 +437,18 @@ class Values:
         return self.full_name(call.func).endswith("Process") or (
             isinstance(call.func, ast.Attribute) and call.func.attr == "Process"
         )
+
+
+def _always_returns(function: ast.FunctionDef) -> bool:
+    """Whether the last statement is a return: a function that may run off its end gives None as well."""
+    return isinstance(function.body[-1], ast.Return)
+
+
+def _item(value: ast.expr, number: int, target: ast.Tuple | ast.List) -> Origin:
+    """What the name at this place of `a, b = value` gets."""
+    if any(isinstance(e, ast.Starred) for e in target.elts):
+        return Marker.UNKNOWN
+    return ast.copy_location(ast.Subscript(value, ast.Constant(number), ast.Load()), value)
 
 
 def _called_or_itself(node: ast.expr) -> ast.expr:
