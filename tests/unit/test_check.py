@@ -172,6 +172,51 @@ def test_tcp_is_wrong_only_where_the_launcher_serves_the_store_itself(launcher: 
     assert rules_in(text, Job(nodes=2, launcher=launcher)) == rules
 
 
+P = "import argparse\nparser = argparse.ArgumentParser()\n"
+OLD, NEW = 'parser.add_argument("--local_rank", type=int)\n', 'parser.add_argument("--local-rank", type=int)\n'
+PARSE = "args = parser.parse_args()\n"
+LAUNCH = ["python", "-m", "torch.distributed.launch"]
+
+
+@pytest.mark.parametrize(
+    ("script", "command", "line"),
+    [
+        (P + OLD + PARSE, LAUNCH, 3),
+        (P + OLD + PARSE, [*LAUNCH, "--nproc_per_node=2"], 3),
+        (P + OLD + PARSE, ["python", "/usr/lib/python3/torch/distributed/launch.py"], 3),
+        (P + OLD.replace("--local_rank", '-r", "--local_rank') + PARSE, LAUNCH, 3),
+        (P + OLD.replace("type=int", "default=0") + "import lightning\n" + PARSE, LAUNCH, 3),
+        (P + 'parser.add_argument("--lr")\n' + PARSE, LAUNCH, 4),
+        (P + PARSE.replace("parser", "argparse.ArgumentParser()"), LAUNCH, 3),
+        ("import click\n@click.command()\n@click.option('--local_rank')\ndef f(local_rank): ...\nf()", LAUNCH, 3),
+        (P + OLD.replace("type=int", "required=True") + PARSE, ["torchrun"], 3),
+        (P + NEW.replace("type=int", "required=True") + PARSE, ["ddprun"], 3),
+        (P + NEW.replace("type=int", "required=True") + PARSE, [*LAUNCH, "--use-env"], 3),
+        (P + NEW + PARSE, LAUNCH, None),
+        (P + OLD.replace('rank"', 'rank", "--local-rank"') + PARSE, LAUNCH, None),
+        (P + OLD + PARSE, [*LAUNCH, "--use_env"], None),
+        (P + OLD + PARSE, ["torchrun"], None),
+        (P + OLD + PARSE, ["deepspeed"], None),
+        (P + OLD + PARSE, ["python"], None),
+        (P + OLD + PARSE.replace("parse_args", "parse_known_args"), LAUNCH, None),
+        (P + PARSE.replace("parse_args()", "parse_args([])"), LAUNCH, None),
+        (P + "from lib import add\nadd(parser)\n" + PARSE, LAUNCH, None),
+        ("from lib import parser\n" + PARSE, LAUNCH, None),
+        (P.replace("Parser()", "Parser(parents=[base])") + PARSE, LAUNCH, None),
+        (P + 'parser.add_argument("rest", nargs=argparse.REMAINDER)\n' + PARSE, LAUNCH, None),
+        ("import os\nprint(os.environ['RANK'])\n", LAUNCH, None),
+    ],
+)
+def test_what_the_launcher_passes_must_be_an_option_of_the_script(
+    job_file, script: str, command: list[str], line: int | None
+) -> None:
+    """All ranks end with exit code 2 before they train, in a file that forms no group by itself as well."""
+    result = ran(job_file(script, *command, "train.py"))
+    assert re.findall(r"train.py:(\d+): error\[local-rank-one-spelling\]", result.stdout) == (
+        [str(line)] if line else []
+    )
+
+
 # ---------------------------------------------------------------- what is left alone
 
 

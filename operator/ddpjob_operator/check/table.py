@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpjob_operator.check import checkpoints, data, groups, ranks, starting
+from ddpjob_operator.check import checkpoints, data, gradients, groups, ranks, starting, steps
 from ddpjob_operator.check.rule import Rule
 
 RULES = (
@@ -39,6 +39,24 @@ RULES = (
         "if rank == 0:\n    dist.all_reduce(loss)\n    print(loss)",
         "dist.all_reduce(loss)\nif rank == 0:\n    print(loss)",
         ranks.collective_on_one_rank,
+    ),
+    Rule(
+        "uneven-steps",
+        "error",
+        "Each step of DDP and each collective waits for all ranks. Where one makes fewer of them than the others, "
+        "these wait for it until the time-out.",
+        "for step in range(20 if rank == 0 else 30):\n    dist.all_reduce(loss)",
+        "for step in range(20):\n    dist.all_reduce(loss)",
+        steps.uneven_steps,
+    ),
+    Rule(
+        "gradients-not-averaged",
+        "error",
+        "What model.parameters() gives is a torch.nn.Parameter, so `type(param) is torch.Tensor` never holds: no "
+        "gradient is averaged, every rank trains a model of its own, and nothing says so.",
+        "for param in model.parameters():\n    if type(param) is torch.Tensor:\n        dist.all_reduce(param.grad)",
+        "for param in model.parameters():\n    dist.all_reduce(param.grad)",
+        gradients.gradients_not_averaged,
     ),
     Rule(
         "sampler-missing",
@@ -249,8 +267,8 @@ RULES = (
         "local-rank-one-spelling",
         "warning",
         "torch.distributed.launch passes --local-rank since torch 2.0 and passed --local_rank before: a script with "
-        "only the old one ends with “unrecognized arguments”. The new one alone is right for "
-        "all versions that DDPJob knows.",
+        "only the old one, or with neither, ends with “unrecognized arguments” (exit code 2). The new one alone is "
+        "right for all versions that DDPJob knows. torchrun passes none: there it must not be required.",
         'parser.add_argument("--local_rank", type=int)',
         'parser.add_argument("--local-rank", "--local_rank", type=int)',
         starting.local_rank_one_spelling,
