@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from ddpjob_operator.check.nodes import Function, before, name_of, words_of
+from ddpjob_operator.check.nodes import Function, before, is_main_guard, name_of, words_of
 from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.rule import Found, Job
 from ddpjob_operator.check.script import INIT, Script
@@ -53,7 +53,7 @@ def _port_hurts(job: Job) -> bool:
 
 def _fixed(script: Script, value: ast.expr, node: ast.AST) -> list[str]:
     """The literal value of a variable that is set in any case; none where a condition or an argument decides."""
-    if any(not _is_main_guard(test) for test in script.enclosing_tests(node)):
+    if any(not is_main_guard(test) for test in script.enclosing_tests(node)):
         return []
     found = [script.texts(v) for v in _plain(script, value)]
     return [text for texts in found for text in texts] if all(found) else []
@@ -70,10 +70,6 @@ def _plain(script: Script, value: ast.expr) -> list[ast.expr]:
         else:
             return [value]
     return plain
-
-
-def _is_main_guard(test: ast.expr) -> bool:
-    return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
 
 
 def tcp_under_torchrun(script: Script, job: Job) -> Iterator[Found]:

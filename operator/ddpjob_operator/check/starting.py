@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ddpjob_operator.check.nodes import Function, leaves, name_of
+from ddpjob_operator.check.nodes import Function, is_main_guard, leaves, name_of
 from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.rule import Found, Job, Severity
 from ddpjob_operator.check.script import Script
@@ -143,7 +143,7 @@ def _refuses_what_is_passed(script: Script) -> Iterator[Found]:
     if not script.methods_called("parse_known_args") and not script.mentions("ignore_unknown_options"):
         options = list(_options(script))
         yield from (_one_spelling(call, "error") for call in options if _has_only_the_old_name(call))
-        if not any(name.startswith("--local") for call in options for name in _names(call)):
+        if not any(name.startswith("--local") for call in script.calls for name in _names(call)):
             yield from (
                 Found(
                     call.lineno,
@@ -188,9 +188,9 @@ _OLD = "--local_rank"
 
 
 def _options(script: Script) -> Iterator[ast.Call]:
-    """argparse's add_argument(…) and click's option(…)."""
-    yield from script.methods_called("add_argument")
-    yield from script.calls_to("click.option", "typer.Option")
+    """argparse's add_argument(…) and click's option(…); those under a condition may be for another version of torch."""
+    calls = [*script.methods_called("add_argument"), *script.calls_to("click.option", "typer.Option")]
+    yield from (c for c in calls if all(is_main_guard(test) for test in script.enclosing_tests(c)))
 
 
 def _names(call: ast.Call) -> list[str]:

@@ -22,8 +22,10 @@ from ddpjob_operator.check.nodes import (
     fields_declared,
     imports_in,
     is_outside_the_body,
+    leaves,
     name_of,
     parameters_of,
+    targets_in,
 )
 from ddpjob_operator.check.rebinding import changed_containers, changed_objects, rebound_until
 
@@ -312,7 +314,12 @@ class Values:
         may_change: list[Origin] = [Marker.UNKNOWN] if text.rpartition(".")[0] in self._changed else []
         if not text.startswith("self."):
             set_here = self._attributes.get((None, text))
-            return [*set_here, *may_change, *self._rebound(set_here)] if set_here else None
+            if not set_here:
+                return None
+            before: list[Origin] = []
+            if not any(self._is_set_in_any_case(text, value) for value in set_here):
+                before.append(Marker.BROUGHT)
+            return [*set_here, *before, *may_change, *self._rebound(set_here)]
         owner = self._class_of(node)
         values = self._attributes.get((owner, text), [])
         if owner is None or not values:
@@ -321,6 +328,18 @@ class Values:
         named = [*self._names.get((owner, node.attr), ()), *(fields_declared(owner, node.attr))]
         foreign = [b for b in owner.bases if not self.full_name(b).startswith("torch.") and name_of(b) != "object"]
         return [*values, *named, *may_change, *([Marker.UNKNOWN] if foreign else [])]
+
+    def _is_set_in_any_case(self, text: str, value: Origin) -> bool:
+        """Whether an attribute gets this or, in the other branches, another value; else the object may have brought its
+        own, as what argparse returns does."""
+        if isinstance(value, Marker):
+            return False
+        for child, parent in self.above(value):
+            if isinstance(parent, ast.If):
+                other = parent.orelse if child in parent.body else parent.body
+                if not (leaves(other) or any(dotted(t) == text for s in other for t in targets_in(s))):
+                    return False
+        return True
 
     def _rebound(self, values: list[Origin]) -> list[Origin]:
         """What else a name may be to which the module gave a value before a line that may change all of them."""
