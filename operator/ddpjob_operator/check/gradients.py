@@ -112,7 +112,9 @@ def _binds(target: ast.expr, name: str) -> bool:
     return name_of(last) == name
 
 
-def _gives_parameters(script: Script, iterated: ast.expr) -> bool:
+def _gives_parameters(script: Script, iterated: ast.expr, depth: int = 0) -> bool:
+    if depth > 6:
+        return False
     for origin in script.origins(iterated):
         if isinstance(origin, ast.Call) and name_of(origin.func) in (
             "list",
@@ -121,9 +123,9 @@ def _gives_parameters(script: Script, iterated: ast.expr) -> bool:
             "sorted",
             "tuple",
         ):
-            return bool(origin.args) and _gives_parameters(script, origin.args[0])
+            return bool(origin.args) and _gives_parameters(script, origin.args[0], depth + 1)
         if isinstance(origin, ast.Call) and name_of(origin.func) == "filter" and len(origin.args) == 2:
-            return _gives_parameters(script, origin.args[1])
+            return _gives_parameters(script, origin.args[1], depth + 1)
         if isinstance(origin, ast.Subscript):
             return isinstance(origin.slice, ast.Constant) and origin.slice.value == "params"
         return isinstance(origin, ast.Call) and name_of(origin.func) in ("parameters", "named_parameters")

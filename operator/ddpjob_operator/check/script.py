@@ -37,6 +37,8 @@ _LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "
 _LOOPBACK = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|::1|\[::1\])$")
 # Long chains of names are real, endless ones are not: what lies further than this counts as unknown.
 _DEPTH_MAX = 12
+# Functions that return what another returns: each may have several results, so the ways multiply.
+_CALLS_MAX = 3
 
 
 def _has_arguments(node: ast.expr) -> TypeGuard[ast.Call]:
@@ -276,10 +278,11 @@ class Script(Values):
         results = self.results(call)
         return set().union(*(self.kinds(r, depth) for r in results)) if results else {Kind.UNKNOWN}
 
-    def _items(self, container: Origin, key: ast.expr) -> list[ast.expr | None]:
+    def _items(self, container: Origin, key: ast.expr, calls: int = 0) -> list[ast.expr | None]:
         """What stands under a constant key of a dict, tuple or list that is written out, or that a function returns."""
-        if isinstance(container, ast.Call) and (results := self.results(container)):
-            return [e for r in results for o in self.origins(r) for e in self._items(o, key)]
+        results = self.results(container) if isinstance(container, ast.Call) and calls < _CALLS_MAX else []
+        if results:
+            return [e for r in results for o in self.origins(r) for e in self._items(o, key, calls + 1)]
         if not isinstance(key, ast.Constant):
             return [None]
         if isinstance(container, ast.Dict):
