@@ -481,7 +481,8 @@ def test_what_the_job_changes_or_the_user_overrides_is_said_once() -> None:
 
 
 def test_goodput_books_each_second_where_it_was_spent() -> None:
-    world = digits().started().after(20).runs(0, 1).settle().after(80).exits(0).exits(1).settle()
+    world = digits().started().after(15).runs(0, 1).settle().after(5).reports_step(1).settle()
+    world.after(80).exits(0).exits(1).settle()
     assert world.status.goodput is not None
     spent = world.status.goodput
     assert (spent.starting_seconds, spent.productive_seconds, spent.ratio) == (20, 80, 0.8)
