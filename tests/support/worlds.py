@@ -225,12 +225,12 @@ class World:
         return self
 
     def reports_step(self, step: int, **more: Any) -> World:
-        """Rank 0 reports progress."""
-        attempt = self.job.status.attempt
-        self.reports[0] = Report(step=step, attempt=attempt, received_at=self.now, **more)
-        pace = fold(self.paces.get(0), self.reports[0], self.now)
+        """A rank reports progress, rank 0 where no other is named."""
+        attempt, rank = self.job.status.attempt, more.get("rank", 0)
+        self.reports[rank] = Report(step=step, attempt=attempt, received_at=self.now, **more)
+        pace = fold(self.paces.get(rank), self.reports[rank], self.now)
         assert pace is not None
-        self.paces[0] = pace
+        self.paces[rank] = pace
         return self
 
     def stranger(self, name: str, *, label: str = "", owner: str = "") -> World:
