@@ -55,7 +55,8 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     backoff_window_seconds: Seconds | None = None
     """Only restarts within this window count against backoffLimit. Unset: all, as in a batch/v1 Job."""
     restart_grace_seconds: SecondsOrZero | None = None
-    """How long the other ranks get to stop after one has failed, at least 1. Unset: 10, or the pod's grace if less."""
+    """How long the other ranks get to stop after one has failed: a pod at least 1. Unset: 10, or the pod's grace if
+    less; 0.1 where ddprun restarts them in place."""
     active_deadline_seconds: Seconds | None = None
     """The job fails when it is not finished this long after it (last) started. Unset: no limit."""
     start_deadline_seconds: Seconds | None = None

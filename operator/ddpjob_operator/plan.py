@@ -1,8 +1,8 @@
 """What to do next: the one function that decides, in the cluster, in the local run and in the simulation.
 
 `plan(job, seen, now)` does no I/O, takes the time as an argument, gives a plan for any world, and never trusts an
-event, only what is there. Whoever calls it writes the status first (only if it changed), then deletes, then creates,
-and then sends the events. A pod is deleted only for a reason that the *observed* status already records: a failure or
+event, only what is there. Whoever calls it writes the status first (only if it changed), sends the events, then
+deletes, then creates. A pod is deleted only for a reason that the *observed* status already records: a failure or
 a completed rank is never lost with the pod that proved it. So a stop takes two looks: one records, the next deletes.
 """
 
@@ -29,6 +29,7 @@ from ddpjob_operator import (
     reasons,
     replacing,
     restart,
+    times,
 )
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Observed, Pod
@@ -39,6 +40,7 @@ from ddpjob_operator.scene import (
     CreateService,
     DeleteJob,
     DeletePod,
+    EndPod,
     Scene,
     Settings,
     Verdict,
@@ -103,6 +105,7 @@ def plan(
     """What to do next for `job`. problems: what validation found in its spec."""
     if job.metadata.deletion_timestamp is not None or job.spec.managed_by or is_stale(job, seen):
         return Plan()
+    written, job = job.status, replace(job, status=_not_ahead(job, now, settings))
     recorded, job = job.status, invalid_spec.as_it_was(job, problems)
     scene = look(job, seen, now, tuple(problems), settings)
     verdict = next(v for rule in RULES if (v := rule(scene)) is not None)
@@ -114,7 +117,7 @@ def plan(
     again = earliest(verdict.look_again_at, wait_until, next_loss(job, seen, settings, now), restart.next_look(scene))
     return Plan(
         actions=(*clear(scene), *verdict.actions),
-        status=None if new == recorded else new,
+        status=None if new == written else new,
         events=(
             *events(recorded, new, verdict.status.message),
             *acceptance(recorded, new, problems),
@@ -345,6 +348,12 @@ def clear(s: Scene) -> tuple[DeletePod, ...]:
     return tuple(DeletePod(p.name, p.uid, 0) for p in (*left, *s.orphans))
 
 
+def _not_ahead(job: api.DDPJob, now: dt.datetime, settings: Settings) -> api.Status:
+    retries = job.status.start_retries
+    waits = start_back_off_seconds(job.metadata.uid, retries) if retries else 0
+    return times.not_ahead(job.status, now, start_back_off_seconds=waits, avoid_seconds=settings.avoid_node_seconds)
+
+
 def start_back_off_seconds(uid: str, retries: int) -> int:
     """1, 2, 4 ... 30 min, less up to a fifth that differs by job: two jobs that block each other part ways."""
     base = START_BACK_OFF_SECONDS[min(retries, len(START_BACK_OFF_SECONDS)) - 1]
@@ -496,4 +505,15 @@ def _why_waiting(s: Scene, waiting: Sequence[Pod]) -> tuple[api.State, Reason, s
     return "Starting", reasons.STARTING_TRAINERS, f"{total - len(waiting)} of {total} nodes run; waiting for {who}"
 
 
-__all__ = ["Action", "CreatePod", "CreateService", "DeleteJob", "DeletePod", "Event", "Plan", "Settings", "plan"]
+__all__ = [
+    "Action",
+    "CreatePod",
+    "CreateService",
+    "DeleteJob",
+    "DeletePod",
+    "EndPod",
+    "Event",
+    "Plan",
+    "Settings",
+    "plan",
+]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ddpjob import rules
-from ddpjob_operator import api, causes, contract, endings, launcher, podspec, reasons, stall
+from ddpjob_operator import api, causes, contract, culprit, endings, launcher, podspec, reasons, stall
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Pod
 from ddpjob_operator.reasons import Reason
@@ -23,7 +23,6 @@ from ddpjob_operator.scene import (
     Settings,
     Verdict,
     after,
-    has_failed,
     is_past,
     name_pods,
     new_attempt,
@@ -83,24 +82,25 @@ def restarting(s: Scene) -> Verdict | None:
     grace = None if s.recorded.reason == reasons.DISRUPTED.name else restart_grace_seconds(s.spec)
     text = causes.sentence(seen)
     status = statuses.with_failure(s.status, seen, text)
-    return Verdict(replace(status, message=_ending(s, text)), s.stop(s.alive, grace))
+    actions, again = culprit.stop(s, first, s.alive, grace)
+    return Verdict(replace(status, message=_ending(s, text)), actions, again)
 
 
 def _signs(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
     """What shows that this attempt cannot go on; the strongest first."""
-    yield from _failed(s)
-    yield from _gone(s)
+    yield from sorted((*_failed(s), *_gone(s)), key=lambda sign: causes.weigh(sign[1]))
     yield from _stopped_from_outside(s)
     yield from _never_configured(s)
     yield from _stalled(s)
 
 
 def _failed(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
-    failed = [p for p in s.mine.values() if has_failed(p)]
-    if failed:
+    if s.failed:
         keep = s.settings.keep_log_tail
+        # Nothing of this attempt was told to stop by us: who else did it may explain what failed.
+        signs = [*s.failed, *(p for p in s.alive if p.stop_asked_at is not None)]
         found = causes.root_cause(
-            s.status.attempt, failed, _rank_of(s), s.now, keep_log_tail=keep, launched=_launched(s)
+            s.status.attempt, signs, _rank_of(s), s.now, keep_log_tail=keep, launched=_launched(s)
         )
         yield reasons.RANK_FAILED, _with_limit(s, _stepped(s, found))
 
@@ -202,7 +202,7 @@ def _cause(s: Scene, first: api.Failure) -> tuple[api.Failure, rules.Class]:
     """The cause by all that is known now: the first sign, and every pod that has ended badly, gone or not."""
     failure, found = causes.settle(
         first,
-        [p for p in {**s.departed, **s.mine}.values() if has_failed(p)],
+        s.failed,
         _rank_of(s),
         s.now,
         stepped=s.status.first_step_time is not None or _ran_seconds(s) >= rules.FORGIVEN_AFTER_SECONDS,
@@ -214,7 +214,7 @@ def _cause(s: Scene, first: api.Failure) -> tuple[api.Failure, rules.Class]:
         steps={rank: pace.step for rank, pace in s.paces.items()},
         launched=_launched(s),
     )
-    failure = _with_limit(s, failure)
+    failure = _with_limit(s, culprit.with_log(s, failure))
     return replace(_stepped(s, failure), failure_class=""), found
 
 
