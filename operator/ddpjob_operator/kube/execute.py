@@ -22,7 +22,7 @@ from ddpjob_operator.kube.nodes import Nodes
 from ddpjob_operator.kube.shares import Shares
 from ddpjob_operator.kube.store import Jobs, Key, Store
 from ddpjob_operator.observed import Pod
-from ddpjob_operator.plan import Action, CreatePod, CreateService, DeleteJob, DeletePod, EndPod, Plan
+from ddpjob_operator.plan import Action, CreatePod, CreateService, DeleteJob, DeletePod, EndPod, Event, Plan
 from ddpjob_operator.scene import restart_grace_seconds
 
 _LOGGER = logging.getLogger(__name__)
@@ -124,8 +124,31 @@ class Executor:
         else:
             self._meet(kind, raw, job, memory)
 
+    async def tell(self, metadata: Raw, status: Raw | None, events: tuple[Event, ...]) -> None:
+        """What is to be said of a job that cannot be read: `status` is the stored one but for a condition.
+
+        Raises ConflictError and ApiError as `execute`. A server that refuses it (another field of it breaks the schema)
+        leaves the events.
+        """
+        job = api.Metadata(
+            name=metadata["name"],
+            namespace=metadata.get("namespace", "default"),
+            uid=metadata["uid"],
+            resource_version=metadata.get("resourceVersion", ""),
+        )
+        try:
+            if status is not None:
+                await self._replace_status(job, status)
+        except ApiError as error:
+            if not is_refusal(error):
+                raise
+            _LOGGER.warning("%s/%s: its condition was not written: %s", job.namespace, job.name, error)
+        self._events.send(job, events, self._now())
+
     async def _record(self, job: api.DDPJob, status: api.Status) -> None:
-        metadata = job.metadata
+        await self._replace_status(job.metadata, msgspec.to_builtins(status))
+
+    async def _replace_status(self, metadata: api.Metadata, status: Raw) -> None:
         path = f"{JOBS_PATH.format(metadata.namespace)}/{metadata.name}/status"
         # The whole status, not a patch: what is unset must go, as startTime does on suspend. The server takes nothing
         # but the status from this body, and refuses it if the job is not the one that we looked at.
@@ -138,7 +161,7 @@ class Executor:
                 "uid": metadata.uid,
                 "resourceVersion": metadata.resource_version,
             },
-            "status": msgspec.to_builtins(status),
+            "status": status,
         }
         try:
             self._caches.jobs.put(await self._client.replace(path, body, {"fieldManager": "ddpjob-operator"}))
@@ -269,7 +292,8 @@ class Executor:
                 return await self._exists(kind, name, job, memory)
             if not is_refusal(error):
                 raise
-            memory.refuse(name, error.message, self._now())
+            said = build.in_users_words(error.message, body, job) if kind == "Pod" else error.message
+            memory.refuse(name, said, self._now())
             return False
         memory.created(name)
         self._store(kind).put(raw)

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ddpjob_operator import api, contract, in_place, stall, validation
+from ddpjob_operator import api, contract, in_place, stall, unreadable, validation
 from ddpjob_operator import status as statuses
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.execute import LOOK_SECONDS, Caches, ConflictError, Executor
@@ -50,9 +50,10 @@ class Reconciler:
         self._progress_turns = ProgressTurns()
         self._settings = settings
         self._memory: dict[Key, Memory] = {}
-        self._parsed: dict[Key, tuple[str, int, api.DDPJob, list[validation.Problem]]] = {}
+        self._parsed: dict[Key, tuple[str, int | None, api.DDPJob, list[validation.Problem]]] = {}
         self._silence: stall.Silence | None = None
         self._receiving_since: dt.datetime | None = None
+        self._listening_since = now()
 
     async def look(self, key: Key) -> float | None:
         """Plan and act until there is nothing to do; the seconds until time alone changes that. Raises RetryError."""
@@ -64,7 +65,11 @@ class Reconciler:
                 self._memory.pop(key, None)
                 self._parsed.pop(key, None)
                 return None
-            job, problems = self._parse(key, raw)
+            try:
+                job, problems = self._parse(key, raw)
+            except validation.UnreadableError as error:
+                await self._tell_unreadable(raw, str(error))
+                return None
             memory = self._memory_of(key, job.metadata.uid)
             try:
                 todo = await self._plan(key, job, problems, memory)
@@ -210,6 +215,7 @@ class Reconciler:
             foreign=(*others, *(s.foreign for s in memory.strangers.values())),
             refusals=tuple(memory.refusals.values()),
             reports=memory.reports,
+            listening_since=self._listening_since,
             agent=memory.agent.agent if memory.agent and memory.agent.attempt == job.status.attempt else None,
             nodes=nodes,
             departed=tuple(p for p in memory.departed.values() if p.attempt == job.status.attempt),
@@ -236,21 +242,30 @@ class Reconciler:
             memory = self._memory[key] = Memory(uid)
         return memory
 
+    async def _tell_unreadable(self, raw: Mapping[str, Any], why: str) -> None:
+        """Nothing is planned on what cannot be read; a change of the job is looked at anew."""
+        if not unreadable.is_ours(raw):
+            return
+        status = unreadable.with_condition(raw, why, self._now())
+        if status is None and unreadable.is_told(raw):
+            return
+        try:
+            await self._executor.tell(raw["metadata"], status, (unreadable.event(why),))
+        except ConflictError:
+            return  # the job has changed: that is another look
+        except ApiError as error:
+            raise RetryError(str(error), error.retry_after_seconds or 0.0) from None
+
     def _parse(self, key: Key, raw: Mapping[str, Any]) -> tuple[api.DDPJob, list[validation.Problem]]:
-        """The spec is parsed once per generation: most looks see another status alone."""
-        metadata = raw["metadata"]
+        """The spec is parsed once per generation: most looks see another status alone. Raises UnreadableError."""
+        metadata, status = validation.stored_metadata(raw), validation.stored_status(raw)
         known = self._parsed.get(key)
-        if known is None or known[:2] != (metadata["uid"], metadata.get("generation")):
+        if known is None or known[:2] != (metadata.uid, metadata.generation):
             job, problems = validation.parse(raw)
-            self._parsed[key] = (metadata["uid"], metadata.get("generation", 0), job, problems)
+            self._parsed[key] = (metadata.uid, metadata.generation, job, problems)
             return job, problems
         _, _, job, problems = known
-        try:
-            newer = msgspec.convert(metadata, api.Metadata, strict=False)
-            status = msgspec.convert(raw.get("status") or {}, api.Status, strict=False)
-        except msgspec.ValidationError:
-            return validation.parse(raw)
-        return msgspec.structs.replace(job, metadata=newer, status=status), problems
+        return msgspec.structs.replace(job, metadata=metadata, status=status), problems
 
 
 def _alike(old: api.Status, new: api.Status) -> bool:
