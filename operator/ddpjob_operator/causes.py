@@ -18,7 +18,7 @@ import msgspec
 from ddpjob import rules
 from ddpjob_operator import api, endings
 from ddpjob_operator.endings import Said, signal_name
-from ddpjob_operator.masking import mask
+from ddpjob_operator.masking import mask, shown
 from ddpjob_operator.observed import Pod
 
 LOG_TAIL_MAX = 2048
@@ -295,7 +295,7 @@ def _end(
         signal=signal_name(code),
         reason=_own_reason(said, weight) or _reason(pod, weight),
         step=said.step,
-        exception=mask(_detail(pod, said))[:EXCEPTION_MAX],
+        exception=shown(_detail(pod, said), EXCEPTION_MAX),
         log_tail=log_tail(said.log) if tail else "",
         time=_time(pod, said, now),
     )

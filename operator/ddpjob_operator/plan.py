@@ -29,6 +29,7 @@ from ddpjob_operator import (
     reasons,
     replacing,
     restart,
+    showing,
     times,
 )
 from ddpjob_operator import status as statuses
@@ -113,16 +114,20 @@ def plan(
     new = statuses.finish(
         recorded, said, job, invalid_spec.sentence(problems), now, silent=is_past(hearing.old_at(scene.heard_at), now)
     )
+    if new != written:
+        new = showing.status(new)
     new, wait_until = throttle(recorded, new, settings, now)
     again = earliest(verdict.look_again_at, wait_until, next_loss(job, seen, settings, now), restart.next_look(scene))
     return Plan(
         actions=(*clear(scene), *verdict.actions),
         status=None if new == written else new,
-        events=(
-            *events(recorded, new, verdict.status.message),
-            *acceptance(recorded, new, problems),
-            *restarts_in_place(recorded, new),
-            *remarks(job, new),
+        events=showing.events(
+            (
+                *events(recorded, new, verdict.status.message),
+                *acceptance(recorded, new, problems),
+                *restarts_in_place(recorded, new),
+                *remarks(job, new),
+            )
         ),
         look_again_at=again,
     )

@@ -13,10 +13,11 @@ from typing import Any
 
 import msgspec
 
-from ddpjob_operator import api, build, contract
+from ddpjob_operator import api, build, contract, showing
 from ddpjob_operator.kube import observe
 from ddpjob_operator.kube.client import ApiError, Client, Raw
 from ddpjob_operator.kube.events import Events
+from ddpjob_operator.kube.listing import take
 from ddpjob_operator.kube.memory import Memory
 from ddpjob_operator.kube.nodes import Nodes
 from ddpjob_operator.kube.shares import Shares
@@ -95,6 +96,10 @@ class Executor:
                 await self._delete_job(job, action)
         return whole
 
+    def say(self, job: api.Metadata, event: Event) -> None:
+        """An event that is no part of a plan."""
+        self._events.send(job, showing.events((event,)), self._now())
+
     async def reread(self, metadata: api.Metadata) -> None:
         """The job as it is now. Raises ApiError."""
         path = f"{JOBS_PATH.format(metadata.namespace)}/{metadata.name}"
@@ -113,8 +118,11 @@ class Executor:
     async def list_pods(self, key: Key) -> None:
         """The pods of one job as they are now. Raises ApiError."""
         path = f"/api/v1/namespaces/{key[0]}/pods"
-        raws, at = await self._client.list(path, f"{contract.LABEL_JOB}={key[1]}")
-        self._caches.pods.replace(raws, int(at) if at.isdecimal() else 0, key[0], key)
+        pods = self._caches.pods
+        pages = self._client.pages(path, f"{contract.LABEL_JOB}={key[1]}")
+        await take(
+            pages, pods.put, lambda named, version: pods.retain(named, version, key[0], key), one_look=pods.one_look
+        )
 
     async def check_stranger(self, kind: str, name: str, job: api.DDPJob, memory: Memory) -> None:
         """Whether an object in our place is still there. Raises ApiError."""
