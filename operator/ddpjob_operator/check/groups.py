@@ -214,7 +214,7 @@ def barrier_without_timeout(script: Script, job: Job) -> Iterator[Found]:
     if backends(script, job) != {"gloo"} or (job.nodes is None and script.is_for_one_node):
         return
     inits = script.calls_to(INIT)
-    if not inits or len(inits) != len(script.inits):  # ddpjob.init has a time-out of 100 s for each step
+    if not inits or len(inits) != len(script.inits):  # ddpjob.init has time-outs of its own
         return
     if any(script.argument(c, "timeout", 2) is not None or script.has_hidden_arguments(c) for c in inits):
         return
