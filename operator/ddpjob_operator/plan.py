@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ddpjob_operator import api, causes, contract, in_place, launcher, podspec, reasons, replacing, restart
+from ddpjob_operator import api, causes, contract, in_place, launcher, podspec, reasons, replacing, restart, waiting
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Observed, Pod
 from ddpjob_operator.reasons import Reason
@@ -86,6 +86,7 @@ def plan(
         return Plan()
     scene = look(job, seen, now, tuple(problems), settings)
     verdict = next(v for rule in RULES if (v := rule(scene)) is not None)
+    verdict = waiting.said_once(verdict, now)
     new = statuses.finish(job.status, verdict.status, job, _sentence(problems), now)
     new, wait_until = throttle(job.status, new, settings, now)
     again = earliest(verdict.look_again_at, wait_until, next_loss(job, seen, settings, now), restart.next_look(scene))
@@ -250,11 +251,12 @@ def avoidance_over(s: Scene) -> Verdict | None:
 
 def waiting_for_nodes(s: Scene) -> Verdict | None:
     """Some trainers do not run yet."""
-    waiting = [s.mine[r] for r in sorted(s.mine) if s.mine[r].trainer.state == "waiting"]
-    if not waiting:
+    not_running = [s.mine[r] for r in sorted(s.mine) if s.mine[r].trainer.state == "waiting"]
+    if not not_running:
         return None
     avoided = earliest(*(a.until for a in s.status.avoided_nodes if a.until > s.now))
-    return _waiting(s, *_why_waiting(s, waiting), again=avoided if any(p.unschedulable for p in waiting) else None)
+    again = avoided if any(p.unschedulable for p in not_running) else waiting.next_word(s, not_running)
+    return _waiting(s, *_why_waiting(s, not_running), again=again)
 
 
 def all_is_well(s: Scene) -> Verdict | None:
@@ -265,11 +267,14 @@ def all_is_well(s: Scene) -> Verdict | None:
     times = f", restarted in place {restarted} time{'s' if restarted > 1 else ''}" if restarted else ""
     text = f"{s.spec.nodes - count} of {s.spec.nodes} nodes run{done}, attempt {s.status.attempt}{times}"
     reason, finding = reasons.ALL_NODES_RUN, s.standstill
+    left, again = waiting.completed_long_ago(s)
+    if left:
+        reason, text = reasons.OTHERS_COMPLETED, left
     if finding is not None:
         reason, text = reasons.STALL_SUSPECTED, finding.sentence()
-    status = statuses.enter(s.status, "Running", reason, text, s.now)
+    status = statuses.enter(s.status, "Running", reason, text + waiting.for_nodes(s), s.now)
     status = replace(status, start_retries=0, running_time=s.status.running_time or s.now)
-    return Verdict(status, look_again_at=s.active_deadline())
+    return Verdict(status, look_again_at=earliest(s.active_deadline(), again))
 
 
 # The order is the design. The last rule always speaks.
@@ -397,20 +402,24 @@ def _to_create(s: Scene) -> tuple[Action, ...]:
     return (*(() if s.service else (CreateService(),)), *pods)
 
 
-def _why_waiting(s: Scene, waiting: Sequence[Pod]) -> tuple[api.State, Reason, str]:
+def _why_waiting(s: Scene, pods: Sequence[Pod]) -> tuple[api.State, Reason, str]:
     total = s.spec.nodes
-    homeless = [p for p in waiting if p.unschedulable]
+    homeless = [p for p in pods if p.unschedulable]
     if homeless:
         where = "; onePodPerNode keeps them apart" if total > 1 and podspec.gpus(s.spec.template) else ""
         text = f"Unschedulable: {len(homeless)} of {total} pods: {homeless[0].unschedulable}{where}"
         return "Pending", reasons.UNSCHEDULABLE, text
-    stuck = [p for p in waiting if p.trainer.reason in CANNOT_START]
+    stuck = [p for p in pods if p.trainer.reason in CANNOT_START]
     if stuck:
         first = stuck[0]
         why = f"{first.trainer.reason}: {first.trainer.message}"
         return "Pending", reasons.CANNOT_START, f"{len(stuck)} of {total} pods cannot start: {first.name}: {why}"
-    who = contract.list_ranks([p.rank for p in waiting])
-    return "Starting", reasons.STARTING_TRAINERS, f"{total - len(waiting)} of {total} nodes run; waiting for node {who}"
+    who, many = contract.list_ranks([p.rank for p in pods]), "s" if len(pods) > 1 else ""
+    text = f"{total - len(pods)} of {total} nodes run; waiting for node{many} {who}"
+    slow, long = waiting.to_be_created(s, pods)
+    if slow and long:
+        return "Pending", reasons.CANNOT_START, f"{text}; {slow}"
+    return "Starting", reasons.STARTING_TRAINERS, f"{text}; {slow}" if slow else text
 
 
 def _sentence(problems: Sequence[Problem]) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ddpjob import rules
-from ddpjob_operator import api, causes, contract, endings, launcher, podspec, reasons, stall
+from ddpjob_operator import api, causes, contract, endings, launcher, podspec, reasons, stall, waiting
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Pod
 from ddpjob_operator.reasons import Reason
@@ -348,7 +348,7 @@ def _config_error_at(s: Scene, pod: Pod) -> dt.datetime | None:
 
 def _ending(s: Scene, text: str) -> str:
     left = f"stopping {name_pods(s.alive)}" if s.alive else "all pods have ended"
-    return f"{text}; {left}; cause not yet known"
+    return f"{text}; {left}; cause not yet known{waiting.for_nodes(s)}"
 
 
 def _going_on(s: Scene, text: str, verdict: rules.Verdict) -> str:
