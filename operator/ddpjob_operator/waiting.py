@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ddpjob_operator import contract, reasons
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Pod
-from ddpjob_operator.scene import Scene, Verdict, earliest
+from ddpjob_operator.scene import Scene
 
 LONG_SECONDS = 600.0
 # After so long the message says how long it has been; before the first nobody wonders.
@@ -24,18 +24,16 @@ _IN_THE_MAKING = ("", "ContainerCreating", "PodInitializing")
 _WAITS = ("Pending", "Starting", "Restarting", "Failing")
 
 
-def said_once(verdict: Verdict, now: dt.datetime) -> Verdict:
-    """The verdict, with a reason that is a Warning where a state that only waits has lasted long without one."""
-    status = verdict.status
+def said_once(status: api.Status, now: dt.datetime) -> tuple[api.Status, dt.datetime | None]:
+    """The status, with a reason that is a Warning where a state that only waits has lasted long without one, and when
+    that will be."""
     reason = reasons.ALL.get(status.reason)
     if status.state not in _WAITS or reason is None or reason.warning:
-        return verdict
+        return status, None
     # Each attempt waits anew. One that is in the future has not begun to.
     begun = max(at for at in (status.state_time or now, status.attempt_time or status.state_time or now))
     long = begun + dt.timedelta(seconds=LONG_SECONDS)
-    if now < long:
-        return Verdict(status, verdict.actions, earliest(verdict.look_again_at, long))
-    return Verdict(replace(status, reason=reasons.WAITS_LONG.name), verdict.actions, verdict.look_again_at)
+    return (status, long) if now < long else (replace(status, reason=reasons.WAITS_LONG.name), None)
 
 
 def to_be_created(s: Scene, pods: Sequence[Pod]) -> tuple[str, bool]:

@@ -30,8 +30,6 @@ WATCHDOG = (
 )
 HANGS = -1
 """Exit code of a trainer that makes no step any more, and does not end."""
-ENDS_EARLY = -2
-"""Exit code of a rank that ends with 0, while its peers wait for it in the next collective."""
 SAVE_SECONDS = 15.0
 REPORT_SECONDS = 5.0
 MEETING_SECONDS = 600.0
@@ -154,10 +152,10 @@ class Training:
         """(job uid, attempt, rank) of those that have truly ended with 0 by themselves."""
         self.failed: set[tuple[str, int]] = set()
         """(job uid, attempt) in which the application has truly failed by itself."""
+        self.culprits: dict[tuple[str, int], int] = {}
+        """By (job uid, attempt), the rank whose application was the first to truly fail by itself."""
         self.hung: set[tuple[str, int]] = set()
         """(job uid, attempt) in which it has truly hung."""
-        self.peers_complain = True
-        """Whether those that wait for a rank that has ended with 0 ever find out."""
         self.loop, self.faults, self.seconds = loop, faults, seconds
         self.fails, self._reachable = fails, reachable
         self.random = random.Random(f"{faults.seed} training")
@@ -287,11 +285,8 @@ class Training:
             return
         if process.alive:
             self.failed.add((process.job_uid, process.attempt))
-        if failure.code == ENDS_EARLY:
-            self._end(process, 0, "Completed", "")
-            for peer in group.present if self.peers_complain else ():
-                self._suffers(peer)
-            return
+            if not process.told:
+                self.culprits.setdefault((process.job_uid, process.attempt), process.rank)
         self._end(process, failure.code, failure.reason, failure.message)
 
     def _end(self, process: Process, code: int, reason: str, message: str) -> None:
@@ -301,4 +296,4 @@ class Training:
 
 def terminated(code: int, reason: str, message: str, at: Any) -> Raw:
     """The kubelet's word for a container that has ended."""
-    return {"exitCode": code, "reason": reason, "message": message, "finishedAt": at}
+    return {"exitCode": code, "reason": reason, "message": message, "startedAt": at, "finishedAt": at}

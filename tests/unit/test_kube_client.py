@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import kopf
 import pytest
 from aiohttp import web
 
-from ddpjob_operator.kube.client import ApiError, Client, Limits
+from ddpjob_operator.kube.client import ApiError, Client, Limits, Page
 from ddpjob_operator.kube.login import LoginError, login
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -27,7 +28,7 @@ def talk(
     answer: Answer,
     use: Callable[[Client], Awaitable[Any]],
     tokens: list[str] | None = None,
-    may_write: Callable[[], bool] = lambda: True,
+    may_write: Callable[[str], bool] = lambda _path: True,
     limits: Limits = PATIENT,
 ) -> Any:
     """What `use` gets from a server that answers so."""
@@ -137,15 +138,38 @@ def test_a_proxys_page_is_quoted() -> None:
         talk(Script(lambda: web.Response(status=502, text="<html>Bad Gateway</html>")), lambda c: c.get("/pods"))
 
 
+def the_pages(client: Client) -> Awaitable[list[Page]]:
+    async def all_of_them() -> list[Page]:
+        return [page async for page in client.pages("/pods", "a=b")]
+
+    return all_of_them()
+
+
 def test_a_long_list_is_read_page_by_page() -> None:
     pages = [
         {"items": [{"n": 1}], "metadata": {"resourceVersion": "7", "continue": "more"}},
         {"items": [{"n": 2}], "metadata": {"resourceVersion": "7"}},
     ]
     script = Script(*(lambda page=page: web.json_response(page) for page in pages))  # type: ignore[misc]
-    assert talk(script, lambda c: c.list("/pods", "a=b")) == ([{"n": 1}, {"n": 2}], "7")
+    assert talk(script, the_pages) == [([{"n": 1}], "7"), ([{"n": 2}], "7")]
     assert [r.query.get("continue") for r in script.asked] == [None, "more"]
     assert {r.query["labelSelector"] for r in script.asked} == {"a=b"}
+
+
+def test_a_page_full_of_huge_objects_is_asked_for_in_parts_and_is_never_held_whole() -> None:
+    """Somebody's pods of a megabyte each would end the operator at each of its starts: 200 of them are a page."""
+    listed = [{"n": n, "spec": "x" * 50_000} for n in range(5)]
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        first, limit = int(request.query.get("continue", "0")), int(request.query["limit"])
+        items, rest = listed[first : first + limit], len(listed) - first - limit
+        metadata = {"resourceVersion": "7"} | ({"continue": str(first + limit)} if rest > 0 else {})
+        return web.json_response({"metadata": metadata, "items": items})
+
+    limits = dataclasses.replace(PATIENT, page_bytes=120_000)
+    pages = talk(answer, the_pages, limits=limits)
+    assert [item["n"] for page in pages for item in page.items] == [0, 1, 2, 3, 4]
+    assert max(len(page.items) for page in pages) <= 2
 
 
 WRITES: dict[str, Callable[[Client], Awaitable[Any]]] = {
@@ -159,22 +183,22 @@ WRITES: dict[str, Callable[[Client], Awaitable[Any]]] = {
 def test_no_write_is_sent_while_another_operator_may_lead(write: Callable[[Client], Awaitable[Any]]) -> None:
     script = Script(ok)
     with pytest.raises(ApiError, match="another operator may lead"):
-        talk(script, write, may_write=lambda: False)
+        talk(script, write, may_write=lambda _path: False)
     assert script.asked == []
 
 
 def test_the_second_try_of_a_write_is_not_sent_when_the_lease_was_lost_after_the_first() -> None:
     script, leads = Script(lambda: status(429, **{"Retry-After": "0.1"}), ok), iter([True, False])
     with pytest.raises(ApiError, match="another operator may lead"):
-        talk(script, lambda c: c.create("/pods", {}), may_write=leads.__next__)
+        talk(script, lambda c: c.create("/pods", {}), may_write=lambda _path: next(leads))
     assert len(script.asked) == 1
 
 
 def test_whoever_stands_by_may_read_and_ask_what_it_may_do() -> None:
     script = Script(ok)
-    talk(script, lambda c: c.get("/pods/a"), may_write=lambda: False)
+    talk(script, lambda c: c.get("/pods/a"), may_write=lambda _path: False)
     reviews = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-    talk(script, lambda c: c.create(reviews, {}), may_write=lambda: False)
+    talk(script, lambda c: c.create(reviews, {}), may_write=lambda _path: False)
     assert len(script.asked) == 2
 
 

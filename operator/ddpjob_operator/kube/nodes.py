@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime as dt
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from ddpjob_operator.kube import observe
+from ddpjob_operator.kube.store import Place
 from ddpjob_operator.observed import Node
+from ddpjob_operator.times import Clock
 
 Raw = Mapping[str, Any]
 _LOGGER = logging.getLogger(__name__)
@@ -31,6 +34,7 @@ class Nodes:
     def __init__(self, changed: Callable[[str], None], now: Callable[[], dt.datetime]) -> None:
         self._changed = changed
         self._now = now
+        self._clock = Clock()
         self._names: set[str] = set()
         self._not_ready: dict[str, Node] = {}
         self._turned: dict[str, float] = {}
@@ -40,7 +44,19 @@ class Nodes:
 
     def seen(self) -> dict[str, Node] | None:
         """Those that are not ready, by name; None while they were never listed: nothing is known then."""
-        return self._not_ready if self._listed else None
+        if not self._listed:
+            return None
+        self._keep_time()
+        return self._not_ready
+
+    def _keep_time(self) -> None:
+        """Our clock was perhaps set back: a node is not lost later for it."""
+        if by := self._clock.set_back(self._now()):
+            self._not_ready = {
+                n: dataclasses.replace(node, since=node.since and node.since + by)
+                for n, node in self._not_ready.items()
+            }
+            self._turned = {n: at + by.total_seconds() for n, at in self._turned.items()}
 
     @property
     def disrupted(self) -> bool:
@@ -49,12 +65,9 @@ class Nodes:
 
     def put(self, raw: Raw) -> None:
         """A node as it is."""
-        known = raw["metadata"]["name"] in self._names
-        self._names.add(raw["metadata"]["name"])
-        self._put(raw, known)
-
-    def _put(self, raw: Raw, known: bool) -> None:
         name = raw["metadata"]["name"]
+        known = name in self._names
+        self._names.add(name)
         if observe.is_ready(raw):
             return self._set(name, READY)
         if name not in self._not_ready:
@@ -67,31 +80,37 @@ class Nodes:
         self._names.discard(name)
         self._set(name, READY)
 
-    def replace(self, raws: Sequence[Raw], list_version: int, namespace: str = "") -> None:
-        """What a list says."""
+    def one_look(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing is kept of the order in which nodes were seen."""
+        return contextlib.nullcontext()
+
+    def retain(self, named: Set[Place], list_version: int, namespace: str = "") -> None:
+        """The end of a list: all that it named was put."""
         self._listed = True
-        names, known = {raw["metadata"]["name"] for raw in raws}, self._names
-        for name in known - names:
+        for name in self._names - {name for _, name in named}:
             self.remove("", name, "")
-        self._names = names  # all of them before the first is judged
-        for raw in raws:
-            self._put(raw, raw["metadata"]["name"] in known)
+        self._judge()
 
     def _set(self, name: str, node: Node) -> None:
-        before = self._not_ready
-        if node.ready == (name not in before):
+        if node.ready == (name not in self._not_ready):
             return
         # A new mapping: a plan may still read the old one.
-        others = {n: known for n, known in before.items() if n != name}
+        others = {n: known for n, known in self._not_ready.items() if n != name}
         if node.ready:
             del self._turned[name]
         self._not_ready = others if node.ready else {**others, name: node}
+        self._changed(name)
+        if self._listed:  # else most are not known yet
+            self._judge()
+
+    def _judge(self) -> None:
+        """Which of them became so with most others."""
         most = self._with_most()
-        others_too = most ^ {n for n, known in self._not_ready.items() if known.with_most}
-        for other in others_too:
-            self._not_ready[other] = dataclasses.replace(self._not_ready[other], with_most=other in most)
-        for changed in sorted(others_too | {name}):
-            self._changed(changed)
+        changed = sorted(most ^ {n for n, known in self._not_ready.items() if known.with_most})
+        judged = {n: dataclasses.replace(self._not_ready[n], with_most=n in most) for n in changed}
+        self._not_ready = {**self._not_ready, **judged} if judged else self._not_ready
+        for name in changed:
+            self._changed(name)
         self._say()
 
     def _with_most(self) -> set[str]:

@@ -20,8 +20,6 @@ from .memory import KILLED, Kills
 from .options import Options
 from .preload import ForkServer
 
-# The group is broken, so nothing can be saved together; time to say something, no more.
-BROKEN_GRACE_SECONDS = 0.1
 LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel holds the process
 HELD_SECONDS = 60.0  # a driver that gives back the memory of a GPU, or of a large dataset, takes some of them
 KILL_AGAIN_SECONDS = 0.05
