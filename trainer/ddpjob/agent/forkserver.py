@@ -247,6 +247,11 @@ def watch_group() -> None:
         return
 
     def update_and_watch(group: Any) -> None:
+        if group is None:
+            with contextlib.suppress(Exception):
+                import ddpjob.watchdog
+
+                ddpjob.watchdog.left()
         update(group)
         if group is not None:
             with contextlib.suppress(Exception):

@@ -51,6 +51,12 @@ class Ask(NamedTuple):
     generation: int
 
 
+class Over(NamedTuple):
+    """To every node: all ranks of one have ended well, so no rank waits for another one any more."""
+
+    generation: int
+
+
 class End(NamedTuple):
     """To every node: it is over."""
 
@@ -70,7 +76,7 @@ RESUMABLE = 75  # rules.RESUMABLE_EXIT_CODE; the rules are imported when ranks r
 CHARGED_MAX = 5
 ANSWER_SECONDS = 3.0  # for what takes an agent one
 PREFLIGHT_SECONDS = 120.0  # it takes some, and as long as its imports
-Order = Start | Stop | Ask | End | Leave
+Order = Start | Stop | Ask | Over | End | Leave
 
 
 class Lead:
@@ -221,6 +227,8 @@ class Lead:
                 self._until = now + wait
             if len(self._finished) == self._nodes:
                 self._all_have_finished(now)
+            elif len(self._finished) == 1:
+                self.orders.append(Over(self.generation))
 
     def reached(self, step: int) -> None:
         """A rank of this generation has made this step."""

@@ -57,6 +57,11 @@ class Node:
         return set(self._pids)
 
     @property
+    def has_ranks_that_ended_well(self) -> bool:
+        """Whether a rank of this generation has ended with 0."""
+        return 0 in self._codes.values()
+
+    @property
     def furthest_step(self) -> int:
         """That a rank of this generation has made, as far as one says it."""
         return 0 if self.beats is None else self.beats.furthest_step
