@@ -35,10 +35,11 @@ def _left(job: api.DDPJob) -> dict[str, Any]:
     counted = history.application if at is None else rules.counted(history, limits, at)
     return {
         "application": max(0, limits.backoff_limit - counted),
-        "infrastructure": max(0, rules.INFRASTRUCTURE_IN_A_ROW_MAX - history.in_a_row),
+        "infrastructure": max(0, rules.INFRASTRUCTURE_IN_A_ROW_MAX - history.uncharged_in_a_row),
         "stall": max(0, rules.STALLS_MAX - history.stall),
         "inARow": history.in_a_row,
         "chargedInARow": history.charged_in_a_row,
+        "peersLost": history.peers_lost,
         "step": statuses.furthest(job.status) or 0,
         **_as_of(job.status),
     }

@@ -190,6 +190,10 @@ class Restarts(Struct, rename="camel", frozen=True, kw_only=True):
     """Those of them charged to application or stall: three stop a job that reports steps."""
     charged_at: list[Time] = []
     """When the application was charged, where backoffWindowSeconds is set."""
+    uncharged_in_a_row: Count = 0
+    """Restarts charged to infrastructure since the last new step: a hundred stop the job."""
+    peers_lost: Count = 0
+    """Those of them for which only complaints about lost peers were found: the next one is the application's."""
 
 
 class InPlace(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):

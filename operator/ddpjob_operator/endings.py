@@ -38,6 +38,8 @@ _WHAT = re.compile(r"^\s+what\(\):\s+(.*)$")
 # torch.multiprocessing.spawn names how the process ended that it gives up for.
 _SPAWNED = re.compile(r"ProcessExitedException: process \d+ terminated with (?:exit code (\d{1,3})|signal (\w+))")
 _TORCHS_OWN = re.compile(r"gloo|c10d|nccl|Dist\w*Error|Rendezvous", re.IGNORECASE)
+# Where torchrun waits for the other nodes when all its own ranks have ended with 0 (elastic/agent/server/api.py).
+_TORCHRUN_WAITED = "in _exit_barrier\n"
 _TORCHRUN_TOLD = re.compile(r"SignalException: Process \d+ got signal: (\d{1,2})$")
 
 # torchrun's own summary at the end of its output (torch/distributed/elastic/multiprocessing/errors, 1.9 to 2.13).
@@ -69,6 +71,12 @@ class Said:
     """What it printed."""
     bad_nodes: tuple[int, ...] = ()
     """Node ranks that a pre-flight found to be far slower than the others."""
+    done: bool = False
+    """Whether all its ranks had ended with 0, and only the launcher was still there to be stopped."""
+    early: bool = False
+    """Whether its rank ended with 0 while the others still waited for it."""
+    permanent: bool = False
+    """Whether agents have found that no other try helps, on any node."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,10 @@ class Message(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
     """Whether an agent ended because the agents of the group had agreed on it: none that was lost says so."""
     agent: Agent | None = None
     """From node 0's agent: what it had restarted in place."""
+    early: bool = False
+    """Whether an agent has found that this rank ended with 0 while the others still waited for it."""
+    failure_class: str = msgspec.field(default="", name="class")
+    """What an agent has found it to be."""
     bad_nodes: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]], msgspec.Meta(max_length=64)] = []
 
 
@@ -140,6 +152,8 @@ def read(text: str) -> Said:
         time=_time(message.time),
         log=lines,
         bad_nodes=tuple(message.bad_nodes),
+        early=message.early,
+        permanent=message.ended and message.failure_class == "permanent",
     )
 
 
@@ -240,13 +254,14 @@ def _read_log(log: str) -> Said:
     told = next((m for r in reversed(exceptions) if (m := _TORCHRUN_TOLD.search(r.line))), None)
     if told is not None and not rows:
         # torchrun ends with 1 when it is told to stop.
-        return Said(exit_code=128 + int(told[1]), exception="", log=log)
+        return Said(exit_code=128 + int(told[1]), exception="", log=log, done=_TORCHRUN_WAITED in log)
     guilty = min(rows, key=lambda row: _innocence(row, exceptions), default=None)
     rank = guilty.rank if guilty else None
     of_rank = [r for r in exceptions if r.rank is not None and r.rank == rank]
     first = (guilty.raised if guilty else None) or _true(of_rank) or _true(_not_of_others(exceptions, rank))
     code = guilty.exit_code if guilty else _spawned(exceptions)
-    first = first or (_true(raised(_cut_table(log))) if not rows else None) or _cut_line(log) or Raised("")
+    first = first or (_true(raised(_cut_table(log))) if not rows else None) or _cut_line(log)
+    first = first or _interpreters(log) or Raised("")
     return Said(
         rank=rank if rank is not None else first.rank,
         exit_code=code,
@@ -303,6 +318,13 @@ def _cut_line(log: str) -> Raised | None:
     if rules.SYMPTOMS.search(line) and _TORCHS_OWN.search(line):
         return Raised(f"…{line}", symptom=True)
     return None
+
+
+def _interpreters(log: str) -> Raised | None:
+    """`python nowhere.py` says so in a line of its own, without an exception."""
+    lines = (_PREFIX.sub("", line[:LINE_MAX]) for line in log.splitlines())
+    found = next((line for line in lines if rules.CANNOT_EVER_START.match(line) and "python" in line), None)
+    return None if found is None else Raised(found.strip())
 
 
 def _message(text: str) -> tuple[Message | None, str]:

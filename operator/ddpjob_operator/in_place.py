@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
+from ddpjob import rules
 from ddpjob_operator import api, causes, contract, endings
 from ddpjob_operator import status as statuses
 from ddpjob_operator.masking import mask
@@ -52,6 +53,7 @@ def with_agent(
     if not any(new.values()):
         return status
     status = _charged(status, new, agent, job, now)
+    status = _with_what_was_free(status, new, agent)
     if agent.replacement == contract.replacement(status, 0):
         # Who has spoken has run: a second pod under its name would count from nothing, and be taken for the first.
         status = replace(status, started_nodes=contract.ranges(contract.numbers(status.started_nodes) | {0}))
@@ -86,6 +88,23 @@ def _charged(status: api.Status, new: dict[str, int], agent: Agent, job: api.DDP
     return replace(status, restarts=after)
 
 
+def _with_what_was_free(status: api.Status, new: dict[str, int], agent: Agent) -> api.Status:
+    """As rules.charge counts it, for all that is new at once."""
+    restarts = status.restarts or api.Restarts()
+    made_a_new_step = (statuses.furthest(status) or 0) > (status.furthest_step or 0)
+    before = replace(restarts, uncharged_in_a_row=0, peers_lost=0) if made_a_new_step else restarts
+    told = agent.failures[-sum(new.values()) :]
+    lost = sum(f.charged_to == "infrastructure" and rules.is_symptom(f.exception) for f in told)
+    return replace(
+        status,
+        restarts=replace(
+            restarts,
+            uncharged_in_a_row=before.uncharged_in_a_row + new["infrastructure"],
+            peers_lost=before.peers_lost + lost,
+        ),
+    )
+
+
 def _failure(
     status: api.Status, said: AgentFailure, job: api.DDPJob, mine: Mapping[int, Pod], now: dt.datetime
 ) -> api.Failure:
@@ -99,10 +118,18 @@ def _failure(
         node=pod.node if pod is not None else "",
         exit_code=None if stalled else said.exit_code,
         signal=said.signal,
-        reason=causes.STALLED if stalled else causes.CONNECTION_LOST if said.rank < 0 else "Error",
+        reason=_reason(said),
         failure_class=said.failure_class,
         charged_to=said.charged_to,
         step=said.step or None,
         exception=mask(said.exception)[: causes.EXCEPTION_MAX],
         time=now,
     )
+
+
+def _reason(said: AgentFailure) -> str:
+    if said.failure_class == "stall":
+        return causes.STALLED
+    if said.rank < 0:
+        return causes.CONNECTION_LOST
+    return causes.ENDED_EARLY if said.exit_code == 0 else "Error"

@@ -1,8 +1,8 @@
 """What to do next: the one function that decides, in the cluster, in the local run and in the simulation.
 
 `plan(job, seen, now)` does no I/O, takes the time as an argument, gives a plan for any world, and never trusts an
-event, only what is there. Whoever calls it writes the status first (only if it changed), then deletes, then creates,
-and then sends the events. A pod is deleted only for a reason that the *observed* status already records: a failure or
+event, only what is there. Whoever calls it writes the status first (only if it changed), sends the events, then
+deletes, then creates. A pod is deleted only for a reason that the *observed* status already records: a failure or
 a completed rank is never lost with the pod that proved it. So a stop takes two looks: one records, the next deletes.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ddpjob_operator import api, causes, contract, in_place, launcher, podspec, reasons, replacing, restart
+from ddpjob_operator import api, causes, contract, in_place, launcher, podspec, reasons, replacing, restart, times
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Observed, Pod
 from ddpjob_operator.reasons import Reason
@@ -25,6 +25,7 @@ from ddpjob_operator.scene import (
     CreateService,
     DeleteJob,
     DeletePod,
+    EndPod,
     Scene,
     Settings,
     Verdict,
@@ -84,6 +85,7 @@ def plan(
     """What to do next for `job`. problems: what validation found in its spec."""
     if job.metadata.deletion_timestamp is not None or job.spec.managed_by or is_stale(job, seen):
         return Plan()
+    written, job = job.status, replace(job, status=_not_ahead(job, now, settings))
     scene = look(job, seen, now, tuple(problems), settings)
     verdict = next(v for rule in RULES if (v := rule(scene)) is not None)
     new = statuses.finish(job.status, verdict.status, job, _sentence(problems), now)
@@ -91,7 +93,7 @@ def plan(
     again = earliest(verdict.look_again_at, wait_until, next_loss(job, seen, settings, now), restart.next_look(scene))
     return Plan(
         actions=(*clear(scene), *verdict.actions),
-        status=None if new == job.status else new,
+        status=None if new == written else new,
         events=(*events(job.status, new), *restarts_in_place(job.status, new), *remarks(job, new)),
         look_again_at=again,
     )
@@ -305,6 +307,12 @@ def clear(s: Scene) -> tuple[DeletePod, ...]:
     return tuple(DeletePod(p.name, p.uid, 0) for p in (*left, *s.orphans))
 
 
+def _not_ahead(job: api.DDPJob, now: dt.datetime, settings: Settings) -> api.Status:
+    retries = job.status.start_retries
+    waits = start_back_off_seconds(job.metadata.uid, retries) if retries else 0
+    return times.not_ahead(job.status, now, start_back_off_seconds=waits, avoid_seconds=settings.avoid_node_seconds)
+
+
 def start_back_off_seconds(uid: str, retries: int) -> int:
     """1, 2, 4 ... 30 min, less up to a fifth that differs by job: two jobs that block each other part ways."""
     base = START_BACK_OFF_SECONDS[min(retries, len(START_BACK_OFF_SECONDS)) - 1]
@@ -417,4 +425,15 @@ def _sentence(problems: Sequence[Problem]) -> str:
     return "; ".join(str(p) for p in problems)
 
 
-__all__ = ["Action", "CreatePod", "CreateService", "DeleteJob", "DeletePod", "Event", "Plan", "Settings", "plan"]
+__all__ = [
+    "Action",
+    "CreatePod",
+    "CreateService",
+    "DeleteJob",
+    "DeletePod",
+    "EndPod",
+    "Event",
+    "Plan",
+    "Settings",
+    "plan",
+]

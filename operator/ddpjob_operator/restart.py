@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ddpjob import rules
-from ddpjob_operator import api, causes, contract, endings, launcher, reasons, stall
+from ddpjob_operator import api, causes, contract, culprit, endings, launcher, podspec, reasons, stall
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Pod
 from ddpjob_operator.reasons import Reason
@@ -23,17 +23,19 @@ from ddpjob_operator.scene import (
     Settings,
     Verdict,
     after,
-    has_failed,
     is_past,
     name_pods,
     new_attempt,
     restart_grace_seconds,
 )
 
-CONFIG_ERROR = "CreateContainerConfigError"
+CONFIG_ERROR = causes.CONFIG_ERROR
 # Twice within `avoid_node_seconds`: once may be chance, and a job must not run out of nodes.
 FAILURES_TO_AVOID = 2
 AVOIDED_MAX = 10
+# A job that reports no steps has trained when an earlier attempt ran so long: mistakes that keep it from starting show
+# within seconds, imports from a slow file system within a minute.
+TRAINED_SECONDS = 60
 # An agent in the pod finds a stall itself, and restarts in place: what takes longer has no agent that can.
 AGENT_FIRST = dt.timedelta(seconds=60)
 _WHY_IT_STOPS: dict[rules.Stop, tuple[Reason, str]] = {
@@ -43,7 +45,10 @@ _WHY_IT_STOPS: dict[rules.Stop, tuple[Reason, str]] = {
         "{in_a_row} failures in a row without a new step, so another try is not worth it",
     ),
     "PermanentFailure": (reasons.PERMANENT_FAILURE, "another try cannot help"),
-    "TooManyInfrastructureFailures": (reasons.TOO_MANY_INFRASTRUCTURE_FAILURES, "{in_a_row} restarts in a row"),
+    "TooManyInfrastructureFailures": (
+        reasons.TOO_MANY_INFRASTRUCTURE_FAILURES,
+        "{uncharged} restarts without a charge and without a new step, so another try is not worth it",
+    ),
     "TooManyStalls": (reasons.TOO_MANY_STALLS, "restarted {stalls} times because no step was made"),
 }
 
@@ -74,24 +79,27 @@ def restarting(s: Scene) -> Verdict | None:
     grace = None if s.recorded.reason == reasons.DISRUPTED.name else restart_grace_seconds(s.spec)
     text = causes.sentence(seen)
     status = statuses.with_failure(s.status, seen, text)
-    return Verdict(replace(status, message=_ending(s, text)), s.stop(s.alive, grace))
+    actions, again = culprit.stop(s, first, s.alive, grace)
+    return Verdict(replace(status, message=_ending(s, text)), actions, again)
 
 
 def _signs(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
     """What shows that this attempt cannot go on; the strongest first."""
-    yield from _failed(s)
-    yield from _gone(s)
+    yield from sorted((*_failed(s), *_gone(s)), key=lambda sign: causes.weigh(sign[1]))
     yield from _stopped_from_outside(s)
     yield from _never_configured(s)
     yield from _stalled(s)
 
 
 def _failed(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
-    failed = [p for p in s.mine.values() if has_failed(p)]
-    if failed:
+    if s.failed:
         keep = s.settings.keep_log_tail
-        found = causes.root_cause(s.status.attempt, failed, _rank_of(s), s.now, keep_log_tail=keep)
-        yield reasons.RANK_FAILED, _stepped(s, found)
+        # Nothing of this attempt was told to stop by us: who else did it may explain what failed.
+        signs = [*s.failed, *(p for p in s.alive if p.stop_asked_at is not None)]
+        found = causes.root_cause(
+            s.status.attempt, signs, _rank_of(s), s.now, keep_log_tail=keep, launched=_launched(s)
+        )
+        yield reasons.RANK_FAILED, _with_limit(s, _stepped(s, found))
 
 
 def _gone(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
@@ -165,8 +173,13 @@ class Settled:
 def settle(s: Scene, first: api.Failure) -> Settled:
     """Name the cause of what the first sign showed, and charge it."""
     failure, found = _cause(s, first)
-    found = rules.with_policy(found, failure.exit_code, policy(s.spec))
-    verdict = rules.judge(found, statuses.history(s.status), _past(s), limits(s.spec), s.now)
+    history, past = statuses.history(s.status), _past(s, failure)
+    if found == "infrastructure" and _never_starts(s, failure, history):
+        found = "permanent"
+    found = rules.of_complaints(found, history, past)
+    outside = causes.from_outside(failure)
+    found = rules.with_policy(found, failure.exit_code, policy(s.spec), from_outside=outside)
+    verdict = rules.judge(found, history, past, limits(s.spec), s.now)
     failure = replace(failure, failure_class=found, charged_to=(verdict.charged_to or "") if verdict.restart else "")
     return Settled(failure, verdict, causes.sentence(failure))
 
@@ -186,13 +199,19 @@ def _cause(s: Scene, first: api.Failure) -> tuple[api.Failure, rules.Class]:
     """The cause by all that is known now: the first sign, and every pod that has ended badly, gone or not."""
     failure, found = causes.settle(
         first,
-        [p for p in {**s.departed, **s.mine}.values() if has_failed(p)],
+        s.failed,
         _rank_of(s),
         s.now,
-        stepped=s.status.first_step_time is not None,
+        stepped=s.status.first_step_time is not None or _ran_seconds(s) >= rules.FORGIVEN_AFTER_SECONDS,
+        trained=_has_trained_before(s.status),
         nodes=s.spec.nodes,
         keep_log_tail=s.settings.keep_log_tail,
+        lost=[_failure(s, p.rank, p.name, causes.NODE_LOST, p.node) for p in s.mine.values() if p.uid in s.lost],
+        early=_completed(s),
+        steps={rank: pace.step for rank, pace in s.paces.items()},
+        launched=_launched(s),
     )
+    failure = _with_limit(s, culprit.with_log(s, failure))
     return replace(_stepped(s, failure), failure_class=""), found
 
 
@@ -233,13 +252,65 @@ def policy(spec: api.Spec) -> list[rules.PolicyRule]:
     ]
 
 
-def _past(s: Scene) -> rules.Attempt:
-    progress, running = s.status.progress, s.status.running_time
+def _completed(s: Scene) -> api.Failure | None:
+    """The first node that has completed in this attempt, as what explains peers that complain of it."""
+    ranks = contract.numbers(s.status.completed_nodes)
+    if not ranks:
+        return None
+    pods = {**s.departed, **s.mine}
+    ends = {rank: pods[rank].trainer.ended_at or s.now for rank in ranks if rank in pods}
+    first = min(ranks, key=lambda rank: (ends.get(rank, s.now), rank))
+    node = pods[first].node if first in pods else ""
+    name = contract.present_pod_name(s.job, s.status, first)
+    failure = _failure(s, first, name, causes.ENDED_EARLY, node)
+    # What rank 0 has reported last is its own; of another rank only its own reports say anything.
+    return replace(failure, step=failure.step if first == 0 else None, time=ends.get(first, s.now))
+
+
+def _has_trained_before(status: api.Status) -> bool:
+    """Whether an attempt before the present one has trained: then its image, command and modules were right once."""
+    if status.furthest_step:
+        return True
+    begun, ended = status.running_time, status.state_time
+    here = (ended - begun).total_seconds() if status.state == "Restarting" and begun and ended else 0.0
+    return (status.goodput or api.Goodput()).productive_seconds - here >= TRAINED_SECONDS
+
+
+def _never_starts(s: Scene, failure: api.Failure, history: rules.History) -> bool:
+    """Whether other nodes were tried often enough, for a job that has never trained."""
+    if not causes.cannot_start(failure) or _has_trained_before(s.status):
+        return False
+    return history.uncharged_in_a_row >= rules.STARTS_MAX
+
+
+def _with_limit(s: Scene, failure: api.Failure) -> api.Failure:
+    """Out of what memory."""
+    limit = podspec.limits(s.spec.template).get("memory")
+    if failure.reason != "OOMKilled" or limit is None or failure.exception.startswith(causes.MEMORY):
+        return failure
+    said = f"{causes.MEMORY}{limit}" + (f"; {failure.exception}" if failure.exception else "")
+    return replace(failure, exception=said[: causes.EXCEPTION_MAX])
+
+
+def _launched(s: Scene) -> causes.Launched:
+    port = s.status.master_addr.rpartition(":")[2]
+    found = launcher.find(launcher.command_of(s.spec.template))
+    return causes.Launched(int(port) if port.isdecimal() else None, found is not None and found.name != "ddprun")
+
+
+def _ran_seconds(s: Scene) -> float:
+    running = s.status.running_time
+    return 0.0 if running is None else max(0.0, (s.now - running).total_seconds())
+
+
+def _past(s: Scene, failure: api.Failure) -> rules.Attempt:
+    progress = s.status.progress
     here = progress.step if progress is not None and progress.attempt == s.status.attempt else 0
     return rules.Attempt(
         made_a_new_step=here > (s.status.furthest_step or 0),
         reports_steps=statuses.furthest(s.status) is not None,
-        ran_seconds=0.0 if running is None else max(0.0, (s.now - running).total_seconds()),
+        ran_seconds=_ran_seconds(s),
+        only_complaints=failure.reason == causes.PEER_LOST,
     )
 
 
@@ -309,4 +380,5 @@ def _why_it_stops(s: Scene, failure: api.Failure, verdict: rules.Verdict) -> tup
         limit=s.spec.backoff_limit,
         in_a_row=verdict.history.in_a_row + 1,
         stalls=verdict.history.stall,
+        uncharged=verdict.history.uncharged_in_a_row,
     )

@@ -153,7 +153,16 @@ def furthest(status: api.Status) -> int | None:
 def history(status: api.Status) -> rules.History:
     """What restarts have cost so far, as the rules read it."""
     r = status.restarts or api.Restarts()
-    return rules.History(r.application, r.infrastructure, r.stall, r.in_a_row, r.charged_in_a_row, tuple(r.charged_at))
+    return rules.History(
+        application=r.application,
+        infrastructure=r.infrastructure,
+        stall=r.stall,
+        in_a_row=r.in_a_row,
+        charged_in_a_row=r.charged_in_a_row,
+        charged_at=tuple(r.charged_at),
+        uncharged_in_a_row=r.uncharged_in_a_row,
+        peers_lost=r.peers_lost,
+    )
 
 
 def restarts(history: rules.History, *, windowed: bool) -> api.Restarts:
@@ -166,6 +175,8 @@ def restarts(history: rules.History, *, windowed: bool) -> api.Restarts:
         in_a_row=history.in_a_row,
         charged_in_a_row=history.charged_in_a_row,
         charged_at=list(history.charged_at) if windowed else [],
+        uncharged_in_a_row=history.uncharged_in_a_row,
+        peers_lost=history.peers_lost,
     )
 
 

@@ -81,7 +81,37 @@ def test_a_job_that_makes_steps_ends_only_by_its_own_budgets(of: Failures) -> No
 def test_no_policy_charges_the_application_for_what_was_not_its_doing(
     found: rules.Class, code: int | None, listed: list[rules.PolicyRule]
 ) -> None:
-    after = rules.with_policy(found, code, listed)
-    assert after in get_args(rules.Class)
-    if found in ("infrastructure", "stall"):
-        assert after == found
+    assert rules.with_policy(found, code, listed, from_outside=True) == found
+    assert rules.with_policy("stall", code, listed) == "stall"
+    assert rules.with_policy(found, code, listed) in get_args(rules.Class)
+
+
+@given(classes.filter(lambda found: found != "stall"), st.integers(1, 255))
+def test_an_explicit_rule_always_counts_for_what_a_process_did(found: rules.Class, code: int) -> None:
+    """Exit codes 75 and 143 too: no policy could stop a job that ended so for ever."""
+    for action, want in (("FailJob", "permanent"), ("Count", "application"), ("Ignore", "infrastructure")):
+        rule = rules.PolicyRule(action, frozenset({code}))  # type: ignore[arg-type]
+        assert rules.with_policy(found, code, [rule]) == want
+
+
+@given(
+    st.sampled_from(["application", "outOfMemory", "infrastructure", "stall"]),
+    st.builds(rules.Attempt, st.just(False), st.booleans(), st.floats(0, 1e6), st.booleans()),
+    st.integers(0, 200),
+)
+def test_every_class_has_a_bound_however_long_its_attempts_run(
+    found: rules.Class, attempt: rules.Attempt, limit: int
+) -> None:
+    """A restart every eleven minutes, for ever and for nothing, was what a job without step reports got."""
+    bounds = {"infrastructure": rules.INFRASTRUCTURE_IN_A_ROW_MAX, "stall": rules.STALLS_MAX}
+    history, now, allowed = rules.History(), NOW, rules.Limits(limit)
+    for _ in range(1000):
+        charged = rules.of_complaints(found, history, attempt)
+        verdict = rules.judge(charged, history, attempt, allowed, now)
+        history, now = verdict.history, now + dt.timedelta(hours=1)
+        if not verdict.restart:
+            break
+    assert not verdict.restart
+    only_complaints = found == "infrastructure" and attempt.only_complaints
+    bound = limit + rules.PEERS_LOST_FREE if only_complaints else bounds.get(found, limit)
+    assert history.total <= bound

@@ -12,9 +12,20 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ddpjob_operator import api, validation
+from ddpjob_operator import api, facts, validation
 from ddpjob_operator.observed import Agent, Container, Foreign, Node, Observed, Pod, Refusal, Report
-from ddpjob_operator.plan import Action, CreatePod, CreateService, DeleteJob, DeletePod, Event, Plan, Settings, plan
+from ddpjob_operator.plan import (
+    Action,
+    CreatePod,
+    CreateService,
+    DeleteJob,
+    DeletePod,
+    EndPod,
+    Event,
+    Plan,
+    Settings,
+    plan,
+)
 from ddpjob_operator.stall import Pace, fold
 
 START = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
@@ -59,7 +70,7 @@ class World:
         self.settings = Settings()
         self.events: list[Event] = []
         self.deleted_job = False
-        self._made = 0
+        self._made = self._looks = 0
 
     # ---------------------------------------------------------------- looking and acting
 
@@ -125,9 +136,12 @@ class World:
             pod = self.pods[action.name]
             assert pod.uid == action.uid, "a delete carries the uid that was seen"
             if pod.live and action.grace_seconds != 0:
-                self.pods[action.name] = replaced(pod, stop_asked_at=self.now)
+                self._see(replaced(pod, stop_asked_at=self.now))
             else:
                 del self.pods[action.name]
+        elif isinstance(action, EndPod):
+            assert self.pods[action.name].uid == action.uid, "the uid that was seen"
+            self.pods[action.name] = replaced(self.pods[action.name], told_to_end=True)
         elif isinstance(action, DeleteJob):
             self.deleted_job = True
             self.job = replace(self.job, metadata=replace(self.job.metadata, deletion_timestamp=self.now))
@@ -187,8 +201,12 @@ class World:
         return self
 
     def stops_all(self) -> World:
-        """All pods that were told to stop end, and go."""
+        """All pods that were told to stop end, and go; those that were told to end and stay do so."""
         self.pods = {n: p for n, p in self.pods.items() if p.stop_asked_at is None}
+        for name, pod in self.pods.items():
+            if pod.told_to_end and pod.live:
+                end = Container("ended", "Error", exit_code=143, ended_at=self.now)
+                self.pods[name] = replaced(pod, phase="Failed", reason="DeadlineExceeded", trainer=end)
         return self
 
     def restarted(self) -> World:
@@ -223,12 +241,12 @@ class World:
         return self
 
     def reports_step(self, step: int, **more: Any) -> World:
-        """Rank 0 reports progress."""
-        attempt = self.job.status.attempt
-        self.reports[0] = Report(step=step, attempt=attempt, received_at=self.now, **more)
-        pace = fold(self.paces.get(0), self.reports[0], self.now)
+        """A rank reports progress, rank 0 where no other is named."""
+        attempt, rank = self.job.status.attempt, more.get("rank", 0)
+        self.reports[rank] = Report(step=step, attempt=attempt, received_at=self.now, **more)
+        pace = fold(self.paces.get(rank), self.reports[rank], self.now)
         assert pace is not None
-        self.paces[0] = pace
+        self.paces[rank] = pace
         return self
 
     def stranger(self, name: str, *, label: str = "", owner: str = "") -> World:
@@ -242,8 +260,13 @@ class World:
 
     def _change(self, rank: int, **fields: Any) -> World:
         pod = self._pod(rank)
-        self.pods[pod.name] = replaced(pod, **fields)
+        self._see(replaced(pod, **fields))
         return self
+
+    def _see(self, pod: Pod) -> None:
+        """As the shells do it: what is seen now is added to what was."""
+        self._looks += 1
+        self.pods[pod.name] = facts.merge(self.pods.get(pod.name), pod, self._looks)
 
 
 def digits(**spec: Any) -> World:

@@ -112,7 +112,7 @@ CASES = {
         recorded(1, "StoppedFromOutside", 5.1),
     ),
     "a pod that was deleted seconds before the first sign was told by someone else": Case(
-        (pod(0, said="", seconds=10), told(pod(1, 143, seconds=12), 5)), 1, "infrastructure", recorded(0, "Error", 10)
+        (pod(0, said="", seconds=10), told(pod(1, 143, seconds=12), 5)), 1, "infrastructure"
     ),
     "what the operator stopped is not the cause of what it was stopped for": Case(
         (pod(0, 3, seconds=4), told(pod(1, 143, seconds=6), 5), told(pod(2, 137, seconds=15), 5)),
@@ -186,9 +186,15 @@ CASES = {
         (pod(0, said="torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),), 0, "outOfMemory"
     ),
     "a rank killed in a container that goes on is not out of memory": Case((pod(0, 137),), 0, "application"),
-    "a container that could not be started fails for good": Case((pod(0, 128, word="StartError"),), 0, "permanent"),
-    "a program that is not there fails for good": Case((pod(0, 127),), 0, "permanent"),
-    "a missing ConfigMap fails for good": Case((), 1, "permanent", recorded(1, "CreateContainerConfigError")),
+    "a container that one node could not start may start on another": Case(
+        (pod(0, 128, word="StartError"),), 0, "infrastructure"
+    ),
+    "a program that is no longer there in the middle of the training is the script's": Case(
+        (pod(0, 127),), 0, "application"
+    ),
+    "a ConfigMap that is gone after the job has trained may come back": Case(
+        (), 1, "infrastructure", recorded(1, "CreateContainerConfigError")
+    ),
     "a stall stays one, whatever the ranks say when they are stopped for it": Case(
         (told(pod(0, said=SHARD, seconds=30), 20),), 1, "stall", recorded(1, "Stalled")
     ),
@@ -222,9 +228,50 @@ def test_an_import_error_on_all_nodes_before_the_first_step_is_permanent() -> No
     pods = [pod(rank, said="ModuleNotFoundError: No module named 'timm'") for rank in range(3)]
     assert settled(*pods, stepped=False)[1] == "permanent"
     assert settled(*pods, stepped=True)[1] == "application", "an import in the middle may work the next time"
-    assert settled(*pods[:2], stepped=False)[1] == "application", "the third node might have it"
-    assert settled(pods[0], pods[1], pod(2, said=PEER), stepped=False)[1] == "application"
+    assert settled(*pods, stepped=False, trained=True)[1] == "infrastructure", "it was there when the job trained"
+    assert settled(*pods[:2], stepped=False)[1] == "infrastructure", "the third node might have it"
+    assert settled(pods[0], pods[1], pod(2, said=PEER), stepped=False)[1] == "infrastructure"
     assert settled(pods[0], stepped=False, nodes=1)[1] == "permanent"
+
+
+@pytest.mark.parametrize(("code", "said"), [(137, "rank 0 done"), (1, table("sigterm-to-torchrun-at-its-end"))])
+def test_a_torchrun_that_only_waited_for_the_other_nodes_had_a_rank_that_ended_early(code: int, said: str) -> None:
+    """torchrun stays for five minutes when its ranks have ended with 0, so no pod completes beside the complaint."""
+    known: dict[str, Any] = {"steps": {0: 20, 1: 20}, "launched": causes.Launched(torchrun=True)}
+    waits = told(pod(0, code, said=said, seconds=22), 11)
+    failure, found = settled(waits, pod(1, said=PEER), first=first_sign(pod(1, said=PEER)), **known)
+    assert (failure.rank, failure.exit_code, found) == (0, 0, "application")
+    assert "ended with exit code 0 after step 20 while rank 1 was in step 21" in causes.sentence(failure)
+    assert settled(first=failure)[1] == found, "also when its pods are gone"
+    busy = told(pod(0, code, said=table("sigterm-to-torchrun"), seconds=12), 11)
+    assert settled(busy, pod(1, said=PEER), first=first_sign(pod(1, said=PEER)), **known)[1] == "infrastructure"
+
+
+@pytest.mark.parametrize("code", [126, 127])
+def test_what_no_node_can_start_is_permanent_while_the_job_has_never_trained(code: int) -> None:
+    pods = [pod(rank, code) for rank in range(3)]
+    assert settled(*pods, stepped=False)[1] == "permanent"
+    assert settled(*pods, stepped=False, trained=True)[1] == "infrastructure"
+    assert settled(*pods[:2], pod(2, 75), stepped=False)[1] == "infrastructure"
+    agreed = library(rank=0, exitCode=code, ended=True, **{"class": "permanent"})
+    assert settled(pod(0, code, said=agreed), pod(1, 75), pod(2, 75), stepped=False)[1] == "permanent"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "/usr/bin/python3.11: can't open file '/nonexistent.py': [Errno 2] No such file or directory",
+        "python: can't open file '/work/train.py': [Errno 13] Permission denied",
+        "/usr/bin/python: No module named train",
+        "/usr/bin/python: can't find '__main__' module in '/work'",
+    ],
+)
+def test_what_the_interpreter_says_of_a_script_that_is_not_there_is_the_cause(line: str) -> None:
+    """`ended with exit code 2` says nothing, and was tried three times more."""
+    pods = [pod(rank, 2, said=f"{line}\n{line}") for rank in range(3)]
+    failure, found = settled(*pods, stepped=False)
+    assert (failure.exception, found) == (line, "permanent")
+    assert line in causes.sentence(failure)
 
 
 def test_a_job_of_one_node_has_no_peers_to_blame() -> None:
@@ -319,6 +366,9 @@ def test_only_a_fault_of_the_node_itself_keeps_a_job_away_from_it() -> None:
     blamed = [
         recorded(1, "NodeLost", failure_class="infrastructure"),
         recorded(1, "Error", failure_class="infrastructure", exception="RuntimeError: CUDA error: GPU is lost"),
+        recorded(1, "StartError", failure_class="infrastructure", exit_code=128),
+        recorded(1, "Error", failure_class="infrastructure", exit_code=127),
+        recorded(1, "Error", failure_class="infrastructure", exception="ImportError: libcuda.so.1: cannot open"),
     ]
     innocent = [
         *(
@@ -326,6 +376,7 @@ def test_only_a_fault_of_the_node_itself_keeps_a_job_away_from_it() -> None:
             for word in ("EvictionByEvictionAPI", "Evicted", "PodGone")
         ),
         recorded(1, "Error", exit_code=1, failure_class="application"),
+        recorded(1, "CreateContainerConfigError", failure_class="infrastructure"),
     ]
     assert [f for f in (*blamed, *innocent) if causes.blames_node(f)] == blamed
 

@@ -294,10 +294,11 @@ def test_a_new_pod_is_told_what_is_left_of_the_budgets() -> None:
     told = variables(world, rank=1, replacement=1)
     assert json.loads(told["DDPJOB_RESTARTS_LEFT"]) == {
         "application": 2,
-        "infrastructure": 97,
+        "infrastructure": 100,
         "stall": 10,
         "inARow": 3,
         "chargedInARow": 3,
+        "peersLost": 0,
         "step": 0,
         "replaced": 1,
         "known": {"replacement": 0, "application": 2, "infrastructure": 0, "stall": 0},

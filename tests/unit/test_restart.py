@@ -6,7 +6,7 @@ import dataclasses
 import datetime as dt
 
 import pytest
-from worlds import START, World, digits
+from worlds import START, World, digits, job
 
 from ddpjob_operator import api
 from ddpjob_operator import status as statuses
@@ -280,8 +280,62 @@ def test_failure_policy_sees_the_guilty_ranks_code_under_torchrun_which_ends_wit
 
 @pytest.mark.parametrize("code", [126, 127])
 def test_a_command_that_is_not_there_fails_at_once(code: int) -> None:
-    world = digits().running().exits(1, code=code).restarted()
+    world = digits().running().exits(0, code=code).exits(1, code=code).restarted()
     assert (world.status.state, world.status.reason) == ("Failed", "PermanentFailure")
+
+
+NO_START: dict[str, dict[str, object]] = {
+    "no driver": {
+        "code": 128,
+        "reason": "StartError",
+        "message": "nvidia-container-cli: initialization error: nvml error: driver not loaded",
+    },
+    "no runtime": {"code": 128, "reason": "StartError", "message": "OCI runtime create failed: no such device"},
+    "no program": {"code": 127},
+    "no right to run it": {"code": 126},
+    "no libcuda": {"message": "ImportError: libcuda.so.1: cannot open shared object file: No such file or directory"},
+    "no module": {"message": "ModuleNotFoundError: No module named 'mymodel'"},
+    "no script": {"code": 2, "message": "/usr/bin/python3: can't open file '/nfs/train.py': [Errno 2] No such file"},
+}
+
+
+@pytest.mark.parametrize("how", NO_START.values(), ids=NO_START.keys())
+@pytest.mark.parametrize(("nodes", "broken"), [(1, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize("reports", [True, False], ids=["steps", "no steps"])
+def test_a_job_that_has_trained_is_never_failed_for_good_because_it_cannot_start(
+    how: dict[str, object], nodes: int, broken: int, reports: bool
+) -> None:
+    """A broken GPU, or a file system that is away for a moment, would end a job that has trained for two days."""
+    world = digits(nodes=nodes).running()
+    if reports:
+        world.reports_step(50_000).settle()
+    world.after(2 * 86400).settle().told_to_stop(0).settle()
+    for rank in range(nodes):
+        world.vanishes(rank)
+    world.settle().after(1).settle().runs(*range(nodes)).settle()
+    for rank in range(broken):
+        world.after(1).exits(rank, **{"code": 1, **how})  # type: ignore[arg-type]
+    world.restarted()
+    assert (cause(world).failure_class, world.status.state) == ("infrastructure", "Restarting"), world.status.message
+    assert charges(world) == (0, 2, 0)
+    assert world.status.failures[-1].node, "the node is blamed, and avoided when it happens again"
+
+
+@pytest.mark.parametrize("how", NO_START.values(), ids=NO_START.keys())
+def test_one_node_that_cannot_start_fails_a_new_job_only_after_others_were_tried(how: dict[str, object]) -> None:
+    """The first pod on a node without a driver would fail a job that runs well everywhere else."""
+    world, starts = digits(nodes=3).running(), 0
+    while world.status.state != "Failed" and starts < 1000:
+        world.runs(0, 1, 2).settle().after(1).exits(1, **{"code": 1, **how})  # type: ignore[arg-type]
+        world.restarted().after(400).settle()
+        starts += 1
+    assert (starts, world.status.reason) == (11, "PermanentFailure"), world.status.message
+
+
+def test_a_module_that_is_missing_in_the_middle_of_the_training_is_the_scripts() -> None:
+    """`import wandb` at the first checkpoint: a hundred free restarts would not find it."""
+    world = digits().running().reports_step(100).settle().exits(0, code=1, message="ImportError: no wandb").restarted()
+    assert charges(world) == (1, 0, 0)
 
 
 def test_a_config_map_that_stays_missing_fails_the_job_after_a_while_and_not_before() -> None:
@@ -307,9 +361,83 @@ def test_the_cause_is_the_rank_that_failed_and_not_the_peer_that_noticed_first()
     assert charges(world) == (1, 0, 0)
 
 
-def test_an_attempt_with_nothing_but_complaints_about_peers_is_never_charged_to_the_application() -> None:
-    world = digits(backoffLimit=0).running().exits(0, code=1, message=PEER_GONE).restarted()
+def test_an_attempt_with_nothing_but_complaints_about_peers_is_free_once_and_not_for_ever() -> None:
+    """The network may have failed where nobody saw it. The second time it is the script, which would never end."""
+    world = digits(backoffLimit=1).running().exits(0, code=1, message=PEER_GONE).restarted()
     assert charges(world) == (0, 1, 0)
+    world.runs(0, 1).settle().after(3600).exits(0, code=1, message=PEER_GONE).restarted()
+    assert charges(world) == (1, 1, 0)
+    world.after(400).settle().runs(0, 1).settle().after(3600).exits(1, code=1, message=PEER_GONE).restarted()
+    assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
+    assert "lost its peers" in world.status.message
+
+
+def test_a_rank_that_ends_well_while_its_peer_still_waits_for_it_is_the_cause_and_charged() -> None:
+    """The commonest mistake of all, uneven data: it restarted for hours, and nobody was blamed."""
+    world = digits(backoffLimit=0).running().reports_step(20, rank=0).settle()
+    world.reports_step(20, rank=1, node_rank=1).exits(0).settle()
+    world.after(2).exits(1, code=1, message=PEER_GONE).settle()
+    assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
+    said = "rank 0 (pod digits-1-0, node node-0) ended with exit code 0 after step 20 while rank 1 was in step 21: "
+    assert said + "the ranks make different numbers of steps" in world.status.message
+    assert (cause(world).rank, cause(world).exit_code, cause(world).failure_class) == (0, 0, "application")
+    assert PEER_GONE in cause(world).log_tail, "what the peer said is kept"
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 8])
+@pytest.mark.parametrize("early", [0, 1])
+def test_without_reports_the_rank_that_ended_well_is_named_all_the_same(nodes: int, early: int) -> None:
+    world = digits(nodes=nodes, backoffLimit=0).running().exits(early).settle().after(1)
+    for rank in set(range(nodes)) - {early}:
+        world.exits(rank, code=1, message=PEER_GONE)
+    world.settle()
+    assert world.status.reason == "BackoffLimitExceeded"
+    peer = min(set(range(nodes)) - {early})
+    assert f"ended with exit code 0 while rank {peer} still waited for it" in world.status.message
+    assert cause(world).rank == early
+
+
+def test_a_lost_node_beside_a_rank_that_has_completed_is_the_cause_still() -> None:
+    world = digits(nodes=3, backoffLimit=0).running().exits(0).settle().exits(1, code=1, message=PEER_GONE)
+    world.node_lost(2).settle().after(30).restarted()
+    assert (charges(world), cause(world).reason) == ((0, 1, 0), "NodeLost")
+
+
+def test_a_node_that_is_known_to_be_lost_long_after_its_peers_complained_is_the_cause() -> None:
+    """The cluster takes a minute to miss a node: the second lost node would be charged to the application."""
+    world = digits(nodes=3, backoffLimit=0).running()
+    for lost in range(1, 4):
+        world.runs(0, 1, 2).settle().exits(0, code=1, message=PEER_GONE).settle().after(40).node_lost(2).settle()
+        world.after(30).restarted()
+        assert (charges(world), cause(world).reason) == ((0, lost, 0), "NodeLost")
+        world.nodes = {}
+        world.after(400).settle()
+
+
+def test_a_node_that_is_lost_while_a_failed_group_stops_is_not_the_cause_of_the_failure() -> None:
+    world = digits(backoffLimit=1).running().exits(0, code=3, message="ValueError: no such shard").settle()
+    world.node_lost(1).settle().after(30).restarted()
+    assert charges(world) == (1, 0, 0)
+
+
+def test_an_address_in_use_that_was_not_given_is_the_scripts_own_failure_and_says_which() -> None:
+    """A port that a script has made up for itself: restarts without end, charged to the nodes."""
+    said = "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
+    taken = said + "port: {}, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+    world = digits(backoffLimit=0).running().exits(0, code=1, message=taken.format(29500)).restarted()
+    assert (world.status.reason, "port: 29500" in world.status.message) == ("BackoffLimitExceeded", True)
+    given = int(digits().running().status.master_addr.rpartition(":")[2])
+    world = digits(backoffLimit=0).running().exits(0, code=1, message=taken.format(given)).restarted()
+    assert charges(world) == (0, 1, 0), "what was given to rank 0 may have been taken by another pod of that node"
+    world = digits(backoffLimit=0).running().exits(1, code=1, message=taken.format(given)).restarted()
+    assert world.status.reason == "BackoffLimitExceeded", "only rank 0 has any business there"
+
+
+def test_out_of_memory_names_the_limit() -> None:
+    container = {"resources": {"limits": {"memory": "64Mi"}}}
+    world = World(job(container=container, backoffLimit=0)).running()
+    world.exits(1, code=137, reason="OOMKilled").restarted()
+    assert "used more memory than its limit of 64Mi (resources.limits.memory)" in world.status.message
 
 
 def test_the_cause_outlives_its_pod() -> None:

@@ -16,6 +16,10 @@ LOW_ON_MEMORY = "The node was low on resource: memory."
 USELESS = Attempt(made_a_new_step=False, reports_steps=True, ran_seconds=30)
 GOOD = Attempt(made_a_new_step=True, reports_steps=True, ran_seconds=30)
 SILENT = Attempt(made_a_new_step=False, reports_steps=False, ran_seconds=30)
+IN_USE = (
+    "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
+    "port: 23456, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+)
 
 
 def fails(
@@ -88,6 +92,7 @@ def test_the_class_follows_from_what_kubernetes_and_the_process_say(evidence: Ev
         "torch.distributed.DistStoreError: Timed out after 301 seconds waiting for clients. 1/2 clients joined.",
         "DistBackendError: NCCL error: remote process exited or there was a network error",
         "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
+        "torch.distributed.DistNetworkError: failed to recv, got 0 bytes. Connection was likely closed.",
         "c10::DistBackendError: [Rank 1] Watchdog caught collective operation timeout",
     ],
 )
@@ -103,6 +108,8 @@ def test_what_torch_says_of_a_lost_peer_is_a_symptom(exception: str) -> None:
         "ConnectionRefusedError: [Errno 111] Connection refused",
         "requests.exceptions.ConnectionError: Connection reset by peer",
         "BrokenPipeError: [Errno 32] Broken pipe",
+        IN_USE,
+        "RuntimeError: [/gloo/transport/tcp/listener.cc:61] bind: Address already in use",
         "",
     ],
 )
@@ -124,7 +131,9 @@ def test_a_failure_that_no_lost_peer_explains_is_none(exception: str) -> None:
         ("FailJob", {1}, True, 0, "application", "application"),
         ("Ignore", {137}, False, 137, "outOfMemory", "infrastructure"),
         ("Count", {127}, False, 127, "permanent", "application"),
-        ("FailJob", {143}, False, 143, "infrastructure", "infrastructure"),
+        ("FailJob", {143}, False, 143, "infrastructure", "permanent"),
+        ("FailJob", {75}, False, 75, "infrastructure", "permanent"),
+        ("Count", {143}, False, 143, "infrastructure", "application"),
         ("FailJob", {143}, False, 143, "stall", "stall"),
     ],
 )
@@ -133,6 +142,12 @@ def test_a_rule_speaks_of_what_a_process_did(
 ) -> None:
     rule = PolicyRule(action, frozenset(codes), inverted)
     assert rules.with_policy(found, exit_code, [rule]) == want
+
+
+def test_a_rule_does_not_speak_of_what_was_ended_from_outside() -> None:
+    """Else `FailJob` for 143 would fail the job with the first drained node."""
+    rule = PolicyRule("FailJob", frozenset({143}))
+    assert rules.with_policy("infrastructure", 143, [rule], from_outside=True) == "infrastructure"
 
 
 def test_the_first_rule_that_matches_decides() -> None:
@@ -198,6 +213,34 @@ def test_a_lost_node_in_between_neither_counts_as_no_progress_nor_hides_it() -> 
     mixed: list[rules.Class] = ["application", "infrastructure", "application", "infrastructure"]
     assert fails(*mixed, attempt=USELESS, limits=many).restart
     assert fails(*mixed, "application", attempt=USELESS, limits=many).stop == "NoProgress"
+
+
+@pytest.mark.parametrize(
+    ("exception", "port"),
+    [
+        (IN_USE, 23456),
+        ("RuntimeError: [..] bind: Address already in use", 0),
+        (
+            "OSError: [Errno 98] error while attempting to bind on address ('0.0.0.0', 8081): address already in use",
+            8081,
+        ),
+        ("OSError: [Errno 98] Address already in use", 0),
+        ("torch.distributed.DistNetworkError: Connection reset by peer, port: 23456", None),
+        ("", None),
+    ],
+)
+def test_an_address_in_use_says_which_port(exception: str, port: int | None) -> None:
+    assert rules.port_in_use(exception) == port
+
+
+def test_complaints_about_peers_alone_are_free_once_until_the_next_new_step() -> None:
+    """Uneven data ends so, every time: it would restart for ever, and nobody would pay."""
+    torn = replace(SILENT, only_complaints=True, ran_seconds=3600)
+    after = rules.judge("infrastructure", NOTHING, torn, ALLOWED, NOW).history
+    assert rules.of_complaints("infrastructure", NOTHING, torn) == "infrastructure"
+    assert rules.of_complaints("infrastructure", after, torn) == "application"
+    assert rules.of_complaints("infrastructure", after, SILENT) == "infrastructure", "a lost node in between is none"
+    assert rules.of_complaints("infrastructure", after, replace(torn, made_a_new_step=True)) == "infrastructure"
 
 
 # ---------------------------------------------------------------- back-off

@@ -28,8 +28,14 @@ BACKOFF_LIMIT = 3
 INFRASTRUCTURE_IN_A_ROW_MAX = 100
 STALLS_MAX = 10
 NO_PROGRESS_MAX = 3
+# A job that has never trained, and that something on a node keeps from starting: after so many tries on other nodes it
+# is the job itself.
+STARTS_MAX = 10
+# Nobody saw a node, a pod or a connection go: once that may be the network, the second time it is the script.
+PEERS_LOST_FREE = 1
 BACK_OFF_SECONDS_MAX = 300
-# As the kubelet forgets its crash back-off: a job that reports no steps has nothing else to show that it went well.
+# As the kubelet forgets its crash back-off: a job that reports no steps has nothing else to show that it went well. So
+# the next restart is immediate again; how many restarts may be free is another question, which time does not answer.
 FORGIVEN_AFTER_SECONDS = 600
 
 # What a rank says when its peer is gone: true, and not the reason. Seen with torch 2.13 on gloo; the NCCL lines are
@@ -52,15 +58,26 @@ OUT_OF_MEMORY = re.compile(
 # A GPU that has failed, and not the program on it. From NVIDIA's and PyTorch's texts; no such GPU was here.
 DEVICE = re.compile(
     r"uncorrectable (?:ECC|NVLink) error|CUDA-capable device\(s\) is/are busy or unavailable"
-    r"|no CUDA-capable device is detected|GPU is lost|fallen off the bus",
+    r"|no CUDA-capable device is detected|GPU is lost|fallen off the bus|nvidia-container-cli: ",
     re.IGNORECASE,
 )
-CANNOT_EVER_START = re.compile(r"^(?:ModuleNotFoundError|ImportError|SyntaxError|IndentationError|TabError)\b")
+CANNOT_EVER_START = re.compile(
+    r"^(?:ModuleNotFoundError|ImportError|SyntaxError|IndentationError|TabError)\b"
+    # The interpreter's own words: `python nowhere.py`, `python -m nowhere`.
+    r"|^\S*python[\w.]*: (?:can't open file '|can't find '__main__' module in '|No module named )"
+    r"|^\S*python[\w.]*: Error while finding module specification for '"
+)
+CANNOT_RUN = (126, 127)
+"""What a shell, and torchrun, end with where the program may not run, or is not there."""
+ADDRESS_IN_USE = re.compile(r"EADDRINUSE|\[Errno 98\]|address already in use", re.IGNORECASE)
+_PORT = re.compile(r"\bport[: ]+(\d{1,5})\b|\('[^']*', (\d{1,5})\)|:(\d{1,5})\b(?= .*in use)", re.IGNORECASE)
 # The kubelet's and the node controller's words for a pod that it ended for the node's sake.
 NODE_REASONS = frozenset(
     "Evicted NodeLost NodeShutdown Shutdown Terminated Preempting NodeAffinity UnexpectedAdmissionError "
     "SupervisorLost".split()
 )
+# The word for a pod whose own activeDeadlineSeconds, the template's, are over: the next pod meets them as well.
+POD_DEADLINE = "DeadlineExceeded"
 # What containerd and the kubelet write for a container that they have lost: its node was rebooted.
 LOST_CONTAINER = frozenset(("Unknown", "ContainerStatusUnknown"))
 START_REASONS = frozenset(("StartError", "ContainerCannotRun", "CreateContainerConfigError"))
@@ -129,6 +146,10 @@ class History:
     """Those of them that application or stall are charged for."""
     charged_at: tuple[dt.datetime, ...] = ()
     """When the application was charged, as far back as backoff_limit looks."""
+    uncharged_in_a_row: int = 0
+    """Restarts for the nodes' sake since the last new step: what is free has this bound, however long attempts run."""
+    peers_lost: int = 0
+    """Those of them for which only complaints about lost peers were found."""
 
     @property
     def total(self) -> int:
@@ -146,6 +167,8 @@ class Attempt:
     """Whether any attempt of the job ever reported a step."""
     ran_seconds: float
     """How long all its ranks ran together."""
+    only_complaints: bool = False
+    """Whether its ranks complained of lost peers, and nothing else was seen of a node, a pod or a connection."""
 
 
 @dataclass(frozen=True)
@@ -173,10 +196,12 @@ def classify(evidence: Evidence) -> Class:
         return "stall"
     if e.reason == "OOMKilled":
         return "outOfMemory"
-    if e.disruption or e.told_to_stop or e.vanished or e.reason in LOST_CONTAINER or _ended_by_its_node(e):
+    if e.pod_reason == POD_DEADLINE:
+        return "application"
+    if from_outside(e):
         return "infrastructure"
-    if e.reason in START_REASONS or e.exit_code in (126, 127):
-        return "permanent"
+    if e.reason in START_REASONS or e.exit_code in CANNOT_RUN:
+        return "infrastructure" if DEVICE.search(e.exception) else "permanent"
     if OUT_OF_MEMORY.search(e.exception):
         return "outOfMemory"
     if e.exit_code in (RESUMABLE_EXIT_CODE, 143) or DEVICE.search(e.exception):
@@ -184,20 +209,64 @@ def classify(evidence: Evidence) -> Class:
     return "application"
 
 
+def from_outside(e: Evidence) -> bool:
+    """Whether it was ended by what is not in it: its node, an eviction, somebody's delete."""
+    struck = e.disruption or e.told_to_stop or e.vanished or e.reason in LOST_CONTAINER
+    return bool(struck) or _ended_by_its_node(e)
+
+
 def is_symptom(exception: str) -> bool:
-    """Whether an exception's line only says that a peer is gone."""
+    """Whether an exception's line only says that a peer is gone. An address in use is none: no peer's end explains it,
+    although torch raises the same class for both."""
+    if ADDRESS_IN_USE.search(exception):
+        return False
     return FROM_TORCH.match(exception) is not None and SYMPTOMS.search(exception) is not None
 
 
-def with_policy(found: Class, exit_code: int | None, rules: Sequence[PolicyRule]) -> Class:
-    """The class after the user's rules; the first that matches decides. They speak of exit codes, and so only of
-    what a process did: an eviction stays one."""
-    if found in ("infrastructure", "stall"):
+def cannot_start(reason: str, exit_code: int | None, exception: str) -> bool:
+    """Whether none of the user's own code ran: the container, the program or a module is not there."""
+    return reason in START_REASONS or exit_code in CANNOT_RUN or CANNOT_EVER_START.search(exception) is not None
+
+
+def port_in_use(exception: str) -> int | None:
+    """The port that an exception says is in use; 0 where it does not say which, None where it says no such thing."""
+    if not ADDRESS_IN_USE.search(exception):
+        return None
+    found = _PORT.search(exception)
+    return int(next(group for group in found.groups() if group)) if found else 0
+
+
+def ended_early(step: int | None, peer: str, peers_step: int | None) -> str:
+    """ended with exit code 0 after step 20 while rank 1 was in step 21: the ranks make different numbers of steps
+
+    peer: that complained then. peers_step: the last that it had made, where that is known.
+    """
+    after = f" after step {step}" if step else ""
+    known = peers_step is not None and peers_step >= (step or 1)
+    where = f"was in step {peers_step + 1}" if known and peers_step is not None else "still waited for it"
+    return f"ended with exit code 0{after} while {peer} {where}: the ranks make different numbers of steps"
+
+
+def with_policy(
+    found: Class, exit_code: int | None, rules: Sequence[PolicyRule], *, from_outside: bool = False
+) -> Class:
+    """The class after the user's rules; the first that matches decides. They speak of exit codes, and so of all that a
+    process did by itself, also of what is free without them: an eviction stays one, and so does a stall."""
+    if from_outside or found == "stall":
         return found
     rule = next((r for r in rules if r.matches(exit_code)), None)
     if rule is None:
         return found
     return _CLASS_OF[rule.action]
+
+
+def of_complaints(found: Class, history: History, attempt: Attempt) -> Class:
+    """The class of an attempt by what came before: complaints about lost peers alone are free once, until the job has
+    made a new step. Uneven data, a collective that only some ranks call: the commonest mistakes end so, every time."""
+    before = 0 if attempt.made_a_new_step else history.peers_lost
+    if found == "infrastructure" and attempt.only_complaints and before >= PEERS_LOST_FREE:
+        return "application"
+    return found
 
 
 def judge(found: Class, history: History, attempt: Attempt, limits: Limits, now: dt.datetime) -> Verdict:
@@ -217,6 +286,7 @@ def charge(budget: Budget, history: History, attempt: Attempt, limits: Limits, n
     forgiven = attempt.made_a_new_step or (not attempt.reports_steps and attempt.ran_seconds >= FORGIVEN_AFTER_SECONDS)
     charged = budget in ("application", "stall")
     counted = 0 if forgiven else history.charged_in_a_row + charged
+    free = replace(history, uncharged_in_a_row=0, peers_lost=0) if attempt.made_a_new_step else history
     times = (*history.charged_at, now)[-limits.backoff_limit - 1 :] if budget == "application" else history.charged_at
     return replace(
         history,
@@ -226,6 +296,8 @@ def charge(budget: Budget, history: History, attempt: Attempt, limits: Limits, n
         in_a_row=1 if forgiven else history.in_a_row + 1,
         charged_in_a_row=counted,
         charged_at=times,
+        uncharged_in_a_row=free.uncharged_in_a_row + (not charged),
+        peers_lost=free.peers_lost + (not charged and attempt.only_complaints),
     )
 
 
@@ -247,7 +319,7 @@ def _exhausted(budget: Budget, after: History, attempt: Attempt, limits: Limits,
         return "BackoffLimitExceeded"
     if budget == "stall" and after.stall > STALLS_MAX:
         return "TooManyStalls"
-    if budget == "infrastructure" and after.in_a_row > INFRASTRUCTURE_IN_A_ROW_MAX:
+    if budget == "infrastructure" and after.uncharged_in_a_row > INFRASTRUCTURE_IN_A_ROW_MAX:
         return "TooManyInfrastructureFailures"
     if budget != "infrastructure" and attempt.reports_steps and after.charged_in_a_row >= NO_PROGRESS_MAX:
         return "NoProgress"

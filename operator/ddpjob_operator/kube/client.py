@@ -69,9 +69,9 @@ class Client:
         self,
         log_in: Callable[[], kopf.ConnectionInfo] = login,
         limits: Limits = Limits(),
-        may_write: Callable[[], bool] = lambda: True,
+        may_write: Callable[[str], bool] = lambda _path: True,
     ) -> None:
-        """may_write: asked right before each write is sent, each of its tries too; where it says no, none is sent."""
+        """may_write: asked with the path right before each try of each write; where it says no, none is sent."""
         self.limits = limits
         self._may_write = may_write
         self._log_in = log_in
@@ -108,6 +108,11 @@ class Client:
     async def replace(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
         """The object as it stands now; the body's resourceVersion guards it. Raises ApiError."""
         return await self._request("PUT", path, params, body)
+
+    async def patch(self, path: str, body: Raw) -> Raw:
+        """The object as it stands now, after a JSON merge patch; a uid or resourceVersion in the body guards it. Raises
+        ApiError."""
+        return await self._request("PATCH", path, None, body)
 
     async def delete(self, path: str, options: Raw) -> Raw:
         """The object that is being deleted, or a Status where it is gone already. Raises ApiError."""
@@ -178,10 +183,11 @@ class Client:
     ) -> Raw:
         url = info.server.rstrip("/") + path
         data = None if body is None else orjson.dumps(body)
-        if _changes_something(method, path) and not self._may_write():
+        headers = self._headers | ({"Content-Type": "application/merge-patch+json"} if method == "PATCH" else {})
+        if _changes_something(method, path) and not self._may_write(path):
             raise ApiError(NO_ANSWER, "NotLeading", f"{method} {path}: not sent, for another operator may lead by now")
         try:
-            async with session.request(method, url, params=params, data=data, headers=self._headers) as response:
+            async with session.request(method, url, params=params, data=data, headers=headers) as response:
                 content = await response.read()
                 if response.status >= 400:
                     raise _error(response.status, content, response.headers)

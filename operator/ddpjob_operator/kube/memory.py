@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ddpjob_operator.observed import Foreign, Pod, Refusal, Report
 from ddpjob_operator.stall import Pace
+from ddpjob_operator.times import Clock
 
 REFUSED_SECONDS = (1, 2, 4, 8, 15, 30, 60, 120, 300)
 STRANGER_SECONDS = (2, 5, 10, 20, 30)
@@ -34,6 +35,8 @@ class Memory:
     uid: str
     refusals: dict[str, Refusal] = field(default_factory=dict)
     refused_in_a_row: int = 0
+    goes_on: bool = False
+    """Whether the last look was out of time while the server created what it was asked for."""
     strangers: dict[tuple[str, str], Stranger] = field(default_factory=dict)
     agent: Report | None = None
     """The last word of node 0's agent."""
@@ -48,8 +51,19 @@ class Memory:
     """When a pod (by uid) was first seen to be silent, or stopping."""
     confirmed_gone: set[str] = field(default_factory=set)
     """Pods that are not in our copy, and that the API server has confirmed to be gone."""
+    clock: Clock = field(default_factory=Clock)
     asked_before: tuple[int, int] = (1, 0)
     """The newest attempt and replacement before whose pod the API server was asked what older ones have left."""
+
+    def keep_time(self, now: dt.datetime) -> None:
+        """Our clock was perhaps set back: what we wait for comes no later for it."""
+        by = self.clock.set_back(now)
+        if not by:
+            return
+        self.refusals = {n: replace(r, retry_at=r.retry_at + by) for n, r in self.refusals.items()}
+        self.first_seen = {key: at + by for key, at in self.first_seen.items()}
+        for stranger in self.strangers.values():
+            stranger.check_at += by
 
     def by_own_clock(self, pods: Sequence[Pod], now: dt.datetime) -> list[Pod]:
         """The pods with the times that decide whether their node is lost as we saw them: the API server's clock may be

@@ -9,6 +9,7 @@ from typing import Any
 
 from ddpjob_operator.kube import observe
 from ddpjob_operator.observed import Node
+from ddpjob_operator.times import Clock
 
 Raw = Mapping[str, Any]
 _LOGGER = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ class Nodes:
     def __init__(self, changed: Callable[[str], None], now: Callable[[], dt.datetime]) -> None:
         self._changed = changed
         self._now = now
+        self._clock = Clock()
         self._names: set[str] = set()
         self._not_ready: dict[str, Node] = {}
         self._listed = False
@@ -39,7 +41,13 @@ class Nodes:
         """
         if not self._listed:
             return None
+        self._keep_time()
         return {} if self.disrupted else self._not_ready
+
+    def _keep_time(self) -> None:
+        """Our clock was perhaps set back: a node is not lost later for it."""
+        if by := self._clock.set_back(self._now()):
+            self._not_ready = {n: Node(False, node.since and node.since + by) for n, node in self._not_ready.items()}
 
     @property
     def disrupted(self) -> bool:

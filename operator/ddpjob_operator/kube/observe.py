@@ -7,11 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ddpjob import rules
 from ddpjob_operator import api, contract
 from ddpjob_operator.observed import Container, Foreign, Pod
 from ddpjob_operator.podspec import trainer_container
 
 Raw = Mapping[str, Any]
+# What we set as activeDeadlineSeconds of a pod that is to end and to stay: the least that there is.
+END_NOW_SECONDS = 1
 # Waiting for its turn: nothing is wrong with a container that says so.
 _IN_TURN = ("", "PodInitializing", "ContainerCreating")
 
@@ -54,6 +57,7 @@ def pod(raw: Raw) -> Pod:
         stop_asked_at=stop_asked_at(metadata),
         stop_by=time(metadata.get("deletionTimestamp")),
         trainer=mine,
+        told_to_end=(raw.get("spec") or {}).get("activeDeadlineSeconds") == END_NOW_SECONDS,
         sidecars_run=_sidecars_run(raw),
     )
 
@@ -135,12 +139,14 @@ def _sidecars_run(raw: Raw) -> bool:
 def _container(status: Raw) -> Container:
     state = status.get("state") or {}
     if ended := state.get("terminated"):
+        made = ended.get("startedAt") or ended.get("containerID") or status.get("containerID")
         return Container(
             "ended",
             str(ended.get("reason") or ""),
             str(ended.get("message") or ""),
             exit_code=ended.get("exitCode"),
             ended_at=time(ended.get("finishedAt")),
+            ran=bool(made) or ended.get("reason") not in rules.LOST_CONTAINER,
         )
     if "running" in state:
         return Container("running", ready=bool(status.get("ready")))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from ddpjob_operator import api, contract, in_place, stall, validation
+from ddpjob_operator import status as statuses
 from ddpjob_operator.kube.client import ApiError
-from ddpjob_operator.kube.execute import Caches, ConflictError, Executor
+from ddpjob_operator.kube.execute import LOOK_SECONDS, Caches, ConflictError, Executor
 from ddpjob_operator.kube.memory import Memory
+from ddpjob_operator.kube.progress_turns import ProgressTurns
 from ddpjob_operator.kube.queue import RetryError
 from ddpjob_operator.kube.store import Key
 from ddpjob_operator.observed import Foreign, Observed, Pod, Report
@@ -37,11 +40,14 @@ class Reconciler:
         executor: Executor,
         *,
         now: Callable[[], dt.datetime],
+        clock: Callable[[], float] = time.monotonic,
         settings: Settings = _SETTINGS,
     ) -> None:
         self._caches = caches
         self._executor = executor
         self._now = now
+        self._clock = clock
+        self._progress_turns = ProgressTurns()
         self._settings = settings
         self._memory: dict[Key, Memory] = {}
         self._parsed: dict[Key, tuple[str, int, api.DDPJob, list[validation.Problem]]] = {}
@@ -50,9 +56,11 @@ class Reconciler:
 
     async def look(self, key: Key) -> float | None:
         """Plan and act until there is nothing to do; the seconds until time alone changes that. Raises RetryError."""
+        ends = self._clock() + LOOK_SECONDS
         for _ in range(LOOKS_MAX):
             raw = self._caches.jobs.get(key)
             if raw is None:
+                self._progress_turns.forget(key)
                 self._memory.pop(key, None)
                 self._parsed.pop(key, None)
                 return None
@@ -62,7 +70,11 @@ class Reconciler:
                 todo = await self._plan(key, job, problems, memory)
                 if todo.status is None and not todo.actions:
                     return self._again_in(todo, memory)
-                await self._executor.execute(job, todo, memory)
+                if (wait := self._wait_for_turn(key, job, todo)) > 0:
+                    return min(wait, self._again_in(todo, memory) or wait)
+                whole = await self._executor.execute(job, todo, memory)
+                if not whole or self._clock() > ends:
+                    return 0.0  # the other jobs that are due come first
                 if _only_created(todo) and not memory.refusals and not memory.strangers:
                     # The words just written say what is going on; the pods' own news comes soon enough.
                     return CREATED_SECONDS
@@ -120,6 +132,11 @@ class Reconciler:
         memory.heard_at = None if report.final else now
         return before is None or pace.advanced_at != before.advanced_at
 
+    def forget(self, whose: Callable[[Key], bool]) -> None:
+        """Others act on these jobs now: what was heard of them until then must not look like a hang later."""
+        for key in [key for key in self._memory if whose(key)]:
+            del self._memory[key]
+
     def listen(self) -> None:
         """Whether reports get here at all, every LISTEN_SECONDS: where most jobs go silent together, all clocks of
         those that are still heard start anew."""
@@ -140,6 +157,7 @@ class Reconciler:
                 yield memory.heard_at
 
     async def _plan(self, key: Key, job: api.DDPJob, problems: list[validation.Problem], memory: Memory) -> Plan:
+        memory.keep_time(self._now())
         await self._check_strangers(job, memory)
         await self._confirm_gone(key, job, memory)
         todo = self._plan_now(key, job, problems, memory)
@@ -198,6 +216,14 @@ class Reconciler:
             paces={rank: pace for rank, pace in memory.paces.items() if pace.attempt == job.status.attempt},
         )
 
+    def _wait_for_turn(self, key: Key, job: api.DDPJob, todo: Plan) -> float:
+        """The seconds that a write of progress alone has to wait for those of other jobs."""
+        old, new = job.status, todo.status
+        if not todo.actions and new is not None and old.progress is not None and _alike(old, new):
+            return self._progress_turns.ask(key, old.progress.updated, self._clock())
+        self._progress_turns.forget(key)
+        return 0.0
+
     def _again_in(self, todo: Plan, memory: Memory) -> float | None:
         times = [s.check_at for s in memory.strangers.values()]
         if todo.look_again_at is not None:
@@ -225,6 +251,10 @@ class Reconciler:
         except msgspec.ValidationError:
             return validation.parse(raw)
         return msgspec.structs.replace(job, metadata=newer, status=status), problems
+
+
+def _alike(old: api.Status, new: api.Status) -> bool:
+    return statuses.apart_from_progress(old) == statuses.apart_from_progress(new)
 
 
 def _only_created(todo: Plan) -> bool:

@@ -27,15 +27,27 @@ class Entry(Generic[T]):
     value: T
 
 
+def newest(_: T | None, later: T, __: int) -> T:
+    """What is seen last is all that is known."""
+    return later
+
+
 class Store(Generic[T]):
-    """Objects of one kind. `changed(key, old, new)` is called for each difference that the cut value shows."""
+    """Objects of one kind. `changed(key, old, new)` is called for each difference that the cut value shows.
+
+    `merge(earlier, later, look)` is what is known of an object (by its uid) once it was seen again. What one list tells
+    was seen in one look; each event of a watch, and each answer, is a look of its own.
+    """
 
     def __init__(
         self,
         cut: Callable[[Raw], T],
         key_of: Callable[[Raw], Key],
         changed: Callable[[Key, T | None, T | None], None],
+        merge: Callable[[T | None, T, int], T] = newest,
     ) -> None:
+        self._merge = merge
+        self._look = 0
         self._cut = cut
         self._key_of = key_of
         self._changed = changed
@@ -60,13 +72,19 @@ class Store(Generic[T]):
 
     def put(self, raw: Raw) -> None:
         """An object as it was at its resourceVersion. One that is older than what we have changes nothing."""
+        self._look += 1
+        self._put(raw)
+
+    def _put(self, raw: Raw) -> None:
         metadata = raw["metadata"]
         uid, at = metadata["uid"], version(metadata)
         place = (metadata.get("namespace", ""), metadata["name"])
         old = self._entries.get(place)
         if uid in self._tombstones or (old is not None and at < old.version) or (old and at == old.version != 0):
             return
-        self._set(place, old, Entry(self._key_of(raw), uid, at, self._cut(raw)))
+        known = old.value if old is not None and old.uid == uid else None
+        value = self._merge(known, self._cut(raw), self._look)
+        self._set(place, old, Entry(self._key_of(raw), uid, at, value))
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """The object with this uid is gone, whatever else has its name by now."""
@@ -85,8 +103,9 @@ class Store(Generic[T]):
             listed = (not namespace or place[0] == namespace) and key in (None, entry.key)
             if listed and place not in named and entry.version <= list_version:
                 self.remove(*place, entry.uid)
+        self._look += 1
         for raw in raws:
-            self.put(raw)
+            self._put(raw)
 
     def _set(self, place: tuple[str, str], old: Entry[T] | None, new: Entry[T] | None) -> None:
         if old is not None and (new is None or new.key != old.key):

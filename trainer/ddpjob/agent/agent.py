@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = (signal.SIGINT,)
 USAGE = 2  # as argparse ends
+OURS_ALONE = frozenset(("node", "replacement", "vanished", "unstarted", "elsewhere"))
 WAIT_SECONDS_MAX = 3600.0  # poll takes no more than 24 days
 
 
@@ -264,7 +265,7 @@ def leave_message(path: str | None, failure: Failure) -> None:
         return
     from ..termination import encode
 
-    body = encode({k: v for k, v in failure.items() if k not in ("node", "replacement", "vanished")})
+    body = encode({k: v for k, v in failure.items() if k not in OURS_ALONE})
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         try:

@@ -43,6 +43,8 @@ class Left(NamedTuple):
     """What it had: application, infrastructure, stall."""
     step: int = 0
     """The furthest that the job had come."""
+    peers_lost: int = 0
+    """Restarts since then for which only complaints about lost peers were found."""
 
 
 class Budget(NamedTuple):
@@ -54,6 +56,7 @@ class Budget(NamedTuple):
     total: int
     in_a_row: int = 0
     charged_in_a_row: int = 0
+    peers_lost: int = 0
     most: int | None = None
     """--max-restarts, where it was said."""
     replaced: int = 0
@@ -82,6 +85,7 @@ class Budget(NamedTuple):
             total=min(most, application + infrastructure + stall),
             in_a_row=left.in_a_row,
             charged_in_a_row=left.charged_in_a_row,
+            peers_lost=left.peers_lost,
             replaced=left.replaced,
         )
 
@@ -348,10 +352,10 @@ def read_left(text: str) -> Left:
     """DDPJOB_RESTARTS_LEFT. Raises ValueError."""
     try:
         left = json.loads(text)
-        in_a_row, charged, replaced, step = (
-            _count(left.get(k, 0)) for k in ("inARow", "chargedInARow", "replaced", "step")
+        in_a_row, charged, replaced, step, peers_lost = (
+            _count(left.get(k, 0)) for k in ("inARow", "chargedInARow", "replaced", "step", "peersLost")
         )
-        found = Left(*_counts(left), in_a_row, charged, replaced, step=step)
+        found = Left(*_counts(left), in_a_row, charged, replaced, step=step, peers_lost=peers_lost)
         known = left.get("known")
         return found if known is None else found._replace(known_of=_count(known["replacement"]), known=_counts(known))
     except (ValueError, TypeError, KeyError, AttributeError):

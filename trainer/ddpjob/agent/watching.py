@@ -92,7 +92,7 @@ class Watching:
         from . import watch
 
         assert self._beats is not None, "only beats are looked at"
-        over = self._over or self._agent.node.has_ranks_that_ended_well
+        over = self._over or self._agent.node.ended_well is not None
         found = {rank: self._beats.of(rank) for rank in self._agent.node.running_ranks}
         beats = {rank: beat._replace(over=beat.over or over) for rank, beat in found.items()}
         seen = {rank: beat for rank, beat in beats.items() if _lives(beat.pid)}
