@@ -323,7 +323,8 @@ def test_a_rank_that_works_alone_after_its_last_collective_is_left_alone(launche
 def test_a_process_that_hangs_after_its_script_has_ended_is_found(launcher: Launcher) -> None:
     """As torch's own destructors do, while they hold the interpreter: nothing in it can answer."""
     hang = "import atexit; torch.kept = Held()"
-    held = "class Held:\n    def __del__(self): ctypes.PyDLL(None).sleep(1000)"  # PyDLL: with the interpreter's lock
+    # PyDLL: with the interpreter's lock. A signal ends a sleep.
+    held = "class Held:\n    def __del__(self):\n        while True: ctypes.PyDLL(None).sleep(1000)"
     script = launcher.script("import ctypes\n" + held + ENDS.format(hang=hang, leave=""))
     done = finish(launcher.ddprun("--nproc", 2, script, **END_LIMIT), 150)
     assert done.returncode == 0, done.stderr

@@ -127,6 +127,7 @@ def _of_torch(call: Callable[[], T]) -> T | None:
 def _keep_out_of_torch() -> None:
     """From now on: a thread that comes back from C++ when the interpreter has ended aborts the process."""
     if _pid == os.getpid():  # a fork has no such thread
+        left()
         _cells[OVER] = 1
         _in_torch.acquire(timeout=END_SECONDS)
 

@@ -98,4 +98,4 @@ def _where(pace: Pace | None, beat: Beat) -> tuple[int, Phase, int]:
     if beat.collectives == 0 and not beat.over:
         return 0, "start", 0
     begun = beat.over or (pace is not None and pace.moves + (beat.collectives != pace.mark) >= LOOKS_UNTIL_TRAINING)
-    return BY_COLLECTIVES, "train" if begun else "start", beat.collectives
+    return BY_COLLECTIVES, "train" if begun else "start", max(beat.collectives, int(beat.over))
