@@ -149,7 +149,7 @@ def suspended(s: Scene) -> Verdict | None:
     if not s.spec.suspend:
         return None
     alive = s.live
-    text = f"suspended; {name_pods(alive)} still stopping" if alive else "suspended; set spec.suspend to false to go on"
+    text = f"suspended; {name_pods(alive)} still stopping" if alive else f"suspended; {s.settings.resume_hint}"
     status = statuses.enter(s.status, "Suspended", reasons.SUSPENDED, text, s.now)
     status = replace(status, start_time=None, start_retries=0)
     return Verdict(status, s.stop(alive, None) if s.recorded.state == "Suspended" else ())
@@ -348,7 +348,8 @@ def restarts_in_place(old: api.Status, new: api.Status) -> Iterator[Event]:
     if count > in_place.count(old) and old.attempt == new.attempt and failure is not None:
         # What is being settled meanwhile is the last failure, and not what they have overcome.
         settling = statuses.is_broken(old) or statuses.is_broken(new)
-        what = "" if settling else f"{causes.sentence(failure)}; "
+        free = "" if failure.charged_to in ("", "application") else " (not charged to backoffLimit)"
+        what = "" if settling else f"{causes.sentence(failure)}{free}; "
         text = f"{what}all ranks have started again in their pods (restart {count} in place)"
         yield _event(reasons.RESTARTED_IN_PLACE, text)
 

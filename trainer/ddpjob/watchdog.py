@@ -160,7 +160,9 @@ def _told(step: int, frames: dict[int, FrameType], recorded: list[dict[str, Any]
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     mine = threading.get_ident()
     order = sorted(frames, key=lambda ident: ident == threading.main_thread().ident)
-    lines = [f"ddpjob: rank {rank} (process {os.getpid()}) stands still at step {step}; innermost call first:"]
+    # Whoever never says a step is known by its collectives.
+    where = f"at step {step}" if _cells[PHASE] else f"after {_cells[COLLECTIVES]} collectives"
+    lines = [f"ddpjob: rank {rank} (process {os.getpid()}) stands still {where}; innermost call first:"]
     for ident in [ident for ident in order if ident != mine][-THREADS_MAX:]:
         lines += [f"  thread {names.get(ident, 'of C')}:", *stack(frames[ident])]
     if recorded:

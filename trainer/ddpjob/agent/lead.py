@@ -403,7 +403,8 @@ class Lead:
         if not self._has_operator:
             return self._end(RESUMABLE, None, "told to stop", now)
         self._enter("over", now, None)
-        return self.orders.append(Leave("told to stop; the other nodes wait for a new node 0"))
+        others = "; the other nodes wait for a new node 0" if self._nodes > 1 else ""
+        return self.orders.append(Leave(f"told to stop{others}"))
 
     def _judge(self, failure: Failure, now: float) -> rules.Verdict | str:
         """The restart that follows, or why none does."""
