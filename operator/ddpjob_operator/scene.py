@@ -77,6 +77,8 @@ class Settings:
     """A container whose ConfigMap or Secret is missing for so long never starts."""
     avoid_node_seconds: float = 3600.0
     """How long a node that failed the job twice is avoided, and how far back failures count for it."""
+    resume_hint: str = "set spec.suspend to false to go on"
+    """What a user does with a suspended job."""
     keep_log_tail: bool = True
     """Whether the end of the log goes into the status."""
 
