@@ -25,6 +25,8 @@ LOG_TAIL_MAX = 2048
 """Bytes of the log's end in the status."""
 EXCEPTION_MAX = 300
 CLOCKS_DIFFER = dt.timedelta(seconds=2)
+# Nobody watches the clocks of nodes, and ten seconds are seen. Only where no observation shows which came first.
+NODE_CLOCKS_DIFFER = dt.timedelta(seconds=12)
 # How long before its container a rank may have failed: torchrun waits for the others, and a rank for its debugger.
 SAID_BEFORE_MAX = dt.timedelta(hours=1)
 RankOf = Callable[[int], "int | None"]
@@ -45,6 +47,8 @@ DISRUPTIONS = {
     "DeletionByPodGC": "was deleted because its node is gone",
     "TerminationByKubelet": "was ended by the kubelet, which is short of a resource or shuts its node down",
 }
+# What only the kubelet, or the lack of one, does, and what is told when it is over: it may have begun before our stop.
+_BY_KUBELET = frozenset(("TerminationByKubelet", "DeletionByPodGC"))
 _NODES_OWN = frozenset((NODE_LOST, "UnexpectedAdmissionError", "DeletionByPodGC")) | rules.LOST_CONTAINER
 _KILLED, _ABORTED, _TERMINATED, _INTERRUPTED = 137, 134, 143, 130
 
@@ -60,20 +64,34 @@ class Weight(enum.IntEnum):
     """Deleted by someone else."""
     OWN = 3
     """An exception, a signal or an exit code that no lost peer explains."""
-    UNKNOWN = 4
+    NODE_LATE = 4
+    """As NODE, and seen after we had told it to stop: the kubelet tells of an eviction when it is over."""
+    UNKNOWN = 5
     """Exit code 1 without a word, or an abort: many ends look so."""
-    LATE = 5
+    LATE = 6
     """As OWN, and it ended after we had told it to stop: most likely it is what made the others fail."""
-    RESUMABLE = 6
+    RESUMABLE = 7
     """It saved and stopped since it was told: by whom is the question."""
-    SYMPTOM = 7
+    SYMPTOM = 8
     """A peer is gone, it says."""
-    STOPPED = 8
+    STOPPED = 9
     """We stopped it."""
 
 
 # Peers complain within a second; the cluster needs a minute to call the node not ready.
 _MAY_FOLLOW_A_LOST_NODE = (Weight.UNKNOWN, Weight.RESUMABLE, Weight.SYMPTOM, Weight.STOPPED)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What is known of how the ranks were started."""
+
+    port: int | None = None
+    """That rank 0 was given."""
+    torchrun: bool = False
+
+
+UNKNOWN_LAUNCH = Launched()
 
 
 @dataclass(frozen=True)
@@ -87,6 +105,20 @@ class End:
     """When it was told to stop; None also for what ends without being told: a lost node, an eviction."""
     everywhere: bool = False
     """Whether it speaks for all nodes."""
+    done: bool = False
+    """Whether the ranks in it had all ended with 0 before it was stopped."""
+    seen: int = 0
+    """In which observation its end was first seen; 0: not known."""
+    told_seen: int = 0
+    """Likewise that it was told to stop."""
+
+    def was_told_after(self, other: End) -> bool:
+        """Whether it was told to stop after the other had ended: by what was seen first, else by clocks."""
+        if self.told_at is None:
+            return False
+        if other.seen and self.told_seen and other.seen != self.told_seen:
+            return other.seen < self.told_seen
+        return self.told_at > other.failure.time + NODE_CLOCKS_DIFFER
 
 
 def root_cause(
@@ -96,15 +128,18 @@ def root_cause(
     now: dt.datetime,
     *,
     keep_log_tail: bool = True,
-    port: int | None = None,
+    launched: Launched = UNKNOWN_LAUNCH,
 ) -> api.Failure:
     """The cause as far as the first signs show it, before the operator has stopped anything.
 
-    `failed`: at least one pod of the attempt that ended badly. Ties go to the lower rank, so that the answer does not
-    depend on the order of the pods. port: as for `settle`.
+    `failed`: at least one pod of the attempt that ended badly, and those that somebody else has told to stop. Ties go
+    to the lower rank, so that the answer does not depend on the order of the pods.
     """
-    ends = [_end(attempt, p, rank_of, now, outside=True, tail=keep_log_tail, port=port) for p in failed]
-    return _first(ends).failure
+    ends = [_end(attempt, p, rank_of, now, outside=True, tail=keep_log_tail, launched=launched) for p in failed]
+    own = [e for e in ends if e.weight in (Weight.OWN, Weight.UNKNOWN)]
+    # What was told to stop when something had failed by itself already is not what made that fail.
+    late = [replace(e, weight=Weight.STOPPED) if any(e.was_told_after(o) for o in own) else e for e in ends]
+    return _first(late).failure
 
 
 def settle(
@@ -120,26 +155,36 @@ def settle(
     lost: Sequence[api.Failure] = (),
     early: api.Failure | None = None,
     steps: Mapping[int, int] | None = None,
-    port: int | None = None,
+    launched: Launched = UNKNOWN_LAUNCH,
 ) -> tuple[api.Failure, rules.Class]:
     """The root cause and its class (before failurePolicy), now that the last pod of the attempt has ended.
 
-    first: as recorded at the first sign; its pod may be gone. failed: the attempt's pods that ended otherwise than
-    completed; those told to stop count as stopped by the operator, unless they are `first` or were told well before
-    it. stepped: whether the attempt made a step; trained: whether an earlier one did. nodes: of the job; None: as many
-    as `failed`. lost: pods that are given up with their nodes. early: a node that has completed. steps: what ranks have
-    reported. port: that rank 0 was given.
+    first: as recorded at the first sign, the strongest of all that was there before the operator stopped anything; its
+    pod may be gone. failed: the attempt's pods that ended otherwise than completed. So those that were told to stop
+    were told by the operator, or for nothing that matters any more, unless they are `first`. stepped: whether the
+    attempt made a step; trained: whether an earlier one did. nodes: of the job; None: as many as `failed`. lost: pods
+    that are given up with their nodes. early: a node that has completed. steps: what ranks have reported.
     """
+    outside = _ended_from_outside(first)
     ends = [
-        _end(first.attempt, p, rank_of, now, outside=_told_before(p, first), tail=keep_log_tail, port=port)
+        _end(
+            first.attempt,
+            _as_recorded(p, first),
+            rank_of,
+            now,
+            outside=outside and p.name == first.pod,
+            tail=keep_log_tail,
+            launched=launched,
+        )
         for p in sorted(failed, key=lambda p: (p.rank, p.uid))
     ]
     if first.reason == STALLED:
         return _classed(first, "stall")
     recorded = _recorded(first, ends)
-    cause = _first([*recorded, *ends])
+    cause = _first([*recorded, *ends], first.pod)
     if lost and cause.weight in _MAY_FOLLOW_A_LOST_NODE:
         cause = _first([End(gone, _recorded_evidence(gone), Weight.NODE) for gone in lost])
+    early = early or next((end.failure for end in ends if end.done), None)
     if cause.weight == Weight.SYMPTOM and (cause.failure.reason == ENDED_EARLY or early is not None):
         return _classed(_ended_early(early, cause.failure, steps or {}), "application")
     if nodes != 1 and cause.weight >= Weight.RESUMABLE:
@@ -172,6 +217,11 @@ def blames_node(failure: api.Failure) -> bool:
     return failure.reason in _NODES_OWN or rules.DEVICE.search(failure.exception) is not None
 
 
+def weigh(recorded: api.Failure) -> Weight:
+    """How much a recorded failure counts as the cause of others."""
+    return _recorded_weight(recorded)
+
+
 def own_lines(log: str) -> list[str]:
     """The lines that the training printed itself: what torchrun adds when a worker has failed is cut off."""
     lines = log.splitlines()
@@ -187,6 +237,11 @@ def log_tail(log: str) -> str:
         return raw.decode()
     first, _, rest = raw[-LOG_TAIL_MAX:].decode(errors="ignore").partition("\n")
     return rest or first
+
+
+def tail_of(pod: Pod) -> str:
+    """The end of the log of a pod that has ended, whatever ended it."""
+    return log_tail(_heard(pod, None).log)
 
 
 # ---------------------------------------------------------------- weighing
@@ -208,14 +263,23 @@ def _ended_early(early: api.Failure | None, complaint: api.Failure, steps: Mappi
     if early is None or complaint.reason == ENDED_EARLY:
         return complaint  # as it was recorded
     known = complaint.step if complaint.rank is None else steps.get(complaint.rank, complaint.step)
-    said = rules.ended_early(early.step, _who(complaint), known)
-    return msgspec.structs.replace(early, exit_code=0, exception=said, log_tail=complaint.log_tail)
+    step = early.step if early.rank is None else steps.get(early.rank, early.step)
+    said = rules.ended_early(step, _who(complaint), known)
+    return msgspec.structs.replace(
+        early,
+        reason=ENDED_EARLY,
+        exit_code=0,
+        signal="",
+        exception=said,
+        step=step or None,
+        log_tail=complaint.log_tail,
+    )
 
 
 def _end(
-    attempt: int, pod: Pod, rank_of: RankOf, now: dt.datetime, *, outside: bool, tail: bool, port: int | None
+    attempt: int, pod: Pod, rank_of: RankOf, now: dt.datetime, *, outside: bool, tail: bool, launched: Launched
 ) -> End:
-    said = _heard(pod, port)
+    said = _heard(pod, launched.port)
     code = pod.trainer.exit_code if said.exit_code is None else said.exit_code
     code = 0 if said.early else code
     told = pod.told_to_stop
@@ -225,6 +289,7 @@ def _end(
         rank=_rank(pod, said, rank_of),
         node_rank=pod.rank,
         pod=pod.name,
+        init_container=pod.trainer.init,
         node=pod.node,
         exit_code=code,
         signal=signal_name(code),
@@ -245,7 +310,25 @@ def _end(
         stalled=said.stalled,
     )
     struck = weight == Weight.NODE and not pod.disruption
-    return End(failure, evidence, weight, None if struck else pod.stop_asked_at, said.permanent)
+    return End(
+        failure,
+        evidence,
+        weight,
+        told_at=None if struck else pod.stop_asked_at,
+        everywhere=said.permanent,
+        done=_had_ended(said, code, weight, launched),
+        seen=pod.ended_seen,
+        told_seen=pod.stop_seen,
+    )
+
+
+def _had_ended(said: Said, code: int | None, weight: Weight, launched: Launched) -> bool:
+    """Whether only the launcher was left to be stopped. When its ranks have all ended with 0, torchrun waits for the
+    other nodes in C++ code for up to five minutes, and SIGTERM does not reach it; at any other time it answers at once,
+    with a line of its own."""
+    if weight != Weight.STOPPED or not launched.torchrun:
+        return False
+    return said.done or (code == _KILLED and "death signal" not in said.log)
 
 
 def _rank(pod: Pod, said: Said, rank_of: RankOf) -> int | None:
@@ -263,7 +346,7 @@ def _own_reason(said: Said, weight: Weight) -> str:
 def _heard(pod: Pod, port: int | None) -> Said:
     """What the pod says, as far as how its container ended leaves it true."""
     said = endings.read(pod.trainer.message)
-    if pod.rank == 0 and port and rules.port_in_use(said.exception) == port:
+    if pod.rank == 0 and not said.rank and port and rules.port_in_use(said.exception) == port:
         said = replace(said, symptom=True)  # what we gave away was taken meanwhile; the next attempt gets another one
     if said.symptom and _strikes(pod.trainer.exit_code):
         # A rank complained, and then the container itself was struck down.
@@ -274,13 +357,21 @@ def _heard(pod: Pod, port: int | None) -> Said:
 def _weight(pod: Pod, said: Said, code: int | None, *, outside: bool) -> Weight:
     if pod.trainer.reason == "OOMKilled":
         return Weight.KERNEL
-    if pod.disruption or pod.reason or pod.trainer.reason in rules.LOST_CONTAINER:
+    if pod.told_to_stop and not outside:
+        return _weight_of_stopped(pod, said, code)
+    if pod.disruption or pod.reason or (pod.trainer.is_lost and pod.trainer.ran):
         return Weight.NODE
-    if pod.told_to_stop and outside:
-        return Weight.TOLD
     if pod.told_to_stop:
-        return Weight.LATE if _failed_before_it_was_told(said, code) else Weight.STOPPED
+        return Weight.TOLD
     return Weight.KERNEL if pod.trainer.reason in rules.START_REASONS else _own_weight(said, code)
+
+
+def _weight_of_stopped(pod: Pod, said: Said, code: int | None) -> Weight:
+    """We have told it to stop. Who drains its node or preempts it after that does nothing more to it, and of a
+    container that is gone by then the kubelet knows nothing (ContainerStatusUnknown)."""
+    if pod.reason or pod.disruption in _BY_KUBELET or pod.trainer.reason == "Unknown":
+        return Weight.NODE_LATE
+    return Weight.LATE if _failed_before_it_was_told(said, code) else Weight.STOPPED
 
 
 def _own_weight(said: Said, code: int | None) -> Weight:
@@ -302,7 +393,8 @@ def _failed_before_it_was_told(said: Said, code: int | None) -> bool:
         return False
     if code in (0, rules.RESUMABLE_EXIT_CODE, _INTERRUPTED, _KILLED, _TERMINATED):
         return False
-    return bool(said.exception) or said.exit_code is not None or _strikes(code)
+    # No launcher and no interpreter answers SIGTERM with another code than these two.
+    return bool(said.exception) or said.exit_code is not None or code not in (None, 1, _ABORTED)
 
 
 def _strikes(code: int | None) -> bool:
@@ -314,35 +406,41 @@ def _detail(pod: Pod, said: Said) -> str:
     """The exception, or what the kubelet says of a container that it could not start, or of a pod that it ended."""
     if pod.trainer.reason in rules.START_REASONS:
         return pod.trainer.message.strip().rpartition("\n")[2]
-    return said.exception or pod.message
+    last = pod.trainer.message.strip().rpartition("\n")[2] if pod.trainer.init else ""
+    return said.exception or last or pod.message
 
 
-def _told_before(pod: Pod, first: api.Failure) -> bool:
-    """Whether someone else told it to stop: we did not before the first sign."""
-    return pod.stop_asked_at is not None and pod.stop_asked_at < first.time - CLOCKS_DIFFER
+def _ended_from_outside(first: api.Failure) -> bool:
+    """Whether it is recorded as a pod that somebody else, or its node, was ending when all began."""
+    return _recorded_weight(first) in (Weight.NODE, Weight.TOLD)
 
 
-def _first(ends: Sequence[End]) -> End:
-    """The end that explains the others."""
-    own = [e.failure.time for e in ends if e.weight in (Weight.OWN, Weight.UNKNOWN)]
-    earliest = min(own, default=None)
+def _as_recorded(pod: Pod, first: api.Failure) -> Pod:
+    """The pod, with the order that the record proves: what is recorded with its end had ended before we told it to
+    stop, also for an operator that sees both at once."""
+    ended = pod.name == first.pod and first.exit_code is not None and not _ended_from_outside(first)
+    return replace(pod, ended_first=True) if ended else pod
 
-    def order(end: End) -> tuple[Weight, dt.datetime, int]:
-        told = end.told_at if end.weight in (Weight.NODE, Weight.TOLD) else None
-        late = earliest is not None and told is not None and told > earliest + CLOCKS_DIFFER
-        return (Weight.STOPPED if late else end.weight, end.failure.time, end.failure.node_rank)
+
+def _first(ends: Sequence[End], recorded: str = "") -> End:
+    """The end that explains the others. recorded: the pod whose end was seen, and recorded, before all others."""
+
+    def order(end: End) -> tuple[Weight, bool, int, dt.datetime, int]:
+        failure = end.failure
+        return (end.weight, failure.pod != recorded, end.seen, failure.time, failure.node_rank)
 
     return min(ends, key=order)
 
 
 def _recorded(first: api.Failure, ends: Sequence[End]) -> list[End]:
-    """The first sign as an end of its own: its pod is gone, or no longer shows who told it to stop."""
+    """The first sign as an end of its own: its pod is gone, or no longer shows as much as was recorded."""
     now = next((e for e in ends if e.failure.pod == first.pod), None)
     weight, evidence = _recorded_weight(first), _recorded_evidence(first)
     if now is None:
         return [End(first, evidence, weight)]
     if weight not in (Weight.NODE, Weight.TOLD):
-        return []
+        # What is seen of it since we have told it to stop may say less: a container that was never made "exits" 137.
+        return [End(first, evidence, weight)] if now.weight > weight else []
     merged = msgspec.structs.replace(
         first,
         exit_code=now.failure.exit_code,
@@ -372,7 +470,7 @@ def _recorded_weight(first: api.Failure) -> Weight:
 
 
 def _recorded_evidence(first: api.Failure) -> rules.Evidence:
-    by_pod = first.reason in rules.NODE_REASONS
+    by_pod = first.reason in rules.NODE_REASONS or first.reason == rules.POD_DEADLINE
     vanished = first.reason in (GONE, NODE_LOST)
     by_node = _recorded_weight(first) == Weight.NODE and not (by_pod or vanished)
     return rules.Evidence(
@@ -406,7 +504,7 @@ def _classed(failure: api.Failure, found: rules.Class) -> tuple[api.Failure, rul
 def _reason(pod: Pod, weight: Weight) -> str:
     if weight == Weight.KERNEL:
         return pod.trainer.reason
-    if weight == Weight.NODE and not (pod.reason or pod.disruption or pod.trainer.reason in rules.LOST_CONTAINER):
+    if weight in (Weight.NODE, Weight.NODE_LATE) and not (pod.reason or pod.disruption or pod.trainer.is_lost):
         return UNFIT
     if weight in (Weight.RESUMABLE, Weight.SYMPTOM):
         return RESUMABLE if weight == Weight.RESUMABLE else PEER_LOST
@@ -431,6 +529,9 @@ def _time(pod: Pod, said: Said, now: dt.datetime) -> dt.datetime:
 
 def sentence(failure: api.Failure) -> str:
     """rank 37 (pod bert-1-4, node gpu-07) was killed by SIGSEGV at step 12840"""
+    if failure.init_container:
+        logs = f"kubectl logs {failure.pod} -c {failure.init_container}"
+        return f'init container "{failure.init_container}" of pod {failure.pod} {_what(failure)}, see {logs}'
     where = f"pod {failure.pod}" + (f", node {failure.node}" if failure.node else "")
     return f"{_who(failure)} ({where}) {_what(failure)}"
 
@@ -455,10 +556,13 @@ def short(failure: api.Failure) -> str:
         return by_reason[failure.reason]
     if failure.reason == "OOMKilled" or failure.exit_code is None:
         return f"{failure.reason or 'a failure'} on {_who(failure)}"
-    return f"{failure.signal or f'exit code {failure.exit_code}'} on {_who(failure)}"
+    of = "of" if failure.init_container else "on"
+    return f"{failure.signal or f'exit code {failure.exit_code}'} {of} {_who(failure)}"
 
 
 def _who(failure: api.Failure) -> str:
+    if failure.init_container:
+        return f'init container "{failure.init_container}" of {failure.pod}'
     return f"rank {failure.rank}" if failure.rank is not None else f"node {failure.node_rank}"
 
 
@@ -502,5 +606,6 @@ _PHRASES = {
     STOPPED: "was stopped from outside{code}: the pod was deleted, or its node drained",
     RESUMABLE: "saved and stopped{code} because a rank was told to stop",
     "Evicted": "was evicted by the kubelet",
+    rules.POD_DEADLINE: "was ended{code}: the activeDeadlineSeconds of the pod's template are over",
     **DISRUPTIONS,
 }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
+from ddpjob import rules
 from ddpjob_operator import bounds
 
 if TYPE_CHECKING:  # it is made from reports
@@ -32,6 +33,15 @@ class Container:
     exit_code: int | None = None
     """128 + n where signal n ended it, as everywhere in Kubernetes."""
     ended_at: dt.datetime | None = None
+    ran: bool = True
+    """ended: whether anything shows that it ever ran; of a container that was never made the kubelet says 137, too."""
+    init: str = ""
+    """ended: the init container whose end this is; the trainer itself never ran."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the kubelet knows no more of its end than that it cannot find it."""
+        return self.reason in rules.LOST_CONTAINER
 
 
 @dataclass(frozen=True)
@@ -67,8 +77,18 @@ class Pod:
     stop_by: dt.datetime | None = None
     """When its grace ends (deletionTimestamp)."""
     trainer: Container = Container("waiting")
+    told_to_end: bool = False
+    """Whether it was told to end and to stay, by its activeDeadlineSeconds."""
     sidecars_run: bool = False
     """Whether a container beside the trainer has not ended."""
+    completed: bool = False
+    """Whether it was ever seen to have completed; what ends the pod after that changes nothing."""
+    ended_first: bool = False
+    """Whether its trainer was seen to have ended before its deletion was seen to be asked for."""
+    ended_seen: int = 0
+    """In which observation (facts.py counts them) its end was first seen; 0: not known."""
+    stop_seen: int = 0
+    """In which one it was first seen that its deletion was asked for; 0: not known."""
 
     @property
     def ended(self) -> bool:
@@ -77,11 +97,31 @@ class Pod:
 
     @property
     def told_to_stop(self) -> bool:
-        """Whether it ended (or will) after its deletion was asked for. In the same second counts as after: the
-        kubelet's clock has whole seconds, and a success too few costs a restart, one too many costs a wrong result."""
-        if self.stop_asked_at is None:
+        """Whether it ended (or will) after its deletion was asked for. Where both were first seen at once it counts as
+        after: a success too few costs a restart, one too many costs a wrong result."""
+        return self.stop_asked_at is not None and not self.ended_first
+
+    @property
+    def has_completed(self) -> bool:
+        """Ended with 0 by itself. Exit 0 after being told to stop is not success, whoever told it: a delete, or the
+        kubelet, which evicts, shuts down its node, or finds the pod's own activeDeadlineSeconds over."""
+        if self.completed:
+            return True
+        ended_from_outside = self.told_to_stop or self.reason or self.disruption or self._has_no_verdict
+        return self.trainer.state == "ended" and self.trainer.exit_code == 0 and not ended_from_outside
+
+    @property
+    def has_failed(self) -> bool:
+        """Ended in any other way."""
+        return self.ended and not self.has_completed and not self._has_no_verdict
+
+    @property
+    def _has_no_verdict(self) -> bool:
+        """Exit 0, and the pod's phase is still to come: the kubelet tells of a container's end before it says (by
+        phase Failed, a reason and DisruptionTarget at once) that it was the one who ended it (mergePodStatus)."""
+        if self.trainer.state != "ended" or self.trainer.exit_code != 0 or self.stop_asked_at is not None:
             return False
-        return self.trainer.ended_at is None or self.trainer.ended_at >= self.stop_asked_at
+        return self.phase not in ("Succeeded", "Failed") and not (self.sidecars_run or self.disruption)
 
     @property
     def live(self) -> bool:
@@ -92,7 +132,7 @@ class Pod:
         """
         if self.phase in ("Succeeded", "Failed"):
             return False
-        return self.trainer.state != "ended" or self.sidecars_run
+        return self.trainer.state != "ended" or self.sidecars_run or self._has_no_verdict
 
 
 @dataclass(frozen=True)
@@ -214,6 +254,8 @@ class Observed:
     """The newest report of each rank that reports."""
     paces: dict[int, Pace] = field(default_factory=dict)
     """How each rank that reports in the present attempt gets on."""
+    listening_since: dt.datetime | None = None
+    """Since when reports can have been heard, where the shell has not listened all the time."""
     agent: Agent | None = None
     """What the agent of node 0 said last in the present attempt, where ddprun runs there."""
     nodes: dict[str, Node] | None = None

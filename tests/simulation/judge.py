@@ -31,6 +31,8 @@ class Judge:
         self.live_at_once = 0
         self.words: dict[str, dict[tuple[str, int, int], tuple[int, float]]] = {}
         """What each operator has heard of agents, by job uid, attempt and replacement, and when."""
+        self.disturbed: set[tuple[str, int]] = set()
+        """(job uid, attempt) whose pods or nodes somebody has touched: what ended first there is a question of time."""
         self._spent_twice: Counter[str] = Counter()
         """By job uid, how many charges to the application an operator did not know of when it made its own."""
         self._cluster, self._training, self._jobs = cluster, training, jobs
@@ -133,6 +135,7 @@ class Judge:
             self.wrong.append(f"a job that was {old['state']} became {new.get('state')}")
         self._check_ranks(uid, old, new)
         self._check_restarts(uid, old, new, change.new["spec"])
+        self._check_cause(uid, old, new)
         self._check_in_place(uid, old, new)
         self._check_heard(uid, new, change.actor)
 
@@ -170,6 +173,20 @@ class Judge:
         hung = sum(1 for job, _ in self._training.hung if job == uid)
         if after.get("stall", 0) > hung:
             self.wrong.append(f"{after['stall']} restarts are charged to stalls, and it hung {hung} times")
+
+    def _check_cause(self, uid: str, old: Raw, new: Raw) -> None:
+        """Where one rank has failed by itself and nobody has touched anything, that rank is the cause and pays."""
+        failure = new.get("lastFailure") or {}
+        place = (uid, failure.get("attempt", 0))
+        culprit = self._training.culprits.get(place)
+        settled = failure.get("class") and failure != old.get("lastFailure")
+        if not settled or culprit is None or place in self.disturbed or place in self._training.hung:
+            return
+        if failure["nodeRank"] != culprit or failure["class"] not in ("application", "outOfMemory"):
+            self.wrong.append(
+                f"rank {culprit} failed by itself in attempt {place[1]}, and rank {failure['nodeRank']} is blamed "
+                f"({failure['class']}): {new.get('message', '')[:200]}"
+            )
 
     def _check_in_place(self, uid: str, old: Raw, new: Raw) -> None:
         """Each restart counts once: those in place as their agent charges them, and one for each new pod or attempt."""

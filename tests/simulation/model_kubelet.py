@@ -5,6 +5,7 @@ Containers are true here: they live on when their node is cut off, and when the 
 
 from __future__ import annotations
 
+import datetime as dt
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,9 @@ from ddpjob_operator import api as types
 NOT_READY_SECONDS = 40.0
 EVICTION_SECONDS = 300.0
 ORPHAN_SECONDS = 40.0
+CLOCKS_OFF_SECONDS = 10
+# How long those that are told to stop may take: they save, and not all as fast.
+STOPS_WITHIN_SECONDS = (3, 3, 9)
 
 
 class Node:
@@ -34,6 +38,8 @@ class Node:
         self.silent_since: float | None = None
         self.losses = 0
         self.processes: dict[str, Process] = {}
+        self.skew = dt.timedelta()
+        """How far its clock is off."""
 
 
 class Cluster:
@@ -47,6 +53,8 @@ class Cluster:
         """Processes whose pod went while they lived, with the actor."""
         self._loop, self._api, self._faults, self._training = loop, api, faults, training
         self._random = random.Random(f"{faults.seed} cluster")
+        for node in self.nodes.values():
+            node.skew = dt.timedelta(seconds=self._random.randint(-CLOCKS_OFF_SECONDS, CLOCKS_OFF_SECONDS))
         self._names: dict[str, str] = {}
         training.ends = self.ends
         api.listeners.append(self._hear)
@@ -135,14 +143,17 @@ class Cluster:
         self.delete_pod(pod, "cluster")
 
     def under_pressure(self, pod: Raw, reason: str) -> None:
-        """The kubelet evicts a pod (Evicted), or shuts down (Terminated): the pod fails, and its object stays."""
+        """The kubelet evicts a pod (Evicted), shuts down (Terminated), or finds the activeDeadlineSeconds of the pod
+        itself over (DeadlineExceeded): the pod fails, whatever its trainer ends with, and its object stays."""
         node = self.nodes[pod["spec"]["nodeName"]]
         process = node.processes.get(pod["metadata"]["uid"])
         if process is None or not process.alive or not node.reachable:
             return
         process.told = True
-        self._condition(pod, "DisruptionTarget", "True", "TerminationByKubelet")
-        self.ends(process, 137, "Error", "", phase_reason=reason)
+        if reason == "DeadlineExceeded":
+            self._training.application_failed(process)
+        code = 0 if self._faults.at("sigterm") == "ends with 0" else 137
+        self.ends(process, code, "Error" if code else "Completed", "", phase_reason=reason)
 
     def delete_pod(self, pod: Raw, actor: str, grace_seconds: int | None = None) -> None:
         """Somebody deletes a pod."""
@@ -236,10 +247,15 @@ class Cluster:
             if process is not None and alive:
                 self._stop(node, process, raw["metadata"]["deletionGracePeriodSeconds"])
             else:
+                if process is None and not _has_ended(raw):
+                    self._never_made(node, raw)
                 self._let_go(node, raw, process)
         elif process is None:
             if raw["status"]["phase"] == "Pending":
                 self._start(node, raw)
+        elif alive and "activeDeadlineSeconds" in raw["spec"]:
+            process.phase_reason = "DeadlineExceeded"
+            self._stop(node, process, int(raw["spec"]["terminationGracePeriodSeconds"]))
         else:
             self._report(node, process)
 
@@ -259,6 +275,12 @@ class Cluster:
         self.started(process)
         self._later(0.05, 0.8, self._report, node, process)
 
+    def _never_made(self, node: Node, raw: Raw) -> None:
+        """What a kubelet writes for a container that was not there when its pod was deleted."""
+        text = "The container could not be located when the pod was terminated"
+        unknown = {"exitCode": 137, "reason": "ContainerStatusUnknown", "message": text, "startedAt": None}
+        self._status(node, raw, "Failed", {"terminated": {**unknown, "finishedAt": None}})
+
     def _try_again(self, node: Node, uid: str) -> None:
         raw = self.pod_of(uid)
         if raw is None or "deletionTimestamp" in raw["metadata"] or uid in node.processes:
@@ -277,7 +299,8 @@ class Cluster:
             self._training.agents.told(process, fault)
         elif fault != "ignored":
             code = {"ends with 0": 0, "resumable": RESUMABLE}.get(fault, 143)
-            self._later(0.1, 3, self.ends, process, code, "Completed" if code == 0 else "Error", "")
+            within = self._random.choice(STOPS_WITHIN_SECONDS)
+            self._later(0.1, within, self.ends, process, code, "Completed" if code == 0 else "Error", "")
 
     def _kill(self, process: Process) -> None:
         self.ends(process, 137, "Error", "")
@@ -287,11 +310,13 @@ class Cluster:
         if not process.alive:
             return
         process.alive = False
-        process.terminated = terminated(code, reason, message, stamp(self._loop.now()))
-        process.phase_reason = phase_reason
-        self._training.left(process, code)
         node = self.nodes[process.node]
-        if self._faults.at("exit") == "phase later":
+        process.terminated = terminated(code, reason, message, stamp(self._loop.now() + node.skew))
+        process.phase_reason = phase_reason or process.phase_reason
+        self._training.left(process, code)
+        # Whom the kubelet itself has ended it tells of at once, but for a success: of that the phase may come later.
+        at_once = phase_reason and code != 0
+        if self._faults.at("exit") == "phase later" and not at_once:
             self._later(0.05, 0.5, self._report, node, process, True)
             self._later(1, 5, self._report, node, process)
         else:
@@ -305,8 +330,10 @@ class Cluster:
             self._status(node, raw, "Running", {"running": {}}, ready=True)
             return
         code = process.terminated["exitCode"]
-        phase = "Running" if phase_later else "Succeeded" if code == 0 else "Failed"
-        self._status(node, raw, phase, {"terminated": process.terminated}, reason=process.phase_reason)
+        phase = "Succeeded" if code == 0 and not process.phase_reason else "Failed"
+        why = "" if phase_later else process.phase_reason
+        state = {"terminated": process.terminated}
+        self._status(node, raw, "Running" if phase_later else phase, state, reason=why)
         raw = self.pod_of(process.uid)
         if raw is not None and "deletionTimestamp" in raw["metadata"]:
             self._later(0.05, 1, self._let_go, node, raw, process)
@@ -321,6 +348,10 @@ class Cluster:
         }
         if reason:
             status["reason"] = reason
+        if reason and reason != "DeadlineExceeded":
+            # Not before the phase (mergePodStatus in pkg/kubelet/status).
+            target = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
+            status["conditions"] = [*status["conditions"], target]
         if status != raw["status"]:
             self._api.change("pods", raw, node.name, status=status)
 
@@ -334,6 +365,9 @@ class Cluster:
         if process is not None and not _has_ended(found):
             self._report(node, process)
             return
+        # Its last delete, with a grace of 0: the API server sets the time anew, and then lets go of the object.
+        last = {"deletionTimestamp": stamp(self._loop.now()), "deletionGracePeriodSeconds": 0}
+        self._api.change("pods", found, node.name, metadata=last)
         self._api.remove("pods", found, node.name)
 
     # ---------------------------------------------------------------- controllers

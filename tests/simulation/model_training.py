@@ -152,6 +152,8 @@ class Training:
         """(job uid, attempt, rank) of those that have truly ended with 0 by themselves."""
         self.failed: set[tuple[str, int]] = set()
         """(job uid, attempt) in which the application has truly failed by itself."""
+        self.culprits: dict[tuple[str, int], int] = {}
+        """By (job uid, attempt), the rank whose application was the first to truly fail by itself."""
         self.hung: set[tuple[str, int]] = set()
         """(job uid, attempt) in which it has truly hung."""
         self.loop, self.faults, self.seconds = loop, faults, seconds
@@ -283,6 +285,8 @@ class Training:
             return
         if process.alive:
             self.failed.add((process.job_uid, process.attempt))
+            if not process.told:
+                self.culprits.setdefault((process.job_uid, process.attempt), process.rank)
         self._end(process, failure.code, failure.reason, failure.message)
 
     def _end(self, process: Process, code: int, reason: str, message: str) -> None:
@@ -292,4 +296,4 @@ class Training:
 
 def terminated(code: int, reason: str, message: str, at: Any) -> Raw:
     """The kubelet's word for a container that has ended."""
-    return {"exitCode": code, "reason": reason, "message": message, "finishedAt": at}
+    return {"exitCode": code, "reason": reason, "message": message, "startedAt": at, "finishedAt": at}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,7 +13,7 @@ from unittest import mock
 from model_client import ModelClient
 from msgspec.structs import replace
 
-from ddpjob_operator import contract, in_place, observed, plan, replacing, restart
+from ddpjob_operator import contract, facts, in_place, observed, plan, replacing, restart
 from ddpjob_operator import status as statuses
 from ddpjob_operator.kube import app, execute
 from ddpjob_operator.plan import CreatePod, CreateService, DeletePod
@@ -95,6 +95,30 @@ def exit_zero_is_success() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(observed.Pod, "told_to_stop", False)
 
 
+@contextlib.contextmanager
+def last_word_believed() -> Iterator[None]:
+    """What is seen last of a pod is all that is known of it, and clocks say who was told to stop before it ended."""
+
+    def told_to_stop(pod: observed.Pod) -> bool:
+        ended = pod.trainer.ended_at
+        return pod.stop_asked_at is not None and (ended is None or ended >= pod.stop_asked_at)
+
+    with (
+        mock.patch.object(facts, "merge", lambda earlier, later, look: later),
+        mock.patch.object(observed.Pod, "told_to_stop", property(told_to_stop)),
+    ):
+        yield
+
+
+def kubelets_end_is_success() -> contextlib.AbstractContextManager[Any]:
+    """A rank that its kubelet ended (an eviction, a node that shuts down) and that ends with 0 counts as completed."""
+
+    def has_completed(pod: observed.Pod) -> bool:
+        return pod.completed or (pod.trainer.state == "ended" and pod.trainer.exit_code == 0 and not pod.told_to_stop)
+
+    return mock.patch.object(observed.Pod, "has_completed", property(has_completed))
+
+
 def old_run_id() -> contextlib.AbstractContextManager[Any]:
     """All attempts meet at the same run id and port."""
     environment = contract.environment
@@ -149,6 +173,8 @@ ALL: tuple[Mutant, ...] = (
     writes_unread,
     act_before_record,
     exit_zero_is_success,
+    last_word_believed,
+    kubelets_end_is_success,
     old_run_id,
     replaced_at_once,
     words_added_up,

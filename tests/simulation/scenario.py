@@ -72,7 +72,7 @@ RESTARTS = accepts(backoffLimit=1)
 USERS = ("suspend", "suspend", "delete and apply", "delete", "touch")
 OPERATORS = ("crash", "restart", "clock jumps", "api server away", "operator cut off")
 CREATES = ("quota", "stranger's pod", "stranger's service")
-PODS = ("pod deleted", "pod deleted", "drained", "evicted", "node shuts down", "pod forced")
+PODS = ("pod deleted", "pod deleted", "drained", "evicted", "node shuts down", "pod forced", "pod's deadline")
 NODES = ("node cut", "node cut", "node killed", "node removed", "node dies")
 # What breaks one pod of a job whose others wait for its replacement, in any order and often.
 ONE_BY_ONE = (*PODS, *NODES, "agent killed", "agent killed", "agent killed", "pod forced", "nodes cut", "nodes cut")
@@ -117,7 +117,7 @@ def _under_ddprun(rng: random.Random, found: Scenario) -> Scenario:
 
 def _under_torchrun(seed: int) -> Scenario:
     rng = random.Random(seed)
-    nodes = rng.choice((1, 2, 2, 3))
+    nodes = rng.choice((1, 2, 2, 2, 3, 3, 4, 8))
     spec: dict[str, Any] = {"nodes": nodes}
     _maybe(rng, spec, "cleanPodPolicy", ("None", "Running", "All"))
     _maybe(rng, spec, "ttlSecondsAfterFinished", (0, 30, 600))

@@ -41,6 +41,9 @@ ENDS_WITHIN_SECONDS = 3 * 3600.0
 # How long nothing may change before a job is at rest.
 REST_SECONDS = 120.0
 WRITES_MAX = 600
+# A node that was away for a while is still felt when it is back: its kubelet ends what is no longer wanted.
+NODES_HEAL_SECONDS = 120.0
+KUBELETS_WORD = {"evicted": "Evicted", "node shuts down": "Terminated", "pod's deadline": "DeadlineExceeded"}
 BREAKS_A_POD = frozenset((*PODS, *NODES, *ONE_BY_ONE))
 
 
@@ -470,6 +473,8 @@ class Simulation:
             return
         self.tell("", "DEED", deed)
         self.done.add(deed.what)
+        if deed.what in BREAKS_A_POD or deed.what in ("suspend", "delete", "delete and apply"):
+            self._disturb(NODES_HEAL_SECONDS + deed.seconds if deed.what in NODES else 0.0)
         if deed.what in NODES or deed.what == "nodes cut":
             self._node(deed)
         elif deed.what in BREAKS_A_POD:
@@ -480,6 +485,14 @@ class Simulation:
             self._operator(deed)
         else:
             self._user(deed)
+
+    def _disturb(self, seconds: float) -> None:
+        """For so long somebody touches what the job has: of those attempts nobody can tell what came first."""
+        for uid in self.uids:
+            attempt = self.judge.statuses.get(uid, {}).get("attempt", 0)
+            self.judge.disturbed |= {(uid, attempt), (uid, attempt + 1)}
+        if seconds > 0:
+            self.loop.call_later(5, self._disturb, seconds - 5)
 
     def _user(self, deed: Deed) -> None:
         job = self.api.find(api.PLURAL, NAME)
@@ -553,7 +566,7 @@ class Simulation:
         elif deed.what == "agent killed":
             self._kill_agent(pod)
         else:
-            self.cluster.under_pressure(pod, "Evicted" if deed.what == "evicted" else "Terminated")
+            self.cluster.under_pressure(pod, KUBELETS_WORD[deed.what])
 
     def _kill_agent(self, pod: Raw) -> None:
         uid = pod["metadata"]["uid"]

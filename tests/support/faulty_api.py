@@ -53,7 +53,7 @@ class Fault:
     """What happens to the next `times` requests that are `str(seen) == what`.
 
     Either an answer (status, body, headers) without asking the server; or `lost`: the server carries it out, and the
-    answer never arrives.
+    answer never arrives; or `seconds`: it is passed on so much later.
     """
 
     what: str
@@ -63,6 +63,7 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     body: dict[str, Any] | None = None
     lost: bool = False
+    seconds: float = 0.0
     times: float = 1
     where: Callable[[Seen], bool] = lambda _seen: True
     happened: int = 0
@@ -180,6 +181,9 @@ class FaultyApi:
             return await self._pass_on(request, seen)
         fault.times -= 1
         fault.happened += 1
+        if fault.seconds:
+            await asyncio.sleep(fault.seconds)
+            return await self._pass_on(request, seen)
         if fault.lost:
             await self._pass_on(request, seen)
             assert request.transport is not None

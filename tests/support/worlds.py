@@ -12,9 +12,20 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ddpjob_operator import api, validation
+from ddpjob_operator import api, facts, validation
 from ddpjob_operator.observed import Agent, Container, Foreign, Node, Observed, Pod, Refusal, Report
-from ddpjob_operator.plan import Action, CreatePod, CreateService, DeleteJob, DeletePod, Event, Plan, Settings, plan
+from ddpjob_operator.plan import (
+    Action,
+    CreatePod,
+    CreateService,
+    DeleteJob,
+    DeletePod,
+    EndPod,
+    Event,
+    Plan,
+    Settings,
+    plan,
+)
 from ddpjob_operator.stall import Pace, fold
 
 START = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
@@ -54,12 +65,13 @@ class World:
         self.reports: dict[int, Report] = {}
         self.paces: dict[int, Pace] = {}
         self.agent: Agent | None = None
+        self.listening_since: dt.datetime | None = None
         self.nodes: dict[str, Node] | None = {}
         self.problems: list[validation.Problem] = []
         self.settings = Settings()
         self.events: list[Event] = []
         self.deleted_job = False
-        self._made = 0
+        self._made = self._looks = 0
 
     # ---------------------------------------------------------------- looking and acting
 
@@ -75,6 +87,7 @@ class World:
             reports=dict(self.reports),
             paces=dict(self.paces),
             agent=self.agent,
+            listening_since=self.listening_since,
             nodes=self.nodes,
         )
 
@@ -125,9 +138,12 @@ class World:
             pod = self.pods[action.name]
             assert pod.uid == action.uid, "a delete carries the uid that was seen"
             if pod.live and action.grace_seconds != 0:
-                self.pods[action.name] = replaced(pod, stop_asked_at=self.now)
+                self._see(replaced(pod, stop_asked_at=self.now))
             else:
                 del self.pods[action.name]
+        elif isinstance(action, EndPod):
+            assert self.pods[action.name].uid == action.uid, "the uid that was seen"
+            self.pods[action.name] = replaced(self.pods[action.name], told_to_end=True)
         elif isinstance(action, DeleteJob):
             self.deleted_job = True
             self.job = replace(self.job, metadata=replace(self.job.metadata, deletion_timestamp=self.now))
@@ -187,8 +203,12 @@ class World:
         return self
 
     def stops_all(self) -> World:
-        """All pods that were told to stop end, and go."""
+        """All pods that were told to stop end, and go; those that were told to end and stay do so."""
         self.pods = {n: p for n, p in self.pods.items() if p.stop_asked_at is None}
+        for name, pod in self.pods.items():
+            if pod.told_to_end and pod.live:
+                end = Container("ended", "Error", exit_code=143, ended_at=self.now)
+                self.pods[name] = replaced(pod, phase="Failed", reason="DeadlineExceeded", trainer=end)
         return self
 
     def restarted(self) -> World:
@@ -242,8 +262,13 @@ class World:
 
     def _change(self, rank: int, **fields: Any) -> World:
         pod = self._pod(rank)
-        self.pods[pod.name] = replaced(pod, **fields)
+        self._see(replaced(pod, **fields))
         return self
+
+    def _see(self, pod: Pod) -> None:
+        """As the shells do it: what is seen now is added to what was."""
+        self._looks += 1
+        self.pods[pod.name] = facts.merge(self.pods.get(pod.name), pod, self._looks)
 
 
 def digits(**spec: Any) -> World:

@@ -112,7 +112,7 @@ CASES = {
         recorded(1, "StoppedFromOutside", 5.1),
     ),
     "a pod that was deleted seconds before the first sign was told by someone else": Case(
-        (pod(0, said="", seconds=10), told(pod(1, 143, seconds=12), 5)), 1, "infrastructure", recorded(0, "Error", 10)
+        (pod(0, said="", seconds=10), told(pod(1, 143, seconds=12), 5)), 1, "infrastructure"
     ),
     "what the operator stopped is not the cause of what it was stopped for": Case(
         (pod(0, 3, seconds=4), told(pod(1, 143, seconds=6), 5), told(pod(2, 137, seconds=15), 5)),
@@ -232,6 +232,19 @@ def test_an_import_error_on_all_nodes_before_the_first_step_is_permanent() -> No
     assert settled(*pods[:2], stepped=False)[1] == "infrastructure", "the third node might have it"
     assert settled(pods[0], pods[1], pod(2, said=PEER), stepped=False)[1] == "infrastructure"
     assert settled(pods[0], stepped=False, nodes=1)[1] == "permanent"
+
+
+@pytest.mark.parametrize(("code", "said"), [(137, "rank 0 done"), (1, table("sigterm-to-torchrun-at-its-end"))])
+def test_a_torchrun_that_only_waited_for_the_other_nodes_had_a_rank_that_ended_early(code: int, said: str) -> None:
+    """torchrun stays for five minutes when its ranks have ended with 0, so no pod completes beside the complaint."""
+    known: dict[str, Any] = {"steps": {0: 20, 1: 20}, "launched": causes.Launched(torchrun=True)}
+    waits = told(pod(0, code, said=said, seconds=22), 11)
+    failure, found = settled(waits, pod(1, said=PEER), first=first_sign(pod(1, said=PEER)), **known)
+    assert (failure.rank, failure.exit_code, found) == (0, 0, "application")
+    assert "ended with exit code 0 after step 20 while rank 1 was in step 21" in causes.sentence(failure)
+    assert settled(first=failure)[1] == found, "also when its pods are gone"
+    busy = told(pod(0, code, said=table("sigterm-to-torchrun"), seconds=12), 11)
+    assert settled(busy, pod(1, said=PEER), first=first_sign(pod(1, said=PEER)), **known)[1] == "infrastructure"
 
 
 @pytest.mark.parametrize("code", [126, 127])

@@ -76,6 +76,8 @@ NODE_REASONS = frozenset(
     "Evicted NodeLost NodeShutdown Shutdown Terminated Preempting NodeAffinity UnexpectedAdmissionError "
     "SupervisorLost".split()
 )
+# The word for a pod whose own activeDeadlineSeconds, the template's, are over: the next pod meets them as well.
+POD_DEADLINE = "DeadlineExceeded"
 # What containerd and the kubelet write for a container that they have lost: its node was rebooted.
 LOST_CONTAINER = frozenset(("Unknown", "ContainerStatusUnknown"))
 START_REASONS = frozenset(("StartError", "ContainerCannotRun", "CreateContainerConfigError"))
@@ -194,6 +196,8 @@ def classify(evidence: Evidence) -> Class:
         return "stall"
     if e.reason == "OOMKilled":
         return "outOfMemory"
+    if e.pod_reason == POD_DEADLINE:
+        return "application"
     if from_outside(e):
         return "infrastructure"
     if e.reason in START_REASONS or e.exit_code in CANNOT_RUN:

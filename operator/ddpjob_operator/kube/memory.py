@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ddpjob_operator.observed import Foreign, Pod, Refusal, Report
 from ddpjob_operator.stall import Pace
+from ddpjob_operator.times import Clock
 
 REFUSED_SECONDS = (1, 2, 4, 8, 15, 30, 60, 120, 300)
 # No job has more ranks; each is some hundred bytes.
@@ -36,6 +37,8 @@ class Memory:
     uid: str
     refusals: dict[str, Refusal] = field(default_factory=dict)
     refused_in_a_row: int = 0
+    goes_on: bool = False
+    """Whether the last look was out of time while the server created what it was asked for."""
     strangers: dict[tuple[str, str], Stranger] = field(default_factory=dict)
     agent: Report | None = None
     """The last word of node 0's agent."""
@@ -50,6 +53,7 @@ class Memory:
     """When a pod (by uid) was first seen to be silent, or stopping."""
     confirmed_gone: set[str] = field(default_factory=set)
     """Pods that are not in our copy, and that the API server has confirmed to be gone."""
+    clock: Clock = field(default_factory=Clock)
     asked_before: tuple[int, int] = (1, 0)
     """The newest attempt and replacement before whose pod the API server was asked what older ones have left."""
 
@@ -68,6 +72,16 @@ class Memory:
     def _forget(self, rank: int) -> None:
         self.reports.pop(rank, None)
         self.paces.pop(rank, None)
+
+    def keep_time(self, now: dt.datetime) -> None:
+        """Our clock was perhaps set back: what we wait for comes no later for it."""
+        by = self.clock.set_back(now)
+        if not by:
+            return
+        self.refusals = {n: replace(r, retry_at=r.retry_at + by) for n, r in self.refusals.items()}
+        self.first_seen = {key: at + by for key, at in self.first_seen.items()}
+        for stranger in self.strangers.values():
+            stranger.check_at += by
 
     def by_own_clock(self, pods: Sequence[Pod], now: dt.datetime) -> list[Pod]:
         """The pods with the times that decide whether their node is lost as we saw them: the API server's clock may be

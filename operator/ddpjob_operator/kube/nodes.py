@@ -10,6 +10,7 @@ from typing import Any
 from ddpjob_operator.kube import observe
 from ddpjob_operator.kube.store import Place
 from ddpjob_operator.observed import Node
+from ddpjob_operator.times import Clock
 
 Raw = Mapping[str, Any]
 _LOGGER = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ class Nodes:
     def __init__(self, changed: Callable[[str], None], now: Callable[[], dt.datetime]) -> None:
         self._changed = changed
         self._now = now
+        self._clock = Clock()
         self._names: set[str] = set()
         self._not_ready: dict[str, Node] = {}
         self._listed = False
@@ -40,7 +42,13 @@ class Nodes:
         """
         if not self._listed:
             return None
+        self._keep_time()
         return {} if self.disrupted else self._not_ready
+
+    def _keep_time(self) -> None:
+        """Our clock was perhaps set back: a node is not lost later for it."""
+        if by := self._clock.set_back(self._now()):
+            self._not_ready = {n: Node(False, node.since and node.since + by) for n, node in self._not_ready.items()}
 
     @property
     def disrupted(self) -> bool:
@@ -53,6 +61,10 @@ class Nodes:
         self._names.add(raw["metadata"]["name"])
         name, ready = raw["metadata"]["name"], observe.is_ready(raw)
         self._set(name, READY if ready else self._not_ready.get(name) or Node(ready=False, since=self._now()))
+
+    def listing(self) -> Callable[[Raw], None]:
+        """Takes what a list shows."""
+        return self.put
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """A node is gone; the cluster itself then removes its pods."""

@@ -33,15 +33,27 @@ class Entry(Generic[T]):
     value: T
 
 
+def newest(_: T | None, later: T, __: int) -> T:
+    """What is seen last is all that is known."""
+    return later
+
+
 class Store(Generic[T]):
-    """Objects of one kind. `changed(key, old, new)` is called for each difference that the cut value shows."""
+    """Objects of one kind. `changed(key, old, new)` is called for each difference that the cut value shows.
+
+    `merge(earlier, later, look)` is what is known of an object (by its uid) once it was seen again. What one list tells
+    was seen in one look; each event of a watch, and each answer, is a look of its own.
+    """
 
     def __init__(
         self,
         cut: Callable[[Raw], T],
         key_of: Callable[[Raw], Key],
         changed: Callable[[Key, T | None, T | None], None],
+        merge: Callable[[T | None, T, int], T] = newest,
     ) -> None:
+        self._merge = merge
+        self._look = 0
         self._cut = cut
         self._key_of = key_of
         self._changed = changed
@@ -74,6 +86,15 @@ class Store(Generic[T]):
 
         One that cannot be read is left as it was last seen, and told once: nothing else may suffer from it.
         """
+        self.listing()(raw)
+
+    def listing(self) -> Callable[[Raw], None]:
+        """Takes what is seen in one observation: a list has no order of what it shows for the first time."""
+        self._look += 1
+        look = self._look
+        return lambda raw: self._put(raw, look)
+
+    def _put(self, raw: Raw, look: int) -> None:
         metadata = raw["metadata"]
         uid, at = metadata["uid"], version(metadata)
         place = (metadata.get("namespace", ""), metadata["name"])
@@ -81,8 +102,9 @@ class Store(Generic[T]):
         if uid in self._tombstones or (old is not None and at < old.version) or (old and at == old.version != 0):
             return
         key = self._key_of(raw)
+        known = old.value if old is not None and old.uid == uid else None
         try:
-            entry = Entry(key, uid, at, self._cut(raw))
+            entry = Entry(key, uid, at, self._merge(known, self._cut(raw), look))
         except UnreadableError as error:
             self._leave(key, place, uid, error)
             return

@@ -15,13 +15,14 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ddpjob_operator import api, build, contract, in_place, stall
+from ddpjob_operator import api, build, contract, facts, in_place, stall
 from ddpjob_operator.local import honour, ports
 from ddpjob_operator.local import node as nodes
 from ddpjob_operator.local.logs import Log
 from ddpjob_operator.observed import Container, Observed, Pod, Report
-from ddpjob_operator.plan import Action, CreatePod, CreateService, DeletePod
+from ddpjob_operator.plan import Action, CreatePod, CreateService, DeletePod, EndPod
 from ddpjob_operator.podspec import grace_seconds
+from ddpjob_operator.scene import restart_grace_seconds
 
 TERMINATION_MESSAGE_BYTES = 4096
 READ_BYTES = 1 << 18  # four times what a pipe holds: one read empties it
@@ -48,6 +49,10 @@ class LocalPod:
     step: int | None = None
     """The last step that it reported."""
     stop_asked_at: dt.datetime | None = None
+    ended_first: bool = False
+    """Whether it had ended before its supervisor was asked to stop it."""
+    known: Pod | None = None
+    """What the plan was told of it."""
     seen_ended: bool = False
     """Whether the plan has seen its end: a deleted pod goes away only then, so that its end is never missed."""
     open: set[int] = field(default_factory=set)
@@ -80,12 +85,16 @@ class World:
         self._say = say
         self._service = False
         self._ports: dict[int, ports.Port] = {}
+        self._looks = 0
 
     def observe(self) -> Observed:
         """What is there now. A pod that was deleted and whose end has been seen before is gone."""
         for name in [n for n, p in self.pods.items() if p.seen_ended and p.stop_asked_at and not p.open]:
             del self.pods[name]
-        seen = tuple(self._view(pod) for pod in self.pods.values())
+        self._looks += 1
+        for pod in self.pods.values():
+            pod.known = facts.merge(pod.known, self._view(pod), self._looks)
+        seen = tuple(pod.known for pod in self.pods.values() if pod.known is not None)
         for pod in self.pods.values():
             pod.seen_ended = not pod.live
         newest = max(self._ports, default=None)
@@ -108,6 +117,8 @@ class World:
                 self._create(job, action)
             elif isinstance(action, DeletePod):
                 self._delete(job, action)
+            elif isinstance(action, EndPod):  # no log goes here in any case
+                self._delete(job, DeletePod(action.name, action.uid, restart_grace_seconds(job.spec)))
 
     def body(self, job: api.DDPJob, action: CreatePod) -> build.Body:
         """The pod as the cluster would get it, but for the address where the ranks meet."""
@@ -215,6 +226,7 @@ class World:
             reason=pod.reason,
             stop_asked_at=pod.stop_asked_at,
             trainer=pod.trainer,
+            ended_first=pod.ended_first,
         )
 
     def _read_output(self, pod: LocalPod) -> None:
@@ -262,6 +274,7 @@ def _note(pod: LocalPod, event: nodes.Event) -> None:
     elif isinstance(event, nodes.Exited):
         code = event.code if event.signal is None else 128 + event.signal
         message = _termination_message(pod.said) or pod.log.tail
+        pod.ended_first = not event.told_to_stop
         pod.trainer = _ended(code, "Completed" if code == 0 else "Error", _time(event.time), message)
 
 

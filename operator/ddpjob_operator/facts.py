@@ -1,0 +1,69 @@
+"""What is known of a pod, from all that was seen of it: a later observation adds to it, and takes nothing back.
+
+The same pod is told of many times, and later is not better. The kubelet's last delete (grace 0) sets deletionTimestamp
+anew, after the container's finishedAt; of a container that it never made, or no longer finds, it writes
+ContainerStatusUnknown with exit code 137 when the pod is deleted (pkg/kubelet/status/status_manager.go, TerminatePod).
+And finishedAt is the node's clock, deletionTimestamp the API server's: which came first is what was seen first.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from dataclasses import replace
+
+from ddpjob_operator.observed import Container, Pod
+
+
+def merge(earlier: Pod | None, later: Pod, look: int = 0) -> Pod:
+    """What is known once `later` was seen after `earlier`, of one uid. look: the number of this observation, growing:
+    what is seen for the first time gets it. Things that were first seen in one observation have no order."""
+    known = later if earlier is None else _added(earlier, later)
+    stopping, ended = known.stop_asked_at is not None, known.ended
+    known = replace(
+        known,
+        stop_seen=known.stop_seen or (look if stopping else 0),
+        ended_seen=known.ended_seen or (look if ended else 0),
+        ended_first=known.ended_first or (ended and not stopping),
+    )
+    return replace(known, completed=known.has_completed)
+
+
+def _added(earlier: Pod, later: Pod) -> Pod:
+    over = earlier.phase in ("Succeeded", "Failed")
+    # A disruption that was given up (its condition is False again) was none; of a pod that ends it is why.
+    ends = earlier.ended or earlier.stop_asked_at is not None
+    return replace(
+        later,
+        node=later.node or earlier.node,
+        phase=earlier.phase if over else later.phase,
+        reason=earlier.reason or later.reason,
+        message=earlier.message or later.message,
+        disruption=later.disruption or (earlier.disruption if ends else ""),
+        scheduled_at=earlier.scheduled_at or later.scheduled_at,
+        stop_asked_at=_earliest(earlier.stop_asked_at, later.stop_asked_at),
+        stop_by=later.stop_by or earlier.stop_by,
+        trainer=container(earlier.trainer, later.trainer),
+        sidecars_run=later.sidecars_run and not over,
+        completed=earlier.completed,
+        ended_first=earlier.ended_first or (later.ended_first and not earlier.ended),
+        ended_seen=earlier.ended_seen,
+        stop_seen=earlier.stop_seen,
+    )
+
+
+def container(earlier: Container, later: Container) -> Container:
+    """What is known of the trainer: the observation that says more, of two that say as much of an end the first."""
+    if _says(earlier) > _says(later) or (earlier.state == "ended" and _says(earlier) == _says(later)):
+        return earlier if earlier.state == "ended" else replace(earlier, ready=False)
+    return later if earlier.state == "waiting" else replace(later, ran=True)
+
+
+def _says(seen: Container) -> int:
+    """How much an observation says: nothing after the end of a container can show that it runs, or waits."""
+    if seen.state != "ended":
+        return 0 if seen.state == "waiting" else 1
+    return 2 if seen.exit_code is None or seen.is_lost else 3
+
+
+def _earliest(one: dt.datetime | None, other: dt.datetime | None) -> dt.datetime | None:
+    return min((at for at in (one, other) if at is not None), default=None)

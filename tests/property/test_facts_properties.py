@@ -1,0 +1,375 @@
+"""Whoever ends a pod, in whatever order its story is told, and whoever reads it: who was to blame is the same.
+
+The story is told by raw objects as an API server and kubelets make them: a delete by us or by others, the end of a
+container by the clock of its node, the phase in the same write or in a later one, and the kubelet's last delete (grace
+0), which sets deletionTimestamp anew. The operator hears it late, and may start anew between any two events.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from worlds import START, job
+
+from ddpjob_operator import contract, facts
+from ddpjob_operator.kube import observe
+from ddpjob_operator.kube.store import Store
+from ddpjob_operator.observed import Container, Observed, Pod
+from ddpjob_operator.plan import CreatePod, DeletePod, plan
+
+PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:4242"
+GRACE_SECONDS = 10
+Raw = dict[str, Any]
+
+
+def stamp(at: dt.datetime) -> str:
+    return at.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def ended(code: int, reason: str = "", message: str = "") -> Raw:
+    return {"exitCode": code, "reason": reason or ("Completed" if code == 0 else "Error"), "message": message}
+
+
+class Story:
+    """An attempt whose pods run, until the next one, or the job's end, is recorded."""
+
+    def __init__(self, nodes: int, skews: list[int], chance: random.Random) -> None:
+        self.job = job(nodes=nodes, backoffLimit=1, restartGraceSeconds=GRACE_SECONDS)
+        self.now = START
+        self.skews, self.chance = skews, chance
+        self.pods: dict[int, Raw] = {}
+        self.log: list[tuple[str, Raw]] = []
+        """What the watch tells, in order."""
+        self.heard, self.version = 0, 100
+        self.kubelets: list[Callable[[], None]] = []
+        """What they do next, each at a time of its own."""
+        self.on_told: Callable[[int], None] = lambda rank: self.stops(rank, ended(143))
+        self.departed: list[Pod] = []
+        self.store: Store[Pod]
+        self.missed: set[int] = set()
+        """Ranks whose pods went while no operator was there: how they ended nobody can know."""
+        self._begin()
+
+    def _begin(self) -> None:
+        """A new operator: what the last one remembered is gone, and a list is all that it sees."""
+        self.departed = []
+        self.missed |= {
+            contract_rank(raw["metadata"]["name"]) for kind, raw in self.log[self.heard :] if kind == "DELETED"
+        }
+        gone = lambda _, old, new: self.departed.append(old) if new is None else None  # noqa: E731
+        self.store = Store(observe.pod, lambda _: ("team", "digits"), gone, facts.merge)
+        self.store.replace([*self.pods.values()], self.version)
+        self.heard = len(self.log)
+
+    # ---------------------------------------------------------------- the API server
+
+    def put(self, rank: int, status: Raw | None = None, **metadata: Any) -> None:
+        old = self.pods[rank]
+        self.version += 1
+        new = {**old, "metadata": {**old["metadata"], **metadata, "resourceVersion": str(self.version)}}
+        if status is not None:
+            new["status"] = {**old["status"], **status}
+        self.pods[rank] = new
+        self.log.append(("MODIFIED", new))
+
+    def create(self, action: CreatePod) -> None:
+        if action.rank in self.pods:
+            return  # AlreadyExists
+        name = contract.pod_name(self.job, action.attempt, action.rank)
+        labels = {contract.LABEL_JOB: "digits", contract.LABEL_ATTEMPT: "1", contract.LABEL_RANK: str(action.rank)}
+        owner = {"kind": "DDPJob", "name": "digits", "uid": self.job.metadata.uid, "controller": True}
+        metadata = {"name": name, "namespace": "team", "uid": f"uid-{name}", "labels": labels}
+        self.version += 1
+        metadata |= {"ownerReferences": [owner], "resourceVersion": str(self.version)}
+        spec = {"nodeName": f"node-{action.rank}", "containers": [{"name": "trainer"}]}
+        self.pods[action.rank] = {"metadata": metadata, "spec": spec, "status": {"phase": "Pending"}}
+        self.log.append(("ADDED", self.pods[action.rank]))
+
+    def delete(self, rank: int, grace_seconds: int) -> None:
+        """By whomever. A pod whose phase is the last one goes at once."""
+        if rank not in self.pods:
+            return
+        if self.pods[rank]["status"]["phase"] in ("Succeeded", "Failed") or grace_seconds == 0:
+            self.log.append(("DELETED", self.pods.pop(rank)))
+            return
+        if "deletionTimestamp" not in self.pods[rank]["metadata"]:
+            self.put(
+                rank,
+                deletionTimestamp=stamp(self.now + dt.timedelta(seconds=grace_seconds)),
+                deletionGracePeriodSeconds=grace_seconds,
+            )
+            self.kubelets.append(lambda: self.on_told(rank))
+
+    # ---------------------------------------------------------------- kubelets
+
+    def state(self, rank: int, state: Raw, phase: str, **more: Any) -> None:
+        if rank in self.pods:
+            container = {"name": "trainer", "ready": "running" in state, "state": state}
+            self.put(rank, {"phase": phase, "containerStatuses": [container], **more})
+
+    def runs(self, rank: int) -> None:
+        self.state(rank, {"running": {"startedAt": stamp(self.now)}}, "Running")
+
+    def ends(self, rank: int, how: Raw, then: Callable[[], None] = lambda: None, **more: Any) -> None:
+        """A container ends, unless it has; the phase follows at once, or a while later."""
+        if rank not in self.pods or not self.is_running(rank):
+            return then()
+        at = stamp(self.now + dt.timedelta(seconds=self.skews[rank]))
+        how = {"startedAt": stamp(START), "finishedAt": at, **how}
+        phase = "Succeeded" if how["exitCode"] == 0 and not more else "Failed"
+
+        def verdict() -> None:
+            if more and "deletionTimestamp" in self.pods.get(rank, {}).get("metadata", {}):
+                self.missed.add(rank)  # we have told it to stop before its kubelet has said that it ended it
+            self.state(rank, {"terminated": how}, phase, **more)
+            self.kubelets.append(then)
+
+        # When the kubelet itself ends a pod it tells all of it at once, but for a kubelet that was restarted meanwhile.
+        # Of that only a success matters here: nobody may believe it before the phase.
+        at_once = bool(more) and (how["exitCode"] != 0 or "deletionTimestamp" in self.pods[rank]["metadata"])
+        if at_once or self.chance.random() < 0.5:
+            return verdict()
+        self.state(rank, {"terminated": how}, "Running")
+        return self.kubelets.append(verdict)
+
+    def stops(self, rank: int, how: Raw) -> None:
+        self.ends(rank, how, lambda: self.confirm(rank))
+
+    def confirm(self, rank: int) -> None:
+        """The last delete, with grace 0."""
+        if rank not in self.pods or "deletionTimestamp" not in self.pods[rank]["metadata"]:
+            return
+        self.put(rank, deletionTimestamp=stamp(self.now), deletionGracePeriodSeconds=0)
+        self.log.append(("DELETED", self.pods.pop(rank)))
+
+    def is_running(self, rank: int) -> bool:
+        statuses = self.pods[rank]["status"].get("containerStatuses") or [{"state": {}}]
+        return "running" in statuses[0]["state"]
+
+    # ---------------------------------------------------------------- the operator
+
+    def hear(self) -> None:
+        """The next event of the watch."""
+        kind, raw = self.log[self.heard]
+        self.heard += 1
+        metadata = raw["metadata"]
+        if kind == "DELETED":
+            self.store.remove(metadata["namespace"], metadata["name"], metadata["uid"])
+        else:
+            self.store.put(raw)
+
+    def look(self) -> None:
+        pods = tuple(self.store.of(("team", "digits")))
+        seen = Observed(service=True, pods=pods, departed=tuple(self.departed), nodes={})
+        todo = plan(self.job, seen, self.now)
+        if todo.status is not None:
+            self.job = replace(self.job, status=todo.status)
+        for action in todo.actions:
+            if isinstance(action, DeletePod):
+                self.delete(rank := contract_rank(action.name), action.grace_seconds or GRACE_SECONDS)
+                self.read_answer(rank)
+            elif isinstance(action, CreatePod) and action.attempt == 1:
+                self.create(action)
+                self.read_answer(action.rank)
+
+    def read_answer(self, rank: int) -> None:
+        """What a write answers goes into the copy as well, before the watch tells of what was there before."""
+        if rank in self.pods:
+            self.store.put(self.pods[rank])
+
+    def is_over(self) -> bool:
+        return self.job.status.state in ("Failed", "Succeeded") or self.job.status.attempt > 1
+
+    # ---------------------------------------------------------------- time
+
+    def trains(self) -> Story:
+        self.look()
+        for rank in range(self.job.spec.nodes):
+            self.runs(rank)
+        self.calms_down()
+        assert self.job.status.state == "Running"
+        return self
+
+    def calms_down(self) -> None:
+        """Everything is heard and done, until nothing happens any more."""
+        for _ in range(1000):
+            if not self.step("hear kubelet look".split()) and self._is_idle():
+                return
+        raise AssertionError(f"it never ends: {self.job.status}")
+
+    def _is_idle(self) -> bool:
+        before = self.job.status
+        self.look()
+        return self.job.status == before and self.heard == len(self.log) and not self.kubelets
+
+    def step(self, kinds: list[str]) -> bool:
+        """One thing happens; whether there was one."""
+        self.now += dt.timedelta(seconds=self.chance.choice((0, 0, 1, 3)))
+        kind = self.chance.choice(kinds)
+        if kind == "hear" and self.heard < len(self.log):
+            self.hear()
+        elif kind == "kubelet" and self.kubelets:
+            self.kubelets.pop(self.chance.randrange(len(self.kubelets)))()
+        elif kind == "look":
+            self.look()
+        elif kind == "restart":
+            self._begin()
+        else:
+            return False
+        return True
+
+    def goes_on(self) -> Story:
+        """Anything happens next, until the cause is settled."""
+        for _ in range(3000):
+            if self.is_over():
+                return self
+            self.step("hear hear kubelet kubelet look look restart".split())
+        raise AssertionError(f"it never ends: {self.job.status}")
+
+    def verdict(self) -> tuple[int, str, str]:
+        failure = self.job.status.last_failure
+        assert failure is not None, self.job.status.message
+        return failure.node_rank, failure.failure_class, failure.charged_to
+
+
+def contract_rank(name: str) -> int:
+    return int(name.rsplit("-", 1)[1])
+
+
+def complain(story: Story, but: int) -> None:
+    """The others say that they have lost a peer, each in its own time; some only end when they are told."""
+    for rank in range(story.job.spec.nodes):
+        if rank != but and story.chance.random() < 0.5:
+            story.kubelets.append(lambda rank=rank: story.ends(rank, ended(1, message=PEER)))  # type: ignore[misc]
+
+
+def fails(how: Raw) -> Callable[[Story, int], None]:
+    def begin(story: Story, rank: int) -> None:
+        story.ends(rank, how)
+
+    return begin
+
+
+def is_deleted(code: int) -> Callable[[Story, int], None]:
+    """By hand, or by a drain; it takes its time, and its peers lose it."""
+
+    def begin(story: Story, rank: int) -> None:
+        told = story.on_told
+        story.on_told = lambda one: story.stops(one, ended(code)) if one == rank else told(one)
+        if story.chance.random() < 0.5:
+            target = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+            story.put(rank, {"conditions": [target]})
+        story.delete(rank, 30)
+        complain(story, rank)
+
+    return begin
+
+
+def is_ended_by_its_kubelet(reason: str, code: int) -> Callable[[Story, int], None]:
+    def begin(story: Story, rank: int) -> None:
+        target = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
+        more = {"reason": reason, "message": "the kubelet's", "conditions": [target]}
+        story.on_told = lambda one: story.stops(one, ended(143)) if one != rank else None
+        story.kubelets.append(lambda: story.ends(rank, ended(code), lambda: story.confirm(rank), **more))
+        complain(story, rank)
+
+    return begin
+
+
+# How one pod ends, and what it must be called and cost, whatever its peers do when they are told to stop.
+ENDS: dict[str, tuple[Callable[[Story, int], None], str, str]] = {
+    "exit code 1 without a word": (fails(ended(1)), "application", "application"),
+    "exit code 3": (fails(ended(3)), "application", "application"),
+    "an exception": (fails(ended(1, message="ValueError: no such shard")), "application", "application"),
+    "a segmentation fault": (fails(ended(139)), "application", "application"),
+    "out of memory": (fails(ended(137, "OOMKilled")), "outOfMemory", "application"),
+    "a pod deleted by someone else, 143": (is_deleted(143), "infrastructure", "infrastructure"),
+    "a pod deleted by someone else, 0": (is_deleted(0), "infrastructure", "infrastructure"),
+    "a pod deleted by someone else, 137": (is_deleted(137), "infrastructure", "infrastructure"),
+    "an eviction": (is_ended_by_its_kubelet("Evicted", 137), "infrastructure", "infrastructure"),
+    "an eviction, 0": (is_ended_by_its_kubelet("Evicted", 0), "infrastructure", "infrastructure"),
+    "a node that shuts down, 0": (is_ended_by_its_kubelet("Terminated", 0), "infrastructure", "infrastructure"),
+}
+seeds = st.integers(0, 2**32)
+
+
+@pytest.mark.parametrize("name", ENDS)
+@given(seeds, st.integers(1, 8), st.data())
+@settings(max_examples=40, deadline=None)
+def test_who_is_to_blame_and_what_it_costs_depends_on_no_clock_no_order_and_no_restart(
+    name: str, seed: int, nodes: int, data: st.DataObject
+) -> None:
+    """A script that always fails would restart for ever for free, blamed on a peer that we had stopped ourselves; and a
+    drained node would cost the user a restart."""
+    skews = data.draw(st.lists(st.integers(-10, 10), min_size=nodes, max_size=nodes))
+    rank = data.draw(st.integers(0, nodes - 1))
+    code = data.draw(st.sampled_from([143, 0, 137, 75, 1]))
+    begin, found, budget = ENDS[name]
+    story = Story(nodes, skews, random.Random(seed)).trains()
+    story.on_told = lambda one: story.stops(one, ended(code))
+    begin(story, rank)
+    story.goes_on()
+    assert story.job.status.state != "Succeeded"
+    assert story.verdict()[1:] == (found, budget), story.job.status.message
+    assert story.verdict()[0] == rank or rank in story.missed, story.job.status.message
+
+
+containers = st.builds(
+    Container,
+    st.sampled_from(["waiting", "running", "ended"]),
+    reason=st.sampled_from(["", "Error", "ContainerStatusUnknown", "CreateContainerConfigError"]),
+    ready=st.booleans(),
+    exit_code=st.none() | st.sampled_from([0, 1, 137, 143]),
+    ran=st.booleans(),
+)
+times = st.none() | st.integers(0, 60).map(lambda s: START + dt.timedelta(seconds=s))
+pods = st.builds(
+    Pod,
+    name=st.just("digits-1-0"),
+    uid=st.just("u"),
+    owner_uid=st.just("job"),
+    attempt=st.just(1),
+    rank=st.just(0),
+    phase=st.sampled_from(["Pending", "Running", "Succeeded", "Failed"]),
+    reason=st.sampled_from(["", "Evicted"]),
+    disruption=st.sampled_from(["", "EvictionByEvictionAPI"]),
+    stop_asked_at=times,
+    trainer=containers,
+    sidecars_run=st.booleans(),
+)
+
+
+def told(story: list[Pod]) -> Pod:
+    known = None
+    for look, one in enumerate(story, start=1):
+        known = facts.merge(known, one, look)
+    assert known is not None
+    return known
+
+
+@given(st.lists(pods, min_size=1, max_size=6), st.lists(pods, max_size=4))
+def test_what_was_seen_of_a_pod_is_never_unseen(before: list[Pod], after: list[Pod]) -> None:
+    """Else a later, poorer word of the kubelet would replace why a pod has ended, and somebody else would pay."""
+    known, more = told(before), told([*before, *after])
+    assert known.stop_asked_at is None or (more.stop_asked_at or START) <= known.stop_asked_at
+    assert more.ended or not known.ended
+    assert more.has_completed or not known.has_completed
+    assert more.told_to_stop == known.told_to_stop or not known.ended
+    if known.trainer.state == "ended" and known.trainer.exit_code is not None and not known.trainer.is_lost:
+        assert more.trainer == known.trainer, "how it ended"
+    assert not known.ended_seen or more.ended_seen == known.ended_seen
+    assert not known.stop_seen or more.stop_seen == known.stop_seen
+
+
+@given(st.lists(pods, min_size=1, max_size=6), st.data())
+def test_what_is_told_twice_is_as_if_it_was_told_once(story: list[Pod], data: st.DataObject) -> None:
+    place = data.draw(st.integers(0, len(story) - 1))
+    known = told(story[: place + 1])
+    assert facts.merge(known, story[place], place + 1) == known

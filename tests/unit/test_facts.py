@@ -1,0 +1,171 @@
+"""What was once seen of a pod stays: the kubelet's later words about a pod that is deleted are poorer, not better."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Any
+
+import pytest
+from worlds import START, World, digits
+
+from ddpjob_operator import facts
+from ddpjob_operator.kube import observe
+from ddpjob_operator.kube.store import Store
+from ddpjob_operator.observed import Container, Pod
+
+Raw = dict[str, Any]
+
+
+def stamp(seconds: float) -> str:
+    return (START + dt.timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def seen(*stories: tuple[Raw, Raw]) -> Pod:
+    """A pod by the (state and phase, metadata) that a watch tells one after the other, through the operator's store."""
+    store: Store[Pod] = Store(observe.pod, lambda _: ("team", "digits"), lambda *_: None, facts.merge)
+    for version, (status, metadata) in enumerate(stories, start=1):
+        status = dict(status)
+        state = status.pop("state", {"waiting": {}})
+        store.put(
+            {
+                "metadata": {"name": "digits-1-0", "uid": "u", "resourceVersion": str(version), **metadata},
+                "spec": {"containers": [{"name": "trainer"}], "nodeName": "gpu-7"},
+                "status": {"containerStatuses": [{"name": "trainer", "state": state}], **status},
+            }
+        )
+    return store.of(("team", "digits"))[0]
+
+
+def exited(code: int, at: float, **more: Any) -> Raw:
+    ended = {"exitCode": code, "reason": "Error" if code else "Completed", "startedAt": stamp(0)}
+    return {"state": {"terminated": ended | {"finishedAt": stamp(at)}}, **more}
+
+
+RUNNING: Raw = {"phase": "Running", "state": {"running": {"startedAt": stamp(0)}}}
+ASKED = {"deletionTimestamp": stamp(20), "deletionGracePeriodSeconds": 10}
+LAST = {"deletionTimestamp": stamp(14), "deletionGracePeriodSeconds": 0}
+
+
+@pytest.mark.parametrize("clock", [-10, 0, 10])
+def test_the_kubelets_last_delete_does_not_change_when_a_pod_was_told_to_stop(clock: int) -> None:
+    """A peer that we stop would count as one that someone else ended before, and pay for a script that always fails."""
+    ended = exited(143, 13 + clock, phase="Running")
+    pod = seen((RUNNING, {}), (RUNNING, ASKED), (ended, ASKED), (ended, LAST))
+    assert pod.told_to_stop
+    assert pod.stop_asked_at == START + dt.timedelta(seconds=10)
+
+
+@pytest.mark.parametrize("clock", [-10, 0, 10])
+def test_a_pod_that_was_seen_to_end_before_its_deletion_ended_by_itself(clock: int) -> None:
+    """A rank that has completed would be trained again, for a node's clock that is ahead."""
+    done = exited(0, 9 + clock, phase="Succeeded")
+    assert seen((RUNNING, {}), (done, {}), (done, ASKED), (done, LAST)).has_completed
+
+
+@pytest.mark.parametrize("clock", [-10, 0, 10])
+def test_exit_0_of_a_drained_pod_is_no_success_whatever_its_nodes_clock_says(clock: int) -> None:
+    """The job would be Succeeded with half of its training."""
+    done = exited(0, 12 + clock, phase="Succeeded")
+    for story in ([(RUNNING, {}), (RUNNING, ASKED), (done, ASKED)], [(done, ASKED)], [(done, LAST)]):
+        assert not seen(*story).has_completed
+        assert seen(*story).has_failed
+
+
+REASONS = (
+    "Evicted DeadlineExceeded Preempting NodeShutdown Terminated Shutdown OutOfcpu OutOfmemory NodeLost "
+    "UnexpectedAdmissionError NodeAffinity SomethingNew".split()
+)
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_exit_0_of_a_pod_that_failed_for_a_reason_of_its_own_is_no_success(reason: str) -> None:
+    """A handler that saves and exits with 0 is common: a node that shuts down would end the job as Succeeded."""
+    pod = seen((RUNNING, {}), (exited(0, 12, phase="Failed", reason=reason), {}))
+    assert (pod.has_completed, pod.has_failed) == (False, True)
+
+
+@pytest.mark.parametrize(
+    "disruption", ["TerminationByKubelet", "EvictionByEvictionAPI", "PreemptionByScheduler", "New"]
+)
+def test_exit_0_of_a_pod_that_is_disrupted_is_no_success(disruption: str) -> None:
+    target = {"type": "DisruptionTarget", "status": "True", "reason": disruption}
+    pod = seen((RUNNING, {}), (exited(0, 12, phase="Failed", conditions=[target]), {}))
+    assert (pod.has_completed, pod.has_failed) == (False, True)
+
+
+def test_exit_0_is_believed_when_the_phase_says_so_and_not_before() -> None:
+    """The kubelet tells of the container's end first, and that it shuts its node down only with the phase."""
+    ended, shut = exited(0, 12, phase="Running"), exited(0, 12, phase="Failed", reason="Terminated")
+    between = seen((RUNNING, {}), (ended, {}))
+    assert (between.has_completed, between.has_failed, between.live) == (False, False, True)
+    assert seen((RUNNING, {}), (ended, {}), (shut, {})).has_failed
+    assert seen((RUNNING, {}), (ended, {}), (exited(0, 12, phase="Succeeded"), {})).has_completed
+
+
+def test_a_failure_beside_the_trainer_does_not_undo_its_success() -> None:
+    """An ordinary sidecar that fails makes the phase Failed, without a reason: the trainer has done its work."""
+    assert seen((RUNNING, {}), (exited(0, 12, phase="Failed"), {})).has_completed
+
+
+def test_a_trainer_that_completed_beside_its_sidecar_stays_so_when_the_pod_is_evicted_later() -> None:
+    """Its rank would be trained again, by a group whose other ranks have completed."""
+    pod = Pod("digits-1-0", "u", "job", 1, 0, phase="Running", sidecars_run=True)
+    pod = facts.merge(None, facts.replace(pod, trainer=Container("ended", "Completed", exit_code=0)), 1)
+    evicted = facts.replace(pod, phase="Failed", reason="Evicted", sidecars_run=False, completed=False)
+    assert facts.merge(pod, evicted, 2).has_completed
+
+
+def test_how_a_container_ended_is_not_replaced_by_a_word_that_it_cannot_be_found() -> None:
+    """An exit code 3 would become a lost node: free, and its cause gone."""
+    unknown = {"exitCode": 137, "reason": "ContainerStatusUnknown", "message": "could not be located"}
+    pod = seen((RUNNING, {}), (exited(3, 5, phase="Failed"), {}), ({"state": {"terminated": unknown}}, ASKED))
+    assert (pod.trainer.exit_code, pod.trainer.reason) == (3, "Error")
+
+
+def test_a_container_that_was_never_made_cannot_be_lost() -> None:
+    unknown = {"exitCode": 137, "reason": "ContainerStatusUnknown", "startedAt": None, "finishedAt": None}
+    never = seen(({"phase": "Pending"}, {}), ({"phase": "Failed", "state": {"terminated": unknown}}, ASKED))
+    lost = seen((RUNNING, {}), ({"phase": "Failed", "state": {"terminated": unknown}}, {}))
+    assert (never.trainer.ran, lost.trainer.ran) == (False, True)
+
+
+def never_configured(world: World) -> World:
+    world.settle()
+    for rank in range(world.job.spec.nodes):
+        world.waits(rank, "CreateContainerConfigError", 'configmap "missing" not found')
+    return world.settle().after(601).settle()
+
+
+def forgotten(world: World, rank: int, phase: str) -> None:
+    """What the real kubelet writes when such a pod is deleted."""
+    text = "The container could not be located when the pod was terminated"
+    unknown = Container("ended", "ContainerStatusUnknown", text, exit_code=137, ran=False)
+    world._change(rank, phase=phase, trainer=unknown)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+@pytest.mark.parametrize("phase", ["Pending", "Failed"])
+def test_a_configmap_that_is_missing_fails_the_job_whatever_its_kubelet_says_of_the_pod_afterwards(
+    nodes: int, phase: str
+) -> None:
+    """Else it restarts every ten minutes, for ever, and says that a node was restarted."""
+    world = never_configured(digits(nodes=nodes))
+    for rank in range(nodes):
+        forgotten(world, rank, phase)
+    world.settle()
+    failure = world.status.last_failure
+    assert (world.status.state, world.status.reason) == ("Failed", "PermanentFailure"), world.status.message
+    assert failure is not None
+    assert (failure.reason, failure.failure_class) == ("CreateContainerConfigError", "permanent")
+    assert 'configmap "missing" not found' in world.status.message
+
+
+def test_the_pods_own_time_limit_is_the_users_and_is_charged() -> None:
+    """The next pod meets it as well: the job would restart for free, for ever."""
+    for code in (0, 137, 143):
+        world = digits(nodes=1, backoffLimit=1).running()
+        world._change(0, reason="DeadlineExceeded").exits(0, code, phase="Failed").settle()
+        failure = world.status.last_failure
+        assert failure is not None
+        assert (failure.failure_class, failure.charged_to) == ("application", "application"), world.status.message
+        assert "the activeDeadlineSeconds of the pod's template" in world.status.failures[-1].message

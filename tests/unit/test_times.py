@@ -1,0 +1,98 @@
+"""A clock that jumps makes no job wait longer than it would have waited: the operator's, or another leader's."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+import pytest
+from msgspec.structs import replace
+from worlds import START, digits, job
+
+from ddpjob_operator import api
+from ddpjob_operator.kube.memory import Memory
+from ddpjob_operator.kube.nodes import Nodes
+from ddpjob_operator.observed import Foreign, Node
+from ddpjob_operator.plan import START_BACK_OFF_SECONDS, start_back_off_seconds
+from ddpjob_operator.scene import Settings
+
+JUMPS = (-1, -10, -3600, -86_400 * 30)
+UID = job().metadata.uid
+
+
+@pytest.mark.parametrize("seconds", JUMPS)
+@pytest.mark.parametrize("failures", [1, 2, 4])
+def test_a_restart_waits_no_longer_than_its_back_off_when_the_clock_is_set_back(seconds: float, failures: int) -> None:
+    """An hour of a group's GPUs, for a clock that was wrong for a while."""
+    world = digits(backoffLimit=9).running()
+    for _ in range(failures):
+        world.exits(0, 3).settle().stops_all().settle()
+        world.after(300).settle().runs(0, 1).settle()
+    world.exits(0, 3).settle().stops_all().settle()
+    back_off = 2 ** (failures - 1)
+    again = world.after(seconds).settle().plan().look_again_at
+    assert again is not None
+    assert (again - world.now).total_seconds() <= back_off
+    world.after(back_off).settle()
+    assert f"digits-{failures + 2}-0" in world.names()
+
+
+@pytest.mark.parametrize("seconds", JUMPS)
+def test_a_start_that_is_tried_again_waits_no_longer_than_its_back_off(seconds: float) -> None:
+    world = digits(startDeadlineSeconds=10).started().after(10).settle().stops_all()
+    world.pods.clear()
+    world.settle().after(seconds).settle()
+    assert world.status.attempt_time is not None
+    assert (world.status.attempt_time - world.now).total_seconds() <= start_back_off_seconds(UID, 1)
+    assert start_back_off_seconds(UID, 1) <= START_BACK_OFF_SECONDS[0]
+
+
+@pytest.mark.parametrize("seconds", JUMPS)
+def test_no_time_that_has_been_recorded_is_ahead_of_the_clock_for_more_than_one_look(seconds: float) -> None:
+    """Deadlines, the time to live, charges within backoffWindowSeconds, avoided nodes: all would last longer."""
+    world = digits(activeDeadlineSeconds=100, backoffWindowSeconds=60, ttlSecondsAfterFinished=5).running()
+    world.exits(0, 3).settle().stops_all().settle().runs(0, 1).settle()
+    avoided = api.AvoidedNode(node="gpu-7", until=world.now + dt.timedelta(hours=1))
+    world.job = replace(world.job, status=replace(world.status, avoided_nodes=[avoided]))
+    status, now = world.after(seconds).settle().status, world.now
+    assert status.restarts is not None
+    happened = [status.start_time, status.state_time, status.running_time, *status.restarts.charged_at]
+    assert all(at is None or at <= now for at in happened)
+    limit = now + dt.timedelta(seconds=Settings().avoid_node_seconds)
+    assert all(a.until <= limit for a in status.avoided_nodes)
+    world.after(100).settle()
+    assert world.status.reason == "DeadlineExceeded"
+
+
+def test_a_right_clock_changes_nothing_that_is_recorded() -> None:
+    world = digits(backoffLimit=9).running().exits(0, 3).settle().stops_all().settle().runs(0, 1).settle()
+    assert world.plan().status is None
+    assert world.after(5000).plan().status is None
+
+
+@pytest.mark.parametrize("seconds", JUMPS)
+def test_what_was_refused_is_tried_again_in_time(seconds: float) -> None:
+    memory, now = Memory("u"), START
+    memory.keep_time(now)
+    for _ in range(20):
+        memory.refuse("digits-1-0", "exceeded quota", now)
+        now = memory.refusals["digits-1-0"].retry_at
+        memory.keep_time(now)
+    memory.refuse("digits-1-0", "exceeded quota", now)
+    memory.take(Foreign("Pod", "digits-1-0"), now)
+    now += dt.timedelta(seconds=seconds)
+    memory.keep_time(now)
+    assert memory.refusals["digits-1-0"].retry_at - now == dt.timedelta(seconds=300)
+    assert memory.strangers["Pod", "digits-1-0"].check_at - now <= dt.timedelta(seconds=30)
+
+
+@pytest.mark.parametrize("seconds", JUMPS)
+def test_a_node_is_lost_as_soon_as_without_the_jump(seconds: float) -> None:
+    now = START
+    nodes = Nodes(lambda _: None, lambda: now)
+    nodes.replace([{"metadata": {"name": "a"}}, {"metadata": {"name": "b"}}], 1)
+    nodes.put({"metadata": {"name": "a"}, "status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}})
+    nodes.seen()
+    now += dt.timedelta(seconds=20)
+    nodes.seen()
+    now += dt.timedelta(seconds=seconds)
+    assert nodes.seen() == {"a": Node(False, now - dt.timedelta(seconds=20))}
