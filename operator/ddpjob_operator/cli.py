@@ -181,7 +181,6 @@ def main() -> None:
     try:
         code = cli.main(prog_name="ddpjob", standalone_mode=False)
     except InputError as error:
-        # A value of the user's file is in it, and may hold what a terminal obeys.
         click.echo(clean(str(error)), err=True)
         code = 2
     except click.ClickException as error:

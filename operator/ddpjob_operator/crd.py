@@ -320,12 +320,17 @@ def _template() -> Schema:
     """Kept whole, and checked as far as a typo would otherwise be found only when pods are made."""
     strings = {"type": "object", "nullable": True, "additionalProperties": {"type": "string"}}
     metadata = {"type": "object", "nullable": True, **_open({"labels": strings, "annotations": strings})}
-    # Unbounded it gives a deletionTimestamp beyond all dates.
-    grace = {"type": "integer", "format": "int64", "nullable": True, "minimum": 0, "maximum": api.SECONDS_MAX}
     listed = {
         "containers": _containers(_known(CONTAINER_FIELDS)) | {"minItems": 1},
         "initContainers": _containers({}) | {"nullable": True},
-        "terminationGracePeriodSeconds": grace,
+        # Unbounded it gives a deletionTimestamp beyond all dates.
+        "terminationGracePeriodSeconds": {
+            "type": "integer",
+            "format": "int64",
+            "nullable": True,
+            "minimum": 0,
+            "maximum": api.SECONDS_MAX,
+        },
     }
     pod = {"type": "object", "required": ["containers"], **_open(_known(POD_FIELDS) | listed)}
     return {"type": "object", "required": ["spec"], **_open({"metadata": metadata, "spec": pod})}

@@ -127,7 +127,14 @@ def plan(
     return Plan(
         actions=(*clear(scene), *verdict.actions),
         status=None if new == written else new,
-        events=showing.events(told),
+        events=showing.events(
+            (
+                *events(recorded, new, verdict.status.message),
+                *acceptance(recorded, new, problems),
+                *restarts_in_place(recorded, new),
+                *remarks(job, new),
+            )
+        ),
         look_again_at=again,
     )
 

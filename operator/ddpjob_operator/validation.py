@@ -19,7 +19,6 @@ import msgspec
 from msgspec import Struct, inspect
 
 from ddpjob_operator import api, bounds, launcher
-from ddpjob_operator.bounds import UnreadableError
 from ddpjob_operator.observed import NOT_READABLE
 from ddpjob_operator.podspec import misspelled
 

@@ -123,7 +123,9 @@ class Executor:
         path = f"/api/v1/namespaces/{key[0]}/pods"
         pods = self._caches.pods
         pages = self._client.pages(path, f"{contract.LABEL_JOB}={key[1]}")
-        await take(pages, pods.listing(), lambda named, version: pods.retain(named, version, key[0], key))
+        await take(
+            pages, pods.put, lambda named, version: pods.retain(named, version, key[0], key), one_look=pods.one_look
+        )
 
     async def check_stranger(self, kind: str, name: str, job: api.DDPJob, memory: Memory) -> None:
         """Whether an object in our place is still there. Raises ApiError."""

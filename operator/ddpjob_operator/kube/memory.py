@@ -57,6 +57,16 @@ class Memory:
     asked_before: tuple[int, int] = (1, 0)
     """The newest attempt and replacement before whose pod the API server was asked what older ones have left."""
 
+    def keep_time(self, now: dt.datetime) -> None:
+        """Our clock was perhaps set back: what we wait for comes no later for it."""
+        by = self.clock.set_back(now)
+        if not by:
+            return
+        self.refusals = {n: replace(r, retry_at=r.retry_at + by) for n, r in self.refusals.items()}
+        self.first_seen = {key: at + by for key, at in self.first_seen.items()}
+        for stranger in self.strangers.values():
+            stranger.check_at += by
+
     def make_room(self, report: Report, nproc: int | None) -> None:
         """No more is kept than there are ranks. nproc: where their numbers follow no node, a pod speaks for so many,
         those that it spoke for last."""
@@ -72,16 +82,6 @@ class Memory:
     def _forget(self, rank: int) -> None:
         self.reports.pop(rank, None)
         self.paces.pop(rank, None)
-
-    def keep_time(self, now: dt.datetime) -> None:
-        """Our clock was perhaps set back: what we wait for comes no later for it."""
-        by = self.clock.set_back(now)
-        if not by:
-            return
-        self.refusals = {n: replace(r, retry_at=r.retry_at + by) for n, r in self.refusals.items()}
-        self.first_seen = {key: at + by for key, at in self.first_seen.items()}
-        for stranger in self.strangers.values():
-            stranger.check_at += by
 
     def by_own_clock(self, pods: Sequence[Pod], now: dt.datetime) -> list[Pod]:
         """The pods with the times that decide whether their node is lost as we saw them: the API server's clock may be

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from ddpjob_operator import api, contract, in_place, stall, unreadable, validation
+from ddpjob_operator import api, contract, in_place, reasons, stall, unreadable, validation
+from ddpjob_operator import plan as plans
 from ddpjob_operator import status as statuses
-from ddpjob_operator.bounds import UnreadableError
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.execute import LOOK_SECONDS, Caches, ConflictError, Executor
 from ddpjob_operator.kube.memory import Memory
@@ -62,16 +62,12 @@ class Reconciler:
         for _ in range(LOOKS_MAX):
             raw = self._caches.jobs.get(key)
             if raw is None:
-                self._progress_turns.forget(key)
-                self._memory.pop(key, None)
-                self._parsed.pop(key, None)
+                self._forget(key)
                 return None
-            try:
-                job, problems = self._parse(key, raw)
-                self._caches.check(key)
-            except UnreadableError as error:
-                await self._tell_unreadable(key, raw, str(error))
+            readable = await self._readable(key, raw)
+            if readable is None:
                 return None
+            job, problems = readable
             memory = self._memory_of(key, job.metadata.uid)
             try:
                 todo = await self._plan(key, job, problems, memory)
@@ -90,6 +86,25 @@ class Reconciler:
             except ApiError as error:
                 raise RetryError(str(error), error.retry_after_seconds or 0.0) from None
         return 1.0
+
+    def _forget(self, key: Key) -> None:
+        self._progress_turns.forget(key)
+        self._memory.pop(key, None)
+        self._parsed.pop(key, None)
+
+    async def _readable(self, key: Key, raw: Mapping[str, Any]) -> tuple[api.DDPJob, list[validation.Problem]] | None:
+        """The job and what is wrong with its spec; None, and said, where it or one of its objects cannot be read: the
+        next change of that is another look."""
+        try:
+            job, problems = self._parse(key, raw)
+        except validation.UnreadableError as error:
+            await self._tell_unreadable(raw, str(error))
+            return None
+        if why := self._caches.pods.unreadable(key) or self._caches.services.unreadable(key):
+            # Without it a rank would seem to be lost, and a pod would be made beside it.
+            self._executor.say(job.metadata, plans.Event("Warning", reasons.UNREADABLE.name, why))
+            return None
+        return job, problems
 
     def report(self, key: Key, report: Report) -> float | None:
         """What a rank of the job says about its training; the seconds until a look at the job is worth it.
@@ -251,16 +266,7 @@ class Reconciler:
             memory = self._memory[key] = Memory(uid)
         return memory
 
-    def _spec_of(self, key: Key) -> api.Spec | None:
-        """As it was when the job was last looked at; reports come far more often."""
-        raw = self._caches.jobs.get(key)
-        if key not in self._parsed and raw is not None:
-            with contextlib.suppress(UnreadableError):
-                self._parse(key, raw)
-        known = self._parsed.get(key)
-        return None if known is None else known[2].spec
-
-    async def _tell_unreadable(self, key: Key, raw: Mapping[str, Any], why: str) -> None:
+    async def _tell_unreadable(self, raw: Mapping[str, Any], why: str) -> None:
         """Nothing is planned on what cannot be read; a change of the job is looked at anew."""
         if not unreadable.is_ours(raw):
             return
@@ -276,6 +282,15 @@ class Reconciler:
             return  # the job has changed: that is another look
         except ApiError as error:
             raise RetryError(str(error), error.retry_after_seconds or 0.0) from None
+
+    def _spec_of(self, key: Key) -> api.Spec | None:
+        """As it was when the job was last looked at; reports come far more often."""
+        known, raw = self._parsed.get(key), self._caches.jobs.get(key)
+        if known is None and raw is not None:
+            with contextlib.suppress(validation.UnreadableError):  # a look says so
+                self._parse(key, raw)
+            known = self._parsed.get(key)
+        return None if known is None else known[2].spec
 
     def _parse(self, key: Key, raw: Mapping[str, Any]) -> tuple[api.DDPJob, list[validation.Problem]]:
         """The spec is parsed once per generation: most looks see another status alone. Raises UnreadableError."""
