@@ -37,7 +37,7 @@ _BEYOND_DATES = re.compile(r"\d{5,20}-")
 
 
 class UnreadableError(ValueError):
-    """An object from outside, or a part of it, that cannot be read; the text says which, and why."""
+    """An object from outside that cannot be read; the text says which and why."""
 
 
 TOO_LARGE = "tooLarge"

@@ -118,12 +118,6 @@ def plan(
         new = showing.status(new)
     new, wait_until = throttle(recorded, new, settings, now)
     again = earliest(verdict.look_again_at, wait_until, next_loss(job, seen, settings, now), restart.next_look(scene))
-    told = (
-        *events(recorded, new, verdict.status.message),
-        *acceptance(recorded, new, problems),
-        *restarts_in_place(recorded, new),
-        *remarks(job, new),
-    )
     return Plan(
         actions=(*clear(scene), *verdict.actions),
         status=None if new == written else new,

@@ -38,11 +38,6 @@ def event(why: str) -> Event:
     return Event("Warning", reasons.UNREADABLE_STATUS.name, _sentence(why))
 
 
-def object_event(why: str) -> Event:
-    """The same for a pod or a Service of the job."""
-    return Event("Warning", reasons.UNREADABLE.name, why)
-
-
 def with_condition(raw: Mapping[str, Any], why: str, now: dt.datetime) -> dict[str, Any] | None:
     """The status as it is stored with the condition Accepted=False in it, all else untouched.
 

@@ -125,6 +125,10 @@ def parse(raw: object) -> tuple[api.DDPJob, list[Problem]]:
     return job, problems
 
 
+class UnreadableError(ValueError):
+    """A part of a stored job that cannot be read; the text names the field and the value."""
+
+
 def stored_metadata(raw: Mapping[str, Any]) -> api.Metadata:
     """The metadata of a job that the API server holds. Raises UnreadableError."""
     return typing.cast(api.Metadata, _stored(raw, "metadata", api.Metadata))

@@ -237,7 +237,7 @@ def test_a_job_whose_pod_cannot_be_read_is_told_so_and_its_other_pods_are_left_a
     operator._reconciler._caches.pods = operator.caches.pods
     operator.caches.pods.put(raw)
     assert asyncio.run(operator._reconciler.look(("default", "digits"))) is None
-    ((waiting,),) = operator._events._waiting.values()
+    (waiting,) = operator._events._waiting
     assert (waiting.event.type, waiting.event.reason) == ("Warning", "Unreadable")
     assert "digits-1-0: the pod cannot be read" in waiting.event.message
 
@@ -287,8 +287,8 @@ def test_a_sink_with_a_mistake_of_ours_is_told_once_for_each_object(caplog: pyte
 
     careful = Careful("pods in team")
     for _ in range(3):
-        careful.put(Broken().put, pod("a", 1))
-    careful.put(Broken().put, "no object at all")
+        careful.put(Broken(), pod("a", 1))
+    careful.put(Broken(), "no object at all")
     assert len(caplog.records) == 2
 
 

@@ -9,7 +9,6 @@ from ddpjob_operator.kube.listing import place_of
 
 def taken(sink: Any, raws: list[Any], version: int, *scope: Any) -> None:
     """All of the list is put, and what it does not name goes. scope: what was listed."""
-    put = getattr(sink, "listing", lambda: sink.put)()
     for raw in raws:
-        put(raw)
+        sink.put(raw)
     sink.retain({place_of(raw) for raw in raws}, version, *scope)

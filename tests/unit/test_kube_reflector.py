@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Set
+from collections.abc import AsyncIterator, Set
 from typing import Any
 
 from ddpjob_operator.kube.client import ApiError, Page
@@ -50,9 +50,6 @@ class Copy:
 
     def put(self, raw: Any) -> None:
         self.told.append(f"put {raw['metadata']['name']}")
-
-    def listing(self) -> Callable[[Any], None]:
-        return self.put
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
         self.told.append(f"remove {name}")

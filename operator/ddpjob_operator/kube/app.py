@@ -374,7 +374,7 @@ class Operator:
         try:
             await take(
                 self._client.pages(f"/apis/{api.GROUP}/{api.VERSION}/{where}{api.PLURAL}"),
-                lambda raw: self._careful.put(jobs.put, raw),
+                lambda raw: self._careful.put(jobs, raw),
                 lambda named, version: jobs.retain(named, version, namespace),
             )
         except ApiError as error:

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from ddpjob_operator import api, build, contract, showing
-from ddpjob_operator.bounds import UnreadableError
 from ddpjob_operator.kube import observe
 from ddpjob_operator.kube.client import ApiError, Client, Raw
 from ddpjob_operator.kube.events import Events
@@ -48,12 +47,6 @@ class Caches:
     pods: Store[Pod]
     services: Store[observe.Service]
     nodes: Nodes
-
-    def check(self, key: Key) -> None:
-        """Raises UnreadableError for a job whose pods or Services cannot all be read: without one a rank would
-        seem to be lost, and a pod would be made beside it. Its next change is a look at the job."""
-        if why := self.pods.unreadable(key) or self.services.unreadable(key):
-            raise UnreadableError(why)
 
 
 class Executor:
@@ -102,6 +95,10 @@ class Executor:
             if isinstance(action, DeleteJob):
                 await self._delete_job(job, action)
         return whole
+
+    def say(self, job: api.Metadata, event: Event) -> None:
+        """An event that is no part of a plan."""
+        self._events.send(job, showing.events((event,)), self._now())
 
     async def reread(self, metadata: api.Metadata) -> None:
         """The job as it is now. Raises ApiError."""

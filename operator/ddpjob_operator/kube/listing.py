@@ -15,17 +15,15 @@ _LOGGER = logging.getLogger(__name__)
 SAID_MAX = 10_000
 
 
-Put = Callable[[Any], None]
-
-
-class Sink(Protocol):
-    """Where a copy of a collection is kept."""
+class Put(Protocol):
+    """Where objects are kept."""
 
     def put(self, raw: Any) -> None:
         """An object as it was at its resourceVersion."""
 
-    def listing(self) -> Put:
-        """The same for the objects of one list."""
+
+class Sink(Put, Protocol):
+    """Where a copy of a collection is kept."""
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """The object with this uid is gone."""
@@ -44,10 +42,10 @@ class Careful:
         self._what = what
         self._said: collections.OrderedDict[str, None] = collections.OrderedDict()
 
-    def put(self, put: Put, raw: Any) -> None:
+    def put(self, sink: Put, raw: Any) -> None:
         """An object that is new or newer."""
         try:
-            put(raw)
+            sink.put(raw)
         except Exception:
             # A mistake of ours in reading one object must not end the watch of all the others.
             self._say(raw)

@@ -63,10 +63,6 @@ class Nodes:
         name, ready = raw["metadata"]["name"], observe.is_ready(raw)
         self._set(name, READY if ready else self._not_ready.get(name) or Node(ready=False, since=self._now()))
 
-    def listing(self) -> Callable[[Raw], None]:
-        """Takes what a list shows."""
-        return self.put
-
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """A node is gone; the cluster itself then removes its pods."""
         self._names.discard(name)

@@ -270,9 +270,6 @@ class Reconciler:
         """Nothing is planned on what cannot be read; a change of the job is looked at anew."""
         if not unreadable.is_ours(raw):
             return
-        if self._caches.pods.unreadable(key) or self._caches.services.unreadable(key):
-            await self._executor.tell(raw["metadata"], None, (unreadable.object_event(why),))
-            return
         status = unreadable.with_condition(raw, why, self._now())
         if status is None and unreadable.is_told(raw):
             return

@@ -77,10 +77,9 @@ class Reflector:
             await self._sleep(wait * random.uniform(0.8, 1.2))  # noqa: S311
 
     async def _list(self) -> None:
-        put = self._sink.listing()
         at = await take(
             self._client.pages(self._path, self._selector),
-            lambda raw: self._careful.put(put, raw),
+            lambda raw: self._careful.put(self._sink, raw),
             lambda named, version: self._sink.retain(named, version, self.namespace),
             self._check,
             self._sink.one_look,
@@ -108,7 +107,7 @@ class Reflector:
                 self._said = ("", 0.0)
             raw = event["object"]
             if event["type"] in ("ADDED", "MODIFIED"):
-                self._careful.put(self._sink.put, raw)
+                self._careful.put(self._sink, raw)
             elif event["type"] == "DELETED":
                 self._careful.remove(self._sink, raw)
             self._version = self._newest = raw["metadata"]["resourceVersion"]

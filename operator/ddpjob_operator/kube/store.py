@@ -95,7 +95,6 @@ class Store(Generic[T]):
         if uid in self._tombstones or (old is not None and at < old.version) or (old and at == old.version != 0):
             return
         key = self._key_of(raw)
-        known = old.value if old is not None and old.uid == uid else None
         try:
             seen = self._cut(raw)
         except UnreadableError as error:
