@@ -18,7 +18,7 @@ import msgspec
 from ddpjob import rules
 from ddpjob_operator import api, endings
 from ddpjob_operator.endings import Said, signal_name
-from ddpjob_operator.masking import mask
+from ddpjob_operator.masking import mask, shown
 from ddpjob_operator.observed import Pod
 
 LOG_TAIL_MAX = 2048
@@ -94,7 +94,7 @@ class End:
     everywhere: bool = False
     """Whether it speaks for all nodes."""
     seen: int = 0
-    """In which observation its end was first seen; 0: not known."""
+    """In which observation its end was first seen; 0: when its pod was."""
     told_seen: int = 0
     """Likewise that it was told to stop."""
 
@@ -102,7 +102,7 @@ class End:
         """Whether it was told to stop after the other had ended: by what was seen first, else by clocks."""
         if self.told_at is None:
             return False
-        if other.seen and self.told_seen and other.seen != self.told_seen:
+        if other.seen != self.told_seen:
             return other.seen < self.told_seen
         return self.told_at > other.failure.time + NODE_CLOCKS_DIFFER
 
@@ -267,7 +267,7 @@ def _end(
         signal=signal_name(code),
         reason=_own_reason(said, weight) or _reason(pod, weight),
         step=said.step,
-        exception=mask(_detail(pod, said))[:EXCEPTION_MAX],
+        exception=shown(_detail(pod, said), EXCEPTION_MAX),
         log_tail=log_tail(said.log) if tail else "",
         time=_time(pod, said, now),
     )

@@ -275,17 +275,17 @@ def _union(options: list[types.Type], checked: bool) -> Schema:
     first, word = sorted(options, key=lambda t: isinstance(t, types.LiteralType))
     assert isinstance(word, types.LiteralType)
     if isinstance(first, types.IntType):
-        return _int_or(word.values[0], first.ge)
+        return _int_or(word.values[0], first.ge, first.le)
     assert isinstance(first, types.BoolType)
     # A structural schema has no "boolean or string", but the type may be left out where unknown fields are kept, and
     # the enum is checked nevertheless: "true" in quotes, 5 and {} are refused with the three values.
     return {"x-kubernetes-preserve-unknown-fields": True, "enum": [True, False, *word.values]}
 
 
-def _int_or(word: object, minimum: object) -> Schema:
+def _int_or(word: object, minimum: object, maximum: object) -> Schema:
     rule = {
-        "rule": f"type(self) == int ? self >= {minimum} : self == '{word}'",
-        "message": f"must be {word} or a whole number of at least {minimum}.",
+        "rule": f"type(self) == int ? self >= {minimum} && self <= {maximum} : self == '{word}'",
+        "message": f"must be {word} or a whole number from {minimum} to {maximum}.",
     }
     return {"x-kubernetes-int-or-string": True, "x-kubernetes-validations": [rule]}
 
@@ -297,7 +297,10 @@ def _template() -> Schema:
     in_container = _known(CONTAINER_FIELDS) | {"name": {"type": "string"}}
     container = {"type": "object", "required": ["name"], **_open(in_container)}
     containers = {"type": "array", "minItems": 1, "items": container}
-    pod = {"type": "object", "required": ["containers"], **_open(_known(POD_FIELDS) | {"containers": containers})}
+    # Unbounded it gives a deletionTimestamp beyond all dates.
+    grace = {"type": "integer", "format": "int64", "nullable": True, "minimum": 0, "maximum": api.SECONDS_MAX}
+    in_pod = _known(POD_FIELDS) | {"containers": containers, "terminationGracePeriodSeconds": grace}
+    pod = {"type": "object", "required": ["containers"], **_open(in_pod)}
     return {"type": "object", "required": ["spec"], **_open({"metadata": metadata, "spec": pod})}
 
 

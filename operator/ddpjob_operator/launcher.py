@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from ddpjob_operator import api
+from ddpjob_operator import api, bounds
 from ddpjob_operator.podspec import gpus, trainer_container
 
 Found = Iterator[tuple[tuple[str | int, ...], str]]
@@ -82,7 +82,7 @@ def nproc_per_node(template: dict[str, Any]) -> int | None:
     """--nproc-per-node of the command where it is a number."""
     launcher = find(command_of(template))
     value = launcher.options.get("nproc_per_node", "") if launcher else ""
-    return int(value) if value.isdecimal() and int(value) > 0 else None
+    return _number(value) if _number(value) > 0 else None
 
 
 def warnings(spec: api.Spec) -> list[str]:
@@ -132,10 +132,10 @@ def _nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
     wanted = launcher.options.get("nnodes", "")
     if ":" in wanted and len(set(wanted.split(":"))) > 1:
         yield f"--nnodes={wanted} asks for an elastic job, which is not available yet. Remove --nnodes."
-    elif wanted.split(":")[0].isdecimal() and int(wanted.split(":")[0]) != spec.nodes:
+    elif wanted.split(":")[0].isdecimal() and _number(wanted.split(":")[0]) != spec.nodes:
         yield f"--nnodes={wanted} contradicts spec.nodes: {spec.nodes}. Remove --nnodes: the job sets it."
     rank = launcher.options.get("node_rank", "")
-    if spec.nodes == 1 and rank.isdecimal() and int(rank) > 0:
+    if spec.nodes == 1 and _number(rank) > 0:
         yield f"--node_rank={rank} waits for node 0, and spec.nodes: 1 has no other. Remove it: the job sets it."
 
 
@@ -170,7 +170,7 @@ def _host_and_port(endpoint: str, port: str) -> tuple[str, str]:
 
 def _processes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
     wanted = launcher.options.get("nproc_per_node", "")
-    if isinstance(spec.nproc_per_node, int) and wanted.isdecimal() and int(wanted) != spec.nproc_per_node:
+    if isinstance(spec.nproc_per_node, int) and wanted.isdecimal() and _number(wanted) != spec.nproc_per_node:
         yield (
             f"--nproc_per_node={wanted} contradicts spec.nprocPerNode: {spec.nproc_per_node}. "
             "Remove one of them: the job sets the option."
@@ -274,3 +274,8 @@ def _full_name(name: str) -> str:
 
 def _index_of(spec: api.Spec, trainer: dict[str, Any]) -> int:
     return next(i for i, c in enumerate(spec.template["spec"]["containers"]) if c is trainer)
+
+
+def _number(text: str) -> int:
+    """-1 for what is no number, or none that could be meant."""
+    return bounds.number(text, bounds.COUNT_MAX)

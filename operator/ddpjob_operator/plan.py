@@ -15,7 +15,19 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ddpjob_operator import api, causes, contract, in_place, launcher, podspec, reasons, replacing, restart, times
+from ddpjob_operator import (
+    api,
+    causes,
+    contract,
+    in_place,
+    launcher,
+    podspec,
+    reasons,
+    replacing,
+    restart,
+    showing,
+    times,
+)
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Observed, Pod
 from ddpjob_operator.reasons import Reason
@@ -88,12 +100,14 @@ def plan(
     scene = look(job, seen, now, tuple(problems), settings)
     verdict = next(v for rule in RULES if (v := rule(scene)) is not None)
     new = statuses.finish(job.status, verdict.status, job, _sentence(problems), now)
+    if new != job.status:
+        new = showing.status(new)
     new, wait_until = throttle(job.status, new, settings, now)
     again = earliest(verdict.look_again_at, wait_until, next_loss(job, seen, settings, now), restart.next_look(scene))
     return Plan(
         actions=(*clear(scene), *verdict.actions),
         status=None if new == written else new,
-        events=(*events(job.status, new), *restarts_in_place(job.status, new), *remarks(job, new)),
+        events=showing.events((*events(job.status, new), *restarts_in_place(job.status, new), *remarks(job, new))),
         look_again_at=again,
     )
 

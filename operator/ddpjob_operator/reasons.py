@@ -21,6 +21,9 @@ WAITING_FOR_OLD_PODS = Reason("WaitingForOldPods", "Pods of the attempt before m
 START_BACK_OFF = Reason(
     "StartBackOff", "Not all nodes ran by startDeadlineSeconds; all were released, to try again later.", warning=True
 )
+UNREADABLE = Reason(
+    "Unreadable", "Event only: an object of the job cannot be read; nothing is done until it can be.", warning=True
+)
 CREATING_PODS = Reason("CreatingPods", "The Service and the pods are being created.")
 CREATE_REFUSED = Reason(
     "CreateRefused", "The server refuses a pod or the Service: quota, PodSecurity, a typo.", warning=True

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, inspect
 
-from ddpjob_operator import api, launcher
+from ddpjob_operator import api, bounds, launcher
 from ddpjob_operator.podspec import misspelled, trainer_container
 
 Path = tuple[str | int, ...]
@@ -75,7 +75,7 @@ _POD_SHAPES = {
     "affinity": "mapping",
     "affinity.podAntiAffinity": "mapping",
     "affinity.podAntiAffinity.requiredDuringSchedulingIgnoredDuringExecution": "list",
-    "terminationGracePeriodSeconds": "whole number",
+    "terminationGracePeriodSeconds": f"whole number of at most {api.SECONDS_MAX}",
     "restartPolicy": "text",
 }
 _NAMED = ("volumes", "env", "volumeMounts")
@@ -108,7 +108,10 @@ def parse(raw: object) -> tuple[api.DDPJob, list[Problem]]:
     problems = list(_kind(raw))
     status = _lenient(raw.get("status"), api.Status)
     metadata = _lenient(raw.get("metadata"), api.Metadata)
-    spec = typing.cast(api.Spec, _convert(raw.get("spec", {}), api.Spec, ("spec",), problems) or api.Spec())
+    given = raw.get("spec", {})
+    if why := bounds.refused(given):
+        return api.DDPJob(metadata=metadata, status=status), [*problems, Problem(("spec",), why)]
+    spec = typing.cast(api.Spec, _convert(given, api.Spec, ("spec",), problems) or api.Spec())
     job = api.DDPJob(metadata=metadata, spec=spec, status=status)
     problems += _unknown(raw, ("apiVersion", "kind", "metadata", "spec", "status"), ())
     problems += _name(raw)
@@ -248,8 +251,8 @@ def _items(items: typing.Iterable[object], where: Path, *, needs_name: bool) -> 
 
 
 def _has_shape(value: object, shape: str) -> bool:
-    if shape == "whole number":
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if shape.startswith("whole number"):
+        return bounds.integer(value, 0, api.SECONDS_MAX) is not None
     return isinstance(value, {"mapping": Mapping, "list": list, "text": str}[shape])
 
 

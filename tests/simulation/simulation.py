@@ -409,7 +409,9 @@ class Simulation:
     def _report(self, process: Process, step: int) -> None:
         """A rank reports to the operator that leads, if it reaches one."""
         for one, sender in self._receivers(process):
-            word = Report(step=step, attempt=sender.attempt, rank=process.rank, received_at=one.now())
+            # The receiver takes the node from the token.
+            place = {"rank": process.rank, "node_rank": sender.rank}
+            word = Report(step=step, attempt=sender.attempt, received_at=one.now(), **place)
             one.operator.report(sender, word)
 
     def _hear_agent(self, process: Process, body: bytes) -> bool:

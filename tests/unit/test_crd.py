@@ -134,7 +134,10 @@ def test_conditions_are_merged_by_their_type_as_in_every_kubernetes_object() -> 
 def test_nproc_per_node_is_a_number_or_auto() -> None:
     schema = SPEC["properties"]["nprocPerNode"]
     assert schema["x-kubernetes-int-or-string"] is True
-    assert schema["x-kubernetes-validations"][0]["rule"] == "type(self) == int ? self >= 1 : self == 'auto'"
+    assert (
+        schema["x-kubernetes-validations"][0]["rule"]
+        == "type(self) == int ? self >= 1 && self <= 1024 : self == 'auto'"
+    )
 
 
 def test_one_pod_per_node_is_true_false_or_auto() -> None:

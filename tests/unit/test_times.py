@@ -89,7 +89,8 @@ def test_what_was_refused_is_tried_again_in_time(seconds: float) -> None:
 def test_a_node_is_lost_as_soon_as_without_the_jump(seconds: float) -> None:
     now = START
     nodes = Nodes(lambda _: None, lambda: now)
-    nodes.replace([{"metadata": {"name": "a"}}, {"metadata": {"name": "b"}}], 1)
+    raws = [{"metadata": {"name": "a"}}, {"metadata": {"name": "b"}}]
+    tell(nodes, raws, 1)
     nodes.put({"metadata": {"name": "a"}, "status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}})
     nodes.seen()
     now += dt.timedelta(seconds=20)

@@ -11,15 +11,16 @@ from typing import Any
 
 import msgspec
 
-from ddpjob_operator import api, build, contract
+from ddpjob_operator import api, build, contract, showing
 from ddpjob_operator.kube import observe
 from ddpjob_operator.kube.client import ApiError, Client, Raw
 from ddpjob_operator.kube.events import Events
+from ddpjob_operator.kube.listing import take
 from ddpjob_operator.kube.memory import Memory
 from ddpjob_operator.kube.nodes import Nodes
 from ddpjob_operator.kube.store import Jobs, Key, Store
 from ddpjob_operator.observed import Pod
-from ddpjob_operator.plan import Action, CreatePod, CreateService, DeleteJob, DeletePod, Plan
+from ddpjob_operator.plan import Action, CreatePod, CreateService, DeleteJob, DeletePod, Event, Plan
 
 _LOGGER = logging.getLogger(__name__)
 JOBS_PATH = f"/apis/{api.GROUP}/{api.VERSION}/namespaces/{{}}/{api.PLURAL}"
@@ -80,6 +81,10 @@ class Executor:
                 await self._delete_job(job, action)
         self._events.send(job.metadata, todo.events, self._now())
 
+    def say(self, job: api.Metadata, event: Event) -> None:
+        """An event that is no part of a plan."""
+        self._events.send(job, showing.events((event,)), self._now())
+
     async def reread(self, metadata: api.Metadata) -> None:
         """The job as it is now. Raises ApiError."""
         path = f"{JOBS_PATH.format(metadata.namespace)}/{metadata.name}"
@@ -98,8 +103,9 @@ class Executor:
     async def list_pods(self, key: Key) -> None:
         """The pods of one job as they are now. Raises ApiError."""
         path = f"/api/v1/namespaces/{key[0]}/pods"
-        raws, at = await self._client.list(path, f"{contract.LABEL_JOB}={key[1]}")
-        self._caches.pods.replace(raws, int(at) if at.isdecimal() else 0, key[0], key)
+        pods = self._caches.pods
+        pages = self._client.pages(path, f"{contract.LABEL_JOB}={key[1]}")
+        await take(pages, pods.put, lambda named, version: pods.retain(named, version, key[0], key))
 
     async def check_stranger(self, kind: str, name: str, job: api.DDPJob, memory: Memory) -> None:
         """Whether an object in our place is still there. Raises ApiError."""
@@ -148,9 +154,11 @@ class Executor:
             return
         metadata = answer.get("metadata") or {}
         leaves_later = metadata.get("finalizers") or metadata.get("deletionGracePeriodSeconds")
-        if answer.get("kind") == "Pod" and metadata.get("deletionTimestamp") and leaves_later:
+        is_pod = answer.get("kind") == "Pod" and metadata.get("uid") == action.uid
+        if is_pod:
+            # Also of one that is gone now: it may have ended since our look, and no watch event is heard after this.
             self._caches.pods.put(answer)
-        else:
+        if not (is_pod and metadata.get("deletionTimestamp") and leaves_later):
             self._caches.pods.remove(namespace, action.name, action.uid)
 
     async def _delete_job(self, job: api.DDPJob, action: DeleteJob) -> None:

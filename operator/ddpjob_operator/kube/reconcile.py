@@ -9,19 +9,19 @@ from typing import Any
 
 import msgspec
 
-from ddpjob_operator import api, contract, in_place, stall, validation
+from ddpjob_operator import api, contract, in_place, reasons, stall, validation
+from ddpjob_operator import plan as plans
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.execute import Caches, ConflictError, Executor
 from ddpjob_operator.kube.memory import Memory
 from ddpjob_operator.kube.queue import RetryError
 from ddpjob_operator.kube.store import Key
-from ddpjob_operator.observed import Foreign, Observed, Pod, Report
+from ddpjob_operator.observed import BadReportError, Foreign, Observed, Pod, Report
 from ddpjob_operator.plan import CreatePod, CreateService, Plan, Settings, plan
 
 _LOGGER = logging.getLogger(__name__)
 # A plan needs two looks for most things (record, then act) and never more than a few.
 LOOKS_MAX = 6
-REPORTERS_MAX = 100_000
 CREATED_SECONDS = 5.0
 LISTEN_SECONDS = 10.0
 FIRST_REPORT_SECONDS = 0.1
@@ -58,6 +58,10 @@ class Reconciler:
                 return None
             job, problems = self._parse(key, raw)
             memory = self._memory_of(key, job.metadata.uid)
+            if why := self._caches.pods.unreadable(key) or self._caches.services.unreadable(key):
+                # Without it a rank would seem to be lost, and a pod would be made beside it. Its next change tells us.
+                self._executor.say(job.metadata, plans.Event("Warning", reasons.UNREADABLE.name, why))
+                return None
             try:
                 todo = await self._plan(key, job, problems, memory)
                 if todo.status is None and not todo.actions:
@@ -76,13 +80,20 @@ class Reconciler:
         """What a rank of the job says about its training; the seconds until a look at the job is worth it.
 
         None: it says nothing new, or of a job that is not there. When it says nothing new for too long is known
-        beforehand, so the look that took its last news will come again by itself.
+        beforehand, so the look that took its last news will come again by itself. Raises BadReportError where the pod
+        speaks for a rank that is not its own: one pod could fill our memory with 100,000.
         """
-        memory = self._memory.get(key)
-        if memory is not None and report.agent is not None:
-            return self._hear_agent(memory, report)
-        if memory is None or (report.rank not in memory.reports and len(memory.reports) >= REPORTERS_MAX):
+        memory, spec = self._memory.get(key), self._spec_of(key)
+        if memory is None or spec is None:
             return None
+        if report.agent is not None:
+            return self._hear_agent(memory, report)
+        if why := contract.not_its_rank(spec, report.rank, report.node_rank):
+            raise BadReportError(why)
+        if report.rank:
+            # What is shown of the training is rank 0's; of the others only their pace counts.
+            report = msgspec.structs.replace(report, metrics={})
+        memory.make_room(report, None if contract.ranks_follow_nodes(spec) else contract.nproc_per_node(spec))
         known = memory.reports.get(report.rank)
         if known is not None and report.attempt < known.attempt:
             return None
@@ -210,6 +221,14 @@ class Reconciler:
         if memory is None or memory.uid != uid:
             memory = self._memory[key] = Memory(uid)
         return memory
+
+    def _spec_of(self, key: Key) -> api.Spec | None:
+        """As it was when the job was last looked at; reports come far more often."""
+        known, raw = self._parsed.get(key), self._caches.jobs.get(key)
+        if known is None and raw is not None:
+            self._parse(key, raw)
+            known = self._parsed.get(key)
+        return None if known is None else known[2].spec
 
     def _parse(self, key: Key, raw: Mapping[str, Any]) -> tuple[api.DDPJob, list[validation.Problem]]:
         """The spec is parsed once per generation: most looks see another status alone."""
