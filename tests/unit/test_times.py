@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 
 import pytest
+from lists import taken
 from msgspec.structs import replace
 from worlds import START, digits, job
 
@@ -90,7 +91,7 @@ def test_a_node_is_lost_as_soon_as_without_the_jump(seconds: float) -> None:
     now = START
     nodes = Nodes(lambda _: None, lambda: now)
     raws = [{"metadata": {"name": "a"}}, {"metadata": {"name": "b"}}]
-    tell(nodes, raws, 1)
+    taken(nodes, raws, 1)
     nodes.put({"metadata": {"name": "a"}, "status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}})
     nodes.seen()
     now += dt.timedelta(seconds=20)
