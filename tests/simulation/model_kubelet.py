@@ -21,6 +21,8 @@ NOT_READY_SECONDS = 40.0
 EVICTION_SECONDS = 300.0
 ORPHAN_SECONDS = 40.0
 CLOCKS_OFF_SECONDS = 10
+# What a trainer ends with that its kubelet tells to stop: many save, and end with 0.
+ENDED_BY_KUBELET = (0, 137, 143)
 # How long those that are told to stop may take: they save, and not all as fast.
 STOPS_WITHIN_SECONDS = (3, 3, 9)
 
@@ -152,7 +154,7 @@ class Cluster:
         process.told = True
         if reason == "DeadlineExceeded":
             self._training.application_failed(process)
-        code = 0 if self._faults.at("sigterm") == "ends with 0" else 137
+        code = self._random.choice(ENDED_BY_KUBELET)
         self.ends(process, code, "Error" if code else "Completed", "", phase_reason=reason)
 
     def delete_pod(self, pod: Raw, actor: str, grace_seconds: int | None = None) -> None:
