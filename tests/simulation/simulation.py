@@ -24,10 +24,10 @@ from model_client import ModelClient
 from model_kubelet import Cluster
 from model_training import Process, Training
 from msgspec.structs import replace
-from scenario import FAULTS_SECONDS, NODES, ONE_BY_ONE, PODS, RESTARTS, Deed, Failure, Scenario
+from scenario import FAULTS_SECONDS, HOSTILE, NODES, ONE_BY_ONE, PODS, RESTARTS, Deed, Failure, Scenario
 from virtual_time import VirtualLoop
 
-from ddpjob_operator import api
+from ddpjob_operator import api, contract
 from ddpjob_operator.kube import access, app, lease, queue, reconcile, reflector
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.receive import Sender
@@ -299,6 +299,7 @@ class Simulation:
         self.tell("", "no faults from now on")
         self.faults.stopped = True
         self._quota = False
+        self._mend_status()
         for operator in self.operators:
             operator.client.away = operator.lease_client.away = False
         for name, node in self.cluster.nodes.items():
@@ -479,6 +480,8 @@ class Simulation:
             self._node(deed)
         elif deed.what in BREAKS_A_POD:
             self._pod(deed)
+        elif deed.what in HOSTILE:
+            self._hostile(deed)
         elif deed.what in ("quota", "stranger's pod", "stranger's service"):
             self._in_the_way(deed)
         elif deed.what in ("crash", "restart", "clock jumps", "api server away", "operator cut off"):
@@ -546,6 +549,35 @@ class Simulation:
         code, answer = self.api.request("POST", f"/api/v1/namespaces/default/{plural}", None, body, "user")
         if code == 201:
             self.loop.call_later(deed.seconds, self.api.remove, plural, answer, "user")
+
+    def _hostile(self, deed: Deed) -> None:
+        """What the API server takes, and no operator may stumble over."""
+        job = self.api.find(api.PLURAL, NAME)
+        if deed.what == "hostile pod":
+            self._hostile_pod(deed)
+        elif job is not None and deed.what == "status garbled" and job.get("status"):
+            goodput = {**(job["status"].get("goodput") or {}), "lostSteps": -1}
+            self.api.change(api.PLURAL, job, "user", status={**job["status"], "goodput": goodput})
+            self.loop.call_later(deed.seconds, self._mend_status)
+        elif job is not None and deed.what == "spec invalid" and (job.get("status") or {}).get("startedNodes"):
+            self.api.request("PUT", f"{JOBS}/{NAME}", None, {**job, "spec": {**job["spec"], "minNodes": 1}}, "user")
+
+    def _hostile_pod(self, deed: Deed) -> None:
+        """Deleted with a grace that ends after the last date there is; of a user who has found our label."""
+        labels = {contract.LABEL_JOB: NAME, contract.LABEL_ATTEMPT: "1", contract.LABEL_RANK: "9" * 30}
+        metadata = {"name": f"hostile-{deed.at:.0f}", "labels": labels, "annotations": {"stranger": "yes"}}
+        body = {"metadata": metadata, "spec": {"containers": [{"name": "other"}], "nodeName": "elsewhere"}}
+        code, answer = self.api.request("POST", "/api/v1/namespaces/default/pods", None, body, "user")
+        if code == 201:
+            late = {"deletionTimestamp": "2272-12-29T18:23:49Z", "deletionGracePeriodSeconds": 100_000_000_000}
+            self.api.change("pods", answer, "user", metadata=late)
+
+    def _mend_status(self) -> None:
+        job = self.api.find(api.PLURAL, NAME)
+        goodput = ((job or {}).get("status") or {}).get("goodput") or {}
+        if job is not None and goodput.get("lostSteps") == -1:
+            mended = {**job["status"], "goodput": {**goodput, "lostSteps": 0}}
+            self.api.change(api.PLURAL, job, "user", status=mended)
 
     def _lift_quota(self) -> None:
         self._quota = False
