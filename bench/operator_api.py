@@ -31,7 +31,8 @@ from faulty_api import OWN_TOKEN, FaultyApi  # noqa: E402
 
 from ddpjob_operator import build, validation  # noqa: E402
 from ddpjob_operator.kube.client import Client  # noqa: E402
-from ddpjob_operator.kube.execute import CREATES_MAX, JOBS_PATH, STRICT  # noqa: E402
+from ddpjob_operator.kube.execute import JOBS_PATH, STRICT  # noqa: E402
+from ddpjob_operator.kube.shares import Bounds  # noqa: E402
 
 
 def job(name: str, namespace: str, nodes: int, run_for: str) -> dict[str, Any]:
@@ -50,8 +51,8 @@ def job(name: str, namespace: str, nodes: int, run_for: str) -> dict[str, Any]:
 
 
 async def bounded(calls: Iterable[Awaitable[Any]]) -> None:
-    """At most as many at a time as the operator has."""
-    slots = asyncio.Semaphore(CREATES_MAX)
+    """At most as many at a time as the operator has for one job."""
+    slots = asyncio.Semaphore(Bounds().of_job)
 
     async def one(call: Awaitable[Any]) -> None:
         async with slots:

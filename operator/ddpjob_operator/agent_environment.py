@@ -24,6 +24,7 @@ def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
         "DDPJOB_RESTARTS_LEFT": json.dumps(_left(job)),
         **_failure_policy(job.spec),
         **_stall(job.spec),
+        **_restart_grace(job.spec),
         **({"DDPJOB_PREFLIGHT": "1"} if wants_preflight(job.spec, job.status) else {}),
     }
 
@@ -38,6 +39,7 @@ def _left(job: api.DDPJob) -> dict[str, Any]:
         "stall": max(0, rules.STALLS_MAX - history.stall),
         "inARow": history.in_a_row,
         "chargedInARow": history.charged_in_a_row,
+        "peersLost": history.peers_lost,
         "step": statuses.furthest(job.status) or 0,
         **_as_of(job.status),
     }
@@ -56,6 +58,12 @@ def _as_of(status: api.Status) -> dict[str, Any]:
 def _failure_policy(spec: api.Spec) -> dict[str, str]:
     wanted = [{"action": r.action, "codes": sorted(r.codes), "notIn": r.inverted} for r in restart.policy(spec)]
     return {"DDPJOB_FAILURE_POLICY": json.dumps(wanted)} if wanted else {}
+
+
+def _restart_grace(spec: api.Spec) -> dict[str, str]:
+    """Only where it is set: in place a broken group has nothing to save, and every second of it is lost."""
+    seconds = spec.restart_grace_seconds
+    return {} if seconds is None else {"DDPJOB_RESTART_GRACE": str(seconds)}
 
 
 def _stall(spec: api.Spec) -> dict[str, str]:

@@ -31,6 +31,7 @@ SECONDS_MAX = bounds.SECONDS_MAX
 Seconds = Annotated[int, Meta(ge=1, le=SECONDS_MAX)]
 SecondsOrZero = Annotated[int, Meta(ge=0, le=SECONDS_MAX)]
 Count = Annotated[int, Meta(ge=0, le=bounds.COUNT_MAX)]
+# Without a zone it could not be compared with any other.
 Time = Annotated[dt.datetime, Meta(tz=True)]
 
 State = Literal["Pending", "Starting", "Running", "Restarting", "Failing", "Suspended", "Succeeded", "Failed"]
@@ -54,7 +55,8 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     backoff_window_seconds: Seconds | None = None
     """Only restarts within this window count against backoffLimit. Unset: all, as in a batch/v1 Job."""
     restart_grace_seconds: SecondsOrZero | None = None
-    """How long the other ranks get to stop after one has failed, at least 1. Unset: 10, or the pod's grace if less."""
+    """How long the other ranks get to stop after one has failed: a pod at least 1. Unset: 10, or the pod's grace if
+    less; 0.1 where ddprun restarts them in place."""
     active_deadline_seconds: Seconds | None = None
     """The job fails when it is not finished this long after it (last) started. Unset: no limit."""
     start_deadline_seconds: Seconds | None = None
@@ -253,6 +255,8 @@ class Failure(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=T
     """The node's rank in the job."""
     pod: str = ""
     """The pod's name."""
+    init_container: str = ""
+    """The init container that failed; the trainer never ran then."""
     node: str = ""
     """The cluster node it ran on."""
     exit_code: int | None = None

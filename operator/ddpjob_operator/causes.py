@@ -83,6 +83,18 @@ _MAY_FOLLOW_A_LOST_NODE = (Weight.UNKNOWN, Weight.RESUMABLE, Weight.SYMPTOM, Wei
 
 
 @dataclass(frozen=True)
+class Launched:
+    """What is known of how the ranks were started."""
+
+    port: int | None = None
+    """That rank 0 was given."""
+    torchrun: bool = False
+
+
+UNKNOWN_LAUNCH = Launched()
+
+
+@dataclass(frozen=True)
 class End:
     """How one pod ended, weighed."""
 
@@ -93,6 +105,8 @@ class End:
     """When it was told to stop; None also for what ends without being told: a lost node, an eviction."""
     everywhere: bool = False
     """Whether it speaks for all nodes."""
+    done: bool = False
+    """Whether the ranks in it had all ended with 0 before it was stopped."""
     seen: int = 0
     """In which observation its end was first seen; 0: when its pod was."""
     told_seen: int = 0
@@ -114,15 +128,14 @@ def root_cause(
     now: dt.datetime,
     *,
     keep_log_tail: bool = True,
-    port: int | None = None,
+    launched: Launched = UNKNOWN_LAUNCH,
 ) -> api.Failure:
     """The cause as far as the first signs show it, before the operator has stopped anything.
 
     `failed`: at least one pod of the attempt that ended badly, and those that somebody else has told to stop. Ties go
-    to the lower rank, so that the answer does not depend on the order of the pods. port: as for
-    `settle`.
+    to the lower rank, so that the answer does not depend on the order of the pods.
     """
-    ends = [_end(attempt, p, rank_of, now, outside=True, tail=keep_log_tail, port=port) for p in failed]
+    ends = [_end(attempt, p, rank_of, now, outside=True, tail=keep_log_tail, launched=launched) for p in failed]
     own = [e for e in ends if e.weight in (Weight.OWN, Weight.UNKNOWN)]
     # What was told to stop when something had failed by itself already is not what made that fail.
     late = [replace(e, weight=Weight.STOPPED) if any(e.was_told_after(o) for o in own) else e for e in ends]
@@ -142,7 +155,7 @@ def settle(
     lost: Sequence[api.Failure] = (),
     early: api.Failure | None = None,
     steps: Mapping[int, int] | None = None,
-    port: int | None = None,
+    launched: Launched = UNKNOWN_LAUNCH,
 ) -> tuple[api.Failure, rules.Class]:
     """The root cause and its class (before failurePolicy), now that the last pod of the attempt has ended.
 
@@ -150,8 +163,7 @@ def settle(
     pod may be gone. failed: the attempt's pods that ended otherwise than completed. So those that were told to stop
     were told by the operator, or for nothing that matters any more, unless they are `first`. stepped: whether the
     attempt made a step; trained: whether an earlier one did. nodes: of the job; None: as many as `failed`. lost: pods
-    that are given up with their nodes. early: a node that has completed. steps: what ranks have reported. port: that
-    rank 0 was given.
+    that are given up with their nodes. early: a node that has completed. steps: what ranks have reported.
     """
     outside = _ended_from_outside(first)
     ends = [
@@ -162,7 +174,7 @@ def settle(
             now,
             outside=outside and p.name == first.pod,
             tail=keep_log_tail,
-            port=port,
+            launched=launched,
         )
         for p in sorted(failed, key=lambda p: (p.rank, p.uid))
     ]
@@ -172,6 +184,7 @@ def settle(
     cause = _first([*recorded, *ends], first.pod)
     if lost and cause.weight in _MAY_FOLLOW_A_LOST_NODE:
         cause = _first([End(gone, _recorded_evidence(gone), Weight.NODE) for gone in lost])
+    early = early or next((end.failure for end in ends if end.done), None)
     if cause.weight == Weight.SYMPTOM and (cause.failure.reason == ENDED_EARLY or early is not None):
         return _classed(_ended_early(early, cause.failure, steps or {}), "application")
     if nodes != 1 and cause.weight >= Weight.RESUMABLE:
@@ -226,6 +239,11 @@ def log_tail(log: str) -> str:
     return rest or first
 
 
+def tail_of(pod: Pod) -> str:
+    """The end of the log of a pod that has ended, whatever ended it."""
+    return log_tail(_heard(pod, None).log)
+
+
 # ---------------------------------------------------------------- weighing
 
 
@@ -245,14 +263,23 @@ def _ended_early(early: api.Failure | None, complaint: api.Failure, steps: Mappi
     if early is None or complaint.reason == ENDED_EARLY:
         return complaint  # as it was recorded
     known = complaint.step if complaint.rank is None else steps.get(complaint.rank, complaint.step)
-    said = rules.ended_early(early.step, _who(complaint), known)
-    return msgspec.structs.replace(early, exit_code=0, exception=said, log_tail=complaint.log_tail)
+    step = early.step if early.rank is None else steps.get(early.rank, early.step)
+    said = rules.ended_early(step, _who(complaint), known)
+    return msgspec.structs.replace(
+        early,
+        reason=ENDED_EARLY,
+        exit_code=0,
+        signal="",
+        exception=said,
+        step=step or None,
+        log_tail=complaint.log_tail,
+    )
 
 
 def _end(
-    attempt: int, pod: Pod, rank_of: RankOf, now: dt.datetime, *, outside: bool, tail: bool, port: int | None
+    attempt: int, pod: Pod, rank_of: RankOf, now: dt.datetime, *, outside: bool, tail: bool, launched: Launched
 ) -> End:
-    said = _heard(pod, port)
+    said = _heard(pod, launched.port)
     code = pod.trainer.exit_code if said.exit_code is None else said.exit_code
     code = 0 if said.early else code
     told = pod.told_to_stop
@@ -262,6 +289,7 @@ def _end(
         rank=_rank(pod, said, rank_of),
         node_rank=pod.rank,
         pod=pod.name,
+        init_container=pod.trainer.init,
         node=pod.node,
         exit_code=code,
         signal=signal_name(code),
@@ -282,8 +310,25 @@ def _end(
         stalled=said.stalled,
     )
     struck = weight == Weight.NODE and not pod.disruption
-    told_at = None if struck else pod.stop_asked_at
-    return End(failure, evidence, weight, told_at, said.permanent, pod.ended_seen, pod.stop_seen)
+    return End(
+        failure,
+        evidence,
+        weight,
+        told_at=None if struck else pod.stop_asked_at,
+        everywhere=said.permanent,
+        done=_had_ended(said, code, weight, launched),
+        seen=pod.ended_seen,
+        told_seen=pod.stop_seen,
+    )
+
+
+def _had_ended(said: Said, code: int | None, weight: Weight, launched: Launched) -> bool:
+    """Whether only the launcher was left to be stopped. When its ranks have all ended with 0, torchrun waits for the
+    other nodes in C++ code for up to five minutes, and SIGTERM does not reach it; at any other time it answers at once,
+    with a line of its own."""
+    if weight != Weight.STOPPED or not launched.torchrun:
+        return False
+    return said.done or (code == _KILLED and "death signal" not in said.log)
 
 
 def _rank(pod: Pod, said: Said, rank_of: RankOf) -> int | None:
@@ -301,7 +346,7 @@ def _own_reason(said: Said, weight: Weight) -> str:
 def _heard(pod: Pod, port: int | None) -> Said:
     """What the pod says, as far as how its container ended leaves it true."""
     said = endings.read(pod.trainer.message)
-    if pod.rank == 0 and port and rules.port_in_use(said.exception) == port:
+    if pod.rank == 0 and not said.rank and port and rules.port_in_use(said.exception) == port:
         said = replace(said, symptom=True)  # what we gave away was taken meanwhile; the next attempt gets another one
     if said.symptom and _strikes(pod.trainer.exit_code):
         # A rank complained, and then the container itself was struck down.
@@ -361,7 +406,8 @@ def _detail(pod: Pod, said: Said) -> str:
     """The exception, or what the kubelet says of a container that it could not start, or of a pod that it ended."""
     if pod.trainer.reason in rules.START_REASONS:
         return pod.trainer.message.strip().rpartition("\n")[2]
-    return said.exception or pod.message
+    last = pod.trainer.message.strip().rpartition("\n")[2] if pod.trainer.init else ""
+    return said.exception or last or pod.message
 
 
 def _ended_from_outside(first: api.Failure) -> bool:
@@ -372,7 +418,9 @@ def _ended_from_outside(first: api.Failure) -> bool:
 def _as_recorded(pod: Pod, first: api.Failure) -> Pod:
     """The pod, with the order that the record proves: what is recorded with its end had ended before we told it to
     stop, also for an operator that sees both at once."""
-    ended = pod.name == first.pod and first.exit_code is not None and not _ended_from_outside(first)
+    # Of one that ended early its ranks are recorded, and not what its launcher ended with.
+    recorded = first.exit_code is not None and first.reason != ENDED_EARLY
+    ended = pod.name == first.pod and recorded and not _ended_from_outside(first)
     return replace(pod, ended_first=True) if ended else pod
 
 
@@ -483,6 +531,9 @@ def _time(pod: Pod, said: Said, now: dt.datetime) -> dt.datetime:
 
 def sentence(failure: api.Failure) -> str:
     """rank 37 (pod bert-1-4, node gpu-07) was killed by SIGSEGV at step 12840"""
+    if failure.init_container:
+        logs = f"kubectl logs {failure.pod} -c {failure.init_container}"
+        return f'init container "{failure.init_container}" of pod {failure.pod} {_what(failure)}, see {logs}'
     where = f"pod {failure.pod}" + (f", node {failure.node}" if failure.node else "")
     return f"{_who(failure)} ({where}) {_what(failure)}"
 
@@ -507,10 +558,13 @@ def short(failure: api.Failure) -> str:
         return by_reason[failure.reason]
     if failure.reason == "OOMKilled" or failure.exit_code is None:
         return f"{failure.reason or 'a failure'} on {_who(failure)}"
-    return f"{failure.signal or f'exit code {failure.exit_code}'} on {_who(failure)}"
+    of = "of" if failure.init_container else "on"
+    return f"{failure.signal or f'exit code {failure.exit_code}'} {of} {_who(failure)}"
 
 
 def _who(failure: api.Failure) -> str:
+    if failure.init_container:
+        return f'init container "{failure.init_container}" of {failure.pod}'
     return f"rank {failure.rank}" if failure.rank is not None else f"node {failure.node_rank}"
 
 

@@ -39,7 +39,10 @@ def cli() -> None:
     "--status", type=click.Path(dir_okay=False, path_type=Path), help="Keep the status document (JSON) in this file."
 )
 @click.option(
-    "--logs", type=click.Path(file_okay=False, path_type=Path), help="Where logs are kept.  [~/.local/state/ddpjob]"
+    "--logs",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where logs are kept: DIR/JOB/RUN, the last ten runs.  [~/.local/state/ddpjob]",
+    metavar="DIR",
 )
 @click.option(
     "--fail",
@@ -71,6 +74,7 @@ def run(
     \b
     Exit codes: 0 succeeded, 1 the job failed, 2 wrong input, 130 interrupted.
     """
+    from ddpjob import apart
     from ddpjob_operator.local import faults
     from ddpjob_operator.local.run import Options
     from ddpjob_operator.local.run import run as run_locally
@@ -82,6 +86,7 @@ def run(
     faults.check(broken, parsed)
     if dry_run:
         return print_objects(parsed, cpu)
+    apart.stand_apart()
     return run_locally(document, parsed, Options(status, cpu, allow_unsupported, plain, logs, broken))
 
 

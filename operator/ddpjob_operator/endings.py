@@ -38,6 +38,8 @@ _WHAT = re.compile(r"^\s+what\(\):\s+(.*)$")
 # torch.multiprocessing.spawn names how the process ended that it gives up for.
 _SPAWNED = re.compile(r"ProcessExitedException: process \d+ terminated with (?:exit code (\d{1,3})|signal (\w+))")
 _TORCHS_OWN = re.compile(r"gloo|c10d|nccl|Dist\w*Error|Rendezvous", re.IGNORECASE)
+# Where torchrun waits for the other nodes when all its own ranks have ended with 0 (elastic/agent/server/api.py).
+_TORCHRUN_WAITED = "in _exit_barrier\n"
 _TORCHRUN_TOLD = re.compile(r"SignalException: Process \d+ got signal: (\d{1,2})$")
 
 # torchrun's own summary at the end of its output (torch/distributed/elastic/multiprocessing/errors, 1.9 to 2.13).
@@ -69,6 +71,8 @@ class Said:
     """What it printed."""
     bad_nodes: tuple[int, ...] = ()
     """Node ranks that a pre-flight found to be far slower than the others."""
+    done: bool = False
+    """Whether all its ranks had ended with 0, and only the launcher was still there to be stopped."""
     early: bool = False
     """Whether its rank ended with 0 while the others still waited for it."""
     permanent: bool = False
@@ -250,7 +254,7 @@ def _read_log(log: str) -> Said:
     told = next((m for r in reversed(exceptions) if (m := _TORCHRUN_TOLD.search(r.line))), None)
     if told is not None and not rows:
         # torchrun ends with 1 when it is told to stop.
-        return Said(exit_code=128 + int(told[1]), exception="", log=log)
+        return Said(exit_code=128 + int(told[1]), exception="", log=log, done=_TORCHRUN_WAITED in log)
     guilty = min(rows, key=lambda row: _innocence(row, exceptions), default=None)
     rank = guilty.rank if guilty else None
     of_rank = [r for r in exceptions if r.rank is not None and r.rank == rank]
@@ -292,6 +296,7 @@ def _row(root: bool, fields: dict[str, str]) -> Ended | None:
     text = fields.get("traceback", fields.get("msg", ""))
     found = _true(raised(text))
     rank = _integer(fields.get("rank", ""))
+    rank = None if rank is None or rank < 0 else rank  # a log may hold any text; there is no rank -1
     found = None if found is None else replace(found, rank=rank)
     return Ended(rank, code if code > 0 else 128 - code, root, found)
 

@@ -117,7 +117,10 @@ def script(words: list[str]) -> str | None:
 
 
 def contradictions(spec: api.Spec) -> Found:
-    """Where the launcher's own options contradict the job: path below spec, and a sentence with the mend."""
+    """Where the launcher's own options contradict the job: path below spec, and a sentence with the mend.
+
+    For a template that has the shape of one (validation.py).
+    """
     trainer = trainer_container(spec.template) or {}
     path = ("template", "spec", "containers", _index_of(spec, trainer), "command" if "command" in trainer else "args")
     yield from ((path, sentence) for sentence in _meeting_file(spec, trainer))

@@ -35,6 +35,8 @@ class Container:
     ended_at: dt.datetime | None = None
     ran: bool = True
     """ended: whether anything shows that it ever ran; of a container that was never made the kubelet says 137, too."""
+    init: str = ""
+    """ended: the init container whose end this is; the trainer itself never ran."""
 
     @property
     def is_lost(self) -> bool:
@@ -75,6 +77,8 @@ class Pod:
     stop_by: dt.datetime | None = None
     """When its grace ends (deletionTimestamp)."""
     trainer: Container = Container("waiting")
+    told_to_end: bool = False
+    """Whether it was told to end and to stay, by its activeDeadlineSeconds."""
     sidecars_run: bool = False
     """Whether a container beside the trainer has not ended."""
     completed: bool = False
@@ -250,6 +254,8 @@ class Observed:
     """The newest report of each rank that reports."""
     paces: dict[int, Pace] = field(default_factory=dict)
     """How each rank that reports in the present attempt gets on."""
+    listening_since: dt.datetime | None = None
+    """Since when reports can have been heard, where the shell has not listened all the time."""
     agent: Agent | None = None
     """What the agent of node 0 said last in the present attempt, where ddprun runs there."""
     nodes: dict[str, Node] | None = None

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import yaml
-
 from ddpjob_operator.podspec import trainer_container
 from ddpjob_operator.validation import Path as FieldPath
-from ddpjob_operator.yamlfile import Document, InputError
+from ddpjob_operator.yamlbounds import DEPTH_MAX
+from ddpjob_operator.yamlfile import Document, InputError, read_value
 
 
 def set_field(document: Document, setting: str, option: str) -> None:
@@ -21,9 +20,9 @@ def set_field(document: Document, setting: str, option: str) -> None:
     if path[0] not in ("spec", "metadata"):
         raise InputError(f"--set {setting}: the path must begin with spec or metadata")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        value = text
+        value = read_value(text)
+    except InputError as error:
+        raise InputError(f"--set {name}: {error}") from None
     _put(document.data, path, value, setting)
     document.options[path] = option
 
@@ -45,7 +44,7 @@ def set_variable(document: Document, variable: str) -> None:
 
 
 def _path(text: str) -> FieldPath:
-    if not re.fullmatch(r"\w[\w-]*(\[\d+\])*(\.\w[\w-]*(\[\d+\])*)*", text):
+    if not re.fullmatch(r"\w[\w-]*(\[\d{1,6}\])*(\.\w[\w-]*(\[\d{1,6}\])*)*", text) or text.count(".") > DEPTH_MAX:
         return ()
     return tuple(int(index) if index else name for name, index in re.findall(r"(\w[\w-]*)|\[(\d+)\]", text))
 

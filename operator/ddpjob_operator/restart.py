@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ddpjob import rules
-from ddpjob_operator import api, causes, contract, endings, launcher, podspec, reasons, stall
+from ddpjob_operator import api, causes, contract, culprit, endings, launcher, podspec, reasons, stall
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Pod
 from ddpjob_operator.reasons import Reason
@@ -39,10 +39,10 @@ TRAINED_SECONDS = 60
 # An agent in the pod finds a stall itself, and restarts in place: what takes longer has no agent that can.
 AGENT_FIRST = dt.timedelta(seconds=60)
 _WHY_IT_STOPS: dict[rules.Stop, tuple[Reason, str]] = {
-    "BackoffLimitExceeded": (reasons.BACKOFF_LIMIT_EXCEEDED, "{restarts}: backoffLimit: {limit} allows no more"),
+    "BackoffLimitExceeded": (reasons.BACKOFF_LIMIT_EXCEEDED, "{restarts}backoffLimit: {limit} allows no {more}"),
     "NoProgress": (
         reasons.NO_PROGRESS,
-        "{in_a_row} failures in a row without a new step, so another try is not worth it",
+        "{charged} charged failures in a row without a new step, so another try is not worth it",
     ),
     "PermanentFailure": (reasons.PERMANENT_FAILURE, "another try cannot help"),
     "TooManyInfrastructureFailures": (
@@ -59,6 +59,9 @@ def attempt_broken(s: Scene) -> Verdict | None:
     if sign is None:
         return None
     reason, failure = sign
+    if not s.alive and not launcher.restarts_in_place(s.spec):
+        # Nothing is left to stop or to wait for, so the first sign is all that there is: one look, and one event.
+        return _next_attempt(s, settle(s, failure))
     text = causes.sentence(failure)
     status = statuses.with_failure(s.status, failure, text)
     # Where agents wait in the other pods it is the next look that says whether these stop (replacing.py).
@@ -79,7 +82,8 @@ def restarting(s: Scene) -> Verdict | None:
     grace = None if s.recorded.reason == reasons.DISRUPTED.name else restart_grace_seconds(s.spec)
     text = causes.sentence(seen)
     status = statuses.with_failure(s.status, seen, text)
-    return Verdict(replace(status, message=_ending(s, text)), s.stop(s.alive, grace))
+    actions, again = culprit.stop(s, first, s.alive, grace)
+    return Verdict(replace(status, message=_ending(s, text)), actions, again)
 
 
 def _signs(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
@@ -95,7 +99,9 @@ def _failed(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
         keep = s.settings.keep_log_tail
         # Nothing of this attempt was told to stop by us: who else did it may explain what failed.
         signs = [*s.failed, *(p for p in s.alive if p.stop_asked_at is not None)]
-        found = causes.root_cause(s.status.attempt, signs, _rank_of(s), s.now, keep_log_tail=keep, port=_port(s))
+        found = causes.root_cause(
+            s.status.attempt, signs, _rank_of(s), s.now, keep_log_tail=keep, launched=_launched(s)
+        )
         yield reasons.RANK_FAILED, _with_limit(s, _stepped(s, found))
 
 
@@ -206,9 +212,9 @@ def _cause(s: Scene, first: api.Failure) -> tuple[api.Failure, rules.Class]:
         lost=[_failure(s, p.rank, p.name, causes.NODE_LOST, p.node) for p in s.mine.values() if p.uid in s.lost],
         early=_completed(s),
         steps={rank: pace.step for rank, pace in s.paces.items()},
-        port=_port(s),
+        launched=_launched(s),
     )
-    failure = _with_limit(s, failure)
+    failure = _with_limit(s, culprit.with_log(s, failure))
     return replace(_stepped(s, failure), failure_class=""), found
 
 
@@ -260,10 +266,8 @@ def _completed(s: Scene) -> api.Failure | None:
     node = pods[first].node if first in pods else ""
     name = contract.present_pod_name(s.job, s.status, first)
     failure = _failure(s, first, name, causes.ENDED_EARLY, node)
-    pace = s.paces.get(first) if failure.rank == first else None
-    # What rank 0 has reported last is its own; of another rank only its own pace says anything.
-    step = pace.step if pace is not None else failure.step if first == 0 else None
-    return replace(failure, step=step or None, time=ends.get(first, s.now))
+    # What rank 0 has reported last is its own; of another rank only its own reports say anything.
+    return replace(failure, step=failure.step if first == 0 else None, time=ends.get(first, s.now))
 
 
 def _has_trained_before(status: api.Status) -> bool:
@@ -291,10 +295,10 @@ def _with_limit(s: Scene, failure: api.Failure) -> api.Failure:
     return replace(failure, exception=said[: causes.EXCEPTION_MAX])
 
 
-def _port(s: Scene) -> int | None:
-    """Where rank 0 listens."""
+def _launched(s: Scene) -> causes.Launched:
     port = s.status.master_addr.rpartition(":")[2]
-    return int(port) if port.isdecimal() else None
+    found = launcher.find(launcher.command_of(s.spec.template))
+    return causes.Launched(int(port) if port.isdecimal() else None, found is not None and found.name != "ddprun")
 
 
 def _ran_seconds(s: Scene) -> float:
@@ -375,8 +379,10 @@ def _why_it_stops(s: Scene, failure: api.Failure, verdict: rules.Verdict) -> tup
         return reason, "failurePolicy says FailJob for this exit code"
     used = rules.counted(verdict.history, limits(s.spec), s.now)
     return reason, text.format(
-        restarts=f"restarted {used} times" if used != 1 else "restarted once",
+        restarts=("" if not used else "restarted once: " if used == 1 else f"restarted {used} times: "),
         limit=s.spec.backoff_limit,
+        more="more" if used else "restart",
+        charged=verdict.history.charged_in_a_row + 1,
         in_a_row=verdict.history.in_a_row + 1,
         stalls=verdict.history.stall,
         uncharged=verdict.history.uncharged_in_a_row,

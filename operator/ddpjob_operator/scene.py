@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from ddpjob_operator import api, contract, in_place, podspec, stall
+from ddpjob_operator import api, contract, hearing, in_place, podspec, stall
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Foreign, Node, Observed, Pod, Refusal
 from ddpjob_operator.validation import Problem
@@ -47,13 +47,21 @@ class DeletePod:
 
 
 @dataclass(frozen=True)
+class EndPod:
+    """Stop a pod with its own terminationGracePeriodSeconds, and keep its object, with its log."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True)
 class DeleteJob:
     """Delete the job itself, with all that it owns."""
 
     uid: str
 
 
-Action = CreateService | CreatePod | DeletePod | DeleteJob
+Action = CreateService | CreatePod | DeletePod | EndPod | DeleteJob
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,8 @@ class Settings:
     """What the shell, not the user, decides."""
 
     progress_write_seconds: float = 10.0
-    """Progress alone writes the status at most this often: with a hundred jobs that is 10 writes a second."""
+    """Progress alone writes the status at most this often; with more than a hundred jobs less often, for all of them
+    together may write 10 times a second (kube/progress_turns.py)."""
     lost_node_seconds: float = 30.0
     """A node that is not ready for so long is lost; the cluster itself takes 10 to 50 s to call it not ready."""
     config_error_seconds: float = 600.0
@@ -112,6 +121,8 @@ class Scene:
     settings: Settings
     paces: Mapping[int, stall.Pace] = field(default_factory=dict)
     """How the ranks of this attempt that report get on."""
+    heard_at: dt.datetime | None = None
+    """When rank 0 was heard last; None where nothing is expected of it."""
 
     @property
     def spec(self) -> api.Spec:
@@ -206,6 +217,7 @@ def look(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
         now=now,
         settings=settings,
         paces={rank: p for rank, p in seen.paces.items() if p.attempt in (0, status.attempt)},
+        heard_at=hearing.heard_at(status, seen),
     )
 
 
@@ -239,7 +251,8 @@ def note(
 ) -> api.Status:
     """The facts that outlive their pods: who has run, who has completed."""
     # A name is used once: what had a node may have run, and may still run where nobody looks.
-    started = {r for r, p in mine.items() if p.trainer.state != "waiting"} | {r for r, p in departed.items() if p.node}
+    ran = {r for r, p in mine.items() if p.trainer.state != "waiting" and not p.trainer.init}
+    started = ran | {r for r, p in departed.items() if p.node}
     done = {r for r, p in {**departed, **mine}.items() if p.has_completed}
     ready = sum(p.trainer.state == "running" and p.trainer.ready and p.live for p in mine.values())
     meet = seen.master_addr if seen.master_addr is not None else str(contract.endpoint(job, status.attempt))

@@ -76,8 +76,13 @@ def is_broken(status: api.Status) -> bool:
     return failure.attempt == status.attempt and not failure.failure_class
 
 
-def finish(old: api.Status, new: api.Status, job: api.DDPJob, accepted: str, now: dt.datetime) -> api.Status:
-    """The status to write: conditions, texts and generation follow from the rest. accepted: "" or what is wrong."""
+def finish(
+    old: api.Status, new: api.Status, job: api.DDPJob, accepted: str, now: dt.datetime, *, silent: bool = False
+) -> api.Status:
+    """The status to write: conditions, texts and generation follow from the rest.
+
+    accepted: "" or what is wrong. silent: whether rank 0 has not been heard for so long that its figures are old.
+    """
     new = replace(
         new,
         observed_generation=job.metadata.generation,
@@ -85,7 +90,7 @@ def finish(old: api.Status, new: api.Status, job: api.DDPJob, accepted: str, now
         restarts=new.restarts or api.Restarts(),
         nodes=new.nodes or api.Nodes(total=job.spec.nodes),
     )
-    return replace(new, display=display(new), conditions=_conditions(old, new, accepted, now))
+    return replace(new, display=display(new, silent=silent), conditions=_conditions(old, new, accepted, now))
 
 
 def with_progress(status: api.Status, report: Report | None) -> api.Status:
@@ -180,18 +185,25 @@ def restarts(history: rules.History, *, windowed: bool) -> api.Restarts:
     )
 
 
-def display(status: api.Status) -> api.Display:
-    """The texts of the printer columns."""
-    nodes, progress = status.nodes or api.Nodes(), status.progress
-    if progress is None:
-        return api.Display(nodes=f"{nodes.ready}/{nodes.total}")
-    done = status.state in TERMINAL
+def display(status: api.Status, *, silent: bool = False) -> api.Display:
+    """The texts of the printer columns. Of a job that is over its nodes are those that completed."""
+    nodes, progress, done = status.nodes or api.Nodes(), status.progress, status.state in TERMINAL
+    counts_down = status.state == "Running" and not silent
+    there = len(contract.numbers(status.completed_nodes)) if done else nodes.ready
+    if progress is None or not (done or is_of_this_attempt(status, progress)):
+        return api.Display(nodes=f"{there}/{nodes.total}")
     return api.Display(
-        nodes=f"{nodes.ready}/{nodes.total}",
+        nodes=f"{there}/{nodes.total}",
         step=f"{progress.step}/{progress.total_steps}" if progress.total_steps else str(progress.step),
         progress="" if progress.percent is None else f"{progress.percent}%",
-        eta="" if progress.eta_seconds is None or done else duration(progress.eta_seconds),
+        eta="" if progress.eta_seconds is None or not counts_down else duration(progress.eta_seconds),
     )
+
+
+def is_of_this_attempt(status: api.Status, progress: api.Progress) -> bool:
+    """Whether the ranks that train now have said it, and not those before a restart."""
+    since = status.attempt_time
+    return progress.attempt == status.attempt and (since is None or progress.updated >= since)
 
 
 def duration(seconds: float) -> str:
@@ -210,15 +222,28 @@ def apart_from_progress(status: api.Status) -> api.Status:
     return replace(status, progress=None, display=replace(shown, step="", progress="", eta=""))
 
 
+def clock(time: dt.datetime) -> str:
+    """08:04:28 UTC: a time of today, which no reader has to count from."""
+    return f"{time.astimezone(dt.timezone.utc):%H:%M:%S} UTC"
+
+
 def condition(status: api.Status, kind: str) -> bool:
     """Whether a condition is True."""
-    return any(c.type == kind and c.status == "True" for c in status.conditions)
+    found = find_condition(status, kind)
+    return found is not None and found.status == "True"
+
+
+def find_condition(status: api.Status, kind: str) -> api.Condition | None:
+    """A condition; None where it has never been shown."""
+    return next((c for c in status.conditions if c.type == kind), None)
 
 
 def _conditions(old: api.Status, new: api.Status, accepted: str, now: dt.datetime) -> list[api.Condition]:
     holds = _CONDITION_OF.get(new.state or "", set()) | (set() if accepted else {"Accepted"})
+    if new.reason == reasons.SUSPENDING.name:
+        holds = holds - {"Suspended"}  # whoever waits for it wants the GPUs, or the volume
     before = {c.type: c for c in old.conditions}
-    kinds = [k for k in _CONDITIONS if k in _ALWAYS_SHOWN or k in holds or k in before]
+    kinds = [k for k in _CONDITIONS if k in _ALWAYS_SHOWN or k in holds or k in before or k == new.state]
     return [_condition(kind, kind in holds, before.get(kind), new, accepted, now) for kind in kinds]
 
 
@@ -228,7 +253,7 @@ def _condition(
     reason, message = new.reason or "Unknown", new.message
     if kind == "Accepted":
         reason, message = (reasons.INVALID_SPEC.name, accepted) if accepted else ("Valid", "")
-    elif kind != "Running" and not holds:
+    elif kind != "Running" and not holds and kind != new.state:
         reason, message = f"Not{kind}", ""
     value: Literal["True", "False"] = "True" if holds else "False"
     return api.Condition(

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ddpjob_operator import api
+from ddpjob_operator import api, yamlbounds
 from ddpjob_operator.validation import NOT_A_JOB, Problem, say, suggestion
 from ddpjob_operator.validation import Path as FieldPath
 
+_TAG = "tag:yaml.org,2002:"
+_NUMBERS = (f"{_TAG}int", f"{_TAG}float")
+PROBLEMS_MAX = 20  # a list of 10,000 wrong containers is one mistake
+
+
 # libyaml where PyYAML was built with it (all wheels are), else the same loader in Python.
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """What JSON has, as kubectl reads it: 2024-01-31 is a text, and a set is none of it."""
+
+
+_Loader.add_constructor(f"{_TAG}timestamp", _Loader.construct_yaml_str)
+for _name in ("binary", "omap", "pairs", "set"):
+    _Loader.add_constructor(f"{_TAG}{_name}", _Loader.construct_undefined)
 
 
 class InputError(Exception):
@@ -47,7 +59,10 @@ class Document:
     def error(self, problems: list[Problem]) -> InputError:
         """All problems, one a line, in the order of the file."""
         ordered = sorted(problems, key=lambda p: self.line(p.path))
-        return InputError("\n".join(f"{self.place(p.path)}: {p}" for p in ordered))
+        lines = [f"{self.place(p.path)}: {p}" for p in ordered[:PROBLEMS_MAX]]
+        if len(ordered) > PROBLEMS_MAX:
+            lines.append(f"{self.source}: and {len(ordered) - PROBLEMS_MAX} more")
+        return InputError("\n".join(lines))
 
     def place(self, path: FieldPath) -> str:
         """FILE:LINE of a field, or the option that has set it."""
@@ -74,55 +89,124 @@ def read_job(path: str, job: str | None = None) -> Document:
 def read(path: str) -> Iterator[Document]:
     """All documents of a file. Raises InputError for what is no YAML, with the line."""
     try:
-        text = Path(path).read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: byte {error.start} is not UTF-8: this is no YAML text") from None
+        with open(path, "rb") as file:
+            data = file.read(yamlbounds.BYTES_MAX + 1)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
+    except ValueError:  # a NUL in its name
+        raise InputError(f"{path!r}: no file has such a name") from None
+    if len(data) > yamlbounds.BYTES_MAX:
+        line = data.count(b"\n") + 1
+        raise InputError(f"{path}:{line}: more than {yamlbounds.BYTES_MAX >> 20} MiB: this is no file of jobs")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise InputError(f"{path}:{line}: byte {error.start} is not UTF-8: this is no YAML text") from None
     return iter(_documents(path, text))
+
+
+def read_value(text: str) -> Any:
+    """One value as YAML, as `--set` has it; what is no YAML is the text itself. Raises InputError for one too large."""
+    try:
+        documents = _documents("the value", text)
+    except _NotYAMLError:
+        return text
+    return documents[0].data if documents else None
+
+
+class _NotYAMLError(InputError):
+    """It cannot be read at all."""
 
 
 def _documents(source: str, text: str) -> list[Document]:
     found = []
+    _check_characters(source, text)
     loader = _Loader(text)
     try:
+        yamlbounds.check(text, _Loader)
         while loader.check_node():
             node = loader.get_node()
             lines: dict[FieldPath, int] = {}
-            _walk(source, node, (), lines, set())
+            _Walk(source, loader, lines).visit(node, ())
             found.append(Document(source, loader.construct_document(node), lines))
+    except yamlbounds.OutOfBoundsError as error:
+        raise InputError(f"{source}:{error.line}: {error}") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{source}:{mark.line + 1}" if mark else source
-        raise InputError(f"{where}: not valid YAML: {error.problem}") from None
+        raise _NotYAMLError(f"{where}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise InputError(f"{source}: not valid YAML: {error}".splitlines()[0]) from None
-    except (ValueError, RecursionError) as error:  # a date that is none; nesting without end
-        raise InputError(f"{source}: not valid YAML: {type(error).__name__}: {error}") from None
+        raise _NotYAMLError(f"{source}: not valid YAML: {error}".splitlines()[0]) from None
     finally:
         loader.dispose()
     return found
 
 
-def _walk(source: str, node: Any, path: FieldPath, lines: dict[FieldPath, int], above: set[int]) -> None:
-    """Note the line of every field below `node`. A key that comes twice is an error: YAML readers keep the last
-    silently, and the API server refuses it."""
-    lines.setdefault(path, node.start_mark.line + 1)
-    if id(node) in above:
-        raise InputError(f"{source}:{node.start_mark.line + 1}: an alias that contains itself")
-    below = above | {id(node)}
-    if isinstance(node, yaml.MappingNode):
+def _check_characters(source: str, text: str) -> None:
+    """Here, because the parser tells no line."""
+    wrong = yaml.reader.Reader.NON_PRINTABLE.search(text)
+    if wrong:
+        line = text.count("\n", 0, wrong.start()) + 1
+        raise _NotYAMLError(f"{source}:{line}: not valid YAML: the control character U+{ord(wrong[0]):04X}")
+
+
+@dataclass
+class _Walk:
+    """Notes the line of every field, and refuses by its line what would go wrong without one later."""
+
+    source: str
+    loader: Any
+    lines: dict[FieldPath, int]
+
+    def visit(self, node: Any, path: FieldPath) -> None:
+        self.lines.setdefault(path, node.start_mark.line + 1)
+        if isinstance(node, yaml.MappingNode):
+            self._visit_mapping(node, path)
+        elif isinstance(node, yaml.SequenceNode):
+            for i, value in enumerate(node.value):
+                self.visit(value, (*path, i))
+        else:
+            self._visit_scalar(node)
+
+    def _visit_mapping(self, node: Any, path: FieldPath) -> None:
+        """A key that comes twice is an error: YAML readers keep the last silently, and the API server refuses it."""
         seen = set()
         for key, value in node.value:
-            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
-                raise InputError(f"{source}:{key.start_mark.line + 1}: {key.value} is there twice; remove one")
-            seen.add(str(key.value))
-            where = (*path, str(key.value))
-            lines[where] = key.start_mark.line + 1
-            _walk(source, value, where, lines, below)
-    elif isinstance(node, yaml.SequenceNode):
-        for i, value in enumerate(node.value):
-            _walk(source, value, (*path, i), lines, below)
+            if not isinstance(key, yaml.ScalarNode):
+                kind = "a list" if isinstance(key, yaml.SequenceNode) else "a mapping"
+                raise self._wrong(key, f"{kind} cannot be a key; a key is a text")
+            if key.tag != f"{_TAG}merge":
+                key.tag = f"{_TAG}str"  # as kubectl: JSON has no other keys, and 1 and "1" are one
+                if key.value in seen:
+                    raise self._wrong(key, f"{_short(key.value)} is there twice; remove one")
+            seen.add(key.value)
+            where = (*path, key.value)
+            self.lines[where] = key.start_mark.line + 1
+            self.visit(value, where)
+
+    def _visit_scalar(self, node: Any) -> None:
+        if "\0" in node.value:
+            raise self._wrong(node, "a text with a NUL character: no program can be given one. Remove it.")
+        if node.tag in _NUMBERS:
+            self._check_number(node)
+
+    def _check_number(self, node: Any) -> None:
+        """Python's own words for it have no line."""
+        value: Any = None
+        if len(node.value) <= yamlbounds.NUMBER_CHARACTERS_MAX:
+            with contextlib.suppress(ValueError, OverflowError):
+                value = self.loader.construct_object(node)
+        if value is None or not math.isfinite(value):
+            text = f'{_short(node.value)} is not a number that JSON has; where a text is meant, put it into "…"'
+            raise self._wrong(node, text)
+
+    def _wrong(self, node: Any, what: str) -> InputError:
+        return InputError(f"{self.source}:{node.start_mark.line + 1}: {what}")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _choose(path: str, jobs: list[Document], name: str) -> Document:

@@ -88,6 +88,33 @@ os.write(1, f"{blocked} {handler is signal.SIG_DFL}\\n".encode())   # the next o
 
 
 @STARTS
+@pytest.mark.parametrize(("grace", "saved"), [("20", True), ("", False)])
+def test_ranks_get_the_grace_that_the_job_sets_when_another_one_fails(
+    launcher: Launcher, start: str, grace: str, saved: bool
+) -> None:
+    """A rank that saves in its SIGTERM handler, as it may under torchrun, loses that under ddprun."""
+    script = launcher.script(
+        """
+import os, pathlib, signal, sys, time
+def save(*_):
+    time.sleep(1)
+    pathlib.Path("saved").touch()
+    sys.exit(0)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.environ["RANK"] == "0":
+        signal.signal(signal.SIGTERM, save)
+        pathlib.Path("ready").touch()
+        while True: time.sleep(1)
+    while not os.path.exists("ready"): time.sleep(0.01)
+    sys.exit(3)
+"""
+    )
+    done = launcher.done(start, "--nproc", 2, script, DDPJOB_RESTART_GRACE=grace)
+    assert done.returncode == 0, done.stderr
+    assert (launcher.folder / "saved").exists() is saved
+
+
+@STARTS
 def test_a_rank_that_has_closed_all_descriptors_is_started_again_with_its_streams(
     launcher: Launcher, start: str
 ) -> None:

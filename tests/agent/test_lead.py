@@ -197,6 +197,25 @@ def test_what_can_never_start_is_not_tried_again() -> None:
     assert taken(found)[0].code == 127
 
 
+def test_a_program_that_one_node_does_not_have_is_looked_for_on_another() -> None:
+    """One node whose volume is not mounted would fail the job for good."""
+    found = running(2, has_operator=True)
+    found.failed(0, [failure(code=127)], T0)
+    stop(found, [failure(code=127)])
+    (order,) = taken(found)
+    assert (order.code, order.failure["class"]) == (127, "infrastructure")
+
+
+def test_a_program_that_no_node_has_is_not_tried_again() -> None:
+    found = running(2, has_operator=True)
+    found.failed(0, [failure(code=127)], T0)
+    taken(found)
+    for node in range(2):
+        found.stopped(node, [failure(node, code=127)], T0)
+    (order,) = taken(found)
+    assert (order.code, order.failure["class"]) == (127, "permanent")
+
+
 def test_a_lost_node_stops_the_others_which_wait_for_it() -> None:
     found = running(3)
     found.lost(2, T0)
@@ -309,11 +328,62 @@ def test_the_guilty_rank_is_the_first_that_has_a_reason_of_its_own(failures: lis
     assert root_cause(failures)["rank"] == guilty
 
 
-def test_an_attempt_with_symptoms_only_is_not_charged_to_the_application() -> None:
-    found = running(2, restarts=1)
-    said = failure(symptom=True)
-    found.failed(0, [said], T0)
-    stop(found, [said])
+def test_complaints_about_lost_peers_alone_are_free_once_and_not_for_ever() -> None:
+    """A collective that only some ranks call ends so every time: it would start again until the nodes are needed."""
+    found = running(2, restarts=9)
+    for at, charged in ((T0, "infrastructure"), (T0 + 4000, "application"), (T0 + 8000, "application")):
+        found.failed(0, [failure(symptom=True)], at)
+        stop(found, [failure(symptom=True)], at)
+        assert f"charged to {charged}" in found.said
+        found.tick(at + 400)
+        taken(found)
+
+
+def test_the_operator_says_whether_complaints_were_free_already() -> None:
+    found = Lead(1, Budget(9, 9, 9, 9, peers_lost=1), JOIN_SECONDS, T0)
+    found.joined(0, T0)
+    taken(found)
+    found.failed(0, [failure(symptom=True)], T0)
+    stop(found, [failure(symptom=True)])
+    assert "charged to application" in found.said
+
+
+def test_ranks_that_could_not_be_started_are_no_complaint_and_free_each_time() -> None:
+    """A machine without a process left is no mistake of the script."""
+    found = running(1, restarts=9)
+    for at in (T0, T0 + 4000, T0 + 8000):
+        found.failed(0, [failure(code=75, symptom=True, unstarted=True)], at)
+        stop(found, [failure(code=75, symptom=True, unstarted=True)], at)
+        assert "charged to infrastructure" in found.said
+        found.tick(at + 400)
+        taken(found)
+
+
+@pytest.mark.parametrize("whole_node", [True, False], ids=["2x1", "1x2"])
+def test_a_rank_that_ended_well_while_its_peer_complains_is_the_cause(whole_node: bool) -> None:
+    """The commonest mistake of all, uneven data: it restarted for nothing, charged to nobody."""
+    found = running(2 if whole_node else 1)
+    complaint = failure(1, symptom=True, step=20, exception="RuntimeError: Connection closed by peer")
+    if whole_node:
+        found.finished(0, T0, (0, 20))
+    found.failed(int(whole_node), [complaint], T0)
+    taken(found)
+    for node in range(1 + whole_node):
+        found.stopped(node, [complaint] if node == int(whole_node) else [], T0, (0, 20) if node == 0 else None)
+    said = "rank 0 ended with exit code 0 after step 20 while rank 1 was in step 21: the ranks make different numbers"
+    assert found.said.startswith(said)
+    assert "charged to application" in found.said
+    assert (found.charged[0]["rank"], found.charged[0]["early"]) == (0, True)
+
+
+def test_a_lost_node_explains_a_complaint_beside_a_rank_that_ended_well() -> None:
+    found = running(3)
+    found.finished(0, T0, (0, 20))
+    found.failed(1, [failure(1, symptom=True)], T0)
+    taken(found)
+    found.lost(2, T0)
+    for node in (0, 1):
+        found.stopped(node, [failure(1, symptom=True)] if node else [], T0)
     assert "charged to infrastructure" in found.said
 
 

@@ -161,6 +161,12 @@ def test_how_long_a_group_may_stand_still(said: str | None, seconds: float | Non
     assert options("train.py", **environ).stall_seconds == seconds
 
 
+@pytest.mark.parametrize(("said", "seconds"), [("10", 10.0), ("0", 0.0), ("", 0.1), (None, 0.1)])
+def test_how_long_ranks_get_when_another_one_has_failed(said: str | None, seconds: float) -> None:
+    environ = {} if said is None else {"DDPJOB_RESTART_GRACE": said}
+    assert options("train.py", **environ).broken_grace_seconds == seconds
+
+
 def test_the_failure_policy_is_read_as_the_operator_writes_it() -> None:
     found = options("train.py", DDPJOB_FAILURE_POLICY='[{"action": "Ignore", "codes": [3, 4], "notIn": true}]')
     assert found.policy == (("Ignore", {3, 4}, True),)
@@ -181,6 +187,7 @@ def test_the_failure_policy_is_read_as_the_operator_writes_it() -> None:
         ("DDPJOB_REPLACEMENT", "new", "DDPJOB_REPLACEMENT: 'new' is not 0, 1"),
         ("DDPJOB_STALL_TIMEOUT", "soon", "DDPJOB_STALL_TIMEOUT: 'soon' is no number of seconds"),
         ("DDPJOB_STALL_TIMEOUT", "-1", "'-1' is no number of seconds"),
+        ("DDPJOB_RESTART_GRACE", "1e99", "DDPJOB_RESTART_GRACE: '1e99' is no number of seconds"),
         ("DDPJOB_STALL_TIMEOUT", "nan", "'nan' is no number of seconds"),
     ],
 )

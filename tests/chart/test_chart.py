@@ -15,8 +15,9 @@ import pytest
 import yaml
 
 from ddpjob_operator import api, contract
-from ddpjob_operator.kube.access import LEASE_RIGHT, RIGHTS
+from ddpjob_operator.kube.access import CLAIM_RIGHT, LEASE_RIGHT, RIGHTS
 from ddpjob_operator.kube.app import Settings
+from ddpjob_operator.kube.claims import ALL_CLAIM, NAMESPACE_CLAIM
 from ddpjob_operator.kube.receive import PATH
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +83,15 @@ def verbs(rules: list[dict[str, Any]]) -> set[tuple[str, str, str]]:
 
 def job_roles(*settings: str) -> list[dict[str, Any]]:
     """What the operator may do to jobs, in each namespace."""
-    return [role for role in of_kind("Role", *settings) if not role["metadata"]["name"].endswith("-lease")]
+    return [role for role in of_kind("Role", *settings) if not role["metadata"]["name"].endswith(("-lease", "-claim"))]
+
+
+def cluster_role(*settings: str) -> dict[str, Any]:
+    """What the operator may do to jobs, in all namespaces."""
+    names = ("ddpjob-edit", "ddpjob-view")
+    roles = [role for role in of_kind("ClusterRole", *settings) if role["metadata"]["name"] not in names]
+    (found,) = [role for role in roles if not role["metadata"]["name"].endswith("-claim")]
+    return found
 
 
 NEEDED = {(right.group, right.resource, verb) for right in RIGHTS for verb in right.verbs}
@@ -98,9 +107,9 @@ def test_helm_lint_finds_nothing_to_complain_about() -> None:
 
 
 def test_the_operator_may_do_what_it_asks_for_at_its_start_and_nothing_else() -> None:
-    (role,) = [role for role in of_kind("ClusterRole") if not role["metadata"]["name"].startswith("ddpjob-")]
+    role = cluster_role()
     assert verbs(role["rules"]) == NEEDED
-    (binding,) = of_kind("ClusterRoleBinding")
+    (binding,) = [b for b in of_kind("ClusterRoleBinding") if not b["metadata"]["name"].endswith("-claim")]
     (account,) = of_kind("ServiceAccount")
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
     assert binding["subjects"] == [
@@ -110,7 +119,7 @@ def test_the_operator_may_do_what_it_asks_for_at_its_start_and_nothing_else() ->
 
 
 def test_no_secret_and_no_log_is_ever_in_reach_and_nodes_can_only_be_seen() -> None:
-    for role in of_kind("ClusterRole") + job_roles(NAMESPACED):
+    for role in [cluster_role(), *job_roles(NAMESPACED)]:
         resources = {resource for _, resource, _ in verbs(role["rules"])}
         assert resources.isdisjoint({"secrets", "pods/log", "pods/exec", "configmaps", "*"})
         assert {verb for _, resource, verb in verbs(role["rules"]) if resource == "nodes"} <= {"list", "watch"}
@@ -120,7 +129,8 @@ def test_with_a_list_of_namespaces_there_is_no_cluster_role_at_all() -> None:
     kinds = {document["kind"] for document in objects(NAMESPACED)}
     assert not any(kind.startswith("Cluster") for kind in kinds)
     roles = job_roles(NAMESPACED)
-    bindings = [b for b in of_kind("RoleBinding", NAMESPACED) if not b["metadata"]["name"].endswith("-lease")]
+    bindings = of_kind("RoleBinding", NAMESPACED)
+    bindings = [b for b in bindings if not b["metadata"]["name"].endswith(("-lease", "-claim"))]
     for listed in (roles, bindings):
         assert [document["metadata"]["namespace"] for document in listed] == ["team-a", "team-b"]
     assert all(verbs(role["rules"]) == NEEDED_IN_A_NAMESPACE for role in roles)
@@ -148,7 +158,8 @@ def test_the_status_of_a_job_is_written_by_the_operator_alone() -> None:
 
 
 def test_the_roles_for_users_can_be_left_out() -> None:
-    assert [role["metadata"]["name"] for role in of_kind("ClusterRole", "userRoles=false")] == ["ops-ddpjob-operator"]
+    names = {role["metadata"]["name"] for role in of_kind("ClusterRole", "userRoles=false")}
+    assert names == {"ops-ddpjob-operator", "ops-ddpjob-operator-claim"}
 
 
 def test_the_pod_fits_the_pod_security_profile_restricted() -> None:
@@ -206,6 +217,38 @@ def test_the_operator_may_use_its_own_lease_and_no_other(settings: tuple[str, ..
     assert all(rule["apiGroups"] == [LEASE_RIGHT.group] for rule in role["rules"])
     assert all(rule["resources"] == [LEASE_RIGHT.resource] for rule in role["rules"])
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
+
+
+def claim_rules(role: dict[str, Any]) -> list[tuple[list[str], list[str]]]:
+    """Verbs, and the names that they are limited to."""
+    assert all(rule["apiGroups"] == [CLAIM_RIGHT.group] for rule in role["rules"])
+    assert all(rule["resources"] == [CLAIM_RIGHT.resource] for rule in role["rules"])
+    return [(rule["verbs"], rule.get("resourceNames", [])) for rule in role["rules"]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "places"),
+    [
+        ((), ALL_CLAIM, ["kube-system"]),
+        (("claimNamespace=ops",), ALL_CLAIM, ["ops"]),
+        ((NAMESPACED,), NAMESPACE_CLAIM, ["team-a", "team-b"]),
+    ],
+    ids=["all namespaces", "another place", "two namespaces"],
+)
+def test_releases_can_claim_what_they_watch_and_see_each_other(
+    settings: tuple[str, ...], name: str, places: list[str]
+) -> None:
+    """Two releases acted on the same jobs, and neither could have known."""
+    roles = [role for role in of_kind("Role", *settings) if role["metadata"]["name"].endswith("-claim")]
+    bindings = [b for b in of_kind("RoleBinding", *settings) if b["metadata"]["name"].endswith("-claim")]
+    assert [role["metadata"]["namespace"] for role in roles] == places
+    assert [binding["metadata"]["namespace"] for binding in bindings] == places
+    assert all(claim_rules(role) == [(["get", "update"], [name]), (["create"], [])] for role in roles)
+    assert all(binding["roleRef"]["name"] == roles[0]["metadata"]["name"] for binding in bindings)
+    read = Settings.read(variables(*settings))
+    assert [*read.namespaces] == places or read.claim_namespace == places[0]
+    cluster = [role for role in of_kind("ClusterRole", *settings) if role["metadata"]["name"].endswith("-claim")]
+    assert [claim_rules(role) for role in cluster] == ([] if read.namespaces else [[(["list"], [NAMESPACE_CLAIM])]])
 
 
 def test_the_lease_comes_without_a_holder_so_that_an_upgrade_takes_it_from_nobody() -> None:
@@ -408,7 +451,7 @@ def test_every_value_is_explained_where_it_stands() -> None:
 
 def test_the_documents_list_every_right_with_its_reason() -> None:
     table = (ROOT / "docs" / "operations.md").read_text()
-    for right in (*RIGHTS, LEASE_RIGHT):
+    for right in (*RIGHTS, LEASE_RIGHT, CLAIM_RIGHT):
         row = f"| `{right}` | {', '.join(right.verbs)} | {right.why} |"
         assert row in table, f"docs/operations.md wants the row\n{row}"
 

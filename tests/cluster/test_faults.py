@@ -213,6 +213,15 @@ def test_a_rank_that_ended_by_itself_stays_for_its_log_and_the_others_do_not(bro
     assert warnings == ["RankFailed"], "one failure is one warning"
 
 
+def test_a_rank_that_stood_still_stays_for_its_log_which_is_in_the_status_too(broken: Space) -> None:
+    """The operator deleted its pod, and with it the one output that explains the hang."""
+    status = broken.ends("a-hang")
+    assert sorted(broken.pods("a-hang")) == ["a-hang-1-1", "a-hang-2-0", "a-hang-2-1"]
+    assert broken.get("pod", "a-hang-1-1")["status"]["reason"] == "DeadlineExceeded"
+    assert "attempt 1 trains" in broken.kubectl("logs", "a-hang-1-1")
+    assert "attempt 1 trains" in status["lastFailure"]["logTail"]
+
+
 def test_a_pod_that_is_deaf_to_sigterm_is_waited_for_no_longer_than_restart_grace(broken: Space) -> None:
     status = broken.ends("a-peer-that-is-deaf-to-sigterm")
     took = seconds_between(status["lastFailure"]["time"], created(broken, "a-peer-that-is-deaf-to-sigterm-2-0"))

@@ -141,6 +141,9 @@ def test_the_downward_api_and_optional_secrets_are_honoured(place: honour.Place)
         ({"command": []}, "has no command: the image's own is not known here. Set command."),
         ({"command": ["sh"], "workingDir": "/nowhere"}, "there is no folder /nowhere on this machine"),
         ({"command": ["./not-executable"]}, "is not a program on this machine"),
+        ({"command": ["sh"], "workingDir": "/" + "x" * 5000}, "there is no folder /xxx"),
+        ({"command": ["/" + "x" * 5000]}, "is not a program on this machine"),
+        ({"command": ["python", "x" * 5000 + ".py"]}, "there is no file xxx"),
     ],
 )
 def test_what_could_not_start_is_named_before_anything_starts(place: honour.Place, container: dict, part: str) -> None:

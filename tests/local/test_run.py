@@ -7,6 +7,7 @@ import re
 import signal
 import stat
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -352,3 +353,20 @@ def test_of_a_run_only_the_logs_stay(cli: Cli) -> None:
     assert cli.run("run", body).returncode == 0
     left = [p.name for p in (cli.folder / "state").rglob("*") if p.is_file()]
     assert sorted(left) == ["job-1-0.log", "job-1-1.log"]
+
+
+def test_a_process_that_was_there_before_outlives_the_run(cli: Cli) -> None:
+    """A user loses the tensorboard of `tensorboard & exec ddpjob run job.yaml`."""
+    job = cli.file("pass")
+    entry = f"sleep 1000 & echo $! > sibling.pid; exec {sys.executable} -m ddpjob_operator.cli run {job}"
+    with (cli.folder / "err").open("w") as err:  # no pipe: the sibling holds it open beyond the end
+        done = subprocess.run(
+            ["sh", "-c", entry], cwd=cli.folder, env=cli.env, stdout=err, stderr=err, timeout=SECONDS_MAX
+        )
+    sibling = psutil.Process(int((cli.folder / "sibling.pid").read_text()))
+    try:
+        assert done.returncode == 0, (cli.folder / "err").read_text()
+        assert sibling.status() != psutil.STATUS_ZOMBIE
+    finally:
+        sibling.kill()
+        eventually(lambda: not cli.marked())

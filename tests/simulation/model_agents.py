@@ -15,7 +15,6 @@ from model_training import HANGS, REPORT_SECONDS, SAVE_SECONDS, SYMPTOM, Failure
 from ddpjob.agent import leading, options, posting
 from ddpjob.agent.lead import RESUMABLE, End, Lead, Leave, Start, Stop
 from ddpjob.agent.lead import Failure as Said
-from ddpjob.agent.node import BROKEN_GRACE_SECONDS
 from ddpjob.agent.options import Budget, PolicyRule
 from ddpjob.termination import encode
 
@@ -125,6 +124,12 @@ class Agent:
     @property
     def code_when_told(self) -> int:
         return 143 if self.code is None else self.code
+
+    @property
+    def broken_grace_seconds(self) -> float:
+        """For its ranks, after another one has failed."""
+        said = self.process.environ.get("DDPJOB_RESTART_GRACE")
+        return float(said) if said else options.BROKEN_GRACE_SECONDS
 
     @property
     def shutdown_seconds(self) -> float:
@@ -392,7 +397,7 @@ class Agents:
 
     def _signal(self, agent: Agent, *, patient: bool) -> None:
         """SIGTERM to its rank, and SIGKILL in time."""
-        life, seconds = agent.life, agent.shutdown_seconds if patient else BROKEN_GRACE_SECONDS
+        life, seconds = agent.life, agent.shutdown_seconds if patient else agent.broken_grace_seconds
         if not agent.deaf:
             code = agent.told_how if agent.told else RESUMABLE if patient else 143
             self._later(0.01, min(3.0, seconds), self._rank_ends, agent, life, code)

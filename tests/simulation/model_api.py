@@ -106,6 +106,8 @@ class ModelApi:
             return self._create(kind, namespace, body or {}, actor)
         if method == "PUT":
             return self._replace(kind, (namespace, name), subresource, body or {}, actor)
+        if method == "PATCH":
+            return self._patch(kind, (namespace, name), body or {}, actor)
         assert method == "DELETE", method
         return self._delete(kind, (namespace, name), body or {}, actor)
 
@@ -208,6 +210,16 @@ class ModelApi:
             return 200, old  # etcd is not written, and the version stays
         stored = self._store(kind, place, old, new, actor)
         return 200, self._drop_if_released(kind, place, stored, actor)
+
+    def _patch(self, kind: Kind, place: Place, body: Raw, actor: str) -> Answer:
+        """activeDeadlineSeconds of a pod: nothing else is ever patched."""
+        old = self.objects[kind.plural].get(place)
+        if old is None:
+            return _not_found(kind, place[1])
+        if body["metadata"]["uid"] != old["metadata"]["uid"]:
+            return _conflict(kind, place[1], "Precondition failed: the UID differs")
+        assert (kind.plural, set(body["spec"])) == ("pods", {"activeDeadlineSeconds"})
+        return 200, self._store(kind, place, old, {**old, "spec": {**old["spec"], **body["spec"]}}, actor)
 
     def _with_spec(self, kind: Kind, old: Raw, body: Raw) -> Raw:
         kept = {k: old["metadata"][k] for k in _SERVERS_OWN if k in old["metadata"]}

@@ -49,6 +49,9 @@ class ModelClient:
     async def replace(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
         return await self._request("PUT", path, params, body)
 
+    async def patch(self, path: str, body: Raw) -> Raw:
+        return await self._request("PATCH", path, None, body)
+
     async def delete(self, path: str, options: Raw) -> Raw:
         return await self._request("DELETE", path, None, options)
 

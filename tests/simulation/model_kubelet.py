@@ -23,6 +23,8 @@ ORPHAN_SECONDS = 40.0
 CLOCKS_OFF_SECONDS = 10
 # What a trainer ends with that its kubelet tells to stop: many save, and end with 0.
 ENDED_BY_KUBELET = (0, 137, 143)
+# torchrun's line of SIGTERM, at once, however long its ranks then take (torch 2.13, elastic/agent/server/api.py).
+DEATH_SIGNAL = "W1121 16:00:00.000 torch/distributed/elastic/agent/server/api.py] Received 15 death signal"
 # How long those that are told to stop may take: they save, and not all as fast.
 STOPS_WITHIN_SECONDS = (3, 3, 9)
 
@@ -255,6 +257,9 @@ class Cluster:
         elif process is None:
             if raw["status"]["phase"] == "Pending":
                 self._start(node, raw)
+        elif alive and "activeDeadlineSeconds" in raw["spec"]:
+            process.phase_reason = "DeadlineExceeded"
+            self._stop(node, process, int(raw["spec"]["terminationGracePeriodSeconds"]))
         else:
             self._report(node, process)
 
@@ -302,7 +307,7 @@ class Cluster:
             self._later(0.1, within, self.ends, process, code, "Completed" if code == 0 else "Error", "")
 
     def _kill(self, process: Process) -> None:
-        self.ends(process, 137, "Error", "")
+        self.ends(process, 137, "Error", "" if process.is_agent else DEATH_SIGNAL)
 
     def ends(self, process: Process, code: int, reason: str, message: str, phase_reason: str = "") -> None:
         """A process ends, however."""
@@ -311,7 +316,7 @@ class Cluster:
         process.alive = False
         node = self.nodes[process.node]
         process.terminated = terminated(code, reason, message, stamp(self._loop.now() + node.skew))
-        process.phase_reason = phase_reason
+        process.phase_reason = phase_reason or process.phase_reason
         self._training.left(process, code)
         # Whom the kubelet itself has ended it tells of at once, but for a success: of that the phase may come later.
         at_once = phase_reason and code != 0

@@ -53,7 +53,7 @@ class Fault:
     """What happens to the next `times` requests that are `str(seen) == what`.
 
     Either an answer (status, body, headers) without asking the server; or `lost`: the server carries it out, and the
-    answer never arrives.
+    answer never arrives; or `seconds`: it is passed on so much later.
     """
 
     what: str
@@ -63,6 +63,7 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     body: dict[str, Any] | None = None
     lost: bool = False
+    seconds: float = 0.0
     times: float = 1
     where: Callable[[Seen], bool] = lambda _seen: True
     happened: int = 0
@@ -116,12 +117,16 @@ class FaultyApi:
     # ---------------------------------------------------------------- for the test's own requests
 
     def call(self, method: str, path: str, body: object = None, kind: str = "application/json") -> Any:
-        """A request with the identity of KUBECONFIG that is not counted. Raises HTTPError."""
+        """A request with the identity of KUBECONFIG that is not counted. Raises HTTPError.
+
+        body: bytes are sent as they are, and what is answered is not read: it may be no JSON for Python.
+        """
         headers = {"Authorization": f"Bearer {OWN_TOKEN}", NOT_COUNTED: "1", "Content-Type": kind}
-        data = None if body is None else json.dumps(body).encode()
+        data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers, method=method)
         with urllib.request.urlopen(request, timeout=30) as response:
-            return json.loads(response.read())
+            answer = response.read()
+        return None if isinstance(body, bytes) else json.loads(answer)
 
     def find(self, path: str) -> Any:
         """An object, or None."""
@@ -176,6 +181,9 @@ class FaultyApi:
             return await self._pass_on(request, seen)
         fault.times -= 1
         fault.happened += 1
+        if fault.seconds:
+            await asyncio.sleep(fault.seconds)
+            return await self._pass_on(request, seen)
         if fault.lost:
             await self._pass_on(request, seen)
             assert request.transport is not None

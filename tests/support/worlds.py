@@ -14,7 +14,18 @@ from msgspec.structs import replace
 
 from ddpjob_operator import api, facts, validation
 from ddpjob_operator.observed import Agent, Container, Foreign, Node, Observed, Pod, Refusal, Report
-from ddpjob_operator.plan import Action, CreatePod, CreateService, DeleteJob, DeletePod, Event, Plan, Settings, plan
+from ddpjob_operator.plan import (
+    Action,
+    CreatePod,
+    CreateService,
+    DeleteJob,
+    DeletePod,
+    EndPod,
+    Event,
+    Plan,
+    Settings,
+    plan,
+)
 from ddpjob_operator.stall import Pace, fold
 
 START = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
@@ -54,6 +65,7 @@ class World:
         self.reports: dict[int, Report] = {}
         self.paces: dict[int, Pace] = {}
         self.agent: Agent | None = None
+        self.listening_since: dt.datetime | None = None
         self.nodes: dict[str, Node] | None = {}
         self.problems: list[validation.Problem] = []
         self.settings = Settings()
@@ -75,6 +87,7 @@ class World:
             reports=dict(self.reports),
             paces=dict(self.paces),
             agent=self.agent,
+            listening_since=self.listening_since,
             nodes=self.nodes,
         )
 
@@ -128,6 +141,9 @@ class World:
                 self._see(replaced(pod, stop_asked_at=self.now))
             else:
                 del self.pods[action.name]
+        elif isinstance(action, EndPod):
+            assert self.pods[action.name].uid == action.uid, "the uid that was seen"
+            self.pods[action.name] = replaced(self.pods[action.name], told_to_end=True)
         elif isinstance(action, DeleteJob):
             self.deleted_job = True
             self.job = replace(self.job, metadata=replace(self.job.metadata, deletion_timestamp=self.now))
@@ -187,8 +203,12 @@ class World:
         return self
 
     def stops_all(self) -> World:
-        """All pods that were told to stop end, and go."""
+        """All pods that were told to stop end, and go; those that were told to end and stay do so."""
         self.pods = {n: p for n, p in self.pods.items() if p.stop_asked_at is None}
+        for name, pod in self.pods.items():
+            if pod.told_to_end and pod.live:
+                end = Container("ended", "Error", exit_code=143, ended_at=self.now)
+                self.pods[name] = replaced(pod, phase="Failed", reason="DeadlineExceeded", trainer=end)
         return self
 
     def restarted(self) -> World:

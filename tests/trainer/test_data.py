@@ -1,5 +1,6 @@
 """What is trained depends on the seed alone."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 import ddpjob
 
+data_file = importlib.import_module("ddpjob.data")
 SAMPLES = 100
 
 
@@ -107,6 +109,46 @@ def test_a_state_of_other_data_or_another_seed_is_refused():
     for other in (ddpjob.GlobalBatchSampler(21, 10, 7), ddpjob.GlobalBatchSampler(20, 10, 8)):
         with pytest.raises(ddpjob.StateError, match="saved state has"):
             other.load_state_dict(state)
+
+
+@given(
+    n=st.integers(1, 60),
+    before=st.integers(1, 20),
+    after=st.integers(1, 20),
+    made=st.integers(0, 60),
+    drop=st.booleans(),
+)
+def test_a_resume_with_another_global_batch_trains_full_batches_only_and_no_sample_twice(n, before, after, made, drop):
+    """Else the last batch is smaller than global_batch, and under a DataLoader a rank without samples crashes."""
+    first = ddpjob.GlobalBatchSampler(n, min(before, n), 7)
+    seen = [index for batch, _ in zip(first.epoch(0), range(made), strict=False) for index in batch]
+    second = ddpjob.GlobalBatchSampler(n, min(after, n), 7, drop_last=drop)
+    state = {"n": n, "seed": 7, "epoch": 0, "consumed": len(seen)}
+    second.load_state_dict(state)
+    batches = [list(batch) for batch in second.epoch(0)]
+    assert not drop or all(len(batch) == second.global_batch for batch in batches)
+    trained = [*seen, *(index for batch in batches for index in batch)]
+    assert len(set(trained)) == len(trained)
+    assert n - len(trained) < (second.global_batch if drop else 1), "a whole global batch was left out"
+
+
+def test_a_resume_that_would_leave_a_rank_without_samples_is_refused_where_a_data_loader_cannot_take_it():
+    sampler = ddpjob.GlobalBatchSampler(100, 10, 7, rank=0, world_size=2, drop_last=False)
+    sampler.load_state_dict({"n": 100, "seed": 7, "epoch": 0, "consumed": 99})
+    with pytest.raises(ddpjob.ConfigurationError, match="a global batch of 1 samples"):
+        iter(sampler)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*((name, value) for name in ("epoch", "consumed") for value in (-5, 1.5, "3", None, True)), ("consumed", 21)],
+)
+def test_a_damaged_state_is_refused_and_never_an_epoch_without_samples(name, value):
+    """Training would go on as if it had seen all samples, or with samples that it has seen."""
+    sampler = ddpjob.GlobalBatchSampler(20, 10, 7)
+    with pytest.raises(ddpjob.StateError, match=f"{name}: the saved state has"):
+        sampler.load_state_dict({**sampler.state_dict(), name: value})
+    assert len(list(sampler.epoch(0))) == 2, "nothing was changed"
 
 
 # ---- the same parameters from any number of processes -----------------------------------------------------------
@@ -217,6 +259,20 @@ def test_every_sample_is_in_exactly_one_part_and_sizes_follow_the_fractions(n, w
     members = [parts.use(i).indices for i in range(len(parts))]
     assert sorted(index for part in members for index in part) == list(range(n))
     assert all(abs(len(part) - fraction * n) < 1 for part, fraction in zip(members, fractions, strict=True))
+
+
+@given(
+    n=st.integers(0, 10**12),
+    weights=st.lists(st.floats(0, 1), min_size=1, max_size=8).filter(lambda weights: sum(weights) > 1e-3),
+    off=st.floats(-9e-7, 9e-7),
+)
+def test_sizes_add_up_to_all_samples_however_the_fractions_are_rounded(n, weights, off):
+    """[0.3333333] * 3 of 50,000,000 samples came to 49,999,998, and torch's error named no fraction."""
+    fractions = [weight / sum(weights) * (1 + off) for weight in weights]
+    sizes = data_file._sizes(n, fractions)
+    assert sum(sizes) == n
+    assert all(size >= 0 for size in sizes)
+    assert all(size == 0 for size, fraction in zip(sizes, fractions, strict=True) if fraction == 0)
 
 
 def test_an_epoch_reshuffles_within_a_part_so_that_validation_data_never_become_training_data():

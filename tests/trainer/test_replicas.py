@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ddpjob
 
@@ -156,16 +158,117 @@ def test_alone_there_is_nothing_to_compare():
     assert ddpjob.check_replicas(net()) is None
 
 
-@pytest.mark.parametrize(
-    ("a", "b"), [(0, 1), (5, 1029), (0, 4099), (4097, 4098), (1023, 1024)], ids="columns rows rest rest row-end".split()
-)
-def test_two_elements_that_change_places_are_noticed(a, b):
-    """Also x and -x, whose bits differ in the sign alone: the sum of 32-bit words is the same both ways."""
-    values = torch.arange(1.0, 4101.0)
-    values[a] = -values[b]
-    before = replicas._sums(values)
-    values[[a, b]] = values[[b, a]]
-    assert not torch.equal(replicas._sums(values), before)
+CHANGES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {  # (draw, words) -> other words
+    "signs": lambda draw, words: words ^ (some(draw, words) * torch.tensor(-(2**31), dtype=torch.int32)),
+    "one bit in several words": lambda draw, words: words ^ (some(draw, words) << draw(st.integers(0, 30))),
+    "several bits in several words": lambda draw, words: words ^ (some(draw, words) * draw(st.integers(1, 2**31 - 1))),
+    "places": lambda draw, words: words[torch.randperm(len(words), generator=dice(draw))],
+    "two halves": lambda draw, words: words.roll(len(words) // 2),
+    "turned round": lambda draw, words: words.flip(0),
+    "all bits": lambda draw, words: ~words,
+    "rows": lambda draw, words: turned(words, draw(st.sampled_from((2, 3, 4, 8, 64)))),
+    "as floats": lambda draw, words: (-words.view(torch.float32)).view(torch.int32),
+    "as doubles": lambda draw, words: (-words[: len(words) // 2 * 2].view(torch.float64)).view(torch.int32),
+    "added and taken away": lambda draw, words: words + some(draw, words) - some(draw, words),
+    "a rectangle": lambda draw, words: rectangle(draw, words),
+}
+
+
+def dice(draw: Any) -> torch.Generator:
+    return torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+
+
+def some(draw: Any, words: torch.Tensor) -> torch.Tensor:
+    """1 where a word is to be changed: few of them, or half of all."""
+    chosen = torch.rand(len(words), generator=dice(draw)) < draw(st.sampled_from((0.01, 0.5, 1.0)))
+    return chosen.int()
+
+
+def turned(words: torch.Tensor, columns: int) -> torch.Tensor:
+    """The rows of a matrix in the opposite order."""
+    whole = len(words) // columns * columns
+    return torch.cat([words[:whole].view(-1, columns).flip(0).reshape(-1), words[whole:]])
+
+
+def rectangle(draw: Any, words: torch.Tensor) -> torch.Tensor:
+    """Two are larger and two are smaller by the same, in two rows and two columns: all sums of those stay."""
+    columns = draw(st.sampled_from((2, 4, 32, 64, 1024)))
+    if len(words) < 2 * columns:
+        return words
+    changed, by = words.clone(), draw(st.integers(1, 2**31 - 1))
+    top, left = columns * draw(st.integers(0, len(words) // columns - 2)), draw(st.integers(0, columns - 2))
+    for place, sign in (
+        (top + left, 1),
+        (top + left + 1, -1),
+        (top + columns + left, -1),
+        (top + columns + left + 1, 1),
+    ):
+        changed[place] += sign * by
+    return changed
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@given(data=st.data())
+@settings(deadline=None)
+def test_any_change_of_one_or_several_words_is_noticed(change, data):
+    """Sums of rows and columns call W and -W the same bits, and four signs in a rectangle: ranks that train apart."""
+    count = data.draw(st.one_of(st.integers(1, 200), st.sampled_from((1024, 4096, 65_536, 140_001))))
+    kind = data.draw(st.sampled_from(("random", "equal", "positive")))
+    words = torch.randint(-(2**31), 2**31 - 1, (count,), generator=dice(data.draw)).int()
+    words = {"random": words, "equal": words[:1].expand(count).clone(), "positive": words.abs()}[kind]
+    other = change(data.draw, words)
+    here = words[: len(other)]
+    assert torch.equal(replicas._sums(here), replicas._sums(other)) == torch.equal(here, other)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (64, 32), (1024, 1024), (3, 1), (2,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
+def test_weights_of_the_other_sign_are_other_weights(shape, dtype):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(dtype)
+    for those in (values, values.abs().to(dtype)):
+        assert not torch.equal(replicas._sums(those), replicas._sums(-those))
+
+
+def test_a_rank_whose_weights_have_the_other_sign_is_named(run_ranks, meeting_file):
+    def body(rank: int) -> str:
+        with ddpjob.init("gloo", init_method=meeting_file, rank=rank, world_size=3):
+            torch.manual_seed(7)
+            model = torch.nn.Linear(64, 64)
+            if rank == 1:
+                model.weight.data.neg_()
+            return said_by(model)
+
+    for said in run_ranks(body, 3):
+        assert (
+            "parameter weight (float32 [64, 64]) is not the same on all ranks: rank 1 differs from ranks 0, 2" in said
+        )
+
+
+def test_a_gpu_that_takes_more_rows_at_once_comes_to_the_same_sums(monkeypatch):
+    """Where some ranks have their model on the CPU."""
+    values = torch.randn(300_001, generator=torch.Generator().manual_seed(7))
+    one = replicas._sums(values)
+    monkeypatch.setattr(replicas, "_ROWS_AT_ONCE", {})
+    assert torch.equal(replicas._sums(values), one)
+
+
+NOT_PLAIN: dict[str, Callable[[], torch.Tensor]] = {
+    "meta": lambda: torch.ones(2, device="meta"),
+    "subclass": lambda: torch.ones(2).as_subclass(type("Own", (torch.Tensor,), {})),
+    "layout mkldnn": lambda: torch.ones(2, 2).to_mkldnn(),
+}
+
+
+@pytest.mark.parametrize("made", NOT_PLAIN.values(), ids=NOT_PLAIN)
+@pytest.mark.parametrize("on", [(0, 1), (1,)], ids=["on all ranks", "on one rank"])
+def test_a_tensor_without_plain_bits_is_refused_on_every_rank_and_none_waits(end_ranks, meeting_file, made, on):
+    def body(rank: int) -> None:
+        with ddpjob.init("gloo", init_method=meeting_file, rank=rank, world_size=2):
+            ddpjob.check_replicas({"first": torch.ones(2), "second": made() if rank in on else torch.ones(2)})
+
+    for outcome in end_ranks(body, 2, 30):
+        assert outcome.error.startswith("StateError" if len(on) == 2 else "ReplicasDifferError"), outcome
+        assert "second" in outcome.error
 
 
 def test_each_bit_of_each_element_is_noticed():

@@ -7,7 +7,9 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from free_port import free_port
 
 import ddpjob
+from ddpjob import presence
 from ddpjob.init import World
 
 progress_file = importlib.import_module("ddpjob.progress")
@@ -112,11 +116,17 @@ def test_a_file_is_an_ordinary_torch_file(tmp_path):
     assert torch.load(path, weights_only=True)["state"]["weights"].sum() == 2
 
 
-def test_a_value_that_could_not_be_read_back_is_refused_when_it_is_saved(tmp_path):
-    snapshot = ddpjob.Snapshot(tmp_path)
-    with pytest.raises(ddpjob.StateError, match=r"extra\.rates\[1\]: a numpy\.ndarray cannot be saved"):
-        snapshot.save(1, extra={"rates": [1.0, np.zeros(3)]})
-    assert names(tmp_path) == []
+@pytest.mark.parametrize("step", [1.5, torch.tensor(1.5), "3", 0, -1, 10**12])
+def test_a_step_that_names_no_file_is_refused(tmp_path, step):
+    """A step of 13 digits was written under a name that no resume looks for."""
+    with pytest.raises(ddpjob.ConfigurationError, match="step: "):
+        ddpjob.Snapshot(tmp_path).save(step)
+
+
+@pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7)])
+def test_a_step_of_numpy_or_torch_comes_back_as_a_number(tmp_path, step):
+    saved(ddpjob.Snapshot(tmp_path), step)
+    assert ddpjob.Snapshot(tmp_path).load() == 7
 
 
 def test_a_name_that_was_not_saved_is_an_error_and_nothing_is_changed(tmp_path):
@@ -172,7 +182,10 @@ def test_the_newest_states_stay_and_what_crashes_left_is_removed(tmp_path):
     for step in (1, 2, 3, 4):
         saved(snapshot, step)
     assert steps(tmp_path) == [3, 4]
-    assert {path.name for path in tmp_path.iterdir()} - set(names(tmp_path)) == {"writer-000001.json", "notes.txt"}
+    assert {path.name for path in tmp_path.iterdir()} - set(names(tmp_path)) == {
+        *("writer-000001.json", "writer-000001.alive"),
+        "notes.txt",
+    }
 
 
 def test_a_write_that_fails_is_raised_by_the_next_call_and_the_older_state_stays(tmp_path, monkeypatch):
@@ -221,8 +234,6 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
 def test_wrong_arguments_are_named(tmp_path):
     with pytest.raises(ddpjob.ConfigurationError, match="keep: 0"):
         ddpjob.Snapshot(tmp_path, keep=0)
-    with pytest.raises(ddpjob.ConfigurationError, match="step: 0"):
-        ddpjob.Snapshot(tmp_path).save(0)
 
 
 # ---- attempts ----------------------------------------------------------------------------------------------
@@ -460,6 +471,146 @@ def test_two_processes_cannot_take_the_same_number(tmp_path):
     assert not file._create_exclusively_without_links(tmp_path / "writer-000001.json", "{}")
 
 
+# ---- a folder of another job --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other_job(tmp_path: Path) -> Iterator[Callable[..., int]]:
+    """A process of job uid-other that has saved step 5 in the folder and lives until it is told to end."""
+    started = []
+
+    def start(elsewhere: bool = False) -> int:
+        said, saying = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                if elsewhere:
+                    presence._place = lambda: "another machine"
+                os.environ |= {"DDPJOB_UID": "uid-other", "DDPJOB_ATTEMPT": "1"}
+                snapshot = ddpjob.Snapshot(tmp_path / "s")
+                saved(snapshot, 5, weights=torch.full((3,), 5.0))
+                signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+                os.write(saying, b".")
+                signal.pause()
+            finally:
+                del snapshot  # in order, as at the end of an interpreter
+                os._exit(0)
+        os.close(saying)
+        assert os.read(said, 1) == b"."
+        os.close(said)
+        started.append(pid)
+        return pid
+
+    yield start
+    for pid in started:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def ended(pid: int, how: int) -> None:
+    os.kill(pid, how)
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["on this machine", "on another machine"])
+def test_a_folder_of_another_job_that_is_running_is_refused_and_that_job_goes_on(
+    other_job, attempt, tmp_path, monkeypatch, elsewhere
+):
+    """The second job would train on from the first one's weights, and then each ends the other."""
+    monkeypatch.setattr(presence, "BEAT_SECONDS", 0.2)
+    pid = other_job(elsewhere)
+    with pytest.raises(
+        ddpjob.SnapshotError, match=r"/s is in use by job uid-other, which is running\. Give each job a"
+    ):
+        attempt(1)
+    with pytest.raises(ddpjob.SnapshotError, match="in use by job uid-other"):
+        ddpjob.Snapshot(tmp_path / "s").save(1)
+    assert not (tmp_path / "s" / "writer-000002.json").exists()
+    ended(pid, signal.SIGTERM)
+    assert attempt(1).load() == 5
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "how"),
+    [(False, signal.SIGTERM), (False, signal.SIGKILL), (True, signal.SIGTERM)],
+    ids=["in order", "killed on this machine", "in order on another machine"],
+)
+def test_the_state_of_a_job_that_has_ended_is_gone_on_from_at_once_and_that_is_said(
+    other_job, attempt, monkeypatch, receiver, capfd, elsewhere, how
+):
+    monkeypatch.setattr(presence, "SILENT_SECONDS", 1000.0)
+    ended(other_job(elsewhere), how)
+    assert attempt(1).load() == 5
+    said = capfd.readouterr().err
+    assert "goes on from the state of job uid-other, step 5 in " in said
+    assert "give this job a folder of its own" in said
+    assert receiver.next()["metrics"] == {"goesOnFrom": "job uid-other"}
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_a_job_on_a_machine_that_is_silent_is_waited_for_and_then_its_folder_is_taken_over(
+    other_job, attempt, monkeypatch, capfd, how
+):
+    monkeypatch.setattr(presence, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(presence, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(presence, "LOOK_SECONDS", 0.05)
+    os.kill(other_job(elsewhere=True), how)
+    assert attempt(1).load() == 5
+    assert "was in use by job uid-other a moment ago: waiting up to " in capfd.readouterr().err
+
+
+def test_a_claim_that_was_made_a_moment_ago_and_has_no_beat_yet_is_waited_for(attempt, tmp_path, monkeypatch):
+    monkeypatch.setattr(presence, "SILENT_SECONDS", 1.0)
+    folder = tmp_path / "s"
+    folder.mkdir()
+    claim = folder / "writer-000001.json"
+    claim.write_text('{"job": "uid-other", "attempt": 1}')
+    begin = claim.stat().st_mtime
+    attempt(1)
+    assert (folder / "writer-000002.json").stat().st_mtime - begin >= 0.9
+
+
+def test_a_process_that_survives_its_deleted_job_cannot_end_the_next_job(attempt, tmp_path):
+    """Its first save may come late, and was the newest writer then."""
+    newer = attempt(1, job="uid-new")
+    saved(newer, 1)
+
+    def survivor() -> None:
+        os.environ |= {"DDPJOB_UID": "uid-deleted", "DDPJOB_ATTEMPT": "7"}
+        with pytest.raises(ddpjob.SnapshotError, match="in use by job uid-new"):
+            ddpjob.Snapshot(tmp_path / "s").save(900)
+
+    process = multiprocessing.get_context("fork").Process(target=survivor)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    saved(newer, 2)
+    assert steps(tmp_path / "s") == [1, 2]
+
+
+def test_a_job_beats_as_long_as_it_holds_the_folder_and_no_longer(attempt, tmp_path, monkeypatch):
+    monkeypatch.setattr(presence, "BEAT_SECONDS", 0.02)
+    holder = attempt(1)
+    beat = tmp_path / "s" / "writer-000001.alive"
+    begin = beat.stat().st_mtime_ns
+    while beat.stat().st_mtime_ns == begin:
+        time.sleep(0.01)
+    assert "process" in beat.read_text()
+    del holder
+    assert beat.read_text() == "", "left in order"
+    saved(attempt(2), 1)
+    assert not beat.exists(), "the next writer tidies up"
+
+
+@pytest.mark.parametrize("claim", ["", "[]", "{}", '{"job": 3, "attempt": 1}', '{"job": "a", "attempt": "x"}', "null"])
+def test_a_claim_that_is_none_of_ours_is_no_reason_to_end(attempt, tmp_path, claim):
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "writer-000001.json").write_text(claim)
+    saved(attempt(1), 3)
+    assert attempt(2).load() == 3
+
+
 # ---- several ranks -----------------------------------------------------------------------------------------
 
 
@@ -508,6 +659,98 @@ def test_a_step_that_is_saved_twice_keeps_every_ranks_random_numbers(run_ranks, 
     assert files
     for file in files:
         assert sorted(torch.load(file, weights_only=True)["rng"]) == [0, 1], file.name
+
+
+def rng_of(path: Path) -> list[int]:
+    return sorted(torch.load(path, weights_only=True)["rng"])
+
+
+def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_ranks, tmp_path, monkeypatch):
+    """They were left out for good: a resume was silently another one, and what nobody read filled rank 0's store."""
+    snapshot_file = importlib.import_module("ddpjob.snapshot")
+    monkeypatch.setattr(snapshot_file, "RNG_WAIT_SECONDS", 0.2)
+    folder = tmp_path / "s"
+
+    def body(rank: int) -> list[int]:
+        keys = []
+        with world_of(rank, 2, f"tcp://127.0.0.1:{port}") as world:
+            snapshot = ddpjob.Snapshot(folder, world, keep=100)
+            while rank == 1 and not list(folder.glob("step-*1.*.pt")):  # until it is too late
+                time.sleep(0.01)
+            for step in range(1, 13):
+                snapshot.save(step)
+                snapshot.wait()
+                snapshot_file.RNG_WAIT_SECONDS = 30.0  # longer than this machine is ever held up
+                torch.distributed.barrier()
+                keys.append(importlib.import_module("ddpjob.init").store_of(world).num_keys())
+        return keys
+
+    port = free_port()
+    counts = run_ranks(body, 2)[0]
+    kept = {step: rng_of(next(folder.glob(f"step-{step:012d}.*"))) for step in range(1, 13)}
+    assert kept[1] == [0]
+    assert all(kept[step] == [0, 1] for step in range(2, 13)), kept
+    assert counts[-1] <= counts[2], "the store grows with each save"
+
+
+def test_ranks_that_save_what_rank_0_does_not_read_fill_no_store(run_ranks, tmp_path):
+    """Rank 0 may have left, or write less often."""
+
+    def body(rank: int) -> list[int]:
+        keys = []
+        with world_of(rank, 2, f"tcp://127.0.0.1:{port}") as world:
+            snapshot = ddpjob.Snapshot(tmp_path / "s", world)
+            for step in range(1, 13):
+                if rank == 1:
+                    snapshot.save(step)
+                keys.append(importlib.import_module("ddpjob.init").store_of(world).num_keys())
+        return keys
+
+    port = free_port()
+    counts = run_ranks(body, 2)[1]
+    assert counts[-1] <= counts[5], counts
+
+
+def test_a_resume_without_a_ranks_random_states_says_so(run_ranks, tmp_path, capfd):
+    def save(rank: int) -> None:
+        with world_of(rank, 2, f"file://{tmp_path}/a") as world:
+            if world.is_main:
+                saved(ddpjob.Snapshot(tmp_path / "s", world), 1)
+
+    def load(rank: int) -> int:
+        with world_of(rank, 2, f"file://{tmp_path}/b"):
+            return ddpjob.Snapshot(tmp_path / "s").load()
+
+    run_ranks(save, 2)
+    run_ranks(load, 2)
+    assert capfd.readouterr().err.count("has no random state of rank 1, which did not save in time") == 1
+
+
+def test_two_folders_of_the_same_last_name_keep_their_random_states_apart(run_ranks, tmp_path, patient):
+    """a/ckpt took what rank 1 had said for b/ckpt, and the other way round."""
+
+    def save(rank: int) -> list[float]:
+        drawn = []
+        with world_of(rank, 2, f"file://{tmp_path}/meet"):
+            order = [tmp_path / "a" / "ckpt", tmp_path / "b" / "ckpt"]
+            for number, folder in enumerate(order if rank == 0 else order[::-1]):
+                torch.manual_seed(10 * rank + number)
+                snapshot = ddpjob.Snapshot(folder)
+                snapshot.save(1)
+                snapshot.wait()
+                drawn.append(float(torch.rand(())))
+        return drawn
+
+    def load(rank: int) -> list[float]:
+        drawn = []
+        with world_of(rank, 2, f"file://{tmp_path}/meet-again"):
+            for name in "ab":
+                ddpjob.Snapshot(tmp_path / name / "ckpt").load()
+                drawn.append(float(torch.rand(())))
+        return drawn
+
+    (a0, b0), (b1, a1) = run_ranks(save, 2)
+    assert run_ranks(load, 2) == [[a0, b0], [a1, b1]]
 
 
 def test_rank_0_may_save_alone(run_ranks, tmp_path):

@@ -234,6 +234,19 @@ def test_an_import_error_on_all_nodes_before_the_first_step_is_permanent() -> No
     assert settled(pods[0], stepped=False, nodes=1)[1] == "permanent"
 
 
+@pytest.mark.parametrize(("code", "said"), [(137, "rank 0 done"), (1, table("sigterm-to-torchrun-at-its-end"))])
+def test_a_torchrun_that_only_waited_for_the_other_nodes_had_a_rank_that_ended_early(code: int, said: str) -> None:
+    """torchrun stays for five minutes when its ranks have ended with 0, so no pod completes beside the complaint."""
+    known: dict[str, Any] = {"steps": {0: 20, 1: 20}, "launched": causes.Launched(torchrun=True)}
+    waits = told(pod(0, code, said=said, seconds=22), 11)
+    failure, found = settled(waits, pod(1, said=PEER), first=first_sign(pod(1, said=PEER)), **known)
+    assert (failure.rank, failure.exit_code, found) == (0, 0, "application")
+    assert "ended with exit code 0 after step 20 while rank 1 was in step 21" in causes.sentence(failure)
+    assert settled(first=failure)[1] == found, "also when its pods are gone"
+    busy = told(pod(0, code, said=table("sigterm-to-torchrun"), seconds=12), 11)
+    assert settled(busy, pod(1, said=PEER), first=first_sign(pod(1, said=PEER)), **known)[1] == "infrastructure"
+
+
 @pytest.mark.parametrize("code", [126, 127])
 def test_what_no_node_can_start_is_permanent_while_the_job_has_never_trained(code: int) -> None:
     pods = [pod(rank, code) for rank in range(3)]

@@ -10,7 +10,7 @@ from cancelling import ends_although
 
 from ddpjob_operator import api
 from ddpjob_operator.kube.client import ApiError
-from ddpjob_operator.kube.events import PASSING_SECONDS, QUEUE_MAX, REPEAT_SECONDS, Events, body
+from ddpjob_operator.kube.events import PASSING_SECONDS, QUEUE_MAX, QUEUE_OF_JOB_MAX, REPEAT_SECONDS, Events, body
 from ddpjob_operator.plan import Event
 
 JOB = api.Metadata(name="digits", namespace="team", uid="u")
@@ -78,11 +78,42 @@ def test_a_server_that_takes_no_events_stops_nothing() -> None:
     assert play((0, RUN), (1, CREATING), (9, None), error=ApiError(403, "Forbidden", "no")) == []
 
 
-def test_what_waits_is_bounded() -> None:
+def test_what_waits_is_bounded_and_no_job_takes_all_the_room() -> None:
+    """Events of thousands of restarts in one namespace left no room for the one Warning of another's job."""
     events = Events(Server())  # type: ignore[arg-type]
-    for i in range(QUEUE_MAX + 50):
-        events.send(JOB, (Event("Normal", "AllNodesRun", str(i)),), AT)
-    assert len(events._waiting) == QUEUE_MAX
+    for number in range(QUEUE_MAX // QUEUE_OF_JOB_MAX + 5):
+        job = api.Metadata(name=f"loud-{number}", namespace="loud", uid=f"loud-{number}")
+        for i in range(QUEUE_OF_JOB_MAX + 50):
+            events.send(job, (Event("Normal", "AllNodesRun", str(i)),), AT)
+    assert len(events) == QUEUE_MAX
+    events.send(JOB, (RUN,), AT)
+    assert len(events) == QUEUE_MAX
+    assert len(events._waiting[JOB.uid]) == 1, "another namespace's newest has made room"
+
+
+def test_events_that_hang_in_one_namespace_hold_up_no_other() -> None:
+    """One task sent all Events: a webhook of 10 s in one namespace kept every job's Warnings back for hours."""
+
+    class Hanging(Server):
+        async def create(self, path: str, body: dict[str, Any]) -> None:
+            if "/namespaces/loud/" in path:
+                await asyncio.get_running_loop().create_future()
+            await super().create(path, body)
+
+    async def run() -> list[str]:
+        server = Hanging()
+        events = Events(server, clock=lambda: server.now)  # type: ignore[arg-type]
+        for number in range(40):
+            events.send(api.Metadata(name=f"loud-{number}", namespace="loud", uid=f"{number}"), (RUN,), AT)
+        events.send(JOB, (RUN, Event("Warning", "RankFailed", "rank 3")), AT)
+        running = asyncio.create_task(events.run())
+        for _ in range(50):
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return server.got
+
+    assert asyncio.run(run()) == ["AllNodesRun", "RankFailed"], "in their order"
 
 
 def test_an_event_is_as_kubectl_describe_looks_for_it() -> None:

@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 from cancelling import ends_although
+from slow_server import play
 
-from ddpjob_operator.kube.queue import BACK_OFF_SECONDS_MAX, Queue, RetryError, Schedule
+from ddpjob_operator.kube.queue import BACK_OFF_SECONDS_MAX, QUICK_SECONDS, Queue, RetryError, Schedule
 
 START = 10_000.25  # a clock that starts at an odd moment
 
@@ -113,6 +114,37 @@ def test_the_longest_look_is_known() -> None:
     assert jobs.stuck_seconds(START + 9) == 4
 
 
+def test_namespaces_take_turns_however_many_jobs_are_due_in_one() -> None:
+    """After a restart of the operator one job waited until all 5,000 of another namespace had been looked at."""
+    jobs: Schedule[tuple[str, str]] = Schedule()
+    for number in range(5000):
+        jobs.add(("crowded", str(number)), START)
+    jobs.add(("quiet", "job"), START + 1)
+    assert ("quiet", "job") in [jobs.pop(START + 1) for _ in range(2)]
+
+
+def test_a_namespace_has_so_many_looks_at_a_time_and_its_others_wait_for_one_to_end() -> None:
+    jobs: Schedule[tuple[str, str]] = Schedule(of_namespace=2)
+    for number in range(3):
+        jobs.add(("slow", str(number)), START)
+    assert [jobs.pop(START) for _ in range(3)] == [("slow", "0"), ("slow", "1"), None]
+    assert jobs.next_at() is None, "nothing to wake up for"
+    jobs.add(("quick", "job"), START)
+    assert jobs.next_at() == START
+    assert jobs.pop(START) == ("quick", "job")
+    jobs.failed(("slow", "0"), START)
+    assert jobs.pop(START) == ("slow", "2")
+
+
+def test_a_look_that_gets_answers_is_not_stuck_however_long_it_takes() -> None:
+    """The probe had the operator killed ten minutes into creating a thousand pods."""
+    jobs = schedule(("a", 0))
+    jobs.pop(START)
+    jobs.progressed("a", START + 500)
+    jobs.progressed("of another time", START + 500)
+    assert jobs.stuck_seconds(START + 601) == 101
+
+
 class Looks:
     """Looks that wait until the test lets them end."""
 
@@ -176,6 +208,26 @@ def test_at_most_so_many_looks_are_under_way() -> None:
     looks = asyncio.run(run())
     assert looks.most == 3
     assert sorted(looks.seen) == sorted(f"job-{i}" for i in range(10))
+
+
+def test_a_slow_look_leaves_its_place_to_others() -> None:
+    async def run() -> None:
+        looks = Looks()
+        queue: Queue[str] = Queue(looks, clock=asyncio.get_running_loop().time, looks_max=2)
+        for name in ("slow", "slow too", "another"):
+            queue.add(name)
+        running = asyncio.create_task(queue.run())
+        await asyncio.sleep(QUICK_SECONDS / 2)
+        assert looks.seen == ["slow", "slow too"]
+        await asyncio.sleep(QUICK_SECONDS)
+        assert looks.seen == ["slow", "slow too", "another"]
+        looks.go.set()
+        await asyncio.sleep(QUICK_SECONDS)
+        assert queue._free == 2, "each place is given back once"
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    play(run)
 
 
 @pytest.mark.parametrize("error", [RetryError("the API server is away"), KeyError("a bug")])

@@ -298,11 +298,19 @@ def test_a_new_pod_is_told_what_is_left_of_the_budgets() -> None:
         "stall": 10,
         "inARow": 3,
         "chargedInARow": 3,
+        "peersLost": 0,
         "step": 0,
         "replaced": 1,
         "known": {"replacement": 0, "application": 2, "infrastructure": 0, "stall": 0},
     }
     assert (told["DDPJOB_REPLACEMENT"], told["DDPJOB_STALL_TIMEOUT"]) == ("1", "90")
+    assert "DDPJOB_RESTART_GRACE" not in told, "unset it is 0.1 s in place"
+
+
+def test_a_restart_grace_that_the_user_has_set_is_told_to_the_agents() -> None:
+    """Ranks that save in their SIGTERM handler lose it: they had 0.1 s, whatever the job said."""
+    world = trained(restartGraceSeconds=20).settle().exits(1, code=137).settle()
+    assert variables(world, rank=1, replacement=1)["DDPJOB_RESTART_GRACE"] == "20"
 
 
 def test_steps_that_agents_have_had_for_their_verdict_are_no_progress_for_the_operators() -> None:

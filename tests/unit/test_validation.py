@@ -299,7 +299,7 @@ def refused(path: str, *settings: str, job: str | None = None) -> str:
         ("- 1\n", "bad.yaml:1: a DDPJob is a mapping with apiVersion, kind, metadata and spec, not a list"),
         ("a: [1\n", "bad.yaml:2: not valid YAML: did not find expected ',' or ']'"),
         ("a: 1\na: 2\n", "bad.yaml:2: a is there twice; remove one"),
-        (b"\xff\xfe", "bad.yaml: byte 0 is not UTF-8: this is no YAML text"),
+        (b"\xff\xfe", "bad.yaml:1: byte 0 is not UTF-8: this is no YAML text"),
         ("a: &x [*x]\n", "bad.yaml:1: an alias that contains itself"),
         (HEAD + "spec:\n  # comment\n  nodes: 0\n  template: {}\n", "bad.yaml:6: spec.nodes: must be at least 1, is 0"),
         (GOOD + "---\n" + GOOD.replace("digits", "other"), "Choose one with --job NAME"),

@@ -11,6 +11,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ class GlobalBatchSampler:
         if epoch != self._epoch:
             self.set_epoch(epoch)
         order = _shuffled(self.n, self.seed, epoch)
-        while self._consumed < self._samples_per_epoch():
+        while self._samples_left() > 0:
             start, stop = self._consumed, min(self._consumed + self.global_batch, self.n)
             self._consumed = stop
             yield self._share(order, start, stop)
@@ -114,7 +115,9 @@ class GlobalBatchSampler:
 
     def __iter__(self) -> Iterator[Batch]:
         """One epoch, as a DataLoader wants it from its `batch_sampler`; the next iteration is the next epoch."""
-        smallest = self.global_batch if self.drop_last else self.n % self.global_batch or self.global_batch
+        # From where a resume begins: with another global batch than before, the last one is of another size.
+        last = (self.n - self._consumed) % self.global_batch
+        smallest = self.global_batch if self.drop_last or not last else last
         if smallest < self.world_size:
             raise ConfigurationError(
                 f"a global batch of {smallest} samples leaves some of {self.world_size} ranks without any, which a "
@@ -143,10 +146,15 @@ class GlobalBatchSampler:
                     f"{name}: the saved state has {state.get(name)}, this sampler {mine}: the order would be another "
                     f"one. Start with {name}={state.get(name)}, or from an empty snapshot folder."
                 )
-        self._epoch, self._consumed = int(state["epoch"]), int(state["consumed"])
+        epoch, consumed = (_whole(state, name) for name in ("epoch", "consumed"))
+        if consumed > self.n:
+            raise StateError(f"consumed: the saved state has {consumed}, an epoch has n: {self.n}. It is damaged.")
+        self._epoch, self._consumed = epoch, consumed
 
-    def _samples_per_epoch(self) -> int:
-        return len(self) * self.global_batch if self.drop_last else self.n
+    def _samples_left(self) -> int:
+        """That this epoch still trains. By what is left, because the global batch may have been another one before."""
+        left = self.n - self._consumed
+        return left - left % self.global_batch if self.drop_last else left
 
     def _share(self, order: torch.Tensor, start: int, stop: int) -> Batch:
         small, larger = divmod(stop - start, self.world_size)
@@ -277,6 +285,13 @@ class DataPartitioner:
             partition.set_epoch(epoch)
 
 
+def _whole(state: Mapping[str, Any], name: str) -> int:
+    value = state.get(name)
+    if type(value) is not int or value < 0:
+        raise StateError(f"{name}: the saved state has {value!r}, must be a whole number from 0 on. It is damaged.")
+    return value
+
+
 def _sizes(n: int, fractions: Sequence[float]) -> list[int]:
     """Whole sizes nearest to the fractions of n that add up to n: the largest remainders are rounded up."""
     if not fractions:
@@ -286,8 +301,10 @@ def _sizes(n: int, fractions: Sequence[float]) -> list[int]:
             raise ConfigurationError(f"fractions[{i}]: {fraction} must be a number from 0 to 1.")
     if abs(math.fsum(fractions) - 1) > 1e-6:
         raise ConfigurationError(f"fractions: {list(fractions)} add up to {math.fsum(fractions):g}, must be 1.")
-    sizes = [math.floor(fraction * n) for fraction in fractions]
-    by_remainder = sorted(range(len(fractions)), key=lambda i: sizes[i] - fractions[i] * n)
+    # Exact, and of their own sum: [0.3333333] * 3 of 50,000,000 are 49,999,995, and no rounding makes up for five.
+    exact = [Fraction(fraction) * n / sum(map(Fraction, fractions)) for fraction in fractions]
+    sizes = [math.floor(size) for size in exact]
+    by_remainder = sorted(range(len(fractions)), key=lambda i: sizes[i] - exact[i])
     for i in by_remainder[: n - sum(sizes)]:
         sizes[i] += 1
     return sizes

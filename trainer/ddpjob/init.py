@@ -7,7 +7,6 @@ Works under torchrun and torch.distributed.launch, in processes of torch.multipr
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import multiprocessing.util
 import os
@@ -29,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import stop, termination
 from .errors import ConfigurationError, DDPJobError, RendezvousError, UnsupportedError
+from .kept import never_destroy
 from .progress import announce
 from .settling import settle
 
@@ -145,7 +145,7 @@ def init(
     else:
         store = _join(init_method, place, backend, chosen, timedelta(seconds=timeout_start_seconds))
     if backend == "gloo":
-        _never_destroy(dist.distributed_c10d._get_default_group())
+        never_destroy(dist.distributed_c10d._get_default_group())
     attempt = _integer(os.environ, "DDPJOB_ATTEMPT", 1)
     world = World(*place, chosen, backend, attempt, timeout_step_seconds)
     _group, _groups_joined = _Group(world, store, os.getpid()), _groups_joined + 1
@@ -509,18 +509,6 @@ def _leave() -> None:
             _wait_for_others(group, CLOSE_SECONDS if stop.stopped_at() is None else STOPPED_CLOSE_SECONDS)
             settle(SETTLE_SECONDS, wait_for_work=True)
             dist.destroy_process_group()
-
-
-def _never_destroy(group: dist.ProcessGroup) -> None:
-    """Keep one reference for ever, so that the destructor of a gloo group never runs.
-
-    It joins gloo's threads while it holds the interpreter's lock; one that has just finished a collective wants that
-    lock to release the tensor (ProcessGroupGloo::runLoop -> decref_pyobject). close() then hung for ever in 5 of 46
-    groups of 3, with stacks that show it, and it does so in whoever drops the last reference: the DDP model as well.
-    A collective still under way holds the destructor until its time-out besides (20 s of 20 s). Without it the
-    threads and sockets end with the process.
-    """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _run_before_leaving() -> None:

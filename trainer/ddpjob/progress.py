@@ -91,11 +91,11 @@ def pause(phase: Literal["save", "evaluate"]) -> Iterator[None]:
         _cells[cells.PHASE] = _phase()
 
 
-def announce(step: int = 0) -> None:
+def announce(step: int = 0, **metrics: Any) -> None:
     """Say that this rank lives and has not made a step yet: `init` does, and `Snapshot.load` with the step it found."""
     global _latest
     if not _stepping:
-        _latest = (step, None, None, {}, monotonic())
+        _latest = (step, None, None, metrics, monotonic())
         _beat(step)
         _post_now()
         with contextlib.suppress(Exception):

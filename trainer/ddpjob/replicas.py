@@ -16,9 +16,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from . import gather
-from .errors import ReplicasDifferError
+from .errors import ReplicasDifferError, StateError
+from .states import not_whole, sharded
 
-_COLUMNS = 1024
+_COLUMNS = 65_536  # pairs of words in a row: with their weights they stay in a processor's cache
+_ROWS_AT_ONCE = {"cpu": 1}
+_ROWS_AT_ONCE_ELSE = 64  # a launch takes longer than a row; 32 MiB at a time
 _RANKS_NAMED_MAX = 8
 _MEND = (
     "Common causes: weights or a seed that depend on the rank, a change outside of DDP's backward pass, faulty memory. "
@@ -50,7 +53,8 @@ def check_replicas(model: Any, *, buffers: bool = True) -> None:
 
     The error names the first tensor that differs, parameters first, and the ranks that differ from what most ranks
     hold. Where no value has most ranks (with two ranks always), rank 0 is what the others are compared with.
-    One element that changed, or two that changed places, are noticed. Alone, or without a group, it does nothing.
+    Alone, or without a group, it does nothing. A model whose ranks hold parts of it (FSDP, DTensor), and a tensor whose
+    bits are not plain (a subclass, quantized, on the meta device) is a StateError on every rank.
     """
     group = model.process_group if isinstance(model, DistributedDataParallel) else None
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
@@ -71,12 +75,24 @@ def _read(model: Any, buffers: bool) -> tuple[list[str], torch.Tensor, Exception
     """What this rank holds. A rank that cannot say is told to the others, who would wait for it in vain."""
     try:
         found = list(_tensors(model, buffers))
+        _refuse(model, found)
         said = [each.describe() for each in found]
         sums = [_sums(each.tensor) for each in found]
         device = next((s.device for s in sums if s.device.type != "cpu"), torch.device("cpu"))
         return said, torch.stack([s.to(device) for s in sums]) if sums else torch.zeros(0, 2), None
     except Exception as error:
         return [f"tensors that cannot be read: {type(error).__name__}: {error}"[:300]], torch.zeros(1, 2), error
+
+
+def _refuse(model: Any, found: Sequence[_Tensor]) -> None:
+    """Before any of them is touched: an operation on a DTensor waits for the other ranks."""
+    problem = sharded(model.module if isinstance(model, DistributedDataParallel) else model)
+    if problem:
+        raise StateError(f"check_replicas: {problem}")
+    for each in found:
+        wrong = not_whole(each.tensor)
+        if wrong:
+            raise StateError(f"check_replicas: {each.name}: {wrong} cannot be compared bit by bit.")
 
 
 def _tensors(model: Any, buffers: bool) -> Iterator[_Tensor]:
@@ -107,32 +123,50 @@ def _in_containers(path: str, value: Any) -> Iterator[_Tensor]:
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Two numbers that change with any element, and with any two that change places.
+    """Two numbers that change with any change of the bits: of one word for certain, else but for one in 2^32.
 
-    The bits, as 32-bit words, are laid out in rows of 1024; the rows and the columns are summed, and the sums weighted
-    by their place. A swap changes the sums of two columns, or else of two rows. Two plain int32 sums over memory cost
-    0.45 ms per million words; weighting each word 0.7 ms and a copy, sums in int64 5 ms (docs/measured.md).
+    The bits, as 32-bit words, are read as 64-bit numbers in pairs; each pair has a random odd weight, and the sum is
+    modulo 2^64. A change in the upper half of a pair can be lost there: a sign weighs 2^63 with any weight, and any
+    even number of those is nothing. So the second number pairs the words the other way, from the second word on: each
+    word is in the lower half of one of the two. Sums of rows and columns alone cost less and miss every change that
+    adds up to nothing in each row and column, as signs and four words in a rectangle do (docs/measured.md).
     """
     words, odd = _words(tensor)
-    rows = len(words) // _COLUMNS
-    block, rest = words[: rows * _COLUMNS].view(rows, _COLUMNS), words[rows * _COLUMNS :]
+    sums = torch.stack([_weighted(words, 0), _weighted(words[1:], 1)])
     if len(odd):
-        rest = torch.cat([rest, odd.int()])
-    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    if rows:
-        sums[0] = (block.sum(0, dtype=torch.int32) * _weights(_COLUMNS, tensor.device)).sum()
-        sums[1] = (block.sum(1, dtype=torch.int32) * _weights(rows, tensor.device)).sum()
-    if len(rest):
-        sums[0] += (rest * _weights(3 * _COLUMNS, tensor.device)[_COLUMNS : _COLUMNS + len(rest)]).sum()
+        sums[0] += (odd.long() * _weights(len(odd), 4, tensor.device)).sum()
     return sums
+
+
+def _weighted(words: torch.Tensor, number: int) -> torch.Tensor:
+    """The pairs of these words, each times the weight of its column, each row of them times the weight of its row."""
+    columns = _weights(_COLUMNS, number, words.device)
+    if len(words) <= 2 * _COLUMNS:  # most tensors are one row at most
+        return _row_sums(_pairs(words, 2), columns[: (len(words) + 1) // 2])
+    rows = _weights(-(-len(words) // (2 * _COLUMNS)), 2 + number, words.device)
+    at_once = _ROWS_AT_ONCE.get(words.device.type, _ROWS_AT_ONCE_ELSE)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for part, weights in zip(torch.split(words, 2 * _COLUMNS * at_once), torch.split(rows, at_once), strict=True):
+        pairs = _pairs(part, 2 * _COLUMNS).view(-1, _COLUMNS)
+        total += (_row_sums(pairs, columns) * weights).sum()
+    return total
+
+
+def _pairs(words: torch.Tensor, multiple: int) -> torch.Tensor:
+    """A copy, filled up with zeros: torch reads pairs only where they begin at a multiple of 8 bytes."""
+    missing = -len(words) % multiple
+    return (torch.nn.functional.pad(words, (0, missing)) if missing else words.clone()).view(torch.int64)
+
+
+def _row_sums(pairs: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """CUDA has no matrix product of integers; on the CPU it needs no memory between."""
+    return pairs @ columns if pairs.device.type == "cpu" else (pairs * columns).sum(-1)
 
 
 def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The bits of any tensor as 32-bit words, and the bytes that are left."""
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
-    if tensor.is_quantized:
-        tensor = tensor.int_repr()
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if plain.storage_offset() % 4:  # half a word into its storage
         plain = plain.clone()
@@ -140,14 +174,15 @@ def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return plain[:whole].view(torch.int32), plain[whole:]
 
 
-def _weights(count: int, device: torch.device) -> torch.Tensor:
-    """Different, positive and below 2^31: no difference of 32-bit words times one of them is 0 in 64 bits."""
-    return _weights_up_to(1 << (count - 1).bit_length(), device)[:count]
+def _weights(count: int, seed: int, device: torch.device) -> torch.Tensor:
+    """Random odd numbers, the same on every rank: odd, so that no single word that changed is lost."""
+    return _weights_up_to(1 << max(count - 1, 0).bit_length(), seed, device)[:count]
 
 
-@functools.lru_cache(maxsize=8)  # of 300 tensors half the time went into these; they take 1 % of the largest tensor
-def _weights_up_to(count: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(1, count + 1, device=device) * 1_664_525 % 2_147_483_647  # a prime: no two are the same
+@functools.lru_cache(maxsize=32)  # of 300 tensors half the time went into these
+def _weights_up_to(count: int, seed: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1).to(device)
 
 
 # ---- who differs -------------------------------------------------------------------------------------------

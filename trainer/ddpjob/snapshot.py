@@ -4,6 +4,7 @@ Files, all in one folder:
     step-000000000312.writer-000003.9f86d081884c7d65.pt   a state; readable with torch.load(weights_only=True)
     writer-000003.json                                    who the third writer is: {"job": uid, "attempt": 2}, and
                                                           "generation" where ranks were started again in their pods
+    writer-000003.alive                                   its process lives (presence.py)
     .tmp-000003-4711-1                                    a file being written, or left by a crash
 A state's name carries its step, its writer and the first 16 hexadecimal digits of its bytes' SHA-256. The name appears
 by rename, after fsync: a file under such a name is complete, or was damaged later, which the digest shows.
@@ -14,15 +15,18 @@ newest state is that of the highest (writer, step), never of the highest step al
 meet: what a process of an old attempt writes late can neither overwrite nor hide a newer attempt's state. Besides, it
 looks for a higher number before it writes, publishes and prunes, and ends with Superseded. What stays open between the
 look and the rename costs a file too many in the folder, nothing more.
+
+A folder is one job's. Another job takes it over only once the process of the last claim has ended or is silent for a
+minute, says so, and goes on from that state; until then it is refused.
 """
 
 import atexit
-import collections
 import contextlib
 import errno
 import hashlib
 import io
 import json
+import operator
 import os
 import random
 import re
@@ -36,19 +40,24 @@ from typing import IO, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed import Store  # type: ignore[attr-defined]
 
+from . import presence
 from .errors import ConfigurationError, SnapshotError, StateError, Superseded
 from .init import World, active, before_leaving, store_of
 from .progress import announce, pause
+from .states import copied, refuse_sharded, restore, state_of
 
 FORMAT = 1
+STEP_MAX = 10**12 - 1  # of the digits in a state's name
 BROADCAST_CHUNK_BYTES = 64 * 1024 * 1024
+RNG_OFFERS_MAX = 3  # random states of one rank that wait in the store; rank 0 is at most one save behind
 RNG_WAIT_SECONDS = 2.0  # how long the writing thread waits for the other ranks' random states; training does not wait
 
-_STATE_NAME = re.compile(r"step-(\d{12})\.writer-(\d{6})\.([0-9a-f]{16})\.pt")
-_WRITER_NAME = re.compile(r"writer-(\d{6})\.json")
-_TMP_NAME = re.compile(r"\.tmp-(\d{6})-\d+-\d+")
+_STATE_NAME = re.compile(r"step-(\d{12})\.writer-(\d{6,})\.([0-9a-f]{16})\.pt")
+_WRITER_NAME = re.compile(r"writer-(\d{6,})\.json")
+_ALIVE_NAME = re.compile(r"writer-(\d{6,})\.alive")
+_TMP_NAME = re.compile(r"\.tmp-(\d{6,})-\d+-\d+")
 
 
 class Snapshot:
@@ -83,7 +92,8 @@ class Snapshot:
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
         self._files = 0
-        self._others_save = True
+        self._late: dict[int, str] = {}  # ranks without a random state in the file before, and where it was expected
+        self._offered: list[str] = []
         self._last_step, self._repeats = 0, 0
         self.state: dict[str, Any] = {}
         before_leaving(self.wait)
@@ -104,14 +114,15 @@ class Snapshot:
 
         step   steps made so far, at least 1.
         state  each an object with state_dict() (a DDP model is saved without its wrapper), or tensors, numbers,
-               strings, None, and dicts, lists and tuples of them.
+               strings, None, and dicts, lists and tuples of them. By exact type: what would come back as something
+               else (a DTensor, a subclass of Tensor, a namedtuple, a set, …) is a StateError that names it.
 
         Call it on every rank, or on rank 0 alone (then only rank 0's random state is kept); nothing here waits for
         another rank. Waits for the save before it. Raises SnapshotError for what went wrong there, StateError for what
         could not be read back, Superseded once a newer attempt owns the folder.
         """
-        if step < 1:
-            raise ConfigurationError(f"step: {step} must be at least 1: 0 means that there is no snapshot.")
+        step = _checked_step(step)
+        refuse_sharded(state)  # on every rank: rank 0 alone would find out in a call that waits for the others
         # A step that is saved again (in the loop, and at the end) must not wait for what the first save has taken.
         self._repeats = self._repeats + 1 if step == self._last_step else 0
         self._last_step = step
@@ -129,7 +140,7 @@ class Snapshot:
             "format": FORMAT,
             "step": step,
             "world_size": self.world_size,
-            "state": {name: _copied(_state_of(value), name) for name, value in state.items()},
+            "state": {name: copied(state_of(value), name) for name, value in state.items()},
         }
         rng = {0: _rng_state()}
         repeat = self._repeats
@@ -193,6 +204,8 @@ class Snapshot:
             self._must_be_newest(writer)
             entry.path.unlink(missing_ok=True)
         for name in os.listdir(self.folder):
+            if (match := _ALIVE_NAME.fullmatch(name)) and int(match[1]) < writer:
+                (self.folder / name).unlink(missing_ok=True)
             # At this moment this process writes nothing: a file of this writer or an older one is of a dead process.
             if (match := _TMP_NAME.fullmatch(name)) and int(match[1]) <= writer:
                 (self.folder / name).unlink(missing_ok=True)
@@ -212,13 +225,28 @@ class Snapshot:
             there = _who_is(self.folder, highest)
             if there == me:  # restarted by another launcher, or a second Snapshot of this process
                 break
-            if there is not None and there["job"] == me["job"] and _life(there) > _life(me):
-                raise self._superseded()
+            if there is not None:
+                self._must_not_belong_to(there, highest)
             if _create_exclusively(self.folder, highest + 1, json.dumps(me)):
                 highest += 1
                 break
         self._writer = highest
+        folder = self.folder  # not self: what beats for it must not keep it
+        presence.begin(self, presence.alive_path(folder, highest), lambda: _highest_writer(folder) <= highest)
         return highest
+
+    def _must_not_belong_to(self, there: Mapping[str, Any], writer: int) -> None:
+        """A later life of this job, or another job that is still running: the folder is theirs."""
+        if there["job"] == self._job:
+            if _life(there) > (self._attempt, self._generation):
+                raise self._superseded()
+            return
+        who = presence.named(there["job"])
+        if presence.lives(_claim_path(self.folder, writer), presence.alive_path(self.folder, writer), who):
+            raise SnapshotError(
+                f"folder: {self.folder} is in use by {who}, which is running. Give each job a folder of its own, or "
+                f"end that job first: two jobs that write into one would go on from each other's states."
+            )
 
     def _must_be_newest(self, writer: int) -> None:
         if _highest_writer(self.folder) > writer:
@@ -228,7 +256,7 @@ class Snapshot:
         there = _who_is(self.folder, _highest_writer(self.folder))
         who = "a newer writer"
         if there is not None:
-            who = f"{_life_named(*_life(there))} of job {there['job'] or '(unnamed)'}"
+            who = f"{_life_named(*_life(there))} of {presence.named(there['job'])}"
         mine = _life_named(self._attempt, self._generation)
         return Superseded(f"snapshot folder {self.folder} belongs to {who} now: this process, of {mine}, must end.")
 
@@ -244,17 +272,40 @@ class Snapshot:
         taken. Raises StateError where a name was not saved, Superseded where a newer attempt owns the folder: on all
         ranks.
         """
+        refuse_sharded(objects)
         self.wait()
         found = self._agreed(self._choose_on_rank_0)
         if found is None:
             return 0
         data = self._read_everywhere(found)
         document = _decoded(data, found.path)
-        _restore(objects, document["state"], found.path)
+        before = self._job_before(found)
+        restore(objects, document["state"], str(found.path))
         self.state = document["state"]
         _restore_rng(document, self.rank, self.world_size)
-        announce(document["step"])
+        if self.rank == 0:
+            self._tell(document, found.path, before)
+        announce(document["step"], **({"goesOnFrom": presence.named(before)} if before is not None else {}))
         return int(document["step"])
+
+    def _job_before(self, entry: "_Entry") -> str | None:
+        """The job whose state this is, where it is another one."""
+        there = _who_is(self.folder, entry.writer)
+        return there["job"] if there is not None and there["job"] != self._job else None
+
+    def _tell(self, document: Mapping[str, Any], path: Path, before: str | None) -> None:
+        if before is not None:
+            _say(
+                f"goes on from the state of {presence.named(before)}, step {document['step']} in {path}. To begin "
+                f"anew, give this job a folder of its own."
+            )
+        seeded = [rank for rank in range(self.world_size) if rank not in document["rng"]]
+        if seeded and document["world_size"] == self.world_size:
+            _say(
+                f"{path} has no random state of {'rank' if len(seeded) == 1 else 'ranks'} "
+                f"{', '.join(map(str, seeded[:8]))}{' …' if len(seeded) > 8 else ''}, which did not save in time: "
+                f"seeded from rank 0's, the same way at each resume."
+            )
 
     def _choose_on_rank_0(self) -> "_Entry | None":
         self._claim()
@@ -263,11 +314,9 @@ class Snapshot:
             if data is not None:
                 self._chosen_bytes = data
                 return entry
-            print(
-                f"ddpjob: snapshot {entry.path} is damaged (its bytes do not match the digest in its name): skipped, "
-                f"the one before it is used",
-                file=sys.stderr,
-                flush=True,
+            _say(
+                f"snapshot {entry.path} is damaged (its bytes do not match the digest in its name): skipped, the one "
+                f"before it is used"
             )
         return None
 
@@ -328,39 +377,67 @@ class Snapshot:
     def _offer_rng(self, step: int) -> None:
         """Through the store, not by a collective: `save` on rank 0 alone must not wait for the others."""
         store = store_of(self._world)
-        if store is not None:
-            buffer = io.BytesIO()
-            torch.save(_rng_state(), buffer)
-            store.set(_rng_key(self.folder, step, self._repeats, self.rank), buffer.getvalue())  # type: ignore[arg-type]  # takes both
+        if store is None:
+            return
+        buffer = io.BytesIO()
+        torch.save(_rng_state(), buffer)
+        self._offered.append(_rng_key(self.folder, step, self._repeats, self.rank))
+        store.set(self._offered[-1], buffer.getvalue())  # type: ignore[arg-type]  # takes both
+        if len(self._offered) > RNG_OFFERS_MAX:  # where rank 0 has not taken it by now, it never will
+            store.delete_key(self._offered.pop(0))
 
     def _collected_rng(self, step: int, repeat: int, rng: dict[int, Any]) -> dict[int, Any]:
+        """The random states of the ranks that save too. One that came too late for the save before is waited for again
+        once its state is there; one that never saves, because rank 0 saves alone, is waited for once."""
         store = store_of(self._world)
         missing = {rank: _rng_key(self.folder, step, repeat, rank) for rank in range(1, self.world_size)}
+        if store is None:
+            return rng
         deadline = time.monotonic() + RNG_WAIT_SECONDS
-        while store is not None and self._others_save and missing and time.monotonic() < deadline:
-            try:
-                here = [rank for rank, key in missing.items() if store.check([key])]
-                for rank in here:
+        with contextlib.suppress(RuntimeError):  # the group is being left: the state is worth more than others' dice
+            silent = {rank for rank, key in self._late.items() if not _taken(store, key)}
+            while missing:
+                for rank in [rank for rank, key in missing.items() if store.check([key])]:
                     key = missing.pop(rank)
                     rng[rank] = torch.load(io.BytesIO(store.get(key)), weights_only=True)
                     store.delete_key(key)
-            except RuntimeError:  # the group is being left: the state is worth more than the other ranks' dice
-                break
-            if missing and not here:
+                if missing.keys() <= silent or time.monotonic() > deadline:
+                    break
                 time.sleep(0.005)
-        self._others_save = not missing  # where rank 0 saves alone, only the first save waits in vain
+        self._late = missing
         return rng
+
+
+def _taken(store: Store, key: str) -> bool:
+    """Whether the key is there; it is not afterwards."""
+    return bool(store.check([key]) and store.delete_key(key))
 
 
 def _tell_unraised(reference: "weakref.ref[Snapshot]") -> None:
     """A script that ends without wait() or close() must not lose the news that its last state is not there."""
     snapshot = reference()
     if snapshot is not None and snapshot._problem is not None:
-        print(f"ddpjob: {snapshot._problem}", file=sys.stderr, flush=True)
+        _say(str(snapshot._problem))
+
+
+def _say(text: str) -> None:
+    print(f"ddpjob: {text}", file=sys.stderr, flush=True)
 
 
 def _rng_key(folder: Path, step: int, repeat: int, rank: int) -> str:
-    return f"rng/{folder.name}/{step}/{repeat}/{rank}"
+    return f"rng/{folder}/{step}/{repeat}/{rank}"
+
+
+def _checked_step(step: Any) -> int:
+    try:
+        whole = operator.index(step)  # numpy's integers would be written, and not read back
+    except TypeError:
+        raise ConfigurationError(f"step: {step!r} is no whole number.") from None
+    if not 1 <= whole <= STEP_MAX:
+        raise ConfigurationError(
+            f"step: {whole} must be at least 1, for 0 means that there is no snapshot, and at most {STEP_MAX}."
+        )
+    return whole
 
 
 # ---- files -------------------------------------------------------------------------------------------------
@@ -436,10 +513,16 @@ def _highest_writer(folder: Path) -> int:
     return max([int(match[1]) for match in matches if match] + states, default=0)
 
 
+def _claim_path(folder: Path, writer: int) -> Path:
+    return folder / f"writer-{writer:06d}.json"
+
+
 def _who_is(folder: Path, writer: int) -> dict[str, Any] | None:
     try:
-        return dict(json.loads((folder / f"writer-{writer:06d}.json").read_text()))
-    except (OSError, ValueError):
+        claim = dict(json.loads(_claim_path(folder, writer).read_text()))
+        _life(claim)
+        return claim if isinstance(claim["job"], str) else None
+    except (OSError, ValueError, TypeError, KeyError):  # not there, or no claim of ours
         return None
 
 
@@ -454,7 +537,7 @@ def _life_named(attempt: int, generation: int) -> str:
 
 def _create_exclusively(folder: Path, writer: int, content: str) -> bool:
     """Create the claim with its content, or return False where somebody else was first."""
-    path = folder / f"writer-{writer:06d}.json"
+    path = _claim_path(folder, writer)
     tmp = folder / f".tmp-{writer:06d}-{os.getpid()}-0"
     tmp.write_text(content)
     try:
@@ -497,81 +580,20 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-# ---- states ------------------------------------------------------------------------------------------------
-
-
-def _unwrapped(value: Any) -> Any:
-    """A DDP model's names begin with "module."; saved without it, the state also fits the plain model."""
-    return value.module if isinstance(value, DistributedDataParallel) else value
-
-
-def _state_of(value: Any) -> Any:
-    value = _unwrapped(value)
-    return value.state_dict() if hasattr(value, "state_dict") else value
-
-
-def _copied(value: Any, where: str) -> Any:
-    """A deep copy on the CPU of what torch.load(weights_only=True) can read; StateError names anything else.
-
-    Checked now, because a state that can be written but not read is found out after the crash.
-    """
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return _copied_mapping(value, where)
-    if isinstance(value, (list, tuple, torch.Size)):
-        items = [_copied(item, f"{where}[{i}]") for i, item in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
-    if value is None or isinstance(value, (bool, bytes, torch.dtype, torch.device)):
-        return value
-    for plain in (int, float, str):  # numpy.float64 is a float, and would be pickled as numpy's
-        if isinstance(value, plain):
-            return plain(value)
-    raise StateError(
-        f"{where}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved: it would not be read back "
-        f"(weights_only=True). Save tensors, numbers, strings, and dicts, lists and tuples of them."
-    )
-
-
-def _copied_mapping(value: Mapping[Any, Any], where: str) -> Any:
-    copied = {_copied(key, f"{where} key"): _copied(item, f"{where}.{key}") for key, item in value.items()}
-    if isinstance(value, collections.Counter):  # MultiStepLR's milestones
-        return collections.Counter(copied)
-    if not isinstance(value, collections.OrderedDict):
-        return copied
-    ordered = collections.OrderedDict(copied)
-    if hasattr(value, "_metadata"):  # versions of the modules, which load_state_dict looks at
-        ordered._metadata = _copied(value._metadata, f"{where} metadata")  # type: ignore[attr-defined]
-    return ordered
+# ---- the document ------------------------------------------------------------------------------------------
 
 
 def _decoded(data: bytes, path: Path) -> dict[str, Any]:
-    document = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    if document.get("format") != FORMAT:
-        raise StateError(f"{path}: format {document.get('format')}, this library reads {FORMAT}.")
-    return dict(document)
-
-
-def _restore(objects: Mapping[str, Any], state: Mapping[str, Any], path: Path) -> None:
-    """All names are looked up before anything is changed."""
-    missing = sorted(set(objects) - set(state))
-    if missing:
-        raise StateError(f"{path}: has no {', '.join(missing)}; it has {', '.join(sorted(state)) or 'nothing'}.")
-    for name, target in objects.items():
-        target = _unwrapped(target)
-        if hasattr(target, "load_state_dict"):
-            target.load_state_dict(state[name])
-        elif isinstance(target, torch.Tensor):
-            with torch.no_grad():
-                target.copy_(state[name])
-        elif isinstance(target, dict):
-            target.clear()
-            target.update(state[name])
-        else:
-            raise StateError(
-                f"{name}: a {type(target).__name__} cannot be restored in place. Leave it out of load(): its value is "
-                f"in snapshot.state[{name!r}] afterwards."
-            )
+    try:
+        document = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # its bytes are what was written, perhaps by another version of torch
+        raise SnapshotError(
+            f"{path}: this torch {torch.__version__} does not read it: {_reason(error).splitlines()[0]}"
+        ) from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        found = document.get("format") if isinstance(document, dict) else None
+        raise StateError(f"{path}: format {found}, this library reads {FORMAT}.")
+    return document
 
 
 # ---- random states -----------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from aiohttp import web
 
 from ddpjob_operator import api, build, contract, facts
 from ddpjob_operator.kube import access, kopf_session, observe, reading
+from ddpjob_operator.kube.claims import Claims, namespace_of
 from ddpjob_operator.kube.client import ApiError, Client, Limits
 from ddpjob_operator.kube.events import Events
 from ddpjob_operator.kube.execute import Caches, Executor
@@ -92,6 +93,8 @@ class Settings:
     """DDPJOB_LEASE_NAMESPACE: where the Lease is by which one of several acts. Empty: this one always does."""
     lease_name: str = "ddpjob-operator"
     """DDPJOB_LEASE_NAME."""
+    claim_namespace: str = "kube-system"
+    """DDPJOB_CLAIM_NAMESPACE: where the releases that watch all namespaces find each other (claims.py)."""
     lease: Durations = dataclasses.field(default_factory=Durations)
     """DDPJOB_LEASE_SECONDS, DDPJOB_LEASE_RENEW_SECONDS, DDPJOB_LEASE_RETRY_SECONDS."""
     pod_name: str = ""
@@ -118,6 +121,7 @@ class Settings:
             ),
             lease_namespace=environment.get("DDPJOB_LEASE_NAMESPACE", ""),
             lease_name=environment.get("DDPJOB_LEASE_NAME", "ddpjob-operator"),
+            claim_namespace=environment.get("DDPJOB_CLAIM_NAMESPACE", "kube-system"),
             lease=Durations.read(environment),
             pod_name=environment.get("DDPJOB_POD_NAME", ""),
             pod_ip=environment.get("DDPJOB_POD_IP", ""),
@@ -133,13 +137,17 @@ class Settings:
 class Operator:
     """All parts, wired. `start` and `stop` frame its life; `job_seen` is told of every change of a DDPJob."""
 
-    def __init__(self, settings: Settings, client: Client, leader: Leader | None = None) -> None:
-        """`client` writes only while `leader` holds its Lease; without a leader this operator is the only one."""
+    def __init__(
+        self, settings: Settings, client: Client, leader: Leader | None = None, claims: Claims | None = None
+    ) -> None:
+        """`client` writes only while `leader` holds its Lease, and where `claims` hold; without them this operator is
+        the only one."""
         self.settings = settings
         self.broken = False
         self.stop_flag = asyncio.Event()
         self._client = client
         self._leader = leader
+        self._claims = claims
         self._leads = leader is None
         self._ending_since: float | None = None
         """Since when a term of leading comes to its end."""
@@ -171,12 +179,21 @@ class Operator:
         self._queue: Queue[Key] = Queue(self._look, clock=time.monotonic)
         self._events = Events(self._client, instance=os.environ.get("HOSTNAME", ""))
         reporting = build.Reporting(self.settings.status_url) if self.settings.status_url else None
-        executor = Executor(self._client, self.caches, self._events, now=_now, reporting=reporting)
-        self._reconciler = Reconciler(self.caches, executor, now=_now, settings=self.settings.rules)
+        executor = Executor(
+            self._client,
+            self.caches,
+            self._events,
+            now=_now,
+            clock=time.monotonic,
+            reporting=reporting,
+            progressed=self._queue.progressed,
+        )
+        rules = self.settings.rules
+        self._reconciler = Reconciler(self.caches, executor, now=_now, clock=time.monotonic, settings=rules)
 
     async def start(self) -> None:
         """Returns once the DDPJobs can be watched; waits for the CRD and the rights to do so."""
-        self._health = await _serve_health(self.settings.health_port, self.unhealthy)
+        self._health = await _serve_health(self.settings.health_port, self.unhealthy, self.standing_by)
         if self.settings.status_port:
             await self._receiver.start(None, self.settings.status_port)
         for reflector in (*self._reflectors, *([self._nodes] if self._nodes else [])):
@@ -189,6 +206,8 @@ class Operator:
         self._run("sweep", self._sweep())
         if self._leader is not None:
             # Not earlier: an operator that may not even see the jobs must not keep the Lease from one that may.
+            if self._claims is not None:
+                self._run("claims", self._claims.run(self._claims_changed))
             self._run("lease", self._leader.run())
             self._run("terms", self._lead(self._leader))
 
@@ -203,6 +222,8 @@ class Operator:
         if self._leader is not None:
             await self._leader.release()
             await self._leader.close()
+        if self._claims is not None:
+            await self._claims.close()
         await self._receiver.stop()
         await self._forwarder.close()
         if self._health is not None:
@@ -239,7 +260,7 @@ class Operator:
             if task.done():
                 return f"{task.get_name()} has ended"
         if self._queue.stuck_seconds() > STUCK_SECONDS:
-            return f"a look at a job has been going on for {self._queue.stuck_seconds():.0f} s"
+            return f"a look at a job has got no answer for {self._queue.stuck_seconds():.0f} s"
         if self._ending_since is not None and (took := time.monotonic() - self._ending_since) > STUCK_SECONDS:
             return f"it stopped leading {took:.0f} s ago, and what it did then has not ended"
         for reflector in self._reflectors:
@@ -247,6 +268,19 @@ class Operator:
             if silent > STUCK_SECONDS:
                 return f"the watch of {reflector.what} has done nothing for {silent:.0f} s"
         return ""
+
+    def standing_by(self) -> str:
+        """Which jobs another release has; that is no reason for a restart."""
+        return "; ".join(self._claims.standing_by()) if self._claims is not None else ""
+
+    def _acts(self, namespace: str) -> bool:
+        return self._claims is None or self._claims.hold(namespace)
+
+    def _claims_changed(self) -> None:
+        self._reconciler.forget(lambda key: not self._acts(key[0]))
+        for key in self.caches.jobs:
+            if self._acts(key[0]):
+                self._mark(key)
 
     async def _lead(self, leader: Leader) -> None:
         while True:
@@ -283,6 +317,8 @@ class Operator:
         gc.set_threshold(50_000, 20, 50)
 
     async def _look(self, key: Key) -> float | None:
+        if not self._acts(key[0]):
+            return None  # looked at when that changes
         # Before both lists are there, a pod that is not in our copy would look as if it had vanished.
         here = (r for r in self._reflectors if r.namespace in ("", key[0]))
         if not all(r.synced.is_set() for r in here):
@@ -410,8 +446,7 @@ def handlers(operator: Operator) -> kopf.OperatorRegistry:
 
 async def serve(settings: Settings) -> int:
     """Runs until SIGTERM or SIGINT; the exit code."""
-    leader = _leader(settings)
-    operator = Operator(settings, Client(may_write=leader.holds) if leader else Client(), leader)
+    operator = _operator(settings)
     try:
         await kopf.operator(
             registry=handlers(operator),
@@ -453,25 +488,42 @@ class _Formatter(logging.Formatter):
         return mask(clean(super().format(record)))
 
 
-def _leader(settings: Settings) -> Leader | None:
+def _operator(settings: Settings) -> Operator:
     if not settings.lease_namespace:
-        return None
+        return Operator(settings, Client())
+    leader, claims = _leader(settings), _claims(settings)
+    client = Client(may_write=lambda path: leader.holds() and claims.hold(namespace_of(path)))
+    return Operator(settings, client, leader, claims)
+
+
+def _leader(settings: Settings) -> Leader:
     # A name of its own for each process: one that was started anew knows nothing of what the last one was writing.
     identity = f"{settings.pod_name or socket.gethostname()}_{uuid.uuid4().hex[:8]}"
-    seconds = settings.lease.turn_seconds
-    client = Client(limits=Limits(connect_seconds=seconds, request_seconds=seconds, tries=2))
     place = settings.lease_namespace, settings.lease_name
-    return Leader(client, *place, identity, settings.lease, settings.status_address)
+    return Leader(_client_for_leases(settings), *place, identity, settings.lease, settings.status_address)
 
 
-async def _serve_health(port: int, unhealthy: Callable[[], str]) -> web.AppRunner | None:
+def _claims(settings: Settings) -> Claims:
+    release = f"{settings.lease_namespace}/{settings.lease_name}"
+    where = settings.namespaces, settings.claim_namespace
+    return Claims(_client_for_leases(settings), *where, release, settings.lease)
+
+
+def _client_for_leases(settings: Settings) -> Client:
+    seconds = settings.lease.turn_seconds
+    return Client(limits=Limits(connect_seconds=seconds, request_seconds=seconds, tries=2))
+
+
+async def _serve_health(
+    port: int, unhealthy: Callable[[], str], remark: Callable[[], str] = str
+) -> web.AppRunner | None:
     """/healthz from the first moment on, also while the CRD is missing; kopf's own probe starts only after that."""
     if port == 0:
         return None
 
     async def answer(_: web.Request) -> web.Response:
-        why = unhealthy()
-        return web.Response(status=503 if why else 200, text=f"{why or 'ok'}\n")
+        why, more = unhealthy(), remark()
+        return web.Response(status=503 if why else 200, text=f"{why or 'ok'}{more and f'; {more}'}\n")
 
     app = web.Application()
     app.router.add_get("/healthz", answer)

@@ -85,9 +85,9 @@ class Client:
         self,
         log_in: Callable[[], kopf.ConnectionInfo] = login,
         limits: Limits = Limits(),
-        may_write: Callable[[], bool] = lambda: True,
+        may_write: Callable[[str], bool] = lambda _path: True,
     ) -> None:
-        """may_write: asked right before each write is sent, each of its tries too; where it says no, none is sent."""
+        """may_write: asked with the path right before each try of each write; where it says no, none is sent."""
         self.limits = limits
         self._may_write = may_write
         self._log_in = log_in
@@ -124,6 +124,11 @@ class Client:
     async def replace(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
         """The object as it stands now; the body's resourceVersion guards it. Raises ApiError."""
         return await self._request("PUT", path, params, body)
+
+    async def patch(self, path: str, body: Raw) -> Raw:
+        """The object as it stands now, after a JSON merge patch; a uid or resourceVersion in the body guards it. Raises
+        ApiError."""
+        return await self._request("PATCH", path, None, body)
 
     async def delete(self, path: str, options: Raw) -> Raw:
         """The object that is being deleted, or a Status where it is gone already. Raises ApiError."""
@@ -228,10 +233,11 @@ class Client:
     ) -> bytes:
         url = info.server.rstrip("/") + path
         data = None if body is None else _dumps(method, path, body)
-        if _changes_something(method, path) and not self._may_write():
+        headers = self._headers | ({"Content-Type": "application/merge-patch+json"} if method == "PATCH" else {})
+        if _changes_something(method, path) and not self._may_write(path):
             raise ApiError(NO_ANSWER, "NotLeading", f"{method} {path}: not sent, for another operator may lead by now")
         try:
-            async with session.request(method, url, params=params, data=data, headers=self._headers) as response:
+            async with session.request(method, url, params=params, data=data, headers=headers) as response:
                 content = await _read(response, bytes_max)
                 if response.status >= 400:
                     raise _error(response.status, content, response.headers)

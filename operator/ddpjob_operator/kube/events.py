@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import datetime as dt
 import logging
 import time
@@ -14,10 +15,15 @@ from dataclasses import dataclass
 from ddpjob_operator import api, reasons
 from ddpjob_operator.kube.client import ApiError, Client, Raw
 from ddpjob_operator.kube.limit import at_most
+from ddpjob_operator.kube.shares import Bounds, Shares
 from ddpjob_operator.plan import Event
 
 _LOGGER = logging.getLogger(__name__)
 QUEUE_MAX = 1_000
+# Of one job; beyond this its newest are dropped. A job that restarts all the time must not leave no room for others.
+QUEUE_OF_JOB_MAX = 50
+# One at a time of each job, so that they arrive in their order.
+SENT_AT_A_TIME = Bounds(total=8, of_namespace=4, of_job=1)
 REPEAT_SECONDS = 300.0
 REMEMBERED_MAX = 5_000
 MESSAGE_MAX = 1_024  # the API server refuses a longer one
@@ -35,48 +41,104 @@ class _Waiting:
 
 
 class Events:
-    """Takes events at once and sends them from a task of its own; more than QUEUE_MAX at a time are dropped."""
+    """Takes events at once and sends them from tasks of its own; what is more than QUEUE_MAX at a time is dropped."""
 
     def __init__(self, client: Client, *, clock: Callable[[], float] = time.monotonic, instance: str = "") -> None:
         self._client = client
         self._clock = clock
         self._instance = instance
-        self._waiting: collections.deque[_Waiting] = collections.deque()
+        self._waiting: dict[str, collections.deque[_Waiting]] = {}
+        """By the uid of the job, in their order."""
+        self._count = 0
+        self._shares = Shares(SENT_AT_A_TIME)
+        self._sending: dict[str, asyncio.Task[None]] = {}
         self._sent: collections.OrderedDict[tuple[str, str, str], float] = collections.OrderedDict()
         self._wake = asyncio.Event()
         self._said = ""
+
+    def __len__(self) -> int:
+        return self._count
 
     def send(self, job: api.Metadata, events: tuple[Event, ...], now: dt.datetime) -> None:
         """Never blocks and never fails. The same words about the same job are sent once in REPEAT_SECONDS."""
         for event in events:
             self._drop_what_has_passed(job.uid)
-            if len(self._waiting) < QUEUE_MAX and not self._is_repeated(job, event):
+            if self._has_room(job) and not self._is_repeated(job, event):
                 wait = PASSING_SECONDS if event.reason in PASSING else 0.0
-                self._waiting.append(_Waiting(job, event, now, self._clock() + wait))
+                self._waiting.setdefault(job.uid, collections.deque()).append(
+                    _Waiting(job, event, now, self._clock() + wait)
+                )
+                self._count += 1
                 self._wake.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
-        while True:
-            self._wake.clear()
-            now = self._clock()
-            ready = next((w for w in self._waiting if w.due <= now), None)
-            if ready is not None:
-                # Out of the queue before the wait for the server: meanwhile `send` changes it.
-                self._waiting.remove(ready)
-                await self._post(ready)
-                continue
-            nearest = min((w.due for w in self._waiting), default=None)
-            try:
-                async with at_most(None if nearest is None else nearest - now):
-                    await self._wake.wait()
-            except asyncio.TimeoutError:
-                continue
+        """Until cancelled; then those under way are cancelled too."""
+        try:
+            while True:
+                self._wake.clear()
+                now = self._clock()
+                for uid in [uid for uid in self._waiting if uid not in self._sending and self._due(uid) <= now]:
+                    self._sending[uid] = asyncio.create_task(self._send_those_of(uid))
+                nearest = min((self._due(uid) for uid in self._waiting if uid not in self._sending), default=None)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    async with at_most(None if nearest is None else nearest - now):
+                        await self._wake.wait()
+        finally:
+            tasks = list(self._sending.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._sending.clear()
+
+    def _has_room(self, job: api.Metadata) -> bool:
+        """Where all is full, what waits in the fullest namespace makes room, unless that is the job's own."""
+        if len(self._waiting.get(job.uid, ())) >= QUEUE_OF_JOB_MAX:
+            return False
+        if self._count < QUEUE_MAX:
+            return True
+        counts: collections.Counter[str] = collections.Counter()
+        for waiting in self._waiting.values():
+            counts[waiting[0].job.namespace] += len(waiting)
+        fullest, _ = counts.most_common(1)[0]
+        if fullest == job.namespace:
+            return False
+        those = (w for w in self._waiting.values() if w[0].job.namespace == fullest)
+        self._remove(max(those, key=len)[-1])
+        return True
+
+    def _due(self, uid: str) -> float:
+        return min(waiting.due for waiting in self._waiting[uid])
+
+    def _take(self, uid: str) -> _Waiting | None:
+        """The first of a job that is due, out of the queue."""
+        now = self._clock()
+        ready = next((w for w in self._waiting.get(uid, ()) if w.due <= now), None)
+        if ready is not None:
+            self._remove(ready)
+        return ready
+
+    def _remove(self, waiting: _Waiting) -> None:
+        uid = waiting.job.uid
+        self._waiting[uid].remove(waiting)
+        self._count -= 1
+        if not self._waiting[uid]:
+            del self._waiting[uid]
+
+    async def _send_those_of(self, uid: str) -> None:
+        try:
+            while (ready := self._take(uid)) is not None:
+                async with self._shares.turn((ready.job.namespace, ready.job.name)):
+                    await self._post(ready)
+        except Exception:
+            # A bug in one event must not end the others.
+            _LOGGER.exception("an event was not sent")
+        finally:
+            self._sending.pop(uid, None)
+            self._wake.set()
 
     def _drop_what_has_passed(self, uid: str) -> None:
-        passed = [w for w in self._waiting if w.job.uid == uid and w.event.reason in PASSING]
-        for waiting in passed:
-            self._waiting.remove(waiting)
+        for waiting in [w for w in self._waiting.get(uid, ()) if w.event.reason in PASSING]:
+            self._remove(waiting)
 
     def _is_repeated(self, job: api.Metadata, event: Event) -> bool:
         now, key = self._clock(), (job.uid, event.reason, event.message)

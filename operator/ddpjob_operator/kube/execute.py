@@ -1,12 +1,14 @@
-"""Carries out a plan: the status first, then deletes, then creates, then events. Every answer goes into our copy."""
+"""Carries out a plan: the status and its events first, then deletes, then creates. Every answer goes into our copy."""
 
 from __future__ import annotations
 
 import asyncio
 import datetime as dt
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,17 +20,19 @@ from ddpjob_operator.kube.events import Events
 from ddpjob_operator.kube.listing import take
 from ddpjob_operator.kube.memory import Memory
 from ddpjob_operator.kube.nodes import Nodes
+from ddpjob_operator.kube.shares import Shares
 from ddpjob_operator.kube.store import Jobs, Key, Store
 from ddpjob_operator.observed import Pod
-from ddpjob_operator.plan import Action, CreatePod, CreateService, DeleteJob, DeletePod, Event, Plan
+from ddpjob_operator.plan import Action, CreatePod, CreateService, DeleteJob, DeletePod, EndPod, Event, Plan
+from ddpjob_operator.scene import restart_grace_seconds
 
 _LOGGER = logging.getLogger(__name__)
 JOBS_PATH = f"/apis/{api.GROUP}/{api.VERSION}/namespaces/{{}}/{api.PLURAL}"
 # Strict: a typo in the template is an error that the user sees, and is not dropped.
 STRICT = {"fieldValidation": "Strict", "fieldManager": "ddpjob-operator"}
-# Creates under way at a time, of all jobs: enough for eight pods in one round trip, and 200 jobs do not make the
-# API server turn everyone away (its default share for one service account is some tens).
-CREATES_MAX = 16
+# A look begins no further create or delete after this time, and the next one goes on: a job of a thousand pods in a
+# namespace with a slow webhook obeys a suspend, an edit or its deletion in time.
+LOOK_SECONDS = 5.0
 
 
 class ConflictError(Exception):
@@ -55,18 +59,25 @@ class Executor:
         events: Events,
         *,
         now: Callable[[], dt.datetime],
+        clock: Callable[[], float] = time.monotonic,
         reporting: build.Reporting | None = None,
-        creates_max: int = CREATES_MAX,
+        progressed: Callable[[Key], None] = lambda _key: None,
     ) -> None:
+        """progressed: called for a job whenever a request for it has its turn or its answer."""
         self._client = client
         self._caches = caches
         self._events = events
         self._now = now
+        self._clock = clock
         self._reporting = reporting
-        self._slots = asyncio.Semaphore(creates_max)
+        self._progressed = progressed
+        # Apart, so that slow creates hold up no delete.
+        self._creates, self._deletes = Shares(), Shares()
 
-    async def execute(self, job: api.DDPJob, todo: Plan, memory: Memory) -> None:
-        """All of a plan. Raises ConflictError where the job has changed, ApiError where the server cannot do it now.
+    async def execute(self, job: api.DDPJob, todo: Plan, memory: Memory) -> bool:
+        """As much of a plan as LOOK_SECONDS allow; whether that was all.
+
+        Raises ConflictError where the job has changed, ApiError where the server cannot do it now.
 
         What the server will not create is no error: it is in `memory` then, for the next look to say.
         """
@@ -74,12 +85,16 @@ class Executor:
             await self._record(job, todo.status)
             # A pod is told what is left of the budgets, and this may be the look that has counted a restart in place.
             job = msgspec.structs.replace(job, status=todo.status)
-        await _all(self._delete(job, a) for a in todo.actions if isinstance(a, DeletePod))
-        await self._create_all(job, todo.actions, memory)
+        # They tell of what is recorded, so they wait for nothing that comes after it and may fail.
+        self._events.send(job.metadata, todo.events, self._now())
+        deletes = [partial(self._delete, job, a) for a in todo.actions if isinstance(a, DeletePod)]
+        deletes += [partial(self._end, job, a) for a in todo.actions if isinstance(a, EndPod)]
+        whole = await self._in_turn(self._deletes, job, deletes)
+        whole = await self._create_all(job, todo.actions, memory) and whole
         for action in todo.actions:
             if isinstance(action, DeleteJob):
                 await self._delete_job(job, action)
-        self._events.send(job.metadata, todo.events, self._now())
+        return whole
 
     def say(self, job: api.Metadata, event: Event) -> None:
         """An event that is no part of a plan."""
@@ -105,7 +120,9 @@ class Executor:
         path = f"/api/v1/namespaces/{key[0]}/pods"
         pods = self._caches.pods
         pages = self._client.pages(path, f"{contract.LABEL_JOB}={key[1]}")
-        await take(pages, pods.put, lambda named, version: pods.retain(named, version, key[0], key))
+        await take(
+            pages, pods.put, lambda named, version: pods.retain(named, version, key[0], key), one_look=pods.one_look
+        )
 
     async def check_stranger(self, kind: str, name: str, job: api.DDPJob, memory: Memory) -> None:
         """Whether an object in our place is still there. Raises ApiError."""
@@ -115,8 +132,31 @@ class Executor:
         else:
             self._meet(kind, raw, job, memory)
 
+    async def tell(self, metadata: Raw, status: Raw | None, events: tuple[Event, ...]) -> None:
+        """What is to be said of a job that cannot be read: `status` is the stored one but for a condition.
+
+        Raises ConflictError and ApiError as `execute`. A server that refuses it (another field of it breaks the schema)
+        leaves the events.
+        """
+        job = api.Metadata(
+            name=metadata["name"],
+            namespace=metadata.get("namespace", "default"),
+            uid=metadata["uid"],
+            resource_version=metadata.get("resourceVersion", ""),
+        )
+        try:
+            if status is not None:
+                await self._replace_status(job, status)
+        except ApiError as error:
+            if not is_refusal(error):
+                raise
+            _LOGGER.warning("%s/%s: its condition was not written: %s", job.namespace, job.name, error)
+        self._events.send(job, events, self._now())
+
     async def _record(self, job: api.DDPJob, status: api.Status) -> None:
-        metadata = job.metadata
+        await self._replace_status(job.metadata, msgspec.to_builtins(status))
+
+    async def _replace_status(self, metadata: api.Metadata, status: Raw) -> None:
         path = f"{JOBS_PATH.format(metadata.namespace)}/{metadata.name}/status"
         # The whole status, not a patch: what is unset must go, as startTime does on suspend. The server takes nothing
         # but the status from this body, and refuses it if the job is not the one that we looked at.
@@ -129,7 +169,7 @@ class Executor:
                 "uid": metadata.uid,
                 "resourceVersion": metadata.resource_version,
             },
-            "status": msgspec.to_builtins(status),
+            "status": status,
         }
         try:
             self._caches.jobs.put(await self._client.replace(path, body, {"fieldManager": "ddpjob-operator"}))
@@ -161,6 +201,18 @@ class Executor:
         if not (is_pod and metadata.get("deletionTimestamp") and leaves_later):
             self._caches.pods.remove(namespace, action.name, action.uid)
 
+    async def _end(self, job: api.DDPJob, action: EndPod) -> None:
+        path = f"/api/v1/namespaces/{job.metadata.namespace}/pods/{action.name}"
+        body = {"metadata": {"uid": action.uid}, "spec": {"activeDeadlineSeconds": observe.END_NOW_SECONDS}}
+        try:
+            self._caches.pods.put(await self._client.patch(path, body))
+        except ApiError as error:
+            if error.status not in (403, 404, 405, 409, 422):
+                raise
+            # A role of an older chart, or a pod that is no longer what it was: a delete knows what to do then.
+            _LOGGER.info("%s is deleted, with its log, for it cannot be ended otherwise: %s", path, error)
+            await self._delete(job, DeletePod(action.name, action.uid, restart_grace_seconds(job.spec)))
+
     async def _delete_job(self, job: api.DDPJob, action: DeleteJob) -> None:
         metadata = job.metadata
         path = f"{JOBS_PATH.format(metadata.namespace)}/{metadata.name}"
@@ -172,38 +224,73 @@ class Executor:
                 raise
         await self.reread(metadata)
 
-    async def _create_all(self, job: api.DDPJob, actions: Sequence[Action], memory: Memory) -> None:
-        """The Service, then one pod, then the others at a time.
+    async def _create_all(self, job: api.DDPJob, actions: Sequence[Action], memory: Memory) -> bool:
+        """The Service, then one pod, then the others at a time; whether no more is to be tried in this look.
 
         What the server refuses for one pod it refuses for all, most often, so the others are not tried.
         """
-        if any(isinstance(a, CreateService) for a in actions) and not await self._create_service(job, memory):
-            return
-        pods = [a for a in actions if isinstance(a, CreatePod)]
-        if pods and await self._create_pod(job, pods[0], memory):
-            refused_before = memory.refused_in_a_row
-            await _all(
-                self._create_pod(job, a, memory, lambda: memory.refused_in_a_row > refused_before) for a in pods[1:]
-            )
+        service = [partial(self._create_service, job, memory) for a in actions if isinstance(a, CreateService)]
+        pods = [partial(self._create_pod, job, a, memory) for a in actions if isinstance(a, CreatePod)]
+        known = memory.goes_on
+        memory.goes_on = False
+        if not await self._one_by_one(job, [*service, *([] if known else pods[:1])]):
+            return True
+        refused_before = memory.refused_in_a_row
+        left = pods if known else pods[1:]
+        memory.goes_on = not await self._in_turn(
+            self._creates, job, left, lambda: memory.refused_in_a_row > refused_before
+        )
+        return not memory.goes_on
+
+    async def _one_by_one(self, job: api.DDPJob, creates: Sequence[Callable[[], Awaitable[bool]]]) -> bool:
+        """Whether all of them are there now."""
+        key = (job.metadata.namespace, job.metadata.name)
+        for create in creates:
+            async with self._creates.turn(key):
+                self._progressed(key)
+                there = await create()
+            self._progressed(key)
+            if not there:
+                return False
+        return True
+
+    async def _in_turn(
+        self,
+        shares: Shares,
+        job: api.DDPJob,
+        calls: Sequence[Callable[[], Awaitable[object]]],
+        given_up: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """The calls in the job's share of requests; False: LOOK_SECONDS were over before all of them had begun."""
+        key = (job.metadata.namespace, job.metadata.name)
+        ends = self._clock() + LOOK_SECONDS
+        left = iter(calls)
+
+        async def work() -> None:
+            # What has waited for its turn takes it, however long that was: else a long line would never get shorter.
+            while self._clock() < ends and not given_up() and (call := next(left, None)) is not None:
+                async with shares.turn(key):
+                    self._progressed(key)
+                    if not given_up():
+                        await call()
+                self._progressed(key)
+
+        await _all(work() for _ in range(min(len(calls), shares.bounds.of_job)))
+        return given_up() or next(left, None) is None
 
     async def _create_service(self, job: api.DDPJob, memory: Memory) -> bool:
         return await self._create("Service", build.service(job), job, memory)
 
-    async def _create_pod(
-        self, job: api.DDPJob, action: CreatePod, memory: Memory, given_up: Callable[[], bool] = lambda: False
-    ) -> bool:
-        async with self._slots:
-            if given_up():
-                return False
-            body = build.pod(
-                job,
-                action.attempt,
-                action.rank,
-                reporting=self._reporting,
-                avoid=action.avoid,
-                replacement=action.replacement,
-            )
-            return await self._create("Pod", body, job, memory)
+    async def _create_pod(self, job: api.DDPJob, action: CreatePod, memory: Memory) -> bool:
+        body = build.pod(
+            job,
+            action.attempt,
+            action.rank,
+            reporting=self._reporting,
+            avoid=action.avoid,
+            replacement=action.replacement,
+        )
+        return await self._create("Pod", body, job, memory)
 
     async def _create(self, kind: str, body: Raw, job: api.DDPJob, memory: Memory) -> bool:
         """Whether it is there now and ours. Raises ApiError where the server may do it later."""
@@ -215,7 +302,8 @@ class Executor:
                 return await self._exists(kind, name, job, memory)
             if not is_refusal(error):
                 raise
-            memory.refuse(name, error.message, self._now())
+            said = build.in_users_words(error.message, body, job) if kind == "Pod" else error.message
+            memory.refuse(name, said, self._now())
             return False
         memory.created(name)
         self._store(kind).put(raw)

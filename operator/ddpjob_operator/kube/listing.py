@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import logging
 from collections.abc import AsyncIterator, Callable, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from ddpjob_operator.kube.client import Page
@@ -26,6 +27,9 @@ class Sink(Put, Protocol):
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """The object with this uid is gone."""
+
+    def one_look(self) -> AbstractContextManager[None]:
+        """While the pages of a list come."""
 
     def retain(self, named: Set[Place], list_version: int, namespace: str = "") -> None:
         """The end of a list: all that it named was put."""
@@ -73,15 +77,18 @@ async def take(
     put: Callable[[Any], None],
     retain: Callable[[Set[Place], int], None],
     check: Callable[[int], None] = lambda _: None,
+    one_look: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> str:
-    """Put all of a list and drop what it does not name; its version. check: asked before the first object is put."""
+    """Put all of a list and drop what it does not name; its version. check: asked before the first object is put.
+    one_look: what holds while the pages come, for a list tells of all its objects at once."""
     named: set[Place] = set()
     at = ""
-    async for items, at in pages:
-        check(number(at))
-        named |= {place for raw in items if (place := place_of(raw)) is not None}
-        while items:  # each is dropped before the next is read
-            put(items.pop())
+    with one_look():
+        async for items, at in pages:
+            check(number(at))
+            named |= {place for raw in items if (place := place_of(raw)) is not None}
+            while items:  # each is dropped before the next is read
+                put(items.pop())
     retain(named, number(at))
     return at
 

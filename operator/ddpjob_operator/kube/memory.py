@@ -37,6 +37,8 @@ class Memory:
     uid: str
     refusals: dict[str, Refusal] = field(default_factory=dict)
     refused_in_a_row: int = 0
+    goes_on: bool = False
+    """Whether the last look was out of time while the server created what it was asked for."""
     strangers: dict[tuple[str, str], Stranger] = field(default_factory=dict)
     agent: Report | None = None
     """The last word of node 0's agent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import logging
 from collections.abc import Callable, Mapping, Set
@@ -66,6 +67,10 @@ class Nodes:
         """A node is gone; the cluster itself then removes its pods."""
         self._names.discard(name)
         self._set(name, READY)
+
+    def one_look(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing is kept of the order in which nodes were seen."""
+        return contextlib.nullcontext()
 
     def retain(self, named: Set[Place], list_version: int, namespace: str = "") -> None:
         """The end of a list: all that it named was put."""

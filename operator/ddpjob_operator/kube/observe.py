@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ddpjob import rules
@@ -16,6 +16,8 @@ from ddpjob_operator.podspec import trainer_container
 
 Raw = Mapping[str, Any]
 T = TypeVar("T")
+# What we set as activeDeadlineSeconds of a pod that is to end and to stay: the least that there is.
+END_NOW_SECONDS = 1
 # Waiting for its turn: nothing is wrong with a container that says so.
 _IN_TURN = ("", "PodInitializing", "ContainerCreating")
 
@@ -73,6 +75,7 @@ def pod(raw: Raw) -> Pod:
         stop_asked_at=stop_asked_at(metadata),
         stop_by=time(metadata.get("deletionTimestamp")),
         trainer=mine,
+        told_to_end=(raw.get("spec") or {}).get("activeDeadlineSeconds") == END_NOW_SECONDS,
         sidecars_run=_sidecars_run(raw),
     )
 
@@ -129,7 +132,7 @@ def trainer(raw: Raw, phase: str) -> Container:
     if seen.state == "ended":
         return seen
     if phase == "Failed":
-        return _never_ran(status, seen)
+        return _never_ran(raw, seen)
     if phase == "Succeeded" and seen.state == "waiting":
         return Container("ended", "Completed", exit_code=0)
     if seen.state == "waiting" and seen.reason in _IN_TURN:
@@ -161,17 +164,16 @@ def _container(status: Raw) -> Container:
     return Container("waiting", text(waiting.get("reason")), text(waiting.get("message")))
 
 
-def _never_ran(status: Raw, seen: Container) -> Container:
+def _never_ran(raw: Raw, seen: Container) -> Container:
     """The pod failed, and its trainer says nothing of an end: evicted, lost, or an init container failed."""
-    for name, init in _init_containers(status):
-        if init.state == "ended" and init.exit_code:
-            return Container(
-                "ended",
-                init.reason,
-                f"init container {name} ended with exit code {init.exit_code}\n{init.message}".strip(),
-                exit_code=init.exit_code,
-                ended_at=init.ended_at,
-            )
+    status = raw.get("status") or {}
+    listed = (raw.get("spec") or {}).get("initContainers") or ()
+    # A sidecar never fails its pod; it is ended with it.
+    sidecars = {c.get("name") for c in listed if c.get("restartPolicy") == "Always"}
+    failed = [(n, c) for n, c in _init_containers(status) if c.state == "ended" and c.exit_code and n not in sidecars]
+    if failed and not status.get("reason"):
+        name, ended = failed[0]
+        return replace(ended, init=name)
     message = text(status.get("message")) or seen.message
     return Container("ended", text(status.get("reason")) or seen.reason, message)
 

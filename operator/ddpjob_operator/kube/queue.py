@@ -1,11 +1,14 @@
 """Which job to look at next. One look at a time per job; many wishes become one; failures wait longer each time.
 
+Namespaces take turns, and a look that takes long leaves its place to others: nobody waits for somebody else's job.
+
 `Schedule` decides and holds no clock; `Queue` runs it with one. A wish is a time: the earlier of two wins.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import heapq
 import itertools
 import logging
@@ -13,20 +16,29 @@ from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
 from ddpjob_operator.kube.limit import at_most
+from ddpjob_operator.kube.shares import Place
 
 K = TypeVar("K", bound=Hashable)
 _LOGGER = logging.getLogger(__name__)
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 60.0
+# Looks at a time in one namespace, slow ones too. Each may wait for its turn to create a pod (shares.py): with 16 such
+# requests under way, each of 30 s at most, that turn comes within STUCK_SECONDS (app.py).
+LOOKS_OF_NAMESPACE_MAX = 128
+# A look that takes longer waits for one request, and the others need not wait with it.
+QUICK_SECONDS = 1.0
 
 
 class Schedule(Generic[K]):
     """Times in seconds of any one clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_namespace: int = LOOKS_OF_NAMESPACE_MAX) -> None:
+        self._of_namespace = of_namespace
         self._due: dict[K, float] = {}
-        self._heap: list[tuple[float, int, K]] = []
+        self._heaps: dict[Hashable, list[tuple[float, int, K]]] = {}
+        """By namespace; the one that was served last is at the end."""
         self._order = itertools.count()
         self._busy: dict[K, float] = {}
+        self._busy_in: collections.Counter[Hashable] = collections.Counter()
         self._failures: dict[K, int] = {}
         self._not_before: dict[K, float] = {}
 
@@ -35,12 +47,21 @@ class Schedule(Generic[K]):
         at = max(at, self._not_before.get(key, at))
         if at < self._due.get(key, float("inf")):
             self._due[key] = at
-            heapq.heappush(self._heap, (at, next(self._order), key))
+            heapq.heappush(self._heaps.setdefault(_namespace(key), []), (at, next(self._order), key))
 
     def pop(self, now: float) -> K | None:
-        """The key that has been due longest, which is busy from now on; None: nothing is due."""
-        while self._heap and self._heap[0][0] <= now:
-            at, _, key = heapq.heappop(self._heap)
+        """The key of the next namespace that has been due longest, which is busy from now on; None: nothing is due."""
+        for namespace in list(self._heaps):
+            if self._busy_in[namespace] < self._of_namespace:
+                key = self._pop_of(namespace, now)
+                if key is not None:
+                    return key
+        return None
+
+    def _pop_of(self, namespace: Hashable, now: float) -> K | None:
+        heap = self._heaps[namespace]
+        while heap and heap[0][0] <= now:
+            at, _, key = heapq.heappop(heap)
             if self._due.get(key) != at:
                 continue  # an earlier wish has taken its place
             if key in self._busy:
@@ -48,8 +69,17 @@ class Schedule(Generic[K]):
                 continue
             del self._due[key]
             self._busy[key] = now
+            self._busy_in[namespace] += 1
+            self._heaps[namespace] = self._heaps.pop(namespace)
             return key
+        if not heap:
+            del self._heaps[namespace]
         return None
+
+    def progressed(self, key: K, now: float) -> None:
+        """The look that is going on at `key` has got an answer: it is not stuck, however long it takes."""
+        if key in self._busy:
+            self._busy[key] = now
 
     def done(self, key: K, now: float, again_at: float | None = None) -> None:
         """The look has succeeded. Wishes that came in the meantime are due now."""
@@ -71,20 +101,26 @@ class Schedule(Generic[K]):
         return self._failures.get(key, 0)
 
     def next_at(self) -> float | None:
-        """When the next key is due; None: none is waiting."""
-        while self._heap and self._due.get(self._heap[0][2]) != self._heap[0][0]:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
+        """When the next key that may be looked at is due; None: none is waiting."""
+        tops = [top for name in self._heaps if self._busy_in[name] < self._of_namespace and (top := self._top(name))]
+        return min(tops)[0] if tops else None
 
     def stuck_seconds(self, now: float) -> float:
-        """How long the longest look has been going on."""
+        """How long the longest look has been going on without an answer."""
         return max((now - since for since in self._busy.values()), default=0.0)
 
     def __len__(self) -> int:
         return len(self._due)
 
+    def _top(self, namespace: Hashable) -> tuple[float, int, K] | None:
+        heap = self._heaps[namespace]
+        while heap and self._due.get(heap[0][2]) != heap[0][0]:
+            heapq.heappop(heap)
+        return heap[0] if heap else None
+
     def _release(self, key: K, now: float, again_at: float | None) -> None:
-        self._busy.pop(key, None)
+        if self._busy.pop(key, None) is not None:
+            self._busy_in -= collections.Counter((_namespace(key),))  # a count of 0 goes
         if self._due.get(key) == float("inf"):
             del self._due[key]
             self.add(key, now)
@@ -120,8 +156,12 @@ class Queue(Generic[K]):
         self._wake.set()
 
     def stuck_seconds(self) -> float:
-        """How long the longest look has been going on."""
+        """How long the longest look has been going on without an answer."""
         return self.schedule.stuck_seconds(self._clock())
+
+    def progressed(self, key: K) -> None:
+        """The look that is going on at `key` has got an answer."""
+        self.schedule.progressed(key, self._clock())
 
     async def run(self) -> None:
         """Until cancelled; then the looks under way are cancelled too."""
@@ -152,6 +192,7 @@ class Queue(Generic[K]):
             return
 
     async def _one(self, key: K) -> None:
+        place = Place(self._leave, QUICK_SECONDS)
         try:
             again_in = await self._look(key)
         except RetryError as error:
@@ -166,13 +207,21 @@ class Queue(Generic[K]):
             self._said.pop(key, None)
             self.schedule.done(key, now, None if again_in is None else now + again_in)
         finally:
-            self._free += 1
+            place.leave()
             self._wake.set()
+
+    def _leave(self) -> None:
+        self._free += 1
+        self._wake.set()
 
     def _say(self, key: K, text: str, wait: float) -> None:
         if self._said.get(key) != text:
             self._said[key] = text
             _LOGGER.warning("%s: %s; again in %.1f s", _name(key), text, wait)
+
+
+def _namespace(key: Hashable) -> Hashable:
+    return key[0] if isinstance(key, tuple) else ""
 
 
 def _name(key: Hashable) -> str:

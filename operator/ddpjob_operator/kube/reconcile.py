@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
-from ddpjob_operator import api, contract, in_place, reasons, stall, validation
+from ddpjob_operator import api, contract, in_place, reasons, stall, unreadable, validation
 from ddpjob_operator import plan as plans
+from ddpjob_operator import status as statuses
 from ddpjob_operator.kube.client import ApiError
-from ddpjob_operator.kube.execute import Caches, ConflictError, Executor
+from ddpjob_operator.kube.execute import LOOK_SECONDS, Caches, ConflictError, Executor
 from ddpjob_operator.kube.memory import Memory
+from ddpjob_operator.kube.progress_turns import ProgressTurns
 from ddpjob_operator.kube.queue import RetryError
 from ddpjob_operator.kube.store import Key
 from ddpjob_operator.observed import BadReportError, Foreign, Observed, Pod, Report
@@ -37,36 +41,43 @@ class Reconciler:
         executor: Executor,
         *,
         now: Callable[[], dt.datetime],
+        clock: Callable[[], float] = time.monotonic,
         settings: Settings = _SETTINGS,
     ) -> None:
         self._caches = caches
         self._executor = executor
         self._now = now
+        self._clock = clock
+        self._progress_turns = ProgressTurns()
         self._settings = settings
         self._memory: dict[Key, Memory] = {}
-        self._parsed: dict[Key, tuple[str, int, api.DDPJob, list[validation.Problem]]] = {}
+        self._parsed: dict[Key, tuple[str, int | None, api.DDPJob, list[validation.Problem]]] = {}
         self._silence: stall.Silence | None = None
         self._receiving_since: dt.datetime | None = None
+        self._listening_since = now()
 
     async def look(self, key: Key) -> float | None:
         """Plan and act until there is nothing to do; the seconds until time alone changes that. Raises RetryError."""
+        ends = self._clock() + LOOK_SECONDS
         for _ in range(LOOKS_MAX):
             raw = self._caches.jobs.get(key)
             if raw is None:
-                self._memory.pop(key, None)
-                self._parsed.pop(key, None)
+                self._forget(key)
                 return None
-            job, problems = self._parse(key, raw)
+            readable = await self._readable(key, raw)
+            if readable is None:
+                return None
+            job, problems = readable
             memory = self._memory_of(key, job.metadata.uid)
-            if why := self._caches.pods.unreadable(key) or self._caches.services.unreadable(key):
-                # Without it a rank would seem to be lost, and a pod would be made beside it. Its next change tells us.
-                self._executor.say(job.metadata, plans.Event("Warning", reasons.UNREADABLE.name, why))
-                return None
             try:
                 todo = await self._plan(key, job, problems, memory)
                 if todo.status is None and not todo.actions:
                     return self._again_in(todo, memory)
-                await self._executor.execute(job, todo, memory)
+                if (wait := self._wait_for_turn(key, job, todo)) > 0:
+                    return min(wait, self._again_in(todo, memory) or wait)
+                whole = await self._executor.execute(job, todo, memory)
+                if not whole or self._clock() > ends:
+                    return 0.0  # the other jobs that are due come first
                 if _only_created(todo) and not memory.refusals and not memory.strangers:
                     # The words just written say what is going on; the pods' own news comes soon enough.
                     return CREATED_SECONDS
@@ -75,6 +86,25 @@ class Reconciler:
             except ApiError as error:
                 raise RetryError(str(error), error.retry_after_seconds or 0.0) from None
         return 1.0
+
+    def _forget(self, key: Key) -> None:
+        self._progress_turns.forget(key)
+        self._memory.pop(key, None)
+        self._parsed.pop(key, None)
+
+    async def _readable(self, key: Key, raw: Mapping[str, Any]) -> tuple[api.DDPJob, list[validation.Problem]] | None:
+        """The job and what is wrong with its spec; None, and said, where it or one of its objects cannot be read: the
+        next change of that is another look."""
+        try:
+            job, problems = self._parse(key, raw)
+        except validation.UnreadableError as error:
+            await self._tell_unreadable(raw, str(error))
+            return None
+        if why := self._caches.pods.unreadable(key) or self._caches.services.unreadable(key):
+            # Without it a rank would seem to be lost, and a pod would be made beside it.
+            self._executor.say(job.metadata, plans.Event("Warning", reasons.UNREADABLE.name, why))
+            return None
+        return job, problems
 
     def report(self, key: Key, report: Report) -> float | None:
         """What a rank of the job says about its training; the seconds until a look at the job is worth it.
@@ -130,6 +160,11 @@ class Reconciler:
         memory.paces[report.rank] = pace
         memory.heard_at = None if report.final else now
         return before is None or pace.advanced_at != before.advanced_at
+
+    def forget(self, whose: Callable[[Key], bool]) -> None:
+        """Others act on these jobs now: what was heard of them until then must not look like a hang later."""
+        for key in [key for key in self._memory if whose(key)]:
+            del self._memory[key]
 
     def listen(self) -> None:
         """Whether reports get here at all, every LISTEN_SECONDS: where most jobs go silent together, all clocks of
@@ -204,11 +239,20 @@ class Reconciler:
             foreign=(*others, *(s.foreign for s in memory.strangers.values())),
             refusals=tuple(memory.refusals.values()),
             reports=memory.reports,
+            listening_since=self._listening_since,
             agent=memory.agent.agent if memory.agent and memory.agent.attempt == job.status.attempt else None,
             nodes=nodes,
             departed=tuple(p for p in memory.departed.values() if p.attempt == job.status.attempt),
             paces={rank: pace for rank, pace in memory.paces.items() if pace.attempt == job.status.attempt},
         )
+
+    def _wait_for_turn(self, key: Key, job: api.DDPJob, todo: Plan) -> float:
+        """The seconds that a write of progress alone has to wait for those of other jobs."""
+        old, new = job.status, todo.status
+        if not todo.actions and new is not None and old.progress is not None and _alike(old, new):
+            return self._progress_turns.ask(key, old.progress.updated, self._clock())
+        self._progress_turns.forget(key)
+        return 0.0
 
     def _again_in(self, todo: Plan, memory: Memory) -> float | None:
         times = [s.check_at for s in memory.strangers.values()]
@@ -222,29 +266,43 @@ class Reconciler:
             memory = self._memory[key] = Memory(uid)
         return memory
 
+    async def _tell_unreadable(self, raw: Mapping[str, Any], why: str) -> None:
+        """Nothing is planned on what cannot be read; a change of the job is looked at anew."""
+        if not unreadable.is_ours(raw):
+            return
+        status = unreadable.with_condition(raw, why, self._now())
+        if status is None and unreadable.is_told(raw):
+            return
+        try:
+            await self._executor.tell(raw["metadata"], status, (unreadable.event(why),))
+        except ConflictError:
+            return  # the job has changed: that is another look
+        except ApiError as error:
+            raise RetryError(str(error), error.retry_after_seconds or 0.0) from None
+
     def _spec_of(self, key: Key) -> api.Spec | None:
         """As it was when the job was last looked at; reports come far more often."""
         known, raw = self._parsed.get(key), self._caches.jobs.get(key)
         if known is None and raw is not None:
-            self._parse(key, raw)
+            with contextlib.suppress(validation.UnreadableError):  # a look says so
+                self._parse(key, raw)
             known = self._parsed.get(key)
         return None if known is None else known[2].spec
 
     def _parse(self, key: Key, raw: Mapping[str, Any]) -> tuple[api.DDPJob, list[validation.Problem]]:
-        """The spec is parsed once per generation: most looks see another status alone."""
-        metadata = raw["metadata"]
+        """The spec is parsed once per generation: most looks see another status alone. Raises UnreadableError."""
+        metadata, status = validation.stored_metadata(raw), validation.stored_status(raw)
         known = self._parsed.get(key)
-        if known is None or known[:2] != (metadata["uid"], metadata.get("generation")):
+        if known is None or known[:2] != (metadata.uid, metadata.generation):
             job, problems = validation.parse(raw)
-            self._parsed[key] = (metadata["uid"], metadata.get("generation", 0), job, problems)
+            self._parsed[key] = (metadata.uid, metadata.generation, job, problems)
             return job, problems
         _, _, job, problems = known
-        try:
-            newer = msgspec.convert(metadata, api.Metadata, strict=False)
-            status = msgspec.convert(raw.get("status") or {}, api.Status, strict=False)
-        except msgspec.ValidationError:
-            return validation.parse(raw)
-        return msgspec.structs.replace(job, metadata=newer, status=status), problems
+        return msgspec.structs.replace(job, metadata=metadata, status=status), problems
+
+
+def _alike(old: api.Status, new: api.Status) -> bool:
+    return statuses.apart_from_progress(old) == statuses.apart_from_progress(new)
 
 
 def _only_created(todo: Plan) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class Store(Generic[T]):
     ) -> None:
         self._merge = merge
         self._look = 0
+        self._listing = False
         self._cut = cut
         self._key_of = key_of
         self._changed = changed
@@ -86,7 +88,6 @@ class Store(Generic[T]):
 
         One that cannot be read is left as it was last seen, and told once: nothing else may suffer from it.
         """
-        self._look += 1
         metadata = raw["metadata"]
         uid, at = metadata["uid"], version(metadata)
         place = (metadata.get("namespace", ""), metadata["name"])
@@ -100,8 +101,19 @@ class Store(Generic[T]):
             self._leave(key, place, uid, error)
             return
         self._unreadable.pop(place, None)
+        self._look += not self._listing
         known = old.value if old is not None and old.uid == uid else None
         self._set(place, old, Entry(key, uid, at, self._merge(known, seen, self._look)))
+
+    @contextlib.contextmanager
+    def one_look(self) -> Iterator[None]:
+        """For a list, whose pages come one after the other: what is put meanwhile was seen at once, in no order."""
+        self._look += 1
+        self._listing = True
+        try:
+            yield
+        finally:
+            self._listing = False
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """The object with this uid is gone, whatever else has its name by now."""

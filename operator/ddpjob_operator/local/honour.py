@@ -129,13 +129,13 @@ def start_problems(pod: Body, place: Place) -> Iterator[Problem]:
         return
     yield from _missing_folders(pod["spec"])
     made = any(Path(planned.cwd).is_relative_to(folder) for folder in planned.folders)
-    if not made and not Path(planned.cwd).is_dir():
+    if not made and not os.path.isdir(planned.cwd):  # Path's own raises for a name of 1,000 characters
         yield Problem((*at, "workingDir"), f"there is no folder {planned.cwd} on this machine")
         return
     program, script = planned.argv[0], launcher.script(planned.argv)
     if shutil.which(program, path=planned.env["PATH"]) is None and not _is_file(program, planned.cwd):
         yield Problem((*at, "command"), f'"{program}" is not a program on this machine{_hint(program)}')
-    elif script is not None and not made and not (Path(planned.cwd) / script).exists():
+    elif script is not None and not made and not os.path.exists(os.path.join(planned.cwd, script)):
         yield Problem((*at, "command"), f"there is no file {script} in {planned.cwd}")
 
 
@@ -219,8 +219,8 @@ def _missing_folders(spec: Body) -> Iterator[Problem]:
     for i, volume in enumerate(spec.get("volumes") or ()):
         source = volume.get("hostPath")
         if isinstance(source, Mapping) and source.get("type") != "DirectoryOrCreate":
-            path = Path(str(source.get("path", "")))
-            if not path.exists():
+            path = str(source.get("path", ""))
+            if not os.path.exists(path):
                 text = f"{path} is not there on this machine. Make it, or say type: DirectoryOrCreate."
                 yield Problem(("spec", "template", "spec", "volumes", i, "hostPath"), text)
 
@@ -259,8 +259,8 @@ def _kind_of(volume: Mapping[str, Any]) -> str:
 
 
 def _is_file(program: str, cwd: str) -> bool:
-    path = Path(cwd) / program
-    return "/" in program and path.is_file() and os.access(path, os.X_OK)
+    path = os.path.join(cwd, program)
+    return "/" in program and os.path.isfile(path) and os.access(path, os.X_OK)
 
 
 def _hint(program: str) -> str:

@@ -1,14 +1,26 @@
-"""The folder of one run: logs, volumes and the token. Logs of the last runs stay, the rest goes with the run."""
+"""The folder of one run: logs, volumes and the token. Logs of the last runs stay, the rest goes with the run.
+
+The folder above it is the user's (`--logs DIR`), and may hold anything, for instance a data set with the job's name.
+So only what a run has made is ever removed: a run marks its folder, the mark is checked before, links are not followed,
+and of a marked folder only the files go that a run writes. What somebody else has put there stays, and the folder too.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import json
 import os
+import re
 import shutil
+import stat
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 RUNS_KEPT = 10
+MARK = ".ddpjob-run"
+_MARK_BYTES_MAX = 4096
 
 
 class RunFolder:
@@ -18,17 +30,18 @@ class RunFolder:
         self.uid = str(uuid.uuid4())
         jobs = (base or state_home() / "ddpjob").absolute() / job
         jobs.mkdir(parents=True, exist_ok=True)
-        _clear_old(jobs)
+        _clear_old(jobs, job)
         self.path = jobs / self.uid
         self.path.mkdir(mode=0o700)
+        self._job = job
         self._lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        _mark(self.path, job)  # after the lock: what is marked and not locked has ended
 
     def close(self) -> None:
         """Remove all but the logs."""
-        shutil.rmtree(self.path / "volumes", ignore_errors=True)
-        for leftover in ("token", "lock"):
-            (self.path / leftover).unlink(missing_ok=True)
+        if _is_marked(self.path, self._job):
+            _remove_what_ends_with_a_run(self.path)
         os.close(self._lock)
 
 
@@ -38,21 +51,73 @@ def state_home() -> Path:
     return Path(given) if given.startswith("/") else Path.home() / ".local" / "state"
 
 
-def _clear_old(jobs: Path) -> None:
+def _clear_old(jobs: Path, job: str) -> None:
     """Keep the newest runs. A run that was killed left its volumes and its lock file; the lock itself is free."""
-    runs = sorted((p for p in jobs.iterdir() if p.is_dir()), key=lambda p: p.stat().st_mtime, reverse=True)
-    for i, run in enumerate(runs):
+    for i, run in enumerate(_runs(jobs, job)):
         if _is_running(run):
             continue
+        _remove_what_ends_with_a_run(run)
         if i >= RUNS_KEPT - 1:
-            shutil.rmtree(run, ignore_errors=True)
-        else:
-            shutil.rmtree(run / "volumes", ignore_errors=True)
+            _remove_run(run, job)
+
+
+def _runs(jobs: Path, job: str) -> Iterator[Path]:
+    """The folders of this job's runs, the newest first."""
+    ages = []
+    for run in jobs.iterdir():
+        with contextlib.suppress(OSError):  # another run clears here as well
+            if _is_marked(run, job):
+                ages.append((run.lstat().st_mtime, run))
+    return (run for _, run in sorted(ages, reverse=True))
+
+
+def _mark(run: Path, job: str) -> None:
+    """With what tells the folder from a copy of it, which is the user's: its inode. (Devices have other numbers after a
+    reboot.)"""
+    said = {"job": job, "run": run.name, "inode": run.lstat().st_ino}
+    descriptor = os.open(run / MARK, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "w") as file:
+        json.dump(said, file)
+
+
+def _is_marked(run: Path, job: str) -> bool:
+    """Whether a run of this job has made this very folder."""
+    try:
+        here = run.lstat()
+        if not stat.S_ISDIR(here.st_mode):
+            return False
+        with open(os.open(run / MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
+            said = json.loads(file.read(_MARK_BYTES_MAX))
+    except (OSError, ValueError, RecursionError):  # not there, or not ours
+        return False
+    return bool(said == {"job": job, "run": run.name, "inode": here.st_ino})
+
+
+def _remove_what_ends_with_a_run(run: Path) -> None:
+    """Not the logs. A link in a name's place is not followed: rmtree refuses it, unlink takes the link alone."""
+    shutil.rmtree(run / "volumes", ignore_errors=True)
+    for leftover in ("token", "lock"):
+        _unlink(run / leftover)
+
+
+def _remove_run(run: Path, job: str) -> None:
+    """Its logs, and the folder if that is empty then; else it stays, unmarked: what is in it is somebody else's."""
+    for path in list(run.iterdir()):
+        if re.fullmatch(rf"{re.escape(job)}-\d+-\d+(-r\d+)?\.log", path.name):
+            _unlink(path)
+    _unlink(run / MARK)
+    with contextlib.suppress(OSError):
+        run.rmdir()
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):  # gone already; or a folder has its name, and is not ours
+        path.unlink()
 
 
 def _is_running(run: Path) -> bool:
     try:
-        lock = os.open(run / "lock", os.O_RDWR | os.O_CLOEXEC)
+        lock = os.open(run / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
     try:

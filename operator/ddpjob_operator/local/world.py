@@ -20,8 +20,9 @@ from ddpjob_operator.local import honour, ports
 from ddpjob_operator.local import node as nodes
 from ddpjob_operator.local.logs import Log
 from ddpjob_operator.observed import Container, Observed, Pod, Report
-from ddpjob_operator.plan import Action, CreatePod, CreateService, DeletePod
+from ddpjob_operator.plan import Action, CreatePod, CreateService, DeletePod, EndPod
 from ddpjob_operator.podspec import grace_seconds
+from ddpjob_operator.scene import restart_grace_seconds
 
 TERMINATION_MESSAGE_BYTES = 4096
 READ_BYTES = 1 << 18  # four times what a pipe holds: one read empties it
@@ -116,6 +117,8 @@ class World:
                 self._create(job, action)
             elif isinstance(action, DeletePod):
                 self._delete(job, action)
+            elif isinstance(action, EndPod):  # no log goes here in any case
+                self._delete(job, DeletePod(action.name, action.uid, restart_grace_seconds(job.spec)))
 
     def body(self, job: api.DDPJob, action: CreatePod) -> build.Body:
         """The pod as the cluster would get it, but for the address where the ranks meet."""

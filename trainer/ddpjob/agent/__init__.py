@@ -26,10 +26,15 @@ import sys
 
 def main() -> None:
     """The console script: ends with the exit code of the job's first failure, 128 + n for signal n."""
-    from .agent import run
     from .options import parse
 
-    code = run(parse(sys.argv[1:], os.environ), os.environ)
+    options = parse(sys.argv[1:], os.environ)
+    from .. import apart
+
+    apart.stand_apart()  # before much is imported: the process that stays behind needs none of it
+    from .agent import run
+
+    code = run(options, os.environ)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, AttributeError):  # closed when we began, it is None
             stream.flush()

@@ -19,7 +19,7 @@ from . import environment, processes
 from .environment import Life
 from .lead import RESUMABLE, End, Failure
 from .logs import TAIL_SECONDS, Folder
-from .node import BROKEN_GRACE_SECONDS, Node, say
+from .node import Node, say
 from .options import Options
 from .preload import ForkServer
 from .watching import Watching
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = (signal.SIGINT,)
 USAGE = 2  # as argparse ends
+OURS_ALONE = frozenset(("node", "replacement", "vanished", "unstarted", "elsewhere"))
 WAIT_SECONDS_MAX = 3600.0  # poll takes no more than 24 days
 
 
@@ -191,7 +192,9 @@ class Agent:
         """End the ranks; `group.stopped` follows, at once where none runs."""
         self.watching.end()
         if self.node.running:
-            self.node.stop(signal.SIGTERM, self.options.shutdown_seconds if patient else BROKEN_GRACE_SECONDS, now)
+            options = self.options
+            grace = options.shutdown_seconds if patient else options.broken_grace_seconds
+            self.node.stop(signal.SIGTERM, grace, now)
         elif self.settled:
             if self.node.exit_code == 0:
                 self.node.forget()  # that all have ended well is undone: they start again with the others
@@ -262,7 +265,7 @@ def leave_message(path: str | None, failure: Failure) -> None:
         return
     from ..termination import encode
 
-    body = encode({k: v for k, v in failure.items() if k not in ("node", "replacement", "vanished")})
+    body = encode({k: v for k, v in failure.items() if k not in OURS_ALONE})
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         try:

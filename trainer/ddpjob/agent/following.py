@@ -70,12 +70,13 @@ class Following:
 
     def stopped(self, failures: list[Failure], _now: float) -> None:
         """No rank of ours runs any more."""
-        self._send({**self._about("stopped"), "failures": _short_of(failures)})
+        ended = self._agent.node.ended_well
+        self._send({**self._about("stopped"), "failures": _short_of(failures), "ended": ended})
 
     def finished(self, _now: float) -> None:
         """All our ranks have ended with 0."""
         self._done = not self._checking
-        self._send(self._about("finished"))
+        self._send({**self._about("finished"), "ended": self._agent.node.ended_well})
 
     def stood(self, word: Word, _now: float) -> None:
         """Our ranks get on, or stand still."""

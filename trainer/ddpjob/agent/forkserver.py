@@ -30,7 +30,7 @@ import zipimport
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing is for the type checker alone: it would be there in every rank
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from typing import Any
 
 PR_SET_PDEATHSIG = 1
@@ -44,7 +44,8 @@ def main() -> Callable[[], None] | None:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     lines = agent.makefile("r", encoding="utf-8")
     order = json.loads(lines.readline())
-    failed = preload(order)
+    with reads_recorded() as read:
+        failed = preload(order)
     refused = unsafe()
     say(agent, {"refused": refused} if refused else {"ready": True, "failed": failed})
     if refused:
@@ -56,7 +57,7 @@ def main() -> Callable[[], None] | None:
         if run is not None:
             lines.close()
             agent.close()
-            return become(order, run)
+            return become(order, run, read)
     return None
 
 
@@ -75,8 +76,27 @@ def preload(order: dict[str, Any]) -> dict[str, str]:
             failed[name] = f"{type(error).__name__}: {error}"
     if "torch.distributed.distributed_c10d" in sys.modules:
         with contextlib.suppress(ImportError):
+            import ddpjob.kept
             import ddpjob.watchdog  # noqa: F401 - what `watch_group` needs
     return failed
+
+
+@contextlib.contextmanager
+def reads_recorded() -> Iterator[set[str]]:
+    """The variables that Python code reads while it is imported: a script that sets them later is too late."""
+    names: set[str] = set()
+    kind: Any = type(os.environ)
+    read = kind.__getitem__
+
+    def read_and_record(environ: Any, name: Any) -> Any:
+        names.add(name)
+        return read(environ, name)
+
+    kind.__getitem__ = read_and_record
+    try:
+        yield names
+    finally:
+        kind.__getitem__ = read
 
 
 def unsafe() -> str:
@@ -170,7 +190,7 @@ def fork() -> int:
         return os.fork()
 
 
-def become(order: dict[str, Any], run: dict[str, Any]) -> Callable[[], None]:
+def become(order: dict[str, Any], run: dict[str, Any], read: set[str]) -> Callable[[], None]:
     """Be what `python -u SCRIPT` is just before the first line of the script; what runs it is to be called last.
 
     The streams stay as they are: under -u they hold nothing, and do not depend on what kind of file they are.
@@ -192,6 +212,11 @@ def become(order: dict[str, Any], run: dict[str, Any]) -> Callable[[], None]:
     sys.orig_argv[:] = [sys.executable, "-u", *(["-m"] if module else []), *run["argv"]]
     reseed()
     watch_group()
+    if "torch" in sys.modules:
+        with contextlib.suppress(ImportError):
+            from ddpjob.agent import late_environ
+
+            late_environ.hide_torch(read)
     sys.modules["__main__"] = main_module()
     return run_module if module else run_script
 
@@ -211,8 +236,12 @@ def watch_group() -> None:
 
     Not before: it has a thread, and until then a script may fork as it likes. No public hook tells of a new group:
     where this function of torch has another name, only those are watched that call `ddpjob.init` or `ddpjob.progress`.
+    Groups of gloo are kept besides (kept.py says why).
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    kept = sys.modules.get("ddpjob.kept")
+    if c10d is not None and kept is not None:
+        kept.keep_all_of(c10d)
     update = getattr(c10d, "_update_default_pg", None)
     if update is None or "DDPJOB_BEATS" not in os.environ:
         return

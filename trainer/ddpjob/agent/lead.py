@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .watch import Word
 
 Failure = dict[str, Any]  # a termination message (termination.py): rank, exitCode, signal, exception, time, …
+Ended = tuple[int, int]
+"""A rank that ended with 0 although nobody had told it to, and the last step that it made."""
 State = Literal["gathering", "running", "stopping", "pausing", "over"]
 
 
@@ -66,6 +68,7 @@ class Leave(NamedTuple):
     why: str
 
 
+CANNOT_RUN = (126, 127)  # rules.CANNOT_RUN
 RESUMABLE = 75  # rules.RESUMABLE_EXIT_CODE; the rules are imported when ranks run, for a job waits for this import
 CHARGED_MAX = 5
 ANSWER_SECONDS = 3.0  # for what takes an agent one
@@ -102,6 +105,8 @@ class Lead:
         self._join_seconds = join_seconds
         self._here: set[int] = set()
         self._finished: set[int] = set()
+        self._ended: list[Ended] = []  # in this generation
+        self._unable: set[int] = set()  # nodes that have no such program, in this generation
         self._stopping: set[int] = set()  # nodes that have not yet said that their ranks are gone
         self._going: set[int] = set()  # nodes that were told to end, and have no new agent yet
         self._were_told: set[int] = set()  # since this generation began
@@ -197,10 +202,12 @@ class Lead:
         if self.state == "running" and node in self._here:
             self._stop(failures, now)
 
-    def stopped(self, node: int, failures: list[Failure], now: float) -> None:
-        """No rank of this node runs any more."""
+    def stopped(self, node: int, failures: list[Failure], now: float, ended: Ended | None = None) -> None:
+        """No rank of this node runs any more. ended: one that had ended with 0 before it was stopped."""
         if self.state == "stopping" and node in self._stopping:
             self._stopping.discard(node)
+            self._ended += [ended] if ended is not None else []
+            self._unable |= {node} if any(failure["exitCode"] in CANNOT_RUN for failure in failures) else set()
             known = {failure["rank"]: failure for failure in self._failures}
             for failure in failures:
                 if failure["rank"] in known:
@@ -212,10 +219,11 @@ class Lead:
                     self._failures.append(failure)
             self._settle_if_all_have_stopped(now)
 
-    def finished(self, node: int, now: float) -> None:
-        """Every rank of this node has ended with 0."""
+    def finished(self, node: int, now: float, ended: Ended | None = None) -> None:
+        """Every rank of this node has ended with 0, the first of them so."""
         if self.state == "running" and node in self._here:
             self._finished.add(node)
+            self._ended += [ended] if ended is not None else []
             wait = self._standstill.forget(node)
             if wait is not None and not self._standstill.asked:
                 self._until = now + wait
@@ -313,6 +321,7 @@ class Lead:
         if not self._checking:
             self.generation += 1
         self._finished, self._failures = set(), []
+        self._ended, self._unable = [], set()
         self._were_told, self._told_first = set(), False
         self._standstill = Standstill()
         self._enter("running", now, PREFLIGHT_SECONDS if self._checking else None)
@@ -335,7 +344,7 @@ class Lead:
         leaves = self._has_operator and 0 in self._going
         if self._stopping - (self._going - {0} if leaves else set()):
             return None
-        failure = root_cause(self._failures)
+        failure = explained(root_cause(self._failures), self._ended)
         if self._is_consequence_of_being_told(failure):
             self.said = " and ".join(f"node {node} was told to stop" for node in sorted(self._were_told))
             return self._pause(0, now)
@@ -394,26 +403,25 @@ class Lead:
 
         from .. import rules
 
-        evidence = rules.Evidence(
-            exit_code=failure["exitCode"],
-            exception=failure["exception"],
-            vanished=failure.get("vanished", False),
-            stalled=failure.get("stalled", False),
-        )
-        found = "infrastructure" if failure["symptom"] else rules.classify(evidence)
-        policy = [rules.PolicyRule(rule.action, rule.codes, rule.inverted) for rule in self._policy]
-        found = failure["class"] = rules.with_policy(found, failure["exitCode"], policy)
         attempt = rules.Attempt(
             made_a_new_step=self.furthest_step > self._furthest_before,
             reports_steps=self.furthest_step > 0,
             ran_seconds=self._ran_seconds,
+            only_complaints=bool(failure["symptom"]) and not failure.get("unstarted"),
         )
         # Seconds of this agent, not of a clock that may jump: only their differences count.
         moment = dt.datetime.fromtimestamp(max(0.0, now), dt.timezone.utc)
         limits = rules.Limits(backoff_limit=self._budget.application)
-        before = rules.History(in_a_row=self._budget.in_a_row, charged_in_a_row=self._budget.charged_in_a_row)
+        history = self._history or rules.History(
+            in_a_row=self._budget.in_a_row,
+            charged_in_a_row=self._budget.charged_in_a_row,
+            peers_lost=self._budget.peers_lost,
+        )
+        found = failure["class"] = self._class_of(failure, history, attempt)
         self._furthest_before = self.furthest_step
-        verdict = rules.judge(found, self._history or before, attempt, limits, moment)
+        verdict = rules.judge(found, history, attempt, limits, moment)
+        if failure.get("elsewhere") and found == "infrastructure":
+            return "infrastructure: another node may have it"
         if not verdict.restart:
             return f"{found}: {verdict.stop}"
         after = verdict.history
@@ -421,6 +429,32 @@ class Lead:
         if after.infrastructure > left.infrastructure or after.stall > left.stall or after.total > left.total:
             return f"{found}: no restart in place is left"
         return verdict
+
+    def _class_of(self, failure: Failure, history: rules.History, attempt: rules.Attempt) -> rules.Class:
+        """What it is, after what the user has said of its exit code."""
+        from .. import rules
+
+        evidence = rules.Evidence(
+            exit_code=0 if failure.get("early") else failure["exitCode"],
+            exception=failure["exception"],
+            vanished=failure.get("vanished", False),
+            stalled=failure.get("stalled", False),
+        )
+        found = "infrastructure" if failure["symptom"] else rules.classify(evidence)
+        if found == "permanent":
+            found = self._class_of_no_start()
+        found = rules.of_complaints(found, history, attempt)
+        policy = [rules.PolicyRule(rule.action, rule.codes, rule.inverted) for rule in self._policy]
+        ignored = any(rule.matches(evidence.exit_code) for rule in policy)
+        failure["elsewhere"] = found == "infrastructure" and evidence.exit_code in CANNOT_RUN and not ignored
+        outside = rules.from_outside(evidence) or bool(failure.get("unstarted"))
+        return rules.with_policy(found, evidence.exit_code, policy, from_outside=outside)
+
+    def _class_of_no_start(self) -> rules.Class:
+        """As the operator's: for good only where the job has never trained, and no node has the program."""
+        if self.furthest_step or self.generation > 0:
+            return "application"
+        return "permanent" if len(self._unable) == self._nodes or not self._has_operator else "infrastructure"
 
     def _end(self, code: int, failure: Failure | None, why: str, now: float) -> None:
         self._enter("over", now, None)
@@ -441,8 +475,21 @@ def root_cause(failures: list[Failure]) -> Failure:
     return min(failures, key=_weight)
 
 
+def explained(failure: Failure, ended: Sequence[Ended]) -> Failure:
+    """The cause of what a rank complains of, where another one ended with 0: it makes fewer steps."""
+    if not failure["symptom"] or failure.get("unstarted") or not ended or failure["rank"] < 0:
+        return failure
+    from .. import rules
+
+    rank, step = min(ended)
+    said = rules.ended_early(step or None, f"rank {failure['rank']}", failure.get("step") or None)
+    return {**failure, "rank": rank, "exception": said, "step": step, "symptom": False, "early": True}
+
+
 def describe(failure: Failure) -> str:
     """rank 3 ended with exit code 7 (ValueError: no such shard: 7)"""
+    if failure.get("early"):
+        return f"rank {failure['rank']} {failure['exception']}"
     if failure.get("vanished"):
         return f"node {failure['node']} is lost"
     if failure.get("stalled"):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import ports
 from .environment import Life
-from .lead import RESUMABLE, Ask, End, Failure, Lead, Leave, Start, Stop
+from .lead import RESUMABLE, Ask, End, Ended, Failure, Lead, Leave, Start, Stop
 from .node import say
 from .options import read_left
 from .posting import Posting
@@ -83,11 +83,11 @@ class Leading:
     def stopped(self, failures: list[Failure], now: float) -> None:
         """No rank of node 0 runs any more."""
         self._lead.reached(self._agent.node.furthest_step)
-        self._lead.stopped(0, failures, now)
+        self._lead.stopped(0, failures, now, self._agent.node.ended_well)
 
     def finished(self, now: float) -> None:
         """All ranks of node 0 have ended with 0."""
-        self._lead.finished(0, now)
+        self._lead.finished(0, now, self._agent.node.ended_well)
 
     def stood(self, word: Word, now: float) -> None:
         """The ranks of node 0 get on, or stand still."""
@@ -277,14 +277,23 @@ class Leading:
         if said == "failed":
             self._lead.failed(node, failures, now)
         elif said == "stopped":
-            self._lead.stopped(node, failures, now)
+            self._lead.stopped(node, failures, now, self._ended(node, message))
         elif said == "finished":
-            self._lead.finished(node, now)
+            self._lead.finished(node, now, self._ended(node, message))
         elif said == "stood":
             self._lead.stood(node, word_of(message["word"]), now)
         elif said == "answered":
             positions = [position_of(position) for position in message["positions"]][: self._options.nproc]
             self._lead.answered(node, word_of(message["word"]), positions, now)
+
+    def _ended(self, node: int, message: dict[str, Any]) -> Ended | None:
+        """Raises TypeError, ValueError."""
+        if message.get("ended") is None:
+            return None
+        rank, step = map(int, message["ended"])
+        if rank // self._options.nproc != node or not 0 <= step < 1 << 53:
+            raise ValueError(f"rank {rank} of node {node} at step {step}")
+        return rank, step
 
     def _beat(self, now: float) -> None:
         if now < self._beat_at:
@@ -329,7 +338,7 @@ def _told(failure: Failure, nproc: int) -> dict[str, Any]:
     return {
         "rank": rank,
         "nodeRank": failure["node"] if rank < 0 else rank // nproc,
-        "exitCode": None if rank < 0 else failure["exitCode"],
+        "exitCode": None if rank < 0 else 0 if failure.get("early") else failure["exitCode"],
         "signal": failure["signal"],
         "exception": failure["exception"][:TEXT_CHARACTERS_MAX],
         "step": failure.get("step", 0),
@@ -343,7 +352,7 @@ def checked(failure: Any) -> Failure:
     if not (type(failure["rank"]) is int and type(failure["exitCode"]) is int and 0 < failure["exitCode"] < 256):
         raise ValueError("rank and exitCode are numbers")
     texts = {name: str(failure.get(name, ""))[:length] for name, length in _TEXTS.items()}
-    flags = {name: failure.get(name) is True for name in ("symptom", "resumable")}
+    flags = {name: failure.get(name) is True for name in ("symptom", "resumable", "unstarted")}
     numbers = {"step": int(failure.get("step", 0)), "time": float(failure.get("time", 0.0))}
     return {**{k: failure[k] for k in ("rank", "exitCode")}, **texts, **flags, **numbers}
 

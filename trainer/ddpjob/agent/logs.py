@@ -94,7 +94,7 @@ class Folder:
             shutil.rmtree(self._run, ignore_errors=True)
         else:
             with contextlib.suppress(OSError):  # all is done: what cannot be tidied up changes no exit code
-                for name in os.listdir(self._run):
+                for name in [name for name in os.listdir(self._run) if name.startswith("attempt_")]:
                     with contextlib.suppress(OSError):
                         os.unlink(os.path.join(self._run, name, "termination.json"))
 

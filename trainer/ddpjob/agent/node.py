@@ -14,14 +14,12 @@ from typing import Any
 from . import environment, processes
 from .beats import Beats
 from .environment import Life
-from .lead import RESUMABLE, Failure
+from .lead import RESUMABLE, Ended, Failure
 from .logs import Files, Folder
 from .memory import KILLED, Kills
 from .options import Options
 from .preload import ForkServer
 
-# The group is broken, so nothing can be saved together; time to say something, no more.
-BROKEN_GRACE_SECONDS = 0.1
 LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel holds the process
 HELD_SECONDS = 60.0  # a driver that gives back the memory of a GPU, or of a large dataset, takes some of them
 KILL_AGAIN_SECONDS = 0.05
@@ -47,6 +45,7 @@ class Node:
         self._killed_at: float | None = None  # first
         self.helpers: set[int] = set()  # children of the agent that are no rank's, and outlive a generation
         self._signals: set[int] = set()  # that its ranks have had
+        self.ended_well: Ended | None = None  # the first rank of this generation that has, by itself
 
     @property
     def running(self) -> bool:
@@ -81,6 +80,7 @@ class Node:
         assert not self.running, "one generation at a time"
         self._life, self._codes, self.failures = life, {}, []
         self.stopped, self.kill_at, self._killed_at, self._signals = False, None, None, set()
+        self.ended_well = None
         self._kills.look()
         if self.beats is not None:
             self.beats.close()
@@ -110,6 +110,8 @@ class Node:
             return
         del self._pids[local_rank]
         self._codes[local_rank] = code
+        if code == 0 and not self._signals and self.ended_well is None:
+            self.ended_well = (self._rank(local_rank), self._step(local_rank))
         if code != 0 and not self.stopped:
             self.failures.append(self._failure(local_rank, code))
 
@@ -170,6 +172,7 @@ class Node:
         self._folder.copy_last()
         if self._life is not None:
             self._add_last_words()
+        self._blame_for_ports()
         return self.failures
 
     def end(self) -> None:
@@ -193,7 +196,8 @@ class Node:
             self._has_not_started(local_rank, error)
 
     def _has_not_started(self, local_rank: int, error: OSError) -> None:
-        lost = {"exception": f"not started: {error}", "resumable": False, "symptom": True}  # not the application's
+        # Not the application's, and no complaint about a peer.
+        lost = {"exception": f"not started: {error}", "resumable": False, "symptom": True, "unstarted": True}
         self.failures.append(self._failure(local_rank, RESUMABLE) | lost)
 
     def _start_rank(self, local_rank: int) -> int:
@@ -229,15 +233,37 @@ class Node:
         if code == -signal.SIGKILL and self._kills.another():
             exception, symptom = KILLED, False
         return {
-            "rank": self._options.node_rank * self._options.nproc + local_rank,
+            "rank": self._rank(local_rank),
             "exitCode": as_exit_code(code),
             "signal": signal_name(-code) if code < 0 else "",
             "exception": exception,
             "time": time.time(),
-            "step": 0 if self.beats is None else self.beats.of(local_rank).step,
+            "step": self._step(local_rank),
             "resumable": code == RESUMABLE,
             "symptom": symptom,
         }
+
+    def _rank(self, local_rank: int) -> int:
+        return self._options.node_rank * self._options.nproc + local_rank
+
+    def _step(self, local_rank: int) -> int:
+        return 0 if self.beats is None else self.beats.of(local_rank).step
+
+    def _blame_for_ports(self) -> None:
+        """The port that this generation was given is rank 0's alone; any other that is in use is the script's."""
+        from .. import rules
+
+        port = 0 if self._life is None else self._life.port
+        for failure in self.failures:
+            if not port or rules.port_in_use(failure["exception"]) != port:
+                continue
+            if failure["rank"] == 0:
+                failure["symptom"] = True  # somebody was faster
+            else:
+                failure["exception"] = (
+                    f"port {port} is in use: it is rank 0's, and rank {failure['rank']} took itself for rank 0 "
+                    f"({failure['exception']})"[:500]
+                )
 
     def _add_last_words(self) -> None:
         """A rank knows better why it failed: also one that was stopped while it said so.

@@ -18,6 +18,8 @@ T = TypeVar("T")
 RESTARTS_MAX = 3
 PORT = 29500
 SHUTDOWN_SECONDS = 30.0
+# The group is broken, so nothing can be saved together; time to say something, no more.
+BROKEN_GRACE_SECONDS = 0.1
 JOIN_SECONDS = 600.0  # torchrun's own, for static rendezvous
 # What the first DistributedDataParallel of a process imports beside torch (half of the wait; docs/ddprun.md).
 PRELOAD = ("torch", "torch._dynamo")
@@ -41,6 +43,8 @@ class Left(NamedTuple):
     """What it had: application, infrastructure, stall."""
     step: int = 0
     """The furthest that the job had come."""
+    peers_lost: int = 0
+    """Restarts since then for which only complaints about lost peers were found."""
 
 
 class Budget(NamedTuple):
@@ -52,6 +56,7 @@ class Budget(NamedTuple):
     total: int
     in_a_row: int = 0
     charged_in_a_row: int = 0
+    peers_lost: int = 0
     most: int | None = None
     """--max-restarts, where it was said."""
     replaced: int = 0
@@ -80,6 +85,7 @@ class Budget(NamedTuple):
             total=min(most, application + infrastructure + stall),
             in_a_row=left.in_a_row,
             charged_in_a_row=left.charged_in_a_row,
+            peers_lost=left.peers_lost,
             replaced=left.replaced,
         )
 
@@ -109,6 +115,7 @@ class Options(NamedTuple):
     preflight: bool  # the nodes measure each other before their first ranks start
     replacement: int  # which pod of this node in this attempt it is, as the operator counts them
     stall_seconds: float | None  # how long the group may stand still; None: by what its steps teach, 0: for ever
+    broken_grace_seconds: float  # what ranks get to stop after one has failed
     script: str
     script_args: tuple[str, ...]
     kind: str  # "script", "module", or "program" (--no-python)
@@ -220,6 +227,9 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
         preflight=environ.get("DDPJOB_PREFLIGHT") == "1",
         replacement=_replacement(environ.get("DDPJOB_REPLACEMENT")),
         stall_seconds=_seconds("DDPJOB_STALL_TIMEOUT", environ.get("DDPJOB_STALL_TIMEOUT"), None),
+        broken_grace_seconds=_seconds(
+            "DDPJOB_RESTART_GRACE", environ.get("DDPJOB_RESTART_GRACE"), BROKEN_GRACE_SECONDS
+        ),
         script=read.training_script,
         script_args=tuple(read.training_script_args),
         kind="program" if read.no_python else "module" if read.module else "script",
@@ -342,10 +352,10 @@ def read_left(text: str) -> Left:
     """DDPJOB_RESTARTS_LEFT. Raises ValueError."""
     try:
         left = json.loads(text)
-        in_a_row, charged, replaced, step = (
-            _count(left.get(k, 0)) for k in ("inARow", "chargedInARow", "replaced", "step")
+        in_a_row, charged, replaced, step, peers_lost = (
+            _count(left.get(k, 0)) for k in ("inARow", "chargedInARow", "replaced", "step", "peersLost")
         )
-        found = Left(*_counts(left), in_a_row, charged, replaced, step=step)
+        found = Left(*_counts(left), in_a_row, charged, replaced, step=step, peers_lost=peers_lost)
         known = left.get("known")
         return found if known is None else found._replace(known_of=_count(known["replacement"]), known=_counts(known))
     except (ValueError, TypeError, KeyError, AttributeError):

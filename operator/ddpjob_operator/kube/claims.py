@@ -1,0 +1,244 @@
+"""Which release acts where, so that two of them never act on one job.
+
+The Lease of a release says which of its own pods leads. Another release knows nothing of that Lease, so all pods of a
+release also claim what they watch, in the release's name and at a place that every release knows:
+
+- a release with a list of namespaces holds the Lease NAMESPACE_CLAIM in each of them;
+- a release for all namespaces holds the Lease ALL_CLAIM in one namespace (kube-system), and leaves alone each one in
+  which another release holds NAMESPACE_CLAIM. That release cannot see it, so it waits until it has surely been seen.
+
+Who finds a claim held stands by there, says so, and goes on by itself once the holder has been silent for long enough.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ddpjob_operator import api
+from ddpjob_operator.kube import lease
+from ddpjob_operator.kube.client import ApiError, Client, Raw
+from ddpjob_operator.kube.lease import NEVER, Candidate, Durations
+from ddpjob_operator.kube.limit import at_most
+
+_LOGGER = logging.getLogger(__name__)
+NAMESPACE_CLAIM = api.GROUP
+"""Name of the Lease of one namespace."""
+ALL_CLAIM = f"all.{api.GROUP}"
+"""Name of the Lease of all namespaces."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a claim is."""
+
+    namespace: str
+    name: str
+
+    @property
+    def collection(self) -> str:
+        """Its path."""
+        return f"/apis/{lease.API_VERSION}/namespaces/{self.namespace}/leases"
+
+    @property
+    def what(self) -> str:
+        """What it stands for, in words."""
+        return "all namespaces" if self.name == ALL_CLAIM else f"the namespace {self.namespace}"
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+def namespace_of(path: str) -> str:
+    """Of a request; empty: of none."""
+    return path.partition("/namespaces/")[2].partition("/")[0]
+
+
+class Claim:
+    """One of these Leases, held in the name of a release: any of its pods may renew it."""
+
+    def __init__(
+        self, client: Client, place: Place, release: str, durations: Durations, clock: Callable[[], float]
+    ) -> None:
+        self.place = place
+        self._client, self._release, self._durations, self._clock = client, release, durations, clock
+        self._candidate = Candidate(release, durations)
+        self._acts_from = NEVER
+        self._unguarded = False
+        self._was_there = False
+        self._said = ""
+
+    def holds(self) -> bool:
+        """Whether the release may act there."""
+        return self._unguarded or self._acts_from <= self._clock() < self._candidate.held_until
+
+    def holder(self) -> str:
+        """The other release that acts there, as far as we know."""
+        other = self._candidate.leader(self._clock())
+        return "" if other is None else other.holder
+
+    async def renew(self) -> None:
+        """One try to take it or to go on holding it; what fails is said, and tried again with the next."""
+        if (
+            self._candidate.held_until - self._clock()
+            > self._durations.renew_seconds - 2 * self._durations.retry_seconds
+        ):
+            return
+        try:
+            async with at_most(self._durations.turn_seconds):
+                await self._turn()
+        except asyncio.TimeoutError:
+            self._say("the API server did not answer in time")
+        except ApiError as error:
+            if error.status == 403:
+                # An older chart gives no right to it, and jobs on which nobody acts would be worse.
+                self._unguarded = True
+                self._say(f"{error}; this operator acts on {self.place.what} and cannot see whether another one does")
+            elif error.status != 409:
+                self._say(str(error))
+        else:
+            self._unguarded = False
+            self._say("")
+
+    async def _turn(self) -> None:
+        raw = await self._look()
+        seen = None if raw is None else lease.read(raw)
+        self._candidate.saw(seen, self._clock())
+        # One that has never been there is made at once; one that was deleted has a holder who may not know that yet.
+        first = raw is None and not self._was_there
+        self._was_there = self._was_there or raw is not None
+        if not first and not self._candidate.may_take(self._clock()):
+            return
+        body = lease.claim(raw, self.place.name, self._release, self._durations, "", lease._now())
+        asked_at = self._clock()
+        if raw is None:
+            answer = await self._client.create(self.place.collection, body)
+        else:
+            answer = await self._client.replace(f"{self.place.collection}/{self.place.name}", body)
+        lapsed = self._candidate.held_until < asked_at
+        self._candidate.took(lease.read(answer), asked_at)
+        self._was_there = True
+        if lapsed:
+            self._acts_from = asked_at + self._settling_seconds()
+
+    async def _look(self) -> Raw | None:
+        try:
+            return await self._client.get(f"{self.place.collection}/{self.place.name}")
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return None
+
+    def _settling_seconds(self) -> float:
+        """A release for all namespaces may act on this one, until it asks for the claims of others the next time. Also
+        when ours was not renewed for a while, by us at least: another pod of the release may have done so."""
+        return 0.0 if self.place.name == ALL_CLAIM else float(self._durations.lease_seconds)
+
+    def _say(self, trouble: str) -> None:
+        if trouble and trouble != self._said:
+            _LOGGER.warning("the claim %s cannot be had: %s", self.place, trouble)
+        self._said = trouble
+
+
+class Claims:
+    """All claims of a release. Each of its pods runs them, so that a new leader finds them held; others ask `hold`
+    right before they write."""
+
+    def __init__(
+        self,
+        client: Client,
+        namespaces: Sequence[str],
+        everywhere: str,
+        release: str,
+        durations: Durations,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """namespaces: those that are watched; none: all. everywhere: the namespace of the claim for all of them."""
+        places = [Place(name, NAMESPACE_CLAIM) for name in namespaces] or [Place(everywhere, ALL_CLAIM)]
+        self._client, self._release, self._durations, self._clock = client, release, durations, clock
+        self._claims = {p.namespace if namespaces else "": Claim(client, p, release, durations, clock) for p in places}
+        self._others: dict[str, Candidate] = {}
+        """Of a release for all namespaces: the namespaces with a claim of their own."""
+        self._asked_at = NEVER
+        self._unguarded = False
+        self._said: set[str] = set()
+
+    def hold(self, namespace: str) -> bool:
+        """Whether this release may act on the jobs of a namespace at this moment."""
+        everywhere = self._claims.get("")
+        if everywhere is None:
+            return namespace in self._claims and self._claims[namespace].holds()
+        fresh = self._unguarded or self._clock() < self._asked_at + self._durations.renew_seconds
+        return everywhere.holds() and fresh and not self._holder_of(namespace)
+
+    def standing_by(self) -> list[str]:
+        """A sentence for each place in which another release acts."""
+        claimed = [(claim.place, claim.holder()) for claim in self._claims.values()]
+        claimed += [(Place(n, NAMESPACE_CLAIM), self._holder_of(n)) for n in self._others]
+        return [
+            f"the jobs of {place.what} are the release {holder}'s (Lease {place}); this one leaves them alone"
+            for place, holder in claimed
+            if holder
+        ]
+
+    async def run(self, changed: Callable[[], None]) -> None:
+        """Until cancelled. changed: called when what may be acted on is another set than before."""
+        before: object = None
+        while True:
+            await asyncio.gather(*(claim.renew() for claim in self._claims.values()))
+            if "" in self._claims:
+                await self._see_others()
+            self._say_who_acts()
+            now = ([name for name, claim in self._claims.items() if claim.holds()], sorted(self._live_others()))
+            if now != before:
+                before = now
+                changed()
+            await asyncio.sleep(self._durations.retry_seconds)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.close()
+
+    def _holder_of(self, namespace: str) -> str:
+        other = self._others.get(namespace)
+        live = None if other is None else other.leader(self._clock())
+        return "" if live is None else live.holder
+
+    def _live_others(self) -> list[str]:
+        return [name for name in self._others if self._holder_of(name)]
+
+    async def _see_others(self) -> None:
+        asked_at = self._clock()
+        try:
+            async with at_most(self._durations.turn_seconds):
+                # By this one name, because a right can be limited to it.
+                found = await self._client.get(
+                    f"/apis/{lease.API_VERSION}/leases", {"fieldSelector": f"metadata.name={NAMESPACE_CLAIM}"}
+                )
+        except asyncio.TimeoutError:
+            return
+        except ApiError as error:
+            if error.status == 403 and not self._unguarded:
+                self._unguarded = True
+                _LOGGER.warning(
+                    "releases that watch one namespace alone cannot be seen, and would act beside us: %s", error
+                )
+            return
+        self._unguarded = False
+        self._asked_at = asked_at
+        raws = {raw["metadata"]["namespace"]: raw for raw in found.get("items") or ()}
+        for namespace in raws.keys() | self._others.keys():
+            other = self._others.setdefault(namespace, Candidate(self._release, self._durations))
+            other.saw(lease.read(raws[namespace]) if namespace in raws else None, self._clock())
+
+    def _say_who_acts(self) -> None:
+        said = set(self.standing_by())
+        for line in sorted(said - self._said):
+            _LOGGER.warning("%s", line)
+        if self._said and not said:
+            _LOGGER.info("no other release acts on the namespaces that are watched here")
+        self._said = said

@@ -1,0 +1,56 @@
+"""Whose progress is written next: so many writes a second of all jobs together, the oldest figures first.
+
+Thousands of jobs that train would else take all of the API server's time for their step numbers, and a job that fails
+would wait behind them. Only writes that say nothing but progress wait here.
+"""
+
+from __future__ import annotations
+
+import bisect
+import datetime as dt
+
+from ddpjob_operator.kube.store import Key
+
+WRITES_PER_SECOND = 10
+# Whoever does not come back in time (its job is gone, or its look hangs) must not hold up the others.
+ABSENT_SECONDS = 2.0
+_Entry = tuple[dt.datetime, Key]
+
+
+class ProgressTurns:
+    """Times in seconds of any one clock."""
+
+    def __init__(self, per_second: float = WRITES_PER_SECOND) -> None:
+        self._interval = 1.0 / per_second
+        self._next_at = float("-inf")
+        self._line: list[_Entry] = []
+        self._entries: dict[Key, _Entry] = {}
+        self._comes_at: dict[Key, float] = {}
+
+    def ask(self, key: Key, written: dt.datetime, now: float) -> float:
+        """0: write it now; else the seconds until it is worth to ask again. written: when it was written last."""
+        self._drop_absent(now)
+        entry = (written, key)
+        if self._entries.get(key) != entry:
+            self.forget(key)
+            self._entries[key] = entry
+            bisect.insort(self._line, entry)
+        position = bisect.bisect_left(self._line, entry)
+        if position == 0 and now >= self._next_at:
+            self.forget(key)
+            self._next_at = now + self._interval
+            return 0.0
+        wait = max(0.0, self._next_at - now) + position * self._interval
+        self._comes_at[key] = now + wait
+        return wait
+
+    def forget(self, key: Key) -> None:
+        """It waits no more: its progress went along with other news, or it is gone."""
+        entry = self._entries.pop(key, None)
+        self._comes_at.pop(key, None)
+        if entry is not None:
+            del self._line[bisect.bisect_left(self._line, entry)]
+
+    def _drop_absent(self, now: float) -> None:
+        while self._line and self._comes_at.get(self._line[0][1], now) + ABSENT_SECONDS < now:
+            self.forget(self._line[0][1])

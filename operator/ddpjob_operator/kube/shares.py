@@ -1,0 +1,123 @@
+"""A fair share of the API server's time for each job: no job's slow requests hold up another's.
+
+Whoever waits is served in turn, namespace by namespace and within one job by job, so that a job with a thousand pods
+takes as long as it takes and a job beside it with one pod does not notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from ddpjob_operator.kube.store import Key
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How many requests may be under way at a time."""
+
+    total: int = 32
+    """Of all jobs, those that are slow not counted: the API server turns nobody away for so many, as its default share
+    for one service account is some tens."""
+    of_namespace: int = 16
+    """Slow ones too. A webhook acts on a whole namespace: what slows one job down slows down its neighbours."""
+    of_job: int = 8
+    """Enough for a job of eight nodes in one round trip."""
+    quick_seconds: float = 1.0
+    """What has been under way for longer waits for a webhook and not for the API server: it leaves its place among
+    `total` to the others, else a few namespaces with slow webhooks would take all of it."""
+
+
+class Place:
+    """A place among a few, given back once: when it is left, or by itself when it was held for long."""
+
+    def __init__(self, give_back: Callable[[], None], seconds: float) -> None:
+        self._give_back: Callable[[], None] | None = give_back
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.leave)
+
+    def leave(self) -> None:
+        """Nothing where it was given back already."""
+        self._timer.cancel()
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+
+class Shares:
+    """`async with shares.turn(key)` around each request for a job."""
+
+    def __init__(self, bounds: Bounds = Bounds()) -> None:
+        self.bounds = bounds
+        self._waiting: dict[str, dict[Key, collections.deque[asyncio.Future[None]]]] = {}
+        self._under_way: collections.Counter[str | Key] = collections.Counter()
+        """By namespace, and by job."""
+        self._quick = 0
+
+    @contextlib.asynccontextmanager
+    async def turn(self, key: Key) -> AsyncIterator[None]:
+        """Its body runs when it is this job's turn."""
+        await self._wait(key)
+        place = Place(self._leave, self.bounds.quick_seconds)
+        try:
+            yield
+        finally:
+            place.leave()
+            self._give_back(key)
+
+    async def _wait(self, key: Key) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key[0], {}).setdefault(key, collections.deque()).append(turn)
+        self._hand_out()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._quick -= 1
+                self._give_back(key)
+            else:
+                self._forget(key, turn)
+            raise
+
+    def _hand_out(self) -> None:
+        while self._quick < self.bounds.total and (key := self._next()) is not None:
+            turn = self._waiting[key[0]][key].popleft()
+            self._behind_the_others(key)
+            self._quick += 1
+            self._under_way.update((key[0], key))
+            turn.set_result(None)
+
+    def _next(self) -> Key | None:
+        for namespace, jobs in self._waiting.items():
+            if self._under_way[namespace] < self.bounds.of_namespace:
+                for key in jobs:
+                    if self._under_way[key] < self.bounds.of_job:
+                        return key
+        return None
+
+    def _behind_the_others(self, key: Key) -> None:
+        """The dicts' own order is the line: who was served goes to its end."""
+        jobs = self._waiting.pop(key[0])
+        turns = jobs.pop(key)
+        if turns:
+            jobs[key] = turns
+        if jobs:
+            self._waiting[key[0]] = jobs
+
+    def _forget(self, key: Key, turn: asyncio.Future[None]) -> None:
+        jobs = self._waiting[key[0]]
+        jobs[key].remove(turn)
+        if not jobs[key]:
+            del jobs[key]
+        if not jobs:
+            del self._waiting[key[0]]
+
+    def _give_back(self, key: Key) -> None:
+        self._under_way -= collections.Counter((key[0], key))  # a count of 0 goes
+        self._hand_out()
+
+    def _leave(self) -> None:
+        self._quick -= 1
+        self._hand_out()

@@ -1,0 +1,93 @@
+"""How much a YAML text may hold, found while it is read as a stream: before anything of its size is built.
+
+280 bytes of aliases are a million entries, and each level more is ten times as many; 10 MB of brackets take PyYAML
+most of a minute. No object that an API server takes comes near these bounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+BYTES_MAX = 4 << 20  # an API server takes 3 MiB in a request
+NODES_MAX = 20_000  # keys, values and items, of all documents of a file together; a large job has a few hundred
+DEPTH_MAX = 100
+NUMBER_CHARACTERS_MAX = 100  # Python takes a second for 100,000 digits, and from 3.11 on refuses 4,300
+
+
+class OutOfBoundsError(Exception):
+    """Too much, at this line (from 1)."""
+
+    def __init__(self, line: int, what: str) -> None:
+        super().__init__(what)
+        self.line = line
+
+
+@dataclass
+class _Open:
+    """A mapping or list that has begun."""
+
+    anchor: str | None
+    nodes: int = 1
+
+
+@dataclass
+class _Reader:
+    """Counts what aliases stand for as often as they stand there."""
+
+    nodes: int = 0
+    above: list[_Open] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def read(self, event: Any) -> None:
+        if isinstance(event, yaml.DocumentStartEvent):
+            self.sizes = {}
+            self._add(1, event)
+        elif isinstance(event, yaml.AliasEvent):
+            self._add(self._size_of_alias(event), event)
+        elif isinstance(event, yaml.ScalarEvent):
+            self._end(event.anchor, 1)
+            self._add(1, event)
+        elif isinstance(event, yaml.CollectionStartEvent):
+            self._begin(event)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            ended = self.above.pop()
+            self._end(ended.anchor, ended.nodes)
+            if self.above:
+                self.above[-1].nodes += ended.nodes
+
+    def _begin(self, event: Any) -> None:
+        self.nodes += 1
+        self.above.append(_Open(event.anchor))
+        if len(self.above) > DEPTH_MAX:
+            raise OutOfBoundsError(_line(event), f"more than {DEPTH_MAX} lists and mappings in each other")
+
+    def _end(self, anchor: str | None, nodes: int) -> None:
+        if anchor is not None:
+            self.sizes[anchor] = nodes
+
+    def _size_of_alias(self, event: Any) -> int:
+        if any(opened.anchor == event.anchor for opened in self.above):
+            raise OutOfBoundsError(_line(event), "an alias that contains itself")
+        return self.sizes.get(event.anchor, 1)  # one that is not there is the composer's to name
+
+    def _add(self, nodes: int, event: Any) -> None:
+        self.nodes += nodes
+        if self.above:
+            self.above[-1].nodes += nodes
+        if self.nodes > NODES_MAX:
+            what = f"more than {NODES_MAX:,} keys, values and items, with what aliases stand for"
+            raise OutOfBoundsError(_line(event), what)
+
+
+def check(text: str, loader: Any) -> None:
+    """Raises OutOfBoundsError; yaml.YAMLError where the text is none."""
+    reader = _Reader()
+    for event in yaml.parse(text, Loader=loader):
+        reader.read(event)
+
+
+def _line(event: Any) -> int:
+    return int(event.start_mark.line) + 1

@@ -1,0 +1,226 @@
+"""ddprun ends what its ranks have started, all of it, and nothing else: not what stood beside it when it began."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from agents import SECONDS_MAX, Launcher
+from shell import eventually
+
+STARTS = pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
+
+
+class Beside:
+    """An entry point of a user: `something & exec ddprun …`. What it wrote its pid of, is a sibling."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher = launcher
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def start(self, siblings: str, *words: object, prefix: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        ddprun = " ".join([sys.executable, "-m", "ddpjob.agent", *map(str, words)])
+        started = subprocess.Popen(
+            [*prefix, "sh", "-c", f"{siblings}\nexec {ddprun}"],
+            cwd=self.launcher.folder,
+            env=self.launcher.env,
+            stdin=subprocess.DEVNULL,
+            stdout=(self.launcher.folder / "out").open("w"),  # no pipes: siblings hold them open beyond the end
+            stderr=(self.launcher.folder / "err").open("w"),
+            text=True,
+        )
+        self.processes.append(started)
+        return started
+
+    def pid(self, name: str) -> int:
+        path = self.launcher.folder / name
+        eventually(lambda: path.exists() and path.read_text().endswith("\n"))
+        return int(path.read_text())
+
+    def lives(self, name: str) -> bool:
+        try:
+            return psutil.Process(self.pid(name)).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    @property
+    def err(self) -> str:
+        return (self.launcher.folder / "err").read_text()
+
+
+@pytest.fixture
+def beside(launcher: Launcher) -> Iterator[Beside]:
+    found = Beside(launcher)
+    yield found
+    for process in found.processes:
+        process.kill()
+        process.wait()
+    for pid_file in launcher.folder.glob("*.pid"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid_file.read_text()), signal.SIGKILL)
+    eventually(lambda: not launcher.marked())
+
+
+def forget_what_kill_9_leaves(launcher: Launcher) -> None:
+    """Its folder: nobody is left who could remove it."""
+    for folder in (launcher.folder / "tmp").glob("ddprun_*"):
+        shutil.rmtree(folder)
+
+
+FAILS_ONCE = """
+    import os, pathlib, signal, time
+    def alive(name):
+        try: os.kill(int(pathlib.Path(name).read_text()), 0); return True
+        except OSError: return False
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        {before}
+        raise SystemExit(3)
+    {after}
+"""
+
+
+@STARTS
+def test_a_process_that_was_there_before_outlives_a_restart_and_the_end(
+    beside: Beside, launcher: Launcher, start: str
+) -> None:
+    """A user loses the tensorboard of `tensorboard & exec ddprun train.py`."""
+    script = launcher.script(FAILS_ONCE.format(before="pass", after="assert alive('sibling.pid')"))
+    run = beside.start("sleep 1000 &\necho $! > sibling.pid", start, "--nproc", 2, script)
+    assert run.wait(SECONDS_MAX) == 0, beside.err
+    assert beside.lives("sibling.pid")
+
+
+@STARTS
+def test_what_such_a_process_starts_later_lives_too_also_where_it_becomes_an_orphan(
+    beside: Beside, launcher: Launcher, start: str
+) -> None:
+    """A user loses the data server that a tensorboard starts, or a logger that has made itself a daemon."""
+    sibling = """
+        (until test -e go; do sleep 0.02; done
+         sleep 1000 & echo $! > child.pid
+         (env -i setsid sleep 1000 & echo $! > orphan.pid)
+         exec sleep 1000) &
+        echo $! > sibling.pid"""
+    script = launcher.script(
+        FAILS_ONCE.format(
+            before="open('go', 'w').close()\n        while not os.path.exists('orphan.pid'): time.sleep(0.02)",
+            after="assert alive('sibling.pid') and alive('child.pid') and alive('orphan.pid')",
+        )
+    )
+    run = beside.start(sibling, start, script)
+    assert run.wait(SECONDS_MAX) == 0, beside.err
+    assert all(beside.lives(f"{name}.pid") for name in ("sibling", "child", "orphan"))
+
+
+@STARTS
+@pytest.mark.parametrize("siblings", ["true", "sleep 1000 & echo $! > sibling.pid"], ids=["alone", "beside"])
+def test_a_daemon_of_a_rank_is_ended_before_the_next_generation_whatever_it_does_to_hide(
+    beside: Beside, launcher: Launcher, start: str, siblings: str
+) -> None:
+    """Two generations train into one checkpoint: the worker of the old one is still there."""
+    daemon = (
+        "import subprocess, sys\n        subprocess.run(['sh', '-c', "
+        "'(env -i setsid setsid sleep 1000 & echo $! > daemon.txt)'], check=True)"
+    )
+    script = launcher.script(FAILS_ONCE.format(before=daemon, after="assert not alive('daemon.txt')"))
+    run = beside.start(siblings, start, script)
+    assert run.wait(SECONDS_MAX) == 0, beside.err
+
+
+def test_the_process_that_was_started_passes_signals_on_and_ends_with_the_code(
+    beside: Beside, launcher: Launcher
+) -> None:
+    """A kubelet's SIGTERM never reaches the ranks, and they lose what they would have saved."""
+    script = launcher.script(
+        """
+        import signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), open("saved", "w").close(), sys.exit(75)))
+        open("ready", "w").close()
+        time.sleep(1000)
+        """
+    )
+    run = beside.start("sleep 1000 &\necho $! > sibling.pid", "--no-preload", script)
+    eventually((launcher.folder / "ready").exists)
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(SECONDS_MAX) == 75
+    assert (launcher.folder / "saved").exists()
+    assert beside.lives("sibling.pid")
+
+
+def test_one_ctrl_c_at_a_terminal_is_one(beside: Beside, launcher: Launcher) -> None:
+    """Ctrl-C goes to a whole foreground group: heard twice it would cut off what ranks save."""
+    script = launcher.script(
+        """
+        import signal, sys, time
+        signal.signal(signal.SIGINT, lambda *_: (time.sleep(0.5), open("saved", "w").close(), sys.exit(75)))
+        open("ready", "w").close()
+        time.sleep(1000)
+        """
+    )
+    run = beside.start("setsid sleep 1000 &\necho $! > sibling.pid", "--no-preload", script, prefix=("setsid",))
+    eventually((launcher.folder / "ready").exists)
+    os.killpg(os.getpgid(run.pid), signal.SIGINT)
+    assert run.wait(SECONDS_MAX) == 75
+    assert (launcher.folder / "saved").exists()
+
+
+def test_kill_9_of_the_process_that_was_started_ends_the_ranks(beside: Beside, launcher: Launcher) -> None:
+    """A job that was killed goes on training unseen."""
+    script = launcher.script("import os, time; open('rank.txt', 'w').write(f'{os.getpid()}\\n'); time.sleep(1000)")
+    run = beside.start("sleep 1000 &\necho $! > sibling.pid", "--no-preload", script)
+    rank = beside.pid("rank.txt")
+    run.kill()
+    run.wait()
+    eventually(lambda: not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE)
+    assert beside.lives("sibling.pid")
+    forget_what_kill_9_leaves(launcher)
+
+
+def test_an_agent_that_is_killed_is_told_by_its_signal(beside: Beside, launcher: Launcher) -> None:
+    """A pod whose agent was killed for memory would count as completed."""
+    script = launcher.script("import time; open('ready', 'w').close(); time.sleep(1000)")
+    run = beside.start("sleep 1000 &\necho $! > sibling.pid", "--no-preload", script)
+    eventually((launcher.folder / "ready").exists)
+    agent = next(p for p in psutil.Process(run.pid).children() if p.name() != "sleep")
+    agent.kill()
+    assert run.wait(SECONDS_MAX) == 137
+    forget_what_kill_9_leaves(launcher)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a PID namespace everywhere")
+def test_pid_1_of_a_container_spares_what_an_exec_has_started_there(beside: Beside, launcher: Launcher) -> None:
+    """`kubectl exec pod -- sh -c 'py-spy record … &'` is ended with the next restart: its orphan is PID 1's child."""
+    namespace = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+    script = launcher.script(
+        FAILS_ONCE.format(
+            before="open('go', 'w').close()\n        while not os.path.exists('orphan'): time.sleep(0.02)",
+            after="assert os.getppid() != 1 and alive('orphan'); open('seen', 'w').close()",
+        )
+    )
+    run = beside.start("true", "--no-preload", script, prefix=namespace)
+    eventually((launcher.folder / "go").exists)
+    (first,) = psutil.Process(run.pid).children()
+    enter = ["nsenter", f"--target={first.pid}", "--pid", "--mount"]
+    subprocess.run(
+        [*enter, "sh", "-c", f"cd {launcher.folder}; (sleep 1000 & echo $! > part); mv part orphan"], check=True
+    )
+    assert run.wait(SECONDS_MAX) == 0, beside.err
+    assert (launcher.folder / "seen").exists()
+
+
+def test_what_is_started_without_others_stays_one_process(launcher: Launcher) -> None:
+    """A process more in every pod would cost its memory, and `kill` of the pid that was started another path."""
+    script = launcher.script("import time; open('ready', 'w').close(); time.sleep(1000)")
+    run = launcher.ddprun("--no-preload", script)
+    eventually((launcher.folder / "ready").exists)
+    below = psutil.Process(run.pid).children(recursive=True)
+    assert len(below) == 1
+    run.send_signal(signal.SIGTERM)
+    run.communicate(timeout=SECONDS_MAX)

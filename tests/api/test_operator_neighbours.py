@@ -1,0 +1,135 @@
+"""Jobs beside a slow one, and releases beside each other, before a real API server.
+
+Needs kubectl and KUBECONFIG; any cluster will do, and no other operator may run there. The Leases are short here, so
+that a test is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+
+import pytest
+from clusters import Namespace, Operator, job, until
+from faulty_api import FaultyApi
+from free_port import free_port
+
+pytestmark = [pytest.mark.xdist_group("operator"), pytest.mark.timeout(240)]
+
+LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 4, 2.5, 0.4
+
+
+def test_ten_small_jobs_start_at_once_beside_a_job_of_a_thousand_pods(
+    namespace: Namespace, operators: Callable[..., Operator], api: FaultyApi
+) -> None:
+    """Their pods waited for half a minute until somebody else's thousand had been created."""
+    operators(namespace.name).watches()
+    api.break_("create pods", seconds=0.5, times=float("inf"))
+    namespace.apply(job("big", nodes=1000))
+    until(lambda: len(namespace.pods()) > 8, "the big one's pods are being created")
+    for number in range(10):
+        api.call("POST", namespace.jobs_path, job(f"small-{number}", nodes=1))
+    began = time.monotonic()
+    wanted = {f"small-{number}-1-0" for number in range(10)}
+    until(lambda: wanted <= set(namespace.pod_names()), "all small jobs have their pod")
+    took = time.monotonic() - began
+    print(f"the last of ten small jobs had its pod after {took:.2f} s; each create takes 0.5 s")
+    assert took < 2.5, "2 s, and what a busy machine takes"
+
+
+class Release:
+    """An operator of its own release, with its own way to the API server."""
+
+    def __init__(self, ends: contextlib.ExitStack, home: Namespace, name: str, *watched: str) -> None:
+        self.name, self.api, self.health_port = name, ends.enter_context(FaultyApi()), free_port()
+        variables = {
+            "DDPJOB_LEASE_NAMESPACE": home.name,
+            "DDPJOB_LEASE_NAME": name,
+            "DDPJOB_CLAIM_NAMESPACE": home.name,
+            "DDPJOB_LEASE_SECONDS": str(LEASE_SECONDS),
+            "DDPJOB_LEASE_RENEW_SECONDS": str(RENEW_SECONDS),
+            "DDPJOB_LEASE_RETRY_SECONDS": str(RETRY_SECONDS),
+            "DDPJOB_HEALTH_PORT": str(self.health_port),
+        }
+        self.operator = ends.enter_context(Operator(self.api, *watched, **variables))
+
+    def writes(self) -> int:
+        own = ("leases", "selfsubjectaccessreviews")
+        return sum(seen.writes and seen.resource not in own for seen in list(self.api.seen))
+
+    def looks(self) -> int:
+        return self.api.requests()["get leases"]
+
+    def leads(self) -> Release:
+        until(lambda: "this operator leads" in self.operator.log, f"{self.name} leads in its release", 60)
+        return self
+
+    def health(self) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.health_port}/healthz", timeout=5) as answer:
+            assert answer.status == 200, "standing by is no reason for a restart"
+            return str(answer.read().decode())
+
+
+@pytest.fixture
+def releases(namespace: Namespace) -> Iterator[Callable[..., Release]]:
+    """Starts releases that are stopped at the end. None may have told a bug of its own."""
+    with contextlib.ExitStack() as ends:
+        started: list[Release] = []
+
+        def start(name: str, *watched: str) -> Release:
+            started.append(Release(ends, namespace, name, *watched))
+            return started[-1]
+
+        yield start
+        for release in started:
+            if release.operator.process.poll() is None:
+                release.operator.stop()
+            print(f"--- {release.name}\n{release.operator.log}")
+            assert "Traceback" not in release.operator.log
+
+
+@pytest.mark.parametrize("everywhere", [True, False], ids=["all namespaces", "a list"])
+def test_of_two_releases_one_acts_and_the_other_says_so_and_takes_over(
+    namespace: Namespace, releases: Callable[..., Release], everywhere: bool
+) -> None:
+    """Both restarted the same jobs and deleted each other's pods, and neither log had a word of it."""
+    watched = () if everywhere else (namespace.name,)
+    first = releases("first", *watched).leads()
+    namespace.apply(job("one", nodes=1))
+    namespace.has_pods("one-1-0")
+    second = releases("second", *watched).leads()
+    until(lambda: "this one leaves them alone" in second.operator.log, "the second says so in its log")
+    assert f"the release {namespace.name}/first's" in second.health()
+    assert first.health() == "ok\n"
+    namespace.apply(job("two", nodes=1))
+    namespace.has_pods("one-1-0", "two-1-0")
+    looks = second.looks()
+    until(lambda: second.looks() > looks + 20, "the second has looked at the Leases twenty times more")
+    assert second.writes() == 0
+    wrote = first.writes()
+    assert first.operator.stop() == 0
+    namespace.apply(job("three", nodes=1))
+    namespace.has_pods("one-1-0", "two-1-0", "three-1-0")
+    assert second.writes() > 0
+    assert first.writes() == wrote
+    until(lambda: second.health() == "ok\n", "nobody is beside it")
+
+
+def test_a_release_for_all_namespaces_leaves_one_to_the_release_that_watches_it(
+    namespace: Namespace, releases: Callable[..., Release]
+) -> None:
+    everywhere = releases("everywhere").leads()
+    namespace.apply(job("one", nodes=1))
+    namespace.has_pods("one-1-0")
+    own = releases("own", namespace.name).leads()
+    until(lambda: f"namespace {namespace.name} are the release" in everywhere.operator.log, "it has seen the other")
+    wrote = everywhere.writes()
+    namespace.apply(job("two", nodes=1))
+    namespace.has_pods("one-1-0", "two-1-0")
+    assert (everywhere.writes(), own.writes() > 0) == (wrote, True)
+    assert own.operator.stop() == 0
+    namespace.apply(job("three", nodes=1))
+    namespace.has_pods("one-1-0", "two-1-0", "three-1-0")
+    assert everywhere.writes() > wrote

@@ -1,0 +1,200 @@
+"""The folder of a run lies in a folder of the user's: nothing in there is touched but what a run has made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shell import Cli
+
+from ddpjob_operator.local.rundir import MARK, RUNS_KEPT, RunFolder
+
+RUNS = RUNS_KEPT + 5
+
+
+def files_below(folder: Path) -> dict[str, str]:
+    return {str(p.relative_to(folder)): p.read_text() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def fill(folder: Path) -> None:
+    """As a data set, or another tool's runs, may look."""
+    for name in ("volumes", "deep/er"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "x.png").write_text("precious")
+    for name in ("lock", "token", "job-1-0.log", "status.json"):
+        (folder / name).write_text("precious")
+
+
+def run_often(base: Path, times: int = RUNS) -> None:
+    for _ in range(times):
+        RunFolder("job", base).close()
+
+
+def test_a_data_set_with_the_name_of_the_job_is_whole_after_many_runs(tmp_path: Path) -> None:
+    """A user loses a data set: the folders of its classes were taken for old runs."""
+    for i in range(RUNS):
+        fill(tmp_path / "job" / f"class{i}")
+    before = files_below(tmp_path)
+    run_often(tmp_path)
+    assert before.items() <= files_below(tmp_path).items()
+
+
+def test_folders_of_other_tools_that_are_named_by_a_uuid_stay(tmp_path: Path) -> None:
+    """A user loses what another tool keeps under random names."""
+    for _ in range(RUNS):
+        fill(tmp_path / "job" / str(uuid.uuid4()))
+    before = files_below(tmp_path)
+    run_often(tmp_path)
+    assert before.items() <= files_below(tmp_path).items()
+
+
+def test_the_command_line_leaves_other_peoples_folders_alone(cli: Cli) -> None:
+    """A user loses a data set by `ddpjob run --logs .` beside it."""
+    for i in range(RUNS):
+        fill(cli.folder / "job" / f"class{i}")
+    before = files_below(cli.folder / "job")
+    job = cli.file("pass")
+    assert cli.run("run", job, "--logs", ".").returncode == 0
+    assert before.items() <= files_below(cli.folder / "job").items()
+
+
+def test_nothing_outside_is_removed_through_a_link(tmp_path: Path) -> None:
+    """A user loses what a link in the folder of a run points at."""
+    outside = tmp_path / "outside"
+    fill(outside)
+    before = files_below(outside)
+    base = tmp_path / "base"
+    run_often(base, 2)
+    for run in (base / "job").iterdir():
+        (run / "volumes").symlink_to(outside)
+        (run / "token").symlink_to(outside / "token")
+        (run / "lock").symlink_to(outside / "lock")
+    for _ in range(RUNS):
+        (base / "job" / str(uuid.uuid4())).symlink_to(outside)
+    run_often(base)
+    assert files_below(outside) == before
+
+
+def test_a_marked_folder_that_is_only_linked_to_is_not_removed(tmp_path: Path) -> None:
+    """A user who has moved a run away, and left a link, loses it."""
+    run_often(tmp_path, 1)
+    (run,) = (tmp_path / "job").iterdir()
+    (run / "job-1-0.log").write_text("the one that mattered")
+    moved = tmp_path / run.name
+    run.rename(moved)
+    run.symlink_to(moved)
+    run_often(tmp_path)
+    assert (moved / "job-1-0.log").exists()
+
+
+def test_a_copy_of_a_run_is_the_users(tmp_path: Path) -> None:
+    """A user who keeps a copy of a run beside it loses it after ten more runs."""
+    run_often(tmp_path, 1)
+    (run,) = (tmp_path / "job").iterdir()
+    (run / "job-1-0.log").write_text("the one that mattered")
+    copy = tmp_path / "job" / "kept"
+    shutil.copytree(run, copy, symlinks=True)
+    again = tmp_path / "other" / "job" / run.name
+    shutil.copytree(run, again, symlinks=True)
+    run_often(tmp_path)
+    run_often(tmp_path / "other")
+    assert not run.exists()
+    assert (copy / "job-1-0.log").exists()
+    assert (again / "job-1-0.log").exists()
+
+
+def test_what_a_user_puts_into_the_folder_of_a_run_stays_when_its_logs_go(tmp_path: Path) -> None:
+    """A user loses notes and checkpoints that were put beside the logs."""
+    run_often(tmp_path, 1)
+    (run,) = (tmp_path / "job").iterdir()
+    (run / "job-1-0.log").write_text("log")
+    (run / "job-12-3-r1.log").write_text("log")
+    (run / "notes.txt").write_text("precious")
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "best.pt").write_text("precious")
+    run_often(tmp_path)
+    assert files_below(run) == {"notes.txt": "precious", "checkpoints/best.pt": "precious"}
+
+
+def test_old_runs_go_and_a_run_that_was_killed_leaves_no_volume(tmp_path: Path) -> None:
+    """A disk fills with the logs, and the volumes, of all runs that ever were."""
+    first = RunFolder("job", tmp_path)
+    (first.path / "volumes" / "job-1-0").mkdir(parents=True)
+    (first.path / "job-1-0.log").write_text("log")
+    os.close(first._lock)  # as SIGKILL leaves it
+    run_often(tmp_path, 1)
+    assert not (first.path / "volumes").exists()
+    assert (first.path / "job-1-0.log").exists()
+    run_often(tmp_path)
+    assert not first.path.exists()
+    assert len(list((tmp_path / "job").iterdir())) == RUNS_KEPT
+
+
+def test_a_run_that_runs_is_not_cleared(tmp_path: Path) -> None:
+    """A second run of a job takes the volumes of the first."""
+    running = RunFolder("job", tmp_path)
+    (running.path / "volumes" / "job-1-0").mkdir(parents=True)
+    run_often(tmp_path)
+    assert (running.path / "volumes" / "job-1-0").exists()
+    running.close()
+    assert not (running.path / "volumes").exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling", "link to a file"])
+def test_a_file_in_the_place_of_the_folder_is_refused_and_kept(cli: Cli, kind: str) -> None:
+    """A user reads a traceback, or loses the file."""
+    (cli.folder / "data").write_text("precious")
+    if kind == "file":
+        (cli.folder / "job").write_text("precious")
+    else:
+        (cli.folder / "job").symlink_to("data" if kind == "link to a file" else "nowhere")
+    done = cli.run("run", cli.file("pass"), "--logs", ".")
+    assert done.returncode == 2
+    assert "choose one with --logs" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (cli.folder / "data").read_text() == "precious"
+    assert (cli.folder / "job").is_symlink() or (cli.folder / "job").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    "mark", ["", "{}", "null", "[" * 4000, '{"job": "job"}', '{"job":"job","run":"x","inode":1}', "\udcff", "\0" * 10]
+)
+def test_a_mark_that_is_not_of_this_very_folder_is_none(tmp_path: Path, mark: str) -> None:
+    """A file of that name, by chance or from elsewhere, costs a user the folder."""
+    for i in range(RUNS):
+        theirs = tmp_path / "job" / f"x{i}"
+        fill(theirs)
+        (theirs / MARK).write_bytes(mark.encode(errors="surrogateescape"))
+    before = {p.relative_to(tmp_path) for p in tmp_path.rglob("*")}
+    run_often(tmp_path, 2)
+    assert before <= {p.relative_to(tmp_path) for p in tmp_path.rglob("*")}
+
+
+NAMES = st.one_of(
+    st.sampled_from(["volumes", "lock", "token", MARK, "job-1-0.log", "job"]),
+    st.uuids().map(str),
+    st.text("abc.-1", min_size=1, max_size=8).filter(lambda n: n not in (".", "..")),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(NAMES, min_size=1, max_size=4), max_size=12))
+def test_whatever_a_user_has_there_is_there_after_any_number_of_runs(
+    tmp_path_factory: pytest.TempPathFactory, paths: list[list[str]]
+) -> None:
+    """The class of all the above: what no run has made, no run removes."""
+    base = tmp_path_factory.mktemp("base")
+    (base / "job").mkdir()
+    for parts in paths:
+        path = base.joinpath("job", *parts)
+        if not path.exists() and all(not p.is_file() for p in path.parents):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("precious")
+    before = files_below(base)
+    run_often(base, RUNS_KEPT + 1)
+    assert before.items() <= files_below(base).items()

@@ -1,0 +1,69 @@
+"""A rank that ends well, but early, under each launcher: one restart too many is all that it may cost."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from shell import Cli, status_of
+
+pytestmark = pytest.mark.timeout(300)
+
+UNEVEN = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+for step in range(20 if rank == 0 else 30):
+    dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+"""
+# As torch's gloo ends, without torch.
+COMPLAINS = """
+import os, pathlib, sys, time
+if os.environ["RANK"] == "0":
+    sys.exit(0)
+time.sleep(0.5)
+raise RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:29595")
+"""
+
+
+SECONDS_MAX = 240  # two attempts of four processes that import torch, on a machine that may be busy
+
+
+def uneven(cli: Cli, command: list[str], nodes: int, nproc: int, script: str = UNEVEN) -> tuple[dict[str, Any], str]:
+    job = cli.file(script, container={"command": command}, nodes=nodes, nprocPerNode=nproc, backoffLimit=0)
+    with cli.start("run", job, "--status", "status.json") as process:
+        out, err = process.communicate(timeout=SECONDS_MAX)
+    assert process.returncode == 1, out + err
+    return status_of(cli.folder / "status.json"), str(err)
+
+
+@pytest.mark.parametrize(
+    ("command", "nodes", "nproc", "script"),
+    [
+        (["python", "train.py"], 2, 1, COMPLAINS),
+        (["python", "train.py"], 2, 1, UNEVEN),
+        (["torchrun", "train.py"], 2, 1, UNEVEN),
+        (["ddprun", "train.py"], 2, 1, UNEVEN),
+        (["ddprun", "train.py"], 1, 2, UNEVEN),
+    ],
+    ids=["python 2x1, no torch", "python 2x1", "torchrun 2x1", "ddprun 2x1", "ddprun 1x2"],
+)
+def test_a_rank_that_ends_early_is_named_and_charged(
+    cli: Cli, command: list[str], nodes: int, nproc: int, script: str
+) -> None:
+    """Uneven data, a `break` on one rank: such a job restarted for hours with backoffLimit 0, and nobody was blamed."""
+    status, said = uneven(cli, command, nodes, nproc, script)
+    assert "rank 0 " in said, said
+    assert "ended with exit code 0 while rank 1 still waited for it: the ranks make different numbers of steps" in said
+    assert (status["state"], status["reason"]) == ("Failed", "BackoffLimitExceeded")
+    assert status["restarts"]["total"] == 0, json.dumps(status["restarts"])
+    assert (status["lastFailure"]["rank"], status["lastFailure"]["class"]) == (0, "application")
+
+
+def test_where_torchrun_runs_several_ranks_in_a_pod_complaints_alone_are_free_once(cli: Cli) -> None:
+    """Its table names only the ranks that failed: that one of them has ended well, nobody says."""
+    status, said = uneven(cli, ["torchrun", "train.py"], 2, 2)
+    assert (status["state"], status["reason"]) == ("Failed", "BackoffLimitExceeded"), said
+    assert status["restarts"]["total"] <= 1, json.dumps(status["restarts"])

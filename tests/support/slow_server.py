@@ -1,0 +1,157 @@
+"""The operator in virtual time before an API server that is slow where a test says so. Nothing here is a kubelet."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+from collections.abc import Callable, Coroutine, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from virtual_time import VirtualLoop
+from worlds import manifest
+
+from ddpjob_operator.kube import app, lease
+from ddpjob_operator.kube.client import NO_ANSWER, ApiError, Limits
+
+Raw = dict[str, Any]
+
+
+class SlowServer:
+    """The methods of kube.client.Client. `delay(verb, path)` is how long a request takes; above 30 s it times out."""
+
+    def __init__(self, delay: Callable[[str, str], float]) -> None:
+        self.limits = Limits()
+        self.delay = delay
+        self.version = 100
+        self.under_way = 0
+        self.done: list[tuple[float, str, str]] = []
+        """When each request was carried out, its verb and its path; of a create with the object's name."""
+        self.objects: dict[str, Raw] = {}
+
+    async def get(self, path: str, params: Any = None) -> Raw:
+        await self._wait("get", path)
+        if path not in self.objects:
+            raise ApiError(404, "NotFound", f'"{path.rpartition("/")[2]}" not found')
+        return copy.deepcopy(self.objects[path])
+
+    async def list(self, path: str, selector: str = "") -> tuple[list[Raw], str]:
+        await self._wait("list", path)
+        name = selector.partition("=")[2]
+        found = [raw for at, raw in self.objects.items() if at.startswith(f"{path}/") and _job(raw) == name]
+        return copy.deepcopy(found), str(self.version)
+
+    async def create(self, path: str, body: Raw, params: Any = None) -> Raw:
+        at = f"{path}/{body['metadata']['name']}"
+        await self._wait("create", at)
+        if not path.endswith("/events"):
+            self.objects[at] = self._changed({**body, "status": {"phase": "Pending"}})
+            self.objects[at]["metadata"]["uid"] = f"uid-{self.version}"
+            return copy.deepcopy(self.objects[at])
+        return body
+
+    async def replace(self, path: str, body: Raw, params: Any = None) -> Raw:
+        await self._wait("replace", path)
+        at = path.removesuffix("/status")
+        self.objects[at] = self._changed({**self.objects[at], "status": body["status"]})
+        return copy.deepcopy(self.objects[at])
+
+    async def delete(self, path: str, options: Raw) -> Raw:
+        await self._wait("delete", path)
+        self.objects.pop(path, None)
+        return {"kind": "Status"}
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    def _changed(self, raw: Raw) -> Raw:
+        self.version += 1
+        return {**raw, "metadata": {**raw["metadata"], "resourceVersion": str(self.version)}}
+
+    async def _wait(self, verb: str, path: str) -> None:
+        seconds = self.delay(verb, path)
+        self.under_way += 1
+        try:
+            await asyncio.sleep(min(seconds, self.limits.request_seconds))
+        finally:
+            self.under_way -= 1
+        if seconds > self.limits.request_seconds:
+            raise ApiError(NO_ANSWER, "NoAnswer", f"{verb} {path}: the API server did not answer in time")
+        self.done.append((asyncio.get_running_loop().time(), verb, path))
+
+
+class Town:
+    """An operator that leads, and its jobs."""
+
+    def __init__(self, server: SlowServer) -> None:
+        self.server = server
+        self.operator = app.Operator(app.Settings(health_port=0), server)  # type: ignore[arg-type]
+        for reflector in self.operator._reflectors:
+            reflector.synced.set()
+        self.operator._begin_term()
+
+    def apply(self, namespace: str, name: str, nodes: int, status: Raw | None = None, **spec: Any) -> None:
+        """A job as the watch shows it; of the same name: its spec is edited."""
+        at = f"/apis/training.ddpjob.io/v1alpha1/namespaces/{namespace}/ddpjobs/{name}"
+        raw = manifest(name, nodes=nodes, **spec)
+        old = self.server.objects.get(at) or {}
+        raw["metadata"] |= {"namespace": namespace, "uid": f"uid-{namespace}-{name}"}
+        raw["metadata"]["generation"] = (old.get("metadata") or {}).get("generation", 0) + 1
+        raw["status"] = status or old.get("status") or {}
+        self.server.objects[at] = raw = self.server._changed(raw)
+        self.operator.job_seen("MODIFIED", copy.deepcopy(raw))
+
+    def pods(self, namespace: str, name: str = "") -> int:
+        """How many pods there are of a job, or of all in a namespace."""
+        start = f"/api/v1/namespaces/{namespace}/pods/{name}"
+        return sum(at.startswith(f"{start}-" if name else start) for at in self.server.objects)
+
+    def why_unhealthy(self) -> str:
+        """What the probe is answered; the watches, which there are none of here, left out."""
+        for reflector in self.operator._reflectors:
+            reflector.tried_at = asyncio.get_running_loop().time()
+        return self.operator.unhealthy()
+
+    async def until(self, true: Callable[[], bool], seconds: float) -> float:
+        """How long it took, at most so many seconds; the operator is healthy all the time."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while not true():
+            assert loop.time() - began <= seconds, f"not within {seconds} s"
+            assert self.why_unhealthy() == "", "the probe would have it killed"
+            await asyncio.sleep(0.05)
+        return loop.time() - began
+
+
+def play(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """A test in virtual time."""
+    loop = VirtualLoop()
+    with _clock(loop):
+        running = loop.create_task(story())
+        try:
+            loop.run_until_complete(running)
+        finally:
+            loop.run_until_complete(_end_all())
+            loop.close()
+
+
+async def _end_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _clock(loop: VirtualLoop) -> Iterator[None]:
+    clock = SimpleNamespace(monotonic=loop.time)
+    with contextlib.ExitStack() as stack:
+        for module, name, value in ((app, "time", clock), (app, "_now", loop.now), (lease, "_now", loop.now)):
+            stack.enter_context(mock.patch.object(module, name, value))
+        yield
+
+
+def _job(raw: Raw) -> str:
+    return str((raw["metadata"].get("labels") or {}).get("training.ddpjob.io/job"))

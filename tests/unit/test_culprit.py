@@ -1,0 +1,123 @@
+"""A pod that stands still is ended in a way that keeps its log: nothing else explains a hang."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from worlds import World, digits, job
+
+from ddpjob_operator.culprit import GRACE_SECONDS_MAX, HEARD_SECONDS
+from ddpjob_operator.kube.client import ApiError
+from ddpjob_operator.kube.execute import Executor
+from ddpjob_operator.observed import Container
+from ddpjob_operator.plan import DeletePod, EndPod, Plan
+
+LOG = "step 60\nwaiting for shard-7 of the data set"
+
+
+def stalled(**spec: Any) -> tuple[World, Plan]:
+    """A job whose rank 0 has made no step for long, and the plan once that is recorded."""
+    world = digits(stall={"timeoutSeconds": 300}, **spec).running().reports_step(60)
+    for _ in range(31):
+        world.after(10).reports_step(60)
+    world.step()
+    assert (world.status.reason, world.status.last_failure.reason) == ("Stalled", "Stalled")  # type: ignore[union-attr]
+    return world, world.step()
+
+
+def ended(world: World, *, log: str = LOG, exit_code: int = 143) -> World:
+    """The kubelet has ended the pod as its activeDeadlineSeconds ask for."""
+    end = Container("ended", "Error", log, exit_code=exit_code, ended_at=world.now)
+    return world._change(0, phase="Failed", reason="DeadlineExceeded", trainer=end)
+
+
+def ends(todo: Plan) -> list[tuple[str, str]]:
+    return [(type(a).__name__, a.name) for a in todo.actions if isinstance(a, (EndPod, DeletePod))]
+
+
+def test_the_pod_that_hangs_is_ended_and_stays_and_its_peers_are_deleted() -> None:
+    """`kubectl logs` said that the pod is not found: the one output that explains the hang was deleted with it."""
+    world, todo = stalled()
+    assert ends(todo) == [("DeletePod", "digits-1-1"), ("EndPod", "digits-1-0")]
+    world.settle()
+    assert world.pods["digits-1-0"].told_to_end
+    ended(world).stops(1).settle()
+    assert "digits-1-0" in world.pods, "with its log, for as many attempts as the pods of any failure"
+    assert world.status.attempt == 2
+
+
+def test_the_end_of_its_log_is_in_the_status() -> None:
+    world, _ = stalled()
+    ended(world.settle()).stops(1).settle()
+    failure = world.status.last_failure
+    assert failure is not None
+    assert (failure.reason, failure.failure_class, failure.charged_to) == ("Stalled", "stall", "stall")
+    assert failure.log_tail == LOG
+    assert failure.exit_code is None, "143 is what we made of it"
+
+
+def test_the_end_of_its_log_is_kept_also_where_the_pod_goes() -> None:
+    """A watch shows a pod that ends before it shows that it is gone."""
+    world, _ = stalled()
+    ended(world.settle()).stops(1)
+    world.departed.append(world.pods.pop("digits-1-0"))
+    world.settle()
+    assert world.status.last_failure.log_tail == LOG  # type: ignore[union-attr]
+
+
+def test_where_log_tails_are_switched_off_there_is_none() -> None:
+    world, _ = stalled()
+    world.settings = type(world.settings)(keep_log_tail=False)
+    ended(world.settle()).stops(1).settle()
+    assert world.status.last_failure.log_tail == ""  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("grace", [5, 30, 3600])
+def test_a_kubelet_or_a_process_that_does_not_hear_costs_a_minute_and_not_the_job(grace: int) -> None:
+    template = {"spec": {"containers": job().spec.template["spec"]["containers"]}}
+    template["spec"]["terminationGracePeriodSeconds"] = grace
+    world, _ = stalled(template=template)
+    world.settle().stops(1).settle()
+    until = world.status.last_failure.time  # type: ignore[union-attr]
+    patience = min(grace, GRACE_SECONDS_MAX) + HEARD_SECONDS
+    world.now = until
+    assert ends(world.after(patience - 1).step()) == []
+    assert ends(world.after(1).step()) == [("DeletePod", "digits-1-0")]
+    world.stops(0).settle()
+    assert world.status.attempt == 2
+
+
+def test_a_pod_that_somebody_deletes_meanwhile_is_left_to_that() -> None:
+    world, _ = stalled()
+    world.settle()._change(0, stop_asked_at=world.now)
+    assert ends(world.step()) == []
+    world.stops_all().settle()
+    assert world.status.attempt == 2
+
+
+@pytest.mark.parametrize("code", [403, 404, 409, 422])
+def test_where_the_server_does_not_let_it_end_so_it_is_deleted(code: int) -> None:
+    """The role of the chart before this one gives no right to patch a pod: the job must restart all the same."""
+
+    class Server:
+        asked: list[str]
+
+        async def patch(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+            assert body == {"metadata": {"uid": "u"}, "spec": {"activeDeadlineSeconds": 1}}
+            raise ApiError(code, "No", "no")
+
+        async def delete(self, path: str, options: dict[str, Any]) -> dict[str, Any]:
+            self.asked = [path, options["preconditions"]["uid"], options["gracePeriodSeconds"]]
+            return {"kind": "Status"}
+
+    class Nothing:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: None
+
+    server, caches = Server(), Nothing()
+    caches.pods = Nothing()  # type: ignore[attr-defined]
+    executor = Executor(server, caches, Nothing(), now=lambda: None)  # type: ignore[arg-type, return-value]
+    asyncio.run(executor._end(job(), EndPod("digits-1-0", "u")))
+    assert server.asked == ["/api/v1/namespaces/default/pods/digits-1-0", "u", 10]

@@ -1,0 +1,214 @@
+"""Nobody waits for somebody else's job, whatever is slow about it. All in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import datetime as dt
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from slow_server import SlowServer, Town, play
+from virtual_time import START
+
+from ddpjob_operator.kube.progress_turns import ABSENT_SECONDS, ProgressTurns
+from ddpjob_operator.kube.shares import Bounds, Shares
+from ddpjob_operator.kube.store import Key
+
+# What one round trip takes; a small job needs four, one after the other.
+QUICK = 0.01
+
+
+def in_namespace(name: str, slow: dict[str, float]) -> SlowServer:
+    """Requests of these verbs take so long in this namespace, and no time elsewhere."""
+    return SlowServer(lambda verb, path: slow.get(verb, QUICK) if f"/namespaces/{name}/" in path else QUICK)
+
+
+def of_the_big_job(slow: dict[str, float]) -> SlowServer:
+    """Requests for the pods of the job `big`."""
+    return SlowServer(lambda verb, path: slow.get(verb, QUICK) if "/pods/big-" in path else QUICK)
+
+
+async def small_jobs_start(town: Town, *namespaces: str) -> float:
+    """How long it takes until the last of ten jobs has its two pods."""
+    for number in range(10):
+        town.apply(namespaces[number % len(namespaces)], f"small-{number}", 2)
+    places = [(namespaces[number % len(namespaces)], f"small-{number}") for number in range(10)]
+    return await town.until(lambda: all(town.pods(*place) == 2 for place in places), 60)
+
+
+def test_small_jobs_start_at_once_beside_a_job_of_a_thousand_pods() -> None:
+    """The pod of a small job waited for half a minute until somebody else's thousand had been created."""
+
+    async def story() -> None:
+        town = Town(of_the_big_job({"create": 0.5}))
+        town.apply("team", "big", 1000)
+        await asyncio.sleep(3)
+        assert await small_jobs_start(town, "team", "other") < 2
+        await town.until(lambda: town.pods("team", "big") == 1000, 90)
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    ("slow", "jobs", "nodes"),
+    [
+        ({"create": 10.0}, 1, 1000),
+        ({"create": 10.0}, 60, 20),
+        ({"create": 31.0}, 400, 1),
+        ({"replace": 10.0}, 400, 1),
+        ({"replace": 31.0}, 60, 20),
+        ({"list": 10.0}, 200, 1),
+        ({"create": 25.0, "replace": 25.0, "get": 25.0}, 60, 20),
+    ],
+    ids=str,
+)
+def test_a_namespace_with_a_slow_webhook_slows_nobody_else_and_the_operator_is_not_stuck(
+    slow: dict[str, float], jobs: int, nodes: int
+) -> None:
+    """All looks waited for one namespace's webhook; after ten minutes the probe had the operator killed."""
+
+    async def story() -> None:
+        town = Town(in_namespace("slow", slow))
+        for number in range(jobs):
+            town.apply("slow", f"job-{number}", nodes)
+        await asyncio.sleep(2)
+        assert await small_jobs_start(town, "team") < 2
+        for _ in range(3):
+            await asyncio.sleep(240)
+            assert town.why_unhealthy() == ""
+        if all(seconds < 30 for seconds in slow.values()):
+            assert town.pods("slow"), "it goes on meanwhile"
+
+    play(story)
+
+
+def test_jobs_of_the_same_namespace_start_beside_many_big_ones() -> None:
+    async def story() -> None:
+        town = Town(SlowServer(lambda verb, path: 0.5 if "/pods/big-" in path else QUICK))
+        for number in range(40):
+            town.apply("team", f"big-{number}", 100)
+        await asyncio.sleep(2)
+        assert await small_jobs_start(town, "team") < 6
+
+    play(story)
+
+
+def test_the_slow_deletes_of_one_job_hold_up_no_other() -> None:
+    """A thousand deletes were sent at once: the API server turns others away for so many."""
+
+    async def story() -> None:
+        server = of_the_big_job({"delete": 0.5})
+        town = Town(server)
+        town.apply("team", "big", 1000)
+        await town.until(lambda: town.pods("team", "big") == 1000, 30)
+        town.apply("team", "big", 1000, suspend=True)
+        await asyncio.sleep(1)
+        assert server.under_way <= 10
+        assert await small_jobs_start(town, "team") < 2
+        await town.until(lambda: town.pods("team", "big") == 0, 90)
+
+    play(story)
+
+
+def test_a_job_that_is_suspended_while_its_pods_are_created_slowly_stops_soon() -> None:
+    """A look went on for as long as there were pods to create: ten minutes and more with a slow webhook."""
+
+    async def story() -> None:
+        town = Town(in_namespace("slow", {"create": 10.0}))
+        town.apply("slow", "big", 1000)
+        await asyncio.sleep(60)
+        made = town.pods("slow", "big")
+        assert made >= 25, "eight at a time, after the Service and the first one"
+        town.apply("slow", "big", 1000, suspend=True)
+        await town.until(lambda: town.pods("slow", "big") == 0, 40)
+
+    play(story)
+
+
+def progressing(town: Town, jobs: int) -> None:
+    """Jobs that train and say so."""
+    for number in range(jobs):
+        written = (START - dt.timedelta(seconds=100 + number % 50)).isoformat().replace("+00:00", "Z")
+        progress = {"step": 1, "attempt": 1, "updated": written}
+        started = {"state": "Running", "attempt": 1, "startTime": written, "attemptTime": written}
+        town.apply("team", f"job-{number}", 1, {**started, "progress": progress})
+
+
+def test_progress_of_all_jobs_together_is_written_ten_times_a_second_and_holds_up_no_start() -> None:
+    """Five hundred jobs that train wrote fifty times a second, each write in the way of what is urgent."""
+    turns, now, written = ProgressTurns(), 50.25, collections.Counter[int]()
+    line = {("team", f"job-{n}"): START + dt.timedelta(seconds=n % 7) for n in range(500)}
+    order: list[dt.datetime] = []
+    due = dict.fromkeys(line, now)
+    while line:
+        now = min(due.values())
+        key = next(k for k in due if due[k] == now)
+        if wait := turns.ask(key, line[key], now):
+            due[key] = now + wait
+            continue
+        written[int(now * 10)] += 1
+        order.append(line.pop(key))
+        del due[key]
+    assert len(order) == 500
+    assert max(written.values()) <= 2
+    assert now - 50.25 < 500 / 10 + 1
+    assert order[1:] == sorted(order[1:]), "the oldest first; the first of all asked when nobody was there"
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9), st.integers(0, 40)), max_size=200))
+def test_never_more_than_ten_progress_writes_in_any_second(asks: list[tuple[int, int, int]]) -> None:
+    turns, now = ProgressTurns(), 7.5
+    went: list[float] = []
+    for job, written, tenths in asks:
+        now += tenths / 100
+        if turns.ask(("team", str(job)), START + dt.timedelta(seconds=written), now) == 0:
+            went.append(now)
+    assert all(sum(at <= other < at + 1 - 1e-9 for other in went) <= 10 for at in went)
+
+
+def test_a_job_that_never_comes_back_for_its_turn_holds_up_nobody() -> None:
+    turns = ProgressTurns()
+    assert turns.ask(("team", "a"), START, 10.0) == 0
+    assert turns.ask(("team", "gone"), START - dt.timedelta(seconds=9), 10.0) > 0
+    assert turns.ask(("team", "b"), START, 10.5) > 0, "it is behind the one that waits longer"
+    assert turns.ask(("team", "b"), START, 10.2 + ABSENT_SECONDS) == 0
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 4), st.floats(0.01, 20)), max_size=120),
+    st.lists(st.integers(0, 119), max_size=20),
+)
+def test_shares_keep_their_bounds_and_serve_everybody_also_where_some_give_up(
+    calls: list[tuple[str, int, float]], cancelled: list[int]
+) -> None:
+    bounds = Bounds(total=6, of_namespace=4, of_job=2)
+    served: list[int] = []
+
+    async def story() -> None:
+        shares = Shares(bounds)
+        under_way: collections.Counter[object] = collections.Counter()
+
+        async def call(number: int, key: Key, seconds: float) -> None:
+            async with shares.turn(key):
+                under_way.update((key, key[0]))
+                assert under_way[key] <= bounds.of_job
+                assert under_way[key[0]] <= bounds.of_namespace
+                try:
+                    await asyncio.sleep(seconds)
+                finally:
+                    under_way.subtract((key, key[0]))
+            served.append(number)
+
+        tasks = [asyncio.create_task(call(i, (n, f"job-{j}"), s)) for i, (n, j, s) in enumerate(calls)]
+        await asyncio.sleep(0.005)
+        for number in cancelled:
+            if number < len(tasks):
+                tasks[number].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(t.cancelled() or t.exception() is None for t in tasks)
+        assert (shares._quick, +shares._under_way, shares._waiting) == (0, collections.Counter(), {})
+
+    play(story)
+    assert set(served) >= set(range(len(calls))) - set(cancelled)

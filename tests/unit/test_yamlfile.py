@@ -1,0 +1,223 @@
+"""Whatever is in a file, its reader ends within a second, and says what is wrong in a sentence with the line."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddpjob_operator import override, validation, yamlbounds, yamlfile
+
+GOOD = """apiVersion: training.ddpjob.io/v1alpha1
+kind: DDPJob
+metadata:
+  name: digits
+spec:
+  nodes: 2
+  template:
+    spec:
+      containers:
+      - name: trainer
+        image: pytorch
+        command: [torchrun, train.py]
+"""
+
+
+def said(path: Path, content: str | bytes) -> str:
+    """What a user reads of it; nothing where the file is read."""
+    path.write_bytes(content if isinstance(content, bytes) else content.encode(errors="surrogatepass"))
+    try:
+        document = yamlfile.read_job(str(path))
+        problems = validation.parse(document.data)[1]
+    except yamlfile.InputError as error:
+        return str(error).replace(str(path), "job.yaml")
+    return str(document.error(problems)).replace(str(path), "job.yaml") if problems else ""
+
+
+def bomb(levels: int, width: int = 10) -> str:
+    lines = ["a0: &a0 x"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * width)}]" for n in range(1, levels + 1)]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("a: 1\n? [a, b]\n: 1\n", "job.yaml:2: a list cannot be a key; a key is a text"),
+        ("a: 1\n? {a: b}\n: 1\n", "job.yaml:2: a mapping cannot be a key; a key is a text"),
+        ("a:\n- {? {} : 1}\n", "job.yaml:2: a mapping cannot be a key; a key is a text"),
+        ("x: &x [1]\n? *x\n: 1\n", "job.yaml:1: a list cannot be a key; a key is a text"),
+        (bomb(6), "job.yaml:6: more than 20,000 keys, values and items, with what aliases stand for"),
+        (bomb(60), "job.yaml:6: more than 20,000 keys"),
+        (bomb(3, 200), "job.yaml:3: more than 20,000 keys"),
+        ("a: &a {k: v}\nb: &b {<<: [" + "*a, " * 30_000 + "]}\n", "job.yaml:2: more than 20,000 keys"),
+        ("a:\n  b: &x {c: *x}\n", "job.yaml:2: an alias that contains itself"),
+        ("a: 1\nb: *nowhere\n", "job.yaml:2: not valid YAML: found undefined alias"),
+        ("a:\n" + "- 1\n" * 700_000, "job.yaml:19998: more than 20,000 keys"),
+        ("a: [" + "1," * 1_500_000 + "]\n", "job.yaml:1: more than 20,000 keys"),
+        ("a: {" + ",".join(f"k{i}: v" for i in range(30_000)) + "}\n", "job.yaml:1: more than 20,000 keys"),
+        ("---\n" * 300_000, "job.yaml:10001: more than 20,000 keys"),
+        ("a: 1\n" + "#\n" * 5_000_000, "job.yaml:2097152: more than 4 MiB: this is no file of jobs"),
+        ("a: " + "[" * 100_000, "job.yaml:1: more than 100 lists and mappings in each other"),
+        ("a: " + "{a: " * 10_000, "job.yaml:1: more than 100 lists"),
+        ("".join(f"{' ' * i}a:\n" for i in range(200)), "job.yaml:101: more than 100 lists"),
+        ("a: " + "- " * 5000, "job.yaml:1: not valid YAML"),
+        ("? " * 5000, "job.yaml:1: more than 100 lists"),
+        ("a: 1\nb: " + "9" * 5000 + "\n", "job.yaml:2: " + "9" * 60 + "… is not a number that JSON has"),
+        ("a: 1\nb: 0b_\n", "job.yaml:2: 0b_ is not a number"),
+        ("a: 1\nb: .inf\n", "job.yaml:2: .inf is not a number"),
+        ("a: 1\nb: .nan\n", "job.yaml:2: .nan is not a number"),
+        ("a: 1\nb: !!int x\n", "job.yaml:2: x is not a number"),
+        ("a: 1\nb: 1e999\n", "kind: must be DDPJob, is empty"),
+        ("a: 1\nb: !!set {a}\n", "job.yaml:2: not valid YAML: could not determine a constructor"),
+        ("a: 1\nb: !!binary aGk=\n", "job.yaml:2: not valid YAML: could not determine a constructor"),
+        ("a: 1\nb: !!python/object:os.system x\n", "job.yaml:2: not valid YAML: could not determine a constructor"),
+        ("a: 1\n1: x\n'1': y\n", "job.yaml:3: 1 is there twice; remove one"),
+        ("a: 1\n" + "k" * 90 + ": x\n" + "k" * 90 + ": y\n", f"job.yaml:3: {'k' * 60}… is there twice; remove one"),
+        ("a:\n  b: {c: 1, 'c': 2}\n", "job.yaml:2: c is there twice; remove one"),
+        ('a: 1\nb: "x\\0y"\n', "job.yaml:2: a text with a NUL character"),
+        ("a: 1\nb: \0\n", "job.yaml:2: not valid YAML: the control character U+0000"),
+        ("a: 1\nb: \x1b[2J\n", "job.yaml:2: not valid YAML: the control character U+001B"),
+        ('a: 1\nb: "\\ud800"\n', "job.yaml:2: not valid YAML"),
+        (b"a: 1\nb: \xff\n", "job.yaml:2: byte 8 is not UTF-8: this is no YAML text"),
+        ("a: 1\nb: \ud800\n", "job.yaml:2: byte 8 is not UTF-8"),
+        (GOOD.encode("utf-16"), "job.yaml:1: byte 0 is not UTF-8"),
+        (GOOD.replace("nodes: 2", "nodes: " + "x" * 3_000_000), "job.yaml:6: spec.nodes: must be a whole number"),
+        (GOOD.replace("  nodes: 2", "  nodes: 2\n  " + "x" * 900 + ": 1"), "job.yaml:7: spec.xxx"),
+    ],
+)
+def test_a_file_that_is_too_much_or_no_json_is_refused_within_a_second(
+    tmp_path: Path, content: str | bytes, sentence: str
+) -> None:
+    """A user reads a stack of PyYAML's, or waits for ever."""
+    began = time.process_time()
+    assert sentence in said(tmp_path / "job.yaml", content)
+    assert time.process_time() - began < 1
+
+
+def test_many_mistakes_are_counted_and_not_all_shown(tmp_path: Path) -> None:
+    """A terminal scrolls away the one line that would help."""
+    job = GOOD.replace("[torchrun, train.py]", "[torchrun]\n" + "      - 7\n" * 3000)
+    lines = said(tmp_path / "job.yaml", job).splitlines()
+    assert len(lines) <= yamlfile.PROBLEMS_MAX + 1
+    assert re.fullmatch(r"job.yaml: and \d+ more", lines[-1])
+
+
+def test_keys_and_dates_are_texts_as_kubectl_reads_them(tmp_path: Path) -> None:
+    """`labels: {1: x}` and a variable with a date work on a cluster, and fail here."""
+    path = tmp_path / "any.yaml"
+    path.write_text(
+        "kind: DDPJob\n1: x\ntrue: y\nnull: z\na: 2024-01-31\nb: 2024-99-99\n? &k c\n: 2001-12-14 21:59:43.10 -5\n"
+    )
+    (document,) = yamlfile.read(str(path))
+    assert document.data == {
+        "kind": "DDPJob",
+        "1": "x",
+        "true": "y",
+        "null": "z",
+        "a": "2024-01-31",
+        "b": "2024-99-99",
+        "c": "2001-12-14 21:59:43.10 -5",
+    }
+
+
+def test_a_file_that_uses_aliases_and_merges_as_people_do_is_read(tmp_path: Path) -> None:
+    """The bound on aliases keeps out a file that is well."""
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        GOOD + "        env: &e\n        - {name: A, value: x}\n      - {name: b, <<: {image: p}, env: *e}\n"
+    )
+    document = yamlfile.read_job(str(path))
+    assert document.data["spec"]["template"]["spec"]["containers"][1]["env"] == [{"name": "A", "value": "x"}]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "spec.nodes=0b_",
+        "spec.nodes=" + "9" * 5000,
+        "spec.x=" + "[" * 5000,
+        "spec.x=? [a, b]",
+        "spec.x={? [a, b] : 1}",
+        "spec.x={a: &a [1], b: [" + "*a," * 30_000 + "]}",
+        "spec.x=\x1b[2J",
+        'spec.x="\\0"',
+        "spec.x=2024-99-99",
+        "spec.template.spec.containers[" + "9" * 5000 + "].image=x",
+        "spec" + ".a" * 50_000 + "=1",
+    ],
+    ids=lambda s: s[:24].encode("unicode_escape").decode(),
+)
+def test_a_value_of_set_is_bounded_as_a_file_is(tmp_path: Path, setting: str) -> None:
+    """A user reads a stack of PyYAML's, or waits for ever."""
+    path = tmp_path / "job.yaml"
+    path.write_text(GOOD)
+    document = yamlfile.read_job(str(path))
+    began = time.process_time()
+    words = ""
+    try:
+        override.set_field(document, setting, f"--set {setting}")
+    except yamlfile.InputError as error:
+        words = str(error)
+    assert words.startswith("--set ") or validation.parse(document.data)[1], setting[:60]
+    assert time.process_time() - began < 1
+
+
+def test_a_name_that_no_file_can_have_is_said(tmp_path: Path) -> None:
+    for name in ("a\0b", "x" * 5000, str(tmp_path)):
+        with pytest.raises(yamlfile.InputError):
+            yamlfile.read_job(name)
+
+
+PIECES = st.sampled_from(
+    """a|b: |- |? |: |N|  |[|]|{|}|, |&x |*x|<<: |!!set |!t |'|"|\\|\\0|\\ud800|---N|...N|%YAML 1.1N|#|T|Z|é|0x|0b_
+    |1e999|.nan|2024-99-99|=|~|kind: DDPJobN|spec: |template: |containers: |name: |99999999999999999999""".replace(
+        "N", "\n"
+    )
+    .replace("T", "\t")
+    .replace("Z", "\0")
+    .split("|")
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.one_of(st.lists(PIECES, max_size=30).map("".join), st.text(max_size=60), st.binary(max_size=60)))
+def test_any_text_is_read_or_refused_in_one_sentence_with_its_line(
+    tmp_path_factory: pytest.TempPathFactory, content: str | bytes
+) -> None:
+    """The class of all the above."""
+    sentence = said(tmp_path_factory.getbasetemp() / "job.yaml", content)
+    assert re.match(r"job\.yaml:\d+: \S", sentence), sentence
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, len(GOOD)), st.integers(0, 12), PIECES)
+def test_a_good_file_with_a_mistake_anywhere_is_read_or_refused_with_a_line(
+    tmp_path_factory: pytest.TempPathFactory, at: int, cut: int, piece: str
+) -> None:
+    """A typo in a file that was well ends in a stack."""
+    sentence = said(tmp_path_factory.getbasetemp() / "job.yaml", GOOD[:at] + piece + GOOD[at + cut :])
+    assert sentence == "" or re.match(r"job\.yaml:\d+: \S", sentence), sentence
+
+
+def rows(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + sum(1 + rows(v) for v in value.values())
+    return 1 + sum(map(rows, value)) if isinstance(value, list) else 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.recursive(st.just("x"), lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("ab"), inner)))
+def test_the_count_is_that_of_what_is_built(value: Any) -> None:
+    """A bound that counts something else lets a bomb in, or keeps a job out."""
+    import yaml
+
+    reader = yamlbounds._Reader()
+    for event in yaml.parse(yaml.safe_dump(value)):
+        reader.read(event)
+    assert reader.nodes == 1 + rows(value)

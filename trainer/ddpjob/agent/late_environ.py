@@ -1,0 +1,152 @@
+"""Variables that a script sets before its `import torch`, where the fork server has imported torch by then.
+
+In a rank torch is imported in the moment when the script imports it, as far as the script can see: until then it is in
+no `sys.modules`. In that moment what the script has changed in `os.environ` is looked at. What torch can be told late
+is told (threads, logs, the level of debugging, the temporary folder); of what else was read while torch was imported,
+one line on stderr says that it does not hold. What is read later (CUDA_VISIBLE_DEVICES, NCCL_DEBUG) holds by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+PACKAGE = "torch"
+NAMES_MAX = 5
+# Read by C and C++ when their libraries are loaded, which Python does not see.
+LIBRARIES = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "GOTO_")
+IN_C = frozenset(
+    "TORCH_CPP_LOG_LEVEL ATEN_CPU_CAPABILITY PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF".split()
+)
+# Read at the import, and again when it counts; or not for the sake of what torch does.
+HARMLESS = frozenset("HOME USER LOGNAME LNAME USERNAME CI CXX PYTHONUSERBASE TORCHINDUCTOR_CACHE_DIR".split())
+
+
+def hide_torch(read: set[str]) -> None:
+    """From here on the script finds torch not imported yet. read: what was read when it was."""
+    modules = {n: m for n, m in sys.modules.items() if n == PACKAGE or n.startswith(f"{PACKAGE}.")}
+    if PACKAGE in modules:
+        for name in modules:
+            del sys.modules[name]
+        sys.meta_path.insert(0, _Hidden(modules, read, dict(os.environ)))
+
+
+class _Hidden:
+    """The finder of torch, until it is found; and then its loader, which has nothing to load."""
+
+    def __init__(self, modules: dict[str, ModuleType], read: set[str], before: dict[str, str]) -> None:
+        self._modules, self._read, self._before = modules, read, before
+        self._spec = modules[PACKAGE].__spec__
+
+    def find_spec(self, name: str, _path: Sequence[str] | None = None, _target: Any = None) -> ModuleSpec | None:
+        if name != PACKAGE:
+            return None
+        with contextlib.suppress(ValueError):  # two threads may import at once
+            sys.meta_path.remove(self)
+        return ModuleSpec(PACKAGE, self)  # type: ignore[arg-type]
+
+    def create_module(self, _spec: ModuleSpec) -> ModuleType:
+        return self._modules[PACKAGE]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """The import system has put torch itself in its place; one that were there before, it would load again."""
+        module.__spec__ = self._spec
+        sys.modules.update(self._modules)
+        with contextlib.suppress(Exception):  # a torch of other names costs the words, never the rank
+            tell(changes(self._before), self._read)
+
+
+def changes(before: dict[str, str]) -> set[str]:
+    """The variables that are other ones than before."""
+    now = os.environ
+    return {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
+
+
+def tell(changed: set[str], read: set[str]) -> None:
+    """Apply what can be applied, and say what does not hold; where all ranks say the same, one says it."""
+    lost = {n for n in changed if n in read or n in IN_C or n.startswith(LIBRARIES)} - HARMLESS
+    for names, apply in APPLIED:
+        if names & changed:
+            with contextlib.suppress(Exception):
+                apply()
+                lost -= names
+    if lost and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(sentence(sorted(lost)))
+
+
+def sentence(names: list[str]) -> str:
+    """One line."""
+    others = len(names) - NAMES_MAX
+    listed = ", ".join(names[:NAMES_MAX]) + (f" and {others} more" if others > 0 else "")
+    return (
+        f"ddprun: the fork server had imported torch before the script set {listed}: that does not hold. "
+        "Set it in the job's env, or start with --no-preload.\n"
+    )
+
+
+def _set_threads() -> None:
+    import torch
+
+    environ = os.environ
+    by_mkl = environ.get("MKL_NUM_THREADS") if torch._C.has_mkl else None
+    asked = by_mkl or environ.get("OMP_NUM_THREADS")
+    threads = int(asked.split(",")[0]) if asked else len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+
+
+def _set_threads_of_numpy() -> None:
+    from ctypes import CDLL
+
+    environ = os.environ
+    asked = next(
+        (environ[n] for n in ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS") if n in environ), ""
+    )
+    threads = int(asked.split(",")[0]) if asked else len(os.sched_getaffinity(0))
+    for path in openblas_paths():
+        library = CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        for name in _OPENBLAS:
+            setter = getattr(library, name, None)
+            if setter is not None:
+                setter(threads)
+                break
+
+
+_OPENBLAS = [f"{p}openblas_set_num_threads{s}" for p in ("scipy_", "") for s in ("64_", "")]
+
+
+def openblas_paths() -> set[str]:
+    """Of the libraries that are loaded."""
+    with open("/proc/self/maps") as maps:
+        return {line.split(None, 5)[5].strip() for line in maps if "openblas" in line}
+
+
+def _set_logs() -> None:
+    from torch._logging import _internal
+
+    _internal._init_logs()
+
+
+def _set_debug_level() -> None:
+    from torch._C import _distributed_c10d
+
+    _distributed_c10d.set_debug_level_from_env()
+
+
+def _forget_temporary_folder() -> None:
+    tempfile = sys.modules.get("tempfile")
+    if tempfile is not None:
+        tempfile.tempdir = None  # type: ignore[attr-defined]  # found anew when it is asked for
+
+
+APPLIED: list[tuple[set[str], Callable[[], None]]] = [
+    ({"OMP_NUM_THREADS", "MKL_NUM_THREADS"}, _set_threads),
+    ({"OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"}, _set_threads_of_numpy),
+    ({"TORCH_LOGS", "TORCH_LOGS_OUT", "TORCH_LOGS_FORMAT"}, _set_logs),
+    ({"TORCH_DISTRIBUTED_DEBUG"}, _set_debug_level),
+    ({"TMPDIR", "TEMP", "TMP"}, _forget_temporary_folder),
+]
