@@ -108,6 +108,11 @@ class Failure:
     reason: str = "Error"
     message: str = "Traceback (most recent call last):\nValueError: no such shard: 7"
 
+    @property
+    def blames(self) -> bool:
+        """Whether it shows by itself that the application is to blame."""
+        return self.message not in (SYMPTOM, WATCHDOG) and self.code not in (RESUMABLE, 126, 127, 143)
+
 
 @dataclass
 class Folder:
@@ -293,7 +298,7 @@ class Training:
             return
         if process.alive:
             self.failed.add((process.job_uid, process.attempt))
-            if not process.told:
+            if not process.told and failure.blames:
                 self.culprits.setdefault((process.job_uid, process.attempt), process.rank)
         self._end(process, failure.code, failure.reason, failure.message)
 

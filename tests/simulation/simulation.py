@@ -299,7 +299,6 @@ class Simulation:
         self.tell("", "no faults from now on")
         self.faults.stopped = True
         self._quota = False
-        self._mend_status()
         for operator in self.operators:
             operator.client.away = operator.lease_client.away = False
         for name, node in self.cluster.nodes.items():
@@ -481,7 +480,7 @@ class Simulation:
         elif deed.what in BREAKS_A_POD:
             self._pod(deed)
         elif deed.what in HOSTILE:
-            self._hostile(deed)
+            self._hostile_pod(deed)
         elif deed.what in ("quota", "stranger's pod", "stranger's service"):
             self._in_the_way(deed)
         elif deed.what in ("crash", "restart", "clock jumps", "api server away", "operator cut off"):
@@ -503,6 +502,10 @@ class Simulation:
             return
         if deed.what == "touch":
             self.api.change(api.PLURAL, job, "user", metadata={"annotations": {"touched": str(deed.at)}})
+        elif deed.what == "status edited":
+            self._edit_status(deed)
+        elif deed.what == "spec made invalid":
+            self._make_invalid(job)
         elif deed.what == "suspend":
             self._suspend(True)
             self.loop.call_later(deed.seconds, self._suspend, False)
@@ -511,10 +514,30 @@ class Simulation:
             if deed.what == "delete and apply":
                 self.loop.call_later(deed.seconds if deed.number % 2 else 0.0, self._apply)
 
+    def _edit_status(self, deed: Deed) -> None:
+        """A hand writes what no operator can read, and after a while sets it right again."""
+        self._set_lost_steps(-1 - deed.number)
+        self.loop.call_later(deed.seconds, self._set_lost_steps, 0)
+
+    def _set_lost_steps(self, value: int) -> None:
+        job = self.api.find(api.PLURAL, NAME)
+        status = (job or {}).get("status") or {}
+        if job is not None and status.get("attempt"):
+            goodput = {**(status.get("goodput") or {}), "lostSteps": value}
+            self.api.change(api.PLURAL, job, "user", status={**status, "goodput": goodput})
+
+    def _make_invalid(self, job: Raw) -> None:
+        """As an old CRD lets it pass, or a newer operator finds it, in a job that is under way: it must end all the
+        same. Who resumes a job sets its spec right."""
+        status = job.get("status") or {}
+        if status.get("attempt") and status.get("state") != "Suspended" and not job["spec"].get("suspend"):
+            self.api.request("PUT", f"{JOBS}/{NAME}", None, {**job, "spec": {**job["spec"], "minNodes": 1}}, "user")
+
     def _suspend(self, yes: bool) -> None:
         job = self.api.find(api.PLURAL, NAME)
         if job is not None:
-            body = {**job, "spec": {**job["spec"], "suspend": yes}}
+            kept = {k: v for k, v in job["spec"].items() if yes or k != "minNodes"}
+            body = {**job, "spec": {**kept, "suspend": yes}}
             self.tell("user", "suspends" if yes else "resumes")
             self.api.request("PUT", f"{JOBS}/{NAME}", None, body, "user")
 
@@ -550,18 +573,6 @@ class Simulation:
         if code == 201:
             self.loop.call_later(deed.seconds, self.api.remove, plural, answer, "user")
 
-    def _hostile(self, deed: Deed) -> None:
-        """What the API server takes, and no operator may stumble over."""
-        job = self.api.find(api.PLURAL, NAME)
-        if deed.what == "hostile pod":
-            self._hostile_pod(deed)
-        elif job is not None and deed.what == "status garbled" and job.get("status"):
-            goodput = {**(job["status"].get("goodput") or {}), "lostSteps": -1}
-            self.api.change(api.PLURAL, job, "user", status={**job["status"], "goodput": goodput})
-            self.loop.call_later(deed.seconds, self._mend_status)
-        elif job is not None and deed.what == "spec invalid" and (job.get("status") or {}).get("startedNodes"):
-            self.api.request("PUT", f"{JOBS}/{NAME}", None, {**job, "spec": {**job["spec"], "minNodes": 1}}, "user")
-
     def _hostile_pod(self, deed: Deed) -> None:
         """Deleted with a grace that ends after the last date there is; of a user who has found our label."""
         labels = {contract.LABEL_JOB: NAME, contract.LABEL_ATTEMPT: "1", contract.LABEL_RANK: "9" * 30}
@@ -571,13 +582,6 @@ class Simulation:
         if code == 201:
             late = {"deletionTimestamp": "2272-12-29T18:23:49Z", "deletionGracePeriodSeconds": 100_000_000_000}
             self.api.change("pods", answer, "user", metadata=late)
-
-    def _mend_status(self) -> None:
-        job = self.api.find(api.PLURAL, NAME)
-        goodput = ((job or {}).get("status") or {}).get("goodput") or {}
-        if job is not None and goodput.get("lostSteps") == -1:
-            mended = {**job["status"], "goodput": {**goodput, "lostSteps": 0}}
-            self.api.change(api.PLURAL, job, "user", status=mended)
 
     def _lift_quota(self) -> None:
         self._quota = False
