@@ -108,7 +108,7 @@ class End:
     done: bool = False
     """Whether the ranks in it had all ended with 0 before it was stopped."""
     seen: int = 0
-    """In which observation its end was first seen; 0: not known."""
+    """In which observation its end was first seen; 0: when its pod was."""
     told_seen: int = 0
     """Likewise that it was told to stop."""
 
@@ -116,7 +116,7 @@ class End:
         """Whether it was told to stop after the other had ended: by what was seen first, else by clocks."""
         if self.told_at is None:
             return False
-        if other.seen and self.told_seen and other.seen != self.told_seen:
+        if other.seen != self.told_seen:
             return other.seen < self.told_seen
         return self.told_at > other.failure.time + NODE_CLOCKS_DIFFER
 
@@ -426,7 +426,9 @@ def _ended_from_outside(first: api.Failure) -> bool:
 def _as_recorded(pod: Pod, first: api.Failure) -> Pod:
     """The pod, with the order that the record proves: what is recorded with its end had ended before we told it to
     stop, also for an operator that sees both at once."""
-    ended = pod.name == first.pod and first.exit_code is not None and not _ended_from_outside(first)
+    # Of one that ended early its ranks are recorded, and not what its launcher ended with.
+    recorded = first.exit_code is not None and first.reason != ENDED_EARLY
+    ended = pod.name == first.pod and recorded and not _ended_from_outside(first)
     return replace(pod, ended_first=True) if ended else pod
 
 

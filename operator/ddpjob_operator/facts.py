@@ -15,15 +15,16 @@ from ddpjob_operator.observed import Container, Pod
 
 
 def merge(earlier: Pod | None, later: Pod, look: int = 0) -> Pod:
-    """What is known once `later` was seen after `earlier`, of one uid. look: the number of this observation, growing:
-    what is seen for the first time gets it. Things that were first seen in one observation have no order."""
+    """What is known once `later` was seen after `earlier`, of one uid. look: the number of this observation, growing.
+    What changes in it gets that number; what a pod has when it is first seen is older than all of those (0)."""
     known = later if earlier is None else _added(earlier, later)
+    look = 0 if earlier is None else look
     stopping, ended = known.stop_asked_at is not None, known.ended
     known = replace(
         known,
         stop_seen=known.stop_seen or (look if stopping else 0),
         ended_seen=known.ended_seen or (look if ended else 0),
-        ended_first=known.ended_first or (ended and not stopping),
+        ended_first=known.ended_first or (ended and (not stopping or _deleted_after_its_end(earlier, later))),
     )
     return replace(known, completed=known.has_completed)
 
@@ -63,6 +64,14 @@ def _says(seen: Container) -> int:
     if seen.state != "ended":
         return 0 if seen.state == "waiting" else 1
     return 2 if seen.exit_code is None or seen.is_lost else 3
+
+
+def _deleted_after_its_end(earlier: Pod | None, later: Pod) -> bool:
+    """Whether it was first seen to be deleted in the moment when it went, with its last phase: the API server gives no
+    grace to a pod that has ended (CheckGracefulDelete). Of a success that is not enough: it may be a wrong result."""
+    if earlier is None or earlier.stop_asked_at is not None or later.trainer.exit_code == 0:
+        return False
+    return later.phase == "Failed" and later.stop_by == later.stop_asked_at
 
 
 def _earliest(one: dt.datetime | None, other: dt.datetime | None) -> dt.datetime | None:

@@ -86,9 +86,9 @@ class Pod:
     ended_first: bool = False
     """Whether its trainer was seen to have ended before its deletion was seen to be asked for."""
     ended_seen: int = 0
-    """In which observation (facts.py counts them) its end was first seen; 0: not known."""
+    """In which observation (facts.py counts them) its end was first seen; 0: when the pod was."""
     stop_seen: int = 0
-    """In which one it was first seen that its deletion was asked for; 0: not known."""
+    """In which one it was first seen that its deletion was asked for; 0: when the pod was."""
 
     @property
     def ended(self) -> bool:

@@ -65,7 +65,8 @@ class Story:
         }
         gone = lambda _, old, new: self.departed.append(old) if new is None else None  # noqa: E731
         self.store = Store(observe.pod, lambda _: ("team", "digits"), gone, facts.merge)
-        self.store.replace([*self.pods.values()], self.version)
+        for raw in self.pods.values():
+            self.store.put(raw)
         self.heard = len(self.log)
 
     # ---------------------------------------------------------------- the API server

@@ -182,6 +182,8 @@ class Judge:
         settled = failure.get("class") and failure != old.get("lastFailure")
         if not settled or culprit is None or place in self.disturbed or place in self._training.hung:
             return
+        if place in self._training.early and culprit not in contract.numbers(old.get("completedNodes", "")):
+            return  # it was told to stop before it was known that it had ended: exit 0 proves nothing then
         if failure["nodeRank"] != culprit or failure["class"] not in ("application", "outOfMemory"):
             self.wrong.append(
                 f"rank {culprit} failed by itself in attempt {place[1]}, and rank {failure['nodeRank']} is blamed "

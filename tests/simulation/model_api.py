@@ -248,6 +248,9 @@ class ModelApi:
                 return 200, old
             asked = {**old["metadata"], "deletionTimestamp": stamp(self._now()), "deletionGracePeriodSeconds": 0}
             return 200, self._store(kind, place, old, {**old, "metadata": asked}, actor)
+        if kind.plural == "pods" and "deletionTimestamp" not in old["metadata"]:
+            at_once = {"deletionTimestamp": stamp(self._now()), "deletionGracePeriodSeconds": 0}
+            old = {**old, "metadata": {**old["metadata"], **at_once}}
         gone = self._drop(kind, place, old, actor)
         return 200, gone if kind.plural == "pods" else {"kind": "Status", "apiVersion": "v1", "status": "Success"}
 

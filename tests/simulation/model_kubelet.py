@@ -21,6 +21,10 @@ NOT_READY_SECONDS = 40.0
 EVICTION_SECONDS = 300.0
 ORPHAN_SECONDS = 40.0
 CLOCKS_OFF_SECONDS = 10
+# What a trainer ends with that its kubelet tells to stop: many save, and end with 0.
+ENDED_BY_KUBELET = (0, 137, 143)
+# torchrun's line of SIGTERM, at once, however long its ranks then take (torch 2.13, elastic/agent/server/api.py).
+DEATH_SIGNAL = "W1121 16:00:00.000 torch/distributed/elastic/agent/server/api.py] Received 15 death signal"
 # How long those that are told to stop may take: they save, and not all as fast.
 STOPS_WITHIN_SECONDS = (3, 3, 9)
 
@@ -152,7 +156,7 @@ class Cluster:
         process.told = True
         if reason == "DeadlineExceeded":
             self._training.application_failed(process)
-        code = 0 if self._faults.at("sigterm") == "ends with 0" else 137
+        code = self._random.choice(ENDED_BY_KUBELET)
         self.ends(process, code, "Error" if code else "Completed", "", phase_reason=reason)
 
     def delete_pod(self, pod: Raw, actor: str, grace_seconds: int | None = None) -> None:
@@ -303,7 +307,7 @@ class Cluster:
             self._later(0.1, within, self.ends, process, code, "Completed" if code == 0 else "Error", "")
 
     def _kill(self, process: Process) -> None:
-        self.ends(process, 137, "Error", "")
+        self.ends(process, 137, "Error", "" if process.is_agent else DEATH_SIGNAL)
 
     def ends(self, process: Process, code: int, reason: str, message: str, phase_reason: str = "") -> None:
         """A process ends, however."""

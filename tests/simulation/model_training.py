@@ -30,6 +30,10 @@ WATCHDOG = (
 )
 HANGS = -1
 """Exit code of a trainer that makes no step any more, and does not end."""
+ENDS_EARLY = 0
+"""Exit code of a trainer that makes fewer steps than its peers, and ends well: they wait for it in vain."""
+COMPLAINS = -2
+"""Exit code of a trainer all of whose ranks only ever say that they have lost their peers."""
 SAVE_SECONDS = 15.0
 REPORT_SECONDS = 5.0
 MEETING_SECONDS = 600.0
@@ -104,6 +108,11 @@ class Failure:
     reason: str = "Error"
     message: str = "Traceback (most recent call last):\nValueError: no such shard: 7"
 
+    @property
+    def blames(self) -> bool:
+        """Whether it shows by itself that the application is to blame."""
+        return self.message not in (SYMPTOM, WATCHDOG) and self.code not in (RESUMABLE, 126, 127, 143)
+
 
 @dataclass
 class Folder:
@@ -154,6 +163,8 @@ class Training:
         """(job uid, attempt) in which the application has truly failed by itself."""
         self.culprits: dict[tuple[str, int], int] = {}
         """By (job uid, attempt), the rank whose application was the first to truly fail by itself."""
+        self.early: set[tuple[str, int]] = set()
+        """Those of them in which it ended with 0, while its peers waited for it."""
         self.hung: set[tuple[str, int]] = set()
         """(job uid, attempt) in which it has truly hung."""
         self.loop, self.faults, self.seconds = loop, faults, seconds
@@ -283,11 +294,27 @@ class Training:
                 group.stuck_at = self.loop.time()
                 self.hung.add((process.job_uid, process.attempt))
             return
+        if failure.code in (COMPLAINS, ENDS_EARLY) and not self._leaves(group, process, failure.code == COMPLAINS):
+            return
         if process.alive:
             self.failed.add((process.job_uid, process.attempt))
-            if not process.told:
+            if not process.told and failure.blames:
                 self.culprits.setdefault((process.job_uid, process.attempt), process.rank)
         self._end(process, failure.code, failure.reason, failure.message)
+
+    def _leaves(self, group: Group, process: Process, complains: bool) -> bool:
+        """The group ends, and all its ranks (complains), or all but this one, say no more than that. Whether this one
+        ends in its own way."""
+        if group.started_at is None or not self._whole(group):
+            return False
+        group.broken = True
+        self.failed.add((process.job_uid, process.attempt))
+        for rank in group.ranks.values():
+            if complains or rank is not process:
+                self._suffers(rank)
+        if not complains:
+            self.early.add((process.job_uid, process.attempt))
+        return not complains
 
     def _end(self, process: Process, code: int, reason: str, message: str) -> None:
         if process.alive:

@@ -13,9 +13,10 @@ from unittest import mock
 from model_client import ModelClient
 from msgspec.structs import replace
 
+from ddpjob import rules
 from ddpjob_operator import api, contract, facts, in_place, observed, plan, replacing, restart, validation
 from ddpjob_operator import status as statuses
-from ddpjob_operator.kube import app, execute
+from ddpjob_operator.kube import app, execute, listing, observe
 from ddpjob_operator.plan import CreatePod, CreateService, DeletePod
 from ddpjob_operator.scene import Scene, Verdict
 
@@ -119,6 +120,28 @@ def kubelets_end_is_success() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(observed.Pod, "has_completed", property(has_completed))
 
 
+def early_end_unseen() -> contextlib.AbstractContextManager[Any]:
+    """That a rank has ended with 0 while its peers wait for it is no evidence."""
+    return mock.patch.object(restart, "_completed", return_value=None)
+
+
+def complaints_free() -> contextlib.AbstractContextManager[Any]:
+    """Attempts in which only lost peers are complained of are charged to nobody, however many there are."""
+    return mock.patch.object(rules, "of_complaints", lambda found, *_: found)
+
+
+@contextlib.contextmanager
+def a_pod_may_say_anything() -> Iterator[None]:
+    """Numbers and times of a pod are reckoned with as they are, and what fails for one object ends the watch of all."""
+    careful = listing.Careful
+    with (
+        mock.patch.object(observe, "pod", getattr(observe.pod, "__wrapped__", observe.pod)),
+        mock.patch.object(observe, "seconds", lambda value: value or 0),
+        mock.patch.object(careful, "put", lambda _, sink, raw: sink.put(raw)),
+    ):
+        yield
+
+
 def old_run_id() -> contextlib.AbstractContextManager[Any]:
     """All attempts meet at the same run id and port."""
     environment = contract.environment
@@ -197,6 +220,9 @@ ALL: tuple[Mutant, ...] = (
     exit_zero_is_success,
     last_word_believed,
     kubelets_end_is_success,
+    early_end_unseen,
+    complaints_free,
+    a_pod_may_say_anything,
     old_run_id,
     replaced_at_once,
     words_added_up,

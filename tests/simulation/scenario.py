@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from faults import Rates, swarm, swarm_of_agents
-from model_training import HANGS, Failure
+from model_training import COMPLAINS, ENDS_EARLY, HANGS, Failure
 
 from ddpjob_operator import api, validation
 
@@ -76,7 +76,11 @@ PODS = ("pod deleted", "pod deleted", "drained", "evicted", "node shuts down", "
 NODES = ("node cut", "node cut", "node killed", "node removed", "node dies")
 # What breaks one pod of a job whose others wait for its replacement, in any order and often.
 ONE_BY_ONE = (*PODS, *NODES, "agent killed", "agent killed", "agent killed", "pod forced", "nodes cut", "nodes cut")
+# What somebody may write who has something in mind.
+HOSTILE = ("hostile pod",)
 DDPRUN_SHARE = 0.25
+# More than any budget allows.
+ATTEMPTS_MAX = 300
 # What leaves the operator with a part of the job that it cannot read, or may not start from.
 EDITS = ("status edited", "spec made invalid")
 EDITS_SHARE = 0.15
@@ -179,6 +183,10 @@ def _maybe(rng: random.Random, spec: dict[str, Any], name: str, values: tuple[An
 
 
 def _failures(rng: random.Random, nodes: int, hangs: bool) -> dict[int, Failure]:
+    # A script that is wrong, and not unlucky: it ends like this in every attempt.
+    if nodes > 1 and rng.random() < 0.08:
+        always = Failure(rng.randrange(nodes), rng.uniform(1, 3), rng.choice((ENDS_EARLY, COMPLAINS)))
+        return dict.fromkeys(range(1, ATTEMPTS_MAX), replace(always, reason="Completed", message=""))
     share = rng.choice((0.0, 0.0, 0.3, 0.8))
     return {attempt: _failure(rng, nodes, hangs) for attempt in range(1, 9) if rng.random() < share}
 
@@ -193,7 +201,7 @@ def _failure(rng: random.Random, nodes: int, hangs: bool) -> Failure:
 
 
 def _deeds(rng: random.Random) -> tuple[Deed, ...]:
-    groups = [g for g in (USERS, OPERATORS, CREATES, PODS, NODES) if rng.random() < 0.3]
+    groups = [g for g in (USERS, OPERATORS, CREATES, PODS, NODES, HOSTILE) if rng.random() < 0.3]
     kinds = [kind for group in groups for kind in group]
     if not kinds:
         return ()

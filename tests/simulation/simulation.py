@@ -24,10 +24,10 @@ from model_client import ModelClient
 from model_kubelet import Cluster
 from model_training import Process, Training
 from msgspec.structs import replace
-from scenario import FAULTS_SECONDS, NODES, ONE_BY_ONE, PODS, RESTARTS, Deed, Failure, Scenario
+from scenario import FAULTS_SECONDS, HOSTILE, NODES, ONE_BY_ONE, PODS, RESTARTS, Deed, Failure, Scenario
 from virtual_time import VirtualLoop
 
-from ddpjob_operator import api
+from ddpjob_operator import api, contract
 from ddpjob_operator.kube import access, app, lease, queue, reconcile, reflector
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.receive import Sender
@@ -479,6 +479,8 @@ class Simulation:
             self._node(deed)
         elif deed.what in BREAKS_A_POD:
             self._pod(deed)
+        elif deed.what in HOSTILE:
+            self._hostile_pod(deed)
         elif deed.what in ("quota", "stranger's pod", "stranger's service"):
             self._in_the_way(deed)
         elif deed.what in ("crash", "restart", "clock jumps", "api server away", "operator cut off"):
@@ -570,6 +572,16 @@ class Simulation:
         code, answer = self.api.request("POST", f"/api/v1/namespaces/default/{plural}", None, body, "user")
         if code == 201:
             self.loop.call_later(deed.seconds, self.api.remove, plural, answer, "user")
+
+    def _hostile_pod(self, deed: Deed) -> None:
+        """Deleted with a grace that ends after the last date there is; of a user who has found our label."""
+        labels = {contract.LABEL_JOB: NAME, contract.LABEL_ATTEMPT: "1", contract.LABEL_RANK: "9" * 30}
+        metadata = {"name": f"hostile-{deed.at:.0f}", "labels": labels, "annotations": {"stranger": "yes"}}
+        body = {"metadata": metadata, "spec": {"containers": [{"name": "other"}], "nodeName": "elsewhere"}}
+        code, answer = self.api.request("POST", "/api/v1/namespaces/default/pods", None, body, "user")
+        if code == 201:
+            late = {"deletionTimestamp": "2272-12-29T18:23:49Z", "deletionGracePeriodSeconds": 100_000_000_000}
+            self.api.change("pods", answer, "user", metadata=late)
 
     def _lift_quota(self) -> None:
         self._quota = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 
 import pytest
+from lists import taken
 from msgspec.structs import replace
 from worlds import START, digits, job
 
@@ -89,7 +90,8 @@ def test_what_was_refused_is_tried_again_in_time(seconds: float) -> None:
 def test_a_node_is_lost_as_soon_as_without_the_jump(seconds: float) -> None:
     now = START
     nodes = Nodes(lambda _: None, lambda: now)
-    nodes.replace([{"metadata": {"name": "a"}}, {"metadata": {"name": "b"}}], 1)
+    raws = [{"metadata": {"name": "a"}}, {"metadata": {"name": "b"}}]
+    taken(nodes, raws, 1)
     nodes.put({"metadata": {"name": "a"}, "status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}})
     nodes.seen()
     now += dt.timedelta(seconds=20)

@@ -194,9 +194,11 @@ class Executor:
             return
         metadata = answer.get("metadata") or {}
         leaves_later = metadata.get("finalizers") or metadata.get("deletionGracePeriodSeconds")
-        if answer.get("kind") == "Pod" and metadata.get("deletionTimestamp") and leaves_later:
+        is_pod = answer.get("kind") == "Pod" and metadata.get("uid") == action.uid
+        if is_pod:
+            # Also of one that is gone now: it may have ended since our look, and no watch event is heard after this.
             self._caches.pods.put(answer)
-        else:
+        if not (is_pod and metadata.get("deletionTimestamp") and leaves_later):
             self._caches.pods.remove(namespace, action.name, action.uid)
 
     async def _end(self, job: api.DDPJob, action: EndPod) -> None:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from ddpjob_operator.kube.client import Page
-from ddpjob_operator.kube.store import Place, number
+from ddpjob_operator.kube.store import Place, Store, number
 
 _LOGGER = logging.getLogger(__name__)
 SAID_MAX = 10_000
@@ -54,6 +54,8 @@ class Careful:
         """An object that is gone."""
         try:
             metadata = raw["metadata"]
+            if isinstance(sink, Store):
+                sink.put(raw)  # its last word: how a pod ended may be told with its deletion, and not before
             sink.remove(metadata.get("namespace", ""), metadata["name"], metadata["uid"])
         except Exception:
             self._say(raw)

@@ -42,8 +42,8 @@ def newest(_: T | None, later: T, __: int) -> T:
 class Store(Generic[T]):
     """Objects of one kind. `changed(key, old, new)` is called for each difference that the cut value shows.
 
-    `merge(earlier, later, look)` is what is known of an object (by its uid) once it was seen again. What one list tells
-    was seen in one look; each event of a watch, and each answer, is a look of its own.
+    `merge(earlier, later, look)` is what is known of an object (by its uid) once it was seen again; each look has a
+    higher number.
     """
 
     def __init__(
