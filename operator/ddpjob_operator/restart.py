@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ddpjob import rules
-from ddpjob_operator import api, causes, contract, culprit, endings, launcher, podspec, reasons, stall
+from ddpjob_operator import api, causes, contract, culprit, endings, launcher, podspec, reasons, stall, waiting
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Pod
 from ddpjob_operator.reasons import Reason
@@ -65,7 +65,7 @@ def attempt_broken(s: Scene) -> Verdict | None:
     text = causes.sentence(failure)
     status = statuses.with_failure(s.status, failure, text)
     # Where agents wait in the other pods it is the next look that says whether these stop (replacing.py).
-    said = f"{text}; cause not yet known" if launcher.restarts_in_place(s.spec) else _ending(s, text)
+    said = text + _open_question(failure) if launcher.restarts_in_place(s.spec) else _ending(s, text, failure)
     return Verdict(statuses.enter(status, "Restarting", reason, said, s.now))
 
 
@@ -83,7 +83,7 @@ def restarting(s: Scene) -> Verdict | None:
     text = causes.sentence(seen)
     status = statuses.with_failure(s.status, seen, text)
     actions, again = culprit.stop(s, first, s.alive, grace)
-    return Verdict(replace(status, message=_ending(s, text)), actions, again)
+    return Verdict(replace(status, message=_ending(s, text, seen)), actions, again)
 
 
 def _signs(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
@@ -349,9 +349,13 @@ def _config_error_at(s: Scene, pod: Pod) -> dt.datetime | None:
 # ---------------------------------------------------------------- sentences
 
 
-def _ending(s: Scene, text: str) -> str:
+def _ending(s: Scene, text: str, failure: api.Failure) -> str:
     left = f"stopping {name_pods(s.alive)}" if s.alive else "all pods have ended"
-    return f"{text}; {left}; cause not yet known"
+    return f"{text}; {left}{_open_question(failure)}{waiting.for_nodes(s)}"
+
+
+def _open_question(failure: api.Failure) -> str:
+    return "" if causes.is_a_cause(failure) else "; cause not yet known"
 
 
 def _going_on(s: Scene, text: str, verdict: rules.Verdict) -> str:
