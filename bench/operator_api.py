@@ -92,8 +92,9 @@ async def all_pods_there(namespace: str, count: int) -> None:
     """By a watch: counting with lists would load the server that is measured."""
     path = f"/api/v1/namespaces/{namespace}/pods"
     async with client() as api:
-        items, version = await api.list(path)
-        seen = {item["metadata"]["name"] for item in items}
+        version, seen = "", set()
+        async for page in api.pages(path):
+            version, seen = page.version, seen | {item["metadata"]["name"] for item in page.items}
         if len(seen) >= count:
             return
         async for event in api.watch(path, version):

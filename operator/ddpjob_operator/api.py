@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from ddpjob import rules
+from ddpjob_operator import bounds
 
 GROUP = "training.ddpjob.io"
 VERSION = "v1alpha1"
@@ -22,16 +23,16 @@ PLURAL = "ddpjobs"
 
 # `<job>-<rank>` is the hostname of a pod, at most 63 characters, and a rank has at most 5 digits.
 NAME_LENGTH_MAX = 57
-NODES_MAX = 99_999
+NODES_MAX = bounds.NODES_MAX
 # The job's name is also its Service's name, and a Service wants a DNS-1035 label: it starts with a letter.
 NAME_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
 
-# Ten years: longer is a typing error, and a date beyond the year 9999 is none.
-SECONDS_MAX = 315_360_000
+SECONDS_MAX = bounds.SECONDS_MAX
 Seconds = Annotated[int, Meta(ge=1, le=SECONDS_MAX)]
 SecondsOrZero = Annotated[int, Meta(ge=0, le=SECONDS_MAX)]
-Count = Annotated[int, Meta(ge=0)]
-Time = dt.datetime
+Count = Annotated[int, Meta(ge=0, le=bounds.COUNT_MAX)]
+# Without a zone it could not be compared with any other.
+Time = Annotated[dt.datetime, Meta(tz=True)]
 
 State = Literal["Pending", "Starting", "Running", "Restarting", "Failing", "Suspended", "Succeeded", "Failed"]
 
@@ -43,7 +44,7 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     """Pods of the job, one per node. Changes only while the job is suspended. The scale subresource sets it."""
     min_nodes: Annotated[int, Meta(ge=1, le=NODES_MAX)] | None = None
     """Not available yet: elastic jobs that go on with at least this many nodes."""
-    nproc_per_node: Annotated[int, Meta(ge=1)] | Literal["auto"] = "auto"
+    nproc_per_node: Annotated[int, Meta(ge=1, le=bounds.NPROC_MAX)] | Literal["auto"] = "auto"
     """Processes per node. auto: as the launcher in the command says, else a rank a GPU, else 1."""
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
     """The torch.distributed backend for ddpjob.init(). auto: nccl with GPUs, else gloo. mpi is refused."""
@@ -254,6 +255,8 @@ class Failure(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=T
     """The node's rank in the job."""
     pod: str = ""
     """The pod's name."""
+    init_container: str = ""
+    """The init container that failed; the trainer never ran then."""
     node: str = ""
     """The cluster node it ran on."""
     exit_code: int | None = None
@@ -302,19 +305,28 @@ class AvoidedNode(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
     """Why."""
 
 
-class Goodput(Struct, rename="camel", frozen=True, kw_only=True):
+class Goodput(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
     """Where the time went, up to stateTime; the state that holds now is not counted yet."""
 
     productive_seconds: Count = 0
-    """All nodes ran, from the first step of the attempt on where the training reports steps."""
+    """All nodes ran and steps were made, or one was under way and took no longer than is expected."""
+    idle_seconds: Count = 0
+    """All nodes ran, and after the last step none came for longer than expected, or until ranks that had started anew
+    in place made one."""
+    unreported_seconds: Count = 0
+    """All nodes ran, and no step was ever reported: whether they trained is not known."""
     starting_seconds: Count = 0
     """Waiting for nodes, images, peers and the first step."""
     restarting_seconds: Count = 0
     """After a failure, until all nodes trained again."""
     lost_steps: Count = 0
     """Steps that had to be repeated after a restart."""
-    ratio: float = 0.0
-    """productiveSeconds of all seconds."""
+    ratio: float | None = None
+    """productiveSeconds of all seconds; unset where no step was ever reported."""
+    idle_since: Time | None = None
+    """Since when no step is made, while that lasts."""
+    counted_until: Time | None = None
+    """Up to when the seconds are counted, where that is later than stateTime."""
 
 
 class Display(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +16,17 @@ Body = dict[str, Any]
 # Half of the memory limit, as tmpfs defaults to half of the RAM; without a limit a size that serves data loaders.
 # 64 MiB, the container runtime's default, breaks DataLoader workers and NCCL (DESIGN 1.2).
 SHM_BYTES_DEFAULT = 2 * 2**30
+_LOG_AS_MESSAGE = "FallbackToLogsOnError"
 KEEP_FROM_CONSOLIDATION = {
     "karpenter.sh/do-not-disrupt": "true",
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
 }
+
+
+# A path below a pod's spec as the API server writes it; not one that is part of a longer path or word.
+_POD_PATH = re.compile(
+    r"(?<![\w.])spec\.(?:containers\[(?P<container>\d{1,4})\](?P<env>\.env\[(?P<number>\d{1,6})\])?|(?=[a-zA-Z]))"
+)
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,8 @@ def pod(
         spec["terminationGracePeriodSeconds"] = 1
     environment = contract.environment(job, attempt, rank, meet) | agent_environment.environment(job, replacement)
     _trainer(environment | (reporting.environment() if reporting else {}), spec)
+    for container in spec.get("initContainers") or ():
+        container.setdefault("terminationMessagePolicy", _LOG_AS_MESSAGE)
     if reporting is not None and reporting.token_file == reporting_volume.TOKEN_FILE:
         reporting_volume.add_token(spec, trainer_container({"spec": spec}) or {})
     _shared_memory(spec)
@@ -90,6 +100,25 @@ def pod(
     _stay_away(spec, avoid)
     _host_network(spec, meet)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def in_users_words(message: str, body: Body, job: api.DDPJob) -> str:
+    """What the API server says of a pod of ours, with the paths that the user has in the template.
+
+    Of the lists in it only the trainer's variables begin with ours; what we add elsewhere stands behind the user's.
+    """
+    trainer = trainer_container(job.spec.template) or {}
+    containers = body["spec"]["containers"]
+    index = next((i for i, c in enumerate(containers) if c["name"] == trainer.get("name")), 0)
+    ours = len(containers[index].get("env") or ()) - len(contract.user_environment(trainer))
+
+    def translated(found: re.Match[str]) -> str:
+        env, number = found["env"], int(found["number"] or 0)
+        if env is None or int(found["container"]) != index or number < ours:
+            return f"spec.template.{found[0]}"
+        return f"spec.template.spec.containers[{index}].env[{number - ours}]"
+
+    return _POD_PATH.sub(translated, message)
 
 
 def wants_one_pod_per_node(spec: api.Spec) -> bool:
@@ -117,7 +146,7 @@ def _trainer(own: dict[str, str], spec: Body) -> None:
     # Ours first, so that the user's values can refer to them: WORLD_SIZE: $(NNODES).
     trainer["env"] = [{"name": name, "value": value} for name, value in own.items() if name not in names] + users
     # The kubelet keeps the end of the log as the message: the cause survives the pod, without the right to read logs.
-    trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
+    trainer.setdefault("terminationMessagePolicy", _LOG_AS_MESSAGE)
 
 
 def _shared_memory(spec: Body) -> None:

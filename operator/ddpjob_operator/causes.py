@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from ddpjob import rules
-from ddpjob_operator import api, endings
+from ddpjob_operator import api, endings, last_words
 from ddpjob_operator.endings import Said, signal_name
-from ddpjob_operator.masking import mask
+from ddpjob_operator.masking import mask, shown
 from ddpjob_operator.observed import Pod
 
 LOG_TAIL_MAX = 2048
@@ -222,6 +222,14 @@ def weigh(recorded: api.Failure) -> Weight:
     return _recorded_weight(recorded)
 
 
+def is_a_cause(sign: api.Failure) -> bool:
+    """Whether a first sign says why: an exception, a kill, a lost node. A lost peer, a pod that is gone and a bare exit
+    code say only that something has happened."""
+    weight = _recorded_weight(sign)
+    says = bool(sign.exception or sign.signal) or weight < Weight.OWN
+    return says and weight <= Weight.OWN and sign.reason != GONE
+
+
 def own_lines(log: str) -> list[str]:
     """The lines that the training printed itself: what torchrun adds when a worker has failed is cut off."""
     lines = log.splitlines()
@@ -289,12 +297,13 @@ def _end(
         rank=_rank(pod, said, rank_of),
         node_rank=pod.rank,
         pod=pod.name,
+        init_container=pod.trainer.init,
         node=pod.node,
         exit_code=code,
         signal=signal_name(code),
         reason=_own_reason(said, weight) or _reason(pod, weight),
         step=said.step,
-        exception=mask(_detail(pod, said))[:EXCEPTION_MAX],
+        exception=shown(_detail(pod, said) or (last_words.of(said.log, code) if tail else ""), EXCEPTION_MAX),
         log_tail=log_tail(said.log) if tail else "",
         time=_time(pod, said, now),
     )
@@ -405,7 +414,8 @@ def _detail(pod: Pod, said: Said) -> str:
     """The exception, or what the kubelet says of a container that it could not start, or of a pod that it ended."""
     if pod.trainer.reason in rules.START_REASONS:
         return pod.trainer.message.strip().rpartition("\n")[2]
-    return said.exception or pod.message
+    last = pod.trainer.message.strip().rpartition("\n")[2] if pod.trainer.init else ""
+    return said.exception or last or pod.message
 
 
 def _ended_from_outside(first: api.Failure) -> bool:
@@ -463,7 +473,8 @@ def _recorded_weight(first: api.Failure) -> Weight:
     # Of what is left only these are containers' words; the rest is a disruption of a kind that we do not know.
     if first.reason not in ("", "Error", "Completed"):
         return Weight.NODE
-    said = Said(exception=first.exception, symptom=rules.is_symptom(first.exception))
+    raised = "" if last_words.is_last_line(first.exception) else first.exception
+    said = Said(exception=raised, symptom=rules.is_symptom(raised))
     return _own_weight(said, first.exit_code)
 
 
@@ -527,6 +538,9 @@ def _time(pod: Pod, said: Said, now: dt.datetime) -> dt.datetime:
 
 def sentence(failure: api.Failure) -> str:
     """rank 37 (pod bert-1-4, node gpu-07) was killed by SIGSEGV at step 12840"""
+    if failure.init_container:
+        logs = f"kubectl logs {failure.pod} -c {failure.init_container}"
+        return f'init container "{failure.init_container}" of pod {failure.pod} {_what(failure)}, see {logs}'
     where = f"pod {failure.pod}" + (f", node {failure.node}" if failure.node else "")
     return f"{_who(failure)} ({where}) {_what(failure)}"
 
@@ -551,10 +565,13 @@ def short(failure: api.Failure) -> str:
         return by_reason[failure.reason]
     if failure.reason == "OOMKilled" or failure.exit_code is None:
         return f"{failure.reason or 'a failure'} on {_who(failure)}"
-    return f"{failure.signal or f'exit code {failure.exit_code}'} on {_who(failure)}"
+    of = "of" if failure.init_container else "on"
+    return f"{failure.signal or f'exit code {failure.exit_code}'} {of} {_who(failure)}"
 
 
 def _who(failure: api.Failure) -> str:
+    if failure.init_container:
+        return f'init container "{failure.init_container}" of {failure.pod}'
     return f"rank {failure.rank}" if failure.rank is not None else f"node {failure.node_rank}"
 
 

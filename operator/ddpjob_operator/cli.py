@@ -175,13 +175,13 @@ def answer(text: str) -> int:
 
 def main() -> None:
     """The program `ddpjob`."""
+    from ddpjob_operator.masking import clean
     from ddpjob_operator.yamlfile import InputError
 
     try:
         code = cli.main(prog_name="ddpjob", standalone_mode=False)
     except InputError as error:
-        # A value of the user's file is in it, and may hold what a terminal obeys.
-        click.echo("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in str(error)), err=True)
+        click.echo(clean(str(error)), err=True)
         code = 2
     except click.ClickException as error:
         error.show()

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ddpjob_operator import api, launcher
+from ddpjob_operator import api, bounds, launcher
 from ddpjob_operator.podspec import cpus, gpus, grace_seconds, trainer_container
 
 LABEL_JOB = f"{api.GROUP}/job"
@@ -22,6 +22,9 @@ TERMINATION_LOG = "DDPJOB_TERMINATION_LOG"
 # port to an outgoing connection; without those that scripts in the wild hard-code (12355, 29500, 8888 lie outside).
 PORT_FIRST, PORT_LAST = 20000, 29399
 PORTS_AVOIDED = frozenset({23456, 25000, 29400, 29500, 12355, 8888})
+
+# Every second one of 99,999 nodes is the longest that `ranges` writes.
+RANGES_LENGTH_MAX = 300_000
 
 BREAKS_RENDEZVOUS = frozenset(
     "MASTER_ADDR MASTER_PORT NNODES NODE_RANK NPROC_PER_NODE RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE "
@@ -99,7 +102,7 @@ def nproc_per_node(spec: api.Spec) -> int:
     """Processes per node: the number in the spec; for auto what the command says, else its GPUs, else 1."""
     if spec.nproc_per_node != "auto":
         return spec.nproc_per_node
-    return launcher.nproc_per_node(spec.template) or max(1, gpus(spec.template))
+    return min(bounds.NPROC_MAX, launcher.nproc_per_node(spec.template) or max(1, gpus(spec.template)))
 
 
 def world_size(spec: api.Spec) -> int:
@@ -112,6 +115,16 @@ def ranks_follow_nodes(spec: api.Spec) -> bool:
     nodes as they come, and says that it ignores the node rank."""
     found = launcher.find(launcher.command_of(spec.template))
     return found is None or found.name == "ddprun" or found.options.get("rdzv_backend", "static") == "static"
+
+
+def not_its_rank(spec: api.Spec, rank: int, node_rank: int | None) -> str:
+    """Why the pod of a node may not speak for a rank; empty: it may. node_rank None: who speaks is not known."""
+    nproc, world = nproc_per_node(spec), world_size(spec)
+    if rank >= world:
+        return f"rank: {rank} is none of the job's {world} ranks (nodes x nprocPerNode)"
+    if node_rank is not None and ranks_follow_nodes(spec) and rank // nproc != node_rank:
+        return f"rank: {rank} is not of node {node_rank}, which has {nproc} from {node_rank * nproc} on (nprocPerNode)"
+    return ""
 
 
 def rank_of_node(spec: api.Spec, node_rank: int) -> int | None:
@@ -186,11 +199,11 @@ def ranges(numbers: Iterable[int]) -> str:
 def numbers(text: str) -> frozenset[int]:
     """The inverse of `ranges`; a damaged part counts as nothing, for a status may come from anywhere."""
     found: set[int] = set()
-    for part in text.split(","):
+    for part in text[:RANGES_LENGTH_MAX].split(","):
         first, _, last = part.partition("-")
-        last = last or first
-        if first.isdecimal() and last.isdecimal() and int(last) - int(first) < 100_000:
-            found.update(range(int(first), int(last) + 1))
+        span = bounds.number(first, bounds.NODES_MAX), bounds.number(last or first, bounds.NODES_MAX)
+        if -1 not in span:
+            found.update(range(span[0], span[1] + 1))
     return frozenset(found)
 
 

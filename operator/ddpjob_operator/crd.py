@@ -77,6 +77,13 @@ STOP_FIRST = (
     "(kubectl wait --for=condition=Suspended), then change it. Or delete the job and apply the new one."
 )
 
+# Another controller cannot take a job over: the pods that are there would be nobody's. As in batch/v1 Job.
+SAME_MANAGER = (
+    "(has(self.spec.managedBy) ? self.spec.managedBy : '') == "
+    "(has(oldSelf.spec.managedBy) ? oldSelf.spec.managedBy : '')"
+)
+NEVER_CHANGES = "never changes. Delete the job, and apply the new one."
+
 # What must not change while the job runs, as CEL says "is as it was".
 #
 # template: CEL cannot read a field that the schema does not declare, but `==` compares it, to any depth: a value that
@@ -95,6 +102,20 @@ UNCHANGED = {
         "(has(oldSelf.spec.nprocPerNode) ? oldSelf.spec.nprocPerNode : 'auto')"
     ),
     "template": "self.spec.template == oldSelf.spec.template && oldSelf.spec.template == self.spec.template",
+}
+
+
+# What resource.Quantity reads. No type: `cpu: 0.5` is a number and no string, and a pod takes it.
+QUANTITY: Schema = {
+    "nullable": True,
+    "x-kubernetes-preserve-unknown-fields": True,
+    "pattern": r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?$",
+}
+# Printable ASCII but =, as a pod takes it since Kubernetes 1.34; an older one says what it does not like.
+ENV_NAME = "^[ -<>-~]+$"
+ONE_OF_EACH_NAME = {
+    "rule": "self.all(a, self.exists_one(b, b.name == a.name))",
+    "message": "two containers have the same name. Give each a name of its own.",
 }
 
 
@@ -167,6 +188,7 @@ def _root() -> Schema:
         "x-kubernetes-validations": [
             *(_rule(cel, message, "metadata.name") for cel, message in NAME_RULES),
             *(_rule(f"{STOPPED} || {same}", STOP_FIRST, f"spec.{name}") for name, same in UNCHANGED.items()),
+            _rule(SAME_MANAGER, NEVER_CHANGES, "spec.managedBy"),
         ],
     }
 
@@ -224,6 +246,10 @@ def _field(owner: type, field: types.Field, checked: bool) -> Schema:
         schema["default"] = STORED_DEFAULTS[key]
     if key == ("Spec", "template"):
         schema |= _template()
+    if owner is api.Spec and field.encode_name in validation.NOT_YET:
+        # At the field, not at the spec: a value that an older CRD took does not keep the job from being suspended, for
+        # the API server checks again only what changes.
+        schema["x-kubernetes-validations"] = [{"rule": "false", "message": validation.NOT_YET[field.encode_name][1]}]
     if key == ("Status", "conditions"):
         schema |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
         schema["items"]["required"] = ["type"]
@@ -275,34 +301,71 @@ def _union(options: list[types.Type], checked: bool) -> Schema:
     first, word = sorted(options, key=lambda t: isinstance(t, types.LiteralType))
     assert isinstance(word, types.LiteralType)
     if isinstance(first, types.IntType):
-        return _int_or(word.values[0], first.ge)
+        return _int_or(word.values[0], first.ge, first.le)
     assert isinstance(first, types.BoolType)
     # A structural schema has no "boolean or string", but the type may be left out where unknown fields are kept, and
     # the enum is checked nevertheless: "true" in quotes, 5 and {} are refused with the three values.
     return {"x-kubernetes-preserve-unknown-fields": True, "enum": [True, False, *word.values]}
 
 
-def _int_or(word: object, minimum: object) -> Schema:
+def _int_or(word: object, minimum: object, maximum: object) -> Schema:
     rule = {
-        "rule": f"type(self) == int ? self >= {minimum} : self == '{word}'",
-        "message": f"must be {word} or a whole number of at least {minimum}.",
+        "rule": f"type(self) == int ? self >= {minimum} && self <= {maximum} : self == '{word}'",
+        "message": f"must be {word} or a whole number from {minimum} to {maximum}.",
     }
     return {"x-kubernetes-int-or-string": True, "x-kubernetes-validations": [rule]}
 
 
 def _template() -> Schema:
-    """Kept whole, and checked as far as a typo in the frame would otherwise be found only when pods are made."""
+    """Kept whole, and checked as far as a typo would otherwise be found only when pods are made."""
     strings = {"type": "object", "nullable": True, "additionalProperties": {"type": "string"}}
     metadata = {"type": "object", "nullable": True, **_open({"labels": strings, "annotations": strings})}
-    in_container = _known(CONTAINER_FIELDS) | {"name": {"type": "string"}}
-    container = {"type": "object", "required": ["name"], **_open(in_container)}
-    containers = {"type": "array", "minItems": 1, "items": container}
-    pod = {"type": "object", "required": ["containers"], **_open(_known(POD_FIELDS) | {"containers": containers})}
+    listed = {
+        "containers": _containers(_known(CONTAINER_FIELDS)) | {"minItems": 1},
+        "initContainers": _containers({}) | {"nullable": True},
+        # Unbounded it gives a deletionTimestamp beyond all dates.
+        "terminationGracePeriodSeconds": {
+            "type": "integer",
+            "format": "int64",
+            "nullable": True,
+            "minimum": 0,
+            "maximum": api.SECONDS_MAX,
+        },
+    }
+    pod = {"type": "object", "required": ["containers"], **_open(_known(POD_FIELDS) | listed)}
     return {"type": "object", "required": ["spec"], **_open({"metadata": metadata, "spec": pod})}
 
 
+def _containers(known: Schema) -> Schema:
+    """A list of containers, checked for common mistakes that no version of Kubernetes will allow."""
+    quantities = {"type": "object", "nullable": True, "additionalProperties": QUANTITY}
+    fields = {
+        "name": {"type": "string", "maxLength": 63, "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"},
+        "image": {"type": "string", "minLength": 1},
+        **{name: _list_of({"type": "string"}) for name in ("command", "args")},
+        "env": _list_of(_env_entry()),
+        "volumeMounts": _list_of({"type": "object", "required": ["name", "mountPath"], **_open({})}),
+        "resources": {"type": "object", "nullable": True, **_open({"limits": quantities, "requests": quantities})},
+    }
+    container = {"type": "object", "required": ["name", "image"], **_open(known | fields)}
+    # The bound is for the cost of the rule.
+    return {"type": "array", "maxItems": 100, "items": container, "x-kubernetes-validations": [ONE_OF_EACH_NAME]}
+
+
+def _env_entry() -> Schema:
+    """Closed, so that `kubectl apply` refuses `valeu`: its three fields are as old as Kubernetes."""
+    value_from = {"type": "object", "nullable": True, "x-kubernetes-preserve-unknown-fields": True}
+    name = {"type": "string", "minLength": 1, "pattern": ENV_NAME}
+    fields = {"name": name, "value": {"type": "string", "nullable": True}, "valueFrom": value_from}
+    return {"type": "object", "required": ["name"], "properties": fields}
+
+
+def _list_of(item: Schema) -> Schema:
+    return {"type": "array", "nullable": True, "items": item}
+
+
 def _open(properties: dict[str, Schema]) -> Schema:
-    return {"x-kubernetes-preserve-unknown-fields": True, "properties": properties}
+    return {"x-kubernetes-preserve-unknown-fields": True} | ({"properties": properties} if properties else {})
 
 
 def _known(names: list[str]) -> dict[str, Schema]:

@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec.structs import replace as replaced
 
 from ddpjob import rules
+from ddpjob_operator.masking import clean
 from ddpjob_operator.observed import NOT_READABLE, Agent
 
 # The local run keeps 16 kB of log, the kubelet 2 to 4; whoever sends more has nothing to say.
 READ_MAX = 65_536
 LINE_MAX = 2000
 
-# Colours, and what else would play tricks on a terminal that shows the status.
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 # `[rank1]: ` comes from torch, `[default0]:` (with the local rank) from torchrun --tee.
 _PREFIX = re.compile(r"^(?:\[[A-Za-z]{0,20}\d{1,9}\]:\s?)+")
 _RANK = re.compile(r"\[rank(\d{1,9})\]")
@@ -296,6 +296,7 @@ def _row(root: bool, fields: dict[str, str]) -> Ended | None:
     text = fields.get("traceback", fields.get("msg", ""))
     found = _true(raised(text))
     rank = _integer(fields.get("rank", ""))
+    rank = None if rank is None or rank < 0 else rank  # a log may hold any text; there is no rank -1
     found = None if found is None else replace(found, rank=rank)
     return Ended(rank, code if code > 0 else 128 - code, root, found)
 
@@ -330,15 +331,15 @@ def _interpreters(log: str) -> Raised | None:
 def _message(text: str) -> tuple[Message | None, str]:
     first, _, rest = text.partition("\n")
     try:
-        return msgspec.json.decode(first.encode(), type=Message), rest
+        said = msgspec.json.decode(first.encode(), type=Message)
     except NOT_READABLE:
         return None, text
+    # Anew: JSON has made characters of \u001b that were none when the text was cleaned.
+    return replaced(said, exception=clean(said.exception), traceback=clean(said.traceback)), rest
 
 
 def _clean(text: str) -> str:
-    text = text[-READ_MAX:].replace("\r\n", "\n").replace("\r", "\n")
-    # A lone surrogate would make a status that no server takes.
-    return _CONTROL.sub("", text).encode("utf-8", "replace").decode()
+    return clean(text[-READ_MAX:])
 
 
 def _code(exit_code: int | None, signal: str) -> int | None:

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from ddpjob import rules
-from ddpjob_operator import api, causes, contract, endings
+from ddpjob_operator import api, bounds, causes, contract, endings, validation
 from ddpjob_operator import status as statuses
-from ddpjob_operator.masking import mask
+from ddpjob_operator.masking import shown
 from ddpjob_operator.observed import Agent, AgentFailure, Observed, Pod, Report
 
 
@@ -46,13 +46,10 @@ def with_agent(
         return status
     if known is None or known.replacement != agent.replacement:
         known = api.InPlace(replacement=agent.replacement, earlier=count(status))
-    said = agent.restarts
-    new = {
-        name: max(0, getattr(said, name) - getattr(known, name)) for name in ("application", "infrastructure", "stall")
-    }
+    new = _new(status, agent, known, job, now)
     if not any(new.values()):
         return status
-    status = _charged(status, new, agent, job, now)
+    status = statuses.with_idle(_charged(status, new, agent, job, now), _last_step_time(status))
     status = _with_what_was_free(status, new, agent)
     if agent.replacement == contract.replacement(status, 0):
         # Who has spoken has run: a second pod under its name would count from nothing, and be taken for the first.
@@ -68,21 +65,43 @@ def with_agent(
     return status
 
 
+def _last_step_time(status: api.Status) -> dt.datetime | None:
+    """When the ranks that have ended were last heard of with a new step."""
+    made = status.progress
+    return made.updated if made is not None and made.attempt == status.attempt else None
+
+
 def count(status: api.Status) -> int:
     """How often the ranks of this attempt have started again in the pods that they had."""
     done = status.in_place
     return 0 if done is None else done.earlier + done.application + done.infrastructure + done.stall
 
 
+def _new(status: api.Status, agent: Agent, known: api.InPlace, job: api.DDPJob, now: dt.datetime) -> dict[str, int]:
+    """What the agent has charged since it was last counted, never more than one beyond what it was given: it stops
+    there itself, and what a pod says beyond that is no count."""
+    history = statuses.history(status)
+    limits = rules.Limits(job.spec.backoff_limit, job.spec.backoff_window_seconds)
+    left = {
+        "application": limits.backoff_limit + 1 - rules.counted(history, limits, now),
+        "infrastructure": bounds.IN_PLACE_MAX,
+        "stall": rules.STALLS_MAX + 1 - history.stall,
+    }
+    said = agent.restarts
+    return {name: max(0, min(getattr(said, name) - getattr(known, name), most)) for name, most in left.items()}
+
+
 def _charged(status: api.Status, new: dict[str, int], agent: Agent, job: api.DDPJob, now: dt.datetime) -> api.Status:
     restarts, windowed = status.restarts or api.Restarts(), job.spec.backoff_window_seconds is not None
-    times = [*restarts.charged_at, *[now] * new["application"]][-job.spec.backoff_limit - 1 :] if windowed else []
+    kept = min(job.spec.backoff_limit, validation.WINDOWED_LIMIT_MAX) + 1
+    times = [*restarts.charged_at, *[now] * min(new["application"], kept)][-kept:] if windowed else []
     after = replace(
         restarts,
         **{name: getattr(restarts, name) + n for name, n in new.items()},
         total=restarts.total + sum(new.values()),
-        in_a_row=agent.restarts.in_a_row,
-        charged_in_a_row=agent.restarts.charged_in_a_row,
+        # In a row are at most those before and these.
+        in_a_row=min(agent.restarts.in_a_row, restarts.in_a_row + sum(new.values())),
+        charged_in_a_row=min(agent.restarts.charged_in_a_row, restarts.charged_in_a_row + sum(new.values())),
         charged_at=times,
     )
     return replace(status, restarts=after)
@@ -112,7 +131,7 @@ def _failure(
     stalled = said.failure_class == "stall"
     return api.Failure(
         attempt=status.attempt,
-        rank=said.rank if said.rank >= 0 else None,
+        rank=said.rank if 0 <= said.rank < contract.world_size(job.spec) else None,
         node_rank=said.node_rank,
         pod=contract.present_pod_name(job, status, said.node_rank),
         node=pod.node if pod is not None else "",
@@ -122,7 +141,7 @@ def _failure(
         failure_class=said.failure_class,
         charged_to=said.charged_to,
         step=said.step or None,
-        exception=mask(said.exception)[: causes.EXCEPTION_MAX],
+        exception=shown(said.exception, causes.EXCEPTION_MAX),
         time=now,
     )
 

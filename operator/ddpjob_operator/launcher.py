@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from ddpjob_operator import api
+from ddpjob_operator import api, bounds
 from ddpjob_operator.podspec import gpus, trainer_container
 
 Found = Iterator[tuple[tuple[str | int, ...], str]]
@@ -30,7 +30,7 @@ _OPTIONS = (
     "numa_binding signals_to_handle shutdown_timeout virtual_local_rank use_env help preload no_preload"
 ).split()
 _LAUNCHERS = {"torchrun", "ddprun"}
-_MODULES = {"torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher"}
+MODULES = {"torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher"}
 # An address that cannot be the one where all nodes meet: this node's own, or an IP, which no pod has before it runs.
 _NO_MEETING_PLACE = re.compile(
     r"^(localhost|\$\{?HOSTNAME\}?|\$\(hostname\)?|\d+\.\d+\.\d+\.\d+|\[?[0-9a-fA-F:]*::[0-9a-fA-F:]*\]?)$"
@@ -58,7 +58,7 @@ def find(command: list[str]) -> Launcher | None:
             return Launcher(name, _options(words[i + 1 :]))
         if word == "-m" and words[i + 1 : i + 2] == ["ddpjob.agent"]:
             return Launcher("ddprun", _options(words[i + 2 :]))
-        if word == "-m" and words[i + 1 : i + 2] and words[i + 1] in _MODULES:
+        if word == "-m" and words[i + 1 : i + 2] and words[i + 1] in MODULES:
             return Launcher(words[i + 1], _options(words[i + 2 :]))
         if re.search(r"torch/distributed/(run|launch)\.py$", word):
             return Launcher(name, _options(words[i + 1 :]))
@@ -82,7 +82,7 @@ def nproc_per_node(template: dict[str, Any]) -> int | None:
     """--nproc-per-node of the command where it is a number."""
     launcher = find(command_of(template))
     value = launcher.options.get("nproc_per_node", "") if launcher else ""
-    return int(value) if value.isdecimal() and int(value) > 0 else None
+    return _number(value) if _number(value) > 0 else None
 
 
 def warnings(spec: api.Spec) -> list[str]:
@@ -108,8 +108,8 @@ def script(words: list[str]) -> str | None:
     if program in _LAUNCHERS:
         rest = _after_options(words[1:])
     elif re.fullmatch(r"python[\d.]*", program):
-        rest = _after_python_options(words[1:])
-        if rest[:1] == ["-m"] and rest[1:2] and rest[1] in _MODULES:
+        rest = after_python_options(words[1:])
+        if rest[:1] == ["-m"] and rest[1:2] and rest[1] in MODULES:
             rest = _after_options(rest[2:])
     else:
         return None
@@ -117,7 +117,10 @@ def script(words: list[str]) -> str | None:
 
 
 def contradictions(spec: api.Spec) -> Found:
-    """Where the launcher's own options contradict the job: path below spec, and a sentence with the mend."""
+    """Where the launcher's own options contradict the job: path below spec, and a sentence with the mend.
+
+    For a template that has the shape of one (validation.py).
+    """
     trainer = trainer_container(spec.template) or {}
     path = ("template", "spec", "containers", _index_of(spec, trainer), "command" if "command" in trainer else "args")
     yield from ((path, sentence) for sentence in _meeting_file(spec, trainer))
@@ -132,10 +135,10 @@ def _nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
     wanted = launcher.options.get("nnodes", "")
     if ":" in wanted and len(set(wanted.split(":"))) > 1:
         yield f"--nnodes={wanted} asks for an elastic job, which is not available yet. Remove --nnodes."
-    elif wanted.split(":")[0].isdecimal() and int(wanted.split(":")[0]) != spec.nodes:
+    elif wanted.split(":")[0].isdecimal() and _number(wanted.split(":")[0]) != spec.nodes:
         yield f"--nnodes={wanted} contradicts spec.nodes: {spec.nodes}. Remove --nnodes: the job sets it."
     rank = launcher.options.get("node_rank", "")
-    if spec.nodes == 1 and rank.isdecimal() and int(rank) > 0:
+    if spec.nodes == 1 and _number(rank) > 0:
         yield f"--node_rank={rank} waits for node 0, and spec.nodes: 1 has no other. Remove it: the job sets it."
 
 
@@ -170,7 +173,7 @@ def _host_and_port(endpoint: str, port: str) -> tuple[str, str]:
 
 def _processes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
     wanted = launcher.options.get("nproc_per_node", "")
-    if isinstance(spec.nproc_per_node, int) and wanted.isdecimal() and int(wanted) != spec.nproc_per_node:
+    if isinstance(spec.nproc_per_node, int) and wanted.isdecimal() and _number(wanted) != spec.nproc_per_node:
         yield (
             f"--nproc_per_node={wanted} contradicts spec.nprocPerNode: {spec.nproc_per_node}. "
             "Remove one of them: the job sets the option."
@@ -232,23 +235,25 @@ def _words(command: list[str]) -> list[str]:
 
 def _options(words: list[str]) -> dict[str, str]:
     """The launcher's options, up to the script: what follows the script belongs to the script."""
-    return _read_options(words)[0]
+    return read_options(words)[0]
 
 
 def _after_options(words: list[str]) -> list[str]:
     """What the launcher starts; nothing that could be a file after -m or --no-python."""
-    options, rest = _read_options(words)
+    options, rest = read_options(words)
     return [] if {"module", "no_python"} & set(options) else rest
 
 
-def _after_python_options(words: list[str]) -> list[str]:
+def after_python_options(words: list[str]) -> list[str]:
+    """What `python` is to run: a file, or -m or -c with what follows."""
     rest = list(words)
     while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
         del rest[: 2 if rest[0] in ("-X", "-W") else 1]
     return rest
 
 
-def _read_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
+def read_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """torchrun's options by their full names, and what follows them."""
     found: dict[str, str] = {}
     rest = iter(words)
     for word in rest:
@@ -274,3 +279,8 @@ def _full_name(name: str) -> str:
 
 def _index_of(spec: api.Spec, trainer: dict[str, Any]) -> int:
     return next(i for i, c in enumerate(spec.template["spec"]["containers"]) if c is trainer)
+
+
+def _number(text: str) -> int:
+    """-1 for what is no number, or none that could be meant."""
+    return bounds.number(text, bounds.COUNT_MAX)

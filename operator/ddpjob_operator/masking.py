@@ -1,7 +1,9 @@
-"""What looks like a credential is masked in what a user's program printed: a status is read by more people than a log.
+"""Text of programs and strangers on its way into a status, an Event or a terminal: cleaned, and without credentials.
 
-Names and sentences stay readable, numbers too: `password=***`, `max_tokens: 512`. Every repetition in the patterns is
-bounded or runs over what it consumes, so the time is linear in the text (a test has the times).
+`shown` is what everything for people goes through (status.shown, plan.plan, the local run's screen), after whatever
+has decoded it: JSON makes an escape sequence of `\\u001b` long after a log was cleaned. A status is read by more people
+than a log. Names and sentences stay readable, numbers too: `password=***`, `max_tokens: 512`. Every repetition in the
+patterns is bounded or runs over what it consumes, so the time is linear in the text (a test has the times).
 """
 
 from __future__ import annotations
@@ -10,39 +12,131 @@ import re
 
 MASK = "***"
 
-_NAMED = r"(?:passw(?:or)?d|passphrase|secret|api[_-]?key|access[_-]?key|private[_-]?key|token(?![a-z])|signature)"
-_REST_OF_NAME = r"[\w-]{0,40}[\"']?\s{0,3}"
+# What a terminal would obey: titles, links and clipboard (OSC and the like), colours and the cursor (CSI), the rest.
+# A sequence without its end loses its beginning alone, so that nobody can hide the lines behind it.
+_ESCAPES = re.compile(
+    r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]{0,4096}(?:\x07|\x1b\\|\x9c)"
+    r"|(?:\x1b\[|\x9b)[0-?]{0,64}[ -/]{0,16}[@-~]"
+    r"|\x1b[ -/]{1,4}[0-~]|\x1b[0-~]?"
+)
+_LINE_ENDS = re.compile(r"\r\n?|[\u2028\u2029]")
+# Control characters; marks that reorder or hide text (Unicode's bidirectional and invisible formats, and tags).
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    r"\U000e0000-\U000e007f]"
+)
+
+# A name that goes on so is not that of a secret itself: secretName, token_file, token_count.
+_NOT = (
+    r"(?![_-]?(?:names?|refs?|key_?refs?|types?|counts?|ids?|files?|paths?|dirs?|ur[li]|len(?:gth)?|limits?|size)"
+    r"(?![a-z]))"
+)
+_KEYS = (
+    r"(?:api|access|private|account|session|storage|shared[_-]?access|signing|encryption|master|auth|secret|service)"
+)
+_STRONG = rf"(?:secret|credentials?|{_KEYS}[_-]?key){_NOT}"
 # Logs of training are full of tokens, and `eos_token: end` is no secret: what is masked there is long or has a digit.
-_VALUE = r"(?:(?=[^\s\"',;&]{0,200}[0-9])[^\s\"',;&()<>\[\]{}]{8,}|[\w+/=.~-]{24,})"
+_WEAK = rf"(?:token(?![a-z])|signature|(?<![a-z])sig){_NOT}"
+_NAMED = rf"(?:{_STRONG}|{_WEAK})"
+_PASSWORD = rf"(?:passw(?:or)?d|passphrase|passcode|(?<=[_;-])pwd){_NOT}[\w-]{{0,20}}"
+_REST_OF_NAME = r"[\w-]{0,40}[\"']?\s{0,3}"
+_ANY = r"[^\s\"',;&()<>\[\]{}]{8,}"
+_VALUE = rf"(?:(?=[^\s\"',;&]{{0,200}}[0-9]){_ANY}|[\w+/=.~-]{{16,}})"
 _NUMBER = r"(?![-+]?[0-9][0-9.,:e+-]{0,30}(?![\w+/=~]))"
+_SCHEMES = r"(?:basic|bearer|digest|token|api-?key|key|negotiate|ntlm|splunk|aws4-hmac-sha256)"
 
 _PATTERNS = (
     # A private key, also where its head or its end is cut off.
     r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY(?: BLOCK)?-----(?P<key>.*?)(?:-----END [A-Z ]{0,40}PRIVATE KEY|\Z)",
-    r"\A(?P<cut>(?:[A-Za-z0-9+/=]{1,100}\n)+)-----END [A-Z ]{0,40}PRIVATE KEY",
-    # https://user:password@host, https://token@host
-    r"://[^\s/:@]*:(?P<login>[^\s/@]+)@",
+    r"\A(?P<cut>(?:[A-Za-z0-9+/=]{1,100}[\n ])+)-----END [A-Z ]{0,40}PRIVATE KEY",
+    # https://user:password@host up to the last @ (a password may hold one), https://token@host
+    r"://[^\s/:@\"']{0,200}:(?!\d{1,5}/)(?P<login>(?:(?!://)[^\s\"'<>]){1,200})@",
     r"://(?P<user>[^\s/:@]{20,})@",
-    r"\bauthorization[\"']?\s{0,3}[:=]\s{0,3}[\"']?(?:basic|bearer|digest|token)\s{1,3}(?P<header>[^\s\"',;]+)",
+    rf"\bauthorization[\"']?\s{{0,3}}[:=]\s{{0,3}}[\"']?{_SCHEMES}\s{{1,3}}(?P<header>[^\s\"',;]+)",
+    rf"\bauthorization[\"']?\s{{0,3}}[:=]\s{{0,3}}[\"']?(?P<bare>{_VALUE})",
     rf"\bbearer\s{{1,3}}(?P<bearer>{_VALUE})",
-    # password=x, "password": "x", --password x: whatever it is
-    r"(?:passw(?:or)?d|passphrase)[\"']?\s{0,3}[:=]\s{0,3}(?:\"(?P<double>[^\"\n]+)\"|'(?P<single>[^'\n]+)'"
+    r"\b(?:set-)?cookie[\"']?\s{0,3}[:=]\s{0,3}[\"']?(?P<cookie>[^\s\"'=;]{1,100}=[^\n\"']+)",
+    r"(?:jsessionid|phpsessid|(?<![a-z])sessionid)\s{0,3}=\s{0,3}(?P<session>[^\s\"',;&]{8,})",
+    # password=x, "password": "x", --password x, login u password x: whatever it is
+    rf"{_PASSWORD}[\"']?\s{{0,3}}[:=]\s{{0,3}}(?:\"(?P<double>[^\"\n]+)\"|'(?P<single>[^'\n]+)'"
     r"|[\"']?(?P<plain>[^\s\"',;&]+))",
-    rf"{_NAMED}{_REST_OF_NAME}[:=]\s{{0,3}}[\"']?(?P<value>{_NUMBER}{_VALUE})",
+    r"(?<!\S)--[\w-]{0,40}passw(?:or)?d\s{1,3}(?P<asked>[^\s-][^\s]*)",
+    r"\blogin\s{1,3}\S{1,100}\s{1,3}password\s{1,3}(?P<netrc>\S+)",
+    r"(?<!\S)(?:-u|--user)\s{1,3}[^\s:]{1,100}:(?P<curl>\S+)",
+    r"\bsshpass\s{1,3}-p\s{0,3}(?P<ssh>\S+)",
+    r"\bwandb[\s.:]{1,3}(?:login|api)[^\n]{0,40}?(?<![0-9a-f])(?P<wandb>[0-9a-f]{40})(?![0-9a-f])",
+    rf"{_STRONG}{_REST_OF_NAME}[:=]\s{{0,3}}[\"']?(?P<strong>{_NUMBER}{_ANY})",
+    rf"{_WEAK}{_REST_OF_NAME}=\s{{0,3}}[\"']?(?P<weak>{_NUMBER}{_ANY})",
+    rf"{_WEAK}{_REST_OF_NAME}[:=]\s{{0,3}}[\"']?(?P<value>{_NUMBER}{_VALUE})",
     rf"(?<!\S)--[\w-]{{0,40}}{_NAMED}[\w-]{{0,20}}\s{{1,3}}(?P<option>{_NUMBER}{_VALUE})",
-    # Tokens known by their looks: AWS, GitHub, GitLab, Hugging Face, OpenAI, Slack, Google, JWT.
-    r"(?<![A-Za-z0-9])(?P<shape>(?:AKIA|ASIA)[0-9A-Z]{16,}|gh[oprsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
-    r"|glpat-[\w-]{16,}|hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|xox[abeoprs]-[\w-]{10,}|AIza[\w-]{35,}"
-    r"|eyJ[\w-]{8,200}\.[\w.-]{8,})",
+    # Addresses that are a credential as a whole: who knows them may post.
+    r"(?:hooks\.slack\.com/(?:services|workflows|triggers)|discord(?:app)?\.com/api/webhooks"
+    r"|webhook\.office\.com/webhookb2|api\.telegram\.org)/(?P<hook>[^\s\"'<>]+)",
+    # Tokens known by their looks. Clouds: AWS, Google, Azure; code: GitHub, GitLab, npm, PyPI, Docker; models and runs:
+    # Hugging Face, OpenAI, Anthropic, W&B, NVIDIA, Replicate, Groq, Databricks; others: Slack, Stripe, SendGrid, Vault,
+    # Grafana, Shopify, DigitalOcean, Atlassian, Sentry, Telegram, age, JWT.
+    r"(?<![A-Za-z0-9])(?P<shape>(?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16,}|AIza[\w-]{35,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}"
+    r"|\w{3}8Q~[\w.~-]{30,}|[A-Za-z0-9+/]{86}==|gh[oprsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|gl[a-z]{2,6}-[\w-]{16,}"
+    r"|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}|dckr_[a-z]{3}_[\w-]{20,}|(?:hf|api_org)_[A-Za-z0-9]{20,}|sk-[\w-]{20,}"
+    r"|wandb_v1_\w{20,}|nvapi-[\w-]{20,}|r8_[A-Za-z0-9]{30,}|(?:gsk|pplx|xai)[_-][A-Za-z0-9]{30,}|dapi[0-9a-f]{32}"
+    r"|xox[a-z]-[\w-]{10,}|xapp-[\w-]{10,}|(?:sk|rk)_(?:live|test)_\w{16,}|whsec_[\w+/=]{20,}"
+    r"|SG\.[\w-]{16,}\.[\w-]{16,}|hv[sbr]\.[\w-]{20,}|gl(?:sa|c)_[\w=]{20,}|shp(?:at|ss|ca|pa)_[0-9a-fA-F]{32}"
+    r"|do[opr]_v1_[0-9a-f]{40,}|AT[AC]TT3[\w=-]{20,}|sntry[su]_[\w+/=-]{20,}|\d{8,10}:AA[\w-]{30,}"
+    r"|AGE-SECRET-KEY-1[0-9A-Z]{20,}|eyJ[\w-]{8,200}\.[\w.-]{8,})",
 )
-_COMPILED = tuple(re.compile(p, re.DOTALL | (0 if "?P<shape>" in p else re.IGNORECASE)) for p in _PATTERNS)
+# A text without one of these words is none for the pattern: most have none, and each costs 0.1 us a character.
+_WORDS = {
+    "key": ("private key",),
+    "cut": ("private key",),
+    "login": ("://",),
+    "user": ("://",),
+    "header": ("authorization",),
+    "bare": ("authorization",),
+    "bearer": ("bearer",),
+    "cookie": ("cookie",),
+    "session": ("sess",),
+    "double": ("passw", "passphrase", "passcode", "pwd"),
+    "asked": ("--",),
+    "netrc": ("login",),
+    "curl": ("-u",),
+    "ssh": ("sshpass",),
+    "wandb": ("wandb",),
+    "strong": ("secret", "credential", "key"),
+    "weak": ("token", "sig"),
+    "value": ("token", "sig"),
+    "option": ("--",),
+    "hook": ("slack.com/", "webhook", "telegram.org/"),
+    "shape": ("",),
+}
+
+
+def _compiled(pattern: str) -> tuple[tuple[str, ...], re.Pattern[str]]:
+    compiled = re.compile(pattern, re.DOTALL | (0 if "(?P<shape>" in pattern else re.IGNORECASE))
+    return _WORDS[min(compiled.groupindex, key=lambda name: compiled.groupindex[name])], compiled
+
+
+_COMPILED = tuple(_compiled(pattern) for pattern in _PATTERNS)
+
+
+def clean(text: str) -> str:
+    """The text without what a terminal would obey, what reorders or hides it, and what is no Unicode."""
+    text = _LINE_ENDS.sub("\n", _ESCAPES.sub("", text))
+    return _CONTROL.sub("", text).encode("utf-8", "replace").decode()
 
 
 def mask(text: str) -> str:
     """The text with *** in the place of what looks like a credential. mask(mask(x)) == mask(x)."""
-    for pattern in _COMPILED:
-        text = pattern.sub(_masked, text)
+    lower = text.lower()
+    for words, pattern in _COMPILED:
+        if any(word in lower for word in words):
+            text = pattern.sub(_masked, text)
     return text
+
+
+def shown(text: str, length: int) -> str:
+    """A text for people, in one line: a second one could look like one of ours. shown(shown(x)) == shown(x)."""
+    lines = (line.strip() for line in clean(text).replace("\t", " ").split("\n"))
+    return mask(" ".join(line for line in lines if line))[:length].rstrip()
 
 
 def _masked(match: re.Match[str]) -> str:

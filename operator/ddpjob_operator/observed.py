@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 
 from ddpjob import rules
+from ddpjob_operator import bounds
 
 if TYPE_CHECKING:  # it is made from reports
     from ddpjob_operator.stall import Pace
@@ -34,6 +35,8 @@ class Container:
     ended_at: dt.datetime | None = None
     ran: bool = True
     """ended: whether anything shows that it ever ran; of a container that was never made the kubelet says 137, too."""
+    init: str = ""
+    """ended: the init container whose end this is; the trainer itself never ran."""
 
     @property
     def is_lost(self) -> bool:
@@ -163,7 +166,10 @@ class Refusal:
     """When it is worth another try; each refusal in a row doubles the wait (the shell keeps count)."""
 
 
-_Number = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=bounds.COUNT_MAX)]
+_Restarts = Annotated[int, msgspec.Meta(ge=0, le=bounds.IN_PLACE_MAX)]
+_Node = Annotated[int, msgspec.Meta(ge=0, le=bounds.NODES_MAX)]
+_Turn = Annotated[int, msgspec.Meta(ge=0, le=bounds.TURNS_MAX)]
 AGENT_TEXT_MAX = 300
 AGENT_FAILURES_MAX = 5
 
@@ -171,11 +177,11 @@ AGENT_FAILURES_MAX = 5
 class AgentCounts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
     """What an agent has charged in its life, from 0 on; the counts in a row go on from those that it was given."""
 
-    application: _Number = 0
-    infrastructure: _Number = 0
-    stall: _Number = 0
-    in_a_row: _Number = 0
-    charged_in_a_row: _Number = 0
+    application: _Restarts = 0
+    infrastructure: _Restarts = 0
+    stall: _Restarts = 0
+    in_a_row: _Restarts = 0
+    charged_in_a_row: _Restarts = 0
 
     @property
     def total(self) -> int:
@@ -188,7 +194,7 @@ class AgentFailure(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
 
     rank: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)]
     """-1: of a node as a whole."""
-    node_rank: _Number
+    node_rank: _Node
     exit_code: Annotated[int, msgspec.Meta(ge=0, le=255)] | None = None
     signal: Annotated[str, msgspec.Meta(max_length=16)] = ""
     exception: Annotated[str, msgspec.Meta(max_length=AGENT_TEXT_MAX)] = ""
@@ -200,9 +206,9 @@ class AgentFailure(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
 class Agent(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
     """What node 0's `ddprun` says of the restarts in place that it has led."""
 
-    replacement: _Number = 0
+    replacement: _Turn = 0
     """Which pod of node 0 it runs in."""
-    generation: _Number = 0
+    generation: _Turn = 0
     restarts: AgentCounts = AgentCounts()
     failures: Annotated[list[AgentFailure], msgspec.Meta(max_length=AGENT_FAILURES_MAX)] = []
     """The last ones, the oldest first."""
@@ -248,6 +254,8 @@ class Observed:
     """The newest report of each rank that reports."""
     paces: dict[int, Pace] = field(default_factory=dict)
     """How each rank that reports in the present attempt gets on."""
+    listening_since: dt.datetime | None = None
+    """Since when reports can have been heard, where the shell has not listened all the time."""
     agent: Agent | None = None
     """What the agent of node 0 said last in the present attempt, where ddprun runs there."""
     nodes: dict[str, Node] | None = None
@@ -272,8 +280,8 @@ def read_report(body: bytes, received_at: dt.datetime) -> Report:
         raise BadReportError(str(error) or type(error).__name__) from None
     counts = (report.step, report.attempt, report.rank, report.node_rank)
     optional = (report.world_size, report.total_steps, report.eta_seconds)
-    if any(not 0 <= n < 2**53 for n in (*counts, *(n for n in optional if n is not None))):
-        raise BadReportError("numbers must be from 0 to 2^53")
+    if any(not 0 <= n <= bounds.COUNT_MAX for n in (*counts, *(n for n in optional if n is not None))):
+        raise BadReportError("numbers must be from 0 to 2^53 - 1")
     if report.samples_per_second is not None and not 0 <= report.samples_per_second < 1e15:
         raise BadReportError("samplesPerSecond must be from 0 to 1e15")
     if len(report.metrics) > METRICS_MAX:

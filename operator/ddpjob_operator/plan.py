@@ -10,12 +10,28 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
-from ddpjob_operator import api, causes, contract, in_place, launcher, podspec, reasons, replacing, restart, times
+from ddpjob_operator import (
+    api,
+    causes,
+    contract,
+    hearing,
+    in_place,
+    invalid_spec,
+    launcher,
+    podspec,
+    reasons,
+    replacing,
+    restart,
+    showing,
+    times,
+)
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Observed, Pod
 from ddpjob_operator.reasons import Reason
@@ -42,6 +58,7 @@ from ddpjob_operator.scene import (
 )
 from ddpjob_operator.validation import Problem
 
+STOPPING_ALL = "; stopping all nodes"
 START_BACK_OFF_SECONDS = (60, 120, 240, 480, 960, 1800)
 # The kubelet's waiting reasons that mend themselves are not in here: ContainerCreating, PodInitializing.
 CANNOT_START = frozenset(
@@ -53,6 +70,10 @@ _ON_THE_WAY = frozenset(
     r.name for r in (reasons.CREATING_PODS, reasons.STARTING_TRAINERS, reasons.WAITING_FOR_OLD_PODS)
 )
 _SETTINGS = Settings()
+# [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]
+_BUILD_PATH = re.compile(r"\[(?:[\w.-]*/){2,40}[\w.-]+:\d{1,6}\] ?")
+_PICTURES = re.compile(r"(?: ?GLHF!)? ?[\U0001f000-\U0001ffff\u2600-\u27bf\ufe0f\u200d]+")
+_SPACES = re.compile(r" {2,}")
 
 
 @dataclass(frozen=True)
@@ -86,15 +107,28 @@ def plan(
     if job.metadata.deletion_timestamp is not None or job.spec.managed_by or is_stale(job, seen):
         return Plan()
     written, job = job.status, replace(job, status=_not_ahead(job, now, settings))
+    recorded, job = job.status, invalid_spec.as_it_was(job, problems)
     scene = look(job, seen, now, tuple(problems), settings)
     verdict = next(v for rule in RULES if (v := rule(scene)) is not None)
-    new = statuses.finish(job.status, verdict.status, job, _sentence(problems), now)
-    new, wait_until = throttle(job.status, new, settings, now)
+    said = invalid_spec.with_remark(verdict.status, problems)
+    new = statuses.finish(
+        recorded, said, job, invalid_spec.sentence(problems), now, silent=is_past(hearing.old_at(scene.heard_at), now)
+    )
+    if new != written:
+        new = showing.status(new)
+    new, wait_until = throttle(recorded, new, settings, now)
     again = earliest(verdict.look_again_at, wait_until, next_loss(job, seen, settings, now), restart.next_look(scene))
     return Plan(
         actions=(*clear(scene), *verdict.actions),
         status=None if new == written else new,
-        events=(*events(job.status, new), *restarts_in_place(job.status, new), *remarks(job, new)),
+        events=showing.events(
+            (
+                *events(recorded, new, verdict.status.message),
+                *acceptance(recorded, new, problems),
+                *restarts_in_place(recorded, new),
+                *remarks(job, new),
+            )
+        ),
         look_again_at=again,
     )
 
@@ -116,12 +150,11 @@ def finished(s: Scene) -> Verdict | None:
 
 
 def invalid(s: Scene) -> Verdict | None:
-    """A spec that cannot run starts nothing, and what runs may only be suspended."""
-    if not s.problems:
+    """A spec that cannot run starts nothing. What runs goes on as it was (invalid_spec.py)."""
+    if not s.problems or s.status.attempt:
         return None
-    if s.status.attempt:
-        return suspended(s) or Verdict(s.status)
-    return Verdict(statuses.enter(s.status, "Pending", reasons.INVALID_SPEC, _sentence(s.problems), s.now))
+    text = invalid_spec.sentence(s.problems)
+    return Verdict(statuses.enter(s.status, "Pending", reasons.INVALID_SPEC, text, s.now))
 
 
 def completed(s: Scene) -> Verdict | None:
@@ -140,19 +173,20 @@ def failing(s: Scene) -> Verdict | None:
         return None
     if any(p.uid not in s.lost for p in s.live):
         return Verdict(s.status, s.stop(s.live, None))
-    failed = statuses.enter(s.status, "Failed", reasons.ALL[s.recorded.reason], s.recorded.message, s.now)
+    text = s.recorded.message.removesuffix(STOPPING_ALL)
+    failed = statuses.enter(s.status, "Failed", reasons.named(s.recorded.reason), text, s.now)
     return Verdict(replace(failed, completion_time=s.now))
 
 
 def suspended(s: Scene) -> Verdict | None:
-    """The pods stop with their full grace; the clocks start anew on resume."""
-    if not s.spec.suspend:
+    """The pods stop with their full grace; the clocks start anew on resume. An invalid spec is not resumed."""
+    if not s.spec.suspend and not (s.problems and s.recorded.state == "Suspended"):
         return None
-    alive = s.live
-    text = f"suspended; {name_pods(alive)} still stopping" if alive else f"suspended; {s.settings.resume_hint}"
-    status = statuses.enter(s.status, "Suspended", reasons.SUSPENDED, text, s.now)
-    status = replace(status, start_time=None, start_retries=0)
-    return Verdict(status, s.stop(alive, None) if s.recorded.state == "Suspended" else ())
+    status = replace(statuses.enter(s.status, "Suspended", *_why_suspended(s), s.now), start_retries=0)
+    if s.live:
+        return Verdict(status, s.stop(s.live, None) if s.recorded.state == "Suspended" else ())
+    # Not before the last pod has ended: without a startTime the API server lets the template change (crd.py).
+    return Verdict(replace(status, start_time=None))
 
 
 def past_deadline(s: Scene) -> Verdict | None:
@@ -160,7 +194,7 @@ def past_deadline(s: Scene) -> Verdict | None:
     if not is_past(s.active_deadline(), s.now):
         return None
     limit = s.spec.active_deadline_seconds
-    text = f"not finished within activeDeadlineSeconds: {limit}; stopping all nodes"
+    text = f"not finished within activeDeadlineSeconds: {limit}{STOPPING_ALL}"
     return Verdict(statuses.enter(s.status, "Failing", reasons.DEADLINE_EXCEEDED, text, s.now))
 
 
@@ -172,6 +206,8 @@ def attempt_still_ending(s: Scene) -> Verdict | None:
     broken = s.recorded.last_failure.attempt if s.recorded.last_failure else None
     soft = s.stop([p for p in told if p.attempt != broken], None)
     hard = s.stop([p for p in told if p.attempt == broken], restart_grace_seconds(s.spec))
+    if _is_in_the_future(s):
+        return Verdict(s.status, (*soft, *hard), look_again_at=earliest(s.status.attempt_time, s.active_deadline()))
     of = "of the attempt before " if any(p.attempt < s.status.attempt for p in s.older) else ""
     text = f"attempt {s.status.attempt} waits for {name_pods(s.older)} {of}to stop"
     return _waiting(s, "Pending", reasons.WAITING_FOR_OLD_PODS, text, (*soft, *hard))
@@ -182,21 +218,29 @@ def start_overdue(s: Scene) -> Verdict | None:
     if not is_past(s.start_deadline(), s.now):
         return None
     retries = s.status.start_retries + 1
-    wait = start_back_off_seconds(s.job.metadata.uid, retries)
+    again = s.now + dt.timedelta(seconds=start_back_off_seconds(s.job.metadata.uid, retries))
     running = sum(p.trainer.state == "running" for p in s.mine.values())
     text = (
         f"{running} of {s.spec.nodes} nodes ran within startDeadlineSeconds: {s.spec.start_deadline_seconds}; "
-        f"all are released, next try in {statuses.duration(wait)}"
+        f"all are released, next try at {statuses.clock(again)}"
     )
-    later = replace(new_attempt(s.status, s.now + dt.timedelta(seconds=wait)), start_retries=retries)
+    later = replace(new_attempt(s.status, again), start_retries=retries)
     return Verdict(statuses.enter(later, "Pending", reasons.START_BACK_OFF, text, s.now))
 
 
 def backing_off(s: Scene) -> Verdict | None:
     """The next attempt is in the future."""
-    if s.status.attempt_time is None or s.now >= s.status.attempt_time:
+    if not _is_in_the_future(s):
         return None
     return Verdict(s.status, look_again_at=earliest(s.status.attempt_time, s.active_deadline()))
+
+
+def no_pod_can_be_made(s: Scene) -> Verdict | None:
+    """What a pod is made from cannot be read: what runs goes on, and nothing is added to it."""
+    if not invalid_spec.keeps_pods_from_being_made(s.problems) or not _to_create(s):
+        return None
+    text = f"no pod can be made while the spec is invalid: {invalid_spec.sentence(s.problems)}"
+    return _waiting(s, "Pending", reasons.INVALID_SPEC, text)
 
 
 def name_taken(s: Scene) -> Verdict | None:
@@ -269,9 +313,10 @@ def all_is_well(s: Scene) -> Verdict | None:
     reason, finding = reasons.ALL_NODES_RUN, s.standstill
     if finding is not None:
         reason, text = reasons.STALL_SUSPECTED, finding.sentence()
-    status = statuses.enter(s.status, "Running", reason, text, s.now)
+    status = statuses.enter(s.status, "Running", reason, f"{text}{_unheard(s)}", s.now)
     status = replace(status, start_retries=0, running_time=s.status.running_time or s.now)
-    return Verdict(status, look_again_at=s.active_deadline())
+    silence = (hearing.old_at(s.heard_at), hearing.missed_at(s.heard_at))
+    return Verdict(status, look_again_at=earliest(s.active_deadline(), *(t for t in silence if t and t > s.now)))
 
 
 # The order is the design. The last rule always speaks.
@@ -288,6 +333,7 @@ RULES: tuple[Callable[[Scene], Verdict | None], ...] = (
     restart.attempt_broken,
     start_overdue,
     backing_off,
+    no_pod_can_be_made,
     name_taken,
     create_refused,
     nodes_missing,
@@ -332,14 +378,31 @@ def throttle(
     return old, due
 
 
-def events(old: api.Status, new: api.Status) -> Iterator[Event]:
+def events(old: api.Status, new: api.Status, text: str) -> Iterator[Event]:
     """One event for each change of state or reason: as many as a person wants to read."""
     if new.state == "Restarting" and new.reason in _ON_THE_WAY:
         return
-    if (old.state, old.reason) != (new.state, new.reason) and new.reason in reasons.ALL:
-        yield _event(reasons.ALL[new.reason], new.message)
-    elif not statuses.condition(old, "Accepted") and old.conditions and statuses.condition(new, "Accepted"):
-        yield Event("Normal", "Accepted", "the spec is valid now")
+    if _has_news(old, new) and new.reason in reasons.ALL:
+        reason = reasons.ALL[new.reason]
+        # A failure that was not told before, for nothing was left to stop.
+        first_word = new.state == "Restarting" != old.state
+        yield _event(replaced(reason, warning=True) if first_word else reason, text)
+
+
+def acceptance(old: api.Status, new: api.Status, problems: Sequence[Problem]) -> Iterator[Event]:
+    """That the spec of a job has become invalid, or valid, where no change of its state says so."""
+    before, after = statuses.find_condition(old, "Accepted"), statuses.find_condition(new, "Accepted")
+    if after is None or (before is not None and (before.status, before.message) == (after.status, after.message)):
+        return
+    if after.status == "False" and not invalid_spec.speaks_of_it(new):
+        yield _event(reasons.INVALID_SPEC, invalid_spec.remark(problems, goes_on=new.state != "Suspended"))
+    elif after.status == "True" and before is not None and not _has_news(old, new):
+        what = "status can be read" if before.reason == reasons.UNREADABLE_STATUS.name else "spec is valid"
+        yield Event("Normal", "Accepted", f"the {what} now")
+
+
+def _has_news(old: api.Status, new: api.Status) -> bool:
+    return (old.state, old.reason) != (new.state, new.reason)
 
 
 def restarts_in_place(old: api.Status, new: api.Status) -> Iterator[Event]:
@@ -374,7 +437,15 @@ def remarks(job: api.DDPJob, new: api.Status) -> Iterator[Event]:
 
 
 def _event(reason: Reason, message: str) -> Event:
-    return Event("Warning" if reason.warning else "Normal", reason.name, message)
+    return Event("Warning" if reason.warning else "Normal", reason.name, shortened(message))
+
+
+def shortened(text: str) -> str:
+    """For a line of `kubectl describe`: without the places in gloo's sources, and what it adds for fun.
+
+    The status keeps every word.
+    """
+    return _SPACES.sub(" ", _PICTURES.sub("", _BUILD_PATH.sub("", text))).strip()
 
 
 def _waiting(
@@ -395,6 +466,24 @@ def _waiting(
 def _after_what(s: Scene) -> str:
     failure = s.status.last_failure
     return f"after {causes.short(failure)}: " if failure is not None and statuses.is_restarted(s.status) else ""
+
+
+def _why_suspended(s: Scene) -> tuple[Reason, str]:
+    if s.live:
+        return reasons.SUSPENDING, f"suspended; {name_pods(s.live)} still stopping"
+    if s.spec.suspend:
+        return reasons.SUSPENDED, f"suspended; {s.settings.resume_hint}"
+    return reasons.INVALID_SPEC, f"{invalid_spec.sentence(s.problems)}; suspended until that is mended"
+
+
+def _unheard(s: Scene) -> str:
+    if s.heard_at is None or not is_past(hearing.missed_at(s.heard_at), s.now):
+        return ""
+    return f"; no report since {statuses.clock(s.heard_at)}"
+
+
+def _is_in_the_future(s: Scene) -> bool:
+    return s.status.attempt_time is not None and s.now < s.status.attempt_time
 
 
 def _to_create(s: Scene) -> tuple[Action, ...]:
@@ -418,12 +507,8 @@ def _why_waiting(s: Scene, waiting: Sequence[Pod]) -> tuple[api.State, Reason, s
         first = stuck[0]
         why = f"{first.trainer.reason}: {first.trainer.message}"
         return "Pending", reasons.CANNOT_START, f"{len(stuck)} of {total} pods cannot start: {first.name}: {why}"
-    who = contract.list_ranks([p.rank for p in waiting])
-    return "Starting", reasons.STARTING_TRAINERS, f"{total - len(waiting)} of {total} nodes run; waiting for node {who}"
-
-
-def _sentence(problems: Sequence[Problem]) -> str:
-    return "; ".join(str(p) for p in problems)
+    who = f"node{'s' if len(waiting) > 1 else ''} {contract.list_ranks([p.rank for p in waiting])}"
+    return "Starting", reasons.STARTING_TRAINERS, f"{total - len(waiting)} of {total} nodes run; waiting for {who}"
 
 
 __all__ = [

@@ -48,7 +48,8 @@ def trainer_container(template: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def grace_seconds(template: Mapping[str, Any]) -> int:
     """terminationGracePeriodSeconds, 30 where unset as in Kubernetes."""
-    value = template.get("spec", {}).get("terminationGracePeriodSeconds")
+    pod = template.get("spec")
+    value = pod.get("terminationGracePeriodSeconds") if isinstance(pod, Mapping) else None
     return value if isinstance(value, int) else 30
 
 

@@ -15,11 +15,19 @@ class Reason:
 
 
 INVALID_SPEC = Reason("InvalidSpec", "The spec cannot run; the message names the field and the mend.", warning=True)
+UNREADABLE_STATUS = Reason(
+    "UnreadableStatus",
+    "Condition and event only: the operator cannot read a field of the status, and does nothing for the job.",
+    warning=True,
+)
 NAME_TAKEN = Reason("NameTaken", "An object with a name that the job needs belongs to someone else.", warning=True)
 WAITING_FOR_DELETED_JOB = Reason("WaitingForDeletedJob", "Pods of a deleted job of the same name are still there.")
 WAITING_FOR_OLD_PODS = Reason("WaitingForOldPods", "Pods of the attempt before must end before this one may start.")
 START_BACK_OFF = Reason(
     "StartBackOff", "Not all nodes ran by startDeadlineSeconds; all were released, to try again later.", warning=True
+)
+UNREADABLE = Reason(
+    "Unreadable", "Event only: an object of the job cannot be read; nothing is done until it can be.", warning=True
 )
 CREATING_PODS = Reason("CreatingPods", "The Service and the pods are being created.")
 CREATE_REFUSED = Reason(
@@ -59,7 +67,8 @@ TOO_MANY_INFRASTRUCTURE_FAILURES = Reason(
 )
 TOO_MANY_STALLS = Reason("TooManyStalls", "More than ten restarts because no step was made.", warning=True)
 DEADLINE_EXCEEDED = Reason("DeadlineExceeded", "The job was not finished within activeDeadlineSeconds.", warning=True)
-SUSPENDED = Reason("Suspended", "spec.suspend is true: all pods are stopped, or were never started.")
+SUSPENDING = Reason("Suspending", "spec.suspend is true, and pods of the job are still stopping.")
+SUSPENDED = Reason("Suspended", "spec.suspend is true: all pods have ended, or were never started.")
 ALL_NODES_COMPLETED = Reason("AllNodesCompleted", "The trainers of all nodes ended with 0.")
 RESTART_POLICY_CHANGED = Reason("RestartPolicyChanged", "Event only: the template's restartPolicy becomes Never.")
 GRACE_RAISED = Reason("GraceRaised", "Event only: the template's terminationGracePeriodSeconds of 0 becomes 1.")
@@ -69,3 +78,8 @@ RENDEZVOUS_OVERRIDDEN = Reason(
 LAUNCHER_OPTION = Reason("LauncherOption", "Event only: an option of the launcher has a consequence.", warning=True)
 
 ALL: dict[str, Reason] = {r.name: r for r in list(globals().values()) if isinstance(r, Reason)}
+
+
+def named(name: str) -> Reason:
+    """The reason with this name; a status of another version may have one that we do not know."""
+    return ALL.get(name) or Reason(name, "")

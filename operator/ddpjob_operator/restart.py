@@ -39,10 +39,10 @@ TRAINED_SECONDS = 60
 # An agent in the pod finds a stall itself, and restarts in place: what takes longer has no agent that can.
 AGENT_FIRST = dt.timedelta(seconds=60)
 _WHY_IT_STOPS: dict[rules.Stop, tuple[Reason, str]] = {
-    "BackoffLimitExceeded": (reasons.BACKOFF_LIMIT_EXCEEDED, "{restarts}: backoffLimit: {limit} allows no more"),
+    "BackoffLimitExceeded": (reasons.BACKOFF_LIMIT_EXCEEDED, "{restarts}backoffLimit: {limit} allows no {more}"),
     "NoProgress": (
         reasons.NO_PROGRESS,
-        "{in_a_row} failures in a row without a new step, so another try is not worth it",
+        "{charged} charged failures in a row without a new step, so another try is not worth it",
     ),
     "PermanentFailure": (reasons.PERMANENT_FAILURE, "another try cannot help"),
     "TooManyInfrastructureFailures": (
@@ -59,10 +59,13 @@ def attempt_broken(s: Scene) -> Verdict | None:
     if sign is None:
         return None
     reason, failure = sign
+    if not s.alive and not launcher.restarts_in_place(s.spec):
+        # Nothing is left to stop or to wait for, so the first sign is all that there is: one look, and one event.
+        return _next_attempt(s, settle(s, failure))
     text = causes.sentence(failure)
     status = statuses.with_failure(s.status, failure, text)
     # Where agents wait in the other pods it is the next look that says whether these stop (replacing.py).
-    said = f"{text}; cause not yet known" if launcher.restarts_in_place(s.spec) else _ending(s, text)
+    said = text + _open_question(failure) if launcher.restarts_in_place(s.spec) else _ending(s, text, failure)
     return Verdict(statuses.enter(status, "Restarting", reason, said, s.now))
 
 
@@ -80,7 +83,7 @@ def restarting(s: Scene) -> Verdict | None:
     text = causes.sentence(seen)
     status = statuses.with_failure(s.status, seen, text)
     actions, again = culprit.stop(s, first, s.alive, grace)
-    return Verdict(replace(status, message=_ending(s, text)), actions, again)
+    return Verdict(replace(status, message=_ending(s, text, seen)), actions, again)
 
 
 def _signs(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
@@ -346,9 +349,13 @@ def _config_error_at(s: Scene, pod: Pod) -> dt.datetime | None:
 # ---------------------------------------------------------------- sentences
 
 
-def _ending(s: Scene, text: str) -> str:
+def _ending(s: Scene, text: str, failure: api.Failure) -> str:
     left = f"stopping {name_pods(s.alive)}" if s.alive else "all pods have ended"
-    return f"{text}; {left}; cause not yet known"
+    return f"{text}; {left}{_open_question(failure)}"
+
+
+def _open_question(failure: api.Failure) -> str:
+    return "" if causes.is_a_cause(failure) else "; cause not yet known"
 
 
 def _going_on(s: Scene, text: str, verdict: rules.Verdict) -> str:
@@ -376,8 +383,10 @@ def _why_it_stops(s: Scene, failure: api.Failure, verdict: rules.Verdict) -> tup
         return reason, "failurePolicy says FailJob for this exit code"
     used = rules.counted(verdict.history, limits(s.spec), s.now)
     return reason, text.format(
-        restarts=f"restarted {used} times" if used != 1 else "restarted once",
+        restarts=("" if not used else "restarted once: " if used == 1 else f"restarted {used} times: "),
         limit=s.spec.backoff_limit,
+        more="more" if used else "restart",
+        charged=verdict.history.charged_in_a_row + 1,
         in_a_row=verdict.history.in_a_row + 1,
         stalls=verdict.history.stall,
         uncharged=verdict.history.uncharged_in_a_row,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from ddpjob_operator import api, contract, in_place, podspec, stall
+from ddpjob_operator import api, contract, hearing, in_place, podspec, stall
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Foreign, Node, Observed, Pod, Refusal
 from ddpjob_operator.validation import Problem
@@ -123,6 +123,8 @@ class Scene:
     settings: Settings
     paces: Mapping[int, stall.Pace] = field(default_factory=dict)
     """How the ranks of this attempt that report get on."""
+    heard_at: dt.datetime | None = None
+    """When rank 0 was heard last; None where nothing is expected of it."""
 
     @property
     def spec(self) -> api.Spec:
@@ -196,6 +198,8 @@ def look(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
     departed = {p.rank: p for p in seen.departed if is_own(p, job) and is_present(p, status)}
     others = sorted((p for p in own if not is_present(p, status)), key=by_identity)
     status = statuses.with_progress(note(status, mine, departed, job, seen), seen.reports.get(0))
+    paces = {rank: p for rank, p in seen.paces.items() if p.attempt in (0, status.attempt)}
+    status = statuses.with_idle(status, stall.idle_since(paces, job.spec.stall, now))
     # What was said in the attempt before this one, which begins with this look, is counted already.
     agent = in_place.newest(mine, departed, seen) if status.attempt == job.status.attempt else None
     return Scene(
@@ -216,7 +220,8 @@ def look(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
         problems=problems,
         now=now,
         settings=settings,
-        paces={rank: p for rank, p in seen.paces.items() if p.attempt in (0, status.attempt)},
+        paces=paces,
+        heard_at=hearing.heard_at(status, seen),
     )
 
 
@@ -250,7 +255,8 @@ def note(
 ) -> api.Status:
     """The facts that outlive their pods: who has run, who has completed."""
     # A name is used once: what had a node may have run, and may still run where nobody looks.
-    started = {r for r, p in mine.items() if p.trainer.state != "waiting"} | {r for r, p in departed.items() if p.node}
+    ran = {r for r, p in mine.items() if p.trainer.state != "waiting" and not p.trainer.init}
+    started = ran | {r for r, p in departed.items() if p.node}
     done = {r for r, p in {**departed, **mine}.items() if p.has_completed}
     ready = sum(p.trainer.state == "running" and p.trainer.ready and p.live for p in mine.values())
     meet = seen.master_addr if seen.master_addr is not None else str(contract.endpoint(job, status.attempt))

@@ -44,22 +44,62 @@ def enter(status: api.Status, state: api.State, reason: Reason, message: str, no
 def goodput(status: api.Status, now: dt.datetime) -> api.Goodput:
     """Where the time went, the state that ends now included."""
     before = status.goodput or api.Goodput()
-    elapsed = max(0, round((now - status.state_time).total_seconds())) if status.state_time else 0
-    productive = _productive_seconds(status, elapsed, now) if status.state == "Running" else 0
-    after = replace(before, productive_seconds=before.productive_seconds + productive)
+    after = replace(before, idle_since=None, counted_until=None)
+    since = max((t for t in (status.state_time, before.counted_until) if t is not None), default=now)
+    elapsed = max(0, round((now - since).total_seconds()))
+    if status.state == "Running":
+        after, elapsed = _running(after, status, since, elapsed)
     if status.state == "Restarting" or (status.state == "Running" and is_restarted(status)):
-        after = replace(after, restarting_seconds=before.restarting_seconds + elapsed - productive)
+        after = replace(after, restarting_seconds=after.restarting_seconds + elapsed)
     elif status.state in ("Pending", "Starting", "Running"):
-        after = replace(after, starting_seconds=before.starting_seconds + elapsed - productive)
-    total = after.productive_seconds + after.starting_seconds + after.restarting_seconds
-    return replace(after, ratio=round(after.productive_seconds / total, 3) if total else 0.0)
+        after = replace(after, starting_seconds=after.starting_seconds + elapsed)
+    return replace(after, ratio=_ratio(after))
 
 
-def _productive_seconds(status: api.Status, elapsed: int, now: dt.datetime) -> int:
-    """Imports, rendezvous and loading are not training; a job that reports no steps cannot tell them apart."""
-    if status.first_step_time is not None:
-        return min(elapsed, max(0, round((now - status.first_step_time).total_seconds())))
-    return elapsed if status.furthest_step is None else 0
+def _running(booked: api.Goodput, status: api.Status, since: dt.datetime, elapsed: int) -> tuple[api.Goodput, int]:
+    """With what is known of the seconds in which all nodes ran; how many of them went before the first step."""
+    if status.first_step_time is None:
+        # Imports, rendezvous and loading are not training; a job that reports no steps cannot tell them apart.
+        unreported = elapsed if status.furthest_step is None else 0
+        return replace(booked, unreported_seconds=booked.unreported_seconds + unreported), elapsed - unreported
+    idle_since = status.goodput.idle_since if status.goodput is not None else None
+    first = min(elapsed, max(0, round((status.first_step_time - since).total_seconds())))
+    last = elapsed if idle_since is None else min(elapsed, max(first, round((idle_since - since).total_seconds())))
+    counted = replace(
+        booked,
+        productive_seconds=booked.productive_seconds + last - first,
+        idle_seconds=booked.idle_seconds + elapsed - last,
+    )
+    return counted, first
+
+
+def _ratio(spent: api.Goodput) -> float | None:
+    """None where no step was ever reported: running is not training, and a script that hangs runs as well."""
+    if spent.unreported_seconds and not spent.productive_seconds:
+        return None
+    total = (
+        spent.productive_seconds
+        + spent.unreported_seconds
+        + spent.idle_seconds
+        + spent.starting_seconds
+        + spent.restarting_seconds
+    )
+    return round(spent.productive_seconds / total, 3) if total else 0.0
+
+
+def with_idle(status: api.Status, since: dt.datetime | None) -> api.Status:
+    """The status in which no step has been made since then: until the next one that time is not productive."""
+    booked = status.goodput or api.Goodput()
+    if since is None or status.state != "Running" or status.first_step_time is None or booked.idle_since is not None:
+        return status
+    return replace(status, goodput=replace(booked, idle_since=since))
+
+
+def _stepping_again(status: api.Status, at: dt.datetime) -> api.Status:
+    """The status once a step has followed on a time without any."""
+    if status.goodput is None or status.goodput.idle_since is None:
+        return status
+    return replace(status, goodput=replace(goodput(status, at), counted_until=at))
 
 
 def is_restarted(status: api.Status) -> bool:
@@ -76,8 +116,13 @@ def is_broken(status: api.Status) -> bool:
     return failure.attempt == status.attempt and not failure.failure_class
 
 
-def finish(old: api.Status, new: api.Status, job: api.DDPJob, accepted: str, now: dt.datetime) -> api.Status:
-    """The status to write: conditions, texts and generation follow from the rest. accepted: "" or what is wrong."""
+def finish(
+    old: api.Status, new: api.Status, job: api.DDPJob, accepted: str, now: dt.datetime, *, silent: bool = False
+) -> api.Status:
+    """The status to write: conditions, texts and generation follow from the rest.
+
+    accepted: "" or what is wrong. silent: whether rank 0 has not been heard for so long that its figures are old.
+    """
     new = replace(
         new,
         observed_generation=job.metadata.generation,
@@ -85,7 +130,7 @@ def finish(old: api.Status, new: api.Status, job: api.DDPJob, accepted: str, now
         restarts=new.restarts or api.Restarts(),
         nodes=new.nodes or api.Nodes(total=job.spec.nodes),
     )
-    return replace(new, display=display(new), conditions=_conditions(old, new, accepted, now))
+    return replace(new, display=display(new, silent=silent), conditions=_conditions(old, new, accepted, now))
 
 
 def with_progress(status: api.Status, report: Report | None) -> api.Status:
@@ -111,6 +156,8 @@ def with_progress(status: api.Status, report: Report | None) -> api.Status:
         updated=report.received_at,
     )
     before = status.progress
+    if before is not None and before.step != report.step:
+        status = _stepping_again(status, report.received_at)
     if report.step and status.first_step_time is None:
         status = replace(_with_lost_steps(status, report.step), first_step_time=report.received_at)
     elif before is not None and before.attempt == status.attempt and 0 < report.step < before.step:
@@ -180,18 +227,25 @@ def restarts(history: rules.History, *, windowed: bool) -> api.Restarts:
     )
 
 
-def display(status: api.Status) -> api.Display:
-    """The texts of the printer columns."""
-    nodes, progress = status.nodes or api.Nodes(), status.progress
-    if progress is None:
-        return api.Display(nodes=f"{nodes.ready}/{nodes.total}")
-    done = status.state in TERMINAL
+def display(status: api.Status, *, silent: bool = False) -> api.Display:
+    """The texts of the printer columns. Of a job that is over its nodes are those that completed."""
+    nodes, progress, done = status.nodes or api.Nodes(), status.progress, status.state in TERMINAL
+    counts_down = status.state == "Running" and not silent
+    there = len(contract.numbers(status.completed_nodes)) if done else nodes.ready
+    if progress is None or not (done or is_of_this_attempt(status, progress)):
+        return api.Display(nodes=f"{there}/{nodes.total}")
     return api.Display(
-        nodes=f"{nodes.ready}/{nodes.total}",
+        nodes=f"{there}/{nodes.total}",
         step=f"{progress.step}/{progress.total_steps}" if progress.total_steps else str(progress.step),
         progress="" if progress.percent is None else f"{progress.percent}%",
-        eta="" if progress.eta_seconds is None or done else duration(progress.eta_seconds),
+        eta="" if progress.eta_seconds is None or not counts_down else duration(progress.eta_seconds),
     )
+
+
+def is_of_this_attempt(status: api.Status, progress: api.Progress) -> bool:
+    """Whether the ranks that train now have said it, and not those before a restart."""
+    since = status.attempt_time
+    return progress.attempt == status.attempt and (since is None or progress.updated >= since)
 
 
 def duration(seconds: float) -> str:
@@ -210,15 +264,28 @@ def apart_from_progress(status: api.Status) -> api.Status:
     return replace(status, progress=None, display=replace(shown, step="", progress="", eta=""))
 
 
+def clock(time: dt.datetime) -> str:
+    """08:04:28 UTC: a time of today, which no reader has to count from."""
+    return f"{time.astimezone(dt.timezone.utc):%H:%M:%S} UTC"
+
+
 def condition(status: api.Status, kind: str) -> bool:
     """Whether a condition is True."""
-    return any(c.type == kind and c.status == "True" for c in status.conditions)
+    found = find_condition(status, kind)
+    return found is not None and found.status == "True"
+
+
+def find_condition(status: api.Status, kind: str) -> api.Condition | None:
+    """A condition; None where it has never been shown."""
+    return next((c for c in status.conditions if c.type == kind), None)
 
 
 def _conditions(old: api.Status, new: api.Status, accepted: str, now: dt.datetime) -> list[api.Condition]:
     holds = _CONDITION_OF.get(new.state or "", set()) | (set() if accepted else {"Accepted"})
+    if new.reason == reasons.SUSPENDING.name:
+        holds = holds - {"Suspended"}  # whoever waits for it wants the GPUs, or the volume
     before = {c.type: c for c in old.conditions}
-    kinds = [k for k in _CONDITIONS if k in _ALWAYS_SHOWN or k in holds or k in before]
+    kinds = [k for k in _CONDITIONS if k in _ALWAYS_SHOWN or k in holds or k in before or k == new.state]
     return [_condition(kind, kind in holds, before.get(kind), new, accepted, now) for kind in kinds]
 
 
@@ -228,7 +295,7 @@ def _condition(
     reason, message = new.reason or "Unknown", new.message
     if kind == "Accepted":
         reason, message = (reasons.INVALID_SPEC.name, accepted) if accepted else ("Valid", "")
-    elif kind != "Running" and not holds:
+    elif kind != "Running" and not holds and kind != new.state:
         reason, message = f"Not{kind}", ""
     value: Literal["True", "False"] = "True" if holds else "False"
     return api.Condition(

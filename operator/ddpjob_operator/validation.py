@@ -12,14 +12,15 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 from msgspec import Struct, inspect
 
-from ddpjob_operator import api, launcher
-from ddpjob_operator.podspec import misspelled, trainer_container
+from ddpjob_operator import api, bounds, launcher
+from ddpjob_operator.observed import NOT_READABLE
+from ddpjob_operator.podspec import misspelled
 
 Path = tuple[str | int, ...]
 
@@ -30,6 +31,8 @@ class Problem:
 
     path: Path
     message: str
+    unreadable: bool = False
+    """Whether no pod can be made of the template: its shape is not that of one."""
 
     def __str__(self) -> str:
         return f"{dotted(self.path)}: {self.message}" if self.path else self.message
@@ -75,7 +78,7 @@ _POD_SHAPES = {
     "affinity": "mapping",
     "affinity.podAntiAffinity": "mapping",
     "affinity.podAntiAffinity.requiredDuringSchedulingIgnoredDuringExecution": "list",
-    "terminationGracePeriodSeconds": "whole number",
+    "terminationGracePeriodSeconds": f"whole number of at most {api.SECONDS_MAX}",
     "restartPolicy": "text",
 }
 _NAMED = ("volumes", "env", "volumeMounts")
@@ -108,7 +111,10 @@ def parse(raw: object) -> tuple[api.DDPJob, list[Problem]]:
     problems = list(_kind(raw))
     status = _lenient(raw.get("status"), api.Status)
     metadata = _lenient(raw.get("metadata"), api.Metadata)
-    spec = typing.cast(api.Spec, _convert(raw.get("spec", {}), api.Spec, ("spec",), problems) or api.Spec())
+    given = raw.get("spec", {})
+    if why := bounds.refused(given):
+        return api.DDPJob(metadata=metadata, status=status), [*problems, Problem(("spec",), why)]
+    spec = typing.cast(api.Spec, _convert(given, api.Spec, ("spec",), problems) or api.Spec())
     job = api.DDPJob(metadata=metadata, spec=spec, status=status)
     problems += _unknown(raw, ("apiVersion", "kind", "metadata", "spec", "status"), ())
     problems += _name(raw)
@@ -117,6 +123,20 @@ def parse(raw: object) -> tuple[api.DDPJob, list[Problem]]:
     elif "template" not in {p.path[1] for p in problems if len(p.path) == 2}:
         problems += _template(spec.template)
     return job, problems
+
+
+class UnreadableError(ValueError):
+    """A part of a stored job that cannot be read; the text names the field and the value."""
+
+
+def stored_metadata(raw: Mapping[str, Any]) -> api.Metadata:
+    """The metadata of a job that the API server holds. Raises UnreadableError."""
+    return typing.cast(api.Metadata, _stored(raw, "metadata", api.Metadata))
+
+
+def stored_status(raw: Mapping[str, Any]) -> api.Status:
+    """The status of a job that the API server holds. Raises UnreadableError: it is never taken for an empty one."""
+    return typing.cast(api.Status, _stored(raw, "status", api.Status))
 
 
 def check(spec: api.Spec, raw: Mapping[str, Any]) -> Iterator[Problem]:
@@ -129,8 +149,9 @@ def check(spec: api.Spec, raw: Mapping[str, Any]) -> Iterator[Problem]:
     for name, (is_set, message) in NOT_YET.items():
         if name not in seen and is_set(spec):
             yield Problem(("spec", name), message)
-    yield from _template(spec.template)
-    if trainer_container(spec.template) is not None:
+    misshapen = [*_template(spec.template)]
+    yield from misshapen
+    if not misshapen:
         yield from (Problem(("spec", *where), text) for where, text in launcher.contradictions(spec))
 
 
@@ -198,6 +219,10 @@ def _with_values(rule: Rule, raw: Mapping[str, Any]) -> str:
 
 
 def _template(template: Mapping[str, Any]) -> Iterator[Problem]:
+    yield from (replace(problem, unreadable=True) for problem in _shape_of(template))
+
+
+def _shape_of(template: Mapping[str, Any]) -> Iterator[Problem]:
     path: Path = ("spec", "template", "spec")
     pod = template.get("spec")
     yield from _shapes(template, {"metadata": "mapping"}, path[:2])
@@ -248,8 +273,8 @@ def _items(items: typing.Iterable[object], where: Path, *, needs_name: bool) -> 
 
 
 def _has_shape(value: object, shape: str) -> bool:
-    if shape == "whole number":
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if shape.startswith("whole number"):
+        return bounds.integer(value, 0, api.SECONDS_MAX) is not None
     return isinstance(value, {"mapping": Mapping, "list": list, "text": str}[shape])
 
 
@@ -276,6 +301,15 @@ def _unknown(raw: Mapping[Any, Any], known: typing.Iterable[str], path: Path) ->
     for name in raw:
         if name not in known:
             yield Problem((*path, str(name)), f"unknown field{suggestion(str(name), known)}")
+
+
+def _stored(raw: Mapping[str, Any], name: str, kind: type[Struct]) -> Struct:
+    given = raw.get(name)
+    try:
+        return msgspec.convert({} if given is None else given, kind, strict=False)
+    except (*NOT_READABLE, OverflowError) as error:
+        what, _, where = str(error).partition(" - at `$")
+        raise UnreadableError(f"{name}{where.rstrip('`')}: {what}") from None
 
 
 def _lenient(raw: object, kind: type[Any]) -> Any:
@@ -324,7 +358,18 @@ def _field(raw: object, hint: Any, kind: inspect.Type, path: Path, problems: lis
         return msgspec.convert(raw, hint)
     except msgspec.ValidationError:
         problems.append(Problem(path, f"{_expected(kind, raw)}, is {say(raw)}"))
+        return _nearest(kind, raw)
+
+
+def _nearest(kind: inspect.Type, raw: object) -> Any:
+    """What a number out of bounds is read as; unset for all else. A job that ran under bounds that were wider than
+    today's goes on by nearly what it had, and not by a default that nobody has chosen."""
+    options = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    whole = next((t for t in options if isinstance(t, inspect.IntType)), None)
+    if whole is None or not isinstance(raw, int) or isinstance(raw, bool):
         return msgspec.UNSET
+    low = raw if whole.ge is None else max(raw, whole.ge)
+    return low if whole.le is None else min(low, whole.le)
 
 
 def _list(raw: list[object], hint: Any, kind: inspect.ListType, path: Path, problems: list[Problem]) -> list[Any]:

@@ -6,13 +6,15 @@ and removes it, and the CRD too if it was not there before.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import shutil
 import subprocess
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +119,6 @@ def with_container(**fields: object) -> dict[str, Any]:
 
 EVERYTHING = job(
     nodes=4,
-    minNodes=2,
     nprocPerNode=8,
     backend="nccl",
     suspend=True,
@@ -131,18 +132,25 @@ EVERYTHING = job(
     onePodPerNode=False,
     failurePolicy={"rules": [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [78]}}]},
     stall={"timeoutSeconds": 900},
-    gang="native",
     managedBy="kueue.x-k8s.io/multikueue",
 )
 
 ACCEPTED = {
     "a template alone": job(nodes=UNSET),
-    "every field set": EVERYTHING,
+    "every field set that is there yet": EVERYTHING,
     "nprocPerNode: auto": job(nprocPerNode="auto"),
     "onePodPerNode: true": job(onePodPerNode=True),
     "onePodPerNode: auto": job(onePodPerNode="auto"),
     "a name of 57 characters": job(name="a" * 57),
-    "minNodes equal to nodes": job(minNodes=2),
+    "all ways to write a quantity": with_container(
+        resources={"limits": {"cpu": 0.5, "memory": "1.5Gi", "nvidia.com/gpu": 8}, "requests": {"cpu": "500m"}}
+    ),
+    "null in a template, as Helm leaves it": with_container(
+        env=None, args=None, resources={"limits": None, "requests": {"cpu": None}}, volumeMounts=None
+    ),
+    "an empty variable, and one from elsewhere": with_container(
+        env=[{"name": "A"}, {"name": "B", "value": None}, {"name": "C", "valueFrom": {"newIn2030": {"key": "x"}}}]
+    ),
     "null, which is unset": job(nprocPerNode=None, onePodPerNode=None, stall=None, failurePolicy=None),
 }
 
@@ -168,6 +176,8 @@ REFUSED = {
         "spec.minNodes: ",
         "must be at most spec.nodes",
     ),
+    "minNodes": (job(minNodes=2), "spec.minNodes: ", "elastic jobs are not available yet. Remove it."),
+    "gang": (job(gang="kueue"), "spec.gang: ", "gang scheduling is not available yet. Remove it."),
     "minNodes: 0": (job(minNodes=0), "spec.minNodes: ", "greater than or equal to 1"),
     "suspend: later": (job(suspend="later"), "spec.suspend: ", "must be of type boolean"),
     "backoffLimit: -1": (job(backoffLimit=-1), "spec.backoffLimit: ", "greater than or equal to 0"),
@@ -193,6 +203,44 @@ REFUSED = {
     "a container without name": (
         job(template={"spec": {"containers": [{"image": "busybox"}]}}),
         "spec.template.spec.containers[0].name: ",
+        "Required value",
+    ),
+    "a container without image": (
+        job(template={"spec": {"containers": [{"name": "trainer"}]}}),
+        "spec.template.spec.containers[0].image: ",
+        "Required value",
+    ),
+    "two containers of one name": (
+        job(template={"spec": {"containers": [CONTAINER, CONTAINER]}}),
+        "spec.template.spec.containers: ",
+        "two containers have the same name. Give each a name of its own.",
+    ),
+    "a container's name with capitals": (with_container(name="Trainer"), "containers[0].name: ", "should match"),
+    "a typo in a variable": (
+        with_container(env=[{"name": "A", "valeu": "b"}]),
+        "unknown field",
+        '"spec.template.spec.containers[0].env[0].valeu"',
+    ),
+    "a variable that is a number": (
+        with_container(env=[{"name": "A", "value": 1}]),
+        "spec.template.spec.containers[0].env[0].value: ",
+        "must be of type string",
+    ),
+    "a variable without a name": (with_container(env=[{"value": "x"}]), "env[0].name: ", "Required value"),
+    "a variable's name with =": (with_container(env=[{"name": "A=1"}]), "env[0].name: ", "should match"),
+    "a quantity that is none": (
+        with_container(resources={"limits": {"cpu": "lots"}}),
+        "spec.template.spec.containers[0].resources.limits.cpu: ",
+        "should match",
+    ),
+    "a command that is a word": (
+        with_container(command="torchrun"),
+        "containers[0].command: ",
+        "must be of type array",
+    ),
+    "an init container without image": (
+        job(template={"spec": {"containers": [CONTAINER], "initContainers": [{"name": "init"}]}}),
+        "spec.template.spec.initContainers[0].image: ",
         "Required value",
     ),
     "a container that is a word": (
@@ -267,7 +315,7 @@ CHANGES: dict[str, tuple[tuple[str, str, object], ...]] = {
         ("remove", "/spec/template/metadata/labels", None),
         ("add", "/spec/template/metadata/annotations", {"team": "vision"}),
     ),
-    "a container more": (("add", "/spec/template/spec/containers/1", {"name": "sidecar"}),),
+    "a container more": (("add", "/spec/template/spec/containers/1", {"name": "sidecar", "image": "busybox"}),),
 }
 
 
@@ -338,6 +386,52 @@ def test_what_no_pod_shows_changes_at_any_time(
 ) -> None:
     code, output = cluster.try_("patch", "ddp", running, "--dry-run=server", "--type=json", "-p", _json_patch(change))
     assert code == 0, output
+
+
+@pytest.mark.parametrize("suspend", [False, True])
+@pytest.mark.parametrize("before", ["", "kueue.x-k8s.io/multikueue"])
+def test_no_controller_takes_over_a_job_that_is_there(cluster: Cluster, before: str, suspend: bool) -> None:
+    name = cluster.create(changeable(suspend=suspend, **({"managedBy": before} if before else {})))
+    for operation in (("add", "/spec/managedBy", "kueue"), *((("remove", "/spec/managedBy", None),) if before else ())):
+        code, output = cluster.patch(name, operation)
+        assert code != 0, "the API server took the change"
+        assert "spec.managedBy: " in output
+        assert "never changes" in output
+
+
+def test_a_job_with_a_field_that_an_older_crd_took_can_still_be_suspended(cluster: Cluster) -> None:
+    """Else an upgrade of the CRD takes the job's owner the way to stop it."""
+    old = json.loads(cluster("get", "crd", "ddpjobs.training.ddpjob.io", "-o", "json"))
+    old["metadata"] = {"name": old["metadata"]["name"]}
+    fields = old["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+    for field in ("gang", "minNodes"):
+        del fields[field]["x-kubernetes-validations"]
+    try:
+        cluster("replace", "-f", "-", stdin=old)
+        name = until(lambda: cluster.create(job(gang="native", minNodes=1)))
+    finally:
+        cluster("apply", "--server-side", "--force-conflicts", "-f", str(CRD))
+    until(lambda: _refuses(cluster, job(gang="native")))
+    code, output = cluster.patch(name, ("add", "/spec/suspend", True))
+    assert code == 0, output
+    cluster.set_status(name, state="Suspended")
+    assert cluster.patch(name, ("replace", "/spec/gang", "kueue"))[0] != 0
+
+
+def _refuses(cluster: Cluster, body: dict[str, Any]) -> None:
+    code, output = cluster.try_("create", "--dry-run=server", "-f", "-", stdin=body)
+    assert code != 0, "the API server still has the old CRD"
+    assert "not available yet" in output
+
+
+def until(what: Callable[[], Any]) -> Any:
+    """What it gives, once it no longer fails: an API server takes a new CRD into use within seconds."""
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        with contextlib.suppress(AssertionError):
+            return what()
+        time.sleep(0.2)
+    return what()
 
 
 def _json_patch(change: tuple[tuple[str, str, object], ...]) -> str:

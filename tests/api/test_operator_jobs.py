@@ -55,7 +55,6 @@ def test_a_failed_rank_fails_the_job_with_its_cause_and_stops_the_others(
 
 
 BAD = {
-    "a field whose work is not there yet": (job(gang="native"), "spec.gang: gang scheduling is not available yet"),
     "a misspelled container field": (
         job(container={"comand": ["torchrun"]}),
         "spec.template.spec.containers[0].comand: unknown field; did you mean command?",
@@ -78,12 +77,56 @@ def test_a_bad_spec_is_a_condition_with_the_reason_and_no_pods(
 
 
 def test_a_spec_that_is_mended_starts(namespace: Namespace, operator: Operator) -> None:
-    namespace.apply(job(gang="native"))
+    wrong = {"container": {"comand": ["torchrun"]}}
+    namespace.apply(job(**wrong))
     namespace.reaches("Pending", "InvalidSpec")
+    namespace.apply(job(**wrong, suspend=True))  # a template changes only while the job is suspended
     namespace.apply(job())
     namespace.has_pods("digits-1-0", "digits-1-1")
     conditions = {c["type"]: c["status"] for c in namespace.status()["conditions"]}
     assert conditions["Accepted"] == "True"
+
+
+def test_a_status_that_cannot_be_read_stops_everything_but_nothing_is_lost_of_it(
+    namespace: Namespace, operator: Operator
+) -> None:
+    """A job that has succeeded must not train again because somebody, or a newer operator, wrote one odd field."""
+    namespace.start()
+    namespace.exits("digits-1-0")
+    namespace.exits("digits-1-1")
+    namespace.reaches("Succeeded")
+    odd = '{"status": {"furthestStep": 7, "goodput": {"lostSteps": -1}}}'
+    namespace.kubectl("patch", "ddp", "digits", "--subresource=status", "--type=merge", "-p", odd)
+
+    def accepted() -> dict[str, Any]:
+        return next(c for c in namespace.status()["conditions"] if c["type"] == "Accepted")
+
+    until(lambda: accepted()["reason"] == "UnreadableStatus", "the condition says so")
+    assert accepted()["message"].startswith("status.goodput.lostSteps: ")
+    until(lambda: namespace.events()[-1:] == ["UnreadableStatus"], "an event says so")
+    namespace.kubectl("annotate", "ddp", "digits", "looked=again")
+    status = namespace.status()
+    assert (status["state"], status["attempt"], status["furthestStep"]) == ("Succeeded", 1, 7)
+    assert namespace.pod_names() == ["digits-1-0", "digits-1-1"]
+    mended = '{"status": {"goodput": {"lostSteps": 0}}}'
+    namespace.kubectl("patch", "ddp", "digits", "--subresource=status", "--type=merge", "-p", mended)
+    until(lambda: accepted()["status"] == "True", "it is accepted again")
+    assert (namespace.status()["state"], namespace.status()["attempt"]) == ("Succeeded", 1)
+
+
+def test_the_nodes_of_a_suspended_job_change_when_its_last_pod_has_ended(
+    namespace: Namespace, operator: Operator
+) -> None:
+    """Until then old ranks with another world size still train, and hold the volume."""
+    namespace.start()
+    namespace.hold("digits-1-0", "digits-1-1")
+    namespace.kubectl("patch", "ddp", "digits", "--type=merge", "-p", '{"spec": {"suspend": true}}')
+    assert "2 pods still stopping" in namespace.reaches("Suspended", "Suspending")
+    refused = namespace.kubectl("scale", "ddp", "digits", "--replicas=1", check=False)
+    assert "changes only while the job is suspended and stopped" in refused
+    namespace.release("digits-1-0", "digits-1-1")
+    namespace.kubectl("wait", "--for=condition=Suspended", "ddp/digits", "--timeout=30s")
+    namespace.kubectl("scale", "ddp", "digits", "--replicas=1")
 
 
 # ------------------------------------------------------------------------------------------------ refused creates
@@ -95,7 +138,7 @@ def test_a_typo_deep_in_the_template_is_refused_in_the_servers_own_words(
     namespace.apply(job(container={"resources": {"limit": {"cpu": "1"}}}))
     message = namespace.reaches("Pending", "CreateRefused")
     assert "digits-1-0 was refused: " in message
-    assert 'unknown field "spec.containers[0].resources.limit"' in message
+    assert 'unknown field "spec.template.spec.containers[0].resources.limit"' in message
     assert namespace.pods() == []
 
 

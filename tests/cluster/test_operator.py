@@ -120,11 +120,16 @@ def test_a_failed_rank_fails_the_job_which_says_who_and_why(space: Space) -> Non
 def test_an_invalid_job_says_why_and_starts_nothing(space: Space) -> None:
     refused = space.kubectl("apply", "-f", "-", stdin=job("mpi", SLEEP, backend="mpi"), check=False)
     assert "needs a PyTorch built with MPI" in refused
-    space.kubectl("apply", "-f", "-", stdin=job("early", SLEEP, gang="native"))
-    status = until(lambda: space.status("early"), "the job has a status", 30)
+    refused = space.kubectl("apply", "-f", "-", stdin=job("early", SLEEP, gang="native"), check=False)
+    assert "spec.gang: " in refused
+    assert "gang scheduling is not available yet" in refused
+    apart = job("apart")
+    apart["spec"]["template"]["spec"]["containers"][0]["command"] = ["torchrun", "--standalone", "train.py"]
+    space.kubectl("apply", "-f", "-", stdin=apart)
+    status = until(lambda: space.status("apart"), "the job has a status", 30)
     assert status["reason"] == "InvalidSpec"
-    assert "spec.gang: gang scheduling is not available yet" in status["message"]
-    assert space.pods("early") == {}
+    assert "--standalone is for one node" in status["message"]
+    assert space.pods("apart") == {}
 
 
 def test_suspend_gives_every_trainer_time_to_save_and_resume_is_a_new_attempt(space: Space) -> None:

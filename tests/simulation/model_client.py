@@ -12,7 +12,7 @@ from model_api import ModelApi, Raw, event_of, matching, parse
 from virtual_time import VirtualLoop
 
 from ddpjob_operator import api as types
-from ddpjob_operator.kube.client import NO_ANSWER, ApiError, Limits, _error_of
+from ddpjob_operator.kube.client import NO_ANSWER, ApiError, Limits, Page, _error_of
 
 LATENCY_SECONDS = (0.002, 0.03)
 TIME_OUT_SECONDS = 30.0
@@ -69,6 +69,9 @@ class ModelClient:
         behind = self.stale_by or int(self._faults.number("list", 1, STALE_VERSIONS_MAX))
         version = log[-behind - 1].version if behind < len(log) else self._api.first_version
         return [raw for raw in self._api.at_version(plural, version) if matches(raw)], str(version)
+
+    async def pages(self, path: str, selector: str = "") -> AsyncIterator[Page]:
+        yield Page(*await self.list(path, selector))
 
     async def close(self) -> None:
         """Nothing is open."""

@@ -65,6 +65,7 @@ class World:
         self.reports: dict[int, Report] = {}
         self.paces: dict[int, Pace] = {}
         self.agent: Agent | None = None
+        self.listening_since: dt.datetime | None = None
         self.nodes: dict[str, Node] | None = {}
         self.problems: list[validation.Problem] = []
         self.settings = Settings()
@@ -86,6 +87,7 @@ class World:
             reports=dict(self.reports),
             paces=dict(self.paces),
             agent=self.agent,
+            listening_since=self.listening_since,
             nodes=self.nodes,
         )
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import yaml
 from worlds import UID, job
 
@@ -149,3 +150,52 @@ def test_trainers_learn_where_to_report_only_where_someone_listens() -> None:
     listening = build.pod(job(), 1, 0, reporting=build.Reporting("http://s/v1/progress", "/var/run/t"))
     env = {e["name"]: e["value"] for e in trainer(listening)["env"]}
     assert (env["DDPJOB_STATUS_URL"], env["DDPJOB_STATUS_INTERVAL"]) == ("http://s/v1/progress", "5")
+
+
+SIDECAR = {"name": "sidecar", "image": "x", "env": [{"name": "A", "value": "b"}]}
+OWN_ENV = [{"name": "A", "value": "b"}, {"name": "NNODES", "value": "2"}, {"name": "C"}]
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (
+            'unknown field "spec.containers[{t}].env[{2}].valeu"',
+            'unknown field "spec.template.spec.containers[{t}].env[2].valeu"',
+        ),
+        (
+            "spec.containers[{t}].env[{0}].name: Required value",
+            "spec.template.spec.containers[{t}].env[0].name: Required value",
+        ),
+        (
+            "spec.containers[{s}].env[0].name: Required value",
+            "spec.template.spec.containers[{s}].env[0].name: Required value",
+        ),
+        ("spec.containers[{t}].image: Required value", "spec.template.spec.containers[{t}].image: Required value"),
+        ('unknown field "spec.tolerations[0].kee"', 'unknown field "spec.template.spec.tolerations[0].kee"'),
+        ("see status.spec.x and the spec.", "see status.spec.x and the spec."),
+        ("exceeded quota: pods, used: 1", "exceeded quota: pods, used: 1"),
+    ],
+)
+@pytest.mark.parametrize("trainer_first", [True, False])
+def test_what_the_server_says_of_a_pod_has_the_places_that_the_user_has_written(
+    said: str, shown: str, trainer_first: bool
+) -> None:
+    """env[32] of a template with three variables sends people looking for what is not there."""
+    what = job(container={"env": OWN_ENV})
+    listed = what.spec.template["spec"]["containers"]
+    listed.insert(1 if trainer_first else 0, SIDECAR)
+    t, s = (0, 1) if trainer_first else (1, 0)
+    body = build.pod(what, 1, 0)
+    places = [entry["name"] for entry in body["spec"]["containers"][t]["env"]]
+    at = [places.index(entry["name"]) for entry in OWN_ENV]
+    assert at[0] > 10
+    assert build.in_users_words(said.format(*at, t=t, s=s), body, what) == shown.format(t=t, s=s)
+
+
+def test_the_log_of_an_init_container_is_kept_as_its_message_unless_the_template_says_otherwise() -> None:
+    """What it printed is all that says why the job did not start, and the pod goes with the restart."""
+    own = {"name": "own", "image": "x", "terminationMessagePolicy": "File"}
+    body = pod(with_pod(initContainers=[{"name": "init", "image": "x"}, own]))
+    policies = [c["terminationMessagePolicy"] for c in body["spec"]["initContainers"]]
+    assert policies == ["FallbackToLogsOnError", "File"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import kopf
 import pytest
 from aiohttp import web
 
-from ddpjob_operator.kube.client import ApiError, Client, Limits
+from ddpjob_operator.kube.client import ApiError, Client, Limits, Page
 from ddpjob_operator.kube.login import LoginError, login
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -137,15 +138,38 @@ def test_a_proxys_page_is_quoted() -> None:
         talk(Script(lambda: web.Response(status=502, text="<html>Bad Gateway</html>")), lambda c: c.get("/pods"))
 
 
+def the_pages(client: Client) -> Awaitable[list[Page]]:
+    async def all_of_them() -> list[Page]:
+        return [page async for page in client.pages("/pods", "a=b")]
+
+    return all_of_them()
+
+
 def test_a_long_list_is_read_page_by_page() -> None:
     pages = [
         {"items": [{"n": 1}], "metadata": {"resourceVersion": "7", "continue": "more"}},
         {"items": [{"n": 2}], "metadata": {"resourceVersion": "7"}},
     ]
     script = Script(*(lambda page=page: web.json_response(page) for page in pages))  # type: ignore[misc]
-    assert talk(script, lambda c: c.list("/pods", "a=b")) == ([{"n": 1}, {"n": 2}], "7")
+    assert talk(script, the_pages) == [([{"n": 1}], "7"), ([{"n": 2}], "7")]
     assert [r.query.get("continue") for r in script.asked] == [None, "more"]
     assert {r.query["labelSelector"] for r in script.asked} == {"a=b"}
+
+
+def test_a_page_full_of_huge_objects_is_asked_for_in_parts_and_is_never_held_whole() -> None:
+    """Somebody's pods of a megabyte each would end the operator at each of its starts: 200 of them are a page."""
+    listed = [{"n": n, "spec": "x" * 50_000} for n in range(5)]
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        first, limit = int(request.query.get("continue", "0")), int(request.query["limit"])
+        items, rest = listed[first : first + limit], len(listed) - first - limit
+        metadata = {"resourceVersion": "7"} | ({"continue": str(first + limit)} if rest > 0 else {})
+        return web.json_response({"metadata": metadata, "items": items})
+
+    limits = dataclasses.replace(PATIENT, page_bytes=120_000)
+    pages = talk(answer, the_pages, limits=limits)
+    assert [item["n"] for page in pages for item in page.items] == [0, 1, 2, 3, 4]
+    assert max(len(page.items) for page in pages) <= 2
 
 
 WRITES: dict[str, Callable[[Client], Awaitable[Any]]] = {

@@ -6,6 +6,7 @@ import datetime as dt
 from typing import Any
 
 import pytest
+from lists import taken
 
 from ddpjob_operator.kube.nodes import Nodes
 
@@ -39,7 +40,7 @@ def test_before_the_first_list_nothing_is_known(nodes: Nodes) -> None:
 
 
 def test_only_nodes_that_are_not_ready_are_told_and_only_changes_wake_anyone(nodes: Nodes, changes: list[str]) -> None:
-    nodes.replace([node("a"), node("b", "Unknown")], 1)
+    taken(nodes, [node("a"), node("b", "Unknown")], 1)
     nodes.put(node("a"))
     assert (lost(nodes), changes) == (["b"], ["b"])
     nodes.put(node("b"))
@@ -47,7 +48,7 @@ def test_only_nodes_that_are_not_ready_are_told_and_only_changes_wake_anyone(nod
 
 
 def test_since_when_is_counted_by_our_own_clock_for_the_clusters_may_be_minutes_off(nodes: Nodes) -> None:
-    nodes.replace([node("a"), node("b", "Unknown")], 1)
+    taken(nodes, [node("a"), node("b", "Unknown")], 1)
     nodes.put(node("b", "False"))
     seen = nodes.seen()
     assert seen is not None
@@ -55,11 +56,11 @@ def test_since_when_is_counted_by_our_own_clock_for_the_clusters_may_be_minutes_
 
 
 def test_a_node_that_is_gone_is_no_longer_told(nodes: Nodes) -> None:
-    nodes.replace([node("a"), node("b", "False")], 1)
+    taken(nodes, [node("a"), node("b", "False")], 1)
     nodes.remove("", "b", "b")
     assert lost(nodes) == []
-    nodes.replace([node("a"), node("b", "False")], 2)
-    nodes.replace([node("a")], 3)
+    taken(nodes, [node("a"), node("b", "False")], 2)
+    taken(nodes, [node("a")], 3)
     assert lost(nodes) == []
 
 
@@ -67,7 +68,7 @@ def test_when_most_nodes_are_not_heard_at_once_none_counts_as_lost(
     nodes: Nodes, changes: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is the control plane that does not hear: all jobs of the cluster would be killed for nothing."""
-    nodes.replace([node(n) for n in "abcde"], 1)
+    taken(nodes, [node(n) for n in "abcde"], 1)
     nodes.put(node("a", "Unknown"))
     nodes.put(node("b", "Unknown"))
     assert lost(nodes) == ["a", "b"]
@@ -81,5 +82,5 @@ def test_when_most_nodes_are_not_heard_at_once_none_counts_as_lost(
 
 
 def test_in_a_cluster_of_two_one_node_can_be_lost_and_both(nodes: Nodes) -> None:
-    nodes.replace([node("a", "Unknown"), node("b", "Unknown")], 1)
+    taken(nodes, [node("a", "Unknown"), node("b", "Unknown")], 1)
     assert lost(nodes) == ["a", "b"]

@@ -94,9 +94,7 @@ TRAINERS: dict[str, tuple[dict[str, Any], Container]] = {
             "initContainerStatuses": [state("copy", terminated=ENDED)],
             "containerStatuses": [state(waiting={"reason": "PodInitializing"})],
         },
-        Container(
-            "ended", "Error", "init container copy ended with exit code 1\nthe log's end", exit_code=1, ended_at=TIME
-        ),
+        Container("ended", "Error", "the log's end", exit_code=1, ended_at=TIME, init="copy"),
     ),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import http.client
 import json
@@ -21,7 +22,7 @@ from ddpjob.progress import encode, send
 from ddpjob_operator.kube import receive
 from ddpjob_operator.kube.receive import PATH, Receiver, Sender
 from ddpjob_operator.kube.tokens import BadTokenError, BoundPod, NoKeysError
-from ddpjob_operator.observed import Report
+from ddpjob_operator.observed import BadReportError, Report
 
 BOUND_SECONDS = 10.0
 POD = {rank: BoundPod("default", f"digits-3-{rank}", f"uid-{rank}") for rank in (0, 1)}
@@ -290,17 +291,79 @@ def test_a_connection_that_falls_silent_after_a_report_is_closed(world: World, m
 
 
 @pytest.mark.parametrize("bound", ["CONNECTIONS_MAX", "CONNECTIONS_PER_ADDRESS_MAX"])
-def test_connections_beyond_the_bound_are_cut_and_room_comes_back(
+def test_connections_beyond_the_bound_are_cut_while_all_others_are_being_answered(
+    world: World, monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    monkeypatch.setattr(receive, bound, 3)
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(closing(world.socket())) for _ in range(3)]
+        for each in sockets:
+            each.sendall(world.head("Content-Length: 11"))
+        world.run(proven(world, 3))
+        assert b"HTTP" not in world.raw(world.head("Content-Length: 11") + b'{"step": 1}')
+        sockets[0].close()
+        assert world.run(room(world, 2)), "a closed connection must make room"
+        assert world.post({"step": 1})[0] == 204
+
+
+@pytest.mark.parametrize("bound", ["CONNECTIONS_MAX", "CONNECTIONS_PER_ADDRESS_MAX"])
+def test_a_connection_that_waits_for_its_next_report_gives_way_to_one_that_has_a_report(
     world: World, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
     monkeypatch.setattr(receive, bound, 3)
     with ExitStack() as stack:
         clients = [stack.enter_context(closing(world.client())) for _ in range(3)]
         assert [world.post_on(client, {"step": 1})[0] for client in clients] == [204] * 3
-        assert b"HTTP" not in world.raw(world.head("Content-Length: 11") + b'{"step": 1}')
-        clients[0].close()
-        assert world.run(room(world, 2)), "a closed connection must make room"
         assert world.post({"step": 1})[0] == 204
+        assert clients[0].sock.recv(1) == b"", "the oldest of them"
+        assert world.post_on(clients[2], {"step": 2}, "token-of-rank-1")[0] == 204
+
+
+def test_seventeen_peers_that_fill_all_connections_and_say_nothing_cost_nobody_a_report(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They pushed out 13 of 60 reports, and left a stack in the log for each connection that was cut."""
+    monkeypatch.setattr(receive, "CONNECTIONS_MAX", 100)
+    monkeypatch.setattr(receive, "CONNECTIONS_PER_ADDRESS_MAX", 8)
+    with ExitStack() as stack:
+        taken = []
+        for turn in range(20):
+            for peer in range(17):
+                for start in (b"", b"POST /v1/pro"):
+                    here = (f"127.0.0.{peer + 2}", 0)
+                    half_open = socket.create_connection(("127.0.0.1", world.receiver.port), 10, source_address=here)
+                    stack.enter_context(closing(half_open))
+                    half_open.sendall(start)
+            world.now += 5
+            taken.append(world.post({"step": turn})[0])
+        assert taken == [204] * 20
+        assert len(world.receiver._server._open) <= 100  # type: ignore[union-attr]
+    gc.collect()
+    assert caplog.text == ""
+
+
+def test_whoever_opens_too_many_closes_his_own_and_not_those_of_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receive, "CONNECTIONS_MAX", 5)
+    with closing(world.socket()) as slow, ExitStack() as stack:
+        slow.sendall(world.head("Content-Length: 11")[:40])
+        for _ in range(20):
+            here = ("127.0.0.9", 0)
+            stack.enter_context(
+                closing(socket.create_connection(("127.0.0.1", world.receiver.port), 10, source_address=here))
+            )
+        world.run(room(world, 5))
+        slow.sendall(world.head("Content-Length: 11")[40:] + b'{"step": 1}')
+        assert b" 204 " in slow.recv(4096)
+
+
+async def proven(world: World, connections: int) -> None:
+    """Waits until so many have shown a token."""
+    server = world.receiver._server
+    assert server is not None
+    while sum(c.proven for c in server._open.values()) < connections:
+        await asyncio.sleep(0)
 
 
 async def room(world: World, connections: int) -> bool:
@@ -342,3 +405,15 @@ def test_a_port_that_is_taken_is_said_at_the_start(world: World) -> None:
     with pytest.raises(OSError, match="in use"):
         world.run(second.start("127.0.0.1", world.receiver.port))
     world.run(second.stop())
+
+
+def test_a_pod_that_speaks_for_a_rank_of_another_is_told_whose_it_is(world: World) -> None:
+    def refuse(sender: Sender, report: Report) -> None:
+        raise BadReportError("rank: 7 is not of node 0, which has 1 from 0 on (nprocPerNode)")
+
+    world.receiver._on_report = refuse
+    status, said = world.post({"step": 1, "rank": 7})
+    assert (status, json.loads(said)["error"]) == (
+        403,
+        "rank: 7 is not of node 0, which has 1 from 0 on (nprocPerNode)",
+    )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Set
 from typing import Any
 
-from ddpjob_operator.kube.client import ApiError
+from ddpjob_operator.kube.client import ApiError, Page
 from ddpjob_operator.kube.reflector import STALE_LISTS_MAX, Reflector
+from ddpjob_operator.kube.store import Place
 
 
 def event(kind: str, name: str, version: int) -> dict[str, Any]:
@@ -23,12 +24,12 @@ class Server:
         self.asked: list[str] = []
         self.idle = asyncio.Event()
 
-    async def list(self, path: str, selector: str) -> tuple[list[Any], str]:
+    async def pages(self, path: str, selector: str) -> AsyncIterator[Page]:
         self.asked.append("list")
         answer = self.lists.pop(0) if len(self.lists) > 1 else self.lists[0]
         if isinstance(answer, ApiError):
             raise answer
-        return [event("", name, 1)["object"] for name in answer[0]], str(answer[1])
+        yield Page([event("", name, 1)["object"] for name in answer[0]], str(answer[1]))
 
     async def watch(self, path: str, version: str, selector: str) -> AsyncIterator[Any]:
         self.asked.append(f"watch {version}")
@@ -53,8 +54,8 @@ class Copy:
     def remove(self, namespace: str, name: str, uid: str) -> None:
         self.told.append(f"remove {name}")
 
-    def replace(self, raws: list[Any], list_version: int, namespace: str = "") -> None:
-        self.told.append(f"replace {[r['metadata']['name'] for r in raws]}")
+    def retain(self, named: Set[Place], list_version: int, namespace: str = "") -> None:
+        self.told.append(f"retain {sorted(name for _, name in named)}")
 
 
 def follow(lists: list[Any], watches: list[Any]) -> tuple[Server, Copy, list[float]]:
@@ -86,7 +87,7 @@ def test_it_lists_once_and_goes_on_from_the_last_event_when_a_watch_ends() -> No
     watch = [event("ADDED", "b", 11), event("DELETED", "a", 12), event("BOOKMARK", "", 20)]
     server, copy, _ = follow([(["a"], 10)], [watch])
     assert server.asked == ["list", "watch 10", "watch 20"]
-    assert copy.told == ["replace ['a']", "put b", "remove a"]
+    assert copy.told == ["put a", "retain ['a']", "put b", "remove a"]
 
 
 def test_a_connection_that_breaks_costs_no_list() -> None:
@@ -97,7 +98,7 @@ def test_a_connection_that_breaks_costs_no_list() -> None:
 def test_after_410_it_lists_anew() -> None:
     server, copy, _ = follow([(["a"], 10), (["b"], 30)], [[GONE]])
     assert server.asked == ["list", "watch 10", "list", "watch 30"]
-    assert copy.told == ["replace ['a']", "replace ['b']"]
+    assert copy.told == ["put a", "retain ['a']", "put b", "retain ['b']"]
 
 
 def test_it_waits_longer_each_time_for_a_server_that_is_away_and_never_too_long() -> None:
@@ -114,13 +115,13 @@ def test_watches_that_end_at_once_are_opened_at_a_calm_pace() -> None:
 
 def test_a_list_older_than_what_was_seen_replaces_nothing() -> None:
     server, copy, _ = follow([(["a"], 100), ([], 90), (["a"], 110)], [[GONE]])
-    assert copy.told == ["replace ['a']", "replace ['a']"]
+    assert copy.told == ["put a", "retain ['a']"] * 2
     assert server.asked.count("list") == 3
 
 
 def test_a_cluster_restored_from_a_backup_is_believed_in_the_end() -> None:
     _, copy, _ = follow([(["a"], 100), (["old"], 50)], [[GONE]])
-    assert copy.told[-1] == "replace ['old']"
+    assert copy.told[-1] == "retain ['old']"
 
 
 def test_a_cluster_restored_from_a_backup_is_not_believed_too_soon() -> None:

@@ -43,8 +43,17 @@ class Desk:
             self.running(name)
             self.reconciler._memory_of(("default", name), UID)
 
-    def running(self, name: str = "digits", *, attempt: int = 1, state: str = "Running") -> None:
-        body = manifest(name)
+    def running(
+        self,
+        name: str = "digits",
+        *,
+        attempt: int = 1,
+        state: str = "Running",
+        nproc: int = 1,
+        command: list[str] | None = None,
+    ) -> None:
+        container = {"command": command} if command else None
+        body = manifest(name, nodes=1000, nprocPerNode=nproc, container=container)
         body["metadata"]["resourceVersion"] = str(self.now.timestamp() + attempt)[:10]
         body["status"] = {"state": state, "attempt": attempt}
         self.caches.jobs.put(body)
@@ -220,3 +229,33 @@ def test_jobs_that_have_ended_or_that_the_operator_stops_may_be_silent(caplog: p
         desk.running(name, state="Failing", attempt=2)
     desk.after(60).reconciler.listen()
     assert caplog.messages == []
+
+
+def test_a_pod_speaks_for_its_own_ranks_alone_and_cannot_fill_the_memory_with_others() -> None:
+    """One pod could say 100,000 ranks: 468 MB of an operator that the chart gives 512, for all jobs."""
+    desk = Desk()
+    desk.after(5).running(nproc=4)
+    for rank in range(8, 12):
+        desk.reconciler.report(("default", "digits"), Report(step=1, rank=rank, node_rank=2, attempt=1))
+    for rank in (0, 7, 12, 3999, 4000, 2**53 - 1):
+        with pytest.raises(BadReportError, match=rf"rank: {rank} is (?:not of node 2, which has 4 from 8|none of the)"):
+            desk.reconciler.report(("default", "digits"), Report(step=1, rank=rank, node_rank=2, attempt=1))
+    assert sorted(desk.memory().reports) == sorted(desk.memory().paces) == [8, 9, 10, 11]
+
+
+def test_where_ranks_follow_no_node_a_pod_speaks_for_as_many_as_it_has() -> None:
+    """torchrun with a c10d rendezvous numbers the nodes as they come, and anew at each of its restarts."""
+    desk = Desk()
+    desk.after(5).running(nproc=2, command=["torchrun", "--rdzv-backend=c10d", "train.py"])
+    for rank in range(1000):
+        desk.reconciler.report(("default", "digits"), Report(step=1, rank=rank, node_rank=5, attempt=1))
+    assert list(desk.memory().reports) == [998, 999]
+    desk.reconciler.report(("default", "digits"), Report(step=1, rank=998, node_rank=6, attempt=1))
+    assert desk.memory().reports[998].node_rank == 6
+
+
+def test_only_rank_0s_metrics_are_kept() -> None:
+    desk = Desk()
+    desk.hears(1, rank=0, metrics={"loss": "1"})
+    desk.hears(1, rank=1, metrics={"loss": "x" * 64})
+    assert [desk.memory().reports[rank].metrics for rank in (0, 1)] == [{"loss": "1"}, {}]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from lists import taken
 
 from ddpjob_operator.kube.store import Jobs, Key, Store
 
@@ -61,19 +62,19 @@ def test_the_end_of_an_old_object_is_not_the_end_of_the_new_one_of_its_name(stor
 def test_what_a_list_does_not_name_is_gone_unless_it_is_newer_than_the_list(store: Store[str]) -> None:
     store.put(raw("gone", version=5, uid="u1"))
     store.put(raw("answer-to-a-create", version=12, uid="u2", shown="new"))
-    store.replace([raw("stays", version=6, uid="u3", shown="stays")], 10)
+    taken(store, [raw("stays", version=6, uid="u3", shown="stays")], 10)
     assert sorted(store.of(KEY)) == ["new", "stays"]
 
 
 def test_a_list_of_one_namespace_says_nothing_of_another(store: Store[str]) -> None:
     store.put(raw())
-    store.replace([], 10, "other")
+    taken(store, [], 10, "other")
     assert store.of(KEY) == ["a"]
 
 
 def test_a_list_of_one_job_says_nothing_of_another(store: Store[str]) -> None:
     store.put(raw())
-    store.replace([], 10, "team", ("team", "other"))
+    taken(store, [], 10, "team", ("team", "other"))
     assert store.of(KEY) == ["a"]
 
 
@@ -104,5 +105,5 @@ def test_a_list_drops_ghosts_and_keeps_what_is_newer() -> None:
     jobs = Jobs(lambda _key: None)
     jobs.put(raw("ghost", version=5, uid="u1"))
     jobs.put(raw("newer", version=15, uid="u2"))
-    jobs.replace([raw("listed", version=7, uid="u3")], 10)
+    taken(jobs, [raw("listed", version=7, uid="u3")], 10)
     assert {name for _, name in jobs} == {"newer", "listed"}

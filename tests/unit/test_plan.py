@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 
+import msgspec
 import pytest
 from worlds import START, World, digits, job
 
@@ -124,6 +125,25 @@ def test_suspend_is_recorded_first_and_then_stops_the_pods_with_their_full_grace
     assert world.settle().status.message == "suspended; 2 pods still stopping"
 
 
+def test_the_condition_suspended_waits_for_the_last_pod() -> None:
+    """Whoever waits for it takes the GPUs or the volume, and a rank may be writing to it still."""
+    world = digits().running().change(suspend=True).settle()
+    assert (world.status.state, world.status.reason) == ("Suspended", "Suspending")
+    shown = statuses.find_condition(world.status, "Suspended")
+    assert shown is not None
+    assert (shown.status, shown.reason, shown.message) == (
+        "False",
+        "Suspending",
+        "suspended; 2 pods still stopping",
+    )
+    assert world.status.start_time is not None, "without it the API server lets nodes and template change"
+    world.stops(0).settle()
+    assert not statuses.condition(world.status, "Suspended")
+    world.stops(1).settle()
+    assert statuses.condition(world.status, "Suspended")
+    assert (world.status.reason, world.status.start_time) == ("Suspended", None)
+
+
 def test_what_stops_for_suspend_is_no_failure() -> None:
     world = digits().running().change(suspend=True).settle().stops_all().settle()
     assert world.status.state == "Suspended"
@@ -198,6 +218,7 @@ def test_active_deadline_fails_the_job_and_stops_its_pods_with_their_full_grace(
     world.stops_all().settle()
     assert (world.status.state, world.status.reason) == ("Failed", "DeadlineExceeded")
     assert world.status.last_failure is None, "a deadline is nobody's failure"
+    assert world.status.message == "not finished within activeDeadlineSeconds: 60", "nothing is stopping any more"
 
 
 def test_a_job_that_completes_at_its_deadline_has_succeeded() -> None:
@@ -209,7 +230,11 @@ def test_start_deadline_releases_all_pods_and_tries_again_later_under_a_new_atte
     assert world.plan().look_again_at == START + dt.timedelta(seconds=120)
     world.after(120).settle()
     assert (world.status.state, world.status.attempt, world.status.start_retries) == ("Pending", 2, 1)
+    said = world.status.message
+    assert said.startswith("1 of 2 nodes ran within startDeadlineSeconds: 120; all are released, next try at 07:1")
+    assert said.endswith(" UTC")
     world.stops_all().settle()
+    assert (world.status.reason, world.status.message) == ("StartBackOff", said), "no pod is there to wait for"
     assert world.names() == [], "two half-placed jobs must not block each other"
     again = world.plan().look_again_at
     assert again is not None
@@ -366,6 +391,64 @@ def test_the_columns_of_kubectl_get_show_steps_percent_and_time_left() -> None:
     assert (shown.nodes, shown.step, shown.progress, shown.eta) == ("2/2", "312/1125", "27%", "3h10m")
 
 
+def test_the_time_left_vanishes_when_rank_0_is_not_heard_and_the_message_says_since_when() -> None:
+    """ETA 6m5s that stays 6m5s for hours looks like a job that is nearly done."""
+    world = digits().running().reports_step(541, total_steps=2000, eta_seconds=365).settle()
+    assert world.plan().look_again_at == START + dt.timedelta(seconds=30)
+    assert shown(world) == ("541/2000", "27%", "6m5s")
+    world.after(29).settle()
+    assert shown(world) == ("541/2000", "27%", "6m5s")
+    world.after(1).settle()
+    assert shown(world) == ("541/2000", "27%", "")
+    assert world.plan().look_again_at == START + dt.timedelta(seconds=60)
+    world.after(30).settle()
+    assert world.status.message == "2 of 2 nodes run, attempt 1; no report since 07:11:13 UTC"
+    world.reports_step(700, total_steps=2000, eta_seconds=300).settle()
+    assert world.status.message == "2 of 2 nodes run, attempt 1"
+    assert shown(world) == ("700/2000", "35%", "5m")
+
+
+def test_a_rank_that_says_the_same_step_again_and_again_is_heard() -> None:
+    world = digits().running()
+    for _ in range(20):
+        world.after(5).reports_step(3, eta_seconds=60, total_steps=100).settle()
+    assert shown(world) == ("3/100", "3%", "1m")
+    assert "no report" not in world.status.message
+
+
+@pytest.mark.parametrize("more", [{"final": True}, {"phase": None}])
+def test_who_has_said_its_last_word_or_speaks_only_now_and_then_is_not_missed(more: dict[str, object]) -> None:
+    world = digits().running().reports_step(3).settle()
+    world.reports[0] = msgspec.structs.replace(world.reports[0], **more)
+    assert "no report" not in world.after(300).settle().status.message
+
+
+def test_a_new_operator_has_missed_nothing_before_it_began_to_listen() -> None:
+    world = digits().running().reports_step(3, eta_seconds=60).settle().after(300)
+    world.reports, world.paces, world.listening_since = {}, {}, world.now
+    assert "no report" not in world.settle().status.message
+    assert shown(world)[2] == "1m"
+    assert world.after(60).settle().status.message.endswith("; no report since 07:16:13 UTC")
+
+
+def test_after_a_restart_the_figures_of_the_attempt_before_are_not_shown() -> None:
+    """They look as if the new ranks trained already."""
+    world = digits().running().reports_step(541, total_steps=2000, eta_seconds=365).settle()
+    world.exits(1, code=1).settle()
+    assert shown(world) == ("541/2000", "27%", ""), "how far it had come, and no promise"
+    world.restarted().after(1).runs(0, 1).settle()
+    assert (world.status.state, world.status.attempt, shown(world)) == ("Running", 2, ("", "", ""))
+    assert world.status.progress is not None, "what is known of the training is kept"
+    world.reports_step(501, total_steps=2000, eta_seconds=400).settle()
+    assert shown(world) == ("501/2000", "25%", "6m40s")
+
+
+def shown(world: World) -> tuple[str, str, str]:
+    """STEP, PROGRESS and ETA."""
+    assert world.status.display is not None
+    return (world.status.display.step, world.status.display.progress, world.status.display.eta)
+
+
 def test_a_report_of_an_older_attempt_is_not_progress() -> None:
     world = digits().running().reports_step(9)
     world.change(suspend=True).settle().stops_all().change(suspend=False).settle().runs(0, 1).settle()
@@ -398,10 +481,20 @@ def test_what_the_job_changes_or_the_user_overrides_is_said_once() -> None:
 
 
 def test_goodput_books_each_second_where_it_was_spent() -> None:
-    world = digits().started().after(20).runs(0, 1).settle().after(80).exits(0).exits(1).settle()
+    world = digits().started().after(15).runs(0, 1).settle().after(5).reports_step(1).settle()
+    world.after(80).exits(0).exits(1).settle()
     assert world.status.goodput is not None
     spent = world.status.goodput
     assert (spent.starting_seconds, spent.productive_seconds, spent.ratio) == (20, 80, 0.8)
+
+
+@pytest.mark.parametrize(("code", "shown"), [(0, "2/2"), (1, "1/2")])
+def test_the_nodes_of_a_job_that_is_over_are_those_that_completed(code: int, shown: str) -> None:
+    """0/2 reads like a failure of a job that succeeded."""
+    world = digits(backoffLimit=0).running().exits(0).settle().exits(1, code=code).restarted()
+    assert world.status.state in ("Succeeded", "Failed")
+    assert world.status.display is not None
+    assert world.status.display.nodes == shown
 
 
 def test_a_condition_keeps_its_time_until_it_changes() -> None:
@@ -411,8 +504,6 @@ def test_a_condition_keeps_its_time_until_it_changes() -> None:
 
 
 def test_the_status_stays_under_16_kb_with_the_longest_logs_and_many_nodes() -> None:
-    import msgspec
-
     world = digits(nodes=500).running()
     world.reports_step(1, metrics={f"m{i:061}": "9" * 64 for i in range(16)})
     for rank in range(500):

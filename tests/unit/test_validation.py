@@ -95,7 +95,7 @@ def test_an_unknown_field_of_the_template_that_resembles_none_is_left_to_a_newer
         ({"volumes": [{"name": "v", "hostPath": "/x"}]}, {}, 'volumes[0].hostPath: must be a mapping, is "/x"'),
         ({"affinity": 4}, {}, "affinity: must be a mapping, is 4"),
         ({"affinity": {"podAntiAffinity": [1]}}, {}, "affinity.podAntiAffinity: must be a mapping, is a list"),
-        ({"terminationGracePeriodSeconds": "30"}, {}, 'must be a whole number, is "30"'),
+        ({"terminationGracePeriodSeconds": "30"}, {}, 'must be a whole number of at most 315360000, is "30"'),
         ({}, {"env": 5}, "containers[0].env: must be a list, is 5"),
         ({"volumes": [{"emptyDir": {}}]}, {}, "volumes[0]: needs a name"),
         ({}, {"env": [{"value": "x"}]}, "containers[0].env[0]: needs a name"),

@@ -27,13 +27,14 @@ import uvloop
 from aiohttp import web
 
 from ddpjob_operator import api, build, contract, facts
-from ddpjob_operator.kube import access, observe
+from ddpjob_operator.kube import access, kopf_session, observe, reading
 from ddpjob_operator.kube.claims import Claims, namespace_of
 from ddpjob_operator.kube.client import ApiError, Client, Limits
 from ddpjob_operator.kube.events import Events
 from ddpjob_operator.kube.execute import Caches, Executor
 from ddpjob_operator.kube.forward import Forwarder
 from ddpjob_operator.kube.lease import Durations, Leader
+from ddpjob_operator.kube.listing import Careful, take
 from ddpjob_operator.kube.login import login
 from ddpjob_operator.kube.nodes import Nodes
 from ddpjob_operator.kube.queue import Queue
@@ -42,6 +43,7 @@ from ddpjob_operator.kube.reconcile import LISTEN_SECONDS, Reconciler
 from ddpjob_operator.kube.reflector import Reflector
 from ddpjob_operator.kube.store import Jobs, Key, Store
 from ddpjob_operator.kube.tokens import BoundPod, Verifier
+from ddpjob_operator.masking import clean, mask
 from ddpjob_operator.observed import Pod, Report
 from ddpjob_operator.plan import Settings as PlanSettings
 
@@ -52,6 +54,8 @@ WHOLE_SECONDS = 0.1
 PART_SECONDS = 3.0
 UNSYNCED_SECONDS = 0.2
 SWEEP_SECONDS = 600.0
+# kopf holds a page of jobs at a time; somebody may have put a megabyte into each.
+JOBS_PAGE = 20
 # Longer than any bounded request, with its retries, could take.
 STUCK_SECONDS = 600.0
 
@@ -148,11 +152,12 @@ class Operator:
         self._ending_since: float | None = None
         """Since when a term of leading comes to its end."""
         self.caches = Caches(
-            Jobs(self._mark),
+            Jobs(self._mark, reading.job),
             Store(observe.pod, _job_of, self._pod_changed, facts.merge),
             Store(observe.service, _job_of, lambda key, _old, _new: self._mark(key)),
             Nodes(self._node_changed, _now),
         )
+        self._careful = Careful("DDPJobs")
         self._make_parts_of_a_term()
         self._reflectors = [
             Reflector(client, plural, namespace, contract.LABEL_JOB, sink)
@@ -328,7 +333,10 @@ class Operator:
     async def _listen(self) -> None:
         while True:
             await asyncio.sleep(LISTEN_SECONDS)
-            self._reconciler.listen()
+            try:
+                self._reconciler.listen()
+            except Exception:
+                _LOGGER.exception("whether reports get here is not known")  # its end would end the operator
 
     def _pod_changed(self, key: Key, old: Pod | None, new: Pod | None) -> None:
         if new is None and old is not None:
@@ -358,13 +366,21 @@ class Operator:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             for namespace in self.settings.namespaces or ("",):
-                where = f"namespaces/{namespace}/" if namespace else ""
-                try:
-                    raws, at = await self._client.list(f"/apis/{api.GROUP}/{api.VERSION}/{where}{api.PLURAL}")
-                except ApiError as error:
-                    _LOGGER.warning("the jobs were not listed anew: %s", error)
-                    continue
-                self.caches.jobs.replace(raws, int(at) if at.isdecimal() else 0, namespace)
+                await self._list_jobs(namespace)
+
+    async def _list_jobs(self, namespace: str) -> None:
+        where = f"namespaces/{namespace}/" if namespace else ""
+        jobs = self.caches.jobs
+        try:
+            await take(
+                self._client.pages(f"/apis/{api.GROUP}/{api.VERSION}/{where}{api.PLURAL}"),
+                lambda raw: self._careful.put(jobs, raw),
+                lambda named, version: jobs.retain(named, version, namespace),
+            )
+        except ApiError as error:
+            _LOGGER.warning("the jobs were not listed anew: %s", error)
+        except Exception:
+            _LOGGER.exception("the jobs were not listed anew")  # the end of the sweep would end the operator
 
     async def _say_missing_rights(self) -> None:
         try:
@@ -402,6 +418,8 @@ def handlers(operator: Operator) -> kopf.OperatorRegistry:
         settings.networking.request_timeout = 60.0
         settings.networking.connect_timeout = 5.0
         settings.watching.inactivity_timeout = 90.0
+        # kopf lists all jobs in one answer, unless it is told not to.
+        settings.watching.chunk_size = JOBS_PAGE
         await operator.start()
 
     @kopf.on.cleanup(registry=registry)
@@ -411,12 +429,13 @@ def handlers(operator: Operator) -> kopf.OperatorRegistry:
     logins: AsyncIterator[None] = _paced(5.0)
 
     @kopf.on.login(registry=registry, backoff=5.0)
-    async def log_in(**_: Any) -> kopf.ConnectionInfo:
+    async def log_in(**_: Any) -> kopf.AiohttpSession:
         await logins.__anext__()
         info = await asyncio.to_thread(login)
         # Read anew before a rotated token ends (the kubelet rotates at 80 % of an hour). A time of its own also makes
         # each login differ: kopf never takes back credentials that are equal to refused ones, and would end.
-        return dataclasses.replace(info, expiration=dt.datetime.now(dt.timezone.utc) + dt.timedelta(minutes=10))
+        expiration = dt.datetime.now(dt.timezone.utc) + dt.timedelta(minutes=10)
+        return kopf_session.session(info, expiration=expiration)
 
     @kopf.on.event(api.GROUP, api.VERSION, api.PLURAL, registry=registry)
     async def job_changed(event: Mapping[str, Any], **_: Any) -> None:
@@ -450,13 +469,23 @@ def main() -> None:
     except ValueError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)-7s %(message)s", stream=sys.stderr)
+    told = logging.StreamHandler(sys.stderr)
+    told.setFormatter(_Formatter("%(asctime)s %(levelname)-7s %(message)s"))
+    logging.basicConfig(level=settings.log_level, handlers=[told])
     if settings.log_level != "DEBUG":
         for noisy in ("kopf", "asyncio", "aiohttp.access"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
         for handler in logging.getLogger().handlers:
             handler.addFilter(_without_stack_where_the_server_said_no)
     sys.exit(uvloop.run(serve(settings)))
+
+
+class _Formatter(logging.Formatter):
+    """The log quotes what users and servers have written, and is read on terminals."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One record, cleaned and without credentials."""
+        return mask(clean(super().format(record)))
 
 
 def _operator(settings: Settings) -> Operator:
@@ -498,7 +527,8 @@ async def _serve_health(
 
     app = web.Application()
     app.router.add_get("/healthz", answer)
-    runner = web.AppRunner(app, access_log=None)
+    # A peer that says nothing holds no connection: the kubelet asks anew each time.
+    runner = web.AppRunner(app, access_log=None, keepalive_timeout=5.0)
     await runner.setup()
     await web.TCPSite(runner, port=port).start()
     return runner

@@ -12,12 +12,14 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import kopf
 import orjson
 
+from ddpjob_operator.kube import reading
+from ddpjob_operator.kube.kopf_session import lines
 from ddpjob_operator.kube.login import LoginError, login
 
 Raw = dict[str, Any]
@@ -45,6 +47,17 @@ class ApiError(Exception):
         return self.status == 410
 
 
+class TooLargeError(ApiError):
+    """An answer is larger than what was to be read of it."""
+
+
+class Page(NamedTuple):
+    """Some of the objects of a list, and the resource version of the whole list."""
+
+    items: list[Raw]
+    version: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """How long anything may take."""
@@ -59,7 +72,10 @@ class Limits:
     """A watch without even a bookmark for so long is dead: the server sends one about every 60 s."""
     renew_seconds: float = 300.0
     """Credentials are read anew after this time: the kubelet rotates a token at 80 % of its hour."""
-    page: int = 500
+    page: int = 200
+    """Objects of a list that are asked for at a time."""
+    page_bytes: int = 4 << 20
+    """A page that is longer is asked for in parts: a pod has 10 kB, but its maker may have put a megabyte into it."""
 
 
 class Client:
@@ -118,17 +134,36 @@ class Client:
         """The object that is being deleted, or a Status where it is gone already. Raises ApiError."""
         return await self._request("DELETE", path, None, {"apiVersion": "v1", "kind": "DeleteOptions", **options})
 
-    async def list(self, path: str, selector: str = "") -> tuple[list[Raw], str]:
-        """All objects and the resource version of the list, page by page. Raises ApiError (410: start again)."""
-        items: list[Raw] = []
-        params = {"limit": str(self.limits.page)} | ({"labelSelector": selector} if selector else {})
+    async def pages(self, path: str, selector: str = "") -> AsyncIterator[Page]:
+        """The objects of a collection, a page at a time: whoever reads them drops one before the next is asked for.
+
+        Raises ApiError (410: start again). An empty list has one empty page.
+        """
+        params = {"labelSelector": selector} if selector else {}
+        limit = self.limits.page
         while True:
-            page = await self._request("GET", path, params)
-            items += page.get("items") or []
-            metadata = page.get("metadata") or {}
-            if not metadata.get("continue"):
-                return items, str(metadata.get("resourceVersion", ""))
-            params["continue"] = metadata["continue"]
+            try:
+                content = await self._request_bytes("GET", path, params | {"limit": str(limit)}, self._page_max(limit))
+            except TooLargeError:
+                limit = max(1, limit // 8)
+                continue
+            try:
+                listed = reading.page(content)
+            except reading.BadJsonError as error:
+                raise ApiError(NO_ANSWER, "BadAnswer", f"GET {path}: {error}") from None
+            del content
+            token, page = listed.token, Page(listed.items, listed.version)
+            del listed
+            yield page
+            del page
+            if not token:
+                return
+            params["continue"] = token
+            limit = min(self.limits.page, limit * 2)
+
+    def _page_max(self, limit: int) -> int | None:
+        """A single object is read whatever its length: etcd bounds it."""
+        return self.limits.page_bytes if limit > 1 else None
 
     async def watch(self, path: str, resource_version: str, selector: str = "") -> AsyncIterator[Raw]:
         """Events from `resource_version` on, bookmarks too, until the server ends the stream. Raises ApiError."""
@@ -151,19 +186,33 @@ class Client:
                 if response.status >= 400:
                     await self._refused(response.status, info)
                     raise _error(response.status, await response.read(), response.headers)
-                async for line in _lines(response.content):
-                    event: Raw = orjson.loads(line)
-                    if event.get("type") == "ERROR":
-                        raise _error_of(event.get("object") or {})
+                async for line in lines(response.content):
+                    event = reading.event(line)
+                    if event["type"] == "ERROR":
+                        raise _error_of(event["object"])
                     yield event
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, orjson.JSONDecodeError) as error:
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, reading.BadJsonError) as error:
             raise _no_answer("GET", path, error) from None
 
     async def _request(self, method: str, path: str, params: Mapping[str, str] | None, body: Raw | None = None) -> Raw:
+        content = await self._request_bytes(method, path, params, None, body)
+        try:
+            return reading.obj(content)
+        except reading.BadJsonError as error:
+            raise _no_answer(method, path, error) from None
+
+    async def _request_bytes(
+        self,
+        method: str,
+        path: str,
+        params: Mapping[str, str] | None,
+        bytes_max: int | None,
+        body: Raw | None = None,
+    ) -> bytes:
         for attempt in range(1, self.limits.tries + 1):
             session, info = await self._session()
             try:
-                return await self._once(session, info, method, path, params, body)
+                return await self._once(session, info, method, path, params, bytes_max, body)
             except ApiError as error:
                 wait = self._wait_before_next_try(error, attempt)
                 if wait is None:
@@ -179,24 +228,22 @@ class Client:
         method: str,
         path: str,
         params: Mapping[str, str] | None,
+        bytes_max: int | None,
         body: Raw | None,
-    ) -> Raw:
+    ) -> bytes:
         url = info.server.rstrip("/") + path
-        data = None if body is None else orjson.dumps(body)
+        data = None if body is None else _dumps(method, path, body)
         headers = self._headers | ({"Content-Type": "application/merge-patch+json"} if method == "PATCH" else {})
         if _changes_something(method, path) and not self._may_write(path):
             raise ApiError(NO_ANSWER, "NotLeading", f"{method} {path}: not sent, for another operator may lead by now")
         try:
             async with session.request(method, url, params=params, data=data, headers=headers) as response:
-                content = await response.read()
+                content = await _read(response, bytes_max)
                 if response.status >= 400:
                     raise _error(response.status, content, response.headers)
-                answer = orjson.loads(content)
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, orjson.JSONDecodeError) as error:
+                return content
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             raise _no_answer(method, path, error) from None
-        if not isinstance(answer, dict):
-            raise ApiError(NO_ANSWER, "BadAnswer", f"{method} {path}: the answer is no object")
-        return answer
 
     def _wait_before_next_try(self, error: ApiError, attempt: int) -> float | None:
         """Seconds; None: the error stands."""
@@ -257,14 +304,25 @@ def _endpoint(info: kopf.ConnectionInfo) -> kopf.ConnectionInfo:
     return dataclasses.replace(info, token=None, username=None, password=None, scheme=None, expiration=None)
 
 
-async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """aiohttp's own lines end at 128 kB, and a pod may be longer."""
-    rest = b""
-    async for chunk in content.iter_any():
-        *whole, rest = (rest + chunk).split(b"\n")
-        for line in whole:
-            if line:
-                yield line
+async def _read(response: aiohttp.ClientResponse, bytes_max: int | None) -> bytes:
+    """The body. Raises TooLargeError without having held more of it than that."""
+    if bytes_max is None:
+        return await response.read()
+    parts, length = [], 0
+    async for part in response.content.iter_any():
+        parts.append(part)
+        length += len(part)
+        if length > bytes_max:
+            response.close()
+            raise TooLargeError(NO_ANSWER, "TooLarge", f"GET {response.url.path}: more than {bytes_max} bytes")
+    return b"".join(parts)
+
+
+def _dumps(method: str, path: str, body: Raw) -> bytes:
+    try:
+        return orjson.dumps(body)
+    except TypeError as error:  # a text that is no Unicode, a number of more than 64 bits: the server takes neither
+        raise ApiError(400, "BadRequest", f"{method} {path}: cannot be written as JSON: {error}") from None
 
 
 def _error(status: int, content: bytes, headers: Mapping[str, str]) -> ApiError:

@@ -162,6 +162,8 @@ class Events:
             if str(error.message) != self._said and error.status != 404:
                 self._said = str(error.message)
                 _LOGGER.warning("an event was not sent: %s", error)
+        except Exception:
+            _LOGGER.exception("an event was not sent")  # the end of this task would end the operator
 
 
 def body(job: api.Metadata, event: Event, at: dt.datetime, instance: str = "") -> Raw:

@@ -13,16 +13,17 @@ from typing import Any
 
 import msgspec
 
-from ddpjob_operator import api, build, contract
+from ddpjob_operator import api, build, contract, showing
 from ddpjob_operator.kube import observe
 from ddpjob_operator.kube.client import ApiError, Client, Raw
 from ddpjob_operator.kube.events import Events
+from ddpjob_operator.kube.listing import take
 from ddpjob_operator.kube.memory import Memory
 from ddpjob_operator.kube.nodes import Nodes
 from ddpjob_operator.kube.shares import Shares
 from ddpjob_operator.kube.store import Jobs, Key, Store
 from ddpjob_operator.observed import Pod
-from ddpjob_operator.plan import Action, CreatePod, CreateService, DeleteJob, DeletePod, EndPod, Plan
+from ddpjob_operator.plan import Action, CreatePod, CreateService, DeleteJob, DeletePod, EndPod, Event, Plan
 from ddpjob_operator.scene import restart_grace_seconds
 
 _LOGGER = logging.getLogger(__name__)
@@ -95,6 +96,10 @@ class Executor:
                 await self._delete_job(job, action)
         return whole
 
+    def say(self, job: api.Metadata, event: Event) -> None:
+        """An event that is no part of a plan."""
+        self._events.send(job, showing.events((event,)), self._now())
+
     async def reread(self, metadata: api.Metadata) -> None:
         """The job as it is now. Raises ApiError."""
         path = f"{JOBS_PATH.format(metadata.namespace)}/{metadata.name}"
@@ -113,8 +118,11 @@ class Executor:
     async def list_pods(self, key: Key) -> None:
         """The pods of one job as they are now. Raises ApiError."""
         path = f"/api/v1/namespaces/{key[0]}/pods"
-        raws, at = await self._client.list(path, f"{contract.LABEL_JOB}={key[1]}")
-        self._caches.pods.replace(raws, int(at) if at.isdecimal() else 0, key[0], key)
+        pods = self._caches.pods
+        pages = self._client.pages(path, f"{contract.LABEL_JOB}={key[1]}")
+        await take(
+            pages, pods.put, lambda named, version: pods.retain(named, version, key[0], key), one_look=pods.one_look
+        )
 
     async def check_stranger(self, kind: str, name: str, job: api.DDPJob, memory: Memory) -> None:
         """Whether an object in our place is still there. Raises ApiError."""
@@ -124,8 +132,31 @@ class Executor:
         else:
             self._meet(kind, raw, job, memory)
 
+    async def tell(self, metadata: Raw, status: Raw | None, events: tuple[Event, ...]) -> None:
+        """What is to be said of a job that cannot be read: `status` is the stored one but for a condition.
+
+        Raises ConflictError and ApiError as `execute`. A server that refuses it (another field of it breaks the schema)
+        leaves the events.
+        """
+        job = api.Metadata(
+            name=metadata["name"],
+            namespace=metadata.get("namespace", "default"),
+            uid=metadata["uid"],
+            resource_version=metadata.get("resourceVersion", ""),
+        )
+        try:
+            if status is not None:
+                await self._replace_status(job, status)
+        except ApiError as error:
+            if not is_refusal(error):
+                raise
+            _LOGGER.warning("%s/%s: its condition was not written: %s", job.namespace, job.name, error)
+        self._events.send(job, events, self._now())
+
     async def _record(self, job: api.DDPJob, status: api.Status) -> None:
-        metadata = job.metadata
+        await self._replace_status(job.metadata, msgspec.to_builtins(status))
+
+    async def _replace_status(self, metadata: api.Metadata, status: Raw) -> None:
         path = f"{JOBS_PATH.format(metadata.namespace)}/{metadata.name}/status"
         # The whole status, not a patch: what is unset must go, as startTime does on suspend. The server takes nothing
         # but the status from this body, and refuses it if the job is not the one that we looked at.
@@ -138,7 +169,7 @@ class Executor:
                 "uid": metadata.uid,
                 "resourceVersion": metadata.resource_version,
             },
-            "status": msgspec.to_builtins(status),
+            "status": status,
         }
         try:
             self._caches.jobs.put(await self._client.replace(path, body, {"fieldManager": "ddpjob-operator"}))
@@ -269,7 +300,8 @@ class Executor:
                 return await self._exists(kind, name, job, memory)
             if not is_refusal(error):
                 raise
-            memory.refuse(name, error.message, self._now())
+            said = build.in_users_words(error.message, body, job) if kind == "Pod" else error.message
+            memory.refuse(name, said, self._now())
             return False
         memory.created(name)
         self._store(kind).put(raw)

@@ -11,6 +11,8 @@ from ddpjob_operator.stall import Pace
 from ddpjob_operator.times import Clock
 
 REFUSED_SECONDS = (1, 2, 4, 8, 15, 30, 60, 120, 300)
+# No job has more ranks; each is some hundred bytes.
+REPORTERS_MAX = 100_000
 STRANGER_SECONDS = (2, 5, 10, 20, 30)
 
 
@@ -64,6 +66,22 @@ class Memory:
         self.first_seen = {key: at + by for key, at in self.first_seen.items()}
         for stranger in self.strangers.values():
             stranger.check_at += by
+
+    def make_room(self, report: Report, nproc: int | None) -> None:
+        """No more is kept than there are ranks. nproc: where their numbers follow no node, a pod speaks for so many,
+        those that it spoke for last."""
+        if report.rank in self.reports:
+            return
+        if nproc is not None:
+            of_pod = [rank for rank, known in self.reports.items() if known.node_rank == report.node_rank]
+            for rank in of_pod[: len(of_pod) + 1 - nproc]:
+                self._forget(rank)
+        while len(self.reports) >= REPORTERS_MAX:
+            self._forget(next(iter(self.reports)))
+
+    def _forget(self, rank: int) -> None:
+        self.reports.pop(rank, None)
+        self.paces.pop(rank, None)
 
     def by_own_clock(self, pods: Sequence[Pod], now: dt.datetime) -> list[Pod]:
         """The pods with the times that decide whether their node is lost as we saw them: the API server's clock may be

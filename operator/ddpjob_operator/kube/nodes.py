@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from ddpjob_operator.kube import observe
+from ddpjob_operator.kube.store import Place
 from ddpjob_operator.observed import Node
 from ddpjob_operator.times import Clock
 
@@ -66,13 +68,15 @@ class Nodes:
         self._names.discard(name)
         self._set(name, READY)
 
-    def replace(self, raws: Sequence[Raw], list_version: int, namespace: str = "") -> None:
-        """What a list says."""
+    def one_look(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing is kept of the order in which nodes were seen."""
+        return contextlib.nullcontext()
+
+    def retain(self, named: Set[Place], list_version: int, namespace: str = "") -> None:
+        """The end of a list: all that it named was put."""
         self._listed = True
-        for name in self._names - {raw["metadata"]["name"] for raw in raws}:
+        for name in self._names - {name for _, name in named}:
             self.remove("", name, "")
-        for raw in raws:
-            self.put(raw)
 
     def _set(self, name: str, node: Node) -> None:
         if node == self._not_ready.get(name, READY):

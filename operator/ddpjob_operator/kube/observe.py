@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from ddpjob import rules
-from ddpjob_operator import api, contract
+from ddpjob_operator import api, bounds, contract
+from ddpjob_operator.bounds import UnreadableError, seconds, text, time
 from ddpjob_operator.observed import Container, Foreign, Pod
 from ddpjob_operator.podspec import trainer_container
 
 Raw = Mapping[str, Any]
+T = TypeVar("T")
 # What we set as activeDeadlineSeconds of a pod that is to end and to stay: the least that there is.
 END_NOW_SECONDS = 1
 # Waiting for its turn: nothing is wrong with a container that says so.
@@ -31,25 +34,40 @@ class Service:
     """Name of the DDPJob that controls it; empty: no DDPJob does."""
 
 
+def _total(read: Callable[[Raw], T]) -> Callable[[Raw], T]:
+    """A reader that for any JSON gives what it reads or raises UnreadableError, and nothing else."""
+
+    @functools.wraps(read)
+    def total(raw: Raw) -> T:
+        try:
+            return read(raw)
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            why = f"{type(error).__name__}: {error}"[:200]
+            raise UnreadableError(f"the {read.__name__} cannot be read ({why})") from None
+
+    return total
+
+
+@_total
 def pod(raw: Raw) -> Pod:
-    """A pod as the plan sees it."""
+    """A pod as the plan sees it. Raises UnreadableError."""
     metadata, status = raw["metadata"], raw.get("status") or {}
     labels = metadata.get("labels") or {}
     owner = controller(raw)
-    phase = str(status.get("phase") or "Pending")
+    phase = text(status.get("phase")) or "Pending"
     mine = trainer(raw, phase)
     return Pod(
-        name=metadata["name"],
-        uid=metadata["uid"],
-        owner_uid=str(owner.get("uid", "")),
-        attempt=_number(labels.get(contract.LABEL_ATTEMPT)),
-        rank=_number(labels.get(contract.LABEL_RANK)),
-        replacement=max(0, _number(labels.get(contract.LABEL_REPLACEMENT, "0"))),
+        name=_word(metadata, "name"),
+        uid=_word(metadata, "uid"),
+        owner_uid=text(owner.get("uid")),
+        attempt=bounds.number(labels.get(contract.LABEL_ATTEMPT), bounds.TURNS_MAX),
+        rank=bounds.number(labels.get(contract.LABEL_RANK), bounds.NODES_MAX),
+        replacement=max(0, bounds.number(labels.get(contract.LABEL_REPLACEMENT, "0"), bounds.TURNS_MAX)),
         job=job_name(raw),
-        node=str((raw.get("spec") or {}).get("nodeName") or ""),
+        node=text((raw.get("spec") or {}).get("nodeName")),
         phase=phase,
-        reason=str(status.get("reason") or "") if phase == "Failed" else "",
-        message=str(status.get("message") or "") if phase == "Failed" else "",
+        reason=text(status.get("reason")) if phase == "Failed" else "",
+        message=text(status.get("message")) if phase == "Failed" else "",
         disruption=_disruption(status),
         scheduled_at=_scheduled_at(status),
         silent_since=_silent_since(status, mine),
@@ -62,19 +80,21 @@ def pod(raw: Raw) -> Pod:
     )
 
 
+@_total
 def service(raw: Raw) -> Service:
-    """A Service as far as we care."""
+    """A Service as far as we care. Raises UnreadableError."""
     owner = controller(raw)
     return Service(
-        name=raw["metadata"]["name"],
-        uid=raw["metadata"]["uid"],
-        owner_uid=str(owner.get("uid", "")),
-        owner_job=str(owner.get("name", "")) if owner.get("kind") == api.KIND else "",
+        name=_word(raw["metadata"], "name"),
+        uid=_word(raw["metadata"], "uid"),
+        owner_uid=text(owner.get("uid")),
+        owner_job=text(owner.get("name")) if owner.get("kind") == api.KIND else "",
     )
 
 
+@_total
 def is_ready(node: Raw) -> bool:
-    """A node by its condition Ready; one without it has only just joined."""
+    """A node by its condition Ready; one without it has only just joined. Raises UnreadableError."""
     conditions = (node.get("status") or {}).get("conditions") or ()
     return not any(c.get("type") == "Ready" and c.get("status") != "True" for c in conditions)
 
@@ -94,23 +114,13 @@ def controller(raw: Raw) -> Raw:
 
 def job_name(raw: Raw) -> str:
     """The job that an object belongs to by its label; empty: none."""
-    return str((raw["metadata"].get("labels") or {}).get(contract.LABEL_JOB) or "")
+    return text((raw["metadata"].get("labels") or {}).get(contract.LABEL_JOB))
 
 
 def stop_asked_at(metadata: Raw) -> dt.datetime | None:
     """deletionTimestamp is when the grace ends; the deletion was asked for a grace period earlier."""
     end = time(metadata.get("deletionTimestamp"))
-    return None if end is None else end - dt.timedelta(seconds=metadata.get("deletionGracePeriodSeconds") or 0)
-
-
-def time(text: object) -> dt.datetime | None:
-    """A time as the API server writes it."""
-    if not isinstance(text, str):
-        return None
-    try:
-        return dt.datetime.fromisoformat(text.replace("Z", "+00:00"))
-    except ValueError:
-        return None
+    return None if end is None else end - dt.timedelta(seconds=seconds(metadata.get("deletionGracePeriodSeconds")))
 
 
 def trainer(raw: Raw, phase: str) -> Container:
@@ -122,7 +132,7 @@ def trainer(raw: Raw, phase: str) -> Container:
     if seen.state == "ended":
         return seen
     if phase == "Failed":
-        return _never_ran(status, seen)
+        return _never_ran(raw, seen)
     if phase == "Succeeded" and seen.state == "waiting":
         return Container("ended", "Completed", exit_code=0)
     if seen.state == "waiting" and seen.reason in _IN_TURN:
@@ -142,31 +152,30 @@ def _container(status: Raw) -> Container:
         made = ended.get("startedAt") or ended.get("containerID") or status.get("containerID")
         return Container(
             "ended",
-            str(ended.get("reason") or ""),
-            str(ended.get("message") or ""),
-            exit_code=ended.get("exitCode"),
+            text(ended.get("reason")),
+            text(ended.get("message")),
+            exit_code=bounds.integer(ended.get("exitCode"), -(2**31), 2**31 - 1),
             ended_at=time(ended.get("finishedAt")),
             ran=bool(made) or ended.get("reason") not in rules.LOST_CONTAINER,
         )
     if "running" in state:
         return Container("running", ready=bool(status.get("ready")))
     waiting = state.get("waiting") or {}
-    return Container("waiting", str(waiting.get("reason") or ""), str(waiting.get("message") or ""))
+    return Container("waiting", text(waiting.get("reason")), text(waiting.get("message")))
 
 
-def _never_ran(status: Raw, seen: Container) -> Container:
+def _never_ran(raw: Raw, seen: Container) -> Container:
     """The pod failed, and its trainer says nothing of an end: evicted, lost, or an init container failed."""
-    for name, init in _init_containers(status):
-        if init.state == "ended" and init.exit_code:
-            return Container(
-                "ended",
-                init.reason,
-                f"init container {name} ended with exit code {init.exit_code}\n{init.message}".strip(),
-                exit_code=init.exit_code,
-                ended_at=init.ended_at,
-            )
-    message = str(status.get("message") or seen.message)
-    return Container("ended", str(status.get("reason") or seen.reason), message)
+    status = raw.get("status") or {}
+    listed = (raw.get("spec") or {}).get("initContainers") or ()
+    # A sidecar never fails its pod; it is ended with it.
+    sidecars = {c.get("name") for c in listed if c.get("restartPolicy") == "Always"}
+    failed = [(n, c) for n, c in _init_containers(status) if c.state == "ended" and c.exit_code and n not in sidecars]
+    if failed and not status.get("reason"):
+        name, ended = failed[0]
+        return replace(ended, init=name)
+    message = text(status.get("message")) or seen.message
+    return Container("ended", text(status.get("reason")) or seen.reason, message)
 
 
 def _stuck_before_it(status: Raw) -> Iterator[Container]:
@@ -178,20 +187,20 @@ def _stuck_before_it(status: Raw) -> Iterator[Container]:
 
 def _init_containers(status: Raw) -> Iterator[tuple[str, Container]]:
     for one in status.get("initContainerStatuses") or ():
-        yield str(one.get("name")), _container(one)
+        yield text(one.get("name")), _container(one)
 
 
 def _unschedulable(status: Raw) -> str:
     for condition in status.get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            return str(condition.get("message") or condition.get("reason") or "")
+            return text(condition.get("message")) or text(condition.get("reason"))
     return ""
 
 
 def _disruption(status: Raw) -> str:
     for condition in status.get("conditions") or ():
         if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
-            return str(condition.get("reason") or "DisruptionTarget")
+            return text(condition.get("reason")) or "DisruptionTarget"
     return ""
 
 
@@ -214,6 +223,8 @@ def _scheduled_at(status: Raw) -> dt.datetime | None:
     return None
 
 
-def _number(text: object) -> int:
-    """A label's number; -1 is no attempt and no rank of ours."""
-    return int(text) if isinstance(text, str) and text.isdecimal() else -1
+def _word(metadata: Raw, name: str) -> str:
+    """What every object has."""
+    if not isinstance(metadata[name], str) or not metadata[name]:
+        raise ValueError(f"metadata.{name} is no text")
+    return str(metadata[name])

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 from aiohttp import web
@@ -62,7 +62,8 @@ class Receiver:
 
     verify     the pod that a token is bound to (`tokens.Verifier.pod`). Raises BadTokenError or NoKeysError.
     locate     the node of a job that a pod is; None for any other pod.
-    on_report  takes a report that is proven to come from that node; its nodeRank and attempt are the pod's own.
+    on_report  takes a report that is proven to come from that node; its nodeRank and attempt are the pod's own. Raises
+               BadReportError where it speaks for a rank that is not the pod's.
     forward    gives another operator's answer where that one leads, else None (`forward.Forwarder.forward`).
     """
 
@@ -108,7 +109,7 @@ class Receiver:
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         assert self._server is not None
-        self._server.allow(request.protocol, REQUEST_SECONDS)
+        self._server.allow(request.protocol, REQUEST_SECONDS, busy=True)
         try:
             answer = await self._take(request)
         except _RefusedError as refused:
@@ -117,7 +118,7 @@ class Receiver:
             # A mistake of ours. The traceback holds neither headers nor body: aiohttp's request shows method and path.
             logger.exception("a progress report was lost")
             answer = _RefusedError(500, "the receiver failed, which is no fault of the report").answer()
-        self._server.allow(request.protocol, IDLE_SECONDS)
+        self._server.allow(request.protocol, IDLE_SECONDS, busy=False)
         return answer
 
     async def _take(self, request: web.BaseRequest) -> web.Response:
@@ -127,6 +128,8 @@ class Receiver:
         sender = self._locate(pod)
         if sender is None:
             raise _RefusedError(403, "the token's pod is no trainer of a running job")
+        assert self._server is not None
+        self._server.prove(request.protocol)
         account = self._charge(pod)
         body = await _read_body(request)
         if (answer := await self._hand_on(request, body)) is not None:
@@ -136,7 +139,10 @@ class Receiver:
         if report is not None:
             # The token proves the pod, so the pod's place is taken from there, whatever the body says.
             attempt = sender.attempt or report.attempt
-            self._on_report(sender, msgspec.structs.replace(report, node_rank=sender.rank, attempt=attempt))
+            try:
+                self._on_report(sender, msgspec.structs.replace(report, node_rank=sender.rank, attempt=attempt))
+            except BadReportError as error:
+                raise _RefusedError(403, str(error)) from None
         return web.json_response({}) if kubeflows else web.Response(status=204)  # Kubeflow's SDK warns at all but 200
 
     async def _hand_on(self, request: web.BaseRequest, body: bytes) -> web.Response | None:
@@ -179,46 +185,116 @@ class Receiver:
         self._accounts = {pod: account for pod, account in self._accounts.items() if self._locate(pod) is not None}
 
 
-@dataclass
+@dataclass(eq=False)
 class _Connection:
     transport: asyncio.Transport
     address: str
     deadline: asyncio.TimerHandle
+    proven: bool = False
+    """Whether it has shown a pod's token."""
+    busy: bool = True
+    """Whether a request on it is not answered yet, or has not come whole."""
 
 
 class _Server(web.Server):
-    """aiohttp's server with bounds of its own: it counts no connections, and a slow sender of headers keeps one."""
+    """aiohttp's server with bounds of its own: it counts no connections, and a slow sender of headers keeps one.
+
+    Whoever opens connections and says nothing, from however many addresses, closes his own older ones: one that has
+    shown a token is never closed for one that has not.
+    """
 
     def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], **settings: Any) -> None:
         super().__init__(handler, **settings)
+        self._settings = settings
         self._open: dict[web.RequestHandler, _Connection] = {}
+        """In the order in which they were opened."""
         self._addresses: collections.Counter[str] = collections.Counter()
 
+    def __call__(self) -> web.RequestHandler:
+        """The handler of a connection that is about to be made."""
+        return _Handler(self, loop=asyncio.get_running_loop(), **self._settings)
+
+    def admits(self, transport: asyncio.Transport) -> bool:
+        """Whether there is room for a connection; where there is none it is made, if somebody can be asked to go."""
+        address = _address(transport)
+        if self._addresses[address] >= CONNECTIONS_PER_ADDRESS_MAX and not self._drop(address):
+            return False
+        return len(self._open) < CONNECTIONS_MAX or self._drop(self._busiest())
+
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        """Take a connection, or cut it where there are too many."""
+        """Count it."""
         super().connection_made(handler, transport)
-        address = str((transport.get_extra_info("peername") or ("",))[0])
-        if len(self._open) >= CONNECTIONS_MAX or self._addresses[address] >= CONNECTIONS_PER_ADDRESS_MAX:
-            transport.abort()
-            return
+        address = _address(transport)
         self._addresses[address] += 1
         deadline = asyncio.get_running_loop().call_later(HEADER_SECONDS, transport.abort)
         self._open[handler] = _Connection(transport, address, deadline)
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
         """Forget it."""
+        self._forget(handler)
+        super().connection_lost(handler, exc)
+
+    def allow(self, handler: web.RequestHandler, seconds: float, *, busy: bool) -> None:
+        """From now on this much time until the connection is cut."""
+        if (connection := self._open.get(handler)) is not None:
+            connection.busy = busy
+            connection.deadline.cancel()
+            connection.deadline = asyncio.get_running_loop().call_later(seconds, connection.transport.abort)
+
+    def prove(self, handler: web.RequestHandler) -> None:
+        """It has shown a pod's token."""
+        if (connection := self._open.get(handler)) is not None:
+            connection.proven = True
+
+    def _busiest(self) -> str:
+        """The address with the most connections that have shown no token; empty: all have."""
+        silent = collections.Counter(c.address for c in self._open.values() if not c.proven)
+        return silent.most_common(1)[0][0] if silent else ""
+
+    def _drop(self, address: str) -> bool:
+        """Close the oldest connection of an address that has shown no token, else one that waits for its next report
+        (a sender opens another); whether there was one."""
+        of_address = [(h, c) for h, c in self._open.items() if address in ("", c.address)]
+        found = next((h for h, c in of_address if not c.proven), None)
+        found = found or next((h for h, c in of_address if not c.busy), None)
+        if found is None:
+            return False
+        self._open[found].transport.abort()
+        self._forget(found)
+        return True
+
+    def _forget(self, handler: web.RequestHandler) -> None:
         if (connection := self._open.pop(handler, None)) is not None:
             connection.deadline.cancel()
             self._addresses[connection.address] -= 1
             if not self._addresses[connection.address]:
                 del self._addresses[connection.address]
-        super().connection_lost(handler, exc)
 
-    def allow(self, handler: web.RequestHandler, seconds: float) -> None:
-        """From now on this much time until the connection is cut."""
-        if (connection := self._open.get(handler)) is not None:
-            connection.deadline.cancel()
-            connection.deadline = asyncio.get_running_loop().call_later(seconds, connection.transport.abort)
+
+class _Handler(web.RequestHandler):
+    """A connection. One that there is no room for is closed before aiohttp knows of it: closed a moment later, the task
+    that it has made for it would end with an AssertionError that nobody retrieves (aiohttp 3.14, web_protocol.start).
+    """
+
+    __slots__ = ("_refused",)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take it, or cut it."""
+        server = cast(_Server, self._manager)
+        self._refused = not server.admits(cast(asyncio.Transport, transport))
+        if self._refused:
+            cast(asyncio.Transport, transport).abort()
+        else:
+            super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """It has gone."""
+        if not self._refused:
+            super().connection_lost(exc)
+
+
+def _address(transport: asyncio.Transport) -> str:
+    return str((transport.get_extra_info("peername") or ("",))[0])
 
 
 class _RefusedError(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import logging
 import time
@@ -10,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from ddpjob_operator import api, contract, in_place, stall, validation
+from ddpjob_operator import api, contract, in_place, reasons, stall, unreadable, validation
+from ddpjob_operator import plan as plans
 from ddpjob_operator import status as statuses
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.execute import LOOK_SECONDS, Caches, ConflictError, Executor
@@ -18,13 +20,12 @@ from ddpjob_operator.kube.memory import Memory
 from ddpjob_operator.kube.progress_turns import ProgressTurns
 from ddpjob_operator.kube.queue import RetryError
 from ddpjob_operator.kube.store import Key
-from ddpjob_operator.observed import Foreign, Observed, Pod, Report
+from ddpjob_operator.observed import BadReportError, Foreign, Observed, Pod, Report
 from ddpjob_operator.plan import CreatePod, CreateService, Plan, Settings, plan
 
 _LOGGER = logging.getLogger(__name__)
 # A plan needs two looks for most things (record, then act) and never more than a few.
 LOOKS_MAX = 6
-REPORTERS_MAX = 100_000
 CREATED_SECONDS = 5.0
 LISTEN_SECONDS = 10.0
 FIRST_REPORT_SECONDS = 0.1
@@ -50,9 +51,10 @@ class Reconciler:
         self._progress_turns = ProgressTurns()
         self._settings = settings
         self._memory: dict[Key, Memory] = {}
-        self._parsed: dict[Key, tuple[str, int, api.DDPJob, list[validation.Problem]]] = {}
+        self._parsed: dict[Key, tuple[str, int | None, api.DDPJob, list[validation.Problem]]] = {}
         self._silence: stall.Silence | None = None
         self._receiving_since: dt.datetime | None = None
+        self._listening_since = now()
 
     async def look(self, key: Key) -> float | None:
         """Plan and act until there is nothing to do; the seconds until time alone changes that. Raises RetryError."""
@@ -60,11 +62,12 @@ class Reconciler:
         for _ in range(LOOKS_MAX):
             raw = self._caches.jobs.get(key)
             if raw is None:
-                self._progress_turns.forget(key)
-                self._memory.pop(key, None)
-                self._parsed.pop(key, None)
+                self._forget(key)
                 return None
-            job, problems = self._parse(key, raw)
+            readable = await self._readable(key, raw)
+            if readable is None:
+                return None
+            job, problems = readable
             memory = self._memory_of(key, job.metadata.uid)
             try:
                 todo = await self._plan(key, job, problems, memory)
@@ -84,17 +87,43 @@ class Reconciler:
                 raise RetryError(str(error), error.retry_after_seconds or 0.0) from None
         return 1.0
 
+    def _forget(self, key: Key) -> None:
+        self._progress_turns.forget(key)
+        self._memory.pop(key, None)
+        self._parsed.pop(key, None)
+
+    async def _readable(self, key: Key, raw: Mapping[str, Any]) -> tuple[api.DDPJob, list[validation.Problem]] | None:
+        """The job and what is wrong with its spec; None, and said, where it or one of its objects cannot be read: the
+        next change of that is another look."""
+        try:
+            job, problems = self._parse(key, raw)
+        except validation.UnreadableError as error:
+            await self._tell_unreadable(raw, str(error))
+            return None
+        if why := self._caches.pods.unreadable(key) or self._caches.services.unreadable(key):
+            # Without it a rank would seem to be lost, and a pod would be made beside it.
+            self._executor.say(job.metadata, plans.Event("Warning", reasons.UNREADABLE.name, why))
+            return None
+        return job, problems
+
     def report(self, key: Key, report: Report) -> float | None:
         """What a rank of the job says about its training; the seconds until a look at the job is worth it.
 
         None: it says nothing new, or of a job that is not there. When it says nothing new for too long is known
-        beforehand, so the look that took its last news will come again by itself.
+        beforehand, so the look that took its last news will come again by itself. Raises BadReportError where the pod
+        speaks for a rank that is not its own: one pod could fill our memory with 100,000.
         """
-        memory = self._memory.get(key)
-        if memory is not None and report.agent is not None:
-            return self._hear_agent(memory, report)
-        if memory is None or (report.rank not in memory.reports and len(memory.reports) >= REPORTERS_MAX):
+        memory, spec = self._memory.get(key), self._spec_of(key)
+        if memory is None or spec is None:
             return None
+        if report.agent is not None:
+            return self._hear_agent(memory, report)
+        if why := contract.not_its_rank(spec, report.rank, report.node_rank):
+            raise BadReportError(why)
+        if report.rank:
+            # What is shown of the training is rank 0's; of the others only their pace counts.
+            report = msgspec.structs.replace(report, metrics={})
+        memory.make_room(report, None if contract.ranks_follow_nodes(spec) else contract.nproc_per_node(spec))
         known = memory.reports.get(report.rank)
         if known is not None and report.attempt < known.attempt:
             return None
@@ -210,6 +239,7 @@ class Reconciler:
             foreign=(*others, *(s.foreign for s in memory.strangers.values())),
             refusals=tuple(memory.refusals.values()),
             reports=memory.reports,
+            listening_since=self._listening_since,
             agent=memory.agent.agent if memory.agent and memory.agent.attempt == job.status.attempt else None,
             nodes=nodes,
             departed=tuple(p for p in memory.departed.values() if p.attempt == job.status.attempt),
@@ -236,21 +266,39 @@ class Reconciler:
             memory = self._memory[key] = Memory(uid)
         return memory
 
+    async def _tell_unreadable(self, raw: Mapping[str, Any], why: str) -> None:
+        """Nothing is planned on what cannot be read; a change of the job is looked at anew."""
+        if not unreadable.is_ours(raw):
+            return
+        status = unreadable.with_condition(raw, why, self._now())
+        if status is None and unreadable.is_told(raw):
+            return
+        try:
+            await self._executor.tell(raw["metadata"], status, (unreadable.event(why),))
+        except ConflictError:
+            return  # the job has changed: that is another look
+        except ApiError as error:
+            raise RetryError(str(error), error.retry_after_seconds or 0.0) from None
+
+    def _spec_of(self, key: Key) -> api.Spec | None:
+        """As it was when the job was last looked at; reports come far more often."""
+        known, raw = self._parsed.get(key), self._caches.jobs.get(key)
+        if known is None and raw is not None:
+            with contextlib.suppress(validation.UnreadableError):  # a look says so
+                self._parse(key, raw)
+            known = self._parsed.get(key)
+        return None if known is None else known[2].spec
+
     def _parse(self, key: Key, raw: Mapping[str, Any]) -> tuple[api.DDPJob, list[validation.Problem]]:
-        """The spec is parsed once per generation: most looks see another status alone."""
-        metadata = raw["metadata"]
+        """The spec is parsed once per generation: most looks see another status alone. Raises UnreadableError."""
+        metadata, status = validation.stored_metadata(raw), validation.stored_status(raw)
         known = self._parsed.get(key)
-        if known is None or known[:2] != (metadata["uid"], metadata.get("generation")):
+        if known is None or known[:2] != (metadata.uid, metadata.generation):
             job, problems = validation.parse(raw)
-            self._parsed[key] = (metadata["uid"], metadata.get("generation", 0), job, problems)
+            self._parsed[key] = (metadata.uid, metadata.generation, job, problems)
             return job, problems
         _, _, job, problems = known
-        try:
-            newer = msgspec.convert(metadata, api.Metadata, strict=False)
-            status = msgspec.convert(raw.get("status") or {}, api.Status, strict=False)
-        except msgspec.ValidationError:
-            return validation.parse(raw)
-        return msgspec.structs.replace(job, metadata=newer, status=status), problems
+        return msgspec.structs.replace(job, metadata=metadata, status=status), problems
 
 
 def _alike(old: api.Status, new: api.Status) -> bool:

@@ -7,9 +7,11 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-from ddpjob_operator.kube.client import ApiError, Client, Raw
+from ddpjob_operator.kube.client import ApiError, Client
+from ddpjob_operator.kube.listing import Careful, Sink, take
+from ddpjob_operator.kube.store import number
 
 _LOGGER = logging.getLogger(__name__)
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 30.0
@@ -19,19 +21,6 @@ HEALTHY_SECONDS = 10.0
 # A list older than what we saw comes from an API server that lags. It catches up in seconds, unless the whole
 # cluster was restored from a backup: then the old numbers are the truth.
 STALE_LISTS_MAX = 5
-
-
-class Sink(Protocol):
-    """Where the copy is kept."""
-
-    def put(self, raw: Raw) -> None:
-        """An object as it was at its resourceVersion."""
-
-    def remove(self, namespace: str, name: str, uid: str) -> None:
-        """The object with this uid is gone."""
-
-    def replace(self, raws: list[Any], list_version: int, namespace: str = "") -> None:
-        """What a list says."""
 
 
 class Reflector:
@@ -62,6 +51,7 @@ class Reflector:
         self._failures = 0
         self._stale_lists = 0
         self._said = ("", 0.0)
+        self._careful = Careful(self.what)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -73,6 +63,10 @@ class Reflector:
                 await self._watch()
             except ApiError as error:
                 self._handle(error)
+            except Exception:
+                # The end of this task would end the operator, and what fails here would meet the next one as well.
+                _LOGGER.exception("%s: the watch failed, and starts anew with a list", self.what)
+                self._version = ""
             if time.monotonic() - started >= HEALTHY_SECONDS:
                 self._failures = 0
                 continue
@@ -83,18 +77,25 @@ class Reflector:
             await self._sleep(wait * random.uniform(0.8, 1.2))  # noqa: S311
 
     async def _list(self) -> None:
-        items, at = await self._client.list(self._path, self._selector)
-        self.tried_at = time.monotonic()
-        number = int(at) if at.isdecimal() else 0
-        seen = int(self._newest) if self._newest.isdecimal() else 0
-        if 0 < number < seen and self._stale_lists < STALE_LISTS_MAX:
-            self._stale_lists += 1
-            raise ApiError(0, "StaleList", f"the list is of version {number}, and {seen} was seen before")
+        at = await take(
+            self._client.pages(self._path, self._selector),
+            lambda raw: self._careful.put(self._sink, raw),
+            lambda named, version: self._sink.retain(named, version, self.namespace),
+            self._check,
+            self._sink.one_look,
+        )
         self._stale_lists = 0
-        self._sink.replace(items, number, self.namespace)
         self._version = self._newest = at
         self.lists += 1
         self.synced.set()
+
+    def _check(self, version: int) -> None:
+        """At each page. Raises ApiError where the list is older than what was seen."""
+        self.tried_at = time.monotonic()
+        seen = number(self._newest)
+        if 0 < version < seen and self._stale_lists < STALE_LISTS_MAX:
+            self._stale_lists += 1
+            raise ApiError(0, "StaleList", f"the list is of version {version}, and {seen} was seen before")
 
     async def _watch(self) -> None:
         async for event in self._client.watch(self._path, self._version, self._selector):
@@ -105,12 +106,11 @@ class Reflector:
                 _LOGGER.info("%s are watched again", self.what)
                 self._said = ("", 0.0)
             raw = event["object"]
-            kind, metadata = event["type"], raw["metadata"]
-            if kind in ("ADDED", "MODIFIED"):
-                self._sink.put(raw)
-            elif kind == "DELETED":
-                self._sink.remove(metadata.get("namespace", ""), metadata["name"], metadata["uid"])
-            self._version = self._newest = metadata["resourceVersion"]
+            if event["type"] in ("ADDED", "MODIFIED"):
+                self._careful.put(self._sink, raw)
+            elif event["type"] == "DELETED":
+                self._careful.remove(self._sink, raw)
+            self._version = self._newest = raw["metadata"]["resourceVersion"]
 
     def _handle(self, error: ApiError) -> None:
         if error.gone:

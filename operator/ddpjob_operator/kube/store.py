@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+
+from ddpjob_operator.bounds import UnreadableError
 
 T = TypeVar("T")
 Raw = Mapping[str, Any]
 Key = tuple[str, str]
 """Namespace and name of a job."""
+Place = tuple[str, str]
+"""Namespace and name of an object."""
 
 # An answer to a delete may arrive after the watch has said that the object is gone: as many are remembered as can be
 # under way by far.
 TOMBSTONES_MAX = 10_000
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,12 +55,14 @@ class Store(Generic[T]):
     ) -> None:
         self._merge = merge
         self._look = 0
+        self._listing = False
         self._cut = cut
         self._key_of = key_of
         self._changed = changed
         self._entries: dict[tuple[str, str], Entry[T]] = {}
         self._by_job: dict[Key, dict[str, Entry[T]]] = {}
         self._tombstones: collections.OrderedDict[str, None] = collections.OrderedDict()
+        self._unreadable: dict[tuple[str, str], tuple[Key, str, str]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -70,42 +79,70 @@ class Store(Generic[T]):
         """The jobs that have objects."""
         return set(self._by_job)
 
-    def put(self, raw: Raw) -> None:
-        """An object as it was at its resourceVersion. One that is older than what we have changes nothing."""
-        self._look += 1
-        self._put(raw)
+    def unreadable(self, key: Key) -> str:
+        """Which object of a job cannot be read, and why; empty: all can."""
+        return next((why for of, _, why in self._unreadable.values() if of == key), "")
 
-    def _put(self, raw: Raw) -> None:
+    def put(self, raw: Raw) -> None:
+        """An object as it was at its resourceVersion. One that is older than what we have changes nothing.
+
+        One that cannot be read is left as it was last seen, and told once: nothing else may suffer from it.
+        """
         metadata = raw["metadata"]
         uid, at = metadata["uid"], version(metadata)
         place = (metadata.get("namespace", ""), metadata["name"])
         old = self._entries.get(place)
         if uid in self._tombstones or (old is not None and at < old.version) or (old and at == old.version != 0):
             return
+        key = self._key_of(raw)
+        try:
+            seen = self._cut(raw)
+        except UnreadableError as error:
+            self._leave(key, place, uid, error)
+            return
+        self._unreadable.pop(place, None)
+        self._look += not self._listing
         known = old.value if old is not None and old.uid == uid else None
-        value = self._merge(known, self._cut(raw), self._look)
-        self._set(place, old, Entry(self._key_of(raw), uid, at, value))
+        self._set(place, old, Entry(key, uid, at, self._merge(known, seen, self._look)))
+
+    @contextlib.contextmanager
+    def one_look(self) -> Iterator[None]:
+        """For a list, whose pages come one after the other: what is put meanwhile was seen at once, in no order."""
+        self._look += 1
+        self._listing = True
+        try:
+            yield
+        finally:
+            self._listing = False
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """The object with this uid is gone, whatever else has its name by now."""
         self._bury(uid)
+        if self._unreadable.get((namespace, name), ("", "", ""))[1] == uid:
+            key, _, _ = self._unreadable.pop((namespace, name))
+            self._changed(key, None, None)
         old = self._entries.get((namespace, name))
         if old is not None and old.uid == uid:
             self._set((namespace, name), old, None)
 
-    def replace(self, raws: Sequence[Raw], list_version: int, namespace: str = "", key: Key | None = None) -> None:
-        """What a list says: what it does not name is gone, unless it is newer than the list.
+    def retain(self, named: Set[Place], list_version: int, namespace: str = "", key: Key | None = None) -> None:
+        """The end of a list whose objects were put: what it did not name is gone, unless it is newer than the list.
 
         namespace: the one that was listed, empty for all. key: the job that was listed, None for all.
         """
-        named = {(raw["metadata"].get("namespace", ""), raw["metadata"]["name"]) for raw in raws}
         for place, entry in list(self._entries.items()):
             listed = (not namespace or place[0] == namespace) and key in (None, entry.key)
             if listed and place not in named and entry.version <= list_version:
                 self.remove(*place, entry.uid)
-        self._look += 1
-        for raw in raws:
-            self._put(raw)
+        for place, (of, uid, _) in list(self._unreadable.items()):
+            if (not namespace or place[0] == namespace) and key in (None, of) and place not in named:
+                self.remove(*place, uid)
+
+    def _leave(self, key: Key, place: Place, uid: str, error: UnreadableError) -> None:
+        if self._unreadable.get(place, ("", "", ""))[1] != uid:
+            _LOGGER.warning("%s: %s; it is left out, and all else goes on", "/".join(place), error)
+        self._unreadable[place] = (key, uid, f"{place[1]}: {error}")
+        self._changed(key, None, None)
 
     def _set(self, place: tuple[str, str], old: Entry[T] | None, new: Entry[T] | None) -> None:
         if old is not None and (new is None or new.key != old.key):
@@ -130,10 +167,12 @@ class Store(Generic[T]):
 
 
 class Jobs:
-    """The DDPJobs as they are stored, raw. `changed(key)` is called when one is new, newer or gone."""
+    """The DDPJobs as they are stored, raw but for what `cut` takes out. `changed(key)` is called when one is new, newer
+    or gone."""
 
-    def __init__(self, changed: Callable[[Key], None]) -> None:
+    def __init__(self, changed: Callable[[Key], None], cut: Callable[[Any], Raw] = lambda raw: raw) -> None:
         self._changed = changed
+        self._cut = cut
         self._raw: dict[Key, Raw] = {}
         self._tombstones: collections.OrderedDict[str, None] = collections.OrderedDict()
 
@@ -154,7 +193,7 @@ class Jobs:
         old = self._raw.get(key)
         if metadata["uid"] in self._tombstones or (old is not None and version(metadata) <= version(old["metadata"])):
             return
-        self._raw[key] = raw
+        self._raw[key] = self._cut(raw)
         self._changed(key)
 
     def remove(self, key: Key, uid: str) -> None:
@@ -167,15 +206,12 @@ class Jobs:
             del self._raw[key]
             self._changed(key)
 
-    def replace(self, raws: Sequence[Raw], list_version: int, namespace: str = "") -> None:
-        """What a list says: a job that it does not name is a ghost, unless it is newer than the list."""
-        named = {(raw["metadata"]["namespace"], raw["metadata"]["name"]) for raw in raws}
+    def retain(self, named: Set[Place], list_version: int, namespace: str = "") -> None:
+        """The end of a list whose jobs were put: one that it did not name is a ghost, unless it is newer than it."""
         for key, raw in list(self._raw.items()):
             listed = not namespace or key[0] == namespace
             if listed and key not in named and version(raw["metadata"]) <= list_version:
                 self.remove(key, raw["metadata"]["uid"])
-        for raw in raws:
-            self.put(raw)
 
 
 def version(metadata: Raw) -> int:
@@ -183,5 +219,9 @@ def version(metadata: Raw) -> int:
 
     0 where an API server has something else: such an object is always taken for new.
     """
-    text = metadata.get("resourceVersion")
-    return int(text) if isinstance(text, str) and text.isdecimal() else 0
+    return number(metadata.get("resourceVersion"))
+
+
+def number(text: object) -> int:
+    """The number that a resource version is."""
+    return int(text) if isinstance(text, str) and text.isdecimal() and len(text) <= 20 else 0

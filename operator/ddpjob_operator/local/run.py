@@ -26,6 +26,7 @@ from ddpjob_operator import status as statuses
 from ddpjob_operator.local import faults, gpus, honour, receive, rundir, show
 from ddpjob_operator.local.node import become_subreaper
 from ddpjob_operator.local.world import LocalPod, World
+from ddpjob_operator.masking import mask
 from ddpjob_operator.observed import BadReportError, Report, read_report
 from ddpjob_operator.plan import Settings, plan
 from ddpjob_operator.validation import dotted
@@ -262,6 +263,8 @@ class Runner:
             return str(error)
         if report is None:
             return None
+        if why := contract.not_its_rank(self.job.spec, report.rank, None):
+            return why
         self._arrived.append(report)
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._wake_write, b"r")
@@ -338,7 +341,7 @@ class Runner:
         if failure is not None and failure.attempt == self.job.status.attempt and failure.pod:
             yield f"  log: {self.folder.path / failure.pod}.log"
             for line in () if failure.exception else causes.own_lines(self._tail_of(failure.pod))[-5:]:
-                yield f"  | {line}"
+                yield f"  | {mask(line)}"
 
     def _tail_of(self, name: str) -> str:
         return self.world.pods[name].log.tail if name in self.world.pods else ""

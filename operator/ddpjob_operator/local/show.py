@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ddpjob_operator import api, contract, reasons
 from ddpjob_operator import status as statuses
 from ddpjob_operator.local.world import LocalPod
+from ddpjob_operator.masking import clean
 from ddpjob_operator.plan import Event
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ class PlainScreen:
         self.note(title(self.job))
 
     def note(self, text: str) -> None:
-        """A sentence of ours."""
-        print(text, file=sys.stderr, flush=True)
+        """A sentence of ours, which may quote what a program or a file says."""
+        print(clean(text), file=sys.stderr, flush=True)
 
     def log(self, pod: LocalPod, lines: Sequence[str]) -> None:
         """Lines that a node printed. Raises OutputClosedError when nobody reads them any more."""
@@ -103,7 +104,7 @@ class LiveScreen(PlainScreen):
     def note(self, text: str) -> None:
         """A sentence of ours, above the table."""
         self._flush()
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(clean(text), markup=False, highlight=False, soft_wrap=True)
 
     def log(self, pod: LocalPod, lines: Sequence[str]) -> None:
         """Lines that a node printed; they are shown at the next drawing."""

@@ -139,7 +139,9 @@ class Link:
         return _object(text)
 
     def _begin(self, leaders: str, nodes: str, node: int) -> None:
-        self._session = hmac.digest(self._key, f"{leaders}/{nodes}/{node}".encode(), "sha256")
+        # Whatever stands in a stranger's nonce: JSON may hold half of a character pair, which UTF-8 has not.
+        said = f"{leaders}/{nodes}/{node}".encode(errors="surrogatepass")
+        self._session = hmac.digest(self._key, said, "sha256")
 
     def _mac(self, from_leader: bool, number: int, text: bytes) -> bytes:
         assert self._session is not None, "the greeting made the key"

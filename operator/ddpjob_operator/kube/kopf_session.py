@@ -1,0 +1,89 @@
+"""kopf's way to the API server: the same bounds for what it reads of DDPJobs as for what we read (reading.py).
+
+kopf gives what it watches to `json.loads`, and ends the process when that fails: a DDPJob whose template is nested
+1,000 levels deep would end every operator of the cluster, and each that is started after it (seen with kopf 1.45 on
+Kubernetes 1.36). Its own way to change that is a session of ours (kopf.AiohttpSession).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import kopf
+import orjson
+
+from ddpjob_operator.kube import reading
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def session(info: kopf.ConnectionInfo, **life: Any) -> kopf.AiohttpSession:
+    """What a login handler returns. life: kopf's `expiration`. To be called where the event loop runs."""
+    opened = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
+        headers=info.as_http_headers(),
+        proxy=info.proxy_url,
+        trust_env=bool(info.trust_env),
+        response_class=_Response,
+    )
+    return kopf.AiohttpSession(
+        server=info.server, default_namespace=info.default_namespace, aiohttp_session=opened, **life
+    )
+
+
+async def lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """aiohttp's own lines end at 128 kB, and an object may be longer."""
+    parts: list[bytes] = []
+    async for chunk in content.iter_any():
+        *whole, rest = chunk.split(b"\n")
+        for line in whole:
+            parts.append(line)
+            if found := b"".join(parts):
+                yield found
+            parts = []
+        parts.append(rest)
+
+
+class _Response(aiohttp.ClientResponse):
+    """Lists and events of DDPJobs, cut as they arrive."""
+
+    async def start(self, connection: Any) -> aiohttp.ClientResponse:
+        """As aiohttp does it, with a stream that kopf can read."""
+        await super().start(connection)
+        self.content = _Stream(self.content)  # type: ignore[assignment]
+        return self
+
+    async def json(self, **_: Any) -> Any:
+        """What is asked for at once: a list of jobs, or an error of the API server."""
+        content = await self.read()
+        try:
+            return reading.jobs(content)
+        except reading.BadJsonError as error:
+            if self.status >= 400:
+                raise json.JSONDecodeError(str(error), "", 0) from None  # kopf then tells the text
+            raise aiohttp.ClientPayloadError(str(error)) from None  # kopf then asks again
+
+
+class _Stream:
+    """A stream of watch events: each line is read, cut and written anew."""
+
+    def __init__(self, stream: aiohttp.StreamReader) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def iter_chunked(self, _: int) -> AsyncIterator[bytes]:
+        """How kopf reads a watch."""
+        async for line in lines(self._stream):
+            try:
+                found = reading.event(line)
+                if found["type"] in ("ADDED", "MODIFIED", "DELETED"):
+                    found["object"] = reading.job(found["object"])
+                yield orjson.dumps(found) + b"\n"
+            except reading.BadJsonError as error:
+                _LOGGER.warning("an event of a DDPJob cannot be read, and is left out: %s", error)

@@ -1,0 +1,99 @@
+"""Lists, taken page by page: a raw object lives no longer than its page, and one that fails does not end the list."""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import AsyncIterator, Callable, Set
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from ddpjob_operator.kube.client import Page
+from ddpjob_operator.kube.store import Place, number
+
+_LOGGER = logging.getLogger(__name__)
+SAID_MAX = 10_000
+
+
+class Put(Protocol):
+    """Where objects are kept."""
+
+    def put(self, raw: Any) -> None:
+        """An object as it was at its resourceVersion."""
+
+
+class Sink(Put, Protocol):
+    """Where a copy of a collection is kept."""
+
+    def remove(self, namespace: str, name: str, uid: str) -> None:
+        """The object with this uid is gone."""
+
+    def one_look(self) -> AbstractContextManager[None]:
+        """While the pages of a list come."""
+
+    def retain(self, named: Set[Place], list_version: int, namespace: str = "") -> None:
+        """The end of a list: all that it named was put."""
+
+
+class Careful:
+    """Puts objects into a sink; what it cannot take is told once, and everything else goes on."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._said: collections.OrderedDict[str, None] = collections.OrderedDict()
+
+    def put(self, sink: Put, raw: Any) -> None:
+        """An object that is new or newer."""
+        try:
+            sink.put(raw)
+        except Exception:
+            # A mistake of ours in reading one object must not end the watch of all the others.
+            self._say(raw)
+
+    def remove(self, sink: Sink, raw: Any) -> None:
+        """An object that is gone."""
+        try:
+            metadata = raw["metadata"]
+            sink.remove(metadata.get("namespace", ""), metadata["name"], metadata["uid"])
+        except Exception:
+            self._say(raw)
+
+    def _say(self, raw: Any) -> None:
+        metadata = raw.get("metadata") if isinstance(raw, dict) else None
+        known = metadata if isinstance(metadata, dict) else {}
+        uid = str(known.get("uid"))
+        if uid not in self._said:
+            self._said[uid] = None
+            if len(self._said) > SAID_MAX:
+                self._said.popitem(last=False)
+            name = f"{known.get('namespace', '')}/{known.get('name')}"
+            _LOGGER.exception("%s: %s cannot be taken, and is left out", self._what, name)
+
+
+async def take(
+    pages: AsyncIterator[Page],
+    put: Callable[[Any], None],
+    retain: Callable[[Set[Place], int], None],
+    check: Callable[[int], None] = lambda _: None,
+    one_look: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> str:
+    """Put all of a list and drop what it does not name; its version. check: asked before the first object is put.
+    one_look: what holds while the pages come, for a list tells of all its objects at once."""
+    named: set[Place] = set()
+    at = ""
+    with one_look():
+        async for items, at in pages:
+            check(number(at))
+            named |= {place for raw in items if (place := place_of(raw)) is not None}
+            while items:  # each is dropped before the next is read
+                put(items.pop())
+    retain(named, number(at))
+    return at
+
+
+def place_of(raw: Any) -> Place | None:
+    """Namespace and name; None where it has none."""
+    metadata = raw.get("metadata") if isinstance(raw, dict) else None
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str):
+        return None
+    return str(metadata.get("namespace", "")), metadata["name"]

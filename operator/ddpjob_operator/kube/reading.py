@@ -1,0 +1,173 @@
+"""JSON of the API server as Python objects, bounded in depth and size: whoever may create an object writes it.
+
+Seen on Kubernetes 1.36: a DDPJob whose template is nested 9,900 levels deep is stored, and Python's and kopf's JSON
+readers give up at about 1,000. A reader that gives up on one object would read none of its list, nor what follows it
+in a watch. So what is nested too deep is cut off, and what is too large is left out, each in its own object alone.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+import orjson
+
+from ddpjob_operator import bounds
+
+Raw = dict[str, Any]
+# etcd takes 1.5 MB. Ours are of some kB; as Python objects it may be 20 times as much.
+OBJECT_BYTES_MAX = 512 * 1024
+# From the object's root; deeper than a spec may be (bounds.DEPTH_MAX), so that validation still sees that it is.
+DEPTH_KEPT = 80
+_CUT = b'"..."'
+_TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
+_ODD_DATE = re.compile(r"(?:0\d|1[0-8]|9\d|\d{3,18})\d\d-\d\d-\d\dT")
+_GIVE_UP = (orjson.JSONDecodeError, msgspec.DecodeError, RecursionError, ValueError)
+
+
+class _Metadata(msgspec.Struct, rename="camel", frozen=True):
+    resource_version: str = ""
+    continue_: str = msgspec.field(default="", name="continue")
+
+
+class _List(msgspec.Struct, rename="camel", frozen=True):
+    metadata: _Metadata = _Metadata()
+    items: list[msgspec.Raw] | None = None
+
+
+class _Event(msgspec.Struct, frozen=True):
+    type: str
+    object: msgspec.Raw
+
+
+class Listed(msgspec.Struct):
+    """A page of a list: its objects, the version of the list, and where the next page begins."""
+
+    items: list[Raw]
+    version: str
+    token: str
+
+
+class BadJsonError(ValueError):
+    """An answer that is no JSON, or not what was asked for."""
+
+
+def page(content: bytes) -> Listed:
+    """A page of a list. Each object is made by itself, so that one cannot spoil the others. Raises BadJsonError."""
+    listed = _decode(content, _List)
+    return Listed(
+        items=[obj(bytes(item)) for item in listed.items or ()],
+        version=listed.metadata.resource_version,
+        token=listed.metadata.continue_,
+    )
+
+
+def jobs(content: bytes) -> Raw:
+    """A list of DDPJobs as the API server writes it, each cut; or another object as it is. Raises BadJsonError."""
+    parts = _decode(content, dict[str, msgspec.Raw])
+    if "items" not in parts:
+        return obj(content)
+    listed = page(content)
+    frame = {name: _loads(bytes(part)) for name, part in parts.items() if name != "items"}
+    return frame | {"items": [job(item) for item in listed.items]}
+
+
+def event(line: bytes) -> Raw:
+    """An event of a watch. Raises BadJsonError."""
+    found = _decode(line, _Event)
+    return {"type": found.type, "object": obj(bytes(found.object))}
+
+
+def obj(content: bytes) -> Raw:
+    """An object without its managedFields, which are as long as all the rest. Raises BadJsonError."""
+    raw = _without_what_is_large(content) if len(content) > OBJECT_BYTES_MAX else _loads(content)
+    if not isinstance(raw, dict):
+        raise BadJsonError("the answer is no object")
+    if isinstance(raw.get("metadata"), dict):
+        raw["metadata"].pop("managedFields", None)
+    return raw
+
+
+def job(raw: Raw) -> Raw:
+    """A DDPJob without what nobody could read: its template and its status may hold anything, to any depth."""
+    if why := bounds.refused(raw.get("spec")):
+        raw["spec"] = bounds.too_large(why)
+    status = raw.get("status")
+    if why := bounds.refused(status):
+        raw["status"] = {"state": bounds.too_large(why)}  # no state, so that it is not taken for an empty status
+    elif status:
+        raw["status"] = _with_true_dates(status)
+    return raw
+
+
+def _with_true_dates(value: Any) -> Any:
+    """A status without the year 9999, beyond which nothing can be reckoned: the API server takes any year."""
+    if isinstance(value, dict):
+        return {key: _with_true_dates(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_with_true_dates(one) for one in value]
+    if isinstance(value, str) and _ODD_DATE.match(value) and (at := bounds.time(value)):
+        return at.isoformat()
+    return value
+
+
+def shallow(content: bytes) -> bytes:
+    """The JSON with "..." in the place of what is nested deeper than DEPTH_KEPT; its order and strings stay."""
+    kept, depth, at = bytearray(), 0, 0
+    for token in _TOKENS.finditer(content):
+        sign = content[token.start()]
+        if sign in b"[{":
+            depth += 1
+            if depth == DEPTH_KEPT + 1:
+                kept += content[at : token.start()] + _CUT
+        elif sign in b"]}":
+            if depth == DEPTH_KEPT + 1:
+                at = token.end()
+            depth -= 1
+    return bytes(kept + content[at:]) if depth == 0 else content
+
+
+def _loads(content: bytes) -> Any:
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError:
+        pass  # no JSON, or nested deeper than 1,024 levels
+    try:
+        return orjson.loads(shallow(content))
+    except orjson.JSONDecodeError as error:
+        raise BadJsonError(str(error)) from None
+
+
+def _decode(content: bytes, kind: Any) -> Any:
+    """As a type that leaves what it does not need as bytes."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except RecursionError:
+        pass
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadJsonError(str(error)) from None
+    try:
+        return msgspec.json.decode(shallow(content), type=kind)
+    except _GIVE_UP as error:
+        raise BadJsonError(str(error)) from None
+
+
+def _without_what_is_large(content: bytes) -> Raw:
+    """An object whose spec or status is left out: never made, for in Python it may be 20 times as large."""
+    parts = _decode(content, dict[str, msgspec.Raw])
+    found: Raw = {}
+    for name, part in parts.items():
+        if len(bytes(part)) <= OBJECT_BYTES_MAX // 2:
+            found[name] = _loads(bytes(part))
+        elif name == "metadata":
+            found[name] = _identity(bytes(part))
+        else:
+            why = f"has {len(bytes(part))} bytes of JSON, and at most {OBJECT_BYTES_MAX // 2} are read."
+            found[name] = bounds.too_large(why)
+    return found
+
+
+def _identity(metadata: bytes) -> Raw:
+    fields = _decode(metadata, dict[str, msgspec.Raw])
+    return {name: _loads(bytes(field)) for name, field in fields.items() if len(bytes(field)) <= 65_536}

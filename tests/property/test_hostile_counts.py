@@ -1,0 +1,100 @@
+"""What a pod says it has counted is bounded by what it was given: 89 bytes are not worth a gigabyte.
+
+What a user would lose: the operator. A message stays in its pod's status, so each new leader reads it again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import tracemalloc
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from worlds import START, World, digits, job
+
+from ddpjob import rules
+from ddpjob_operator import api, bounds, endings
+from ddpjob_operator.observed import Agent, AgentCounts, AgentFailure, BadReportError, read_report
+
+COUNTS = st.integers(0, bounds.IN_PLACE_MAX)
+AGENTS = st.builds(
+    AgentCounts, application=COUNTS, infrastructure=COUNTS, stall=COUNTS, in_a_row=COUNTS, charged_in_a_row=COUNTS
+)
+WINDOWED = {"backoffLimit": 3, "backoffWindowSeconds": 60}
+
+
+def running(**spec: object) -> World:
+    world = World(job(container={"command": ["ddprun", "train.py"]}, **spec)).settle()
+    return world.running().settle()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(AGENTS, min_size=1, max_size=3), st.sampled_from([{}, WINDOWED, {"backoffLimit": 0}]))
+@example([AgentCounts(application=bounds.IN_PLACE_MAX)], WINDOWED)
+@example([AgentCounts(stall=bounds.IN_PLACE_MAX, in_a_row=bounds.IN_PLACE_MAX)], {})
+def test_an_agent_is_believed_up_to_one_restart_beyond_its_budget(
+    said: list[AgentCounts], spec: dict[str, int]
+) -> None:
+    world = running(**spec)
+    for counts in said:
+        world.agent = Agent(restarts=counts)
+        world.settle()  # says so once, and not again at each look
+        restarts = world.job.status.restarts or api.Restarts()
+        limit = world.job.spec.backoff_limit
+        assert restarts.application <= limit + 1
+        assert restarts.stall <= rules.STALLS_MAX + 1
+        assert len(restarts.charged_at) <= limit + 1
+        assert restarts.in_a_row <= restarts.total
+        api_status = json.loads(json.dumps(restarts.total))
+        assert api_status <= 2 * bounds.IN_PLACE_MAX
+
+
+def test_an_honest_agents_counts_are_all_counted() -> None:
+    world = running(backoffLimit=3)
+    world.agent = Agent(restarts=AgentCounts(application=3, infrastructure=40, stall=2, in_a_row=4))
+    world.settle()
+    restarts = world.job.status.restarts
+    assert restarts is not None
+    assert (restarts.application, restarts.infrastructure, restarts.stall, restarts.in_a_row) == (3, 40, 2, 4)
+
+
+@pytest.mark.parametrize("count", [60_000_000, 2**53 - 1, 2**63, 10**400, -1])
+@pytest.mark.parametrize("name", ["application", "infrastructure", "stall", "inARow", "chargedInARow"])
+def test_a_count_beyond_what_an_agent_could_live_to_see_costs_no_memory_and_no_time(name: str, count: int) -> None:
+    text = json.dumps({"ddpjob": 1, "rank": 0, "exitCode": 1, "agent": {"restarts": {name: count}}})
+    with pytest.raises(BadReportError):
+        read_report(json.dumps({"step": 0, "agent": {"restarts": {name: count}}}).encode(), START)
+    world = running(**WINDOWED)
+    tracemalloc.start()
+    begun = time.process_time()
+    world.exits(rank=0, code=1, message=text)
+    for _ in range(5):
+        world.step()
+    assert time.process_time() - begun < 2.0
+    assert tracemalloc.get_traced_memory()[1] < 8_000_000
+    tracemalloc.stop()
+    assert (world.job.status.restarts or api.Restarts()).total <= 1
+
+
+def test_a_rank_that_the_job_does_not_have_is_not_named_for_an_agents_failure() -> None:
+    world = running()
+    failure = AgentFailure(rank=2**31 - 1, node_rank=1, failure_class="application", charged_to="application")
+    world.agent = Agent(restarts=AgentCounts(application=1), failures=[failure])
+    world.settle()
+    assert world.job.status.last_failure is not None
+    assert world.job.status.last_failure.rank is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=300) | st.text(max_size=300).map(str.encode))
+def test_any_termination_message_is_read(text: bytes) -> None:
+    said = endings.read(text.decode(errors="surrogateescape"))
+    said.log.encode()
+    world = digits().running().settle()
+    world.exits(rank=0, code=1, message=text.decode(errors="replace"))
+    todo = world.plan()
+    assert todo.status is not None
+    assert replace(todo.status) == todo.status

@@ -1,0 +1,309 @@
+"""Whatever the API server stores, the operator reads it, or says which object it cannot read: it never ends of it.
+
+What a user would lose: every job of the cluster. Whoever may create a pod or a DDPJob in one watched namespace could
+end the operator, and each one that is started after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import datetime as dt
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from worlds import START, UID, manifest
+
+from ddpjob_operator import api, bounds, contract, validation
+from ddpjob_operator.kube import observe, reading
+from ddpjob_operator.kube.app import Operator, Settings
+from ddpjob_operator.kube.client import Client, Page
+from ddpjob_operator.kube.listing import Careful
+from ddpjob_operator.kube.reflector import Reflector
+from ddpjob_operator.kube.store import Store
+from ddpjob_operator.observed import Pod
+from ddpjob_operator.plan import plan
+
+FAST = settings(max_examples=100, deadline=None)
+NUMBERS = st.integers() | st.sampled_from([0, -1, 2**31, 2**53, 2**63 - 1, 10**11, 10**400])
+DATES = st.sampled_from(
+    "2031-03-05T07:11:13Z 9999-12-31T23:59:59Z 0001-01-01T00:00:00Z 12272-12-29T18:23:49Z 2031-03-05 x".split()
+)
+TEXTS = (
+    st.text(max_size=30)
+    | DATES
+    | st.sampled_from(["Failed", "Running", "True", "False", "DDPJob", "trainer", "9" * 5000])
+)
+SCALARS = st.none() | st.booleans() | NUMBERS | st.floats() | TEXTS
+NAMES = st.sampled_from(
+    "phase reason message conditions type status containerStatuses initContainerStatuses name state terminated waiting "
+    "running exitCode finishedAt lastTransitionTime labels ownerReferences controller uid kind deletionTimestamp "
+    "deletionGracePeriodSeconds spec containers nodeName generation training.ddpjob.io/attempt training.ddpjob.io/rank "
+    "training.ddpjob.io/replacement training.ddpjob.io/job".split()
+)
+ANY: Any = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES, inner, max_size=8), max_leaves=30
+)
+POISON = {
+    "metadata": {
+        "name": "poison-1-0",
+        "uid": "u",
+        "deletionTimestamp": "2272-12-29T18:23:49Z",
+        "deletionGracePeriodSeconds": 100_000_000_000,
+    }
+}
+
+
+def beyond(year: str, grace: int) -> dict[str, Any]:
+    metadata = {"deletionTimestamp": f"{year}-12-31T23:59:59Z", "deletionGracePeriodSeconds": grace}
+    return {"metadata": {"name": "p", "uid": "u"} | metadata}
+
+
+@FAST
+@given(st.fixed_dictionaries({}, optional={"metadata": ANY, "spec": ANY, "status": ANY}) | ANY)
+@example(POISON)
+@example(beyond("9999", 2**63 - 1))
+@example(beyond("0001", 30))
+@example(beyond("123456789", -1))
+@example({"metadata": {"name": "p", "uid": "u", "labels": {contract.LABEL_ATTEMPT: "9" * 63}}})
+def test_any_json_is_a_pod_a_service_and_a_node_or_an_error_that_says_so(raw: Any) -> None:
+    for read in (observe.service, observe.is_ready):
+        with contextlib.suppress(bounds.UnreadableError):
+            read(raw)
+    with contextlib.suppress(bounds.UnreadableError):
+        found = observe.pod(raw)
+        msgspec.convert(dataclasses.asdict(found), Pod, strict=True)
+        assert found.attempt <= bounds.TURNS_MAX
+        assert found.rank <= bounds.NODES_MAX
+
+
+@FAST
+@given(ANY, ANY)
+@example({"containerStatuses": [{"name": "trainer", "state": {"terminated": {"exitCode": 2**31 - 1}}}]}, {})
+@example({}, {"deletionTimestamp": "9999-12-31T23:59:59Z", "deletionGracePeriodSeconds": 30})
+def test_a_job_is_planned_whatever_its_pod_says(status: Any, metadata: Any) -> None:
+    """The worst that a pod can do is to fail its own job."""
+    known = {"name": "digits-1-0", "namespace": "default", "uid": "u", "labels": {contract.LABEL_ATTEMPT: "1"}}
+    known["labels"] |= {contract.LABEL_RANK: "0", contract.LABEL_JOB: "digits"}
+    known["ownerReferences"] = [{"uid": UID, "kind": "DDPJob", "controller": True}]
+    given_metadata = metadata if isinstance(metadata, dict) else {}
+    raw = {"metadata": given_metadata | known, "spec": {"containers": [{"name": "trainer"}]}, "status": status}
+    try:
+        pod = observe.pod(raw)
+    except bounds.UnreadableError:
+        return
+    job, _ = validation.parse(manifest())
+    running = api.Status(state="Running", attempt=1, attempt_time=START, started_nodes="0-1")
+    seen = dataclasses.replace(_nothing(), pods=(pod,))
+    todo = plan(msgspec.structs.replace(job, status=running), seen, START)
+    msgspec.json.encode(todo.status)
+
+
+@FAST
+@given(ANY)
+@example({"terminationGracePeriodSeconds": 10**11})
+@example({"nproc": 2**70})
+def test_any_spec_and_any_status_give_a_job_with_problems_that_name_their_field(value: Any) -> None:
+    for body in (manifest() | {"spec": value}, manifest() | {"status": value}, {"metadata": value}):
+        job, problems = validation.parse(body)
+        assert isinstance(job, api.DDPJob)
+        assert all(str(problem) for problem in problems)
+
+
+@pytest.mark.parametrize("seconds", [10**11, 2**63 - 1, 315_360_001, -1])
+def test_a_grace_period_beyond_ten_years_is_refused_with_its_value(seconds: int) -> None:
+    body = manifest()
+    body["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = seconds
+    (problem,) = validation.parse(body)[1]
+    assert f"terminationGracePeriodSeconds: must be a whole number of at most 315360000, is {seconds}" in str(problem)
+
+
+# ------------------------------------------------------------------------------------------------ depth and size
+
+
+def nested(depth: int, around: str = '{"a":', end: str = "}") -> bytes:
+    deep = around * depth + "1" + end * depth
+    template = f'{{"spec": {{"containers": [{{"name": "trainer"}}]}}, "metadata": {{"x": {deep}}}}}'
+    head = '"metadata": {"name": "deep", "namespace": "team", "uid": "u", "resourceVersion": "5"}'
+    return f'{{{head}, "spec": {{"template": {template}}}, "status": {{"attempt": 3}}}}'.encode()
+
+
+@pytest.mark.parametrize("depth", [70, 250, 500, 1000, 1100, 9900])
+@pytest.mark.parametrize(("around", "end"), [('{"a":', "}"), ("[", "]"), ('[{"]}":', "}]")])
+def test_a_job_that_is_nested_too_deep_is_refused_by_itself_and_the_others_of_its_list_are_read(
+    depth: int, around: str, end: str
+) -> None:
+    """kopf and Python give up at about 1,000 levels; the API server stores 9,900. That ended the operator."""
+    other = b'{"metadata": {"name": "other", "namespace": "team", "uid": "v", "resourceVersion": "6"}}'
+    content = b'{"metadata": {"resourceVersion": "9"}, "items": [' + nested(depth, around, end) + b", " + other + b"]}"
+    deep, fine = reading.jobs(content)["items"]
+    assert fine["metadata"]["name"] == "other"
+    assert (deep["metadata"]["uid"], deep["status"]) == ("u", {"attempt": 3})
+    json.loads(json.dumps(deep))
+    event = reading.event(b'{"type": "ADDED", "object": ' + nested(depth, around, end) + b"}")
+    _, problems = validation.parse(manifest() | {"spec": reading.job(event["object"])["spec"]})
+    assert [str(p) for p in problems] == [
+        "spec: is nested deeper than 64 levels. A pod template is nested about 15 levels deep."
+    ]
+
+
+@pytest.mark.parametrize("filling", ["{}", '""', '{"a": 1}', "[]"])
+def test_a_job_of_a_megabyte_is_refused_by_itself_and_never_becomes_a_million_objects(filling: str) -> None:
+    raw = ('{"metadata": {"name": "big"}, "spec": {"x": [' + ",".join([filling] * 300_000) + "]}}").encode()
+    job = reading.job(reading.obj(raw))
+    assert len(json.dumps(job)) < 500
+    (problem,) = validation.parse(manifest() | {"spec": job["spec"]})[1]
+    assert "spec: " in str(problem)
+
+
+def test_a_status_that_is_too_large_is_not_taken_for_an_empty_one() -> None:
+    raw = reading.job({"metadata": {}, "status": {"message": "x" * 300_000, "state": "Succeeded"}})
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(raw["status"], api.Status, strict=False)
+
+
+def test_ranks_in_a_status_that_somebody_else_wrote_do_not_fill_the_memory() -> None:
+    spans = ",".join(f"{n}00000-{n}99998" for n in range(1, 3000))
+    assert contract.numbers(f"{spans},0-3,7,{'9' * 5000},٣-٤") == {0, 1, 2, 3, 7}
+
+
+# ------------------------------------------------------------------------------------------------ the tasks go on
+
+
+def pod(name: str, version: int, **metadata: Any) -> dict[str, Any]:
+    labels = {contract.LABEL_JOB: "digits", contract.LABEL_ATTEMPT: "1", contract.LABEL_RANK: "0"}
+    known = {"namespace": "team", "name": name, "uid": f"uid-{name}", "resourceVersion": str(version), "labels": labels}
+    return {"metadata": known | metadata}
+
+
+class Odd:
+    """An API server whose second pod cannot be read, in its list and in its watch."""
+
+    def __init__(self) -> None:
+        self.idle = asyncio.Event()
+        self.live: list[int] = []
+
+    async def pages(self, path: str, selector: str) -> AsyncIterator[Page]:
+        yield Page([pod("a", 1), pod("odd", 2, ownerReferences=7), pod("b", 3), {"metadata": None}], "10")  # type: ignore[list-item]
+
+    async def watch(self, path: str, version: str, selector: str) -> AsyncIterator[Any]:
+        yield {"type": "MODIFIED", "object": pod("odd", 11, ownerReferences="x")}
+        yield {"type": "ADDED", "object": pod("c", 12)}
+        yield {"type": "DELETED", "object": {"metadata": {"resourceVersion": "13"}}}
+        yield {"type": "ADDED", "object": pod("d", 14)}
+        self.idle.set()
+        await asyncio.Event().wait()
+
+
+def test_a_pod_that_cannot_be_read_ends_no_watch_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    changed: list[Any] = []
+    key = ("team", "digits")
+    store = Store(observe.pod, lambda raw: key, lambda *change: changed.append(change))
+
+    async def run() -> None:
+        server = Odd()
+        watching = asyncio.create_task(Reflector(server, "pods", "", "", store).run())  # type: ignore[arg-type]
+        await asyncio.wait_for(server.idle.wait(), 10)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+    asyncio.run(run())
+    assert sorted(p.name for p in store.of(key)) == ["a", "b", "c", "d"]
+    assert store.unreadable(key).startswith("odd: the pod cannot be read")
+    assert [r.getMessage() for r in caplog.records if "team/odd" in r.getMessage()] == [
+        "team/odd: the pod cannot be read (TypeError: 'int' object is not iterable); it is left out, "
+        "and all else goes on"
+    ]
+    store.remove("team", "odd", "uid-odd")
+    assert store.unreadable(key) == ""
+    assert changed[-1] == (key, None, None), "its job is looked at again"
+
+
+def test_a_job_whose_pod_cannot_be_read_is_told_so_and_its_other_pods_are_left_alone() -> None:
+    """Without that pod its rank would seem lost, and a second pod would be made beside it."""
+    operator = Operator(Settings(), Client(log_in=lambda: None))  # type: ignore[arg-type,return-value]
+    body = manifest() | {"status": {"state": "Running", "attempt": 1, "startedNodes": "0-1"}}
+    body["metadata"]["resourceVersion"] = "5"
+    operator.caches.jobs.put(body)
+    raw = pod("digits-1-0", 7, ownerReferences=7)
+    raw["metadata"]["namespace"] = "default"
+    operator.caches.pods = Store(observe.pod, lambda _: ("default", "digits"), operator._pod_changed)
+    operator._reconciler._caches.pods = operator.caches.pods
+    operator.caches.pods.put(raw)
+    assert asyncio.run(operator._reconciler.look(("default", "digits"))) is None
+    (waiting,) = operator._events._waiting
+    assert (waiting.event.type, waiting.event.reason) == ("Warning", "Unreadable")
+    assert "digits-1-0: the pod cannot be read" in waiting.event.message
+
+
+def test_a_list_of_ten_thousand_pods_is_never_held_as_raw_objects(caplog: pytest.LogCaptureFixture) -> None:
+    """10,000 pods of 5 kB were 317 MB: more than the chart gives the operator, at each start again."""
+
+    class Raw(dict[str, Any]):
+        live = most = 0
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            Raw.live += 1
+            Raw.most = max(Raw.most, Raw.live)
+
+        def __del__(self) -> None:
+            Raw.live -= 1
+
+    class Server(Odd):
+        async def pages(self, path: str, selector: str) -> AsyncIterator[Page]:
+            for first in range(0, 10_000, 200):
+                items: list[Any] = [Raw(pod(f"p-{n}", n + 1)) for n in range(first, first + 200)]
+                page = Page(items, "20000")
+                del items
+                yield page
+                del page
+
+    store = Store(observe.pod, lambda raw: ("team", "digits"), lambda *_: None)
+
+    async def run() -> None:
+        server = Server()
+        watching = asyncio.create_task(Reflector(server, "pods", "", "", store).run())  # type: ignore[arg-type]
+        await asyncio.wait_for(server.idle.wait(), 60)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+    asyncio.run(run())
+    assert len(store) == 10_002
+    assert Raw.most <= 201
+    assert Raw.live == 0
+
+
+def test_a_sink_with_a_mistake_of_ours_is_told_once_for_each_object(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def put(self, raw: Any) -> None:
+            raise RuntimeError("a mistake of ours")
+
+    careful = Careful("pods in team")
+    for _ in range(3):
+        careful.put(Broken(), pod("a", 1))
+    careful.put(Broken(), "no object at all")
+    assert len(caplog.records) == 2
+
+
+def _nothing() -> Any:
+    from ddpjob_operator.observed import Observed
+
+    return Observed(service=True, nodes={})
+
+
+def test_dates_beyond_the_calendar_are_brought_back_to_where_one_can_reckon() -> None:
+    status = reading.job({"status": {"attemptTime": "9999-12-31T23:59:59Z", "stateTime": "0001-01-01T00:00:00Z"}})[
+        "status"
+    ]
+    read = msgspec.convert(status, api.Status, strict=False)
+    assert read.attempt_time is not None
+    assert read.state_time is not None
+    ten_years = dt.timedelta(seconds=bounds.SECONDS_MAX)
+    assert read.attempt_time + ten_years > read.state_time - ten_years

@@ -1,0 +1,147 @@
+"""What programs, kubelets and strangers write reaches a status, an Event or a terminal clean and without credentials.
+
+What a user would lose: `kubectl get events` and `ddpjob run` obeyed `\\u001b[2J` of a termination message, so a job
+could write its own "State: Succeeded" over the screen of whoever looked at it; and a status showed passwords.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from worlds import START, World, digits, job
+
+from ddpjob_operator import api, contract, endings
+from ddpjob_operator.local.show import PlainScreen, metric_parts
+from ddpjob_operator.masking import clean
+from ddpjob_operator.observed import Agent, AgentCounts, AgentFailure, Refusal, Report, read_report
+from ddpjob_operator.plan import Event
+
+EVIL = "\x1b[2J\x1b[1;1H\x1b]0;owned\x07 State: Succeeded\u202e\nState: Succeeded hf_abcdefghijklmnopqrstuvwxyz"
+PIECES = st.lists(
+    st.sampled_from(["\x1b[2J", "\x1b]0;x\x07", "\x9b1m", "\u202e", "\n", "password=hunter22", "\\u001b[2J", "\ud800"])
+    | st.text(max_size=8),
+    max_size=12,
+).map("".join)
+
+
+def texts(value: Any) -> Iterator[str]:
+    """All text in a document."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield key
+            yield from texts(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from texts(one)
+
+
+def is_clean(world: World) -> None:
+    status = msgspec.to_builtins(world.job.status)
+    for text in (*texts(status), *(event.message for event in world.events)):
+        assert clean(text) == text
+        assert "hunter22" not in text
+        assert "hf_abc" not in text
+        text.encode()
+
+
+def ways(text: str) -> Iterator[World]:
+    """Every way on which text from outside gets into a status."""
+    yield digits().running().exits(0, 1, message=text)
+    yield digits().running().exits(0, 1, message=json.dumps({"ddpjob": 1, "rank": 0, "exitCode": 1, "exception": text}))
+    yield digits().running().exits(0, 1, message=json.dumps({"ddpjob": 1, "traceback": text}) + "\n" + text)
+    yield digits().running().exits(0, 128, reason="StartError", message=text)
+    yield digits().running().exits(1, 1, reason=text[:50], message="x")
+    waiting = digits().settle()
+    waiting.refusals = [Refusal("digits-1-0", text, START)]
+    yield waiting
+    told = digits().running()
+    report = Report(step=4, attempt=1, metrics={text[:60]: text[:60]}, received_at=told.now)
+    told.reports = {0: report}
+    yield told
+    agents = World(job(container={"command": ["ddprun", "train.py"]})).running()
+    failure = AgentFailure(
+        rank=0,
+        node_rank=0,
+        exception=text[:300],
+        signal=text[:16],
+        failure_class="application",
+        charged_to="application",
+    )
+    agents.agent = Agent(restarts=AgentCounts(application=1), failures=[failure])
+    yield agents
+
+
+@settings(max_examples=25, deadline=None)
+@given(PIECES)
+def test_whatever_is_said_no_status_and_no_event_holds_what_a_terminal_obeys(text: str) -> None:
+    for world in ways(text):
+        for _ in range(4):
+            world.step()
+        is_clean(world)
+
+
+def test_the_ways_do_show_what_was_said() -> None:
+    shown = 0
+    for world in ways(EVIL):
+        for _ in range(4):
+            world.step()
+        is_clean(world)
+        shown += "State: Succeeded" in json.dumps(msgspec.to_builtins(world.job.status))
+    assert shown >= 6, "else this file proves nothing"
+
+
+def test_an_escape_that_json_has_made_is_cleaned_after_it() -> None:
+    said = endings.read(json.dumps({"ddpjob": 1, "exitCode": 1, "exception": EVIL, "traceback": EVIL}))
+    assert "\x1b" not in said.exception + said.log
+
+
+def test_a_status_that_is_shown_is_stable() -> None:
+    """Else each look would write it anew."""
+    world = digits().running().exits(0, 1, message=f"ValueError: {EVIL}")
+    world.settle()
+    assert world.plan().status is None
+
+
+def test_names_that_machines_read_stay_as_they_are() -> None:
+    """A job may be named like a credential."""
+    world = World(job("sk-abcdefghijklmnopqrstuvwxyz")).running().exits(0, 1, message="x")
+    world.settle()
+    status = world.job.status
+    assert status.selector == contract.selector(world.job)
+    assert status.last_failure is not None
+    assert status.last_failure.pod == "sk-abcdefghijklmnopqrstuvwxyz-1-0"
+
+
+def test_metrics_are_shown_clean_where_a_local_run_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
+    world = digits().running()
+    report = read_report(json.dumps({"step": 1, "metrics": {"loss": "\x1b[2J0.4\n1"}}).encode(), world.now)
+    world.reports = {0: replace(report, attempt=1)}
+    world.step()
+    progress = world.job.status.progress
+    assert progress is not None
+    assert metric_parts(progress) == ["loss 0.4 1"]
+
+
+def test_what_the_local_run_says_is_clean(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = PlainScreen(digits().job)
+    screen.note(f"trainer.yaml: {EVIL}")
+    screen.event(Event("Warning", "RankFailed", EVIL))
+    told = capsys.readouterr().err
+    assert "\x1b" not in told
+    assert "\u202e" not in told
+
+
+def test_a_log_of_a_failure_keeps_its_lines() -> None:
+    world = digits().running().exits(0, 1, message="one\n\x1b[31mtwo\x1b[0m\nValueError: no shard")
+    world.settle()
+    failure = world.job.status.last_failure or api.Failure(attempt=0, node_rank=0, time=START)
+    assert failure.log_tail == "one\ntwo\nValueError: no shard"

@@ -1,0 +1,74 @@
+"""One Event for one fact, in words that are right: what people read first, and often all that they read."""
+
+from __future__ import annotations
+
+import pytest
+from worlds import digits
+
+from ddpjob_operator.plan import shortened
+
+GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.5]:7"
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_failure_after_which_nothing_runs_is_one_warning(nodes: int) -> None:
+    """RankFailed and Restarting with the same 200 characters in one second are one fact said twice."""
+    world = digits(nodes=nodes).running()
+    before = len(world.events)
+    for rank in range(nodes):
+        world.exits(rank, code=3, message="ValueError: no such shard")
+    world.settle()
+    (said,) = [e for e in world.events[before:] if "no such shard" in e.message]
+    assert (said.type, said.reason) == ("Warning", "Restarting")
+    assert "cause not yet known" not in said.message
+
+
+def test_a_failure_of_one_rank_of_several_is_told_at_once_and_its_restart_is_no_second_warning() -> None:
+    world = digits().running().exits(1, code=3).restarted()
+    told = [(e.type, e.reason) for e in world.events if e.reason in ("RankFailed", "Restarting")]
+    assert told == [("Warning", "RankFailed"), ("Normal", "Restarting")]
+
+
+def test_a_failure_that_ends_a_job_of_one_node_is_one_event() -> None:
+    world = digits(nodes=1, backoffLimit=0).running()
+    before = len(world.events)
+    world.exits(0, code=1).settle()
+    assert [e.reason for e in world.events[before:]] == ["BackoffLimitExceeded"]
+    assert world.status.message.endswith("; backoffLimit: 0 allows no restart")
+
+
+def test_failures_in_a_row_are_those_that_count() -> None:
+    """Two preemptions and three failures are no "5 failures in a row": the rule is about three."""
+    world = digits(nodes=1, backoffLimit=9).running().reports_step(5).settle()
+    world.exits(0, code=1).settle()
+    for code in (143, 143, 1, 1, 1):
+        world.after(400).settle()
+        world.runs(0).settle().exits(0, code=code).settle()
+    assert world.status.reason == "NoProgress"
+    assert "; 3 charged failures in a row without a new step" in world.status.message
+
+
+@pytest.mark.parametrize(("run", "words"), [((1,), "waiting for nodes 0, 2"), ((0, 1), "waiting for node 2")])
+def test_several_nodes_are_nodes(run: tuple[int, ...], words: str) -> None:
+    world = digits(nodes=3).started().runs(*run).settle()
+    assert world.status.message == f"{len(run)} of 3 nodes run; {words}"
+
+
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        (f"RuntimeError: {GLOO}", "RuntimeError: Connection closed by peer [10.0.0.5]:7"),
+        ("lost its peers (x. GLHF! 🏖️); all 2 nodes restart", "lost its peers (x.); all 2 nodes restart"),
+        ("FileNotFoundError: [Errno 2] '/data/a/b.pt'", "FileNotFoundError: [Errno 2] '/data/a/b.pt'"),
+        ("ValueError: bad entry [1:2] in /x/y.cc:5", "ValueError: bad entry [1:2] in /x/y.cc:5"),
+    ],
+)
+def test_an_event_leaves_out_where_torch_was_built(text: str, short: str) -> None:
+    assert shortened(text) == short
+
+
+def test_the_status_keeps_every_word_that_an_event_leaves_out() -> None:
+    world = digits(nodes=1).running().exits(0, code=3, message=f"ValueError: {GLOO}").settle()
+    assert world.status.last_failure is not None
+    assert GLOO in world.status.last_failure.exception
+    assert "pair.cc" not in "".join(e.message for e in world.events)

@@ -1,0 +1,66 @@
+"""An init container that fails is named as what it is: the trainer never ran."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from worlds import World, digits
+
+from ddpjob_operator.kube import observe
+from ddpjob_operator.observed import Container
+
+
+def init_fails(world: World, rank: int, code: int = 5, message: str = "connecting\ncannot fetch data") -> World:
+    """The init container `fetch` of a node ends badly, and with it the pod."""
+    pod = world._pod(rank)
+    ended = Container("ended", "Error", message, exit_code=code, ended_at=world.now, init="fetch")
+    world.pods[pod.name] = replace(pod, node=f"node-{rank}", phase="Failed", trainer=ended)
+    return world
+
+
+def test_the_failure_names_the_init_container_what_it_said_and_where_its_log_is() -> None:
+    """`rank 0 ended with exit code 5` sends people into the log of a trainer that never started."""
+    world = init_fails(digits(backoffLimit=0).started(), 0).restarted()
+    failure = world.status.last_failure
+    assert failure is not None
+    assert (failure.init_container, failure.exit_code, failure.exception) == ("fetch", 5, "cannot fetch data")
+    assert failure.log_tail == "connecting\ncannot fetch data"
+    assert world.status.message.startswith(
+        'init container "fetch" of pod digits-1-0 ended with exit code 5 (cannot fetch data), '
+        "see kubectl logs digits-1-0 -c fetch"
+    )
+    assert "rank" not in world.status.message
+
+
+def test_a_node_whose_init_container_failed_has_not_started() -> None:
+    world = init_fails(digits().started(), 0).settle()
+    assert world.status.started_nodes == ""
+
+
+def test_while_the_group_starts_again_the_words_name_the_init_container() -> None:
+    world = init_fails(digits().started(), 1).restarted()
+    assert world.status.attempt == 2
+    assert world.status.message.startswith('after exit code 5 of init container "fetch" of digits-1-1: ')
+
+
+def seen(*inits: dict[str, Any], reason: str = "") -> Container:
+    """The trainer as observed, in a pod that failed while its init containers ran."""
+    statuses = [
+        {"name": f"i{n}", "state": {"terminated": {"exitCode": one["code"], "reason": "Error", "message": "why"}}}
+        for n, one in enumerate(inits)
+    ]
+    listed = [{"name": f"i{n}", **one.get("spec", {})} for n, one in enumerate(inits)]
+    spec = {"initContainers": listed, "containers": [{"name": "trainer"}]}
+    status = {"phase": "Failed", "initContainerStatuses": statuses} | ({"reason": reason} if reason else {})
+    return observe.pod({"metadata": {"name": "d-1-0", "uid": "u"}, "spec": spec, "status": status}).trainer
+
+
+def test_a_sidecar_that_was_ended_with_its_pod_is_not_what_failed() -> None:
+    always = {"restartPolicy": "Always"}
+    assert seen({"code": 143, "spec": always}, {"code": 3}).init == "i1"
+    assert seen({"code": 143, "spec": always}).init == ""
+
+
+def test_a_pod_that_was_evicted_while_it_fetched_was_evicted() -> None:
+    assert (seen({"code": 137}, reason="Evicted").init, seen({"code": 137}, reason="Evicted").reason) == ("", "Evicted")

@@ -1,0 +1,144 @@
+"""A spec that becomes invalid while its job runs: what runs goes on as it was, to its end, and says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from worlds import World, digits, manifest
+
+from ddpjob_operator import api, validation
+from ddpjob_operator import status as statuses
+from ddpjob_operator.plan import CreatePod
+
+MIN_NODES = {"minNodes": 1}
+SAID = "the spec is invalid (spec.minNodes: elastic jobs are not available yet. Remove it.); the job goes on as it was"
+
+
+def becomes(world: World, **spec: Any) -> World:
+    """The user's edit, which an API server with an old CRD takes; an operator that checks more does the same."""
+    given = {**manifest()["spec"], "nodes": world.job.spec.nodes, **spec}
+    parsed, world.problems = validation.parse({**manifest(), "spec": given})
+    assert world.problems
+    generation = (world.job.metadata.generation or 0) + 1
+    metadata = replace(world.job.metadata, generation=generation)
+    world.job = replace(world.job, spec=parsed.spec, metadata=metadata)
+    return world
+
+
+def is_mended(world: World, **spec: Any) -> World:
+    parsed, world.problems = validation.parse(manifest(**spec))
+    assert not world.problems
+    world.job = replace(world.job, spec=parsed.spec)
+    return world
+
+
+def test_a_job_whose_spec_became_invalid_still_succeeds() -> None:
+    """Else a training that is done stays Running for ever, and holds its GPUs."""
+    world = becomes(digits().running(), **MIN_NODES).settle().exits(0).exits(1).settle()
+    assert (world.status.state, world.status.reason) == ("Succeeded", "AllNodesCompleted")
+
+
+def test_a_job_whose_spec_became_invalid_restarts_and_is_charged() -> None:
+    """Else a pod that is lost at night costs the rest of the night."""
+    world = becomes(digits().running(), **MIN_NODES).settle().exits(0, code=1).restarted()
+    assert world.names() == ["digits-1-0", "digits-2-0", "digits-2-1"]
+    assert world.status.restarts is not None
+    assert world.status.restarts.application == 1
+
+
+def test_a_job_whose_spec_became_invalid_still_fails_when_its_budget_is_spent() -> None:
+    world = becomes(digits(backoffLimit=0).running(), backoffLimit=0, **MIN_NODES).exits(0, code=1).restarted()
+    assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
+    assert "the spec is invalid" not in world.status.message, "what is over speaks of its end alone"
+
+
+def test_a_job_whose_spec_became_invalid_keeps_its_deadlines() -> None:
+    limits = {"activeDeadlineSeconds": 60, "ttlSecondsAfterFinished": 30}
+    world = becomes(digits(**limits).running(), **limits, **MIN_NODES).settle()
+    assert world.plan().look_again_at is not None
+    world.after(60).settle().stops_all().settle()
+    assert (world.status.state, world.status.reason) == ("Failed", "DeadlineExceeded")
+    assert world.after(30).step().actions
+    assert world.deleted_job
+
+
+def test_a_job_whose_spec_became_invalid_can_be_suspended_and_resumes_when_it_is_mended() -> None:
+    world = becomes(digits().running(), suspend=True, **MIN_NODES).settle().stops_all().settle()
+    assert world.status.state == "Suspended"
+    assert world.status.message.endswith(
+        "; the spec is invalid (spec.minNodes: elastic jobs are not available yet. Remove it.)"
+    )
+    becomes(world, **MIN_NODES).settle()
+    assert (world.status.state, world.status.reason, world.names()) == ("Suspended", "InvalidSpec", [])
+    assert "suspended until that is mended" in world.status.message
+    is_mended(world).settle()
+    assert world.names() == ["digits-2-0", "digits-2-1"]
+
+
+def test_that_the_spec_is_invalid_stands_in_the_message_the_condition_and_one_event() -> None:
+    world = becomes(digits().running(), **MIN_NODES).settle()
+    assert world.status.message == f"2 of 2 nodes run, attempt 1; {SAID}"
+    assert not statuses.condition(world.status, "Accepted")
+    assert [(e.type, e.message) for e in world.events if e.reason == "InvalidSpec"] == [("Warning", SAID)]
+    world.after(60).settle()
+    assert world.plan().status is None
+    is_mended(world).settle()
+    assert world.status.message == "2 of 2 nodes run, attempt 1"
+    assert (world.events[-1].reason, world.events[-1].message) == ("Accepted", "the spec is valid now")
+
+
+def test_the_remark_is_there_once_however_often_the_job_is_looked_at() -> None:
+    """A message that is kept from look to look (a back-off's) would grow by a sentence each time."""
+    world = becomes(digits().running(), **MIN_NODES).settle()
+    world.exits(0, code=1).restarted().runs(0, 1).settle().exits(0, code=1).settle().stops_all().settle()
+    assert world.status.state == "Restarting"
+    for _ in range(3):
+        assert world.after(0.1).settle().status.message.count("the spec is invalid") == 1
+
+
+def test_events_of_what_happens_are_not_repeated_with_the_remark() -> None:
+    world = becomes(digits().running(), **MIN_NODES).settle().exits(0, code=1).restarted()
+    assert [e.message for e in world.events if "the spec is invalid" in e.message] == [SAID]
+
+
+@pytest.mark.parametrize(
+    ("spec", "read"),
+    [
+        ({"backoffLimit": -1}, {"backoff_limit": 0}),
+        ({"activeDeadlineSeconds": 10**12}, {"active_deadline_seconds": api.SECONDS_MAX}),
+        ({"ttlSecondsAfterFinished": -5}, {"ttl_seconds_after_finished": 0}),
+    ],
+)
+def test_a_number_that_a_newer_operator_no_longer_allows_is_read_as_the_nearest(
+    spec: dict[str, Any], read: dict[str, Any]
+) -> None:
+    """A deadline of a job that runs must not vanish, nor its budget become a default."""
+    world = becomes(digits().running(), **spec).settle()
+    assert {name: getattr(world.job.spec, name) for name in read} == read
+
+
+@pytest.mark.parametrize("nodes", ["two", None, 0, 10**9, {}])
+def test_a_number_of_nodes_that_cannot_be_read_is_that_of_the_status(nodes: object) -> None:
+    """With the default of 1 a job of two nodes would be complete when its first one is."""
+    world = digits().running()
+    parsed, _ = validation.parse({**manifest(), "spec": {**manifest()["spec"], "nodes": nodes}})
+    world.job = replace(world.job, spec=parsed.spec)
+    world.problems = [validation.Problem(("spec", "nodes"), "must be a whole number")]
+    world.settle().exits(0).settle()
+    assert world.status.state == "Running"
+    assert world.exits(1).settle().status.state == "Succeeded"
+
+
+def test_a_template_that_cannot_be_read_makes_no_pod_and_says_why_while_what_runs_ends() -> None:
+    template = {"spec": {"containers": [{"name": "trainer", "env": "A=1"}]}}
+    world = becomes(digits().running(), template=template).settle()
+    world.exits(0, code=1).settle().stops_all()
+    for _ in range(4):
+        assert not [a for a in world.step().actions if isinstance(a, CreatePod)]
+    assert (world.status.state, world.status.reason) == ("Restarting", "InvalidSpec")
+    assert "no pod can be made while the spec is invalid: spec.template.spec.containers[0].env: must be a list" in (
+        world.status.message
+    )
+    assert is_mended(world).settle().names()[-2:] == ["digits-2-0", "digits-2-1"]

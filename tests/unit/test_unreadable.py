@@ -1,0 +1,193 @@
+"""A status that cannot be read is not an empty one: nothing is done for the job, and it says why."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import datetime as dt
+from typing import Any, cast
+
+import pytest
+from worlds import START, digits, manifest
+
+from ddpjob_operator import validation
+from ddpjob_operator.kube import observe
+from ddpjob_operator.kube.client import ApiError, Client
+from ddpjob_operator.kube.events import Events
+from ddpjob_operator.kube.execute import Caches, Executor
+from ddpjob_operator.kube.nodes import Nodes
+from ddpjob_operator.kube.reconcile import Reconciler
+from ddpjob_operator.kube.store import Jobs, Store
+
+KEY = ("default", "digits")
+FINISHED: dict[str, Any] = {
+    "state": "Succeeded",
+    "reason": "AllNodesCompleted",
+    "attempt": 1,
+    "completedNodes": "0-1",
+    "restarts": {"application": 2, "total": 2},
+    "conditions": [
+        {"type": "Accepted", "status": "True", "reason": "Valid", "lastTransitionTime": "2031-03-05T07:00:00Z"},
+        {
+            "type": "Complete",
+            "status": "True",
+            "reason": "AllNodesCompleted",
+            "lastTransitionTime": "2031-03-05T07:00:00Z",
+        },
+    ],
+}
+
+
+def broken(**status: Any) -> dict[str, Any]:
+    """A job that has finished, as it is stored, with other fields in its status."""
+    return {**manifest(), "status": {**copy.deepcopy(FINISHED), **status}}
+
+
+class Cluster:
+    """An API server that holds one job, and an operator that looks at it."""
+
+    def __init__(self, raw: dict[str, Any], refuses: ApiError | None = None) -> None:
+        self.requests: list[str] = []
+        self.events: list[tuple[str, str]] = []
+        self.refuses = refuses
+        nothing: Any = Store(observe.pod, lambda _: ("", ""), lambda *_: None)
+        services: Any = Store(observe.service, lambda _: ("", ""), lambda *_: None)
+        caches = Caches(Jobs(lambda _: None), nothing, services, Nodes(lambda _: None, lambda: START))
+        self.jobs, self.version = caches.jobs, 1
+        self.edit(raw)
+        executor = Executor(cast(Client, self), caches, cast(Events, self), now=lambda: START)
+        self.reconciler = Reconciler(caches, executor, now=lambda: START)
+
+    def edit(self, raw: dict[str, Any]) -> None:
+        """Somebody changes the job."""
+        self.version += 1
+        raw = copy.deepcopy(raw)
+        raw["metadata"]["resourceVersion"] = str(self.version)
+        self.jobs.put(raw)
+
+    @property
+    def job(self) -> dict[str, Any]:
+        return dict(self.jobs.get(KEY) or {})
+
+    def looks(self) -> None:
+        asyncio.run(self.reconciler.look(KEY))
+
+    async def replace(self, path: str, body: dict[str, Any], _: Any) -> dict[str, Any]:
+        self.requests.append(f"PUT {path}")
+        if self.refuses is not None:
+            raise self.refuses
+        self.edit({**self.job, "status": body["status"]})
+        return self.job
+
+    async def create(self, path: str, body: dict[str, Any], _: Any) -> dict[str, Any]:
+        self.requests.append(f"POST {path}")
+        return body
+
+    async def list(self, path: str, _: str) -> tuple[list[dict[str, Any]], str]:
+        return [], "1"
+
+    def send(self, _: Any, events: Any, now: dt.datetime) -> None:
+        self.events += [(e.reason, e.message) for e in events]
+
+
+UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "a state of a newer operator": ({"state": "Resizing"}, "status.state"),
+    "a negative count": ({"goodput": {"lostSteps": -1}}, "status.goodput.lostSteps"),
+    "a step that is no number": ({"furthestStep": "12k"}, "status.furthestStep"),
+    "a time that is none": ({"startTime": "yesterday"}, "status.startTime"),
+    "a time without a zone": ({"startTime": "2031-03-05T07:00:00"}, "status.startTime"),
+    "a rank that is negative": (
+        {"lastFailure": {"attempt": 1, "nodeRank": 0, "rank": -1, "time": "2031-03-05T07:00:00Z"}},
+        "status.lastFailure.rank",
+    ),
+    "a failure without its time": ({"failures": [{"attempt": 1, "message": "x"}]}, "status.failures[0]"),
+    "a condition's word": (
+        {"conditions": [*FINISHED["conditions"][:1], {**FINISHED["conditions"][1], "status": "Maybe"}]},
+        "status.conditions[1].status",
+    ),
+}
+
+
+@pytest.mark.parametrize(("status", "where"), UNREADABLE.values(), ids=UNREADABLE)
+def test_a_finished_job_whose_status_cannot_be_read_is_never_started_again(status: dict[str, Any], where: str) -> None:
+    """Else the whole training runs a second time, over the first one's checkpoints."""
+    cluster = Cluster(broken(**status))
+    before = cluster.job["status"]
+    cluster.looks()
+    cluster.looks()
+    assert [r for r in cluster.requests if r.startswith("POST")] == []
+    after = cluster.job["status"]
+    accepted, *others = after["conditions"]
+    assert (accepted["type"], accepted["status"], accepted["reason"]) == ("Accepted", "False", "UnreadableStatus")
+    assert accepted["message"].startswith(f"{where}: ")
+    assert {**after, "conditions": others} == {**before, "conditions": before["conditions"][1:]}, "something was lost"
+    assert [(reason, text.partition(":")[0]) for reason, text in cluster.events] == [("UnreadableStatus", where)]
+
+
+def test_a_status_that_is_mended_is_acted_upon_again() -> None:
+    """A job that waits for a hand must not wait for a restart of the operator too."""
+    cluster = Cluster(broken(furthestStep="12k"))
+    cluster.looks()
+    status = {k: v for k, v in cluster.job["status"].items() if k != "furthestStep"}
+    cluster.edit({**cluster.job, "status": status})
+    cluster.looks()
+    accepted = next(c for c in cluster.job["status"]["conditions"] if c["type"] == "Accepted")
+    assert (accepted["status"], cluster.job["status"]["state"]) == ("True", "Succeeded")
+    assert cluster.job["status"]["restarts"]["application"] == 2
+    assert cluster.events[-1] == ("Accepted", "the status can be read now")
+
+
+def test_where_the_server_refuses_the_condition_the_event_alone_says_it() -> None:
+    cluster = Cluster(broken(state="Resizing"), ApiError(422, "Invalid", "status.x: Invalid value"))
+    cluster.looks()
+    assert [reason for reason, _ in cluster.events] == ["UnreadableStatus"]
+    assert cluster.job["status"] == broken(state="Resizing")["status"]
+
+
+def test_a_server_that_is_away_is_asked_again() -> None:
+    from ddpjob_operator.kube.queue import RetryError
+
+    cluster = Cluster(broken(state="Resizing"), ApiError(0, "NoAnswer", "connection refused"))
+    with pytest.raises(RetryError):
+        cluster.looks()
+
+
+@pytest.mark.parametrize("of", ["another controller", "a job that is being deleted"])
+def test_nothing_is_said_of_a_status_that_is_not_ours(of: str) -> None:
+    raw = broken(state="Resizing")
+    if of == "another controller":
+        raw["spec"]["managedBy"] = "kueue.x-k8s.io/multikueue"
+    else:
+        raw["metadata"]["deletionTimestamp"] = "2031-03-05T07:00:00Z"
+    cluster = Cluster(raw)
+    cluster.looks()
+    assert (cluster.requests, cluster.events) == ([], [])
+
+
+TABLE = """============================================================
+train.py FAILED
+------------------------------------------------------------
+Failures:
+  <NO_OTHER_FAILURES>
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2031-03-05_07:11:13
+  host      : x
+  rank      : {rank} (local_rank: 0)
+  exitcode  : 1 (pid: 7)
+  error_file: <N/A>
+  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
+============================================================"""
+
+
+@pytest.mark.parametrize("rank", ["-1", "-7", "-999999999"])
+def test_a_rank_that_is_none_in_a_log_makes_no_status_that_cannot_be_read(rank: str) -> None:
+    """Else each failure forgets all before it, and a job with backoffLimit 0 restarts for ever."""
+    import msgspec
+
+    world = digits(nodes=1, backoffLimit=0).running().exits(0, code=1, message=TABLE.format(rank=rank)).settle()
+    assert world.status.last_failure is not None
+    assert world.status.last_failure.rank in (None, 0)
+    assert validation.stored_status({"status": msgspec.to_builtins(world.status)}) == world.status
+    assert world.status.state == "Failed"
