@@ -276,7 +276,9 @@ def _has_trained_before(status: api.Status) -> bool:
         return True
     begun, ended = status.running_time, status.state_time
     here = (ended - begun).total_seconds() if status.state == "Restarting" and begun and ended else 0.0
-    return (status.goodput or api.Goodput()).productive_seconds - here >= TRAINED_SECONDS
+    spent = status.goodput or api.Goodput()
+    # A job that reports no steps has none that are known to be productive.
+    return spent.productive_seconds + spent.unreported_seconds - here >= TRAINED_SECONDS
 
 
 def _never_starts(s: Scene, failure: api.Failure, history: rules.History) -> bool:
