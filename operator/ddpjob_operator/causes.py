@@ -613,7 +613,7 @@ _PHRASES = {
     CONNECTION_LOST: "lost its connection to node 0 and has come back",
     **dict.fromkeys(rules.LOST_CONTAINER, "was lost{code}: its node was restarted"),
     STOPPED: "was stopped from outside{code}: the pod was deleted, or its node drained",
-    RESUMABLE: "saved and stopped{code} because a rank was told to stop",
+    RESUMABLE: "stopped in order{code} because a rank was told to stop",
     "Evicted": "was evicted by the kubelet",
     rules.POD_DEADLINE: "was ended{code}: the activeDeadlineSeconds of the pod's template are over",
     **DISRUPTIONS,

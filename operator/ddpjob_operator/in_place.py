@@ -151,4 +151,6 @@ def _reason(said: AgentFailure) -> str:
         return causes.STALLED
     if said.rank < 0:
         return causes.CONNECTION_LOST
+    if said.failure_class == "infrastructure" and rules.is_symptom(said.exception):
+        return causes.PEER_LOST
     return causes.ENDED_EARLY if said.exit_code == 0 else "Error"

@@ -142,6 +142,8 @@ class Node:
     ready: bool
     since: dt.datetime | None = None
     """Since when."""
+    with_most: bool = False
+    """Not ready: whether most nodes became so together. Then it is the control plane that does not hear."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from ddpjob_operator import (
     restart,
     showing,
     times,
+    waiting,
 )
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Observed, Pod
@@ -111,13 +112,15 @@ def plan(
     scene = look(job, seen, now, tuple(problems), settings)
     verdict = next(v for rule in RULES if (v := rule(scene)) is not None)
     said = invalid_spec.with_remark(verdict.status, problems)
+    said, again_at = waiting.said_once(said, now)
     new = statuses.finish(
         recorded, said, job, invalid_spec.sentence(problems), now, silent=is_past(hearing.old_at(scene.heard_at), now)
     )
     if new != written:
         new = showing.status(new)
     new, wait_until = throttle(recorded, new, settings, now)
-    again = earliest(verdict.look_again_at, wait_until, next_loss(job, seen, settings, now), restart.next_look(scene))
+    by_time = (next_loss(job, seen, settings, now), restart.next_look(scene), again_at)
+    again = earliest(verdict.look_again_at, wait_until, *by_time)
     return Plan(
         actions=(*clear(scene), *verdict.actions),
         status=None if new == written else new,
@@ -296,11 +299,12 @@ def avoidance_over(s: Scene) -> Verdict | None:
 
 def waiting_for_nodes(s: Scene) -> Verdict | None:
     """Some trainers do not run yet."""
-    waiting = [s.mine[r] for r in sorted(s.mine) if s.mine[r].trainer.state == "waiting"]
-    if not waiting:
+    not_running = [s.mine[r] for r in sorted(s.mine) if s.mine[r].trainer.state == "waiting"]
+    if not not_running:
         return None
     avoided = earliest(*(a.until for a in s.status.avoided_nodes if a.until > s.now))
-    return _waiting(s, *_why_waiting(s, waiting), again=avoided if any(p.unschedulable for p in waiting) else None)
+    again = avoided if any(p.unschedulable for p in not_running) else waiting.next_word(s, not_running)
+    return _waiting(s, *_why_waiting(s, not_running), again=again)
 
 
 def all_is_well(s: Scene) -> Verdict | None:
@@ -311,12 +315,15 @@ def all_is_well(s: Scene) -> Verdict | None:
     times = f", restarted in place {restarted} time{'s' if restarted > 1 else ''}" if restarted else ""
     text = f"{s.spec.nodes - count} of {s.spec.nodes} nodes run{done}, attempt {s.status.attempt}{times}"
     reason, finding = reasons.ALL_NODES_RUN, s.standstill
+    left, again = waiting.completed_long_ago(s)
+    if left:
+        reason, text = reasons.OTHERS_COMPLETED, left
     if finding is not None:
         reason, text = reasons.STALL_SUSPECTED, finding.sentence()
-    status = statuses.enter(s.status, "Running", reason, f"{text}{_unheard(s)}", s.now)
+    status = statuses.enter(s.status, "Running", reason, f"{text}{waiting.for_nodes(s)}{_unheard(s)}", s.now)
     status = replace(status, start_retries=0, running_time=s.status.running_time or s.now)
     silence = (hearing.old_at(s.heard_at), hearing.missed_at(s.heard_at))
-    return Verdict(status, look_again_at=earliest(s.active_deadline(), *(t for t in silence if t and t > s.now)))
+    return Verdict(status, look_again_at=earliest(s.active_deadline(), again, *(t for t in silence if t and t > s.now)))
 
 
 # The order is the design. The last rule always speaks.
@@ -411,7 +418,8 @@ def restarts_in_place(old: api.Status, new: api.Status) -> Iterator[Event]:
     if count > in_place.count(old) and old.attempt == new.attempt and failure is not None:
         # What is being settled meanwhile is the last failure, and not what they have overcome.
         settling = statuses.is_broken(old) or statuses.is_broken(new)
-        what = "" if settling else f"{causes.sentence(failure)}; "
+        free = "" if failure.charged_to in ("", "application") else " (not charged to backoffLimit)"
+        what = "" if settling else f"{causes.sentence(failure)}{free}; "
         text = f"{what}all ranks have started again in their pods (restart {count} in place)"
         yield _event(reasons.RESTARTED_IN_PLACE, text)
 
@@ -471,7 +479,7 @@ def _why_suspended(s: Scene) -> tuple[Reason, str]:
     if s.live:
         return reasons.SUSPENDING, f"suspended; {name_pods(s.live)} still stopping"
     if s.spec.suspend:
-        return reasons.SUSPENDED, "suspended; set spec.suspend to false to go on"
+        return reasons.SUSPENDED, f"suspended; {s.settings.resume_hint}"
     return reasons.INVALID_SPEC, f"{invalid_spec.sentence(s.problems)}; suspended until that is mended"
 
 
@@ -494,20 +502,24 @@ def _to_create(s: Scene) -> tuple[Action, ...]:
     return (*(() if s.service else (CreateService(),)), *pods)
 
 
-def _why_waiting(s: Scene, waiting: Sequence[Pod]) -> tuple[api.State, Reason, str]:
+def _why_waiting(s: Scene, pods: Sequence[Pod]) -> tuple[api.State, Reason, str]:
     total = s.spec.nodes
-    homeless = [p for p in waiting if p.unschedulable]
+    homeless = [p for p in pods if p.unschedulable]
     if homeless:
         where = "; onePodPerNode keeps them apart" if total > 1 and podspec.gpus(s.spec.template) else ""
         text = f"Unschedulable: {len(homeless)} of {total} pods: {homeless[0].unschedulable}{where}"
         return "Pending", reasons.UNSCHEDULABLE, text
-    stuck = [p for p in waiting if p.trainer.reason in CANNOT_START]
+    stuck = [p for p in pods if p.trainer.reason in CANNOT_START]
     if stuck:
         first = stuck[0]
         why = f"{first.trainer.reason}: {first.trainer.message}"
         return "Pending", reasons.CANNOT_START, f"{len(stuck)} of {total} pods cannot start: {first.name}: {why}"
-    who = f"node{'s' if len(waiting) > 1 else ''} {contract.list_ranks([p.rank for p in waiting])}"
-    return "Starting", reasons.STARTING_TRAINERS, f"{total - len(waiting)} of {total} nodes run; waiting for {who}"
+    who, many = contract.list_ranks([p.rank for p in pods]), "s" if len(pods) > 1 else ""
+    text = f"{total - len(pods)} of {total} nodes run; waiting for node{many} {who}"
+    slow, long = waiting.to_be_created(s, pods)
+    if slow and long:
+        return "Pending", reasons.CANNOT_START, f"{text}; {slow}"
+    return "Starting", reasons.STARTING_TRAINERS, f"{text}; {slow}" if slow else text
 
 
 __all__ = [

@@ -39,6 +39,12 @@ UNSCHEDULABLE = Reason(
 CANNOT_START = Reason(
     "CannotStart", "The kubelet cannot start a trainer: an image, a mount or a configuration.", warning=True
 )
+WAITS_LONG = Reason(
+    "WaitsLong", "What the job waits for has taken more than ten minutes; the message says what it is.", warning=True
+)
+OTHERS_COMPLETED = Reason(
+    "OthersCompleted", "Some nodes completed more than ten minutes ago, and others still run.", warning=True
+)
 STARTING_TRAINERS = Reason("StartingTrainers", "All pods have a node; images are pulled and containers started.")
 ALL_NODES_RUN = Reason("AllNodesRun", "The trainers of all nodes run.")
 RANK_FAILED = Reason("RankFailed", "A trainer ended with an error, or its pod vanished.", warning=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ddpjob import rules
-from ddpjob_operator import api, causes, contract, culprit, endings, launcher, podspec, reasons, stall
+from ddpjob_operator import api, causes, contract, culprit, endings, launcher, podspec, reasons, stall, waiting
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Pod
 from ddpjob_operator.reasons import Reason
@@ -353,7 +353,7 @@ def _config_error_at(s: Scene, pod: Pod) -> dt.datetime | None:
 
 def _ending(s: Scene, text: str, failure: api.Failure) -> str:
     left = f"stopping {name_pods(s.alive)}" if s.alive else "all pods have ended"
-    return f"{text}; {left}{_open_question(failure)}"
+    return f"{text}; {left}{_open_question(failure)}{waiting.for_nodes(s)}"
 
 
 def _open_question(failure: api.Failure) -> str:

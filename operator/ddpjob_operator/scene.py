@@ -77,6 +77,8 @@ class Settings:
     """A container whose ConfigMap or Secret is missing for so long never starts."""
     avoid_node_seconds: float = 3600.0
     """How long a node that failed the job twice is avoided, and how far back failures count for it."""
+    resume_hint: str = "set spec.suspend to false to go on"
+    """What a user does with a suspended job."""
     keep_log_tail: bool = True
     """Whether the end of the log goes into the status."""
 
@@ -88,6 +90,16 @@ class Verdict:
     status: api.Status
     actions: tuple[Action, ...] = ()
     look_again_at: dt.datetime | None = None
+
+
+@dataclass(frozen=True)
+class Unheard:
+    """A live pod whose node the cluster does not hear."""
+
+    pod: Pod
+    since: dt.datetime
+    lost_at: dt.datetime | None
+    """When it is given up; None while most nodes are not ready."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +133,8 @@ class Scene:
     settings: Settings
     paces: Mapping[int, stall.Pace] = field(default_factory=dict)
     """How the ranks of this attempt that report get on."""
+    unheard: tuple[Unheard, ...] = ()
+    """Its live pods on nodes that are not ready and not given up, by rank."""
     heard_at: dt.datetime | None = None
     """When rank 0 was heard last; None where nothing is expected of it."""
 
@@ -218,6 +232,7 @@ def look(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
         problems=problems,
         now=now,
         settings=settings,
+        unheard=tuple(_unheard(mine, seen, settings, lost)),
         paces=paces,
         heard_at=hearing.heard_at(status, seen),
     )
@@ -286,15 +301,28 @@ def new_attempt(status: api.Status, at: dt.datetime) -> api.Status:
 def lost_at(pod: Pod, nodes: Mapping[str, Node] | None, settings: Settings) -> dt.datetime | None:
     """When the node of a pod is declared lost; None while nothing speaks for it.
 
-    Where nodes can be read, by what the cluster says of them. Elsewhere by what the node controller does to the pod,
+    Where nodes can be read, by what the cluster says of them; a pod that stays beyond its grace on a node that is not
+    ready is lost whatever the other nodes do. Elsewhere by what the node controller does to the pod,
     or by a pod that stays beyond its grace: a kubelet that lives would have ended it.
     """
     patience = dt.timedelta(seconds=settings.lost_node_seconds)
     if nodes is not None:
         node = nodes.get(pod.node)
-        return None if node is None or node.ready or node.since is None else node.since + patience
+        if node is None or node.ready or node.since is None:
+            return None
+        if not node.with_most:
+            return node.since + patience
+        return None if pod.stop_by is None else max(node.since, pod.stop_by) + patience
     since = earliest(pod.silent_since, pod.stop_by)
     return None if since is None or not pod.node else since + patience
+
+
+def _unheard(mine: Mapping[int, Pod], seen: Observed, settings: Settings, lost: frozenset[str]) -> Iterator[Unheard]:
+    for _, pod in sorted(mine.items()):
+        node = (seen.nodes or {}).get(pod.node)
+        since = pod.silent_since if seen.nodes is None else node.since if node is not None and not node.ready else None
+        if pod.live and pod.uid not in lost and since is not None:
+            yield Unheard(pod, since, lost_at(pod, seen.nodes, settings))
 
 
 def next_loss(job: api.DDPJob, seen: Observed, settings: Settings, now: dt.datetime) -> dt.datetime | None:

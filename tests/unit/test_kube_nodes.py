@@ -13,8 +13,8 @@ from ddpjob_operator.kube.nodes import Nodes
 NOW = dt.datetime(2031, 3, 5, 7, 40, tzinfo=dt.timezone.utc)
 
 
-def node(name: str, ready: str = "True") -> dict[str, Any]:
-    condition = {"type": "Ready", "status": ready, "lastTransitionTime": "2031-03-05T07:11:13Z"}
+def node(name: str, ready: str = "True", since: str = "2031-03-05T07:11:13Z") -> dict[str, Any]:
+    condition = {"type": "Ready", "status": ready, "lastTransitionTime": since}
     return {"metadata": {"name": name, "uid": name}, "status": {"conditions": [condition]}}
 
 
@@ -31,7 +31,27 @@ def nodes(changes: list[str]) -> Nodes:
 def lost(nodes: Nodes) -> list[str]:
     seen = nodes.seen()
     assert seen is not None
-    return sorted(seen)
+    return sorted(name for name, node in seen.items() if not node.with_most)
+
+
+class Clock:
+    now = NOW
+
+    def __call__(self) -> dt.datetime:
+        return self.now
+
+    def pass_(self, **time: float) -> None:
+        self.now += dt.timedelta(**time)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def timed(clock: Clock) -> Nodes:
+    return Nodes(lambda _: None, clock)
 
 
 def test_before_the_first_list_nothing_is_known(nodes: Nodes) -> None:
@@ -74,11 +94,46 @@ def test_when_most_nodes_are_not_heard_at_once_none_counts_as_lost(
     assert lost(nodes) == ["a", "b"]
     nodes.put(node("c", "Unknown"))
     assert lost(nodes) == []
+    assert nodes.disrupted
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     changes.clear()
     nodes.put(node("c"))
     assert lost(nodes) == ["a", "b"]
     assert sorted(changes) == ["a", "b", "c"], "the jobs on those that are still lost are looked at again"
+
+
+@pytest.mark.parametrize("total", [5, 10, 100])
+@pytest.mark.parametrize("together", [True, False], ids=["off at once", "one by one"])
+@pytest.mark.parametrize("restarted", [True, False], ids=["after a restart of the operator", "seen by it"])
+def test_nodes_that_are_powered_off_for_weeks_do_not_hide_one_that_dies(
+    timed: Nodes, clock: Clock, total: int, together: bool, restarted: bool
+) -> None:
+    """In a cluster that saves power no node was ever lost, and a job hung in Restarting for days."""
+    names = [f"n{i}" for i in range(total)]
+    off = names[: total * 6 // 10]
+    if restarted:
+        at = "2031-02-01T07:{:02}:13Z"
+        gone = [node(name, "Unknown", at.format(0 if together else 7 * i % 60)) for i, name in enumerate(off)]
+        timed.replace([*gone, *(node(name) for name in names if name not in off)], 1)
+    else:
+        timed.replace([node(name) for name in names], 1)
+        for name in off:
+            timed.put(node(name, "Unknown"))
+            clock.pass_(minutes=0 if together else 7)
+        clock.pass_(days=20)
+    timed.put(node(names[-1], "Unknown"))
+    assert names[-1] in lost(timed)
+
+
+def test_a_control_plane_that_hears_nobody_for_hours_kills_nothing(timed: Nodes, clock: Clock) -> None:
+    timed.replace([node(n) for n in "abcdefghij"], 1)
+    for name in "abcdefghij":
+        timed.put(node(name, "Unknown"))
+        clock.pass_(seconds=5)
+    clock.pass_(hours=6)
+    for name in "abcdefghij":
+        timed.put(node(name, "Unknown"))
+    assert lost(timed) == []
 
 
 def test_in_a_cluster_of_two_one_node_can_be_lost_and_both(nodes: Nodes) -> None:

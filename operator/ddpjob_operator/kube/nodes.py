@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime as dt
 import logging
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
+from ddpjob_operator import bounds
 from ddpjob_operator.kube import observe
 from ddpjob_operator.kube.store import Place
 from ddpjob_operator.observed import Node
@@ -19,6 +21,9 @@ READY = Node(ready=True)
 # When so many are not heard it is the control plane that does not hear; their trainers go on. The node controller
 # thinks the same and evicts nothing then (its unhealthy-zone-threshold is 0.55, and at least three nodes).
 DISRUPTED_SHARE, DISRUPTED_NODES = 0.55, 3
+# What stops to be heard at once is called not ready within a minute. Nodes that became so apart from each other have
+# reasons of their own, and those that are powered off for weeks say nothing of the one that dies today.
+TOGETHER_SECONDS = 300.0
 
 
 class Nodes:
@@ -33,35 +38,43 @@ class Nodes:
         self._clock = Clock()
         self._names: set[str] = set()
         self._not_ready: dict[str, Node] = {}
+        self._turned: dict[str, float] = {}
+        """When those became so; before we looked, by the cluster's clock."""
         self._listed = False
         self._said = False
 
     def seen(self) -> dict[str, Node] | None:
-        """Those that are not ready, by name; None while they were never listed: nothing is known then.
-
-        Empty while most are not ready at once: then none of them counts as lost.
-        """
+        """Those that are not ready, by name; None while they were never listed: nothing is known then."""
         if not self._listed:
             return None
         self._keep_time()
-        return {} if self.disrupted else self._not_ready
+        return self._not_ready
 
     def _keep_time(self) -> None:
         """Our clock was perhaps set back: a node is not lost later for it."""
         if by := self._clock.set_back(self._now()):
-            self._not_ready = {n: Node(False, node.since and node.since + by) for n, node in self._not_ready.items()}
+            self._not_ready = {
+                n: dataclasses.replace(node, since=node.since and node.since + by)
+                for n, node in self._not_ready.items()
+            }
+            self._turned = {n: at + by.total_seconds() for n, at in self._turned.items()}
 
     @property
     def disrupted(self) -> bool:
-        """Whether most nodes are not ready."""
-        count = len(self._not_ready)
-        return count >= DISRUPTED_NODES and count >= DISRUPTED_SHARE * len(self._names)
+        """Whether most nodes have become not ready together."""
+        return any(node.with_most for node in self._not_ready.values())
 
     def put(self, raw: Raw) -> None:
         """A node as it is."""
-        self._names.add(raw["metadata"]["name"])
-        name, ready = raw["metadata"]["name"], observe.is_ready(raw)
-        self._set(name, READY if ready else self._not_ready.get(name) or Node(ready=False, since=self._now()))
+        name = raw["metadata"]["name"]
+        known = name in self._names
+        self._names.add(name)
+        if observe.is_ready(raw):
+            return self._set(name, READY)
+        if name not in self._not_ready:
+            at = self._now() if known else min(_turned_at(raw) or self._now(), self._now())
+            self._turned[name] = at.timestamp()
+        return self._set(name, self._not_ready.get(name) or Node(ready=False, since=self._now()))
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """A node is gone; the cluster itself then removes its pods."""
@@ -77,24 +90,59 @@ class Nodes:
         self._listed = True
         for name in self._names - {name for _, name in named}:
             self.remove("", name, "")
+        self._judge()
 
     def _set(self, name: str, node: Node) -> None:
-        if node == self._not_ready.get(name, READY):
+        if node.ready == (name not in self._not_ready):
             return
-        was = self.disrupted
         # A new mapping: a plan may still read the old one.
         others = {n: known for n, known in self._not_ready.items() if n != name}
+        if node.ready:
+            del self._turned[name]
         self._not_ready = others if node.ready else {**others, name: node}
-        for changed in self._not_ready if was and not self.disrupted else ():
-            self._changed(changed)
         self._changed(name)
+        if self._listed:  # else most are not known yet
+            self._judge()
+
+    def _judge(self) -> None:
+        """Which of them became so with most others."""
+        most = self._with_most()
+        changed = sorted(most ^ {n for n, known in self._not_ready.items() if known.with_most})
+        judged = {n: dataclasses.replace(self._not_ready[n], with_most=n in most) for n in changed}
+        self._not_ready = {**self._not_ready, **judged} if judged else self._not_ready
+        for name in changed:
+            self._changed(name)
         self._say()
+
+    def _with_most(self) -> set[str]:
+        """The nodes that most others have become not ready together with, of those that were ready until then."""
+        if len(self._turned) < DISRUPTED_NODES:
+            return set()
+        names = sorted(self._turned, key=self._turned.__getitem__)
+        times = [self._turned[name] for name in names]
+        found: set[str] = set()
+        first = last = 0
+        for name, at in zip(names, times, strict=True):
+            while times[first] < at - TOGETHER_SECONDS:
+                first += 1
+            while last < len(times) and times[last] <= at + TOGETHER_SECONDS:
+                last += 1
+            # Those before `first` were off already.
+            if last - first >= max(DISRUPTED_NODES, DISRUPTED_SHARE * (len(self._names) - first)):
+                found.add(name)
+        return found
 
     def _say(self) -> None:
         if self.disrupted != self._said:
             self._said = self.disrupted
             if self._said:
-                text = "%d of %d nodes are not ready at once: none of them counts as lost until most are again"
+                text = "%d of %d nodes are not ready, most of them at once: those do not count as lost"
                 _LOGGER.warning(text, len(self._not_ready), len(self._names))
             else:
                 _LOGGER.info("most nodes are ready again")
+
+
+def _turned_at(raw: Raw) -> dt.datetime | None:
+    """Since when the cluster calls it not ready."""
+    conditions = (raw.get("status") or {}).get("conditions") or ()
+    return next((bounds.time(c.get("lastTransitionTime")) for c in conditions if c.get("type") == "Ready"), None)

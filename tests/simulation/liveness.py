@@ -1,0 +1,120 @@
+"""Jobs that cannot succeed, each in its own way, and what must become of all of them: an end, or a word about the wait.
+
+The faults of `scenario.py` stop after a while, and the job must then end well. Here the fault stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from judge import TERMINAL, said
+from model_api import Raw, stamp
+from model_kubelet import Cluster, Node
+from model_training import ENDS_EARLY, SYMPTOM, WATCHDOG, Failure, terminated
+from scenario import Scenario
+from simulation import Simulation
+
+HOURS = 30
+LONG_SECONDS = 600.0
+ALWAYS = range(1, 400)
+Start = Callable[[Cluster, Node, Raw, bool], None]
+
+
+def always(rank: int, after_seconds: float, code: int, message: str = "") -> dict[int, Failure]:
+    """A script that fails so in every attempt."""
+    return {attempt: Failure(rank, after_seconds, code, message=message) for attempt in ALWAYS}
+
+
+SCRIPTS: dict[str, dict[int, Failure]] = {
+    "a collective that only some ranks call, found by torch after ten minutes": always(1, 600.0, 134, WATCHDOG),
+    "the same on gloo, after half an hour": always(0, 1800.0, 1, SYMPTOM),
+    "complaints about peers within seconds": always(1, 5.0, 1, SYMPTOM),
+    "a rank that ends early": always(0, 20.0, ENDS_EARLY),
+    "another rank that ends early": always(1, 20.0, ENDS_EARLY),
+    "exit code 75 every eleven minutes": always(0, 660.0, 75),
+    "exit code 143 every eleven minutes": always(1, 660.0, 143),
+    "a program that one rank does not have": always(1, 0.0, 127),
+    "an error in the script": always(1, 3.0, 1, "ValueError: no such shard: 7"),
+}
+
+
+class Doomed(Simulation):
+    """A job whose fault never ends; run to its end, or for more than a day."""
+
+    async def _run(self) -> None:
+        self._start_operator("operator-0")
+        self._apply()
+        for index, deed in enumerate(self.scenario.deeds):
+            self.loop.call_at(deed.at, self._do, f"deed#{index}", deed)
+        end = HOURS * 3600.0
+        while self.loop.time() < end and not self.judge.wrong and self.state not in TERMINAL:
+            await asyncio.sleep(10)
+        if self.state not in TERMINAL:
+            self._check_that_it_says_why()
+
+    def _floods(self) -> bool:
+        return False  # a hundred restarts write more than a healthy life
+
+    @property
+    def status(self) -> Raw:
+        """Of the job."""
+        return self.judge.statuses.get(self.uids[-1], {}) if self.uids else {}
+
+    @property
+    def state(self) -> str:
+        """Of the job."""
+        return str(self.status.get("state", ""))
+
+    @property
+    def warnings(self) -> Counter[str]:
+        """How often each Warning was sent."""
+        lines = [line.split() for line in self.story if " event " in line and "Warning" in line]
+        return Counter(line[-1] for line in lines)
+
+    def _check_that_it_says_why(self) -> None:
+        if self._changed_at + LONG_SECONDS > self.loop.time():
+            return  # it goes on trying
+        if not self.warnings:
+            self.judge.wrong.append(f"it waits for hours, and no Warning says so: {said(self.status)}")
+        if not any(word in self.status.get("message", "") for word in ("kubectl", "stopping", "not ready since")):
+            self.judge.wrong.append(f"it waits for hours, and does not say how to see why: {said(self.status)}")
+
+
+@contextlib.contextmanager
+def kubelets(start: Start) -> Iterator[None]:
+    """Nodes on which containers start so."""
+    with mock.patch.object(Cluster, "_start", start):
+        yield
+
+
+def never_mounts(cluster: Cluster, node: Node, raw: Raw, sure: bool = False) -> None:
+    """A volume that nobody provides: ContainerCreating for ever."""
+    cluster._status(node, raw, "Pending", {"waiting": {"reason": "ContainerCreating"}})
+
+
+def broken(name: str) -> Start:
+    """One node whose GPU has no driver."""
+    start = Cluster._start
+
+    def _start(cluster: Cluster, node: Node, raw: Raw, sure: bool = False) -> None:
+        if node.name != name:
+            return start(cluster, node, raw, sure)
+        message = "nvidia-container-cli: initialization error: nvml error: driver not loaded"
+        ended = terminated(128, "StartError", message, stamp(cluster._loop.now()))
+        return cluster._status(node, raw, "Failed", {"terminated": ended})
+
+    return _start
+
+
+def live(what: Scenario, **training: Any) -> Doomed:
+    """The run of a job whose fault stays."""
+    found = Doomed(what)
+    for name, value in training.items():
+        setattr(found.training, name, value)
+    found.run()
+    return found

@@ -1,0 +1,60 @@
+"""Every job ends, or says what it waits for: also one whose fault never goes away."""
+
+from __future__ import annotations
+
+import pytest
+from liveness import SCRIPTS, Doomed, broken, kubelets, live, never_mounts
+from scenario import Deed, Scenario
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def scenario(nodes: int = 2, **more: object) -> Scenario:
+    spec = {"nodes": nodes, **more.pop("spec", {})}  # type: ignore[dict-item]
+    return Scenario(**{"spec": spec, "cluster_nodes": nodes + 1, "training_seconds": 1e6, **more})  # type: ignore[arg-type]
+
+
+def check(run: Doomed) -> Doomed:
+    assert not run.judge.wrong, "\n".join([*run.story[-30:], run.judge.wrong[0]])
+    return run
+
+
+@pytest.mark.parametrize("failures", SCRIPTS.values(), ids=SCRIPTS.keys())
+@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_script_that_can_never_succeed_fails_its_job(failures: dict[int, object], nodes: int, seed: int) -> None:
+    """Most of them restarted for ever, without a charge, on GPUs that others wait for."""
+    run = check(live(scenario(nodes, seed=seed, failures=failures)))
+    assert run.state == "Failed", run.status["message"]
+    free = run.status["restarts"]["infrastructure"]
+    assert free <= 100
+    assert run.status["restarts"]["application"] <= 3
+
+
+def test_a_volume_that_never_mounts_is_said_with_one_warning() -> None:
+    with kubelets(never_mounts):
+        run = check(live(scenario()))
+    assert (run.state, run.status["reason"]) == ("Pending", "CannotStart")
+    assert "kubectl describe pod --namespace default digits-1-" in run.status["message"]
+    assert run.warnings == {"CannotStart": 1}
+
+
+def test_a_broken_node_is_left_for_another_one() -> None:
+    with kubelets(broken("node-0")):
+        run = check(live(scenario(training_seconds=60.0)))
+    assert run.state == "Succeeded", run.status["message"]
+
+
+def test_a_rank_that_hangs_silently_beside_one_that_has_ended_is_said_with_one_warning() -> None:
+    run = check(live(scenario(failures=SCRIPTS["a rank that ends early"]), peers_complain=False))
+    assert (run.state, run.status["reason"]) == ("Running", "OthersCompleted")
+    assert run.warnings == {"OthersCompleted": 1}
+
+
+@pytest.mark.parametrize("minutes", [1, 60, 600])
+def test_a_clock_that_is_set_back_keeps_no_job_from_its_end(minutes: int) -> None:
+    """The next attempt waited for as long as the clock had been wrong."""
+    deed = Deed(30.0, "clock jumps", number=0, seconds=float(minutes))
+    run = check(live(scenario(failures=SCRIPTS["an error in the script"], deeds=(deed,))))
+    assert run.state == "Failed", run.status["message"]
+    assert run.loop.time() < 3600.0
