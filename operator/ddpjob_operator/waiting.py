@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ddpjob_operator import contract, reasons
+from ddpjob_operator import api, contract, reasons
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Pod
 from ddpjob_operator.scene import Scene
