@@ -305,19 +305,28 @@ class AvoidedNode(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
     """Why."""
 
 
-class Goodput(Struct, rename="camel", frozen=True, kw_only=True):
+class Goodput(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
     """Where the time went, up to stateTime; the state that holds now is not counted yet."""
 
     productive_seconds: Count = 0
-    """All nodes ran, from the first step of the attempt on where the training reports steps."""
+    """All nodes ran and steps were made, or one was under way and took no longer than is expected."""
+    idle_seconds: Count = 0
+    """All nodes ran, and after the last step none came for longer than expected, or until ranks that had started anew
+    in place made one."""
+    unreported_seconds: Count = 0
+    """All nodes ran, and no step was ever reported: whether they trained is not known."""
     starting_seconds: Count = 0
     """Waiting for nodes, images, peers and the first step."""
     restarting_seconds: Count = 0
     """After a failure, until all nodes trained again."""
     lost_steps: Count = 0
     """Steps that had to be repeated after a restart."""
-    ratio: float = 0.0
-    """productiveSeconds of all seconds."""
+    ratio: float | None = None
+    """productiveSeconds of all seconds; unset where no step was ever reported."""
+    idle_since: Time | None = None
+    """Since when no step is made, while that lasts."""
+    counted_until: Time | None = None
+    """Up to when the seconds are counted, where that is later than stateTime."""
 
 
 class Display(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):

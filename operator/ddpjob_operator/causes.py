@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from ddpjob import rules
-from ddpjob_operator import api, endings
+from ddpjob_operator import api, endings, last_words
 from ddpjob_operator.endings import Said, signal_name
 from ddpjob_operator.masking import mask, shown
 from ddpjob_operator.observed import Pod
@@ -222,6 +222,14 @@ def weigh(recorded: api.Failure) -> Weight:
     return _recorded_weight(recorded)
 
 
+def is_a_cause(sign: api.Failure) -> bool:
+    """Whether a first sign says why: an exception, a kill, a lost node. A lost peer, a pod that is gone and a bare exit
+    code say only that something has happened."""
+    weight = _recorded_weight(sign)
+    says = bool(sign.exception or sign.signal) or weight < Weight.OWN
+    return says and weight <= Weight.OWN and sign.reason != GONE
+
+
 def own_lines(log: str) -> list[str]:
     """The lines that the training printed itself: what torchrun adds when a worker has failed is cut off."""
     lines = log.splitlines()
@@ -295,7 +303,7 @@ def _end(
         signal=signal_name(code),
         reason=_own_reason(said, weight) or _reason(pod, weight),
         step=said.step,
-        exception=shown(_detail(pod, said), EXCEPTION_MAX),
+        exception=shown(_detail(pod, said) or (last_words.of(said.log, code) if tail else ""), EXCEPTION_MAX),
         log_tail=log_tail(said.log) if tail else "",
         time=_time(pod, said, now),
     )
@@ -465,7 +473,8 @@ def _recorded_weight(first: api.Failure) -> Weight:
     # Of what is left only these are containers' words; the rest is a disruption of a kind that we do not know.
     if first.reason not in ("", "Error", "Completed"):
         return Weight.NODE
-    said = Said(exception=first.exception, symptom=rules.is_symptom(first.exception))
+    raised = "" if last_words.is_last_line(first.exception) else first.exception
+    said = Said(exception=raised, symptom=rules.is_symptom(raised))
     return _own_weight(said, first.exit_code)
 
 
@@ -604,7 +613,7 @@ _PHRASES = {
     CONNECTION_LOST: "lost its connection to node 0 and has come back",
     **dict.fromkeys(rules.LOST_CONTAINER, "was lost{code}: its node was restarted"),
     STOPPED: "was stopped from outside{code}: the pod was deleted, or its node drained",
-    RESUMABLE: "saved and stopped{code} because a rank was told to stop",
+    RESUMABLE: "stopped in order{code} because a rank was told to stop",
     "Evicted": "was evicted by the kubelet",
     rules.POD_DEADLINE: "was ended{code}: the activeDeadlineSeconds of the pod's template are over",
     **DISRUPTIONS,

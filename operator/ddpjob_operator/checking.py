@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
-import re
-import shlex
 import tokenize
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ddpjob_operator import api, check, launcher
-from ddpjob_operator.check import Finding, Job
+from ddpjob_operator.check import Finding, Job, command
 from ddpjob_operator.check.job import known, mistakes
 from ddpjob_operator.check.rule import SYNTAX
 from ddpjob_operator.podspec import trainer_container
 from ddpjob_operator.yamlfile import Document, InputError
 
 YAML_SUFFIXES = (".yaml", ".yml", ".json")
-_LAUNCHER_FILE = re.compile(r"torch/distributed/(run|launch)\.py$")
 
 
 @dataclass(frozen=True)
@@ -112,41 +108,23 @@ def _of_job(path: str, document: Document, job: api.DDPJob) -> list[Finding]:
 
 def _script_of(path: str, job: api.DDPJob) -> list[str]:
     """The script that the job's command names: where `ddpjob run` looks for it, or beside the YAML; none elsewhere."""
-    script = script_named(launcher.command_of(job.spec.template))
-    if script is None:
-        return []
+    scripts = command.read(launcher.command_of(job.spec.template)).files
     folder = (trainer_container(job.spec.template) or {}).get("workingDir") or "."
-    places = [Path(folder) / script, Path(script), Path(path).parent / script]
+    places = [p for s in scripts for p in (Path(folder) / s, Path(s), Path(path).parent / s)]
     return next(([str(place)] for place in places if place.is_file()), [])
-
-
-def script_named(words: list[str]) -> str | None:
-    """The Python file that a command starts, also in `sh -c "…"` and behind the path of torch's launcher."""
-    for command in _commands(words):
-        by_path = [i for i, word in enumerate(command) if _LAUNCHER_FILE.search(word)]
-        found = launcher.script(["torchrun", *command[by_path[0] + 1 :]] if by_path else command)
-        if found:
-            return found
-    return None
-
-
-def _commands(words: list[str]) -> Iterator[list[str]]:
-    """The command, or those of a shell's script, without the variables that are set before each."""
-    if words[:1] and words[0].rsplit("/", 1)[-1] in ("sh", "bash") and "-c" in words[:-1]:
-        for line in re.split(r"&&|\|\||;|\n", words[words.index("-c") + 1]):
-            try:
-                split = shlex.split(line, comments=True)
-            except ValueError:  # an unclosed quote, or one that the split has cut
-                continue
-            yield list(itertools.dropwhile(lambda word: word in ("exec", "env") or "=" in word, split))
-    else:
-        yield words
 
 
 def _not_read(document: Document, job: api.DDPJob) -> str:
     """Said, for an answer "nothing found" would otherwise be about the YAML alone."""
-    script = script_named(launcher.command_of(job.spec.template))
-    why = f"{script} is not on this machine" if script else "the command names no script that is plain to see"
+    found = command.read(launcher.command_of(job.spec.template))
+    by = f"{found.launcher}, and " if found.launcher not in ("", "python") else ""
+    why = (
+        f"the command starts {by}names no script that is plain to see"
+        if by
+        else ("the command names no script that is plain to see")
+    )
+    if found.files:
+        why = f"{found.script or f'the module {found.module}'} is not on this machine"
     where = document.place(("spec", "template", "spec", "containers"))
     return f"{where}: {why}, so only the job was read; name it: ddpjob check {document.source} SCRIPT"
 

@@ -49,7 +49,7 @@ def with_agent(
     new = _new(status, agent, known, job, now)
     if not any(new.values()):
         return status
-    status = _charged(status, new, agent, job, now)
+    status = statuses.with_idle(_charged(status, new, agent, job, now), _last_step_time(status))
     status = _with_what_was_free(status, new, agent)
     if agent.replacement == contract.replacement(status, 0):
         # Who has spoken has run: a second pod under its name would count from nothing, and be taken for the first.
@@ -63,6 +63,12 @@ def with_agent(
         told = _failure(status, failure, job, mine, now)
         status = statuses.with_failure(status, told, causes.sentence(told))
     return status
+
+
+def _last_step_time(status: api.Status) -> dt.datetime | None:
+    """When the ranks that have ended were last heard of with a new step."""
+    made = status.progress
+    return made.updated if made is not None and made.attempt == status.attempt else None
 
 
 def count(status: api.Status) -> int:
@@ -145,4 +151,6 @@ def _reason(said: AgentFailure) -> str:
         return causes.STALLED
     if said.rank < 0:
         return causes.CONNECTION_LOST
+    if said.failure_class == "infrastructure" and rules.is_symptom(said.exception):
+        return causes.PEER_LOST
     return causes.ENDED_EARLY if said.exit_code == 0 else "Error"

@@ -30,7 +30,7 @@ _OPTIONS = (
     "numa_binding signals_to_handle shutdown_timeout virtual_local_rank use_env help preload no_preload"
 ).split()
 _LAUNCHERS = {"torchrun", "ddprun"}
-_MODULES = {"torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher"}
+MODULES = {"torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher"}
 # An address that cannot be the one where all nodes meet: this node's own, or an IP, which no pod has before it runs.
 _NO_MEETING_PLACE = re.compile(
     r"^(localhost|\$\{?HOSTNAME\}?|\$\(hostname\)?|\d+\.\d+\.\d+\.\d+|\[?[0-9a-fA-F:]*::[0-9a-fA-F:]*\]?)$"
@@ -58,7 +58,7 @@ def find(command: list[str]) -> Launcher | None:
             return Launcher(name, _options(words[i + 1 :]))
         if word == "-m" and words[i + 1 : i + 2] == ["ddpjob.agent"]:
             return Launcher("ddprun", _options(words[i + 2 :]))
-        if word == "-m" and words[i + 1 : i + 2] and words[i + 1] in _MODULES:
+        if word == "-m" and words[i + 1 : i + 2] and words[i + 1] in MODULES:
             return Launcher(words[i + 1], _options(words[i + 2 :]))
         if re.search(r"torch/distributed/(run|launch)\.py$", word):
             return Launcher(name, _options(words[i + 1 :]))
@@ -108,8 +108,8 @@ def script(words: list[str]) -> str | None:
     if program in _LAUNCHERS:
         rest = _after_options(words[1:])
     elif re.fullmatch(r"python[\d.]*", program):
-        rest = _after_python_options(words[1:])
-        if rest[:1] == ["-m"] and rest[1:2] and rest[1] in _MODULES:
+        rest = after_python_options(words[1:])
+        if rest[:1] == ["-m"] and rest[1:2] and rest[1] in MODULES:
             rest = _after_options(rest[2:])
     else:
         return None
@@ -235,23 +235,25 @@ def _words(command: list[str]) -> list[str]:
 
 def _options(words: list[str]) -> dict[str, str]:
     """The launcher's options, up to the script: what follows the script belongs to the script."""
-    return _read_options(words)[0]
+    return read_options(words)[0]
 
 
 def _after_options(words: list[str]) -> list[str]:
     """What the launcher starts; nothing that could be a file after -m or --no-python."""
-    options, rest = _read_options(words)
+    options, rest = read_options(words)
     return [] if {"module", "no_python"} & set(options) else rest
 
 
-def _after_python_options(words: list[str]) -> list[str]:
+def after_python_options(words: list[str]) -> list[str]:
+    """What `python` is to run: a file, or -m or -c with what follows."""
     rest = list(words)
     while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
         del rest[: 2 if rest[0] in ("-X", "-W") else 1]
     return rest
 
 
-def _read_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
+def read_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """torchrun's options by their full names, and what follows them."""
     found: dict[str, str] = {}
     rest = iter(words)
     for word in rest:

@@ -418,7 +418,8 @@ def restarts_in_place(old: api.Status, new: api.Status) -> Iterator[Event]:
     if count > in_place.count(old) and old.attempt == new.attempt and failure is not None:
         # What is being settled meanwhile is the last failure, and not what they have overcome.
         settling = statuses.is_broken(old) or statuses.is_broken(new)
-        what = "" if settling else f"{causes.sentence(failure)}; "
+        free = "" if failure.charged_to in ("", "application") else " (not charged to backoffLimit)"
+        what = "" if settling else f"{causes.sentence(failure)}{free}; "
         text = f"{what}all ranks have started again in their pods (restart {count} in place)"
         yield _event(reasons.RESTARTED_IN_PLACE, text)
 
@@ -478,7 +479,7 @@ def _why_suspended(s: Scene) -> tuple[Reason, str]:
     if s.live:
         return reasons.SUSPENDING, f"suspended; {name_pods(s.live)} still stopping"
     if s.spec.suspend:
-        return reasons.SUSPENDED, "suspended; set spec.suspend to false to go on"
+        return reasons.SUSPENDED, f"suspended; {s.settings.resume_hint}"
     return reasons.INVALID_SPEC, f"{invalid_spec.sentence(s.problems)}; suspended until that is mended"
 
 

@@ -65,7 +65,7 @@ def attempt_broken(s: Scene) -> Verdict | None:
     text = causes.sentence(failure)
     status = statuses.with_failure(s.status, failure, text)
     # Where agents wait in the other pods it is the next look that says whether these stop (replacing.py).
-    said = f"{text}; cause not yet known" if launcher.restarts_in_place(s.spec) else _ending(s, text)
+    said = text + _open_question(failure) if launcher.restarts_in_place(s.spec) else _ending(s, text, failure)
     return Verdict(statuses.enter(status, "Restarting", reason, said, s.now))
 
 
@@ -83,7 +83,7 @@ def restarting(s: Scene) -> Verdict | None:
     text = causes.sentence(seen)
     status = statuses.with_failure(s.status, seen, text)
     actions, again = culprit.stop(s, first, s.alive, grace)
-    return Verdict(replace(status, message=_ending(s, text)), actions, again)
+    return Verdict(replace(status, message=_ending(s, text, seen)), actions, again)
 
 
 def _signs(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
@@ -276,7 +276,8 @@ def _has_trained_before(status: api.Status) -> bool:
         return True
     begun, ended = status.running_time, status.state_time
     here = (ended - begun).total_seconds() if status.state == "Restarting" and begun and ended else 0.0
-    return (status.goodput or api.Goodput()).productive_seconds - here >= TRAINED_SECONDS
+    spent = status.goodput or api.Goodput()
+    return spent.productive_seconds + spent.unreported_seconds - here >= TRAINED_SECONDS
 
 
 def _never_starts(s: Scene, failure: api.Failure, history: rules.History) -> bool:
@@ -349,9 +350,13 @@ def _config_error_at(s: Scene, pod: Pod) -> dt.datetime | None:
 # ---------------------------------------------------------------- sentences
 
 
-def _ending(s: Scene, text: str) -> str:
+def _ending(s: Scene, text: str, failure: api.Failure) -> str:
     left = f"stopping {name_pods(s.alive)}" if s.alive else "all pods have ended"
-    return f"{text}; {left}; cause not yet known{waiting.for_nodes(s)}"
+    return f"{text}; {left}{_open_question(failure)}{waiting.for_nodes(s)}"
+
+
+def _open_question(failure: api.Failure) -> str:
+    return "" if causes.is_a_cause(failure) else "; cause not yet known"
 
 
 def _going_on(s: Scene, text: str, verdict: rules.Verdict) -> str:

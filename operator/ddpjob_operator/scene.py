@@ -77,6 +77,8 @@ class Settings:
     """A container whose ConfigMap or Secret is missing for so long never starts."""
     avoid_node_seconds: float = 3600.0
     """How long a node that failed the job twice is avoided, and how far back failures count for it."""
+    resume_hint: str = "set spec.suspend to false to go on"
+    """What a user does with a suspended job."""
     keep_log_tail: bool = True
     """Whether the end of the log goes into the status."""
 
@@ -208,6 +210,8 @@ def look(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
     departed = {p.rank: p for p in seen.departed if is_own(p, job) and is_present(p, status)}
     others = sorted((p for p in own if not is_present(p, status)), key=by_identity)
     status = statuses.with_progress(note(status, mine, departed, job, seen), seen.reports.get(0))
+    paces = {rank: p for rank, p in seen.paces.items() if p.attempt in (0, status.attempt)}
+    status = statuses.with_idle(status, stall.idle_since(paces, job.spec.stall, now))
     # What was said in the attempt before this one, which begins with this look, is counted already.
     agent = in_place.newest(mine, departed, seen) if status.attempt == job.status.attempt else None
     return Scene(
@@ -229,7 +233,7 @@ def look(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
         now=now,
         settings=settings,
         unheard=tuple(_unheard(mine, seen, settings, lost)),
-        paces={rank: p for rank, p in seen.paces.items() if p.attempt in (0, status.attempt)},
+        paces=paces,
         heard_at=hearing.heard_at(status, seen),
     )
 

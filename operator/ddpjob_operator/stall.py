@@ -171,6 +171,12 @@ def find(paces: Mapping[int, Pace], stall: api.Stall | None, now: dt.datetime) -
     )
 
 
+def idle_since(paces: Mapping[int, Pace], stall: api.Stall | None, now: dt.datetime) -> dt.datetime | None:
+    """Since when no step has been made by a group that stands still; also where nobody wants it restarted for that."""
+    finding = find(paces, None if stall is not None and stall.timeout_seconds == 0 else stall, now)
+    return None if finding is None else finding.since
+
+
 def look_again_at(paces: Mapping[int, Pace], stall: api.Stall | None, now: dt.datetime) -> dt.datetime | None:
     """When `find` may say something else although no rank says anything new; None: never."""
     timeout = None if stall is None else stall.timeout_seconds

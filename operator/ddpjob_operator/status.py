@@ -44,22 +44,62 @@ def enter(status: api.Status, state: api.State, reason: Reason, message: str, no
 def goodput(status: api.Status, now: dt.datetime) -> api.Goodput:
     """Where the time went, the state that ends now included."""
     before = status.goodput or api.Goodput()
-    elapsed = max(0, round((now - status.state_time).total_seconds())) if status.state_time else 0
-    productive = _productive_seconds(status, elapsed, now) if status.state == "Running" else 0
-    after = replace(before, productive_seconds=before.productive_seconds + productive)
+    after = replace(before, idle_since=None, counted_until=None)
+    since = max((t for t in (status.state_time, before.counted_until) if t is not None), default=now)
+    elapsed = max(0, round((now - since).total_seconds()))
+    if status.state == "Running":
+        after, elapsed = _running(after, status, since, elapsed)
     if status.state == "Restarting" or (status.state == "Running" and is_restarted(status)):
-        after = replace(after, restarting_seconds=before.restarting_seconds + elapsed - productive)
+        after = replace(after, restarting_seconds=after.restarting_seconds + elapsed)
     elif status.state in ("Pending", "Starting", "Running"):
-        after = replace(after, starting_seconds=before.starting_seconds + elapsed - productive)
-    total = after.productive_seconds + after.starting_seconds + after.restarting_seconds
-    return replace(after, ratio=round(after.productive_seconds / total, 3) if total else 0.0)
+        after = replace(after, starting_seconds=after.starting_seconds + elapsed)
+    return replace(after, ratio=_ratio(after))
 
 
-def _productive_seconds(status: api.Status, elapsed: int, now: dt.datetime) -> int:
-    """Imports, rendezvous and loading are not training; a job that reports no steps cannot tell them apart."""
-    if status.first_step_time is not None:
-        return min(elapsed, max(0, round((now - status.first_step_time).total_seconds())))
-    return elapsed if status.furthest_step is None else 0
+def _running(booked: api.Goodput, status: api.Status, since: dt.datetime, elapsed: int) -> tuple[api.Goodput, int]:
+    """With what is known of the seconds in which all nodes ran; how many of them went before the first step."""
+    if status.first_step_time is None:
+        # Imports, rendezvous and loading are not training; a job that reports no steps cannot tell them apart.
+        unreported = elapsed if status.furthest_step is None else 0
+        return replace(booked, unreported_seconds=booked.unreported_seconds + unreported), elapsed - unreported
+    idle_since = status.goodput.idle_since if status.goodput is not None else None
+    first = min(elapsed, max(0, round((status.first_step_time - since).total_seconds())))
+    last = elapsed if idle_since is None else min(elapsed, max(first, round((idle_since - since).total_seconds())))
+    counted = replace(
+        booked,
+        productive_seconds=booked.productive_seconds + last - first,
+        idle_seconds=booked.idle_seconds + elapsed - last,
+    )
+    return counted, first
+
+
+def _ratio(spent: api.Goodput) -> float | None:
+    """None where no step was ever reported: running is not training, and a script that hangs runs as well."""
+    if spent.unreported_seconds and not spent.productive_seconds:
+        return None
+    total = (
+        spent.productive_seconds
+        + spent.unreported_seconds
+        + spent.idle_seconds
+        + spent.starting_seconds
+        + spent.restarting_seconds
+    )
+    return round(spent.productive_seconds / total, 3) if total else 0.0
+
+
+def with_idle(status: api.Status, since: dt.datetime | None) -> api.Status:
+    """The status in which no step has been made since then: until the next one that time is not productive."""
+    booked = status.goodput or api.Goodput()
+    if since is None or status.state != "Running" or status.first_step_time is None or booked.idle_since is not None:
+        return status
+    return replace(status, goodput=replace(booked, idle_since=since))
+
+
+def _stepping_again(status: api.Status, at: dt.datetime) -> api.Status:
+    """The status once a step has followed on a time without any."""
+    if status.goodput is None or status.goodput.idle_since is None:
+        return status
+    return replace(status, goodput=replace(goodput(status, at), counted_until=at))
 
 
 def is_restarted(status: api.Status) -> bool:
@@ -116,6 +156,8 @@ def with_progress(status: api.Status, report: Report | None) -> api.Status:
         updated=report.received_at,
     )
     before = status.progress
+    if before is not None and before.step != report.step:
+        status = _stepping_again(status, report.received_at)
     if report.step and status.first_step_time is None:
         status = replace(_with_lost_steps(status, report.step), first_step_time=report.received_at)
     elif before is not None and before.attempt == status.attempt and 0 < report.step < before.step:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from leads import taken
 
-from ddpjob.agent.lead import ANSWER_SECONDS, Ask, End, Lead, Start, Stop
+from ddpjob.agent.lead import ANSWER_SECONDS, Ask, End, Lead, Over, Start, Stop
 from ddpjob.agent.options import Budget
 from ddpjob.agent.standstill import Position
 from ddpjob.agent.watch import BY_STEPS, Word
@@ -94,6 +94,15 @@ def test_who_gets_on_after_all_ends_the_matter() -> None:
     found.answered(0, STANDS, [Position(0, 42)], T0 + 301)
     found.answered(1, GETS_ON, [Position(1, 43)], T0 + 301)
     assert (taken(found), found.state, found.deadline) == ([], "running", None)
+
+
+def test_all_nodes_hear_that_the_ranks_of_one_have_ended_well() -> None:
+    """A rank that hangs after its last collective waits for nobody: only so its own node knows that."""
+    found = running(3)
+    taken(found)
+    found.finished(1, T0)
+    found.finished(2, T0)
+    assert found.orders == [Over(found.generation)], "once is enough"
 
 
 def test_the_others_have_their_time_again_when_a_node_has_ended() -> None:

@@ -55,6 +55,52 @@ def test_the_exit_code_is_the_users(launcher: Launcher, start: str, line: str, c
     assert said["signal"] == ("SIGSEGV" if code == 139 else "")
 
 
+@pytest.mark.parametrize(
+    ("line", "exception", "trace"),
+    [
+        ("import argparse; argparse.ArgumentParser().parse_args(['--lrr', '1'])",)
+        + ("train.py: error: unrecognized arguments: --lrr 1",) * 2,
+        (
+            "import argparse as a; p = a.ArgumentParser(prog='x'); p.add_argument('n', type=int); p.parse_args(['a'])",
+            "x: error: argument n: invalid int value: 'a'",
+            "x: error: argument n: invalid int value: 'a'",
+        ),
+        ("sys.exit('no data in /data')", "SystemExit: no data in /data", "no data in /data"),
+        ("try: int('a')\nexcept ValueError: sys.exit(4)", "ValueError: invalid literal", "int('a')"),
+        ("raise KeyError('k')", "KeyError: 'k'", "raise KeyError('k')"),
+        ("sys.exit(3)", "", ""),
+    ],
+)
+def test_what_a_rank_has_said_when_it_ended_is_in_the_message(
+    launcher: Launcher, line: str, exception: str, trace: str
+) -> None:
+    """A user reads `ended with exit code 2`, and looks for the reason in the log of a pod that is gone."""
+    script = launcher.script(f"import sys\n{line}")
+    done = launcher.done("--preload=json", "--max-restarts", 0, script)
+    said = message(launcher)
+    assert said["exception"].startswith(exception)
+    assert bool(said["exception"]) is bool(exception)
+    assert trace in said.get("traceback", "")
+    assert f"rank 0 ended with exit code {done.returncode}" in done.stderr
+    assert exception in done.stderr
+
+
+@pytest.mark.parametrize("line", ["sys.exit()", "sys.exit(0)", "raise SystemExit"])
+def test_a_good_end_by_exit_is_none_that_is_told(launcher: Launcher, line: str) -> None:
+    done = launcher.done("--preload=json", "--max-restarts", 0, launcher.script(f"import sys\n{line}"))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_job_of_one_node_that_is_told_to_stop_speaks_of_no_other_nodes(launcher: Launcher) -> None:
+    """A user looks for nodes that the job never had."""
+    script = launcher.script("import time; open('ready', 'w').close(); time.sleep(1000)")
+    left = json.dumps({"application": 3, "infrastructure": 100, "stall": 10})
+    run = launcher.ddprun("--no-preload", script, DDPJOB_RESTARTS_LEFT=left)
+    eventually((launcher.folder / "ready").exists)
+    run.terminate()
+    assert finish(run).stderr == "ddprun: told to stop\n"
+
+
 def test_a_rank_that_is_killed_leaves_a_message_although_it_could_say_nothing(launcher: Launcher) -> None:
     script = launcher.script("import os; os.kill(os.getpid(), 9)")
     assert launcher.done("--no-preload", "--max-restarts", 0, script).returncode == 137

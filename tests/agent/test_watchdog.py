@@ -213,7 +213,7 @@ class Loses:
 
     def __init__(self) -> None:
         self.options = parse(["train.py"], {"DDPJOB_STALL_TIMEOUT": "2"})
-        self.node = types.SimpleNamespace(running_ranks={0})
+        self.node = types.SimpleNamespace(running_ranks={0}, ended_well=None)
         self.watching = Watching(cast(Any, self))
         self.group = self
         self.words: list[object] = []
@@ -276,4 +276,57 @@ def test_the_rank_that_did_not_come_to_the_collective_is_named_with_and_without_
     )
     assert re.search(r"41 all_reduce .*, not done", told(done.stderr, 0)), "what the flight recorder knows"
     assert re.search(r"40 all_reduce .*, done", told(done.stderr, 1))
+    forget_torchs_own(launcher)
+
+
+ENDS = """
+import os, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+life, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), dist.get_rank()
+def upload():
+    {hang}
+for step in range(3): dist.all_reduce(torch.ones(8))
+{leave}
+if rank == 1 and life == 0: upload()
+open(f"done-{{rank}}", "w").close()
+"""
+HANGS = "time.sleep(1000)"
+WORKS = "until = time.monotonic() + 12\n    while time.monotonic() < until: sum(range(1000))"
+END_LIMIT = {"DDPJOB_STALL_TIMEOUT": "3", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("leave", ["", "dist.destroy_process_group()"])
+def test_a_rank_that_hangs_after_its_last_collective_is_found_without_the_library(
+    launcher: Launcher, nodes: int, leave: str
+) -> None:
+    """All others have ended, nobody waits for it, and the job runs for ever."""
+    script = launcher.script(ENDS.format(hang=HANGS, leave=leave))
+    started = launcher.nodes(nodes, "--nproc", 2 // nodes, script, **END_LIMIT)
+    done = [finish(agent, 150) for agent in started]
+    assert [d.returncode for d in done] == [0] * nodes, done[0].stderr
+    seconds, what, budget = found(done[0].stderr)
+    assert what == "rank 1 has ended its last collective, 3 (all_reduce), and does not end; in train.py:7 in upload"
+    assert (budget, seconds >= 3) == ("stall", True)
+    forget_torchs_own(launcher)
+
+
+def test_a_rank_that_works_alone_after_its_last_collective_is_left_alone(launcher: Launcher) -> None:
+    """Rank 0 evaluates for longer than a step may take, and the training is thrown away."""
+    script = launcher.script(ENDS.format(hang=WORKS, leave="dist.destroy_process_group()"))
+    done = finish(launcher.ddprun("--nproc", 2, script, **END_LIMIT), 150)
+    assert (done.returncode, "restart" in done.stderr) == (0, False), done.stderr
+    forget_torchs_own(launcher)
+
+
+def test_a_process_that_hangs_after_its_script_has_ended_is_found(launcher: Launcher) -> None:
+    """As torch's own destructors do, while they hold the interpreter: nothing in it can answer."""
+    hang = "import atexit; torch.kept = Held()"
+    # PyDLL: with the interpreter's lock. A signal ends a sleep.
+    held = "class Held:\n    def __del__(self):\n        while True: ctypes.PyDLL(None).sleep(1000)"
+    script = launcher.script("import ctypes\n" + held + ENDS.format(hang=hang, leave=""))
+    done = finish(launcher.ddprun("--nproc", 2, script, **END_LIMIT), 150)
+    assert done.returncode == 0, done.stderr
+    assert found(done.stderr)[1] == "rank 1 has trained and does not end, nor answer"
     forget_torchs_own(launcher)

@@ -123,7 +123,9 @@ def test_an_invalid_job_says_why_and_starts_nothing(space: Space) -> None:
     refused = space.kubectl("apply", "-f", "-", stdin=job("early", SLEEP, gang="native"), check=False)
     assert "spec.gang: " in refused
     assert "gang scheduling is not available yet" in refused
-    space.kubectl("apply", "-f", "-", stdin=job("apart", ["torchrun", "--standalone", "train.py"]))
+    apart = job("apart")
+    apart["spec"]["template"]["spec"]["containers"][0]["command"] = ["torchrun", "--standalone", "train.py"]
+    space.kubectl("apply", "-f", "-", stdin=apart)
     status = until(lambda: space.status("apart"), "the job has a status", 30)
     assert status["reason"] == "InvalidSpec"
     assert "--standalone is for one node" in status["message"]

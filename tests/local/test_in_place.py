@@ -47,6 +47,25 @@ def test_a_rank_that_is_killed_starts_again_with_the_others_and_is_named(cli: Cl
     assert "did not happen" not in told
 
 
+@pytest.mark.parametrize(
+    ("line", "exception", "tail"),
+    [
+        ("import argparse; argparse.ArgumentParser(prog='t').parse_args(['--lr'])", "t: error: unrec", "t: error:"),
+        ("import sys; sys.exit('no data in /data')", "SystemExit: no data in /data", "no data in /data"),
+        ("raise ValueError('no shard')", "ValueError: no shard", "in <module>"),
+    ],
+)
+def test_the_last_words_of_a_rank_are_in_the_failure_and_in_the_end_of_its_log(
+    cli: Cli, line: str, exception: str, tail: str
+) -> None:
+    """A user reads `ended with exit code 2` and no more."""
+    done, status, told = run(cli, script=line, backoffLimit=0)
+    assert done.returncode == 1
+    assert status["lastFailure"]["exception"].startswith(exception), status["lastFailure"]
+    assert tail in status["lastFailure"]["logTail"]
+    assert exception in told
+
+
 @pytest.mark.parametrize("node", [0, 1], ids=["node 0, which leads", "another"])
 def test_a_node_that_dies_is_replaced_alone(cli: Cli, node: int) -> None:
     done, status, told = run(cli, "--fail", f"node={node},at=2s", backoffLimit=0)

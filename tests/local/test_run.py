@@ -113,7 +113,9 @@ def test_a_signal_stops_gracefully_and_that_is_no_success(cli: Cli, number: sign
     assert process.returncode == 130
     assert out.count("saving") == 2, "every node had its chance to save"
     assert f"stopping on {number.name}" in err
-    assert status_of(cli.folder / "status.json")["state"] == "Suspended"
+    status = status_of(cli.folder / "status.json")
+    assert (status["state"], status["message"]) == ("Suspended", "suspended; run it again to go on")
+    assert "spec.suspend" not in err, "no field has stopped it"
 
 
 def test_a_second_ctrl_c_stops_a_training_that_ignores_the_first(cli: Cli) -> None:

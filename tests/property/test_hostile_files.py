@@ -33,8 +33,8 @@ SPEC = st.sampled_from([field.encode_name for field in msgspec.structs.fields(ap
 STATUS = st.sampled_from([field.encode_name for field in msgspec.structs.fields(api.Status)])
 YAML = st.lists(
     st.sampled_from(
-        "kind: DDPJob\n|spec:\n|  nodes: |- |&a |*a|<<: |!!python/object:os.system |{|}|[|]|\n|? |%YAML 9.9\n|---\n|\t|\x00|"
-        "0x|1e999|2031-99-99".split("|")
+        "kind: DDPJob\n|spec:\n|  nodes: |- |&a |*a|<<: |!!python/object:os.system |{|}|[|]|\n|? |%YAML 9.9\n|---\n|"
+        "\t|\x00|0x|1e999|2031-99-99".split("|")
     )
     | st.text(max_size=6),
     max_size=25,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from model_training import HANGS, REPORT_SECONDS, SAVE_SECONDS, SYMPTOM, Failure, Process
 
 from ddpjob.agent import leading, options, posting
-from ddpjob.agent.lead import RESUMABLE, End, Lead, Leave, Start, Stop
+from ddpjob.agent.lead import RESUMABLE, End, Lead, Leave, Over, Start, Stop
 from ddpjob.agent.lead import Failure as Said
 from ddpjob.agent.options import Budget, PolicyRule
 from ddpjob.termination import encode
@@ -317,7 +317,7 @@ class Agents:
             for link in followers:
                 self._tell(link, lambda agent: self._end(agent, _own_code(agent, order), order.failure, ended=True))
             self._end(leader, _own_code(leader, order), order.failure, ended=True)
-        else:
+        elif not isinstance(order, Over):  # what hangs after its end is tried with real processes
             assert isinstance(order, Leave), order
             self._end(leader, leader.code_when_told)
 

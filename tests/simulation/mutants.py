@@ -13,7 +13,7 @@ from unittest import mock
 from model_client import ModelClient
 from msgspec.structs import replace
 
-from ddpjob_operator import contract, facts, in_place, observed, plan, replacing, restart
+from ddpjob_operator import api, contract, facts, in_place, observed, plan, replacing, restart, validation
 from ddpjob_operator import status as statuses
 from ddpjob_operator.kube import app, execute
 from ddpjob_operator.plan import CreatePod, CreateService, DeletePod
@@ -166,6 +166,28 @@ def words_dropped() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(in_place, "with_agent", lambda status, *_: status)
 
 
+def unreadable_is_empty() -> contextlib.AbstractContextManager[Any]:
+    """A status that cannot be read counts as none."""
+    read = validation.stored_status
+
+    def lenient(raw: Any) -> api.Status:
+        try:
+            return read(raw)
+        except validation.UnreadableError:
+            return api.Status()
+
+    return mock.patch.object(validation, "stored_status", lenient)
+
+
+def invalid_spec_first() -> contextlib.AbstractContextManager[Any]:
+    """A job whose spec has become invalid may be suspended, and nothing else of it is looked at."""
+
+    def invalid(s: Scene) -> Verdict | None:
+        return (plan.suspended(s) or Verdict(s.status)) if s.problems and s.status.attempt else plan.invalid(s)
+
+    return mock.patch.object(plan, "RULES", tuple(invalid if r is plan.invalid else r for r in plan.RULES))
+
+
 # Those that random seeds find soon. The others need one order of events, and test_exhaustive.py has it.
 ALL: tuple[Mutant, ...] = (
     no_fence,
@@ -179,4 +201,6 @@ ALL: tuple[Mutant, ...] = (
     replaced_at_once,
     words_added_up,
     words_dropped,
+    unreadable_is_empty,
+    invalid_spec_first,
 )

@@ -77,6 +77,9 @@ NODES = ("node cut", "node cut", "node killed", "node removed", "node dies")
 # What breaks one pod of a job whose others wait for its replacement, in any order and often.
 ONE_BY_ONE = (*PODS, *NODES, "agent killed", "agent killed", "agent killed", "pod forced", "nodes cut", "nodes cut")
 DDPRUN_SHARE = 0.25
+# What leaves the operator with a part of the job that it cannot read, or may not start from.
+EDITS = ("status edited", "spec made invalid")
+EDITS_SHARE = 0.15
 
 # What happens in this order, or in any.
 NARROW: tuple[tuple[dict[str, tuple[str, ...]], tuple[str, ...]], ...] = (
@@ -94,7 +97,18 @@ NARROW: tuple[tuple[dict[str, tuple[str, ...]], tuple[str, ...]], ...] = (
 def scenario(seed: int) -> Scenario:
     """The scenario of a seed."""
     found, rng = _under_torchrun(seed), random.Random(f"{seed} launcher")
-    return _under_ddprun(rng, found) if rng.random() < DDPRUN_SHARE else found
+    found = _under_ddprun(rng, found) if rng.random() < DDPRUN_SHARE else found
+    return _with_edits(random.Random(f"{seed} edits"), found)
+
+
+def _with_edits(rng: random.Random, found: Scenario) -> Scenario:
+    if rng.random() >= EDITS_SHARE:
+        return found
+    deeds = [
+        Deed(rng.uniform(0, 0.5 * FAULTS_SECONDS), rng.choice(EDITS), rng.randrange(6), 10 ** rng.uniform(-0.5, 2))
+        for _ in range(rng.choice((1, 2)))
+    ]
+    return replace(found, deeds=tuple(sorted((*found.deeds, *deeds), key=lambda deed: deed.at)))
 
 
 def _under_ddprun(rng: random.Random, found: Scenario) -> Scenario:

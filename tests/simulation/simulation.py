@@ -500,6 +500,10 @@ class Simulation:
             return
         if deed.what == "touch":
             self.api.change(api.PLURAL, job, "user", metadata={"annotations": {"touched": str(deed.at)}})
+        elif deed.what == "status edited":
+            self._edit_status(deed)
+        elif deed.what == "spec made invalid":
+            self._make_invalid(job)
         elif deed.what == "suspend":
             self._suspend(True)
             self.loop.call_later(deed.seconds, self._suspend, False)
@@ -508,10 +512,30 @@ class Simulation:
             if deed.what == "delete and apply":
                 self.loop.call_later(deed.seconds if deed.number % 2 else 0.0, self._apply)
 
+    def _edit_status(self, deed: Deed) -> None:
+        """A hand writes what no operator can read, and after a while sets it right again."""
+        self._set_lost_steps(-1 - deed.number)
+        self.loop.call_later(deed.seconds, self._set_lost_steps, 0)
+
+    def _set_lost_steps(self, value: int) -> None:
+        job = self.api.find(api.PLURAL, NAME)
+        status = (job or {}).get("status") or {}
+        if job is not None and status.get("attempt"):
+            goodput = {**(status.get("goodput") or {}), "lostSteps": value}
+            self.api.change(api.PLURAL, job, "user", status={**status, "goodput": goodput})
+
+    def _make_invalid(self, job: Raw) -> None:
+        """As an old CRD lets it pass, or a newer operator finds it, in a job that is under way: it must end all the
+        same. Who resumes a job sets its spec right."""
+        status = job.get("status") or {}
+        if status.get("attempt") and status.get("state") != "Suspended" and not job["spec"].get("suspend"):
+            self.api.request("PUT", f"{JOBS}/{NAME}", None, {**job, "spec": {**job["spec"], "minNodes": 1}}, "user")
+
     def _suspend(self, yes: bool) -> None:
         job = self.api.find(api.PLURAL, NAME)
         if job is not None:
-            body = {**job, "spec": {**job["spec"], "suspend": yes}}
+            kept = {k: v for k, v in job["spec"].items() if yes or k != "minNodes"}
+            body = {**job, "spec": {**kept, "suspend": yes}}
             self.tell("user", "suspends" if yes else "resumes")
             self.api.request("PUT", f"{JOBS}/{NAME}", None, body, "user")
 

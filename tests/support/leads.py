@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpjob.agent.lead import Lead
+from ddpjob.agent.lead import Lead, Over
 
 
 def taken(found: Lead) -> list[Any]:
-    """The orders that it has given since this was asked last."""
-    orders, found.orders[:] = list(found.orders), []
+    """The orders that it has given since this was asked last; not that the watchdogs are told who has ended."""
+    orders, found.orders[:] = [order for order in found.orders if not isinstance(order, Over)], []
     return orders

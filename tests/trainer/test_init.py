@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import ddpjob
+from ddpjob import patience
 
 init_file = importlib.import_module("ddpjob.init")
 TRAINER = str(Path(ddpjob.__file__).parents[1])
@@ -225,6 +226,55 @@ def test_after_the_first_step_a_collective_fails_sooner(end_ranks, meeting_file)
 
     outcomes = end_ranks(body, 2, limit_seconds=30)
     assert "Timed out waiting 500ms" in outcomes[0].error, outcomes[0]
+
+
+@pytest.mark.parametrize("watched", [{}, {"DDPJOB_BEATS": "1:2:3:0"}, {"DDPJOB_STATUS_URL": "http://x"}], ids=str)
+@pytest.mark.parametrize("stall", ["", "0", "300", "20000"])
+def test_no_collective_ends_sooner_than_a_declared_pause_may_take(watched, stall):
+    """Else half an hour of evaluation on rank 0 ends the ranks that wait for it, again at each restart."""
+    allowed = init_file.default_timeout_seconds({**watched, "DDPJOB_STALL_TIMEOUT": stall})
+    learned = patience.Learned(step_seconds=(1.0,))
+    limit = patience.limit("evaluate", 41, learned, float(stall) if watched and stall else None)
+    assert allowed >= (limit.allowed if watched else limit.expected)
+    assert allowed > 1800
+
+
+def test_an_evaluation_on_rank_0_alone_ends_nobody_before_the_first_step_or_after_it(
+    run_ranks, meeting_file, monkeypatch
+):
+    """Seconds for quarters of an hour; it takes longer than the ranks had to meet."""
+    monkeypatch.setattr(patience, "PAUSE_SECONDS", 4.0)
+
+    def body(rank: int) -> float:
+        with ddpjob.init(init_method=meeting_file, rank=rank, world_size=2, timeout_start_seconds=3) as world:
+            sums = torch.zeros(1)
+            for step in (0, 1):
+                if step:
+                    ddpjob.progress(step)
+                if world.is_main:
+                    with ddpjob.pause("evaluate"):
+                        time.sleep(4.0)
+                dist.all_reduce(sums.add_(1))
+            return float(sums)
+
+    assert run_ranks(body, 2) == [6.0, 6.0]
+
+
+@pytest.mark.parametrize("close", [True, False], ids=["in a with", "without"])
+def test_a_rank_that_gives_up_names_the_limit_that_ended_it(end_ranks, meeting_file, capfd, close):
+    def body(rank: int) -> None:
+        world = ddpjob.init(init_method=meeting_file, rank=rank, world_size=2, timeout_step_seconds=0.5)
+        with world if close else contextlib.nullcontext():
+            ddpjob.progress(1)
+            if rank == 0:
+                dist.all_reduce(torch.ones(1))
+            with contextlib.suppress(RuntimeError):  # wait for rank 0 to give up
+                dist.recv(torch.ones(1), src=0)
+            os._exit(0)
+
+    end_ranks(body, 2, limit_seconds=30)
+    said = capfd.readouterr().err
+    assert said.count("rank 0 has waited for another rank for the time-out of 0.5 s (timeout_step_seconds of") == 1
 
 
 def test_a_group_that_the_script_made_itself_is_used(run_ranks, tmp_path):

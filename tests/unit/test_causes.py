@@ -340,7 +340,7 @@ def test_the_guilty_ranks_exit_code_is_known_under_plain_torchrun() -> None:
         ),
         (
             recorded(1, "Resumable", exit_code=75, step=41),
-            "rank 1 (pod bert-1-1, node gpu-01) saved and stopped (exit code 75) because a rank was told to stop at "
+            "rank 1 (pod bert-1-1, node gpu-01) stopped in order (exit code 75) because a rank was told to stop at "
             "step 41",
             "a stop from outside",
         ),

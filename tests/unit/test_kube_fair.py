@@ -13,8 +13,10 @@ from slow_server import SlowServer, Town, play
 from virtual_time import START
 
 from ddpjob_operator.kube.progress_turns import ABSENT_SECONDS, ProgressTurns
+from ddpjob_operator.kube.receive import Sender
 from ddpjob_operator.kube.shares import Bounds, Shares
 from ddpjob_operator.kube.store import Key
+from ddpjob_operator.observed import Report
 
 # What one round trip takes; a small job needs four, one after the other.
 QUICK = 0.01
@@ -127,13 +129,38 @@ def test_a_job_that_is_suspended_while_its_pods_are_created_slowly_stops_soon() 
     play(story)
 
 
-def progressing(town: Town, jobs: int) -> None:
-    """Jobs that train and say so."""
-    for number in range(jobs):
-        written = (START - dt.timedelta(seconds=100 + number % 50)).isoformat().replace("+00:00", "Z")
-        progress = {"step": 1, "attempt": 1, "updated": written}
-        started = {"state": "Running", "attempt": 1, "startTime": written, "attemptTime": written}
-        town.apply("team", f"job-{number}", 1, {**started, "progress": progress})
+def test_progress_of_many_jobs_is_written_ten_times_a_second_and_nothing_waits_behind_it() -> None:
+    """With 300 jobs that report, 30 writes a second stood in the way of a job that was to start, and of any failure."""
+
+    async def story() -> None:
+        server = SlowServer(lambda _verb, _path: QUICK)
+        town = Town(server)
+        written = START.isoformat().replace("+00:00", "Z")
+        for number in range(300):
+            progress = {"step": 1, "attempt": 1, "updated": written}
+            status = {"state": "Running", "attempt": 1, "startTime": written, "attemptTime": written}
+            town.apply("team", f"job-{number}", 1, status | {"progress": progress})
+        await town.until(lambda: town.pods("team") == 300, 10)
+        await asyncio.sleep(20)
+
+        def all_report(step: int) -> None:
+            now = START + dt.timedelta(seconds=int(asyncio.get_running_loop().time()))
+            for number in range(300):
+                sender = Sender("team", f"job-{number}", rank=0, attempt=1)
+                town.operator.report(sender, Report(step=step, attempt=1, received_at=now))
+
+        all_report(2)  # the first report of an attempt says more than progress: how long the start took
+        await asyncio.sleep(60)
+        before = len(server.done)
+        all_report(3)
+        await asyncio.sleep(12)
+        assert await small_jobs_start(town, "team") < 0.5
+        await asyncio.sleep(40)
+        writes = [at for at, verb, path in server.done[before:] if verb == "replace" and "/job-" in path]
+        assert len(writes) == 300, "each once"
+        assert all(sum(at <= other < at + 1 for other in writes) <= 11 for at in writes), "sent 0.1 s apart, at least"
+
+    play(story)
 
 
 def test_progress_of_all_jobs_together_is_written_ten_times_a_second_and_holds_up_no_start() -> None:

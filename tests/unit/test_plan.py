@@ -481,13 +481,14 @@ def test_what_the_job_changes_or_the_user_overrides_is_said_once() -> None:
 
 
 def test_goodput_books_each_second_where_it_was_spent() -> None:
-    world = digits().started().after(20).runs(0, 1).settle().after(80).exits(0).exits(1).settle()
+    world = digits().started().after(15).runs(0, 1).settle().after(5).reports_step(1).settle()
+    world.after(80).exits(0).exits(1).settle()
     assert world.status.goodput is not None
     spent = world.status.goodput
     assert (spent.starting_seconds, spent.productive_seconds, spent.ratio) == (20, 80, 0.8)
 
 
-@pytest.mark.parametrize(("code", "shown"), [(0, "2/2"), (3, "1/2")])
+@pytest.mark.parametrize(("code", "shown"), [(0, "2/2"), (1, "1/2")])
 def test_the_nodes_of_a_job_that_is_over_are_those_that_completed(code: int, shown: str) -> None:
     """0/2 reads like a failure of a job that succeeded."""
     world = digits(backoffLimit=0).running().exits(0).settle().exits(1, code=code).restarted()

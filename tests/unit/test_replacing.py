@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from msgspec.structs import replace
 from worlds import World, digits
 
 from ddpjob_operator import build
@@ -188,6 +189,30 @@ def test_a_restart_in_place_is_counted_told_and_named_while_the_job_runs_on() ->
     assert world.events[-1].reason == "RestartedInPlace"
     assert "rank 2 (pod digits-1-2, node node-2) was killed by SIGKILL at step 41" in world.events[-1].message
     assert "restarted in place 1 time" in world.status.message
+
+
+def test_a_restart_in_place_that_only_complaints_explain_blames_nobody_and_says_that_it_was_free() -> None:
+    """A user debugs the rank that lost its peer, and counts a restart that was not charged."""
+    world = trained()
+    agent = said(infrastructure=1)
+    lost = "RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.4]:4711"
+    failure = replace(
+        agent.failures[0],
+        exit_code=1,
+        signal="",
+        failure_class="infrastructure",
+        charged_to="infrastructure",
+        exception=lost,
+    )
+    world.agent = replace(agent, failures=[failure])
+    world.settle()
+    event = world.events[-1]
+    assert event.reason == "RestartedInPlace"
+    assert event.message.startswith("rank 2 (pod digits-1-2, node node-2) lost its peers at step 41 (RuntimeError: ")
+    assert "only peers' complaints (not charged to backoffLimit); all ranks have started again" in event.message
+    world.agent = said(1)
+    world.settle()
+    assert "not charged" not in world.events[-1].message
 
 
 def test_what_is_said_again_costs_nothing_and_only_more_than_was_known_counts() -> None:

@@ -64,6 +64,29 @@ def test_until_the_last_pod_has_ended_the_cause_is_not_known_and_nothing_is_char
     assert world.status.attempt == 2
 
 
+@pytest.mark.parametrize(
+    ("breaks", "known"),
+    [
+        (lambda w: w.exits(1, code=1, message="ValueError: no such shard"), True),
+        (lambda w: w.exits(1, code=137, reason="OOMKilled"), True),
+        (lambda w: w.exits(1, code=139), True),
+        (lambda w: w.evicted(1, "PreemptionByScheduler"), True),
+        (lambda w: w.node_lost(1).after(31), True),
+        (lambda w: w.exits(1, code=1), False),
+        (lambda w: w.exits(1, code=1, message=PEER_GONE), False),
+        (lambda w: w.vanishes(1), False),
+    ],
+    ids=["exception", "memory", "signal", "preemption", "node", "bare-code", "peer-complains", "pod-gone"],
+)
+@pytest.mark.parametrize("command", ["torchrun", "ddprun"])
+def test_a_message_that_names_the_cause_does_not_call_it_unknown(breaks, known: bool, command: str) -> None:
+    """`ValueError: no such shard; … cause not yet known` sends its reader to look for another one."""
+    world = breaks(digits(container={"command": [command, "train.py"]}).running())
+    world.step()
+    assert world.status.state == "Restarting"
+    assert ("cause not yet known" not in world.status.message) == known, world.status.message
+
+
 def test_the_next_attempt_starts_at_once_with_all_ranks_and_new_names() -> None:
     world = digits().running().exits(1, code=3).restarted()
     assert world.names() == ["digits-1-1", "digits-2-0", "digits-2-1"]

@@ -183,6 +183,31 @@ def test_without_the_library_only_who_waits_for_another_rank_proves_a_hang() -> 
         assert (group.settle() is not None) is waits
 
 
+@pytest.mark.parametrize(("idle", "found"), [([True, True], True), ([True, False], False), ([False, False], False)])
+def test_without_the_library_who_waits_for_nobody_proves_a_hang_by_doing_nothing(idle: list[bool], found: bool) -> None:
+    """A rank that hangs in its last save keeps its nodes for ever; one that evaluates must not be ended."""
+    stands = Word(BY_COLLECTIVES, True, 300.0, "train")
+    group = Standstill()
+    group.heard(0, stands)
+    group.ask()
+    group.answered(
+        0, stands, [Position(rank, 0, 8, "all_reduce", idle=is_idle) for rank, is_idle in enumerate(idle)], {0}
+    )
+    failure = group.settle()
+    assert (failure is not None) is found
+    if failure is not None:
+        assert "rank 0 has ended its last collective, 8 (all_reduce), and does not end" in failure["exception"]
+
+
+def test_when_the_others_have_ended_a_short_training_was_one() -> None:
+    """A script of some seconds that hangs at its end would have the half hour of a start."""
+    ranks = Ranks(10.0).say(phase="", collectives=3)
+    assert ranks.look(100).stands is False
+    ranks.beats[0] = ranks.beats[0]._replace(over=True)
+    assert ranks.look(10).stands is False, "from then on"
+    assert ranks.look(2).stands is True
+
+
 def at(rank: int, sequence: int = 0, *, step: int = 41, done: bool = False, where: str = "") -> Position:
     return Position(rank, step, sequence, "all_reduce" if sequence else "", done, where)
 

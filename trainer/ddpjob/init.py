@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import multiprocessing.util
 import os
+import re
 import sys
 import time
 import weakref
@@ -26,7 +27,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from . import stop, termination
+from . import patience, stop, termination
 from .errors import ConfigurationError, DDPJobError, RendezvousError, UnsupportedError
 from .kept import never_destroy
 from .progress import announce
@@ -63,7 +64,7 @@ class World:
     device: torch.device
     backend: str
     attempt: int = 1
-    timeout_step_seconds: float = field(default=100.0, repr=False)
+    timeout_step_seconds: float = field(default=2 * patience.PAUSE_SECONDS, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -103,6 +104,7 @@ class World:
             if kind is None or isinstance(error, stop.Stopped) or (isinstance(error, SystemExit) and not error.code):
                 _leave()
             else:
+                _group.say_time_out(error)
                 _group.broken = True  # the peers are in a collective and will not come: nothing to wait for at the exit
                 if isinstance(error, SystemExit):
                     termination.tell(error)  # at the exit it is not to be seen any more
@@ -117,7 +119,7 @@ def init(
     local_rank: int | None = None,
     device: str | None = None,
     timeout_start_seconds: float = 300.0,
-    timeout_step_seconds: float = 100.0,
+    timeout_step_seconds: float | None = None,
 ) -> World:
     """Join the process group and return this process's World; a second call returns the same one.
 
@@ -128,9 +130,11 @@ def init(
     rank, world_size, local_rank  for processes that the script starts itself; default RANK, WORLD_SIZE, LOCAL_RANK.
     device       "cpu" or "cuda"; default cuda where this process sees one. The index is local_rank modulo the number of
                  visible devices; under nccl every rank needs one of its own.
-    timeout_start_seconds  limit for meeting the others, and for each collective until the first step is made: imports,
-                 downloads and compilation differ between nodes.
-    timeout_step_seconds   limit for each collective after it (World.started).
+    timeout_start_seconds  limit for meeting the others; until the first step is made a collective may take as long, or
+                 timeout_step_seconds if that is longer: imports, downloads and compilation differ between nodes.
+    timeout_step_seconds   limit for each collective after it (World.started). Default: an hour; under ddprun, or where
+                 an operator hears of progress, 3 hours: they find a hang much sooner, and know of a declared `pause`.
+                 Never shorter than a pause on one rank may be, for the others wait for it in a collective.
 
     Raises ConfigurationError (a variable or argument cannot be right), UnsupportedError (not in this PyTorch or on
     this machine) or RendezvousError (the ranks did not find each other in time).
@@ -138,6 +142,8 @@ def init(
     global _group, _groups_joined
     if _group is not None and _group.pid == os.getpid():
         return _group.world
+    if timeout_step_seconds is None:
+        timeout_step_seconds = default_timeout_seconds(os.environ)
     place = find_place(os.environ, init_method, rank, world_size, local_rank)
     backend, chosen = choose(backend, device, place, os.environ)
     if dist.is_initialized():
@@ -149,9 +155,20 @@ def init(
     attempt = _integer(os.environ, "DDPJOB_ATTEMPT", 1)
     world = World(*place, chosen, backend, attempt, timeout_step_seconds)
     _group, _groups_joined = _Group(world, store, os.getpid()), _groups_joined + 1
+    if store is not None and timeout_step_seconds > timeout_start_seconds:
+        _set_timeout(timeout_step_seconds)
     _leave_at_exit()
     announce()
     return world
+
+
+def default_timeout_seconds(environ: Mapping[str, str]) -> float:
+    """How long a collective may take: as long as a declared pause, which patience.py allows."""
+    if not (environ.get("DDPJOB_BEATS") or environ.get("DDPJOB_STATUS_URL")):
+        return 2 * patience.PAUSE_SECONDS  # nobody else ends a hang
+    stall = environ.get("DDPJOB_STALL_TIMEOUT", "")
+    pause_seconds = patience.LONGEST * int(stall) if stall.isdecimal() else 0
+    return max(patience.UNSEEN_PAUSE_SECONDS, pause_seconds)
 
 
 def active() -> World | None:
@@ -435,14 +452,40 @@ class _Group:
     pid: int
     stepping: bool = False
     broken: bool = False
+    told: bool = False
 
     def use_step_timeout(self) -> None:
         if self.stepping or self.pid != os.getpid():
             return
         self.stepping = True
-        # torch has no public way; this one works for gloo and nccl, and for collectives that start from now on.
-        with contextlib.suppress(Exception):
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.world.timeout_step_seconds))
+        _set_timeout(self.world.timeout_step_seconds)
+
+    def say_time_out(self, error: BaseException | None) -> None:
+        """torch's words name milliseconds and an operation, not what the limit is called and how to raise it."""
+        while isinstance(error, BaseException) and not isinstance(error, RuntimeError):  # sys.exit(1) in an except
+            error = error.__cause__ or error.__context__
+        waited = _TIMED_OUT.search(str(error))
+        if waited is None or self.told or int(waited[1]) != round(1000 * self.world.timeout_step_seconds):
+            return
+        self.told = True
+        print(
+            f"ddpjob: rank {self.world.rank} has waited for another rank for the time-out of "
+            f"{self.world.timeout_step_seconds:g} s (timeout_step_seconds of ddpjob.init). If that rank was at work, "
+            f"raise it; if not, it hangs or makes fewer steps.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+_TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms")  # gloo's
+
+
+def _set_timeout(seconds: float) -> None:
+    """For gloo and nccl, and for collectives that start from now on."""
+    # The public way is there since torch 2.15, and the one before it warns there on every rank.
+    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    with contextlib.suppress(Exception):
+        change(timedelta(seconds=seconds))
 
 
 _group: _Group | None = None
@@ -471,6 +514,7 @@ def _leave_at_exit_now() -> None:
     if active() is None:
         return
     if _group is not None and (_group.broken or _ends_by_error()):
+        _group.say_time_out(termination.ending())
         _end_soon()
         return
     try:

@@ -27,7 +27,7 @@ import threading
 import time
 from typing import Any
 
-from . import rules, termination
+from . import patience, rules, termination
 from .errors import RendezvousError
 
 POLL_SECONDS = 0.5
@@ -224,7 +224,7 @@ def _store() -> Any:
 def _limit_seconds() -> float:
     init = sys.modules.get("ddpjob.init")
     world = None if init is None else init.active()
-    return 100.0 if world is None else world.timeout_step_seconds
+    return 2 * patience.PAUSE_SECONDS if world is None else world.timeout_step_seconds  # the others may be in a pause
 
 
 # ---- SIGTERM -----------------------------------------------------------------------------------------------

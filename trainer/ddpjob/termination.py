@@ -63,7 +63,7 @@ def tell(error: BaseException) -> None:
                 **_who(),
                 "exitCode": code,
                 "signal": "SIGINT" if isinstance(error, KeyboardInterrupt) else "",
-                "exception": exception_line(said),
+                "exception": exit_sentence(error) or exception_line(said),
                 "resumable": False,
                 "traceback": trace,
             }
@@ -109,6 +109,32 @@ def exception_line(error: BaseException) -> str:
     )
     text = _text(error).strip().split("\n", 1)[0]
     return (f"{name}: {text}" if text else name)[:EXCEPTION_CHARACTERS_MAX]
+
+
+def exit_sentence(error: BaseException) -> str:
+    """train.py: error: unrecognized arguments: --lrr: what argparse has printed when it ended the process by this."""
+    trace = error.__traceback__ if isinstance(error, SystemExit) else None
+    while trace is not None:
+        frame, trace = trace.tb_frame, trace.tb_next
+        if frame.f_code.co_name == "exit" and frame.f_globals.get("__name__") == "argparse":
+            return str(frame.f_locals.get("message") or "").strip()[:EXCEPTION_CHARACTERS_MAX]
+    return ""
+
+
+def exit_words(error: SystemExit) -> tuple[str, str]:
+    """How an exit that is none with 0 is told, and what of it stands in the log: nothing where it says no more than its
+    code."""
+    if exit_code(error) in (0, rules.RESUMABLE_EXIT_CODE):
+        return "", ""
+    printed = exit_sentence(error)
+    if printed:
+        return printed, printed
+    if not isinstance(error.code, int):
+        return exception_line(error), _text(error).strip()
+    cause = error.__context__  # `except ValueError: sys.exit(1)`
+    if not isinstance(cause, Exception):
+        return "", ""
+    return exception_line(cause), "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
 
 
 _previous_hook: Any = None

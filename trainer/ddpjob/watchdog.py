@@ -23,7 +23,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
-from .cells import ANSWERED, ASKED, CELLS_BYTES, COLLECTIVES, LENGTH, PAGE_BYTES, PHASE, PID, STACKS_SIGNAL, STEP
+from .cells import ANSWERED, ASKED, CELLS_BYTES, COLLECTIVES, LENGTH, OVER, PAGE_BYTES, PHASE, PID, STACKS_SIGNAL, STEP
 
 T = TypeVar("T")
 TEXT_CHARACTERS_MAX = 120
@@ -52,6 +52,13 @@ def begin() -> memoryview:
     return _cells
 
 
+def left() -> None:
+    """The default group is about to be left; the thread may not have looked since its last collective."""
+    begun = _of_torch(_collectives_begun)
+    if begun and _pid == os.getpid():
+        _cells[COLLECTIVES], _cells[OVER] = begun, 1
+
+
 def _join(where: str) -> memoryview:
     """where: the agent's process, its descriptors of the memory and of the bell, and the page."""
     agent, memory, bell, page = map(int, where.split(":"))
@@ -63,7 +70,7 @@ def _join(where: str) -> memoryview:
     cells = mine[:CELLS_BYTES].cast("q")
     if cells[PID] not in (0, os.getpid()) and os.path.exists(f"/proc/{cells[PID]}"):
         return private_cells()  # a script that starts processes of its own: one speaks for the rank
-    cells[PHASE] = cells[STEP] = cells[COLLECTIVES] = 0
+    cells[PHASE] = cells[STEP] = cells[COLLECTIVES] = cells[OVER] = 0
     cells[PID] = os.getpid()
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
     threading.Thread(target=_serve, args=(mine, cells), name="ddpjob-watchdog", daemon=True).start()
@@ -95,7 +102,9 @@ def _serve(page: memoryview, cells: memoryview) -> None:
         if cells[PHASE] <= 1:
             begun = _of_torch(_collectives_begun)
             if begun is not None:
-                cells[COLLECTIVES] = begun
+                cells[COLLECTIVES], cells[OVER] = begun, 0
+            elif cells[COLLECTIVES]:
+                cells[OVER] = 1
         asked = cells[ASKED]
         if cells[ANSWERED] != asked:
             with contextlib.suppress(Exception):
@@ -118,17 +127,19 @@ def _of_torch(call: Callable[[], T]) -> T | None:
 def _keep_out_of_torch() -> None:
     """From now on: a thread that comes back from C++ when the interpreter has ended aborts the process."""
     if _pid == os.getpid():  # a fork has no such thread
+        left()
+        _cells[OVER] = 1
         _in_torch.acquire(timeout=END_SECONDS)
 
 
 atexit.register(_keep_out_of_torch)  # at the import: what is registered later, as the way out of the group, runs before
 
 
-def _collectives_begun() -> int:
-    """Of the default group; a call of 5 µs, of the group and not of its backend's devices."""
+def _collectives_begun() -> int | None:
+    """Of the default group, None where there is none; a call of 5 µs, of the group and not of its backend's devices."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     group = None if c10d is None else c10d._world.default_pg
-    return 0 if group is None else int(group._get_sequence_number_for_group())
+    return None if group is None else int(group._get_sequence_number_for_group())
 
 
 def _answer(page: memoryview, cells: memoryview) -> None:
@@ -149,7 +160,9 @@ def _told(step: int, frames: dict[int, FrameType], recorded: list[dict[str, Any]
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     mine = threading.get_ident()
     order = sorted(frames, key=lambda ident: ident == threading.main_thread().ident)
-    lines = [f"ddpjob: rank {rank} (process {os.getpid()}) stands still at step {step}; innermost call first:"]
+    # Whoever never says a step is known by its collectives.
+    where = f"at step {step}" if _cells[PHASE] else f"after {_cells[COLLECTIVES]} collectives"
+    lines = [f"ddpjob: rank {rank} (process {os.getpid()}) stands still {where}; innermost call first:"]
     for ident in [ident for ident in order if ident != mine][-THREADS_MAX:]:
         lines += [f"  thread {names.get(ident, 'of C')}:", *stack(frames[ident])]
     if recorded:

@@ -139,7 +139,7 @@ def batch_size_is_float(script: Script, job: Job) -> Iterator[Found]:
         size = script.argument(call, "batch_size", 1)
         origins = script.origins(size) if size is not None else []
         floats = [o for o in origins if _is_float(script, o)]
-        others = [o for o in origins if o not in floats]
+        others = [o for o in origins if o not in floats and o is not Marker.BROUGHT]
         if size is not None and floats and all(isinstance(o, ast.Constant | ast.Attribute) for o in others):
             wrong = floats[0]
             yield at(

@@ -45,9 +45,10 @@ the line above, in Python and in YAML.
 TAIL = """\
 ## What it does not know
 
-Other files that the script imports; values that come from the command line; what a shell script does before it starts
-Python; `python -m package`. The official tutorial "Writing distributed applications" has two of these mistakes in some
-of its versions, `batch_size=128 / float(size)` and `download=True` on every rank: they are found there, and rightly.
+Other files that the script imports; values that come from the command line, or that `exec`, `globals()`, a star
+import or `setattr` may have changed; what a file of a shell does before it starts Python. The official tutorial
+"Writing distributed applications" has two of these mistakes in some of its versions, `batch_size=128 / float(size)`
+and `download=True` on every rank: they are found there, and rightly.
 """
 
 

@@ -6,7 +6,9 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
+from ddpjob_operator.check.nodes import Function, before, is_main_guard, name_of, words_of
 from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.rule import Found, Job
 from ddpjob_operator.check.script import INIT, Script
@@ -51,7 +53,7 @@ def _port_hurts(job: Job) -> bool:
 
 def _fixed(script: Script, value: ast.expr, node: ast.AST) -> list[str]:
     """The literal value of a variable that is set in any case; none where a condition or an argument decides."""
-    if any(not _is_main_guard(test) for test in script.enclosing_tests(node)):
+    if any(not is_main_guard(test) for test in script.enclosing_tests(node)):
         return []
     found = [script.texts(v) for v in _plain(script, value)]
     return [text for texts in found for text in texts] if all(found) else []
@@ -68,10 +70,6 @@ def _plain(script: Script, value: ast.expr) -> list[ast.expr]:
         else:
             return [value]
     return plain
-
-
-def _is_main_guard(test: ast.expr) -> bool:
-    return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
 
 
 def tcp_under_torchrun(script: Script, job: Job) -> Iterator[Found]:
@@ -142,7 +140,7 @@ def _prefix(node: ast.AST) -> str:
 def backends(script: Script, job: Job) -> set[str]:
     """The backends that the group certainly has one of; empty: it cannot be known."""
     found: set[str] = set()
-    for call in script.inits:
+    for call in () if _other_backend_is_asked_for(job) else script.inits:
         given = script.argument(call, "backend", 0)
         texts = [t.lower() for t in script.texts(given)]
         if given is None and script.called(call) == "ddpjob.init" and job.backend:
@@ -167,7 +165,7 @@ def backend_mpi(script: Script, job: Job) -> Iterator[Found]:
 
 def nccl_without_gpu(script: Script, job: Job) -> Iterator[Found]:
     """backend nccl in a job whose pods have no GPU."""
-    if job.gpus != 0:
+    if job.gpus != 0 or _other_backend_is_asked_for(job):
         return
     for call in script.inits:
         given = script.argument(call, "backend", 0)
@@ -178,6 +176,19 @@ def nccl_without_gpu(script: Script, job: Job) -> Iterator[Found]:
                 'backend "nccl" needs a GPU in each process, and the job has none; add nvidia.com/gpu to '
                 'resources.limits, or use "gloo"',
             )
+
+
+# --backend=gloo, --dist_backend gloo, and as configurations are overridden: backend=gloo, +trainer.backend=gloo.
+_BACKEND_OPTION = re.compile(r"^[-+~]{0,2}(?:[\w.-]*[._-])?backend(?:[=:](.*))?$", re.IGNORECASE)
+
+
+def _other_backend_is_asked_for(job: Job) -> bool:
+    """Whether the command itself gives the script a backend other than nccl: by what way it gets there is not seen."""
+    for word, following in pairwise((*job.words, "")):
+        found = _BACKEND_OPTION.match(word)
+        if found and (found[1] if found[1] is not None else following).strip("'\"").lower() != "nccl":
+            return True
+    return False
 
 
 def _asks_for_gpu(test: ast.expr) -> bool:
@@ -199,37 +210,70 @@ def monitored_barrier_on_nccl(script: Script, job: Job) -> Iterator[Found]:
 
 
 def barrier_without_timeout(script: Script, job: Job) -> Iterator[Found]:
-    """dist.barrier() in a group of gloo that has no time-out of its own."""
+    """dist.barrier() in a group of gloo that has no time-out of its own, while one rank prepares the data."""
     if backends(script, job) != {"gloo"} or (job.nodes is None and script.is_for_one_node):
         return
     inits = script.calls_to(INIT)
-    if not inits or len(inits) != len(script.inits):  # ddpjob.init has a time-out of 100 s for each step
+    if not inits or len(inits) != len(script.inits):  # ddpjob.init has time-outs of its own
         return
     if any(script.argument(c, "timeout", 2) is not None or script.has_hidden_arguments(c) for c in inits):
         return
     for call in script.calls_to("torch.distributed.barrier"):
-        if script.argument(call, "group", 0) is None:
+        work = _long_work_before(script, call)
+        if script.argument(call, "group", 0) is None and work is not None:
             yield at(
                 call,
-                "barrier() on gloo waits 30 min for a rank that does not come, and does not say which; use "
-                "dist.monitored_barrier(timeout=timedelta(seconds=60)), or give init_process_group a timeout",
+                f"barrier() on gloo waits 30 min while one rank does {script.text_of(work)}, and does not say which "
+                "is missing; give init_process_group a timeout that is long enough, or use "
+                "dist.monitored_barrier(timeout=…)",
             )
             return
+
+
+def _long_work_before(script: Script, barrier: ast.Call) -> ast.Call | None:
+    """What one rank alone does just before a barrier, and may take longer than its time-out."""
+    for child, parent in script.above(barrier):
+        for sibling in before(parent, child):
+            if isinstance(sibling, ast.If) and script.depends_on_rank(sibling.test):
+                calls = [n for s in sibling.body for n in ast.walk(s) if isinstance(n, ast.Call)]
+                return next((c for c in calls if not words_of(name_of(c.func)).isdisjoint(_LONG_WORK)), None)
+    return None
+
+
+_LONG_WORK = set("convert encode extract index prepare preprocess tokenize untar unpack unzip".split())
 
 
 def destroy_missing(script: Script, job: Job) -> Iterator[Found]:
-    """init_process_group and no destroy_process_group."""
-    if script.uses_a_framework or script.mentions("destroy_process_group", *_CLEANERS):
+    """A function that destroys the group, and that nobody calls.
+
+    That a script ends without destroy_process_group is no mistake by itself: collectives end well with the process,
+    also one that nobody waits for (docs/measured.md, groups).
+    """
+    if script.uses_a_framework or not any(script.on_every_rank(call) for call in script.inits):
         return
-    for call in script.calls_to(INIT):
-        if script.on_every_rank(call) and not script.runs_in_started_process(call):
+    functions = [script.function(call) for call in script.calls_to("torch.distributed.destroy_process_group")]
+    if functions and all(f is not None and _is_forgotten(script, f) for f in functions):
+        forgotten = next(f for f in functions if f is not None)
+        yield at(
+            forgotten,
+            f"{forgotten.name}() destroys the group, and nobody calls it; call it at the end, also after an exception: "
+            "try: … finally:",
+        )
+
+
+def _is_forgotten(script: Script, function: Function) -> bool:
+    """Whether a function of this file is certainly called by none: not by its name, and by no class or decorator."""
+    inherits = isinstance(owner := script.scope(function), ast.ClassDef) and bool(owner.bases)
+    special = function.name.startswith("__") or bool(function.decorator_list)
+    return not (inherits or special or script.mentions(function.name))
+
+
+def isend_without_wait(script: Script, job: Job) -> Iterator[Found]:
+    """dist.isend(tensor, dst) whose Work is thrown away."""
+    for call in script.calls_to(*(f"torch.distributed.{name}" for name in ("isend", "irecv", "batch_isend_irecv"))):
+        if isinstance(script.parent(call), ast.Expr):
             yield at(
                 call,
-                "the group is never destroyed: a rank that ends first may break the others' last collective; call "
-                "dist.destroy_process_group() at the end",
+                f"{script.text_of(call.func)}(…): nobody waits for it; this rank may use the tensor, or end, while it "
+                "is under way; keep what it returns, and call .wait() on it",
             )
-            return
-
-
-# What other files call it, whose insides are not read here.
-_CLEANERS = ("cleanup", "clean_up", "cleanup_distributed", "cleanup_ddp", "teardown", "tear_down", "shutdown")

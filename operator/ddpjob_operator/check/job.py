@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpjob_operator import api, contract, launcher
+from ddpjob_operator.check import command
 from ddpjob_operator.check.rule import Job
 from ddpjob_operator.check.starting import DEPRECATED
 from ddpjob_operator.podspec import gpus, trainer_container
@@ -20,14 +21,15 @@ def known(job: api.DDPJob) -> Job:
     """The context in which the job's script is checked."""
     template = job.spec.template
     words = launcher.command_of(template)
-    found = launcher.find(words)
+    found, started = launcher.find(words), command.read(words)
     return Job(
         nodes=job.spec.nodes,
         nproc=contract.nproc_per_node(job.spec),
         gpus=_gpus(template),
         backend=contract.backend(job.spec),
-        launcher=found.name if found else "python" if launcher.script(words) else "",
+        launcher=found.name if found else started.launcher,
         launcher_options=dict(found.options) if found else {},
+        words=started.words,
         mounts=_mounts(template),
         known=True,
     )

@@ -17,6 +17,8 @@ class Marker(enum.Enum):
     """A value that is no expression of the file."""
 
     UNKNOWN = enum.auto()
+    BROUGHT = enum.auto()
+    """What an object had for an attribute before this file set it, if it did: from argparse, say."""
     COUNT = enum.auto()
     """The variable of `for … in range(n)`."""
     INDEX = enum.auto()
@@ -33,6 +35,11 @@ def leaves(body: list[ast.stmt]) -> bool:
         return True
     call = last.value if isinstance(last, ast.Expr) else None
     return isinstance(call, ast.Call) and dotted(call.func).rsplit(".", 1)[-1] in ("exit", "_exit", "quit")
+
+
+def is_main_guard(test: ast.expr) -> bool:
+    """`if __name__ == "__main__":`"""
+    return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
 
 
 def words_of(identifier: str) -> set[str]:
@@ -102,6 +109,11 @@ def bindings_in(node: ast.AST) -> Iterator[tuple[ast.AST, Origin]]:
         yield node.target, Marker.COUNT if _counts_from_zero(node.iter) else Marker.UNKNOWN
     elif isinstance(node, ast.withitem) and node.optional_vars is not None:
         yield node.optional_vars, node.context_expr
+
+
+def targets_in(statement: ast.stmt) -> Iterator[ast.AST]:
+    """All that gets a value in a statement and those below it."""
+    return (target for node in ast.walk(statement) for target, _ in bindings_in(node))
 
 
 def fields_declared(owner: ast.ClassDef, name: str) -> list[Origin]:

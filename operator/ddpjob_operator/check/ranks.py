@@ -138,41 +138,42 @@ def collective_on_one_rank(script: Script, job: Job) -> Iterator[Found]:
     """if rank == 0: dist.barrier()."""
     for call in script.calls:
         name = script.called(call)
-        if name not in COLLECTIVES or _has_group(script, call):
+        if name not in COLLECTIVES or has_group(script, call):
             continue
-        guard = _guard(script, call)
-        if guard is not None and not _others_join(script, call, guard, name):
+        guarding = guard(script, call)
+        if guarding is not None and not _others_join(script, call, guarding, name):
             yield at(
                 call,
-                f"{_short(script, call)}() only where `{script.text_of(guard.test)}`: the other ranks never come, and "
-                f"these wait until the time-out; let all ranks call it",
+                f"{_short(script, call)}() only where `{script.text_of(guarding.test)}`: the other ranks never come, "
+                f"and these wait until the time-out; let all ranks call it",
             )
 
 
-def _has_group(script: Script, call: ast.Call) -> bool:
+def has_group(script: Script, call: ast.Call) -> bool:
+    """Whether a collective may be one of some ranks only."""
     group = script.argument(call, "group", _GROUP_POSITION.get(_short(script, call), 3))
     return group is not None or script.has_hidden_arguments(call)
 
 
-def _guard(script: Script, call: ast.Call) -> ast.If | None:
+def guard(script: Script, call: ast.Call) -> ast.If | None:
     """The `if` that lets some ranks pass to this call, and not all."""
     for child, parent in script.above(call):
-        if isinstance(parent, ast.If) and child is not parent.test and _is_for_some(script, parent.test):
+        if isinstance(parent, ast.If) and child is not parent.test and is_for_some(script, parent.test):
             return parent
         for sibling in before(parent, child):
-            if isinstance(sibling, ast.If) and leaves(sibling.body) and _is_for_some(script, sibling.test):
+            if isinstance(sibling, ast.If) and leaves(sibling.body) and is_for_some(script, sibling.test):
                 return sibling
     return None
 
 
-def _is_for_some(script: Script, test: ast.expr) -> bool:
+def is_for_some(script: Script, test: ast.expr) -> bool:
     """rank == 0, rank != 0, not rank, is_main: true on some ranks, false on others. With `or` it may be true on all."""
     if isinstance(test, ast.BoolOp):
-        return isinstance(test.op, ast.And) and any(_is_for_some(script, v) for v in test.values)
+        return isinstance(test.op, ast.And) and any(is_for_some(script, v) for v in test.values)
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _is_rank(script, test.operand) or _is_for_some(script, test.operand)
+        return is_rank(script, test.operand) or is_for_some(script, test.operand)
     if isinstance(test, ast.Compare):
-        return _is_rank(script, test.left) and _splits_the_ranks(test)
+        return is_rank(script, test.left) and _splits_the_ranks(test)
     name = script.called(test) or script.full_name(test)
     return name.rsplit(".", 1)[-1] in ("is_main", "is_master", "is_main_process", "is_master_process")
 
@@ -187,7 +188,8 @@ def _splits_the_ranks(test: ast.Compare) -> bool:
     )
 
 
-def _is_rank(script: Script, node: ast.expr) -> bool:
+def is_rank(script: Script, node: ast.expr) -> bool:
+    """Whether a number is a rank, or called so."""
     kinds = script.kinds(node)
     if Kind.UNKNOWN not in kinds:
         return True

@@ -49,6 +49,8 @@ class Job:
     launcher: str = ""
     """torchrun, torch.distributed.launch, …; "python" where the command starts the script itself."""
     launcher_options: dict[str, str] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
+    """What the command gives to the script: its own options."""
     mounts: dict[str, bool] = field(default_factory=dict)
     """mountPath → whether all nodes may see the same files there."""
     known: bool = False

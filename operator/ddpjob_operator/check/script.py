@@ -10,11 +10,14 @@ import enum
 import re
 from collections.abc import Iterator
 from functools import cached_property
+from typing import TypeGuard
 
 from ddpjob_operator.check.nodes import (
+    Function,
     Marker,
     Origin,
     before,
+    dotted,
     is_named_like_a_rank,
     leaves,
     name_of,
@@ -34,6 +37,12 @@ _LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "
 _LOOPBACK = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|::1|\[::1\])$")
 # Long chains of names are real, endless ones are not: what lies further than this counts as unknown.
 _DEPTH_MAX = 12
+# Functions that return what another returns: each may have several results, so the ways multiply.
+_CALLS_MAX = 3
+
+
+def _has_arguments(node: ast.expr) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and bool(node.args)
 
 
 class Kind(enum.Enum):
@@ -97,12 +106,50 @@ class Script(Values):
         )
 
     def variable_read(self, node: ast.AST) -> str:
-        """RANK for os.environ["RANK"], os.environ.get("RANK", …) and os.getenv("RANK"); "" for all else."""
-        if isinstance(node, ast.Subscript) and self.full_name(node.value) == "os.environ":
-            return text_in(node.slice) if isinstance(node.ctx, ast.Load) else ""
-        if self.called(node) in ("os.environ.get", "os.getenv", "os.environ.pop") and isinstance(node, ast.Call):
-            return text_in(node.args[0]) if node.args else ""
-        return ""
+        """RANK for os.environ["RANK"], os.environ.get("RANK", …), os.getenv("RANK"), also of a copy of it; else ""."""
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+            return text_in(node.slice) if self._is_environment(node.value) else ""
+        if not isinstance(node, ast.Call) or not node.args:
+            return ""
+        reads = self.full_name(node.func) == "os.getenv" or (
+            isinstance(node.func, ast.Attribute)
+            and node.func.attr in ("get", "pop", "__getitem__")
+            and self._is_environment(node.func.value)
+        )
+        return text_in(node.args[0]) if reads else ""
+
+    def _is_environment(self, node: ast.expr) -> bool:
+        """os.environ, or what certainly is a copy of it, or of some of its variables by their own names."""
+        if self.full_name(node) == "os.environ":
+            return True
+        if not self._is_complete or not isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.DictComp | ast.Dict):
+            return False
+        if dotted(node) in self.containers_changed:
+            return False
+        return all(isinstance(o, ast.expr) and self._copies_the_environment(o) for o in self.origins(node))
+
+    def _copies_the_environment(self, node: ast.expr) -> bool:
+        if isinstance(node, ast.Call):
+            copied = node.func.value if isinstance(node.func, ast.Attribute) and node.func.attr == "copy" else None
+            if self.full_name(node.func) in ("dict", "copy.copy", "copy.deepcopy") and len(node.args) == 1:
+                copied = node.args[0]
+            return copied is not None and self.full_name(copied) == "os.environ"
+        if isinstance(node, ast.DictComp):  # {name: os.environ[name] for name in (…)}
+            value, key = node.value, node.key
+            read = value.slice if isinstance(value, ast.Subscript) else value.args[0] if _has_arguments(value) else None
+            of = (
+                value.value
+                if isinstance(value, ast.Subscript)
+                else getattr(getattr(value, "func", None), "value", None)
+            )
+            return (
+                isinstance(key, ast.Name)
+                and isinstance(read, ast.Name)
+                and read.id == key.id
+                and of is not None
+                and self.full_name(of) in ("os.environ", "os")
+            )
+        return self.full_name(node) == "os.environ"
 
     @cached_property
     def variables_set(self) -> list[tuple[str, ast.expr, ast.AST]]:
@@ -207,8 +254,17 @@ class Script(Values):
             return self._kinds_of_call(origin, depth)
         if isinstance(origin, ast.BinOp):
             return {self._kind_of_sum(origin, depth)}
+        if isinstance(origin, ast.Subscript):
+            if dotted(origin.value) in self.containers_changed:
+                return {Kind.UNKNOWN}
+            found = [e for o in self.origins(origin.value) for e in self._items(o, origin.slice)]
+            return set().union(*(self.kinds(e, depth) for e in found))
         if isinstance(origin, ast.Attribute) and self._is_world(origin.value):
             return {{"rank": Kind.GLOBAL, "local_rank": Kind.LOCAL}.get(origin.attr, Kind.UNKNOWN)}
+        if isinstance(origin, ast.Attribute) and dotted(origin.value) not in self.containers_changed:
+            fields = [self._field(o, origin.attr) for o in self.origins(origin.value)]
+            if None not in fields:
+                return set().union(*(self.kinds(f, depth) for f in fields))
         return {Kind.LOCAL if name_of(origin) in ("local_rank", "localrank", "LOCAL_RANK") else Kind.UNKNOWN}
 
     def _kinds_of_call(self, call: ast.Call, depth: int) -> set[Kind]:
@@ -217,7 +273,41 @@ class Script(Values):
             return self.kinds(call.args[0], depth)
         if name == "torch.distributed.get_rank":
             return {Kind.UNKNOWN if call.args or call.keywords else Kind.GLOBAL}
-        return {Kind.LOCAL if name == "torch.distributed.get_node_local_rank" else Kind.UNKNOWN}
+        if name == "torch.distributed.get_node_local_rank":
+            return {Kind.LOCAL}
+        results = self.results(call)
+        return set().union(*(self.kinds(r, depth) for r in results)) if results else {Kind.UNKNOWN}
+
+    def _items(self, container: Origin, key: ast.expr, calls: int = 0) -> list[ast.expr | None]:
+        """What stands under a constant key of a dict, tuple or list that is written out, or that a function returns."""
+        results = self.results(container) if isinstance(container, ast.Call) and calls < _CALLS_MAX else []
+        if results:
+            return [e for r in results for o in self.origins(r) for e in self._items(o, key, calls + 1)]
+        if not isinstance(key, ast.Constant):
+            return [None]
+        if isinstance(container, ast.Dict):
+            found = [v for k, v in zip(container.keys, container.values, strict=True) if _is_constant(k, key.value)]
+            return [found[-1] if found and None not in container.keys else None]
+        if isinstance(container, ast.Tuple | ast.List) and type(key.value) is int:
+            listed = container.elts
+            plain = not any(isinstance(e, ast.Starred) for e in listed) and -len(listed) <= key.value < len(listed)
+            return [listed[key.value] if plain else None]
+        return [None]
+
+    def _field(self, instance: Origin, name: str) -> ast.expr | None:
+        """What an instance got for a field as it was made: of a dataclass, a NamedTuple, a SimpleNamespace."""
+        if not isinstance(instance, ast.Call) or self.has_hidden_arguments(instance):
+            return None
+        defined = self.definition(instance.func)
+        if not isinstance(defined, ast.ClassDef):
+            simple = self.called(instance) in ("types.SimpleNamespace", "argparse.Namespace")
+            return self.argument(instance, name) if simple else None
+        fields = [f for f in defined.body if isinstance(f, ast.AnnAssign)]
+        names = [name_of(f.target) for f in fields]
+        if name not in names or any(isinstance(m, Function) and m.name == "__init__" for m in defined.body):
+            return None
+        position = names.index(name)
+        return self.argument(instance, name, position) or fields[position].value
 
     def _kind_of_sum(self, sum_: ast.BinOp, depth: int) -> Kind:
         """rank % gpus is local again; node_rank * nproc + local_rank is global."""
@@ -262,3 +352,7 @@ class Script(Values):
     def _leaves_some(self, statement: ast.stmt) -> bool:
         """`if rank != 0: return`: what follows is not for all."""
         return isinstance(statement, ast.If) and leaves(statement.body) and self.depends_on_rank(statement.test)
+
+
+def _is_constant(node: ast.expr | None, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value == value and type(node.value) is type(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpjob_operator.check import checkpoints, data, groups, ranks, starting
+from ddpjob_operator.check import checkpoints, data, gradients, groups, ranks, starting, steps
 from ddpjob_operator.check.rule import Rule
 
 RULES = (
@@ -39,6 +39,24 @@ RULES = (
         "if rank == 0:\n    dist.all_reduce(loss)\n    print(loss)",
         "dist.all_reduce(loss)\nif rank == 0:\n    print(loss)",
         ranks.collective_on_one_rank,
+    ),
+    Rule(
+        "uneven-steps",
+        "error",
+        "Each step of DDP and each collective waits for all ranks. Where one makes fewer of them than the others, "
+        "these wait for it until the time-out.",
+        "for step in range(20 if rank == 0 else 30):\n    dist.all_reduce(loss)",
+        "for step in range(20):\n    dist.all_reduce(loss)",
+        steps.uneven_steps,
+    ),
+    Rule(
+        "gradients-not-averaged",
+        "error",
+        "What model.parameters() gives is a torch.nn.Parameter, so `type(param) is torch.Tensor` never holds: no "
+        "gradient is averaged, every rank trains a model of its own, and nothing says so.",
+        "for param in model.parameters():\n    if type(param) is torch.Tensor:\n        dist.all_reduce(param.grad)",
+        "for param in model.parameters():\n    dist.all_reduce(param.grad)",
+        gradients.gradients_not_averaged,
     ),
     Rule(
         "sampler-missing",
@@ -176,9 +194,11 @@ RULES = (
     Rule(
         "barrier-without-timeout",
         "warning",
-        "A barrier on gloo waits for a missing rank for 30 minutes, and does not say which it was.",
-        'dist.init_process_group("gloo")\ndist.barrier()',
-        'dist.init_process_group("gloo")\ndist.monitored_barrier(timeout=timedelta(seconds=60))',
+        "A barrier on gloo waits for a missing rank for 30 minutes, and does not say which it was: where one rank "
+        "prepares the data meanwhile, that may be too short.",
+        'dist.init_process_group("gloo")\nif rank == 0:\n    preprocess(data)\ndist.barrier()',
+        'dist.init_process_group("gloo", timeout=timedelta(hours=6))\n'
+        "if rank == 0:\n    preprocess(data)\ndist.barrier()",
         groups.barrier_without_timeout,
     ),
     Rule(
@@ -192,11 +212,20 @@ RULES = (
     Rule(
         "destroy-missing",
         "warning",
-        "A process that ends with its group still open may take the last collective of the others with it, and nccl "
-        "warns at each exit.",
-        "train()",
-        "try:\n    train()\nfinally:\n    dist.destroy_process_group()",
+        "A script that has a function to destroy the group, and never calls it, ends with the group open: nccl warns "
+        "at each exit. No function for it is no mistake.",
+        "def cleanup():\n    dist.destroy_process_group()\n\ntrain()",
+        "try:\n    train()\nfinally:\n    cleanup()",
         groups.destroy_missing,
+    ),
+    Rule(
+        "isend-without-wait",
+        "warning",
+        "isend and irecv only begin: until wait() returns the tensor must be left alone, and a rank that ends before "
+        "takes its message with it.",
+        "dist.isend(tensor, dst=1)",
+        "work = dist.isend(tensor, dst=1)\nwork.wait()",
+        groups.isend_without_wait,
     ),
     Rule(
         "spawn-without-main-guard",
@@ -238,8 +267,8 @@ RULES = (
         "local-rank-one-spelling",
         "warning",
         "torch.distributed.launch passes --local-rank since torch 2.0 and passed --local_rank before: a script with "
-        "only the old one ends with “unrecognized arguments”. The new one alone is right for "
-        "all versions that DDPJob knows.",
+        "only the old one, or with neither, ends with “unrecognized arguments” (exit code 2). The new one alone is "
+        "right for all versions that DDPJob knows. torchrun passes none: there it must not be required.",
         'parser.add_argument("--local_rank", type=int)',
         'parser.add_argument("--local-rank", "--local_rank", type=int)',
         starting.local_rank_one_spelling,

@@ -22,9 +22,12 @@ from ddpjob_operator.check.nodes import (
     fields_declared,
     imports_in,
     is_outside_the_body,
+    leaves,
     name_of,
     parameters_of,
+    targets_in,
 )
+from ddpjob_operator.check.rebinding import changed_containers, changed_objects, rebound_until
 
 STARTERS = {"torch.multiprocessing.spawn", "torch.multiprocessing.start_processes"}
 _ALIASES = {
@@ -35,6 +38,13 @@ _ALIASES = {
     "torch.utils.data.distributed.": "torch.utils.data.",
     "ddpjob.init.": "ddpjob.",
 }
+
+
+# Decorators that hand a function the very arguments that its caller gave.
+_KEEP_ARGUMENTS = {
+    "record", "no_grad", "inference_mode", "enable_grad", "autocast", "compile", "property", "staticmethod",
+    "classmethod", "cache", "lru_cache", "contextmanager", "wraps", "setter", "abstractmethod", "override",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,10 @@ class Values:
         self._attributes: dict[tuple[ast.ClassDef | None, str], list[Origin]] = defaultdict(list)
         self._callers: dict[Function, list[Caller]] = defaultdict(list)
         self._globals = {(self.scope(n), name) for n in self.nodes if isinstance(n, ast.Global) for name in n.names}
+        self._rebound_until = rebound_until(self.nodes, self.parent)
+        self._changed = changed_objects(self.nodes)
+        self.containers_changed = self._changed | changed_containers(self.nodes)
+        """The names of objects, dicts and lists that may hold something else than what they were made with."""
         self._origins: dict[ast.expr | None, list[Origin]] = {}
         self._is_complete = False
         self._note_definitions()
@@ -225,6 +239,17 @@ class Values:
         texts = [o.value for o in origins if isinstance(o, ast.Constant) and isinstance(o.value, str)]
         return texts if len(texts) == len(origins) else []
 
+    def results(self, call: ast.Call) -> list[ast.expr]:
+        """What a function of this file returns; none where that is not plain to see."""
+        function = self.definition(call.func)
+        if not isinstance(function, ast.FunctionDef) or function.decorator_list:
+            return []
+        own = [n for n in ast.walk(function) if self.function(n) is function]
+        returns = [n.value for n in own if isinstance(n, ast.Return)]
+        if any(isinstance(n, ast.Yield | ast.YieldFrom) for n in own) or not _always_returns(function):
+            return []
+        return [r for r in returns if r is not None] if None not in returns else []
+
     # ---------------------------------------------------------------- how values are found
 
     def _scopes(self, node: ast.AST) -> Iterator[Scope]:
@@ -259,7 +284,7 @@ class Values:
                 given = self._values_of_parameter(scope, name.id)
                 return [*values, *given] if values or given != [Marker.UNKNOWN] else None
             if values:
-                return list(values)
+                return [*values, *self._rebound(values if isinstance(where, ast.Module) else [])]
             if (where, name.id) in self._defs:
                 return None
         return None
@@ -268,6 +293,8 @@ class Values:
         """What all callers of this file give."""
         if not isinstance(scope, Function) or not self._callers.get(scope):
             return [Marker.UNKNOWN]
+        if any(name_of(_called_or_itself(d)) not in _KEEP_ARGUMENTS for d in scope.decorator_list):
+            return [Marker.UNKNOWN]  # click, typer and hydra call it with what stands on the command line
         positions = {p.arg: i for i, p in enumerate((*scope.args.posonlyargs, *scope.args.args))}
         if name not in positions:
             return [Marker.UNKNOWN]
@@ -284,8 +311,15 @@ class Values:
         text = dotted(node)
         if not text:
             return None
+        may_change: list[Origin] = [Marker.UNKNOWN] if text.rpartition(".")[0] in self._changed else []
         if not text.startswith("self."):
-            return self._attributes.get((None, text))
+            set_here = self._attributes.get((None, text))
+            if not set_here:
+                return None
+            before: list[Origin] = []
+            if not any(self._is_set_in_any_case(text, value) for value in set_here):
+                before.append(Marker.BROUGHT)
+            return [*set_here, *before, *may_change, *self._rebound(set_here)]
         owner = self._class_of(node)
         values = self._attributes.get((owner, text), [])
         if owner is None or not values:
@@ -293,7 +327,24 @@ class Values:
         # What the class itself, or one that it is made from, may have set.
         named = [*self._names.get((owner, node.attr), ()), *(fields_declared(owner, node.attr))]
         foreign = [b for b in owner.bases if not self.full_name(b).startswith("torch.") and name_of(b) != "object"]
-        return [*values, *named, *([Marker.UNKNOWN] if foreign else [])]
+        return [*values, *named, *may_change, *([Marker.UNKNOWN] if foreign else [])]
+
+    def _is_set_in_any_case(self, text: str, value: Origin) -> bool:
+        """Whether an attribute gets this or, in the other branches, another value; else the object may have brought its
+        own, as what argparse returns does."""
+        if isinstance(value, Marker):
+            return False
+        for child, parent in self.above(value):
+            if isinstance(parent, ast.If):
+                other = parent.orelse if child in parent.body else parent.body
+                if not (leaves(other) or any(dotted(t) == text for s in other for t in targets_in(s))):
+                    return False
+        return True
+
+    def _rebound(self, values: list[Origin]) -> list[Origin]:
+        """What else a name may be to which the module gave a value before a line that may change all of them."""
+        first = min((v.lineno for v in values if isinstance(v, ast.expr)), default=self._rebound_until)
+        return [Marker.UNKNOWN] if first < self._rebound_until else []
 
     def _class_of(self, node: ast.AST) -> ast.ClassDef | None:
         scope: ast.AST = self.scope(node)
@@ -321,7 +372,8 @@ class Values:
             parts = value.elts if isinstance(value, ast.Tuple | ast.List) else []
             known = len(parts) == len(target.elts) and not any(isinstance(p, ast.Starred) for p in parts)
             for i, inner in enumerate(target.elts):
-                self._note(inner, parts[i] if known else Marker.UNKNOWN, node)
+                item = _item(value, i, target) if isinstance(value, ast.Call) else Marker.UNKNOWN
+                self._note(inner, parts[i] if known else self._placed(item, node), node)
         elif isinstance(target, ast.Name):
             scope = self.scope(target)
             where = self.tree if (scope, target.id) in self._globals else scope
@@ -331,7 +383,10 @@ class Values:
             self._attributes[owner, text].append(self._placed(value, node))
 
     def _placed(self, value: Origin, node: ast.AST) -> Origin:
-        """`x /= 2` is noted as `x / 2`, which stands nowhere in the file: it gets the place of the statement."""
+        """`x /= 2` is noted as `x / 2`, and `a, b = f()` as `a = f()[0]`, which stand nowhere in the file: they get the
+        place of the statement."""
+        if isinstance(value, ast.Subscript) and value not in self._parent:
+            self._parent[value] = node
         if isinstance(node, ast.AugAssign) and isinstance(value, ast.BinOp):
             self._parent[value] = node
             self._parent[value.left] = value
@@ -401,6 +456,22 @@ class Values:
         return self.full_name(call.func).endswith("Process") or (
             isinstance(call.func, ast.Attribute) and call.func.attr == "Process"
         )
+
+
+def _always_returns(function: ast.FunctionDef) -> bool:
+    """Whether the last statement is a return: a function that may run off its end gives None as well."""
+    return isinstance(function.body[-1], ast.Return)
+
+
+def _item(value: ast.expr, number: int, target: ast.Tuple | ast.List) -> Origin:
+    """What the name at this place of `a, b = value` gets."""
+    if any(isinstance(e, ast.Starred) for e in target.elts):
+        return Marker.UNKNOWN
+    return ast.copy_location(ast.Subscript(value, ast.Constant(number), ast.Load()), value)
+
+
+def _called_or_itself(node: ast.expr) -> ast.expr:
+    return node.func if isinstance(node, ast.Call) else node
 
 
 def _caller(call: ast.Call, skip: int) -> Caller:

@@ -151,7 +151,7 @@ class Executor:
             if not is_refusal(error):
                 raise
             _LOGGER.warning("%s/%s: its condition was not written: %s", job.namespace, job.name, error)
-        self._events.send(job, events, self._now())
+        self._events.send(job, showing.events(events), self._now())
 
     async def _record(self, job: api.DDPJob, status: api.Status) -> None:
         await self._replace_status(job.metadata, msgspec.to_builtins(status))

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
-from ddpjob_operator.bounds import time
+from ddpjob_operator import bounds
 from ddpjob_operator.kube import observe
 from ddpjob_operator.kube.store import Place
 from ddpjob_operator.observed import Node
@@ -145,4 +145,4 @@ class Nodes:
 def _turned_at(raw: Raw) -> dt.datetime | None:
     """Since when the cluster calls it not ready."""
     conditions = (raw.get("status") or {}).get("conditions") or ()
-    return next((time(c.get("lastTransitionTime")) for c in conditions if c.get("type") == "Ready"), None)
+    return next((bounds.time(c.get("lastTransitionTime")) for c in conditions if c.get("type") == "Ready"), None)

@@ -34,6 +34,8 @@ from ddpjob_operator.yamlfile import Document, InputError
 
 SUCCEEDED, FAILED, INTERRUPTED = 0, 1, 130
 REPORT_SECONDS = 0.5  # loopback is free; the table looks alive
+# Only a signal suspends a local run, and then it ends.
+SETTINGS = Settings(progress_write_seconds=REPORT_SECONDS, resume_hint="run it again to go on")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -203,7 +205,7 @@ class Runner:
         while True:
             now = dt.datetime.now(dt.timezone.utc)
             seen = self.world.observe()
-            todo = plan(self.job, seen, now, settings=Settings(progress_write_seconds=REPORT_SECONDS))
+            todo = plan(self.job, seen, now, settings=SETTINGS)
             if todo.status is not None:
                 self._record(todo.status)
             self.world.execute(self.job, todo.actions)

@@ -211,7 +211,8 @@ class Agent:
         said = self.node.last_words() if code != 0 else None
         if code != 0 and self.is_mine(failure):
             assert failure is not None, "it is mine"
-            said = {**(said if said is not None and said.get("rank") == failure["rank"] else {}), **failure}
+            words = said if said is not None and said.get("rank") == failure["rank"] else {}
+            said = {**self.node.trace_of(failure["rank"]), **words, **failure}
         group = ({"ended": True} if ended else {}) | ({"agent": account} if account else {})
         if said is not None or (group and (code != 0 or account)):
             leave_message(self.environ.get("DDPJOB_TERMINATION_LOG"), {**(said or {}), **group})

@@ -12,7 +12,7 @@ import os
 import struct
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..cells import ANSWERED, ASKED, CELLS_BYTES, LENGTH, PAGE_BYTES, PHASES, PID
+from ..cells import ANSWERED, ASKED, CELLS_BYTES, LENGTH, OVER, PAGE_BYTES, PHASES, PID
 
 if TYPE_CHECKING:
     from ..patience import Phase
@@ -29,6 +29,8 @@ class Beat(NamedTuple):
     phase: Phase | Literal[""]
     step: int
     collectives: int
+    over: bool = False
+    """Whether it needs no other rank any more: its group is left, its script has ended, or theirs have."""
 
 
 class Beats:
@@ -50,7 +52,8 @@ class Beats:
     def of(self, local_rank: int) -> Beat:
         """What this rank says now."""
         pid, phase, step, collectives = _BEAT.unpack_from(self._memory, local_rank * PAGE_BYTES)
-        return Beat(pid, PHASES[phase] if 0 <= phase < len(PHASES) else "", step, collectives)
+        over = self._cell(local_rank * PAGE_BYTES, OVER) == 1
+        return Beat(pid, PHASES[phase] if 0 <= phase < len(PHASES) else "", step, collectives, over)
 
     @property
     def furthest_step(self) -> int:

@@ -135,11 +135,16 @@ class Following:
         elif "stop" in message:
             if message["stop"]["generation"] == self._generation:
                 self._agent.stop(now, patient=message["stop"]["patient"] is True)
-        elif "ask" in message:
-            if message["ask"]["generation"] == self._generation:
-                self._agent.watching.ask(now)
+        elif "ask" in message or "over" in message:
+            self._watch(message, now)
         elif "end" in message:
             self._end(message["end"])
+
+    def _watch(self, message: dict[str, Any], now: float) -> None:
+        (order, about), *_ = message.items()
+        if about["generation"] != self._generation:
+            return None
+        return self._agent.watching.ask(now) if order == "ask" else self._agent.watching.others_have_ended()
 
     def abandon(self) -> None:
         """This node is given up; the others wait for another one in its place."""

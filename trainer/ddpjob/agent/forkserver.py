@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # typing is for the type checker alone: it would be there in 
     from typing import Any
 
 PR_SET_PDEATHSIG = 1
+CALLSTACK_CHARACTERS_MAX = 8192  # a termination message has 4096 bytes
 
 
 def main() -> Callable[[], None] | None:
@@ -247,6 +248,11 @@ def watch_group() -> None:
         return
 
     def update_and_watch(group: Any) -> None:
+        if group is None:
+            with contextlib.suppress(Exception):
+                import ddpjob.watchdog
+
+                ddpjob.watchdog.left()
         update(group)
         if group is not None:
             with contextlib.suppress(Exception):
@@ -335,20 +341,33 @@ def print_without_our_frames() -> None:
         # no longer once the hook has executed source text, as an import of dataclasses does.
         if os.getpid() == rank and isinstance(error, Exception):
             with contextlib.suppress(Exception):
-                record(error)
+                import traceback
+
+                from ddpjob.termination import exception_line
+
+                record(exception_line(error), "".join(traceback.format_exception(kind, error, trace)))
         users(kind, error, trace)
 
     sys.excepthook = hook
 
 
-def record(error: BaseException) -> None:
+def record_exit(error: SystemExit) -> None:
+    """`sys.exit("no data")`, and what argparse says before it ends the process: no excepthook hears of them."""
+    with contextlib.suppress(Exception):
+        from ddpjob.termination import exit_words
+
+        line, printed = exit_words(error)
+        if line:
+            record(line, printed)
+
+
+def record(line: str, printed: str) -> None:
     """What torch's `@record` writes of a failure, also for a script without it: a rank's exit code says too little."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):
         return
-    from ddpjob.termination import exception_line
-
-    said = {"message": exception_line(error), "extraInfo": {"timestamp": str(int(time.time()))}}
+    extra = {"py_callstack": printed[-CALLSTACK_CHARACTERS_MAX:], "timestamp": str(int(time.time()))}
+    said = {"message": line, "extraInfo": extra}
     with open(path, "w") as file:
         json.dump({"message": said}, file)
 
@@ -358,6 +377,8 @@ if __name__ == "__main__":
     if run is not None:
         try:
             run()
-        except BaseException:
+        except BaseException as error:
             print_without_our_frames()
+            if isinstance(error, SystemExit):
+                record_exit(error)
             raise

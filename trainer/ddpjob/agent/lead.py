@@ -53,6 +53,12 @@ class Ask(NamedTuple):
     generation: int
 
 
+class Over(NamedTuple):
+    """To every node: all ranks of one have ended well, so no rank waits for another one any more."""
+
+    generation: int
+
+
 class End(NamedTuple):
     """To every node: it is over."""
 
@@ -73,7 +79,7 @@ RESUMABLE = 75  # rules.RESUMABLE_EXIT_CODE; the rules are imported when ranks r
 CHARGED_MAX = 5
 ANSWER_SECONDS = 3.0  # for what takes an agent one
 PREFLIGHT_SECONDS = 120.0  # it takes some, and as long as its imports
-Order = Start | Stop | Ask | End | Leave
+Order = Start | Stop | Ask | Over | End | Leave
 
 
 class Lead:
@@ -229,6 +235,8 @@ class Lead:
                 self._until = now + wait
             if len(self._finished) == self._nodes:
                 self._all_have_finished(now)
+            elif len(self._finished) == 1:
+                self.orders.append(Over(self.generation))
 
     def reached(self, step: int) -> None:
         """A rank of this generation has made this step."""
@@ -395,7 +403,8 @@ class Lead:
         if not self._has_operator:
             return self._end(RESUMABLE, None, "told to stop", now)
         self._enter("over", now, None)
-        return self.orders.append(Leave("told to stop; the other nodes wait for a new node 0"))
+        others = "; the other nodes wait for a new node 0" if self._nodes > 1 else ""
+        return self.orders.append(Leave(f"told to stop{others}"))
 
     def _judge(self, failure: Failure, now: float) -> rules.Verdict | str:
         """The restart that follows, or why none does."""

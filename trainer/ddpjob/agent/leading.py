@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import ports
 from .environment import Life
-from .lead import RESUMABLE, Ask, End, Ended, Failure, Lead, Leave, Start, Stop
+from .lead import RESUMABLE, Ask, End, Ended, Failure, Lead, Leave, Over, Start, Stop
 from .node import say
 from .options import read_left
 from .posting import Posting
@@ -114,6 +114,9 @@ class Leading:
                 self._stop(order, now)
             elif isinstance(order, Ask):
                 self._ask(order, now)
+            elif isinstance(order, Over):
+                self._tell(range(1, self._options.nodes), {"over": {"generation": order.generation}})
+                self._agent.watching.others_have_ended()
             elif isinstance(order, End):
                 self._end(order)
             else:
@@ -367,5 +370,6 @@ def word_of(said: Any) -> Word:
 
 def position_of(said: Any) -> Position:
     """Where another node's rank stands. Raises KeyError, TypeError, ValueError."""
-    rank, step, sequence, op, done, where, answers = said
-    return Position(int(rank), int(step), int(sequence), str(op), done is True, str(where), answers is True)
+    rank, step, sequence, op, done, where, answers, idle = said
+    flags = (answers is True, idle is True)
+    return Position(int(rank), int(step), int(sequence), str(op), done is True, str(where), *flags)

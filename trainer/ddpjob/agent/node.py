@@ -45,6 +45,7 @@ class Node:
         self._killed_at: float | None = None  # first
         self.helpers: set[int] = set()  # children of the agent that are no rank's, and outlive a generation
         self._signals: set[int] = set()  # that its ranks have had
+        self._traces: dict[int, str] = {}  # by local rank, of those that have failed
         self.ended_well: Ended | None = None  # the first rank of this generation that has, by itself
 
     @property
@@ -80,7 +81,7 @@ class Node:
         assert not self.running, "one generation at a time"
         self._life, self._codes, self.failures = life, {}, []
         self.stopped, self.kill_at, self._killed_at, self._signals = False, None, None, set()
-        self.ended_well = None
+        self.ended_well, self._traces = None, {}
         self._kills.look()
         if self.beats is not None:
             self.beats.close()
@@ -185,6 +186,11 @@ class Node:
         """What the library has written for this node's ranks."""
         return None if self._life is None else _document(self._folder.termination(self._life.name))
 
+    def trace_of(self, rank: int) -> dict[str, str]:
+        """What a rank of this node printed last, as far as it was recorded: for its termination message."""
+        trace = self._traces.get(rank - self._options.node_rank * self._options.nproc)
+        return {"traceback": trace} if trace else {}
+
     def _start_or_fail(self, local_rank: int) -> None:
         """A rank that could not be started is not tried again in this generation: it may run, and we not know it."""
         try:
@@ -224,12 +230,8 @@ class Node:
         return processes.start(argv, {**self._environ, **own}, stdout=files.stdout, stderr=files.stderr)
 
     def _failure(self, local_rank: int, code: int) -> Failure:
-        exception, symptom = "", False
-        recorded = _document(self._files[local_rank].error) or {}
-        message = recorded.get("message")
-        if isinstance(message, dict) and isinstance(message.get("message"), str):
-            exception = message["message"].strip().split("\n", 1)[0][:500]
-            symptom = _is_symptom(exception)
+        exception, self._traces[local_rank] = _recorded(self._files[local_rank].error)
+        symptom = _is_symptom(exception)
         if code == -signal.SIGKILL and self._kills.another():
             exception, symptom = KILLED, False
         return {
@@ -322,6 +324,16 @@ def say(sentence: str) -> None:
     with contextlib.suppress(OSError, AttributeError):  # closed when we began, it is None
         sys.stderr.write(f"ddprun: {sentence}\n")
         sys.stderr.flush()
+
+
+def _recorded(path: str) -> tuple[str, str]:
+    """The exception's line, and its trace, as torch's `@record` or our fork server writes them."""
+    message = (_document(path) or {}).get("message")
+    if not isinstance(message, dict) or not isinstance(message.get("message"), str):
+        return "", ""
+    extra = message.get("extraInfo")
+    trace = extra.get("py_callstack") if isinstance(extra, dict) else ""
+    return message["message"].strip().split("\n", 1)[0][:500], trace if isinstance(trace, str) else ""
 
 
 def _document(path: str) -> dict[str, Any] | None:

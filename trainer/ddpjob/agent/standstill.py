@@ -32,6 +32,8 @@ class Position(NamedTuple):
     """The innermost line of its own code: train.py:41 in load_batch."""
     answers: bool = True
     """False: nothing in it could speak. Its step is known all the same."""
+    idle: bool = False
+    """Whether it needs no other rank any more, and has used no CPU since it stands."""
 
 
 class Standstill:
@@ -77,8 +79,10 @@ class Standstill:
         self._words = {node: word._replace(stands=False) for node, word in self._words.items()}
         if not stands or not positions:
             return None
-        # Without the library nobody can say "I evaluate": only who waits in a collective for another one proves a hang.
-        if counting[0].level == BY_COLLECTIVES and all(position.done for position in positions):
+        # Without the library nobody can say "I evaluate": only who waits in a collective for another one proves a hang,
+        # or who has no more collectives to come and does nothing.
+        in_none = all(position.done for position in positions)
+        if counting[0].level == BY_COLLECTIVES and in_none and not all(position.idle for position in positions):
             return None
         seconds = min(word.seconds for word in counting)
         phase = min(counting, key=lambda word: word.seconds).phase
@@ -128,6 +132,9 @@ def furthest_behind(positions: Sequence[Position]) -> Position:
 def _compared(guilty: Position, positions: Sequence[Position]) -> str:
     """Where it stands, and where the others do."""
     who, others = f"rank {guilty.rank}", [position for position in positions if position.rank != guilty.rank]
+    if guilty.idle and guilty.done:
+        last = f"has ended its last collective, {guilty.sequence} ({guilty.op})," if guilty.sequence else "has trained"
+        return f"{who} {last} and does not end" + ("" if guilty.answers else ", nor answer")
     if not guilty.answers:
         return f"{who} stands at step {guilty.step} and does not answer, the others wait"
     if guilty.sequence:

@@ -95,7 +95,7 @@ def _where(pace: Pace | None, beat: Beat) -> tuple[int, Phase, int]:
         return BY_START, "start", beat.collectives
     if beat.phase:
         return BY_STEPS, beat.phase, beat.step
-    if beat.collectives == 0:
+    if beat.collectives == 0 and not beat.over:
         return 0, "start", 0
-    begun = pace is not None and pace.moves + (beat.collectives != pace.mark) >= LOOKS_UNTIL_TRAINING
-    return BY_COLLECTIVES, "train" if begun else "start", beat.collectives
+    begun = beat.over or (pace is not None and pace.moves + (beat.collectives != pace.mark) >= LOOKS_UNTIL_TRAINING)
+    return BY_COLLECTIVES, "train" if begun else "start", max(beat.collectives, int(beat.over))

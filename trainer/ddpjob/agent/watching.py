@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..cells import STACKS_SIGNAL
-from .beats import Beats
+from . import processes
+from .beats import Beat, Beats
 from .standstill import Position
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 SIGNAL_SECONDS = 0.6  # a rank that has not answered by then is asked by a signal, which no interpreter can hold up
 ANSWER_SECONDS = 1.0
+IDLE_MAX = 0.01  # of a CPU: the watchdog's own thread uses a tenth of that
 SIGNAL_PAUSE_SECONDS = 0.02  # between two ranks, whose stacks go to one console
 
 
@@ -33,6 +35,8 @@ class Watching:
         self._beats: Beats | None = None
         self._paces: dict[int, Pace] = {}
         self._said: Word | None = None
+        self._over = False  # whether all ranks of another node have ended well
+        self._cpu: dict[int, tuple[float, float]] = {}  # by rank: since when it stands, and what it had used by then
         self._looked_at = 0.0
         self._look_at: float | None = None  # None: nobody beats
         self._signals: list[int] = []  # ranks that are asked by a signal unless they answer
@@ -48,7 +52,7 @@ class Watching:
     def begin(self, beats: Beats) -> None:
         """A generation starts."""
         self._beats = beats
-        self._paces, self._said = {}, None
+        self._paces, self._said, self._over, self._cpu = {}, None, False, {}
         self._agent.watch(beats.bell, self._hear_bell)
 
     def end(self) -> None:
@@ -65,6 +69,10 @@ class Watching:
             self._signal_next(now)
         if self._answer_at is not None and now >= self._answer_at:
             self._answer(now)
+
+    def others_have_ended(self) -> None:
+        """All ranks of a node have ended well: those of this one wait for nobody any more."""
+        self._over = True
 
     def ask(self, now: float) -> None:
         """Every rank writes its stacks and its last collectives to its log; what they answer goes to node 0."""
@@ -84,7 +92,9 @@ class Watching:
         from . import watch
 
         assert self._beats is not None, "only beats are looked at"
-        beats = {rank: self._beats.of(rank) for rank in self._agent.node.running_ranks}
+        over = self._over or self._agent.node.ended_well is not None
+        found = {rank: self._beats.of(rank) for rank in self._agent.node.running_ranks}
+        beats = {rank: beat._replace(over=beat.over or over) for rank, beat in found.items()}
         seen = {rank: beat for rank, beat in beats.items() if _lives(beat.pid)}
         # Also where a rank has ended: it got on, and what the others wait for may be another thing now.
         if now - self._looked_at > watch.GAP_SECONDS or self._paces.keys() - seen.keys():
@@ -92,10 +102,28 @@ class Watching:
         self._looked_at, self._look_at = now, now + watch.LOOK_SECONDS
         folded = {rank: watch.fold(self._paces.get(rank), beat, now) for rank, beat in seen.items()}
         self._paces = {rank: pace for rank, pace in folded.items() if pace is not None}
+        self._note_cpu(beats)
         word = self._word(now)
         if self._said is None or (word.level, word.stands) != (self._said.level, self._said.stands):
             self._said = word
             self._agent.group.stood(word, now)
+
+    def _note_cpu(self, beats: Mapping[int, Beat]) -> None:
+        """What ranks had used when they began to stand, where it will be asked for."""
+        self._cpu = {
+            rank: known
+            if (known := self._cpu.get(rank)) is not None and known[0] == pace.advanced_at
+            else (pace.advanced_at, cpu_seconds(beats[rank].pid))
+            for rank, pace in self._paces.items()
+            if beats[rank].over
+        }
+
+    def _is_idle(self, local_rank: int, now: float) -> bool:
+        known = self._cpu.get(local_rank)
+        if known is None or self._beats is None:
+            return False
+        since, before = known
+        return cpu_seconds(self._beats.of(local_rank).pid) - before < IDLE_MAX * (now - since)
 
     def _word(self, now: float) -> Word:
         from . import watch
@@ -122,7 +150,8 @@ class Watching:
         running = sorted(self._agent.node.running_ranks)
         # One that never beats cannot answer, and is not to blame for that where others do.
         beating = [rank for rank in running if self._beats.of(rank).pid]
-        positions = [self._position(rank) for rank in beating or running]
+        idle = {rank for rank in beating if self._is_idle(rank, now)}
+        positions = [self._position(rank)._replace(idle=rank in idle) for rank in beating or running]
         word = self._word(now)
         self._paces, self._said = watch.anew(self._paces, now), word._replace(stands=False)
         self._agent.group.answered(word, positions, now)
@@ -132,6 +161,20 @@ class Watching:
         options = self._agent.options
         rank = options.node_rank * options.nproc + local_rank
         return position(rank, self._beats.of(local_rank).step, self._beats.answer(local_rank))
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process and of all below it, those that have ended too; 0 where it has."""
+    return sum(_own_cpu_seconds(one) for one in {pid, *processes.descendants(pid)})
+
+
+def _own_cpu_seconds(pid: int) -> float:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            ticks = stat.read().rpartition(b")")[2].split()[11:15]  # utime, stime, cutime, cstime
+    except OSError:
+        return 0.0
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
 def position(rank: int, step: int, answer: Mapping[str, Any] | None) -> Position:

@@ -1,0 +1,168 @@
+"""What a job's command starts: which script or module, with which words, and by which launcher. Pure.
+
+Launchers of frameworks have options of their own, too many to know, so behind them the first word that names a Python
+file is the script.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ddpjob_operator import launcher
+
+_LAUNCHER_FILE = re.compile(r"torch/distributed/(run|launch)\.py$")
+_PYTHON = re.compile(r"(?:python|pypy)[\d.]*$")
+_TORCHS = ("torchrun", "ddprun")
+# Program → the words between it and its options.
+_FRAMEWORKS: dict[str, tuple[str, ...]] = {
+    "accelerate": ("launch",),
+    "colossalai": ("run",),
+    "composer": (),
+    "deepspeed": (),
+    "fabric": ("run", "model"),
+    "horovodrun": (),
+    "lightning": ("run", "model"),
+    "mpiexec": (),
+    "mpirun": (),
+    "orterun": (),
+    "ray": ("job", "submit"),
+    "srun": (),
+    "tune": ("run",),
+}
+_MODULES = {
+    "accelerate": "accelerate",
+    "colossalai": "colossalai",
+    "composer": "composer",
+    "deepspeed": "deepspeed",
+    "horovod": "horovodrun",
+    "lightning": "fabric",
+    "lightning_fabric": "fabric",
+}
+# Programs and modules that start what follows them, and change nothing about it.
+_WRAPPERS = set(
+    "conda coverage dumb-init env exec gosu hatch ionice kernprof mamba micromamba ncu nice nohup nsys numactl pdm "
+    "pipenv poetry py-spy rye setsid stdbuf strace su-exec sudo taskset time timeout tini uv viztracer xvfb-run".split()
+)
+_MODULE_WRAPPERS = {
+    "cProfile",
+    "coverage",
+    "debugpy",
+    "memory_profiler",
+    "pdb",
+    "profile",
+    "scalene",
+    "trace",
+    "viztracer",
+}
+_SHELL_WORDS = {"then", "do", "else", "!", "{", "(", "exec", "time", "env", "command", "nohup"}
+_SHELLS = ("sh", "bash", "dash", "zsh", "ash")
+
+
+@dataclass(frozen=True)
+class Command:
+    """What is started; all of it may be missing."""
+
+    launcher: str = ""
+    """torchrun, accelerate, …; "python" where a script is started by itself."""
+    script: str | None = None
+    module: str | None = None
+    """As in `python -m package.train`."""
+    words: tuple[str, ...] = ()
+    """What the script is given."""
+
+    @property
+    def files(self) -> list[str]:
+        """Where the code that is started may be."""
+        if self.script is not None:
+            return [self.script]
+        path = (self.module or "").replace(".", "/")
+        return [f"{path}.py", f"{path}/__main__.py"] if path else []
+
+
+def read(words: list[str]) -> Command:
+    """The first command that starts a Python file, else the first whose launcher is known."""
+    found = [c for command in _commands(words) if (c := _read(command)).launcher]
+    return next((c for c in found if c.files), found[0] if found else Command())
+
+
+def _commands(words: list[str]) -> Iterator[list[str]]:
+    """The command, or those of a shell's script, without the variables that are set before each."""
+    program = words[0].rsplit("/", 1)[-1] if words else ""
+    option = next((i for i, w in enumerate(words[1:-1], 1) if re.fullmatch(r"-[a-z]*c[a-z]*", w)), None)
+    if program not in _SHELLS or option is None:
+        yield words
+        return
+    for line in re.split(r"&&|\|\||;|\n", words[option + 1].replace("\\\n", " ")):
+        try:
+            split = shlex.split(line, comments=True)
+        except ValueError:  # an unclosed quote, or one that the split has cut
+            continue
+        yield list(itertools.dropwhile(lambda word: word in _SHELL_WORDS or "=" in word, split))
+
+
+def _read(words: list[str]) -> Command:
+    program = words[0].rsplit("/", 1)[-1] if words else ""
+    if _PYTHON.match(program):
+        return _of_python(words[1:])
+    if program in _TORCHS:
+        return _of_torchrun(program, words[1:])
+    if program in _FRAMEWORKS:
+        return _behind(program, _without(_FRAMEWORKS[program], words[1:]))
+    if program in _WRAPPERS:
+        return _behind("", words[1:])
+    return Command("python", words[0], words=tuple(words[1:])) if program.endswith(".py") else Command()
+
+
+def _of_python(words: list[str]) -> Command:
+    rest = launcher.after_python_options(words)
+    if rest[:1] == ["-m"] and len(rest) > 1:
+        return _of_module(rest[1], rest[2:])
+    if rest and _LAUNCHER_FILE.search(rest[0]):
+        return _of_torchrun(rest[0].rsplit("/", 1)[-1], rest[1:])
+    if rest and rest[0].endswith(".py"):
+        return Command("python", rest[0], words=tuple(rest[1:]))
+    return Command("python")
+
+
+def _of_module(module: str, rest: list[str]) -> Command:
+    if module in launcher.MODULES:
+        return _of_torchrun(module, rest)
+    if module == "ddpjob.agent":
+        return _of_torchrun("ddprun", rest)
+    top = module.split(".")[0]
+    if top in _MODULES:
+        return _behind(_MODULES[top], _without(_FRAMEWORKS[_MODULES[top]], rest))
+    if top in _MODULE_WRAPPERS:
+        return _behind("python", rest)
+    return Command("python", module=module, words=tuple(rest))
+
+
+def _of_torchrun(name: str, words: list[str]) -> Command:
+    options, rest = launcher.read_options(words)
+    if not rest or "no_python" in options:
+        return replace(_behind(name, rest), launcher=name) if rest else Command(name)
+    if "module" in options:
+        return Command(name, module=rest[0], words=tuple(rest[1:]))
+    return Command(name, rest[0] if rest[0].endswith(".py") else None, words=tuple(rest[1:]))
+
+
+def _without(first: tuple[str, ...], words: list[str]) -> list[str]:
+    return list(itertools.dropwhile(lambda word: word in first, words))
+
+
+def _behind(name: str, words: list[str]) -> Command:
+    """What a launcher or wrapper starts that has options which are not known here."""
+    for i, word in enumerate(words):
+        program = word.rsplit("/", 1)[-1]
+        if _PYTHON.match(program) or program in _TORCHS or program in _FRAMEWORKS:
+            inner = _read(words[i:])
+            return replace(inner, launcher=name) if name and inner.launcher == "python" else inner
+        if word in ("-m", "--module") and words[i + 1 : i + 2] and not words[i + 1].startswith("-"):
+            return Command(name or "python", module=words[i + 1], words=tuple(words[i + 2 :]))
+        if word.endswith(".py") and not word.startswith("-"):
+            return Command(name or "python", word, words=tuple(words[i + 1 :]))
+    return Command(name)

@@ -1,0 +1,67 @@
+"""What a program says as it gives up where it has raised nothing: argparse's or click's error, `sys.exit("text")`.
+
+For the sentence alone. It decides nothing: any last line may stand there, also that of a rank that was told to stop.
+Pure.
+"""
+
+from __future__ import annotations
+
+import re
+
+LAST_LINE = "last line: "
+"""Before what is only the last line, and perhaps not why it ended."""
+# What Python gives for sys.exit("text"), argparse and click for options, a shell for what it cannot start. A program
+# that chooses another code means something by it, and its last line may be any.
+_CODES = (1, 2, 126, 127)
+_LINE_MAX = 2000
+_PREFIX = re.compile(r"^(?:\[[A-Za-z]{0,20}\d{1,9}\]:\s?)+")
+_ARGPARSE = re.compile(r"^[^\s:][^:]{0,200}: error: \S")
+_CLICK = re.compile(r"^Error: \S")
+# Where torchrun begins to report, `E0131 12:00:00.1 … torch/distributed/elastic/…`, until 2.1 with the logger's name;
+# and its other lines, such as that about OMP_NUM_THREADS at the start.
+_REPORT = re.compile(
+    r"^(?:[EWI]\d{4} \d\d:\d\d:\d\d.*torch/distributed/elastic|(?:ERROR|WARNING|INFO):torch\.distributed)"
+)
+_REPORT_ENDS = re.compile(
+    r"ChildFailedError|Root Cause \(first observed failure\)|SignalException: Process \d+ got signal"
+)
+_LAUNCHERS_OWN = re.compile(r"^(?:[EWI]\d{4} \d\d:\d\d:\d\d.*torch/distributed/|ddprun: )")
+# A kubelet keeps the last 2048 bytes: the first line of such a log is the rest of one.
+_CUT_FROM = 2000
+
+
+def of(log: str, exit_code: int | None) -> str:
+    """The program's own sentence at the end of its log; "" where nothing speaks for one being there."""
+    if exit_code not in _CODES:
+        return ""
+    lines = _own_lines(log)
+    if exit_code == 2 and (refused := _refused(lines)):
+        return refused
+    return LAST_LINE + lines[-1] if lines else ""
+
+
+def is_last_line(exception: str) -> bool:
+    """Whether the text is what stood last in a log, and no exception."""
+    return exception.startswith(LAST_LINE)
+
+
+def _refused(lines: list[str]) -> str:
+    """Options that a parser did not take."""
+    found = next((line for line in reversed(lines) if _ARGPARSE.match(line)), "")
+    if not found and any(line.startswith("Usage: ") for line in lines):
+        found = next((line for line in reversed(lines) if _CLICK.match(line)), "")
+    return found
+
+
+def _own_lines(log: str) -> list[str]:
+    """The lines of the program itself; none where all that is left of the log is torchrun's report."""
+    lines = [_PREFIX.sub("", line[:_LINE_MAX]).strip() for line in log.splitlines()]
+    begins = next((i for i, line in enumerate(lines) if _REPORT.match(line)), None)
+    if begins is None and _REPORT_ENDS.search(log):
+        return []
+    first = 1 if len(lines) > 1 and len(log.encode()) >= _CUT_FROM else 0
+    return [line for line in lines[first:begins] if _has_words(line) and not _LAUNCHERS_OWN.match(line)]
+
+
+def _has_words(line: str) -> bool:
+    return any(c.isalpha() for c in line)

@@ -1,0 +1,138 @@
+"""Goodput counts the seconds in which steps were made, and no others: who pays for the GPUs decides by this number."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from worlds import World, digits
+
+from ddpjob_operator import api
+from ddpjob_operator.observed import Agent, AgentCounts, AgentFailure
+
+DDPRUN = {"command": ["ddprun", "train.py"]}
+
+
+def spent(world: World) -> api.Goodput:
+    assert world.status.goodput is not None
+    return world.status.goodput
+
+
+def trains(world: World, *steps: int, seconds: float = 10) -> World:
+    """Rank 0 reports these steps, one every `seconds`."""
+    for step in steps:
+        world.reports_step(step).settle().after(seconds)
+    return world
+
+
+def hangs(world: World, step: int, seconds: int) -> World:
+    """It reports every ten seconds that it lives, and makes no step."""
+    for _ in range(seconds // 10):
+        world.reports_step(step).settle().after(10)
+    return world
+
+
+def total(goodput: api.Goodput) -> int:
+    return (
+        goodput.productive_seconds
+        + goodput.idle_seconds
+        + goodput.unreported_seconds
+        + goodput.starting_seconds
+        + goodput.restarting_seconds
+    )
+
+
+def test_a_job_that_hung_until_its_deadline_is_not_said_to_have_trained() -> None:
+    """Else a cluster's report shows a ratio of 1.0 for a job that burnt its GPUs."""
+    world = trains(digits(activeDeadlineSeconds=1500).running(), *range(1, 11))
+    hangs(world, 10, 1500).settle()
+    assert world.status.state in ("Failing", "Failed")
+    assert (spent(world).productive_seconds, spent(world).ratio) == (90, 0.06)
+    assert spent(world).idle_seconds == 1410
+
+
+def test_a_hang_counts_as_such_also_where_the_user_wants_no_restart_for_it() -> None:
+    world = trains(digits(stall={"timeoutSeconds": 0}).running(), *range(1, 11))
+    hangs(world, 10, 2000).exits(0).exits(1).settle()
+    assert world.status.state == "Succeeded"
+    assert spent(world).productive_seconds == 90
+
+
+def test_a_stall_that_restarts_the_group_is_idle_from_the_last_step_on() -> None:
+    world = trains(digits(stall={"timeoutSeconds": 60}).running(), *range(1, 11))
+    hangs(world, 10, 70).settle()
+    assert (world.status.state, world.status.reason) == ("Restarting", "Stalled")
+    assert (spent(world).productive_seconds, spent(world).idle_seconds) == (90, 70)
+
+
+def test_a_pause_that_ends_by_itself_is_idle_and_the_steps_after_it_count_again() -> None:
+    world = trains(digits().running(), *range(1, 11))
+    hangs(world, 10, 900)
+    assert spent(world).idle_since is not None
+    trains(world, *range(11, 21)).exits(0).exits(1).settle()
+    assert (spent(world).productive_seconds, spent(world).idle_seconds) == (190, 910)
+    assert (spent(world).idle_since, spent(world).counted_until) == (None, None)
+
+
+def test_a_step_that_takes_as_long_as_the_others_is_not_idle() -> None:
+    """A job whose steps take four minutes each makes none for most of its looks, and is healthy."""
+    world = trains(digits().running(), *range(1, 21), seconds=240).exits(0).exits(1).settle()
+    assert (spent(world).productive_seconds, spent(world).idle_seconds, spent(world).ratio) == (4800, 0, 1.0)
+
+
+@pytest.mark.parametrize("kind", ["stall", "application"])
+def test_from_the_last_step_to_the_first_after_a_restart_in_place_nothing_was_trained(kind: str) -> None:
+    """Under ddprun the job is Running all the while: ten hangs of half an hour each would be a ratio of 1.0."""
+    world = trains(digits(container=DDPRUN, stall={"timeoutSeconds": 60}).running(), *range(1, 11))
+    hangs(world, 10, 60)
+    failure = AgentFailure(rank=1, node_rank=1, failure_class=kind, charged_to=kind, step=10)  # type: ignore[arg-type]
+    world.agent = Agent(generation=1, restarts=AgentCounts(**{kind: 1}), failures=[failure])
+    world.settle().after(20)
+    trains(world, *range(9, 19)).exits(0).exits(1).settle()
+    assert (spent(world).productive_seconds, spent(world).idle_seconds) == (190, 90)
+
+
+def test_a_job_that_never_reports_a_step_has_no_ratio() -> None:
+    """It runs, and whether it trains or hangs nobody has said."""
+    world = digits().started().after(20).runs(0, 1).settle().after(80).exits(0).exits(1).settle()
+    assert (spent(world).starting_seconds, spent(world).unreported_seconds) == (20, 80)
+    assert (spent(world).productive_seconds, spent(world).ratio) == (0, None)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["step", "alive", "fail", "in place", "suspend"]), st.integers(1, 900)), max_size=25
+    )
+)
+def test_no_second_is_counted_twice_or_forgotten(events: list[tuple[str, int]]) -> None:
+    world, step, count, paused = digits(container=DDPRUN, backoffLimit=100).running(), 0, 0, dt.timedelta()
+    begin = world.now
+    for what, seconds in events:
+        if what == "step":
+            step += 1
+            world.reports_step(step)
+        elif what == "alive" and step:
+            world.reports_step(step)
+        elif what == "in place":
+            count += 1
+            failure = AgentFailure(rank=1, node_rank=1, failure_class="application", charged_to="application")
+            world.agent = Agent(generation=count, restarts=AgentCounts(application=count), failures=[failure])
+        elif what == "fail":
+            count = 0
+            world.exits(0, code=3).exits(1, code=3).settle().after(400).settle().runs(0, 1)
+        elif what == "suspend":
+            count = 0
+            world.change(suspend=True).settle().stops_all().settle()
+            since = world.now
+            world.after(100).change(suspend=False).settle().runs(0, 1)
+            paused += world.now - since
+        if world.settle().status.state in ("Failed", "Succeeded"):
+            break
+        world.after(seconds)
+    if world.status.state == "Running":
+        world.exits(0).exits(1).settle()
+    assert world.status.state_time is not None
+    seen = round((world.status.state_time - begin - paused).total_seconds())
+    assert total(spent(world)) == pytest.approx(seen, abs=2 * len(events) + 1)
