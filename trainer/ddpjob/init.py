@@ -330,9 +330,9 @@ def _join(init_method: str | None, place: Place, backend: str, device: torch.dev
         raise
     except (RuntimeError, ValueError, OSError) as error:
         raise RendezvousError(
-            f"rank {place.rank} of {place.world_size} did not meet the others at {where} (backend {backend}, limit "
-            f"{timeout.total_seconds():g} s): {_first_line(error)}. Check that all ranks run, and that the address is "
-            f"rank 0's, or the folder shared by all."
+            f"rank {place.rank} of {place.world_size} did not meet the others at {_said(where)} (backend {backend}, "
+            f"limit {timeout.total_seconds():g} s): {_first_line(error)}. Check that all ranks run, and that the "
+            f"address is rank 0's, or the folder shared by all."
         ) from error
     return store
 
@@ -348,6 +348,13 @@ def _default_method(place: Place, environ: Mapping[str, str]) -> str:
             )
     _integer(environ, "MASTER_PORT")
     return "env://"
+
+
+def _said(where: str) -> str:
+    """With the address: not each version of torch names the port that is in use."""
+    if where != "env://":
+        return where
+    return f"env://, {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 def _prefix(environ: Mapping[str, str]) -> str:

@@ -15,6 +15,7 @@ of any child. In the rank everything is as `python -u train.py` finds it: that i
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -192,6 +193,9 @@ def become(order: dict[str, Any], run: dict[str, Any]) -> Callable[[], None]:
     sys.orig_argv[:] = [sys.executable, "-u", *(["-m"] if module else []), *run["argv"]]
     reseed()
     watch_group()
+    if "triton" in sys.modules:
+        # nanobind, in it, prints hundreds of lines of "leaked" at the end for what the collector may not look at.
+        atexit.register(gc.unfreeze)
     sys.modules["__main__"] = main_module()
     return run_module if module else run_script
 
