@@ -6,7 +6,7 @@ CRD    := charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml
 # One pytest process a core; tests that share something name their group.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
 
-.PHONY: install demo test simulate test-kind check format generate clean help
+.PHONY: install demo test test-versions simulate test-kind check format generate clean help
 
 help: ## What can be made.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,6 +33,9 @@ check: install ## Style, types, layers, and that generated files are what the co
 test: check ## All tests; those that need a cluster run where KUBECONFIG names one, by themselves: they wait for it.
 	$(PYTEST) --ignore tests/api --ignore tests/cluster
 	$(BIN)/python -m pytest -n 0 tests/api tests/cluster
+
+test-versions: install ## The library's and ddprun's tests with each Python from 3.10 on that is here, torch 2.4 and the newest (gigabytes).
+	$(BIN)/python tests/versions.py
 
 SEEDS ?= 20000
 simulate: install ## SEEDS=20000 lives of a job on a model of a cluster, with everything that can go wrong.

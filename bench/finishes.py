@@ -3,7 +3,7 @@
     python bench/finishes.py                                    # 1,000 jobs of 4 processes under ddprun
     python bench/finishes.py --torchrun --jobs 50
     python bench/finishes.py --from-one-process --jobs 3000     # torch imported once for all: a quarter of the time
-    python bench/finishes.py --from-one-process --torch-alone   # without the library: is an abort found?
+    python bench/finishes.py --from-one-process --torch-alone   # without the library
 
 Each job is an agent, its fork server and four ranks that meet over gloo, train or only add, and leave as the library
 makes them leave: one third at the end of `with`, one third with all left to the interpreter's exit, one third with a

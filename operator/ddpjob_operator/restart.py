@@ -7,6 +7,7 @@ the out-of-memory kill behind it is known; then the next attempt is in the statu
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -59,11 +60,13 @@ def attempt_broken(s: Scene) -> Verdict | None:
     if sign is None:
         return None
     reason, failure = sign
-    if not s.alive and not launcher.restarts_in_place(s.spec):
-        # Nothing is left to stop or to wait for, so the first sign is all that there is: one look, and one event.
-        return _next_attempt(s, settle(s, failure))
     text = causes.sentence(failure)
     status = statuses.with_failure(s.status, failure, text)
+    if not s.alive and not launcher.restarts_in_place(s.spec):
+        # Nothing is left to stop or to wait for, so the first sign is all that there is: one look, and one event. The
+        # attempt ends first, for what it has trained is booked from its own times.
+        ended = dataclasses.replace(s, status=statuses.enter(status, "Restarting", reason, text, s.now))
+        return _next_attempt(ended, settle(ended, failure))
     # Where agents wait in the other pods it is the next look that says whether these stop (replacing.py).
     said = text + _open_question(failure) if launcher.restarts_in_place(s.spec) else _ending(s, text, failure)
     return Verdict(statuses.enter(status, "Restarting", reason, said, s.now))
@@ -276,7 +279,8 @@ def _has_trained_before(status: api.Status) -> bool:
         return True
     begun, ended = status.running_time, status.state_time
     here = (ended - begun).total_seconds() if status.state == "Restarting" and begun and ended else 0.0
-    return (status.goodput or api.Goodput()).productive_seconds - here >= TRAINED_SECONDS
+    spent = status.goodput or api.Goodput()
+    return spent.productive_seconds + spent.unreported_seconds - here >= TRAINED_SECONDS
 
 
 def _never_starts(s: Scene, failure: api.Failure, history: rules.History) -> bool:

@@ -23,6 +23,7 @@ FORKED = "--from-one-process --at-once=2"
         f"{FORKED} --preload=torch --jobs=85",  # without a model: the same end, for less
         f"{FORKED} --preload=torch --jobs=65 --nodes=2",
         f"{FORKED} --jobs=50",
+        f"{FORKED} --jobs=20 --torch-alone",  # before ranks kept their groups: a hang in 2 of 16, an abort in 2 of 40
         "--jobs=3",
         "--torchrun --jobs=5",
     ],

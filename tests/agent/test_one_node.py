@@ -85,6 +85,15 @@ def test_what_a_rank_has_said_when_it_ended_is_in_the_message(
     assert exception in done.stderr
 
 
+def test_a_backend_that_torch_does_not_have_is_not_tried_again(launcher: Launcher) -> None:
+    """A typo costs a user four starts, and the back-off between them."""
+    script = launcher.script("open('starts', 'a').write('x')\nassert False, 'Unknown backend type gluu'")
+    done = launcher.done("--preload=json", script)
+    assert done.returncode == 1
+    assert (launcher.folder / "starts").read_text() == "x"
+    assert "(AssertionError: Unknown backend type gluu); permanent: PermanentFailure" in done.stderr
+
+
 @pytest.mark.parametrize("line", ["sys.exit()", "sys.exit(0)", "raise SystemExit"])
 def test_a_good_end_by_exit_is_none_that_is_told(launcher: Launcher, line: str) -> None:
     done = launcher.done("--preload=json", "--max-restarts", 0, launcher.script(f"import sys\n{line}"))

@@ -160,7 +160,7 @@ def odd_jobs(hostile: Hostile) -> None:
         hostile.job(f"deep-{depth}", body.replace('"template": {', f'"template": {{"x": {nested(depth)}, ').encode())
     for name, filling in {"wide-objects": {}, "wide-texts": "", "wide-numbers": 1}.items():
         body = job(name)
-        body["spec"]["template"]["metadata"] = {"x": [filling] * 250_000}
+        body["spec"]["template"]["metadata"] = {"x": [filling] * 30_000}
         hostile.job(name, body)
     for n in range(8):
         body = job(f"big-{n}")
@@ -186,7 +186,7 @@ def odd_statuses(hostile: Hostile) -> None:
         "attempts": {"attempt": 2**62},
         "negative": {"attempt": -5, "restarts": {"application": -1}},
         "long": {"message": "x" * 400_000},
-        "many": {"failures": [{"attempt": 1, "message": "x", "time": "2031-03-05T07:11:13Z"}] * 20_000},
+        "many": {"failures": [{"attempt": 1, "message": "x", "time": "2031-03-05T07:11:13Z"}] * 4_000},
         "escapes": {"progress": {"step": 1, "updated": "2031-03-05T07:11:13Z", "metrics": {EVIL: EVIL}}},
     }.items():
         hostile.status(f"status-{name}", status)
@@ -227,7 +227,7 @@ def odd_pods(hostile: Hostile, owner: dict[str, Any]) -> None:
         "code": ended(exitCode=2**31 - 1),
         "silent": {"phase": "Failed"},
         "evicted": {"phase": "Failed", "reason": EVIL, "message": EVIL * 3000},
-        "conditions": {"conditions": [{"type": f"x{n}", "status": "True"} for n in range(2000)]},
+        "conditions": {"conditions": [{"type": f"x{n}", "status": "True"} for n in range(500)]},
         "waiting": {
             "phase": "Pending",
             "initContainerStatuses": [

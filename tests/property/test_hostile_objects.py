@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import datetime as dt
 import json
+import resource
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -160,6 +161,18 @@ def test_a_job_of_a_megabyte_is_refused_by_itself_and_never_becomes_a_million_ob
     assert len(json.dumps(job)) < 500
     (problem,) = validation.parse(manifest() | {"spec": job["spec"]})[1]
     assert "spec: " in str(problem)
+
+
+@pytest.mark.parametrize("sign", ["x", r"\"", "[", r"\\"])
+def test_cutting_what_is_too_deep_costs_no_more_than_a_copy(sign: str) -> None:
+    """A list with one deep job and some long texts took 20 times its size."""
+    long = ",".join(f'"{sign * 200_000}"' for _ in range(4))
+    content = ('{"items": [' + '{"a":' * 2000 + "1" + "}" * 2000 + f", [{long}]]}}").encode()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = reading.shallow(content)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert json.loads(found)["items"][1] == json.loads(f"[{long}]")
+    assert grown < 4 * len(content) + 4 * 2**20
 
 
 def test_a_status_that_is_too_large_is_not_taken_for_an_empty_one() -> None:

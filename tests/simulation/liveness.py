@@ -9,19 +9,20 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
 from judge import TERMINAL, said
 from model_api import Raw, stamp
 from model_kubelet import Cluster, Node
-from model_training import ENDS_EARLY, SYMPTOM, WATCHDOG, Failure, terminated
+from model_training import SYMPTOM, WATCHDOG, Failure, Process, terminated
 from scenario import Scenario
 from simulation import Simulation
 
 HOURS = 30
 LONG_SECONDS = 600.0
 ALWAYS = range(1, 400)
+EARLY = -3
+"""Exit code of a rank that ends with 0, while its peers wait for it in the next collective."""
 Start = Callable[[Cluster, Node, Raw, bool], None]
 
 
@@ -34,8 +35,8 @@ SCRIPTS: dict[str, dict[int, Failure]] = {
     "a collective that only some ranks call, found by torch after ten minutes": always(1, 600.0, 134, WATCHDOG),
     "the same on gloo, after half an hour": always(0, 1800.0, 1, SYMPTOM),
     "complaints about peers within seconds": always(1, 5.0, 1, SYMPTOM),
-    "a rank that ends early": always(0, 20.0, ENDS_EARLY),
-    "another rank that ends early": always(1, 20.0, ENDS_EARLY),
+    "a rank that ends early": always(0, 20.0, EARLY),
+    "another rank that ends early": always(1, 20.0, EARLY),
     "exit code 75 every eleven minutes": always(0, 660.0, 75),
     "exit code 143 every eleven minutes": always(1, 660.0, 143),
     "a program that one rank does not have": always(1, 0.0, 127),
@@ -45,6 +46,25 @@ SCRIPTS: dict[str, dict[int, Failure]] = {
 
 class Doomed(Simulation):
     """A job whose fault never ends; run to its end, or for more than a day."""
+
+    def __init__(self, what: Scenario, *, peers_complain: bool = True) -> None:
+        """peers_complain: whether those that wait for a rank that has ended with 0 ever find out."""
+        super().__init__(what)
+        self._peers_complain = peers_complain
+        self._fails = self.training._fail
+        self.training._fail = self._fail  # type: ignore[method-assign]
+
+    def _fail(self, process: Process, failure: Failure) -> None:
+        if failure.code != EARLY:
+            self._fails(process, failure)
+            self.training.culprits.clear()  # who is blamed for what is free is not asked here
+            return
+        group = self.training.groups[process.run]
+        if process.alive:
+            self.training.failed.add((process.job_uid, process.attempt))
+        self.training._end(process, 0, "Completed", "")
+        for peer in group.present if self._peers_complain else ():
+            self.training._suffers(peer)
 
     async def _run(self) -> None:
         self._start_operator("operator-0")
@@ -111,10 +131,8 @@ def broken(name: str) -> Start:
     return _start
 
 
-def live(what: Scenario, **training: Any) -> Doomed:
+def live(what: Scenario, *, peers_complain: bool = True) -> Doomed:
     """The run of a job whose fault stays."""
-    found = Doomed(what)
-    for name, value in training.items():
-        setattr(found.training, name, value)
+    found = Doomed(what, peers_complain=peers_complain)
     found.run()
     return found

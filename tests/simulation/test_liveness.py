@@ -52,9 +52,10 @@ def test_a_rank_that_hangs_silently_beside_one_that_has_ended_is_said_with_one_w
 
 
 @pytest.mark.parametrize("minutes", [1, 60, 600])
-def test_a_clock_that_is_set_back_keeps_no_job_from_its_end(minutes: int) -> None:
+@pytest.mark.parametrize("at", [14.0, 24.0, 30.0])
+def test_a_clock_that_is_set_back_keeps_no_job_from_its_end(minutes: int, at: float) -> None:
     """The next attempt waited for as long as the clock had been wrong."""
-    deed = Deed(30.0, "clock jumps", number=0, seconds=float(minutes))
+    deed = Deed(at, "clock jumps", number=0, seconds=float(minutes))
     run = check(live(scenario(failures=SCRIPTS["an error in the script"], deeds=(deed,))))
     assert run.state == "Failed", run.status["message"]
     assert run.loop.time() < 3600.0

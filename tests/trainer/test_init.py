@@ -211,6 +211,13 @@ def test_a_rank_that_waits_in_vain_says_for_whom_and_where(end_ranks, meeting_fi
     assert "0.5 s" in outcome.error
 
 
+# docs/versions.md says what is promised there.
+needs_a_timeout_that_changes = pytest.mark.skipif(
+    torch.__version__.startswith("2.4."), reason="gloo of torch 2.4 keeps the time-out that its group was made with"
+)
+
+
+@needs_a_timeout_that_changes
 def test_after_the_first_step_a_collective_fails_sooner(end_ranks, meeting_file):
     def body(rank: int) -> None:
         world = ddpjob.init(init_method=meeting_file, rank=rank, world_size=2, timeout_step_seconds=0.5)
@@ -260,6 +267,7 @@ def test_an_evaluation_on_rank_0_alone_ends_nobody_before_the_first_step_or_afte
     assert run_ranks(body, 2) == [6.0, 6.0]
 
 
+@needs_a_timeout_that_changes
 @pytest.mark.parametrize("close", [True, False], ids=["in a with", "without"])
 def test_a_rank_that_gives_up_names_the_limit_that_ended_it(end_ranks, meeting_file, capfd, close):
     def body(rank: int) -> None:

@@ -37,6 +37,19 @@ def test_a_failure_that_ends_a_job_of_one_node_is_one_event() -> None:
     assert world.status.message.endswith("; backoffLimit: 0 allows no restart")
 
 
+@pytest.mark.parametrize("reports", [True, False])
+def test_what_an_attempt_has_trained_counts_also_when_nothing_of_it_is_left(reports: bool) -> None:
+    """Else a job that trained for days looks as if it had never run, and its next start may fail it for good."""
+    world = digits(nodes=1).running()
+    if reports:
+        world.reports_step(1).settle()
+    world.after(80).exits(0, code=1).settle()
+    assert world.status.attempt == 2
+    assert world.status.goodput is not None
+    spent = world.status.goodput
+    assert (spent.productive_seconds, spent.unreported_seconds) == ((80, 0) if reports else (0, 80))
+
+
 def test_failures_in_a_row_are_those_that_count() -> None:
     """Two preemptions and three failures are no "5 failures in a row": the rule is about three."""
     world = digits(nodes=1, backoffLimit=9).running().reports_step(5).settle()

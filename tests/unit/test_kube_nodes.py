@@ -114,9 +114,9 @@ def test_nodes_that_are_powered_off_for_weeks_do_not_hide_one_that_dies(
     if restarted:
         at = "2031-02-01T07:{:02}:13Z"
         gone = [node(name, "Unknown", at.format(0 if together else 7 * i % 60)) for i, name in enumerate(off)]
-        timed.replace([*gone, *(node(name) for name in names if name not in off)], 1)
+        taken(timed, [*gone, *(node(name) for name in names if name not in off)], 1)
     else:
-        timed.replace([node(name) for name in names], 1)
+        taken(timed, [node(name) for name in names], 1)
         for name in off:
             timed.put(node(name, "Unknown"))
             clock.pass_(minutes=0 if together else 7)
@@ -126,7 +126,7 @@ def test_nodes_that_are_powered_off_for_weeks_do_not_hide_one_that_dies(
 
 
 def test_a_control_plane_that_hears_nobody_for_hours_kills_nothing(timed: Nodes, clock: Clock) -> None:
-    timed.replace([node(n) for n in "abcdefghij"], 1)
+    taken(timed, [node(n) for n in "abcdefghij"], 1)
     for name in "abcdefghij":
         timed.put(node(name, "Unknown"))
         clock.pass_(seconds=5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Set
 from typing import Any
 
@@ -53,6 +54,9 @@ class Copy:
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
         self.told.append(f"remove {name}")
+
+    def one_look(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def retain(self, named: Set[Place], list_version: int, namespace: str = "") -> None:
         self.told.append(f"retain {sorted(name for _, name in named)}")

@@ -70,6 +70,22 @@ CLASSES: dict[str, tuple[Evidence, rules.Class]] = {
     "a stop at an agreed step": (Evidence(exit_code=rules.RESUMABLE_EXIT_CODE), "infrastructure"),
     "a broken GPU": (Evidence(1, exception="RuntimeError: CUDA error: uncorrectable ECC error"), "infrastructure"),
     "no step": (Evidence(exit_code=143, stalled=True, told_to_stop=True), "stall"),
+    "a backend that no torch has": (
+        Evidence(exit_code=1, exception="AssertionError: Unknown backend type foo"),
+        "permanent",
+    ),
+    "a backend that this torch does not have": (
+        Evidence(exit_code=1, exception="RuntimeError: Distributed package doesn't have NCCL built in"),
+        "permanent",
+    ),
+    "a backend that init does not know": (
+        Evidence(1, exception="ddpjob.errors.ConfigurationError: DDPJOB_BACKEND: 'foo' is none of auto, nccl, gloo."),
+        "permanent",
+    ),
+    "a database whose backend is unknown": (
+        Evidence(exit_code=1, exception="RuntimeError: the feature store: Unknown backend redis"),
+        "application",
+    ),
     "a program that is not there": (Evidence(exit_code=127), "permanent"),
     "a program that may not run": (Evidence(exit_code=126), "permanent"),
     "a container that cannot start": (Evidence(exit_code=128, reason="StartError"), "permanent"),

@@ -149,14 +149,13 @@ def init(
     if dist.is_initialized():
         backend, store = dist.get_backend(), None  # the script made the group itself: take part in it
     else:
-        store = _join(init_method, place, backend, chosen, timedelta(seconds=timeout_start_seconds))
+        start, step = (timedelta(seconds=each) for each in (timeout_start_seconds, timeout_step_seconds))
+        store = _join(init_method, place, backend, chosen, start, max(start, step))
     if backend == "gloo":
         never_destroy(dist.distributed_c10d._get_default_group())
     attempt = _integer(os.environ, "DDPJOB_ATTEMPT", 1)
     world = World(*place, chosen, backend, attempt, timeout_step_seconds)
     _group, _groups_joined = _Group(world, store, os.getpid()), _groups_joined + 1
-    if store is not None and timeout_step_seconds > timeout_start_seconds:
-        _set_timeout(timeout_step_seconds)
     _leave_at_exit()
     announce()
     return world
@@ -317,22 +316,26 @@ def _refuse_what_is_not_there(said: str, backend: str, device: str | None, gpus:
 # ---- meet, agree, join -------------------------------------------------------------------------------------
 
 
-def _join(init_method: str | None, place: Place, backend: str, device: torch.device, timeout: timedelta) -> Store:
+def _join(
+    init_method: str | None, place: Place, backend: str, device: torch.device, timeout: timedelta, longest: timedelta
+) -> Store:
+    """timeout: to meet; longest: what a collective may take. gloo of torch 2.4 keeps what its group was made with."""
     where = init_method or _default_method(place, os.environ)
     try:
         store = _meet(where, place, timeout)
         _agree(store, place, backend, device)
+        _all_met(store, place, timeout)
         options: dict[str, Any] = {"device_id": device} if backend == "nccl" else {}
         dist.init_process_group(
-            backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout, **options
+            backend, store=store, rank=place.rank, world_size=place.world_size, timeout=longest, **options
         )
     except DDPJobError:
         raise
     except (RuntimeError, ValueError, OSError) as error:
         raise RendezvousError(
-            f"rank {place.rank} of {place.world_size} did not meet the others at {where} (backend {backend}, limit "
-            f"{timeout.total_seconds():g} s): {_first_line(error)}. Check that all ranks run, and that the address is "
-            f"rank 0's, or the folder shared by all."
+            f"rank {place.rank} of {place.world_size} did not meet the others at {_said(where)} (backend {backend}, "
+            f"limit {timeout.total_seconds():g} s): {_first_line(error)}. Check that all ranks run, and that the "
+            f"address is rank 0's, or the folder shared by all."
         ) from error
     return store
 
@@ -348,6 +351,13 @@ def _default_method(place: Place, environ: Mapping[str, str]) -> str:
             )
     _integer(environ, "MASTER_PORT")
     return "env://"
+
+
+def _said(where: str) -> str:
+    """With the address: not each version of torch names the port that is in use."""
+    if where != "env://":
+        return where
+    return f"env://, {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 def _prefix(environ: Mapping[str, str]) -> str:
@@ -434,6 +444,13 @@ def _agree(store: Store, place: Place, backend: str, device: torch.device) -> No
             f"LOCAL_RANK: {place.local_rank}: another rank of this node uses the same GPU ({device}), and nccl needs "
             f"one for each. Start fewer processes, or use backend gloo."
         )
+
+
+def _all_met(store: Store, place: Place, timeout: timedelta) -> None:
+    """Wait for all ranks here: in torch the wait for one that never comes has the time-out of a collective."""
+    if store.add("met", 1) == place.world_size:
+        store.set("all met", "1")
+    store.wait(["all met"], timeout)
 
 
 def _first_line(error: BaseException) -> str:

@@ -67,6 +67,11 @@ CANNOT_EVER_START = re.compile(
     r"|^\S*python[\w.]*: (?:can't open file '|can't find '__main__' module in '|No module named )"
     r"|^\S*python[\w.]*: Error while finding module specification for '"
 )
+# The name of a backend that no PyTorch has, or not the one of the image: torch 2.4 to 2.13 and `init`.
+NO_SUCH_BACKEND = re.compile(
+    r"^[\w.]+: (?:Unknown (?:c10d )?backend|Invalid backend|Distributed package doesn't have \w+ built in"
+    r"|.*is none of auto, nccl, gloo|.*no published wheel has it|.*is not in this PyTorch)"
+)
 CANNOT_RUN = (126, 127)
 """What a shell, and torchrun, end with where the program may not run, or is not there."""
 ADDRESS_IN_USE = re.compile(r"EADDRINUSE|\[Errno 98\]|address already in use", re.IGNORECASE)
@@ -202,6 +207,8 @@ def classify(evidence: Evidence) -> Class:
         return "infrastructure"
     if e.reason in START_REASONS or e.exit_code in CANNOT_RUN:
         return "infrastructure" if DEVICE.search(e.exception) else "permanent"
+    if NO_SUCH_BACKEND.search(e.exception):
+        return "permanent"
     if OUT_OF_MEMORY.search(e.exception):
         return "outOfMemory"
     if e.exit_code in (RESUMABLE_EXIT_CODE, 143) or DEVICE.search(e.exception):

@@ -55,7 +55,7 @@ PART_SECONDS = 3.0
 UNSYNCED_SECONDS = 0.2
 SWEEP_SECONDS = 600.0
 # kopf holds a page of jobs at a time; somebody may have put a megabyte into each.
-JOBS_PAGE = 20
+JOBS_PAGE = 10
 # Longer than any bounded request, with its retries, could take.
 STUCK_SECONDS = 600.0
 

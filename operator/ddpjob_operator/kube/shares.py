@@ -83,7 +83,11 @@ class Shares:
 
     def _hand_out(self) -> None:
         while self._quick < self.bounds.total and (key := self._next()) is not None:
-            turn = self._waiting[key[0]][key].popleft()
+            turn = self._waiting[key[0]][key][0]
+            if turn.done():  # cancelled, and its task has not run since: its place is nobody's
+                self._forget(key, turn)
+                continue
+            self._waiting[key[0]][key].popleft()
             self._behind_the_others(key)
             self._quick += 1
             self._under_way.update((key[0], key))
@@ -107,7 +111,9 @@ class Shares:
             self._waiting[key[0]] = jobs
 
     def _forget(self, key: Key, turn: asyncio.Future[None]) -> None:
-        jobs = self._waiting[key[0]]
+        jobs = self._waiting.get(key[0], {})
+        if turn not in jobs.get(key, ()):
+            return
         jobs[key].remove(turn)
         if not jobs[key]:
             del jobs[key]

@@ -15,6 +15,7 @@ of any child. In the rank everything is as `python -u train.py` finds it: that i
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -218,6 +219,9 @@ def become(order: dict[str, Any], run: dict[str, Any], read: set[str]) -> Callab
             from ddpjob.agent import late_environ
 
             late_environ.hide_torch(read)
+    if "triton" in sys.modules:
+        # nanobind, in it, prints hundreds of lines of "leaked" at the end for what the collector may not look at.
+        atexit.register(gc.unfreeze)
     sys.modules["__main__"] = main_module()
     return run_module if module else run_script
 

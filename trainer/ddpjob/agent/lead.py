@@ -450,7 +450,7 @@ class Lead:
             stalled=failure.get("stalled", False),
         )
         found = "infrastructure" if failure["symptom"] else rules.classify(evidence)
-        if found == "permanent":
+        if found == "permanent" and evidence.exit_code in CANNOT_RUN:
             found = self._class_of_no_start()
         found = rules.of_complaints(found, history, attempt)
         policy = [rules.PolicyRule(rule.action, rule.codes, rule.inverted) for rule in self._policy]
