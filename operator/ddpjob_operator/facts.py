@@ -18,12 +18,14 @@ def merge(earlier: Pod | None, later: Pod, look: int = 0) -> Pod:
     """What is known once `later` was seen after `earlier`, of one uid. look: the number of this observation, growing.
     What changes in it gets that number; what a pod has when it is first seen is older than all of those (0)."""
     known = later if earlier is None else _added(earlier, later)
-    look = 0 if earlier is None else look
     stopping, ended = known.stop_asked_at is not None, known.ended
+    stops_now = earlier is not None and earlier.stop_asked_at is None and stopping
+    ends_now = earlier is not None and not earlier.ended and ended
     known = replace(
         known,
-        stop_seen=known.stop_seen or (look if stopping else 0),
-        ended_seen=known.ended_seen or (look if ended else 0),
+        sidecars_run=known.sidecars_run and known.phase not in ("Succeeded", "Failed"),
+        stop_seen=look if stops_now else known.stop_seen,
+        ended_seen=look if ends_now else known.ended_seen,
         ended_first=known.ended_first or (ended and (not stopping or _deleted_after_its_end(earlier, later))),
     )
     return replace(known, completed=known.has_completed)
@@ -44,7 +46,6 @@ def _added(earlier: Pod, later: Pod) -> Pod:
         stop_asked_at=_earliest(earlier.stop_asked_at, later.stop_asked_at),
         stop_by=later.stop_by or earlier.stop_by,
         trainer=container(earlier.trainer, later.trainer),
-        sidecars_run=later.sidecars_run and not over,
         completed=earlier.completed,
         ended_first=earlier.ended_first or (later.ended_first and not earlier.ended),
         ended_seen=earlier.ended_seen,

@@ -117,11 +117,15 @@ class Pod:
 
     @property
     def _has_no_verdict(self) -> bool:
-        """Exit 0, and the pod's phase is still to come: the kubelet tells of a container's end before it says (by
-        phase Failed, a reason and DisruptionTarget at once) that it was the one who ended it (mergePodStatus)."""
-        if self.trainer.state != "ended" or self.trainer.exit_code != 0 or self.stop_asked_at is not None:
-            return False
-        return self.phase not in ("Succeeded", "Failed") and not (self.sidecars_run or self.disruption)
+        """Exit 0 of its own accord, as it seems, and the pod's phase is still to come."""
+        return self._awaits_its_phase and not self.told_to_stop and not self.disruption
+
+    @property
+    def _awaits_its_phase(self) -> bool:
+        """Exit 0, and nothing else runs in it: the kubelet tells of a container's end before it says (by phase Failed,
+        a reason and DisruptionTarget at once) that it was the one who ended it (mergePodStatus)."""
+        done = self.trainer.state == "ended" and self.trainer.exit_code == 0 and not self.sidecars_run
+        return done and self.phase not in ("Succeeded", "Failed")
 
     @property
     def live(self) -> bool:
@@ -132,7 +136,7 @@ class Pod:
         """
         if self.phase in ("Succeeded", "Failed"):
             return False
-        return self.trainer.state != "ended" or self.sidecars_run or self._has_no_verdict
+        return self.trainer.state != "ended" or self.sidecars_run or self._awaits_its_phase
 
 
 @dataclass(frozen=True)

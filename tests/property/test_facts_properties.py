@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import random
 from collections.abc import Callable
+from dataclasses import replace as replaced
 from typing import Any
 
 import pytest
@@ -329,7 +330,7 @@ containers = st.builds(
     ready=st.booleans(),
     exit_code=st.none() | st.sampled_from([0, 1, 137, 143]),
     ran=st.booleans(),
-)
+).map(lambda seen: seen if seen.state == "ended" else replaced(seen, ran=True))
 times = st.none() | st.integers(0, 60).map(lambda s: START + dt.timedelta(seconds=s))
 pods = st.builds(
     Pod,
@@ -365,8 +366,8 @@ def test_what_was_seen_of_a_pod_is_never_unseen(before: list[Pod], after: list[P
     assert more.told_to_stop == known.told_to_stop or not known.ended
     if known.trainer.state == "ended" and known.trainer.exit_code is not None and not known.trainer.is_lost:
         assert more.trainer == known.trainer, "how it ended"
-    assert not known.ended_seen or more.ended_seen == known.ended_seen
-    assert not known.stop_seen or more.stop_seen == known.stop_seen
+    assert not known.ended or more.ended_seen == known.ended_seen, "when it was first seen to have ended"
+    assert known.stop_asked_at is None or more.stop_seen == known.stop_seen
 
 
 @given(st.lists(pods, min_size=1, max_size=6), st.data())

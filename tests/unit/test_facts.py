@@ -99,6 +99,7 @@ def test_exit_0_is_believed_when_the_phase_says_so_and_not_before() -> None:
     between = seen((RUNNING, {}), (ended, {}))
     assert (between.has_completed, between.has_failed, between.live) == (False, False, True)
     assert seen((RUNNING, {}), (ended, {}), (shut, {})).has_failed
+    assert seen((RUNNING, {}), (ended, {}), (ended, ASKED), (shut, ASKED)).has_failed, "also if we stop it in between"
     assert seen((RUNNING, {}), (ended, {}), (exited(0, 12, phase="Succeeded"), {})).has_completed
 
 
