@@ -479,9 +479,9 @@ class _Group:
 
     def say_time_out(self, error: BaseException | None) -> None:
         """torch's words name milliseconds and an operation, not what the limit is called and how to raise it."""
-        while isinstance(error, BaseException) and not isinstance(error, RuntimeError):  # sys.exit(1) in an except
+        if isinstance(error, SystemExit):  # sys.exit(1) in an except
             error = error.__cause__ or error.__context__
-        waited = _TIMED_OUT.search(str(error))
+        waited = _TIMED_OUT.search(str(error)) if isinstance(error, RuntimeError) else None
         if waited is None or self.told or int(waited[1]) != round(1000 * self.world.timeout_step_seconds):
             return
         self.told = True
