@@ -212,7 +212,9 @@ def _cause(s: Scene, first: api.Failure) -> tuple[api.Failure, rules.Class]:
         trained=_has_trained_before(s.status),
         nodes=s.spec.nodes,
         keep_log_tail=s.settings.keep_log_tail,
-        lost=[_failure(s, p.rank, p.name, causes.NODE_LOST, p.node) for p in s.mine.values() if p.uid in s.lost],
+        lost=[
+            _failure(s, p.rank, p.name, causes.NODE_LOST, p.node) for p in s.mine.values() if p.uid in s.lost_by_node
+        ],
         early=_completed(s),
         steps={rank: pace.step for rank, pace in s.paces.items()},
         launched=_launched(s),

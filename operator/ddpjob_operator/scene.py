@@ -11,13 +11,27 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from ddpjob_operator import api, contract, hearing, in_place, podspec, stall
+from ddpjob_operator import api, contract, hearing, in_place, podspec, reasons, stall
 from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Foreign, Node, Observed, Pod, Refusal
 from ddpjob_operator.validation import Problem
 
 # The pods of so many attempts stay for `kubectl logs`, the present one included.
 ATTEMPTS_KEPT = 3
+
+
+# A status says so only once no pod of its attempt is to be made.
+_ALL_PODS_WERE_MADE = frozenset(
+    reason.name
+    for reason in (
+        reasons.UNSCHEDULABLE,
+        reasons.CANNOT_START,
+        reasons.STARTING_TRAINERS,
+        reasons.ALL_NODES_RUN,
+        reasons.STALL_SUSPECTED,
+        reasons.OTHERS_COMPLETED,
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -124,6 +138,9 @@ class Scene:
     """Pods of a deleted job of this name that are stopping on lost nodes: nobody else would ever let go of them."""
     lost: frozenset[str]
     """uids of live pods whose node is declared lost."""
+    lost_by_node: frozenset[str]
+    """Those of them for which the cluster says that their node is not heard. That a pod stays beyond its grace says so
+    only of the time since it was told to stop."""
     refusals: tuple[Refusal, ...]
     """What the server would not create, by the time of the next try."""
     foreign: tuple[Foreign, ...]
@@ -225,6 +242,7 @@ def look(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
         left=tuple(p for p in others if p.uid in lost or (not p.live and _is_long_ago(p, status))),
         orphans=tuple(sorted((p for p in gone if is_namesake(p, job) and p.stop_asked_at), key=by_identity)),
         lost=lost,
+        lost_by_node=frozenset(p.uid for p in gone if seen.nodes is not None or p.silent_since is not None) & lost,
         foreign=tuple(
             sorted((*seen.foreign, *_foreign_pods(job, seen, status)), key=lambda f: (f.deleted_job, f.name))
         ),
@@ -271,6 +289,9 @@ def note(
     ran = {r for r, p in mine.items() if p.trainer.state != "waiting" and not p.trainer.init}
     started = ran | {r for r, p in departed.items() if p.node}
     done = {r for r, p in {**departed, **mine}.items() if p.has_completed}
+    if (done or status.completed_nodes) and status.reason in _ALL_PODS_WERE_MADE:
+        # It was there, and is not: without it the others could not have completed. A new pod would wait for them.
+        started |= set(range(job.spec.nodes)) - set(mine)
     ready = sum(p.trainer.state == "running" and p.trainer.ready and p.live for p in mine.values())
     meet = seen.master_addr if seen.master_addr is not None else str(contract.endpoint(job, status.attempt))
     return replace(

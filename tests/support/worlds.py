@@ -138,7 +138,8 @@ class World:
             pod = self.pods[action.name]
             assert pod.uid == action.uid, "a delete carries the uid that was seen"
             if pod.live and action.grace_seconds != 0:
-                self._see(replaced(pod, stop_asked_at=self.now))
+                grace = 30 if action.grace_seconds is None else action.grace_seconds
+                self._see(replaced(pod, stop_asked_at=self.now, stop_by=self.now + dt.timedelta(seconds=grace)))
             else:
                 del self.pods[action.name]
         elif isinstance(action, EndPod):

@@ -674,3 +674,34 @@ def test_another_namespace_of_nodes_does_not_matter() -> None:
     world = digits().running()
     world.nodes = {"node-9": Node(ready=False, since=world.now)}
     assert world.after(100).settle().status.state == "Running"
+
+
+def test_a_rank_that_is_gone_when_its_peers_have_completed_is_not_made_again_to_wait_for_them() -> None:
+    """It had ended with them, nobody was there to see it, and its pod was deleted. A new pod in the same attempt finds
+    no peers, and the user would pay for a rank that "ended early"."""
+    world = digits().started().settle()
+    assert world.status.reason == "StartingTrainers"
+    world.exits(0).vanishes(1).settle()
+    assert world.status.attempt == 2
+    assert world.status.last_failure is not None
+    assert (world.status.last_failure.reason, world.status.last_failure.charged_to) == ("PodGone", "infrastructure")
+
+
+def test_a_rank_whose_pod_was_never_made_is_made_although_others_have_completed_already() -> None:
+    """A script that needs no peers ends sooner than the last pod of a large job is made; it would restart for ever."""
+    world = digits()
+    world.step()
+    world.vanishes(1).exits(0)
+    assert world.status.reason == "CreatingPods"
+    assert any(isinstance(action, CreatePod) and action.rank == 1 for action in world.plan().actions)
+
+
+def test_a_pod_that_is_slow_to_stop_does_not_explain_what_was_wrong_before() -> None:
+    """Where nodes cannot be read, a pod that stays beyond its grace is given up. It was told to stop because a rank had
+    ended early: that rank would never be named, and the mistake be free."""
+    world = digits(nodes=3).running().reports_step(5)
+    world.nodes = None
+    world.exits(1).exits(2, code=1, message="RuntimeError: [/gloo/pair.cc:553] Connection closed by peer [10.0.0.7]:31234")
+    world.settle().after(60).settle()
+    assert world.status.last_failure is not None
+    assert (world.status.last_failure.reason, world.status.last_failure.node_rank) == ("EndedEarly", 1)
