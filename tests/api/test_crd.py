@@ -164,7 +164,7 @@ REFUSED = {
     "nodes: 0": (job(nodes=0), "spec.nodes: ", "greater than or equal to 1"),
     "nodes: two": (job(nodes="two"), "spec.nodes: ", "must be of type integer"),
     "nodes that a scale cannot say": (job(nodes=5_000_000_000), "int32", "spec.nodes"),
-    "nprocPerNode: 0": (job(nprocPerNode=0), "spec.nprocPerNode: ", "must be auto or a whole number of at least 1."),
+    "nprocPerNode: 0": (job(nprocPerNode=0), "spec.nprocPerNode: ", "must be auto or a whole number from 1 to 1024."),
     "a number in quotes": (job(nprocPerNode="4"), "spec.nprocPerNode: ", "must be auto or a whole number"),
     "nprocPerNode: gpu": (job(nprocPerNode="gpu"), "spec.nprocPerNode: ", "must be auto or a whole number"),
     "nprocPerNode: 1.5": (job(nprocPerNode=1.5), "spec.nprocPerNode: ", "must be of type integer,string"),
@@ -518,6 +518,6 @@ def test_a_spec_cannot_be_written_with_the_status(cluster: Cluster) -> None:
 
 def test_explain_says_what_each_field_means(cluster: Cluster) -> None:
     explained = " ".join(cluster("explain", "ddpjob.spec").split())
-    assert "Unset: 10, or the pod's grace if less." in explained
+    assert "Unset: 10, or the pod's grace if less; 0.1 where ddprun" in explained
     assert "Default: Running." in explained
     assert "readinessProbe" in cluster("explain", "ddpjob.spec.template.spec.containers")
