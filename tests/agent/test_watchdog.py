@@ -119,7 +119,7 @@ def test_a_rank_that_hangs_on_its_way_out_still_says_where_it_is(launcher: Launc
     )
     done = launcher.done("--no-preload", script, **LIMIT)
     assert done.returncode == 0, done.stderr
-    assert found(done.stderr)[1] == "rank 0 stands at step 2; in train.py:5 in save"
+    assert found(done.stderr)[1] == "rank 0 has trained and does not end; in train.py:5 in save"
     assert "line 5, in save" in told(done.stderr, 0)
 
 
