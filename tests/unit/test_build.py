@@ -13,8 +13,8 @@ from worlds import UID, job
 from ddpjob_operator import build
 
 
-def pod(what: Any = None, attempt: int = 1, rank: int = 0) -> dict[str, Any]:
-    return build.pod(what or job(), attempt, rank)
+def pod(what: Any = None, attempt: int = 1, rank: int = 0, avoid: tuple[str, ...] = ()) -> dict[str, Any]:
+    return build.pod(what or job(), attempt, rank, avoid=avoid)
 
 
 def trainer(body: dict[str, Any]) -> dict[str, Any]:
@@ -99,6 +99,17 @@ def test_gpu_jobs_get_one_pod_per_node_beside_the_users_own_affinity() -> None:
     assert [t["topologyKey"] for t in terms] == ["rack", "kubernetes.io/hostname"]
     assert "affinity" not in pod(job())["spec"], "CPU jobs may share a node"
     assert "affinity" in pod(job(onePodPerNode=True))["spec"]
+
+
+@pytest.mark.parametrize("affinity", [None, {"podAntiAffinity": None, "nodeAffinity": None}])
+def test_a_field_that_is_null_is_one_that_is_unset(affinity: Any) -> None:
+    """Helm charts write `affinity:` with nothing behind it. No pod was made, and the job stayed Pending for ever."""
+    gpu = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
+    what, plain = job(container={**gpu, "terminationMessagePolicy": None, "env": None}), job(container=gpu)
+    unset = {"affinity": affinity, "enableServiceLinks": None, "dnsPolicy": None, "initContainers": None}
+    what.spec.template["spec"].update(unset, hostNetwork=True)
+    plain.spec.template["spec"].update(hostNetwork=True)
+    assert pod(what, avoid=("node-1",)) == pod(plain, avoid=("node-1",))
 
 
 def test_on_the_host_network_the_port_is_declared_so_that_the_scheduler_prevents_clashes() -> None:
