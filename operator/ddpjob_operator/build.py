@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_operator import agent_environment, api, contract, reporting_volume
-from ddpjob_operator.podspec import gpus, quantity, trainer_container
+from ddpjob_operator.podspec import gpus, quantity, restarts_of_the_kubelet, trainer_container
 
 Body = dict[str, Any]
 
@@ -83,6 +83,8 @@ def pod(
     }
     metadata = _metadata(job, contract.pod_name(job, attempt, rank, replacement), labels)
     metadata["annotations"] = {**KEEP_FROM_CONSOLIDATION, **(given.get("annotations") or {})}
+    for container, field in restarts_of_the_kubelet(template):
+        del container[field]
     spec.update(restartPolicy="Never", hostname=contract.hostname(job, rank), subdomain=job.metadata.name)
     spec.setdefault("enableServiceLinks", False)
     if spec.get("terminationGracePeriodSeconds") == 0:

@@ -55,6 +55,19 @@ def test_the_kubelet_never_restarts_a_trainer_by_itself() -> None:
     assert pod(with_pod(restartPolicy="Always"))["spec"]["restartPolicy"] == "Never"
 
 
+def test_a_restart_policy_of_the_trainer_itself_does_not_start_it_beside_the_next_attempt() -> None:
+    """Kubernetes 1.34 takes it whatever the pod's own is. A rank that has ended would come back, while the ranks of the
+    next attempt train into the same checkpoint."""
+    rules = [{"action": "RestartAllContainers", "exitCodes": {"operator": "In", "values": [1]}}]
+    other = {"name": "proxy", "image": "p", "restartPolicy": "Always", "restartPolicyRules": rules}
+    what = job(container={"restartPolicy": "Always", "restartPolicyRules": [{"action": "Restart"}]})
+    what.spec.template["spec"].update(initContainers=[other])
+    body = pod(what)
+    assert {"restartPolicy", "restartPolicyRules"}.isdisjoint(trainer(body))
+    (sidecar,) = body["spec"]["initContainers"]
+    assert (sidecar["restartPolicy"], "restartPolicyRules" in sidecar) == ("Always", False), "a sidecar stays one"
+
+
 def test_a_grace_of_0_becomes_1_for_the_api_server_forgets_such_a_pod_before_its_kubelet_has_ended_it() -> None:
     assert pod(with_pod(terminationGracePeriodSeconds=0))["spec"]["terminationGracePeriodSeconds"] == 1
 
