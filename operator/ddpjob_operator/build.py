@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_operator import agent_environment, api, contract, reporting_volume
-from ddpjob_operator.podspec import gpus, quantity, trainer_container
+from ddpjob_operator.podspec import gpus, quantity, restarts_of_the_kubelet, trainer_container
 
 Body = dict[str, Any]
 
@@ -72,7 +71,7 @@ def pod(
     avoid: cluster nodes that it must not run on. replacement: which pod of this rank in this attempt it is.
     """
     meet = meet or contract.endpoint(job, attempt)
-    template = copy.deepcopy(job.spec.template)
+    template = _as_given(job.spec.template)
     spec: Body = template["spec"]
     given = template.get("metadata") or {}
     labels = {
@@ -84,6 +83,8 @@ def pod(
     }
     metadata = _metadata(job, contract.pod_name(job, attempt, rank, replacement), labels)
     metadata["annotations"] = {**KEEP_FROM_CONSOLIDATION, **(given.get("annotations") or {})}
+    for container, field in restarts_of_the_kubelet(template):
+        del container[field]
     spec.update(restartPolicy="Never", hostname=contract.hostname(job, rank), subdomain=job.metadata.name)
     spec.setdefault("enableServiceLinks", False)
     if spec.get("terminationGracePeriodSeconds") == 0:
@@ -124,6 +125,14 @@ def in_users_words(message: str, body: Body, job: api.DDPJob) -> str:
 def wants_one_pod_per_node(spec: api.Spec) -> bool:
     """auto: yes for jobs with GPUs."""
     return gpus(spec.template) > 0 if spec.one_pod_per_node == "auto" else spec.one_pod_per_node
+
+
+def _as_given(value: Any) -> Any:
+    """A copy without nulls: a field that is null is unset for the API server, and would be none to us that has a
+    default. Of lists every entry stays, so that what is said of one names its place."""
+    if isinstance(value, Mapping):
+        return {name: _as_given(one) for name, one in value.items() if one is not None}
+    return [_as_given(one) for one in value] if isinstance(value, list) else value
 
 
 def _metadata(job: api.DDPJob, name: str, labels: dict[str, str]) -> Body:

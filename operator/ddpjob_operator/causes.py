@@ -50,6 +50,9 @@ DISRUPTIONS = {
 # What only the kubelet, or the lack of one, does, and what is told when it is over: it may have begun before our stop.
 _BY_KUBELET = frozenset(("TerminationByKubelet", "DeletionByPodGC"))
 _NODES_OWN = frozenset((NODE_LOST, "UnexpectedAdmissionError", "DeletionByPodGC")) | rules.LOST_CONTAINER
+# The words of containers that say more than the exit code. A runtime has others (CRI-O: "seccomp killed"): they are no
+# disruption, which is what a recorded reason that nobody knows is taken for.
+_CONTAINERS_OWN = frozenset(("", "Error", "Completed", "OOMKilled")) | rules.START_REASONS | rules.LOST_CONTAINER
 _KILLED, _ABORTED, _TERMINATED, _INTERRUPTED = 137, 134, 143, 130
 
 
@@ -303,7 +306,9 @@ def _end(
         signal=signal_name(code),
         reason=_own_reason(said, weight) or _reason(pod, weight),
         step=said.step,
-        exception=shown(_detail(pod, said) or (last_words.of(said.log, code) if tail else ""), EXCEPTION_MAX),
+        exception=shown(
+            _detail(pod, said) or _runtimes_word(pod) or (last_words.of(said.log, code) if tail else ""), EXCEPTION_MAX
+        ),
         log_tail=log_tail(said.log) if tail else "",
         time=_time(pod, said, now),
     )
@@ -521,8 +526,15 @@ def _reason(pod: Pod, weight: Weight) -> str:
         return RESUMABLE if weight == Weight.RESUMABLE else PEER_LOST
     if pod.reason or pod.disruption:
         return pod.disruption or pod.reason
-    told = weight in (Weight.TOLD, Weight.STOPPED) and pod.trainer.reason in ("", "Completed", "Error")
-    return STOPPED if told else pod.trainer.reason
+    word = "Error" if _runtimes_word(pod) else pod.trainer.reason
+    told = weight in (Weight.TOLD, Weight.STOPPED) and word in ("", "Completed", "Error")
+    return STOPPED if told else word
+
+
+def _runtimes_word(pod: Pod) -> str:
+    """What the container runtime says of an exit code, in a word that is its own."""
+    known = pod.trainer.exit_code is None or pod.trainer.reason in _CONTAINERS_OWN
+    return "" if known else pod.trainer.reason
 
 
 def _time(pod: Pod, said: Said, now: dt.datetime) -> dt.datetime:

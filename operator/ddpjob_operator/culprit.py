@@ -27,7 +27,8 @@ def stop(
 ) -> tuple[tuple[DeletePod | EndPod, ...], dt.datetime | None]:
     """Stop the pods of a broken attempt, and when to look at that again. first: what is recorded as its cause."""
     hanging = next((p for p in pods if _hangs(p, first)), None)
-    until = first.time + dt.timedelta(
+    # The clock may have been set back since it was recorded; times.py keeps that of the state from being ahead.
+    until = min(first.time, s.recorded.state_time or first.time) + dt.timedelta(
         seconds=HEARD_SECONDS + min(podspec.grace_seconds(s.spec.template), GRACE_SECONDS_MAX)
     )
     if hanging is None or s.now >= until:

@@ -37,6 +37,7 @@ _TERMINATE = re.compile(r"^terminate called after throwing an instance of '(.+)'
 _WHAT = re.compile(r"^\s+what\(\):\s+(.*)$")
 # torch.multiprocessing.spawn names how the process ended that it gives up for.
 _SPAWNED = re.compile(r"ProcessExitedException: process \d+ terminated with (?:exit code (\d{1,3})|signal (\w+))")
+_SAYS_SO = re.compile(r"python|^exec |exec user process")
 _TORCHS_OWN = re.compile(r"gloo|c10d|nccl|Dist\w*Error|Rendezvous", re.IGNORECASE)
 # Where torchrun waits for the other nodes when all its own ranks have ended with 0 (elastic/agent/server/api.py).
 _TORCHRUN_WAITED = "in _exit_barrier\n"
@@ -322,9 +323,9 @@ def _cut_line(log: str) -> Raised | None:
 
 
 def _interpreters(log: str) -> Raised | None:
-    """`python nowhere.py` says so in a line of its own, without an exception."""
+    """`python nowhere.py` says so in a line of its own, without an exception; so does what starts containers."""
     lines = (_PREFIX.sub("", line[:LINE_MAX]) for line in log.splitlines())
-    found = next((line for line in lines if rules.CANNOT_EVER_START.match(line) and "python" in line), None)
+    found = next((line for line in lines if _SAYS_SO.search(line) and rules.CANNOT_EVER_START.match(line)), None)
     return None if found is None else Raised(found.strip())
 
 

@@ -16,12 +16,14 @@ from msgspec.structs import replace
 
 from ddpjob_operator import api, reasons
 from ddpjob_operator import status as statuses
-from ddpjob_operator.validation import Problem
+from ddpjob_operator.validation import Path, Problem
 
 _SENTENCE_MAX = 1000
 _REMARK = re.compile(r"; the spec is invalid \(.*\)(?:; the job goes on as it was)?\Z", re.DOTALL)
 # With another value the ranks of the next attempt would be others than those that have trained.
 _RANKS = frozenset((("spec", "nodes"), ("spec", "nprocPerNode")))
+# No field of the spec could be read: it is missing, no mapping, or larger than what is kept.
+_WHOLE: frozenset[Path] = frozenset(((), ("spec",)))
 
 
 def sentence(problems: Sequence[Problem]) -> str:
@@ -33,13 +35,13 @@ def as_it_was(job: api.DDPJob, problems: Sequence[Problem]) -> api.DDPJob:
     """The job by whose spec it goes on, and its status without the remark that this module adds."""
     status = replace(job.status, message=_REMARK.sub("", job.status.message))
     nodes = status.nodes.total if status.nodes is not None and status.attempt else 0
-    wrong = nodes > 0 and any(p.path[:2] == ("spec", "nodes") for p in problems)
+    wrong = nodes > 0 and any(p.path in _WHOLE or p.path[:2] == ("spec", "nodes") for p in problems)
     return replace(job, status=status, spec=replace(job.spec, nodes=nodes) if wrong else job.spec)
 
 
 def keeps_pods_from_being_made(problems: Sequence[Problem]) -> bool:
     """Whether what is wrong is what a pod is made from, and cannot be read."""
-    return any(p.unreadable or p.path[:2] in _RANKS for p in problems)
+    return any(p.unreadable or p.path in _WHOLE or p.path[:2] in _RANKS for p in problems)
 
 
 def remark(problems: Sequence[Problem], *, goes_on: bool = True) -> str:

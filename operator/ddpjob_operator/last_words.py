@@ -17,6 +17,7 @@ _LINE_MAX = 2000
 _PREFIX = re.compile(r"^(?:\[[A-Za-z]{0,20}\d{1,9}\]:\s?)+")
 _ARGPARSE = re.compile(r"^[^\s:][^:]{0,200}: error: \S")
 _CLICK = re.compile(r"^Error: \S")
+_BOX = re.compile(r"^[\u256d\u250c\u250f][\u2500\u2501] Error ")
 # Where torchrun begins to report, `E0131 12:00:00.1 … torch/distributed/elastic/…`, until 2.1 with the logger's name;
 # and its other lines, such as that about OMP_NUM_THREADS at the start.
 _REPORT = re.compile(
@@ -26,6 +27,8 @@ _REPORT_ENDS = re.compile(
     r"ChildFailedError|Root Cause \(first observed failure\)|SignalException: Process \d+ got signal"
 )
 _LAUNCHERS_OWN = re.compile(r"^(?:[EWI]\d{4} \d\d:\d\d:\d\d.*torch/distributed/|ddprun: )")
+# typer draws a box around what click says.
+_BLANK = " \t\u2502\u2503|"
 # A kubelet keeps the last 2048 bytes: the first line of such a log is the rest of one.
 _CUT_FROM = 2000
 
@@ -50,12 +53,14 @@ def _refused(lines: list[str]) -> str:
     found = next((line for line in reversed(lines) if _ARGPARSE.match(line)), "")
     if not found and any(line.startswith("Usage: ") for line in lines):
         found = next((line for line in reversed(lines) if _CLICK.match(line)), "")
+        boxes = [i for i, line in enumerate(lines[:-1]) if _BOX.match(line)]
+        found = found or (f"Error: {lines[boxes[-1] + 1]}" if boxes else "")
     return found
 
 
 def _own_lines(log: str) -> list[str]:
     """The lines of the program itself; none where all that is left of the log is torchrun's report."""
-    lines = [_PREFIX.sub("", line[:_LINE_MAX]).strip() for line in log.splitlines()]
+    lines = [_PREFIX.sub("", line[:_LINE_MAX]).strip(_BLANK) for line in log.splitlines()]
     begins = next((i for i, line in enumerate(lines) if _REPORT.match(line)), None)
     if begins is None and _REPORT_ENDS.search(log):
         return []

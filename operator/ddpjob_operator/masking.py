@@ -32,18 +32,19 @@ _NOT = (
     r"(?![a-z]))"
 )
 _KEYS = (
-    r"(?:api|access|private|account|session|storage|shared[_-]?access|signing|encryption|master|auth|secret|service)"
+    r"(?:api|access|private|account|session|storage|shared[_-]?access|signing|encryption|master|auth|secret|service"
+    r"|client)"
 )
 _STRONG = rf"(?:secret|credentials?|{_KEYS}[_-]?key){_NOT}"
 # Logs of training are full of tokens, and `eos_token: end` is no secret: what is masked there is long or has a digit.
-_WEAK = rf"(?:token(?![a-z])|signature|(?<![a-z])sig){_NOT}"
+_WEAK = rf"(?:token(?![a-z])|signature|(?<![a-z])sig|(?<=[_-])pass(?![a-z])){_NOT}"
 _NAMED = rf"(?:{_STRONG}|{_WEAK})"
 _PASSWORD = rf"(?:passw(?:or)?d|passphrase|passcode|(?<=[_;-])pwd){_NOT}[\w-]{{0,20}}"
 _REST_OF_NAME = r"[\w-]{0,40}[\"']?\s{0,3}"
 _ANY = r"[^\s\"',;&()<>\[\]{}]{8,}"
 _VALUE = rf"(?:(?=[^\s\"',;&]{{0,200}}[0-9]){_ANY}|[\w+/=.~-]{{16,}})"
 _NUMBER = r"(?![-+]?[0-9][0-9.,:e+-]{0,30}(?![\w+/=~]))"
-_SCHEMES = r"(?:basic|bearer|digest|token|api-?key|key|negotiate|ntlm|splunk|aws4-hmac-sha256)"
+_SCHEMES = r"(?:basic|bearer|oauth|digest|token|api-?key|key|negotiate|ntlm|splunk|aws4-hmac-sha256)"
 
 _PATTERNS = (
     # A private key, also where its head or its end is cut off.
@@ -60,22 +61,27 @@ _PATTERNS = (
     # password=x, "password": "x", --password x, login u password x: whatever it is
     rf"{_PASSWORD}[\"']?\s{{0,3}}[:=]\s{{0,3}}(?:\"(?P<double>[^\"\n]+)\"|'(?P<single>[^'\n]+)'"
     r"|[\"']?(?P<plain>[^\s\"',;&]+))",
-    r"(?<!\S)--[\w-]{0,40}passw(?:or)?d\s{1,3}(?P<asked>[^\s-][^\s]*)",
+    r"(?<!\S)--[\w-]{0,40}passw(?:or)?d\s{1,3}(?:\"(?P<asked_double>[^\"\n]+)\"|'(?P<asked_single>[^'\n]+)'|(?P<asked>[^\s-][^\s]*))",
     r"\blogin\s{1,3}\S{1,100}\s{1,3}password\s{1,3}(?P<netrc>\S+)",
-    r"(?<!\S)(?:-u|--user)\s{1,3}[^\s:]{1,100}:(?P<curl>\S+)",
+    r"(?<!\S)(?:-u|--user)[\s=]{1,3}[^\s:]{1,100}:(?P<curl>\S+)",
+    # docker login -p x, mysql -px
+    r"\b(?:(?:docker|podman|nerdctl|registry|oras|skopeo|crane|az)\s{1,3}login|mysql\w{0,10}|mariadb\w{0,10})\b[^\n]{0,200}?\s-p\s{0,3}(?P<short>[^\s-][^\s]*)",
     r"\bsshpass\s{1,3}-p\s{0,3}(?P<ssh>\S+)",
-    r"\bwandb[\s.:]{1,3}(?:login|api)[^\n]{0,40}?(?<![0-9a-f])(?P<wandb>[0-9a-f]{40})(?![0-9a-f])",
+    r"\bwandb[\s.:]{1,3}(?:login|api|ai)[^\n]{0,40}?(?<![0-9a-f])(?P<wandb>[0-9a-f]{40})(?![0-9a-f])",
     rf"{_STRONG}{_REST_OF_NAME}[:=]\s{{0,3}}[\"']?(?P<strong>{_NUMBER}{_ANY})",
     rf"{_WEAK}{_REST_OF_NAME}=\s{{0,3}}[\"']?(?P<weak>{_NUMBER}{_ANY})",
     rf"{_WEAK}{_REST_OF_NAME}[:=]\s{{0,3}}[\"']?(?P<value>{_NUMBER}{_VALUE})",
+    # kaggle.json, KAGGLE_KEY: a key of hexadecimal digits; .npmrc and .docker/config.json: a login in base64
+    r"(?<![a-z])key[\"']?\s{0,3}[:=]\s{0,3}[\"']?(?P<hex>[0-9a-f]{32,64})(?![\w-])",
+    rf"(?<![a-z])auth[\"']?\s{{0,3}}[:=]\s{{0,3}}[\"']?(?P<auth>{_NUMBER}{_VALUE})",
     rf"(?<!\S)--[\w-]{{0,40}}{_NAMED}[\w-]{{0,20}}\s{{1,3}}(?P<option>{_NUMBER}{_VALUE})",
     # Addresses that are a credential as a whole: who knows them may post.
     r"(?:hooks\.slack\.com/(?:services|workflows|triggers)|discord(?:app)?\.com/api/webhooks"
     r"|webhook\.office\.com/webhookb2|api\.telegram\.org)/(?P<hook>[^\s\"'<>]+)",
-    # Tokens known by their looks. Clouds: AWS, Google, Azure; code: GitHub, GitLab, npm, PyPI, Docker; models and runs:
-    # Hugging Face, OpenAI, Anthropic, W&B, NVIDIA, Replicate, Groq, Databricks; others: Slack, Stripe, SendGrid, Vault,
-    # Grafana, Shopify, DigitalOcean, Atlassian, Sentry, Telegram, age, JWT.
-    r"(?<![A-Za-z0-9])(?P<shape>(?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16,}|AIza[\w-]{35,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}"
+    # Tokens known by their looks. Clouds: AWS, Google, Azure, Alibaba, Tencent; code: GitHub, GitLab, npm, PyPI,
+    # Docker; models and runs: Hugging Face, OpenAI, Anthropic, W&B, NVIDIA, Replicate, Groq, Databricks; others: Slack,
+    # Stripe, SendGrid, Vault, Grafana, Shopify, DigitalOcean, Atlassian, Sentry, Telegram, age, JWT.
+    r"(?<![A-Za-z0-9])(?P<shape>(?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16,}|LTAI[A-Za-z0-9]{12,}|AKID[A-Za-z0-9]{13,}|AIza[\w-]{35,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}"
     r"|\w{3}8Q~[\w.~-]{30,}|[A-Za-z0-9+/]{86}==|gh[oprsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|gl[a-z]{2,6}-[\w-]{16,}"
     r"|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}|dckr_[a-z]{3}_[\w-]{20,}|(?:hf|api_org)_[A-Za-z0-9]{20,}|sk-[\w-]{20,}"
     r"|wandb_v1_\w{20,}|nvapi-[\w-]{20,}|r8_[A-Za-z0-9]{30,}|(?:gsk|pplx|xai)[_-][A-Za-z0-9]{30,}|dapi[0-9a-f]{32}"
@@ -96,14 +102,17 @@ _WORDS = {
     "cookie": ("cookie",),
     "session": ("sess",),
     "double": ("passw", "passphrase", "passcode", "pwd"),
-    "asked": ("--",),
+    "asked_double": ("--",),
     "netrc": ("login",),
     "curl": ("-u",),
+    "short": ("-p",),
+    "hex": ("key",),
+    "auth": ("auth",),
     "ssh": ("sshpass",),
     "wandb": ("wandb",),
     "strong": ("secret", "credential", "key"),
-    "weak": ("token", "sig"),
-    "value": ("token", "sig"),
+    "weak": ("token", "sig", "pass"),
+    "value": ("token", "sig", "pass"),
     "option": ("--",),
     "hook": ("slack.com/", "webhook", "telegram.org/"),
     "shape": ("",),

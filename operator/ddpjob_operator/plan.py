@@ -66,6 +66,7 @@ CANNOT_START = frozenset(
     "ErrImagePull ImagePullBackOff ErrImageNeverPull InvalidImageName RegistryUnavailable ImageInspectError "
     "CreateContainerConfigError CreateContainerError RunContainerError CrashLoopBackOff".split()
 )
+_BREAKS_THE_GROUP = "the kubelet's own restarts would break the group"
 # Steps on the way back that nobody wants an event for: that the job restarts, and that it runs again, is said.
 _ON_THE_WAY = frozenset(
     r.name for r in (reasons.CREATING_PODS, reasons.STARTING_TRAINERS, reasons.WAITING_FOR_OLD_PODS)
@@ -430,7 +431,10 @@ def remarks(job: api.DDPJob, new: api.Status) -> Iterator[Event]:
         return
     policy = job.spec.template["spec"].get("restartPolicy", "Never")
     if policy != "Never":
-        text = f"restartPolicy: {policy} becomes Never: the kubelet's own restarts would break the group"
+        text = f"restartPolicy: {policy} becomes Never: {_BREAKS_THE_GROUP}"
+        yield _event(reasons.RESTART_POLICY_CHANGED, text)
+    for container, field in podspec.restarts_of_the_kubelet(job.spec.template):
+        text = f"{field} of container {container.get('name')} is left out: {_BREAKS_THE_GROUP}"
         yield _event(reasons.RESTART_POLICY_CHANGED, text)
     if podspec.grace_seconds(job.spec.template) == 0:
         text = "terminationGracePeriodSeconds: 0 becomes 1: with 0 a pod is forgotten before its processes have ended"

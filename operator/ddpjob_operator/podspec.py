@@ -46,6 +46,24 @@ def trainer_container(template: Mapping[str, Any]) -> dict[str, Any] | None:
     return next((c for c in found if c.get("name") == TRAINER), found[0] if found else None)
 
 
+def restarts_of_the_kubelet(template: Mapping[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """The fields of containers by which the kubelet would start the trainer anew in its pod, whatever the pod's
+    restartPolicy is (Kubernetes 1.34 and later): its own, and any rule that restarts all containers."""
+    pod = template.get("spec") or {}
+    others = [c for c in pod.get("initContainers") or () if isinstance(c, dict)] if isinstance(pod, Mapping) else []
+    trainer = trainer_container(template)
+    of_all = (c for c in (*containers(template), *others) if c is not trainer and _restarts_all(c))
+    own = trainer or {}
+    names = [name for name in ("restartPolicy", "restartPolicyRules") if own.get(name) not in (None, "Never")]
+    return [*((own, name) for name in names), *((c, "restartPolicyRules") for c in of_all)]
+
+
+def _restarts_all(container: Mapping[str, Any]) -> bool:
+    rules = container.get("restartPolicyRules")
+    listed = rules if isinstance(rules, list) else []
+    return any(isinstance(rule, Mapping) and rule.get("action") == "RestartAllContainers" for rule in listed)
+
+
 def grace_seconds(template: Mapping[str, Any]) -> int:
     """terminationGracePeriodSeconds, 30 where unset as in Kubernetes."""
     pod = template.get("spec")

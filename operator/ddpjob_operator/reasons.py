@@ -76,7 +76,9 @@ DEADLINE_EXCEEDED = Reason("DeadlineExceeded", "The job was not finished within 
 SUSPENDING = Reason("Suspending", "spec.suspend is true, and pods of the job are still stopping.")
 SUSPENDED = Reason("Suspended", "spec.suspend is true: all pods have ended, or were never started.")
 ALL_NODES_COMPLETED = Reason("AllNodesCompleted", "The trainers of all nodes ended with 0.")
-RESTART_POLICY_CHANGED = Reason("RestartPolicyChanged", "Event only: the template's restartPolicy becomes Never.")
+RESTART_POLICY_CHANGED = Reason(
+    "RestartPolicyChanged", "Event only: the template's restartPolicy becomes Never, its trainer's is left out."
+)
 GRACE_RAISED = Reason("GraceRaised", "Event only: the template's terminationGracePeriodSeconds of 0 becomes 1.")
 RENDEZVOUS_OVERRIDDEN = Reason(
     "RendezvousOverridden", "Event only: the template sets variables that the ranks need to meet.", warning=True

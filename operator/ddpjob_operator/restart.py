@@ -294,6 +294,8 @@ def _never_starts(s: Scene, failure: api.Failure, history: rules.History) -> boo
 
 def _with_limit(s: Scene, failure: api.Failure) -> api.Failure:
     """Out of what memory."""
+    if failure.init_container:
+        return failure  # its limit is not the trainer's
     limit = podspec.limits(s.spec.template).get("memory")
     if failure.reason != "OOMKilled" or limit is None or failure.exception.startswith(causes.MEMORY):
         return failure

@@ -72,12 +72,16 @@ RULES = (
 
 # The shapes of the template's fields that we read; all others are the API server's to judge. `x.y` is y in x.
 _METADATA_SHAPES = {"labels": "mapping", "annotations": "mapping"}
+_NODE_TERMS = "affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms"
 _POD_SHAPES = {
     "volumes": "list",
     "initContainers": "list",
     "affinity": "mapping",
     "affinity.podAntiAffinity": "mapping",
     "affinity.podAntiAffinity.requiredDuringSchedulingIgnoredDuringExecution": "list",
+    "affinity.nodeAffinity": "mapping",
+    "affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution": "mapping",
+    _NODE_TERMS: "list",
     "terminationGracePeriodSeconds": f"whole number of at most {api.SECONDS_MAX}",
     "restartPolicy": "text",
 }
@@ -236,9 +240,8 @@ def _shape_of(template: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem((*path, "containers") if "containers" in pod else path, "needs at least one container")
         return
     yield from _shapes(pod, _POD_SHAPES, path)
-    for i, volume in enumerate(pod["volumes"] if isinstance(pod.get("volumes"), list) else ()):
-        if isinstance(volume, Mapping):
-            yield from _shapes(volume, _VOLUME_SHAPES, (*path, "volumes", i))
+    yield from _shapes_in(pod, "volumes", _VOLUME_SHAPES, path)
+    yield from _shapes_in(pod, _NODE_TERMS, {"matchFields": "list"}, path)
     for i, container in enumerate(containers):
         where = (*path, "containers", i)
         if not isinstance(container, Mapping):
@@ -262,6 +265,16 @@ def _shapes(given: Mapping[str, Any], shapes: Mapping[str, str], path: Path) -> 
             yield Problem(where, f"must be a {shape}, is {say(value)}".replace("a text", "text"))
         elif shape == "list":
             yield from _items(value or (), where, needs_name=last in _NAMED)
+
+
+def _shapes_in(given: Mapping[str, Any], name: str, shapes: Mapping[str, str], path: Path) -> Iterator[Problem]:
+    """The same for each mapping of a list."""
+    items: Any = given
+    for part in name.split("."):
+        items = items.get(part) if isinstance(items, Mapping) else None
+    for i, item in enumerate(items if isinstance(items, list) else ()):
+        if isinstance(item, Mapping):
+            yield from _shapes(item, shapes, (*path, *name.split("."), i))
 
 
 def _items(items: typing.Iterable[object], where: Path, *, needs_name: bool) -> Iterator[Problem]:

@@ -13,8 +13,8 @@ from worlds import UID, job
 from ddpjob_operator import build
 
 
-def pod(what: Any = None, attempt: int = 1, rank: int = 0) -> dict[str, Any]:
-    return build.pod(what or job(), attempt, rank)
+def pod(what: Any = None, attempt: int = 1, rank: int = 0, avoid: tuple[str, ...] = ()) -> dict[str, Any]:
+    return build.pod(what or job(), attempt, rank, avoid=avoid)
 
 
 def trainer(body: dict[str, Any]) -> dict[str, Any]:
@@ -53,6 +53,19 @@ def test_everything_is_owned_by_the_job_so_that_deletion_needs_no_finalizer() ->
 
 def test_the_kubelet_never_restarts_a_trainer_by_itself() -> None:
     assert pod(with_pod(restartPolicy="Always"))["spec"]["restartPolicy"] == "Never"
+
+
+def test_a_restart_policy_of_the_trainer_itself_does_not_start_it_beside_the_next_attempt() -> None:
+    """Kubernetes 1.34 takes it whatever the pod's own is. A rank that has ended would come back, while the ranks of the
+    next attempt train into the same checkpoint."""
+    rules = [{"action": "RestartAllContainers", "exitCodes": {"operator": "In", "values": [1]}}]
+    other = {"name": "proxy", "image": "p", "restartPolicy": "Always", "restartPolicyRules": rules}
+    what = job(container={"restartPolicy": "Always", "restartPolicyRules": [{"action": "Restart"}]})
+    what.spec.template["spec"].update(initContainers=[other])
+    body = pod(what)
+    assert {"restartPolicy", "restartPolicyRules"}.isdisjoint(trainer(body))
+    (sidecar,) = body["spec"]["initContainers"]
+    assert (sidecar["restartPolicy"], "restartPolicyRules" in sidecar) == ("Always", False), "a sidecar stays one"
 
 
 def test_a_grace_of_0_becomes_1_for_the_api_server_forgets_such_a_pod_before_its_kubelet_has_ended_it() -> None:
@@ -99,6 +112,17 @@ def test_gpu_jobs_get_one_pod_per_node_beside_the_users_own_affinity() -> None:
     assert [t["topologyKey"] for t in terms] == ["rack", "kubernetes.io/hostname"]
     assert "affinity" not in pod(job())["spec"], "CPU jobs may share a node"
     assert "affinity" in pod(job(onePodPerNode=True))["spec"]
+
+
+@pytest.mark.parametrize("affinity", [None, {"podAntiAffinity": None, "nodeAffinity": None}])
+def test_a_field_that_is_null_is_one_that_is_unset(affinity: Any) -> None:
+    """Helm charts write `affinity:` with nothing behind it. No pod was made, and the job stayed Pending for ever."""
+    gpu = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
+    what, plain = job(container={**gpu, "terminationMessagePolicy": None, "env": None}), job(container=gpu)
+    unset = {"affinity": affinity, "enableServiceLinks": None, "dnsPolicy": None, "initContainers": None}
+    what.spec.template["spec"].update(unset, hostNetwork=True)
+    plain.spec.template["spec"].update(hostNetwork=True)
+    assert pod(what, avoid=("node-1",)) == pod(plain, avoid=("node-1",))
 
 
 def test_on_the_host_network_the_port_is_declared_so_that_the_scheduler_prevents_clashes() -> None:

@@ -262,6 +262,8 @@ def test_what_no_node_can_start_is_permanent_while_the_job_has_never_trained(cod
     [
         "/usr/bin/python3.11: can't open file '/nonexistent.py': [Errno 2] No such file or directory",
         "python: can't open file '/work/train.py': [Errno 13] Permission denied",
+        "exec /usr/local/bin/torchrun: exec format error",
+        "standard_init_linux.go:228: exec user process caused: exec format error",
         "/usr/bin/python: No module named train",
         "/usr/bin/python: can't find '__main__' module in '/work'",
     ],

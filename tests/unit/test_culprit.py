@@ -121,3 +121,14 @@ def test_where_the_server_does_not_let_it_end_so_it_is_deleted(code: int) -> Non
     executor = Executor(server, caches, Nothing(), now=lambda: None)  # type: ignore[arg-type, return-value]
     asyncio.run(executor._end(job(), EndPod("digits-1-0", "u")))
     assert server.asked == ["/api/v1/namespaces/default/pods/digits-1-0", "u", 10]
+
+
+def test_a_clock_that_is_set_back_does_not_keep_a_pod_that_hears_nothing() -> None:
+    """Else its GPUs, and those that its peers have given back, wait for as long as the clock was wrong."""
+    world, _ = stalled()
+    world.settle().stops(1).after(-3600).settle()
+    again = world.plan().look_again_at
+    assert again is not None
+    assert (again - world.now).total_seconds() <= GRACE_SECONDS_MAX + HEARD_SECONDS
+    world.now = again
+    assert ends(world.step()) == [("DeletePod", "digits-1-0")]

@@ -11,10 +11,12 @@ from ddpjob_operator.kube import observe
 from ddpjob_operator.observed import Container
 
 
-def init_fails(world: World, rank: int, code: int = 5, message: str = "connecting\ncannot fetch data") -> World:
+def init_fails(
+    world: World, rank: int, code: int = 5, message: str = "connecting\ncannot fetch data", reason: str = "Error"
+) -> World:
     """The init container `fetch` of a node ends badly, and with it the pod."""
     pod = world._pod(rank)
-    ended = Container("ended", "Error", message, exit_code=code, ended_at=world.now, init="fetch")
+    ended = Container("ended", reason, message, exit_code=code, ended_at=world.now, init="fetch")
     world.pods[pod.name] = replace(pod, node=f"node-{rank}", phase="Failed", trainer=ended)
     return world
 
@@ -31,6 +33,15 @@ def test_the_failure_names_the_init_container_what_it_said_and_where_its_log_is(
         "see kubectl logs digits-1-0 -c fetch"
     )
     assert "rank" not in world.status.message
+
+
+def test_the_memory_limit_of_the_trainer_is_not_named_for_an_init_container() -> None:
+    """Whoever raises the trainer's 8Gi to 16Gi waits for the next failure, and has mended nothing."""
+    world = digits(backoffLimit=0, container={"resources": {"limits": {"memory": "8Gi"}}}).started()
+    world = init_fails(world, 0, 137, "fetching", "OOMKilled").restarted()
+    assert world.status.message.startswith(
+        'init container "fetch" of pod digits-1-0 was killed because it used more memory than its limit (OOMKilled)'
+    )
 
 
 def test_a_node_whose_init_container_failed_has_not_started() -> None:

@@ -142,3 +142,21 @@ def test_a_template_that_cannot_be_read_makes_no_pod_and_says_why_while_what_run
         world.status.message
     )
     assert is_mended(world).settle().names()[-2:] == ["digits-2-0", "digits-2-1"]
+
+
+TOO_LARGE = {"failurePolicy": {"rules": [{"action": "Count", "onExitCodes": {"values": [1] * 255}}] * 40}}
+
+
+@pytest.mark.parametrize("spec", [{"spec": manifest()["spec"] | TOO_LARGE}, {"spec": None}, {"spec": []}, {}])
+def test_a_spec_of_which_nothing_can_be_read_does_not_make_one_node_of_two(spec: dict[str, Any]) -> None:
+    """Else the job has Succeeded when rank 0 has, and rank 1 is stopped in the middle of its training."""
+    world = digits().running()
+    without = {name: value for name, value in manifest().items() if name != "spec"}
+    parsed, world.problems = validation.parse({**without, **spec})
+    world.job = replace(world.job, spec=parsed.spec)
+    world.exits(0).settle()
+    assert (world.status.state, world.status.completed_nodes) == ("Running", "0")
+    world.exits(1, code=1).settle()
+    assert (world.status.state, world.status.reason) == ("Restarting", "InvalidSpec")
+    assert "no pod can be made while the spec is invalid" in world.status.message
+    assert is_mended(world).settle().names()[-2:] == ["digits-2-0", "digits-2-1"]

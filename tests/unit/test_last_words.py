@@ -14,6 +14,12 @@ from ddpjob_operator import causes, last_words
 DATA = Path(__file__).parent / "data/endings"
 ARGPARSE = "train.py: error: the following arguments are required: --data"
 USAGE = "usage: train.py [-h] --data DATA\n"
+TYPER = """Usage: train.py [OPTIONS]
+Try 'train.py --help' for help.
+\u256d\u2500 Error \u2500\u2500\u2500\u2500\u2500\u2500\u2500\u256e
+\u2502 Missing option '--data'. \u2502
+\u2570\u2500\u2500\u2500\u2500\u2500\u2500\u2500\u2500\u2500\u2500\u256f
+"""
 CLICK = "Usage: train.py [OPTIONS]\nTry 'train.py --help' for help.\n\nError: Missing option '--data'.\n"
 
 
@@ -28,6 +34,7 @@ CLICK = "Usage: train.py [OPTIONS]\nTry 'train.py --help' for help.\n\nError: Mi
         ("python -m pkg.train: error: unrecognized arguments: --local-rank=0\n", 2, None),
         (ARGPARSE + "\nsys:1: ResourceWarning: unclosed file\n", 2, ARGPARSE),
         (CLICK, 2, "Error: Missing option '--data'."),
+        (TYPER, 2, "Error: Missing option '--data'."),
         ("Error: not click's\n", 2, "last line: Error: not click's"),
         ("reading\nthe folder /data is empty\n", 1, "last line: the folder /data is empty"),
         ((DATA / "sys-exit.log").read_text(), 1, "last line: the folder /data is empty"),

@@ -64,6 +64,23 @@ JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"
         ("Authorization: ApiKey abc", "Authorization: ApiKey ***"),
         ("x-api-key: abcdefgh", "x-api-key: ***"),
         ("wandb login 0123456789abcdef0123456789abcdef01234567", "wandb login ***"),
+        (
+            "wandb: Appending key for api.wandb.ai: 0123456789abcdef0123456789abcdef01234567",
+            "wandb: Appending key for api.wandb.ai: ***",
+        ),
+        ('{"username":"me","key":"0123456789abcdef0123456789abcdef"}', '{"username":"me","key":"***"}'),
+        ("KAGGLE_KEY=0123456789abcdef0123456789abcdef", "KAGGLE_KEY=***"),
+        ('{"auths":{"ghcr.io":{"auth":"dXNlcjpwYXNzd29yZA=="}}}', '{"auths":{"ghcr.io":{"auth":"***"}}}'),
+        ("//registry.npmjs.org/:_auth=dXNlcjpwYXNzd29yZA==", "//registry.npmjs.org/:_auth=***"),
+        ("client-key-data: LS0tLS1CRUdJTiBSU0E=", "client-key-data: ***"),
+        ("DB_PASS=hunter2secret", "DB_PASS=***"),
+        ("smtp_pass: 'hunter2secret'", "smtp_pass: '***'"),
+        ("--db-password 'a b c' --lr 1", "--db-password '***' --lr 1"),
+        ("docker login -u me -p hunter2 ghcr.io", "docker login -u me -p *** ghcr.io"),
+        ("mysql -u root -phunter2 db", "mysql -u root -p*** db"),
+        ("curl --user=me:hunter2 https://x", "curl --user=me:*** https://x"),
+        ("Authorization: OAuth abc", "Authorization: OAuth ***"),
+        ("LTAI5tAbCdEfGhIjKlMnOpQr", "***"),
         # Logins, up to the last @.
         ("postgresql://user:p@ss:w0rd@h/db", "postgresql://user:***@h/db"),
         ("redis://:p/ss@h:6379/0", "redis://:***@h:6379/0"),
@@ -116,6 +133,9 @@ def test_what_looks_like_a_credential_is_masked_and_its_name_stays(text: str, ma
         "s3://bucket/dataset_key=train_split_v2/part-00001.parquet",
         "cookie: monster; the session lasted; sort_key=created_at_time",
         "RuntimeError: Expected all tensors on cuda:0, found cpu",
+        "first pass: 0.42 s; forward_pass=0.123456 backward_pass: 12.5 ms; --two-pass mode",
+        "auth: enabled; author: somebody1234; key: model.layers.0.weight",
+        "ssh login1 -p 2222 on the login node: srun -p gpu-a100",
         "kernel 6.1.0-18-amd64, torch 2.13.0+cu128, nccl 2.27.3",
     ],
 )
@@ -126,7 +146,8 @@ def test_what_is_no_credential_stays_as_it_is(text: str) -> None:
 @pytest.mark.parametrize(
     "unit",
     ["a", "A=", "1", " ", "\n", "-", "--", "://", "://a:", "token_", "api_key-", "password=", "password='", "-eyJ",
-     "sk-", "authorization: ", "bearer a", "-----BEGIN PRIVATE KEY-----", "A" * 64 + "\n"],
+     "sk-", "mysql ", "docker login ", " -p", "auth=", "key=0", "_pass",
+     "authorization: ", "bearer a", "-----BEGIN PRIVATE KEY-----", "A" * 64 + "\n"],
 )  # fmt: skip
 def test_the_time_grows_with_the_length_alone(unit: str) -> None:
     short, long = (unit * (size // len(unit)) for size in (2**12, 2**16))

@@ -701,7 +701,18 @@ def test_a_pod_that_is_slow_to_stop_does_not_explain_what_was_wrong_before() -> 
     ended early: that rank would never be named, and the mistake be free."""
     world = digits(nodes=3).running().reports_step(5)
     world.nodes = None
-    world.exits(1).exits(2, code=1, message="RuntimeError: [/gloo/pair.cc:553] Connection closed by peer [10.0.0.7]:31234")
+    world.exits(1).exits(
+        2, code=1, message="RuntimeError: [/gloo/pair.cc:553] Connection closed by peer [10.0.0.7]:31234"
+    )
     world.settle().after(60).settle()
     assert world.status.last_failure is not None
     assert (world.status.last_failure.reason, world.status.last_failure.node_rank) == ("EndedEarly", 1)
+
+
+@pytest.mark.parametrize(("word", "code"), [("seccomp killed", 159), ("Signaled", 139), ("Exited", 3)])
+def test_a_container_runtimes_own_word_for_an_exit_code_is_no_disruption(word: str, code: int) -> None:
+    """CRI-O says `seccomp killed`. A script that calls what it must not was restarted a hundred times for free."""
+    world = digits(backoffLimit=0).running().exits(0, code, reason=word).restarted()
+    assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
+    assert f"({word})" in world.status.message
+    assert cause(world).reason == "Error"

@@ -448,6 +448,9 @@ def _agree(store: Store, place: Place, backend: str, device: torch.device) -> No
 
 def _all_met(store: Store, place: Place, timeout: timedelta) -> None:
     """Wait for all ranks here: in torch the wait for one that never comes has the time-out of a collective."""
+    if store.add(f"rank {place.rank}", 1) > 1:
+        # With torch's own time-out for collectives, gloo would look for the missing rank for hours.
+        raise RuntimeError("another process says that it has the same rank")
     if store.add("met", 1) == place.world_size:
         store.set("all met", "1")
     store.wait(["all met"], timeout)

@@ -66,6 +66,8 @@ CANNOT_EVER_START = re.compile(
     # The interpreter's own words: `python nowhere.py`, `python -m nowhere`.
     r"|^\S*python[\w.]*: (?:can't open file '|can't find '__main__' module in '|No module named )"
     r"|^\S*python[\w.]*: Error while finding module specification for '"
+    # runc's and crun's, in the container's log: an image for another architecture, or an entry point that is none.
+    r"|^(?:exec \S{1,200}|[\w.: ]{0,60}exec user process caused): exec format error"
 )
 # The name of a backend that no PyTorch has, or not the one of the image: torch 2.4 to 2.13 and `init`.
 NO_SUCH_BACKEND = re.compile(

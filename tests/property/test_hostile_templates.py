@@ -1,0 +1,83 @@
+"""A template with any value in any place: refused by its field, or made into a pod."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from worlds import manifest
+
+from ddpjob_operator import build, contract, launcher, validation
+
+Path = tuple[Any, ...]
+
+VALUES = [None, 0, -1, 1.5, True, "", "x", 10**30, [], [None], [1], ["x"], [{}], [[]], {}, {"x": None}, {"x": 1}]
+TRAINER = {
+    "command": ["torchrun", "--nproc-per-node=2", "train.py"],
+    "args": ["a"],
+    "env": [{"name": "A", "value": "b"}, {"name": "B", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}],
+    "envFrom": [{"configMapRef": {"name": "c"}}],
+    "resources": {"limits": {"nvidia.com/gpu": 2, "memory": "1Gi", "cpu": "2"}, "requests": {"cpu": "1"}},
+    "volumeMounts": [{"name": "v", "mountPath": "/v"}],
+    "ports": [{"containerPort": 1, "name": "p"}],
+    "workingDir": "/w",
+    "terminationMessagePolicy": "File",
+}
+TERM = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["n"]}], "matchExpressions": []}
+POD = {
+    "volumes": [{"name": "v", "emptyDir": {}}, {"name": "w", "hostPath": {"path": "/w"}}],
+    "initContainers": [{"name": "i", "image": "x", "command": ["x"], "env": [{"name": "q", "value": "1"}]}],
+    "affinity": {
+        "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [TERM]}},
+        "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "x"}]},
+    },
+    "terminationGracePeriodSeconds": 5,
+    "hostNetwork": True,
+    "dnsPolicy": "Default",
+    "enableServiceLinks": True,
+    "restartPolicy": "Never",
+}
+
+
+def whole() -> dict[str, Any]:
+    raw = manifest(container=TRAINER)
+    raw["spec"]["template"]["metadata"] = {"labels": {"a": "b"}, "annotations": {"c": "d"}}
+    raw["spec"]["template"]["spec"].update(copy.deepcopy(POD))
+    return raw
+
+
+def places(value: Any, path: Path) -> Iterator[Path]:
+    yield path
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, one in inside:
+        yield from places(one, (*path, name))
+
+
+def with_value(path: Path, value: Any) -> dict[str, Any]:
+    raw: Any = whole()
+    inside = raw
+    for part in path[:-1]:
+        inside = inside[part]
+    inside[path[-1]] = copy.deepcopy(value)
+    return raw  # type: ignore[no-any-return]
+
+
+PLACES = list(places(whole()["spec"]["template"], ("spec", "template")))
+
+
+@pytest.mark.parametrize("path", PLACES, ids=validation.dotted)
+def test_any_value_in_any_place_of_a_template_is_refused_by_its_field_or_made_into_a_pod(path: Path) -> None:
+    """A value that neither refuses ends each look at the job with a traceback in the operator's log: no pod is made
+    (some only when a node is avoided, after days of training), and the job says nothing of it."""
+    for value in VALUES:
+        job, problems = validation.parse(with_value(path, value))
+        if problems:
+            assert all(str(problem).startswith("spec.template") for problem in problems), problems
+            continue
+        body = build.pod(job, 1, 1, avoid=["node-1"], replacement=1)
+        build.in_users_words("spec.containers[0].env[99]: unknown", body, job)
+        list(launcher.warnings(job.spec))
+        contract.overridden(job)
+        list(launcher.warnings(job.spec))
