@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tokenize
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -93,7 +94,7 @@ def _of_script(path: str, context: Job) -> list[Finding]:
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
         text = raw.decode(encoding)
-    except (UnicodeDecodeError, SyntaxError) as error:
+    except (UnicodeDecodeError, SyntaxError, LookupError) as error:  # "coding: rot13" is known, and of no text
         return [Finding(path, 1, 1, SYNTAX, "error", f"this is no Python: {error}")]
     return check.check(path, text, context)
 
@@ -111,7 +112,7 @@ def _script_of(path: str, job: api.DDPJob) -> list[str]:
     scripts = command.read(launcher.command_of(job.spec.template)).files
     folder = (trainer_container(job.spec.template) or {}).get("workingDir") or "."
     places = [p for s in scripts for p in (Path(folder) / s, Path(s), Path(path).parent / s)]
-    return next(([str(place)] for place in places if place.is_file()), [])
+    return next(([str(place)] for place in places if os.path.isfile(place)), [])  # Path's own raises for long names
 
 
 def _not_read(document: Document, job: api.DDPJob) -> str:

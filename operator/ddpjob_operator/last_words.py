@@ -7,6 +7,7 @@ Pure.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 LAST_LINE = "last line: "
 """Before what is only the last line, and perhaps not why it ended."""
@@ -26,7 +27,16 @@ _REPORT = re.compile(
 _REPORT_ENDS = re.compile(
     r"ChildFailedError|Root Cause \(first observed failure\)|SignalException: Process \d+ got signal"
 )
-_LAUNCHERS_OWN = re.compile(r"^(?:[EWI]\d{4} \d\d:\d\d:\d\d.*torch/distributed/|ddprun: )")
+_LAUNCHERS_OWN = re.compile(
+    r"^(?:[EWI]\d{4} \d\d:\d\d:\d\d.*torch/distributed/|ddprun: |\[\d{4}-[\d ,:-]{1,30}\] \[[A-Z]{1,9}\] \[launch\.py:)"
+)
+# What libraries say on the way out of any program: torch's C++ of a group that was not destroyed, wandb of its files,
+# hydra of how to see more, Python's warnings with the line of code below each.
+_FAREWELL = re.compile(
+    r"^(?:\[[WI]\d{4} \d\d:\d\d:\d\d|wandb: |Set the environment variable HYDRA_FULL_ERROR=1"
+    r"|[^\s:][^:]{0,300}:\d{1,9}: [A-Za-z_.]{0,60}Warning: )"
+)
+_CODE_BELOW = re.compile(r"^ +\S")
 # typer draws a box around what click says.
 _BLANK = " \t\u2502\u2503|"
 # A kubelet keeps the last 2048 bytes: the first line of such a log is the rest of one.
@@ -60,12 +70,20 @@ def _refused(lines: list[str]) -> str:
 
 def _own_lines(log: str) -> list[str]:
     """The lines of the program itself; none where all that is left of the log is torchrun's report."""
-    lines = [_PREFIX.sub("", line[:_LINE_MAX]).strip(_BLANK) for line in log.splitlines()]
+    lines = [line.strip(_BLANK) for line in _without_warnings(log.splitlines())]
     begins = next((i for i, line in enumerate(lines) if _REPORT.match(line)), None)
     if begins is None and _REPORT_ENDS.search(log):
         return []
     first = 1 if len(lines) > 1 and len(log.encode()) >= _CUT_FROM else 0
     return [line for line in lines[first:begins] if _has_words(line) and not _LAUNCHERS_OWN.match(line)]
+
+
+def _without_warnings(log: list[str]) -> Iterator[str]:
+    """Without a farewell, and the code below a warning of Python's."""
+    said = False
+    for line in (_PREFIX.sub("", line[:_LINE_MAX]) for line in log):
+        below, said = said and _CODE_BELOW.match(line), bool(_FAREWELL.match(line))
+        yield "" if below or said else line
 
 
 def _has_words(line: str) -> bool:

@@ -301,12 +301,12 @@ def _container(container: Mapping[str, Any], where: Path) -> Iterator[Problem]:
             continue
         for i, word in enumerate(value or ()):
             if not isinstance(word, str):
-                yield Problem((*where, name, i), f'must be text, is {say(word)}. Write "{word}".')
+                yield Problem((*where, name, i), f"must be text, is {say(word)}. Put it into quotes.")
     env = container.get("env")
     for i, entry in enumerate(env if isinstance(env, list) else ()):
         value = entry.get("value") if isinstance(entry, Mapping) else None
         if value is not None and not isinstance(value, str):
-            yield Problem((*where, "env", i, "value"), f'must be text, is {say(value)}. Write "{value}".')
+            yield Problem((*where, "env", i, "value"), f"must be text, is {say(value)}. Put it into quotes.")
 
 
 def _unknown(raw: Mapping[Any, Any], known: typing.Iterable[str], path: Path) -> Iterator[Problem]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
-from ddpjob_operator import api, yamlbounds
+from ddpjob_operator import api, yamlbounds, yamlvalues
 from ddpjob_operator.validation import NOT_A_JOB, Problem, say, suggestion
 from ddpjob_operator.validation import Path as FieldPath
 
-_TAG = "tag:yaml.org,2002:"
+_TAG = yamlvalues.TAG
 _NUMBERS = (f"{_TAG}int", f"{_TAG}float")
 PROBLEMS_MAX = 20  # a list of 10,000 wrong containers is one mistake
 
@@ -23,8 +21,32 @@ PROBLEMS_MAX = 20  # a list of 10,000 wrong containers is one mistake
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """What JSON has, as kubectl reads it: 2024-01-31 is a text, and a set is none of it."""
 
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        """Called by PyYAML for each node without a tag; implicit[0]: it stands there without quotes."""
+        if kind is yaml.ScalarNode and implicit[0]:
+            return yamlvalues.tag_of(value)
+        return super().resolve(kind, value, implicit)
 
-_Loader.add_constructor(f"{_TAG}timestamp", _Loader.construct_yaml_str)
+    def construct_number(self, node: Any) -> Any:
+        return self._constructed(node, yamlvalues.number, "a number")
+
+    def construct_boolean(self, node: Any) -> Any:
+        return self._constructed(node, yamlvalues.boolean, "true or false")
+
+    def _constructed(self, node: Any, read: Callable[[str], Any], what: str) -> Any:
+        text = self.construct_scalar(node)
+        try:
+            return read(text)
+        except ValueError:
+            problem = f"{_short(text)} is not {what}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
+
+for _name in _NUMBERS:
+    _Loader.add_constructor(_name, _Loader.construct_number)
+_Loader.add_constructor(f"{_TAG}bool", _Loader.construct_boolean)
+for _name in ("timestamp", "merge"):  # `<<` as a value
+    _Loader.add_constructor(f"{_TAG}{_name}", _Loader.construct_yaml_str)
 for _name in ("binary", "omap", "pairs", "set"):
     _Loader.add_constructor(f"{_TAG}{_name}", _Loader.construct_undefined)
 
@@ -128,7 +150,7 @@ def _documents(source: str, text: str) -> list[Document]:
         while loader.check_node():
             node = loader.get_node()
             lines: dict[FieldPath, int] = {}
-            _Walk(source, loader, lines).visit(node, ())
+            _Walk(source, lines).visit(node, ())
             found.append(Document(source, loader.construct_document(node), lines))
     except yamlbounds.OutOfBoundsError as error:
         raise InputError(f"{source}:{error.line}: {error}") from None
@@ -156,7 +178,6 @@ class _Walk:
     """Notes the line of every field, and refuses by its line what would go wrong without one later."""
 
     source: str
-    loader: Any
     lines: dict[FieldPath, int]
 
     def visit(self, node: Any, path: FieldPath) -> None:
@@ -172,40 +193,52 @@ class _Walk:
     def _visit_mapping(self, node: Any, path: FieldPath) -> None:
         """A key that comes twice is an error: YAML readers keep the last silently, and the API server refuses it."""
         seen = set()
+        node.value = [(self._key(key), value) for key, value in node.value]
         for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                kind = "a list" if isinstance(key, yaml.SequenceNode) else "a mapping"
-                raise self._wrong(key, f"{kind} cannot be a key; a key is a text")
-            if key.tag != f"{_TAG}merge":
-                key.tag = f"{_TAG}str"  # as kubectl: JSON has no other keys, and 1 and "1" are one
-                if key.value in seen:
-                    raise self._wrong(key, f"{_short(key.value)} is there twice; remove one")
+            if key.tag != f"{_TAG}merge" and key.value in seen:
+                raise self._wrong(key, f"{_short(key.value)} is there twice; remove one")
             seen.add(key.value)
             where = (*path, key.value)
             self.lines[where] = key.start_mark.line + 1
             self.visit(value, where)
 
+    def _key(self, key: Any) -> Any:
+        """As a text, as for kubectl: JSON has no other keys, and 1 and "1" are one. A new node, because an alias may
+        be a key: the same node is then a value elsewhere, and stays a number there."""
+        if not isinstance(key, yaml.ScalarNode):
+            kind = "a list" if isinstance(key, yaml.SequenceNode) else "a mapping"
+            raise self._wrong(key, f"{kind} cannot be a key; a key is a text")
+        self._check_text(key)
+        if key.tag == f"{_TAG}merge":
+            return key
+        return yaml.ScalarNode(f"{_TAG}str", key.value, key.start_mark, key.end_mark)
+
     def _visit_scalar(self, node: Any) -> None:
-        if "\0" in node.value:
-            raise self._wrong(node, "a text with a NUL character: no program can be given one. Remove it.")
+        self._check_text(node)
         if node.tag in _NUMBERS:
             self._check_number(node)
 
+    def _check_text(self, node: Any) -> None:
+        if "\0" in node.value:
+            raise self._wrong(node, "a text with a NUL character: no program can be given one. Remove it.")
+
     def _check_number(self, node: Any) -> None:
-        """Python's own words for it have no line."""
-        value: Any = None
-        if len(node.value) <= yamlbounds.NUMBER_CHARACTERS_MAX:
-            with contextlib.suppress(ValueError, OverflowError):
-                value = self.loader.construct_object(node)
-        if value is None or not math.isfinite(value):
+        """With a line also where there are so many digits that Python takes a second for them."""
+        try:
+            if len(node.value) > yamlbounds.NUMBER_CHARACTERS_MAX:
+                raise ValueError
+            yamlvalues.number(node.value)
+        except ValueError:
             text = f'{_short(node.value)} is not a number that JSON has; where a text is meant, put it into "…"'
-            raise self._wrong(node, text)
+            raise self._wrong(node, text) from None
 
     def _wrong(self, node: Any, what: str) -> InputError:
         return InputError(f"{self.source}:{node.start_mark.line + 1}: {what}")
 
 
 def _short(text: str) -> str:
+    if not text:
+        return "an empty text"
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 

@@ -72,6 +72,23 @@ def test_the_budget_is_what_the_user_and_the_operator_both_allow(line: str, envi
     assert found.budget[:3] == budget
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "host", "port"),
+    [
+        ("node0:400", "node0", 400),
+        ("node0", "node0", 29500),
+        ("[fd00::1]:400", "fd00::1", 400),
+        ("[fd00::1]", "fd00::1", 29500),
+        ("fd00::1", "fd00::1", 29500),
+    ],
+)
+@pytest.mark.parametrize("nodes", ["", "--nnodes=2 --node-rank=1"])
+def test_an_endpoint_may_be_an_ipv6_address(nodes: str, endpoint: str, host: str, port: int) -> None:
+    """One node gave its ranks MASTER_ADDR=[fd00::1], which torch does not find; without brackets the port was 1."""
+    found = options(f"{nodes} --rdzv-endpoint={endpoint} train.py")
+    assert (found.host, found.port) == (host, port)
+
+
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_node_0_is_where_the_endpoint_says(backend: str) -> None:
     line = f"--rdzv-backend {backend} --rdzv-endpoint head:29400 --nnodes 2:2 --node-rank 1 train.py"
@@ -129,6 +146,11 @@ def test_the_gpus_are_counted_that_a_rank_will_see(monkeypatch: Any, visible: An
         ("--shutdown-timeout -1 train.py", "--shutdown-timeout: '-1'"),
         ("--elastic train.py", "--elastic"),
         ("--nproc 2", "training_script"),
+        ("--rdzv-endpoint=:400 train.py", "--rdzv-endpoint: ':400' has no host"),
+        ("--nproc-per-node=99999999 train.py", "--nproc-per-node: 99999999: at most 1024 ranks"),
+        ("--signals-to-handle=SIGTERM,SIGUSR3 train.py", "--signals-to-handle: 'SIGUSR3' is no signal that can be"),
+        ("--signals-to-handle=SIGKILL train.py", "'SIGKILL' is no signal that can be handled"),
+        ("--signals-to-handle=SIGCHLD train.py", "'SIGCHLD' is no signal that can be handled"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused_by_its_name(capsys: Any, line: str, said: str) -> None:

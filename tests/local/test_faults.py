@@ -117,6 +117,8 @@ def test_a_fault_that_did_not_happen_is_told(cli: Cli) -> None:
         ("rank=1,step=1,hang,exit=3", f"must be {faults.FORMS}"),
         ("node=1,at=soon", 'at must be a time such as 20s or 2m, is "soon"'),
         ("rank=1,rank=2,step=1,hang", "rank is there twice"),
+        ("rank=" + "9" * 5000 + ",step=1,hang", "rank must be a whole number"),
+        ("node=1,at=" + "9" * 400 + "s", "at must be a time such as 20s or 2m"),
         ("disk=full", "there is no disk"),
         ("", "there is no empty part"),
     ],

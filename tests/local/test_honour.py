@@ -151,6 +151,59 @@ def test_what_could_not_start_is_named_before_anything_starts(place: honour.Plac
     assert part in str(problem)
 
 
+@pytest.mark.parametrize("volume", [{"name": "v"}, {"name": "v", "emptyDir": None}, {"name": "v", "hostPath": None}])
+def test_a_volume_without_a_kind_is_an_empty_folder_as_in_the_cluster(place: honour.Place, volume: dict) -> None:
+    """`volumes: [{name: cache}]` works on a cluster, and ended in a stack here."""
+    body = pod({"command": ["ls", "/d/x"], "volumeMounts": [{"name": "v", "mountPath": "/d"}]}, volumes=[volume])
+    process = honour.process(body, place)
+    assert (process.argv[1], process.folders) == (f"{place.volumes}/v/x", [place.volumes / "v"])
+
+
+def test_an_empty_kind_does_not_hide_a_volume_that_is_not_here() -> None:
+    """The run trained on an empty folder instead of the claim's data."""
+    volume = {"name": "v", "emptyDir": None, "persistentVolumeClaim": {"claimName": "data"}}
+    assert "a persistentVolumeClaim volume is not here" in refused(pod({"command": ["x"]}, volumes=[volume]))[0]
+
+
+def test_each_node_has_its_own_folder_where_the_path_comes_from_a_variable(place: honour.Place, tmp_path: Path) -> None:
+    """All nodes wrote into one folder, over each other."""
+    container = {
+        "command": ["x", "/out/log", "file:///out/init", "s3:///out"],
+        "env": [{"name": "POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}],
+        "volumeMounts": [{"name": "v", "mountPath": "/out", "subPathExpr": "$(POD)"}],
+    }
+    source = {"name": "v", "hostPath": {"path": str(tmp_path), "type": "DirectoryOrCreate"}}
+    process = honour.process(pod(container, volumes=[source]), place)
+    mine = tmp_path / "digits-1-1"
+    assert process.argv[1:] == [f"{mine}/log", f"file://{mine}/init", "s3:///out"]
+    assert process.folders == [mine]
+
+
+@pytest.mark.parametrize(
+    ("mount", "name", "part"),
+    [
+        ({"subPath": "../../etc"}, "v", "volumeMounts[0].subPath: ../../etc must be a path within the volume"),
+        ({"subPath": "/etc"}, "v", "volumeMounts[0].subPath: /etc must be"),
+        ({"subPathExpr": "a/$(UP)"}, "v", "volumeMounts[0].subPathExpr: a/.. must be"),
+        ({}, "../../x", "volumes[0].name: ../../x is no name of a volume"),
+        ({}, "", "volumes[0].name"),
+    ],
+)
+def test_a_volume_that_leads_out_of_the_jobs_folders_is_refused(
+    place: honour.Place, mount: dict, name: str, part: str
+) -> None:
+    """The API server refuses the pod; here its files were written into the user's own folders."""
+    mounts = [{"name": name, "mountPath": "/d", **mount}]
+    container = {"command": ["sh"], "env": [{"name": "UP", "value": ".."}], "volumeMounts": mounts}
+    (problem,) = honour.start_problems(pod(container, volumes=[{"name": name, "emptyDir": {}}]), place)
+    assert part in str(problem)
+
+
+def test_a_source_that_is_empty_is_none(place: honour.Place) -> None:
+    env = [{"name": "A", "valueFrom": {"fieldRef": None}}, {"name": "B", "valueFrom": {}}]
+    assert not {"A", "B"} & honour.process(pod({"command": ["x"], "env": env}), place).env.keys()
+
+
 def test_torchrun_beside_this_interpreter_is_found_first_only_where_torch_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -53,6 +53,31 @@ def test_a_script_that_throws_on_rank_1_only_fails_the_job_and_is_named(cli: Cli
     assert "no such shard: 7" in log.read_text(), "the log that the message names is there"
 
 
+@pytest.mark.parametrize("seconds", [2_592_000, 315_360_000])
+def test_a_deadline_of_a_month_or_ten_years_is_a_deadline(cli: Cli, seconds: int) -> None:
+    """The wait for it is longer than the kernel takes in one (24.8 days): the run ended in a stack."""
+    job = cli.file("import time; time.sleep(0.3)", activeDeadlineSeconds=seconds)
+    assert cli.run("run", job, "--fail", "node=1,at=9999999s").returncode == 0
+
+
+def test_a_grace_of_years_lets_a_trainer_stop_in_its_time(cli: Cli) -> None:
+    job = cli.file(
+        """
+        import os, signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), print("saved", flush=True), sys.exit(143)))
+        if os.environ["RANK"] == "1":
+            time.sleep(0.5)
+            sys.exit(1)
+        time.sleep(1000)
+        """,
+        backoffLimit=0,
+        restartGraceSeconds=315_360_000,
+    )
+    done = cli.run("run", job)
+    assert done.returncode == 1
+    assert "saved" in done.stdout
+
+
 @pytest.mark.parametrize(("end", "words"), [("sys.exit(3)", "exit code 3"), ("os.kill(os.getpid(), 11)", "SIGSEGV")])
 def test_the_way_a_rank_ended_is_told_as_it_was(cli: Cli, end: str, words: str) -> None:
     job = cli.file(f"import os, sys, time\nif os.environ['RANK'] == '0': {end}\ntime.sleep(1000)", backoffLimit=0)

@@ -1,6 +1,7 @@
 """What is trained depends on the seed alone."""
 
 import importlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,16 @@ def test_a_data_loader_takes_the_sampler_and_says_how_far_training_is():
         (lambda: ddpjob.GlobalBatchSampler(10, 5, 7, rank=2, world_size=2), ["rank: 2", "world_size: 2"]),
         (lambda: ddpjob.GlobalBatchSampler(10, 5, 7, rank=0), ["both or neither"]),
         (lambda: iter(ddpjob.GlobalBatchSampler(10, 2, 7, rank=0, world_size=3)), ["3 ranks", "global_batch >= 3"]),
+        (lambda: ddpjob.GlobalBatchSampler(10, 5 / 2, 7), ["global_batch: 2.5", "no whole number"]),
+        (lambda: ddpjob.GlobalBatchSampler(10, "2", 7), ["global_batch: '2'", "no whole number"]),
+        (lambda: ddpjob.GlobalBatchSampler(float("inf"), 2, 7), ["n: inf", "no whole number"]),
+        (lambda: ddpjob.GlobalBatchSampler(10, 2, None), ["seed: None", "no whole number"]),
+        (lambda: ddpjob.GlobalBatchSampler(10, 4, 7, micro_batch=1.5), ["micro_batch: 1.5", "no whole number"]),
+        (lambda: ddpjob.GlobalBatchSampler(10, 2, 7).state_dict(epoch=0, batches=-1), ["batches: -1", "at least 0"]),
+        (lambda: ddpjob.GlobalBatchSampler(10, 2, 7).state_dict(epoch=-1, batches=1), ["epoch: -1", "at least 0"]),
+        (lambda: ddpjob.DataPartitioner(10.5, [1.0], 7), ["dataset: 10.5", "no whole number"]),
+        (lambda: ddpjob.DataPartitioner(10, ["half", 0.5], 7), ["fractions", "half", "list of numbers"]),
+        (lambda: ddpjob.DataPartitioner(10, None, 7), ["fractions: None", "list of numbers"]),
         (lambda: ddpjob.DataPartitioner(10, [0.5, 0.4], 7), ["[0.5, 0.4]", "0.9", "must be 1"]),
         (lambda: ddpjob.DataPartitioner(10, [1.5, -0.5], 7), ["fractions[1]", "-0.5"]),
         (lambda: ddpjob.DataPartitioner(10, [], 7), ["at least one"]),
@@ -130,6 +141,49 @@ def test_a_resume_with_another_global_batch_trains_full_batches_only_and_no_samp
     trained = [*seen, *(index for batch in batches for index in batch)]
     assert len(set(trained)) == len(trained)
     assert n - len(trained) < (second.global_batch if drop else 1), "a whole global batch was left out"
+
+
+@pytest.mark.parametrize("made", [0, 1, 2])
+def test_a_data_loader_that_is_resumed_twice_trains_every_sample_once(made):
+    """Batches were counted from the epoch's first sample, so that the second snapshot of a resumed epoch went back, and
+    the samples between were trained twice."""
+    trained: list[int] = []
+    state = ddpjob.GlobalBatchSampler(96, 16, 7).state_dict()
+    for global_batch in (16, 8, 24):
+        sampler = ddpjob.GlobalBatchSampler(96, global_batch, 7)
+        sampler.load_state_dict(state)
+        loader = torch.utils.data.DataLoader(torch.arange(96), batch_sampler=sampler)
+        for batches, batch in enumerate(loader, start=1):
+            if batches > made:
+                break
+            trained += batch.tolist()
+            state = sampler.state_dict(epoch=0, batches=batches)
+    assert state["consumed"] == len(trained) == made * (16 + 8 + 24)
+    assert len(set(trained)) == len(trained)
+    sampler.set_epoch(1)
+    assert sampler.state_dict(epoch=1, batches=1)["consumed"] == 24
+    sampler.set_epoch(0)
+    assert sampler.state_dict(epoch=0, batches=1)["consumed"] == 24, "from its first sample again"
+
+
+def test_numbers_of_numpy_and_torch_are_numbers(tmp_path):
+    """A DataLoader's length or a fraction of an array ended in a TypeError; an epoch of numpy's could be trained and
+    not be saved."""
+    numpy = pytest.importorskip("numpy")
+    sampler = ddpjob.GlobalBatchSampler(numpy.int64(10), numpy.int32(2), torch.tensor(7))
+    next(sampler.epoch(numpy.int64(2)))
+    for state in (sampler.state_dict(), sampler.state_dict(epoch=numpy.int64(2), batches=numpy.int64(1))):
+        assert {type(value) for value in state.values()} == {int}
+        assert state["consumed"] == 2
+    for halves in (numpy.array([0.5, 0.5], dtype="float32"), torch.tensor([0.5, 0.5]), [numpy.float32(0.5)] * 2):
+        assert [len(ddpjob.DataPartitioner(numpy.int64(10), halves, 7).use(i)) for i in (0, 1)] == [5, 5]
+
+
+def test_a_part_for_each_of_thousands_of_workers_is_made_within_a_second():
+    """It took a minute: the sum of the fractions was made anew for each."""
+    began = time.process_time()
+    assert len(ddpjob.DataPartitioner(100_000, [1 / 5000] * 5000, 7)) == 5000
+    assert time.process_time() - began < 1
 
 
 def test_a_resume_that_would_leave_a_rank_without_samples_is_refused_where_a_data_loader_cannot_take_it():

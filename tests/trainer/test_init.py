@@ -82,6 +82,10 @@ def test_a_place_that_cannot_be_right_is_an_error_and_not_a_training_alone(envir
         ({"init_method": "ftp://x"}, ["ftp://x", "env://"]),
         ({"init_method": "file:///no/such/folder/meet"}, ["/no/such/folder", "does not exist"]),
         ({"rank": 1, "world_size": 2}, ["MASTER_ADDR is not set", "rank 1 of 2"]),
+        ({"timeout_step_seconds": 0}, ["timeout_step_seconds: 0", "above 0"]),
+        ({"timeout_step_seconds": float("inf")}, ["timeout_step_seconds: inf", "at most"]),
+        ({"timeout_start_seconds": float("nan")}, ["timeout_start_seconds: nan", "number of seconds"]),
+        ({"timeout_start_seconds": "60"}, ["timeout_start_seconds: '60'", "number of seconds"]),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(arguments, words):

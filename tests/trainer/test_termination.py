@@ -65,6 +65,17 @@ def test_an_exception_is_told_with_rank_step_and_trace_and_nothing_else_changes(
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("step", ["'epoch 3'", "None", "float('nan')", "float('inf')", "[1]"])
+def test_a_step_that_is_no_number_costs_the_step_and_not_the_last_words(log, start_script, step):
+    """progress() takes anything; then nothing was written, and the cause of the failure was lost."""
+    process = start_script(
+        f"import ddpjob\nddpjob.progress(step={step})\nraise ValueError('no shard')\n", DDPJOB_TERMINATION_LOG=log
+    )
+    process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert (message(log)["exception"], message(log)["step"]) == ("ValueError: no shard", 0)
+
+
 def test_a_thread_a_forked_helper_and_a_good_end_leave_no_message(log, start_script):
     script = (
         "import os, sys, threading, ddpjob\n"

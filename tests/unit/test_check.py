@@ -407,6 +407,19 @@ def test_bytes_that_are_no_text_end_with_2(tmp_path: Path) -> None:
     assert ran(tmp_path / "train.py").return_value == 2
 
 
+@pytest.mark.parametrize("coding", ["rot13", "hex", "no-such"])
+def test_a_coding_that_is_of_no_text_ends_with_2(tmp_path: Path, coding: str) -> None:
+    """It ended in a stack."""
+    (tmp_path / "train.py").write_text(f"# coding: {coding}\nprint(1)\n")
+    assert ran(tmp_path / "train.py").return_value == 2
+
+
+def test_a_script_whose_name_no_file_can_have_is_not_on_this_machine(job_file) -> None:
+    """It ended in a stack."""
+    result = ran(job_file("", "python", "x" * 5000 + ".py"))
+    assert "is not on this machine" in result.stderr
+
+
 @pytest.mark.parametrize("name", ["nowhere.py", "nowhere.yaml"])
 def test_a_file_that_is_not_there_is_wrong_input(tmp_path: Path, name: str) -> None:
     with pytest.raises(yamlfile.InputError, match=f"{name}: No such file"):

@@ -22,6 +22,15 @@ Try 'train.py --help' for help.
 """
 CLICK = "Usage: train.py [OPTIONS]\nTry 'train.py --help' for help.\n\nError: Missing option '--data'.\n"
 
+FAREWELLS = [
+    "[rank0]:[W1119 12:00:00.012 ProcessGroupNCCL.cpp:1250] Warning: WARNING: process group has NOT been destroyed",
+    "[W1119 12:00:00.123456789 socket.cpp:752] [c10d] The client socket has failed",
+    "/usr/lib/python3.11/multiprocessing/resource_tracker.py:254: UserWarning: 1 leaked semaphore\n  warnings.warn(",
+    "wandb: Synced 5 W&B file(s)\nwandb: Find logs at: ./wandb/run",
+    "\nSet the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.",
+    "[2024-01-01 00:00:00,000] [ERROR] [launch.py:325:sigkill_handler] ['t.py'] exits with return code = 1",
+]
+
 
 @pytest.mark.parametrize(
     ("log", "code", "said"),
@@ -46,6 +55,14 @@ CLICK = "Usage: train.py [OPTIONS]\nTry 'train.py --help' for help.\n\nError: Mi
         ("epoch 3 loss 0.51\n", None, ""),
         ("ddprun: rank 1 ended with exit code 1\n", 1, ""),
         ("", 1, ""),
+        *((f"no data\n{after}\n", 1, "last line: no data") for after in FAREWELLS),
+        (
+            "Usage: t.py [OPTIONS]\n╭─ Error ─╮\n│ No such option: --lrr │\n╰────╯\n",
+            2,
+            "last line: No such option: --lrr",
+        ),
+        ("loading\n    Segments: 3\n", 1, "last line: Segments: 3"),
+        ("it is 12:30: a DeprecationWarning: no\n", 1, "last line: it is 12:30: a DeprecationWarning: no"),
     ],
 )
 def test_the_sentence_of_a_program_that_gives_up_is_found(log: str, code: int | None, said: str | None) -> None:

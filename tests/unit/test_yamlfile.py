@@ -69,11 +69,15 @@ def bomb(levels: int, width: int = 10) -> str:
         ("a: " + "- " * 5000, "job.yaml:1: not valid YAML"),
         ("? " * 5000, "job.yaml:1: more than 100 lists"),
         ("a: 1\nb: " + "9" * 5000 + "\n", "job.yaml:2: " + "9" * 60 + "… is not a number that JSON has"),
-        ("a: 1\nb: 0b_\n", "job.yaml:2: 0b_ is not a number"),
+        ("a: 1\nb: !!int 0b_\n", "job.yaml:2: 0b_ is not a number"),
         ("a: 1\nb: .inf\n", "job.yaml:2: .inf is not a number"),
         ("a: 1\nb: .nan\n", "job.yaml:2: .nan is not a number"),
         ("a: 1\nb: !!int x\n", "job.yaml:2: x is not a number"),
-        ("a: 1\nb: 1e999\n", "kind: must be DDPJob, is empty"),
+        ("a: 1\nb: 1e999\n", "job.yaml:2: 1e999 is not a number that JSON has"),
+        ("a: 1\nb: !!int ''\n", "job.yaml:2: an empty text is not a number that JSON has"),
+        ("a: 1\nb: !!float '-'\n", "job.yaml:2: - is not a number that JSON has"),
+        ("a: 1\nb: !!bool maybe\n", "job.yaml:2: not valid YAML: maybe is not true or false"),
+        ('a: 1\n"x\\0y": 1\n', "job.yaml:2: a text with a NUL character"),
         ("a: 1\nb: !!set {a}\n", "job.yaml:2: not valid YAML: could not determine a constructor"),
         ("a: 1\nb: !!binary aGk=\n", "job.yaml:2: not valid YAML: could not determine a constructor"),
         ("a: 1\nb: !!python/object:os.system x\n", "job.yaml:2: not valid YAML: could not determine a constructor"),
@@ -112,18 +116,42 @@ def test_keys_and_dates_are_texts_as_kubectl_reads_them(tmp_path: Path) -> None:
     """`labels: {1: x}` and a variable with a date work on a cluster, and fail here."""
     path = tmp_path / "any.yaml"
     path.write_text(
-        "kind: DDPJob\n1: x\ntrue: y\nnull: z\na: 2024-01-31\nb: 2024-99-99\n? &k c\n: 2001-12-14 21:59:43.10 -5\n"
+        "kind: DDPJob\n1: x\ntrue: u\nnull: z\na: 2024-01-31\nb: 2024-99-99\n? &k c\n: 2001-12-14 21:59:43.10 -5\n"
     )
     (document,) = yamlfile.read(str(path))
     assert document.data == {
         "kind": "DDPJob",
         "1": "x",
-        "true": "y",
+        "true": "u",
         "null": "z",
         "a": "2024-01-31",
         "b": "2024-99-99",
         "c": "2001-12-14 21:59:43.10 -5",
     }
+
+
+def test_plain_words_and_numbers_are_what_kubectl_makes_of_them(tmp_path: Path) -> None:
+    """`args: [--lr, 1e-4]` runs here and is refused by the cluster; `--time 1:30:00` is refused here with 5400."""
+    path = tmp_path / "any.yaml"
+    rows: dict[str, Any] = {}
+    rows |= {"1e-4": 0.0001, "1e3": 1000, "2.0": 2, "+12e03": 12000, ".5": 0.5, "1.": 1, "08": 8, "-1.5": -1.5}
+    rows |= {"1_000": 1000, "017": 15, "0o17": 15, "0b11": 3, "-0x1F": -31, "0": 0, "00": 0, "-0": 0, "1e22": 1e22}
+    rows |= {"1:30:00": "1:30:00", "29500:29501": "29500:29501", "190:20:30.15": "190:20:30.15", "1.2.3": "1.2.3"}
+    rows |= {"y": True, "N": False, "yes": True, "Off": False, "TRUE": True, "yEs": "yEs", "tRue": "tRue"}
+    rows |= {"~": None, "": None, "NULL": None, "nULL": "nULL", "=": "=", "<<": "<<", "_1": "_1", "1e": "1e"}
+    rows |= {"'1e-4'": "1e-4", '"y"': "y", "!!str 5": "5", "!!float 5": 5, "!!int '7'": 7, "!!bool 'no'": False}
+    for text, value in rows.items():
+        path.write_text(f"a: {text}\n")
+        (document,) = yamlfile.read(str(path))
+        assert repr(document.data["a"]) == repr(value), text
+
+
+def test_a_value_that_is_a_key_elsewhere_stays_what_it_is(tmp_path: Path) -> None:
+    """`nodes: &n 2` and `*n : x` made the key a number, or the nodes a text, depending on which came first."""
+    path = tmp_path / "any.yaml"
+    path.write_text("a: &n 2\n*n : x\nb: &t true\n*t : u\n? &k 5\n: z\nc: *k\n")
+    (document,) = yamlfile.read(str(path))
+    assert document.data == {"a": 2, "2": "x", "b": True, "true": "u", "5": "z", "c": 5}
 
 
 def test_a_file_that_uses_aliases_and_merges_as_people_do_is_read(tmp_path: Path) -> None:

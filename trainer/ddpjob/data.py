@@ -9,6 +9,7 @@ lasting parts (train and validation, or one for each worker).
 import contextlib
 import hashlib
 import math
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -56,7 +57,12 @@ class GlobalBatchSampler:
     drop_last     leave out the last n % global_batch samples of each epoch; else they make a smaller global batch.
 
     As `batch_sampler` of a DataLoader it yields shares too, one epoch per iteration. A DataLoader with workers asks
-    ahead of training: say then `state_dict(epoch=..., batches=...)`.
+    ahead of training: say then how many batches of the loader have been trained, from 1 on also after a resume:
+
+        for epoch in range(sampler.current_epoch, epochs):
+            for batches, batch in enumerate(loader, start=1):
+                ...
+                snapshot.save(step, model=model, sampler=sampler.state_dict(epoch=epoch, batches=batches))
     """
 
     def __init__(
@@ -72,13 +78,14 @@ class GlobalBatchSampler:
     ) -> None:
         self.n = _at_least(1, "n", n)
         self.global_batch = _at_least(1, "global_batch", global_batch)
-        self.seed = int(seed)
+        self.seed = _integer("seed", seed)
         self.rank, self.world_size = _rank_of(rank, world_size)
         self.micro_batch = None if micro_batch is None else _at_least(1, "micro_batch", micro_batch)
         self.drop_last = drop_last
         self._epoch = 0
         self._consumed = 0
-        if drop_last and global_batch > n:
+        self._began = (0, 0)  # the epoch, and the sample in it, that the last state went on from
+        if drop_last and self.global_batch > self.n:
             raise ConfigurationError(
                 f"global_batch: {global_batch} is more than n: {n}, so no epoch has a full batch. "
                 f"Lower global_batch, or say drop_last=False."
@@ -94,8 +101,8 @@ class GlobalBatchSampler:
 
         A batch counts as consumed when it is handed out: save inside the loop, after the optimizer's step.
         """
-        if epoch != self._epoch:
-            self.set_epoch(epoch)
+        epoch = _at_least(0, "epoch", epoch)
+        self.set_epoch(epoch)
         order = _shuffled(self.n, self.seed, epoch)
         while self._samples_left() > 0:
             start, stop = self._consumed, min(self._consumed + self.global_batch, self.n)
@@ -110,8 +117,11 @@ class GlobalBatchSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; to the interrupted one: stay where it was interrupted."""
+        epoch = _at_least(0, "epoch", epoch)
         if epoch != self._epoch:
-            self._epoch, self._consumed = _at_least(0, "epoch", epoch), 0
+            self._epoch, self._consumed = epoch, 0
+            if epoch == self._began[0]:
+                self._began = (epoch, 0)
 
     def __iter__(self) -> Iterator[Batch]:
         """One epoch, as a DataLoader wants it from its `batch_sampler`; the next iteration is the next epoch."""
@@ -130,12 +140,18 @@ class GlobalBatchSampler:
         return self.n // self.global_batch if self.drop_last else math.ceil(self.n / self.global_batch)
 
     def state_dict(self, *, epoch: int | None = None, batches: int | None = None) -> dict[str, int]:
-        """What a snapshot needs to go on, at any number of ranks; `batches` of `epoch` if both are given."""
+        """What a snapshot needs to go on, at any number of ranks.
+
+        epoch, batches  both or neither: what has been trained, if that is less than what was asked for. Batches are
+                        counted from where the epoch began here: its first sample, or the state it went on from.
+        """
         if (epoch is None) != (batches is None):
             raise ConfigurationError(f"epoch: {epoch}, batches: {batches}. Give both or neither.")
         if epoch is None or batches is None:
             return {"n": self.n, "seed": self.seed, "epoch": self._epoch, "consumed": self._consumed}
-        consumed = min(batches * self.global_batch, self.n)
+        epoch, batches = _at_least(0, "epoch", epoch), _at_least(0, "batches", batches)
+        before = self._began[1] if epoch == self._began[0] else 0
+        consumed = min(before + batches * self.global_batch, self.n)
         return {"n": self.n, "seed": self.seed, "epoch": epoch, "consumed": consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -149,7 +165,7 @@ class GlobalBatchSampler:
         epoch, consumed = (_whole(state, name) for name in ("epoch", "consumed"))
         if consumed > self.n:
             raise StateError(f"consumed: the saved state has {consumed}, an epoch has n: {self.n}. It is damaged.")
-        self._epoch, self._consumed = epoch, consumed
+        self._epoch, self._consumed = self._began = (epoch, consumed)
 
     def _samples_left(self) -> int:
         """That this epoch still trains. By what is left, because the global batch may have been another one before."""
@@ -264,11 +280,11 @@ class DataPartitioner:
     """
 
     def __init__(self, dataset: Any, fractions: Sequence[float], seed: int) -> None:
-        n = dataset if isinstance(dataset, int) else len(dataset)
-        sizes = _sizes(_at_least(0, "dataset", n), fractions)
-        parts = torch.split(_shuffled(n, int(seed)), sizes)
-        source = None if isinstance(dataset, int) else dataset
-        self._partitions = [Partition(source, members, int(seed), number) for number, members in enumerate(parts)]
+        source = dataset if hasattr(dataset, "__len__") else None
+        n = _at_least(0, "dataset", dataset if source is None else len(source))
+        seed = _integer("seed", seed)
+        parts = torch.split(_shuffled(n, seed), _sizes(n, _numbers("fractions", fractions)))
+        self._partitions = [Partition(source, members, seed, number) for number, members in enumerate(parts)]
 
     def __len__(self) -> int:
         return len(self._partitions)
@@ -302,7 +318,8 @@ def _sizes(n: int, fractions: Sequence[float]) -> list[int]:
     if abs(math.fsum(fractions) - 1) > 1e-6:
         raise ConfigurationError(f"fractions: {list(fractions)} add up to {math.fsum(fractions):g}, must be 1.")
     # Exact, and of their own sum: [0.3333333] * 3 of 50,000,000 are 49,999,995, and no rounding makes up for five.
-    exact = [Fraction(fraction) * n / sum(map(Fraction, fractions)) for fraction in fractions]
+    whole = sum(map(Fraction, fractions))
+    exact = [Fraction(fraction) * n / whole for fraction in fractions]
     sizes = [math.floor(size) for size in exact]
     by_remainder = sorted(range(len(fractions)), key=lambda i: sizes[i] - exact[i])
     for i in by_remainder[: n - sum(sizes)]:
@@ -344,6 +361,23 @@ def _group_place() -> tuple[int, int]:
 
 
 def _at_least(least: int, name: str, value: int) -> int:
-    if value < least:
+    whole = _integer(name, value)
+    if whole < least:
         raise ConfigurationError(f"{name}: {value} must be at least {least}.")
-    return int(value)
+    return whole
+
+
+def _integer(name: str, value: Any) -> int:
+    """Also one of numpy's or of a tensor; not 2.5, which would train another batch than was asked for."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ConfigurationError(f"{name}: {value!r} is no whole number. Use // for /, or int().") from None
+
+
+def _numbers(name: str, values: Any) -> list[float]:
+    """Of a list, a tuple, an array or a tensor."""
+    try:
+        return [float(value) for value in values]
+    except (TypeError, ValueError):
+        raise ConfigurationError(f"{name}: {values!r} must be a list of numbers, e.g. [0.8, 0.2].") from None

@@ -33,6 +33,7 @@ from .kept import never_destroy
 from .progress import announce
 from .settling import settle
 
+TIMEOUT_SECONDS_MAX = 10**9  # 31 years
 CLOSE_SECONDS = 10.0  # how long a finished rank waits for the others before it leaves without them
 # A rank that stopped waits for rank 0's snapshot: torchrun gives the processes of its node 30 s from the first that
 # ends with another code than 0. The grace period of whoever stops the job ends this sooner.
@@ -144,12 +145,18 @@ def init(
         return _group.world
     if timeout_step_seconds is None:
         timeout_step_seconds = default_timeout_seconds(os.environ)
+    start, step = (
+        _time_limit(name, seconds)
+        for name, seconds in (
+            ("timeout_start_seconds", timeout_start_seconds),
+            ("timeout_step_seconds", timeout_step_seconds),
+        )
+    )
     place = find_place(os.environ, init_method, rank, world_size, local_rank)
     backend, chosen = choose(backend, device, place, os.environ)
     if dist.is_initialized():
         backend, store = dist.get_backend(), None  # the script made the group itself: take part in it
     else:
-        start, step = (timedelta(seconds=each) for each in (timeout_start_seconds, timeout_step_seconds))
         store = _join(init_method, place, backend, chosen, start, max(start, step))
     if backend == "gloo":
         never_destroy(dist.distributed_c10d._get_default_group())
@@ -159,6 +166,13 @@ def init(
     _leave_at_exit()
     announce()
     return world
+
+
+def _time_limit(name: str, seconds: Any) -> timedelta:
+    """With 0 the first collective fails, and torch's own words for infinity or a text do not name the argument."""
+    if isinstance(seconds, (int, float)) and 0 < seconds <= TIMEOUT_SECONDS_MAX:
+        return timedelta(seconds=seconds)
+    raise ConfigurationError(f"{name}: {seconds!r} must be a number of seconds above 0, at most {TIMEOUT_SECONDS_MAX}.")
 
 
 def default_timeout_seconds(environ: Mapping[str, str]) -> float:

@@ -103,8 +103,11 @@ def announce(step: int = 0, **metrics: Any) -> None:
 
 
 def latest_step() -> int:
-    """The last step that was reported; 0 before."""
-    return 0 if _latest is None else int(_latest[0])
+    """The last step that was reported; 0 before, and where what was reported is no number: last words name it too."""
+    try:
+        return 0 if _latest is None else int(_latest[0])
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # a text, nan, infinity; a tensor of several
+        return 0
 
 
 def flush(timeout_seconds: float = FINAL_FLUSH_SECONDS) -> None:

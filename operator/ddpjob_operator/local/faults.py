@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from ddpjob_operator import api, contract
 from ddpjob_operator.yamlfile import InputError
 
+_OPTION_CHARACTERS_MAX = 200
 VARIABLE = "DDPJOB_FAULTS"
 FORMS = "node=1,at=20s or rank=3,step=50 with signal=SEGV, exit=3 or hang"
 
@@ -48,7 +49,7 @@ Fault = NodeFault | RankFault
 
 def parse(text: str) -> Fault:
     """One value of --fail. Raises InputError with what is wrong and what it should be."""
-    option = f"--fail {text}"
+    option = f"--fail {text[:_OPTION_CHARACTERS_MAX]}"
     given: dict[str, str] = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
@@ -91,13 +92,13 @@ def variable(faults: Sequence[Fault]) -> str:
 
 
 def _number(option: str, given: dict[str, str], name: str) -> int:
-    if not given[name].isdecimal():
+    if not re.fullmatch(r"[0-9]{1,15}", given[name]):
         raise InputError(f'{option}: {name} must be a whole number, is "{given[name]}"')
     return int(given[name])
 
 
 def _seconds(option: str, text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m)?", text)
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|m)?", text)
     if found is None:
         raise InputError(f'{option}: at must be a time such as 20s or 2m, is "{text}"')
     return float(found[1]) * (60 if found[2] == "m" else 1)

@@ -78,8 +78,8 @@ def process(pod: Body, place: Place) -> Process:
     """The process that stands for a pod. Only for pods without `problems`, or with those the user has allowed."""
     spec = pod["spec"]
     trainer = trainer_container({"spec": spec}) or {}
-    mounts = _mounts(spec, trainer, place)
     own = _environment(pod, trainer)
+    mounts = _mounts(spec, trainer, place, own)
     own = {name: _mounted(value, mounts) for name, value in own.items()}
     inherited = {k: v for k, v in place.environment.items() if not _NOT_INHERITED.match(k)}
     env = {**inherited, **own}
@@ -128,6 +128,7 @@ def start_problems(pod: Body, place: Place) -> Iterator[Problem]:
         yield Problem(at, f"has {what}: the image's own is not known here. Set command.")
         return
     yield from _missing_folders(pod["spec"])
+    yield from _wrong_mounts(pod["spec"], trainer, at, _environment(pod, trainer))
     made = any(Path(planned.cwd).is_relative_to(folder) for folder in planned.folders)
     if not made and not os.path.isdir(planned.cwd):  # Path's own raises for a name of 1,000 characters
         yield Problem((*at, "workingDir"), f"there is no folder {planned.cwd} on this machine")
@@ -178,7 +179,8 @@ def _environment(pod: Body, trainer: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _from_field(pod: Body, source: Any) -> str | None:
-    path = source.get("fieldRef", {}).get("fieldPath", "") if isinstance(source, Mapping) else ""
+    field = source.get("fieldRef") if isinstance(source, Mapping) else None
+    path = str(field.get("fieldPath", "")) if isinstance(field, Mapping) else ""
     metadata = pod["metadata"]
     known = {
         "metadata.name": metadata["name"],
@@ -225,7 +227,28 @@ def _missing_folders(spec: Body) -> Iterator[Problem]:
                 yield Problem(("spec", "template", "spec", "volumes", i, "hostPath"), text)
 
 
-def _mounts(spec: Body, trainer: Mapping[str, Any], place: Place) -> list[tuple[str, Path, bool]]:
+def _sub_path(mount: Mapping[str, Any], variables: Mapping[str, str]) -> str:
+    return str(mount.get("subPath") or "") or expand(str(mount.get("subPathExpr") or ""), variables)
+
+
+def _wrong_mounts(
+    spec: Body, trainer: Mapping[str, Any], at: FieldPath, variables: Mapping[str, str]
+) -> Iterator[Problem]:
+    """What the API server or the kubelet refuses, and what would lead out of the job's own folders here."""
+    for i, volume in enumerate(spec.get("volumes") or ()):
+        if "/" in str(volume.get("name")) or volume.get("name") in (None, "", ".", ".."):
+            text = f"{volume.get('name')} is no name of a volume: small letters, digits and dashes"
+            yield Problem(("spec", "template", "spec", "volumes", i, "name"), text)
+    for i, mount in enumerate(trainer.get("volumeMounts") or ()):
+        path = _sub_path(mount, variables)
+        if path.startswith("/") or ".." in path.split("/"):
+            name = "subPath" if mount.get("subPath") else "subPathExpr"
+            yield Problem((*at, "volumeMounts", i, name), f"{path} must be a path within the volume, without ..")
+
+
+def _mounts(
+    spec: Body, trainer: Mapping[str, Any], place: Place, variables: Mapping[str, str]
+) -> list[tuple[str, Path, bool]]:
     """(path in the container, folder here, whether to create it), the longest path first."""
     volumes = {v.get("name"): v for v in spec.get("volumes") or ()}
     found = []
@@ -235,10 +258,10 @@ def _mounts(spec: Body, trainer: Mapping[str, Any], place: Place) -> list[tuple[
         # The machine has its own; and the caller's own folders may lie in /tmp, which are to stay what they are.
         if path in ("/dev/shm", "/tmp") or kind not in ("emptyDir", "hostPath") or not path:  # noqa: S108
             continue
-        source = volume[kind] or {}
+        source = volume.get(kind) or {}
         folder = place.volumes / str(volume["name"]) if kind == "emptyDir" else Path(str(source.get("path", path)))
         create = kind == "emptyDir" or source.get("type") == "DirectoryOrCreate"
-        found.append((path, folder / str(mount.get("subPath", "")), create))
+        found.append((path, folder / _sub_path(mount, variables), create))
     return sorted(found, key=lambda m: -len(m[0]))
 
 
@@ -251,11 +274,12 @@ def _mounted(text: str, mounts: list[tuple[str, Path, bool]]) -> str:
         return text
     folders = {path: str(folder) for path, folder, _ in mounts}
     pattern = "|".join(re.escape(path) for path in folders)
-    return re.sub(rf"(?<![\w./-])({pattern})(?=$|[/:,;'\"\s])", lambda m: folders[m[1]], text)
+    return re.sub(rf"(?:(?<![\w./-])|(?<=file://))({pattern})(?=$|[/:,;'\"\s])", lambda m: folders[m[1]], text)
 
 
 def _kind_of(volume: Mapping[str, Any]) -> str:
-    return next((k for k in volume if k != "name"), "emptyDir")
+    """What is empty is not there; a volume without any is an emptyDir, as for the API server."""
+    return next((k for k, source in volume.items() if k != "name" and source is not None), "emptyDir")
 
 
 def _is_file(program: str, cwd: str) -> bool:

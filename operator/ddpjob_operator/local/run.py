@@ -33,6 +33,7 @@ from ddpjob_operator.validation import dotted
 from ddpjob_operator.yamlfile import Document, InputError
 
 SUCCEEDED, FAILED, INTERRUPTED = 0, 1, 130
+WAIT_SECONDS_MAX = 3600.0  # the kernel's own limit is 24.8 days, which a deadline of a month is beyond
 REPORT_SECONDS = 0.5  # loopback is free; the table looks alive
 # Only a signal suspends a local run, and then it ends.
 SETTINGS = Settings(progress_write_seconds=REPORT_SECONDS, resume_hint="run it again to go on")
@@ -217,7 +218,7 @@ class Runner:
     def _wait(self, seconds: float | None) -> None:
         """Until a node prints, reports or ends, a rank reports progress, or a signal comes."""
         limits = [s for s in (seconds, self.screen.due_in(self.job.status), self._next_fault()) if s is not None]
-        for key, _ in self.world.selector.select(min(limits, default=None)):
+        for key, _ in self.world.selector.select(min([WAIT_SECONDS_MAX, *limits])):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)

@@ -26,6 +26,7 @@ import time
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+WAIT_SECONDS_MAX = 3600.0  # poll takes 24.8 days at most, a grace may be years
 LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel or another user's rights prevent it
 
 
@@ -84,7 +85,7 @@ class Supervisor:
         """How long nothing needs doing unless something happens; None is for ever."""
         if self.kill_at is None:
             return None
-        return max(0.0, self.kill_at - time.monotonic()) * 1000
+        return min(max(0.0, self.kill_at - time.monotonic()), WAIT_SECONDS_MAX) * 1000
 
     def read_control(self) -> None:
         """Obey every whole line that has arrived; the end of the pipe is the end of the runner."""

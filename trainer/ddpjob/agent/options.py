@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
 RESTARTS_MAX = 3
+NPROC_MAX = 1024  # as spec.nprocPerNode
 PORT = 29500
 SHUTDOWN_SECONDS = 30.0
 # The group is broken, so nothing can be saved together; time to say something, no more.
@@ -23,6 +25,7 @@ BROKEN_GRACE_SECONDS = 0.1
 JOIN_SECONDS = 600.0  # torchrun's own, for static rendezvous
 # What the first DistributedDataParallel of a process imports beside torch (half of the wait; docs/ddprun.md).
 PRELOAD = ("torch", "torch._dynamo")
+_SIGNALS_NOT_TAKEN = ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD")  # the kernel's, and what tells of a rank's end
 STREAMS_MAX = 3  # 1: stdout, 2: stderr, 3: both
 
 
@@ -239,7 +242,7 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
         shown=_ranks(read.local_ranks_filter),
         stdout_filters=_words(read.duplicate_stdout_filters),
         stderr_filters=_words(read.duplicate_stderr_filters),
-        signals=tuple(name.strip() for name in read.signals_to_handle.split(",") if name.strip()),
+        signals=_signals(read.signals_to_handle),
         shutdown_seconds=_seconds(
             "--shutdown-timeout",
             read.shutdown_timeout or environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
@@ -294,7 +297,10 @@ def _nproc(text: str, environ: Mapping[str, str]) -> int:
         return gpus or len(os.sched_getaffinity(0))
     if text == "xpu":
         raise ValueError("--nproc-per-node: xpu: only NVIDIA GPUs can be counted without torch. Give a number.")
-    return _number("nproc-per-node", text, 1)
+    number = _number("nproc-per-node", text, 1)
+    if number > NPROC_MAX:
+        raise ValueError(f"--nproc-per-node: {number}: at most {NPROC_MAX} ranks on a node.")
+    return number
 
 
 def _gpus(environ: Mapping[str, str]) -> int:
@@ -310,18 +316,27 @@ def _gpus(environ: Mapping[str, str]) -> int:
 
 def _endpoint(read: argparse.Namespace, nodes: int) -> tuple[str, int | None]:
     if read.rdzv_endpoint:
-        host, _, text = read.rdzv_endpoint.strip().rpartition(":")
-        if not host:
-            host, text = text, str(PORT)
+        host, text = _host_and_port(read.rdzv_endpoint.strip())
         port: int | None = _port("rdzv-endpoint", text)
     else:
         host = read.master_addr
         port = None if read.master_port is None else _port("master-port", read.master_port)
+    host = host.strip("[]")  # torch's store takes ::1 and not [::1]
     if nodes == 1:
         return host, port or None
     if port == 0:
         raise ValueError(f"--rdzv-endpoint: port 0 is another one on each of {nodes} nodes, so they never meet.")
-    return host.strip("[]"), port or PORT
+    return host, port or PORT
+
+
+def _host_and_port(endpoint: str) -> tuple[str, str]:
+    """host:29400, host, [::1]:29400, [::1], ::1"""
+    host, colon, text = endpoint.rpartition(":")
+    if not colon or endpoint.endswith("]") or (":" in host and not host.endswith("]")):
+        return endpoint, str(PORT)
+    if not host:
+        raise ValueError(f"--rdzv-endpoint: {endpoint!r} has no host. Say where node 0 is: host:port.")
+    return host, text
 
 
 def _run_id(read: argparse.Namespace, port: int | None) -> str:
@@ -358,7 +373,7 @@ def read_left(text: str) -> Left:
         found = Left(*_counts(left), in_a_row, charged, replaced, step=step, peers_lost=peers_lost)
         known = left.get("known")
         return found if known is None else found._replace(known_of=_count(known["replacement"]), known=_counts(known))
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ValueError(
             f'DDPJOB_RESTARTS_LEFT: {text[:100]!r} is not {{"application": 3, "infrastructure": 100, "stall": 10}}.'
         ) from None
@@ -371,7 +386,7 @@ def _counts(said: Mapping[str, Any]) -> tuple[int, int, int]:
 def _policy(text: str | None) -> tuple[PolicyRule, ...]:
     try:
         return tuple(_policy_rule(rule) for rule in json.loads(text or "[]"))
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         example = '[{"action": "FailJob", "codes": [3], "notIn": false}]'
         raise ValueError(
             f"DDPJOB_FAILURE_POLICY: {str(text)[:200]!r} is not {example}; action is FailJob, Ignore or Count."
@@ -419,6 +434,15 @@ def _ranks(text: str) -> frozenset[int] | None:
 def _words(text: str) -> tuple[str, ...]:
     """Separated by commas; two commas are one that is meant."""
     return tuple(word.replace("\0", ",") for word in text.replace(",,", "\0").split(",")) if text else ()
+
+
+def _signals(text: str) -> tuple[str, ...]:
+    """Refused where they could not be heard: one that is missed would end the node at once, with all its ranks."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if name not in signal.Signals.__members__ or name in _SIGNALS_NOT_TAKEN:
+            raise ValueError(f"--signals-to-handle: {name[:100]!r} is no signal that can be handled, such as SIGUSR1.")
+    return names
 
 
 def _modules(text: str | None) -> tuple[str, ...]:
