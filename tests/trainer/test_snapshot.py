@@ -225,6 +225,29 @@ def test_a_script_that_never_waits_still_has_its_last_state(tmp_path, end_ranks)
     assert ddpjob.Snapshot(tmp_path).load() == 7
 
 
+DAMAGED = [b"[]", b"5", b"\xff\xfe", b"[" * 100_000, b'{"process": 5}', b'{"job": "j", "attempt": 1e999}', b"{"]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+@pytest.mark.parametrize("damaged", ["writer-000001.json", "writer-000001.alive"])
+def test_a_damaged_claim_or_beat_is_nobodys_and_the_folder_is_read(attempt, tmp_path, damaged, content):
+    """Rank 0 ended in a stack of its own, and the other ranks waited for its answer until the time-out."""
+    folder = attempt(1).folder
+    folder.mkdir(exist_ok=True)
+    (folder / "writer-000001.json").write_text('{"job": "other", "attempt": 1}')
+    (folder / damaged).write_bytes(content)
+    for path in folder.iterdir():
+        os.utime(path, (1, 1))  # silent for long
+    assert attempt(1).load() == 0
+
+
+@pytest.mark.parametrize("keep", [2.5, "3", None])
+def test_a_number_of_states_to_keep_that_is_none_is_refused_before_training(tmp_path, keep):
+    """2.5 was found out at the save that first had one too many: its news came a save later."""
+    with pytest.raises(ddpjob.ConfigurationError, match="keep: "):
+        ddpjob.Snapshot(tmp_path / "s", keep=keep)
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ddpjob.SnapshotError, match="file/s cannot be made: Not a directory"):

@@ -77,8 +77,17 @@ def _seen(claim: Path, path: Path) -> tuple[str | None, int]:
             modified, text = os.fstat(opened.fileno()).st_mtime_ns, opened.read()
             if file == claim:
                 return None, modified
-            return (json.loads(text)["process"] if text else ""), modified
+            return (_process_in(text) if text else ""), modified
     return "", 0
+
+
+def _process_in(text: str) -> str | None:
+    """None where something else has been written there."""
+    try:
+        process = json.loads(text)["process"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return process if isinstance(process, str) else None
 
 
 def _age(folder: Path, modified: int) -> float:

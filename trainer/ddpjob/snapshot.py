@@ -80,8 +80,8 @@ class Snapshot:
     """
 
     def __init__(self, folder: str | os.PathLike[str], world: World | None = None, keep: int = 3) -> None:
-        if keep < 1:
-            raise ConfigurationError(f"keep: {keep} must be at least 1.")
+        if not isinstance(keep, int) or keep < 1:  # 2.5 would be found out at the fourth save
+            raise ConfigurationError(f"keep: {keep!r} must be a whole number of at least 1.")
         self.folder = Path(folder)
         self.keep = keep
         self._world = world or active()
@@ -329,6 +329,8 @@ class Snapshot:
                 answer = error
             except OSError as error:
                 answer = SnapshotError(f"{self.folder}: {_reason(error)}.")
+            except Exception as error:  # whatever lies in the folder: the other ranks are waiting for an answer
+                answer = SnapshotError(f"{self.folder} cannot be read: {_reason(error)}.")
         else:
             answer = None
         answer = self._broadcast(answer)
@@ -522,7 +524,7 @@ def _who_is(folder: Path, writer: int) -> dict[str, Any] | None:
         claim = dict(json.loads(_claim_path(folder, writer).read_text()))
         _life(claim)
         return claim if isinstance(claim["job"], str) else None
-    except (OSError, ValueError, TypeError, KeyError):  # not there, or no claim of ours
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):  # not there, or no claim of ours
         return None
 
 
