@@ -59,7 +59,7 @@ FAREWELLS = [
         (
             "Usage: t.py [OPTIONS]\n╭─ Error ─╮\n│ No such option: --lrr │\n╰────╯\n",
             2,
-            "last line: No such option: --lrr",
+            "Error: No such option: --lrr",
         ),
         ("loading\n    Segments: 3\n", 1, "last line: Segments: 3"),
         ("it is 12:30: a DeprecationWarning: no\n", 1, "last line: it is 12:30: a DeprecationWarning: no"),
