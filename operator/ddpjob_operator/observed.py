@@ -81,6 +81,10 @@ class Pod:
     """Whether it was told to end and to stay, by its activeDeadlineSeconds."""
     sidecars_run: bool = False
     """Whether a container beside the trainer has not ended."""
+    done_since: dt.datetime | None = None
+    """Since when its trainer is known to have ended with 0 while a sidecar runs, by the clock of whoever observes."""
+    outlived: bool = False
+    """Whether a sidecar has outlived the trainer for longer than anybody who ends the pod would have let it."""
     completed: bool = False
     """Whether it was ever seen to have completed; what ends the pod after that changes nothing."""
     ended_first: bool = False
@@ -122,10 +126,11 @@ class Pod:
 
     @property
     def _awaits_its_phase(self) -> bool:
-        """Exit 0, and nothing else runs in it: the kubelet tells of a container's end before it says (by phase Failed,
-        a reason and DisruptionTarget at once) that it was the one who ended it (mergePodStatus)."""
-        done = self.trainer.state == "ended" and self.trainer.exit_code == 0 and not self.sidecars_run
-        return done and self.phase not in ("Succeeded", "Failed")
+        """Exit 0: the kubelet tells of a container's end before it says (by phase Failed, a reason and DisruptionTarget
+        at once) that it was the one who ended it (mergePodStatus), and it says so when all containers have ended. A
+        sidecar that goes on after that has no phase to wait for."""
+        done = self.trainer.state == "ended" and self.trainer.exit_code == 0
+        return done and self.phase not in ("Succeeded", "Failed") and not (self.sidecars_run and self.outlived)
 
     @property
     def live(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
@@ -16,6 +17,8 @@ from ddpjob_operator import status as statuses
 from ddpjob_operator.observed import Foreign, Node, Observed, Pod, Refusal
 from ddpjob_operator.validation import Problem
 
+# Beyond the grace of a pod: for the kubelet to end what is left, and to say so.
+OUTLIVED_SECONDS = 10
 # The pods of so many attempts stay for `kubectl logs`, the present one included.
 ATTEMPTS_KEPT = 3
 
@@ -216,7 +219,7 @@ def look(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
     """Sort what is there by what it is to this job, and note its facts in the status."""
     status = job.status
     starts = not problems and not job.spec.suspend and status.state not in (*statuses.TERMINAL, "Failing")
-    own = owned(job, seen)
+    own = [_judged(p, job, now) for p in owned(job, seen)]
     if starts and (status.attempt == 0 or status.state == "Suspended"):
         # A status that was lost (a restored backup) must not bring an attempt to life twice.
         known = replace(status, attempt=max((status.attempt, *(p.attempt for p in own))))
@@ -346,11 +349,33 @@ def _unheard(mine: Mapping[int, Pod], seen: Observed, settings: Settings, lost: 
             yield Unheard(pod, since, lost_at(pod, seen.nodes, settings))
 
 
+def _judged(pod: Pod, job: api.DDPJob, now: dt.datetime) -> Pod:
+    return replaced(pod, outlived=True) if is_past(outlived_at(pod, job.spec), now) else pod
+
+
+def is_done_beside_sidecars(pod: Pod) -> bool:
+    """Whether its trainer has ended with 0 and another container has not ended at all."""
+    return pod.trainer.state == "ended" and pod.trainer.exit_code == 0 and pod.sidecars_run
+
+
+def outlived_at(pod: Pod, spec: api.Spec) -> dt.datetime | None:
+    """When a sidecar that still runs shows that nobody ends the pod; None where none does.
+
+    Who evicts a pod, or shuts its node down, tells all its containers at once and gives each the pod's grace: a trainer
+    that saves and ends with 0 looks as if it had completed, for as long as its sidecar takes.
+    """
+    since = pod.done_since or pod.trainer.ended_at
+    if since is None or not is_done_beside_sidecars(pod):
+        return None
+    return since + dt.timedelta(seconds=podspec.grace_seconds(spec.template) + OUTLIVED_SECONDS)
+
+
 def next_loss(job: api.DDPJob, seen: Observed, settings: Settings, now: dt.datetime) -> dt.datetime | None:
-    """When the next node will be declared lost, if nothing changes."""
+    """When the next node will be declared lost, or a rank completed beside its sidecar, if nothing changes."""
     pods = (p for p in seen.pods if p.live and (is_own(p, job) or is_namesake(p, job)))
     times = (lost_at(p, seen.nodes, settings) for p in pods)
-    return earliest(*(t for t in times if t is not None and t > now))
+    done = (outlived_at(p, job.spec) for p in owned(job, seen))
+    return earliest(*(t for t in (*times, *done) if t is not None and t > now))
 
 
 def is_stale(job: api.DDPJob, seen: Observed) -> bool:

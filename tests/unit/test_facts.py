@@ -108,12 +108,12 @@ def test_a_failure_beside_the_trainer_does_not_undo_its_success() -> None:
     assert seen((RUNNING, {}), (exited(0, 12, phase="Failed"), {})).has_completed
 
 
-def test_a_trainer_that_completed_beside_its_sidecar_stays_so_when_the_pod_is_evicted_later() -> None:
+def test_a_trainer_that_is_recorded_as_completed_stays_so_when_its_pod_is_evicted_later() -> None:
     """Its rank would be trained again, by a group whose other ranks have completed."""
-    pod = Pod("digits-1-0", "u", "job", 1, 0, phase="Running", sidecars_run=True)
-    pod = facts.merge(None, facts.replace(pod, trainer=Container("ended", "Completed", exit_code=0)), 1)
-    evicted = facts.replace(pod, phase="Failed", reason="Evicted", sidecars_run=False, completed=False)
-    assert facts.merge(pod, evicted, 2).has_completed
+    world = digits().running().exits(0, phase="Running").after(60).settle()
+    assert world.status.completed_nodes == "0"
+    world.evicted(0, "Evicted").settle().exits(1).settle()
+    assert world.status.state == "Succeeded"
 
 
 def test_how_a_container_ended_is_not_replaced_by_a_word_that_it_cannot_be_found() -> None:

@@ -101,12 +101,28 @@ def test_a_trainer_that_ended_before_it_was_told_to_stop_has_completed() -> None
     assert world.status.state == "Running"
 
 
-def test_a_sidecar_neither_holds_the_job_open_nor_survives_it() -> None:
-    world = digits(nodes=1).running().exits(0, phase="Running")
-    todo = world.settle().plan()
+def test_a_sidecar_neither_holds_the_job_open_for_longer_than_its_grace_nor_survives_it() -> None:
+    world = digits(nodes=1).running().exits(0, phase="Running").settle()
+    assert world.plan().look_again_at == world.now + dt.timedelta(seconds=40)
+    todo = world.after(40).settle().plan()
     assert world.status.state == "Succeeded"
     assert world.pods["digits-1-0"].stop_asked_at is not None
     assert todo.actions == ()
+
+
+@pytest.mark.parametrize("ends", ["Evicted", "Terminated"])
+def test_a_trainer_that_saves_and_ends_with_0_when_its_pod_is_evicted_has_not_completed_beside_a_sidecar(
+    ends: str,
+) -> None:
+    """The kubelet tells all containers at once; the sidecar takes its grace, and why they ended is said only after
+    that. The job would be Succeeded in the middle of its training."""
+    world = digits(nodes=1).running().exits(0, phase="Running").settle().after(29).settle()
+    assert (world.status.state, world.status.completed_nodes) == ("Running", "")
+    world.evicted(0, ends).settle()
+    assert (world.status.attempt, world.status.last_failure and world.status.last_failure.charged_to) == (
+        2,
+        "infrastructure",
+    )
 
 
 # ---------------------------------------------------------------- suspend, resume, deletion
@@ -269,7 +285,16 @@ def test_the_active_deadline_also_ends_a_job_that_waits_for_its_next_start() -> 
 )
 def test_clean_pod_policy_says_which_pods_are_left_once_the_job_has_finished(policy: str, left: list[str]) -> None:
     """digits-1-0 has a sidecar that still runs."""
-    world = digits(cleanPodPolicy=policy).running().exits(0, phase="Running").exits(1).settle().stops_all().settle()
+    world = (
+        digits(cleanPodPolicy=policy)
+        .running()
+        .exits(0, phase="Running")
+        .exits(1)
+        .after(40)
+        .settle()
+        .stops_all()
+        .settle()
+    )
     assert world.status.state == "Succeeded"
     assert world.names() == left
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ddpjob_operator.observed import Foreign, Pod, Refusal, Report
+from ddpjob_operator.scene import is_done_beside_sidecars
 from ddpjob_operator.stall import Pace
 from ddpjob_operator.times import Clock
 
@@ -84,9 +85,10 @@ class Memory:
         self.paces.pop(rank, None)
 
     def by_own_clock(self, pods: Sequence[Pod], now: dt.datetime) -> list[Pod]:
-        """The pods with the times that decide whether their node is lost as we saw them: the API server's clock may be
-        minutes off ours, and a healthy node would be given up at once."""
+        """The pods with the times that decide whether their node is lost, or nobody ends them, as we saw them: the API
+        server's clock may be minutes off ours, and a healthy node would be given up at once."""
         seen = {(p.uid, "silent") for p in pods if p.silent_since} | {(p.uid, "stopping") for p in pods if p.stop_by}
+        seen |= {(p.uid, "done") for p in pods if is_done_beside_sidecars(p)}
         self.first_seen = {key: self.first_seen.get(key, now) for key in seen}
         return [self._by_own_clock(p) for p in pods]
 
@@ -97,6 +99,7 @@ class Memory:
             pod,
             silent_since=self.first_seen.get((pod.uid, "silent")),
             stop_by=None if stopping is None else stopping + grace,
+            done_since=self.first_seen.get((pod.uid, "done")),
         )
 
     def refuse(self, name: str, message: str, now: dt.datetime) -> None:
