@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 
 from worlds import START
@@ -31,3 +32,11 @@ def test_a_pod_that_is_heard_again_starts_its_clock_anew() -> None:
     memory.by_own_clock([pod(silent_since=START)], START)
     assert memory.by_own_clock([pod()], later)[0].silent_since is None
     assert memory.by_own_clock([pod(silent_since=START)], later)[0].silent_since == later
+
+
+def test_how_long_a_sidecar_has_run_on_is_counted_from_when_we_saw_it_whatever_the_nodes_clock_says() -> None:
+    """With a node whose clock is ahead the job would wait, and with one that is behind an eviction be a success."""
+    memory, done = Memory("uid"), Container("ended", "Completed", exit_code=0, ended_at=START + AHEAD)
+    beside = dataclasses.replace(pod(), trainer=done, sidecars_run=True)
+    assert memory.by_own_clock([beside], START)[0].done_since == START
+    assert memory.by_own_clock([beside], START + dt.timedelta(seconds=20))[0].done_since == START
