@@ -379,7 +379,7 @@ def test_of_a_run_only_the_logs_stay(cli: Cli) -> None:
     body.write_text(yaml.safe_dump(document))
     assert cli.run("run", body).returncode == 0
     left = [p.name for p in (cli.folder / "state").rglob("*") if p.is_file()]
-    assert sorted(left) == ["job-1-0.log", "job-1-1.log"]
+    assert sorted(left) == [".ddpjob-run", "job-1-0.log", "job-1-1.log"], "the mark lets a later run remove them"
 
 
 def test_a_process_that_was_there_before_outlives_the_run(cli: Cli) -> None:
