@@ -713,7 +713,8 @@ def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_r
     kept = {step: rng_of(next(folder.glob(f"step-{step:012d}.*"))) for step in range(1, 13)}
     assert kept[1] == [0]
     assert all(kept[step] == [0, 1] for step in range(2, 13)), kept
-    assert counts[-1] <= counts[2], "the store grows with each save"
+    # Rank 1 may be a save ahead when rank 0 counts.
+    assert counts[-1] <= counts[2] + 2, "the store grows with each save"
 
 
 def test_ranks_that_save_what_rank_0_does_not_read_fill_no_store(run_ranks, tmp_path):
