@@ -250,7 +250,7 @@ def test_a_job_whose_pod_cannot_be_read_is_told_so_and_its_other_pods_are_left_a
     operator._reconciler._caches.pods = operator.caches.pods
     operator.caches.pods.put(raw)
     assert asyncio.run(operator._reconciler.look(("default", "digits"))) is None
-    (waiting,) = operator._events._waiting
+    ((waiting,),) = operator._events._waiting.values()
     assert (waiting.event.type, waiting.event.reason) == ("Warning", "Unreadable")
     assert "digits-1-0: the pod cannot be read" in waiting.event.message
 
