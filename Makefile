@@ -27,7 +27,7 @@ check: install ## Style, types, layers, and that generated files are what the co
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/ddpjob crd | diff -u $(CRD) - || (echo "the CRD differs from the types: make generate"; exit 1)
-	$(BIN)/python -m ddpjob_operator.reference | diff -u docs/reference.md - || (echo "make generate"; exit 1)
+	$(BIN)/python -m ddpjob_operator.job.reference | diff -u docs/reference.md - || (echo "make generate"; exit 1)
 	$(BIN)/python -m ddpjob_operator.check.document | diff -u docs/check.md - || (echo "make generate"; exit 1)
 
 test: check ## All tests; those that need a cluster run where KUBECONFIG names one, by themselves: they wait for it.
@@ -57,7 +57,7 @@ format: install ## Bring the code into shape.
 
 generate: install ## Write the CRD and the reference from the types.
 	$(BIN)/ddpjob crd > $(CRD)
-	$(BIN)/python -m ddpjob_operator.reference > docs/reference.md
+	$(BIN)/python -m ddpjob_operator.job.reference > docs/reference.md
 	$(BIN)/python -m ddpjob_operator.check.document > docs/check.md
 
 clean: ## Remove what was made here.

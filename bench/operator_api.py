@@ -29,10 +29,11 @@ sys.path.insert(0, str(ROOT / "tests/support"))
 from clusters import Namespace, Operator, installed_crd, until  # noqa: E402
 from faulty_api import OWN_TOKEN, FaultyApi  # noqa: E402
 
-from ddpjob_operator import build, validation  # noqa: E402
+from ddpjob_operator.job import validation  # noqa: E402
 from ddpjob_operator.kube.client import Client  # noqa: E402
-from ddpjob_operator.kube.execute import JOBS_PATH, STRICT  # noqa: E402
+from ddpjob_operator.kube.executor import JOBS_PATH, STRICT  # noqa: E402
 from ddpjob_operator.kube.shares import Bounds  # noqa: E402
+from ddpjob_operator.pods import build  # noqa: E402
 
 
 def job(name: str, namespace: str, nodes: int, run_for: str) -> dict[str, Any]:

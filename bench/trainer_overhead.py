@@ -61,15 +61,15 @@ def should_stop_calls(calls: int = 2_000) -> int:
 
 def looks(calls: int = 200) -> int:
     """The agent's look at eight ranks that get on."""
-    from ddpjob.agent import watch
-    from ddpjob.agent.beats import Beat
+    from ddpjob.agent.core import stall_monitor
+    from ddpjob.agent.heartbeats import Beat
 
-    paces: dict[int, watch.Pace] = {}
+    paces: dict[int, stall_monitor.Pace] = {}
     for now in range(calls):
         beats = {rank: Beat(1, "train", now, 0) for rank in range(8)}
-        folded = {rank: watch.fold(paces.get(rank), beat, float(now)) for rank, beat in beats.items()}
+        folded = {rank: stall_monitor.fold(paces.get(rank), beat, float(now)) for rank, beat in beats.items()}
         paces = {rank: pace for rank, pace in folded.items() if pace is not None}
-        watch.word(paces, None, float(now))
+        stall_monitor.word(paces, None, float(now))
     return calls
 
 
@@ -118,9 +118,9 @@ def check_replicas_seconds(world_size: int = 2, layers: int = 160, width: int = 
 
 def with_beats() -> float:
     """As in a rank of ddprun, with the thread of the watchdog."""
-    from ddpjob import watchdog
-    from ddpjob.agent.beats import Beats
-    from ddpjob.progress import flush
+    from ddpjob.agent.heartbeats import Beats
+    from ddpjob.reporting import watchdog
+    from ddpjob.reporting.progress import flush
 
     flush()
     beats = Beats(1)
@@ -139,7 +139,7 @@ def main() -> None:
     server = HTTPServer(("127.0.0.1", 0), Receiver)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     os.environ["DDPJOB_STATUS_URL"] = f"http://127.0.0.1:{server.server_port}/"
-    from ddpjob.progress import flush
+    from ddpjob.reporting.progress import flush
 
     flush()
     rows.append(("progress(), posting every 5 s", best_seconds(progress_calls)))

@@ -119,7 +119,7 @@ def test_a_rank_that_is_killed_leaves_a_message_although_it_could_say_nothing(la
 
 def test_what_the_library_says_of_the_failure_reaches_the_pods_message(launcher: Launcher) -> None:
     script = launcher.script(
-        "import ddpjob.termination; ddpjob.termination.install(); raise ValueError('no such shard: 7')"
+        "from ddpjob.reporting import termination; termination.install(); raise ValueError('no such shard: 7')"
     )
     done = launcher.done("--no-preload", "--max-restarts", 0, script)
     assert done.returncode == 1
@@ -131,8 +131,8 @@ def test_what_the_library_says_of_the_failure_reaches_the_pods_message(launcher:
 def test_a_failure_that_was_overcome_leaves_nothing_but_its_cost(launcher: Launcher) -> None:
     script = launcher.script(
         """
-        import os, ddpjob.termination
-        ddpjob.termination.install()
+        import os, ddpjob.reporting.termination
+        ddpjob.reporting.termination.install()
         assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
         """
     )

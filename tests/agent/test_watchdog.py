@@ -16,9 +16,9 @@ import pytest
 from agents import Launcher, finish, forget_torchs_own
 from shell import eventually
 
-from ddpjob.agent.beats import Beats
+from ddpjob.agent.heartbeats import Beats
 from ddpjob.agent.options import parse
-from ddpjob.agent.watching import ANSWER_SECONDS, Watching
+from ddpjob.agent.watch_ranks import ANSWER_SECONDS, Watching
 
 # Trains five steps; in its first life what is to go wrong goes wrong.
 TRAIN = """

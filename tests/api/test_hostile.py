@@ -24,9 +24,9 @@ import pytest
 from clusters import MERGE, Namespace, Operator, job, until
 from free_port import free_port
 
-from ddpjob_operator import contract
 from ddpjob_operator.kube.receive import PATH
-from ddpjob_operator.reporting_volume import AUDIENCE
+from ddpjob_operator.pods import naming
+from ddpjob_operator.pods.report_token import AUDIENCE
 
 pytestmark = [pytest.mark.xdist_group("operator"), pytest.mark.timeout(600)]
 
@@ -134,7 +134,7 @@ class Hostile:
 
     def pod(self, name: str, *, status: dict[str, Any] | None = None, **metadata: Any) -> None:
         """A pod that carries the label of an ordinary job, or says that it is one's."""
-        labels = {contract.LABEL_JOB: "victim", contract.LABEL_ATTEMPT: "1", contract.LABEL_RANK: "0"}
+        labels = {naming.LABEL_JOB: "victim", naming.LABEL_ATTEMPT: "1", naming.LABEL_RANK: "0"}
         body = {
             "metadata": {"name": name, "labels": labels} | metadata,
             "spec": {
@@ -201,10 +201,10 @@ def ended(**terminated: Any) -> dict[str, Any]:
 def odd_pods(hostile: Hostile, owner: dict[str, Any]) -> None:
     reference = {"apiVersion": "training.ddpjob.io/v1alpha1", "kind": "DDPJob", "controller": True}
     forged = [reference | {"name": "victim", "uid": owner["uid"]}]
-    digits = {contract.LABEL_JOB: "victim", contract.LABEL_ATTEMPT: "9" * 63, contract.LABEL_RANK: "9" * 63}
+    digits = {naming.LABEL_JOB: "victim", naming.LABEL_ATTEMPT: "9" * 63, naming.LABEL_RANK: "9" * 63}
     hostile.pod("label-numbers", labels=digits)
-    hostile.pod("label-arabic", labels=digits | {contract.LABEL_RANK: "x.y_z"})
-    hostile.pod("future", labels=digits | {contract.LABEL_ATTEMPT: "999999999", contract.LABEL_RANK: "0"})
+    hostile.pod("label-arabic", labels=digits | {naming.LABEL_RANK: "x.y_z"})
+    hostile.pod("future", labels=digits | {naming.LABEL_ATTEMPT: "999999999", naming.LABEL_RANK: "0"})
     hostile.pod("forged", ownerReferences=forged)
     for n in range(5):
         hostile.pod(f"huge-{n}", annotations={f"x{i}": "y" * 60_000 for i in range(4)})

@@ -15,7 +15,7 @@ from faulty_api import FaultyApi
 from model_api import ModelApi
 from virtual_time import START, VirtualLoop
 
-from ddpjob_operator import api as types
+from ddpjob_operator.job import api as types
 
 Answer = tuple[int, dict[str, Any]]
 Ask = Callable[..., Answer]

@@ -13,7 +13,7 @@ import pytest
 from clusters import Namespace, Operator, job, until
 from faulty_api import FaultyApi
 
-from ddpjob_operator import api as types
+from ddpjob_operator.job import api as types
 
 pytestmark = [pytest.mark.xdist_group("operator"), pytest.mark.timeout(240)]
 

@@ -22,7 +22,7 @@ from faulty_api import FaultyApi, Seen
 from free_port import free_port
 
 from ddpjob_operator.kube.receive import PATH
-from ddpjob_operator.reporting_volume import AUDIENCE
+from ddpjob_operator.pods.report_token import AUDIENCE
 
 pytestmark = [pytest.mark.xdist_group("operator"), pytest.mark.timeout(240)]
 

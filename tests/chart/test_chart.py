@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
-from ddpjob_operator import api, contract
+from ddpjob_operator.job import api
 from ddpjob_operator.kube.access import CLAIM_RIGHT, LEASE_RIGHT, RIGHTS
 from ddpjob_operator.kube.app import Settings
 from ddpjob_operator.kube.claims import ALL_CLAIM, NAMESPACE_CLAIM
 from ddpjob_operator.kube.receive import PATH
+from ddpjob_operator.pods import naming
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "ddpjob-operator"
@@ -317,7 +318,7 @@ def test_a_network_policy_lets_only_trainers_of_the_watched_namespaces_report() 
     peer, standby = rule["from"]
     assert standby["podSelector"]["matchLabels"].items() <= pod(NAMESPACED)["metadata"]["labels"].items()
     assert standby.keys() == {"podSelector"}, "in the operator's own namespace"
-    assert peer["podSelector"]["matchExpressions"] == [{"key": contract.LABEL_JOB, "operator": "Exists"}]
+    assert peer["podSelector"]["matchExpressions"] == [{"key": naming.LABEL_JOB, "operator": "Exists"}]
     assert peer["namespaceSelector"]["matchExpressions"][0]["values"] == ["team-a", "team-b"]
     (everywhere,) = of_kind("NetworkPolicy", "networkPolicy.enabled=true")
     assert everywhere["spec"]["ingress"][0]["from"][0]["namespaceSelector"] == {}

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shell import Cli
 
-from ddpjob_operator.local.rundir import MARK, RUNS_KEPT, RunFolder
+from ddpjob_operator.local.run_folder import MARK, RUNS_KEPT, RunFolder
 
 RUNS = RUNS_KEPT + 5
 

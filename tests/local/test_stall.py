@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from worlds import START, job
 
-from ddpjob_operator import build
-from ddpjob_operator.local.world import World
-from ddpjob_operator.observed import Report
-from ddpjob_operator.plan import CreatePod
+from ddpjob_operator.local.cluster import World
+from ddpjob_operator.observed.reports import Report
+from ddpjob_operator.plan.plan import CreatePod
+from ddpjob_operator.pods import build
 
 
 @pytest.fixture

@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from worlds import START, job
 
-from ddpjob_operator import contract, facts
 from ddpjob_operator.kube import observe
 from ddpjob_operator.kube.store import Store
-from ddpjob_operator.observed import Container, Observed, Pod
-from ddpjob_operator.plan import CreatePod, DeletePod, plan
+from ddpjob_operator.observed import facts
+from ddpjob_operator.observed.cluster import Container, Observed, Pod
+from ddpjob_operator.plan.plan import CreatePod, DeletePod, plan
+from ddpjob_operator.pods import naming
 
 PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:4242"
 GRACE_SECONDS = 10
@@ -84,8 +85,8 @@ class Story:
     def create(self, action: CreatePod) -> None:
         if action.rank in self.pods:
             return  # AlreadyExists
-        name = contract.pod_name(self.job, action.attempt, action.rank)
-        labels = {contract.LABEL_JOB: "digits", contract.LABEL_ATTEMPT: "1", contract.LABEL_RANK: str(action.rank)}
+        name = naming.pod_name(self.job, action.attempt, action.rank)
+        labels = {naming.LABEL_JOB: "digits", naming.LABEL_ATTEMPT: "1", naming.LABEL_RANK: str(action.rank)}
         owner = {"kind": "DDPJob", "name": "digits", "uid": self.job.metadata.uid, "controller": True}
         metadata = {"name": name, "namespace": "team", "uid": f"uid-{name}", "labels": labels}
         self.version += 1

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from worlds import START, World, digits, job
 
-from ddpjob import rules
-from ddpjob_operator import api, bounds, endings
-from ddpjob_operator.observed import Agent, AgentCounts, AgentFailure, BadReportError, read_report
+from ddpjob.core import rules
+from ddpjob_operator.failures import termination_message
+from ddpjob_operator.job import api, bounds
+from ddpjob_operator.observed.reports import Agent, AgentCounts, AgentFailure, BadReportError, read_report
 
 COUNTS = st.integers(0, bounds.IN_PLACE_MAX)
 AGENTS = st.builds(
@@ -91,7 +92,7 @@ def test_a_rank_that_the_job_does_not_have_is_not_named_for_an_agents_failure() 
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=300) | st.text(max_size=300).map(str.encode))
 def test_any_termination_message_is_read(text: bytes) -> None:
-    said = endings.read(text.decode(errors="surrogateescape"))
+    said = termination_message.read(text.decode(errors="surrogateescape"))
     said.log.encode()
     world = digits().running().settle()
     world.exits(rank=0, code=1, message=text.decode(errors="replace"))

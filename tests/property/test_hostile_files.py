@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from worlds import START, manifest
 
 from ddpjob.agent.wire import Link, Refused
-from ddpjob_operator import api, kubeflow, validation
+from ddpjob_operator.job import api, validation
 from ddpjob_operator.kube import reading
-from ddpjob_operator.observed import BadReportError, Observed, read_report
-from ddpjob_operator.plan import plan
-from ddpjob_operator.yamlfile import InputError, read_job
+from ddpjob_operator.manifest.yamlfile import InputError, read_job
+from ddpjob_operator.observed import kubeflow
+from ddpjob_operator.observed.cluster import Observed
+from ddpjob_operator.observed.reports import BadReportError, read_report
+from ddpjob_operator.plan.plan import plan
 
 FAST = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12)

@@ -21,15 +21,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from worlds import START, UID, manifest
 
-from ddpjob_operator import api, bounds, contract, validation
+from ddpjob_operator.job import api, bounds, ranges, validation
 from ddpjob_operator.kube import observe, reading
 from ddpjob_operator.kube.app import Operator, Settings
 from ddpjob_operator.kube.client import Client, Page
 from ddpjob_operator.kube.listing import Careful
 from ddpjob_operator.kube.reflector import Reflector
 from ddpjob_operator.kube.store import Store
-from ddpjob_operator.observed import Pod
-from ddpjob_operator.plan import plan
+from ddpjob_operator.observed.cluster import Pod
+from ddpjob_operator.plan.plan import plan
+from ddpjob_operator.pods import naming
 
 FAST = settings(max_examples=100, deadline=None)
 NUMBERS = st.integers() | st.sampled_from([0, -1, 2**31, 2**53, 2**63 - 1, 10**11, 10**400])
@@ -72,7 +73,7 @@ def beyond(year: str, grace: int) -> dict[str, Any]:
 @example(beyond("9999", 2**63 - 1))
 @example(beyond("0001", 30))
 @example(beyond("123456789", -1))
-@example({"metadata": {"name": "p", "uid": "u", "labels": {contract.LABEL_ATTEMPT: "9" * 63}}})
+@example({"metadata": {"name": "p", "uid": "u", "labels": {naming.LABEL_ATTEMPT: "9" * 63}}})
 def test_any_json_is_a_pod_a_service_and_a_node_or_an_error_that_says_so(raw: Any) -> None:
     for read in (observe.service, observe.is_ready):
         with contextlib.suppress(bounds.UnreadableError):
@@ -90,8 +91,8 @@ def test_any_json_is_a_pod_a_service_and_a_node_or_an_error_that_says_so(raw: An
 @example({}, {"deletionTimestamp": "9999-12-31T23:59:59Z", "deletionGracePeriodSeconds": 30})
 def test_a_job_is_planned_whatever_its_pod_says(status: Any, metadata: Any) -> None:
     """The worst that a pod can do is to fail its own job."""
-    known = {"name": "digits-1-0", "namespace": "default", "uid": "u", "labels": {contract.LABEL_ATTEMPT: "1"}}
-    known["labels"] |= {contract.LABEL_RANK: "0", contract.LABEL_JOB: "digits"}
+    known = {"name": "digits-1-0", "namespace": "default", "uid": "u", "labels": {naming.LABEL_ATTEMPT: "1"}}
+    known["labels"] |= {naming.LABEL_RANK: "0", naming.LABEL_JOB: "digits"}
     known["ownerReferences"] = [{"uid": UID, "kind": "DDPJob", "controller": True}]
     given_metadata = metadata if isinstance(metadata, dict) else {}
     raw = {"metadata": given_metadata | known, "spec": {"containers": [{"name": "trainer"}]}, "status": status}
@@ -183,14 +184,14 @@ def test_a_status_that_is_too_large_is_not_taken_for_an_empty_one() -> None:
 
 def test_ranks_in_a_status_that_somebody_else_wrote_do_not_fill_the_memory() -> None:
     spans = ",".join(f"{n}00000-{n}99998" for n in range(1, 3000))
-    assert contract.numbers(f"{spans},0-3,7,{'9' * 5000},٣-٤") == {0, 1, 2, 3, 7}
+    assert ranges.parse(f"{spans},0-3,7,{'9' * 5000},٣-٤") == {0, 1, 2, 3, 7}
 
 
 # ------------------------------------------------------------------------------------------------ the tasks go on
 
 
 def pod(name: str, version: int, **metadata: Any) -> dict[str, Any]:
-    labels = {contract.LABEL_JOB: "digits", contract.LABEL_ATTEMPT: "1", contract.LABEL_RANK: "0"}
+    labels = {naming.LABEL_JOB: "digits", naming.LABEL_ATTEMPT: "1", naming.LABEL_RANK: "0"}
     known = {"namespace": "team", "name": name, "uid": f"uid-{name}", "resourceVersion": str(version), "labels": labels}
     return {"metadata": known | metadata}
 
@@ -306,7 +307,7 @@ def test_a_sink_with_a_mistake_of_ours_is_told_once_for_each_object(caplog: pyte
 
 
 def _nothing() -> Any:
-    from ddpjob_operator.observed import Observed
+    from ddpjob_operator.observed.cluster import Observed
 
     return Observed(service=True, nodes={})
 

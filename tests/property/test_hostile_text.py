@@ -17,11 +17,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from worlds import START, World, digits, job
 
-from ddpjob_operator import api, contract, endings
-from ddpjob_operator.local.show import PlainScreen, metric_parts
-from ddpjob_operator.masking import clean
-from ddpjob_operator.observed import Agent, AgentCounts, AgentFailure, Refusal, Report, read_report
-from ddpjob_operator.plan import Event
+from ddpjob_operator.failures import termination_message
+from ddpjob_operator.failures.redaction import clean
+from ddpjob_operator.job import api
+from ddpjob_operator.local.screen import PlainScreen, metric_parts
+from ddpjob_operator.observed.cluster import Refusal
+from ddpjob_operator.observed.reports import Agent, AgentCounts, AgentFailure, Report, read_report
+from ddpjob_operator.plan.plan import Event
+from ddpjob_operator.pods import naming
 
 EVIL = "\x1b[2J\x1b[1;1H\x1b]0;owned\x07 State: Succeeded\u202e\nState: Succeeded hf_abcdefghijklmnopqrstuvwxyz"
 PIECES = st.lists(
@@ -100,7 +103,7 @@ def test_the_ways_do_show_what_was_said() -> None:
 
 
 def test_an_escape_that_json_has_made_is_cleaned_after_it() -> None:
-    said = endings.read(json.dumps({"ddpjob": 1, "exitCode": 1, "exception": EVIL, "traceback": EVIL}))
+    said = termination_message.read(json.dumps({"ddpjob": 1, "exitCode": 1, "exception": EVIL, "traceback": EVIL}))
     assert "\x1b" not in said.exception + said.log
 
 
@@ -116,7 +119,7 @@ def test_names_that_machines_read_stay_as_they_are() -> None:
     world = World(job("sk-abcdefghijklmnopqrstuvwxyz")).running().exits(0, 1, message="x")
     world.settle()
     status = world.job.status
-    assert status.selector == contract.selector(world.job)
+    assert status.selector == naming.selector(world.job)
     assert status.last_failure is not None
     assert status.last_failure.pod == "sk-abcdefghijklmnopqrstuvwxyz-1-0"
 

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from worlds import START, UID, World, job
 
-from ddpjob_operator import api, contract, validation
-from ddpjob_operator.observed import Agent, AgentCounts, Container, Foreign, Node, Observed, Pod, Report
-from ddpjob_operator.plan import CreatePod, CreateService, DeleteJob, DeletePod, plan
-from ddpjob_operator.status import is_broken
-from ddpjob_operator.validation import Problem
+from ddpjob_operator.job import api, ranges, validation
+from ddpjob_operator.job.validation import Problem
+from ddpjob_operator.observed.cluster import Container, Foreign, Node, Observed, Pod
+from ddpjob_operator.observed.reports import Agent, AgentCounts, Report
+from ddpjob_operator.plan.plan import CreatePod, CreateService, DeleteJob, DeletePod, plan
+from ddpjob_operator.plan.status import is_broken
+from ddpjob_operator.pods import naming
 
 NODES_MAX = 3
 times = st.integers(-100, 4000).map(lambda s: START + dt.timedelta(seconds=s))
@@ -89,7 +91,7 @@ failures = st.builds(
 states = st.sampled_from(
     [None, "Pending", "Starting", "Running", "Restarting", "Failing", "Suspended", "Succeeded", "Failed"]
 )
-ranges = st.sets(st.integers(0, NODES_MAX)).map(contract.ranges) | st.sampled_from(["", "x", "3-", "9-1", ",,"])
+ranges = st.sets(st.integers(0, NODES_MAX)).map(ranges.text) | st.sampled_from(["", "x", "3-", "9-1", ",,"])
 
 
 @st.composite
@@ -169,7 +171,7 @@ def test_a_pod_is_deleted_only_for_what_the_status_already_records(
             if pod.owner_uid != UID:
                 continue
             stopping = recorded.state in ("Failing", "Suspended", "Succeeded", "Failed") or is_broken(recorded)
-            newest = (recorded.attempt, contract.replacement(recorded, pod.rank))
+            newest = (recorded.attempt, naming.replacement(recorded, pod.rank))
             assert stopping or (pod.attempt, pod.replacement) < newest
 
 
@@ -217,7 +219,7 @@ def test_when_a_plan_is_carried_out_and_nothing_else_happens_there_is_soon_nothi
     world = World(what)
     world.now, world.service, world.foreign = now, seen.service, list(seen.foreign)
     # The API server holds one pod by a name, and a pod of ours carries the name that its identity gives it.
-    own = {contract.pod_name(what, p.attempt, p.rank, p.replacement): p for p in seen.pods if p.owner_uid == UID}
+    own = {naming.pod_name(what, p.attempt, p.rank, p.replacement): p for p in seen.pods if p.owner_uid == UID}
     world.pods = {name: replaced(p, name=name) for name, p in own.items()}
     world.strangers = [p for p in seen.pods if p.owner_uid != UID and p.name not in own]
     world.reports, world.agent = dict(seen.reports), seen.agent
@@ -243,7 +245,7 @@ def test_an_invalid_spec_creates_nothing(seen: Observed, now: dt.datetime, why: 
 
 @given(st.sets(st.integers(0, 300)))
 def test_ranges_say_exactly_what_went_in(ranks: set[int]) -> None:
-    assert contract.numbers(contract.ranges(ranks)) == ranks
+    assert ranges.parse(ranges.text(ranks)) == ranks
 
 
 json_values: Any = st.recursive(

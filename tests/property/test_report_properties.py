@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from worlds import START
 
-from ddpjob_operator import kubeflow
-from ddpjob_operator.observed import BadReportError, Report, read_report
+from ddpjob_operator.observed import kubeflow
+from ddpjob_operator.observed.reports import BadReportError, Report, read_report
 
 values: Any = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=80)
 fields = st.dictionaries(

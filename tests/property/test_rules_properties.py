@@ -8,7 +8,7 @@ from typing import get_args
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpjob import rules
+from ddpjob.core import rules
 
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 classes = st.sampled_from(get_args(rules.Class))

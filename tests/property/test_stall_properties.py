@@ -9,9 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from worlds import START
 
-from ddpjob import patience
-from ddpjob_operator import api, stall
-from ddpjob_operator.observed import Phase, Report
+from ddpjob.core import stall_limits
+from ddpjob_operator.job import api
+from ddpjob_operator.observed import stall
+from ddpjob_operator.observed.reports import Phase, Report
 
 RANKS = 4
 phases: st.SearchStrategy[Phase | None] = st.sampled_from(["start", "train", "save", "evaluate", None])
@@ -114,7 +115,7 @@ def test_a_job_that_keeps_stepping_with_gaps_below_its_limit_is_never_found(
             assert stall.find(paces, spec(timeout), at(now)) is None
 
 
-@given(st.lists(st.floats(0, patience.TRAIN_SECONDS - 0.001), max_size=20))
+@given(st.lists(st.floats(0, stall_limits.TRAIN_SECONDS - 0.001), max_size=20))
 def test_a_job_whose_gaps_are_shorter_than_five_minutes_is_not_even_warned(gaps: list[float]) -> None:
     paces: dict[int, stall.Pace] = {}
     now = 0.0

@@ -11,7 +11,8 @@ from model_api import Change, Kind, Raw, owner_uid
 from model_kubelet import Cluster
 from model_training import Process, Training
 
-from ddpjob_operator import api, contract
+from ddpjob_operator.job import api, ranges
+from ddpjob_operator.pods import naming
 
 BACKOFF_LIMIT = api.Spec().backoff_limit
 TERMINAL = ("Succeeded", "Failed")
@@ -141,10 +142,10 @@ class Judge:
 
     def _check_ranks(self, uid: str, old: Raw, new: Raw) -> None:
         attempt = new.get("attempt", 0)
-        completed = contract.numbers(new.get("completedNodes", ""))
+        completed = ranges.parse(new.get("completedNodes", ""))
         if attempt == old.get("attempt", 0):
             for name in ("completedNodes", "startedNodes"):
-                lost = contract.numbers(old.get(name, "")) - contract.numbers(new.get(name, ""))
+                lost = ranges.parse(old.get(name, "")) - ranges.parse(new.get(name, ""))
                 lost -= {rank for rank in lost if _replacement_of(new, rank) > _replacement_of(old, rank)}
                 if lost:
                     self.wrong.append(f"status.{name} has lost rank {sorted(lost)} in attempt {attempt}")
@@ -182,7 +183,7 @@ class Judge:
         settled = failure.get("class") and failure != old.get("lastFailure")
         if not settled or culprit is None or place in self.disturbed or place in self._training.hung:
             return
-        if place in self._training.early and culprit not in contract.numbers(old.get("completedNodes", "")):
+        if place in self._training.early and culprit not in ranges.parse(old.get("completedNodes", "")):
             return  # it was told to stop before it was known that it had ended: exit 0 proves nothing then
         if failure["nodeRank"] != culprit or failure["class"] not in ("application", "outOfMemory"):
             self.wrong.append(
@@ -267,15 +268,15 @@ def _replacement_of(status: Raw, rank: int) -> int:
 
 
 def _replacement(raw: Raw) -> int:
-    return int((raw["metadata"].get("labels") or {}).get(contract.LABEL_REPLACEMENT, 0))
+    return int((raw["metadata"].get("labels") or {}).get(naming.LABEL_REPLACEMENT, 0))
 
 
 def _rank(raw: Raw) -> int:
-    return int((raw["metadata"].get("labels") or {}).get(contract.LABEL_RANK, -1))
+    return int((raw["metadata"].get("labels") or {}).get(naming.LABEL_RANK, -1))
 
 
 def _attempt(raw: Raw) -> int:
-    return int((raw["metadata"].get("labels") or {}).get(contract.LABEL_ATTEMPT, -1))
+    return int((raw["metadata"].get("labels") or {}).get(naming.LABEL_ATTEMPT, -1))
 
 
 def said(status: Raw) -> str:

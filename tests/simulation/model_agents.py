@@ -1,6 +1,6 @@
 """A model of `ddprun` in the pods: an agent over the rank of each node, that leads the others on node 0.
 
-What node 0's agent decides is the real `ddpjob.agent.lead.Lead`, with the budgets of its pod's environment, and what it
+What node 0's agent decides is the real `leader_state.Lead`, with the budgets of its pod's environment, and what it
 says are the real words: its posts and its termination message. Modelled is what surrounds it: ranks, connections, time.
 """
 
@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from model_training import HANGS, REPORT_SECONDS, SAVE_SECONDS, SYMPTOM, Failure, Process
 
-from ddpjob.agent import leading, options, posting
-from ddpjob.agent.lead import RESUMABLE, End, Lead, Leave, Over, Start, Stop
-from ddpjob.agent.lead import Failure as Said
-from ddpjob.agent.options import Budget, PolicyRule
-from ddpjob.termination import encode
+from ddpjob.agent import leader as leading
+from ddpjob.agent import options, posting
+from ddpjob.agent.core.budget import Budget, PolicyRule
+from ddpjob.agent.core.leader_state import RESUMABLE, End, Lead, Leave, Over, Start, Stop
+from ddpjob.agent.core.leader_state import Failure as Said
+from ddpjob.reporting.termination import encode
 
 if TYPE_CHECKING:
     from model_training import Training

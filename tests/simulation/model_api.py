@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddpjob_operator import api
+from ddpjob_operator.job import api
 
 Raw = dict[str, Any]
 Answer = tuple[int, Raw]

@@ -11,7 +11,7 @@ from faults import Faults
 from model_api import ModelApi, Raw, event_of, matching, parse
 from virtual_time import VirtualLoop
 
-from ddpjob_operator import api as types
+from ddpjob_operator.job import api as types
 from ddpjob_operator.kube.client import NO_ANSWER, ApiError, Limits, Page, _error_of
 
 LATENCY_SECONDS = (0.002, 0.03)

@@ -15,7 +15,7 @@ from model_api import Change, Kind, ModelApi, Raw, owner_uid, stamp
 from model_training import FORCED, LATE, RESUMABLE, Process, Training, terminated
 from virtual_time import VirtualLoop
 
-from ddpjob_operator import api as types
+from ddpjob_operator.job import api as types
 
 NOT_READY_SECONDS = 40.0
 EVICTION_SECONDS = 300.0

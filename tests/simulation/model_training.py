@@ -11,7 +11,7 @@ from faults import Faults
 from model_api import Raw, owner_uid
 from virtual_time import VirtualLoop
 
-from ddpjob_operator import contract
+from ddpjob_operator.pods import naming
 
 if TYPE_CHECKING:
     from model_agents import Agents
@@ -74,7 +74,7 @@ class Process:
             pod=pod,
             name=metadata["name"],
             uid=metadata["uid"],
-            job=metadata["labels"][contract.LABEL_JOB],
+            job=metadata["labels"][naming.LABEL_JOB],
             job_uid=owner_uid(pod),
             attempt=int(env["DDPJOB_ATTEMPT"]),
             rank=int(env["NODE_RANK"]),

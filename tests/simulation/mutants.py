@@ -13,12 +13,17 @@ from unittest import mock
 from model_client import ModelClient
 from msgspec.structs import replace
 
-from ddpjob import rules
-from ddpjob_operator import api, contract, facts, in_place, observed, plan, replacing, restart, validation
-from ddpjob_operator import status as statuses
-from ddpjob_operator.kube import app, execute, listing, observe
-from ddpjob_operator.plan import CreatePod, CreateService, DeletePod
-from ddpjob_operator.scene import Scene, Verdict
+from ddpjob.core import rules
+from ddpjob_operator.job import api, validation
+from ddpjob_operator.kube import app, listing, observe
+from ddpjob_operator.kube import executor as execute
+from ddpjob_operator.observed import cluster, facts
+from ddpjob_operator.plan import agent_restarts, group_restart, plan, pod_replacement
+from ddpjob_operator.plan import status as statuses
+from ddpjob_operator.plan.plan import CreatePod, CreateService, DeletePod
+from ddpjob_operator.plan.view import Scene, Verdict
+from ddpjob_operator.pods import environment as contract
+from ddpjob_operator.pods import naming
 
 Mutant = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -31,7 +36,7 @@ def no_fence() -> contextlib.AbstractContextManager[Any]:
 
 def random_names() -> contextlib.AbstractContextManager[Any]:
     """Each pod gets a name of its own, as generateName gives it."""
-    number, name = itertools.count(), contract.pod_name
+    number, name = itertools.count(), naming.pod_name
     return mock.patch.object(contract, "pod_name", lambda *which: f"{name(*which)}-{next(number)}")
 
 
@@ -93,20 +98,20 @@ def act_before_record() -> contextlib.AbstractContextManager[Any]:
 
 def exit_zero_is_success() -> contextlib.AbstractContextManager[Any]:
     """A rank that was told to stop and ended with 0 counts as completed."""
-    return mock.patch.object(observed.Pod, "told_to_stop", False)
+    return mock.patch.object(cluster.Pod, "told_to_stop", False)
 
 
 @contextlib.contextmanager
 def last_word_believed() -> Iterator[None]:
     """What is seen last of a pod is all that is known of it, and clocks say who was told to stop before it ended."""
 
-    def told_to_stop(pod: observed.Pod) -> bool:
+    def told_to_stop(pod: cluster.Pod) -> bool:
         ended = pod.trainer.ended_at
         return pod.stop_asked_at is not None and (ended is None or ended >= pod.stop_asked_at)
 
     with (
         mock.patch.object(facts, "merge", lambda earlier, later, look: later),
-        mock.patch.object(observed.Pod, "told_to_stop", property(told_to_stop)),
+        mock.patch.object(cluster.Pod, "told_to_stop", property(told_to_stop)),
     ):
         yield
 
@@ -114,15 +119,15 @@ def last_word_believed() -> Iterator[None]:
 def kubelets_end_is_success() -> contextlib.AbstractContextManager[Any]:
     """A rank that its kubelet ended (an eviction, a node that shuts down) and that ends with 0 counts as completed."""
 
-    def has_completed(pod: observed.Pod) -> bool:
+    def has_completed(pod: cluster.Pod) -> bool:
         return pod.completed or (pod.trainer.state == "ended" and pod.trainer.exit_code == 0 and not pod.told_to_stop)
 
-    return mock.patch.object(observed.Pod, "has_completed", property(has_completed))
+    return mock.patch.object(cluster.Pod, "has_completed", property(has_completed))
 
 
 def early_end_unseen() -> contextlib.AbstractContextManager[Any]:
     """That a rank has ended with 0 while its peers wait for it is no evidence."""
-    return mock.patch.object(restart, "_completed", return_value=None)
+    return mock.patch.object(group_restart, "_completed", return_value=None)
 
 
 def complaints_free() -> contextlib.AbstractContextManager[Any]:
@@ -148,7 +153,7 @@ def old_run_id() -> contextlib.AbstractContextManager[Any]:
 
     def same(job: Any, attempt: int, rank: int, meet: Any) -> dict[str, str]:
         found = environment(job, attempt, rank, meet)
-        first = environment(job, 1, rank, contract.endpoint(job, 1))
+        first = environment(job, 1, rank, naming.endpoint(job, 1))
         return found | {name: first[name] for name in ("PET_RDZV_ID", "MASTER_PORT", "PET_MASTER_PORT")}
 
     return mock.patch.object(contract, "environment", same)
@@ -159,11 +164,11 @@ def replaced_at_once() -> contextlib.AbstractContextManager[Any]:
 
     def at_once(s: Scene) -> Verdict | None:
         first = s.recorded.last_failure
-        broken = replacing.broken_alone(s, first) if first is not None and statuses.is_broken(s.recorded) else []
-        settled = restart.settle(s, first) if broken and first is not None else None
+        broken = pod_replacement.broken_alone(s, first) if first is not None and statuses.is_broken(s.recorded) else []
+        settled = group_restart.settle(s, first) if broken and first is not None else None
         if settled is None or not settled.verdict.restart:
             return None
-        return Verdict(replacing._replaced(s, settled, broken))
+        return Verdict(pod_replacement._replaced(s, settled, broken))
 
     def of_older_attempts(s: Scene) -> Verdict | None:
         older = tuple(p for p in s.older if p.attempt < s.status.attempt)
@@ -175,18 +180,20 @@ def replaced_at_once() -> contextlib.AbstractContextManager[Any]:
 
 def all_replaced_in_turn() -> contextlib.AbstractContextManager[Any]:
     """A job whose nodes are lost one after the other keeps its attempt, until none of its first pods is left."""
-    return mock.patch.object(replacing, "_a_first_pod_waits", lambda _, waiting: bool(waiting))
+    return mock.patch.object(pod_replacement, "_a_first_pod_waits", lambda _, waiting: bool(waiting))
 
 
 def words_added_up() -> contextlib.AbstractContextManager[Any]:
     """What an agent has charged in its life is added each time it is said."""
-    with_agent = in_place.with_agent
-    return mock.patch.object(in_place, "with_agent", lambda s, *rest: with_agent(replace(s, in_place=None), *rest))
+    with_agent = agent_restarts.with_agent
+    return mock.patch.object(
+        agent_restarts, "with_agent", lambda s, *rest: with_agent(replace(s, in_place=None), *rest)
+    )
 
 
 def words_dropped() -> contextlib.AbstractContextManager[Any]:
     """What agents restart in place is not counted."""
-    return mock.patch.object(in_place, "with_agent", lambda status, *_: status)
+    return mock.patch.object(agent_restarts, "with_agent", lambda status, *_: status)
 
 
 def unreadable_is_empty() -> contextlib.AbstractContextManager[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from faults import Rates, swarm, swarm_of_agents
 from model_training import COMPLAINS, ENDS_EARLY, HANGS, Failure
 
-from ddpjob_operator import api, validation
+from ddpjob_operator.job import api, validation
 
 FAULTS_SECONDS = 400.0
 """After this time nothing goes wrong any more, and the job must come to its end."""

@@ -27,12 +27,13 @@ from msgspec.structs import replace
 from scenario import FAULTS_SECONDS, HOSTILE, NODES, ONE_BY_ONE, PODS, RESTARTS, Deed, Failure, Scenario
 from virtual_time import VirtualLoop
 
-from ddpjob_operator import api, contract
+from ddpjob_operator.job import api
 from ddpjob_operator.kube import access, app, lease, queue, reconcile, reflector
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.receive import Sender
 from ddpjob_operator.kube.tokens import BoundPod
-from ddpjob_operator.observed import Report, read_report
+from ddpjob_operator.observed.reports import Report, read_report
+from ddpjob_operator.pods import naming
 
 JOBS = f"/apis/{api.GROUP}/{api.VERSION}/namespaces/default/{api.PLURAL}"
 NAME = "digits"
@@ -575,7 +576,7 @@ class Simulation:
 
     def _hostile_pod(self, deed: Deed) -> None:
         """Deleted with a grace that ends after the last date there is; of a user who has found our label."""
-        labels = {contract.LABEL_JOB: NAME, contract.LABEL_ATTEMPT: "1", contract.LABEL_RANK: "9" * 30}
+        labels = {naming.LABEL_JOB: NAME, naming.LABEL_ATTEMPT: "1", naming.LABEL_RANK: "9" * 30}
         metadata = {"name": f"hostile-{deed.at:.0f}", "labels": labels, "annotations": {"stranger": "yes"}}
         body = {"metadata": metadata, "spec": {"containers": [{"name": "other"}], "nodeName": "elsewhere"}}
         code, answer = self.api.request("POST", "/api/v1/namespaces/default/pods", None, body, "user")

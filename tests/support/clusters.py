@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import pytest
 from faulty_api import OWN_TOKEN, FaultyApi
 
-from ddpjob_operator import api as types
+from ddpjob_operator.job import api as types
 
 CRD = Path(__file__).parents[2] / "charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml"
 JOBS = f"/apis/{types.GROUP}/{types.VERSION}/namespaces/{{}}/{types.PLURAL}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpjob.agent.lead import Lead, Over
+from ddpjob.agent.core.leader_state import Lead, Over
 
 
 def taken(found: Lead) -> list[Any]:

@@ -12,9 +12,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ddpjob_operator import api, facts, validation
-from ddpjob_operator.observed import Agent, Container, Foreign, Node, Observed, Pod, Refusal, Report
-from ddpjob_operator.plan import (
+from ddpjob_operator.job import api, validation
+from ddpjob_operator.observed import facts
+from ddpjob_operator.observed.cluster import Container, Foreign, Node, Observed, Pod, Refusal
+from ddpjob_operator.observed.reports import Agent, Report
+from ddpjob_operator.observed.stall import Pace, fold
+from ddpjob_operator.plan.plan import (
     Action,
     CreatePod,
     CreateService,
@@ -26,7 +29,6 @@ from ddpjob_operator.plan import (
     Settings,
     plan,
 )
-from ddpjob_operator.stall import Pace, fold
 
 START = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 UID = "7d0c6f1e-0000-4000-8000-000000000001"

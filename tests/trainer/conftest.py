@@ -23,7 +23,7 @@ from free_port import free_port
 
 import ddpjob
 
-progress_file = importlib.import_module("ddpjob.progress")
+progress_file = importlib.import_module("ddpjob.reporting.progress")
 LIMIT_SECONDS = 60.0
 LAUNCHER_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "NNODES", "NPROC_PER_NODE",

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 import ddpjob
-from ddpjob import patience
+from ddpjob.core import stall_limits
 
-init_file = importlib.import_module("ddpjob.init")
+init_file = importlib.import_module("ddpjob.group.join")
 TRAINER = str(Path(ddpjob.__file__).parents[1])
 
 
@@ -244,8 +244,8 @@ def test_after_the_first_step_a_collective_fails_sooner(end_ranks, meeting_file)
 def test_no_collective_ends_sooner_than_a_declared_pause_may_take(watched, stall):
     """Else half an hour of evaluation on rank 0 ends the ranks that wait for it, again at each restart."""
     allowed = init_file.default_timeout_seconds({**watched, "DDPJOB_STALL_TIMEOUT": stall})
-    learned = patience.Learned(step_seconds=(1.0,))
-    limit = patience.limit("evaluate", 41, learned, float(stall) if watched and stall else None)
+    learned = stall_limits.Learned(step_seconds=(1.0,))
+    limit = stall_limits.limit("evaluate", 41, learned, float(stall) if watched and stall else None)
     assert allowed >= (limit.allowed if watched else limit.expected)
     assert allowed > 1800
 
@@ -254,7 +254,7 @@ def test_an_evaluation_on_rank_0_alone_ends_nobody_before_the_first_step_or_afte
     run_ranks, meeting_file, monkeypatch
 ):
     """Seconds for quarters of an hour; it takes longer than the ranks had to meet."""
-    monkeypatch.setattr(patience, "PAUSE_SECONDS", 4.0)
+    monkeypatch.setattr(stall_limits, "PAUSE_SECONDS", 4.0)
 
     def body(rank: int) -> float:
         with ddpjob.init(init_method=meeting_file, rank=rank, world_size=2, timeout_start_seconds=3) as world:

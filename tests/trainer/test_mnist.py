@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 import yaml
 from sklearn.datasets import load_digits
 
-from ddpjob_operator import validation
+from ddpjob_operator.job import validation
 
 EXAMPLE = Path(__file__).parents[2] / "trainer/examples/mnist.py"
 spec = importlib.util.spec_from_file_location("mnist", EXAMPLE)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import ddpjob
-from ddpjob import fitness
-from ddpjob.fitness import Peer, Report, judge
+from ddpjob.preflight import judge as fitness
+from ddpjob.preflight.judge import Peer, Report, judge
 
-preflight = importlib.import_module("ddpjob.preflight")
+preflight = importlib.import_module("ddpjob.preflight.measure")
 
 GB_PER_SECOND, MS = 1e-9, 1e-3
 

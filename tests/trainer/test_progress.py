@@ -14,7 +14,7 @@ import torch
 
 import ddpjob
 
-progress_file = importlib.import_module("ddpjob.progress")
+progress_file = importlib.import_module("ddpjob.reporting.progress")
 
 
 def test_the_first_values_and_the_last_ones_always_arrive(receiver, monkeypatch):
@@ -219,9 +219,9 @@ def receiver_document(step: int) -> dict[str, Any]:
 
 def test_importing_the_library_and_reporting_need_no_torch(run_python):
     run_python(
-        "import sys, ddpjob, ddpjob.progress, ddpjob.errors\n"
+        "import sys, ddpjob, ddpjob.reporting.progress, ddpjob.errors\n"
         "ddpjob.progress(1, loss=0.5)\n"
-        "from ddpjob.progress import progress\n"
+        "from ddpjob.reporting.progress import progress\n"
         "assert ddpjob.progress is progress and callable(ddpjob.progress)\n"
         "assert 'torch' not in sys.modules and 'http.client' not in sys.modules\n"
         "assert set(dir(ddpjob)) >= set(ddpjob.__all__)\n"

@@ -20,10 +20,10 @@ import torch
 from free_port import free_port
 
 import ddpjob
-from ddpjob import presence
-from ddpjob.init import World
+from ddpjob.checkpoint import writers
+from ddpjob.group.join import World
 
-progress_file = importlib.import_module("ddpjob.progress")
+progress_file = importlib.import_module("ddpjob.reporting.progress")
 
 
 def names(folder: Path) -> list[str]:
@@ -487,7 +487,7 @@ def test_a_folder_of_an_older_version_which_knew_no_generations_is_read_and_writ
 
 
 def test_two_processes_cannot_take_the_same_number(tmp_path):
-    from ddpjob import snapshot as file
+    from ddpjob.checkpoint import snapshot as file
 
     assert file._create_exclusively(tmp_path, 1, "{}")
     assert not file._create_exclusively(tmp_path, 1, "{}")
@@ -508,7 +508,7 @@ def other_job(tmp_path: Path) -> Iterator[Callable[..., int]]:
         if pid == 0:
             try:
                 if elsewhere:
-                    presence._place = lambda: "another machine"
+                    writers._place = lambda: "another machine"
                 os.environ |= {"DDPJOB_UID": "uid-other", "DDPJOB_ATTEMPT": "1"}
                 snapshot = ddpjob.Snapshot(tmp_path / "s")
                 saved(snapshot, 5, weights=torch.full((3,), 5.0))
@@ -541,7 +541,7 @@ def test_a_folder_of_another_job_that_is_running_is_refused_and_that_job_goes_on
     other_job, attempt, tmp_path, monkeypatch, elsewhere
 ):
     """The second job would train on from the first one's weights, and then each ends the other."""
-    monkeypatch.setattr(presence, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(writers, "BEAT_SECONDS", 0.2)
     pid = other_job(elsewhere)
     with pytest.raises(
         ddpjob.SnapshotError, match=r"/s is in use by job uid-other, which is running\. Give each job a"
@@ -562,7 +562,7 @@ def test_a_folder_of_another_job_that_is_running_is_refused_and_that_job_goes_on
 def test_the_state_of_a_job_that_has_ended_is_gone_on_from_at_once_and_that_is_said(
     other_job, attempt, monkeypatch, receiver, capfd, elsewhere, how
 ):
-    monkeypatch.setattr(presence, "SILENT_SECONDS", 1000.0)
+    monkeypatch.setattr(writers, "SILENT_SECONDS", 1000.0)
     ended(other_job(elsewhere), how)
     assert attempt(1).load() == 5
     said = capfd.readouterr().err
@@ -575,16 +575,16 @@ def test_the_state_of_a_job_that_has_ended_is_gone_on_from_at_once_and_that_is_s
 def test_a_job_on_a_machine_that_is_silent_is_waited_for_and_then_its_folder_is_taken_over(
     other_job, attempt, monkeypatch, capfd, how
 ):
-    monkeypatch.setattr(presence, "BEAT_SECONDS", 0.2)
-    monkeypatch.setattr(presence, "SILENT_SECONDS", 2.0)
-    monkeypatch.setattr(presence, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(writers, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(writers, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(writers, "LOOK_SECONDS", 0.05)
     os.kill(other_job(elsewhere=True), how)
     assert attempt(1).load() == 5
     assert "was in use by job uid-other a moment ago: waiting up to " in capfd.readouterr().err
 
 
 def test_a_claim_that_was_made_a_moment_ago_and_has_no_beat_yet_is_waited_for(attempt, tmp_path, monkeypatch):
-    monkeypatch.setattr(presence, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(writers, "SILENT_SECONDS", 1.0)
     folder = tmp_path / "s"
     folder.mkdir()
     claim = folder / "writer-000001.json"
@@ -613,7 +613,7 @@ def test_a_process_that_survives_its_deleted_job_cannot_end_the_next_job(attempt
 
 
 def test_a_job_beats_as_long_as_it_holds_the_folder_and_no_longer(attempt, tmp_path, monkeypatch):
-    monkeypatch.setattr(presence, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(writers, "BEAT_SECONDS", 0.02)
     holder = attempt(1)
     beat = tmp_path / "s" / "writer-000001.alive"
     begin = beat.stat().st_mtime_ns
@@ -644,7 +644,7 @@ def world_of(rank: int, world_size: int, url: str) -> World:
 @pytest.fixture
 def patient(monkeypatch):
     """The writer waits for the random numbers of a rank that is late, longer than this machine is ever held up."""
-    monkeypatch.setattr(importlib.import_module("ddpjob.snapshot"), "RNG_WAIT_SECONDS", 30.0)
+    monkeypatch.setattr(importlib.import_module("ddpjob.checkpoint.snapshot"), "RNG_WAIT_SECONDS", 30.0)
 
 
 def test_every_rank_goes_on_with_its_own_random_numbers(run_ranks, tmp_path, patient):
@@ -690,7 +690,7 @@ def rng_of(path: Path) -> list[int]:
 
 def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_ranks, tmp_path, monkeypatch):
     """They were left out for good: a resume was silently another one, and what nobody read filled rank 0's store."""
-    snapshot_file = importlib.import_module("ddpjob.snapshot")
+    snapshot_file = importlib.import_module("ddpjob.checkpoint.snapshot")
     monkeypatch.setattr(snapshot_file, "RNG_WAIT_SECONDS", 0.2)
     folder = tmp_path / "s"
 
@@ -705,7 +705,7 @@ def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_r
                 snapshot.wait()
                 snapshot_file.RNG_WAIT_SECONDS = 30.0  # longer than this machine is ever held up
                 torch.distributed.barrier()
-                keys.append(importlib.import_module("ddpjob.init").store_of(world).num_keys())
+                keys.append(importlib.import_module("ddpjob.group.join").store_of(world).num_keys())
         return keys
 
     port = free_port()
@@ -727,7 +727,7 @@ def test_ranks_that_save_what_rank_0_does_not_read_fill_no_store(run_ranks, tmp_
             for step in range(1, 13):
                 if rank == 1:
                     snapshot.save(step)
-                keys.append(importlib.import_module("ddpjob.init").store_of(world).num_keys())
+                keys.append(importlib.import_module("ddpjob.group.join").store_of(world).num_keys())
         return keys
 
     port = free_port()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import ddpjob
 
-stop = importlib.import_module("ddpjob.stop")
+stop = importlib.import_module("ddpjob.group.stop")
 RESUMABLE = 75
 
 
@@ -147,8 +147,11 @@ def test_where_a_rank_has_finished_already_the_others_finish_too(end_ranks, step
                 wait_until(agreement._decided.is_set)
                 assert not ddpjob.should_stop(11)
             else:
-                wait = importlib.import_module("ddpjob.init")._wait_for_others
-                importlib.import_module("ddpjob.init")._wait_for_others = lambda *a: [steps.note("left-0"), wait(*a)]
+                wait = importlib.import_module("ddpjob.group.join")._wait_for_others
+                importlib.import_module("ddpjob.group.join")._wait_for_others = lambda *a: [
+                    steps.note("left-0"),
+                    wait(*a),
+                ]
                 world.close()
 
     assert [(outcome.exit_code, outcome.error) for outcome in end_ranks(body, 2)] == [(0, "")] * 2
@@ -172,7 +175,7 @@ def test_a_group_that_has_lost_a_rank_ends_on_sigterm_and_not_after_its_whole_gr
 
 
 def test_a_rank_that_waits_for_the_agreement_of_a_lost_one_gives_up_as_the_symptom_that_it_is(end_ranks, meeting_file):
-    from ddpjob import rules
+    from ddpjob.core import rules
 
     def body(rank: int) -> None:
         ddpjob.init(init_method=meeting_file, rank=rank, world_size=2, timeout_step_seconds=0.5)
@@ -190,7 +193,7 @@ def test_a_rank_that_waits_for_the_agreement_of_a_lost_one_gives_up_as_the_sympt
 
 def test_a_rank_that_has_stopped_stays_until_rank_0_has_written(end_ranks, steps, meeting_file, monkeypatch):
     """torchrun gives the other processes of a node 30 s from the first that ends: too little for a large state."""
-    init_file = importlib.import_module("ddpjob.init")
+    init_file = importlib.import_module("ddpjob.group.join")
     monkeypatch.setattr(init_file, "CLOSE_SECONDS", 0.0)
 
     def body(rank: int) -> None:

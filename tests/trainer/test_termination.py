@@ -16,7 +16,7 @@ import pytest
 import torch.multiprocessing
 
 import ddpjob
-from ddpjob import termination
+from ddpjob.reporting import termination
 
 PEER_IS_GONE = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:25853"
 

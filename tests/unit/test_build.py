@@ -10,7 +10,7 @@ import pytest
 import yaml
 from worlds import UID, job
 
-from ddpjob_operator import build
+from ddpjob_operator.pods import build
 
 
 def pod(what: Any = None, attempt: int = 1, rank: int = 0, avoid: tuple[str, ...] = ()) -> dict[str, Any]:

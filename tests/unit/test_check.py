@@ -15,10 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import manifest
 
-from ddpjob_operator import check, checking, cli, validation, yamlfile
+from ddpjob_operator import check
 from ddpjob_operator.check import Finding, Job, document
 from ddpjob_operator.check.command import read
 from ddpjob_operator.check.job import known
+from ddpjob_operator.cli import check_files, main
+from ddpjob_operator.job import validation
+from ddpjob_operator.manifest import yamlfile
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = Path(__file__).parent / "check/fixtures"
@@ -251,7 +254,7 @@ def test_our_own_examples_are_left_alone(path: Path) -> None:
 def test_our_own_jobs_have_no_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The notes show some old ways on purpose: those are warnings."""
     monkeypatch.chdir(ROOT)
-    report = checking.check_all([str(path)], {str(path): cli.load(str(path), None, None, (), ())})
+    report = check_files.check_all([str(path)], {str(path): main.load(str(path), None, None, (), ())})
     assert [str(f) for f in report.findings if f.severity == "error"] == []
 
 
@@ -360,7 +363,7 @@ def test_values_that_are_made_from_each_other_a_hundred_times_are_read_at_once()
 
 
 def ran(*words: object) -> Result:
-    return CliRunner().invoke(cli.cli, ["check", *map(str, words)], standalone_mode=False)
+    return CliRunner().invoke(main.cli, ["check", *map(str, words)], standalone_mode=False)
 
 
 @pytest.fixture

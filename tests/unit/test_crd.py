@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import yaml
 
-from ddpjob_operator import api, crd, podspec, validation
+from ddpjob_operator.job import api, crd, podspec, validation
 
 CHECKED_IN = Path(__file__).parents[2] / "charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml"
 VERSION = crd.crd()["spec"]["versions"][0]

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from worlds import World, digits, job
 
-from ddpjob_operator.culprit import GRACE_SECONDS_MAX, HEARD_SECONDS
 from ddpjob_operator.kube.client import ApiError
-from ddpjob_operator.kube.execute import Executor
-from ddpjob_operator.observed import Container
-from ddpjob_operator.plan import DeletePod, EndPod, Plan
+from ddpjob_operator.kube.executor import Executor
+from ddpjob_operator.observed.cluster import Container
+from ddpjob_operator.plan.culprit import GRACE_SECONDS_MAX, HEARD_SECONDS
+from ddpjob_operator.plan.plan import DeletePod, EndPod, Plan
 
 LOG = "step 60\nwaiting for shard-7 of the data set"
 

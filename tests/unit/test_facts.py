@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from worlds import START, World, digits
 
-from ddpjob_operator import facts
 from ddpjob_operator.kube import observe
 from ddpjob_operator.kube.store import Store
-from ddpjob_operator.observed import Container, Pod
+from ddpjob_operator.observed import facts
+from ddpjob_operator.observed.cluster import Container, Pod
 
 Raw = dict[str, Any]
 

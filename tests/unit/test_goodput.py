@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import World, digits
 
-from ddpjob_operator import api
-from ddpjob_operator.observed import Agent, AgentCounts, AgentFailure
+from ddpjob_operator.job import api
+from ddpjob_operator.observed.reports import Agent, AgentCounts, AgentFailure
 
 DDPRUN = {"command": ["ddprun", "train.py"]}
 

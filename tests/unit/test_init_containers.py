@@ -8,7 +8,7 @@ from typing import Any
 from worlds import World, digits
 
 from ddpjob_operator.kube import observe
-from ddpjob_operator.observed import Container
+from ddpjob_operator.observed.cluster import Container
 
 
 def init_fails(

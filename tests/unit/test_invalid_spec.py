@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 from worlds import World, digits, manifest
 
-from ddpjob_operator import api, validation
-from ddpjob_operator import status as statuses
-from ddpjob_operator.plan import CreatePod
+from ddpjob_operator.job import api, validation
+from ddpjob_operator.plan import status as statuses
+from ddpjob_operator.plan.plan import CreatePod
 
 MIN_NODES = {"minNodes": 1}
 SAID = "the spec is invalid (spec.minNodes: elastic jobs are not available yet. Remove it.); the job goes on as it was"

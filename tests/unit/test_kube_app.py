@@ -12,11 +12,11 @@ from worlds import START, UID, manifest
 
 from ddpjob_operator.kube.app import ErrorBackoffs, Operator, Settings
 from ddpjob_operator.kube.client import ApiError, Client
-from ddpjob_operator.kube.execute import is_absent, is_refusal
+from ddpjob_operator.kube.executor import is_absent, is_refusal
+from ddpjob_operator.kube.job_state import REFUSED_SECONDS, Memory
 from ddpjob_operator.kube.lease import Durations, Leader
-from ddpjob_operator.kube.memory import REFUSED_SECONDS, Memory
 from ddpjob_operator.kube.tokens import BoundPod
-from ddpjob_operator.observed import Report
+from ddpjob_operator.observed.reports import Report
 
 
 def test_namespaces_are_a_list_with_commas_and_none_means_all() -> None:

@@ -16,7 +16,7 @@ from ddpjob_operator.kube.progress_turns import ABSENT_SECONDS, ProgressTurns
 from ddpjob_operator.kube.receive import Sender
 from ddpjob_operator.kube.shares import Bounds, Shares
 from ddpjob_operator.kube.store import Key
-from ddpjob_operator.observed import Report
+from ddpjob_operator.observed.reports import Report
 
 # What one round trip takes; a small job needs four, one after the other.
 QUICK = 0.01

@@ -16,7 +16,7 @@ from ddpjob_operator.kube import forward
 from ddpjob_operator.kube.forward import Forwarder
 from ddpjob_operator.kube.receive import PATH, Receiver, Sender
 from ddpjob_operator.kube.tokens import BadTokenError, BoundPod
-from ddpjob_operator.observed import Report
+from ddpjob_operator.observed.reports import Report
 
 POD = BoundPod("default", "digits-1-0", "uid-0")
 TOKEN = "token-of-rank-0"

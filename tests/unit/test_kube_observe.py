@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator import api
+from ddpjob_operator.job import api
 from ddpjob_operator.kube import observe
-from ddpjob_operator.observed import Container
+from ddpjob_operator.observed.cluster import Container
 
 AT = "2031-03-05T07:11:13Z"
 TIME = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from ddpjob.progress import encode, send
+from ddpjob.reporting.progress import encode, send
 from ddpjob_operator.kube import receive
 from ddpjob_operator.kube.receive import PATH, Receiver, Sender
 from ddpjob_operator.kube.tokens import BadTokenError, BoundPod, NoKeysError
-from ddpjob_operator.observed import BadReportError, Report
+from ddpjob_operator.observed.reports import BadReportError, Report
 
 BOUND_SECONDS = 10.0
 POD = {rank: BoundPod("default", f"digits-3-{rank}", f"uid-{rank}") for rank in (0, 1)}

@@ -10,17 +10,18 @@ from typing import Any, cast
 import pytest
 from worlds import START, UID, digits, manifest
 
-from ddpjob_operator import api, stall, validation
+from ddpjob_operator.job import api, validation
 from ddpjob_operator.kube import observe
 from ddpjob_operator.kube.app import Operator, Settings
 from ddpjob_operator.kube.client import Client
-from ddpjob_operator.kube.execute import Caches, Executor
-from ddpjob_operator.kube.memory import Memory
+from ddpjob_operator.kube.executor import Caches, Executor
+from ddpjob_operator.kube.job_state import Memory
 from ddpjob_operator.kube.nodes import Nodes
 from ddpjob_operator.kube.receive import Sender
 from ddpjob_operator.kube.reconcile import FIRST_REPORT_SECONDS, Reconciler
 from ddpjob_operator.kube.store import Jobs, Key, Store
-from ddpjob_operator.observed import BadReportError, Phase, Report, read_report
+from ddpjob_operator.observed import stall
+from ddpjob_operator.observed.reports import BadReportError, Phase, Report, read_report
 
 FIVE_MINUTES = api.Stall(timeout_seconds=300)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator import kubeflow
-from ddpjob_operator.observed import BadReportError, Report
+from ddpjob_operator.observed import kubeflow
+from ddpjob_operator.observed.reports import BadReportError, Report
 
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from worlds import manifest
 
-from ddpjob_operator import validation
+from ddpjob_operator.job import validation
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/launching.md").read_text(encoding="utf-8")

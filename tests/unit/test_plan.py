@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from worlds import START, World, digits, job
 
-from ddpjob_operator import status as statuses
-from ddpjob_operator.observed import Foreign, Refusal
-from ddpjob_operator.plan import CreatePod, CreateService, DeleteJob, DeletePod, Plan, start_back_off_seconds
-from ddpjob_operator.validation import Problem
+from ddpjob_operator.job.validation import Problem
+from ddpjob_operator.observed.cluster import Foreign, Refusal
+from ddpjob_operator.plan import status as statuses
+from ddpjob_operator.plan.plan import CreatePod, CreateService, DeleteJob, DeletePod, Plan, start_back_off_seconds
 
 
 def deleted(plan: Plan) -> list[tuple[str, int | None]]:
@@ -342,7 +342,7 @@ def test_a_status_older_than_the_pods_is_not_acted_upon() -> None:
 
 def test_a_job_whose_status_was_lost_takes_a_new_attempt_and_never_an_old_one() -> None:
     world = digits().running()
-    from ddpjob_operator import api
+    from ddpjob_operator.job import api
 
     world.job = api.DDPJob(metadata=world.job.metadata, spec=world.job.spec)
     world.settle().stops_all().settle()

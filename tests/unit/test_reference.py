@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddpjob_operator import api, crd, reasons, reference
+from ddpjob_operator.job import api, crd, reasons, reference
 
 CHECKED_IN = Path(__file__).parents[2] / "docs/reference.md"
 
 
 def test_the_reference_that_is_checked_in_is_the_one_that_the_types_give() -> None:
     assert CHECKED_IN.read_text(encoding="utf-8") == reference.to_markdown(), (
-        "docs/reference.md differs from the types: run `python -m ddpjob_operator.reference > docs/reference.md`"
+        "docs/reference.md differs from the types: run `python -m ddpjob_operator.job.reference > docs/reference.md`"
     )
 
 

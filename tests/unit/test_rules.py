@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from ddpjob import rules
-from ddpjob.rules import Attempt, Evidence, History, Limits, PolicyRule
+from ddpjob.core import rules
+from ddpjob.core.rules import Attempt, Evidence, History, Limits, PolicyRule
 
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 NOTHING, ALLOWED = History(), Limits()

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from worlds import START
 
-from ddpjob import patience
-from ddpjob_operator import api, stall
-from ddpjob_operator.observed import Phase, Report
+from ddpjob.core import stall_limits
+from ddpjob_operator.job import api
+from ddpjob_operator.observed import stall
+from ddpjob_operator.observed.reports import Phase, Report
 
 MINUTE, HOUR = 60.0, 3600.0
 NEVER = api.Stall(timeout_seconds=0)
@@ -215,7 +216,7 @@ def test_steps_between_two_reports_share_the_time() -> None:
     job = Trainers().says(100).report()
     for step in range(200, 2000, 100):
         job.says(step).report()
-    assert job.paces[0].learned.step_seconds == (0.05,) * patience.STEPS_REMEMBERED
+    assert job.paces[0].learned.step_seconds == (0.05,) * stall_limits.STEPS_REMEMBERED
 
 
 @pytest.mark.parametrize("phase", ["start", "train"])
@@ -329,7 +330,7 @@ def test_a_process_that_starts_anew_in_its_pod_gets_on() -> None:
 def test_a_new_attempt_starts_anew_and_the_old_one_is_heard_no_more() -> None:
     job = Trainers(timeout_seconds=60).train(20).stay(65).says(20, attempt=2).report()
     assert job.found == ""
-    assert job.paces[0].learned == patience.Learned()
+    assert job.paces[0].learned == stall_limits.Learned()
     job.says(99, attempt=1).stay(10)
     assert job.paces[0].step == 20, "a process that survives on a lost node speaks for nobody"
 

@@ -10,11 +10,11 @@ from typing import Any, cast
 import pytest
 from worlds import START, digits, manifest
 
-from ddpjob_operator import validation
+from ddpjob_operator.job import validation
 from ddpjob_operator.kube import observe
 from ddpjob_operator.kube.client import ApiError, Client
 from ddpjob_operator.kube.events import Events
-from ddpjob_operator.kube.execute import Caches, Executor
+from ddpjob_operator.kube.executor import Caches, Executor
 from ddpjob_operator.kube.nodes import Nodes
 from ddpjob_operator.kube.reconcile import Reconciler
 from ddpjob_operator.kube.store import Jobs, Store

@@ -7,13 +7,13 @@ are equal. All names are loaded on first use:
 """
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .data import Batch, DataPartitioner, GlobalBatchSampler, Partition, accumulate
-    from .errors import (
+    from ddpjob.checkpoint.replicas import check_replicas
+    from ddpjob.checkpoint.snapshot import Snapshot
+    from ddpjob.data import Batch, DataPartitioner, GlobalBatchSampler, Partition, accumulate
+    from ddpjob.errors import (
         ConfigurationError,
         DDPJobError,
         RendezvousError,
@@ -23,11 +23,10 @@ if TYPE_CHECKING:
         Superseded,
         UnsupportedError,
     )
-    from .init import World, init
-    from .progress import pause, progress
-    from .replicas import check_replicas
-    from .snapshot import Snapshot
-    from .stop import Stopped, ignore_sigterm, should_stop
+    from ddpjob.group.stop import Stopped, ignore_sigterm, should_stop
+    from ddpjob.reporting.progress import pause, progress
+
+    from .group.join import World, init
 
 __all__ = [
     "Batch",
@@ -60,27 +59,16 @@ _HOME = {
     "GlobalBatchSampler": "data",
     "Partition": "data",
     "accumulate": "data",
-    "World": "init",
-    "init": "init",
-    "Snapshot": "snapshot",
-    "Stopped": "stop",
-    "pause": "progress",
-    "progress": "progress",
-    "check_replicas": "replicas",
-    "ignore_sigterm": "stop",
-    "should_stop": "stop",
+    "World": "group.join",
+    "init": "group.join",
+    "Snapshot": "checkpoint.snapshot",
+    "Stopped": "group.stop",
+    "pause": "reporting.progress",
+    "progress": "reporting.progress",
+    "check_replicas": "checkpoint.replicas",
+    "ignore_sigterm": "group.stop",
+    "should_stop": "group.stop",
 }
-_FUNCTIONS_NAMED_LIKE_THEIR_FILE = ("init", "progress")
-
-
-class _Package(ModuleType):
-    """Keeps `ddpjob.init` and `ddpjob.progress` functions, whoever imports the files of the same name, and when."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # The import system binds every submodule to its name in the package, also over an attribute that is there.
-        if name in _FUNCTIONS_NAMED_LIKE_THEIR_FILE and isinstance(value, ModuleType):
-            value = getattr(value, name)
-        super().__setattr__(name, value)
 
 
 def __getattr__(name: str) -> Any:
@@ -93,6 +81,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-sys.modules[__name__].__class__ = _Package

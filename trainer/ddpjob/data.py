@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from .errors import ConfigurationError, StateError
-from .init import active, step_made
+from ddpjob.errors import ConfigurationError, StateError
+from ddpjob.group.join import active, step_made
 
 
 class Batch(list[int]):

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ddpjob_operator import launcher
+from ddpjob_operator.job import launcher
 
 _LAUNCHER_FILE = re.compile(r"torch/distributed/(run|launch)\.py$")
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*$")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpjob_operator import api, contract, launcher
 from ddpjob_operator.check import command
 from ddpjob_operator.check.rule import Job
 from ddpjob_operator.check.starting import DEPRECATED
-from ddpjob_operator.podspec import gpus, trainer_container
+from ddpjob_operator.job import api, launcher, topology
+from ddpjob_operator.job.podspec import gpus, trainer_container
 
 FieldPath = tuple[str | int, ...]
 
@@ -24,9 +24,9 @@ def known(job: api.DDPJob) -> Job:
     found, started = launcher.find(words), command.read(words)
     return Job(
         nodes=job.spec.nodes,
-        nproc=contract.nproc_per_node(job.spec),
+        nproc=topology.nproc_per_node(job.spec),
         gpus=_gpus(template),
-        backend=contract.backend(job.spec),
+        backend=topology.backend(job.spec),
         launcher=found.name if found else started.launcher,
         launcher_options=dict(found.options) if found else {},
         words=started.words,

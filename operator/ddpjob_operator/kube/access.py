@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddpjob_operator import api
+from ddpjob_operator.job import api
 from ddpjob_operator.kube.client import ApiError, Client
 
 _LOGGER = logging.getLogger(__name__)

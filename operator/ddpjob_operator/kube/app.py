@@ -26,12 +26,13 @@ import kopf
 import uvloop
 from aiohttp import web
 
-from ddpjob_operator import api, build, contract, facts
+from ddpjob_operator.failures.redaction import clean, mask
+from ddpjob_operator.job import api
 from ddpjob_operator.kube import access, kopf_session, observe, reading
 from ddpjob_operator.kube.claims import Claims, namespace_of
 from ddpjob_operator.kube.client import ApiError, Client, Limits
 from ddpjob_operator.kube.events import Events
-from ddpjob_operator.kube.execute import Caches, Executor
+from ddpjob_operator.kube.executor import Caches, Executor
 from ddpjob_operator.kube.forward import Forwarder
 from ddpjob_operator.kube.lease import Durations, Leader
 from ddpjob_operator.kube.listing import Careful, take
@@ -43,9 +44,11 @@ from ddpjob_operator.kube.reconcile import LISTEN_SECONDS, Reconciler
 from ddpjob_operator.kube.reflector import Reflector
 from ddpjob_operator.kube.store import Jobs, Key, Store
 from ddpjob_operator.kube.tokens import BoundPod, Verifier
-from ddpjob_operator.masking import clean, mask
-from ddpjob_operator.observed import Pod, Report
-from ddpjob_operator.plan import Settings as PlanSettings
+from ddpjob_operator.observed import facts
+from ddpjob_operator.observed.cluster import Pod
+from ddpjob_operator.observed.reports import Report
+from ddpjob_operator.plan.plan import Settings as PlanSettings
+from ddpjob_operator.pods import build, naming
 
 _LOGGER = logging.getLogger("ddpjob_operator")
 # Pods of one job change in bursts. When the last of them runs or has ended the job is looked at soon; while only some
@@ -160,7 +163,7 @@ class Operator:
         self._careful = Careful("DDPJobs")
         self._make_parts_of_a_term()
         self._reflectors = [
-            Reflector(client, plural, namespace, contract.LABEL_JOB, sink)
+            Reflector(client, plural, namespace, naming.LABEL_JOB, sink)
             for namespace in settings.namespaces or ("",)
             for plural, sink in (("pods", self.caches.pods), ("services", self.caches.services))
         ]

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ddpjob_operator import api
+from ddpjob_operator.job import api
 from ddpjob_operator.kube import lease
 from ddpjob_operator.kube.client import ApiError, Client, Raw
 from ddpjob_operator.kube.lease import NEVER, Candidate, Durations

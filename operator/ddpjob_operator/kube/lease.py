@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddpjob_operator import api
+from ddpjob_operator.job import api
 from ddpjob_operator.kube.client import ApiError, Client, Raw
 from ddpjob_operator.kube.limit import at_most
 

@@ -9,11 +9,11 @@ import logging
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
-from ddpjob_operator import bounds
+from ddpjob_operator.job import bounds
+from ddpjob_operator.job.times import Clock
 from ddpjob_operator.kube import observe
 from ddpjob_operator.kube.store import Place
-from ddpjob_operator.observed import Node
-from ddpjob_operator.times import Clock
+from ddpjob_operator.observed.cluster import Node
 
 Raw = Mapping[str, Any]
 _LOGGER = logging.getLogger(__name__)

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from ddpjob import rules
-from ddpjob_operator import api, bounds, contract
-from ddpjob_operator.bounds import UnreadableError, seconds, text, time
-from ddpjob_operator.observed import Container, Foreign, Pod
-from ddpjob_operator.podspec import trainer_container
+from ddpjob.core import rules
+from ddpjob_operator.job import api, bounds
+from ddpjob_operator.job.bounds import UnreadableError, seconds, text, time
+from ddpjob_operator.job.podspec import trainer_container
+from ddpjob_operator.observed.cluster import Container, Foreign, Pod
+from ddpjob_operator.pods import naming
 
 Raw = Mapping[str, Any]
 T = TypeVar("T")
@@ -60,9 +61,9 @@ def pod(raw: Raw) -> Pod:
         name=_word(metadata, "name"),
         uid=_word(metadata, "uid"),
         owner_uid=text(owner.get("uid")),
-        attempt=bounds.number(labels.get(contract.LABEL_ATTEMPT), bounds.TURNS_MAX),
-        rank=bounds.number(labels.get(contract.LABEL_RANK), bounds.NODES_MAX),
-        replacement=max(0, bounds.number(labels.get(contract.LABEL_REPLACEMENT, "0"), bounds.TURNS_MAX)),
+        attempt=bounds.number(labels.get(naming.LABEL_ATTEMPT), bounds.TURNS_MAX),
+        rank=bounds.number(labels.get(naming.LABEL_RANK), bounds.NODES_MAX),
+        replacement=max(0, bounds.number(labels.get(naming.LABEL_REPLACEMENT, "0"), bounds.TURNS_MAX)),
         job=job_name(raw),
         node=text((raw.get("spec") or {}).get("nodeName")),
         phase=phase,
@@ -114,7 +115,7 @@ def controller(raw: Raw) -> Raw:
 
 def job_name(raw: Raw) -> str:
     """The job that an object belongs to by its label; empty: none."""
-    return text((raw["metadata"].get("labels") or {}).get(contract.LABEL_JOB))
+    return text((raw["metadata"].get("labels") or {}).get(naming.LABEL_JOB))
 
 
 def stop_asked_at(metadata: Raw) -> dt.datetime | None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from ddpjob_operator import bounds
+from ddpjob_operator.job import bounds
 
 Raw = dict[str, Any]
 # etcd takes 1.5 MB. Ours are of some kB; as Python objects it may be 20 times as much.

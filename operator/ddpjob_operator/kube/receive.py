@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, cast
 import msgspec
 from aiohttp import web
 
-from ddpjob_operator import kubeflow
 from ddpjob_operator.kube.forward import NoLeaderError
 from ddpjob_operator.kube.tokens import BadTokenError, BoundPod, NoKeysError
-from ddpjob_operator.observed import BadReportError, Report, read_report
+from ddpjob_operator.observed import kubeflow
+from ddpjob_operator.observed.reports import BadReportError, Report, read_report
 
 logger = logging.getLogger(__name__)
 

@@ -11,17 +11,21 @@ from typing import Any
 
 import msgspec
 
-from ddpjob_operator import api, contract, in_place, reasons, stall, unreadable, validation
-from ddpjob_operator import plan as plans
-from ddpjob_operator import status as statuses
+from ddpjob_operator.job import api, ranges, reasons, topology, validation
 from ddpjob_operator.kube.client import ApiError
-from ddpjob_operator.kube.execute import LOOK_SECONDS, Caches, ConflictError, Executor
-from ddpjob_operator.kube.memory import Memory
+from ddpjob_operator.kube.executor import LOOK_SECONDS, Caches, ConflictError, Executor
+from ddpjob_operator.kube.job_state import Memory
 from ddpjob_operator.kube.progress_turns import ProgressTurns
 from ddpjob_operator.kube.queue import RetryError
 from ddpjob_operator.kube.store import Key
-from ddpjob_operator.observed import BadReportError, Foreign, Observed, Pod, Report
-from ddpjob_operator.plan import CreatePod, CreateService, Plan, Settings, plan
+from ddpjob_operator.observed import stall
+from ddpjob_operator.observed.cluster import Foreign, Observed, Pod
+from ddpjob_operator.observed.reports import BadReportError, Report
+from ddpjob_operator.plan import agent_restarts, unreadable
+from ddpjob_operator.plan import plan as plans
+from ddpjob_operator.plan import status as statuses
+from ddpjob_operator.plan.plan import CreatePod, CreateService, Plan, Settings, plan
+from ddpjob_operator.pods import naming
 
 _LOGGER = logging.getLogger(__name__)
 # A plan needs two looks for most things (record, then act) and never more than a few.
@@ -118,12 +122,12 @@ class Reconciler:
             return None
         if report.agent is not None:
             return self._hear_agent(memory, report)
-        if why := contract.not_its_rank(spec, report.rank, report.node_rank):
+        if why := topology.not_its_rank(spec, report.rank, report.node_rank):
             raise BadReportError(why)
         if report.rank:
             # What is shown of the training is rank 0's; of the others only their pace counts.
             report = msgspec.structs.replace(report, metrics={})
-        memory.make_room(report, None if contract.ranks_follow_nodes(spec) else contract.nproc_per_node(spec))
+        memory.make_room(report, None if topology.ranks_follow_nodes(spec) else topology.nproc_per_node(spec))
         known = memory.reports.get(report.rank)
         if known is not None and report.attempt < known.attempt:
             return None
@@ -139,7 +143,7 @@ class Reconciler:
 
     def _hear_agent(self, memory: Memory, report: Report) -> float | None:
         """What node 0's agent has restarted in place; the seconds as of `report`."""
-        known, memory.agent = memory.agent, in_place.latest(memory.agent, report)
+        known, memory.agent = memory.agent, agent_restarts.latest(memory.agent, report)
         is_news = memory.agent is report and (known is None or known.agent != report.agent)
         return FIRST_REPORT_SECONDS if is_news else None
 
@@ -217,8 +221,8 @@ class Reconciler:
         status = job.status
         if job.metadata.deletion_timestamp is not None or status.state in ("Succeeded", "Failed", "Suspended"):
             return
-        ran = contract.numbers(status.started_nodes) - contract.numbers(status.completed_nodes)
-        names = {contract.present_pod_name(job, status, rank) for rank in ran}
+        ran = ranges.parse(status.started_nodes) - ranges.parse(status.completed_nodes)
+        names = {naming.present_pod_name(job, status, rank) for rank in ran}
         missing = names - {pod.name for pod in self._caches.pods.of(key)} - memory.confirmed_gone
         if missing:
             await self._executor.list_pods(key)

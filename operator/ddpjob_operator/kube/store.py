@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ddpjob_operator.bounds import UnreadableError
+from ddpjob_operator.job.bounds import UnreadableError
 
 T = TypeVar("T")
 Raw = Mapping[str, Any]

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import jwt
 
-from ddpjob_operator import reporting_volume
 from ddpjob_operator.kube.client import ApiError
+from ddpjob_operator.pods import report_token
 
 # What kube-apiserver signs with: RSA and ECDSA keys, also through an external signer. Never chosen by the token.
 ALGORITHMS = ("RS256", "ES256", "ES384", "ES512")
@@ -70,7 +70,7 @@ class Verifier:
         self,
         get: Get,
         on_hidden: Callable[[str], None],
-        audience: str = reporting_volume.AUDIENCE,
+        audience: str = report_token.AUDIENCE,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._get = get

@@ -12,8 +12,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddpjob_operator import api, contract
-from ddpjob_operator.yamlfile import InputError
+from ddpjob_operator.job import api, topology
+from ddpjob_operator.manifest.yamlfile import InputError
 
 _OPTION_CHARACTERS_MAX = 200
 VARIABLE = "DDPJOB_FAULTS"
@@ -71,7 +71,7 @@ def parse(text: str) -> Fault:
 
 def check(faults: Sequence[Fault], job: api.DDPJob) -> None:
     """Whether the job has those nodes and ranks. Raises InputError."""
-    ranks = contract.world_size(job.spec)
+    ranks = topology.world_size(job.spec)
     for fault in faults:
         if isinstance(fault, NodeFault) and fault.node >= job.spec.nodes:
             raise InputError(f"{fault.option}: the job's nodes are 0 to {job.spec.nodes - 1}")

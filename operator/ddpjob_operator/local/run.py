@@ -21,16 +21,19 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ddpjob_operator import api, build, causes, contract, kubeflow, podspec
-from ddpjob_operator import status as statuses
-from ddpjob_operator.local import faults, gpus, honour, receive, rundir, show
+from ddpjob_operator.failures import root_cause
+from ddpjob_operator.failures.redaction import mask
+from ddpjob_operator.job import api, podspec, topology, wording
+from ddpjob_operator.job.validation import dotted
+from ddpjob_operator.local import faults, gpus, pod_process, receive, run_folder, screen
+from ddpjob_operator.local.cluster import LocalPod, World
 from ddpjob_operator.local.node import become_subreaper
-from ddpjob_operator.local.world import LocalPod, World
-from ddpjob_operator.masking import mask
-from ddpjob_operator.observed import BadReportError, Report, read_report
-from ddpjob_operator.plan import Settings, plan
-from ddpjob_operator.validation import dotted
-from ddpjob_operator.yamlfile import Document, InputError
+from ddpjob_operator.manifest.yamlfile import Document, InputError
+from ddpjob_operator.observed import kubeflow
+from ddpjob_operator.observed.reports import BadReportError, Report, read_report
+from ddpjob_operator.plan import status as statuses
+from ddpjob_operator.plan.plan import Settings, plan
+from ddpjob_operator.pods import build
 
 SUCCEEDED, FAILED, INTERRUPTED = 0, 1, 130
 WAIT_SECONDS_MAX = 3600.0  # the kernel's own limit is 24.8 days, which a deadline of a month is beyond
@@ -78,13 +81,13 @@ def run(document: Document, job: api.DDPJob, options: Options) -> int:
 
 def place_nodes(
     document: Document, job: api.DDPJob, options: Options
-) -> tuple[api.DDPJob, list[honour.Place], list[str]]:
+) -> tuple[api.DDPJob, list[pod_process.Place], list[str]]:
     """A place for each node with its share of the GPUs, and what is to be said about it."""
     notes = []
     asked = podspec.gpus(job.spec.template)
     if options.cpu and asked:
         notes.append(
-            f"--cpu: {asked} GPUs on each node are left out; {contract.world_size(job.spec)} ranks train with gloo"
+            f"--cpu: {asked} GPUs on each node are left out; {topology.world_size(job.spec)} ranks train with gloo"
         )
     if options.cpu:
         job = on_cpu(job)
@@ -99,13 +102,13 @@ def place_nodes(
     elif here:
         # In a cluster a pod that asks for no GPU sees none.
         shares = [()] * job.spec.nodes
-    if contract.backend(job.spec) == "nccl" and not here:
+    if topology.backend(job.spec) == "nccl" and not here:
         text = 'spec.backend: "nccl" needs a GPU, and this machine has none. Run with --cpu.'
         raise InputError(f"{document.place(('spec', 'backend'))}: {text}")
     cwd, environment = Path.cwd(), dict(os.environ)
     # Where the volumes will lie is known once the run has its folder; until then any place stands for it.
     volumes = Path(tempfile.gettempdir()) / "volumes"
-    return job, [honour.Place(cwd, volumes, environment, share) for share in shares], notes
+    return job, [pod_process.Place(cwd, volumes, environment, share) for share in shares], notes
 
 
 def trainer_path(job: api.DDPJob) -> tuple[str | int, ...]:
@@ -123,25 +126,25 @@ def on_cpu(job: api.DDPJob) -> api.DDPJob:
         resources = trainer.get("resources") or {}
         if isinstance(resources.get(kind), dict):
             resources[kind] = {k: v for k, v in resources[kind].items() if not podspec.is_gpu(k)}
-    nproc = contract.nproc_per_node(job.spec)
+    nproc = topology.nproc_per_node(job.spec)
     return replace(job, spec=replace(job.spec, template=template, nproc_per_node=nproc, backend="gloo"))
 
 
-def check(document: Document, job: api.DDPJob, places: Sequence[honour.Place], options: Options) -> list[str]:
+def check(document: Document, job: api.DDPJob, places: Sequence[pod_process.Place], options: Options) -> list[str]:
     """Refuse what cannot be honoured here before anything starts; returns what is to be said. Raises InputError."""
     pods = [build.pod(job, 1, rank) for rank in range(job.spec.nodes)]
     # The template as the user wrote it: what the builder adds is nobody's mistake.
     template = {**pods[0], "spec": job.spec.template["spec"]}
-    refused = list(honour.problems(template))
+    refused = list(pod_process.problems(template))
     notes = []
     if refused and not options.allow_unsupported:
         raise document.error(refused)
     if refused:
         notes = [f"not honoured: {dotted(problem.path)}: {problem.message.partition('. ')[0]}" for problem in refused]
-    cannot_start = list(honour.start_problems(pods[0], places[0]))
+    cannot_start = list(pod_process.start_problems(pods[0], places[0]))
     if cannot_start:
         raise document.error(cannot_start)
-    ignored = [name for name in honour.ignored(template) if name not in ("image", "resources")]
+    ignored = [name for name in pod_process.ignored(template) if name not in ("image", "resources")]
     if ignored:
         notes.append(f"without meaning for local processes: {', '.join(ignored)}")
     return notes
@@ -150,11 +153,13 @@ def check(document: Document, job: api.DDPJob, places: Sequence[honour.Place], o
 class Runner:
     """One run of one job."""
 
-    def __init__(self, job: api.DDPJob, places: list[honour.Place], folder: rundir.RunFolder, options: Options) -> None:
+    def __init__(
+        self, job: api.DDPJob, places: list[pod_process.Place], folder: run_folder.RunFolder, options: Options
+    ) -> None:
         self.job = replace(job, metadata=replace(job.metadata, uid=folder.uid, generation=1), status=api.Status())
         self.options = options
         self.folder = folder
-        self.screen = show.screen(self.job, options.plain)
+        self.screen = screen.screen(self.job, options.plain)
         self._started_at = time.monotonic()
         self._node_faults = [f for f in options.faults if isinstance(f, faults.NodeFault)]
         self._stop_asked: list[str] = []
@@ -251,7 +256,7 @@ class Runner:
         self._note_once(pod.log.error)
         try:
             self.screen.log(pod, lines)
-        except show.OutputClosedError:
+        except screen.OutputClosedError:
             self._stop_asked.append("a closed output")
         except OSError as error:  # a full disk behind our stdout: the training and its own logs go on
             self._note_once(f"stdout: {error.strerror}; what the nodes print is in {self.folder.path} only")
@@ -264,7 +269,7 @@ class Runner:
             return str(error)
         if report is None:
             return None
-        if why := contract.not_its_rank(self.job.spec, report.rank, None):
+        if why := topology.not_its_rank(self.job.spec, report.rank, None):
             return why
         self._arrived.append(report)
         with contextlib.suppress(BlockingIOError, OSError):
@@ -318,15 +323,15 @@ class Runner:
 
     def _farewell(self) -> int:
         """The last lines: how it ended, and where the logs are."""
-        took = statuses.duration(time.monotonic() - self._started_at)
+        took = wording.duration(time.monotonic() - self._started_at)
         status, name = self.job.status, self.job.metadata.name
         self.screen.close()
         for fault in self.options.faults:
             if not faults.happened(fault, status):
                 self.screen.note(f"{fault.option}: did not happen; {fault.wants}")
         if status.state == "Succeeded":
-            metrics = show.metric_parts(status.progress) if status.progress else []
-            self.screen.note("   ".join([f"✔ {name} Succeeded in {took}", *metrics, *show.restart_parts(status)]))
+            metrics = screen.metric_parts(status.progress) if status.progress else []
+            self.screen.note("   ".join([f"✔ {name} Succeeded in {took}", *metrics, *screen.restart_parts(status)]))
             return SUCCEEDED
         if status.state == "Suspended":
             lost = "; its emptyDir volumes are gone, a hostPath keeps them" if self._has_empty_dirs() else ""
@@ -341,7 +346,7 @@ class Runner:
         failure = self.job.status.last_failure
         if failure is not None and failure.attempt == self.job.status.attempt and failure.pod:
             yield f"  log: {self.folder.path / failure.pod}.log"
-            for line in () if failure.exception else causes.own_lines(self._tail_of(failure.pod))[-5:]:
+            for line in () if failure.exception else root_cause.own_lines(self._tail_of(failure.pod))[-5:]:
                 yield f"  | {mask(line)}"
 
     def _tail_of(self, name: str) -> str:
@@ -380,16 +385,16 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise
 
 
-def _runner(job: api.DDPJob, places: list[honour.Place], folder: rundir.RunFolder, options: Options) -> Runner:
+def _runner(job: api.DDPJob, places: list[pod_process.Place], folder: run_folder.RunFolder, options: Options) -> Runner:
     try:
         return Runner(job, places, folder, options)
     except OSError as error:
         raise InputError(f"{folder.path}: {error.strerror}; choose another place with --logs") from None
 
 
-def _run_folder(name: str, options: Options) -> rundir.RunFolder:
+def _run_folder(name: str, options: Options) -> run_folder.RunFolder:
     try:
-        return rundir.RunFolder(name, options.folder)
+        return run_folder.RunFolder(name, options.folder)
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}: no place for the logs; choose one with --logs") from None
 

@@ -5,14 +5,14 @@
 It starts the ranks of its node with torchrun's environment, forked from a process that has imported torch already. When
 a rank fails, all ranks of the job start again on a new port, led by node 0's agent, without a new pod.
 
-    options.py      torchrun's options                     environment.py  what a rank is started with
-    agent.py        the loop: signals, sockets, time        lead.py         what node 0 decides for all (pure)
-    node.py         the ranks of this node                  processes.py    fork, exec, signals, the tree
-    forkserver.py   the process with torch in it            preload.py      the agent's end of it
-    wire.py         the line between agents                 logs.py         files, tee, filters
-    posting.py      the cost of restarts, to the operator   watching.py     the watchdog: its clock, and its questions
-    beats.py        the memory in which ranks beat          watch.py        what beats prove (pure)
-    standstill.py   which rank holds the others (pure)
+    options.py         torchrun's options                 environment.py  what a rank is started with
+    agent.py           the loop: signals, sockets, time   wire.py         the line between agents
+    leader.py          node 0's side of the line          follower.py     the side of the others
+    node.py            the ranks of this node              processes.py    fork, exec, signals, the tree
+    forkserver.py      the process with torch in it       preload.py      the agent's end of it
+    heartbeats.py      the memory in which ranks beat     watch_ranks.py  the watchdog: its clock, and its questions
+    posting.py         restarts, told to the operator     logs.py         files, tee, filters
+    core/              what is decided: no I/O, no clock (leader_state, stall_rules, stall_monitor, budget)
 
 Standard library only, and little of it: a job waits for it.
 """
@@ -26,13 +26,13 @@ import sys
 
 def main() -> None:
     """The console script: ends with the exit code of the job's first failure, 128 + n for signal n."""
-    from .options import parse
+    from ddpjob.agent.options import parse
 
     options = parse(sys.argv[1:], os.environ)
-    from .. import apart
+    from ddpjob.agent import own_children
 
-    apart.stand_apart()  # before much is imported: the process that stays behind needs none of it
-    from .agent import run
+    own_children.stand_apart()  # before much is imported: the process that stays behind needs none of it
+    from ddpjob.agent.agent import run
 
     code = run(options, os.environ)
     for stream in (sys.stdout, sys.stderr):

@@ -1,5 +1,5 @@
 """`python -m ddpjob.agent`."""
 
-from . import main
+from ddpjob.agent import main
 
 main()

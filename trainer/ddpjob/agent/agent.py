@@ -1,4 +1,4 @@
-"""The agent: one loop over signals, sockets and time. It decides nothing that `lead.py` decides, and never blocks.
+"""The agent: one loop over signals, sockets and time. It decides nothing that `core/` decides, and never blocks.
 
 Node 0's agent leads: it has the `Lead`, and the others follow it over one connection each. An agent that loses its
 leader, and a leader that loses an agent, ends its ranks at once: without each other they cannot go on, and a connection
@@ -15,18 +15,18 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import environment, processes
-from .environment import Life
-from .lead import RESUMABLE, End, Failure
-from .logs import TAIL_SECONDS, Folder
-from .node import Node, say
-from .options import Options
-from .preload import ForkServer
-from .watching import Watching
+from ddpjob.agent import environment, processes
+from ddpjob.agent.core.leader_state import RESUMABLE, End, Failure
+from ddpjob.agent.environment import Life
+from ddpjob.agent.logs import TAIL_SECONDS, Folder
+from ddpjob.agent.node import Node, say
+from ddpjob.agent.options import Options
+from ddpjob.agent.preload import ForkServer
+from ddpjob.agent.watch_ranks import Watching
 
 if TYPE_CHECKING:
-    from .following import Following
-    from .leading import Leading
+    from ddpjob.agent.follower import Following
+    from ddpjob.agent.leader import Leading
 
 INTERRUPTED = (signal.SIGINT,)
 USAGE = 2  # as argparse ends
@@ -186,7 +186,7 @@ class Agent:
         if not life.preflight and self.node.beats is not None:
             self.watching.begin(self.node.beats)
         # Only now: the ranks have not waited for what a failure will need, and a failure shall not wait for it either.
-        from .. import rules, termination  # noqa: F401
+        from ddpjob.reporting import termination  # noqa: F401
 
     def stop(self, now: float, *, patient: bool) -> None:
         """End the ranks; `group.stopped` follows, at once where none runs."""
@@ -239,10 +239,10 @@ class Agent:
 
 def _group(agent: Agent) -> Leading | Following:
     if agent.options.node_rank == 0:
-        from .leading import Leading
+        from ddpjob.agent.leader import Leading
 
         return Leading(agent)
-    from .following import Following
+    from ddpjob.agent.follower import Following
 
     return Following(agent)
 
@@ -264,7 +264,7 @@ def leave_message(path: str | None, failure: Failure) -> None:
     """The termination message of the pod, in place: its file is a mount of its own, and no rename goes over it."""
     if not path:
         return
-    from ..termination import encode
+    from ddpjob.reporting.termination import encode
 
     body = encode({k: v for k, v in failure.items() if k not in OURS_ALONE})
     with contextlib.suppress(OSError):

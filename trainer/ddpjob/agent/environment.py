@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .options import Options
+from ddpjob.agent.options import Options
 
 PREFLIGHT = "ddpjob.preflight"
 

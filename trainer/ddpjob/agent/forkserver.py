@@ -78,8 +78,8 @@ def preload(order: dict[str, Any]) -> dict[str, str]:
             failed[name] = f"{type(error).__name__}: {error}"
     if "torch.distributed.distributed_c10d" in sys.modules:
         with contextlib.suppress(ImportError):
-            import ddpjob.kept
-            import ddpjob.watchdog  # noqa: F401 - what `watch_group` needs
+            import ddpjob.group.kept_groups
+            import ddpjob.reporting.watchdog  # noqa: F401 - what `watch_group` needs
     return failed
 
 
@@ -216,9 +216,9 @@ def become(order: dict[str, Any], run: dict[str, Any], read: set[str]) -> Callab
     watch_group()
     if "torch" in sys.modules:
         with contextlib.suppress(ImportError):
-            from ddpjob.agent import late_environ
+            from ddpjob.agent import late_environment
 
-            late_environ.hide_torch(read)
+            late_environment.hide_torch(read)
     if "triton" in sys.modules:
         # nanobind, in it, prints hundreds of lines of "leaked" at the end for what the collector may not look at.
         atexit.register(gc.unfreeze)
@@ -241,10 +241,10 @@ def watch_group() -> None:
 
     Not before: it has a thread, and until then a script may fork as it likes. No public hook tells of a new group:
     where this function of torch has another name, only those are watched that call `ddpjob.init` or `ddpjob.progress`.
-    Groups of gloo are kept besides (kept.py says why).
+    Groups of gloo are kept besides (kept_groups.py says why).
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    kept = sys.modules.get("ddpjob.kept")
+    kept = sys.modules.get("ddpjob.group.kept_groups")
     if c10d is not None and kept is not None:
         kept.keep_all_of(c10d)
     update = getattr(c10d, "_update_default_pg", None)
@@ -254,15 +254,15 @@ def watch_group() -> None:
     def update_and_watch(group: Any) -> None:
         if group is None:
             with contextlib.suppress(Exception):
-                import ddpjob.watchdog
+                import ddpjob.reporting.watchdog
 
-                ddpjob.watchdog.left()
+                ddpjob.reporting.watchdog.left()
         update(group)
         if group is not None:
             with contextlib.suppress(Exception):
-                import ddpjob.watchdog
+                import ddpjob.reporting.watchdog
 
-                ddpjob.watchdog.begin()
+                ddpjob.reporting.watchdog.begin()
 
     c10d._update_default_pg = update_and_watch
 
@@ -347,7 +347,7 @@ def print_without_our_frames() -> None:
             with contextlib.suppress(Exception):
                 import traceback
 
-                from ddpjob.termination import exception_line
+                from ddpjob.reporting.termination import exception_line
 
                 record(exception_line(error), "".join(traceback.format_exception(kind, error, trace)))
         users(kind, error, trace)
@@ -358,7 +358,7 @@ def print_without_our_frames() -> None:
 def record_exit(error: SystemExit) -> None:
     """`sys.exit("no data")`, and what argparse says before it ends the process: no excepthook hears of them."""
     with contextlib.suppress(Exception):
-        from ddpjob.termination import exit_words
+        from ddpjob.reporting.termination import exit_words
 
         line, printed = exit_words(error)
         if line:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .options import Options
+from ddpjob.agent.options import Options
 
 TAIL_SECONDS = 0.1
 LAST_LINES_SECONDS = 5.0

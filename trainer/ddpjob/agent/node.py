@@ -11,14 +11,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from . import environment, processes
-from .beats import Beats
-from .environment import Life
-from .lead import RESUMABLE, Ended, Failure
-from .logs import Files, Folder
-from .memory import KILLED, Kills
-from .options import Options
-from .preload import ForkServer
+from ddpjob.agent import environment, processes
+from ddpjob.agent.core.leader_state import RESUMABLE, Ended, Failure
+from ddpjob.agent.environment import Life
+from ddpjob.agent.heartbeats import Beats
+from ddpjob.agent.logs import Files, Folder
+from ddpjob.agent.oom_kills import KILLED, Kills
+from ddpjob.agent.options import Options
+from ddpjob.agent.preload import ForkServer
 
 LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel holds the process
 HELD_SECONDS = 60.0  # a driver that gives back the memory of a GPU, or of a large dataset, takes some of them
@@ -253,7 +253,7 @@ class Node:
 
     def _blame_for_ports(self) -> None:
         """The port that this generation was given is rank 0's alone; any other that is in use is the script's."""
-        from .. import rules
+        from ddpjob.core import rules
 
         port = 0 if self._life is None else self._life.port
         for failure in self.failures:
@@ -346,6 +346,6 @@ def _document(path: str) -> dict[str, Any] | None:
 
 
 def _is_symptom(exception: str) -> bool:
-    from .. import rules
+    from ddpjob.core import rules
 
     return rules.is_symptom(exception)

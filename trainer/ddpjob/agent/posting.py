@@ -12,11 +12,11 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import processes
-from .node import say
+from ddpjob.agent import processes
+from ddpjob.agent.node import say
 
 if TYPE_CHECKING:
-    from .agent import Agent
+    from ddpjob.agent.agent import Agent
 
 BODY_BYTES_MAX = 8192  # a receiver reads no more
 REPEAT_SECONDS = 60.0  # who has taken over the job meanwhile has heard nothing yet
@@ -123,7 +123,7 @@ def encode(document: Mapping[str, Any]) -> bytes:
 def _sent(url: str, body: bytes, environ: Mapping[str, str]) -> bytes:
     """In the child: whether it was heard, else what was wrong. An error's own text may quote the token's header."""
     try:
-        from ..progress import send
+        from ddpjob.reporting.progress import send
 
         problem = send(url, body, environ)
     except OSError as error:

@@ -9,8 +9,8 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from . import environment, processes
-from .options import Options
+from ddpjob.agent import environment, processes
+from ddpjob.agent.options import Options
 
 PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "forkserver.py")
 # Asked of NVML instead of CUDA, `torch.cuda.is_available()` leaves a process able to fork.

@@ -1,0 +1,135 @@
+"""`ddpjob check`: reads the files that it is given, and says what check/ finds in them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tokenize
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ddpjob_operator import check
+from ddpjob_operator.check import Finding, Job, command
+from ddpjob_operator.check.job import known, mistakes
+from ddpjob_operator.check.rule import SYNTAX
+from ddpjob_operator.job import api, launcher
+from ddpjob_operator.job.podspec import trainer_container
+from ddpjob_operator.manifest.yamlfile import Document, InputError
+
+YAML_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found, and what could not be read and is said on stderr."""
+
+    findings: list[Finding]
+    remarks: list[str]
+    files: int
+
+    @property
+    def errors(self) -> int:
+        """How many findings are errors."""
+        return sum(f.severity == "error" for f in self.findings)
+
+    @property
+    def exit_code(self) -> int:
+        """2 for what is no Python, 1 for errors, 0 for warnings or nothing."""
+        return 2 if any(f.rule == SYNTAX for f in self.findings) else int(self.errors > 0)
+
+    def to_text(self) -> str:
+        """A line for each finding."""
+        return "".join(f"{finding}\n" for finding in self.findings)
+
+    def to_json(self) -> str:
+        """One document: findings (file, line, column, rule, severity, message), errors, warnings."""
+        counts = {"errors": self.errors, "warnings": len(self.findings) - self.errors}
+        return json.dumps({"findings": [asdict(f) for f in self.findings], **counts}, indent=2) + "\n"
+
+    def summary(self) -> str:
+        """One line for people."""
+        warnings = len(self.findings) - self.errors
+        counts = [_count(n, word) for n, word in ((self.errors, "error"), (warnings, "warning")) if n]
+        return f"{_count(self.files, 'file')} read: {', '.join(counts) or 'nothing found'}"
+
+
+def is_job(path: str) -> bool:
+    """Whether a path names a DDPJob's YAML; all others are scripts."""
+    return path.endswith(YAML_SUFFIXES)
+
+
+def check_all(
+    paths: Sequence[str],
+    jobs: Mapping[str, tuple[Document, api.DDPJob]],
+    nodes: int | None = None,
+    nproc: int | None = None,
+) -> Report:
+    """Check scripts, and jobs with the scripts that they run. Raises InputError for a file that cannot be read.
+
+    A script beside one job is checked as that job's; so a script can be named that lies in an image under another path.
+    nodes, nproc: the context of scripts without a job.
+    """
+    scripts = [path for path in paths if path not in jobs]
+    if scripts and len(jobs) > 1:
+        raise InputError(f"{scripts[0]}: whose script is it? There are {len(jobs)} jobs: check them one by one")
+    findings = [finding for path, (document, job) in jobs.items() for finding in _of_job(path, document, job)]
+    remarks: list[str] = []
+    read = [(script, Job(nodes=nodes, nproc=nproc)) for script in scripts]
+    for path, (document, job) in jobs.items():
+        found = scripts or _script_of(path, job)
+        read = [*(() if scripts else read), *((script, known(job)) for script in found)]
+        remarks += [] if found else [_not_read(document, job)]
+    for script, context in read:
+        findings += _of_script(script, context)
+    return Report(sorted(set(findings)), remarks, len({*jobs, *(script for script, _ in read)}))
+
+
+def _of_script(path: str, context: Job) -> list[Finding]:
+    """What is no text is a finding, as what is no Python."""
+    try:
+        raw = Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+        text = raw.decode(encoding)
+    except (UnicodeDecodeError, SyntaxError, LookupError) as error:  # "coding: rot13" is known, and of no text
+        return [Finding(path, 1, 1, SYNTAX, "error", f"this is no Python: {error}")]
+    return check.check(path, text, context)
+
+
+def _of_job(path: str, document: Document, job: api.DDPJob) -> list[Finding]:
+    severities = {rule.name: rule.severity for rule in check.RULES}
+    found = [
+        Finding(path, document.line(field), 1, rule, severities[rule], text) for field, rule, text in mistakes(job)
+    ]
+    return check.kept(found, Path(path).read_text(encoding="utf-8")) if found else []
+
+
+def _script_of(path: str, job: api.DDPJob) -> list[str]:
+    """The script that the job's command names: where `ddpjob run` looks for it, or beside the YAML; none elsewhere."""
+    scripts = command.read(launcher.command_of(job.spec.template)).files
+    folder = (trainer_container(job.spec.template) or {}).get("workingDir") or "."
+    places = [p for s in scripts for p in (Path(folder) / s, Path(s), Path(path).parent / s)]
+    return next(([str(place)] for place in places if os.path.isfile(place)), [])  # Path's own raises for long names
+
+
+def _not_read(document: Document, job: api.DDPJob) -> str:
+    """Said, for an answer "nothing found" would otherwise be about the YAML alone."""
+    found = command.read(launcher.command_of(job.spec.template))
+    by = f"{found.launcher}, and " if found.launcher not in ("", "python") else ""
+    why = (
+        f"the command starts {by}names no script that is plain to see"
+        if by
+        else ("the command names no script that is plain to see")
+    )
+    if found.files:
+        why = f"{found.script or f'the module {found.module}'} is not on this machine"
+    where = document.place(("spec", "template", "spec", "containers"))
+    return f"{where}: {why}, so only the job was read; name it: ddpjob check {document.source} SCRIPT"
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"

@@ -1,0 +1,196 @@
+"""`ddpjob`: the command line. Answers go to stdout, everything else to stderr; wrong input ends with exit code 2.
+
+Imports stand inside the commands: `ddpjob --help` must not wait for what it does not use.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from ddpjob_operator.job import api
+    from ddpjob_operator.manifest.yamlfile import Document
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+@click.group(context_settings=CONTEXT, epilog="Example: ddpjob run examples/digits.yaml")
+@click.version_option(package_name="ddpjob", message="ddpjob %(version)s")
+def cli() -> None:
+    """PyTorch DDP jobs: one YAML, on Kubernetes or as processes on this machine."""
+
+
+@cli.command(epilog="Example: ddpjob run examples/digits.yaml --nodes 3 --set spec.nprocPerNode=2 --status status.json")
+@click.argument("file", type=click.Path(dir_okay=False))
+@click.option("--job", metavar="NAME", help="Which DDPJob, where the file has several.")
+@click.option("--nodes", metavar="N", help="Run this many nodes instead of spec.nodes.")
+@click.option(
+    "--set", "settings", metavar="PATH=VALUE", multiple=True, help="Set a field: spec.nprocPerNode=2. Repeatable."
+)
+@click.option(
+    "--env", "variables", metavar="NAME=VALUE", multiple=True, help="Set a variable of the trainer. Repeatable."
+)
+@click.option(
+    "--status", type=click.Path(dir_okay=False, path_type=Path), help="Keep the status document (JSON) in this file."
+)
+@click.option(
+    "--logs",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where logs are kept: DIR/JOB/RUN, the last ten runs.  [~/.local/state/ddpjob]",
+    metavar="DIR",
+)
+@click.option(
+    "--fail",
+    "failures",
+    metavar="FAULT",
+    multiple=True,
+    help="Break something: rank=1,step=200,signal=KILL (or exit=3, hang) or node=1,at=20s. Repeatable.",
+)
+@click.option("--cpu", is_flag=True, help="Train on the CPU with gloo, whatever GPUs the job asks for.")
+@click.option("--allow-unsupported", is_flag=True, help="Go on without what cannot be honoured on one machine.")
+@click.option("--plain", is_flag=True, help="Plain lines also on a terminal.")
+@click.option("--dry-run", is_flag=True, help="Print the Service and the pods that a cluster would get, and stop.")
+def run(
+    file: str,
+    job: str | None,
+    nodes: str | None,
+    settings: tuple[str, ...],
+    variables: tuple[str, ...],
+    status: Path | None,
+    logs: Path | None,
+    failures: tuple[str, ...],
+    cpu: bool,
+    allow_unsupported: bool,
+    plain: bool,
+    dry_run: bool,
+) -> int:
+    """Run the DDPJob in FILE on this machine: each node becomes a process group on loopback.
+
+    \b
+    Exit codes: 0 succeeded, 1 the job failed, 2 wrong input, 130 interrupted.
+    """
+    from ddpjob.agent import own_children
+    from ddpjob_operator.local import faults
+    from ddpjob_operator.local.run import Options
+    from ddpjob_operator.local.run import run as run_locally
+
+    broken = tuple(faults.parse(text) for text in failures)
+    if broken:
+        variables = (*variables, f"{faults.VARIABLE}={faults.variable(broken)}")
+    document, parsed = load(file, job, nodes, settings, variables)
+    faults.check(broken, parsed)
+    if dry_run:
+        return print_objects(parsed, cpu)
+    own_children.stand_apart()
+    return run_locally(document, parsed, Options(status, cpu, allow_unsupported, plain, logs, broken))
+
+
+@cli.command(epilog="Example: ddpjob check train.py --nodes 2")
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path())
+@click.option("--nodes", metavar="N", type=click.IntRange(min=1), help="Check for this many nodes.")
+@click.option("--nproc", metavar="N", type=click.IntRange(min=1), help="Check for this many processes a node.")
+@click.option("--job", metavar="NAME", help="Which DDPJob, where a file has several.")
+@click.option(
+    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How it is shown."
+)
+def check(paths: tuple[str, ...], nodes: int | None, nproc: int | None, job: str | None, form: str) -> int:
+    """Find the classic DDP mistakes in scripts, or in a DDPJob's YAML and its script, without running them.
+
+    \b
+    docs/check.md has each rule. To take one back: `# ddpjob: ignore[rule]` on its line, or on the line above.
+    Exit codes: 0 nothing or warnings, 1 errors, 2 wrong input.
+    """
+    from ddpjob_operator.cli import check_files
+
+    settings = (f"spec.nprocPerNode={nproc}",) if nproc else ()
+    wanted = str(nodes) if nodes else None
+    jobs = {path: load(path, job, wanted, settings, ()) for path in paths if check_files.is_job(path)}
+    report = check_files.check_all(paths, jobs, nodes, nproc)
+    for line in (*report.remarks, report.summary()):
+        click.echo(line, err=True)
+    return answer(report.to_json() if form == "json" else report.to_text()) or report.exit_code
+
+
+@cli.command(epilog="Example: ddpjob crd | kubectl apply -f -")
+def crd() -> int:
+    """Print the CustomResourceDefinition of DDPJob."""
+    from ddpjob_operator.job.crd import to_yaml
+
+    return answer(to_yaml())
+
+
+def load(
+    file: str, job: str | None, nodes: str | None, settings: tuple[str, ...], variables: tuple[str, ...]
+) -> tuple[Document, api.DDPJob]:
+    """The job of a file with the options applied. Raises InputError."""
+    from ddpjob_operator.job import validation
+    from ddpjob_operator.manifest import override, yamlfile
+
+    document = yamlfile.read_job(file, job)
+    if nodes is not None:
+        override.set_field(document, f"spec.nodes={nodes}", "--nodes")
+    for setting in settings:
+        override.set_field(document, setting, f"--set {setting}")
+    for variable in variables:
+        override.set_variable(document, variable)
+    parsed, problems = validation.parse(document.data)
+    if problems:
+        raise document.error(problems)
+    return document, parsed
+
+
+def print_objects(job: api.DDPJob, cpu: bool) -> int:
+    """The objects as YAML documents on stdout."""
+    import yaml
+
+    from ddpjob_operator.local.run import dry_run
+
+    class Dumper(yaml.SafeDumper):
+        """Without anchors: kubectl reads them, people do not."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    objects = dry_run(job, cpu)
+    return answer(yaml.dump_all(objects, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10_000))
+
+
+def answer(text: str) -> int:
+    """Write an answer to stdout; the exit code. A reader that has gone (`| head`) has had enough: that is no error."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        # Python flushes once more at exit, and would fail once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if not isinstance(error, BrokenPipeError):
+            click.echo(f"stdout: {error.strerror}", err=True)
+            return 1
+    return 0
+
+
+def main() -> None:
+    """The program `ddpjob`."""
+    from ddpjob_operator.failures.redaction import clean
+    from ddpjob_operator.manifest.yamlfile import InputError
+
+    try:
+        code = cli.main(prog_name="ddpjob", standalone_mode=False)
+    except InputError as error:
+        click.echo(clean(str(error)), err=True)
+        code = 2
+    except click.ClickException as error:
+        error.show()
+        code = 2
+    except (click.Abort, KeyboardInterrupt):
+        code = 130
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

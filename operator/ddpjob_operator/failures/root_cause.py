@@ -1,0 +1,635 @@
+"""Which failure came first, what it was, and how to say it.
+
+What the kernel, the kubelet and the node controller found counts first, for what is ended from outside may say
+anything; then what a process did by itself; then time. Time alone proves little: the kubelet tells whole seconds, of
+clocks that differ from node to node.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import enum
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from ddpjob.core import rules
+from ddpjob_operator.failures import log_lines, termination_message
+from ddpjob_operator.failures.redaction import mask, shown
+from ddpjob_operator.failures.termination_message import Said, signal_name
+from ddpjob_operator.job import api
+from ddpjob_operator.observed.cluster import Pod
+
+LOG_TAIL_MAX = 2048
+"""Bytes of the log's end in the status."""
+EXCEPTION_MAX = 300
+CLOCKS_DIFFER = dt.timedelta(seconds=2)
+# Nobody watches the clocks of nodes, and ten seconds are seen. Only where no observation shows which came first.
+NODE_CLOCKS_DIFFER = dt.timedelta(seconds=12)
+# How long before its container a rank may have failed: torchrun waits for the others, and a rank for its debugger.
+SAID_BEFORE_MAX = dt.timedelta(hours=1)
+RankOf = Callable[[int], "int | None"]
+"""The rank of a node's only process; None where that is not known."""
+
+PEER_LOST, RESUMABLE, STOPPED, GONE, STALLED = "PeerLost", "Resumable", "StoppedFromOutside", "PodGone", "Stalled"
+NODE_LOST = "NodeLost"
+ENDED_EARLY = "EndedEarly"
+CONNECTION_LOST = "ConnectionLost"
+UNFIT = "PreflightFailed"
+MEMORY = "resources.limits.memory: "
+CONFIG_ERROR = "CreateContainerConfigError"
+# Reasons of the condition DisruptionTarget, and what they say.
+DISRUPTIONS = {
+    "PreemptionByScheduler": "was preempted by a pod of higher priority",
+    "EvictionByEvictionAPI": "was evicted: its node is drained, or its place is wanted",
+    "DeletionByTaintManager": "was ended because of a taint on its node",
+    "DeletionByPodGC": "was deleted because its node is gone",
+    "TerminationByKubelet": "was ended by the kubelet, which is short of a resource or shuts its node down",
+}
+# What only the kubelet, or the lack of one, does, and what is told when it is over: it may have begun before our stop.
+_BY_KUBELET = frozenset(("TerminationByKubelet", "DeletionByPodGC"))
+_NODES_OWN = frozenset((NODE_LOST, "UnexpectedAdmissionError", "DeletionByPodGC")) | rules.LOST_CONTAINER
+# The words of containers that say more than the exit code. A runtime has others (CRI-O: "seccomp killed"): they are no
+# disruption, which is what a recorded reason that nobody knows is taken for.
+_CONTAINERS_OWN = frozenset(("", "Error", "Completed", "OOMKilled")) | rules.START_REASONS | rules.LOST_CONTAINER
+_KILLED, _ABORTED, _TERMINATED, _INTERRUPTED = 137, 134, 143, 130
+
+
+class Weight(enum.IntEnum):
+    """How much an end of a pod counts as the cause of all the others; less comes first."""
+
+    KERNEL = 0
+    """Out of memory, or never started: nothing outside the pod does that."""
+    NODE = 1
+    """Evicted, preempted, lost."""
+    TOLD = 2
+    """Deleted by someone else."""
+    OWN = 3
+    """An exception, a signal or an exit code that no lost peer explains."""
+    NODE_LATE = 4
+    """As NODE, and seen after we had told it to stop: the kubelet tells of an eviction when it is over."""
+    UNKNOWN = 5
+    """Exit code 1 without a word, or an abort: many ends look so."""
+    LATE = 6
+    """As OWN, and it ended after we had told it to stop: most likely it is what made the others fail."""
+    RESUMABLE = 7
+    """It saved and stopped since it was told: by whom is the question."""
+    SYMPTOM = 8
+    """A peer is gone, it says."""
+    STOPPED = 9
+    """We stopped it."""
+
+
+# Peers complain within a second; the cluster needs a minute to call the node not ready.
+_MAY_FOLLOW_A_LOST_NODE = (Weight.UNKNOWN, Weight.RESUMABLE, Weight.SYMPTOM, Weight.STOPPED)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What is known of how the ranks were started."""
+
+    port: int | None = None
+    """That rank 0 was given."""
+    torchrun: bool = False
+
+
+UNKNOWN_LAUNCH = Launched()
+
+
+@dataclass(frozen=True)
+class End:
+    """How one pod ended, weighed."""
+
+    failure: api.Failure
+    evidence: rules.Evidence
+    weight: Weight
+    told_at: dt.datetime | None = None
+    """When it was told to stop; None also for what ends without being told: a lost node, an eviction."""
+    everywhere: bool = False
+    """Whether it speaks for all nodes."""
+    done: bool = False
+    """Whether the ranks in it had all ended with 0 before it was stopped."""
+    seen: int = 0
+    """In which observation its end was first seen; 0: when its pod was."""
+    told_seen: int = 0
+    """Likewise that it was told to stop."""
+
+    def was_told_after(self, other: End) -> bool:
+        """Whether it was told to stop after the other had ended: by what was seen first, else by clocks."""
+        if self.told_at is None:
+            return False
+        if other.seen != self.told_seen:
+            return other.seen < self.told_seen
+        return self.told_at > other.failure.time + NODE_CLOCKS_DIFFER
+
+
+def root_cause(
+    attempt: int,
+    failed: Iterable[Pod],
+    rank_of: RankOf,
+    now: dt.datetime,
+    *,
+    keep_log_tail: bool = True,
+    launched: Launched = UNKNOWN_LAUNCH,
+) -> api.Failure:
+    """The cause as far as the first signs show it, before the operator has stopped anything.
+
+    `failed`: at least one pod of the attempt that ended badly, and those that somebody else has told to stop. Ties go
+    to the lower rank, so that the answer does not depend on the order of the pods.
+    """
+    ends = [_end(attempt, p, rank_of, now, outside=True, tail=keep_log_tail, launched=launched) for p in failed]
+    own = [e for e in ends if e.weight in (Weight.OWN, Weight.UNKNOWN)]
+    # What was told to stop when something had failed by itself already is not what made that fail.
+    late = [replace(e, weight=Weight.STOPPED) if any(e.was_told_after(o) for o in own) else e for e in ends]
+    return _first(late).failure
+
+
+def settle(
+    first: api.Failure,
+    failed: Sequence[Pod],
+    rank_of: RankOf,
+    now: dt.datetime,
+    *,
+    stepped: bool,
+    trained: bool = False,
+    nodes: int | None = None,
+    keep_log_tail: bool = True,
+    lost: Sequence[api.Failure] = (),
+    early: api.Failure | None = None,
+    steps: Mapping[int, int] | None = None,
+    launched: Launched = UNKNOWN_LAUNCH,
+) -> tuple[api.Failure, rules.Class]:
+    """The root cause and its class (before failurePolicy), now that the last pod of the attempt has ended.
+
+    first: as recorded at the first sign, the strongest of all that was there before the operator stopped anything; its
+    pod may be gone. failed: the attempt's pods that ended otherwise than completed. So those that were told to stop
+    were told by the operator, or for nothing that matters any more, unless they are `first`. stepped: whether the
+    attempt made a step; trained: whether an earlier one did. nodes: of the job; None: as many as `failed`. lost: pods
+    that are given up with their nodes. early: a node that has completed. steps: what ranks have reported.
+    """
+    outside = _ended_from_outside(first)
+    ends = [
+        _end(
+            first.attempt,
+            _as_recorded(p, first),
+            rank_of,
+            now,
+            outside=outside and p.name == first.pod,
+            tail=keep_log_tail,
+            launched=launched,
+        )
+        for p in sorted(failed, key=lambda p: (p.rank, p.uid))
+    ]
+    if first.reason == STALLED:
+        return _classed(first, "stall")
+    recorded = _recorded(first, ends)
+    cause = _first([*recorded, *ends], first.pod)
+    if lost and cause.weight in _MAY_FOLLOW_A_LOST_NODE:
+        cause = _first([End(gone, _recorded_evidence(gone), Weight.NODE) for gone in lost])
+    early = early or next((end.failure for end in ends if end.done), None)
+    if cause.weight == Weight.SYMPTOM and (cause.failure.reason == ENDED_EARLY or early is not None):
+        return _classed(_ended_early(early, cause.failure, steps or {}), "application")
+    if nodes != 1 and cause.weight >= Weight.RESUMABLE:
+        return _classed(cause.failure, "infrastructure")
+    if not cannot_start(cause.failure):
+        return _classed(cause.failure, rules.classify(cause.evidence))
+    everywhere = _on_all_nodes([*recorded, *ends], nodes)
+    return _classed(cause.failure, _of_no_start(cause, stepped=stepped, trained=trained, everywhere=everywhere))
+
+
+def cannot_start(failure: api.Failure) -> bool:
+    """Whether it ended before any of its own code ran: that may be the job's mistake, its node's, or the hour's."""
+    own = failure.reason in ("", "Error", *rules.START_REASONS)
+    return own and rules.cannot_start(failure.reason, failure.exit_code, failure.exception)
+
+
+def from_outside(failure: api.Failure) -> bool:
+    """Whether what is not in the pod ended it; no rule about exit codes speaks of that."""
+    if failure.reason in (UNFIT, CONNECTION_LOST):
+        return True
+    return rules.from_outside(_recorded_evidence(failure))
+
+
+def blames_node(failure: api.Failure) -> bool:
+    """Whether the node itself may be at fault, so that a job may stay away from it."""
+    if failure.failure_class != "infrastructure":
+        return False
+    if failure.reason != CONFIG_ERROR and cannot_start(failure):
+        return True
+    return failure.reason in _NODES_OWN or rules.DEVICE.search(failure.exception) is not None
+
+
+def weigh(recorded: api.Failure) -> Weight:
+    """How much a recorded failure counts as the cause of others."""
+    return _recorded_weight(recorded)
+
+
+def is_a_cause(sign: api.Failure) -> bool:
+    """Whether a first sign says why: an exception, a kill, a lost node. A lost peer, a pod that is gone and a bare exit
+    code say only that something has happened."""
+    weight = _recorded_weight(sign)
+    says = bool(sign.exception or sign.signal) or weight < Weight.OWN
+    return says and weight <= Weight.OWN and sign.reason != GONE
+
+
+def own_lines(log: str) -> list[str]:
+    """The lines that the training printed itself: what torchrun adds when a worker has failed is cut off."""
+    lines = log.splitlines()
+    ends = (i for i, line in enumerate(lines) if re.match(r"[EW]\d{4} \d\d:\d\d:\d\d.*torch/distributed/elastic", line))
+    return [line for line in lines[: next(ends, len(lines))] if line.strip()]
+
+
+def log_tail(log: str) -> str:
+    """The last 2 kB of a log, masked. A first line that was cut is left out: it may be the rest of a credential."""
+    # Masked before it is cut: without its name a password is not known. A kubelet cuts characters, too.
+    raw = mask(log).strip("\n").encode()
+    if len(raw) <= LOG_TAIL_MAX and len(log.encode()) < LOG_TAIL_MAX - 3:
+        return raw.decode()
+    first, _, rest = raw[-LOG_TAIL_MAX:].decode(errors="ignore").partition("\n")
+    return rest or first
+
+
+def tail_of(pod: Pod) -> str:
+    """The end of the log of a pod that has ended, whatever ended it."""
+    return log_tail(_heard(pod, None).log)
+
+
+# ---------------------------------------------------------------- weighing
+
+
+def _of_no_start(cause: End, *, stepped: bool, trained: bool, everywhere: bool) -> rules.Class:
+    """For good only where neither a node nor the hour can be the reason: the job has never trained, and every node says
+    so. A missing ConfigMap is missing for all of them."""
+    if cause.failure.reason not in rules.START_REASONS and stepped:
+        return "application"  # it was there when this attempt began
+    if (found := rules.classify(cause.evidence)) == "infrastructure":
+        return found
+    forever = everywhere or cause.failure.reason == CONFIG_ERROR
+    return "permanent" if forever and not trained and not stepped else "infrastructure"
+
+
+def _ended_early(early: api.Failure | None, complaint: api.Failure, steps: Mapping[int, int]) -> api.Failure:
+    """What only peers complained of, beside a node that has completed: that one called fewer collectives."""
+    if early is None or complaint.reason == ENDED_EARLY:
+        return complaint  # as it was recorded
+    known = complaint.step if complaint.rank is None else steps.get(complaint.rank, complaint.step)
+    step = early.step if early.rank is None else steps.get(early.rank, early.step)
+    said = rules.ended_early(step, _who(complaint), known)
+    return msgspec.structs.replace(
+        early,
+        reason=ENDED_EARLY,
+        exit_code=0,
+        signal="",
+        exception=said,
+        step=step or None,
+        log_tail=complaint.log_tail,
+    )
+
+
+def _end(
+    attempt: int, pod: Pod, rank_of: RankOf, now: dt.datetime, *, outside: bool, tail: bool, launched: Launched
+) -> End:
+    said = _heard(pod, launched.port)
+    code = pod.trainer.exit_code if said.exit_code is None else said.exit_code
+    code = 0 if said.early else code
+    told = pod.told_to_stop
+    weight = _weight(pod, said, code, outside=outside)
+    failure = api.Failure(
+        attempt=attempt,
+        rank=_rank(pod, said, rank_of),
+        node_rank=pod.rank,
+        pod=pod.name,
+        init_container=pod.trainer.init,
+        node=pod.node,
+        exit_code=code,
+        signal=signal_name(code),
+        reason=_own_reason(said, weight) or _reason(pod, weight),
+        step=said.step,
+        exception=shown(
+            _detail(pod, said) or _runtimes_word(pod) or (log_lines.of(said.log, code) if tail else ""), EXCEPTION_MAX
+        ),
+        log_tail=log_tail(said.log) if tail else "",
+        time=_time(pod, said, now),
+    )
+    evidence = rules.Evidence(
+        exit_code=code,
+        reason=pod.trainer.reason,
+        pod_reason=pod.reason,
+        pod_message=pod.message,
+        disruption=pod.disruption,
+        exception=_detail(pod, said) if pod.trainer.reason in rules.START_REASONS else said.exception,
+        told_to_stop=told and weight != Weight.LATE,
+        stalled=said.stalled,
+    )
+    struck = weight == Weight.NODE and not pod.disruption
+    return End(
+        failure,
+        evidence,
+        weight,
+        told_at=None if struck else pod.stop_asked_at,
+        everywhere=said.permanent,
+        done=_had_ended(said, code, weight, launched),
+        seen=pod.ended_seen,
+        told_seen=pod.stop_seen,
+    )
+
+
+def _had_ended(said: Said, code: int | None, weight: Weight, launched: Launched) -> bool:
+    """Whether only the launcher was left to be stopped. When its ranks have all ended with 0, torchrun waits for the
+    other nodes in C++ code for up to five minutes, and SIGTERM does not reach it; at any other time it answers at once,
+    with a line of its own."""
+    if weight != Weight.STOPPED or not launched.torchrun:
+        return False
+    return said.done or (code == _KILLED and "death signal" not in said.log)
+
+
+def _rank(pod: Pod, said: Said, rank_of: RankOf) -> int | None:
+    if said.bad_nodes:
+        return None  # one pod speaks for all, and no rank of it is to blame
+    return rank_of(pod.rank) if said.rank is None else said.rank
+
+
+def _own_reason(said: Said, weight: Weight) -> str:
+    if weight != Weight.OWN:
+        return ""
+    return STALLED if said.stalled else ENDED_EARLY if said.early else ""
+
+
+def _heard(pod: Pod, port: int | None) -> Said:
+    """What the pod says, as far as how its container ended leaves it true."""
+    said = termination_message.read(pod.trainer.message)
+    if pod.rank == 0 and not said.rank and port and rules.port_in_use(said.exception) == port:
+        said = replace(said, symptom=True)  # what we gave away was taken meanwhile; the next attempt gets another one
+    if said.symptom and _strikes(pod.trainer.exit_code):
+        # A rank complained, and then the container itself was struck down.
+        return replace(said, symptom=False, exit_code=pod.trainer.exit_code, rank=None, exception="")
+    return said
+
+
+def _weight(pod: Pod, said: Said, code: int | None, *, outside: bool) -> Weight:
+    if pod.trainer.reason == "OOMKilled":
+        return Weight.KERNEL
+    if pod.told_to_stop and not outside:
+        return _weight_of_stopped(pod, said, code)
+    if pod.disruption or pod.reason or (pod.trainer.is_lost and pod.trainer.ran):
+        return Weight.NODE
+    if pod.told_to_stop:
+        return Weight.TOLD
+    return Weight.KERNEL if pod.trainer.reason in rules.START_REASONS else _own_weight(said, code)
+
+
+def _weight_of_stopped(pod: Pod, said: Said, code: int | None) -> Weight:
+    """We have told it to stop. Who drains its node or preempts it after that does nothing more to it, and of a
+    container that is gone by then the kubelet knows nothing (ContainerStatusUnknown)."""
+    if pod.reason or pod.disruption in _BY_KUBELET or pod.trainer.reason == "Unknown":
+        return Weight.NODE_LATE
+    return Weight.LATE if _failed_before_it_was_told(said, code) else Weight.STOPPED
+
+
+def _own_weight(said: Said, code: int | None) -> Weight:
+    if said.bad_nodes:
+        return Weight.NODE
+    if said.stalled or said.early:
+        return Weight.OWN
+    if said.resumable or code == rules.RESUMABLE_EXIT_CODE:
+        return Weight.RESUMABLE
+    if said.symptom:
+        return Weight.SYMPTOM
+    silent = not said.exception and code in (None, 1, _ABORTED)
+    return Weight.UNKNOWN if silent else Weight.OWN
+
+
+def _failed_before_it_was_told(said: Said, code: int | None) -> bool:
+    """A pod whose rank has failed may live on for half a minute, while torchrun waits for its other ranks."""
+    if said.symptom or said.resumable or said.exception.startswith(("KeyboardInterrupt", "SystemExit")):
+        return False
+    if code in (0, rules.RESUMABLE_EXIT_CODE, _INTERRUPTED, _KILLED, _TERMINATED):
+        return False
+    # No launcher and no interpreter answers SIGTERM with another code than these two.
+    return bool(said.exception) or said.exit_code is not None or code not in (None, 1, _ABORTED)
+
+
+def _strikes(code: int | None) -> bool:
+    """Whether a signal ended it that no lost peer explains: with NCCL, aborts follow a lost peer."""
+    return bool(signal_name(code)) and code not in (_ABORTED, _TERMINATED, _INTERRUPTED)
+
+
+def _detail(pod: Pod, said: Said) -> str:
+    """The exception, or what the kubelet says of a container that it could not start, or of a pod that it ended."""
+    if pod.trainer.reason in rules.START_REASONS:
+        return pod.trainer.message.strip().rpartition("\n")[2]
+    last = pod.trainer.message.strip().rpartition("\n")[2] if pod.trainer.init else ""
+    return said.exception or last or pod.message
+
+
+def _ended_from_outside(first: api.Failure) -> bool:
+    """Whether it is recorded as a pod that somebody else, or its node, was ending when all began."""
+    return _recorded_weight(first) in (Weight.NODE, Weight.TOLD)
+
+
+def _as_recorded(pod: Pod, first: api.Failure) -> Pod:
+    """The pod, with the order that the record proves: what is recorded with its end had ended before we told it to
+    stop, also for an operator that sees both at once."""
+    # Of one that ended early its ranks are recorded, and not what its launcher ended with.
+    recorded = first.exit_code is not None and first.reason != ENDED_EARLY
+    ended = pod.name == first.pod and recorded and not _ended_from_outside(first)
+    return replace(pod, ended_first=True) if ended else pod
+
+
+def _first(ends: Sequence[End], recorded: str = "") -> End:
+    """The end that explains the others. recorded: the pod whose end was seen, and recorded, before all others."""
+
+    def order(end: End) -> tuple[Weight, bool, int, dt.datetime, int]:
+        failure = end.failure
+        return (end.weight, failure.pod != recorded, end.seen, failure.time, failure.node_rank)
+
+    return min(ends, key=order)
+
+
+def _recorded(first: api.Failure, ends: Sequence[End]) -> list[End]:
+    """The first sign as an end of its own: its pod is gone, or no longer shows as much as was recorded."""
+    now = next((e for e in ends if e.failure.pod == first.pod), None)
+    weight, evidence = _recorded_weight(first), _recorded_evidence(first)
+    if now is None:
+        return [End(first, evidence, weight)]
+    if weight not in (Weight.NODE, Weight.TOLD):
+        # What is seen of it since we have told it to stop may say less: a container that was never made "exits" 137.
+        return [End(first, evidence, weight)] if now.weight > weight else []
+    merged = msgspec.structs.replace(
+        first,
+        exit_code=now.failure.exit_code,
+        signal=now.failure.signal,
+        step=first.step if now.failure.step is None else now.failure.step,
+        exception=first.exception or now.failure.exception,
+        log_tail=now.failure.log_tail,
+    )
+    struck = first.reason in (NODE_LOST, GONE) or first.reason in rules.NODE_REASONS
+    return [End(merged, evidence, weight, None if struck else now.told_at or first.time)]
+
+
+def _recorded_weight(first: api.Failure) -> Weight:
+    if first.reason == ENDED_EARLY:
+        return Weight.SYMPTOM  # found because of complaints, which a lost node may still explain
+    if first.reason == "OOMKilled" or first.reason in rules.START_REASONS:
+        return Weight.KERNEL
+    if first.reason in (STOPPED, PEER_LOST, RESUMABLE):
+        return {STOPPED: Weight.TOLD, PEER_LOST: Weight.SYMPTOM, RESUMABLE: Weight.RESUMABLE}[first.reason]
+    if first.reason in DISRUPTIONS or first.reason in rules.NODE_REASONS or first.reason == GONE:
+        return Weight.NODE
+    # Of what is left only these are containers' words; the rest is a disruption of a kind that we do not know.
+    if first.reason not in ("", "Error", "Completed"):
+        return Weight.NODE
+    raised = "" if log_lines.is_last_line(first.exception) else first.exception
+    said = Said(exception=raised, symptom=rules.is_symptom(raised))
+    return _own_weight(said, first.exit_code)
+
+
+def _recorded_evidence(first: api.Failure) -> rules.Evidence:
+    by_pod = first.reason in rules.NODE_REASONS or first.reason == rules.POD_DEADLINE
+    vanished = first.reason in (GONE, NODE_LOST)
+    by_node = _recorded_weight(first) == Weight.NODE and not (by_pod or vanished)
+    return rules.Evidence(
+        exit_code=first.exit_code,
+        reason=first.reason,
+        pod_reason=first.reason if by_pod else "",
+        pod_message=first.exception if by_pod else "",
+        disruption=first.reason if by_node else "",
+        exception=first.exception,
+        told_to_stop=first.reason == STOPPED,
+        vanished=vanished,
+    )
+
+
+def _on_all_nodes(ends: Sequence[End], nodes: int | None) -> bool:
+    """On one alone, that node may be the reason. Agents that have ended by agreement have compared theirs."""
+    if any(end.everywhere for end in ends):
+        return True
+    said = {end.failure.node_rank for end in ends if _says_no_start(end.evidence)}
+    return len(said) >= (len({end.failure.node_rank for end in ends}) if nodes is None else nodes)
+
+
+def _says_no_start(e: rules.Evidence) -> bool:
+    return rules.cannot_start(e.reason, e.exit_code, e.exception)
+
+
+def _classed(failure: api.Failure, found: rules.Class) -> tuple[api.Failure, rules.Class]:
+    return msgspec.structs.replace(failure, failure_class=found), found
+
+
+def _reason(pod: Pod, weight: Weight) -> str:
+    if weight == Weight.KERNEL:
+        return pod.trainer.reason
+    if weight in (Weight.NODE, Weight.NODE_LATE) and not (pod.reason or pod.disruption or pod.trainer.is_lost):
+        return UNFIT
+    if weight in (Weight.RESUMABLE, Weight.SYMPTOM):
+        return RESUMABLE if weight == Weight.RESUMABLE else PEER_LOST
+    if pod.reason or pod.disruption:
+        return pod.disruption or pod.reason
+    word = "Error" if _runtimes_word(pod) else pod.trainer.reason
+    told = weight in (Weight.TOLD, Weight.STOPPED) and word in ("", "Completed", "Error")
+    return STOPPED if told else word
+
+
+def _runtimes_word(pod: Pod) -> str:
+    """What the container runtime says of an exit code, in a word that is its own."""
+    known = pod.trainer.exit_code is None or pod.trainer.reason in _CONTAINERS_OWN
+    return "" if known else pod.trainer.reason
+
+
+def _time(pod: Pod, said: Said, now: dt.datetime) -> dt.datetime:
+    """The container may end long after the rank that failed; what a message claims beyond reason is not believed."""
+    ended = pod.trainer.ended_at
+    if ended is None:
+        return pod.stop_asked_at or now
+    if said.time is not None and dt.timedelta() <= ended + CLOCKS_DIFFER - said.time <= SAID_BEFORE_MAX:
+        return said.time
+    return ended
+
+
+# ---------------------------------------------------------------- sentences
+
+
+def sentence(failure: api.Failure) -> str:
+    """rank 37 (pod bert-1-4, node gpu-07) was killed by SIGSEGV at step 12840"""
+    if failure.init_container:
+        logs = f"kubectl logs {failure.pod} -c {failure.init_container}"
+        return f'init container "{failure.init_container}" of pod {failure.pod} {_what(failure)}, see {logs}'
+    where = f"pod {failure.pod}" + (f", node {failure.node}" if failure.node else "")
+    return f"{_who(failure)} ({where}) {_what(failure)}"
+
+
+def short(failure: api.Failure) -> str:
+    """A few words, as in "attempt 3 after …": SIGSEGV on rank 37."""
+    by_reason = {
+        NODE_LOST: f"node {failure.node or failure.node_rank} lost",
+        GONE: f"{failure.pod} vanished",
+        UNFIT: "a pre-flight that found a bad node",
+        CONNECTION_LOST: f"a lost connection to node {failure.node_rank}",
+        STALLED: f"stall of {_who(failure)}",
+        STOPPED: f"{failure.pod} was stopped from outside",
+        RESUMABLE: "a stop from outside",
+        PEER_LOST: f"{_who(failure)} lost its peers",
+        ENDED_EARLY: f"an early end of {_who(failure)}",
+        "PreemptionByScheduler": f"preemption of {failure.pod}",
+        "Evicted": f"eviction of {failure.pod}",
+        "EvictionByEvictionAPI": f"eviction of {failure.pod}",
+    }
+    if failure.reason in by_reason:
+        return by_reason[failure.reason]
+    if failure.reason == "OOMKilled" or failure.exit_code is None:
+        return f"{failure.reason or 'a failure'} on {_who(failure)}"
+    of = "of" if failure.init_container else "on"
+    return f"{failure.signal or f'exit code {failure.exit_code}'} {of} {_who(failure)}"
+
+
+def _who(failure: api.Failure) -> str:
+    if failure.init_container:
+        return f'init container "{failure.init_container}" of {failure.pod}'
+    return f"rank {failure.rank}" if failure.rank is not None else f"node {failure.node_rank}"
+
+
+def _what(failure: api.Failure) -> str:
+    at = "" if failure.step is None else f" at step {failure.step}"
+    why = f" ({failure.exception})" if failure.exception else ""
+    if failure.reason == ENDED_EARLY:
+        return failure.exception
+    if failure.reason == PEER_LOST and rules.port_in_use(failure.exception) is not None:
+        return f"could not listen at the address that it was given{why}"
+    if failure.reason == PEER_LOST:
+        return f"lost its peers{at}{why}, and none was seen that failed by itself: only peers' complaints"
+    if failure.reason == "OOMKilled":
+        limit = failure.exception.partition(";")[0].removeprefix(MEMORY)
+        known = f" of {limit} (resources.limits.memory)" if failure.exception.startswith(MEMORY) else ""
+        return f"was killed{at} because it used more memory than its limit{known} (OOMKilled)"
+    if failure.reason in _PHRASES:
+        what, colon, because = _PHRASES[failure.reason].format(code=_code(failure)).partition(":")
+        return what + at + colon + because + why
+    if failure.reason == STALLED:
+        return failure.exception or f"has made no step{at}"
+    if failure.reason in rules.START_REASONS and failure.exit_code is not None:
+        return f"could not be started: {failure.exception or failure.reason}"
+    if failure.exit_code is None:
+        return f"failed{at} ({failure.reason or 'no exit code'})" + (f": {failure.exception}" if why else "")
+    how = f"was killed by {failure.signal}" if failure.signal else f"ended with exit code {failure.exit_code}"
+    known = " (no out-of-memory kill was reported)" if failure.exit_code == _KILLED else ""
+    return how + at + known + why
+
+
+def _code(failure: api.Failure) -> str:
+    return "" if failure.exit_code is None else f" (exit code {failure.exit_code})"
+
+
+_PHRASES = {
+    GONE: "vanished while it ran: someone deleted the pod, or its node is gone",
+    NODE_LOST: "was lost with its node",
+    UNFIT: "did not begin to train",
+    CONNECTION_LOST: "lost its connection to node 0 and has come back",
+    **dict.fromkeys(rules.LOST_CONTAINER, "was lost{code}: its node was restarted"),
+    STOPPED: "was stopped from outside{code}: the pod was deleted, or its node drained",
+    RESUMABLE: "stopped in order{code} because a rank was told to stop",
+    "Evicted": "was evicted by the kubelet",
+    rules.POD_DEADLINE: "was ended{code}: the activeDeadlineSeconds of the pod's template are over",
+    **DISRUPTIONS,
+}

@@ -1,0 +1,370 @@
+"""What the end of a container says of itself: the trainer library's message, torchrun's table, a traceback, or nothing.
+
+The text is what the kubelet keeps: the termination message, or the last 2 kB of the log. It may be cut anywhere, hold
+the lines of several ranks, or be garbage: all of it is a log then.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+import signal as signals
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec.structs import replace as replaced
+
+from ddpjob.core import rules
+from ddpjob_operator.failures.redaction import clean
+from ddpjob_operator.job.bounds import NOT_READABLE
+from ddpjob_operator.observed.reports import Agent
+
+# The local run keeps 16 kB of log, the kubelet 2 to 4; whoever sends more has nothing to say.
+READ_MAX = 65_536
+LINE_MAX = 2000
+
+# `[rank1]: ` comes from torch, `[default0]:` (with the local rank) from torchrun --tee.
+_PREFIX = re.compile(r"^(?:\[[A-Za-z]{0,20}\d{1,9}\]:\s?)+")
+_RANK = re.compile(r"\[rank(\d{1,9})\]")
+_GUTTER = re.compile(r"^ {1,80}\| ")
+_CHAINED = re.compile(r"^(?:During handling of the above exception|The above exception was the direct cause)")
+# "ValueError: no such shard": what an exception looks like where its traceback is not seen.
+_EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)(?::.*)?$")
+_TRACEBACK_END = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?::.*)?$")
+_GROUP = re.compile(r"\(\d+ sub-exceptions?\)$")
+_TERMINATE = re.compile(r"^terminate called after throwing an instance of '(.+)'")
+_WHAT = re.compile(r"^\s+what\(\):\s+(.*)$")
+# torch.multiprocessing.spawn names how the process ended that it gives up for.
+_SPAWNED = re.compile(r"ProcessExitedException: process \d+ terminated with (?:exit code (\d{1,3})|signal (\w+))")
+_SAYS_SO = re.compile(r"python|^exec |exec user process")
+_TORCHS_OWN = re.compile(r"gloo|c10d|nccl|Dist\w*Error|Rendezvous", re.IGNORECASE)
+# Where torchrun waits for the other nodes when all its own ranks have ended with 0 (elastic/agent/server/api.py).
+_TORCHRUN_WAITED = "in _exit_barrier\n"
+_TORCHRUN_TOLD = re.compile(r"SignalException: Process \d+ got signal: (\d{1,2})$")
+
+# torchrun's own summary at the end of its output (torch/distributed/elastic/multiprocessing/errors, 1.9 to 2.13).
+_SECTION = re.compile(r"^(?:Failures|Other Failures|Root Cause[^:]{0,60}):\s*$")
+_ENTRY = re.compile(r"^\[\d+\]:\s*$")
+_FIELD = re.compile(r"^  (rank|exitcode|traceback|msg|time|host|error_file)\s{0,9}:(?: (.*))?$")
+_BORDER = re.compile(r"^(?:={7,}|\*{7,}|-{7,})\s*$")
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a container's end says; all of it may be missing."""
+
+    rank: int | None = None
+    """The rank that failed first in this container."""
+    exit_code: int | None = None
+    """How that rank ended; 128 + n where signal n ended it."""
+    exception: str = ""
+    symptom: bool = False
+    """Whether it only says that a peer is gone."""
+    resumable: bool = False
+    """Whether it stopped because it was told to, with everything saved."""
+    stalled: bool = False
+    """Whether its agent ended it because the group had made no step for too long."""
+    step: int | None = None
+    time: dt.datetime | None = None
+    """When it failed, by the clock of its node."""
+    log: str = ""
+    """What it printed."""
+    bad_nodes: tuple[int, ...] = ()
+    """Node ranks that a pre-flight found to be far slower than the others."""
+    done: bool = False
+    """Whether all its ranks had ended with 0, and only the launcher was still there to be stopped."""
+    early: bool = False
+    """Whether its rank ended with 0 while the others still waited for it."""
+    permanent: bool = False
+    """Whether agents have found that no other try helps, on any node."""
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception in a log."""
+
+    line: str
+    rank: int | None = None
+    """From the line's prefix."""
+    symptom: bool = False
+    """Whether it, or what it was raised for, only says that a peer is gone."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A row of torchrun's table: how a process ended."""
+
+    rank: int | None
+    exit_code: int
+    """128 + n where signal n ended it."""
+    root: bool
+    """Whether torchrun calls it the first; it knows only whole seconds."""
+    raised: Raised | None = None
+    """From the traceback of a script with @record."""
+
+
+class Message(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
+    """What the trainer library, or an agent, writes as the container's termination message."""
+
+    ddpjob: Literal[1]
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
+    exit_code: Annotated[int, msgspec.Meta(ge=-64, le=255)] | None = None
+    signal: str = ""
+    exception: str = ""
+    step: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] | None = None
+    time: Annotated[float, msgspec.Meta(gt=0, lt=1e11)] | None = None
+    resumable: bool = False
+    stalled: bool = False
+    symptom: bool = False
+    traceback: str = ""
+    ended: bool = False
+    """Whether an agent ended because the agents of the group had agreed on it: none that was lost says so."""
+    agent: Agent | None = None
+    """From node 0's agent: what it had restarted in place."""
+    early: bool = False
+    """Whether an agent has found that this rank ended with 0 while the others still waited for it."""
+    failure_class: str = msgspec.field(default="", name="class")
+    """What an agent has found it to be."""
+    bad_nodes: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]], msgspec.Meta(max_length=64)] = []
+
+
+def left(text: str) -> Message | None:
+    """The message alone, where there is one: its log is not looked into."""
+    return _message(_clean(text))[0]
+
+
+def read(text: str) -> Said:
+    """What a termination message or a log's end says. The library's exception counts before what the log shows."""
+    message, log = _message(_clean(text))
+    said = _read_log(log)
+    if message is None:
+        return said
+    code = _code(message.exit_code, message.signal)
+    lines = "\n".join(part for part in (message.traceback or message.exception, log) if part.strip())
+    return Said(
+        rank=said.rank if message.rank is None else message.rank,
+        exit_code=said.exit_code if code is None else code,
+        exception=message.exception.strip() or said.exception,
+        symptom=message.symptom or rules.is_symptom(message.exception),
+        resumable=not message.stalled and (message.resumable or code == rules.RESUMABLE_EXIT_CODE),
+        stalled=message.stalled,
+        step=message.step or None,  # the library says 0 before the first
+        time=_time(message.time),
+        log=lines,
+        bad_nodes=tuple(message.bad_nodes),
+        early=message.early,
+        permanent=message.ended and message.failure_class == "permanent",
+    )
+
+
+def raised(log: str) -> list[Raised]:
+    """The exceptions in a log, in the order in which they end; those that belong together (a chain) as one."""
+    chains: list[list[Raised]] = []
+    streams: dict[str, _Stream] = {}
+    for raw in log.splitlines():
+        prefix = _PREFIX.match(raw[:200])
+        name = prefix[0] if prefix else ""
+        stream = streams.setdefault(name, _Stream(_number(_RANK.search(name))))
+        stream.read(raw[len(name) :][:LINE_MAX], chains)
+    return [_of_chain(chain) for chain in chains]
+
+
+def table(log: str) -> list[Ended]:
+    """The rows of the last failure table of torchrun in a log; what stands before the rows may be cut off."""
+    rows: list[tuple[bool, dict[str, str]]] = [(True, {})]
+    root, field = True, ""
+    for line in log.splitlines():
+        if _SECTION.match(line):
+            root, field = line.startswith("Root"), ""
+            rows = [] if line.startswith("Failures") else rows
+        elif _ENTRY.match(line) or _BORDER.match(line):
+            rows.append((root, {}))
+            field = ""
+        elif rows and (found := _FIELD.match(line[:LINE_MAX])):
+            field = found[1]
+            rows[-1][1][field] = found[2] or ""
+        elif rows and field in ("traceback", "msg"):
+            rows[-1][1][field] += "\n" + line.removeprefix("  ")
+    return [row for root, fields in rows if (row := _row(root, fields)) is not None]
+
+
+def signal_name(exit_code: int | None) -> str:
+    """SIGKILL for 137; empty where no signal ended it."""
+    if exit_code is None or exit_code <= 128:
+        return ""
+    try:
+        return signals.Signals(exit_code - 128).name
+    except ValueError:
+        return ""
+
+
+class _Stream:
+    """The lines of one rank: tracebacks of several ranks of a pod are printed into each other."""
+
+    def __init__(self, rank: int | None) -> None:
+        self.rank = rank
+        self.inside = self.chained = False
+        self.thrown = ""
+        self.chain: list[Raised] = []
+
+    def read(self, line: str, chains: list[list[Raised]]) -> None:
+        line = _GUTTER.sub("", line)
+        if not line.strip():
+            return
+        if "Traceback (most recent call last):" in line:
+            self.inside = True
+        elif _CHAINED.match(line):
+            self.chained = True
+        elif thrown := _TERMINATE.match(line):
+            self.thrown = thrown[1]
+        elif self.thrown and (what := _WHAT.match(line)):
+            self._add(f"{self.thrown}: {what[1]}", chains)
+        elif line.startswith("nccl") and self.chain:
+            self.chain[-1] = self._raised(f"{self.chain[-1].line} {line}")
+        elif not line[0].isspace():
+            self._unindented(line.rstrip(), chains)
+
+    def _unindented(self, line: str, chains: list[list[Raised]]) -> None:
+        ends = _EXCEPTION.match(line) or (self.inside and _TRACEBACK_END.match(line))
+        self.inside = False
+        # torchrun's own error is not what happened, and a group is known by those in it.
+        if ends and "ChildFailedError" not in line and not _GROUP.search(line):
+            self._add(line, chains)
+
+    def _add(self, line: str, chains: list[list[Raised]]) -> None:
+        if not (self.chained and self.chain):
+            self.chain = []
+            chains.append(self.chain)
+        self.chained, self.thrown = False, ""
+        self.chain.append(self._raised(line))
+
+    def _raised(self, line: str) -> Raised:
+        return Raised(line, self.rank, rules.is_symptom(line))
+
+
+def _of_chain(chain: list[Raised]) -> Raised:
+    """What began with the loss of a peer is a symptom, whatever was raised for it; what came before it is not."""
+    if chain[0].symptom:
+        return chain[0]
+    return next(r for r in reversed(chain) if not r.symptom)
+
+
+def _read_log(log: str) -> Said:
+    rows, exceptions = table(log), raised(log)
+    told = next((m for r in reversed(exceptions) if (m := _TORCHRUN_TOLD.search(r.line))), None)
+    if told is not None and not rows:
+        # torchrun ends with 1 when it is told to stop.
+        return Said(exit_code=128 + int(told[1]), exception="", log=log, done=_TORCHRUN_WAITED in log)
+    guilty = min(rows, key=lambda row: _innocence(row, exceptions), default=None)
+    rank = guilty.rank if guilty else None
+    of_rank = [r for r in exceptions if r.rank is not None and r.rank == rank]
+    first = (guilty.raised if guilty else None) or _true(of_rank) or _true(_not_of_others(exceptions, rank))
+    code = guilty.exit_code if guilty else _spawned(exceptions)
+    first = first or (_true(raised(_cut_table(log))) if not rows else None) or _cut_line(log)
+    first = first or _interpreters(log) or Raised("")
+    return Said(
+        rank=rank if rank is not None else first.rank,
+        exit_code=code,
+        exception=first.line,
+        symptom=first.symptom,
+        resumable=code == rules.RESUMABLE_EXIT_CODE,
+        log=log,
+    )
+
+
+def _true(exceptions: list[Raised]) -> Raised | None:
+    """The last that is no symptom; where all are, the last."""
+    return next((r for r in reversed(exceptions) if not r.symptom), exceptions[-1] if exceptions else None)
+
+
+def _not_of_others(exceptions: list[Raised], rank: int | None) -> list[Raised]:
+    return [r for r in exceptions if rank is None or r.rank is None]
+
+
+def _innocence(row: Ended, exceptions: Iterable[Raised]) -> tuple[bool, bool]:
+    """torchrun stops the others with SIGTERM, and looks ten times a second: two that failed in between are ordered
+    by their number, so that a symptom may be its root cause."""
+    own = row.raised or _true([r for r in exceptions if r.rank is not None and r.rank == row.rank])
+    symptom = own is not None and own.symptom
+    return (symptom or row.exit_code in (143, rules.RESUMABLE_EXIT_CODE), not row.root)
+
+
+def _row(root: bool, fields: dict[str, str]) -> Ended | None:
+    code = _integer(fields.get("exitcode", ""))
+    if code is None or code == 0:
+        return None
+    text = fields.get("traceback", fields.get("msg", ""))
+    found = _true(raised(text))
+    rank = _integer(fields.get("rank", ""))
+    rank = None if rank is None or rank < 0 else rank  # a log may hold any text; there is no rank -1
+    found = None if found is None else replace(found, rank=rank)
+    return Ended(rank, code if code > 0 else 128 - code, root, found)
+
+
+def _cut_table(log: str) -> str:
+    """The end of a traceback in a table whose head is cut off: a deep one is longer than what the kubelet keeps."""
+    lines = log.rstrip().splitlines()
+    if not lines or not _BORDER.match(lines[-1]):
+        return ""
+    return "\n".join(_indented(lines[1:-1]))
+
+
+def _indented(lines: Iterable[str]) -> Iterator[str]:
+    return (line.removeprefix("  ") for line in lines if line.startswith("  "))
+
+
+def _cut_line(log: str) -> Raised | None:
+    """A peer's complaint whose head is cut off: gloo's line and torchrun's table are just longer than 2 kB."""
+    line = log.partition("\n")[0]
+    if rules.SYMPTOMS.search(line) and _TORCHS_OWN.search(line):
+        return Raised(f"…{line}", symptom=True)
+    return None
+
+
+def _interpreters(log: str) -> Raised | None:
+    """`python nowhere.py` says so in a line of its own, without an exception; so does what starts containers."""
+    lines = (_PREFIX.sub("", line[:LINE_MAX]) for line in log.splitlines())
+    found = next((line for line in lines if _SAYS_SO.search(line) and rules.CANNOT_EVER_START.match(line)), None)
+    return None if found is None else Raised(found.strip())
+
+
+def _message(text: str) -> tuple[Message | None, str]:
+    first, _, rest = text.partition("\n")
+    try:
+        said = msgspec.json.decode(first.encode(), type=Message)
+    except NOT_READABLE:
+        return None, text
+    # Anew: JSON has made characters of \u001b that were none when the text was cleaned.
+    return replaced(said, exception=clean(said.exception), traceback=clean(said.traceback)), rest
+
+
+def _clean(text: str) -> str:
+    return clean(text[-READ_MAX:])
+
+
+def _code(exit_code: int | None, signal: str) -> int | None:
+    if signal in signals.Signals.__members__:
+        return 128 + signals.Signals[signal].value
+    if exit_code is None or exit_code == 0:
+        return None
+    return exit_code if exit_code > 0 else 128 - exit_code
+
+
+def _spawned(exceptions: list[Raised]) -> int | None:
+    found = next((m for r in reversed(exceptions) if (m := _SPAWNED.search(r.line))), None)
+    return None if found is None else _code(int(found[1]) if found[1] else None, found[2] or "")
+
+
+def _time(seconds: float | None) -> dt.datetime | None:
+    return None if seconds is None else dt.datetime.fromtimestamp(seconds, dt.timezone.utc)
+
+
+def _number(found: re.Match[str] | None) -> int | None:
+    return int(found[1]) if found else None
+
+
+def _integer(text: str) -> int | None:
+    found = re.match(r"-?\d{1,9}\b", text)
+    return int(found[0]) if found else None

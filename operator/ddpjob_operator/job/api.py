@@ -1,0 +1,382 @@
+"""The DDPJob resource: its fields, their defaults and their meaning.
+
+This is the one source of the CRD (`crd.py` writes the docstring below each field into it), of the defaults and of
+the reference in docs/. What a value may be is said here by its type; rules between fields stand in `validation.py`.
+Field names follow batch/v1 Job and torchrun. Times are timezone-aware datetimes in UTC, durations whole seconds.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
+
+from ddpjob.core import rules
+from ddpjob_operator.job import bounds
+
+GROUP = "training.ddpjob.io"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "DDPJob"
+PLURAL = "ddpjobs"
+
+# `<job>-<rank>` is the hostname of a pod, at most 63 characters, and a rank has at most 5 digits.
+NAME_LENGTH_MAX = 57
+NODES_MAX = bounds.NODES_MAX
+# The job's name is also its Service's name, and a Service wants a DNS-1035 label: it starts with a letter.
+NAME_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
+
+SECONDS_MAX = bounds.SECONDS_MAX
+Seconds = Annotated[int, Meta(ge=1, le=SECONDS_MAX)]
+SecondsOrZero = Annotated[int, Meta(ge=0, le=SECONDS_MAX)]
+Count = Annotated[int, Meta(ge=0, le=bounds.COUNT_MAX)]
+# Without a zone it could not be compared with any other.
+Time = Annotated[dt.datetime, Meta(tz=True)]
+
+State = Literal["Pending", "Starting", "Running", "Restarting", "Failing", "Suspended", "Succeeded", "Failed"]
+
+
+class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+    """What the user wants."""
+
+    nodes: Annotated[int, Meta(ge=1, le=NODES_MAX)] = 1
+    """Pods of the job, one per node. Changes only while the job is suspended. The scale subresource sets it."""
+    min_nodes: Annotated[int, Meta(ge=1, le=NODES_MAX)] | None = None
+    """Not available yet: elastic jobs that go on with at least this many nodes."""
+    nproc_per_node: Annotated[int, Meta(ge=1, le=bounds.NPROC_MAX)] | Literal["auto"] = "auto"
+    """Processes per node. auto: as the launcher in the command says, else a rank a GPU, else 1."""
+    backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
+    """The torch.distributed backend for ddpjob.init(). auto: nccl with GPUs, else gloo. mpi is refused."""
+    suspend: bool = False
+    """true stops all pods gracefully, or keeps them from starting; false starts a new attempt."""
+    backoff_limit: Count = rules.BACKOFF_LIMIT
+    """Restarts charged to the application before the job fails; lost nodes and evictions are not charged."""
+    backoff_window_seconds: Seconds | None = None
+    """Only restarts within this window count against backoffLimit. Unset: all, as in a batch/v1 Job."""
+    restart_grace_seconds: SecondsOrZero | None = None
+    """How long the other ranks get to stop after one has failed: a pod at least 1. Unset: 10, or the pod's grace if
+    less; 0.1 where ddprun restarts them in place."""
+    active_deadline_seconds: Seconds | None = None
+    """The job fails when it is not finished this long after it (last) started. Unset: no limit."""
+    start_deadline_seconds: Seconds | None = None
+    """All nodes must run by then, else all pods are released and tried again after 1 to 30 min. Unset: no limit."""
+    ttl_seconds_after_finished: SecondsOrZero | None = None
+    """The job and its pods are deleted this long after it finished. Unset: they stay."""
+    clean_pod_policy: Literal["None", "Running", "All"] = "Running"
+    """Which pods are deleted once the job has finished. Pods that ended stay for `kubectl logs` unless All."""
+    one_pod_per_node: bool | Literal["auto"] = "auto"
+    """At most one pod of this job on a node. auto: yes for jobs with GPUs."""
+    failure_policy: FailurePolicy | None = None
+    """What an exit code means, in the shape of batch/v1 Job's podFailurePolicy."""
+    stall: Stall | None = None
+    """When a job that reports, and makes no step, is restarted."""
+    preflight: Literal["Never", "OnRestart", "Always"] = "OnRestart"
+    """When ddprun first measures the nodes, to name a slow one. OnRestart: after two infrastructure failures."""
+    gang: str | None = None
+    """Not available yet: who schedules all pods at once."""
+    managed_by: Annotated[str, Meta(max_length=63)] = ""
+    """Another controller that runs this job (as in batch/v1 Job). Empty: this operator."""
+    template: dict[str, Any] = field(default_factory=dict)
+    """An ordinary PodTemplateSpec. The container named `trainer`, else the first, is the trainer."""
+
+
+class FailurePolicy(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+    """What an exit code means."""
+
+    rules: list[FailureRule] = []
+    """The first rule that matches decides."""
+
+
+class FailureRule(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+    """One rule of a failure policy."""
+
+    action: rules.Action = "Count"
+    """FailJob: the job fails at once. Ignore: restart without a charge. Count: restart, charged to backoffLimit."""
+    on_exit_codes: OnExitCodes
+    """The exit codes that the rule is for: of the guilty rank where it is known, else of the container."""
+
+
+class OnExitCodes(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+    """A set of exit codes."""
+
+    operator: Literal["In", "NotIn"] = "In"
+    """In: one of the values. NotIn: none of them."""
+    values: Annotated[list[Annotated[int, Meta(ge=1, le=255)]], Meta(min_length=1, max_length=255)]
+    """Exit codes from 1 to 255."""
+
+
+class Stall(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+    """When a job that makes no step is restarted."""
+
+    timeout_seconds: SecondsOrZero | None = None
+    """Longest time without a step. Unset: learned from the job's own steps. 0: off."""
+
+
+class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+    """What is true now, written by the operator alone."""
+
+    state: State | None = None
+    """One word for people: Pending, Starting, Running, Restarting, Failing, Suspended, Succeeded or Failed."""
+    reason: str = ""
+    """Why, as one CamelCase word; the reference lists them."""
+    message: Annotated[str, Meta(max_length=4096)] = ""
+    """Why, as a sentence: who, what, since when, and what happens next."""
+    state_time: Time | None = None
+    """Since when the state holds."""
+    observed_generation: int | None = None
+    """The metadata.generation that this status speaks of."""
+    attempt: Count = 0
+    """One life of all pods of the job; every restart, resume and retry of the start takes the next number."""
+    attempt_time: Time | None = None
+    """When the pods of this attempt were (or, in the future, will be) asked for."""
+    running_time: Time | None = None
+    """When the trainers of all nodes ran in this attempt for the first time."""
+    first_step_time: Time | None = None
+    """When this attempt reported its first step."""
+    start_retries: Count = 0
+    """How often in a row the pods were released because not all ran by startDeadlineSeconds."""
+    restarts: Restarts | None = None
+    """Restarts so far, by what they are charged to."""
+    nodes: Nodes | None = None
+    """How many nodes the job wants, and how many run now."""
+    started_nodes: str = ""
+    """Node ranks whose trainer has run in this attempt, as ranges: 0-5,8."""
+    replacements: dict[str, Count] = {}
+    """How often the pod of a node was replaced alone in this attempt, by node rank; needs ddprun."""
+    in_place: InPlace | None = None
+    """What the agent of node 0 has restarted in place in this attempt, as far as `restarts` counts it."""
+    completed_nodes: str = ""
+    """Node ranks whose trainer ended with 0 in this attempt, as ranges: 0-5,8."""
+    selector: str = ""
+    """Label selector of the job's pods, for the scale subresource."""
+    start_time: Time | None = None
+    """When the job (last) started; unset while it is suspended."""
+    completion_time: Time | None = None
+    """When the job succeeded or failed and its last pod had ended."""
+    master_addr: str = ""
+    """Where the other ranks meet rank 0, as host:port."""
+    progress: Progress | None = None
+    """What the training reports."""
+    furthest_step: Count | None = None
+    """The furthest step of all ranks before those that train now; unset while none has reported a step."""
+    last_failure: Failure | None = None
+    """The root cause of the last failure."""
+    failures: list[FailureLine] = []
+    """The last 10 failures, short, the newest last."""
+    avoided_nodes: list[AvoidedNode] = []
+    """Nodes that failed this job repeatedly, and that its next pods stay away from until a given time."""
+    goodput: Goodput | None = None
+    """Where the time went, up to stateTime."""
+    display: Display | None = None
+    """The texts that `kubectl get` shows."""
+    conditions: list[Condition] = []
+    """Accepted, Running, Suspended, FailureTarget, Complete and Failed, as in batch/v1 Job."""
+
+
+class Restarts(Struct, rename="camel", frozen=True, kw_only=True):
+    """Restarts so far, by what they are charged to."""
+
+    application: Count = 0
+    """Charged to backoffLimit."""
+    infrastructure: Count = 0
+    """Nodes, evictions, preemption: never charged to the application."""
+    stall: Count = 0
+    """No step for too long."""
+    total: Count = 0
+    """All of them."""
+    in_a_row: Count = 0
+    """Restarts without a new step since the last one: the back-off follows it."""
+    charged_in_a_row: Count = 0
+    """Those of them charged to application or stall: three stop a job that reports steps."""
+    charged_at: list[Time] = []
+    """When the application was charged, where backoffWindowSeconds is set."""
+    uncharged_in_a_row: Count = 0
+    """Restarts charged to infrastructure since the last new step: a hundred stop the job."""
+    peers_lost: Count = 0
+    """Those of them for which only complaints about lost peers were found: the next one is the application's."""
+
+
+class InPlace(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+    """Restarts without new pods, as one agent counts them in its life."""
+
+    replacement: Count = 0
+    """Which pod of node 0 it runs in."""
+    earlier: Count = 0
+    """Restarts in place that were counted in this attempt by agents in earlier pods of node 0."""
+    application: Count = 0
+    """Charged to backoffLimit."""
+    infrastructure: Count = 0
+    """Lost connections between nodes."""
+    stall: Count = 0
+    """No step for too long."""
+
+
+class Nodes(Struct, rename="camel", frozen=True, kw_only=True):
+    """Nodes of the job."""
+
+    total: Count = 0
+    """Nodes that the job wants."""
+    ready: Count = 0
+    """Nodes whose trainer runs and is ready now."""
+
+
+class Progress(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+    """What the training reports, from rank 0."""
+
+    step: Count
+    """Optimizer steps done."""
+    total_steps: Count | None = None
+    """Optimizer steps of the whole training, where it is known."""
+    percent: Annotated[int, Meta(ge=0, le=100)] | None = None
+    """step of totalSteps."""
+    eta_seconds: Count | None = None
+    """How long it will take at the present pace."""
+    samples_per_second: float | None = None
+    """Samples of all ranks together."""
+    world_size: Count | None = None
+    """The number of ranks that the training itself sees; other than nodes x nprocPerNode, it did not form one group."""
+    metrics: dict[str, str] = {}
+    """At most 16 values with a name, as text."""
+    attempt: Count = 0
+    """The attempt that reported."""
+    updated: Time
+    """When the report arrived."""
+
+
+class Failure(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+    """The root cause of a failure: the earliest that is not a symptom of a lost peer."""
+
+    attempt: Count
+    """The attempt that failed."""
+    rank: Count | None = None
+    """The global rank, where it is known."""
+    node_rank: Count
+    """The node's rank in the job."""
+    pod: str = ""
+    """The pod's name."""
+    init_container: str = ""
+    """The init container that failed; the trainer never ran then."""
+    node: str = ""
+    """The cluster node it ran on."""
+    exit_code: int | None = None
+    """The exit code of the guilty rank where it is known, else of the container."""
+    signal: str = ""
+    """The signal's name where a signal ended it: SIGKILL."""
+    reason: str = ""
+    """What the kubelet or the process said in a word: OOMKilled, Error, NodeLost, Stalled."""
+    failure_class: str = field(default="", name="class")
+    """application, outOfMemory, infrastructure, stall or permanent; unset until all pods of the attempt have ended."""
+    charged_to: str = ""
+    """The restart that paid for it: application, infrastructure or stall. Unset: none."""
+    step: Count | None = None
+    """The last step that the training had reported."""
+    exception: str = ""
+    """The exception's line, where the log has one."""
+    log_tail: Annotated[str, Meta(max_length=2048)] = ""
+    """The end of the log."""
+    time: Time
+    """When it happened."""
+
+
+class FailureLine(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+    """A failure in one line."""
+
+    attempt: Count
+    """The attempt that failed."""
+    message: Annotated[str, Meta(max_length=300)]
+    """Who and what."""
+    failure_class: str = field(default="", name="class")
+    """What it was, as in lastFailure."""
+    node: str = ""
+    """The cluster node."""
+    time: Time
+    """When."""
+
+
+class AvoidedNode(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+    """A node that failed this job repeatedly."""
+
+    node: str
+    """Its name."""
+    until: Time
+    """New pods may go there again."""
+    message: Annotated[str, Meta(max_length=300)] = ""
+    """Why."""
+
+
+class Goodput(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+    """Where the time went, up to stateTime; the state that holds now is not counted yet."""
+
+    productive_seconds: Count = 0
+    """All nodes ran and steps were made, or one was under way and took no longer than is expected."""
+    idle_seconds: Count = 0
+    """All nodes ran, and after the last step none came for longer than expected, or until ranks that had started anew
+    in place made one."""
+    unreported_seconds: Count = 0
+    """All nodes ran, and no step was ever reported: whether they trained is not known."""
+    starting_seconds: Count = 0
+    """Waiting for nodes, images, peers and the first step."""
+    restarting_seconds: Count = 0
+    """After a failure, until all nodes trained again."""
+    lost_steps: Count = 0
+    """Steps that had to be repeated after a restart."""
+    ratio: float | None = None
+    """productiveSeconds of all seconds; unset where no step was ever reported."""
+    idle_since: Time | None = None
+    """Since when no step is made, while that lasts."""
+    counted_until: Time | None = None
+    """Up to when the seconds are counted, where that is later than stateTime."""
+
+
+class Display(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+    """The texts that `kubectl get` shows; printer columns cannot join two fields."""
+
+    nodes: str = ""
+    """2/2"""
+    step: str = ""
+    """312/1125"""
+    progress: str = ""
+    """28%"""
+    eta: str = ""
+    """3h10m"""
+
+
+class Condition(Struct, rename="camel", frozen=True, kw_only=True):
+    """metav1.Condition."""
+
+    type: str
+    """Accepted, Running, Suspended, FailureTarget, Complete or Failed."""
+    status: Literal["True", "False", "Unknown"]
+    """Whether it holds."""
+    reason: str
+    """Why, as one CamelCase word."""
+    message: str = ""
+    """Why, as a sentence."""
+    last_transition_time: Time
+    """Since when the status of this condition holds."""
+    observed_generation: int | None = None
+    """The metadata.generation that it speaks of."""
+
+
+class Metadata(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+    """The part of ObjectMeta that decisions read; the rest belongs to the API server."""
+
+    name: str = ""
+    namespace: str = "default"
+    uid: str = ""
+    generation: int | None = None
+    resource_version: str = ""
+    deletion_timestamp: Time | None = None
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+
+
+class DDPJob(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+    """A PyTorch DistributedDataParallel job."""
+
+    api_version: str = API_VERSION
+    kind: str = KIND
+    metadata: Metadata = Metadata()
+    spec: Spec = Spec()
+    status: Status = Status()

@@ -1,0 +1,286 @@
+"""What the trainer's command says to torchrun or torch.distributed.launch, and where that contradicts the job.
+
+Such a contradiction hangs or fails: the launcher waits for nodes that never come (docs/measured.md), so it is refused
+before anything starts. What a shell script or a Python file does inside is not read here.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from ddpjob_operator.job import api, bounds
+from ddpjob_operator.job.podspec import gpus, trainer_container
+
+Found = Iterator[tuple[tuple[str | int, ...], str]]
+
+# torchrun's options that take no value (torch/distributed/run.py, 2.13); all others take one.
+_FLAGS = {
+    "standalone", "module", "no_python", "run_path", "use_env", "virtual_local_rank", "help", "no_preload",
+}  # fmt: skip
+# The options that are read here, with all that argparse could mean by a prefix of them.
+_OPTIONS = (
+    "nnodes nproc_per_node rdzv_backend rdzv_endpoint rdzv_id rdzv_conf standalone max_restarts monitor_interval "
+    "start_method event_log_handler role module no_python run_path log_dir redirects tee local_ranks_filter "
+    "duplicate_stdout_filters duplicate_stderr_filters node_rank master_addr master_port local_addr logs_specs "
+    "numa_binding signals_to_handle shutdown_timeout virtual_local_rank use_env help preload no_preload"
+).split()
+_LAUNCHERS = {"torchrun", "ddprun"}
+MODULES = {"torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher"}
+# An address that cannot be the one where all nodes meet: this node's own, or an IP, which no pod has before it runs.
+_NO_MEETING_PLACE = re.compile(
+    r"^(localhost|\$\{?HOSTNAME\}?|\$\(hostname\)?|\d+\.\d+\.\d+\.\d+|\[?[0-9a-fA-F:]*::[0-9a-fA-F:]*\]?)$"
+)
+# How scripts in the wild name the option for init_method.
+_MEETING_FILE = re.compile(r"^--(?:dist|init)[-_](?:url|method)(?:=|$)")
+# Volumes that are a pod's own; any other may be the same folder on all nodes.
+_OWN_VOLUMES = {"emptyDir", "ephemeral", "configMap", "secret", "projected", "downwardAPI", "image"}
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A launcher found in a command, with its own options by their full names."""
+
+    name: str
+    options: dict[str, str] = field(default_factory=dict)
+
+
+def find(command: list[str]) -> Launcher | None:
+    """The launcher that `command` (command + args) starts, also inside `sh -c "…"`; None where there is none."""
+    words = _words(command)
+    for i, word in enumerate(words):
+        name = word.rsplit("/", 1)[-1]
+        if name in _LAUNCHERS:
+            return Launcher(name, _options(words[i + 1 :]))
+        if word == "-m" and words[i + 1 : i + 2] == ["ddpjob.agent"]:
+            return Launcher("ddprun", _options(words[i + 2 :]))
+        if word == "-m" and words[i + 1 : i + 2] and words[i + 1] in MODULES:
+            return Launcher(words[i + 1], _options(words[i + 2 :]))
+        if re.search(r"torch/distributed/(run|launch)\.py$", word):
+            return Launcher(name, _options(words[i + 1 :]))
+    return None
+
+
+def command_of(template: dict[str, Any]) -> list[str]:
+    """command + args of the trainer, as text."""
+    trainer = trainer_container(template) or {}
+    parts = [*(trainer.get("command") or []), *(trainer.get("args") or [])]
+    return [part for part in parts if isinstance(part, str)]
+
+
+def restarts_in_place(spec: api.Spec) -> bool:
+    """Whether the ranks of a pod have an agent over them that survives theirs, and its peers'."""
+    found = find(command_of(spec.template))
+    return found is not None and found.name == "ddprun"
+
+
+def nproc_per_node(template: dict[str, Any]) -> int | None:
+    """--nproc-per-node of the command where it is a number."""
+    launcher = find(command_of(template))
+    value = launcher.options.get("nproc_per_node", "") if launcher else ""
+    return _number(value) if _number(value) > 0 else None
+
+
+def warnings(spec: api.Spec) -> list[str]:
+    """What the command asks of its launcher, which the user may have, and should know about."""
+    launcher = find(command_of(spec.template))
+    if launcher is not None and launcher.name == "ddprun":  # which restarts in place, and gives every node its place
+        return []
+    options, said = launcher.options if launcher else {}, []
+    if spec.preflight == "Always":
+        said.append("preflight: Always is obeyed by ddprun alone; or call ddpjob.preflight.run() in the script")
+    if options.get("max_restarts", "0") != "0":
+        said.append(f"--max-restarts={options['max_restarts']}: torchrun's own restart hangs when a node is lost")
+    if options.get("rdzv_backend", "static") != "static":
+        said.append(
+            f"--rdzv-backend={options['rdzv_backend']} numbers the nodes as they come: rank k is on any of them"
+        )
+    return said
+
+
+def script(words: list[str]) -> str | None:
+    """The Python file that a command starts, where that is plain to see: `python -u x.py`, `torchrun --tee 3 x.py`."""
+    program = words[0].rsplit("/", 1)[-1] if words else ""
+    if program in _LAUNCHERS:
+        rest = _after_options(words[1:])
+    elif re.fullmatch(r"python[\d.]*", program):
+        rest = after_python_options(words[1:])
+        if rest[:1] == ["-m"] and rest[1:2] and rest[1] in MODULES:
+            rest = _after_options(rest[2:])
+    else:
+        return None
+    return rest[0] if rest and rest[0].endswith(".py") else None
+
+
+def contradictions(spec: api.Spec) -> Found:
+    """Where the launcher's own options contradict the job: path below spec, and a sentence with the mend.
+
+    For a template that has the shape of one (validation.py).
+    """
+    trainer = trainer_container(spec.template) or {}
+    path = ("template", "spec", "containers", _index_of(spec, trainer), "command" if "command" in trainer else "args")
+    yield from ((path, sentence) for sentence in _meeting_file(spec, trainer))
+    launcher = find(command_of(spec.template))
+    if launcher is None:
+        return
+    for sentence in (*_nodes(launcher, spec), *_several_nodes(launcher, spec), *_processes(launcher, spec)):
+        yield path, f"{launcher.name} {sentence}"
+
+
+def _nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
+    wanted = launcher.options.get("nnodes", "")
+    if ":" in wanted and len(set(wanted.split(":"))) > 1:
+        yield f"--nnodes={wanted} asks for an elastic job, which is not available yet. Remove --nnodes."
+    elif wanted.split(":")[0].isdecimal() and _number(wanted.split(":")[0]) != spec.nodes:
+        yield f"--nnodes={wanted} contradicts spec.nodes: {spec.nodes}. Remove --nnodes: the job sets it."
+    rank = launcher.options.get("node_rank", "")
+    if spec.nodes == 1 and _number(rank) > 0:
+        yield f"--node_rank={rank} waits for node 0, and spec.nodes: 1 has no other. Remove it: the job sets it."
+
+
+def _several_nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
+    if spec.nodes == 1:
+        return
+    options = launcher.options
+    if "standalone" in options:
+        yield f"--standalone is for one node, and spec.nodes is {spec.nodes}: each node would train alone. Remove it."
+    if options.get("node_rank", "").isdecimal():
+        rank = options["node_rank"]
+        yield f"--node_rank={rank} gives all {spec.nodes} nodes the same rank. Remove it, or use $(NODE_RANK)."
+    backend = options.get("rdzv_backend", "static")
+    if backend != "static" and not options.get("rdzv_endpoint") and not _sets(spec, "PET_RDZV_ENDPOINT"):
+        yield (
+            f"--rdzv_backend={backend} without --rdzv_endpoint: each of {spec.nodes} nodes waits at its own address. "
+            "Add --rdzv_endpoint=$(MASTER_ADDR):$(MASTER_PORT)."
+        )
+    for name in ("master_addr", "rdzv_endpoint"):
+        host, port = _host_and_port(options.get(name, ""), options.get("master_port", "") if "addr" in name else "")
+        if _NO_MEETING_PLACE.match(host):
+            mend = "Remove it: the job sets it." if "addr" in name else "Use $(MASTER_ADDR):$(MASTER_PORT)."
+            yield f"--{name}={options[name]} keeps {spec.nodes} nodes apart. {mend}"
+        elif port == "0":
+            yield f"port 0 is another one on each of {spec.nodes} nodes, so they never meet. Use $(MASTER_PORT)."
+
+
+def _host_and_port(endpoint: str, port: str) -> tuple[str, str]:
+    host, _, own = endpoint.rpartition(":") if re.search(r":\d+$", endpoint) else (endpoint, "", "")
+    return host, own or port
+
+
+def _processes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
+    wanted = launcher.options.get("nproc_per_node", "")
+    if isinstance(spec.nproc_per_node, int) and wanted.isdecimal() and _number(wanted) != spec.nproc_per_node:
+        yield (
+            f"--nproc_per_node={wanted} contradicts spec.nprocPerNode: {spec.nproc_per_node}. "
+            "Remove one of them: the job sets the option."
+        )
+    if wanted == "gpu" and not gpus(spec.template):
+        yield "--nproc_per_node=gpu: the trainer's limits have no GPU. Remove it: the job sets the option."
+    if launcher.name.endswith("launch") and "no_python" in launcher.options and "use_env" not in launcher.options:
+        yield "--no_python cannot hand over --local-rank. Add --use_env, or use torchrun."
+
+
+def _meeting_file(spec: api.Spec, trainer: dict[str, Any]) -> Iterator[str]:
+    """init_method file:// in an option, on a folder that each node has for itself: all would wait there."""
+    words = _words(command_of(spec.template))
+    for word, following in pairwise([*words, ""]):
+        named = _MEETING_FILE.match(word)
+        value = (word.partition("=")[2] or following) if named else ""
+        path = value.removeprefix("file://")
+        if spec.nodes > 1 and path.startswith("/") and path != value and not _may_be_shared(path, spec, trainer):
+            yield (
+                f"{word.partition('=')[0]}={value}: {spec.nodes} nodes share no folder there, so they never meet. "
+                "Mount a volume that all nodes share (a ReadWriteMany claim), or use env://."
+            )
+
+
+def _may_be_shared(path: str, spec: api.Spec, trainer: dict[str, Any]) -> bool:
+    kinds = {
+        str(v.get("name")): next((k for k in v if k != "name"), "emptyDir")
+        for v in _list(spec.template["spec"], "volumes")
+    }
+    mounts = {
+        str(m.get("mountPath", "")).rstrip("/"): kinds.get(str(m.get("name"))) for m in _list(trainer, "volumeMounts")
+    }
+    above = [mount for mount in mounts if path.startswith(f"{mount}/")]
+    return bool(above) and mounts[max(above, key=len)] not in _OWN_VOLUMES
+
+
+def _sets(spec: api.Spec, name: str) -> bool:
+    trainer = trainer_container(spec.template) or {}
+    return any(entry.get("name") == name for entry in _list(trainer, "env"))
+
+
+def _list(source: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The mappings of a list that may have any shape: what is wrong with it is said elsewhere."""
+    given = source.get(name)
+    return [item for item in given if isinstance(item, dict)] if isinstance(given, list) else []
+
+
+def _words(command: list[str]) -> list[str]:
+    """The command's words; the script of `sh -c` is split into its own."""
+    words: list[str] = []
+    for part in command:
+        inner = " " in part.strip() and ("torchrun" in part or "torch.distributed" in part or "ddprun" in part)
+        try:
+            words += shlex.split(part, comments=True) if inner else [part]
+        except ValueError:  # an unclosed quote: the shell's problem, not a contradiction
+            words.append(part)
+    return words
+
+
+def _options(words: list[str]) -> dict[str, str]:
+    """The launcher's options, up to the script: what follows the script belongs to the script."""
+    return read_options(words)[0]
+
+
+def _after_options(words: list[str]) -> list[str]:
+    """What the launcher starts; nothing that could be a file after -m or --no-python."""
+    options, rest = read_options(words)
+    return [] if {"module", "no_python"} & set(options) else rest
+
+
+def after_python_options(words: list[str]) -> list[str]:
+    """What `python` is to run: a file, or -m or -c with what follows."""
+    rest = list(words)
+    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
+        del rest[: 2 if rest[0] in ("-X", "-W") else 1]
+    return rest
+
+
+def read_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """torchrun's options by their full names, and what follows them."""
+    found: dict[str, str] = {}
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith("-") or word == "--":
+            return found, [*([] if word == "--" else [word]), *rest]
+        name, has_value, value = word.lstrip("-").partition("=")
+        full = (
+            _full_name(name) if word.startswith("--") else {"m": "module", "r": "redirects", "t": "tee"}.get(name, name)
+        )
+        if full in _FLAGS:
+            found[full] = "1"
+        else:
+            found[full] = value if has_value else next(rest, "")
+    return found, []
+
+
+def _full_name(name: str) -> str:
+    """argparse takes an unambiguous prefix: --nnode is --nnodes."""
+    name = name.replace("-", "_")
+    matches = [o for o in _OPTIONS if o.startswith(name)]
+    return name if name in _OPTIONS or len(matches) != 1 else matches[0]
+
+
+def _index_of(spec: api.Spec, trainer: dict[str, Any]) -> int:
+    return next(i for i, c in enumerate(spec.template["spec"]["containers"]) if c is trainer)
+
+
+def _number(text: str) -> int:
+    """-1 for what is no number, or none that could be meant."""
+    return bounds.number(text, bounds.COUNT_MAX)

@@ -1,0 +1,37 @@
+"""Sets of numbers as text, 0-5,8: as batch/v1 Job writes its completedIndexes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ddpjob_operator.job import bounds
+
+# Every second one of 99,999 nodes is the longest that `text` writes.
+TEXT_LENGTH_MAX = 300_000
+
+
+def text(numbers: Iterable[int]) -> str:
+    """0-5,8: as batch/v1 Job writes its completedIndexes."""
+    spans: list[list[int]] = []
+    for n in sorted(set(numbers)):
+        if spans and spans[-1][1] == n - 1:
+            spans[-1][1] = n
+        else:
+            spans.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def parse(written: str) -> frozenset[int]:
+    """The inverse of `text`; a damaged part counts as nothing, for a status may come from anywhere."""
+    found: set[int] = set()
+    for part in written[:TEXT_LENGTH_MAX].split(","):
+        first, _, last = part.partition("-")
+        span = bounds.number(first, bounds.NODES_MAX), bounds.number(last or first, bounds.NODES_MAX)
+        if -1 not in span:
+            found.update(range(span[0], span[1] + 1))
+    return frozenset(found)
+
+
+def for_people(node_ranks: Sequence[int]) -> str:
+    """`1, 4-7` for messages."""
+    return text(node_ranks).replace(",", ", ")

@@ -1,0 +1,134 @@
+"""The reference in docs/, written from the same types, rules and reasons that the operator and the CRD use. Pure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from msgspec import inspect as types
+
+from ddpjob_operator.job import api, crd, reasons, validation
+
+INTRO = f"""\
+<!-- Written from api.py by `python -m ddpjob_operator.job.reference`. Change the types, then run it again. -->
+# DDPJob reference
+
+`apiVersion: {api.API_VERSION}`, `kind: {api.KIND}`, short name `ddp`. `kubectl explain ddpjob.spec` says the
+same. Times are in UTC, durations whole seconds. A field that is not set, or null, has its default.
+"""
+
+STATUS = """\
+## status
+
+Written by the operator, and by `ddpjob run --status FILE`; nothing else writes it. A field that is missing is not known
+yet, or has nothing to say.
+"""
+
+REASONS = """\
+## Reasons
+
+`status.reason` and the events say why in one of these words; `status.message` says it in a sentence.
+"""
+
+
+def to_markdown() -> str:
+    """docs/reference.md."""
+    spec = _table(("Field", "Type", "Default", "Meaning"), _fields(api.Spec, "", with_default=True))
+    status = _table(("Field", "Type", "Meaning"), _fields(api.Status, "", with_default=False))
+    why = _table(("Reason", "Event", "When"), (_reason(r) for r in reasons.ALL.values()))
+    rules = "".join(f"- {line}\n" for line in _rules())
+    return "\n".join((INTRO, "## spec\n", spec, "### Rules\n", rules, STATUS, status, _columns(), REASONS, why))
+
+
+def _fields(owner: type[msgspec.Struct], prefix: str, *, with_default: bool) -> Iterator[tuple[str, ...]]:
+    """A row for each field, and below it the rows of the fields inside."""
+    for name, field in crd.fields(owner).items():
+        kind = _without_none(field.type)
+        path = f"{prefix}{name}"
+        default = (_default(owner, field),) if with_default else ()
+        yield (f"`{path}`", _say(kind), *default, _escaped(crd.meaning(owner, field)))
+        inner, dot = (kind.item_type, "[].") if isinstance(kind, types.ListType) else (kind, ".")
+        if isinstance(inner, types.StructType):
+            yield from _fields(inner.cls, path + dot, with_default=with_default)
+
+
+def _default(owner: type, field: types.Field) -> str:
+    if crd.is_required(owner, field):
+        return "required"
+    value = crd.default(field)
+    return "unset" if value is None else f"`{validation.say(value).strip(chr(34))}`"
+
+
+def _without_none(kind: types.Type) -> types.Type:
+    if not isinstance(kind, types.UnionType):
+        return kind
+    rest = tuple(t for t in kind.types if not isinstance(t, types.NoneType))
+    return rest[0] if len(rest) == 1 else types.UnionType(rest)
+
+
+def _say(kind: types.Type) -> str:
+    """A type in words."""
+    if isinstance(kind, types.UnionType):
+        words_first = sorted(kind.types, key=lambda t: not isinstance(t, types.LiteralType))
+        return ", ".join(_say(t) for t in words_first)
+    if isinstance(kind, types.LiteralType):
+        return ", ".join(f"`{v}`" for v in kind.values)
+    if isinstance(kind, types.ListType):
+        return f"list of: {_say(kind.item_type)}"
+    if isinstance(kind, types.IntType):
+        return f"whole number{_between(kind.ge, kind.le)}"
+    if isinstance(kind, types.StrType) and kind.max_length is not None:
+        return f"text, at most {kind.max_length:,} characters"
+    return _WORDS[type(kind)]
+
+
+_WORDS: dict[type[types.Type], str] = {
+    types.BoolType: "`true`, `false`",
+    types.FloatType: "number",
+    types.StrType: "text",
+    types.DateTimeType: "time",
+    types.DictType: "mapping",
+    types.StructType: "mapping",
+}
+
+
+def _between(low: Any, high: Any) -> str:
+    if high is not None:
+        return f" {low or 0}–{high}"
+    return "" if low is None else f" ≥ {low}"
+
+
+def _rules() -> Iterator[str]:
+    """What must hold beyond the types: the sentences that the API server answers with."""
+    for _, message in crd.NAME_RULES:
+        yield f"`metadata.name` {_escaped(message)}"
+    for rule in validation.RULES:
+        yield f"`spec.{rule.field}`: {_escaped(rule.message)}"
+    *first, last = (f"`spec.{name}`" for name in crd.UNCHANGED)
+    yield f"{', '.join(first)} and {last}: each {_escaped(crd.STOP_FIRST)}"
+
+
+def _columns() -> str:
+    shown = ", ".join(name for name, _, _, wide in crd.COLUMNS if not wide)
+    more = ", ".join(name for name, _, _, wide in crd.COLUMNS if wide)
+    return f"`kubectl get ddp` shows {shown}; `-o wide` also {more}.\n"
+
+
+def _reason(reason: reasons.Reason) -> tuple[str, str, str]:
+    return f"`{reason.name}`", "Warning" if reason.warning else "Normal", _escaped(reason.when)
+
+
+def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _escaped(text: str) -> str:
+    """A cell ends at a bar, and a browser takes `<job>` for a tag."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(to_markdown())

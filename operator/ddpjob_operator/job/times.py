@@ -1,0 +1,54 @@
+"""Times that are recorded, read by a clock that may be behind the one that wrote them.
+
+Clocks are set back, and a leader whose clock is fast hands over to one whose clock is right. What is recorded for an
+hour ahead must not make anybody wait for an hour: no time that has happened is later than now, and no wait ends later
+than it would if it began now. This is the one place that says so, for the cluster, the local run and the simulation.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+
+from msgspec.structs import replace
+
+from ddpjob.core import rules
+from ddpjob_operator.job import api
+
+
+def not_ahead(
+    status: api.Status, now: dt.datetime, *, start_back_off_seconds: float, avoid_seconds: float
+) -> api.Status:
+    """The status with no time in it that `now` cannot know. start_back_off_seconds: the wait after the last start that
+    took too long; avoid_seconds: how long a node is avoided."""
+    restarts, progress = status.restarts, status.progress
+    in_a_row = 0 if restarts is None else restarts.in_a_row
+    wait = max(rules.back_off_seconds(in_a_row), start_back_off_seconds)
+    until = now + dt.timedelta(seconds=avoid_seconds)
+    return replace(
+        status,
+        state_time=_at_most(status.state_time, now),
+        start_time=_at_most(status.start_time, now),
+        running_time=_at_most(status.running_time, now),
+        first_step_time=_at_most(status.first_step_time, now),
+        completion_time=_at_most(status.completion_time, now),
+        attempt_time=_at_most(status.attempt_time, now + dt.timedelta(seconds=wait)),
+        avoided_nodes=[replace(a, until=min(a.until, until)) for a in status.avoided_nodes],
+        restarts=restarts and replace(restarts, charged_at=[min(at, now) for at in restarts.charged_at]),
+        progress=progress and replace(progress, updated=min(progress.updated, now)),
+    )
+
+
+def _at_most(at: dt.datetime | None, limit: dt.datetime) -> dt.datetime | None:
+    return None if at is None else min(at, limit)
+
+
+class Clock:
+    """Tells by how much a clock was set back since it was last read: what is remembered moves with it."""
+
+    def __init__(self) -> None:
+        self._latest: dt.datetime | None = None
+
+    def set_back(self, now: dt.datetime) -> dt.timedelta:
+        """Zero or less."""
+        before, self._latest = self._latest, now
+        return min(dt.timedelta(), now - before) if before is not None else dt.timedelta()

@@ -1,0 +1,61 @@
+"""The ranks of a job, and how they lie on its nodes: what follows from the spec alone."""
+
+from __future__ import annotations
+
+from ddpjob_operator.job import api, bounds, launcher
+from ddpjob_operator.job.podspec import gpus, grace_seconds, trainer_container
+
+
+def nproc_per_node(spec: api.Spec) -> int:
+    """Processes per node: the number in the spec; for auto what the command says, else its GPUs, else 1."""
+    if spec.nproc_per_node != "auto":
+        return spec.nproc_per_node
+    return min(bounds.NPROC_MAX, launcher.nproc_per_node(spec.template) or max(1, gpus(spec.template)))
+
+
+def world_size(spec: api.Spec) -> int:
+    """Ranks of the whole job."""
+    return spec.nodes * nproc_per_node(spec)
+
+
+def ranks_follow_nodes(spec: api.Spec) -> bool:
+    """Whether node k has the ranks from k × nproc on. Under a dynamic rendezvous (c10d, etcd) torchrun numbers the
+    nodes as they come, and says that it ignores the node rank."""
+    found = launcher.find(launcher.command_of(spec.template))
+    return found is None or found.name == "ddprun" or found.options.get("rdzv_backend", "static") == "static"
+
+
+def not_its_rank(spec: api.Spec, rank: int, node_rank: int | None) -> str:
+    """Why the pod of a node may not speak for a rank; empty: it may. node_rank None: who speaks is not known."""
+    nproc, world = nproc_per_node(spec), world_size(spec)
+    if rank >= world:
+        return f"rank: {rank} is none of the job's {world} ranks (nodes x nprocPerNode)"
+    if node_rank is not None and ranks_follow_nodes(spec) and rank // nproc != node_rank:
+        return f"rank: {rank} is not of node {node_rank}, which has {nproc} from {node_rank * nproc} on (nprocPerNode)"
+    return ""
+
+
+def rank_of_node(spec: api.Spec, node_rank: int) -> int | None:
+    """The rank of a node's only process; None where it has several, or which it is cannot be known."""
+    return node_rank if nproc_per_node(spec) == 1 and ranks_follow_nodes(spec) else None
+
+
+def backend(spec: api.Spec) -> str:
+    """The torch.distributed backend: auto is nccl for jobs with GPUs, else gloo."""
+    if spec.backend != "auto":
+        return spec.backend
+    return "nccl" if gpus(spec.template) else "gloo"
+
+
+def shutdown_timeout_seconds(spec: api.Spec) -> int:
+    """How long torchrun waits for its workers after SIGTERM: within the grace period, with time left to report.
+
+    At least 1: a negative value crashes torchrun (docs/measured.md, launchers).
+    """
+    return max(1, grace_seconds(spec.template) - 5)
+
+
+def termination_log(spec: api.Spec) -> str:
+    """Where a trainer may say why it ended; the kubelet makes the file and reads it."""
+    path = (trainer_container(spec.template) or {}).get("terminationMessagePath")
+    return path if isinstance(path, str) and path else "/dev/termination-log"

@@ -1,0 +1,427 @@
+"""Is this a DDPJob that can run, and if not, which field is wrong and how is it mended?
+
+Called by the command line (which adds file and line), by the operator (which writes the condition Accepted) and by
+`crd.py`, which writes the rules that CEL can say into the CRD: each rule between fields stands in RULES once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+from msgspec import Struct, inspect
+
+from ddpjob_operator.job import api, bounds, launcher
+from ddpjob_operator.job.bounds import NOT_READABLE
+from ddpjob_operator.job.podspec import misspelled
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: where, and a sentence with the value and the mend."""
+
+    path: Path
+    message: str
+    unreadable: bool = False
+    """Whether no pod can be made of the template: its shape is not that of one."""
+
+    def __str__(self) -> str:
+        return f"{dotted(self.path)}: {self.message}" if self.path else self.message
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule between or beyond the types: `cel` for the API server, `broken` for us, one sentence for both."""
+
+    field: str
+    cel: str
+    broken: Callable[[api.Spec], bool]
+    message: str
+    """The sentence; {field names} are filled with the values where we say it."""
+
+
+NOT_A_JOB = "a DDPJob is a mapping with apiVersion, kind, metadata and spec"
+MPI_REFUSED = '"mpi" needs a PyTorch built with MPI, and no published wheel is. Use gloo (CPU) or nccl (GPU).'
+
+WINDOWED_LIMIT_MAX = 100
+
+RULES = (
+    Rule("backend", "!has(self.backend) || self.backend != 'mpi'", lambda s: s.backend == "mpi", MPI_REFUSED),
+    Rule(
+        "minNodes",
+        "!has(self.minNodes) || self.minNodes <= self.nodes",
+        lambda s: s.min_nodes is not None and s.min_nodes > s.nodes,
+        "must be at most spec.nodes. Lower minNodes, or raise nodes.",
+    ),
+    Rule(
+        "backoffWindowSeconds",
+        f"!has(self.backoffWindowSeconds) || !has(self.backoffLimit) || self.backoffLimit <= {WINDOWED_LIMIT_MAX}",
+        lambda s: s.backoff_window_seconds is not None and s.backoff_limit > WINDOWED_LIMIT_MAX,
+        f"needs a backoffLimit of at most {WINDOWED_LIMIT_MAX}: the status keeps the time of each. Lower backoffLimit.",
+    ),
+)
+
+# The shapes of the template's fields that we read; all others are the API server's to judge. `x.y` is y in x.
+_METADATA_SHAPES = {"labels": "mapping", "annotations": "mapping"}
+_NODE_TERMS = "affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms"
+_POD_SHAPES = {
+    "volumes": "list",
+    "initContainers": "list",
+    "affinity": "mapping",
+    "affinity.podAntiAffinity": "mapping",
+    "affinity.podAntiAffinity.requiredDuringSchedulingIgnoredDuringExecution": "list",
+    "affinity.nodeAffinity": "mapping",
+    "affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution": "mapping",
+    _NODE_TERMS: "list",
+    "terminationGracePeriodSeconds": f"whole number of at most {api.SECONDS_MAX}",
+    "restartPolicy": "text",
+}
+_NAMED = ("volumes", "env", "volumeMounts")
+_VOLUME_SHAPES = {"emptyDir": "mapping", "hostPath": "mapping"}
+_CONTAINER_SHAPES = {
+    "env": "list",
+    "volumeMounts": "list",
+    "ports": "list",
+    "resources": "mapping",
+    "resources.limits": "mapping",
+    "resources.requests": "mapping",
+    "workingDir": "text",
+}
+
+# Accepted and ignored would be a lie: a field whose work is not there yet is refused where it is set.
+NOT_YET: dict[str, tuple[Callable[[api.Spec], bool], str]] = {
+    "minNodes": (lambda s: s.min_nodes is not None, "elastic jobs are not available yet. Remove it."),
+    "gang": (lambda s: s.gang is not None, "gang scheduling is not available yet. Remove it."),
+}
+
+
+def parse(raw: object) -> tuple[api.DDPJob, list[Problem]]:
+    """The job in `raw` (what YAML or JSON gave) and everything that is wrong with it.
+
+    Total: for any `raw` there is a job, with defaults in place of what could not be read, so that whoever must
+    report the problems still has its name.
+    """
+    if not isinstance(raw, Mapping):
+        return api.DDPJob(), [Problem((), f"{NOT_A_JOB}, not {say(raw)}")]
+    problems = list(_kind(raw))
+    status = _lenient(raw.get("status"), api.Status)
+    metadata = _lenient(raw.get("metadata"), api.Metadata)
+    given = raw.get("spec", {})
+    if why := bounds.refused(given):
+        return api.DDPJob(metadata=metadata, status=status), [*problems, Problem(("spec",), why)]
+    spec = typing.cast(api.Spec, _convert(given, api.Spec, ("spec",), problems) or api.Spec())
+    job = api.DDPJob(metadata=metadata, spec=spec, status=status)
+    problems += _unknown(raw, ("apiVersion", "kind", "metadata", "spec", "status"), ())
+    problems += _name(raw)
+    if not any(p.path[:1] == ("spec",) for p in problems):
+        problems += check(spec, raw.get("spec") or {})
+    elif "template" not in {p.path[1] for p in problems if len(p.path) == 2}:
+        problems += _template(spec.template)
+    return job, problems
+
+
+class UnreadableError(ValueError):
+    """A part of a stored job that cannot be read; the text names the field and the value."""
+
+
+def stored_metadata(raw: Mapping[str, Any]) -> api.Metadata:
+    """The metadata of a job that the API server holds. Raises UnreadableError."""
+    return typing.cast(api.Metadata, _stored(raw, "metadata", api.Metadata))
+
+
+def stored_status(raw: Mapping[str, Any]) -> api.Status:
+    """The status of a job that the API server holds. Raises UnreadableError: it is never taken for an empty one."""
+    return typing.cast(api.Status, _stored(raw, "status", api.Status))
+
+
+def check(spec: api.Spec, raw: Mapping[str, Any]) -> Iterator[Problem]:
+    """What is wrong with a spec whose fields have the right types."""
+    seen: set[str] = set()
+    for rule in RULES:
+        if rule.broken(spec):
+            seen.add(rule.field)
+            yield Problem(("spec", rule.field), _with_values(rule, raw))
+    for name, (is_set, message) in NOT_YET.items():
+        if name not in seen and is_set(spec):
+            yield Problem(("spec", name), message)
+    misshapen = [*_template(spec.template)]
+    yield from misshapen
+    if not misshapen:
+        yield from (Problem(("spec", *where), text) for where, text in launcher.contradictions(spec))
+
+
+def dotted(path: Path) -> str:
+    """spec.template.spec.containers[0].name"""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def say(value: object) -> str:
+    """A value as it stands in YAML, cut to a length that fits a line."""
+    if value is None:
+        return "empty"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f'"{value[:60]}"' + ("…" if len(value) > 60 else "")
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    return str(value)[:60]
+
+
+def suggestion(name: str, known: typing.Iterable[str]) -> str:
+    """`; did you mean nodes?` or nothing."""
+    known = list(known)
+    begins = [k for k in known if len(name) > 2 and k.lower().startswith(name.lower())]
+    close = begins if len(begins) == 1 else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _kind(raw: Mapping[Any, Any]) -> Iterator[Problem]:
+    if raw.get("kind") != api.KIND:
+        yield Problem(("kind",), f"must be {api.KIND}, is {say(raw.get('kind'))}")
+    elif raw.get("apiVersion") != api.API_VERSION:
+        yield Problem(("apiVersion",), f"must be {api.API_VERSION}, is {say(raw.get('apiVersion'))}")
+    if "spec" not in raw:
+        yield Problem((), "spec is missing: say at least spec.nodes and spec.template")
+
+
+def _name(raw: Mapping[Any, Any]) -> Iterator[Problem]:
+    metadata = raw.get("metadata")
+    if not isinstance(metadata, Mapping):
+        yield Problem(("metadata",), f"must be a mapping with a name, is {say(metadata)}")
+        return
+    name = metadata.get("name")
+    if not isinstance(name, str) or not name:
+        yield Problem(("metadata", "name"), f"must be a name, is {say(name)}")
+    elif len(name) > api.NAME_LENGTH_MAX:
+        why = f"must have at most {api.NAME_LENGTH_MAX} characters (its pods' hostnames add a rank), has {len(name)}"
+        yield Problem(("metadata", "name"), why)
+    elif not re.match(api.NAME_PATTERN, name):
+        why = "must be lower-case letters, digits and -, from a letter to a letter or digit (it names a Service)"
+        why += f", is {say(name)}"
+        yield Problem(("metadata", "name"), why)
+
+
+def _with_values(rule: Rule, raw: Mapping[str, Any]) -> str:
+    if rule.field == "minNodes":
+        return f"{raw['minNodes']} is more than spec.nodes: {raw.get('nodes', 1)}. Lower minNodes, or raise nodes."
+    return rule.message
+
+
+def _template(template: Mapping[str, Any]) -> Iterator[Problem]:
+    yield from (replace(problem, unreadable=True) for problem in _shape_of(template))
+
+
+def _shape_of(template: Mapping[str, Any]) -> Iterator[Problem]:
+    path: Path = ("spec", "template", "spec")
+    pod = template.get("spec")
+    yield from _shapes(template, {"metadata": "mapping"}, path[:2])
+    if isinstance(template.get("metadata"), Mapping):
+        yield from _shapes(template["metadata"], _METADATA_SHAPES, (*path[:2], "metadata"))
+    if not isinstance(pod, Mapping):
+        yield Problem(path[: 3 if pod is not None else 2], "needs a spec with at least one container")
+        return
+    containers = pod.get("containers")
+    if not isinstance(containers, list) or not containers:
+        yield Problem((*path, "containers") if "containers" in pod else path, "needs at least one container")
+        return
+    yield from _shapes(pod, _POD_SHAPES, path)
+    yield from _shapes_in(pod, "volumes", _VOLUME_SHAPES, path)
+    yield from _shapes_in(pod, _NODE_TERMS, {"matchFields": "list"}, path)
+    for i, container in enumerate(containers):
+        where = (*path, "containers", i)
+        if not isinstance(container, Mapping):
+            yield Problem(where, f"must be a mapping with name and image, is {say(container)}")
+        elif not isinstance(container.get("name"), str):
+            yield Problem((*where, "name") if "name" in container else where, "needs a name, such as trainer")
+        else:
+            yield from _container(container, where)
+    yield from (Problem((*path, *where), text) for where, text in misspelled(pod))
+
+
+def _shapes(given: Mapping[str, Any], shapes: Mapping[str, str], path: Path) -> Iterator[Problem]:
+    """Fields whose value has not the shape that they are read with. A list is one of mappings; null is unset."""
+    for name, shape in shapes.items():
+        *parents, last = name.split(".")
+        value: Any = given
+        for part in (*parents, last):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        where = (*path, *parents, last)
+        if value is not None and not _has_shape(value, shape):
+            yield Problem(where, f"must be a {shape}, is {say(value)}".replace("a text", "text"))
+        elif shape == "list":
+            yield from _items(value or (), where, needs_name=last in _NAMED)
+
+
+def _shapes_in(given: Mapping[str, Any], name: str, shapes: Mapping[str, str], path: Path) -> Iterator[Problem]:
+    """The same for each mapping of a list."""
+    items: Any = given
+    for part in name.split("."):
+        items = items.get(part) if isinstance(items, Mapping) else None
+    for i, item in enumerate(items if isinstance(items, list) else ()):
+        if isinstance(item, Mapping):
+            yield from _shapes(item, shapes, (*path, *name.split("."), i))
+
+
+def _items(items: typing.Iterable[object], where: Path, *, needs_name: bool) -> Iterator[Problem]:
+    for i, item in enumerate(items):
+        if not isinstance(item, Mapping):
+            yield Problem((*where, i), f"must be a mapping, is {say(item)}")
+        elif needs_name and not isinstance(item.get("name"), str):
+            yield Problem((*where, i), "needs a name")
+
+
+def _has_shape(value: object, shape: str) -> bool:
+    if shape.startswith("whole number"):
+        return bounds.integer(value, 0, api.SECONDS_MAX) is not None
+    return isinstance(value, {"mapping": Mapping, "list": list, "text": str}[shape])
+
+
+def _container(container: Mapping[str, Any], where: Path) -> Iterator[Problem]:
+    """What the API server would refuse for its type, and what would fail here in a way that nobody understands."""
+    yield from _shapes(container, _CONTAINER_SHAPES, where)
+    for name in ("command", "args"):
+        value = container.get(name)
+        if value is not None and not isinstance(value, list):
+            yield Problem((*where, name), f"must be a list of words, is {say(value)}. Write [{value}] with commas.")
+            continue
+        for i, word in enumerate(value or ()):
+            if not isinstance(word, str):
+                yield Problem((*where, name, i), f"must be text, is {say(word)}. Put it into quotes.")
+    env = container.get("env")
+    for i, entry in enumerate(env if isinstance(env, list) else ()):
+        value = entry.get("value") if isinstance(entry, Mapping) else None
+        if value is not None and not isinstance(value, str):
+            yield Problem((*where, "env", i, "value"), f"must be text, is {say(value)}. Put it into quotes.")
+
+
+def _unknown(raw: Mapping[Any, Any], known: typing.Iterable[str], path: Path) -> Iterator[Problem]:
+    known = list(known)
+    for name in raw:
+        if name not in known:
+            yield Problem((*path, str(name)), f"unknown field{suggestion(str(name), known)}")
+
+
+def _stored(raw: Mapping[str, Any], name: str, kind: type[Struct]) -> Struct:
+    given = raw.get(name)
+    try:
+        return msgspec.convert({} if given is None else given, kind, strict=False)
+    except (*NOT_READABLE, OverflowError) as error:
+        what, _, where = str(error).partition(" - at `$")
+        raise UnreadableError(f"{name}{where.rstrip('`')}: {what}") from None
+
+
+def _lenient(raw: object, kind: type[Any]) -> Any:
+    """What the API server has already checked, or nothing: a status is never the user's mistake."""
+    try:
+        return msgspec.convert(raw if isinstance(raw, Mapping) else {}, kind, strict=False)
+    except msgspec.ValidationError:
+        name = raw.get("name") if isinstance(raw, Mapping) else None
+        return kind(name=name) if kind is api.Metadata and isinstance(name, str) else kind()
+
+
+def _convert(raw: object, kind: type[Struct], path: Path, problems: list[Problem]) -> Struct | None:
+    """A Struct from a mapping, field by field, so that every wrong field is named and not only the first."""
+    if not isinstance(raw, Mapping):
+        problems.append(Problem(path, f"must be a mapping, is {say(raw)}"))
+        return None
+    fields, hints = _fields_of(kind)
+    problems += _unknown(raw, (f.encode_name for f in fields), path)
+    values = {}
+    for field in fields:
+        # null means unset, as in the API server, which drops it.
+        if raw.get(field.encode_name) is not None:
+            where = (*path, field.encode_name)
+            values[field.name] = _field(raw[field.encode_name], hints[field.name], field.type, where, problems)
+    missing = [f.encode_name for f in fields if f.required and f.name not in values]
+    problems += [Problem(path, f"needs {name}") for name in missing]
+    given = {k: v for k, v in values.items() if v is not msgspec.UNSET}
+    return kind(**given) if all(f.name in given for f in fields if f.required) else None
+
+
+@functools.cache
+def _fields_of(kind: type[Struct]) -> tuple[tuple[inspect.Field, ...], dict[str, Any]]:
+    """The fields of a type and their hints; finding them out anew made reading a job 1 ms instead of 0.03."""
+    info = typing.cast(inspect.StructType, inspect.type_info(kind))
+    return info.fields, typing.get_type_hints(kind, include_extras=True)
+
+
+def _field(raw: object, hint: Any, kind: inspect.Type, path: Path, problems: list[Problem]) -> Any:
+    struct = _struct_in(hint)
+    if struct is not None:
+        value = _convert(raw, struct, path, problems)
+        return msgspec.UNSET if value is None else value
+    if isinstance(kind, inspect.ListType) and isinstance(raw, list):
+        return _list(raw, hint, kind, path, problems)
+    try:
+        return msgspec.convert(raw, hint)
+    except msgspec.ValidationError:
+        problems.append(Problem(path, f"{_expected(kind, raw)}, is {say(raw)}"))
+        return _nearest(kind, raw)
+
+
+def _nearest(kind: inspect.Type, raw: object) -> Any:
+    """What a number out of bounds is read as; unset for all else. A job that ran under bounds that were wider than
+    today's goes on by nearly what it had, and not by a default that nobody has chosen."""
+    options = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    whole = next((t for t in options if isinstance(t, inspect.IntType)), None)
+    if whole is None or not isinstance(raw, int) or isinstance(raw, bool):
+        return msgspec.UNSET
+    low = raw if whole.ge is None else max(raw, whole.ge)
+    return low if whole.le is None else min(low, whole.le)
+
+
+def _list(raw: list[object], hint: Any, kind: inspect.ListType, path: Path, problems: list[Problem]) -> list[Any]:
+    if not (kind.min_length or 0) <= len(raw) <= (kind.max_length or len(raw)):
+        wanted = f"at least {kind.min_length}" if len(raw) < (kind.min_length or 0) else f"at most {kind.max_length}"
+        problems.append(Problem(path, f"must have {wanted} items, has {len(raw)}"))
+    while typing.get_origin(hint) is not list:  # Annotated[list[X], …]
+        hint = typing.get_args(hint)[0]
+    (item,) = typing.get_args(hint)
+    found = [_field(one, item, kind.item_type, (*path, i), problems) for i, one in enumerate(raw)]
+    return [one for one in found if one is not msgspec.UNSET]
+
+
+def _struct_in(hint: Any) -> type[Struct] | None:
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return next((o for o in options if isinstance(o, type) and issubclass(o, Struct)), None)
+
+
+def _expected(kind: inspect.Type, raw: object) -> str:
+    """`must be at least 1`: what a type wants, in words that fit the value."""
+    options = [_wanted(t, raw) for t in (kind.types if isinstance(kind, inspect.UnionType) else (kind,))]
+    return "must be " + " or ".join(o for o in options if o)
+
+
+def _wanted(kind: inspect.Type, raw: object) -> str:
+    if isinstance(kind, inspect.IntType):
+        is_number = isinstance(raw, int) and not isinstance(raw, bool)
+        if is_number and kind.le is not None and typing.cast(int, raw) > kind.le:
+            return f"at most {kind.le}"
+        parts = ("" if is_number else "a whole number", "" if kind.ge is None else f"at least {kind.ge}")
+        return " of ".join(filter(None, parts))
+    if isinstance(kind, inspect.BoolType):
+        return "true or false"
+    if isinstance(kind, inspect.LiteralType):
+        return ("one of " if len(kind.values) > 1 else "") + ", ".join(map(str, kind.values))
+    if isinstance(kind, inspect.StrType):
+        return "text" if kind.max_length is None else f"text of at most {kind.max_length} characters"
+    if isinstance(kind, inspect.DictType):
+        return "a mapping"
+    if isinstance(kind, inspect.ListType):
+        return "a list"
+    return ""

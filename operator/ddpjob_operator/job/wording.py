@@ -1,0 +1,20 @@
+"""Times and durations as messages show them."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+
+def duration(seconds: float) -> str:
+    """24s, 12m5s, 3h10m, 2d4h: as kubectl writes ages."""
+    whole = max(0, round(seconds))
+    for big, small, names in ((86400, 3600, "dh"), (3600, 60, "hm"), (60, 1, "ms")):
+        if whole >= big:
+            rest = whole % big // small
+            return f"{whole // big}{names[0]}" + (f"{rest}{names[1]}" if rest else "")
+    return f"{whole}s"
+
+
+def clock(time: dt.datetime) -> str:
+    """08:04:28 UTC: a time of today, which no reader has to count from."""
+    return f"{time.astimezone(dt.timezone.utc):%H:%M:%S} UTC"

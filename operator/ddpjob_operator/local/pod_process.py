@@ -1,0 +1,293 @@
+"""What a pod asks for, as a process on this machine; and what of it cannot be honoured here.
+
+Called once for all nodes before anything starts, so that nothing half-right ever runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddpjob_operator.job import launcher
+from ddpjob_operator.job.podspec import is_gpu, limits, trainer_container
+from ddpjob_operator.job.validation import Path as FieldPath
+from ddpjob_operator.job.validation import Problem
+from ddpjob_operator.pods.environment import user_environment
+
+Body = Mapping[str, Any]
+
+LOOPBACK = "127.0.0.1"
+
+# What would change what the training does, and is not here: refused, unless --allow-unsupported.
+_UNSUPPORTED_POD = {
+    "initContainers": "init containers do not run locally",
+    "hostAliases": "names are those of this machine",
+    "dnsConfig": "names are those of this machine",
+    "resourceClaims": "there is no scheduler that could give devices",
+}
+_UNSUPPORTED_CONTAINER = {
+    "envFrom": "there are no Secrets or ConfigMaps",
+    "lifecycle": "hooks do not run locally",
+    "volumeDevices": "there are no block volumes",
+}
+# What says where and as whom a pod runs: it has no meaning for a process here, and is said once.
+_IGNORED_POD = (
+    "affinity automountServiceAccountToken dnsPolicy hostIPC hostNetwork hostPID imagePullSecrets nodeName "
+    "nodeSelector priorityClassName runtimeClassName schedulerName securityContext serviceAccountName tolerations "
+    "topologySpreadConstraints"
+).split()
+_IGNORED_CONTAINER = "image livenessProbe ports readinessProbe resources securityContext startupProbe".split()
+
+# A run inside a training must not hand the outer job's variables to the inner one.
+_NOT_INHERITED = re.compile(
+    r"^(MASTER_ADDR|MASTER_PORT|NNODES|NODE_RANK|NPROC_PER_NODE|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK"
+    r"|GROUP_WORLD_SIZE|ROLE_\w+|PET_\w+|TORCHELASTIC_\w+|DDPJOB_\w+|KUBEFLOW_TRAINER_\w+)$"
+)
+_REFERENCE = re.compile(r"\$\$|\$\(([-._a-zA-Z][-._a-zA-Z0-9]*)\)")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a node runs: the caller's folder and environment, and a folder for its emptyDir volumes."""
+
+    cwd: Path
+    volumes: Path
+    environment: Mapping[str, str]
+    gpus: tuple[str, ...] | None = None
+    """The GPUs of this node; None leaves the caller's choice alone."""
+
+
+@dataclass
+class Process:
+    """What to start: one node of the job."""
+
+    argv: list[str]
+    env: dict[str, str]
+    cwd: str
+    folders: list[Path] = field(default_factory=list)
+    """Folders to create before it starts."""
+
+
+def process(pod: Body, place: Place) -> Process:
+    """The process that stands for a pod. Only for pods without `problems`, or with those the user has allowed."""
+    spec = pod["spec"]
+    trainer = trainer_container({"spec": spec}) or {}
+    own = _environment(pod, trainer)
+    mounts = _mounts(spec, trainer, place, own)
+    own = {name: _mounted(value, mounts) for name, value in own.items()}
+    inherited = {k: v for k, v in place.environment.items() if not _NOT_INHERITED.match(k)}
+    env = {**inherited, **own}
+    env["PATH"] = search_path(env.get("PATH", os.defpath))
+    if place.gpus is not None:
+        env["CUDA_VISIBLE_DEVICES"] = own.get("CUDA_VISIBLE_DEVICES", ",".join(place.gpus))
+    words = [*(trainer.get("command") or ()), *(trainer.get("args") or ())]
+    argv = [_mounted(expand(str(word), own), mounts) for word in words]
+    cwd = _mounted(str(trainer.get("workingDir") or place.cwd), mounts)
+    folders = [folder for _, folder, create in mounts if create]
+    here = place.cwd / cwd
+    # A container runtime makes a working directory that is not there; here only within what is the job's own.
+    folders += [here] if any(here.is_relative_to(folder) for folder in folders) else []
+    return Process(argv, env, str(here), folders)
+
+
+def problems(pod: Body) -> Iterator[Problem]:
+    """What of a pod this machine cannot honour, by its path in the job."""
+    spec = pod["spec"]
+    base: FieldPath = ("spec", "template", "spec")
+    trainer = trainer_container({"spec": spec}) or {}
+    index = next((i for i, c in enumerate(spec["containers"]) if c is trainer), 0)
+    at = (*base, "containers", index)
+    for name, why in _UNSUPPORTED_POD.items():
+        if spec.get(name):
+            yield Problem((*base, name), f"{why}. Remove it, or run with --allow-unsupported to go on without.")
+    for i, other in enumerate(spec["containers"]):
+        if other is not trainer:
+            text = f"the container {other.get('name')} does not run locally, only the trainer does"
+            yield Problem((*base, "containers", i), f"{text}. Run with --allow-unsupported to go on without.")
+    for name, why in _UNSUPPORTED_CONTAINER.items():
+        if trainer.get(name):
+            yield Problem((*at, name), f"{why}. Remove it, or run with --allow-unsupported to go on without.")
+    yield from _unsupported_variables(trainer, at)
+    yield from _unsupported_volumes(spec, base)
+
+
+def start_problems(pod: Body, place: Place) -> Iterator[Problem]:
+    """What would keep the process from starting; no option helps against these."""
+    trainer = trainer_container({"spec": pod["spec"]}) or {}
+    index = next((i for i, c in enumerate(pod["spec"]["containers"]) if c is trainer), 0)
+    at: FieldPath = ("spec", "template", "spec", "containers", index)
+    planned = process(pod, place)
+    if not trainer.get("command"):
+        what = "args and no command" if trainer.get("args") else "no command"
+        yield Problem(at, f"has {what}: the image's own is not known here. Set command.")
+        return
+    yield from _missing_folders(pod["spec"])
+    yield from _wrong_mounts(pod["spec"], trainer, at, _environment(pod, trainer))
+    made = any(Path(planned.cwd).is_relative_to(folder) for folder in planned.folders)
+    if not made and not os.path.isdir(planned.cwd):  # Path's own raises for a name of 1,000 characters
+        yield Problem((*at, "workingDir"), f"there is no folder {planned.cwd} on this machine")
+        return
+    program, script = planned.argv[0], launcher.script(planned.argv)
+    if shutil.which(program, path=planned.env["PATH"]) is None and not _is_file(program, planned.cwd):
+        yield Problem((*at, "command"), f'"{program}" is not a program on this machine{_hint(program)}')
+    elif script is not None and not made and not os.path.exists(os.path.join(planned.cwd, script)):
+        yield Problem((*at, "command"), f"there is no file {script} in {planned.cwd}")
+
+
+def ignored(pod: Body) -> list[str]:
+    """Fields that the user set and that have no meaning for a local process, to be said once."""
+    trainer = trainer_container({"spec": pod["spec"]}) or {}
+    found = [name for name in _IGNORED_POD if pod["spec"].get(name)]
+    devices = [n for n in limits({"spec": pod["spec"]}) if n not in ("cpu", "memory") and not is_gpu(n)]
+    return sorted({*found, *devices, *(name for name in _IGNORED_CONTAINER if trainer.get(name))})
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """$(VAR) as the kubelet expands it: $$ is a $, an unknown name stays as it stands."""
+
+    def replacement(found: re.Match[str]) -> str:
+        return "$" if found[0] == "$$" else variables.get(found[1], found[0])
+
+    return _REFERENCE.sub(replacement, text)
+
+
+def search_path(path: str) -> str:
+    """PATH with the folder of this interpreter: first where torch is installed beside it, for then `torchrun` and
+    `python` in a job mean that one, as in an activated environment; else last."""
+    here = os.path.dirname(sys.executable)
+    parts = [p for p in path.split(os.pathsep) if p != here]
+    has_torch = os.access(os.path.join(here, "torchrun"), os.X_OK)
+    return os.pathsep.join([here, *parts] if has_torch else [*parts, here])
+
+
+def _environment(pod: Body, trainer: Mapping[str, Any]) -> dict[str, str]:
+    own: dict[str, str] = {}
+    for entry in user_environment(dict(trainer)):
+        value = entry.get("value")
+        if value is None and "valueFrom" in entry:
+            value = _from_field(pod, entry["valueFrom"])
+            if value is None:
+                continue
+        own[str(entry["name"])] = expand("" if value is None else str(value), own)
+    return own
+
+
+def _from_field(pod: Body, source: Any) -> str | None:
+    field = source.get("fieldRef") if isinstance(source, Mapping) else None
+    path = str(field.get("fieldPath", "")) if isinstance(field, Mapping) else ""
+    metadata = pod["metadata"]
+    known = {
+        "metadata.name": metadata["name"],
+        "metadata.namespace": metadata["namespace"],
+        "metadata.uid": metadata["name"],
+        "spec.nodeName": os.uname().nodename,
+        "status.podIP": LOOPBACK,
+        "status.hostIP": LOOPBACK,
+    }
+    keyed = re.match(r"^metadata\.(labels|annotations)\['(.+)'\]$", path)
+    if keyed:
+        return str((metadata.get(keyed[1]) or {}).get(keyed[2], ""))
+    return known.get(path)
+
+
+def _unsupported_variables(trainer: Mapping[str, Any], at: FieldPath) -> Iterator[Problem]:
+    for i, entry in enumerate(trainer.get("env") or ()):
+        source = entry.get("valueFrom") if isinstance(entry, Mapping) else None
+        if not source:
+            continue
+        kind = next(iter(source), "")
+        optional = isinstance(source.get(kind), Mapping) and source[kind].get("optional")
+        if kind == "fieldRef" or optional:
+            continue
+        text = f"{entry.get('name')} comes from a {kind}, which is not here. Set it with --env {entry.get('name')}=…"
+        yield Problem((*at, "env", i), text)
+
+
+def _unsupported_volumes(spec: Body, base: FieldPath) -> Iterator[Problem]:
+    for i, volume in enumerate(spec.get("volumes") or ()):
+        kind = _kind_of(volume)
+        if kind not in ("emptyDir", "hostPath"):
+            text = f"{volume.get('name')}: a {kind} volume is not here; emptyDir and hostPath are"
+            yield Problem((*base, "volumes", i), f"{text}. Run with --allow-unsupported to go on without.")
+
+
+def _missing_folders(spec: Body) -> Iterator[Problem]:
+    for i, volume in enumerate(spec.get("volumes") or ()):
+        source = volume.get("hostPath")
+        if isinstance(source, Mapping) and source.get("type") != "DirectoryOrCreate":
+            path = str(source.get("path", ""))
+            if not os.path.exists(path):
+                text = f"{path} is not there on this machine. Make it, or say type: DirectoryOrCreate."
+                yield Problem(("spec", "template", "spec", "volumes", i, "hostPath"), text)
+
+
+def _sub_path(mount: Mapping[str, Any], variables: Mapping[str, str]) -> str:
+    return str(mount.get("subPath") or "") or expand(str(mount.get("subPathExpr") or ""), variables)
+
+
+def _wrong_mounts(
+    spec: Body, trainer: Mapping[str, Any], at: FieldPath, variables: Mapping[str, str]
+) -> Iterator[Problem]:
+    """What the API server or the kubelet refuses, and what would lead out of the job's own folders here."""
+    for i, volume in enumerate(spec.get("volumes") or ()):
+        if "/" in str(volume.get("name")) or volume.get("name") in (None, "", ".", ".."):
+            text = f"{volume.get('name')} is no name of a volume: small letters, digits and dashes"
+            yield Problem(("spec", "template", "spec", "volumes", i, "name"), text)
+    for i, mount in enumerate(trainer.get("volumeMounts") or ()):
+        path = _sub_path(mount, variables)
+        if path.startswith("/") or ".." in path.split("/"):
+            name = "subPath" if mount.get("subPath") else "subPathExpr"
+            yield Problem((*at, "volumeMounts", i, name), f"{path} must be a path within the volume, without ..")
+
+
+def _mounts(
+    spec: Body, trainer: Mapping[str, Any], place: Place, variables: Mapping[str, str]
+) -> list[tuple[str, Path, bool]]:
+    """(path in the container, folder here, whether to create it), the longest path first."""
+    volumes = {v.get("name"): v for v in spec.get("volumes") or ()}
+    found = []
+    for mount in trainer.get("volumeMounts") or ():
+        volume, path = volumes.get(mount.get("name"), {}), str(mount.get("mountPath", "")).rstrip("/")
+        kind = _kind_of(volume)
+        # The machine has its own; and the caller's own folders may lie in /tmp, which are to stay what they are.
+        if path in ("/dev/shm", "/tmp") or kind not in ("emptyDir", "hostPath") or not path:  # noqa: S108
+            continue
+        source = volume.get(kind) or {}
+        folder = place.volumes / str(volume["name"]) if kind == "emptyDir" else Path(str(source.get("path", path)))
+        create = kind == "emptyDir" or source.get("type") == "DirectoryOrCreate"
+        found.append((path, folder / _sub_path(mount, variables), create))
+    return sorted(found, key=lambda m: -len(m[0]))
+
+
+def _mounted(text: str, mounts: list[tuple[str, Path, bool]]) -> str:
+    """`text` with each mount's path replaced by its folder here: without root nothing can be mounted.
+
+    All at once: a folder's own path may contain another mount's path.
+    """
+    if not mounts:
+        return text
+    folders = {path: str(folder) for path, folder, _ in mounts}
+    pattern = "|".join(re.escape(path) for path in folders)
+    return re.sub(rf"(?:(?<![\w./-])|(?<=file://))({pattern})(?=$|[/:,;'\"\s])", lambda m: folders[m[1]], text)
+
+
+def _kind_of(volume: Mapping[str, Any]) -> str:
+    """What is empty is not there; a volume without any is an emptyDir, as for the API server."""
+    return next((k for k, source in volume.items() if k != "name" and source is not None), "emptyDir")
+
+
+def _is_file(program: str, cwd: str) -> bool:
+    path = os.path.join(cwd, program)
+    return "/" in program and os.path.isfile(path) and os.access(path, os.X_OK)
+
+
+def _hint(program: str) -> str:
+    if program in ("torchrun", "ddprun"):
+        return ": install PyTorch (pip install 'ddpjob[trainer]'), or activate the environment that has it"
+    return ""

@@ -1,0 +1,1 @@
+"""DDPJobs as files: YAML in bounds, errors with line and column, values from the command line."""

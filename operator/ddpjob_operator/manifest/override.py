@@ -1,0 +1,75 @@
+"""Options of the command line that change a document: `--set spec.x=y`, `--nodes`, `--env`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ddpjob_operator.job.podspec import trainer_container
+from ddpjob_operator.job.validation import Path as FieldPath
+from ddpjob_operator.manifest.yamlbounds import DEPTH_MAX
+from ddpjob_operator.manifest.yamlfile import Document, InputError, read_value
+
+
+def set_field(document: Document, setting: str, option: str) -> None:
+    """`spec.template.spec.containers[0].image=x`: the value is read as YAML. Raises InputError."""
+    name, has_value, text = setting.partition("=")
+    path = _path(name)
+    if not has_value or not path:
+        raise InputError(f"--set {setting}: must be PATH=VALUE, such as spec.nodes=4")
+    if path[0] not in ("spec", "metadata"):
+        raise InputError(f"--set {setting}: the path must begin with spec or metadata")
+    try:
+        value = read_value(text)
+    except InputError as error:
+        raise InputError(f"--set {name}: {error}") from None
+    _put(document.data, path, value, setting)
+    document.options[path] = option
+
+
+def set_variable(document: Document, variable: str) -> None:
+    """`NAME=VALUE` in the trainer's env, in place of one with that name. Raises InputError."""
+    name, has_value, value = variable.partition("=")
+    if not has_value:
+        raise InputError(f"--env {variable}: must be NAME=VALUE")
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]*", name):
+        raise InputError(f"--env {variable}: a name has letters, digits and _, and begins with no digit")
+    spec = document.data.get("spec")
+    trainer = trainer_container(spec.get("template") or {}) if isinstance(spec, dict) else None
+    if trainer is None:
+        return  # the template is wrong, and is named so by the validation that follows
+    env = trainer.get("env") if isinstance(trainer.get("env"), list) else []
+    kept = [e for e in env or () if not (isinstance(e, dict) and e.get("name") == name)]
+    trainer["env"] = [*kept, {"name": name, "value": value}]
+
+
+def _path(text: str) -> FieldPath:
+    if not re.fullmatch(r"\w[\w-]*(\[\d{1,6}\])*(\.\w[\w-]*(\[\d{1,6}\])*)*", text) or text.count(".") > DEPTH_MAX:
+        return ()
+    return tuple(int(index) if index else name for name, index in re.findall(r"(\w[\w-]*)|\[(\d+)\]", text))
+
+
+def _put(data: Any, path: FieldPath, value: Any, setting: str) -> None:
+    *parents, last = path
+    for part in parents:
+        data = _step(data, part, setting)
+    if isinstance(last, int):
+        _step(data, last, setting)
+        data[last] = value
+    elif isinstance(data, dict):
+        data[last] = value
+    else:
+        raise InputError(f"--set {setting}: there is no field {last} to set there")
+
+
+def _step(data: Any, part: str | int, setting: str) -> Any:
+    if isinstance(part, int):
+        if isinstance(data, list) and part < len(data):
+            return data[part]
+        raise InputError(f"--set {setting}: there is no item [{part}]")
+    if not isinstance(data, dict):
+        hint = f" A list item is written [{part}]." if isinstance(data, list) else ""
+        raise InputError(f"--set {setting}: there is no field {part} to go into.{hint}")
+    if data.get(part) is None:
+        data[part] = {}
+    return data[part]

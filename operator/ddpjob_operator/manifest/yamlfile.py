@@ -1,0 +1,260 @@
+"""DDPJobs in a YAML file, with the line of every field, so that a mistake is named as FILE:LINE: FIELD: what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from ddpjob_operator.job import api
+from ddpjob_operator.job.validation import NOT_A_JOB, Problem, say, suggestion
+from ddpjob_operator.job.validation import Path as FieldPath
+from ddpjob_operator.manifest import yamlbounds, yamlvalues
+
+_TAG = yamlvalues.TAG
+_NUMBERS = (f"{_TAG}int", f"{_TAG}float")
+PROBLEMS_MAX = 20  # a list of 10,000 wrong containers is one mistake
+
+
+# libyaml where PyYAML was built with it (all wheels are), else the same loader in Python.
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """What JSON has, as kubectl reads it: 2024-01-31 is a text, and a set is none of it."""
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        """Called by PyYAML for each node without a tag; implicit[0]: it stands there without quotes."""
+        if kind is yaml.ScalarNode and implicit[0]:
+            return yamlvalues.tag_of(value)
+        return super().resolve(kind, value, implicit)
+
+    def construct_number(self, node: Any) -> Any:
+        return self._constructed(node, yamlvalues.number, "a number")
+
+    def construct_boolean(self, node: Any) -> Any:
+        return self._constructed(node, yamlvalues.boolean, "true or false")
+
+    def _constructed(self, node: Any, read: Callable[[str], Any], what: str) -> Any:
+        text = self.construct_scalar(node)
+        try:
+            return read(text)
+        except ValueError:
+            problem = f"{_short(text)} is not {what}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
+
+for _name in _NUMBERS:
+    _Loader.add_constructor(_name, _Loader.construct_number)
+_Loader.add_constructor(f"{_TAG}bool", _Loader.construct_boolean)
+for _name in ("timestamp", "merge"):  # `<<` as a value
+    _Loader.add_constructor(f"{_TAG}{_name}", _Loader.construct_yaml_str)
+for _name in ("binary", "omap", "pairs", "set"):
+    _Loader.add_constructor(f"{_TAG}{_name}", _Loader.construct_undefined)
+
+
+class InputError(Exception):
+    """The user's input is wrong; each line of the text names the place and the mend. The command line exits with 2."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One YAML document: its data, and the line (from 1) on which each field stands."""
+
+    source: str
+    data: Any
+    lines: dict[FieldPath, int] = field(default_factory=dict)
+    options: dict[FieldPath, str] = field(default_factory=dict)
+    """Fields that an option of the command line has set: `--nodes` and not a line is then the place."""
+
+    @property
+    def name(self) -> str:
+        """metadata.name, or a dash."""
+        metadata = self.data.get("metadata") if isinstance(self.data, Mapping) else None
+        name = metadata.get("name") if isinstance(metadata, Mapping) else None
+        return name if isinstance(name, str) else "-"
+
+    def line(self, path: FieldPath) -> int:
+        """The line of a field, or of the closest field above it that is there."""
+        while path and path not in self.lines:
+            path = path[:-1]
+        return self.lines.get(path, 1)
+
+    def error(self, problems: list[Problem]) -> InputError:
+        """All problems, one a line, in the order of the file."""
+        ordered = sorted(problems, key=lambda p: self.line(p.path))
+        lines = [f"{self.place(p.path)}: {p}" for p in ordered[:PROBLEMS_MAX]]
+        if len(ordered) > PROBLEMS_MAX:
+            lines.append(f"{self.source}: and {len(ordered) - PROBLEMS_MAX} more")
+        return InputError("\n".join(lines))
+
+    def place(self, path: FieldPath) -> str:
+        """FILE:LINE of a field, or the option that has set it."""
+        option = next((o for set_path, o in self.options.items() if path[: len(set_path)] == set_path), None)
+        return option or f"{self.source}:{self.line(path)}"
+
+
+def read_job(path: str, job: str | None = None) -> Document:
+    """The one DDPJob of a file. Raises InputError where there is none, or several and `job` does not choose."""
+    documents = [d for d in read(path) if d.data is not None]
+    if not documents:
+        raise InputError(f"{path}:1: the file has no DDPJob: it is empty")
+    jobs = [d for d in documents if isinstance(d.data, Mapping) and d.data.get("kind") == api.KIND]
+    if not jobs:
+        raise InputError("\n".join(_not_a_job(d) for d in documents))
+    if job is not None:
+        return _choose(path, jobs, job)
+    if len(jobs) > 1:
+        names = ", ".join(f"{d.name} (line {d.line(())})" for d in jobs)
+        raise InputError(f"{path}: {len(jobs)} DDPJobs: {names}. Choose one with --job NAME.")
+    return jobs[0]
+
+
+def read(path: str) -> Iterator[Document]:
+    """All documents of a file. Raises InputError for what is no YAML, with the line."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(yamlbounds.BYTES_MAX + 1)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    except ValueError:  # a NUL in its name
+        raise InputError(f"{path!r}: no file has such a name") from None
+    if len(data) > yamlbounds.BYTES_MAX:
+        line = data.count(b"\n") + 1
+        raise InputError(f"{path}:{line}: more than {yamlbounds.BYTES_MAX >> 20} MiB: this is no file of jobs")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise InputError(f"{path}:{line}: byte {error.start} is not UTF-8: this is no YAML text") from None
+    return iter(_documents(path, text))
+
+
+def read_value(text: str) -> Any:
+    """One value as YAML, as `--set` has it; what is no YAML is the text itself. Raises InputError for one too large."""
+    try:
+        documents = _documents("the value", text)
+    except _NotYAMLError:
+        return text
+    return documents[0].data if documents else None
+
+
+class _NotYAMLError(InputError):
+    """It cannot be read at all."""
+
+
+def _documents(source: str, text: str) -> list[Document]:
+    found = []
+    _check_characters(source, text)
+    loader = _Loader(text)
+    try:
+        yamlbounds.check(text, _Loader)
+        while loader.check_node():
+            node = loader.get_node()
+            lines: dict[FieldPath, int] = {}
+            _Walk(source, lines).visit(node, ())
+            found.append(Document(source, loader.construct_document(node), lines))
+    except yamlbounds.OutOfBoundsError as error:
+        raise InputError(f"{source}:{error.line}: {error}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{source}:{mark.line + 1}" if mark else source
+        raise _NotYAMLError(f"{where}: not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise _NotYAMLError(f"{source}: not valid YAML: {error}".splitlines()[0]) from None
+    finally:
+        loader.dispose()
+    return found
+
+
+def _check_characters(source: str, text: str) -> None:
+    """Here, because the parser tells no line."""
+    wrong = yaml.reader.Reader.NON_PRINTABLE.search(text)
+    if wrong:
+        line = text.count("\n", 0, wrong.start()) + 1
+        raise _NotYAMLError(f"{source}:{line}: not valid YAML: the control character U+{ord(wrong[0]):04X}")
+
+
+@dataclass
+class _Walk:
+    """Notes the line of every field, and refuses by its line what would go wrong without one later."""
+
+    source: str
+    lines: dict[FieldPath, int]
+
+    def visit(self, node: Any, path: FieldPath) -> None:
+        self.lines.setdefault(path, node.start_mark.line + 1)
+        if isinstance(node, yaml.MappingNode):
+            self._visit_mapping(node, path)
+        elif isinstance(node, yaml.SequenceNode):
+            for i, value in enumerate(node.value):
+                self.visit(value, (*path, i))
+        else:
+            self._visit_scalar(node)
+
+    def _visit_mapping(self, node: Any, path: FieldPath) -> None:
+        """A key that comes twice is an error: YAML readers keep the last silently, and the API server refuses it."""
+        seen = set()
+        node.value = [(self._key(key), value) for key, value in node.value]
+        for key, value in node.value:
+            if key.tag != f"{_TAG}merge" and key.value in seen:
+                raise self._wrong(key, f"{_short(key.value)} is there twice; remove one")
+            seen.add(key.value)
+            where = (*path, key.value)
+            self.lines[where] = key.start_mark.line + 1
+            self.visit(value, where)
+
+    def _key(self, key: Any) -> Any:
+        """As a text, as for kubectl: JSON has no other keys, and 1 and "1" are one. A new node, because an alias may
+        be a key: the same node is then a value elsewhere, and stays a number there."""
+        if not isinstance(key, yaml.ScalarNode):
+            kind = "a list" if isinstance(key, yaml.SequenceNode) else "a mapping"
+            raise self._wrong(key, f"{kind} cannot be a key; a key is a text")
+        self._check_text(key)
+        if key.tag == f"{_TAG}merge":
+            return key
+        return yaml.ScalarNode(f"{_TAG}str", key.value, key.start_mark, key.end_mark)
+
+    def _visit_scalar(self, node: Any) -> None:
+        self._check_text(node)
+        if node.tag in _NUMBERS:
+            self._check_number(node)
+
+    def _check_text(self, node: Any) -> None:
+        if "\0" in node.value:
+            raise self._wrong(node, "a text with a NUL character: no program can be given one. Remove it.")
+
+    def _check_number(self, node: Any) -> None:
+        """With a line also where there are so many digits that Python takes a second for them."""
+        try:
+            if len(node.value) > yamlbounds.NUMBER_CHARACTERS_MAX:
+                raise ValueError
+            yamlvalues.number(node.value)
+        except ValueError:
+            text = f'{_short(node.value)} is not a number that JSON has; where a text is meant, put it into "…"'
+            raise self._wrong(node, text) from None
+
+    def _wrong(self, node: Any, what: str) -> InputError:
+        return InputError(f"{self.source}:{node.start_mark.line + 1}: {what}")
+
+
+def _short(text: str) -> str:
+    if not text:
+        return "an empty text"
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _choose(path: str, jobs: list[Document], name: str) -> Document:
+    found = [d for d in jobs if d.name == name]
+    if not found:
+        names = [d.name for d in jobs]
+        raise InputError(f"{path}: no DDPJob named {name}{suggestion(name, names)} (there: {', '.join(names)})")
+    if len(found) > 1:
+        raise InputError(f"{path}: {len(found)} DDPJobs are named {name}; a name must be there once")
+    return found[0]
+
+
+def _not_a_job(document: Document) -> str:
+    if not isinstance(document.data, Mapping):
+        return f"{document.source}:{document.line(())}: {NOT_A_JOB}, not {say(document.data)}"
+    kind = document.data.get("kind")
+    return f"{document.source}:{document.line(('kind',))}: kind: must be {api.KIND}, is {say(kind)}"

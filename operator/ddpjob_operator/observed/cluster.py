@@ -1,0 +1,198 @@
+"""What is there now, as plan() reads it. Each shell fills these from its own world: the API server or processes."""
+
+from __future__ import annotations
+
+import datetime as dt
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from ddpjob.core import rules
+from ddpjob_operator.observed.reports import Agent, Report
+
+if TYPE_CHECKING:  # it is made from reports
+    from ddpjob_operator.observed.stall import Pace
+
+
+@dataclass(frozen=True)
+class Container:
+    """The trainer container of a pod."""
+
+    state: Literal["waiting", "running", "ended"]
+    reason: str = ""
+    """waiting and ended: the kubelet's word, ImagePullBackOff or OOMKilled."""
+    message: str = ""
+    """waiting: the kubelet's sentence. ended: the termination message, which is the end of the log."""
+    ready: bool = False
+    exit_code: int | None = None
+    """128 + n where signal n ended it, as everywhere in Kubernetes."""
+    ended_at: dt.datetime | None = None
+    ran: bool = True
+    """ended: whether anything shows that it ever ran; of a container that was never made the kubelet says 137, too."""
+    init: str = ""
+    """ended: the init container whose end this is; the trainer itself never ran."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the kubelet knows no more of its end than that it cannot find it."""
+        return self.reason in rules.LOST_CONTAINER
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A pod, cut to what decisions read."""
+
+    name: str
+    uid: str
+    owner_uid: str
+    """uid of the controller that made it; empty: nobody's."""
+    attempt: int
+    rank: int
+    replacement: int = 0
+    """Which pod of its rank in its attempt it is: one that is replaced alone gets a new pod, the first is 0."""
+    job: str = ""
+    """The name of the job in its label."""
+    node: str = ""
+    phase: str = "Pending"
+    reason: str = ""
+    """The pod's own reason: Evicted, NodeLost."""
+    message: str = ""
+    """The pod's own sentence, with its reason."""
+    disruption: str = ""
+    """Why Kubernetes ends it (its condition DisruptionTarget): PreemptionByScheduler, EvictionByEvictionAPI."""
+    scheduled_at: dt.datetime | None = None
+    """When it got its node."""
+    silent_since: dt.datetime | None = None
+    """Since when the node controller calls it not ready although its trainer was: it no longer hears the kubelet."""
+    unschedulable: str = ""
+    """The scheduler's sentence while it finds no node."""
+    stop_asked_at: dt.datetime | None = None
+    """When its deletion was asked for (deletionTimestamp less the grace period)."""
+    stop_by: dt.datetime | None = None
+    """When its grace ends (deletionTimestamp)."""
+    trainer: Container = Container("waiting")
+    told_to_end: bool = False
+    """Whether it was told to end and to stay, by its activeDeadlineSeconds."""
+    sidecars_run: bool = False
+    """Whether a container beside the trainer has not ended."""
+    done_since: dt.datetime | None = None
+    """Since when its trainer is known to have ended with 0 while a sidecar runs, by the clock of whoever observes."""
+    outlived: bool = False
+    """Whether a sidecar has outlived the trainer for longer than anybody who ends the pod would have let it."""
+    completed: bool = False
+    """Whether it was ever seen to have completed; what ends the pod after that changes nothing."""
+    ended_first: bool = False
+    """Whether its trainer was seen to have ended before its deletion was seen to be asked for."""
+    ended_seen: int = 0
+    """In which observation (facts.py counts them) its end was first seen; 0: when the pod was."""
+    stop_seen: int = 0
+    """In which one it was first seen that its deletion was asked for; 0: when the pod was."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether its trainer can do nothing any more; a sidecar that still runs does not count."""
+        return self.trainer.state == "ended" or self.phase in ("Succeeded", "Failed")
+
+    @property
+    def told_to_stop(self) -> bool:
+        """Whether it ended (or will) after its deletion was asked for. Where both were first seen at once it counts as
+        after: a success too few costs a restart, one too many costs a wrong result."""
+        return self.stop_asked_at is not None and not self.ended_first
+
+    @property
+    def has_completed(self) -> bool:
+        """Ended with 0 by itself. Exit 0 after being told to stop is not success, whoever told it: a delete, or the
+        kubelet, which evicts, shuts down its node, or finds the pod's own activeDeadlineSeconds over."""
+        if self.completed:
+            return True
+        ended_from_outside = self.told_to_stop or self.reason or self.disruption or self._has_no_verdict
+        return self.trainer.state == "ended" and self.trainer.exit_code == 0 and not ended_from_outside
+
+    @property
+    def has_failed(self) -> bool:
+        """Ended in any other way."""
+        return self.ended and not self.has_completed and not self._has_no_verdict
+
+    @property
+    def _has_no_verdict(self) -> bool:
+        """Exit 0 of its own accord, as it seems, and the pod's phase is still to come."""
+        return self._awaits_its_phase and not self.told_to_stop and not self.disruption
+
+    @property
+    def _awaits_its_phase(self) -> bool:
+        """Exit 0: the kubelet tells of a container's end before it says (by phase Failed, a reason and DisruptionTarget
+        at once) that it was the one who ended it (mergePodStatus), and it says so when all containers have ended. A
+        sidecar that goes on after that has no phase to wait for."""
+        done = self.trainer.state == "ended" and self.trainer.exit_code == 0
+        return done and self.phase not in ("Succeeded", "Failed") and not (self.sidecars_run and self.outlived)
+
+    @property
+    def live(self) -> bool:
+        """Whether something of it may still run.
+
+        Not by the phase alone: the kubelet often tells that the only container has ended while the phase is still
+        Running, and a pod that ended by itself must not be deleted with its log.
+        """
+        if self.phase in ("Succeeded", "Failed"):
+            return False
+        return self.trainer.state != "ended" or self.sidecars_run or self._awaits_its_phase
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the cluster, where we may read those."""
+
+    ready: bool
+    since: dt.datetime | None = None
+    """Since when."""
+    with_most: bool = False
+    """Not ready: whether most nodes became so together. Then it is the control plane that does not hear."""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """An object that carries a name the job needs, and is not the job's."""
+
+    kind: str
+    name: str
+    deleted_job: bool = False
+    """Whether a deleted job of the same name left it: it goes away by itself."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A create that the server refused: quota, PodSecurity, admission, a typo in the template."""
+
+    name: str
+    """The object that was to be created."""
+    message: str
+    """The server's own sentence."""
+    retry_at: dt.datetime
+    """When it is worth another try; each refusal in a row doubles the wait (the shell keeps count)."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """All that plan() may know beside the job itself and the time."""
+
+    service: bool = False
+    """Whether the job's own Service is there."""
+    pods: tuple[Pod, ...] = ()
+    """Pods with the job's label or with a name that the job needs, of whatever owner, in any order."""
+    departed: tuple[Pod, ...] = ()
+    """Pods of the job that are gone, as they were last seen: what the shell remembers, perhaps nothing."""
+    foreign: tuple[Foreign, ...] = ()
+    """Other objects (a Service) that carry a name the job needs."""
+    refusals: tuple[Refusal, ...] = ()
+    """Creates that were refused and not tried again since."""
+    reports: dict[int, Report] = field(default_factory=dict)
+    """The newest report of each rank that reports."""
+    paces: dict[int, Pace] = field(default_factory=dict)
+    """How each rank that reports in the present attempt gets on."""
+    listening_since: dt.datetime | None = None
+    """Since when reports can have been heard, where the shell has not listened all the time."""
+    agent: Agent | None = None
+    """What the agent of node 0 said last in the present attempt, where ddprun runs there."""
+    nodes: dict[str, Node] | None = None
+    """The cluster's nodes that are not ready, by name; None where we may not read nodes."""
+    master_addr: str | None = None
+    """host:port where the ranks meet, where the shell knows better than the cluster's DNS; "" while not known."""

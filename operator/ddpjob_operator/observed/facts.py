@@ -1,0 +1,79 @@
+"""What is known of a pod, from all that was seen of it: a later observation adds to it, and takes nothing back.
+
+The same pod is told of many times, and later is not better. The kubelet's last delete (grace 0) sets deletionTimestamp
+anew, after the container's finishedAt; of a container that it never made, or no longer finds, it writes
+ContainerStatusUnknown with exit code 137 when the pod is deleted (pkg/kubelet/status/status_manager.go, TerminatePod).
+And finishedAt is the node's clock, deletionTimestamp the API server's: which came first is what was seen first.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from dataclasses import replace
+
+from ddpjob_operator.observed.cluster import Container, Pod
+
+
+def merge(earlier: Pod | None, later: Pod, look: int = 0) -> Pod:
+    """What is known once `later` was seen after `earlier`, of one uid. look: the number of this observation, growing.
+    What changes in it gets that number; what a pod has when it is first seen is older than all of those (0)."""
+    known = later if earlier is None else _added(earlier, later)
+    stopping, ended = known.stop_asked_at is not None, known.ended
+    stops_now = earlier is not None and earlier.stop_asked_at is None and stopping
+    ends_now = earlier is not None and not earlier.ended and ended
+    known = replace(
+        known,
+        sidecars_run=known.sidecars_run and known.phase not in ("Succeeded", "Failed"),
+        stop_seen=look if stops_now else known.stop_seen,
+        ended_seen=look if ends_now else known.ended_seen,
+        ended_first=known.ended_first or (ended and (not stopping or _deleted_after_its_end(earlier, later))),
+    )
+    return replace(known, completed=known.has_completed)
+
+
+def _added(earlier: Pod, later: Pod) -> Pod:
+    over = earlier.phase in ("Succeeded", "Failed")
+    # A disruption that was given up (its condition is False again) was none; of a pod that ends it is why.
+    ends = earlier.ended or earlier.stop_asked_at is not None
+    return replace(
+        later,
+        node=later.node or earlier.node,
+        phase=earlier.phase if over else later.phase,
+        reason=earlier.reason or later.reason,
+        message=earlier.message or later.message,
+        disruption=later.disruption or (earlier.disruption if ends else ""),
+        scheduled_at=earlier.scheduled_at or later.scheduled_at,
+        stop_asked_at=_earliest(earlier.stop_asked_at, later.stop_asked_at),
+        stop_by=later.stop_by or earlier.stop_by,
+        trainer=container(earlier.trainer, later.trainer),
+        completed=earlier.completed,
+        ended_first=earlier.ended_first or (later.ended_first and not earlier.ended),
+        ended_seen=earlier.ended_seen,
+        stop_seen=earlier.stop_seen,
+    )
+
+
+def container(earlier: Container, later: Container) -> Container:
+    """What is known of the trainer: the observation that says more, of two that say as much of an end the first."""
+    if _says(earlier) > _says(later) or (earlier.state == "ended" and _says(earlier) == _says(later)):
+        return earlier if earlier.state == "ended" else replace(earlier, ready=False)
+    return later if earlier.state == "waiting" else replace(later, ran=True)
+
+
+def _says(seen: Container) -> int:
+    """How much an observation says: nothing after the end of a container can show that it runs, or waits."""
+    if seen.state != "ended":
+        return 0 if seen.state == "waiting" else 1
+    return 2 if seen.exit_code is None or seen.is_lost else 3
+
+
+def _deleted_after_its_end(earlier: Pod | None, later: Pod) -> bool:
+    """Whether it was first seen to be deleted in the moment when it went, with its last phase: the API server gives no
+    grace to a pod that has ended (CheckGracefulDelete). Of a success that is not enough: it may be a wrong result."""
+    if earlier is None or earlier.stop_asked_at is not None or later.trainer.exit_code == 0:
+        return False
+    return later.phase == "Failed" and later.stop_by == later.stop_asked_at
+
+
+def _earliest(one: dt.datetime | None, other: dt.datetime | None) -> dt.datetime | None:
+    return min((at for at in (one, other) if at is not None), default=None)

@@ -1,0 +1,64 @@
+"""A spec that becomes invalid while its job runs: by an edit, or because a newer operator checks more.
+
+A spec that cannot run starts nothing, but what runs goes on as it was, to its end, and restarts. No copy of the last
+valid spec is kept, for a newer version might not read that either. None is needed: what pods are made from (`nodes`,
+`nprocPerNode`, `template`) cannot change while they run (crd.py), so the last valid spec is the present one without
+what is wrong in it. A field that is wrong counts as unset, a number out of bounds as the nearest that is allowed
+(validation.py), and `nodes` is what the status says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from ddpjob_operator.job import api, reasons
+from ddpjob_operator.job.validation import Path, Problem
+from ddpjob_operator.plan import status as statuses
+
+_SENTENCE_MAX = 1000
+_REMARK = re.compile(r"; the spec is invalid \(.*\)(?:; the job goes on as it was)?\Z", re.DOTALL)
+# With another value the ranks of the next attempt would be others than those that have trained.
+_RANKS = frozenset((("spec", "nodes"), ("spec", "nprocPerNode")))
+# No field of the spec could be read: it is missing, no mapping, or larger than what is kept.
+_WHOLE: frozenset[Path] = frozenset(((), ("spec",)))
+
+
+def sentence(problems: Sequence[Problem]) -> str:
+    """All that is wrong, one after the other."""
+    return "; ".join(str(p) for p in problems)
+
+
+def as_it_was(job: api.DDPJob, problems: Sequence[Problem]) -> api.DDPJob:
+    """The job by whose spec it goes on, and its status without the remark that this module adds."""
+    status = replace(job.status, message=_REMARK.sub("", job.status.message))
+    nodes = status.nodes.total if status.nodes is not None and status.attempt else 0
+    wrong = nodes > 0 and any(p.path in _WHOLE or p.path[:2] == ("spec", "nodes") for p in problems)
+    return replace(job, status=status, spec=replace(job.spec, nodes=nodes) if wrong else job.spec)
+
+
+def keeps_pods_from_being_made(problems: Sequence[Problem]) -> bool:
+    """Whether what is wrong is what a pod is made from, and cannot be read."""
+    return any(p.unreadable or p.path in _WHOLE or p.path[:2] in _RANKS for p in problems)
+
+
+def remark(problems: Sequence[Problem], *, goes_on: bool = True) -> str:
+    """What a job says that runs all the same."""
+    text = sentence(problems)
+    cut = text if len(text) <= _SENTENCE_MAX else text[:_SENTENCE_MAX] + "…"
+    return f"the spec is invalid ({cut})" + ("; the job goes on as it was" if goes_on else "")
+
+
+def with_remark(status: api.Status, problems: Sequence[Problem]) -> api.Status:
+    """The status with it, where something goes on and the status does not speak of the spec anyhow."""
+    if not problems or speaks_of_it(status):
+        return status
+    text = remark(problems, goes_on=status.state != "Suspended")
+    return replace(status, message=f"{status.message[: statuses.MESSAGE_MAX - len(text) - 2]}; {text}")
+
+
+def speaks_of_it(status: api.Status) -> bool:
+    """Whether the reason of the state is the spec itself, or the job is over and no spec matters to it any more."""
+    return status.state in statuses.TERMINAL or status.reason == reasons.INVALID_SPEC.name

@@ -1,0 +1,63 @@
+"""The one gate for text on its way into a status or an Event: `plan` lets everything through it, in every shell.
+
+What is for people (sentences, exceptions, logs, metrics) is cleaned and masked (redaction.py); names that machines read
+stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace as replaced
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from ddpjob_operator.failures.redaction import clean, mask, shown
+from ddpjob_operator.job import api
+from ddpjob_operator.observed.reports import METRIC_LENGTH_MAX
+
+if TYPE_CHECKING:
+    from ddpjob_operator.plan.plan import Event
+
+MESSAGE_MAX = 4096
+LINE_MAX = 300
+WORD_MAX = 128
+CONDITION_MAX = 1024
+LOG_TAIL_MAX = 2048
+
+
+def status(new: api.Status) -> api.Status:
+    """The status as people may see it. status(status(x)) == status(x)."""
+    return replace(
+        new,
+        message=shown(new.message, MESSAGE_MAX),
+        progress=_progress(new.progress),
+        last_failure=_failure(new.last_failure),
+        failures=[replace(line, message=shown(line.message, LINE_MAX)) for line in new.failures],
+        avoided_nodes=[replace(node, message=shown(node.message, LINE_MAX)) for node in new.avoided_nodes],
+        conditions=[replace(one, message=shown(one.message, CONDITION_MAX)) for one in new.conditions],
+    )
+
+
+def events(new: Iterable[Event]) -> tuple[Event, ...]:
+    """Events as people may see them."""
+    return tuple(replaced(event, message=shown(event.message, MESSAGE_MAX)) for event in new)
+
+
+def _progress(progress: api.Progress | None) -> api.Progress | None:
+    if progress is None or not progress.metrics:
+        return progress
+    metrics = {shown(k, METRIC_LENGTH_MAX): shown(v, METRIC_LENGTH_MAX) for k, v in progress.metrics.items()}
+    return replace(progress, metrics=metrics)
+
+
+def _failure(failure: api.Failure | None) -> api.Failure | None:
+    if failure is None:
+        return None
+    return replace(
+        failure,
+        reason=shown(failure.reason, WORD_MAX),
+        signal=shown(failure.signal, WORD_MAX),
+        exception=shown(failure.exception, LINE_MAX),
+        log_tail=mask(clean(failure.log_tail))[:LOG_TAIL_MAX],
+    )

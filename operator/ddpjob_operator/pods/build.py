@@ -1,0 +1,203 @@
+"""Pure builders: what the operator creates, as the API server takes it. The local run starts the same pods."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddpjob_operator.job import api
+from ddpjob_operator.job.podspec import gpus, quantity, restarts_of_the_kubelet, trainer_container
+from ddpjob_operator.pods import agent_environment, naming, report_token
+from ddpjob_operator.pods import environment as contract
+
+Body = dict[str, Any]
+
+# Half of the memory limit, as tmpfs defaults to half of the RAM; without a limit a size that serves data loaders.
+# 64 MiB, the container runtime's default, breaks DataLoader workers and NCCL (DESIGN 1.2).
+SHM_BYTES_DEFAULT = 2 * 2**30
+_LOG_AS_MESSAGE = "FallbackToLogsOnError"
+KEEP_FROM_CONSOLIDATION = {
+    "karpenter.sh/do-not-disrupt": "true",
+    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+}
+
+
+# A path below a pod's spec as the API server writes it; not one that is part of a longer path or word.
+_POD_PATH = re.compile(
+    r"(?<![\w.])spec\.(?:containers\[(?P<container>\d{1,4})\](?P<env>\.env\[(?P<number>\d{1,6})\])?|(?=[a-zA-Z]))"
+)
+
+
+@dataclass(frozen=True)
+class Reporting:
+    """Where and how trainers report progress."""
+
+    url: str
+    token_file: str = report_token.TOKEN_FILE
+    interval_seconds: float = 5.0
+
+    def environment(self) -> dict[str, str]:
+        """The variables that the trainer library reads."""
+        interval = {"DDPJOB_STATUS_INTERVAL": f"{self.interval_seconds:g}"}
+        return report_token.environment(self.url, self.token_file) | interval
+
+
+def service(job: api.DDPJob) -> Body:
+    """The headless Service that gives every pod a name."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(job, job.metadata.name, naming.labels(job)),
+        "spec": {
+            "clusterIP": "None",
+            # Peers must resolve before they are ready: they become ready by meeting each other.
+            "publishNotReadyAddresses": True,
+            "selector": naming.labels(job),
+        },
+    }
+
+
+def pod(
+    job: api.DDPJob,
+    attempt: int,
+    rank: int,
+    meet: naming.Endpoint | None = None,
+    reporting: Reporting | None = None,
+    avoid: Sequence[str] = (),
+    replacement: int = 0,
+) -> Body:
+    """The pod of node `rank` in `attempt`. meet: where the ranks meet; None is the Service's name, as in a cluster.
+
+    avoid: cluster nodes that it must not run on. replacement: which pod of this rank in this attempt it is.
+    """
+    meet = meet or naming.endpoint(job, attempt)
+    template = _as_given(job.spec.template)
+    spec: Body = template["spec"]
+    given = template.get("metadata") or {}
+    labels = {
+        **(given.get("labels") or {}),
+        **naming.labels(job),
+        naming.LABEL_ATTEMPT: str(attempt),
+        naming.LABEL_RANK: str(rank),
+        **({naming.LABEL_REPLACEMENT: str(replacement)} if replacement else {}),
+    }
+    metadata = _metadata(job, naming.pod_name(job, attempt, rank, replacement), labels)
+    metadata["annotations"] = {**KEEP_FROM_CONSOLIDATION, **(given.get("annotations") or {})}
+    for container, field in restarts_of_the_kubelet(template):
+        del container[field]
+    spec.update(restartPolicy="Never", hostname=naming.hostname(job, rank), subdomain=job.metadata.name)
+    spec.setdefault("enableServiceLinks", False)
+    if spec.get("terminationGracePeriodSeconds") == 0:
+        # With 0 whoever deletes a pod makes the API server forget it before its kubelet has ended anything.
+        spec["terminationGracePeriodSeconds"] = 1
+    environment = contract.environment(job, attempt, rank, meet) | agent_environment.environment(job, replacement)
+    _trainer(environment | (reporting.environment() if reporting else {}), spec)
+    for container in spec.get("initContainers") or ():
+        container.setdefault("terminationMessagePolicy", _LOG_AS_MESSAGE)
+    if reporting is not None and reporting.token_file == report_token.TOKEN_FILE:
+        report_token.add_token(spec, trainer_container({"spec": spec}) or {})
+    _shared_memory(spec)
+    _spread(job, spec)
+    _stay_away(spec, avoid)
+    _host_network(spec, meet)
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def in_users_words(message: str, body: Body, job: api.DDPJob) -> str:
+    """What the API server says of a pod of ours, with the paths that the user has in the template.
+
+    Of the lists in it only the trainer's variables begin with ours; what we add elsewhere stands behind the user's.
+    """
+    trainer = trainer_container(job.spec.template) or {}
+    containers = body["spec"]["containers"]
+    index = next((i for i, c in enumerate(containers) if c["name"] == trainer.get("name")), 0)
+    ours = len(containers[index].get("env") or ()) - len(contract.user_environment(trainer))
+
+    def translated(found: re.Match[str]) -> str:
+        env, number = found["env"], int(found["number"] or 0)
+        if env is None or int(found["container"]) != index or number < ours:
+            return f"spec.template.{found[0]}"
+        return f"spec.template.spec.containers[{index}].env[{number - ours}]"
+
+    return _POD_PATH.sub(translated, message)
+
+
+def wants_one_pod_per_node(spec: api.Spec) -> bool:
+    """auto: yes for jobs with GPUs."""
+    return gpus(spec.template) > 0 if spec.one_pod_per_node == "auto" else spec.one_pod_per_node
+
+
+def _as_given(value: Any) -> Any:
+    """A copy without nulls: a field that is null is unset for the API server, and would be none to us that has a
+    default. Of lists every entry stays, so that what is said of one names its place."""
+    if isinstance(value, Mapping):
+        return {name: _as_given(one) for name, one in value.items() if one is not None}
+    return [_as_given(one) for one in value] if isinstance(value, list) else value
+
+
+def _metadata(job: api.DDPJob, name: str, labels: dict[str, str]) -> Body:
+    owner = {
+        "apiVersion": api.API_VERSION,
+        "kind": api.KIND,
+        "name": job.metadata.name,
+        "uid": job.metadata.uid,
+        # Without blockOwnerDeletion: it would need the right to update the job's finalizers.
+        "controller": True,
+    }
+    return {"name": name, "namespace": job.metadata.namespace, "labels": labels, "ownerReferences": [owner]}
+
+
+def _trainer(own: dict[str, str], spec: Body) -> None:
+    trainer = trainer_container({"spec": spec})
+    assert trainer is not None, "validation lets no template without a container pass"
+    users = contract.user_environment(trainer)
+    names = {entry["name"] for entry in users}
+    # Ours first, so that the user's values can refer to them: WORLD_SIZE: $(NNODES).
+    trainer["env"] = [{"name": name, "value": value} for name, value in own.items() if name not in names] + users
+    # The kubelet keeps the end of the log as the message: the cause survives the pod, without the right to read logs.
+    trainer.setdefault("terminationMessagePolicy", _LOG_AS_MESSAGE)
+
+
+def _shared_memory(spec: Body) -> None:
+    trainer = trainer_container({"spec": spec}) or {}
+    mounts = trainer.get("volumeMounts") or []
+    if any(str(m.get("mountPath", "")).rstrip("/") == "/dev/shm" for m in mounts):  # noqa: S108 - a mount, not a file
+        return
+    memory = ((trainer.get("resources") or {}).get("limits") or {}).get("memory")
+    size = int(quantity(memory)) // 2 if memory is not None else SHM_BYTES_DEFAULT
+    volume = {"name": "ddpjob-shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(size)}}
+    spec["volumes"] = [*(spec.get("volumes") or []), volume]
+    trainer["volumeMounts"] = [*mounts, {"name": "ddpjob-shm", "mountPath": "/dev/shm"}]  # noqa: S108
+
+
+def _spread(job: api.DDPJob, spec: Body) -> None:
+    if not wants_one_pod_per_node(job.spec) or job.spec.nodes == 1:
+        return
+    term = {"labelSelector": {"matchLabels": naming.labels(job)}, "topologyKey": "kubernetes.io/hostname"}
+    affinity = spec.setdefault("affinity", {})
+    wanted = affinity.setdefault("podAntiAffinity", {})
+    name = "requiredDuringSchedulingIgnoredDuringExecution"
+    wanted[name] = [*(wanted.get(name) or []), term]
+
+
+def _stay_away(spec: Body, nodes: Sequence[str]) -> None:
+    """In every term: the scheduler takes a node that fits any of them. One name a requirement, as the API wants it."""
+    if not nodes:
+        return
+    wanted = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
+    selector = wanted.setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
+    others = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
+    terms = selector.get("nodeSelectorTerms") or [{}]
+    selector["nodeSelectorTerms"] = [{**t, "matchFields": [*(t.get("matchFields") or []), *others]} for t in terms]
+
+
+def _host_network(spec: Body, meet: naming.Endpoint) -> None:
+    if not spec.get("hostNetwork"):
+        return
+    spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")
+    trainer = trainer_container({"spec": spec}) or {}
+    # Declared, so that the scheduler never puts two jobs with the same port on one node.
+    port = {"name": "ddpjob-master", "containerPort": meet.port, "hostPort": meet.port, "protocol": "TCP"}
+    trainer["ports"] = [*(trainer.get("ports") or []), port]

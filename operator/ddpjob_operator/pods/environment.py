@@ -1,0 +1,83 @@
+"""The environment contract: the names, labels, addresses and variables that a trainer meets, in every shell.
+
+Used by `build.py` for pods, and through those pods by the local run: both shells give byte-equal names.
+"""
+
+from __future__ import annotations
+
+from ddpjob_operator.job import api
+from ddpjob_operator.job.podspec import cpus, trainer_container
+from ddpjob_operator.job.topology import backend, nproc_per_node, shutdown_timeout_seconds, termination_log
+from ddpjob_operator.pods.naming import Endpoint
+
+TERMINATION_LOG = "DDPJOB_TERMINATION_LOG"
+
+
+BREAKS_RENDEZVOUS = frozenset(
+    "MASTER_ADDR MASTER_PORT NNODES NODE_RANK NPROC_PER_NODE RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE "
+    "DDPJOB_WORLD_SIZE PET_NNODES PET_NPROC_PER_NODE PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT PET_RDZV_ID "
+    "PET_RDZV_BACKEND PET_RDZV_ENDPOINT PET_RDZV_CONF PET_STANDALONE PET_MAX_RESTARTS".split()
+)
+
+
+def environment(job: api.DDPJob, attempt: int, rank: int, meet: Endpoint) -> dict[str, str]:
+    """The variables of node `rank` in `attempt`, where all ranks meet at `meet`. The user's own come on top."""
+    nproc = nproc_per_node(job.spec)
+    return {
+        **_rendezvous(job, rank, nproc, meet),
+        **(_single_process(job, rank) if nproc == 1 else {}),
+        **_torchrun(job, attempt, rank, nproc, meet),
+        "DDPJOB_NAME": job.metadata.name,
+        "DDPJOB_NAMESPACE": job.metadata.namespace,
+        "DDPJOB_UID": job.metadata.uid,
+        "DDPJOB_ATTEMPT": str(attempt),
+        "DDPJOB_BACKEND": backend(job.spec),
+        TERMINATION_LOG: termination_log(job.spec),
+        # Results differ by the number of threads (docs/measured.md, results), so it is never left to the machine.
+        "OMP_NUM_THREADS": str(max(1, (cpus(job.spec.template) or 1) // nproc)),
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+    }
+
+
+def overridden(job: api.DDPJob) -> list[str]:
+    """The variables that the user's template sets and that all ranks need to meet: they win, and are named."""
+    trainer = trainer_container(job.spec.template) or {}
+    return sorted({e["name"] for e in user_environment(trainer) if e["name"] in BREAKS_RENDEZVOUS})
+
+
+def user_environment(container: dict[str, object]) -> list[dict[str, object]]:
+    """The `env` entries of a container that have a name."""
+    env = container.get("env")
+    return [e for e in env if isinstance(e, dict) and isinstance(e.get("name"), str)] if isinstance(env, list) else []
+
+
+def _rendezvous(job: api.DDPJob, rank: int, nproc: int, meet: Endpoint) -> dict[str, str]:
+    return {
+        "MASTER_ADDR": meet.host,
+        "MASTER_PORT": str(meet.port),
+        "NNODES": str(job.spec.nodes),
+        "NODE_RANK": str(rank),
+        "NPROC_PER_NODE": str(nproc),
+        "DDPJOB_WORLD_SIZE": str(job.spec.nodes * nproc),
+    }
+
+
+def _single_process(job: api.DDPJob, rank: int) -> dict[str, str]:
+    """For scripts without a launcher. Only where a node has one process: with more they mislead those that start
+    their own (the imagenet example multiplies WORLD_SIZE by its GPUs)."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(job.spec.nodes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
+def _torchrun(job: api.DDPJob, attempt: int, rank: int, nproc: int, meet: Endpoint) -> dict[str, str]:
+    return {
+        "PET_NNODES": str(job.spec.nodes),
+        "PET_NPROC_PER_NODE": str(nproc),
+        "PET_NODE_RANK": str(rank),
+        "PET_MASTER_ADDR": meet.host,
+        "PET_MASTER_PORT": str(meet.port),
+        # torch prefixes its store with the run id: a process of an older attempt can reach the port and still not join.
+        "PET_RDZV_ID": f"{job.metadata.uid}-{attempt}",
+        "PET_MAX_RESTARTS": "0",
+        "PET_SHUTDOWN_TIMEOUT": str(shutdown_timeout_seconds(job.spec)),
+    }

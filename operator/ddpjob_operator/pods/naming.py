@@ -1,0 +1,92 @@
+"""The names, labels, DNS names and ports of the objects of a job: the same in a cluster and in a local run."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from ddpjob_operator.job import api
+
+LABEL_JOB = f"{api.GROUP}/job"
+
+
+LABEL_ATTEMPT = f"{api.GROUP}/attempt"
+
+
+LABEL_RANK = f"{api.GROUP}/rank"
+
+
+LABEL_REPLACEMENT = f"{api.GROUP}/replacement"
+
+
+# Outside the ephemeral range (32768-60999) and the NodePort range (30000-32767), so that the kernel never gives the
+# port to an outgoing connection; without those that scripts in the wild hard-code (12355, 29500, 8888 lie outside).
+PORT_FIRST, PORT_LAST = 20000, 29399
+
+
+PORTS_AVOIDED = frozenset({23456, 25000, 29400, 29500, 12355, 8888})
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the other ranks meet rank 0."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def labels(job: api.DDPJob) -> dict[str, str]:
+    """The labels by which `kubectl get pods -l` finds the objects of a job."""
+    return {LABEL_JOB: job.metadata.name}
+
+
+def selector(job: api.DDPJob) -> str:
+    """The label selector of the job's pods."""
+    return ",".join(f"{k}={v}" for k, v in labels(job).items())
+
+
+def pod_name(job: api.DDPJob, attempt: int, rank: int, replacement: int = 0) -> str:
+    """The pod's name says the attempt, so that no pod of an old attempt is ever taken for a new one.
+
+    digits-1-3-r2 is the second that has replaced digits-1-3 alone. The r keeps it apart from the pods of a job that is
+    named digits-1.
+    """
+    name = f"{job.metadata.name}-{attempt}-{rank}"
+    return f"{name}-r{replacement}" if replacement else name
+
+
+def replacement(status: api.Status, rank: int) -> int:
+    """Which pod of a rank in the present attempt is the one that counts."""
+    return status.replacements.get(str(rank), 0)
+
+
+def present_pod_name(job: api.DDPJob, status: api.Status, rank: int) -> str:
+    """The name of the pod that counts of a rank."""
+    return pod_name(job, status.attempt, rank, replacement(status, rank))
+
+
+def hostname(job: api.DDPJob, rank: int) -> str:
+    """The DNS name of a rank is the same in every attempt."""
+    return f"{job.metadata.name}-{rank}"
+
+
+def endpoint(job: api.DDPJob, attempt: int) -> Endpoint:
+    """The address of rank 0 in a cluster.
+
+    The port depends on uid and attempt also where each pod has a network of its own: a process that survives on a
+    lost node still resolves the stable DNS name, and must not reach the store of a newer attempt.
+    """
+    name = job.metadata.name
+    return Endpoint(f"{hostname(job, 0)}.{name}.{job.metadata.namespace}", port(job.metadata.uid, attempt))
+
+
+def port(uid: str, attempt: int) -> int:
+    """A port for rank 0 that differs between jobs and between the attempts of a job."""
+    span = PORT_LAST - PORT_FIRST + 1
+    offset = int.from_bytes(hashlib.sha256(uid.encode()).digest()[:4], "big")
+    # 7 is prime to the span: the attempts of a job walk through all ports before one comes again.
+    candidates = (PORT_FIRST + (offset + 7 * attempt + extra) % span for extra in range(span))
+    return next(p for p in candidates if p not in PORTS_AVOIDED)

@@ -1,0 +1,43 @@
+"""What a pod needs so that its trainer can report progress: a token of its own, as a file. Pure; called by `build.py`.
+
+The token is good for one audience and bound to the pod, so it opens nothing but the operator's receiver, and nothing
+for anybody once the pod is gone. It is asked for by the kubelet: no Secret, and no right for the operator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpjob_operator.job import api
+
+AUDIENCE = api.GROUP
+NAME = "ddpjob-token"
+MOUNT = f"/var/run/secrets/{api.GROUP}"
+TOKEN_FILE = f"{MOUNT}/token"
+# The kubelet renews it in place at 80 % of this; senders read the file anew (600 s is the least that is allowed).
+EXPIRATION_SECONDS = 3600
+
+
+def add_token(spec: dict[str, Any], trainer: dict[str, Any]) -> None:
+    """Mount the token into the trainer container of a pod spec, unless the user mounts something there."""
+    mounts = trainer.get("volumeMounts") or []
+    volumes = spec.get("volumes") or []
+    taken = any(str(mount.get("mountPath", "")).rstrip("/") == MOUNT for mount in mounts)
+    if taken or any(volume.get("name") == NAME for volume in volumes):
+        return
+    token = {"audience": AUDIENCE, "expirationSeconds": EXPIRATION_SECONDS, "path": "token"}
+    spec["volumes"] = [*volumes, {"name": NAME, "projected": {"sources": [{"serviceAccountToken": token}]}}]
+    trainer["volumeMounts"] = [*mounts, {"name": NAME, "mountPath": MOUNT, "readOnly": True}]
+
+
+def environment(url: str, token_file: str = TOKEN_FILE) -> dict[str, str]:
+    """The variables by which the trainer library and, by itself, Hugging Face's Trainer find the receiver.
+
+    KUBEFLOW_TRAINER_SERVER_CA_CERT is left out: the receiver speaks plain HTTP, and no file is to be trusted.
+    """
+    return {
+        "DDPJOB_STATUS_URL": url,
+        "DDPJOB_STATUS_TOKEN_FILE": token_file,
+        "KUBEFLOW_TRAINER_SERVER_URL": url,
+        "KUBEFLOW_TRAINER_SERVER_TOKEN": token_file,
+    }

@@ -1,0 +1,120 @@
+"""What a script sets before its `import torch` holds under ddprun as under python, or a line says that it does not."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+from agents import Launcher, finish, forget_torchs_own
+
+from ddpjob.agent import late_environment
+
+# Each rank sets something else, and says what torch makes of it.
+SETTINGS: list[dict[str, str | None]] = [
+    {},
+    {"OMP_NUM_THREADS": "1"},
+    {"OMP_NUM_THREADS": "2"},
+    {"MKL_NUM_THREADS": "1"},
+    {"OMP_NUM_THREADS": "2,1", "MKL_NUM_THREADS": "1"},
+    {"OMP_NUM_THREADS": None},
+    {"TORCH_LOGS": "+dynamo"},
+    {"TORCH_LOGS": "+dynamo,-inductor", "TORCH_LOGS_FORMAT": "%(message)s"},
+    {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+    {"TMPDIR": "/var/tmp"},
+    {"CUDA_VISIBLE_DEVICES": "", "NCCL_DEBUG": "INFO", "MY_OWN": "1"},
+]
+SCRIPT = """
+import json, os, sys
+rank = int(os.environ["RANK"])
+assert "torch" not in sys.modules and "torch.nn" not in sys.modules
+for name, value in {settings}[rank].items():
+    if value is None: os.environ.pop(name, None)
+    else: os.environ[name] = value
+{imports}
+import torch, logging, tempfile, torch.distributed as dist
+assert torch is sys.modules["torch"] and torch.__spec__.origin.endswith("__init__.py")
+said = {{"threads": torch.get_num_threads(), "log": logging.getLogger("torch._dynamo").getEffectiveLevel(),
+        "debug": str(dist.get_debug_level()), "folder": tempfile.gettempdir(),
+        "hidden": [type(f).__name__ for f in sys.meta_path if "idden" in type(f).__name__]}}
+with open(f"said-{{rank}}", "w") as file: json.dump(said, file)
+"""
+
+
+def said(launcher: Launcher, imports: str, *start: str) -> tuple[list[Any], str]:
+    script = launcher.script(SCRIPT.format(settings=SETTINGS, imports=imports))
+    done = finish(launcher.ddprun(*start, "--nproc", len(SETTINGS), "--max-restarts", 0, script), 150)
+    assert done.returncode == 0, done.stderr
+    forget_torchs_own(launcher)
+    return [json.loads((launcher.folder / f"said-{r}").read_text()) for r in range(len(SETTINGS))], done.stderr
+
+
+@pytest.mark.parametrize("imports", ["", "from torch.utils.data import DataLoader; import ddpjob; ddpjob.Snapshot"])
+def test_threads_logs_and_debugging_are_what_the_script_has_asked_for(launcher: Launcher, imports: str) -> None:
+    """Results differ by the number of threads, and logs that were asked for are missing."""
+    forked, err = said(launcher, imports)
+    fresh, _ = said(launcher, imports, "--no-preload")
+    assert [(s, a) for s, a, b in zip(SETTINGS, forked, fresh, strict=True) if a != b] == []
+    assert "ddprun:" not in err, "what holds needs no words"
+
+
+def test_what_cannot_hold_is_said_in_one_line(launcher: Launcher) -> None:
+    """A user measures a setting for a day that was never there."""
+    script = launcher.script(
+        """
+        import os
+        os.environ |= {"TORCHINDUCTOR_MAX_AUTOTUNE": "1", "OMP_PROC_BIND": "true", "PYTORCH_CUDA_ALLOC_CONF": "x:1"}
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "MY_OWN": "1"}
+        import torch
+        os.environ["TORCHDYNAMO_VERBOSE"] = "1"  # too late under python as well
+        import torch.distributed
+        """
+    )
+    done = finish(launcher.ddprun("--nproc", 2, script), 100)
+    assert done.returncode == 0
+    assert done.stderr == (
+        "ddprun: the fork server had imported torch before the script set OMP_PROC_BIND, PYTORCH_CUDA_ALLOC_CONF, "
+        "TORCHINDUCTOR_MAX_AUTOTUNE: that does not hold. Set it in the job's env, or start with --no-preload.\n"
+    )
+    forget_torchs_own(launcher)
+
+
+def test_what_the_jobs_env_sets_is_there_from_the_start_and_needs_no_words(launcher: Launcher) -> None:
+    """A warning that is always there is read by nobody."""
+    script = launcher.script(
+        """
+        import os
+        os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ["TORCHDYNAMO_VERBOSE"] = "1"
+        import torch, torch._dynamo
+        assert torch.get_num_threads() == 1 and torch._dynamo.config.verbose
+        """
+    )
+    done = finish(launcher.ddprun(script, OMP_NUM_THREADS="1", TORCHDYNAMO_VERBOSE="1"), 100)
+    assert (done.returncode, done.stderr) == (0, "")
+    forget_torchs_own(launcher)
+
+
+def test_many_names_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, whatever the script has set."""
+    monkeypatch.setenv("RANK", "0")
+    late_environment.tell({f"KMP_{i}" for i in range(9)} | {"OTHER", "HOME"}, {"HOME"})
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "KMP_0, KMP_1, KMP_2, KMP_3, KMP_4 and 4 more:" in err
+    assert "OTHER" not in err
+
+
+def test_one_rank_speaks_for_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A thousand lines in the log of a job of a thousand ranks."""
+    monkeypatch.setenv("RANK", "3")
+    late_environment.tell({"KMP_BLOCKTIME"}, set())
+    assert capsys.readouterr().err == ""
+
+
+def test_what_has_changed_is_also_what_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dict(os.environ) | {"KMP_GONE": "1", "KMP_OTHER": "1"}
+    monkeypatch.setenv("KMP_OTHER", "2")
+    monkeypatch.setenv("KMP_NEW", "1")
+    assert late_environment.changes(before) == {"KMP_GONE", "KMP_OTHER", "KMP_NEW"}

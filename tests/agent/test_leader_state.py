@@ -1,0 +1,698 @@
+"""What node 0's agent decides, in its own time: no process, no socket, no clock."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from leads import taken
+
+from ddpjob.agent.core.budget import Budget, Left, PolicyRule
+from ddpjob.agent.core.leader_state import RESUMABLE, End, Lead, Leave, Start, Stop, root_cause
+from ddpjob.core import rules
+
+JOIN_SECONDS = 600.0
+T0 = 7.25  # odd, so that a real clock would show
+
+
+def failure(rank: int = 0, code: int = 1, **known: Any) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "exitCode": code,
+        "signal": "",
+        "exception": "",
+        "symptom": False,
+        "resumable": code == 75,
+    } | known
+
+
+def lead(nodes: int, restarts: int = 3, **more: Any) -> Lead:
+    return Lead(nodes, Budget(restarts, restarts, restarts, restarts), JOIN_SECONDS, T0, **more)
+
+
+def running(nodes: int, restarts: int = 3, **more: Any) -> Lead:
+    found = lead(nodes, restarts, **more)
+    for node in range(nodes):
+        found.joined(node, T0)
+    assert taken(found) == [Start(0)]
+    return found
+
+
+def stop(found: Lead, failures: list[dict[str, Any]], at: float = T0) -> None:
+    """All nodes say that their ranks are gone."""
+    (order,) = taken(found)
+    assert isinstance(order, Stop)
+    for node in order.nodes:
+        found.stopped(node, failures if node == 0 else [], at)
+
+
+def fails(found: Lead, at: float, then: Start | type[End]) -> None:
+    """A rank does, after a long time."""
+    found.failed(0, [failure(code=9)], at)
+    stop(found, [failure(code=9)], at)
+    found.tick(at + 400)  # the longest back-off is 300
+    (order,) = taken(found)
+    assert order == then or type(order) is then
+
+
+def fail_twice(found: Lead) -> None:
+    """It waits a second then."""
+    for _ in range(2):
+        found.failed(0, [failure()], T0)
+        stop(found, [failure()])
+        found.orders.clear()
+    assert found.state == "pausing"
+
+
+def test_resumable_is_the_codes_own_number() -> None:
+    assert RESUMABLE == rules.RESUMABLE_EXIT_CODE
+
+
+def test_nothing_starts_before_every_node_is_here() -> None:
+    found = lead(3)
+    found.joined(0, T0)
+    found.joined(2, T0 + 100)
+    assert taken(found) == []
+    found.joined(1, T0 + 500)
+    assert taken(found) == [Start(0)]
+
+
+def test_nodes_that_do_not_come_end_the_job_as_infrastructure_and_are_named() -> None:
+    found = lead(3)
+    found.joined(0, T0)
+    found.tick(T0 + JOIN_SECONDS - 1)
+    assert taken(found) == []
+    found.tick(T0 + JOIN_SECONDS)
+    (order,) = taken(found)
+    assert order.code == RESUMABLE
+    assert "nodes 1, 2" in order.why
+
+
+def test_a_failure_stops_every_node_once_and_starts_all_again_when_the_last_rank_is_gone() -> None:
+    found = running(3)
+    found.failed(1, [failure(rank=1)], T0)
+    assert taken(found) == [Stop(frozenset({0, 1, 2}), 0, patient=False)]
+    found.failed(2, [failure(rank=2)], T0)
+    found.stopped(1, [failure(rank=1)], T0)
+    found.stopped(0, [], T0)
+    assert taken(found) == [], "node 2 may still run a rank of the old generation"
+    found.stopped(2, [failure(rank=2)], T0)
+    assert taken(found) == [Start(1)]
+
+
+def test_a_node_that_has_finished_starts_again_with_the_others() -> None:
+    """The group has one size: without its ranks nobody could meet."""
+    found = running(2)
+    found.finished(0, T0)
+    found.failed(1, [failure(rank=1)], T0)
+    stop(found, [failure(rank=1)])
+    assert taken(found) == [Start(1)]
+    found.finished(1, T0)
+    assert taken(found) == [], "what node 0 finished was the generation before"
+    found.finished(0, T0)
+    assert taken(found) == [End(0, None, "all ranks have ended")]
+
+
+def test_the_job_ends_when_all_nodes_have_finished_and_not_before() -> None:
+    found = running(2)
+    found.finished(1, T0)
+    assert taken(found) == []
+    found.finished(0, T0)
+    assert taken(found)[0].code == 0
+
+
+@pytest.mark.parametrize("restarts", [0, 1, 3])
+def test_the_budget_is_spent_to_the_last_and_not_overrun(restarts: int) -> None:
+    found, at = running(1, restarts), T0
+    for generation in range(1, restarts + 1):
+        found.failed(0, [failure(code=9)], at)
+        stop(found, [failure(code=9)], at)
+        at += rules.back_off_seconds(generation)
+        found.tick(at)
+        assert taken(found) == [Start(generation)]
+    found.failed(0, [failure(code=9)], at)
+    stop(found, [failure(code=9)], at)
+    (order,) = taken(found)
+    assert (order.code, order.failure["exitCode"]) == (9, 9)
+
+
+@pytest.mark.parametrize(
+    ("left", "restarts"),
+    [
+        (Left(0, 99, 10, replaced=1, known_of=0, known=(1, 0, 0)), 0),
+        (Left(1, 99, 10, replaced=1, known_of=0, known=(1, 0, 0)), 1),
+        (Left(1, 99, 10, replaced=1), 0),
+        (Left(1, 99, 10, replaced=1, known_of=7, known=(1, 0, 0)), 0),
+    ],
+    ids=["nothing is left", "one, and it knew of ours", "one, and it did not", "one, and it knew of another agent's"],
+)
+def test_what_the_operator_has_charged_meanwhile_comes_with_a_new_pod(left: Left, restarts: int) -> None:
+    """Else a script whose pods run out of memory now and then restarts more often than its user allowed."""
+    found = running(2, restarts=3, has_operator=True)
+    found.failed(0, [failure()], T0)
+    stop(found, [failure()])
+    assert taken(found) == [Start(1)]
+    found.lost(1, T0)
+    stop(found, [])
+    found.joined(1, T0, 1, 1, left=left)
+    assert taken(found) == [Start(2)]
+    fails(found, T0 + 1000, Start(3) if restarts else End)
+
+
+def test_a_pod_that_was_made_earlier_knows_nothing_new_of_the_budget() -> None:
+    found = running(2, restarts=1, has_operator=True)
+    for number, left in enumerate([Left(5, 99, 10, replaced=2), Left(0, 99, 10, replaced=1)], start=1):
+        found.lost(1, T0)
+        stop(found, [])
+        found.joined(1, T0, number - 1, number, left=left)
+        assert taken(found) == [Start(number)]
+    for number in (3, 4, 5):
+        fails(found, T0 + number * 1000, Start(number))
+
+
+def test_infrastructure_has_its_own_limit_too() -> None:
+    found = running(1, restarts=0)
+    found.failed(0, [failure(code=143)], T0)
+    stop(found, [failure(code=143)])
+    assert taken(found)[0].code == 143
+
+
+def test_a_second_failure_in_a_row_waits_and_one_after_a_long_run_does_not() -> None:
+    found = running(1)
+    for at, pause in ((T0, 0), (T0, 1), (T0 + 700, 0)):
+        found.failed(0, [failure()], at)
+        stop(found, [failure()], at)
+        if pause:
+            assert taken(found) == []
+            assert found.deadline == at + pause
+            found.tick(at + pause)
+        assert isinstance(taken(found)[0], Start)
+
+
+def test_what_can_never_start_is_not_tried_again() -> None:
+    found = running(1)
+    found.failed(0, [failure(code=127)], T0)
+    stop(found, [failure(code=127)])
+    assert taken(found)[0].code == 127
+
+
+def test_a_program_that_one_node_does_not_have_is_looked_for_on_another() -> None:
+    """One node whose volume is not mounted would fail the job for good."""
+    found = running(2, has_operator=True)
+    found.failed(0, [failure(code=127)], T0)
+    stop(found, [failure(code=127)])
+    (order,) = taken(found)
+    assert (order.code, order.failure["class"]) == (127, "infrastructure")
+
+
+def test_a_program_that_no_node_has_is_not_tried_again() -> None:
+    found = running(2, has_operator=True)
+    found.failed(0, [failure(code=127)], T0)
+    taken(found)
+    for node in range(2):
+        found.stopped(node, [failure(node, code=127)], T0)
+    (order,) = taken(found)
+    assert (order.code, order.failure["class"]) == (127, "permanent")
+
+
+def test_a_lost_node_stops_the_others_which_wait_for_it() -> None:
+    found = running(3)
+    found.lost(2, T0)
+    (order,) = taken(found)
+    assert order.nodes == {0, 1}
+    found.stopped(0, [], T0)
+    found.stopped(1, [], T0)
+    assert taken(found) == []
+    found.joined(2, T0 + 60)
+    assert taken(found) == [Start(1)]
+
+
+def test_a_node_that_is_lost_while_all_stop_is_not_waited_for_until_the_next_start() -> None:
+    found = running(2)
+    found.failed(0, [failure()], T0)
+    taken(found)
+    found.stopped(0, [failure()], T0)
+    found.lost(1, T0)
+    found.joined(1, T0 + 1)
+    assert taken(found) == [Start(1)]
+
+
+def test_a_new_leader_knows_how_far_the_job_had_come() -> None:
+    """A checkpoint that crashes every start makes no step again, also under an agent that has seen none."""
+    found = running(1, restarts=9, furthest_step=100)
+    for number in (1, 2):
+        fails(found, T0 + number * 1000, Start(number))
+    fails(found, T0 + 5000, End)
+
+
+def test_steps_that_were_made_before_a_pod_was_lost_are_progress_all_the_same() -> None:
+    """Else a job that trains for days between its failures ends as one that makes no step."""
+    found = running(2, restarts=9, has_operator=True)
+    found.reached(5)
+    fails(found, T0 + 1000, Start(1))
+    found.reached(5000)
+    found.lost(1, T0 + 2000)
+    stop(found, [])
+    found.joined(1, T0 + 2000, 1, 1)
+    assert taken(found) == [Start(2)]
+    for number in (3, 4, 5):
+        fails(found, T0 + number * 10_000, Start(number))
+    fails(found, T0 + 90_000, End)
+
+
+def test_restarts_in_a_row_go_on_from_what_a_newer_pod_was_told_and_what_nobody_had_heard() -> None:
+    found = running(2, restarts=9, has_operator=True)
+    for number in (1, 2):
+        fails(found, T0 + number * 1000, Start(number))
+    found.lost(1, T0)
+    stop(found, [])
+    heard_of_one = Left(9, 90, 9, 4, 3, replaced=1, known_of=0, known=(1, 0, 0))
+    found.joined(1, T0, 2, 1, left=heard_of_one)
+    assert (found.counts["inARow"], found.counts["chargedInARow"]) == (5, 4)
+
+
+def test_late_news_of_a_node_that_is_gone_change_nothing() -> None:
+    found = running(2)
+    found.lost(1, T0)
+    taken(found)
+    found.finished(1, T0)
+    found.failed(1, [failure()], T0)
+    found.stopped(1, [failure()], T0)
+    assert taken(found) == []
+    found.stopped(0, [], T0)
+    assert found.state == "gathering"
+
+
+def test_ranks_that_save_together_are_given_the_time_for_it() -> None:
+    """One rank got SIGTERM and all agreed on a step: those that are still writing must not be killed."""
+    found = running(2)
+    found.failed(1, [failure(rank=1, code=75)], T0)
+    assert taken(found)[0].patient
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_job_that_was_told_to_stop_starts_nothing_again(node: int) -> None:
+    found = running(2)
+    found.told(node, T0)
+    assert taken(found) == [], "its ranks may save first"
+    found.failed(0, [failure(code=143)], T0)
+    assert taken(found) == [Stop(frozenset({0, 1}), 0, patient=True)]
+    found.stopped(0, [failure(code=143)], T0)
+    found.lost(1, T0)
+    assert taken(found)[0].code == RESUMABLE
+
+
+@pytest.mark.parametrize("waits_for", ["peers", "back-off"])
+def test_a_job_without_ranks_that_is_told_to_stop_ends_at_once(waits_for: str) -> None:
+    found = lead(2) if waits_for == "peers" else running(1)
+    if waits_for == "back-off":
+        fail_twice(found)
+    found.told(0, T0)
+    assert taken(found)[0].code == RESUMABLE
+
+
+@pytest.mark.parametrize(
+    ("failures", "guilty"),
+    [
+        ([failure(0, symptom=True), failure(1, 7)], 1),
+        ([failure(0, vanished=True), failure(1, 7)], 1),
+        ([failure(0, symptom=True), failure(1, vanished=True)], 1),
+        ([failure(2), failure(1)], 2),
+        ([failure(2, symptom=True), failure(1, symptom=True)], 2),
+        ([failure(0, 75), failure(1, 9)], 1),
+    ],
+    ids=str,
+)
+def test_the_guilty_rank_is_the_first_that_has_a_reason_of_its_own(failures: list[Any], guilty: int) -> None:
+    assert root_cause(failures)["rank"] == guilty
+
+
+def test_complaints_about_lost_peers_alone_are_free_once_and_not_for_ever() -> None:
+    """A collective that only some ranks call ends so every time: it would start again until the nodes are needed."""
+    found = running(2, restarts=9)
+    for at, charged in ((T0, "infrastructure"), (T0 + 4000, "application"), (T0 + 8000, "application")):
+        found.failed(0, [failure(symptom=True)], at)
+        stop(found, [failure(symptom=True)], at)
+        assert f"charged to {charged}" in found.said
+        found.tick(at + 400)
+        taken(found)
+
+
+def test_the_operator_says_whether_complaints_were_free_already() -> None:
+    found = Lead(1, Budget(9, 9, 9, 9, peers_lost=1), JOIN_SECONDS, T0)
+    found.joined(0, T0)
+    taken(found)
+    found.failed(0, [failure(symptom=True)], T0)
+    stop(found, [failure(symptom=True)])
+    assert "charged to application" in found.said
+
+
+def test_ranks_that_could_not_be_started_are_no_complaint_and_free_each_time() -> None:
+    """A machine without a process left is no mistake of the script."""
+    found = running(1, restarts=9)
+    for at in (T0, T0 + 4000, T0 + 8000):
+        found.failed(0, [failure(code=75, symptom=True, unstarted=True)], at)
+        stop(found, [failure(code=75, symptom=True, unstarted=True)], at)
+        assert "charged to infrastructure" in found.said
+        found.tick(at + 400)
+        taken(found)
+
+
+@pytest.mark.parametrize("whole_node", [True, False], ids=["2x1", "1x2"])
+def test_a_rank_that_ended_well_while_its_peer_complains_is_the_cause(whole_node: bool) -> None:
+    """The commonest mistake of all, uneven data: it restarted for nothing, charged to nobody."""
+    found = running(2 if whole_node else 1)
+    complaint = failure(1, symptom=True, step=20, exception="RuntimeError: Connection closed by peer")
+    if whole_node:
+        found.finished(0, T0, (0, 20))
+    found.failed(int(whole_node), [complaint], T0)
+    taken(found)
+    for node in range(1 + whole_node):
+        found.stopped(node, [complaint] if node == int(whole_node) else [], T0, (0, 20) if node == 0 else None)
+    said = "rank 0 ended with exit code 0 after step 20 while rank 1 was in step 21: the ranks make different numbers"
+    assert found.said.startswith(said)
+    assert "charged to application" in found.said
+    assert (found.charged[0]["rank"], found.charged[0]["early"]) == (0, True)
+
+
+def test_a_lost_node_explains_a_complaint_beside_a_rank_that_ended_well() -> None:
+    found = running(3)
+    found.finished(0, T0, (0, 20))
+    found.failed(1, [failure(1, symptom=True)], T0)
+    taken(found)
+    found.lost(2, T0)
+    for node in (0, 1):
+        found.stopped(node, [failure(1, symptom=True)] if node else [], T0)
+    assert "charged to infrastructure" in found.said
+
+
+def test_a_new_leader_goes_on_from_the_generation_that_the_others_have_seen() -> None:
+    """Else a process of an old generation and one of the new would have the same number, and the same log files."""
+    found = lead(3)
+    found.joined(0, T0)
+    found.joined(1, T0, 4)
+    found.joined(2, T0, 3)
+    assert taken(found) == [Start(5)]
+
+
+# ---- with an operator, which replaces lost pods --------------------------------------------------------------
+
+
+def with_operator(nodes: int, restarts: int = 3) -> Lead:
+    return running(nodes, restarts, has_operator=True)
+
+
+def lose(found: Lead, *lost: int, at: float = T0) -> None:
+    """These nodes are gone, and all others stop."""
+    for node in lost:
+        found.lost(node, at)
+    orders = taken(found)
+    assert [type(order) for order in orders] == [Stop]
+    for node in orders[0].nodes:
+        found.stopped(node, [], at)
+
+
+def told(found: Lead, node: int, at: float = T0) -> None:
+    """A node is told to end, its ranks do, and all others stop with it; its agent leaves."""
+    found.told(node, at)
+    found.failed(node, [failure(node, 143)], at)
+    (order,) = taken(found)
+    assert order == Stop(frozenset(order.nodes), found.generation, patient=True)
+    for other in order.nodes - {node}:
+        found.stopped(other, [failure(other, 75)], at)
+    if node == 0:
+        found.stopped(0, [failure(0, 143)], at)
+    else:
+        found.lost(node, at)
+
+
+@pytest.mark.parametrize(
+    ("comes", "charged", "why"),
+    [(0, 1, "charged to infrastructure"), (1, 0, "a new pod is in its place"), (4, 0, "a new pod is in its place")],
+)
+def test_a_lost_node_is_charged_here_only_where_its_own_pod_comes_back(comes: int, charged: int, why: str) -> None:
+    """For a new pod the operator has charged already."""
+    found = with_operator(3)
+    lose(found, 2)
+    assert (taken(found), found.restarts) == ([], 0), "who is charged is not known yet"
+    found.joined(2, T0 + 60, 0, comes)
+    assert taken(found) == [Start(1)]
+    assert (found.restarts, found.counts["infrastructure"]) == (charged, charged)
+    assert why in found.said
+
+
+def test_without_an_operator_a_lost_node_is_charged_at_once() -> None:
+    found = running(2)
+    lose(found, 1)
+    assert found.counts["infrastructure"] == 1
+    found.joined(1, T0 + 60, 0, 1)
+    assert (taken(found), found.restarts) == ([Start(1)], 1)
+
+
+def test_a_node_that_comes_back_before_the_others_have_stopped_is_charged_too() -> None:
+    found = with_operator(2)
+    found.lost(1, T0)
+    taken(found)
+    found.joined(1, T0)
+    assert (taken(found), found.restarts) == ([], 0), "node 0 may still run a rank of the old generation"
+    found.stopped(0, [], T0)
+    assert (taken(found), found.restarts) == ([Start(1)], 1)
+
+
+def test_two_nodes_that_are_lost_together_cost_one_restart() -> None:
+    found = with_operator(3)
+    lose(found, 1, 2)
+    found.joined(1, T0 + 1)
+    found.joined(2, T0 + 2)
+    assert (taken(found), found.restarts) == ([Start(1)], 1)
+
+
+def test_a_rank_that_had_failed_before_its_node_was_lost_is_charged_as_ever() -> None:
+    found = with_operator(2)
+    found.failed(1, [failure(1, 9)], T0)
+    taken(found)
+    found.stopped(0, [], T0)
+    found.lost(1, T0)
+    assert found.counts["application"] == 1
+    found.joined(1, T0 + 60, 0, 1)
+    assert (taken(found), found.restarts) == ([Start(1)], 1)
+
+
+def test_a_connection_that_is_lost_too_often_ends_the_job() -> None:
+    found = with_operator(2, restarts=0)
+    lose(found, 1)
+    found.joined(1, T0 + 1)
+    (order,) = taken(found)
+    assert (order.code, order.failure["vanished"]) == (RESUMABLE, True)
+
+
+def test_a_pod_that_has_been_replaced_cannot_come_back() -> None:
+    found = with_operator(2)
+    lose(found, 1)
+    found.joined(1, T0 + 60, 0, 2)
+    assert [found.is_outdated(1, replacement) for replacement in range(4)] == [True, True, False, False]
+    assert not found.is_outdated(0, 0), "each node counts its own pods"
+
+
+@pytest.mark.parametrize("node", [1, 2])
+def test_when_one_node_is_told_the_others_save_and_wait_for_its_replacement(node: int) -> None:
+    found = with_operator(3)
+    told(found, node)
+    assert (taken(found), found.state, found.restarts) == ([], "gathering", 0)
+    found.joined(node, T0 + 60, 0, 1)
+    assert taken(found) == [Start(1)]
+    assert f"node {node} was told to stop" in found.said
+
+
+@pytest.mark.parametrize("has_operator", [True, False])
+def test_node_0_that_is_told_when_its_ranks_have_ended_lets_the_others_save_and_goes(has_operator: bool) -> None:
+    """It would stay until SIGKILL, and the others would learn of it with no time left."""
+    found = running(2, has_operator=has_operator)
+    found.finished(0, T0)
+    found.told(0, T0)
+    (order,) = taken(found)
+    assert isinstance(order, Stop)
+    assert order.patient
+    for node in (0, 1):
+        found.stopped(node, [], T0)
+    (order,) = taken(found)
+    assert type(order) is (Leave if has_operator else End)
+    assert found.restarts == 0
+
+
+def test_node_0_that_is_told_while_a_pre_flight_fails_goes() -> None:
+    found = lead(2, has_operator=True, preflight=True)
+    for node in (0, 1):
+        found.joined(node, T0)
+    found.failed(1, [failure(1)], T0)
+    found.told(0, T0)
+    found.orders.clear()
+    for node in (1, 0):
+        found.stopped(node, [], T0)
+    assert [type(order) for order in taken(found)] == [Leave]
+
+
+def test_a_told_node_that_is_still_here_is_not_started_with() -> None:
+    found = with_operator(2)
+    found.failed(0, [failure()], T0)
+    taken(found)
+    found.stopped(0, [failure()], T0)
+    found.told(1, T0)
+    found.stopped(1, [], T0)
+    assert (taken(found), found.state) == ([], "gathering")
+    found.lost(1, T0)
+    found.joined(1, T0 + 60, 0, 1)
+    assert taken(found) == [Start(1)]
+
+
+@pytest.mark.parametrize("waits_for", ["peers", "back-off"])
+def test_a_node_that_is_told_before_ranks_run_is_waited_for_anew(waits_for: str) -> None:
+    found = lead(3, has_operator=True) if waits_for == "peers" else with_operator(3)
+    if waits_for == "peers":
+        found.joined(0, T0)
+        found.joined(1, T0)
+    else:
+        fail_twice(found)
+    found.told(1, T0)
+    found.lost(1, T0)
+    if waits_for == "peers":
+        found.joined(2, T0)
+    found.tick(T0 + 60)
+    assert (taken(found), found.state) == ([], "gathering")
+    found.joined(1, T0 + 61, 0, 1)
+    assert isinstance(taken(found)[0], Start)
+
+
+def test_node_0_that_is_told_leaves_when_all_have_saved_and_ends_nothing() -> None:
+    found = with_operator(3)
+    told(found, 0)
+    (order,) = taken(found)
+    assert isinstance(order, Leave)
+    assert (found.state, found.restarts) == ("over", 0)
+
+
+@pytest.mark.parametrize("waits_for", ["peers", "back-off"])
+def test_node_0_that_is_told_while_no_rank_runs_leaves_at_once(waits_for: str) -> None:
+    found = lead(2, has_operator=True) if waits_for == "peers" else with_operator(1)
+    if waits_for == "back-off":
+        fail_twice(found)
+    found.told(0, T0)
+    assert [type(order) for order in taken(found)] == [Leave]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+@pytest.mark.parametrize("between", ["told", "stopped"])
+def test_when_all_are_told_node_0_waits_for_none_of_them_whatever_the_order(
+    order: tuple[int, ...], between: str
+) -> None:
+    """Those that have been told end by themselves; those that have not yet been may still be saving."""
+    found = with_operator(3)
+    if between == "told":
+        for node in order:
+            found.told(node, T0)
+        found.failed(0, [failure(0, 143)], T0)
+        found.stopped(0, [failure(0, 143)], T0)
+    else:
+        for node in order:
+            found.told(node, T0)
+            found.failed(node, [failure(node, 143)], T0)
+            if node == 0:
+                found.stopped(0, [failure(0, 143)], T0)
+            elif found.state != "over":
+                found.lost(node, T0)
+    assert isinstance(taken(found)[-1], Leave)
+
+
+@pytest.mark.parametrize("event", ["stopped", "told", "lost"])
+def test_node_0_that_is_told_waits_for_ranks_elsewhere_that_are_still_saving(event: str) -> None:
+    found = with_operator(2)
+    found.told(0, T0)
+    found.failed(0, [failure(0, 143)], T0)
+    taken(found)
+    found.stopped(0, [failure(0, 143)], T0)
+    assert taken(found) == [], "node 1 would end its ranks at once without its leader"
+    if event == "stopped":
+        found.stopped(1, [failure(1, 75)], T0)
+    elif event == "told":
+        found.told(1, T0)  # it ends its ranks itself now, and in its own time
+    else:
+        found.lost(1, T0)
+    assert isinstance(taken(found)[0], Leave)
+
+
+def test_a_failure_before_the_node_was_told_is_charged_and_one_after_it_is_not() -> None:
+    for first, charged in (("failed", 1), ("told", 0)):
+        found = with_operator(2)
+        if first == "told":
+            found.told(1, T0)
+        found.failed(0, [failure(0, 9)], T0)
+        if first == "failed":
+            found.told(1, T0)
+        taken(found)
+        found.stopped(0, [failure(0, 9)], T0)
+        found.lost(1, T0)
+        assert found.restarts == charged, first
+
+
+def test_the_replacement_may_come_before_the_others_have_stopped() -> None:
+    found = with_operator(3)
+    found.told(1, T0)
+    found.failed(1, [failure(1, 143)], T0)
+    taken(found)
+    found.lost(1, T0)
+    found.joined(1, T0, 0, 1)
+    found.stopped(0, [failure(0, 75)], T0)
+    assert taken(found) == []
+    found.stopped(2, [failure(2, 75)], T0)
+    assert (taken(found), found.restarts) == ([Start(1)], 0)
+    assert found.said == "node 1 was told to stop"
+
+
+def test_all_ranks_have_ended_well_is_not_forgotten_for_a_node_that_is_told() -> None:
+    found = with_operator(2)
+    found.finished(0, T0)
+    found.told(1, T0)
+    found.finished(1, T0)
+    assert taken(found) == [End(0, None, "all ranks have ended")]
+
+
+# ---- the user's and the operator's word -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "order", "charged"),
+    [(3, End, ""), (4, Start, "infrastructure"), (5, Start, "application"), (127, Start, "application")],
+)
+def test_the_users_failure_policy_decides_by_the_exit_code(code: int, order: type, charged: str) -> None:
+    rules_ = (PolicyRule("FailJob", frozenset({3}), False), PolicyRule("Ignore", frozenset({4}), False),
+              PolicyRule("Count", frozenset({3, 4}), True))  # fmt: skip
+    found = running(1, policy=rules_)
+    found.failed(0, [failure(code=code)], T0)
+    stop(found, [failure(code=code)])
+    assert [type(one) for one in taken(found)] == [order]
+    assert [one["chargedTo"] for one in found.charged] == ([charged] if charged else [])
+
+
+def test_restarts_in_a_row_go_on_from_where_the_operators_stand() -> None:
+    """Else each new pod would begin again without a back-off."""
+    found = Lead(1, Budget(9, 9, 9, 9, in_a_row=4, charged_in_a_row=2), JOIN_SECONDS, T0)
+    found.joined(0, T0)
+    taken(found)
+    assert (found.counts["inARow"], found.counts["chargedInARow"], found.restarts) == (4, 2, 0)
+    found.failed(0, [failure()], T0)
+    stop(found, [failure()])
+    assert found.deadline == T0 + rules.back_off_seconds(5)
+    assert (found.counts["inARow"], found.counts["chargedInARow"], found.counts["application"]) == (5, 3, 1)
+
+
+def test_the_last_five_failures_are_kept_with_their_class_and_budget() -> None:
+    found, at = running(1, restarts=9), T0
+    for code in range(1, 8):
+        found.failed(0, [failure(code=code)], at)
+        stop(found, [failure(code=code)], at)
+        at += 700  # long enough for each to be forgiven
+        found.tick(at)
+        taken(found)
+    assert [one["exitCode"] for one in found.charged] == [3, 4, 5, 6, 7]
+    assert {(one["class"], one["chargedTo"]) for one in found.charged} == {("application", "application")}

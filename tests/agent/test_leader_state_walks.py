@@ -1,0 +1,179 @@
+"""Random walks of a whole group, in no time: whatever is lost or told, in whatever order, the job gets to its end."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Literal
+
+import pytest
+
+from ddpjob.agent.core.budget import Budget
+from ddpjob.agent.core.leader_state import End, Lead, Leave, Over, Start, Stop
+
+NODES = 3
+PLENTY = Budget(10**6, 10**6, 10**6, 10**6)
+JOIN_SECONDS = 1e6
+EVENTS = ("fail", "finish", "settle", "settle", "kill", "tell", "come", "come", "wait")
+
+
+class Pod:
+    """One agent with its ranks, as its peers would find it."""
+
+    def __init__(self, replacement: int) -> None:
+        self.replacement = replacement
+        self.ranks: Literal["none", "running", "ending", "finished"] = "none"
+        self.told = False
+        self.generation = -1
+
+
+class World:
+    """A job with an operator; orders are obeyed at once, ranks end when they are settled."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.now = 7.25
+        self.pods: dict[int, Pod] = {}
+        self.next_replacement = [0] * NODES
+        self.lead: Lead | None = None
+        self.succeeded = False
+        self.story: list[str] = []
+
+    def do(self, event: str, node: int) -> None:
+        self.now += 0.1
+        self.story.append(f"{event} {node}")
+        getattr(self, event)(node, self.pods.get(node))
+        self.obey()
+
+    # ---- what happens -----------------------------------------------------------------------------------------
+
+    def come(self, node: int, pod: Pod | None) -> None:
+        """A new pod, or now and then the same one after a lost connection."""
+        if pod is not None:
+            return
+        if node and self.next_replacement[node] and self.chance.random() < 0.3:
+            self.next_replacement[node] -= 1
+        self.pods[node] = Pod(self.next_replacement[node])
+        self.next_replacement[node] += 1
+        if node == 0:
+            self.lead = Lead(NODES, PLENTY, JOIN_SECONDS, self.now, has_operator=True)
+            for other in sorted(self.pods):
+                self.join(other)
+        elif self.lead is not None:
+            self.join(node)
+
+    def fail(self, node: int, pod: Pod | None) -> None:
+        if pod is not None and self.lead is not None and pod.ranks == "running":
+            pod.ranks = "ending"
+            self.lead.failed(node, [failure(node, 1)], self.now)
+
+    def finish(self, node: int, pod: Pod | None) -> None:
+        if pod is not None and self.lead is not None and pod.ranks == "running":
+            pod.ranks = "finished"
+            self.lead.finished(node, self.now)
+
+    def settle(self, node: int, pod: Pod | None) -> None:
+        """The ranks of this node that were to end have ended."""
+        if pod is None or (pod.ranks != "ending" and not pod.told):
+            return
+        ended, pod.ranks = pod.ranks == "ending", "none"
+        if pod.told and node:
+            self.part(node)
+        elif ended and self.lead is not None:
+            self.lead.stopped(node, [failure(node, 143 if pod.told else 75)], self.now)
+
+    def kill(self, node: int, pod: Pod | None) -> None:
+        if pod is not None:
+            self.part(node)
+
+    def tell(self, node: int, pod: Pod | None) -> None:
+        if pod is None or pod.told:
+            return
+        pod.told = True
+        if self.lead is not None:
+            self.lead.told(node, self.now)
+        if pod.ranks == "running":
+            pod.ranks = "ending"
+            if self.lead is not None:
+                self.lead.failed(node, [failure(node, 143)], self.now)
+
+    def wait(self, _node: int, _pod: Pod | None) -> None:
+        if self.lead is not None:
+            if self.lead.state == "pausing":
+                self.now = max(self.now, self.lead.deadline or 0.0)
+            self.lead.tick(self.now)
+
+    # ---- what follows -----------------------------------------------------------------------------------------
+
+    def join(self, node: int) -> None:
+        """Agents come without ranks: those that lost their leader have ended them first."""
+        pod = self.pods[node]
+        assert self.lead is not None
+        if pod.ranks == "none" and not pod.told:
+            pod.generation = max(pod.generation, self.lead.generation)
+            self.lead.joined(node, self.now, pod.generation, pod.replacement)
+
+    def part(self, node: int) -> None:
+        """An agent is gone, killed or by itself."""
+        del self.pods[node]
+        if node == 0:
+            self.lead = None
+            for pod in self.pods.values():
+                pod.ranks = "none"
+        elif self.lead is not None:
+            self.lead.lost(node, self.now)
+
+    def obey(self) -> None:
+        while self.lead is not None and self.lead.orders:
+            order = self.lead.orders.pop(0)
+            self.story.append(str(order))
+            if isinstance(order, Start):
+                self.start(order)
+            elif isinstance(order, Stop):
+                self.stop(order)
+            elif isinstance(order, Leave):
+                assert self.pods[0].told, "nobody told it"
+                assert self.pods[0].ranks in ("none", "finished"), "its ranks may still be saving"
+                self.part(0)
+            elif not isinstance(order, Over):
+                assert isinstance(order, End)
+                assert order.code == 0, "there is budget, and an operator that replaces what is told"
+                self.succeeded = True
+
+    def start(self, order: Start) -> None:
+        assert order.generation > max(pod.generation for pod in self.pods.values()), "a number is used once"
+        assert sorted(self.pods) == list(range(NODES))
+        for pod in self.pods.values():
+            assert not pod.told, "it is on its way out"
+            assert pod.ranks in ("none", "finished"), "two generations would run at once"
+            pod.ranks, pod.generation = "running", order.generation
+
+    def stop(self, order: Stop) -> None:
+        for node in order.nodes:
+            pod = self.pods.get(node)
+            if pod is not None and pod.ranks == "running":
+                pod.ranks = "ending"
+            elif pod is not None and pod.ranks in ("none", "finished") and self.lead is not None:
+                pod.ranks = "none"
+                self.lead.stopped(node, [], self.now)
+
+
+def failure(node: int, code: int) -> dict[str, Any]:
+    return {
+        "rank": node, "exitCode": code, "signal": "", "exception": "", "symptom": False, "resumable": code == 75,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("first", range(0, 1000, 250))
+def test_once_nothing_more_is_lost_every_job_succeeds(first: int) -> None:
+    for seed in range(first, first + 250):
+        world = World(seed)
+        for _ in range(world.chance.randrange(5, 120)):
+            if world.succeeded:
+                break
+            world.do(world.chance.choice(EVENTS), world.chance.randrange(NODES))
+        for _ in range(100):
+            for event in ("settle", "come", "wait", "finish"):
+                for node in range(NODES):
+                    if not world.succeeded:
+                        world.do(event, node)
+        assert world.succeeded, f"seed {seed} hangs: {world.story[-40:]}"

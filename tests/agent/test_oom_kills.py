@@ -1,0 +1,103 @@
+"""A rank that the kernel kills for its memory is said to be so, and not to have been killed by somebody."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import Launcher, finish
+
+from ddpjob.agent.oom_kills import KILLED, Kills, counting_file
+from ddpjob.core import rules
+
+EVENTS = "low 0\nhigh 0\nmax 31\noom 4\noom_kill {}\noom_group_kill 0\n"
+# As PID 1 of a container sees its own cgroup; the file is the tests'.
+AGENT = """
+import os, sys
+from ddpjob.agent import main, memory
+memory.counting_file = lambda: os.environ["MEMORY_EVENTS"]
+main()
+"""
+# The kernel counts, then it kills.
+KILLED_FOR_MEMORY = """
+import os, signal, sys
+if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) in TIMES:
+    with open(os.environ["MEMORY_EVENTS"], "w") as events:
+        events.write("oom 9\\noom_kill " + str(3 + int(os.environ["TORCHELASTIC_RESTART_COUNT"])) + "\\n")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_each_kill_is_asked_for_once(tmp_path: Path) -> None:
+    file = tmp_path / "memory.events"
+    file.write_text(EVENTS.format(2))
+    kills = Kills(str(file))
+    assert not kills.another(), "those were before us"
+    file.write_text(EVENTS.format(4))
+    assert [kills.another() for _ in range(3)] == [True, True, False]
+    file.write_text(EVENTS.format(5))
+    kills.look()
+    assert not kills.another(), "that one was none of this generation"
+
+
+@pytest.mark.parametrize("text", [None, "", "oom_kill\n", "oom_kill many\n", "\xff"])
+def test_without_a_count_nothing_is_said_to_be_out_of_memory(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "memory.events"
+    if text is not None:
+        file.write_text(text)
+    assert not Kills(str(file)).another()
+
+
+@pytest.mark.parametrize(
+    ("own", "there", "found"),
+    [
+        ("0::/\n", ["memory.events"], "memory.events"),  # a container of cgroup v2 with its own namespace
+        ("0::/kubepods/pod1\n", ["kubepods/pod1/memory.events", "memory.events"], "kubepods/pod1/memory.events"),
+        ("0::/of/the/host\n", ["memory.events"], "memory.events"),
+        ("5:memory:/\n0::/\n", ["memory/memory.oom_control"], "memory/memory.oom_control"),  # v1
+        ("5:cpu,memory:/a\n", ["memory/a/memory.oom_control"], "memory/a/memory.oom_control"),
+        ("0::/\n", [], ""),
+    ],
+)
+def test_the_file_that_counts_is_found(tmp_path: Path, own: str, there: list[str], found: str) -> None:
+    (tmp_path / "cgroup").write_text(own)
+    for name in there:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    said = counting_file(str(tmp_path), str(tmp_path / "cgroup"))
+    assert said == (str(tmp_path / found) if found else "")
+
+
+def ended(launcher: Launcher, times: str) -> Any:
+    launcher.script(AGENT, "in_a_container.py")
+    (launcher.folder / "memory.events").write_text(EVENTS.format(2))
+    script = launcher.script(KILLED_FOR_MEMORY.replace("TIMES", times))
+    agent = launcher.ddprun(
+        "--preload=json",
+        "--max-restarts",
+        1,
+        script,
+        module="in_a_container",
+        MEMORY_EVENTS=str(launcher.folder / "memory.events"),
+    )
+    done = finish(agent)
+    assert done.returncode == 137
+    return done.stderr, json.loads((launcher.folder / "termination.json").read_text())
+
+
+def test_a_rank_that_was_killed_for_its_memory_is_out_of_memory_in_the_log_and_in_the_message(
+    launcher: Launcher,
+) -> None:
+    said, message = ended(launcher, "(0, 1)")
+    assert f"restart 1: rank 0 ended with SIGKILL ({KILLED})" in said
+    assert (message["signal"], message["exception"]) == ("SIGKILL", KILLED)
+    assert rules.classify(rules.Evidence(exit_code=137, exception=message["exception"])) == "outOfMemory"
+
+
+def test_a_rank_that_somebody_killed_is_not(launcher: Launcher) -> None:
+    """Also not where one was out of memory in the generation before."""
+    said, message = ended(launcher, "(0,)")
+    assert KILLED in said
+    assert (message["signal"], message["exception"]) == ("SIGKILL", "")

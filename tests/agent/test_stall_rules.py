@@ -1,0 +1,163 @@
+"""What node 0's agent decides when ranks make no step, and what steps do to a restart: no process, no clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from leads import taken
+
+from ddpjob.agent.core.budget import Budget
+from ddpjob.agent.core.leader_state import ANSWER_SECONDS, Ask, End, Lead, Over, Start, Stop
+from ddpjob.agent.core.stall_monitor import BY_STEPS, Word
+from ddpjob.agent.core.stall_rules import Position
+
+T0 = 7.25
+STANDS, GETS_ON = Word(BY_STEPS, True, 300.0, "train"), Word(BY_STEPS, False, 2.0, "train")
+
+
+def running(nodes: int, stalls: int = 10, application: int = 9) -> Lead:
+    found = Lead(nodes, Budget(application, 9, stalls, 99), 600.0, T0)
+    for node in range(nodes):
+        found.joined(node, T0)
+    assert taken(found) == [Start(0)]
+    return found
+
+
+def stand(found: Lead, at: float) -> None:
+    """All nodes say that they stand, and where."""
+    found.stood(1, GETS_ON, T0)
+    found.stood(0, STANDS, at)
+    found.stood(1, STANDS, at)
+    assert taken(found) == [Ask(found.generation)]
+    found.answered(0, STANDS, [Position(0, 42)], at + 1)
+    found.answered(1, STANDS, [Position(1, 41, where="train.py:41 in load_batch")], at + 1)
+
+
+def end(found: Lead, at: float, failures: list[dict[str, Any]] | None = None) -> None:
+    """The ranks of all nodes are gone."""
+    orders = taken(found)
+    assert any(isinstance(order, Stop) for order in orders)
+    found.stopped(0, [], at)
+    found.stopped(1, failures or [], at)
+
+
+def test_a_stall_is_charged_to_its_own_budget_and_names_the_rank_that_holds_the_others() -> None:
+    found = running(2)
+    stand(found, T0 + 300)
+    end(found, T0 + 302)
+    assert taken(found) == [Start(1)]
+    assert found.counts["stall"] == 1
+    assert found.said == (
+        "the group made no step for 300 s: rank 1 stands at step 41, the others are at 42; in train.py:41 in "
+        "load_batch; charged to stall, waiting 0 s"
+    )
+    (charged,) = found.charged
+    assert (charged["rank"], charged["step"], charged["class"], charged["stalled"]) == (1, 41, "stall", True)
+
+
+def test_how_the_stalled_rank_ends_when_it_is_stopped_is_not_what_it_is_blamed_for() -> None:
+    found = running(2)
+    stand(found, T0 + 300)
+    dying = {"rank": 1, "exitCode": 1, "signal": "", "exception": "SystemExit: 1", "symptom": False, "resumable": False}
+    end(found, T0 + 302, [dying])
+    assert found.charged[0]["exception"].startswith("made no step for 300 s")
+
+
+def test_without_a_stall_left_the_job_ends_with_it() -> None:
+    found = running(2, stalls=0)
+    stand(found, T0 + 300)
+    end(found, T0 + 302)
+    (over,) = taken(found)
+    assert isinstance(over, End)
+    assert over.failure is not None
+    assert (over.code, over.failure["rank"], over.failure["stalled"]) == (75, 1, True)
+
+
+def test_an_agent_that_does_not_answer_is_waited_for_a_little_only() -> None:
+    found = running(2)
+    found.stood(1, GETS_ON, T0)
+    found.stood(0, STANDS, T0 + 300)
+    found.stood(1, STANDS, T0 + 301)
+    assert taken(found) == [Ask(0)]
+    found.answered(0, STANDS, [Position(0, 42)], T0 + 302)
+    assert found.deadline == T0 + 301 + ANSWER_SECONDS
+    found.tick(T0 + 301 + ANSWER_SECONDS)
+    assert isinstance(taken(found)[0], Stop)
+
+
+def test_who_gets_on_after_all_ends_the_matter() -> None:
+    found = running(2)
+    found.stood(0, STANDS, T0 + 300)
+    found.stood(1, STANDS, T0 + 300)
+    taken(found)
+    found.answered(0, STANDS, [Position(0, 42)], T0 + 301)
+    found.answered(1, GETS_ON, [Position(1, 43)], T0 + 301)
+    assert (taken(found), found.state, found.deadline) == ([], "running", None)
+
+
+def test_all_nodes_hear_that_the_ranks_of_one_have_ended_well() -> None:
+    """A rank that hangs after its last collective waits for nobody: only so its own node knows that."""
+    found = running(3)
+    taken(found)
+    found.finished(1, T0)
+    found.finished(2, T0)
+    assert found.orders == [Over(found.generation)], "once is enough"
+
+
+def test_the_others_have_their_time_again_when_a_node_has_ended() -> None:
+    found = running(2)
+    found.stood(0, GETS_ON, T0)
+    found.stood(1, STANDS, T0 + 300)
+    found.finished(0, T0 + 500)
+    assert (taken(found), found.deadline) == ([], T0 + 800)
+    found.tick(T0 + 800)
+    assert taken(found) == [Ask(0)]
+
+
+def test_a_rank_that_fails_while_all_are_asked_is_the_cause() -> None:
+    found = running(2)
+    found.stood(0, STANDS, T0 + 300)
+    found.stood(1, STANDS, T0 + 300)
+    taken(found)
+    crash = {"rank": 0, "exitCode": 139, "signal": "SIGSEGV", "exception": "", "symptom": False, "resumable": False}
+    found.failed(0, [crash], T0 + 300.5)
+    found.answered(1, STANDS, [Position(1, 41)], T0 + 301)
+    end(found, T0 + 302)
+    assert found.charged[0]["class"] == "application"
+
+
+def test_steps_reset_the_back_off_and_their_absence_stops_the_job() -> None:
+    found = running(2)
+    crash = {"rank": 1, "exitCode": 1, "signal": "", "exception": "", "symptom": False, "resumable": False}
+
+    def fail(step: int) -> str:
+        found.reached(step)
+        found.failed(1, [dict(crash)], T0)
+        end(found, T0)
+        return found.said.partition("; ")[2] if found.state != "over" else taken(found)[-1].why.partition("; ")[2]
+
+    assert fail(5) == "charged to application, waiting 0 s"
+    assert fail(9) == "charged to application, waiting 0 s", "it went beyond step 5"
+    assert fail(9) == "charged to application, waiting 1 s"
+    found.tick(T0 + 1)
+    assert fail(8) == "charged to application, waiting 2 s"
+    found.tick(T0 + 3)
+    assert fail(9) == "application: NoProgress"
+    assert found.furthest_step == 9
+
+
+@pytest.mark.parametrize("state", ["gathering", "over"])
+def test_late_words_of_a_standstill_change_nothing(state: str) -> None:
+    found = running(2)
+    if state == "over":
+        for node in (0, 1):
+            found.finished(node, T0)
+    else:
+        found.failed(0, [{"rank": 0, "exitCode": 1, "signal": "", "exception": "", "symptom": 0, "resumable": 0}], T0)
+        found.lost(1, T0)
+        found.stopped(0, [], T0)
+    taken(found)
+    found.stood(0, STANDS, T0 + 1)
+    found.answered(0, STANDS, [Position(0)], T0 + 2)
+    assert (found.state, taken(found)) == (state, [])

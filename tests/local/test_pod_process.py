@@ -1,0 +1,231 @@
+"""What of a pod a local process honours, what is refused, and what is said."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds import job
+
+from ddpjob_operator.local import pod_process
+from ddpjob_operator.pods import build
+
+
+def pod(container: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
+    what = job(container=container)
+    what.spec.template["spec"].update(spec)
+    return build.pod(what, 1, 1)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> pod_process.Place:
+    return pod_process.Place(tmp_path, tmp_path / "volumes", {"PATH": "/bin:/usr/bin", "HOME": "/h", "RANK": "7"})
+
+
+def refused(body: dict[str, Any]) -> list[str]:
+    return [str(p) for p in pod_process.problems(body)]
+
+
+def test_command_args_and_variables_are_expanded_as_the_kubelet_does(place: pod_process.Place) -> None:
+    body = pod(
+        {
+            "command": ["sh", "-c", "echo $(NODE_RANK) $$(NODE_RANK) $(UNKNOWN) $(MINE)"],
+            "args": ["$(MINE)"],
+            "env": [{"name": "MINE", "value": "n$(NNODES)"}],
+        }
+    )
+    assert pod_process.process(body, place).argv == ["sh", "-c", "echo 1 $(NODE_RANK) $(UNKNOWN) n2", "n2"]
+
+
+def test_the_callers_environment_is_there_but_not_the_variables_of_an_outer_job(place: pod_process.Place) -> None:
+    env = pod_process.process(pod({"command": ["x"]}), place).env
+    assert (env["HOME"], env["RANK"]) == ("/h", "1")
+    assert (
+        "RANK"
+        not in pod_process.process(pod({"command": ["x"]}) | {"spec": {"containers": [{"name": "t"}]}}, place).env
+    )
+
+
+def test_a_job_runs_in_the_callers_folder_unless_it_names_one(place: pod_process.Place) -> None:
+    assert pod_process.process(pod({"command": ["x"]}), place).cwd == str(place.cwd)
+    assert pod_process.process(pod({"command": ["x"], "workingDir": "/usr"}), place).cwd == "/usr"
+
+
+def test_volumes_become_folders_and_their_paths_are_put_in_place(place: pod_process.Place, tmp_path: Path) -> None:
+    body = pod(
+        {
+            "command": ["x", "--out", "/data/run", "--data=/data", "/database", "/in/a"],
+            "env": [{"name": "CACHE", "value": "/data/cache:/in"}],
+            "volumeMounts": [{"name": "d", "mountPath": "/data"}, {"name": "h", "mountPath": "/in", "subPath": "s"}],
+        },
+        volumes=[
+            {"name": "d", "emptyDir": {}},
+            {"name": "h", "hostPath": {"path": str(tmp_path), "type": "Directory"}},
+        ],
+    )
+    process = pod_process.process(body, place)
+    here = tmp_path / "volumes" / "d"
+    assert process.argv == ["x", "--out", f"{here}/run", f"--data={here}", "/database", f"{tmp_path}/s/a"]
+    assert process.env["CACHE"] == f"{here}/cache:{tmp_path}/s"
+    assert process.folders == [here], "a hostPath of type Directory must be there already"
+
+
+def test_a_folder_whose_own_path_contains_another_mount_is_not_replaced_twice(place: pod_process.Place) -> None:
+    body = pod(
+        {
+            "command": ["x", "/a/b", "/v"],
+            "volumeMounts": [{"name": "v", "mountPath": "/a/b"}, {"name": "w", "mountPath": "/v"}],
+        },
+        volumes=[{"name": "v", "hostPath": {"path": "/v/inner"}}, {"name": "w", "hostPath": {"path": "/w"}}],
+    )
+    assert pod_process.process(body, place).argv == ["x", "/v/inner", "/w"]
+
+
+def test_a_tmp_that_a_read_only_root_asks_for_leaves_the_callers_folders_alone(tmp_path: Path) -> None:
+    clone = Path("/tmp/clone")
+    mount = {"name": "tmp", "mountPath": "/tmp"}
+    body = pod({"command": ["x", "/tmp/cache"], "volumeMounts": [mount]}, volumes=[{"name": "tmp", "emptyDir": {}}])
+    process = pod_process.process(body, pod_process.Place(clone, tmp_path / "volumes", {}))
+    assert (process.cwd, process.argv, process.folders) == ("/tmp/clone", ["x", "/tmp/cache"], [])
+
+
+@pytest.mark.parametrize(
+    ("container", "spec", "part"),
+    [
+        ({}, {"initContainers": [{"name": "i"}]}, "initContainers: init containers do not run locally"),
+        ({}, {"volumes": [{"name": "s", "secret": {"secretName": "x"}}]}, "volumes[0]: s: a secret volume is not here"),
+        ({}, {"volumes": [{"name": "p", "persistentVolumeClaim": {}}]}, "a persistentVolumeClaim volume is not here"),
+        ({"envFrom": [{"secretRef": {"name": "x"}}]}, {}, "envFrom: there are no Secrets or ConfigMaps"),
+        (
+            {"env": [{"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "x", "key": "y"}}}]},
+            {},
+            "env[0]: TOKEN comes from a secretKeyRef, which is not here. Set it with --env TOKEN=…",
+        ),
+        ({"lifecycle": {"preStop": {}}}, {}, "lifecycle: hooks do not run locally"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_its_field(container: dict, spec: dict, part: str) -> None:
+    (sentence,) = refused({"spec": {"containers": [{"name": "trainer"} | container]} | spec})
+    assert sentence.startswith("spec.template.spec.")
+    assert part in sentence
+
+
+def test_a_sidecar_does_not_run_locally_and_that_is_said() -> None:
+    body = {"spec": {"containers": [{"name": "trainer"}, {"name": "logger"}]}}
+    assert "the container logger does not run locally" in refused(body)[0]
+
+
+def test_what_only_places_a_pod_is_ignored_and_said() -> None:
+    body = {"spec": {"nodeSelector": {"a": "b"}, "containers": [{"name": "t", "image": "i"}]}}
+    assert pod_process.ignored(body) == ["image", "nodeSelector"]
+    assert refused(body) == []
+
+
+def test_the_downward_api_and_optional_secrets_are_honoured(place: pod_process.Place) -> None:
+    env = [
+        {"name": "POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "R", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['training.ddpjob.io/rank']"}}},
+        {"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "x", "key": "y", "optional": True}}},
+    ]
+    body = pod({"command": ["x"], "env": env})
+    values = pod_process.process(body, place).env
+    assert (values["POD"], values["IP"], values["R"]) == ("digits-1-1", "127.0.0.1", "1")
+    assert "KEY" not in values
+    assert refused(body) == []
+
+
+@pytest.mark.parametrize(
+    ("container", "part"),
+    [
+        ({"command": ["no-such-program"]}, '"no-such-program" is not a program on this machine'),
+        ({"command": []}, "has no command: the image's own is not known here. Set command."),
+        ({"command": ["sh"], "workingDir": "/nowhere"}, "there is no folder /nowhere on this machine"),
+        ({"command": ["./not-executable"]}, "is not a program on this machine"),
+        ({"command": ["sh"], "workingDir": "/" + "x" * 5000}, "there is no folder /xxx"),
+        ({"command": ["/" + "x" * 5000]}, "is not a program on this machine"),
+        ({"command": ["python", "x" * 5000 + ".py"]}, "there is no file xxx"),
+    ],
+)
+def test_what_could_not_start_is_named_before_anything_starts(
+    place: pod_process.Place, container: dict, part: str
+) -> None:
+    (problem,) = pod_process.start_problems(pod(container), place)
+    assert part in str(problem)
+
+
+@pytest.mark.parametrize("volume", [{"name": "v"}, {"name": "v", "emptyDir": None}, {"name": "v", "hostPath": None}])
+def test_a_volume_without_a_kind_is_an_empty_folder_as_in_the_cluster(place: pod_process.Place, volume: dict) -> None:
+    """`volumes: [{name: cache}]` works on a cluster, and ended in a stack here."""
+    body = pod({"command": ["ls", "/d/x"], "volumeMounts": [{"name": "v", "mountPath": "/d"}]}, volumes=[volume])
+    process = pod_process.process(body, place)
+    assert (process.argv[1], process.folders) == (f"{place.volumes}/v/x", [place.volumes / "v"])
+
+
+def test_an_empty_kind_does_not_hide_a_volume_that_is_not_here() -> None:
+    """The run trained on an empty folder instead of the claim's data."""
+    volume = {"name": "v", "emptyDir": None, "persistentVolumeClaim": {"claimName": "data"}}
+    assert "a persistentVolumeClaim volume is not here" in refused(pod({"command": ["x"]}, volumes=[volume]))[0]
+
+
+def test_each_node_has_its_own_folder_where_the_path_comes_from_a_variable(
+    place: pod_process.Place, tmp_path: Path
+) -> None:
+    """All nodes wrote into one folder, over each other."""
+    container = {
+        "command": ["x", "/out/log", "file:///out/init", "s3:///out"],
+        "env": [{"name": "POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}],
+        "volumeMounts": [{"name": "v", "mountPath": "/out", "subPathExpr": "$(POD)"}],
+    }
+    source = {"name": "v", "hostPath": {"path": str(tmp_path), "type": "DirectoryOrCreate"}}
+    process = pod_process.process(pod(container, volumes=[source]), place)
+    mine = tmp_path / "digits-1-1"
+    assert process.argv[1:] == [f"{mine}/log", f"file://{mine}/init", "s3:///out"]
+    assert process.folders == [mine]
+
+
+@pytest.mark.parametrize(
+    ("mount", "name", "part"),
+    [
+        ({"subPath": "../../etc"}, "v", "volumeMounts[0].subPath: ../../etc must be a path within the volume"),
+        ({"subPath": "/etc"}, "v", "volumeMounts[0].subPath: /etc must be"),
+        ({"subPathExpr": "a/$(UP)"}, "v", "volumeMounts[0].subPathExpr: a/.. must be"),
+        ({}, "../../x", "volumes[0].name: ../../x is no name of a volume"),
+        ({}, "", "volumes[0].name"),
+    ],
+)
+def test_a_volume_that_leads_out_of_the_jobs_folders_is_refused(
+    place: pod_process.Place, mount: dict, name: str, part: str
+) -> None:
+    """The API server refuses the pod; here its files were written into the user's own folders."""
+    mounts = [{"name": name, "mountPath": "/d", **mount}]
+    container = {"command": ["sh"], "env": [{"name": "UP", "value": ".."}], "volumeMounts": mounts}
+    (problem,) = pod_process.start_problems(pod(container, volumes=[{"name": name, "emptyDir": {}}]), place)
+    assert part in str(problem)
+
+
+def test_a_source_that_is_empty_is_none(place: pod_process.Place) -> None:
+    env = [{"name": "A", "valueFrom": {"fieldRef": None}}, {"name": "B", "valueFrom": {}}]
+    assert not {"A", "B"} & pod_process.process(pod({"command": ["x"], "env": env}), place).env.keys()
+
+
+def test_torchrun_beside_this_interpreter_is_found_first_only_where_torch_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An environment that has only the command line must not hide the one that has torch."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert pod_process.search_path("/bin") == f"/bin:{tmp_path}"
+    (tmp_path / "torchrun").touch(mode=0o755)
+    assert pod_process.search_path("/bin") == f"{tmp_path}:/bin"
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "expected"),
+    [((), None, ""), (("3", "5"), None, "3,5"), (("3",), "0", "0")],
+)
+def test_a_node_sees_its_share_of_the_gpus_unless_the_user_says_otherwise(tmp_path, own, given, expected) -> None:
+    env = [{"name": "CUDA_VISIBLE_DEVICES", "value": given}] if given else []
+    place = pod_process.Place(tmp_path, tmp_path, {"PATH": "/bin"}, gpus=own)
+    assert pod_process.process(pod({"command": ["x"], "env": env}), place).env["CUDA_VISIBLE_DEVICES"] == expected

@@ -1,0 +1,373 @@
+"""What a snapshot accepts comes back as it was; what would not is refused by name when it is saved."""
+
+import collections
+import enum
+import math
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ddpjob
+from ddpjob.checkpoint import state_dicts
+
+DTYPES = sorted({kind for name in dir(torch) if isinstance(kind := getattr(torch, name), torch.dtype)}, key=str)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+class Words(str):
+    __slots__ = ()
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+def itself() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+def deep(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+NOT_READ_BACK: dict[str, Any] = {
+    "a subclass of Tensor": torch.ones(2).as_subclass(Subclass),
+    "a parameter that has no values yet": torch.nn.UninitializedParameter(),
+    "a tensor on the meta device": torch.ones(2, device="meta"),
+    "a layout of one CPU's": torch.ones(2, 2).to_mkldnn(),
+    "an array": np.zeros(3),
+    "a number of numpy": np.int64(3),
+    "a boolean of numpy": np.bool_(True),
+    "a set": {1},
+    "a frozen set": frozenset([1]),
+    "a function": deep,
+    "a lambda": lambda: 1,
+    "an object": object(),
+    "a class": Path,
+    "a path": Path("a"),
+    "a named tuple": Pair(1, 2),
+    "a default dict": collections.defaultdict(list),
+    "a read-only dict": types.MappingProxyType({}),
+    "an enumeration": Colour.RED,
+    "a subclass of str": Words("a"),
+    "bytes that can change": bytearray(b"a"),
+    "no bytes": b"",
+    "a number of 2,040 bits": 2**2040,
+    "a range": range(3),
+    "what contains itself": itself(),
+    "nesting without an end": deep(200),
+    "a complex number": 1j,
+    "an ellipsis": ...,
+    "a module": torch.nn.Linear(1, 1),
+}
+
+
+@pytest.mark.parametrize("value", NOT_READ_BACK.values(), ids=NOT_READ_BACK)
+@pytest.mark.parametrize("wrap", [lambda v: v, lambda v: {"a": [1, (v,)]}], ids=["bare", "inside"])
+def test_what_would_not_come_back_as_it_was_is_refused_by_name_and_nothing_is_written(tmp_path, value, wrap):
+    """Else it is found out after the crash, when the days since the start are lost."""
+    with pytest.raises(ddpjob.StateError, match=r"extra.*cannot be saved"):
+        ddpjob.Snapshot(tmp_path).save(1, extra={"rates": wrap(value)})
+    assert not list(tmp_path.glob("*.pt"))
+
+
+@pytest.mark.parametrize("key", [torch.ones(1), (1, torch.ones(1)), Path("a"), Pair(1, 2)], ids=str)
+def test_a_key_that_could_not_be_found_again_is_refused(key):
+    with pytest.raises(ddpjob.StateError, match="extra key"):
+        state_dicts.copied({key: 1}, "extra")
+
+
+def test_the_message_says_where_the_value_is_and_what_to_save_instead(tmp_path):
+    with pytest.raises(
+        ddpjob.StateError, match=r"extra\.rates\[1\]: a numpy\.ndarray cannot be saved.*Save tensors, num"
+    ):
+        ddpjob.Snapshot(tmp_path).save(1, extra={"rates": [1.0, np.zeros(3)]})
+
+
+# ---- whatever is accepted comes back ---------------------------------------------------------------------------
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Of any dtype, shape, layout and place in its storage, with any bits."""
+    dtype = draw(st.sampled_from([kind for kind in DTYPES if state_dicts._tensor_is_read(kind)]))
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    size = math.prod(shape) * dtype.itemsize
+    bits = draw(st.binary(min_size=size, max_size=size)) if dtype != torch.bool else bytes(size)
+    tensor = torch.frombuffer(bytearray(bits), dtype=torch.uint8).view(dtype) if size else torch.empty(0, dtype=dtype)
+    tensor = tensor.reshape(shape)
+    how = draw(st.sampled_from(("as it is", "transposed", "expanded", "sparse", "parameter", "conjugate")))
+    if how == "transposed":
+        return tensor.transpose(0, -1) if shape else tensor
+    if how == "expanded":
+        return tensor.unsqueeze(0).expand(3, *shape)
+    if how == "sparse" and dtype in (torch.float32, torch.float64, torch.int64):
+        return tensor.to_sparse()
+    if how == "parameter" and dtype.is_floating_point:
+        return torch.nn.Parameter(tensor)
+    return tensor.conj() if how == "conjugate" and dtype.is_complex else tensor
+
+
+plain = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.integers(-(2**2039) + 1, 2**2039 - 1),
+    st.sampled_from([torch.device("cpu"), torch.device("cuda", 3), torch.Size([1, 2]), float("-0.0")]),
+    st.sampled_from([kind for kind in DTYPES if state_dicts._dtype_is_read(kind)]),
+    st.binary(min_size=1) if state_dicts._bytes_are_read() else st.none(),
+)
+keys = st.recursive(
+    st.one_of(st.text(), st.integers(), st.booleans(), st.none()), lambda k: st.tuples(k, k), max_leaves=3
+)
+nested = st.recursive(
+    st.one_of(plain, tensors()),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(keys, inner, max_size=3),
+        st.dictionaries(keys, inner, max_size=3).map(collections.OrderedDict),
+        st.dictionaries(keys, st.integers(), max_size=3).map(collections.Counter),
+    ),
+    max_leaves=8,
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in type, order, sign of zero, and bit by bit; a Parameter comes back as a Tensor."""
+    if isinstance(one, torch.Tensor):
+        return type(other) is torch.Tensor and _same_tensors(one.detach(), other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return (
+            list(one) == list(other) and all(map(same, one, other)) and all(same(one[key], other[key]) for key in one)
+        )
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return repr(one) == repr(other)
+
+
+def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
+        return False
+    return bits_of(one) == bits_of(other)
+
+
+def bits_of(tensor: torch.Tensor) -> bytes:
+    plain = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    return bytes(plain.resolve_conj().contiguous().reshape(-1).view(torch.uint8).tolist()) if plain.numel() else b""
+
+
+@given(state=nested)
+@settings(deadline=None)
+def test_whatever_is_accepted_comes_back_equal(tmp_path_factory, state):
+    folder = tmp_path_factory.mktemp("s")
+    snapshot = ddpjob.Snapshot(folder)
+    snapshot.save(1, state=state)
+    snapshot.close()
+    back = ddpjob.Snapshot(folder)
+    assert back.load() == 1
+    assert same(state, back.state["state"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tensor_of_every_dtype_comes_back_or_is_refused(tmp_path, dtype):
+    try:
+        tensor = torch.zeros(16, dtype=torch.uint8).view(dtype)
+    except (RuntimeError, TypeError):
+        pytest.skip(f"this torch makes no tensor of {dtype}")
+    snapshot = ddpjob.Snapshot(tmp_path)
+    if not state_dicts._tensor_is_read(dtype):
+        with pytest.raises(ddpjob.StateError, match=f"tensor: a tensor of {dtype} cannot be saved"):
+            snapshot.save(1, tensor=tensor)
+        return
+    snapshot.save(1, tensor=tensor)
+    snapshot.close()
+    back = ddpjob.Snapshot(tmp_path)
+    back.load()
+    assert same(tensor, back.state["tensor"])
+
+
+def test_a_number_of_numpy_that_is_a_float_comes_back_as_a_float():
+    assert type(state_dicts.copied(np.float64(0.5), "best")) is float
+
+
+# ---- what torch itself makes ---------------------------------------------------------------------------------
+
+
+def optimizers() -> Iterator[type[torch.optim.Optimizer]]:
+    for kind in vars(torch.optim).values():
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
+            yield kind
+
+
+@pytest.mark.parametrize("kind", list(optimizers()), ids=lambda kind: kind.__name__)
+def test_every_optimizer_of_torch_goes_on_from_a_snapshot(tmp_path, kind):
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = torch.nn.Linear(3, 2, bias=False)
+        return model, kind(model.parameters(), lr=0.1)
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 3)).square().sum()
+            loss.backward()
+            if "Sparse" in kind.__name__:
+                model.weight.grad = model.weight.grad.to_sparse()
+            return loss
+
+        optimizer.step(closure)
+
+    one, other = made(), made()
+    step(*one)
+    snapshot = ddpjob.Snapshot(tmp_path)
+    snapshot.save(1, model=one[0], optimizer=one[1])
+    step(*one)
+    snapshot.close()
+    ddpjob.Snapshot(tmp_path).load(model=other[0], optimizer=other[1])
+    step(*other)
+    assert torch.equal(one[0].weight, other[0].weight)
+
+
+SCHEDULERS = {
+    "StepLR": {"step_size": 3},
+    "MultiStepLR": {"milestones": [1, 3]},
+    "ConstantLR": {},
+    "LinearLR": {},
+    "ExponentialLR": {"gamma": 0.9},
+    "CosineAnnealingLR": {"T_max": 10},
+    "ReduceLROnPlateau": {},
+    "CyclicLR": {"base_lr": 0.1, "max_lr": 1.0, "cycle_momentum": False},
+    "CosineAnnealingWarmRestarts": {"T_0": 3},
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": 100},
+    "PolynomialLR": {},
+    "LambdaLR": {"lr_lambda": lambda epoch: 0.9**epoch},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_of_torch_goes_on_from_a_snapshot(tmp_path, name):
+    def made() -> Any:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        return optimizer, getattr(torch.optim.lr_scheduler, name)(optimizer, **SCHEDULERS[name])
+
+    def step(scheduler: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the optimizer makes no step here
+            scheduler.step(*([0.5] if name == "ReduceLROnPlateau" else []))
+
+    (optimizer, one), (fresh, other) = made(), made()
+    step(one)
+    snapshot = ddpjob.Snapshot(tmp_path)
+    snapshot.save(1, scheduler=one, optimizer=optimizer)
+    snapshot.close()
+    ddpjob.Snapshot(tmp_path).load(scheduler=other, optimizer=fresh)
+    step(one)
+    step(other)
+    assert one.get_last_lr() == other.get_last_lr()
+
+
+# ---- back into objects ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("saved", "target", "said"),
+    [
+        (torch.ones(1), torch.zeros(3), r"saved was float32 \[1\], to be restored is float32 \[3\]"),
+        (torch.ones(3, dtype=torch.float64), torch.zeros(3), "saved was float64"),
+        (torch.ones(3), torch.zeros(3, dtype=torch.int64), r"saved was float32 \[3\], to be restored is int64"),
+        ([1], torch.zeros(3), "a list was saved"),
+        ([1], {"old": 1}, "a list was saved, and cannot fill a dict"),
+        (1, 2, "a int cannot be restored in place"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_named_and_nothing_is_changed(tmp_path, saved, target, said):
+    """copy_ repeats a single row, and cuts what a smaller type cannot hold, without a word."""
+    snapshot, first = ddpjob.Snapshot(tmp_path), torch.zeros(2)
+    snapshot.save(1, first=torch.ones(2), second=saved)
+    snapshot.close()
+    with pytest.raises(ddpjob.StateError, match=f"second: {said}"):
+        ddpjob.Snapshot(tmp_path).load(first=first, second=target)
+    assert first.sum() == 0
+    assert target == {"old": 1} or not isinstance(target, dict)
+
+
+# ---- models that no rank has all of ------------------------------------------------------------------------------
+
+
+def sharded_model(rank: int) -> torch.nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    try:
+        from torch.distributed.tensor import Shard, distribute_tensor
+    except ImportError:  # before torch 2.5
+        from torch.distributed._tensor import Shard, distribute_tensor
+    mesh = init_device_mesh("cpu", (2,))
+    model = torch.nn.Linear(8, 1, bias=False)
+    model.weight = torch.nn.Parameter(distribute_tensor(torch.arange(8.0).view(1, 8), mesh, [Shard(1)]))
+    return model
+
+
+def test_a_model_whose_ranks_hold_parts_is_refused_on_every_rank_at_once(end_ranks, tmp_path):
+    """Rank 0's part was written and read back by all: a model destroyed without a word. check_replicas never ended."""
+    snapshot = ddpjob.Snapshot(tmp_path / "s")
+    snapshot.save(1, model=torch.nn.Linear(8, 1, bias=False))
+    snapshot.close()
+
+    def body(rank: int) -> list[str]:
+        said = []
+        with ddpjob.init(init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2):
+            model = sharded_model(rank)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            snapshot = ddpjob.Snapshot(tmp_path / "s")
+            for call in (
+                lambda: snapshot.save(2, model=model),
+                lambda: snapshot.save(2, optimizer=optimizer),
+                lambda: snapshot.load(model=model),
+                lambda: ddpjob.check_replicas(model),
+                lambda: ddpjob.check_replicas(optimizer.state_dict() | {"weights": model.weight}),
+            ):
+                with pytest.raises(ddpjob.StateError, match="DTensor") as caught:
+                    call()
+                said.append(str(caught.value))
+        return said
+
+    for outcome in end_ranks(body, 2):
+        assert outcome.error == ""
+        assert "Use torch.distributed.checkpoint" in outcome.value[0]
+    assert len(list((tmp_path / "s").glob("*.pt"))) == 1
+
+
+def test_fully_sharded_data_parallel_is_refused_before_it_waits_for_the_other_ranks(tmp_path):
+    """Its state_dict() is a collective, and rank 0 alone would call it."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    shell = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    torch.nn.Module.__init__(shell)  # what it does besides wants a group and a GPU
+    snapshot = ddpjob.Snapshot(tmp_path)
+    for call in (snapshot.load, lambda model: snapshot.save(1, model=model)):
+        with pytest.raises(ddpjob.StateError, match="model: a model in FullyShardedDataParallel"):
+            call(model=torch.nn.Sequential(shell))

@@ -1,0 +1,124 @@
+"""The environment contract: what a trainer finds, in the cluster and locally."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from worlds import job
+
+from ddpjob_operator.job import launcher, topology
+from ddpjob_operator.pods import build, environment, naming
+
+GPU_8 = {"resources": {"limits": {"nvidia.com/gpu": 8}}}
+GPU_1 = {"resources": {"limits": {"nvidia.com/gpu": "1", "cpu": "6"}}}
+CPU_4 = {"resources": {"limits": {"cpu": "4500m"}}}
+
+SHAPES = {
+    "1-node-1-process-cpu": job(nodes=1),
+    "2-nodes-1-process-cpu": job(nodes=2),
+    "2-nodes-4-processes-cpu": job(nodes=2, nprocPerNode=4, container=CPU_4),
+    "1-node-4-processes-cpu": job(nodes=1, nprocPerNode=4),
+    "2-nodes-8-gpus": job(nodes=2, container=GPU_8),
+    "2-nodes-1-gpu": job(nodes=2, container=GPU_1),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_node_finds_the_whole_environment(shape: str, golden: Callable[[str, str], None]) -> None:
+    what = SHAPES[shape]
+    text = ""
+    for rank in range(what.spec.nodes):
+        env = environment.environment(what, 1, rank, naming.endpoint(what, 1))
+        text += f"# node {rank}\n" + "".join(f"{name}={value}\n" for name, value in env.items())
+    golden(f"environment-{shape}.env", text)
+
+
+def test_rank_and_world_size_are_set_only_where_a_node_has_one_process() -> None:
+    """With more, they mislead scripts that start their own processes and multiply WORLD_SIZE."""
+    one = environment.environment(job(), 1, 1, naming.Endpoint("h", 1))
+    many = environment.environment(job(nprocPerNode=4), 1, 1, naming.Endpoint("h", 1))
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+    assert {n: one[n] for n in sorted(names)} == {
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+    }
+    assert not names & set(many)
+    assert many["DDPJOB_WORLD_SIZE"] == "8"
+
+
+def test_an_attempt_never_meets_the_one_before() -> None:
+    """A process that survives on a lost node resolves the same name: port and run id must differ."""
+    what = job()
+    first, second = (environment.environment(what, a, 0, naming.endpoint(what, a)) for a in (1, 2))
+    assert first["MASTER_ADDR"] == second["MASTER_ADDR"]
+    assert first["MASTER_PORT"] != second["MASTER_PORT"]
+    assert first["PET_RDZV_ID"] != second["PET_RDZV_ID"]
+
+
+def test_no_port_is_one_that_scripts_in_the_wild_hard_code_or_the_kernel_gives_away() -> None:
+    ports = {naming.port(f"uid-{n}", attempt) for n in range(300) for attempt in range(30)}
+    assert min(ports) >= 20000
+    assert max(ports) < 30000
+    assert not ports & {12355, 29500, 8888, 23456, 29400}
+
+
+def test_the_attempts_of_a_job_use_each_port_only_after_thousands_of_others() -> None:
+    assert len({naming.port("uid", attempt) for attempt in range(5000)}) > 4990
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ({}, 1),
+        ({"container": GPU_8}, 8),
+        ({"container": {"resources": {"limits": {"nvidia.com/mig-1g.10gb": 2}}}}, 2),
+        ({"container": {"resources": {"limits": {"amd.com/gpu": 4}}}}, 4),
+        ({"container": {"command": ["torchrun", "--nproc_per_node=3", "x.py"]}}, 3),
+        ({"container": {"command": ["python", "-m", "torch.distributed.launch", "--nproc-per-node", "2", "x.py"]}}, 2),
+        ({"container": GPU_8 | {"command": ["torchrun", "--nproc_per_node", "auto", "x.py"]}}, 8),
+        ({"nprocPerNode": 5, "container": GPU_8}, 5),
+    ],
+)
+def test_auto_means_what_really_runs_on_a_node(spec: dict, expected: int) -> None:
+    assert topology.nproc_per_node(job(**spec).spec) == expected
+
+
+def test_threads_follow_the_cpu_limit_and_never_the_machine() -> None:
+    def threads(cpu: object, nproc: int) -> str:
+        what = job(nprocPerNode=nproc, container={"resources": {"limits": {"cpu": cpu}}} if cpu else None)
+        return environment.environment(what, 1, 0, naming.Endpoint("h", 1))["OMP_NUM_THREADS"]
+
+    assert [threads(None, 4), threads("500m", 1), threads(8, 2), threads("3", 4)] == ["1", "1", "4", "1"]
+
+
+@pytest.mark.parametrize(("grace", "expected"), [(None, "25"), (5, "1"), (0, "1"), (600, "595")])
+def test_torchrun_gives_its_workers_less_than_the_grace_period_and_never_a_negative_time(grace, expected: str) -> None:
+    what = job()
+    if grace is not None:
+        what.spec.template["spec"]["terminationGracePeriodSeconds"] = grace
+    assert environment.environment(what, 1, 0, naming.Endpoint("h", 1))["PET_SHUTDOWN_TIMEOUT"] == expected
+
+
+def test_a_users_own_value_wins_and_is_named_where_it_breaks_rendezvous() -> None:
+    own = [{"name": "MASTER_ADDR", "value": "10.0.0.1"}, {"name": "OMP_NUM_THREADS", "value": "7"}]
+    what = job(container={"env": own})
+    env = build.pod(what, 1, 0)["spec"]["containers"][0]["env"]
+    values = {e["name"]: e.get("value") for e in env}
+    assert (values["MASTER_ADDR"], values["OMP_NUM_THREADS"]) == ("10.0.0.1", "7")
+    assert len(values) == len(env), "no name is there twice"
+    assert environment.overridden(what) == ["MASTER_ADDR"]
+
+
+def test_ddprun_keeps_each_node_in_its_place_and_its_restarts_are_no_danger() -> None:
+    """torchrun's c10d numbers the nodes as they come, and its own restart hangs when a node is lost."""
+    options = ["--preload", "torch", "--no-preload", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-endpoint=x:1"]
+    ours = job(container={"command": ["ddprun", *options, "train.py"]}).spec
+    assert topology.ranks_follow_nodes(ours)
+    assert launcher.warnings(ours) == []
+    assert launcher.script(["ddprun", *options, "train.py"]) == "train.py"
+    theirs = job(container={"command": ["torchrun", *options[3:], "train.py"]}).spec
+    assert not topology.ranks_follow_nodes(theirs)
+    assert len(launcher.warnings(theirs)) == 2

@@ -1,0 +1,718 @@
+"""What a failure leads to: one clean restart of the group, charged to whom it belongs, or a job that says why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+
+import pytest
+from worlds import START, World, digits, job
+
+from ddpjob_operator.job import api
+from ddpjob_operator.observed.cluster import Node
+from ddpjob_operator.plan import status as statuses
+from ddpjob_operator.plan.plan import CreatePod, DeletePod, Plan
+
+PEER_GONE = "RuntimeError: [..] Connection closed by peer [127.0.0.1]:4242"
+
+
+def deleted(plan: Plan) -> list[tuple[str, int | None]]:
+    return [(a.name, a.grace_seconds) for a in plan.actions if isinstance(a, DeletePod)]
+
+
+def cause(world: World) -> api.Failure:
+    assert world.status.last_failure is not None
+    return world.status.last_failure
+
+
+def charges(world: World) -> tuple[int, int, int]:
+    """Restarts charged to application, infrastructure and stall."""
+    r = world.status.restarts
+    assert r is not None
+    assert r.total == r.application + r.infrastructure + r.stall
+    return r.application, r.infrastructure, r.stall
+
+
+def fail_once_more(world: World, code: int = 1) -> World:
+    """All run, rank 1 fails, its peer stops, and the next attempt's time comes."""
+    world.runs(0, 1).settle().exits(1, code=code, message="ValueError: x").restarted()
+    return world.after(400).settle()
+
+
+# ---------------------------------------------------------------- one clean restart
+
+
+def test_a_failed_rank_is_recorded_before_anything_is_deleted() -> None:
+    world = digits().running().exits(1, code=3, message="ValueError: no such shard")
+    first = world.step()
+    assert first.actions == ()
+    assert world.status.state == "Restarting"
+    assert (cause(world).rank, cause(world).exit_code) == (1, 3)
+    assert deleted(world.step()) == [("digits-1-0", 10)], (
+        "a broken group gets the short grace; what ended keeps its log"
+    )
+
+
+def test_until_the_last_pod_has_ended_the_cause_is_not_known_and_nothing_is_charged() -> None:
+    world = digits().running().exits(1, code=3).settle()
+    assert world.status.state == "Restarting"
+    assert "stopping digits-1-0 on node-0; cause not yet known" in world.status.message
+    assert charges(world) == (0, 0, 0)
+    assert world.status.attempt == 1
+    world.stops(0).settle()
+    assert charges(world) == (1, 0, 0)
+    assert world.status.attempt == 2
+
+
+@pytest.mark.parametrize(
+    ("breaks", "known"),
+    [
+        (lambda w: w.exits(1, code=1, message="ValueError: no such shard"), True),
+        (lambda w: w.exits(1, code=137, reason="OOMKilled"), True),
+        (lambda w: w.exits(1, code=139), True),
+        (lambda w: w.evicted(1, "PreemptionByScheduler"), True),
+        (lambda w: w.node_lost(1).after(31), True),
+        (lambda w: w.exits(1, code=1), False),
+        (lambda w: w.exits(1, code=1, message=PEER_GONE), False),
+        (lambda w: w.vanishes(1), False),
+    ],
+    ids=["exception", "memory", "signal", "preemption", "node", "bare-code", "peer-complains", "pod-gone"],
+)
+@pytest.mark.parametrize("command", ["torchrun", "ddprun"])
+def test_a_message_that_names_the_cause_does_not_call_it_unknown(breaks, known: bool, command: str) -> None:
+    """`ValueError: no such shard; … cause not yet known` sends its reader to look for another one."""
+    world = breaks(digits(container={"command": [command, "train.py"]}).running())
+    world.step()
+    assert world.status.state == "Restarting"
+    assert ("cause not yet known" not in world.status.message) == known, world.status.message
+
+
+def test_the_next_attempt_starts_at_once_with_all_ranks_and_new_names() -> None:
+    world = digits().running().exits(1, code=3).restarted()
+    assert world.names() == ["digits-1-1", "digits-2-0", "digits-2-1"]
+    assert world.status.state == "Restarting"
+    assert world.runs(0, 1).settle().status.state == "Running"
+
+
+def test_no_pod_of_the_next_attempt_is_made_while_one_of_the_last_may_run() -> None:
+    world = digits(nodes=3).running().exits(1, code=3).settle()
+    world.stops(0).settle()
+    assert not [n for n in world.names() if n.startswith("digits-2")]
+    world.stops(2).settle()
+    assert [n for n in world.names() if n.startswith("digits-2")] == ["digits-2-0", "digits-2-1", "digits-2-2"]
+
+
+def test_the_job_says_who_failed_why_and_what_happens_next() -> None:
+    world = digits().running().exits(1, code=3, message="ValueError: no such shard").settle().stops(0)
+    world.step()
+    message = world.status.message
+    assert "rank 1 (pod digits-1-1, node node-1) ended with exit code 3 (ValueError: no such shard)" in message
+    assert message.endswith("all 2 nodes restart as attempt 2 (restart 1 of 3)")
+
+
+def test_while_it_comes_back_the_job_says_after_what() -> None:
+    world = digits().running().exits(1, code=137, reason="OOMKilled").restarted().runs(0).settle()
+    assert world.status.state == "Restarting"
+    assert world.status.message.startswith("after OOMKilled on rank 1: 1 of 2 nodes run")
+    world.unschedulable(1, "0/3 nodes are available").settle()
+    assert (world.status.state, world.status.reason) == ("Restarting", "Unschedulable")
+
+
+def test_a_whole_restart_is_told_in_three_events() -> None:
+    world = digits().running()
+    world.events.clear()
+    world.exits(1, code=1).restarted().runs(0).settle().runs(1).settle()
+    assert [e.reason for e in world.events] == ["RankFailed", "Restarting", "AllNodesRun"]
+
+
+def test_a_pod_whose_only_container_has_ended_is_not_deleted_while_its_phase_lags_behind() -> None:
+    """Else `kubectl logs` of the guilty pod finds nothing."""
+    world = digits().running().exits(1, code=3)
+    world.pods["digits-1-1"] = dataclasses.replace(world.pods["digits-1-1"], phase="Running")
+    world.settle()
+    assert world.pods["digits-1-1"].stop_asked_at is None
+    assert world.pods["digits-1-0"].stop_asked_at is not None
+
+
+def test_pods_that_ended_by_themselves_stay_for_their_logs_for_three_attempts() -> None:
+    world = digits(backoffLimit=9).started()
+    for _ in range(4):
+        fail_once_more(world)
+    assert world.names() == ["digits-3-1", "digits-4-1", "digits-5-0", "digits-5-1"]
+
+
+def test_a_rank_that_completed_trains_again_with_its_group() -> None:
+    world = digits().running().exits(0).settle().exits(1, code=1).settle()
+    assert [n for n in world.names() if n.startswith("digits-2")] == ["digits-2-0", "digits-2-1"]
+    assert world.status.completed_nodes == ""
+
+
+@pytest.mark.parametrize(("given", "grace"), [(0, 1), (3, 3), (60, 60)])
+def test_restart_grace_seconds_is_the_users_to_choose_down_to_one(given: int, grace: int) -> None:
+    """With 0 the API server forgets the pod before its kubelet has ended it: two attempts would run side by side."""
+    world = digits(restartGraceSeconds=given).running().exits(1, code=1)
+    world.step()
+    assert deleted(world.step()) == [("digits-1-0", grace)]
+
+
+def test_a_rank_whose_whole_life_passed_between_two_looks_is_not_made_again_under_its_name() -> None:
+    """Its first process may still run where nobody looks."""
+    world = digits().started().runs(0, 1)
+    world.departed.append(world.pods.pop("digits-1-1"))
+    world.restarted()
+    assert world.names() == ["digits-2-0", "digits-2-1"]
+
+
+def test_a_rank_that_completed_between_two_looks_has_completed() -> None:
+    world = digits().started().runs(0, 1).exits(1)
+    world.departed.append(world.pods.pop("digits-1-1"))
+    assert world.settle().exits(0).settle().status.state == "Succeeded"
+
+
+def test_a_job_suspended_while_it_restarts_stops_and_later_goes_on() -> None:
+    world = digits().running().exits(1, code=1).settle().change(suspend=True).settle().stops_all().settle()
+    assert world.status.state == "Suspended"
+    world.change(suspend=False).settle()
+    assert world.status.attempt == 2
+    assert [n for n in world.names() if n.startswith("digits-2")] == ["digits-2-0", "digits-2-1"]
+
+
+def test_the_deadline_also_ends_a_job_that_restarts() -> None:
+    world = digits(activeDeadlineSeconds=60).running().exits(1, code=1).settle().after(60).settle().stops_all().settle()
+    assert (world.status.state, world.status.reason) == ("Failed", "DeadlineExceeded")
+
+
+# ---------------------------------------------------------------- budgets
+
+
+def test_a_script_that_always_fails_ends_the_job_after_its_budget_with_the_true_cause() -> None:
+    world = digits(backoffLimit=2).started()
+    for _ in range(2):
+        fail_once_more(world)
+    assert charges(world) == (2, 0, 0)
+    fail_once_more(world)
+    assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
+    assert "rank 1 (pod digits-3-1, node node-1) ended with exit code 1 (ValueError: x)" in world.status.message
+    assert "restarted 2 times: backoffLimit: 2 allows no more" in world.status.message
+    assert charges(world) == (2, 0, 0)
+    assert statuses.condition(world.status, "Failed")
+    assert [f.attempt for f in world.status.failures] == [1, 2, 3]
+    assert not any(p.live for p in world.pods.values())
+
+
+def test_backoff_limit_0_restarts_nothing() -> None:
+    world = digits(backoffLimit=0).running().exits(1, code=1).restarted()
+    assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
+    assert world.names() == ["digits-1-1"]
+
+
+def test_a_failed_job_is_final_whatever_its_pods_do() -> None:
+    world = digits(backoffLimit=0).running().exits(0, code=1).exits(1, code=1).settle()
+    before = world.status
+    assert before.state == "Failed"
+    world.exits(0).exits(1).after(1000).settle()
+    assert world.status == before
+
+
+def test_lost_nodes_and_evictions_never_eat_the_backoff_limit() -> None:
+    world = digits(backoffLimit=0).started()
+    for _ in range(5):
+        world.runs(0, 1).settle().evicted(1, "Evicted").restarted().after(400).settle()
+    assert charges(world) == (0, 5, 0)
+    assert world.status.state == "Restarting"
+    assert "not charged to backoffLimit; 5 so far" not in world.status.message, "by now it waits for its pods"
+
+
+def test_the_first_restart_is_immediate_and_further_ones_wait_longer_each_time() -> None:
+    world = digits(backoffLimit=9).started()
+    waits = []
+    for _ in range(5):
+        world.runs(0, 1).settle().exits(1, code=1).restarted()
+        assert world.status.attempt_time is not None
+        waits.append((world.status.attempt_time - world.now).total_seconds())
+        world.after(waits[-1]).settle()
+    assert waits == [0, 1, 2, 4, 8]
+
+
+def test_while_it_backs_off_nothing_is_made_and_the_wait_is_said() -> None:
+    world = digits(backoffLimit=9).started()
+    for _ in range(3):
+        world.runs(0, 1).settle().exits(1, code=1).restarted()
+        message, attempt = world.status.message, world.status.attempt
+        pods = [n for n in world.names() if n.startswith(f"digits-{attempt}-")]
+        world.after(2).settle()
+    assert "restart in 2s as attempt 4 (restart 3 of 9)" in message
+    assert pods == []
+
+
+def test_a_new_step_makes_the_next_restart_immediate_again() -> None:
+    world = digits(backoffLimit=9).started()
+    for step in (10, 20, 30):
+        world.runs(0, 1).settle().reports_step(step).settle().exits(1, code=1).restarted()
+        assert world.status.attempt_time == world.now
+
+
+def test_a_job_that_makes_no_new_step_is_stopped_whatever_its_budget() -> None:
+    world = digits(backoffLimit=99).started()
+    world.runs(0, 1).settle().reports_step(100)
+    world = fail_once_more(world)
+    for _ in range(3):
+        assert world.status.state == "Restarting"
+        world.runs(0, 1).settle().reports_step(90)
+        world = fail_once_more(world)
+    assert (world.status.state, world.status.reason) == ("Failed", "NoProgress")
+    assert "without a new step" in world.status.message
+
+
+def test_only_restarts_within_the_window_count_where_one_is_set() -> None:
+    world = digits(backoffLimit=1, backoffWindowSeconds=3600).started()
+    for _ in range(4):
+        fail_once_more(world)
+        world.after(3600)
+    assert charges(world) == (4, 0, 0)
+    fail_once_more(world)
+    assert world.status.state == "Restarting"
+    fail_once_more(world)
+    assert world.status.reason == "BackoffLimitExceeded"
+
+
+def test_failure_policy_ends_the_job_at_once_for_the_codes_that_it_names() -> None:
+    policy = {"rules": [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [78]}}]}
+    world = digits(failurePolicy=policy).running().exits(1, code=78).restarted()
+    assert (world.status.state, world.status.reason) == ("Failed", "PermanentFailure")
+    assert "failurePolicy says FailJob" in world.status.message
+    world = digits(failurePolicy=policy).running().exits(1, code=77).restarted()
+    assert world.status.state == "Restarting"
+
+
+def test_failure_policy_can_restart_without_a_charge() -> None:
+    policy = {"rules": [{"action": "Ignore", "onExitCodes": {"operator": "NotIn", "values": [1]}}]}
+    world = digits(failurePolicy=policy, backoffLimit=0).running().exits(1, code=42).restarted()
+    assert charges(world) == (0, 1, 0)
+
+
+def test_failure_policy_sees_the_guilty_ranks_code_under_torchrun_which_ends_with_1_itself() -> None:
+    table = (
+        "Root Cause (first observed failure):\n[0]:\n  time      : 2026-01-01_00:00:00\n  host      : x\n"
+        "  rank      : 1 (local_rank: 0)\n  exitcode  : 78 (pid: 9)\n  error_file: <N/A>\n"
+    )
+    policy = {"rules": [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [78]}}]}
+    world = digits(failurePolicy=policy).running().exits(1, code=1, message=table).restarted()
+    assert world.status.reason == "PermanentFailure"
+
+
+@pytest.mark.parametrize("code", [126, 127])
+def test_a_command_that_is_not_there_fails_at_once(code: int) -> None:
+    world = digits().running().exits(0, code=code).exits(1, code=code).restarted()
+    assert (world.status.state, world.status.reason) == ("Failed", "PermanentFailure")
+
+
+NO_START: dict[str, dict[str, object]] = {
+    "no driver": {
+        "code": 128,
+        "reason": "StartError",
+        "message": "nvidia-container-cli: initialization error: nvml error: driver not loaded",
+    },
+    "no runtime": {"code": 128, "reason": "StartError", "message": "OCI runtime create failed: no such device"},
+    "no program": {"code": 127},
+    "no right to run it": {"code": 126},
+    "no libcuda": {"message": "ImportError: libcuda.so.1: cannot open shared object file: No such file or directory"},
+    "no module": {"message": "ModuleNotFoundError: No module named 'mymodel'"},
+    "no script": {"code": 2, "message": "/usr/bin/python3: can't open file '/nfs/train.py': [Errno 2] No such file"},
+}
+
+
+@pytest.mark.parametrize("how", NO_START.values(), ids=NO_START.keys())
+@pytest.mark.parametrize(("nodes", "broken"), [(1, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize("reports", [True, False], ids=["steps", "no steps"])
+def test_a_job_that_has_trained_is_never_failed_for_good_because_it_cannot_start(
+    how: dict[str, object], nodes: int, broken: int, reports: bool
+) -> None:
+    """A broken GPU, or a file system that is away for a moment, would end a job that has trained for two days."""
+    world = digits(nodes=nodes).running()
+    if reports:
+        world.reports_step(50_000).settle()
+    world.after(2 * 86400).settle().told_to_stop(0).settle()
+    for rank in range(nodes):
+        world.vanishes(rank)
+    world.settle().after(1).settle().runs(*range(nodes)).settle()
+    for rank in range(broken):
+        world.after(1).exits(rank, **{"code": 1, **how})  # type: ignore[arg-type]
+    world.restarted()
+    assert (cause(world).failure_class, world.status.state) == ("infrastructure", "Restarting"), world.status.message
+    assert charges(world) == (0, 2, 0)
+    assert world.status.failures[-1].node, "the node is blamed, and avoided when it happens again"
+
+
+@pytest.mark.parametrize("how", NO_START.values(), ids=NO_START.keys())
+def test_one_node_that_cannot_start_fails_a_new_job_only_after_others_were_tried(how: dict[str, object]) -> None:
+    """The first pod on a node without a driver would fail a job that runs well everywhere else."""
+    world, starts = digits(nodes=3).running(), 0
+    while world.status.state != "Failed" and starts < 1000:
+        world.runs(0, 1, 2).settle().after(1).exits(1, **{"code": 1, **how})  # type: ignore[arg-type]
+        world.restarted().after(400).settle()
+        starts += 1
+    assert (starts, world.status.reason) == (11, "PermanentFailure"), world.status.message
+
+
+def test_a_module_that_is_missing_in_the_middle_of_the_training_is_the_scripts() -> None:
+    """`import wandb` at the first checkpoint: a hundred free restarts would not find it."""
+    world = digits().running().reports_step(100).settle().exits(0, code=1, message="ImportError: no wandb").restarted()
+    assert charges(world) == (1, 0, 0)
+
+
+def test_a_config_map_that_stays_missing_fails_the_job_after_a_while_and_not_before() -> None:
+    world = digits().started().waits(0, "CreateContainerConfigError", 'configmap "settings" not found').settle()
+    assert world.status.reason == "CannotStart"
+    assert world.plan().look_again_at == START + dt.timedelta(seconds=600)
+    world.after(599).settle()
+    assert world.status.reason == "CannotStart"
+    world.after(1).settle().stops_all().settle()
+    assert (world.status.state, world.status.reason) == ("Failed", "PermanentFailure")
+    assert 'configmap "settings" not found' in world.status.message
+
+
+# ---------------------------------------------------------------- causes
+
+
+def test_the_cause_is_the_rank_that_failed_and_not_the_peer_that_noticed_first() -> None:
+    world = digits().running().exits(0, code=1, message=PEER_GONE).settle()
+    assert cause(world).rank == 0
+    world.after(3).exits(1, code=137, reason="OOMKilled").settle()
+    assert (cause(world).rank, cause(world).reason, cause(world).failure_class) == (1, "OOMKilled", "outOfMemory")
+    assert len(world.status.failures) == 1, "an attempt has one cause"
+    assert charges(world) == (1, 0, 0)
+
+
+def test_an_attempt_with_nothing_but_complaints_about_peers_is_free_once_and_not_for_ever() -> None:
+    """The network may have failed where nobody saw it. The second time it is the script, which would never end."""
+    world = digits(backoffLimit=1).running().exits(0, code=1, message=PEER_GONE).restarted()
+    assert charges(world) == (0, 1, 0)
+    world.runs(0, 1).settle().after(3600).exits(0, code=1, message=PEER_GONE).restarted()
+    assert charges(world) == (1, 1, 0)
+    world.after(400).settle().runs(0, 1).settle().after(3600).exits(1, code=1, message=PEER_GONE).restarted()
+    assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
+    assert "lost its peers" in world.status.message
+
+
+def test_a_rank_that_ends_well_while_its_peer_still_waits_for_it_is_the_cause_and_charged() -> None:
+    """The commonest mistake of all, uneven data: it restarted for hours, and nobody was blamed."""
+    world = digits(backoffLimit=0).running().reports_step(20, rank=0).settle()
+    world.reports_step(20, rank=1, node_rank=1).exits(0).settle()
+    world.after(2).exits(1, code=1, message=PEER_GONE).settle()
+    assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
+    said = "rank 0 (pod digits-1-0, node node-0) ended with exit code 0 after step 20 while rank 1 was in step 21: "
+    assert said + "the ranks make different numbers of steps" in world.status.message
+    assert (cause(world).rank, cause(world).exit_code, cause(world).failure_class) == (0, 0, "application")
+    assert PEER_GONE in cause(world).log_tail, "what the peer said is kept"
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 8])
+@pytest.mark.parametrize("early", [0, 1])
+def test_without_reports_the_rank_that_ended_well_is_named_all_the_same(nodes: int, early: int) -> None:
+    world = digits(nodes=nodes, backoffLimit=0).running().exits(early).settle().after(1)
+    for rank in set(range(nodes)) - {early}:
+        world.exits(rank, code=1, message=PEER_GONE)
+    world.settle()
+    assert world.status.reason == "BackoffLimitExceeded"
+    peer = min(set(range(nodes)) - {early})
+    assert f"ended with exit code 0 while rank {peer} still waited for it" in world.status.message
+    assert cause(world).rank == early
+
+
+def test_a_lost_node_beside_a_rank_that_has_completed_is_the_cause_still() -> None:
+    world = digits(nodes=3, backoffLimit=0).running().exits(0).settle().exits(1, code=1, message=PEER_GONE)
+    world.node_lost(2).settle().after(30).restarted()
+    assert (charges(world), cause(world).reason) == ((0, 1, 0), "NodeLost")
+
+
+def test_a_node_that_is_known_to_be_lost_long_after_its_peers_complained_is_the_cause() -> None:
+    """The cluster takes a minute to miss a node: the second lost node would be charged to the application."""
+    world = digits(nodes=3, backoffLimit=0).running()
+    for lost in range(1, 4):
+        world.runs(0, 1, 2).settle().exits(0, code=1, message=PEER_GONE).settle().after(40).node_lost(2).settle()
+        world.after(30).restarted()
+        assert (charges(world), cause(world).reason) == ((0, lost, 0), "NodeLost")
+        world.nodes = {}
+        world.after(400).settle()
+
+
+def test_a_node_that_is_lost_while_a_failed_group_stops_is_not_the_cause_of_the_failure() -> None:
+    world = digits(backoffLimit=1).running().exits(0, code=3, message="ValueError: no such shard").settle()
+    world.node_lost(1).settle().after(30).restarted()
+    assert charges(world) == (1, 0, 0)
+
+
+def test_an_address_in_use_that_was_not_given_is_the_scripts_own_failure_and_says_which() -> None:
+    """A port that a script has made up for itself: restarts without end, charged to the nodes."""
+    said = "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
+    taken = said + "port: {}, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+    world = digits(backoffLimit=0).running().exits(0, code=1, message=taken.format(29500)).restarted()
+    assert (world.status.reason, "port: 29500" in world.status.message) == ("BackoffLimitExceeded", True)
+    given = int(digits().running().status.master_addr.rpartition(":")[2])
+    world = digits(backoffLimit=0).running().exits(0, code=1, message=taken.format(given)).restarted()
+    assert charges(world) == (0, 1, 0), "what was given to rank 0 may have been taken by another pod of that node"
+    world = digits(backoffLimit=0).running().exits(1, code=1, message=taken.format(given)).restarted()
+    assert world.status.reason == "BackoffLimitExceeded", "only rank 0 has any business there"
+
+
+def test_out_of_memory_names_the_limit() -> None:
+    container = {"resources": {"limits": {"memory": "64Mi"}}}
+    world = World(job(container=container, backoffLimit=0)).running()
+    world.exits(1, code=137, reason="OOMKilled").restarted()
+    assert "used more memory than its limit of 64Mi (resources.limits.memory)" in world.status.message
+
+
+def test_the_cause_outlives_its_pod() -> None:
+    world = digits().running().exits(1, code=3, message="ValueError: no such shard").settle()
+    world.vanishes(1).stops(0).settle()
+    assert (cause(world).rank, cause(world).exception) == (1, "ValueError: no such shard")
+    assert charges(world) == (1, 0, 0)
+
+
+def test_what_a_pod_says_while_it_is_being_stopped_is_the_cause_although_its_object_is_gone_at_the_end() -> None:
+    """Its launcher often waits for other ranks while a peer has long complained, and dies by our SIGTERM."""
+    world = digits(nodes=3).running().exits(0, code=1, message=PEER_GONE).settle()
+    assert cause(world).reason == "PeerLost"
+    world.exits(1, code=1, message="ValueError: no such shard").settle()
+    assert cause(world).exception == "ValueError: no such shard"
+    world.vanishes(1).settle().stops(2).settle()
+    assert (cause(world).rank, charges(world)) == (1, (1, 0, 0))
+
+
+def test_what_a_pod_said_between_two_looks_is_the_cause_too() -> None:
+    world = digits().running().exits(0, code=1, message=PEER_GONE).settle()
+    world.exits(1, code=1, message="ValueError: no such shard")
+    world.departed.append(world.pods.pop("digits-1-1"))
+    world.settle()
+    assert (cause(world).exception, charges(world)) == ("ValueError: no such shard", (1, 0, 0))
+
+
+def test_the_cause_says_at_which_step_it_happened() -> None:
+    world = digits().running().reports_step(41).settle().exits(1, code=139).restarted()
+    assert (cause(world).step, cause(world).signal) == (41, "SIGSEGV")
+    assert "at step 41" in world.status.failures[-1].message
+
+
+# ---------------------------------------------------------------- nodes and pods ended from outside
+
+
+def test_a_pod_that_vanishes_while_it_runs_is_infrastructure_and_named() -> None:
+    world = digits(backoffLimit=0).running().vanishes(1).restarted()
+    assert charges(world) == (0, 1, 0)
+    assert (cause(world).rank, cause(world).pod, cause(world).reason) == (1, "digits-1-1", "PodGone")
+
+
+def test_when_one_pod_is_deleted_its_peers_get_their_full_grace_too_so_that_all_save_together() -> None:
+    world = digits(backoffLimit=0).running().told_to_stop(1)
+    assert world.step().actions == ()
+    assert (world.status.state, world.status.reason) == ("Restarting", "Disrupted")
+    assert deleted(world.step()) == [("digits-1-0", None)]
+    world.stops_all().settle()
+    assert charges(world) == (0, 1, 0)
+    assert cause(world).reason == "StoppedFromOutside"
+
+
+def test_a_node_that_is_lost_is_given_up_after_30_seconds_and_not_before() -> None:
+    world = digits(backoffLimit=0).running().node_lost(1).settle()
+    assert world.status.state == "Running"
+    assert world.plan().look_again_at == world.now + dt.timedelta(seconds=30)
+    world.after(30).step()
+    assert (world.status.state, world.status.reason) == ("Restarting", "NodeLost")
+    assert deleted(world.step()) == [("digits-1-0", 10)], "nobody would answer for the lost pod: it proves the cause"
+    world.stops(0).settle()
+    assert charges(world) == (0, 1, 0)
+    assert (cause(world).node, cause(world).reason) == ("node-1", "NodeLost")
+    assert world.names() == ["digits-2-0", "digits-2-1"], "the lost pod went at once: its DNS name would lead nowhere"
+
+
+def test_a_pod_that_is_stopping_on_a_node_that_gets_lost_is_not_waited_for_for_ever() -> None:
+    world = digits().running().exits(0, code=1).settle()
+    assert world.pods["digits-1-1"].stop_asked_at is not None
+    world.node_lost(1).after(30).settle()
+    assert world.names() == ["digits-1-0", "digits-2-0", "digits-2-1"]
+
+
+def test_a_suspended_job_and_one_beyond_its_deadline_do_not_wait_for_a_lost_node() -> None:
+    world = digits().running().node_lost(1).change(suspend=True).settle().stops(0).after(30).settle()
+    assert world.names() == []
+    world = digits(activeDeadlineSeconds=40).running().node_lost(1).after(20).settle().after(20).settle()
+    world.stops_all().settle()
+    assert world.status.state == "Failed"
+
+
+def test_a_node_that_comes_back_in_time_costs_nothing() -> None:
+    world = digits().running().node_lost(1).after(29).settle()
+    world.nodes = {}
+    assert world.after(100).settle().status.state == "Running"
+
+
+def test_without_the_right_to_read_nodes_the_node_controllers_word_about_the_pod_counts() -> None:
+    world = digits().running()
+    world.nodes = None
+    world.pods["digits-1-1"] = dataclasses.replace(world.pods["digits-1-1"], silent_since=world.now)
+    world.after(29).settle()
+    assert world.status.state == "Running"
+    world.after(1).settle()
+    assert world.status.reason == "NodeLost"
+
+
+def test_without_the_right_to_read_nodes_a_pod_that_stays_beyond_its_grace_is_given_up() -> None:
+    world = digits().running()
+    world.nodes = None
+    world.told_to_stop(1).settle().stops(0).after(59).settle()
+    assert world.names() == ["digits-1-1"]
+    world.after(1).settle()
+    assert world.names() == ["digits-2-0", "digits-2-1"]
+
+
+def test_a_pod_that_only_takes_long_on_a_node_that_answers_is_waited_for() -> None:
+    world = digits().running().told_to_stop(1).settle().stops(0).after(3600).settle()
+    assert world.names() == ["digits-1-1"]
+    assert "digits-1-1 on node-1" in world.status.message
+
+
+def test_the_pod_of_a_deleted_namesake_on_a_lost_node_does_not_hold_up_the_new_job_for_ever() -> None:
+    world = digits().stranger("digits-1-1", label="digits", owner="uid-of-the-deleted-job")
+    world.strangers = [dataclasses.replace(p, node="node-7", stop_asked_at=world.now) for p in world.strangers]
+    world.nodes = {"node-7": Node(ready=False, since=world.now)}
+    world.settle()
+    assert world.status.reason == "WaitingForDeletedJob"
+    again = world.plan().look_again_at
+    assert again is not None
+    assert again <= world.now + dt.timedelta(seconds=30)
+    assert deleted(world.after(30).plan()) == [("digits-1-1", 0)]
+
+
+def test_a_node_that_fails_the_job_twice_is_avoided_for_an_hour_and_shown() -> None:
+    world = digits().running()
+    for _ in range(2):
+        world.runs(0, 1).settle().node_lost(1).after(30).restarted()
+        world.nodes = {}
+        world.after(2).settle()
+    assert [(a.node, a.until > world.now) for a in world.status.avoided_nodes] == [("node-1", True)]
+    world.exits(1, code=1).settle().stops_all()
+    world.step()
+    made = [a for a in world.after(400).plan().actions if isinstance(a, CreatePod)]
+    assert {a.avoid for a in made} == {("node-1",)}
+    world.settle().after(3600).runs(0, 1).settle().exits(1, code=1).restarted()
+    assert world.status.avoided_nodes == []
+
+
+def test_pods_that_find_no_other_node_are_asked_for_anew_when_the_node_is_no_longer_avoided() -> None:
+    world = digits().running()
+    for _ in range(2):
+        world.runs(0, 1).settle().node_lost(1).after(30).restarted()
+        world.nodes = {}
+        world.after(2).settle()
+    waits = world.unschedulable(1, "0/2 nodes are available: 1 node(s) didn't match Pod's node affinity").plan()
+    (until,) = {a.until for a in world.status.avoided_nodes}
+    assert waits.look_again_at == until, "nothing else would wake us"
+    attempt = world.status.attempt
+    world.now = until
+    world.settle().stops_all()
+    made = [a for _ in range(3) for a in world.step().actions if isinstance(a, CreatePod)]
+    assert [(a.attempt, a.avoid) for a in made] == [(attempt + 1, ())] * 2, "affinity keeps a pod away for ever"
+    world.settle()
+    assert world.status.attempt == attempt + 1
+
+
+def test_preemption_is_not_the_nodes_fault() -> None:
+    world = digits().running()
+    for _ in range(3):
+        world.runs(0, 1).settle()
+        world._change(1, disruption="PreemptionByScheduler", stop_asked_at=world.now)
+        world.restarted().after(400).settle()
+    assert world.status.avoided_nodes == []
+    assert charges(world) == (0, 3, 0)
+
+
+# ---------------------------------------------------------------- stall
+
+
+def test_a_job_that_reports_and_makes_no_step_is_restarted_and_says_who_stands_where() -> None:
+    world = digits(stall={"timeoutSeconds": 60}).running()
+    for step in (1, 2, 3):
+        world.reports_step(step).after(5).settle()
+    for _ in range(14):
+        world.reports_step(3).after(5).settle()
+    assert (world.status.state, world.status.reason) == ("Restarting", "Stalled")
+    world.restarted()
+    assert (cause(world).reason, cause(world).step) == ("Stalled", 3)
+    assert charges(world) == (0, 0, 1)
+
+
+def test_silence_is_no_stall() -> None:
+    world = digits(stall={"timeoutSeconds": 60}).running().reports_step(3).after(3600).settle()
+    assert world.status.state == "Running"
+
+
+# ---------------------------------------------------------------- honest numbers
+
+
+def test_goodput_counts_training_only_and_the_steps_that_were_made_twice() -> None:
+    world = digits().running().after(10).reports_step(1).settle().after(90).reports_step(100).settle()
+    world.exits(1, code=1).after(5).settle().stops(0).settle()
+    world.after(5).runs(0, 1).settle().after(10).reports_step(81).settle().after(40).exits(0).exits(1).settle()
+    spent = world.status.goodput
+    assert spent is not None
+    assert (spent.starting_seconds, spent.productive_seconds, spent.restarting_seconds) == (10, 135, 15)
+    assert spent.lost_steps == 20
+
+
+def test_a_lost_node_says_since_when_and_the_times_survive_the_operator() -> None:
+    """All that a restart needs is in the status: another operator goes on where this one stopped."""
+    world = digits().running().exits(1, code=1).settle()
+    other = World(world.job)
+    other.pods, other.service, other.now = dict(world.pods), True, world.now
+    world.stops(0).settle()
+    other.stops(0).settle()
+    assert other.status == world.status
+
+
+def test_another_namespace_of_nodes_does_not_matter() -> None:
+    world = digits().running()
+    world.nodes = {"node-9": Node(ready=False, since=world.now)}
+    assert world.after(100).settle().status.state == "Running"
+
+
+def test_a_rank_that_is_gone_when_its_peers_have_completed_is_not_made_again_to_wait_for_them() -> None:
+    """It had ended with them, nobody was there to see it, and its pod was deleted. A new pod in the same attempt finds
+    no peers, and the user would pay for a rank that "ended early"."""
+    world = digits().started().settle()
+    assert world.status.reason == "StartingTrainers"
+    world.exits(0).vanishes(1).settle()
+    assert world.status.attempt == 2
+    assert world.status.last_failure is not None
+    assert (world.status.last_failure.reason, world.status.last_failure.charged_to) == ("PodGone", "infrastructure")
+
+
+def test_a_rank_whose_pod_was_never_made_is_made_although_others_have_completed_already() -> None:
+    """A script that needs no peers ends sooner than the last pod of a large job is made; it would restart for ever."""
+    world = digits()
+    world.step()
+    world.vanishes(1).exits(0)
+    assert world.status.reason == "CreatingPods"
+    assert any(isinstance(action, CreatePod) and action.rank == 1 for action in world.plan().actions)
+
+
+def test_a_pod_that_is_slow_to_stop_does_not_explain_what_was_wrong_before() -> None:
+    """Where nodes cannot be read, a pod that stays beyond its grace is given up. It was told to stop because a rank had
+    ended early: that rank would never be named, and the mistake be free."""
+    world = digits(nodes=3).running().reports_step(5)
+    world.nodes = None
+    world.exits(1).exits(
+        2, code=1, message="RuntimeError: [/gloo/pair.cc:553] Connection closed by peer [10.0.0.7]:31234"
+    )
+    world.settle().after(60).settle()
+    assert world.status.last_failure is not None
+    assert (world.status.last_failure.reason, world.status.last_failure.node_rank) == ("EndedEarly", 1)
+
+
+@pytest.mark.parametrize(("word", "code"), [("seccomp killed", 159), ("Signaled", 139), ("Exited", 3)])
+def test_a_container_runtimes_own_word_for_an_exit_code_is_no_disruption(word: str, code: int) -> None:
+    """CRI-O says `seccomp killed`. A script that calls what it must not was restarted a hundred times for free."""
+    world = digits(backoffLimit=0).running().exits(0, code, reason=word).restarted()
+    assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
+    assert f"({word})" in world.status.message
+    assert cause(world).reason == "Error"

@@ -1,0 +1,128 @@
+"""A script that refuses its options, or says why it gives up, is quoted: a bare exit code sends people to the logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from worlds import digits
+
+from ddpjob_operator.failures import log_lines, root_cause
+
+DATA = Path(__file__).parent / "data/logs"
+ARGPARSE = "train.py: error: the following arguments are required: --data"
+USAGE = "usage: train.py [-h] --data DATA\n"
+TYPER = """Usage: train.py [OPTIONS]
+Try 'train.py --help' for help.
+\u256d\u2500 Error \u2500\u2500\u2500\u2500\u2500\u2500\u2500\u256e
+\u2502 Missing option '--data'. \u2502
+\u2570\u2500\u2500\u2500\u2500\u2500\u2500\u2500\u2500\u2500\u2500\u256f
+"""
+CLICK = "Usage: train.py [OPTIONS]\nTry 'train.py --help' for help.\n\nError: Missing option '--data'.\n"
+
+FAREWELLS = [
+    "[rank0]:[W1119 12:00:00.012 ProcessGroupNCCL.cpp:1250] Warning: WARNING: process group has NOT been destroyed",
+    "[W1119 12:00:00.123456789 socket.cpp:752] [c10d] The client socket has failed",
+    "/usr/lib/python3.11/multiprocessing/resource_tracker.py:254: UserWarning: 1 leaked semaphore\n  warnings.warn(",
+    "wandb: Synced 5 W&B file(s)\nwandb: Find logs at: ./wandb/run",
+    "\nSet the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.",
+    "[2024-01-01 00:00:00,000] [ERROR] [launch.py:325:sigkill_handler] ['t.py'] exits with return code = 1",
+]
+
+
+@pytest.mark.parametrize(
+    ("log", "code", "said"),
+    [
+        (USAGE + ARGPARSE + "\n", 2, ARGPARSE),
+        (ARGPARSE, 2, ARGPARSE),
+        ((DATA / "argparse.log").read_text(), 2, ARGPARSE),
+        ("[rank1]: " + ARGPARSE + "\n[default0]:" + ARGPARSE, 2, ARGPARSE),
+        ("train.py fit: error: argument --lr: invalid float value: 'x'\n", 2, None),
+        ("python -m pkg.train: error: unrecognized arguments: --local-rank=0\n", 2, None),
+        (ARGPARSE + "\nsys:1: ResourceWarning: unclosed file\n", 2, ARGPARSE),
+        (CLICK, 2, "Error: Missing option '--data'."),
+        (TYPER, 2, "Error: Missing option '--data'."),
+        ("Error: not click's\n", 2, "last line: Error: not click's"),
+        ("reading\nthe folder /data is empty\n", 1, "last line: the folder /data is empty"),
+        ((DATA / "sys-exit.log").read_text(), 1, "last line: the folder /data is empty"),
+        ("sh: 1: trian.py: not found\n", 127, "last line: sh: 1: trian.py: not found"),
+        ("the last words\n=========\n\n", 1, "last line: the last words"),
+        ("epoch 3 loss 0.51\n", 7, ""),
+        ("epoch 3 loss 0.51\n", 0, ""),
+        ("epoch 3 loss 0.51\n", 137, ""),
+        ("epoch 3 loss 0.51\n", None, ""),
+        ("ddprun: rank 1 ended with exit code 1\n", 1, ""),
+        ("", 1, ""),
+        *((f"no data\n{after}\n", 1, "last line: no data") for after in FAREWELLS),
+        (
+            "Usage: t.py [OPTIONS]\n╭─ Error ─╮\n│ No such option: --lrr │\n╰────╯\n",
+            2,
+            "Error: No such option: --lrr",
+        ),
+        ("loading\n    Segments: 3\n", 1, "last line: Segments: 3"),
+        ("it is 12:30: a DeprecationWarning: no\n", 1, "last line: it is 12:30: a DeprecationWarning: no"),
+    ],
+)
+def test_the_sentence_of_a_program_that_gives_up_is_found(log: str, code: int | None, said: str | None) -> None:
+    assert log_lines.of(log, code) == (log.strip() if said is None else said)
+
+
+@pytest.mark.parametrize(("name", "said"), [("argparse", ARGPARSE), ("sys-exit", "the folder /data is empty")])
+def test_what_a_kubelet_keeps_of_torchruns_output_still_has_them(name: str, said: str) -> None:
+    log = (DATA / f"{name}.log").read_text()
+    assert log_lines.of(log[-2048:], 2 if name == "argparse" else 1).removeprefix(log_lines.LAST_LINE) == said
+
+
+@pytest.mark.parametrize("kept", [700, 1000, 1500])
+@pytest.mark.parametrize("name", ["argparse", "sys-exit", "exit-3", "sigkill"])
+def test_what_is_left_of_torchruns_own_report_is_nobodys_last_words(name: str, kept: int) -> None:
+    assert log_lines.of((DATA / f"{name}.log").read_text()[-kept:], 1) == ""
+
+
+def test_the_job_says_what_argparse_said() -> None:
+    world = digits(backoffLimit=0).running().exits(1, code=2, message=USAGE + ARGPARSE).restarted()
+    assert f"ended with exit code 2 ({ARGPARSE})" in world.status.message
+
+
+def test_the_job_says_what_a_script_gave_to_sys_exit() -> None:
+    world = digits(backoffLimit=0).running().exits(1, code=1, message="the folder /data is empty").restarted()
+    assert "ended with exit code 1 (last line: the folder /data is empty)" in world.status.message
+
+
+def test_a_last_line_proves_nothing_against_an_exception_of_another_rank() -> None:
+    """A rank that prints and ends with 1 once its peer is gone would get the blame for the peer's exception."""
+    world = (
+        digits()
+        .running()
+        .exits(0, code=1, message="epoch 3")
+        .after(5)
+        .exits(1, code=1, message="ValueError: no such shard")
+    )
+    world.restarted()
+    assert world.status.last_failure is not None
+    assert world.status.last_failure.rank == 1
+
+
+def test_a_last_line_of_a_rank_that_was_told_to_stop_is_none_of_its_own_failure() -> None:
+    world = digits().running().exits(1, code=1).settle()
+    world.exits(0, code=1, message="stopping as I was told").settle()
+    assert world.status.last_failure is not None
+    assert world.status.last_failure.rank == 1
+
+
+def test_where_logs_stay_out_of_the_status_last_lines_do_too() -> None:
+    world = digits(backoffLimit=0).running().exits(1, code=1, message="patient 4711 has no image")
+    found = root_cause.root_cause(1, list(world.pods.values())[1:], lambda n: n, world.now, keep_log_tail=False)
+    assert "4711" not in root_cause.sentence(found)
+
+
+def test_a_password_in_a_last_line_is_masked() -> None:
+    world = digits(backoffLimit=0).running().exits(1, code=1, message="cannot log in: password=hunter2").restarted()
+    assert "hunter2" not in world.status.message
+
+
+@given(st.text(), st.sampled_from([0, 1, 2, 126, 127, 137, None]))
+def test_any_log_gives_one_short_line(log: str, code: int | None) -> None:
+    assert len(log_lines.of(log, code).splitlines()) <= 1

@@ -1,0 +1,99 @@
+"""A job that waits says for what, for how long, and how to see why; after ten minutes with one Warning."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+import pytest
+from worlds import START, World, digits
+
+from ddpjob_operator.observed.cluster import Node
+
+MONTH = 30 * 86400.0
+
+
+def lives_on(world: World, seconds: float) -> World:
+    """Time passes, and the operator looks when it said that it would."""
+    end = world.now + dt.timedelta(seconds=seconds)
+    while world.now < end:
+        again = world.settle().plan().look_again_at
+        world.now = min(end, max(world.now, again or end))
+    return world.settle()
+
+
+def warnings(world: World) -> list[str]:
+    return [event.reason for event in world.events if event.type == "Warning"]
+
+
+def test_a_volume_that_never_mounts_is_said_with_its_pod_how_long_it_has_been_and_how_to_see_why() -> None:
+    """A missing Secret showed as `waiting for node 0-1` for thirty days, without a Warning."""
+    world = digits().started().waits(0, "ContainerCreating").waits(1, "ContainerCreating").settle()
+    assert world.status.message == "0 of 2 nodes run; waiting for nodes 0-1"
+    lives_on(world, 83)
+    assert world.status.reason == "StartingTrainers"
+    assert "digits-1-0 on node-0 is in ContainerCreating for more than 1m" in world.status.message
+    assert "`kubectl describe pod --namespace default digits-1-0` says why" in world.status.message
+    lives_on(world, 600)
+    assert (world.status.state, world.status.reason) == ("Pending", "CannotStart")
+    lives_on(world, MONTH)
+    assert "for more than 7d" in world.status.message
+    assert warnings(world) == ["CannotStart"], "one Warning is enough"
+
+
+def test_a_rank_that_hangs_silently_beside_one_that_completed_is_said_after_ten_minutes() -> None:
+    """The job stayed Running for ever, and `2 of 2 nodes run` was all that it said."""
+    world = digits().running().exits(0).settle()
+    lives_on(world, 590)
+    assert world.status.reason == "AllNodesRun"
+    lives_on(world, 20)
+    assert (world.status.state, world.status.reason) == ("Running", "OthersCompleted")
+    assert "node 1 still runs, attempt 1, and node 0 completed by 2031-03-05T07:11:13Z" in world.status.message
+    assert "`kubectl logs --namespace default digits-1-1` may tell" in world.status.message
+    lives_on(world, MONTH)
+    assert warnings(world) == ["OthersCompleted"]
+    world.exits(1).settle()
+    assert world.status.state == "Succeeded"
+
+
+def test_a_pod_that_does_not_stop_holds_the_next_attempt_with_one_warning() -> None:
+    world = digits().running().exits(1, code=3).settle()
+    lives_on(world, MONTH)
+    assert "stopping digits-1-0 on node-0" in world.status.message
+    assert warnings(world) == ["RankFailed"]
+
+
+def test_pods_of_a_deleted_job_that_stay_are_said_with_one_warning() -> None:
+    world = digits().stranger("digits-7-0", label="digits", owner="somebody-before").settle()
+    lives_on(world, MONTH)
+    assert (world.status.state, world.status.reason) == ("Pending", "WaitsLong")
+    assert "waiting for pod digits-7-0 of the deleted job of this name" in world.status.message
+    assert warnings(world) == ["WaitsLong"]
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5])
+def test_a_node_that_is_not_heard_is_named_before_it_is_given_up(nodes: int) -> None:
+    """40 to 80 seconds in which everything seemed well, and STEP and ETA stood still."""
+    world = digits(nodes=nodes).running().after(5).node_lost(nodes - 1).settle()
+    assert world.status.reason == "AllNodesRun"
+    said = f"node node-{nodes - 1} (node {nodes - 1}) is not ready since 07:11:18; given up at 07:11:48"
+    assert said in world.status.message
+    world.nodes = {}
+    assert "not ready" not in world.settle().status.message
+
+
+def test_a_pod_past_its_grace_on_a_node_that_is_not_ready_is_lost_whatever_the_other_nodes_do() -> None:
+    """Most of the cluster was powered off, so no node was ever lost, and the job hung in Restarting."""
+    world = digits().running()
+    world.nodes = {"node-1": Node(ready=False, since=START, with_most=True)}
+    world.settle().after(3600).settle()
+    assert "so are most others, and none of them is given up" in world.status.message
+    world.told_to_stop(1).settle().after(59).settle().stops(0)
+    assert "stopping digits-1-1 on node-1" in world.settle().status.message
+    world.after(2).settle()
+    assert world.status.last_failure is not None
+    assert world.status.attempt == 2
+
+
+def test_a_pod_that_needs_long_on_a_node_that_answers_is_waited_for() -> None:
+    world = digits().running().told_to_stop(1).settle().after(3600).settle()
+    assert world.status.attempt == 1

@@ -1,0 +1,408 @@
+"""Under ddprun a lost pod is replaced alone: the others keep theirs, with torch imported, and wait for it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from msgspec.structs import replace
+from worlds import World, digits
+
+from ddpjob_operator.observed.reports import Agent, AgentCounts, AgentFailure
+from ddpjob_operator.plan.plan import CreatePod, DeletePod
+from ddpjob_operator.pods import build
+
+DDPRUN = {"command": ["ddprun", "train.py"]}
+
+
+def trained(**spec: object) -> World:
+    """A job of three nodes that runs under ddprun."""
+    return digits(container=DDPRUN, **{"nodes": 3, **spec}).running()
+
+
+def words(world: World) -> list[str]:
+    return [event.reason for event in world.events]
+
+
+def ended(**more: object) -> str:
+    """What an agent leaves behind when the group has ended by the agents' own word."""
+    return json.dumps({"ddpjob": 1, "ended": True, **more})
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["node 0, which leads", "another"])
+def test_a_pod_whose_agent_was_killed_is_replaced_and_the_others_are_left_alone(rank: int) -> None:
+    world = trained().exits(rank, code=137).settle()
+    others = {f"digits-1-{r}" for r in range(3)} - {f"digits-1-{rank}"}
+    assert all(world.pods[name].stop_asked_at is None for name in others), "they keep their fork servers warm"
+    assert f"digits-1-{rank}-r1" in world.names(), "a name is used once"
+    assert (world.status.attempt, world.status.replacements) == (1, {str(rank): 1})
+    assert "takes its place, the other 2 nodes wait (restart 1 of 3)" in world.status.message or (
+        "after SIGKILL" in world.status.message
+    )
+    world.runs(rank).settle()
+    assert (world.status.state, world.status.reason) == ("Running", "AllNodesRun")
+    assert words(world)[-3:] == ["RankFailed", "Replacing", "AllNodesRun"]
+
+
+def test_under_torchrun_the_whole_group_is_made_anew() -> None:
+    world = digits(nodes=3).running().exits(1, code=137).restarted()
+    assert (world.status.attempt, world.status.replacements) == (2, {})
+
+
+def test_nodes_that_are_lost_one_after_the_other_are_not_all_replaced_within_one_attempt() -> None:
+    world = digits(container=DDPRUN, nodes=2).running().node_lost(1).after(31).settle()
+    assert (world.status.attempt, world.status.replacements) == (1, {"1": 1})
+    world.nodes = {}  # the new pod is on another node
+    world.runs(1).settle().node_lost(0).after(31).restarted()
+    assert world.status.attempt == 2, "where they are both may train on, and only a new attempt keeps them from harm"
+
+
+def test_when_the_last_of_the_first_pods_is_lost_all_start_anew() -> None:
+    world = digits(container=DDPRUN, nodes=2).running().exits(1, code=137).settle().runs(1).settle()
+    assert world.status.replacements == {"1": 1}
+    world.exits(0, code=137).restarted()
+    assert world.status.attempt == 2, "nobody who waits knows which generations there were"
+
+
+def test_the_pod_of_a_lost_node_is_replaced_elsewhere_and_its_object_is_let_go() -> None:
+    world = trained().node_lost(1).after(31).settle()
+    assert "digits-1-1" not in world.names(), "it would answer to the rank's name"
+    assert "digits-1-1-r1" in world.names()
+    assert world.status.last_failure is not None
+    assert (world.status.last_failure.reason, world.status.last_failure.failure_class) == ("NodeLost", "infrastructure")
+    assert world.status.restarts is not None
+    assert (world.status.restarts.infrastructure, world.status.restarts.application) == (1, 0)
+
+
+def test_a_pod_that_is_being_deleted_gets_its_grace_before_it_is_replaced() -> None:
+    world = trained().told_to_stop(2).settle()
+    assert "digits-1-2 on node-2 still stopping, the other nodes wait" in world.status.message
+    assert len(world.pods) == 3, "two agents of one node would fight for its place"
+    world.stops(2).settle()
+    assert "digits-1-2-r1" in world.names()
+    assert world.status.attempt == 1
+
+
+def test_a_replacement_that_fails_is_replaced_again() -> None:
+    world = trained().exits(1, code=137).settle().runs(1).settle().exits(1, code=137).settle()
+    assert "digits-1-1-r2" not in world.names(), "the second in a row waits"
+    world.after(2).settle()
+    assert "digits-1-1-r2" in world.names()
+    assert [f.message.split(" (")[0] for f in world.status.failures] == ["rank 1", "rank 1"]
+    assert world.status.restarts is not None
+    assert world.status.restarts.total == 2
+
+
+def test_agents_that_end_together_start_as_a_new_attempt() -> None:
+    world = trained(backoffLimit=2)
+    world.exits(1, code=3, message=ended(rank=1, exitCode=3, exception="ValueError: x"))
+    world.exits(0, code=75, message=ended()).exits(2, code=75, message=ended()).settle()
+    assert (world.status.attempt, world.status.replacements) == (2, {})
+
+
+def test_the_first_agent_that_ends_with_its_group_takes_the_group_with_it() -> None:
+    world = trained().exits(1, code=3, message=ended(rank=1, exitCode=3)).restarted()
+    assert world.status.attempt == 2, "the others are about to end as well"
+
+
+def test_when_nothing_of_the_budget_is_left_the_job_fails_and_all_pods_stop() -> None:
+    world = trained(backoffLimit=0).exits(1, code=137).restarted()
+    assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
+
+
+def test_a_job_of_one_node_has_nobody_that_waits() -> None:
+    world = digits(container=DDPRUN, nodes=1).running().exits(0, code=137).settle()
+    assert world.status.attempt == 2
+
+
+def test_a_job_in_which_a_node_has_completed_starts_as_a_whole() -> None:
+    world = trained().exits(2).settle().exits(1, code=137).restarted()
+    assert world.status.attempt == 2, "the agent of the node that completed is not there to join"
+
+
+def test_a_replacement_that_finds_no_place_in_time_releases_all() -> None:
+    world = trained(startDeadlineSeconds=60).exits(1, code=137).settle().after(61).settle()
+    assert world.status.reason == "StartBackOff" or world.status.state == "Pending"
+    assert all(pod.stop_asked_at is not None for pod in world.pods.values() if pod.live)
+
+
+def test_a_status_of_before_the_replacement_is_an_old_one() -> None:
+    world = trained()
+    before = world.job
+    world.exits(1, code=137).settle()
+    world.job = before
+    assert world.plan().actions == ()
+    assert world.plan().status is None
+
+
+def test_steps_made_before_a_replacement_are_counted_as_lost() -> None:
+    world = trained().reports_step(100).settle().after(1).exits(1, code=137).settle().runs(1).settle()
+    world.after(20).reports_step(91).settle()
+    assert world.status.goodput is not None
+    assert (world.status.goodput.lost_steps, world.status.furthest_step) == (10, 100)
+
+
+def test_a_suspended_job_stops_all_pods_and_begins_with_fresh_names() -> None:
+    world = trained().exits(1, code=137).settle().runs(1).settle()
+    world.change(suspend=True).settle().stops_all().settle().change(suspend=False).settle()
+    assert (world.status.attempt, world.status.replacements) == (2, {})
+    assert {"digits-2-0", "digits-2-1", "digits-2-2"} <= set(world.names())
+
+
+# ---------------------------------------------------------------- what agents restart in place
+
+
+def said(application: int = 0, *, infrastructure: int = 0, replacement: int = 0, in_a_row: int = 1) -> Agent:
+    failures = [
+        AgentFailure(
+            rank=2,
+            node_rank=2,
+            exit_code=137,
+            signal="SIGKILL",
+            step=41,
+            failure_class="application",
+            charged_to="application",
+        )
+    ]
+    counts = AgentCounts(
+        application=application, infrastructure=infrastructure, in_a_row=in_a_row, charged_in_a_row=in_a_row
+    )
+    return Agent(replacement=replacement, generation=application, restarts=counts, failures=failures)
+
+
+def counted(world: World) -> tuple[int, int]:
+    restarts = world.status.restarts
+    assert restarts is not None
+    assert restarts.total == restarts.application + restarts.infrastructure + restarts.stall
+    return restarts.application, restarts.infrastructure
+
+
+def test_a_restart_in_place_is_counted_told_and_named_while_the_job_runs_on() -> None:
+    world = trained()
+    world.agent = said(1)
+    world.settle()
+    assert (world.status.state, world.status.attempt, counted(world)) == ("Running", 1, (1, 0))
+    failure = world.status.last_failure
+    assert failure is not None
+    assert (failure.rank, failure.pod, failure.signal, failure.step) == (2, "digits-1-2", "SIGKILL", 41)
+    assert (failure.failure_class, failure.charged_to) == ("application", "application")
+    assert world.events[-1].reason == "RestartedInPlace"
+    assert "rank 2 (pod digits-1-2, node node-2) was killed by SIGKILL at step 41" in world.events[-1].message
+    assert "restarted in place 1 time" in world.status.message
+
+
+def test_a_restart_in_place_that_only_complaints_explain_blames_nobody_and_says_that_it_was_free() -> None:
+    """A user debugs the rank that lost its peer, and counts a restart that was not charged."""
+    world = trained()
+    agent = said(infrastructure=1)
+    lost = "RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.4]:4711"
+    failure = replace(
+        agent.failures[0],
+        exit_code=1,
+        signal="",
+        failure_class="infrastructure",
+        charged_to="infrastructure",
+        exception=lost,
+    )
+    world.agent = replace(agent, failures=[failure])
+    world.settle()
+    event = world.events[-1]
+    assert event.reason == "RestartedInPlace"
+    assert event.message.startswith("rank 2 (pod digits-1-2, node node-2) lost its peers at step 41 (RuntimeError: ")
+    assert "only peers' complaints (not charged to backoffLimit); all ranks have started again" in event.message
+    world.agent = said(1)
+    world.settle()
+    assert "not charged" not in world.events[-1].message
+
+
+def test_what_is_said_again_costs_nothing_and_only_more_than_was_known_counts() -> None:
+    world = trained()
+    for agent, expected in [(said(2), 2), (said(2), 2), (said(1), 2), (said(3), 3)]:
+        world.agent = agent
+        world.settle()
+        assert counted(world) == (expected, 0)
+    world.agent = None  # a new operator has heard nothing yet
+    world.settle()
+    assert counted(world) == (3, 0)
+
+
+def test_the_agent_that_replaces_node_0_counts_from_nothing() -> None:
+    world = trained(backoffLimit=9)
+    world.agent = said(2)
+    world.settle().exits(0, code=137).settle().after(400).settle().runs(0).settle()
+    assert counted(world) == (3, 0), "two in place, and the pod"
+    world.agent = said(1, replacement=1)
+    world.settle()
+    assert counted(world) == (4, 0)
+    assert words(world).count("RestartedInPlace") == 2
+    assert "restarted in place 3 times" in world.status.message, "of the attempt, not of an agent"
+    world.agent = said(2)  # late news of the one before
+    world.settle()
+    assert counted(world) == (4, 0)
+
+
+def test_a_pod_whose_agent_has_spoken_is_not_made_again_under_its_name() -> None:
+    world = digits(container=DDPRUN, nodes=3).started()
+    world.agent = said(1)  # the watch of pods is late
+    world.settle().vanishes(0).settle().after(2).settle()
+    assert "digits-1-0" not in world.names()
+    assert "digits-1-0-r1" in world.names()
+
+
+def test_what_was_said_before_a_suspension_is_not_counted_again_after_it() -> None:
+    world = trained()
+    world.agent = said(1)
+    world.settle().change(suspend=True).settle().stops_all().settle()
+    world.change(suspend=False).step()
+    assert (world.status.attempt, counted(world)) == (2, (1, 0))
+
+
+def test_an_agent_that_reached_nobody_says_it_with_its_last_word() -> None:
+    world = trained(backoffLimit=2)
+    counts = {"application": 2, "infrastructure": 0, "stall": 0, "inARow": 2, "chargedInARow": 2}
+    last = ended(rank=0, exitCode=9, agent={"replacement": 0, "generation": 2, "restarts": counts})
+    world.exits(0, code=9, message=last).restarted()
+    assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
+    assert counted(world) == (2, 0)
+
+
+def test_news_of_an_older_failure_do_not_settle_the_one_that_is_being_settled() -> None:
+    world = trained().told_to_stop(1).settle()
+    world.agent = said(1)
+    world.settle()
+    assert world.status.last_failure is not None
+    assert world.status.last_failure.pod == "digits-1-1"
+    assert world.events[-1].message == "all ranks have started again in their pods (restart 1 in place)"
+    assert counted(world) == (1, 0)
+    world.stops(1).settle()
+    assert world.status.replacements == {"1": 1}
+    assert counted(world) == (1, 1)
+
+
+def test_a_stall_is_the_agents_first_and_the_operators_when_no_agent_finds_it() -> None:
+    world = trained(stall={"timeoutSeconds": 60})
+    for _ in range(14):
+        world.reports_step(7).after(5).settle()
+    assert world.status.state == "Running", "its agent finds it within a second, and starts the ranks again in place"
+    for _ in range(12):
+        world.reports_step(7).after(5).settle()
+    assert world.status.last_failure is not None
+    assert world.status.last_failure.reason == "Stalled"
+
+
+def test_a_stall_that_is_one_too_many_for_the_agent_is_a_stall_for_the_operator_too() -> None:
+    world = trained()
+    counts = {"application": 0, "infrastructure": 0, "stall": 10, "inARow": 10, "chargedInARow": 10}
+    agent = {"replacement": 0, "generation": 10, "restarts": counts}
+    why = "made no step for 300 s: rank 1 stands at collective 41"
+    world.exits(0, code=75, message=ended(agent=agent)).exits(2, code=75, message=ended())
+    world.exits(1, code=75, message=ended(rank=1, exitCode=75, exception=why, stalled=True)).settle()
+    assert (world.status.state, world.status.reason) == ("Failed", "TooManyStalls")
+    failure = world.status.last_failure
+    assert failure is not None
+    assert (failure.reason, failure.failure_class, failure.rank) == ("Stalled", "stall", 1)
+    assert why in world.status.message
+
+
+# ---------------------------------------------------------------- what a pod is told
+
+
+def variables(world: World, rank: int = 0, replacement: int = 0) -> dict[str, str]:
+    pod = build.pod(world.job, 1, rank, replacement=replacement)
+    return {e["name"]: e["value"] for e in pod["spec"]["containers"][0]["env"]}
+
+
+def test_a_new_pod_is_told_what_is_left_of_the_budgets() -> None:
+    world = trained(backoffLimit=5, stall={"timeoutSeconds": 90})
+    world.agent = said(2, in_a_row=2)
+    world.settle().exits(1, code=137).settle()
+    told = variables(world, rank=1, replacement=1)
+    assert json.loads(told["DDPJOB_RESTARTS_LEFT"]) == {
+        "application": 2,
+        "infrastructure": 100,
+        "stall": 10,
+        "inARow": 3,
+        "chargedInARow": 3,
+        "peersLost": 0,
+        "step": 0,
+        "replaced": 1,
+        "known": {"replacement": 0, "application": 2, "infrastructure": 0, "stall": 0},
+    }
+    assert (told["DDPJOB_REPLACEMENT"], told["DDPJOB_STALL_TIMEOUT"]) == ("1", "90")
+    assert "DDPJOB_RESTART_GRACE" not in told, "unset it is 0.1 s in place"
+
+
+def test_a_restart_grace_that_the_user_has_set_is_told_to_the_agents() -> None:
+    """Ranks that save in their SIGTERM handler lose it: they had 0.1 s, whatever the job said."""
+    world = trained(restartGraceSeconds=20).settle().exits(1, code=137).settle()
+    assert variables(world, rank=1, replacement=1)["DDPJOB_RESTART_GRACE"] == "20"
+
+
+def test_steps_that_agents_have_had_for_their_verdict_are_no_progress_for_the_operators() -> None:
+    """A checkpoint that crashes every start would be tried backoffLimit times, and not three."""
+    world = trained(backoffLimit=9).reports_step(100).settle()
+    world.agent = said(3, in_a_row=3)
+    world.settle()
+    assert world.status.furthest_step == 100
+    assert json.loads(variables(world, rank=1)["DDPJOB_RESTARTS_LEFT"])["step"] == 100
+    for rank in range(3):
+        world.exits(rank, code=1 if rank == 2 else 75, message=ended())
+    world.settle().after(400).settle()
+    assert (world.status.state, world.status.reason) == ("Failed", "NoProgress")
+
+
+def test_a_pod_is_told_the_users_own_rules() -> None:
+    rules = [{"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [3, 2]}}]
+    told = variables(trained(failurePolicy={"rules": rules}))
+    assert json.loads(told["DDPJOB_FAILURE_POLICY"]) == [{"action": "FailJob", "codes": [2, 3], "notIn": True}]
+
+
+def test_other_launchers_are_told_nothing_of_it() -> None:
+    assert not [name for name in variables(digits()) if name.startswith("DDPJOB_RE")]
+
+
+def test_of_many_replacements_the_last_logs_are_kept() -> None:
+    world = trained(backoffLimit=20)
+    for step in range(6):
+        world.reports_step(10 * (step + 1)).settle()
+        world.exits(1, code=137).settle().after(400).settle().runs(1).settle()
+    assert [n for n in world.names() if n.startswith("digits-1-1")] == [
+        "digits-1-1-r4",
+        "digits-1-1-r5",
+        "digits-1-1-r6",
+    ]
+
+
+def test_a_replacement_is_created_only_after_the_status_says_so() -> None:
+    world = trained().exits(1, code=137)
+    while not world.status.replacements:
+        todo = world.step()
+        assert not [a for a in todo.actions if isinstance(a, (CreatePod, DeletePod))]
+    assert [a for a in world.step().actions if isinstance(a, CreatePod)] == [CreatePod(1, 1, (), 1)]
+
+
+# ---------------------------------------------------------------- pre-flight
+
+
+def test_a_node_that_the_pre_flight_finds_bad_is_avoided_at_once_and_nobody_pays() -> None:
+    slow = "pre-flight: node 2 is slow: 1.1 GB/s to its peers where the median is 9.8 GB/s"
+    world = trained()
+    world.exits(0, code=75, message=ended(exitCode=75, exception=slow, resumable=True, badNodes=[2], preflight=True))
+    world.exits(1, code=75, message=ended()).exits(2, code=75, message=ended())
+    made = [a for _ in range(5) for a in world.step().actions if isinstance(a, CreatePod)]
+    assert [(a.attempt, a.avoid) for a in made] == [(2, ("node-2",))] * 3
+    assert counted(world) == (0, 1)
+    assert [a.node for a in world.status.avoided_nodes] == ["node-2"]
+    failure = world.status.last_failure
+    assert failure is not None
+    assert (failure.reason, failure.failure_class, failure.rank) == ("PreflightFailed", "infrastructure", None)
+    assert f"did not begin to train ({slow})" in world.status.failures[-1].message
+
+
+def test_after_two_infrastructure_failures_the_new_pods_check_themselves_first() -> None:
+    world = digits(container=DDPRUN, nodes=2).running()
+    assert "DDPJOB_PREFLIGHT" not in variables(world)
+    for attempt in (1, 2):
+        assert world.status.attempt == attempt
+        world.evicted(0, "Evicted").evicted(1, "Evicted").settle().after(10).settle().runs(0, 1).settle()
+    assert variables(world)["DDPJOB_PREFLIGHT"] == "1"

@@ -1,0 +1,210 @@
+"""What looks like a credential never reaches a status; what does not stays as it is."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddpjob_operator.failures.redaction import clean, mask, shown
+
+JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("password=hunter2 user=me", "password=*** user=me"),
+        ("password: 'a b c', user: 'me'", "password: '***', user: 'me'"),
+        ('{"passwd": "x", "y": 1}', '{"passwd": "***", "y": 1}'),
+        ("PGPASSWORD=12345", "PGPASSWORD=***"),
+        ("HF_TOKEN=abcdefgh12345678", "HF_TOKEN=***"),
+        ("WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567", "WANDB_API_KEY=***"),
+        ("AWS_SECRET_ACCESS_KEY=wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "AWS_SECRET_ACCESS_KEY=***"),
+        ("aws_access_key_id = AKIAIOSFODNN7EXAMPLE", "aws_access_key_id = ***"),
+        ("found AKIAIOSFODNN7EXAMPLE in the log", "found *** in the log"),
+        ("train.py --token abcdef12345678 --lr 0.1", "train.py --token *** --lr 0.1"),
+        ("login with hf_abcdefghijklmnopqrstuvwxyz012345", "login with ***"),
+        ("ghp_abcdefghijklmnopqrstuvwxyz0123456789", "***"),
+        ("sk-proj-abcdefghijklmnopqrstuv", "***"),
+        (f"sent {JWT} to it", "sent *** to it"),
+        ("Authorization: Bearer abc.def.ghi", "Authorization: Bearer ***"),
+        ("{'authorization': 'Basic dXNlcjpw'}", "{'authorization': 'Basic ***'}"),
+        ("bearer abcdefgh12345678", "bearer ***"),
+        ("postgres://train:p%40ss@db:5432/x", "postgres://train:***@db:5432/x"),
+        ("https://abcdefghijklmnopqrstuvwxyz@git.example/x", "https://***@git.example/x"),
+        ("https://s3/x?X-Amz-Signature=0123456789abcdef&y=1", "https://s3/x?X-Amz-Signature=***&y=1"),
+        (
+            "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----\nafter",
+            "-----BEGIN RSA PRIVATE KEY-----***-----END RSA PRIVATE KEY-----\nafter",
+        ),
+        ("-----BEGIN PRIVATE KEY-----\nMIIE cut off", "-----BEGIN PRIVATE KEY-----***"),
+        # Named after what they are.
+        (
+            "AccountName=a;AccountKey=abcdEFGH0123/+xyz==;EndpointSuffix=x",
+            "AccountName=a;AccountKey=***;EndpointSuffix=x",
+        ),
+        ("SharedAccessKey=abcdefghijklmnop=", "SharedAccessKey=***"),
+        ("https://a.blob.core/x?sv=2022&sig=ab%2Bcd%3D&se=2031", "https://a.blob.core/x?sv=2022&sig=***&se=2031"),
+        ("{'aws_session_token': 'FwoGZXIvYXdzEKrrrr'}", "{'aws_session_token': '***'}"),
+        ("client_secret=abcdefghijkl", "client_secret=***"),
+        ('"storage_key": "abcdefgh"', '"storage_key": "***"'),
+        ("MYSQL_PWD=x1 mysql", "MYSQL_PWD=*** mysql"),
+        ("Server=db;User=u;Pwd=a;Encrypt=1", "Server=db;User=u;Pwd=***;Encrypt=1"),
+        ("db_password_prod=abc", "db_password_prod=***"),
+        ("mysql --password hunter2 -h db", "mysql --password *** -h db"),
+        ("machine db login me password hunter2", "machine db login me password ***"),
+        ("curl -u me:hunter2 https://x", "curl -u me:*** https://x"),
+        ("sshpass -p hunter2 ssh x", "sshpass -p *** ssh x"),
+        ("Cookie: session=abc; other=def", "Cookie: ***"),
+        ("{'Set-Cookie': 'sid=abc; Path=/', 'x': 1}", "{'Set-Cookie': '***', 'x': 1}"),
+        ("JSESSIONID=0123456789ab", "JSESSIONID=***"),
+        ("Authorization: ApiKey abc", "Authorization: ApiKey ***"),
+        ("x-api-key: abcdefgh", "x-api-key: ***"),
+        ("wandb login 0123456789abcdef0123456789abcdef01234567", "wandb login ***"),
+        (
+            "wandb: Appending key for api.wandb.ai: 0123456789abcdef0123456789abcdef01234567",
+            "wandb: Appending key for api.wandb.ai: ***",
+        ),
+        ('{"username":"me","key":"0123456789abcdef0123456789abcdef"}', '{"username":"me","key":"***"}'),
+        ("KAGGLE_KEY=0123456789abcdef0123456789abcdef", "KAGGLE_KEY=***"),
+        ('{"auths":{"ghcr.io":{"auth":"dXNlcjpwYXNzd29yZA=="}}}', '{"auths":{"ghcr.io":{"auth":"***"}}}'),
+        ("//registry.npmjs.org/:_auth=dXNlcjpwYXNzd29yZA==", "//registry.npmjs.org/:_auth=***"),
+        ("client-key-data: LS0tLS1CRUdJTiBSU0E=", "client-key-data: ***"),
+        ("DB_PASS=hunter2secret", "DB_PASS=***"),
+        ("smtp_pass: 'hunter2secret'", "smtp_pass: '***'"),
+        ("--db-password 'a b c' --lr 1", "--db-password '***' --lr 1"),
+        ("docker login -u me -p hunter2 ghcr.io", "docker login -u me -p *** ghcr.io"),
+        ("mysql -u root -phunter2 db", "mysql -u root -p*** db"),
+        ("curl --user=me:hunter2 https://x", "curl --user=me:*** https://x"),
+        ("Authorization: OAuth abc", "Authorization: OAuth ***"),
+        ("LTAI5tAbCdEfGhIjKlMnOpQr", "***"),
+        # Logins, up to the last @.
+        ("postgresql://user:p@ss:w0rd@h/db", "postgresql://user:***@h/db"),
+        ("redis://:p/ss@h:6379/0", "redis://:***@h:6379/0"),
+        ("amqp://u:a@h1,amqp://u:b@h2", "amqp://u:***@h1,amqp://u:***@h2"),
+        # Known by their looks.
+        ("post https://hooks.slack.com/services/T0/B0/abc now", "post https://hooks.slack.com/services/*** now"),
+        ("https://discord.com/api/webhooks/1/abc", "https://discord.com/api/webhooks/***"),
+        ("npm_abcdefghijklmnopqrstuvwxyz0123456789", "***"),
+        ("dapi0123456789abcdef0123456789abcdef", "***"),
+        ("glpat-abcdefghijklmnopqrst", "***"),
+        ("pypi-AgEIcHlwaS5vcmcCJGFiY2RlZmdoaWprbG1ub3A", "***"),
+        ("dckr_pat_abcdefghijklmnopqrstuvwxyz", "***"),
+        ("nvapi-abcdefghijklmnopqrstuvwxyz", "***"),
+        ("xoxb-1234567890-abcdef", "***"),
+        ("sk_live_abcdefghijklmnop", "***"),
+        ("SG.abcdefghijklmnop.abcdefghijklmnop", "***"),
+        ("hvs.abcdefghijklmnopqrstuvwx", "***"),
+        ("ya29.abcdefghijklmnopqrstuvwx", "***"),
+        ("abc8Q~abcdefghijklmnopqrstuvwxyz012345", "***"),
+        (f"key is {'Ab1/' * 21}Ab==", "key is ***"),
+        ("MIIEcutoff\nabc=\n-----END PRIVATE KEY-----\nafter", "***-----END PRIVATE KEY-----\nafter"),
+    ],
+)
+def test_what_looks_like_a_credential_is_masked_and_its_name_stays(text: str, masked: str) -> None:
+    assert mask(text) == masked
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "max_tokens: 512, tokens/s: 5210, loss per token: 2.31",
+        "token_count=12345678 pad_token='<pad>' eos_token: </s> bos_token=[BOS]",
+        "tokenizer=bert-base-uncased-v12345",
+        "ValueError: the password is wrong",
+        "the bearer of bad news; Bearer authentication required",
+        "secret: mount it",
+        "signature: (int, float32) -> int64",
+        "https://example.com:8080/path?x=1 and user@example.com",
+        "[127.0.0.1]:45678 and pair.cc:553",
+        'File "/opt/training/tokenizer.py", line 12345678, in encode',
+        "-----BEGIN CERTIFICATE-----",
+        "commit 0123456789abcdef0123456789abcdef01234567, image sha256:" + "ab" * 32,
+        "step 12840 of 100000, loss 0.4123, 5,210 samples/s, epoch=3, seed=123456789",
+        "/home/me/project/tokenizer/checkpoint-12840/model.safetensors",
+        'secret "wandb-key-12345678" not found; secretName: regcred-12345678; token_file=/var/run/secrets/token1234',
+        "PWD=/home/me/project1234 OLDPWD=/home/me/other1234",
+        "ValueError: unexpected token: identifier",
+        "pod 7d0c6f1e-0000-4000-8000-000000000001 on node gpu-pool-a1b2c3d4-e5f6",
+        "git+https://github.com/org/repo.git@v1.2.3 and http://host:8080/@scope/pkg",
+        "s3://bucket/dataset_key=train_split_v2/part-00001.parquet",
+        "cookie: monster; the session lasted; sort_key=created_at_time",
+        "RuntimeError: Expected all tensors on cuda:0, found cpu",
+        "first pass: 0.42 s; forward_pass=0.123456 backward_pass: 12.5 ms; --two-pass mode",
+        "auth: enabled; author: somebody1234; key: model.layers.0.weight",
+        "ssh login1 -p 2222 on the login node: srun -p gpu-a100",
+        "kernel 6.1.0-18-amd64, torch 2.13.0+cu128, nccl 2.27.3",
+    ],
+)
+def test_what_is_no_credential_stays_as_it_is(text: str) -> None:
+    assert mask(text) == text
+
+
+@pytest.mark.parametrize(
+    "unit",
+    ["a", "A=", "1", " ", "\n", "-", "--", "://", "://a:", "token_", "api_key-", "password=", "password='", "-eyJ",
+     "sk-", "mysql ", "docker login ", " -p", "auth=", "key=0", "_pass",
+     "authorization: ", "bearer a", "-----BEGIN PRIVATE KEY-----", "A" * 64 + "\n"],
+)  # fmt: skip
+def test_the_time_grows_with_the_length_alone(unit: str) -> None:
+    short, long = (unit * (size // len(unit)) for size in (2**12, 2**16))
+    a, b = cpu_seconds(short), cpu_seconds(long)
+    assert b < 16 * 8 * max(a, 1e-4), f"16 times the text took {b / a:.0f} times the time"
+
+
+def cpu_seconds(text: str) -> float:
+    """The best of three."""
+    times = []
+    for _ in range(3):
+        begun = time.process_time()
+        mask(text)
+        times.append(time.process_time() - begun)
+    return min(times)
+
+
+@pytest.mark.parametrize(
+    ("text", "cleaned"),
+    [
+        ("\x1b[2J\x1b[1;1H\x1b]0;owned\x07 State: Succeeded", " State: Succeeded"),
+        ("\x1b[31mred\x1b[0m \x9b1mbold", "red bold"),
+        ("\x1b]8;;https://evil\x1b\\click\x1b]8;;\x1b\\", "click"),
+        ("\x1b]52;c;c2VjcmV0\x07\x1bP1$r\x1b\\\x1b_x\x9c.", "."),
+        ("\x1b]0;no end, and the next line\nis not lost", "0;no end, and the next line\nis not lost"),
+        ("\x1bc\x1b(0\x1b7 \x1b", " "),
+        ("a\x00b\x08c\x7fd\x85e", "abcde"),
+        ("one\r\ntwo\rthree\u2028four", "one\ntwo\nthree\nfour"),
+        ("user\u202egnp.exe\u202c \u2066x\u2069 \u200bz\ufeff", "usergnp.exe x z"),
+        ("\U000e0041\U000e007fhidden", "hidden"),
+        ("lone \ud800 surrogate", "lone ? surrogate"),
+        ("Grüße, 日本語, é, 👩\u200d🔬, tab\there", "Grüße, 日本語, é, 👩\u200d🔬, tab\there"),
+    ],
+)
+def test_what_a_terminal_would_obey_or_hide_is_gone_and_all_else_stays(text: str, cleaned: str) -> None:
+    assert clean(text) == cleaned
+
+
+def test_what_is_shown_is_one_line_and_a_credential_hidden_by_escapes_is_masked_as_well() -> None:
+    assert shown("pass\u200bword=hunter2\nState: Succeeded\n", 100) == "password=*** State: Succeeded"
+    assert shown("hf_abcdefghij\x1b[0mklmnopqrstuvwxyz", 100) == "***"
+    assert shown("x" * 500, 300) == "x" * 300
+
+
+ANYTHING = st.lists(
+    st.sampled_from(
+        ["\x1b[", "\x1b]", "\x07", "\n", "\u202e", "password=", "token: ", "://u:", "@", "a", "1", "\ud800"]
+    )
+    | st.text(max_size=12)
+).map("".join)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ANYTHING)
+def test_whatever_the_text_what_is_shown_is_clean_and_showing_it_again_changes_nothing(text: str) -> None:
+    once = shown(text, 4096)
+    assert shown(once, 4096) == once
+    assert clean(once) == once
+    assert "\n" not in once
+    once.encode()

@@ -1,0 +1,58 @@
+"""The token with which a trainer reports: what a pod gets for it, and that the user's own things win."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpjob_operator.pods import report_token
+from ddpjob_operator.pods.report_token import MOUNT, TOKEN_FILE, add_token
+
+URL = "http://ddpjob-status.ddpjob.svc:8081/v1/progress"
+
+
+def pod(**trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    container = {"name": "trainer", **trainer}
+    spec: dict[str, Any] = {"containers": [{"name": "sidecar"}, container]}
+    return spec, container
+
+
+def test_the_token_is_the_kubelets_for_our_audience_alone_and_never_a_secret() -> None:
+    spec, trainer = pod()
+    add_token(spec, trainer)
+    (volume,) = spec["volumes"]
+    assert volume["projected"]["sources"] == [
+        {"serviceAccountToken": {"audience": "training.ddpjob.io", "expirationSeconds": 3600, "path": "token"}}
+    ]
+
+
+def test_only_the_trainer_gets_it_read_only_and_where_the_variable_says() -> None:
+    spec, trainer = pod()
+    add_token(spec, trainer)
+    assert trainer["volumeMounts"] == [{"name": "ddpjob-token", "mountPath": MOUNT, "readOnly": True}]
+    assert "volumeMounts" not in spec["containers"][0]
+    assert report_token.environment(URL)["DDPJOB_STATUS_TOKEN_FILE"] == TOKEN_FILE == f"{MOUNT}/token"
+
+
+def test_the_users_volumes_and_mounts_stay() -> None:
+    spec, trainer = pod(volumeMounts=[{"name": "data", "mountPath": "/data"}])
+    spec["volumes"] = [{"name": "data", "emptyDir": {}}]
+    add_token(spec, trainer)
+    assert [volume["name"] for volume in spec["volumes"]] == ["data", "ddpjob-token"]
+    assert [mount["name"] for mount in trainer["volumeMounts"]] == ["data", "ddpjob-token"]
+
+
+def test_what_the_user_mounts_there_wins() -> None:
+    spec, trainer = pod(volumeMounts=[{"name": "mine", "mountPath": f"{MOUNT}/"}])
+    add_token(spec, trainer)
+    assert "volumes" not in spec
+    spec, trainer = pod()
+    spec["volumes"] = [{"name": "ddpjob-token", "emptyDir": {}}]
+    add_token(spec, trainer)
+    assert "volumeMounts" not in trainer
+
+
+def test_hugging_faces_trainer_finds_the_same_address_and_token_without_a_ca_file() -> None:
+    variables = report_token.environment(URL)
+    assert variables["KUBEFLOW_TRAINER_SERVER_URL"] == variables["DDPJOB_STATUS_URL"] == URL
+    assert variables["KUBEFLOW_TRAINER_SERVER_TOKEN"] == variables["DDPJOB_STATUS_TOKEN_FILE"]
+    assert "KUBEFLOW_TRAINER_SERVER_CA_CERT" not in variables

@@ -1,0 +1,412 @@
+"""The cause is the failure that explains the others, said in a sentence, and it costs the one whose fault it was."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds import START
+
+from ddpjob.core import rules
+from ddpjob_operator.failures import root_cause
+from ddpjob_operator.job import api
+from ddpjob_operator.observed.cluster import Container, Pod
+
+DATA = Path(__file__).parent / "data/logs"
+SHARD = "Traceback (most recent call last):\n  ...\nValueError: no such shard: 7\n"
+PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:4242"
+
+
+def at(seconds: float) -> dt.datetime:
+    return START + dt.timedelta(seconds=seconds)
+
+
+def pod(rank: int, code: int | None = 1, said: str = "", seconds: float = 10, **more: Any) -> Pod:
+    """A pod that ended; the kubelet's clock has whole seconds."""
+    word = more.pop("word", "Completed" if code == 0 else "Error")
+    ended = Container("ended", word, said, False, code, at(seconds).replace(microsecond=0))
+    base = Pod(f"bert-1-{rank}", f"uid-{rank}", "job", 1, rank, "bert", f"gpu-0{rank}", "Failed", trainer=ended)
+    return replace(base, **more)
+
+
+def told(what: Pod, seconds: float = 5) -> Pod:
+    return replace(what, stop_asked_at=at(seconds))
+
+
+def library(**fields: Any) -> str:
+    return json.dumps({"ddpjob": 1, **fields})
+
+
+def table(name: str) -> str:
+    return (DATA / f"{name}.log").read_text()
+
+
+def first_sign(*pods: Pod) -> api.Failure:
+    return root_cause.root_cause(1, pods, int, at(60))
+
+
+def settled(*pods: Pod, first: api.Failure | None = None, **more: Any) -> tuple[api.Failure, rules.Class]:
+    first = first or first_sign(*pods)
+    return root_cause.settle(first, pods, int, at(60), **{"stepped": True, "nodes": 3, **more})
+
+
+def recorded(rank: int, reason: str, seconds: float = 20, **more: Any) -> api.Failure:
+    name, node = f"bert-1-{rank}", f"gpu-0{rank}"
+    return api.Failure(
+        attempt=1, rank=rank, node_rank=rank, pod=name, node=node, reason=reason, time=at(seconds), **more
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    pods: tuple[Pod, ...]
+    cause: int
+    """The node's rank."""
+    found: rules.Class
+    first: api.Failure | None = None
+
+
+CASES = {
+    "an exception explains the peer that complained before it, by a clock that is late": Case(
+        (pod(0, said=PEER, seconds=8), pod(1, said=SHARD, seconds=11)), 1, "application"
+    ),
+    "an out-of-memory kill explains an exception that came before it": Case(
+        (pod(0, said=SHARD, seconds=2), pod(1, 137, word="OOMKilled", seconds=30)), 1, "outOfMemory"
+    ),
+    "a node's eviction explains an exception, for what it ended may say anything": Case(
+        (pod(0, said=SHARD), pod(1, None, reason="Evicted", message="The node was low on resource: memory.")),
+        1,
+        "infrastructure",
+    ),
+    "a pod beyond its own limit of disk is its own fault": Case(
+        (
+            pod(0, None, reason="Evicted", message="Pod exceeded its local ephemeral storage limit 1Gi"),
+            pod(1, said=PEER),
+        ),
+        0,
+        "application",
+    ),
+    "a preempted pod explains its peers, though it took half a minute to end": Case(
+        (pod(0, seconds=6), pod(1, 143, seconds=35, disruption="PreemptionByScheduler", stop_asked_at=at(5))),
+        1,
+        "infrastructure",
+    ),
+    "a pod that was preempted long after a failure does not explain it": Case(
+        (pod(0, said=SHARD, seconds=6), pod(1, 143, disruption="PreemptionByScheduler", stop_asked_at=at(30))),
+        0,
+        "application",
+    ),
+    "a pod that someone deleted explains the exit code 1 of a peer a second before, by its node's clock": Case(
+        (pod(0, seconds=4), told(pod(1, 143, seconds=5), 5)), 1, "infrastructure"
+    ),
+    "a pod that someone deleted long after a failure does not explain it": Case(
+        (pod(0, 3, seconds=4), told(pod(1, 143, seconds=20), 19)), 0, "application"
+    ),
+    "a pod that was deleted from outside stays the cause when the operator has stopped the others": Case(
+        (told(pod(0, seconds=9), 8), told(pod(1, 0, seconds=6), 5), pod(2, seconds=7)),
+        1,
+        "infrastructure",
+        recorded(1, "StoppedFromOutside", 5.1),
+    ),
+    "a pod that was deleted seconds before the first sign was told by someone else": Case(
+        (pod(0, said="", seconds=10), told(pod(1, 143, seconds=12), 5)), 1, "infrastructure"
+    ),
+    "what the operator stopped is not the cause of what it was stopped for": Case(
+        (pod(0, 3, seconds=4), told(pod(1, 143, seconds=6), 5), told(pod(2, 137, seconds=15), 5)),
+        0,
+        "application",
+        recorded(0, "Error", 4, exit_code=3),
+    ),
+    "a rank that failed while its torchrun waited for the others is the cause, though told to stop meanwhile": Case(
+        (pod(0, said=PEER, seconds=4), told(pod(1, said=table("record"), seconds=30), 5)),
+        1,
+        "application",
+        recorded(0, "Error", 4, exit_code=1, exception=PEER),
+    ),
+    "a lost node explains its peers, whatever they said and however late it is known": Case(
+        (pod(0, said="", seconds=4), pod(2, said=PEER, seconds=5)), 1, "infrastructure", recorded(1, "NodeLost", 50)
+    ),
+    "a pod that vanished explains its peers": Case(
+        (pod(0, said=PEER), pod(2, 1)), 1, "infrastructure", recorded(1, "PodGone")
+    ),
+    "a container that a restarted node has lost explains its peers": Case(
+        (pod(0, said=SHARD), pod(1, 255, word="Unknown", seconds=50)), 1, "infrastructure"
+    ),
+    "a disruption of a kind that nobody knows yet is one": Case(
+        (pod(0, 1),), 1, "infrastructure", recorded(1, "PreemptedByQueue")
+    ),
+    "only complaints about peers are nobody's fault": Case((pod(0, said=PEER), pod(1, said=PEER)), 0, "infrastructure"),
+    "a database that refuses a connection is no lost peer": Case(
+        (pod(0, said="ConnectionRefusedError: [Errno 111] Connection refused"), pod(1, said=PEER)), 0, "application"
+    ),
+    "an exit code that is not 1 counts before one that is": Case(
+        (pod(0, 1, seconds=3), pod(1, 3, seconds=9)), 1, "application"
+    ),
+    "an abort counts after an exception, for it follows a lost peer as well": Case(
+        (pod(0, 134, seconds=3), pod(1, said=SHARD, seconds=9)), 1, "application"
+    ),
+    "a container that was struck down after one of its ranks had complained is no symptom": Case(
+        (pod(0, said=PEER, seconds=3), pod(1, 139, said=PEER, seconds=9)), 1, "application"
+    ),
+    "a signal counts as much as an exception": Case(
+        (pod(0, 139, seconds=3), pod(1, said=SHARD, seconds=9)), 0, "application"
+    ),
+    "among equals the earlier, by the library's clock where the kubelet's is too coarse": Case(
+        (
+            pod(0, said=library(exception="OSError: b", time=at(10.9).timestamp())),
+            pod(1, said=library(exception="OSError: a", time=at(10.2).timestamp())),
+        ),
+        1,
+        "application",
+    ),
+    "among equals in one second the lower rank, so that the order of the pods does not matter": Case(
+        (pod(2, 3), pod(1, 3)), 1, "application"
+    ),
+    "a time that a message makes up is not believed": Case(
+        (pod(0, said=library(exception="OSError: b", time=1.0), seconds=9), pod(1, 3, seconds=4)), 1, "application"
+    ),
+    "ranks that stopped at an agreed step lead to the one that was told": Case(
+        (pod(0, 75, said=library(resumable=True, step=41)), told(pod(1, 0, seconds=12), 5)), 1, "infrastructure"
+    ),
+    "ranks that stopped at an agreed step are no failure, also where nobody is known to have been told": Case(
+        (pod(0, 75), pod(1, 1, said=library(resumable=True, step=41))), 0, "infrastructure"
+    ),
+    "a failure is the cause of a stop at an agreed step": Case((pod(0, 75), pod(1, 139)), 1, "application"),
+    "a SIGTERM of unknown origin is no fault of the application": Case((pod(0, 143),), 0, "infrastructure"),
+    "torchrun that was told to stop, on a pod that was not, ended from outside": Case(
+        (pod(0, said=table("sigterm-to-torchrun")),), 0, "infrastructure"
+    ),
+    "a broken device is the node's": Case(
+        (pod(0, said="RuntimeError: CUDA error: uncorrectable ECC error encountered"),), 0, "infrastructure"
+    ),
+    "PyTorch's own out of memory is out of memory": Case(
+        (pod(0, said="torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),), 0, "outOfMemory"
+    ),
+    "a rank killed in a container that goes on is not out of memory": Case((pod(0, 137),), 0, "application"),
+    "a container that one node could not start may start on another": Case(
+        (pod(0, 128, word="StartError"),), 0, "infrastructure"
+    ),
+    "a program that is no longer there in the middle of the training is the script's": Case(
+        (pod(0, 127),), 0, "application"
+    ),
+    "a ConfigMap that is gone after the job has trained may come back": Case(
+        (), 1, "infrastructure", recorded(1, "CreateContainerConfigError")
+    ),
+    "a stall stays one, whatever the ranks say when they are stopped for it": Case(
+        (told(pod(0, said=SHARD, seconds=30), 20),), 1, "stall", recorded(1, "Stalled")
+    ),
+    "a failure whose pod is gone stays as recorded": Case(
+        (told(pod(0, 143, seconds=8), 6),), 1, "application", recorded(1, "Error", 5, exit_code=3)
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_the_cause_is_what_explains_the_others(case: Case) -> None:
+    failure, found = settled(*case.pods, first=case.first)
+    assert (failure.node_rank, found) == (case.cause, case.found), root_cause.sentence(failure)
+    again = settled(*reversed(case.pods), first=case.first)
+    assert again == (failure, found), "the order of the pods changes nothing"
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_the_cause_stays_what_it_is_when_its_pods_have_gone(case: Case) -> None:
+    failure, found = settled(*case.pods, first=case.first)
+    assert settled(first=failure)[1] == found, "the same failure would be charged to someone else"
+
+
+def test_what_was_recorded_first_is_told_with_how_its_pod_ended() -> None:
+    deleted = told(pod(1, 0, said=library(step=41, resumable=True), seconds=9), 5)
+    failure, _ = settled(deleted, pod(0, said=PEER), first=recorded(1, "StoppedFromOutside", 5))
+    assert (failure.reason, failure.exit_code, failure.step) == ("StoppedFromOutside", 0, 41)
+
+
+def test_an_import_error_on_all_nodes_before_the_first_step_is_permanent() -> None:
+    pods = [pod(rank, said="ModuleNotFoundError: No module named 'timm'") for rank in range(3)]
+    assert settled(*pods, stepped=False)[1] == "permanent"
+    assert settled(*pods, stepped=True)[1] == "application", "an import in the middle may work the next time"
+    assert settled(*pods, stepped=False, trained=True)[1] == "infrastructure", "it was there when the job trained"
+    assert settled(*pods[:2], stepped=False)[1] == "infrastructure", "the third node might have it"
+    assert settled(pods[0], pods[1], pod(2, said=PEER), stepped=False)[1] == "infrastructure"
+    assert settled(pods[0], stepped=False, nodes=1)[1] == "permanent"
+
+
+@pytest.mark.parametrize(("code", "said"), [(137, "rank 0 done"), (1, table("sigterm-to-torchrun-at-its-end"))])
+def test_a_torchrun_that_only_waited_for_the_other_nodes_had_a_rank_that_ended_early(code: int, said: str) -> None:
+    """torchrun stays for five minutes when its ranks have ended with 0, so no pod completes beside the complaint."""
+    known: dict[str, Any] = {"steps": {0: 20, 1: 20}, "launched": root_cause.Launched(torchrun=True)}
+    waits = told(pod(0, code, said=said, seconds=22), 11)
+    failure, found = settled(waits, pod(1, said=PEER), first=first_sign(pod(1, said=PEER)), **known)
+    assert (failure.rank, failure.exit_code, found) == (0, 0, "application")
+    assert "ended with exit code 0 after step 20 while rank 1 was in step 21" in root_cause.sentence(failure)
+    assert settled(first=failure)[1] == found, "also when its pods are gone"
+    busy = told(pod(0, code, said=table("sigterm-to-torchrun"), seconds=12), 11)
+    assert settled(busy, pod(1, said=PEER), first=first_sign(pod(1, said=PEER)), **known)[1] == "infrastructure"
+
+
+@pytest.mark.parametrize("code", [126, 127])
+def test_what_no_node_can_start_is_permanent_while_the_job_has_never_trained(code: int) -> None:
+    pods = [pod(rank, code) for rank in range(3)]
+    assert settled(*pods, stepped=False)[1] == "permanent"
+    assert settled(*pods, stepped=False, trained=True)[1] == "infrastructure"
+    assert settled(*pods[:2], pod(2, 75), stepped=False)[1] == "infrastructure"
+    agreed = library(rank=0, exitCode=code, ended=True, **{"class": "permanent"})
+    assert settled(pod(0, code, said=agreed), pod(1, 75), pod(2, 75), stepped=False)[1] == "permanent"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "/usr/bin/python3.11: can't open file '/nonexistent.py': [Errno 2] No such file or directory",
+        "python: can't open file '/work/train.py': [Errno 13] Permission denied",
+        "exec /usr/local/bin/torchrun: exec format error",
+        "standard_init_linux.go:228: exec user process caused: exec format error",
+        "/usr/bin/python: No module named train",
+        "/usr/bin/python: can't find '__main__' module in '/work'",
+    ],
+)
+def test_what_the_interpreter_says_of_a_script_that_is_not_there_is_the_cause(line: str) -> None:
+    """`ended with exit code 2` says nothing, and was tried three times more."""
+    pods = [pod(rank, 2, said=f"{line}\n{line}") for rank in range(3)]
+    failure, found = settled(*pods, stepped=False)
+    assert (failure.exception, found) == (line, "permanent")
+    assert line in root_cause.sentence(failure)
+
+
+def test_a_job_of_one_node_has_no_peers_to_blame() -> None:
+    failure, found = settled(pod(0, said=PEER), nodes=1)
+    assert found == "application", "it would restart for ever"
+    assert failure.failure_class == found
+
+
+def test_the_guilty_ranks_exit_code_is_known_under_plain_torchrun() -> None:
+    failure, found = settled(pod(1, said=table("exit-3")), first=None)
+    assert failure.exit_code == 3, "failurePolicy speaks of it; the container ended with 1"
+    fail_job = [rules.PolicyRule("FailJob", frozenset({3}))]
+    assert rules.with_policy(found, failure.exit_code, fail_job) == "permanent"
+
+
+@pytest.mark.parametrize(
+    ("failure", "text", "short"),
+    [
+        (
+            recorded(37, "Error", exit_code=139, signal="SIGSEGV", step=12840),
+            "rank 37 (pod bert-1-37, node gpu-037) was killed by SIGSEGV at step 12840",
+            "SIGSEGV on rank 37",
+        ),
+        (
+            recorded(1, "Error", exit_code=3, exception="ValueError: no such shard"),
+            "rank 1 (pod bert-1-1, node gpu-01) ended with exit code 3 (ValueError: no such shard)",
+            "exit code 3 on rank 1",
+        ),
+        (
+            recorded(1, "Error", exit_code=137, signal="SIGKILL"),
+            "rank 1 (pod bert-1-1, node gpu-01) was killed by SIGKILL (no out-of-memory kill was reported)",
+            "SIGKILL on rank 1",
+        ),
+        (
+            recorded(5, "OOMKilled", exit_code=137, signal="SIGKILL", step=7),
+            "rank 5 (pod bert-1-5, node gpu-05) was killed at step 7 because it used more memory than its limit "
+            "(OOMKilled)",
+            "OOMKilled on rank 5",
+        ),
+        (
+            recorded(1, "PeerLost", exit_code=1, exception="RuntimeError: Connection closed by peer"),
+            "rank 1 (pod bert-1-1, node gpu-01) lost its peers (RuntimeError: Connection closed by peer), and none was "
+            "seen that failed by itself: only peers' complaints",
+            "rank 1 lost its peers",
+        ),
+        (
+            recorded(1, "Evicted", exception="The node was low on resource: memory."),
+            "rank 1 (pod bert-1-1, node gpu-01) was evicted by the kubelet (The node was low on resource: memory.)",
+            "eviction of bert-1-1",
+        ),
+        (
+            recorded(1, "PreemptionByScheduler", exit_code=143, step=9),
+            "rank 1 (pod bert-1-1, node gpu-01) was preempted by a pod of higher priority at step 9",
+            "preemption of bert-1-1",
+        ),
+        (
+            recorded(1, "NodeLost"),
+            "rank 1 (pod bert-1-1, node gpu-01) was lost with its node",
+            "node gpu-01 lost",
+        ),
+        (
+            recorded(1, "StoppedFromOutside", exit_code=143),
+            "rank 1 (pod bert-1-1, node gpu-01) was stopped from outside (exit code 143): the pod was deleted, or its "
+            "node drained",
+            "bert-1-1 was stopped from outside",
+        ),
+        (
+            recorded(1, "Resumable", exit_code=75, step=41),
+            "rank 1 (pod bert-1-1, node gpu-01) stopped in order (exit code 75) because a rank was told to stop at "
+            "step 41",
+            "a stop from outside",
+        ),
+        (
+            recorded(1, "CreateContainerConfigError", exception='configmap "x" not found'),
+            "rank 1 (pod bert-1-1, node gpu-01) failed (CreateContainerConfigError): configmap \"x\" not found",
+            "CreateContainerConfigError on rank 1",
+        ),
+        (
+            recorded(1, "StartError", exit_code=128, exception='exec: "trochrun": executable file not found in $PATH'),
+            'rank 1 (pod bert-1-1, node gpu-01) could not be started: exec: "trochrun": executable file not found '
+            "in $PATH",
+            "exit code 128 on rank 1",
+        ),
+    ],
+)  # fmt: skip
+def test_a_failure_is_told_by_who_where_what_and_at_which_step(failure: api.Failure, text: str, short: str) -> None:
+    assert root_cause.sentence(failure) == text
+    assert root_cause.short(failure) == short
+
+
+def test_only_a_fault_of_the_node_itself_keeps_a_job_away_from_it() -> None:
+    blamed = [
+        recorded(1, "NodeLost", failure_class="infrastructure"),
+        recorded(1, "Error", failure_class="infrastructure", exception="RuntimeError: CUDA error: GPU is lost"),
+        recorded(1, "StartError", failure_class="infrastructure", exit_code=128),
+        recorded(1, "Error", failure_class="infrastructure", exit_code=127),
+        recorded(1, "Error", failure_class="infrastructure", exception="ImportError: libcuda.so.1: cannot open"),
+    ]
+    innocent = [
+        *(
+            recorded(1, word, failure_class="infrastructure")
+            for word in ("EvictionByEvictionAPI", "Evicted", "PodGone")
+        ),
+        recorded(1, "Error", exit_code=1, failure_class="application"),
+        recorded(1, "CreateContainerConfigError", failure_class="infrastructure"),
+    ]
+    assert [f for f in (*blamed, *innocent) if root_cause.blames_node(f)] == blamed
+
+
+def test_the_log_tail_is_the_last_2_kb_without_credentials_and_can_be_off() -> None:
+    log = "password=hunter2\n" + "step ä\n" * 400 + "HF_TOKEN=hf_0123456789012345678901234567\nthe end\n"
+    failure = first_sign(pod(0, said=log))
+    assert len(failure.log_tail.encode()) <= 2048
+    assert failure.log_tail.startswith("step ä\n"), "half a line may be half a credential"
+    assert failure.log_tail.endswith("HF_TOKEN=***\nthe end")
+    assert root_cause.root_cause(1, [pod(0, said=log)], int, at(0), keep_log_tail=False).log_tail == ""
+    assert settled(pod(0, said=log), keep_log_tail=False)[0].log_tail == ""
+
+
+def test_the_line_that_the_kubelet_cut_is_left_out() -> None:
+    log = ("0123secret-of-someone\n" + "x" * 3000)[: 2048 - 4] + "\nend"
+    assert len(log) == 2048
+    assert "secret-of-someone" not in root_cause.log_tail(log)
+
+
+def test_the_exceptions_line_has_no_credentials() -> None:
+    said = "RuntimeError: cannot reach postgres://train:hunter2@db/x, api_key=AbC123456789"
+    failure = first_sign(pod(0, said=said))
+    assert failure.exception == "RuntimeError: cannot reach postgres://train:***@db/x, api_key=***"
+
+
+def test_the_trainings_own_lines_are_told_from_torchruns() -> None:
+    assert root_cause.own_lines("python: can't open file 'nofile.py'\n\n" + table("exit-3")) == [
+        "python: can't open file 'nofile.py'"
+    ]

@@ -1,0 +1,298 @@
+"""The watchdog of ddprun: what the beats of the ranks prove, and which rank of a group at a standstill is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddpjob.agent.core import stall_monitor, stall_rules
+from ddpjob.agent.core.stall_monitor import BY_COLLECTIVES, BY_START, BY_STEPS, NOTHING, Beat, Pace, Word
+from ddpjob.agent.core.stall_rules import Position, Standstill, failure
+from ddpjob.agent.heartbeats import Beats
+from ddpjob.agent.watch_ranks import position
+from ddpjob.core import rules, stall_limits
+from ddpjob.reporting import heartbeat
+from ddpjob.reporting.watchdog import innermost, last_collective, stack, table
+
+# ---- one node ----------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """The ranks of a node, looked at once a second."""
+
+    def __init__(self, timeout: float | None = None) -> None:
+        self.timeout, self.now = timeout, 1000.0
+        self.beats: dict[int, Beat] = {}
+        self.paces: dict[int, Pace] = {}
+
+    def say(self, rank: int = 0, phase: Any = "train", step: int = 0, collectives: int = 0) -> Ranks:
+        """From now on this rank says so."""
+        self.beats[rank] = Beat(4711, phase, step, collectives)
+        return self
+
+    def look(self, seconds: int = 1) -> Word:
+        """So many looks; what the last one proves."""
+        for _ in range(seconds):
+            self.now += 1.0
+            folded = {
+                rank: stall_monitor.fold(self.paces.get(rank), beat, self.now) for rank, beat in self.beats.items()
+            }
+            self.paces = {rank: pace for rank, pace in folded.items() if pace is not None}
+        return stall_monitor.word(self.paces, self.timeout, self.now)
+
+    def train(self, steps: int, seconds: int = 1) -> Ranks:
+        """Rank 0 makes so many steps of so many seconds."""
+        for _ in range(steps):
+            before = self.beats.get(0, Beat(1, "train", 0, 0))
+            self.say(step=before.step + 1)
+            self.look(seconds)
+        return self
+
+
+def test_nothing_is_known_of_ranks_that_say_nothing() -> None:
+    assert Ranks(2.0).say(phase="").look(100) == NOTHING
+
+
+def test_a_rank_stands_when_its_limit_is_over_and_at_the_next_look() -> None:
+    ranks = Ranks(10.0).train(5)
+    assert ranks.look(10).stands is False
+    said = ranks.look()
+    assert (said.level, said.stands, said.seconds, said.phase) == (BY_STEPS, True, 11.0, "train")
+
+
+def test_without_a_limit_set_the_operators_are_the_limits() -> None:
+    ranks = Ranks().train(20)
+    assert ranks.look(int(stall_limits.UNSEEN_TRAIN_SECONDS)).stands is False
+    assert ranks.look(2).stands is True
+
+
+def test_a_pause_that_was_survived_is_learned() -> None:
+    ranks = Ranks().train(5)
+    ranks.look(400)
+    ranks.train(5)
+    assert ranks.paces[0].limit(None) == (1203.0, 1203.0)
+
+
+def test_a_node_gets_on_as_long_as_one_of_its_ranks_does() -> None:
+    ranks = Ranks(10.0).train(3).say(rank=1, step=3)
+    for step in range(4, 40):
+        ranks.say(rank=0, step=step)
+        assert ranks.look().stands is False
+
+
+def test_a_rank_that_never_says_a_step_counts_only_where_none_does() -> None:
+    ranks = Ranks(10.0).train(3).say(rank=1, phase="start")
+    assert ranks.look(12).stands is True
+    alone = Ranks(10.0).say(rank=1, phase="start")
+    assert alone.look(100) == Word(BY_START, False, 99.0, "start")
+
+
+def test_before_the_first_step_collectives_show_that_it_gets_on() -> None:
+    ranks = Ranks(10.0)
+    for begun in range(3000):
+        assert ranks.say(phase="start", collectives=begun).look().stands is False
+    assert ranks.look(1800).stands is False
+    assert ranks.look(2).stands is True
+
+
+def test_a_declared_pause_has_the_limit_of_a_pause() -> None:
+    ranks = Ranks(10.0).train(3).say(phase="save", step=3)
+    assert ranks.look(1700).stands is False
+    assert ranks.look(110).phase == "save"
+    assert ranks.look().stands is True
+
+
+def test_a_script_without_the_library_is_known_by_its_collectives() -> None:
+    ranks = Ranks(10.0)
+    for begun in range(5, 65, 10):
+        said = ranks.say(phase="", collectives=begun).look()
+    assert (said.level, said.stands) == (BY_COLLECTIVES, False)
+    assert ranks.look(11).stands is True
+
+
+def test_a_script_that_has_only_made_its_model_may_compile_for_long() -> None:
+    ranks = Ranks(10.0).say(phase="", collectives=3)
+    ranks.look()
+    assert ranks.say(phase="", collectives=6).look(1000).stands is False
+
+
+def test_after_a_gap_in_our_looks_all_is_counted_anew() -> None:
+    ranks = Ranks(10.0).train(3)
+    ranks.look(9)
+    ranks.now += 3600.0
+    ranks.paces = stall_monitor.anew(ranks.paces, ranks.now)
+    assert ranks.look(10).stands is False
+    assert ranks.look(1).stands is True
+
+
+# ---- the group ---------------------------------------------------------------------------------------------
+
+STANDS, GETS_ON = Word(BY_STEPS, True, 300.0, "train"), Word(BY_STEPS, False, 2.0, "train")
+
+
+def test_what_is_said_twice_to_import_less_is_the_same() -> None:
+    assert stall_rules.BY_COLLECTIVES == BY_COLLECTIVES
+    assert stall_rules.RESUMABLE == rules.RESUMABLE_EXIT_CODE
+    assert set(stall_rules.DOES_NOT) == set(stall_limits.DOES_NOT) == set(heartbeat.PHASES) - {""}
+
+
+def test_the_group_stands_still_when_all_nodes_that_count_do() -> None:
+    group = Standstill()
+    assert not group.heard(0, GETS_ON)
+    assert not group.heard(1, STANDS)
+    assert not group.heard(2, Word(BY_START, False, 9.0, "start"))
+    assert group.heard(0, STANDS), "node 2 says no steps, and does not count"
+
+
+def test_a_node_whose_ranks_have_ended_gives_the_others_their_time_again() -> None:
+    group = Standstill()
+    group.heard(0, GETS_ON)
+    group.heard(1, STANDS)
+    assert group.forget(0) == 300.0
+    group = Standstill()
+    group.heard(0, GETS_ON)
+    group.heard(1, GETS_ON)
+    assert group.forget(0) is None
+
+
+def test_who_gets_on_after_all_while_it_is_asked_takes_it_back() -> None:
+    group = Standstill()
+    group.heard(0, STANDS)
+    group.ask()
+    assert group.answered(0, GETS_ON, [Position(0, 42)], {0})
+    assert group.settle() is None
+    assert group.heard(0, STANDS), "the next standstill is another one"
+
+
+def test_an_agent_that_does_not_answer_is_not_waited_for() -> None:
+    group = Standstill()
+    group.heard(0, STANDS)
+    group.heard(1, STANDS)
+    group.ask()
+    assert not group.answered(0, STANDS, [Position(0, 42)], {0, 1})
+    found = group.settle()
+    assert found is not None
+    assert found["rank"] == 0
+
+
+def test_without_the_library_only_who_waits_for_another_rank_proves_a_hang() -> None:
+    stands = Word(BY_COLLECTIVES, True, 300.0, "train")
+    for waits in (False, True):
+        group = Standstill()
+        group.heard(0, stands)
+        group.ask()
+        group.answered(0, stands, [Position(0, 0, 8, "all_reduce", not waits), Position(1, 0, 7, "all_reduce")], {0})
+        assert (group.settle() is not None) is waits
+
+
+@pytest.mark.parametrize(("idle", "found"), [([True, True], True), ([True, False], False), ([False, False], False)])
+def test_without_the_library_who_waits_for_nobody_proves_a_hang_by_doing_nothing(idle: list[bool], found: bool) -> None:
+    """A rank that hangs in its last save keeps its nodes for ever; one that evaluates must not be ended."""
+    stands = Word(BY_COLLECTIVES, True, 300.0, "train")
+    group = Standstill()
+    group.heard(0, stands)
+    group.ask()
+    group.answered(
+        0, stands, [Position(rank, 0, 8, "all_reduce", idle=is_idle) for rank, is_idle in enumerate(idle)], {0}
+    )
+    failure = group.settle()
+    assert (failure is not None) is found
+    if failure is not None:
+        assert "rank 0 has ended its last collective, 8 (all_reduce), and does not end" in failure["exception"]
+
+
+def test_when_the_others_have_ended_a_short_training_was_one() -> None:
+    """A script of some seconds that hangs at its end would have the half hour of a start."""
+    ranks = Ranks(10.0).say(phase="", collectives=3)
+    assert ranks.look(100).stands is False
+    ranks.beats[0] = ranks.beats[0]._replace(over=True)
+    assert ranks.look(10).stands is False, "from then on"
+    assert ranks.look(2).stands is True
+
+
+def at(rank: int, sequence: int = 0, *, step: int = 41, done: bool = False, where: str = "") -> Position:
+    return Position(rank, step, sequence, "all_reduce" if sequence else "", done, where)
+
+
+@pytest.mark.parametrize(
+    ("positions", "rank", "sentence"),
+    [
+        (
+            [at(0, 1042), at(3, 1041, done=True, where="train.py:41 in load_batch"), at(5, 1042)],
+            3,
+            "rank 3 has ended collective 1041 (all_reduce), the others are at 1042; in train.py:41 in load_batch",
+        ),
+        ([at(0, 9), at(1, 7), at(2, 8)], 1, "rank 1 stands in collective 7 (all_reduce), the others are at 8 to 9"),
+        ([at(0, 9), at(1, 9, done=True)], 1, "rank 1 has ended collective 9 (all_reduce), as the others do"),
+        ([at(0, 9, step=5), at(1, 9, step=4)], 1, "rank 1 stands in collective 9 (all_reduce), as the others do"),
+        ([at(0, 9), at(1, step=7)], 0, "rank 0 stands in collective 9 (all_reduce)"),
+        ([at(0, step=41, done=True), at(1, step=40, done=True)], 1, "rank 1 stands at step 40, the others are at 41"),
+        ([at(0, step=0, done=True), at(1, step=0, done=True)], 0, "rank 0 stands at step 0, as the others do"),
+        ([at(7, step=3, done=True)], 7, "rank 7 stands at step 3"),
+        (
+            [at(0, 9), Position(1, 40, answers=False)],
+            1,
+            "rank 1 stands at step 40 and does not answer, the others wait",
+        ),
+        (
+            [at(0, 9), at(2, 8, done=True), Position(1, 40, answers=False)],
+            2,
+            "rank 2 has ended collective 8 (all_reduce), the others are at 9",
+        ),
+    ],
+)
+def test_the_rank_that_is_furthest_behind_is_named(positions: list[Position], rank: int, sentence: str) -> None:
+    found = failure(positions, 300.4, "train")
+    assert (found["rank"], found["exception"]) == (rank, f"made no step for 300 s: {sentence}")
+    assert (found["stalled"], found["resumable"], found["symptom"]) == (True, False, False)
+
+
+# ---- what a rank answers -----------------------------------------------------------------------------------
+
+
+def entry(sequence: int, group: str = "0", **more: Any) -> dict[str, Any]:
+    named = {"process_group": [group, "default_pg"], "profiling_name": "gloo:all_reduce", "state": "scheduled"}
+    return {"collective_seq_id": sequence, "is_p2p": False, "retired": True, **named, **more}
+
+
+def test_the_last_collective_of_the_default_group_counts_for_its_numbers_are_the_same_on_all_ranks() -> None:
+    recorded = [entry(7), entry(8, retired=False), entry(99, group="1"), entry(100, is_p2p=True)]
+    assert last_collective(recorded) == {"sequence": 8, "op": "all_reduce", "done": False}
+    assert last_collective([entry(5, state="completed", retired=False)])["done"] is True
+    assert last_collective([]) == {}
+
+
+def test_the_table_of_collectives_is_short() -> None:
+    assert len(table([entry(n, input_sizes=[[10**6] * 100]) for n in range(50)])) == 8
+    assert max(map(len, table([entry(1, input_sizes=[[10**6] * 100])]))) < 200
+
+
+def test_the_innermost_line_is_of_the_users_own_code() -> None:
+    import sys
+
+    assert innermost(sys._getframe()).startswith("test_stall_monitor.py:")
+    inside: list[str] = []
+    sorted([1], key=lambda _: inside.append(innermost(sys._getframe())) or 0)
+    assert inside[0].endswith("in <lambda>")
+    assert innermost(None) == ""
+    assert stack(sys._getframe())[0].endswith("in test_the_innermost_line_is_of_the_users_own_code")
+
+
+@pytest.mark.parametrize("answer", [None, {}, {"sequence": 3, "op": "x" * 500, "done": False, "where": "y" * 500}])
+def test_an_answer_is_bounded_and_none_is_an_answer_too(answer: dict[str, Any] | None) -> None:
+    said = position(3, 41, answer)
+    assert (said.rank, said.step, said.answers) == (3, 41, answer is not None)
+    assert len(said.op + said.where) <= 160
+
+
+def test_the_memory_of_a_node_is_one_page_for_each_rank_and_answers_are_to_the_last_question() -> None:
+    beats = Beats(3)
+    try:
+        assert [beats.of(rank) for rank in range(3)] == [Beat(0, "", 0, 0)] * 3
+        assert beats.furthest_step == 0
+        beats.ask()
+        assert beats.answer(1) is None
+        assert beats.where(2).endswith(":2")
+    finally:
+        beats.close()

@@ -1,0 +1,274 @@
+"""What a container's end says is read from what torch 2.13 really prints, cut as the kubelet cuts it.
+
+data/logs holds the last 2 kB of torchrun's output for scripts of a few lines: raise, sys.exit(3), SIGSEGV and
+SIGKILL to oneself, raise under @record, two ranks that exit at different times, two ranks on gloo of which rank 1
+raises (in one pod, and in two pods: peer-gone is the other one's), and SIGTERM to torchrun itself.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ddpjob_operator.failures import termination_message
+from ddpjob_operator.failures.termination_message import Said
+
+DATA = Path(__file__).parent / "data/logs"
+SHARD = "ValueError: no such shard: 7"
+FRAME = 'Traceback (most recent call last):\n  File "t.py", line 3, in <module>\n    main()\n'
+PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:4242"
+REFUSED = "ConnectionRefusedError: [Errno 111] Connection refused"
+WATCHDOG = "[PG ID 0 Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 600 ms"
+SPAWN = "torch.multiprocessing.spawn.ProcessRaisedException: \n\n-- Process 1 terminated with the following error:\n"
+NCCL = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:269, unhandled system error"
+
+
+def chained(first: str, second: str) -> str:
+    link = "\nDuring handling of the above exception, another exception occurred:\n\n"
+    return FRAME + first + "\n" + link + FRAME + second + "\n"
+
+
+def of_rank(rank: int, log: str) -> str:
+    """As torch prints the exceptions of a rank."""
+    return "\n".join(f"[rank{rank}]: {line}" if line else "" for line in log.splitlines()) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "code", "exception", "symptom"),
+    [
+        ("exception", 0, 1, SHARD, False),
+        ("exit-3", 0, 3, "", False),
+        ("sigsegv", 0, 139, "", False),
+        ("sigkill", 0, 137, "", False),
+        ("record", 0, 1, SHARD, False),
+        ("two-in-one-second", 0, 4, "", False),
+        ("two-one-after-the-other", 1, 1, "", False),
+        ("two-ranks-gloo-whole", 1, 1, SHARD, False),
+        ("two-ranks-gloo", 1, 1, "", False),
+        ("peers-cause", 1, 1, SHARD, False),
+        ("sigterm-to-torchrun", None, 143, "", False),
+    ],
+)
+def test_torchruns_end_tells_rank_code_and_exception(
+    name: str, rank: int | None, code: int, exception: str, symptom: bool
+) -> None:
+    said = termination_message.read((DATA / f"{name}.log").read_text())
+    assert (said.rank, said.exit_code, said.exception, said.symptom) == (rank, code, exception, symptom)
+
+
+@pytest.mark.parametrize("name", ["peer-gone-record", "peer-gone"])
+def test_a_peers_complaint_is_known_also_where_the_kubelet_cut_its_head(name: str) -> None:
+    said = termination_message.read((DATA / f"{name}.log").read_text())
+    assert "Connection closed by peer" in said.exception
+    assert said.symptom
+    assert (said.rank, said.exit_code) == (0, 1)
+
+
+def test_torchruns_root_cause_is_not_believed_where_it_is_a_symptom() -> None:
+    whole = (DATA / "two-in-one-second.log").read_text()
+    log = of_rank(0, FRAME + PEER) + of_rank(1, FRAME + SHARD) + whole
+    said = termination_message.read(log)
+    assert (said.rank, said.exit_code, said.exception) == (1, 5, SHARD), "it looks 10 times a second, then by number"
+
+
+def test_what_torchrun_stopped_is_not_what_it_stopped_for() -> None:
+    log = (DATA / "two-in-one-second.log").read_text().replace("exitcode  : 4", "exitcode  : -15")
+    assert termination_message.read(log).rank == 1
+
+
+@pytest.mark.parametrize("kept", [1900, 1200, 700, 300])
+def test_the_exception_of_a_recorded_script_survives_however_deep_its_traceback(kept: int) -> None:
+    log = (DATA / "record.log").read_text()[-kept:]
+    assert termination_message.read(log).exception == SHARD
+
+
+def test_the_tables_of_older_torch_are_understood() -> None:
+    log = (
+        "***************************************\n            train.py FAILED            \n"
+        "=======================================\nRoot Cause:\n[0]:\n  time: 2021-07-16_12:38:01\n"
+        '  rank: 5 (local_rank: 1)\n  exitcode: 7 (pid: 2344)\n  error_file: <N/A>\n  msg: "Process failed"\n'
+        "=======================================\nOther Failures:\n[1]:\n  time: 2021-07-16_12:38:09\n"
+        "  rank: 4 (local_rank: 0)\n  exitcode: 9 (pid: 2343)\n***************************************\n"
+    )
+    assert (termination_message.read(log).rank, termination_message.read(log).exit_code) == (5, 7)
+
+
+def test_the_last_table_counts() -> None:
+    first, last = ((DATA / f"{name}.log").read_text() for name in ("exit-3", "sigsegv"))
+    assert termination_message.read(first + last).exit_code == 139
+
+
+# ---------------------------------------------------------------- the library's message
+
+
+def test_the_librarys_message_is_read_whole() -> None:
+    text = json.dumps(
+        {"ddpjob": 1, "rank": 3, "exitCode": 1, "signal": "", "exception": SHARD, "step": 41, "time": 1796000000.5,
+         "resumable": False, "symptom": False, "traceback": "the last lines\n" + SHARD}
+    )  # fmt: skip
+    said = termination_message.read(text + "\n")
+    assert said.time is not None
+    assert said.time.timestamp() == 1796000000.5
+    want = Said(3, 1, SHARD, step=41, time=said.time, log=f"the last lines\n{SHARD}")
+    assert said == want
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "resumable", "symptom"),
+    [
+        ({}, None, False, False),
+        ({"exitCode": 0}, None, False, False),
+        ({"exitCode": 75}, 75, True, False),
+        ({"exitCode": -9}, 137, False, False),
+        ({"signal": "SIGINT", "exitCode": 130}, 130, False, False),
+        ({"signal": "SIGNONSENSE", "exitCode": 4}, 4, False, False),
+        ({"resumable": True, "step": 41}, None, True, False),
+        ({"exception": "TrainingError: step failed", "symptom": True}, None, False, True),
+        ({"exception": PEER}, None, False, True),
+    ],
+)
+def test_every_field_of_the_librarys_message_may_be_missing(
+    fields: dict[str, object], code: int | None, resumable: bool, symptom: bool
+) -> None:
+    said = termination_message.read(json.dumps({"ddpjob": 1, **fields}))
+    assert (said.exit_code, said.resumable, said.symptom) == (code, resumable, symptom)
+
+
+def test_the_librarys_exception_counts_before_the_logs_and_the_table_has_what_it_lacks() -> None:
+    log = (DATA / "exit-3.log").read_text()
+    said = termination_message.read(json.dumps({"ddpjob": 1, "exception": SHARD}) + "\n" + log)
+    assert (said.rank, said.exit_code, said.exception) == (0, 3, SHARD)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"ddpjob":1,"rank":3,"exception":"ValueError: no su',
+        '{"ddpjob":1,"rank":"3"}',
+        '{"ddpjob":1,"rank":-1}',
+        '{"ddpjob":1,"rank":true}',
+        '{"ddpjob":1,"exitCode":1e400}',
+        '{"ddpjob":1,"time":NaN}',
+        '{"ddpjob":1,"step":99999999999999999999999}',
+        '{"ddpjob":1,"exception":["ValueError"]}',
+        '{"ddpjob":2,"rank":3}',
+        '{"ddpjob":1,"exception":"\\ud800"}',
+        '{"rank":3}',
+        "[" * 20000,
+        "null",
+        "\x00\x00",
+    ],
+)
+def test_what_is_no_message_of_the_library_is_a_log(text: str) -> None:
+    said = termination_message.read(text)
+    assert said == Said(log=text.replace("\x00", ""))
+
+
+def test_a_megabyte_of_garbage_is_read_in_no_time_and_kept_short() -> None:
+    lines = (
+        "Root Cause (first observed failure):\n[0]:\n",
+        "[rank1]: ",
+        "a.",
+        "A",
+        "| ",
+        "\x1b[",
+        "Failures:\n",
+        FRAME,
+    )
+    for line in lines:
+        said = termination_message.read(line * (2**20 // len(line)))
+        assert len(said.log) <= termination_message.READ_MAX
+        assert said.exit_code is None
+
+
+def test_what_plays_tricks_on_a_terminal_is_taken_out() -> None:
+    said = termination_message.read("10 %\r20 %\r\n\x1b[31mValueError: red\x1b[0m\x07 \udc80\n")
+    assert said.exception == "ValueError: red ?"
+    assert said.log == "10 %\n20 %\nValueError: red ?\n"
+
+
+# ---------------------------------------------------------------- exceptions
+
+
+@pytest.mark.parametrize(
+    ("log", "exception", "symptom"),
+    [
+        (FRAME + SHARD, SHARD, False),
+        (FRAME + "ShardMissing: 7\nmore output", "ShardMissing: 7", False),
+        (FRAME + "KeyboardInterrupt", "KeyboardInterrupt", False),
+        ("cut in the middle\n[default0]:RuntimeError: boom", "RuntimeError: boom", False),
+        ('  File "t.py", line 3\n    def (:\n        ^\nSyntaxError: bad', "SyntaxError: bad", False),
+        ("epoch 1 accuracy 0.9\nNote: all is well", "", False),
+        ("", "", False),
+        # chains
+        (chained(SHARD, "TrainingError: step 7 failed"), "TrainingError: step 7 failed", False),
+        (chained(SHARD, PEER), SHARD, False),
+        (chained(PEER, "TrainingError: step 7 failed"), PEER, True),
+        (
+            f"{FRAME}{PEER}\n\nThe above exception was the direct cause of the following exception:\n\n{FRAME}Bad: x",
+            PEER,
+            True,
+        ),
+        # what others print into it
+        (FRAME + SHARD + "\n" + FRAME + PEER, SHARD, False),
+        (FRAME + PEER + "\n" + FRAME + SHARD, SHARD, False),
+        (FRAME + PEER, PEER, True),
+        (REFUSED, REFUSED, False),
+        # multiprocessing and data loaders
+        (
+            FRAME + "ValueError: Caught ValueError in DataLoader worker process 0.\nOriginal " + FRAME + SHARD + "\n",
+            SHARD,
+            False,
+        ),
+        (FRAME + SPAWN + FRAME + SHARD, SHARD, False),
+        # C++
+        (
+            f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {WATCHDOG}",
+            f"c10::DistBackendError: {WATCHDOG}",
+            True,
+        ),
+        (f"{FRAME}{NCCL}\nncclSystemError: System call failed", f"{NCCL} ncclSystemError: System call failed", True),
+    ],
+)  # fmt: skip
+def test_the_exception_is_the_last_that_is_no_symptom(log: str, exception: str, symptom: bool) -> None:
+    said = termination_message.read(log)
+    assert (said.exception, said.symptom) == (exception, symptom)
+
+
+def test_an_exception_group_is_known_by_the_exceptions_in_it() -> None:
+    group = """
+  + Exception Group Traceback (most recent call last):
+  |   File "t.py", line 5, in <module>
+  |     raise ExceptionGroup("unhandled errors in a TaskGroup", [ValueError("no such shard: 7")])
+  | ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "t.py", line 3, in <module>
+    | ValueError: no such shard: 7
+    +------------------------------------
+"""
+    assert termination_message.read(group).exception == SHARD
+    lost = group.replace(SHARD, PEER)
+    assert termination_message.read(lost).symptom
+
+
+def test_ranks_that_print_into_each_other_are_told_apart_by_torchs_prefix() -> None:
+    one, other = of_rank(3, FRAME + SHARD).splitlines(), of_rank(2, FRAME + PEER).splitlines()
+    mixed = "\n".join(line for pair in zip(one, other, strict=True) for line in pair)
+    said = termination_message.read(mixed)
+    assert (said.rank, said.exception, said.symptom) == (3, SHARD, False)
+
+
+def test_a_process_that_spawn_gives_up_for_has_its_own_exit_code() -> None:
+    line = "torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with "
+    assert termination_message.read(FRAME + line + "exit code 3").exit_code == 3
+    assert termination_message.read(FRAME + line + "signal SIGSEGV").exit_code == 139
+
+
+@pytest.mark.parametrize(
+    ("code", "name"), [(137, "SIGKILL"), (139, "SIGSEGV"), (1, ""), (None, ""), (255, ""), (128, "")]
+)
+def test_a_signal_is_known_by_the_exit_code(code: int | None, name: str) -> None:
+    assert termination_message.signal_name(code) == name

@@ -1,0 +1,1 @@
+"""What an agent decides: no I/O, no clock, no processes."""

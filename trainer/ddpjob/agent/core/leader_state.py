@@ -1,0 +1,526 @@
+"""What node 0's agent decides for all: when a generation starts, stops, starts again, and when the job is over.
+
+Pure: events in with the time, orders out; `agent.py` carries them. The leader's own node is node 0 like any other,
+and a job of one node follows the same rules.
+
+    gathering   until every node is here and nothing of the last generation runs anywhere
+    running     until a rank fails, a node is lost, or all nodes have finished
+    stopping    until every node that is here has said that its ranks are gone
+    pausing     the back-off
+    over
+
+Where an operator is there, it makes a new pod for one that is lost and charges for it; here is charged what needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from ddpjob.agent.core.budget import Budget, Left, PolicyRule
+from ddpjob.agent.core.stall_rules import Position, Standstill
+
+if TYPE_CHECKING:
+    from ddpjob.agent.core.stall_monitor import Word
+    from ddpjob.core import rules
+
+Failure = dict[str, Any]  # a termination message (termination.py): rank, exitCode, signal, exception, time, …
+Ended = tuple[int, int]
+"""A rank that ended with 0 although nobody had told it to, and the last step that it made."""
+State = Literal["gathering", "running", "stopping", "pausing", "over"]
+
+
+class Start(NamedTuple):
+    """To every node: start your ranks."""
+
+    generation: int
+    preflight: bool = False
+    """Not the script's: they measure the nodes, under the number of the generation before."""
+
+
+class Stop(NamedTuple):
+    """To these nodes: end your ranks, and say when they are gone."""
+
+    nodes: Collection[int]
+    generation: int
+    patient: bool
+    """Whether ranks may have something to save together: they were told to stop and have not lost each other."""
+
+
+class Ask(NamedTuple):
+    """To every node: the group seems to stand still; let each rank say where it is."""
+
+    generation: int
+
+
+class Over(NamedTuple):
+    """To every node: all ranks of one have ended well, so no rank waits for another one any more."""
+
+    generation: int
+
+
+class End(NamedTuple):
+    """To every node: it is over."""
+
+    code: int
+    """0, or how the guilty rank ended; 75 where nobody is guilty."""
+    failure: Failure | None
+    why: str
+
+
+class Leave(NamedTuple):
+    """To node 0 alone: it goes, for it was told to, and the others wait for its replacement."""
+
+    why: str
+
+
+CANNOT_RUN = (126, 127)  # rules.CANNOT_RUN
+RESUMABLE = 75  # rules.RESUMABLE_EXIT_CODE; the rules are imported when ranks run, for a job waits for this import
+CHARGED_MAX = 5
+ANSWER_SECONDS = 3.0  # for what takes an agent one
+PREFLIGHT_SECONDS = 120.0  # it takes some, and as long as its imports
+Order = Start | Stop | Ask | Over | End | Leave
+
+
+class Lead:
+    """The state of one job, as its leader knows it."""
+
+    def __init__(
+        self,
+        nodes: int,
+        budget: Budget,
+        join_seconds: float,
+        now: float,
+        *,
+        policy: Sequence[PolicyRule] = (),
+        has_operator: bool = False,
+        preflight: bool = False,
+        furthest_step: int = 0,
+    ) -> None:
+        self.state: State = "gathering"
+        self.generation = -1
+        self.orders: list[Order] = []
+        self.furthest_step = furthest_step  # of all ranks, in all generations, and before
+        self.charged: list[Failure] = []  # the last that cost a restart here, the oldest first
+        self._furthest_before = furthest_step  # the last failure that was charged here
+        self._standstill = Standstill()
+        self._nodes, self._budget, self._policy = nodes, budget, policy
+        self._has_operator = has_operator
+        self._wants_preflight = preflight
+        self._checking = False  # whether it is a pre-flight that runs
+        self._join_seconds = join_seconds
+        self._here: set[int] = set()
+        self._finished: set[int] = set()
+        self._ended: list[Ended] = []  # in this generation
+        self._unable: set[int] = set()  # nodes that have no such program, in this generation
+        self._stopping: set[int] = set()  # nodes that have not yet said that their ranks are gone
+        self._going: set[int] = set()  # nodes that were told to end, and have no new agent yet
+        self._were_told: set[int] = set()  # since this generation began
+        self._told_first = False  # before anything failed: what failed then did because of it
+        self._replacements: dict[int, int] = {}  # by node: which of its pods was here last
+        self._unpaid: Failure | None = None  # a lost node; who is charged is known when it comes again
+        self._failures: list[Failure] = []  # as they came: clocks of nodes differ, and jump
+        self._history: rules.History | None = None  # nothing has failed
+        self.said = ""  # what the last failure was, and what it cost
+        self._since = now  # of this state
+        self._ran_seconds = 0.0  # the last generation
+        self._until: float | None = now + join_seconds
+
+    @property
+    def restarts(self) -> int:
+        """In place, so far."""
+        return 0 if self._history is None else self._history.total
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was charged here, and how many in a row, from where the operator's count stood."""
+        found = self._history
+        return {
+            "application": found.application if found else 0,
+            "infrastructure": found.infrastructure if found else 0,
+            "stall": found.stall if found else 0,
+            "inARow": found.in_a_row if found else self._budget.in_a_row,
+            "chargedInARow": found.charged_in_a_row if found else self._budget.charged_in_a_row,
+        }
+
+    @property
+    def deadline(self) -> float | None:
+        """When `tick` has something to do."""
+        return self._until
+
+    def is_outdated(self, node: int, replacement: int) -> bool:
+        """Whether a newer pod of this node has been here: it has its place, and this one is on its way out."""
+        return replacement < self._replacements.get(node, 0)
+
+    def joined(
+        self,
+        node: int,
+        now: float,
+        generation: int = -1,
+        replacement: int = 0,
+        *,
+        preflight: bool = False,
+        left: Left | None = None,
+    ) -> None:
+        """An agent is here, no rank runs with it, and the last that did were of that generation."""
+        assert node not in self._here, "a node is lost before it comes again"
+        self._here.add(node)
+        self._going.discard(node)
+        self._replacements[node] = replacement
+        self._wants_preflight |= preflight
+        if left is not None:
+            self._renew(left)
+        self.generation = max(self.generation, generation)  # a leader that replaces another one goes on from there
+        self._go_on_if_all_are_here(now)
+
+    def _renew(self, left: Left) -> None:
+        """Go by what the operator has told a newer pod, and add what it had not heard of then."""
+        before, mine = self._budget, self._replacements[0]
+        self._budget, history = before.renewed(left, mine), self._history
+        if self._budget is before or history is None:
+            return
+        from dataclasses import replace
+
+        known = left.known if left.known_of == mine else (0, 0, 0)
+        unheard = [own - its for own, its in zip((history.application, history.stall), known[::2], strict=True)]
+        self._history = replace(
+            history,
+            in_a_row=left.in_a_row + history.total - sum(known),
+            charged_in_a_row=left.charged_in_a_row + sum(unheard),
+        )
+
+    def lost(self, node: int, now: float) -> None:
+        """An agent is gone, or does not answer."""
+        if node not in self._here:
+            return
+        self._here.discard(node)
+        self._stopping.discard(node)
+        self._finished.discard(node)
+        vanished = _vanished(node, self._replacements[node])
+        if self.state == "running":
+            self._stop([vanished], now)
+        elif self.state == "stopping":
+            self._failures.append(vanished)
+            self._settle_if_all_have_stopped(now)
+
+    def failed(self, node: int, failures: list[Failure], now: float) -> None:
+        """A rank of this node has ended with something else than 0."""
+        if self.state == "running" and node in self._here:
+            self._stop(failures, now)
+
+    def stopped(self, node: int, failures: list[Failure], now: float, ended: Ended | None = None) -> None:
+        """No rank of this node runs any more. ended: one that had ended with 0 before it was stopped."""
+        if self.state == "stopping" and node in self._stopping:
+            self._stopping.discard(node)
+            self._ended += [ended] if ended is not None else []
+            self._unable |= {node} if any(failure["exitCode"] in CANNOT_RUN for failure in failures) else set()
+            known = {failure["rank"]: failure for failure in self._failures}
+            for failure in failures:
+                if failure["rank"] in known:
+                    before = known[failure["rank"]]
+                    # How a rank ends says nothing where node 0 knows why: it was stopped, or found to be slow.
+                    if not before.get("stalled") and not before.get("preflight"):
+                        before.update(failure)
+                else:
+                    self._failures.append(failure)
+            self._settle_if_all_have_stopped(now)
+
+    def finished(self, node: int, now: float, ended: Ended | None = None) -> None:
+        """Every rank of this node has ended with 0, the first of them so."""
+        if self.state == "running" and node in self._here:
+            self._finished.add(node)
+            self._ended += [ended] if ended is not None else []
+            wait = self._standstill.forget(node)
+            if wait is not None and not self._standstill.asked:
+                self._until = now + wait
+            if len(self._finished) == self._nodes:
+                self._all_have_finished(now)
+            elif len(self._finished) == 1:
+                self.orders.append(Over(self.generation))
+
+    def reached(self, step: int) -> None:
+        """A rank of this generation has made this step."""
+        self.furthest_step = max(self.furthest_step, step)
+
+    def stood(self, node: int, word: Word, now: float) -> None:
+        """The ranks of this node get on, or stand still, from now on."""
+        if self.state == "running" and node in self._here:
+            stands = self._standstill.heard(node, word)
+            if stands and self._until is None:
+                self._ask(now)
+
+    def answered(self, node: int, word: Word, positions: Sequence[Position], now: float) -> None:
+        """Where the ranks of this node are."""
+        if self.state == "running" and node in self._here:
+            running = self._here - self._finished
+            if self._standstill.answered(node, word, positions, running):
+                self._settle_standstill(now)
+
+    def told(self, node: int, now: float) -> None:
+        """A node was told from outside to end, once its ranks have; without an operator the job ends with it."""
+        self._going.add(node)
+        self._were_told.add(node)
+        if self.state in ("gathering", "pausing"):
+            if self._must_go:
+                return self._go(now)
+            self._here.discard(node)
+        elif self.state == "stopping":
+            self._settle_if_all_have_stopped(now)
+        elif node == 0 and node in self._finished:  # it must go, and the others have something to save
+            self._stop([_vanished(node, self._replacements[node])], now)
+        return None
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        if self._until is None or now < self._until:
+            return
+        if self.state == "pausing":
+            self._enter("gathering", now, self._join_seconds)
+            self._go_on_if_all_are_here(now)
+        elif self.state == "running" and self._checking:
+            self._stop([_failed_check(f"took longer than {PREFLIGHT_SECONDS:g} s")], now)
+        elif self.state == "gathering":
+            missing = sorted(set(range(self._nodes)) - self._here)
+            why = f"nodes {', '.join(map(str, missing))} did not come within {self._join_seconds:g} s"
+            self._end(RESUMABLE, None, why, now)
+        elif self._standstill.asked:
+            self._settle_standstill(now)
+        elif self._standstill.stands:
+            self._ask(now)
+        else:
+            self._until = None
+
+    def _ask(self, now: float) -> None:
+        self._standstill.ask()
+        self._until = now + ANSWER_SECONDS
+        self.orders.append(Ask(self.generation))
+
+    def _settle_standstill(self, now: float) -> None:
+        self._until = None
+        found = self._standstill.settle()
+        if found is not None:
+            self._stop([found], now)
+
+    def _go_on_if_all_are_here(self, now: float) -> None:
+        if self.state != "gathering":
+            return None
+        lost = self._unpaid
+        if lost is not None and lost["node"] in self._here:
+            self._unpaid = None
+            if self._replacements[lost["node"]] == lost["replacement"]:
+                return self._charge(lost, now)  # it was but its connection
+            self.said = f"{describe(lost)}, and a new pod is in its place"
+        return self._start(now) if len(self._here) == self._nodes else None
+
+    def _all_have_finished(self, now: float) -> None:
+        if not self._checking:
+            return self._end(0, None, "all ranks have ended", now)
+        return self._go_on_after_check("", now)
+
+    def _go_on_after_check(self, said: str, now: float) -> None:
+        self.said, self._checking, self._wants_preflight = said, False, False
+        if self._must_go:
+            return self._go(now)
+        self._enter("gathering", now, self._join_seconds)
+        return self._go_on_if_all_are_here(now)
+
+    def _start(self, now: float) -> None:
+        self._checking = self._wants_preflight
+        if not self._checking:
+            self.generation += 1
+        self._finished, self._failures = set(), []
+        self._ended, self._unable = [], set()
+        self._were_told, self._told_first = set(), False
+        self._standstill = Standstill()
+        self._enter("running", now, PREFLIGHT_SECONDS if self._checking else None)
+        self.orders.append(Start(self.generation, self._checking))
+
+    def _stop(self, failures: list[Failure], now: float) -> None:
+        self._failures += failures
+        self._ran_seconds = now - self._since
+        self._told_first = bool(self._were_told)
+        patient = self._told_first or any(failure.get("resumable") for failure in failures)
+        self._stopping = set(self._here)
+        self._enter("stopping", now, None)
+        if self._stopping:
+            self.orders.append(Stop(frozenset(self._stopping), self.generation, patient))
+        else:
+            self._settle_if_all_have_stopped(now)
+
+    def _settle_if_all_have_stopped(self, now: float) -> None:
+        # A leader that goes need not wait for nodes that go as well: they end by themselves, in their own time.
+        leaves = self._has_operator and 0 in self._going
+        if self._stopping - (self._going - {0} if leaves else set()):
+            return None
+        failure = explained(root_cause(self._failures), self._ended)
+        if self._is_consequence_of_being_told(failure):
+            self.said = " and ".join(f"node {node} was told to stop" for node in sorted(self._were_told))
+            return self._pause(0, now)
+        if failure.get("vanished") and self._has_operator:
+            self._unpaid = failure
+            return self._pause(0, now)
+        return self._charge(failure, now)
+
+    def _is_consequence_of_being_told(self, failure: Failure) -> bool:
+        if not self._has_operator:
+            return bool(self._were_told)
+        return self._told_first or (bool(self._were_told) and _weight(failure) > 0)
+
+    def _settle_check(self, failure: Failure, now: float) -> None:
+        """A node that was found bad ends the group, so that it starts without it; a pre-flight that fails, nothing."""
+        unfit = next((f for f in self._failures if f.get("preflight") and f.get("badNodes")), None)
+        if unfit is not None:
+            return self._end(RESUMABLE, unfit, str(unfit["exception"]), now)
+        why = str(failure["exception"]) if failure["rank"] < 0 else describe(failure)
+        self._here -= self._going
+        return self._go_on_after_check(f"the pre-flight failed: {why}; training starts without it", now)
+
+    def _charge(self, failure: Failure, now: float) -> None:
+        if self._checking and not failure.get("vanished"):
+            return self._settle_check(failure, now)
+        verdict = self._judge(failure, now)
+        if isinstance(verdict, str):
+            return self._end(int(failure["exitCode"]), failure, f"{describe(failure)}; {verdict}", now)
+        self.said = f"{describe(failure)}; charged to {verdict.charged_to}, waiting {verdict.wait_seconds} s"
+        self._history = verdict.history
+        self.charged = [*self.charged, {**failure, "chargedTo": verdict.charged_to}][-CHARGED_MAX:]
+        return self._pause(verdict.wait_seconds, now)
+
+    def _pause(self, seconds: float, now: float) -> None:
+        """No rank runs; the next generation begins after that time, when every node is here."""
+        if self._must_go:
+            return self._go(now)
+        self._here -= self._going
+        self._enter("pausing", now, seconds)
+        return self.tick(now)
+
+    @property
+    def _must_go(self) -> bool:
+        """Whether this agent ends because a node was told to: where nobody replaces that one, all do."""
+        return 0 in self._going if self._has_operator else bool(self._going)
+
+    def _go(self, now: float) -> None:
+        if not self._has_operator:
+            return self._end(RESUMABLE, None, "told to stop", now)
+        self._enter("over", now, None)
+        others = "; the other nodes wait for a new node 0" if self._nodes > 1 else ""
+        return self.orders.append(Leave(f"told to stop{others}"))
+
+    def _judge(self, failure: Failure, now: float) -> rules.Verdict | str:
+        """The restart that follows, or why none does."""
+        import datetime as dt
+
+        from ddpjob.core import rules
+
+        attempt = rules.Attempt(
+            made_a_new_step=self.furthest_step > self._furthest_before,
+            reports_steps=self.furthest_step > 0,
+            ran_seconds=self._ran_seconds,
+            only_complaints=bool(failure["symptom"]) and not failure.get("unstarted"),
+        )
+        # Seconds of this agent, not of a clock that may jump: only their differences count.
+        moment = dt.datetime.fromtimestamp(max(0.0, now), dt.timezone.utc)
+        limits = rules.Limits(backoff_limit=self._budget.application)
+        history = self._history or rules.History(
+            in_a_row=self._budget.in_a_row,
+            charged_in_a_row=self._budget.charged_in_a_row,
+            peers_lost=self._budget.peers_lost,
+        )
+        found = failure["class"] = self._class_of(failure, history, attempt)
+        self._furthest_before = self.furthest_step
+        verdict = rules.judge(found, history, attempt, limits, moment)
+        if failure.get("elsewhere") and found == "infrastructure":
+            return "infrastructure: another node may have it"
+        if not verdict.restart:
+            return f"{found}: {verdict.stop}"
+        after = verdict.history
+        left = self._budget
+        if after.infrastructure > left.infrastructure or after.stall > left.stall or after.total > left.total:
+            return f"{found}: no restart in place is left"
+        return verdict
+
+    def _class_of(self, failure: Failure, history: rules.History, attempt: rules.Attempt) -> rules.Class:
+        """What it is, after what the user has said of its exit code."""
+        from ddpjob.core import rules
+
+        evidence = rules.Evidence(
+            exit_code=0 if failure.get("early") else failure["exitCode"],
+            exception=failure["exception"],
+            vanished=failure.get("vanished", False),
+            stalled=failure.get("stalled", False),
+        )
+        found = "infrastructure" if failure["symptom"] else rules.classify(evidence)
+        if found == "permanent" and evidence.exit_code in CANNOT_RUN:
+            found = self._class_of_no_start()
+        found = rules.of_complaints(found, history, attempt)
+        policy = [rules.PolicyRule(rule.action, rule.codes, rule.inverted) for rule in self._policy]
+        ignored = any(rule.matches(evidence.exit_code) for rule in policy)
+        failure["elsewhere"] = found == "infrastructure" and evidence.exit_code in CANNOT_RUN and not ignored
+        outside = rules.from_outside(evidence) or bool(failure.get("unstarted"))
+        return rules.with_policy(found, evidence.exit_code, policy, from_outside=outside)
+
+    def _class_of_no_start(self) -> rules.Class:
+        """As the operator's: for good only where the job has never trained, and no node has the program."""
+        if self.furthest_step or self.generation > 0:
+            return "application"
+        return "permanent" if len(self._unable) == self._nodes or not self._has_operator else "infrastructure"
+
+    def _end(self, code: int, failure: Failure | None, why: str, now: float) -> None:
+        self._enter("over", now, None)
+        self.orders.append(End(code, failure, why))
+
+    def _enter(self, state: State, now: float, seconds: float | None) -> None:
+        self.state, self._since = state, now
+        self._until = None if seconds is None else now + seconds
+
+
+def _failed_check(why: str) -> Failure:
+    return {"rank": -1, "exitCode": RESUMABLE, "signal": "", "exception": why, "resumable": False, "symptom": True}
+
+
+def root_cause(failures: list[Failure]) -> Failure:
+    """The first that is not the mere symptom of another one, a lost node only where nothing else is known."""
+    assert failures, "a generation is stopped for a failure"
+    return min(failures, key=_weight)
+
+
+def explained(failure: Failure, ended: Sequence[Ended]) -> Failure:
+    """The cause of what a rank complains of, where another one ended with 0: it makes fewer steps."""
+    if not failure["symptom"] or failure.get("unstarted") or not ended or failure["rank"] < 0:
+        return failure
+    from ddpjob.core import rules
+
+    rank, step = min(ended)
+    said = rules.ended_early(step or None, f"rank {failure['rank']}", failure.get("step") or None)
+    return {**failure, "rank": rank, "exception": said, "step": step, "symptom": False, "early": True}
+
+
+def describe(failure: Failure) -> str:
+    """rank 3 ended with exit code 7 (ValueError: no such shard: 7)"""
+    if failure.get("early"):
+        return f"rank {failure['rank']} {failure['exception']}"
+    if failure.get("vanished"):
+        return f"node {failure['node']} is lost"
+    if failure.get("stalled"):
+        return f"the group {failure['exception']}"
+    how = failure["signal"] or f"exit code {failure['exitCode']}"
+    return f"rank {failure['rank']} ended with {how}" + (f" ({failure['exception']})" if failure["exception"] else "")
+
+
+def _weight(failure: Failure) -> int:
+    """How little it says of a cause; 0 only where it has one of its own."""
+    return 2 if failure["symptom"] else 1 if failure.get("vanished") or failure["resumable"] else 0
+
+
+def _vanished(node: int, replacement: int) -> Failure:
+    return {
+        "rank": -1,
+        "node": node,
+        "replacement": replacement,
+        "exitCode": RESUMABLE,
+        "signal": "",
+        "exception": "",
+        "resumable": False,
+        "symptom": False,
+        "vanished": True,
+    }

@@ -1,0 +1,112 @@
+"""Whether the ranks of one node stand still: what their beats prove. `watch_ranks.py` looks, `stall_rules.py` decides.
+
+The rules are the operator's (`observed.stall`), the limits the same (`stall_limits.py`): the group stands still, not
+a rank, so a rank that never says a step does not count where another one does. Here a rank is seen, not heard of, so
+its silence is no question; a gap in our own looks is: then all is counted anew, because the ranks may have been held
+as we were.
+
+Pure. Times are seconds of the agent's monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from ddpjob.core.stall_limits import Learned, Limit, Phase, learn, limit
+
+LOOK_SECONDS = 1.0
+GAP_SECONDS = 3.0
+# By what a rank is seen to get on. A rank without the library is known by its collectives alone.
+BY_COLLECTIVES, BY_START, BY_STEPS = 1, 2, 3
+# A script without the library cannot say that it has begun to train. DDP's construction has collectives too, and then
+# the first step is compiled.
+LOOKS_UNTIL_TRAINING = 5
+
+
+class Beat(NamedTuple):
+    """What a rank says."""
+
+    pid: int
+    """0: nothing yet."""
+    phase: Phase | Literal[""]
+    step: int
+    collectives: int
+    over: bool = False
+    """Whether it needs no other rank any more: its group is left, its script has ended, or theirs have."""
+
+
+class Pace(NamedTuple):
+    """How a rank gets on."""
+
+    level: int
+    phase: Phase
+    mark: int
+    """The step, or the collectives begun."""
+    advanced_at: float
+    measured: bool
+    """Whether it was seen to come here; else the look that saw it first was in the middle of a step."""
+    learned: Learned
+    moves: int
+    """How many looks saw it get on."""
+
+    def limit(self, timeout: float | None) -> Limit:
+        """How long it may stand where it is."""
+        return limit(self.phase, self.mark, self.learned, timeout)
+
+
+class Word(NamedTuple):
+    """What a node says of its ranks together."""
+
+    level: int
+    """0: no rank beats."""
+    stands: bool
+    """Whether each of those that count stands for longer than it may."""
+    seconds: float
+    """For how long all of them do."""
+    phase: Phase
+
+
+NOTHING = Word(0, False, 0.0, "start")
+
+
+def fold(pace: Pace | None, beat: Beat, now: float) -> Pace | None:
+    """The pace of a rank after a look; None as long as it says nothing."""
+    level, phase, mark = _where(pace, beat)
+    if level == 0:
+        return None
+    if pace is None or pace.level != level:
+        return Pace(level, phase, mark, now, phase == "start", Learned() if pace is None else pace.learned, 0)
+    if (pace.phase, pace.mark) == (phase, mark):
+        return pace
+    learned = learn(
+        pace.learned, pace.phase, pace.mark, mark - pace.mark, now - pace.advanced_at, measured=pace.measured
+    )
+    return Pace(level, phase, mark, now, True, learned, pace.moves + 1)
+
+
+def anew(paces: Mapping[int, Pace], now: float) -> dict[int, Pace]:
+    """The paces after a gap in our looks: who stood, may have been held."""
+    return {rank: pace._replace(advanced_at=now, measured=False) for rank, pace in paces.items()}
+
+
+def word(paces: Mapping[int, Pace], timeout: float | None, now: float) -> Word:
+    """What these paces prove."""
+    level = max((pace.level for pace in paces.values()), default=0)
+    counting = [pace for pace in paces.values() if pace.level == level]
+    if not counting:
+        return NOTHING
+    stands = all(now - pace.advanced_at > pace.limit(timeout).allowed for pace in counting)
+    slowest = max(counting, key=lambda pace: pace.advanced_at)
+    return Word(level, stands, now - slowest.advanced_at, slowest.phase)
+
+
+def _where(pace: Pace | None, beat: Beat) -> tuple[int, Phase, int]:
+    if beat.phase == "start":
+        return BY_START, "start", beat.collectives
+    if beat.phase:
+        return BY_STEPS, beat.phase, beat.step
+    if beat.collectives == 0 and not beat.over:
+        return 0, "start", 0
+    begun = beat.over or (pace is not None and pace.moves + (beat.collectives != pace.mark) >= LOOKS_UNTIL_TRAINING)
+    return BY_COLLECTIVES, "train" if begun else "start", max(beat.collectives, int(beat.over))

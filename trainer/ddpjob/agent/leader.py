@@ -1,0 +1,375 @@
+"""Node 0's side of the group: carries the events of all nodes to the `Lead`, and its orders to all nodes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ddpjob.agent import ports
+from ddpjob.agent.core.leader_state import RESUMABLE, Ask, End, Ended, Failure, Lead, Leave, Over, Start, Stop
+from ddpjob.agent.core.stall_rules import Position
+from ddpjob.agent.environment import Life
+from ddpjob.agent.node import say
+from ddpjob.agent.options import read_left
+from ddpjob.agent.posting import Posting
+
+if TYPE_CHECKING:
+    from ddpjob.agent.agent import Agent
+    from ddpjob.agent.core.stall_monitor import Word
+    from ddpjob.agent.wire import Link
+
+BEAT_SECONDS = 5.0
+SILENT_SECONDS = 30.0  # an agent does nothing but answer: one that is silent for six beats is gone, or its node is
+GREETING_SECONDS = 5.0
+STRANGERS_MAX = 64
+FAREWELL_SECONDS = 2.0
+TEXT_CHARACTERS_MAX = 300
+_TEXTS = {"signal": 16, "exception": 500}
+
+
+class Leading:
+    """The group as node 0 has it."""
+
+    def __init__(self, agent: Agent) -> None:
+        options = agent.options
+        self._agent, self._options = agent, options
+        self._lead = Lead(
+            options.nodes,
+            options.budget,
+            options.join_seconds,
+            time.monotonic(),
+            policy=options.policy,
+            has_operator=options.has_operator,
+            preflight=options.preflight,
+            furthest_step=options.furthest_step,
+        )
+        self._posting = Posting(agent)
+        self._listener: socket.socket | None = None
+        self._links: dict[int, Link] = {}  # by node
+        self._strangers: dict[Link, float] = {}  # connections that have not shown who they are, and since when
+        self._refused: set[str] = set()  # what was said of strangers: each of them comes again every second
+        self._heard_at: dict[int, float] = {}
+        self._beat_at = 0.0
+        self._held: socket.socket | None = None  # the port of this generation
+
+    @property
+    def deadline(self) -> float | None:
+        """When `turn` has something to do."""
+        beat_at = self._beat_at if self._links or self._strangers else None
+        times = [at for at in (self._lead.deadline, self._posting.deadline, beat_at) if at]
+        return min(times) if times else None
+
+    def begin(self, now: float) -> None:
+        """Wait for the others."""
+        if self._options.nodes > 1:
+            assert self._options.port is not None, "several nodes have a port to meet at"
+            try:
+                self._listener = ports.listen(self._options.port)
+            except OSError as error:
+                say(f"port {self._options.port}, where the other nodes look for this one: {error.strerror}")
+                return self._agent.end(RESUMABLE, None, ended=True)  # another attempt has another port
+            self._agent.watch(self._listener.fileno(), self._accept)
+        self._lead.joined(0, now, replacement=self._options.replacement)
+        return self.turn(now)
+
+    def failed(self, failures: list[Failure], now: float) -> None:
+        """A rank of node 0 has failed."""
+        self._lead.reached(self._agent.node.furthest_step)
+        self._lead.failed(0, failures, now)
+
+    def stopped(self, failures: list[Failure], now: float) -> None:
+        """No rank of node 0 runs any more."""
+        self._lead.reached(self._agent.node.furthest_step)
+        self._lead.stopped(0, failures, now, self._agent.node.ended_well)
+
+    def finished(self, now: float) -> None:
+        """All ranks of node 0 have ended with 0."""
+        self._lead.finished(0, now, self._agent.node.ended_well)
+
+    def stood(self, word: Word, now: float) -> None:
+        """The ranks of node 0 get on, or stand still."""
+        self._lead.stood(0, word, now)
+
+    def answered(self, word: Word, positions: Sequence[Position], now: float) -> None:
+        """Where the ranks of node 0 are."""
+        self._lead.answered(0, word, positions, now)
+
+    def told(self, now: float) -> None:
+        """Node 0 was told to end."""
+        self._lead.told(0, now)
+
+    def turn(self, now: float) -> None:
+        """Do what the lead orders, and what time asks for."""
+        self._lead.tick(now)
+        if self._links or self._strangers:
+            self._beat(now)
+        while self._lead.orders and self._agent.code is None:
+            order = self._lead.orders.pop(0)
+            if isinstance(order, Start):
+                self._start(order)
+            elif isinstance(order, Stop):
+                self._stop(order, now)
+            elif isinstance(order, Ask):
+                self._ask(order, now)
+            elif isinstance(order, Over):
+                self._tell(range(1, self._options.nodes), {"over": {"generation": order.generation}})
+                self._agent.watching.others_have_ended()
+            elif isinstance(order, End):
+                self._end(order)
+            else:
+                self._leave(order)
+        if self._agent.code is None:
+            self._posting.turn(now, self._post())
+
+    # ---- orders --------------------------------------------------------------------------------------------
+
+    def _start(self, order: Start) -> None:
+        if order.preflight:
+            say("pre-flight: the nodes measure each other first")
+        elif order.generation > 0:
+            say(f"restart {order.generation}: {self._lead.said or 'the pod of node 0 is new'}")
+        elif self._lead.said:
+            say(self._lead.said)
+        try:
+            port = self._new_port(order.generation)
+        except OSError as error:
+            say(f"no port for rank 0: {error}; this node is given up")
+            return self.abandon()
+        life = Life(order.generation, port, order.preflight)
+        self._tell(range(1, self._options.nodes), {"start": life._asdict()})
+        return self._agent.start(life)
+
+    def _stop(self, order: Stop, now: float) -> None:
+        self._tell(order.nodes, {"stop": {"generation": order.generation, "patient": order.patient}})
+        if 0 in order.nodes:
+            self._agent.stop(now, patient=order.patient)
+
+    def _ask(self, order: Ask, now: float) -> None:
+        say("no rank gets on: each is asked where it stands")
+        self._tell(range(1, self._options.nodes), {"ask": {"generation": order.generation}})
+        self._agent.watching.ask(now)
+
+    def _end(self, order: End) -> None:
+        if order.code != 0:
+            say(order.why)
+        self._tell(list(self._links), {"end": {"code": order.code, "failure": order.failure}})
+        self._say_farewell()
+        account = self._account() if order.code != 0 or self._lead.restarts else None
+        self._agent.end(self._agent.own_code(order), order.failure, ended=True, account=account)
+        self._posting.finish(self._post())
+
+    def _leave(self, order: Leave) -> None:
+        say(order.why)
+        self._go(self._agent.code_when_told())
+
+    def abandon(self) -> None:
+        """This node is given up; the others wait for another one in its place."""
+        self._go(RESUMABLE)
+
+    def _go(self, code: int) -> None:
+        for link in self._links.values():
+            link.shut()
+        self._agent.end(code, None, account=self._account() if self._lead.restarts else None)
+        self._posting.finish(self._post())
+
+    def _account(self) -> dict[str, Any]:
+        """What this agent has charged in its life."""
+        return {
+            "replacement": self._options.replacement,
+            "generation": max(0, self._lead.generation),
+            "restarts": self._lead.counts,
+        }
+
+    def _post(self) -> dict[str, Any] | None:
+        """The same for the status receiver, with the failures behind it; None where nothing was charged."""
+        if not self._lead.charged:
+            return None
+        self._lead.reached(self._agent.node.furthest_step)
+        failures = [_told(failure, self._options.nproc) for failure in self._lead.charged]
+        return {"step": self._lead.furthest_step, "agent": {**self._account(), "failures": failures}}
+
+    def _new_port(self, generation: int) -> int:
+        # A job of one node has nobody to meet: its ranks first get the port that was asked for, as from torchrun.
+        asked = self._options.port if self._options.nodes == 1 and generation == 0 else None
+        if asked is not None:
+            return asked
+        before, self._held = self._held, ports.hold()  # beside the last one: else the kernel may give the same again
+        if before is not None:
+            before.close()
+        return ports.number(self._held)
+
+    def _tell(self, nodes: Collection[int], message: dict[str, Any]) -> None:
+        for node in nodes:
+            link = self._links.get(node)
+            if link is not None:
+                self._guard(link, lambda link=link: link.send(message))  # type: ignore[misc]
+
+    def _say_farewell(self) -> None:
+        """Until every agent has read the end: closing a socket with unread lines in it takes back what was sent."""
+        deadline = time.monotonic() + FAREWELL_SECONDS
+        for link in self._links.values():
+            link.shut()
+        while self._links and time.monotonic() < deadline:
+            for link in list(self._links.values()):
+                self._guard(link, link.receive)
+            time.sleep(0.002)
+
+    # ---- events --------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        from ddpjob.agent.wire import Link, Refused, job_key
+
+        assert self._listener is not None, "only a listener accepts"
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # gone again
+            return
+        if len(self._strangers) >= STRANGERS_MAX:
+            # Any of them goes: who holds all places, or takes them fast, shall not keep an agent of ours out.
+            self._drop(list(self._strangers)[os.urandom(1)[0] % STRANGERS_MAX])
+        try:
+            link = Link(connection, job_key(self._options.run_id, self._agent.environ), node=None)
+        except Refused:
+            connection.close()
+            return
+        self._strangers[link] = time.monotonic()
+        self._beat_at = min(self._beat_at or time.monotonic(), time.monotonic() + GREETING_SECONDS)
+        self._agent.watch(link.fileno(), lambda: self._hear(link))
+
+    def _hear(self, link: Link) -> None:
+        now = time.monotonic()
+        for message in self._guard(link, link.receive) or []:
+            if link in self._strangers:
+                self._guard(link, lambda message=message: self._welcome(link, message, now))  # type: ignore[misc]
+            elif self._links.get(link.node or 0) is link:
+                self._heard_at[link.node or 0] = now
+                self._guard(link, lambda message=message: self._obey(link.node or 0, message, now))  # type: ignore[misc]
+
+    def _welcome(self, link: Link, message: dict[str, Any], now: float) -> None:
+        from ddpjob.agent.wire import Refused
+
+        node, mine = link.node, (self._options.nodes, self._options.nproc)
+        theirs = (message.get("nodes"), message.get("nproc"))
+        if node is None or not 0 < node < self._options.nodes:
+            raise Refused(f"node {node} of {self._options.nodes}")
+        if theirs != mine:
+            say(f"node {node} has --nnodes, --nproc-per-node {theirs}, node 0 {mine}: it cannot join")
+            raise Refused("another size")
+        generation, replacement = int(message["generation"]), int(message.get("replacement", 0))
+        left = read_left(message["left"]) if message.get("left") else None
+        if self._lead.is_outdated(node, replacement):
+            raise Refused(f"node {node} comes as pod {replacement} of its attempt, and a newer one has been here")
+        del self._strangers[link]
+        if node in self._links:
+            self._drop(self._links[node])
+        self._links[node], self._heard_at[node] = link, now
+        link.send({"welcome": node, "generation": self._lead.generation})
+        self._lead.joined(node, now, generation, replacement, preflight=message.get("preflight") is True, left=left)
+
+    def _obey(self, node: int, message: dict[str, Any], now: float) -> None:
+        if "told" in message:
+            self._lead.told(node, now)
+        if message.get("generation") != self._lead.generation:
+            return  # a beat, or late news of a generation that is no more
+        failures = [checked(failure) for failure in message.get("failures", [])][: self._options.nproc]
+        said = message.get("said")
+        self._lead.reached(int(message.get("step", 0)))
+        if said == "failed":
+            self._lead.failed(node, failures, now)
+        elif said == "stopped":
+            self._lead.stopped(node, failures, now, self._ended(node, message))
+        elif said == "finished":
+            self._lead.finished(node, now, self._ended(node, message))
+        elif said == "stood":
+            self._lead.stood(node, word_of(message["word"]), now)
+        elif said == "answered":
+            positions = [position_of(position) for position in message["positions"]][: self._options.nproc]
+            self._lead.answered(node, word_of(message["word"]), positions, now)
+
+    def _ended(self, node: int, message: dict[str, Any]) -> Ended | None:
+        """Raises TypeError, ValueError."""
+        if message.get("ended") is None:
+            return None
+        rank, step = map(int, message["ended"])
+        if rank // self._options.nproc != node or not 0 <= step < 1 << 53:
+            raise ValueError(f"rank {rank} of node {node} at step {step}")
+        return rank, step
+
+    def _beat(self, now: float) -> None:
+        if now < self._beat_at:
+            return
+        self._beat_at = now + BEAT_SECONDS
+        for link, since in list(self._strangers.items()):
+            if now > since + GREETING_SECONDS:
+                self._drop(link)
+        for node, link in list(self._links.items()):
+            if now > self._heard_at[node] + SILENT_SECONDS:
+                say(f"node {node} has been silent for {SILENT_SECONDS:g} s")
+                self._drop(link)
+        self._tell(list(self._links), {"beat": 1})
+
+    def _guard(self, link: Link, work: Callable[[], Any]) -> Any:
+        """Whatever goes wrong with a connection ends it, and nothing else."""
+        from ddpjob.agent.wire import Refused
+
+        try:
+            return work()
+        except (Refused, KeyError, TypeError, ValueError, ArithmeticError) as error:  # 1e999 is no number of steps
+            if link in self._strangers and link.node is not None and str(error) not in self._refused:
+                self._refused.add(str(error))
+                say(f"a connection was refused: {error}")
+            self._drop(link)
+            return None
+
+    def _drop(self, link: Link) -> None:
+        if link.fileno() < 0:
+            return
+        self._agent.unwatch(link.fileno())
+        link.close()
+        self._strangers.pop(link, None)
+        if link.node is not None and self._links.get(link.node) is link:
+            del self._links[link.node]
+            self._lead.lost(link.node, time.monotonic())
+
+
+def _told(failure: Failure, nproc: int) -> dict[str, Any]:
+    """A charged failure as the status receiver reads it; rank -1 is a node whose connection was lost."""
+    rank = failure["rank"]
+    return {
+        "rank": rank,
+        "nodeRank": failure["node"] if rank < 0 else rank // nproc,
+        "exitCode": None if rank < 0 else 0 if failure.get("early") else failure["exitCode"],
+        "signal": failure["signal"],
+        "exception": failure["exception"][:TEXT_CHARACTERS_MAX],
+        "step": failure.get("step", 0),
+        "class": failure["class"],
+        "chargedTo": failure["chargedTo"],
+    }
+
+
+def checked(failure: Any) -> Failure:
+    """A failure as another node tells it, with what is known of its fields. Raises KeyError, TypeError, ValueError."""
+    if not (type(failure["rank"]) is int and type(failure["exitCode"]) is int and 0 < failure["exitCode"] < 256):
+        raise ValueError("rank and exitCode are numbers")
+    texts = {name: str(failure.get(name, ""))[:length] for name, length in _TEXTS.items()}
+    flags = {name: failure.get(name) is True for name in ("symptom", "resumable", "unstarted")}
+    numbers = {"step": int(failure.get("step", 0)), "time": float(failure.get("time", 0.0))}
+    return {**{k: failure[k] for k in ("rank", "exitCode")}, **texts, **flags, **numbers}
+
+
+def word_of(said: Any) -> Word:
+    """How another node's ranks get on, as it tells it. Raises TypeError, ValueError."""
+    from ddpjob.agent.core.stall_monitor import Word
+
+    level, stands, seconds, phase = said
+    return Word(int(level), stands is True, float(seconds), str(phase)[:16])  # type: ignore[arg-type]  # shown, no more
+
+
+def position_of(said: Any) -> Position:
+    """Where another node's rank stands. Raises KeyError, TypeError, ValueError."""
+    rank, step, sequence, op, done, where, answers, idle = said
+    flags = (answers is True, idle is True)
+    return Position(int(rank), int(step), int(sequence), str(op), done is True, str(where), *flags)

@@ -1,0 +1,204 @@
+"""The watchdog of one node: looks at the beats of its ranks, says how they get on, and asks them where they stand.
+
+It looks once a second, and not at all before a rank beats. `core/stall_monitor.py` says what the beats prove, and node 0
+decides for all nodes (`core/stall_rules.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ddpjob.agent import processes
+from ddpjob.agent.core.stall_monitor import Beat
+from ddpjob.agent.core.stall_rules import Position
+from ddpjob.agent.heartbeats import Beats
+from ddpjob.reporting.heartbeat import STACKS_SIGNAL
+
+if TYPE_CHECKING:
+    from ddpjob.agent.agent import Agent
+    from ddpjob.agent.core.stall_monitor import Pace, Word
+
+SIGNAL_SECONDS = 0.6  # a rank that has not answered by then is asked by a signal, which no interpreter can hold up
+ANSWER_SECONDS = 1.0
+IDLE_MAX = 0.01  # of a CPU: the watchdog's own thread uses a tenth of that
+SIGNAL_PAUSE_SECONDS = 0.02  # between two ranks, whose stacks go to one console
+
+
+class Watching:
+    """Of one generation at a time."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self.timeout = agent.options.stall_seconds
+        self._beats: Beats | None = None
+        self._paces: dict[int, Pace] = {}
+        self._said: Word | None = None
+        self._over = False  # whether all ranks of another node have ended well
+        self._cpu: dict[int, tuple[float, float]] = {}  # by rank: since when it stands, and what it had used by then
+        self._looked_at = 0.0
+        self._look_at: float | None = None  # None: nobody beats
+        self._signals: list[int] = []  # ranks that are asked by a signal unless they answer
+        self._signal_at: float | None = None
+        self._answer_at: float | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        """When `turn` has something to do."""
+        times = [at for at in (self._look_at, self._signal_at, self._answer_at) if at is not None]
+        return min(times) if times else None
+
+    def begin(self, beats: Beats) -> None:
+        """A generation starts."""
+        self._beats = beats
+        self._paces, self._said, self._over, self._cpu = {}, None, False, {}
+        self._agent.watch(beats.bell, self._hear_bell)
+
+    def end(self) -> None:
+        """No rank runs any more, or all shall end."""
+        if self._beats is not None:
+            self._agent.unwatch(self._beats.bell)
+        self._beats = self._look_at = self._signal_at = self._answer_at = None
+
+    def turn(self, now: float) -> None:
+        """What time asks for."""
+        if self._look_at is not None and now >= self._look_at:
+            self._look(now)
+        if self._signal_at is not None and now >= self._signal_at:
+            self._signal_next(now)
+        if self._answer_at is not None and now >= self._answer_at:
+            self._answer(now)
+
+    def others_have_ended(self) -> None:
+        """All ranks of a node have ended well: those of this one wait for nobody any more."""
+        self._over = True
+
+    def ask(self, now: float) -> None:
+        """Every rank writes its stacks and its last collectives to its log; what they answer goes to node 0."""
+        if self._beats is None:
+            return
+        self._beats.ask()
+        self._signals = sorted(self._agent.node.running_ranks)
+        self._signal_at, self._answer_at = now + SIGNAL_SECONDS, now + ANSWER_SECONDS
+
+    def _hear_bell(self) -> None:
+        assert self._beats is not None, "only a bell that is there rings"
+        os.read(self._beats.bell, 4096)
+        if self._look_at is None and self.timeout != 0:
+            self._looked_at = self._look_at = time.monotonic()
+
+    def _look(self, now: float) -> None:
+        from ddpjob.agent.core import stall_monitor
+
+        assert self._beats is not None, "only beats are looked at"
+        over = self._over or self._agent.node.ended_well is not None
+        found = {rank: self._beats.of(rank) for rank in self._agent.node.running_ranks}
+        beats = {rank: beat._replace(over=beat.over or over) for rank, beat in found.items()}
+        seen = {rank: beat for rank, beat in beats.items() if _lives(beat.pid)}
+        # Also where a rank has ended: it got on, and what the others wait for may be another thing now.
+        if now - self._looked_at > stall_monitor.GAP_SECONDS or self._paces.keys() - seen.keys():
+            self._paces = stall_monitor.anew(self._paces, now)
+        self._looked_at, self._look_at = now, now + stall_monitor.LOOK_SECONDS
+        folded = {rank: stall_monitor.fold(self._paces.get(rank), beat, now) for rank, beat in seen.items()}
+        self._paces = {rank: pace for rank, pace in folded.items() if pace is not None}
+        self._note_cpu(beats)
+        word = self._word(now)
+        if self._said is None or (word.level, word.stands) != (self._said.level, self._said.stands):
+            self._said = word
+            self._agent.group.stood(word, now)
+
+    def _note_cpu(self, beats: Mapping[int, Beat]) -> None:
+        """What ranks had used when they began to stand, where it will be asked for."""
+        self._cpu = {
+            rank: known
+            if (known := self._cpu.get(rank)) is not None and known[0] == pace.advanced_at
+            else (pace.advanced_at, cpu_seconds(beats[rank].pid))
+            for rank, pace in self._paces.items()
+            if beats[rank].over
+        }
+
+    def _is_idle(self, local_rank: int, now: float) -> bool:
+        known = self._cpu.get(local_rank)
+        if known is None or self._beats is None:
+            return False
+        since, before = known
+        return cpu_seconds(self._beats.of(local_rank).pid) - before < IDLE_MAX * (now - since)
+
+    def _word(self, now: float) -> Word:
+        from ddpjob.agent.core import stall_monitor
+
+        return stall_monitor.word(self._paces, self.timeout, now)
+
+    def _signal_next(self, now: float) -> None:
+        assert self._beats is not None, "only ranks that may beat are asked"
+        self._signal_at = None
+        while self._signals:
+            rank = self._signals.pop(0)
+            if self._beats.answer(rank) is None and _write_stacks(self._beats.of(rank).pid):
+                self._signal_at = now + SIGNAL_PAUSE_SECONDS
+                return
+
+    def _answer(self, now: float) -> None:
+        from ddpjob.agent.core import stall_monitor
+
+        assert self._beats is not None, "only ranks that may beat are asked"
+        self._answer_at = self._signal_at = None
+        self._look(now)  # they may have got on since they were asked
+        if self._beats is None:
+            return  # node 0 was lost when it was told so
+        running = sorted(self._agent.node.running_ranks)
+        # One that never beats cannot answer, and is not to blame for that where others do.
+        beating = [rank for rank in running if self._beats.of(rank).pid]
+        idle = {rank for rank in beating if self._is_idle(rank, now)}
+        positions = [self._position(rank)._replace(idle=rank in idle) for rank in beating or running]
+        word = self._word(now)
+        self._paces, self._said = stall_monitor.anew(self._paces, now), word._replace(stands=False)
+        self._agent.group.answered(word, positions, now)
+
+    def _position(self, local_rank: int) -> Position:
+        assert self._beats is not None, "a rank that runs has a page"
+        options = self._agent.options
+        rank = options.node_rank * options.nproc + local_rank
+        return position(rank, self._beats.of(local_rank).step, self._beats.answer(local_rank))
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process and of all below it, those that have ended too; 0 where it has."""
+    return sum(_own_cpu_seconds(one) for one in {pid, *processes.descendants(pid)})
+
+
+def _own_cpu_seconds(pid: int) -> float:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            ticks = stat.read().rpartition(b")")[2].split()[11:15]  # utime, stime, cutime, cstime
+    except OSError:
+        return 0.0
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+
+def position(rank: int, step: int, answer: Mapping[str, Any] | None) -> Position:
+    """Where a rank stands, by what it or another node's agent says. Raises TypeError, ValueError for nonsense."""
+    if answer is None:
+        return Position(rank, step, answers=False)
+    sequence, op, where = int(answer.get("sequence", 0)), str(answer.get("op", "")), str(answer.get("where", ""))
+    return Position(rank, step, sequence, op[:40], answer.get("done", True) is True, where[:120])
+
+
+def _lives(pid: int) -> bool:
+    """A rank that is a shell script outlives the training in it."""
+    return pid > 0 and os.path.exists(f"/proc/{pid}")
+
+
+def _write_stacks(pid: int) -> bool:
+    """faulthandler writes them, in the process itself; whether this one has it, for to another the signal is fatal."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
+            caught = next(int(line.split()[1], 16) for line in status if line.startswith("SigCgt:"))
+        if pid > 0 and caught >> (STACKS_SIGNAL - 1) & 1:
+            os.kill(pid, STACKS_SIGNAL)
+            return True
+    except (OSError, StopIteration, ValueError):  # it has ended
+        return False
+    return False

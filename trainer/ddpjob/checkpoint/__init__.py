@@ -1,0 +1,1 @@
+"""State that outlives the process: snapshots, and whether all ranks hold the same."""

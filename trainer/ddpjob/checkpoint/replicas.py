@@ -1,0 +1,250 @@
+"""`check_replicas(model)`: do all ranks still hold the same bits? DDP promises it, and nothing in PyTorch looks.
+
+Every rank sums the bits of each tensor, and only the sums travel: 16 bytes a tensor. What is found is the same on all
+ranks, so all raise the same error, and none is left waiting in a collective.
+"""
+
+import functools
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpjob.checkpoint.state_dicts import not_whole, sharded
+from ddpjob.errors import ReplicasDifferError, StateError
+from ddpjob.group import gather
+
+_COLUMNS = 65_536  # pairs of words in a row: with their weights they stay in a processor's cache
+_ROWS_AT_ONCE = {"cpu": 1}
+_ROWS_AT_ONCE_ELSE = 64  # a launch takes longer than a row; 32 MiB at a time
+_RANKS_NAMED_MAX = 8
+_MEND = (
+    "Common causes: weights or a seed that depend on the rank, a change outside of DDP's backward pass, faulty memory. "
+    "Continue from a snapshot, or from one rank's state on all of them."
+)
+_MEND_BUFFER = (
+    "A BatchNorm's statistics are each rank's own until the next forward pass: use SyncBatchNorm, or buffers=False."
+)
+
+
+class _Tensor(NamedTuple):
+    kind: str
+    name: str
+    tensor: torch.Tensor
+
+    def describe(self) -> str:
+        """parameter fc.weight (float32 [10, 64])"""
+        return f"{self.kind} {self.name} ({str(self.tensor.dtype).removeprefix('torch.')} {list(self.tensor.shape)})"
+
+
+@torch.no_grad()
+def check_replicas(model: Any, *, buffers: bool = True) -> None:
+    """Raise ReplicasDifferError, on every rank, unless all ranks hold the same bits. Call it on every rank.
+
+    model    a module, in DistributedDataParallel or not; or an optimizer, or what a state_dict() gives (its tensors
+             are compared, its plain numbers are not).
+    buffers  whether a module's buffers count. BatchNorm's running statistics differ between ranks after each step, by
+             DDP's design: rank 0's are sent to all before the next one.
+
+    The error names the first tensor that differs, parameters first, and the ranks that differ from what most ranks
+    hold. Where no value has most ranks (with two ranks always), rank 0 is what the others are compared with.
+    Alone, or without a group, it does nothing. A model whose ranks hold parts of it (FSDP, DTensor), and a tensor whose
+    bits are not plain (a subclass, quantized, on the meta device) is a StateError on every rank.
+    """
+    group = model.process_group if isinstance(model, DistributedDataParallel) else None
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
+    said, sums, error = _read(model, buffers)
+    text = json.dumps(said)
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    if len(set(gather.numbers(torch.tensor([digest]), group).flatten().tolist())) > 1:
+        _compare_layouts([json.loads(other) for other in gather.texts(text, group)], ranks)
+    if error is not None:  # the same on all ranks, or it would have been a layout of its own
+        raise error
+    if said:
+        _compare_sums(said, gather.numbers(sums.flatten(), group).view(len(ranks), len(said), 2), ranks)
+
+
+def _read(model: Any, buffers: bool) -> tuple[list[str], torch.Tensor, Exception | None]:
+    """What this rank holds. A rank that cannot say is told to the others, who would wait for it in vain."""
+    try:
+        found = list(_tensors(model, buffers))
+        _refuse(model, found)
+        said = [each.describe() for each in found]
+        sums = [_sums(each.tensor) for each in found]
+        device = next((s.device for s in sums if s.device.type != "cpu"), torch.device("cpu"))
+        return said, torch.stack([s.to(device) for s in sums]) if sums else torch.zeros(0, 2), None
+    except Exception as error:
+        return [f"tensors that cannot be read: {type(error).__name__}: {error}"[:300]], torch.zeros(1, 2), error
+
+
+def _refuse(model: Any, found: Sequence[_Tensor]) -> None:
+    """Before any of them is touched: an operation on a DTensor waits for the other ranks."""
+    problem = sharded(model.module if isinstance(model, DistributedDataParallel) else model)
+    if problem:
+        raise StateError(f"check_replicas: {problem}")
+    for each in found:
+        wrong = not_whole(each.tensor)
+        if wrong:
+            raise StateError(f"check_replicas: {each.name}: {wrong} cannot be compared bit by bit.")
+
+
+def _tensors(model: Any, buffers: bool) -> Iterator[_Tensor]:
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    if isinstance(model, torch.nn.Module):
+        yield from (_Tensor("parameter", name, tensor) for name, tensor in model.named_parameters())
+        if buffers:
+            yield from (_Tensor("buffer", name, tensor) for name, tensor in model.named_buffers())
+    else:
+        yield from _in_containers("", model.state_dict() if hasattr(model, "state_dict") else model)
+
+
+def _in_containers(path: str, value: Any) -> Iterator[_Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield _Tensor("tensor", path, value)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _in_containers(f"{path}.{key}" if path else str(key), inner)
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from _in_containers(f"{path}[{index}]", inner)
+    elif not path:
+        raise TypeError(f"check_replicas takes a module, an optimizer or a state_dict, not {type(value).__name__}")
+
+
+# ---- sums of bits ------------------------------------------------------------------------------------------
+
+
+def _sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Two numbers that change with any change of the bits: of one word for certain, else but for one in 2^32.
+
+    The bits, as 32-bit words, are read as 64-bit numbers in pairs; each pair has a random odd weight, and the sum is
+    modulo 2^64. A change in the upper half of a pair can be lost there: a sign weighs 2^63 with any weight, and any
+    even number of those is nothing. So the second number pairs the words the other way, from the second word on: each
+    word is in the lower half of one of the two. Sums of rows and columns alone cost less and miss every change that
+    adds up to nothing in each row and column, as signs and four words in a rectangle do (docs/measured.md).
+    """
+    words, odd = _words(tensor)
+    sums = torch.stack([_weighted(words, 0), _weighted(words[1:], 1)])
+    if len(odd):
+        sums[0] += (odd.long() * _weights(len(odd), 4, tensor.device)).sum()
+    return sums
+
+
+def _weighted(words: torch.Tensor, number: int) -> torch.Tensor:
+    """The pairs of these words, each times the weight of its column, each row of them times the weight of its row."""
+    columns = _weights(_COLUMNS, number, words.device)
+    if len(words) <= 2 * _COLUMNS:  # most tensors are one row at most
+        return _row_sums(_pairs(words, 2), columns[: (len(words) + 1) // 2])
+    rows = _weights(-(-len(words) // (2 * _COLUMNS)), 2 + number, words.device)
+    at_once = _ROWS_AT_ONCE.get(words.device.type, _ROWS_AT_ONCE_ELSE)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for part, weights in zip(torch.split(words, 2 * _COLUMNS * at_once), torch.split(rows, at_once), strict=True):
+        pairs = _pairs(part, 2 * _COLUMNS).view(-1, _COLUMNS)
+        total += (_row_sums(pairs, columns) * weights).sum()
+    return total
+
+
+def _pairs(words: torch.Tensor, multiple: int) -> torch.Tensor:
+    """A copy, filled up with zeros: torch reads pairs only where they begin at a multiple of 8 bytes."""
+    missing = -len(words) % multiple
+    return (torch.nn.functional.pad(words, (0, missing)) if missing else words.clone()).view(torch.int64)
+
+
+def _row_sums(pairs: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """CUDA has no matrix product of integers; on the CPU it needs no memory between."""
+    return pairs @ columns if pairs.device.type == "cpu" else (pairs * columns).sum(-1)
+
+
+def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bits of any tensor as 32-bit words, and the bytes that are left."""
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    if plain.storage_offset() % 4:  # half a word into its storage
+        plain = plain.clone()
+    whole = len(plain) // 4 * 4
+    return plain[:whole].view(torch.int32), plain[whole:]
+
+
+def _weights(count: int, seed: int, device: torch.device) -> torch.Tensor:
+    """Random odd numbers, the same on every rank: odd, so that no single word that changed is lost."""
+    return _weights_up_to(1 << max(count - 1, 0).bit_length(), seed, device)[:count]
+
+
+@functools.lru_cache(maxsize=32)  # of 300 tensors half the time went into these
+def _weights_up_to(count: int, seed: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1).to(device)
+
+
+# ---- who differs -------------------------------------------------------------------------------------------
+
+
+def _compare_layouts(said: list[list[str]], ranks: Sequence[int]) -> None:
+    """Raise for the first place where ranks do not have the same kind of tensor."""
+    for place in range(max(map(len, said))):
+        here = [mine[place] if place < len(mine) else "no further tensor" for mine in said]
+        right, different = _vote(here)
+        if different:
+            raise ReplicasDifferError(
+                f"tensor {place} is not the same on all ranks: {_names(ranks, different)} {_have(different)} "
+                f"{here[different[0]]}, {_names(ranks, _others(here, different))} {_have(_others(here, different))} "
+                f"{right}. All ranks must make the same model, in the same order.",
+                tensor=next((name for text in (right, *here) if (name := _name(text))), ""),
+                ranks=[ranks[i] for i in different],
+            )
+
+
+def _compare_sums(said: list[str], sums: torch.Tensor, ranks: Sequence[int]) -> None:
+    """Raise for the first tensor whose bits differ."""
+    bad = [i for i in range(len(said)) if bool((sums[:, i] != sums[0, i]).any())]
+    if not bad:
+        return
+    values = [tuple(row) for row in sums[:, bad[0]].tolist()]
+    _, different = _vote(values)
+    first, alike = said[bad[0]], _others(values, different)
+    judge = " (no value has most ranks: rank 0 is the reference)" if 2 * len(alike) <= len(values) else ""
+    raise ReplicasDifferError(
+        f"{first} is not the same on all ranks: {_names(ranks, different)} "
+        f"{'differs' if len(different) == 1 else 'differ'} from {_names(ranks, alike)}{judge}. "
+        f"{len(bad)} of {len(said)} tensors {'differs' if len(bad) == 1 else 'differ'}. "
+        f"{_MEND_BUFFER if first.startswith('buffer') else _MEND}",
+        tensor=_name(first),
+        ranks=[ranks[i] for i in different],
+    )
+
+
+def _vote(values: Sequence[Hashable]) -> tuple[Any, list[int]]:
+    """What more than half hold, else what the first holds; and who does not."""
+    value, count = Counter(values).most_common(1)[0]
+    right = value if 2 * count > len(values) else values[0]
+    return right, [i for i, value in enumerate(values) if value != right]
+
+
+def _others(values: Sequence[Any], some: list[int]) -> list[int]:
+    return [i for i in range(len(values)) if i not in some]
+
+
+def _names(ranks: Sequence[int], some: list[int]) -> str:
+    """rank 3; ranks 0, 1, 2"""
+    named = ", ".join(str(ranks[i]) for i in some[:_RANKS_NAMED_MAX])
+    more = f" and {len(some) - _RANKS_NAMED_MAX} more" if len(some) > _RANKS_NAMED_MAX else ""
+    return f"{'rank' if len(some) == 1 else 'ranks'} {named}{more}"
+
+
+def _name(described: str) -> str:
+    """fc.weight, of "parameter fc.weight (float32 [10, 64])"; nothing of what is no tensor."""
+    kind, _, rest = described.partition(" ")
+    return rest.rpartition(" (")[0] if kind in ("parameter", "buffer", "tensor") else ""
+
+
+def _have(some: list[int]) -> str:
+    return "has" if len(some) == 1 else "have"

@@ -1,0 +1,641 @@
+"""`Snapshot`: the training state in a folder that survives the processes. Written by rank 0, read by all.
+
+Files, all in one folder:
+    step-000000000312.writer-000003.9f86d081884c7d65.pt   a state; readable with torch.load(weights_only=True)
+    writer-000003.json                                    who the third writer is: {"job": uid, "attempt": 2}, and
+                                                          "generation" where ranks were started again in their pods
+    writer-000003.alive                                   its process lives (writers.py)
+    .tmp-000003-4711-1                                    a file being written, or left by a crash
+A state's name carries its step, its writer and the first 16 hexadecimal digits of its bytes' SHA-256. The name appears
+by rename, after fsync: a file under such a name is complete, or was damaged later, which the digest shows.
+
+Fencing. Every attempt of a job that touches the folder, and under ddprun every generation of its ranks, takes the next
+writer number, once, by an exclusive create. The
+newest state is that of the highest (writer, step), never of the highest step alone, and names of two writers never
+meet: what a process of an old attempt writes late can neither overwrite nor hide a newer attempt's state. Besides, it
+looks for a higher number before it writes, publishes and prunes, and ends with Superseded. What stays open between the
+look and the rename costs a file too many in the folder, nothing more.
+
+A folder is one job's. Another job takes it over only once the process of the last claim has ended or is silent for a
+minute, says so, and goes on from that state; until then it is refused.
+"""
+
+import atexit
+import contextlib
+import errno
+import hashlib
+import io
+import json
+import operator
+import os
+import random
+import re
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from ddpjob.checkpoint import writers
+from ddpjob.checkpoint.state_dicts import copied, refuse_sharded, restore, state_of
+from ddpjob.errors import ConfigurationError, SnapshotError, StateError, Superseded
+from ddpjob.group.join import World, active, before_leaving, store_of
+from ddpjob.reporting.progress import announce, pause
+
+FORMAT = 1
+STEP_MAX = 10**12 - 1  # of the digits in a state's name
+BROADCAST_CHUNK_BYTES = 64 * 1024 * 1024
+RNG_OFFERS_MAX = 3  # random states of one rank that wait in the store; rank 0 is at most one save behind
+RNG_WAIT_SECONDS = 2.0  # how long the writing thread waits for the other ranks' random states; training does not wait
+
+_STATE_NAME = re.compile(r"step-(\d{12})\.writer-(\d{6,})\.([0-9a-f]{16})\.pt")
+_WRITER_NAME = re.compile(r"writer-(\d{6,})\.json")
+_ALIVE_NAME = re.compile(r"writer-(\d{6,})\.alive")
+_TMP_NAME = re.compile(r"\.tmp-(\d{6,})-\d+-\d+")
+
+
+class Snapshot:
+    """Saves and resumes the training state.
+
+        snapshot = ddpjob.Snapshot("snapshots", world)
+        step = snapshot.load(model=model, optimizer=optimizer, sampler=sampler)    # 0 where there is none
+        ...
+            snapshot.save(step, model=model, optimizer=optimizer, sampler=sampler)
+        snapshot.close()
+
+    folder  on a volume that outlives the pod; made if absent. Where the nodes do not share it, rank 0's counts and its
+            bytes are sent to the ranks that cannot read them.
+    world   by default the one of `init`, else rank 0 of 1.
+    keep    newest states that stay; at least 1.
+
+    The random states of Python, numpy (if imported), torch and this rank's CUDA device are saved for each rank that
+    calls `save`. A resume at the same number of ranks restores each rank's own; at another number every rank is seeded
+    from the saved states, the step and its rank, so that it repeats itself, but not the old order.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], world: World | None = None, keep: int = 3) -> None:
+        if not isinstance(keep, int) or keep < 1:  # 2.5 would be found out at the fourth save
+            raise ConfigurationError(f"keep: {keep!r} must be a whole number of at least 1.")
+        self.folder = Path(folder)
+        self.keep = keep
+        self._world = world or active()
+        self._job = os.environ.get("DDPJOB_UID", "")
+        self._attempt = self._world.attempt if self._world is not None else int(os.environ.get("DDPJOB_ATTEMPT") or 1)
+        self._generation = int(os.environ.get("DDPJOB_GENERATION") or 0)
+        self._writer: int | None = None
+        self._thread: threading.Thread | None = None
+        self._problem: BaseException | None = None
+        self._files = 0
+        self._late: dict[int, str] = {}  # ranks without a random state in the file before, and where it was expected
+        self._offered: list[str] = []
+        self._last_step, self._repeats = 0, 0
+        self.state: dict[str, Any] = {}
+        before_leaving(self.wait)
+        atexit.register(_tell_unraised, weakref.ref(self))
+
+    @property
+    def rank(self) -> int:
+        return 0 if self._world is None else self._world.rank
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self._world is None else self._world.world_size
+
+    # ---- save ----------------------------------------------------------------------------------------------
+
+    def save(self, step: int, **state: Any) -> None:
+        """Save the state under this step; returns when it is copied to the CPU, a thread writes it.
+
+        step   steps made so far, at least 1.
+        state  each an object with state_dict() (a DDP model is saved without its wrapper), or tensors, numbers,
+               strings, None, and dicts, lists and tuples of them. By exact type: what would come back as something
+               else (a DTensor, a subclass of Tensor, a namedtuple, a set, …) is a StateError that names it.
+
+        Call it on every rank, or on rank 0 alone (then only rank 0's random state is kept); nothing here waits for
+        another rank. Waits for the save before it. Raises SnapshotError for what went wrong there, StateError for what
+        could not be read back, Superseded once a newer attempt owns the folder.
+        """
+        step = _checked_step(step)
+        refuse_sharded(state)  # on every rank: rank 0 alone would find out in a call that waits for the others
+        # A step that is saved again (in the loop, and at the end) must not wait for what the first save has taken.
+        self._repeats = self._repeats + 1 if step == self._last_step else 0
+        self._last_step = step
+        with pause("save"):
+            self._save(step, state)
+
+    def _save(self, step: int, state: Mapping[str, Any]) -> None:
+        if self.rank != 0:
+            self._offer_rng(step)
+            return
+        self.wait()
+        writer = self._claim()
+        self._must_be_newest(writer)
+        document = {
+            "format": FORMAT,
+            "step": step,
+            "world_size": self.world_size,
+            "state": {name: copied(state_of(value), name) for name, value in state.items()},
+        }
+        rng = {0: _rng_state()}
+        repeat = self._repeats
+        # Not a daemon: a script that ends without close() still gets its last state.
+        work = (writer, document, repeat, rng)
+        self._thread = threading.Thread(target=self._write_or_note, args=work, name="ddpjob-snapshot")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until what was saved is in the folder; raises what went wrong with it."""
+        if self._thread is not None:
+            with pause("save"):
+                self._thread.join()
+            self._thread = None
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
+
+    def close(self) -> None:
+        """The same as `wait`: nothing stays open between two saves."""
+        self.wait()
+
+    def _write_or_note(self, writer: int, document: dict[str, Any], repeat: int, rng: dict[int, Any]) -> None:
+        try:
+            document["rng"] = self._collected_rng(document["step"], repeat, rng)
+            self._publish(writer, document)
+            self._prune(writer)
+        except SnapshotError as error:
+            self._problem = error
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                if _highest_writer(self.folder) > writer:  # which removed the file that was being written
+                    self._problem = self._superseded()
+                    return
+            self._problem = SnapshotError(
+                f"snapshot of step {document['step']} was not written to {self.folder}: {_reason(error)}. The ones "
+                f"before it are as they were."
+            )
+            self._problem.__cause__ = error
+
+    def _publish(self, writer: int, document: dict[str, Any]) -> None:
+        self._files += 1
+        tmp = self.folder / f".tmp-{writer:06d}-{os.getpid()}-{self._files}"
+        try:
+            with open(tmp, "xb") as file:
+                hashing = _HashingFile(file)
+                torch.save(document, hashing)  # type: ignore[arg-type]  # it appends and flushes, no more
+                file.flush()
+                os.fsync(file.fileno())
+            self._must_be_newest(writer)
+            os.rename(tmp, self.folder / _state_name(document["step"], writer, hashing.digest()))
+            _fsync_folder(self.folder)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                tmp.unlink()
+            raise
+
+    def _prune(self, writer: int) -> None:
+        """Remove states beyond `keep`, and what crashes left behind; never what a newer attempt may read or write."""
+        for entry in _entries(self.folder)[self.keep :]:
+            self._must_be_newest(writer)
+            entry.path.unlink(missing_ok=True)
+        for name in os.listdir(self.folder):
+            if (match := _ALIVE_NAME.fullmatch(name)) and int(match[1]) < writer:
+                (self.folder / name).unlink(missing_ok=True)
+            # At this moment this process writes nothing: a file of this writer or an older one is of a dead process.
+            if (match := _TMP_NAME.fullmatch(name)) and int(match[1]) <= writer:
+                (self.folder / name).unlink(missing_ok=True)
+
+    # ---- who may write -------------------------------------------------------------------------------------
+
+    def _claim(self) -> int:
+        """The writer number of this attempt and generation: taken once, the next after the highest in the folder."""
+        if self._writer is not None:
+            return self._writer
+        me: dict[str, Any] = {"job": self._job, "attempt": self._attempt}
+        if self._generation:  # as before where there is none: an older version reads it
+            me["generation"] = self._generation
+        _make_folder(self.folder)
+        while True:
+            highest = _highest_writer(self.folder)
+            there = _who_is(self.folder, highest)
+            if there == me:  # restarted by another launcher, or a second Snapshot of this process
+                break
+            if there is not None:
+                self._must_not_belong_to(there, highest)
+            if _create_exclusively(self.folder, highest + 1, json.dumps(me)):
+                highest += 1
+                break
+        self._writer = highest
+        folder = self.folder  # not self: what beats for it must not keep it
+        writers.begin(self, writers.alive_path(folder, highest), lambda: _highest_writer(folder) <= highest)
+        return highest
+
+    def _must_not_belong_to(self, there: Mapping[str, Any], writer: int) -> None:
+        """A later life of this job, or another job that is still running: the folder is theirs."""
+        if there["job"] == self._job:
+            if _life(there) > (self._attempt, self._generation):
+                raise self._superseded()
+            return
+        who = writers.named(there["job"])
+        if writers.lives(_claim_path(self.folder, writer), writers.alive_path(self.folder, writer), who):
+            raise SnapshotError(
+                f"folder: {self.folder} is in use by {who}, which is running. Give each job a folder of its own, or "
+                f"end that job first: two jobs that write into one would go on from each other's states."
+            )
+
+    def _must_be_newest(self, writer: int) -> None:
+        if _highest_writer(self.folder) > writer:
+            raise self._superseded()
+
+    def _superseded(self) -> Superseded:
+        there = _who_is(self.folder, _highest_writer(self.folder))
+        who = "a newer writer"
+        if there is not None:
+            who = f"{_life_named(*_life(there))} of {writers.named(there['job'])}"
+        mine = _life_named(self._attempt, self._generation)
+        return Superseded(f"snapshot folder {self.folder} belongs to {who} now: this process, of {mine}, must end.")
+
+    # ---- load ----------------------------------------------------------------------------------------------
+
+    def load(self, **objects: Any) -> int:
+        """Restore the newest state that is whole, and return its step; 0 where there is none. Call it on every rank.
+
+        objects  under the names of `save`: objects with load_state_dict(), dicts (filled) or tensors (copied into).
+                 Every saved value is also in `self.state` afterwards, for numbers and strings.
+
+        Rank 0 chooses and all ranks read the same bytes. A damaged file is named on stderr and the one before it is
+        taken. Raises StateError where a name was not saved, Superseded where a newer attempt owns the folder: on all
+        ranks.
+        """
+        refuse_sharded(objects)
+        self.wait()
+        found = self._agreed(self._choose_on_rank_0)
+        if found is None:
+            return 0
+        data = self._read_everywhere(found)
+        document = _decoded(data, found.path)
+        before = self._job_before(found)
+        restore(objects, document["state"], str(found.path))
+        self.state = document["state"]
+        _restore_rng(document, self.rank, self.world_size)
+        if self.rank == 0:
+            self._tell(document, found.path, before)
+        announce(document["step"], **({"goesOnFrom": writers.named(before)} if before is not None else {}))
+        return int(document["step"])
+
+    def _job_before(self, entry: "_Entry") -> str | None:
+        """The job whose state this is, where it is another one."""
+        there = _who_is(self.folder, entry.writer)
+        return there["job"] if there is not None and there["job"] != self._job else None
+
+    def _tell(self, document: Mapping[str, Any], path: Path, before: str | None) -> None:
+        if before is not None:
+            _say(
+                f"goes on from the state of {writers.named(before)}, step {document['step']} in {path}. To begin "
+                f"anew, give this job a folder of its own."
+            )
+        seeded = [rank for rank in range(self.world_size) if rank not in document["rng"]]
+        if seeded and document["world_size"] == self.world_size:
+            _say(
+                f"{path} has no random state of {'rank' if len(seeded) == 1 else 'ranks'} "
+                f"{', '.join(map(str, seeded[:8]))}{' …' if len(seeded) > 8 else ''}, which did not save in time: "
+                f"seeded from rank 0's, the same way at each resume."
+            )
+
+    def _choose_on_rank_0(self) -> "_Entry | None":
+        self._claim()
+        for entry in _entries(self.folder):
+            data = _read(entry)
+            if data is not None:
+                self._chosen_bytes = data
+                return entry
+            _say(
+                f"snapshot {entry.path} is damaged (its bytes do not match the digest in its name): skipped, the one "
+                f"before it is used"
+            )
+        return None
+
+    def _agreed(self, choose: Callable[[], "_Entry | None"]) -> "_Entry | None":
+        """Rank 0's answer on all ranks; its error too, so that no rank waits for one that has stopped."""
+        if self.rank == 0:
+            try:
+                answer: Any = choose()
+            except SnapshotError as error:
+                answer = error
+            except OSError as error:
+                answer = SnapshotError(f"{self.folder}: {_reason(error)}.")
+            except Exception as error:  # whatever lies in the folder: the other ranks are waiting for an answer
+                answer = SnapshotError(f"{self.folder} cannot be read: {_reason(error)}.")
+        else:
+            answer = None
+        answer = self._broadcast(answer)
+        if isinstance(answer, SnapshotError):
+            raise answer
+        return answer  # type: ignore[no-any-return]
+
+    def _read_everywhere(self, entry: "_Entry") -> bytes:
+        mine = self._chosen_bytes if self.rank == 0 else _read(entry)
+        self._chosen_bytes = b""
+        if self.world_size > 1 and self._any_rank_lacks(mine is None):
+            mine = self._broadcast_bytes(mine)
+        assert mine is not None, "rank 0 has read what it chose"
+        return mine
+
+    def _any_rank_lacks(self, lacks: bool) -> bool:
+        flag = torch.tensor([int(lacks)], device=self._device)
+        dist.all_reduce(flag)
+        return bool(flag.item())
+
+    def _broadcast(self, value: Any) -> Any:
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self._device)
+        return box[0]
+
+    def _broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes to all, in pieces, so that a large state needs no second copy on the device."""
+        size = self._broadcast(len(data) if self.rank == 0 and data is not None else 0)
+        received = bytearray(data if self.rank == 0 and data is not None else size)
+        whole = torch.frombuffer(received, dtype=torch.uint8)
+        for piece in torch.split(whole, BROADCAST_CHUNK_BYTES):
+            on_device = piece.to(self._device)
+            dist.broadcast(on_device, src=0)
+            piece.copy_(on_device)
+        return bytes(received)
+
+    @property
+    def _device(self) -> torch.device:
+        """Where collectives of this group take their tensors."""
+        return self._world.device if self._world is not None and self._world.backend == "nccl" else torch.device("cpu")
+
+    # ---- random states of the other ranks ------------------------------------------------------------------
+
+    def _offer_rng(self, step: int) -> None:
+        """Through the store, not by a collective: `save` on rank 0 alone must not wait for the others."""
+        store = store_of(self._world)
+        if store is None:
+            return
+        buffer = io.BytesIO()
+        torch.save(_rng_state(), buffer)
+        self._offered.append(_rng_key(self.folder, step, self._repeats, self.rank))
+        store.set(self._offered[-1], buffer.getvalue())  # type: ignore[arg-type]  # takes both
+        if len(self._offered) > RNG_OFFERS_MAX:  # where rank 0 has not taken it by now, it never will
+            store.delete_key(self._offered.pop(0))
+
+    def _collected_rng(self, step: int, repeat: int, rng: dict[int, Any]) -> dict[int, Any]:
+        """The random states of the ranks that save too. One that came too late for the save before is waited for again
+        once its state is there; one that never saves, because rank 0 saves alone, is waited for once."""
+        store = store_of(self._world)
+        missing = {rank: _rng_key(self.folder, step, repeat, rank) for rank in range(1, self.world_size)}
+        if store is None:
+            return rng
+        deadline = time.monotonic() + RNG_WAIT_SECONDS
+        with contextlib.suppress(RuntimeError):  # the group is being left: the state is worth more than others' dice
+            silent = {rank for rank, key in self._late.items() if not _taken(store, key)}
+            while missing:
+                for rank in [rank for rank, key in missing.items() if store.check([key])]:
+                    key = missing.pop(rank)
+                    rng[rank] = torch.load(io.BytesIO(store.get(key)), weights_only=True)
+                    store.delete_key(key)
+                if missing.keys() <= silent or time.monotonic() > deadline:
+                    break
+                time.sleep(0.005)
+        self._late = missing
+        return rng
+
+
+def _taken(store: Store, key: str) -> bool:
+    """Whether the key is there; it is not afterwards."""
+    return bool(store.check([key]) and store.delete_key(key))
+
+
+def _tell_unraised(reference: "weakref.ref[Snapshot]") -> None:
+    """A script that ends without wait() or close() must not lose the news that its last state is not there."""
+    snapshot = reference()
+    if snapshot is not None and snapshot._problem is not None:
+        _say(str(snapshot._problem))
+
+
+def _say(text: str) -> None:
+    print(f"ddpjob: {text}", file=sys.stderr, flush=True)
+
+
+def _rng_key(folder: Path, step: int, repeat: int, rank: int) -> str:
+    return f"rng/{folder}/{step}/{repeat}/{rank}"
+
+
+def _checked_step(step: Any) -> int:
+    try:
+        whole = operator.index(step)  # numpy's integers would be written, and not read back
+    except TypeError:
+        raise ConfigurationError(f"step: {step!r} is no whole number.") from None
+    if not 1 <= whole <= STEP_MAX:
+        raise ConfigurationError(
+            f"step: {whole} must be at least 1, for 0 means that there is no snapshot, and at most {STEP_MAX}."
+        )
+    return whole
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+
+
+class _Entry(NamedTuple):
+    """One state in the folder; ordered by who wrote it, then by step, then by time."""
+
+    writer: int
+    step: int
+    modified: int
+    digest: str
+    path: Path
+
+
+def _entries(folder: Path) -> list[_Entry]:
+    """The states in the folder, newest first."""
+    found = []
+    for name in os.listdir(folder):
+        if match := _STATE_NAME.fullmatch(name):
+            with contextlib.suppress(FileNotFoundError):
+                modified = (folder / name).stat().st_mtime_ns
+                found.append(_Entry(int(match[2]), int(match[1]), modified, match[3], folder / name))
+    return sorted(found, reverse=True)
+
+
+def _state_name(step: int, writer: int, digest: str) -> str:
+    return f"step-{step:012d}.writer-{writer:06d}.{digest}.pt"
+
+
+def _read(entry: _Entry) -> bytes | None:
+    """The file's bytes, or None where they are not there or not what was written."""
+    try:
+        data = entry.path.read_bytes()
+    except OSError:
+        return None
+    return data if _digest(hashlib.sha256(data)) == entry.digest else None
+
+
+def _digest(sha256: "hashlib._Hash") -> str:
+    return sha256.hexdigest()[:16]
+
+
+class _HashingFile:
+    """What torch.save writes to: it only appends, so the digest of the file is known when it is written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._sha256 = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self._sha256.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def digest(self) -> str:
+        return _digest(self._sha256)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SnapshotError(f"folder: {folder} cannot be made: {_reason(error)}.") from error
+
+
+def _highest_writer(folder: Path) -> int:
+    """Of the claims and of the states, in case somebody tidied the claims away; 0 where there is none."""
+    matches = [_WRITER_NAME.fullmatch(name) for name in os.listdir(folder)]
+    states = [entry.writer for entry in _entries(folder)]
+    return max([int(match[1]) for match in matches if match] + states, default=0)
+
+
+def _claim_path(folder: Path, writer: int) -> Path:
+    return folder / f"writer-{writer:06d}.json"
+
+
+def _who_is(folder: Path, writer: int) -> dict[str, Any] | None:
+    try:
+        claim = dict(json.loads(_claim_path(folder, writer).read_text()))
+        _life(claim)
+        return claim if isinstance(claim["job"], str) else None
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):  # not there, or no claim of ours
+        return None
+
+
+def _life(writer: Mapping[str, Any]) -> tuple[int, int]:
+    """Attempt and generation; a writer of an older version knows no generation."""
+    return int(writer["attempt"]), int(writer.get("generation", 0))
+
+
+def _life_named(attempt: int, generation: int) -> str:
+    return f"attempt {attempt}" + (f", generation {generation}" if generation else "")
+
+
+def _create_exclusively(folder: Path, writer: int, content: str) -> bool:
+    """Create the claim with its content, or return False where somebody else was first."""
+    path = _claim_path(folder, writer)
+    tmp = folder / f".tmp-{writer:06d}-{os.getpid()}-0"
+    tmp.write_text(content)
+    try:
+        os.link(tmp, path)  # like O_EXCL, but never seen half written
+    except FileExistsError:
+        return False
+    except OSError as error:
+        # Some network and user-space file systems have no links.
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES):
+            raise
+        return _create_exclusively_without_links(path, content)
+    finally:
+        tmp.unlink(missing_ok=True)
+    _fsync_folder(folder)
+    return True
+
+
+def _create_exclusively_without_links(path: Path, content: str) -> bool:
+    try:
+        with open(path, "x") as file:
+            file.write(content)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _fsync_folder(folder: Path) -> None:
+    """The rename itself must survive a power cut; some network file systems cannot say so, and need not."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} (errno {error.errno})"
+    return f"{type(error).__name__}: {error}"
+
+
+# ---- the document ------------------------------------------------------------------------------------------
+
+
+def _decoded(data: bytes, path: Path) -> dict[str, Any]:
+    try:
+        document = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # its bytes are what was written, perhaps by another version of torch
+        raise SnapshotError(
+            f"{path}: this torch {torch.__version__} does not read it: {_reason(error).splitlines()[0]}"
+        ) from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        found = document.get("format") if isinstance(document, dict) else None
+        raise StateError(f"{path}: format {found}, this library reads {FORMAT}.")
+    return document
+
+
+# ---- random states -----------------------------------------------------------------------------------------
+
+
+def _rng_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, position, has_gauss, cached = numpy.random.get_state()
+        state["numpy"] = (name, [int(key) for key in keys], int(position), int(has_gauss), float(cached))
+    return state
+
+
+def _restore_rng(document: Mapping[str, Any], rank: int, world_size: int) -> None:
+    own = document["rng"].get(rank) if document["world_size"] == world_size else None
+    if own is None:
+        _seed_all(_seed_from(document, rank))
+        return
+    random.setstate(own["python"])
+    torch.set_rng_state(own["torch"])
+    if "cuda" in own and torch.cuda.is_available():
+        torch.cuda.set_rng_state(own["cuda"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in own:
+        numpy.random.set_state(own["numpy"])
+
+
+def _seed_from(document: Mapping[str, Any], rank: int) -> int:
+    """Differs between ranks and steps, and is the same for every resume from the same file."""
+    sha256 = hashlib.sha256(document["rng"][0]["torch"].numpy().tobytes())
+    sha256.update(f"{document['step']}/{rank}".encode())
+    return int.from_bytes(sha256.digest()[:4], "big")  # numpy takes 32 bits
+
+
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)  # CUDA too
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)

@@ -1,0 +1,249 @@
+"""What `Snapshot` can save and give back: a copy of a state on the CPU, and the way back into the objects.
+
+Accepted by exact type, because what is written but not read back is found out after the crash. Which dtypes torch.load
+reads with weights_only=True differs by its version (bytes and torch.uint16 are not read by 2.4), so torch is asked.
+`replicas` takes from here what a tensor is that has all its values on this rank.
+"""
+
+import collections
+import functools
+import io
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpjob.errors import StateError
+
+NESTED_MAX = 100  # a list in a list in a list; what contains itself comes here too
+INTEGER_BITS_MAX = 2039  # torch.load(weights_only=True) knows no longer ones: pickle's LONG4
+
+_WHOLE_TYPES = (torch.Tensor, torch.nn.Parameter)
+_WHOLE_LAYOUTS = (
+    torch.strided,
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+)
+_SHARDED = "each rank holds a part of it only. Use torch.distributed.checkpoint for sharded models."
+_MEND = (
+    "it would not be read back (weights_only=True). Save tensors, numbers, strings, and dicts, lists and tuples of "
+    "them, no subclasses: dict(value), tuple(value), int(value), value.item() make plain ones."
+)
+
+
+def state_of(value: Any) -> Any:
+    """What `value` is saved as."""
+    value = _unwrapped(value)
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _unwrapped(value: Any) -> Any:
+    """A DDP model's names begin with "module."; saved without it, the state also fits the plain model."""
+    return value.module if isinstance(value, DistributedDataParallel) else value
+
+
+# ---- tensors that are all here -----------------------------------------------------------------------------
+
+
+def not_whole(tensor: torch.Tensor) -> str:
+    """What is wrong with a tensor whose values are not all here, as plain numbers; "" for an ordinary one."""
+    if type(tensor) not in _WHOLE_TYPES:
+        return f"a {_type_name(tensor)}"
+    if tensor.is_meta:
+        return "a tensor on the meta device, which has no values,"
+    if tensor.is_quantized:
+        return "a quantized tensor"
+    if tensor.is_nested or tensor.layout not in _WHOLE_LAYOUTS:
+        return f"a tensor of layout {'nested' if tensor.is_nested else str(tensor.layout).removeprefix('torch.')}"
+    return ""
+
+
+def sharded(value: Any) -> str:
+    """Why a model or an optimizer is not whole on any rank, the same on all of them; "" where it is.
+
+    Asked on every rank and before anything else: the state_dict() of such a model waits for all ranks, or gives each
+    rank its part.
+    """
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    if isinstance(value, torch.nn.Module) and any(isinstance(module, fsdp) for module in value.modules()):
+        return f"a model in FullyShardedDataParallel: {_SHARDED}"
+    for name, tensor in _trained(value):
+        if _is_distributed(tensor):
+            return f"{name} is a {_type_name(tensor)}: {_SHARDED}"
+    return ""
+
+
+def _trained(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, torch.nn.Module):
+        yield from value.named_parameters()
+    elif isinstance(value, torch.optim.Optimizer):
+        for group in value.param_groups:
+            yield from (("a parameter", parameter) for parameter in group["params"])
+    elif isinstance(value, torch.Tensor):
+        yield "it", value
+
+
+def refuse_sharded(objects: Mapping[str, Any]) -> None:
+    """StateError for what no rank has all of, on every rank alike."""
+    for name, value in objects.items():
+        problem = sharded(_unwrapped(value))
+        if problem:
+            raise StateError(f"{name}: {problem}")
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+# ---- copies ------------------------------------------------------------------------------------------------
+
+
+def copied(value: Any, where: str, depth: int = 0) -> Any:
+    """A deep copy on the CPU of what is read back as it is; StateError names anything else."""
+    if depth > NESTED_MAX:
+        raise StateError(f"{where[:60]}…: is nested deeper than {NESTED_MAX}, or contains itself, and cannot be saved.")
+    if isinstance(value, torch.Tensor):
+        return _copied_tensor(value, where)
+    kind = type(value)
+    if kind in (dict, collections.OrderedDict, collections.Counter):
+        return _copied_mapping(value, where, depth)
+    if kind in (list, tuple, torch.Size):
+        return kind(copied(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value))
+    if kind.__module__ == "numpy" and isinstance(value, float):  # numpy.float64 is what schedulers compute with
+        return float(value)
+    if not _is_plain(value):
+        raise StateError(f"{where}: a {_type_name(value)} cannot be saved: {_MEND}")
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value without parts is read back."""
+    kind = type(value)
+    if kind is int:
+        return bool(value.bit_length() <= INTEGER_BITS_MAX)
+    if kind is bytes:
+        return value != b"" and _bytes_are_read()  # pickle writes b"" as a call of the type
+    if kind is torch.dtype:
+        return _dtype_is_read(value)
+    return value is None or kind in (bool, float, str, torch.device)
+
+
+def _copied_tensor(tensor: torch.Tensor, where: str) -> torch.Tensor:
+    problem = not_whole(tensor)
+    if problem:
+        mend = _SHARDED if _is_distributed(tensor) else _MEND
+        raise StateError(f"{where}: {problem} cannot be saved: {mend}")
+    if not _tensor_is_read(tensor.dtype):
+        raise StateError(f"{where}: a tensor of {tensor.dtype} cannot be saved: {_MEND}")
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _is_distributed(tensor: Any) -> bool:
+    """DTensor and ShardedTensor have moved between torch's versions, and are not imported where nobody uses them."""
+    return type(tensor).__module__.startswith("torch.distributed")
+
+
+def _copied_mapping(value: dict[Any, Any], where: str, depth: int) -> Any:
+    items = {_key(key, where, depth): copied(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
+    if type(value) is dict:
+        return items
+    same = type(value)(items)  # MultiStepLR's milestones are a Counter
+    if hasattr(value, "_metadata"):  # versions of the modules, which load_state_dict looks at
+        same._metadata = copied(value._metadata, f"{where} metadata", depth + 1)  # type: ignore[attr-defined]
+    return same
+
+
+def _key(key: Any, where: str, depth: int) -> Any:
+    """A tensor is found by its identity, which no copy has."""
+    if isinstance(key, torch.Tensor):
+        raise StateError(f"{where} key: a {_type_name(key)} cannot be saved as a key: {_MEND}")
+    if type(key) is tuple:
+        return tuple(_key(part, where, depth) for part in key)
+    return copied(key, f"{where} key", depth + 1)
+
+
+# ---- what this torch reads back ------------------------------------------------------------------------------
+
+
+@functools.cache
+def _bytes_are_read() -> bool:
+    return _is_read(b"a")
+
+
+@functools.cache
+def _dtype_is_read(dtype: torch.dtype) -> bool:
+    return _is_read(dtype)
+
+
+@functools.cache
+def _tensor_is_read(dtype: torch.dtype) -> bool:
+    try:
+        sample = torch.zeros(16, dtype=torch.uint8).view(dtype).to("cpu", copy=True)
+    except (RuntimeError, TypeError):  # a dtype of less than a byte: torch cannot copy it
+        return False
+    return _is_read(sample)
+
+
+def _is_read(value: Any) -> bool:
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        back = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception:
+        return False
+    return type(back) is type(value) and (isinstance(value, torch.Tensor) or bool(back == value))
+
+
+# ---- the way back --------------------------------------------------------------------------------------------
+
+
+def restore(objects: Mapping[str, Any], state: Mapping[str, Any], where: str) -> None:
+    """Into the objects; everything is looked at before anything is changed."""
+    missing = sorted(set(objects) - set(state))
+    if missing:
+        raise StateError(f"{where}: has no {', '.join(missing)}; it has {', '.join(sorted(state)) or 'nothing'}.")
+    targets = {name: _unwrapped(target) for name, target in objects.items()}
+    for name, target in targets.items():
+        problem = _does_not_fit(target, state[name])
+        if problem:
+            raise StateError(f"{where}: {name}: {problem}")
+    for name, target in targets.items():
+        _restore_one(target, state[name])
+
+
+def _does_not_fit(target: Any, saved: Any) -> str:
+    if hasattr(target, "load_state_dict"):
+        return ""  # it looks for itself
+    if isinstance(target, torch.Tensor):
+        if not isinstance(saved, torch.Tensor):
+            return f"a {type(saved).__name__} was saved, and cannot be copied into a tensor."
+        if (saved.shape, saved.dtype) == (target.shape, target.dtype):
+            return ""
+        # copy_ would repeat a row, or cut what a smaller type cannot hold, without a word.
+        return f"saved was {_described(saved)}, to be restored is {_described(target)}."
+    if isinstance(target, dict):
+        return "" if isinstance(saved, dict) else f"a {type(saved).__name__} was saved, and cannot fill a dict."
+    return (
+        f"a {type(target).__name__} cannot be restored in place. Leave it out of load(): its value is in "
+        f"snapshot.state afterwards."
+    )
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _restore_one(target: Any, saved: Any) -> None:
+    if hasattr(target, "load_state_dict"):
+        target.load_state_dict(saved)
+    elif isinstance(target, torch.Tensor):
+        with torch.no_grad():
+            target.copy_(saved)
+    else:
+        target.clear()
+        target.update(saved)

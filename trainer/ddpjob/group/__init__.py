@@ -1,0 +1,1 @@
+"""The process group: find the place, join, stop together, leave."""

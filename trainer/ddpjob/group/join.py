@@ -1,0 +1,628 @@
+"""`init()`: find the other ranks, choose backend and device, leave in order. The training script calls it first.
+
+Works under torchrun and torch.distributed.launch, in processes of torch.multiprocessing.spawn and multiprocessing
+(rank= and world_size=), as plain python with one process per node, and alone. The steps read from top to bottom in
+`init`: where am I, what do I train on, meet, agree, join.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import multiprocessing.util
+import os
+import re
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpjob.core import stall_limits
+from ddpjob.errors import ConfigurationError, DDPJobError, RendezvousError, UnsupportedError
+from ddpjob.group import stop
+from ddpjob.group.gloo_teardown import settle
+from ddpjob.group.kept_groups import never_destroy
+from ddpjob.reporting import termination
+from ddpjob.reporting.progress import announce
+
+TIMEOUT_SECONDS_MAX = 10**9  # 31 years
+CLOSE_SECONDS = 10.0  # how long a finished rank waits for the others before it leaves without them
+# A rank that stopped waits for rank 0's snapshot: torchrun gives the processes of its node 30 s from the first that
+# ends with another code than 0. The grace period of whoever stops the job ends this sooner.
+STOPPED_CLOSE_SECONDS = 600.0
+LEAVE_LAST_SECONDS = 1.0  # rank 0 waits so long for the others to hang up; they need milliseconds
+SETTLE_SECONDS = 2.0  # for collectives that nobody waited for
+SETTLE_AFTER_ERROR_SECONDS = 0.2  # they may never end then
+END_SECONDS = 2.0  # how long a rank that failed may take to end
+_POLL_SECONDS, _POLL_SECONDS_MAX = 0.01, 0.2  # a thousand ranks may wait for a snapshot for minutes
+_LEFT = "left/{}"  # this rank has left in order
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place in the group. Made by `init`; use it as a context manager, or let the exit close it.
+
+    rank, world_size              of all processes; local_rank, local_world_size: of those on this node.
+    node_rank                     which node this is.
+    device                        torch.device to train on: cuda:<n>, already the current one, or cpu.
+    backend                       "nccl" or "gloo" (or "mpi" in a PyTorch that has it).
+    attempt                       which life of the job this is, from 1 (DDPJOB_ATTEMPT).
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    device: torch.device
+    backend: str
+    attempt: int = 1
+    timeout_step_seconds: float = field(default=2 * stall_limits.PAUSE_SECONDS, repr=False)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints and saves."""
+        return self.rank == 0
+
+    def wrap(self, model: torch.nn.Module, **ddp_kwargs: Any) -> DistributedDataParallel:
+        """The model on this rank's device, in DistributedDataParallel; also for one rank, so that the code is the same.
+
+        ddp_kwargs go to DistributedDataParallel; device_ids is [device] on a GPU and absent on the CPU, where it
+        must be (torch/nn/parallel/distributed.py refuses it for CPU modules).
+        """
+        if self.device.type == "cuda":
+            ddp_kwargs.setdefault("device_ids", [self.device.index])
+        return DistributedDataParallel(model.to(self.device), **ddp_kwargs)
+
+    def started(self) -> None:
+        """The first step is made: from now on a collective may take timeout_step_seconds only.
+
+        `progress` and `accumulate` call it; without them call it after the first optimizer step. Once is enough.
+        """
+        if _group is not None and _group.world is self:
+            _group.use_step_timeout()
+
+    def close(self) -> None:
+        """Leave the group: wait for the other ranks (at most 10 s), then destroy it. Safe to call twice."""
+        if _group is not None and _group.world is self:
+            _leave()
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if _group is not None and _group.world is self:
+            if kind is None or isinstance(error, stop.Stopped) or (isinstance(error, SystemExit) and not error.code):
+                _leave()
+            else:
+                _group.say_time_out(error)
+                _group.broken = True  # the peers are in a collective and will not come: nothing to wait for at the exit
+                if isinstance(error, SystemExit):
+                    termination.tell(error)  # at the exit it is not to be seen any more
+
+
+def init(
+    backend: str | None = None,
+    *,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    local_rank: int | None = None,
+    device: str | None = None,
+    timeout_start_seconds: float = 300.0,
+    timeout_step_seconds: float | None = None,
+) -> World:
+    """Join the process group and return this process's World; a second call returns the same one.
+
+    backend      "nccl", "gloo" or "auto"; default DDPJOB_BACKEND, else auto: nccl where this process sees a CUDA
+                 device, else gloo. mpi only in a PyTorch that was built with it.
+    init_method  "env://" (default), "tcp://host:port" (also under torchrun) or "file:///path/on/a/shared/folder".
+                 Without one and without RANK: alone, no network.
+    rank, world_size, local_rank  for processes that the script starts itself; default RANK, WORLD_SIZE, LOCAL_RANK.
+    device       "cpu" or "cuda"; default cuda where this process sees one. The index is local_rank modulo the number of
+                 visible devices; under nccl every rank needs one of its own.
+    timeout_start_seconds  limit for meeting the others; until the first step is made a collective may take as long, or
+                 timeout_step_seconds if that is longer: imports, downloads and compilation differ between nodes.
+    timeout_step_seconds   limit for each collective after it (World.started). Default: an hour; under ddprun, or where
+                 an operator hears of progress, 3 hours: they find a hang much sooner, and know of a declared `pause`.
+                 Never shorter than a pause on one rank may be, for the others wait for it in a collective.
+
+    Raises ConfigurationError (a variable or argument cannot be right), UnsupportedError (not in this PyTorch or on
+    this machine) or RendezvousError (the ranks did not find each other in time).
+    """
+    global _group, _groups_joined
+    if _group is not None and _group.pid == os.getpid():
+        return _group.world
+    if timeout_step_seconds is None:
+        timeout_step_seconds = default_timeout_seconds(os.environ)
+    start, step = (
+        _time_limit(name, seconds)
+        for name, seconds in (
+            ("timeout_start_seconds", timeout_start_seconds),
+            ("timeout_step_seconds", timeout_step_seconds),
+        )
+    )
+    place = find_place(os.environ, init_method, rank, world_size, local_rank)
+    backend, chosen = choose(backend, device, place, os.environ)
+    if dist.is_initialized():
+        backend, store = dist.get_backend(), None  # the script made the group itself: take part in it
+    else:
+        store = _join(init_method, place, backend, chosen, start, max(start, step))
+    if backend == "gloo":
+        never_destroy(dist.distributed_c10d._get_default_group())
+    attempt = _integer(os.environ, "DDPJOB_ATTEMPT", 1)
+    world = World(*place, chosen, backend, attempt, timeout_step_seconds)
+    _group, _groups_joined = _Group(world, store, os.getpid()), _groups_joined + 1
+    _leave_at_exit()
+    announce()
+    return world
+
+
+def _time_limit(name: str, seconds: Any) -> timedelta:
+    """With 0 the first collective fails, and torch's own words for infinity or a text do not name the argument."""
+    if isinstance(seconds, (int, float)) and 0 < seconds <= TIMEOUT_SECONDS_MAX:
+        return timedelta(seconds=seconds)
+    raise ConfigurationError(f"{name}: {seconds!r} must be a number of seconds above 0, at most {TIMEOUT_SECONDS_MAX}.")
+
+
+def default_timeout_seconds(environ: Mapping[str, str]) -> float:
+    """How long a collective may take: as long as a declared pause, which stall_limits.py allows."""
+    if not (environ.get("DDPJOB_BEATS") or environ.get("DDPJOB_STATUS_URL")):
+        return 2 * stall_limits.PAUSE_SECONDS  # nobody else ends a hang
+    stall = environ.get("DDPJOB_STALL_TIMEOUT", "")
+    pause_seconds = stall_limits.LONGEST * int(stall) if stall.isdecimal() else 0
+    return max(stall_limits.UNSEEN_PAUSE_SECONDS, pause_seconds)
+
+
+def active() -> World | None:
+    """The World of this process, or None before `init`, after `close` and in a forked child."""
+    return _group.world if _group is not None and _group.pid == os.getpid() else None
+
+
+def store_of(world: World | None) -> Store | None:
+    """The key-value store of that world's group, while it is not left."""
+    return _group.store if _group is not None and _group.world is world else None
+
+
+def step_made() -> None:
+    """Called by `progress` and `accumulate`, in any process: the first step ends the long time-out."""
+    if _group is not None:
+        _group.use_step_timeout()
+
+
+# ---- where am I --------------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """The place of this process in the group, before there is a group."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+
+
+def find_place(
+    environ: Mapping[str, str],
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    local_rank: int | None = None,
+) -> Place:
+    """The place from the arguments, else from the URL's query, else from the environment, else alone."""
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    if rank is None and world_size is None:
+        rank, world_size = _from_query(init_method) or _from_environment(environ)
+    if rank is None or world_size is None:
+        raise ConfigurationError(f"rank: {rank}, world_size: {world_size}. Give both or neither.")
+    if not 0 <= rank < world_size:
+        raise ConfigurationError(
+            f"rank: {rank} must be at least 0 and less than the world size, {world_size} (rank= or RANK, "
+            f"world_size= or WORLD_SIZE)."
+        )
+    return _on_node(environ, rank, world_size, local_rank)
+
+
+def _from_query(init_method: str | None) -> tuple[int, int] | None:
+    """tcp://host:port?rank=0&world_size=2, as torch.distributed.rendezvous reads it."""
+    query = parse_qs(urlsplit(init_method or "").query)
+    if "rank" not in query and "world_size" not in query:
+        return None
+    try:
+        return int(query["rank"][0]), int(query["world_size"][0])
+    except (KeyError, ValueError):
+        raise ConfigurationError(f"init_method: {init_method!r} needs numbers for both rank and world_size.") from None
+
+
+def _from_environment(environ: Mapping[str, str]) -> tuple[int, int]:
+    if environ.get("RANK") and environ.get("WORLD_SIZE"):
+        return _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
+    for there, missing in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK"), ("DDPJOB_WORLD_SIZE", "RANK")):
+        # One rank of many that believes to be alone trains alone, ends with 0, and nobody notices.
+        if environ.get(there) and (there == "RANK" or _integer(environ, there) > 1):
+            raise ConfigurationError(
+                f"{there}: {environ[there]} is set but {missing} is not: this process cannot know its place among the "
+                f"others. Start it with torchrun, or pass rank= and world_size=, or set nprocPerNode: 1."
+            )
+    return 0, 1
+
+
+def _on_node(environ: Mapping[str, str], rank: int, world_size: int, local_rank: int | None) -> Place:
+    """The node's part: launchers say it; for processes that a script starts itself it follows from the rank."""
+    # The variables of a node are inherited by the processes that a script starts there; they are about one rank only.
+    mine = _integer(environ, "RANK", -1) == rank
+    nodes = max(1, _integer(environ, "NNODES", 1))
+    per_node = _integer(environ, "LOCAL_WORLD_SIZE", 0) if mine else 0
+    per_node = per_node or max(1, world_size // nodes)
+    if local_rank is None:
+        local_rank = _integer(environ, "LOCAL_RANK", rank % per_node) if mine else rank % per_node
+    node_rank = _integer(environ, "NODE_RANK", _integer(environ, "GROUP_RANK", rank // per_node))
+    return Place(rank, world_size, local_rank, per_node, node_rank)
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if not text and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise ConfigurationError(f"{name}: {text!r} must be a whole number.") from None
+
+
+# ---- what do I train on ------------------------------------------------------------------------------------
+
+
+def choose(
+    backend: str | None, device: str | None, place: Place, environ: Mapping[str, str]
+) -> tuple[str, torch.device]:
+    """Backend and device of this process; the device is made the current one."""
+    said = "backend" if backend else "DDPJOB_BACKEND"
+    backend = (backend or environ.get("DDPJOB_BACKEND") or "auto").lower()
+    if backend not in ("auto", "nccl", "gloo", "mpi"):
+        raise ConfigurationError(f"{said}: {backend!r} is none of auto, nccl, gloo.")
+    if device not in (None, "cpu", "cuda"):
+        raise ConfigurationError(f"device: {device!r} is none of cpu, cuda; the index follows from LOCAL_RANK.")
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    if backend == "auto":
+        backend = "nccl" if gpus and dist.is_nccl_available() else "gloo"
+    _refuse_what_is_not_there(said, backend, device, gpus)
+    if not gpus:
+        return backend, torch.device("cpu")
+    if backend == "nccl" and place.local_rank >= gpus > 1:
+        raise UnsupportedError(
+            f"LOCAL_RANK: {place.local_rank} needs a GPU of its own under nccl, and this process sees {gpus}. "
+            f"Start at most {gpus} processes on this node, or use backend gloo."
+        )
+    chosen = torch.device("cuda", place.local_rank % gpus)
+    torch.cuda.set_device(chosen)
+    return backend, chosen
+
+
+def _refuse_what_is_not_there(said: str, backend: str, device: str | None, gpus: int) -> None:
+    if backend == "mpi" and not dist.is_mpi_available():
+        raise UnsupportedError(
+            f'{said}: "mpi" needs a PyTorch built with MPI; no published wheel has it. Use gloo (CPU) or nccl (GPU).'
+        )
+    if backend == "nccl" and not dist.is_nccl_available():
+        raise UnsupportedError(f'{said}: "nccl" is not in this PyTorch {torch.__version__}. Use gloo, or a CUDA build.')
+    if not gpus and (backend == "nccl" or device == "cuda"):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        because = "device is cpu" if device == "cpu" else f"CUDA_VISIBLE_DEVICES is {visible!r}"
+        raise UnsupportedError(
+            f'{said}: "{backend}", device: {device or "auto"}: this process sees no CUDA device ({because}). '
+            f"Use gloo on the CPU, or give the process a GPU."
+        )
+
+
+# ---- meet, agree, join -------------------------------------------------------------------------------------
+
+
+def _join(
+    init_method: str | None, place: Place, backend: str, device: torch.device, timeout: timedelta, longest: timedelta
+) -> Store:
+    """timeout: to meet; longest: what a collective may take. gloo of torch 2.4 keeps what its group was made with."""
+    where = init_method or _default_method(place, os.environ)
+    try:
+        store = _meet(where, place, timeout)
+        _agree(store, place, backend, device)
+        _all_met(store, place, timeout)
+        options: dict[str, Any] = {"device_id": device} if backend == "nccl" else {}
+        dist.init_process_group(
+            backend, store=store, rank=place.rank, world_size=place.world_size, timeout=longest, **options
+        )
+    except DDPJobError:
+        raise
+    except (RuntimeError, ValueError, OSError) as error:
+        raise RendezvousError(
+            f"rank {place.rank} of {place.world_size} did not meet the others at {_said(where)} (backend {backend}, "
+            f"limit {timeout.total_seconds():g} s): {_first_line(error)}. Check that all ranks run, and that the "
+            f"address is rank 0's, or the folder shared by all."
+        ) from error
+    return store
+
+
+def _default_method(place: Place, environ: Mapping[str, str]) -> str:
+    if place.world_size == 1:
+        return "alone"
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not environ.get(name):
+            raise ConfigurationError(
+                f"{name} is not set, and rank {place.rank} of {place.world_size} must find the others. Start with "
+                f"torchrun, set MASTER_ADDR and MASTER_PORT, or pass init_method=."
+            )
+    _integer(environ, "MASTER_PORT")
+    return "env://"
+
+
+def _said(where: str) -> str:
+    """With the address: not each version of torch names the port that is in use."""
+    if where != "env://":
+        return where
+    return f"env://, {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+def _prefix(environ: Mapping[str, str]) -> str:
+    """Keys of this attempt only: a process that survived from an earlier one must not find the new group.
+
+    And of this group only: the store of one that was closed may live on in this process.
+    """
+    return f"{_attempt_prefix(environ)}/{_groups_joined}"
+
+
+def _attempt_prefix(environ: Mapping[str, str]) -> str:
+    """Under ddprun of this generation; not by TORCHELASTIC_RESTART_COUNT, which torchrun counts on each node alone."""
+    generation = environ.get("DDPJOB_GENERATION", "0")
+    attempt = environ.get("DDPJOB_ATTEMPT", "1") + (f".{generation}" if generation != "0" else "")
+    return f"ddpjob/{environ.get('DDPJOB_UID', '')}/{attempt}"
+
+
+def _meet(where: str, place: Place, timeout: timedelta) -> Store:
+    """The store of this group's keys."""
+    if where == "alone":
+        return HashStore()  # no port, so nothing to collide with
+    url = urlsplit(where)
+    if url.scheme == "tcp":
+        return PrefixStore(_prefix(os.environ), _meet_at_port(where, place, timeout))
+    if url.scheme == "file":
+        return _meet_in_file(where, url.path, place, timeout)
+    if url.scheme == "env":
+        met: tuple[Store, int, int] = next(rendezvous(where, place.rank, place.world_size, timeout=timeout))
+        return PrefixStore(_prefix(os.environ), met[0])
+    raise ConfigurationError(f"init_method: {where!r} is none of env://, tcp://host:port, file:///path.")
+
+
+def _meet_at_port(where: str, place: Place, timeout: timedelta) -> Store:
+    """Rank 0 serves, the others connect.
+
+    torch.distributed's own tcp:// makes every rank a client under torchrun (TORCHELASTIC_USE_AGENT_STORE in
+    torch/distributed/rendezvous.py), even at a port where no agent listens: all wait for the time-out.
+    """
+    url = urlsplit(where)
+    if url.hostname is None or url.port is None:
+        raise ConfigurationError(f"init_method: {where!r} needs a host and a port, e.g. tcp://10.0.0.1:23456.")
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (
+        str(url.port) == os.environ.get("MASTER_PORT")
+    )
+    return TCPStore(
+        url.hostname,
+        url.port,
+        place.world_size,
+        is_master=place.rank == 0 and not agent_serves,
+        timeout=timeout,
+        multi_tenant=True,
+    )
+
+
+def _meet_in_file(where: str, path: str, place: Place, timeout: timedelta) -> Store:
+    if not path or not os.path.isdir(os.path.dirname(path)):
+        raise ConfigurationError(f"init_method: {where!r}: the folder {os.path.dirname(path)!r} does not exist.")
+    store = FileStore(path, place.world_size)
+    store.set_timeout(timeout)
+    # After a crash the addresses in the file are of the dead, and the next run would wait for them until the time-out.
+    # So each run has keys of its own, and begins only where this rank has left the run before it in order.
+    mine = PrefixStore(_attempt_prefix(os.environ), store)
+    run = mine.add(f"joined/{place.rank}", 1)
+    if run > 1 and not PrefixStore(f"run/{run - 1}", mine).check([_LEFT.format(place.rank)]):
+        raise RendezvousError(
+            f"init_method: {where!r} was left by a run that did not end in order: rank {place.rank} had joined through "
+            f"it before. Delete {path}, or give every run a file of its own."
+        )
+    return PrefixStore(f"run/{run}", mine)
+
+
+def _agree(store: Store, place: Place, backend: str, device: torch.device) -> None:
+    """All ranks must use rank 0's backend, and under nccl a GPU each; otherwise they wait for each other in vain."""
+    if place.rank == 0:
+        store.set("backend", backend)
+    elif (of_rank_0 := store.get("backend").decode()) != backend:
+        raise ConfigurationError(
+            f"backend: rank {place.rank} uses {backend} and rank 0 {of_rank_0}. With auto this follows from the GPUs "
+            f"that a process sees ({torch.cuda.device_count()} here): name the backend, or give every rank the same."
+        )
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None) if backend == "nccl" else None
+    if uuid is not None and store.add(f"gpu/{place.node_rank}/{uuid}", 1) > 1:
+        raise UnsupportedError(
+            f"LOCAL_RANK: {place.local_rank}: another rank of this node uses the same GPU ({device}), and nccl needs "
+            f"one for each. Start fewer processes, or use backend gloo."
+        )
+
+
+def _all_met(store: Store, place: Place, timeout: timedelta) -> None:
+    """Wait for all ranks here: in torch the wait for one that never comes has the time-out of a collective."""
+    if store.add(f"rank {place.rank}", 1) > 1:
+        # With torch's own time-out for collectives, gloo would look for the missing rank for hours.
+        raise RuntimeError("another process says that it has the same rank")
+    if store.add("met", 1) == place.world_size:
+        store.set("all met", "1")
+    store.wait(["all met"], timeout)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+# ---- leave in order ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Group:
+    """The one process group of this process, and what changes during its life."""
+
+    world: World
+    store: Store | None  # None where the script made the group itself
+    pid: int
+    stepping: bool = False
+    broken: bool = False
+    told: bool = False
+
+    def use_step_timeout(self) -> None:
+        if self.stepping or self.pid != os.getpid():
+            return
+        self.stepping = True
+        _set_timeout(self.world.timeout_step_seconds)
+
+    def say_time_out(self, error: BaseException | None) -> None:
+        """torch's words name milliseconds and an operation, not what the limit is called and how to raise it."""
+        if isinstance(error, SystemExit):  # sys.exit(1) in an except
+            error = error.__cause__ or error.__context__
+        waited = _TIMED_OUT.search(str(error)) if isinstance(error, RuntimeError) else None
+        if waited is None or self.told or int(waited[1]) != round(1000 * self.world.timeout_step_seconds):
+            return
+        self.told = True
+        print(
+            f"ddpjob: rank {self.world.rank} has waited for another rank for the time-out of "
+            f"{self.world.timeout_step_seconds:g} s (timeout_step_seconds of ddpjob.init). If that rank was at work, "
+            f"raise it; if not, it hangs or makes fewer steps.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+_TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms")  # gloo's
+
+
+def _set_timeout(seconds: float) -> None:
+    """For gloo and nccl, and for collectives that start from now on."""
+    # The public way is there since torch 2.15, and the one before it warns there on every rank.
+    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    with contextlib.suppress(Exception):
+        change(timedelta(seconds=seconds))
+
+
+_group: _Group | None = None
+_groups_joined = 0
+_before_leaving: list["weakref.WeakMethod[Callable[[], None]]"] = []
+_atexit_pid = 0
+
+
+def before_leaving(action: Callable[[], None]) -> None:
+    """Run the bound method when the group is left in order, while the store still answers (a snapshot in flight)."""
+    _before_leaving.append(weakref.WeakMethod(action))
+
+
+def _leave_at_exit() -> None:
+    """A script that never closes still leaves in order: a gloo group left to the interpreter's exit may abort it."""
+    global _atexit_pid
+    if _atexit_pid == 0:
+        atexit.register(_leave_at_exit_now)
+    if _atexit_pid != os.getpid():
+        _atexit_pid = os.getpid()
+        # Children of multiprocessing end with os._exit and run these instead of atexit's.
+        multiprocessing.util.Finalize(None, _leave_at_exit_now, exitpriority=10)
+
+
+def _leave_at_exit_now() -> None:
+    if active() is None:
+        return
+    if _group is not None and (_group.broken or _ends_by_error()):
+        _group.say_time_out(termination.ending())
+        _end_soon()
+        return
+    try:
+        _leave()
+    except Exception as error:  # nobody is left to raise it to
+        termination.tell(error)
+        print(f"ddpjob: {error}", file=sys.stderr, flush=True)
+
+
+def _ends_by_error() -> bool:
+    """Whether this process ends by an exception: its peers are in a collective then, and will not come."""
+    error = termination.ending()
+    return error is not None and not isinstance(error, stop.Stopped) and termination.exit_code(error) != 0
+
+
+def _end_soon() -> None:
+    """After an exception: end with exit code 1 in 2 s at the latest, whatever a destructor still waits for.
+
+    Until this process has ended no launcher knows that it failed. faulthandler's timer is a C thread: it works also
+    while a destructor holds the interpreter.
+    """
+    settle(SETTLE_AFTER_ERROR_SECONDS, wait_for_work=False)
+    faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
+
+
+def _leave() -> None:
+    global _group
+    group = _group
+    assert group is not None, "only an active group is left"
+    stop.leave()
+    _group = None
+    try:
+        _run_before_leaving()
+    finally:
+        if dist.is_initialized():
+            _wait_for_others(group, CLOSE_SECONDS if stop.stopped_at() is None else STOPPED_CLOSE_SECONDS)
+            settle(SETTLE_SECONDS, wait_for_work=True)
+            dist.destroy_process_group()
+
+
+def _run_before_leaving() -> None:
+    actions, _before_leaving[:] = [reference() for reference in _before_leaving], []
+    for action in actions:
+        if action is not None:
+            action()
+
+
+def _wait_for_others(group: _Group, limit_seconds: float) -> None:
+    """Wait until every rank has come here, at most that long.
+
+    Through the store and not by a barrier: a collective that a dead peer never joins ends the process under nccl.
+    """
+    if group.store is None:
+        return
+    deadline = time.monotonic() + limit_seconds
+    pause = _POLL_SECONDS
+    with contextlib.suppress(RuntimeError):  # rank 0 serves the store and may be gone: then it had seen all of us
+        here = group.store.add("leaving", 1)
+        group.store.set(_LEFT.format(group.world.rank), "1")
+        while here < group.world.world_size and time.monotonic() < deadline and not stop.told_to_leave():
+            time.sleep(pause)
+            pause = min(1.2 * pause, _POLL_SECONDS_MAX)
+            here = group.store.add("leaving", 0)
+        if here >= group.world.world_size:
+            _leave_last(group.store, group.world)
+
+
+def _leave_last(store: Store, world: World) -> None:
+    """Rank 0 may serve the store: it goes when the others have asked it for the last time. Else torch prints a trace of
+    20 lines on each of them, "recvValue failed", at the end of a training that went well."""
+    deadline = time.monotonic() + LEAVE_LAST_SECONDS
+    gone = store.add("gone", 0 if world.is_main else 1)
+    while world.is_main and gone < world.world_size - 1 and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        gone = store.add("gone", 0)

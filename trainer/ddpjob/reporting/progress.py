@@ -1,0 +1,426 @@
+"""`progress()`: says how far training is. The training loop calls it at every step, so it only stores its arguments.
+
+A daemon thread posts the latest values to the job's status receiver (DDPJOB_STATUS_URL), at once when `init` has met
+the others and when the first step is made, and every DDPJOB_STATUS_INTERVAL seconds; without that variable nothing
+happens. Nothing here imports torch, raises into the training loop, waits for the network there, or speaks more than
+once.
+
+Body of a post (JSON, at most 8 KiB; unknown fields are absent):
+    {"attempt": 1, "rank": 0, "nodeRank": 0, "worldSize": 2, "step": 312, "totalSteps": 1125, "etaSeconds": 24,
+     "samplesPerSecond": 5210.4, "metrics": {"loss": "0.412"}, "phase": "save", "final": false}
+Rank 0's post is the job's progress; the first rank of each other node posts too, so that its node is known to live.
+A post repeats an unchanged step: a process that reports and makes no step can then be told from one that is gone.
+phase: "start" before the first step (step is then the one that was loaded, or 0), "save" or "evaluate" in a `pause`;
+absent while training.
+"""
+
+import atexit
+import collections
+import contextlib
+import json
+import math
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from time import monotonic
+from typing import Any, Literal, NamedTuple
+from urllib.parse import SplitResult, urlsplit
+
+from ddpjob.errors import ConfigurationError
+from ddpjob.reporting import heartbeat, injected_faults, termination, watchdog
+
+METRICS_MAX = 16
+TEXT_CHARACTERS_MAX = 64
+BODY_BYTES_MAX = 8192
+BACKOFF_SECONDS_MAX = 60.0
+POST_TIMEOUT_SECONDS = 5.0
+FINAL_FLUSH_SECONDS = 1.0
+PHASES_DECLARED = ("save", "evaluate")
+_STEP = heartbeat.STEP
+RATE_WINDOW_POSTS = 12  # a minute at the default interval: steady enough for an ETA, quick enough to see a slow-down
+
+# (step, total, samples, metrics, when) of the last call. Assigned as one tuple: the poster needs no lock to read it.
+_latest: tuple[int, int | None, int | None, dict[str, Any], float] | None = None
+_attentive = True  # the first call starts what there is to start; later ones only look where faults were ordered
+_begun = False  # what the first call starts is there
+_stepping = False
+_paused: str | None = None
+_cells = watchdog.private_cells()  # where ddprun's watchdog reads; this process's own until the first call
+
+
+def progress(step: int, total: int | None = None, samples: int | None = None, **metrics: Any) -> None:
+    """Report the training progress; cheap enough for every step (below 1 µs, bench/trainer_overhead.py).
+
+    step     steps made so far, counted over restarts.
+    total    steps that the whole training makes; gives percent and ETA.
+    samples  samples that all ranks together train per step (the global batch); gives samples/s.
+    metrics  at most 16; numbers, or strings of at most 64 characters. A tensor of one element is read when it is
+             posted, in another thread.
+
+    Never raises for what it is given, never blocks: what cannot be sent is left out.
+    """
+    global _latest
+    _latest = (step, total, samples, metrics, monotonic())
+    try:
+        _cells[_STEP] = step
+    except (TypeError, ValueError):
+        _beat_with(step)
+    if _attentive:
+        _attend(step)
+
+
+@contextlib.contextmanager
+def pause(phase: Literal["save", "evaluate"]) -> Iterator[None]:
+    """Declare that no step is made for a while: such a phase has a time limit of its own before it counts as a stall.
+
+        with ddpjob.pause("evaluate"):
+            loss = held_out_loss(model)
+
+    `Snapshot` declares its own. Raises ConfigurationError for another word.
+    """
+    global _paused
+    if phase not in PHASES_DECLARED:
+        raise ConfigurationError(f"phase: {phase!r} is none of {', '.join(PHASES_DECLARED)}.")
+    before, _paused = _paused, phase
+    _cells[heartbeat.PHASE] = _phase()
+    try:
+        yield
+    finally:
+        _paused = before
+        _cells[heartbeat.PHASE] = _phase()
+
+
+def announce(step: int = 0, **metrics: Any) -> None:
+    """Say that this rank lives and has not made a step yet: `init` does, and `Snapshot.load` with the step it found."""
+    global _latest
+    if not _stepping:
+        _latest = (step, None, None, metrics, monotonic())
+        _beat(step)
+        _post_now()
+        with contextlib.suppress(Exception):
+            termination.install()
+
+
+def latest_step() -> int:
+    """The last step that was reported; 0 before, and where what was reported is no number: last words name it too."""
+    try:
+        return 0 if _latest is None else int(_latest[0])
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # a text, nan, infinity; a tensor of several
+        return 0
+
+
+def flush(timeout_seconds: float = FINAL_FLUSH_SECONDS) -> None:
+    """Send the last values as final and stop posting, and beating, until `progress` is called again; waits at most
+    that long."""
+    global _reporter, _attentive, _begun
+    reporter, _reporter, _attentive, _begun = _reporter, None, True, False
+    if not _stepping:
+        _cells[_STEP] = 0  # it was loaded, and not made here
+    _cells[heartbeat.PHASE] = 0
+    if reporter is not None:
+        reporter.finish(timeout_seconds)
+
+
+class Place(NamedTuple):
+    """Where in the group this process is, as far as it is known."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    node_rank: int
+
+
+def _attend(step: int) -> None:
+    """The first call of this process, and every one where faults were ordered: the others pay for one `if`."""
+    global _attentive, _begun, _stepping, _faults
+    if not _begun:
+        _begun = _stepping = True
+        _beat(step)
+        with contextlib.suppress(Exception):
+            _first_step_is_made()
+            termination.install()
+            _faults = injected_faults.ordered(os.environ, where(os.environ).rank)
+        _post_now()
+    _attentive = bool(_faults)
+    if _faults:
+        _faults = injected_faults.obey(_faults, step)
+
+
+def _beat(step: int) -> None:
+    """Begin to say to ddprun's watchdog where this process stands."""
+    global _cells
+    _cells = watchdog.begin()
+    _beat_with(step)
+    _cells[heartbeat.PHASE] = _phase()
+
+
+def _beat_with(step: Any) -> None:
+    """A float, or whatever it is: what is called at every step must not look as if it stood still."""
+    try:
+        _cells[_STEP] = int(step)
+    except Exception:
+        _cells[_STEP] += 1
+
+
+def _phase() -> int:
+    """Where training is, in cells.PHASES."""
+    return heartbeat.PHASES.index(_paused or ("train" if _stepping else "start" if _latest else ""))
+
+
+def _post_now() -> None:
+    """Start the posting thread, where this process is to have one, or wake it."""
+    global _reporter
+    with contextlib.suppress(Exception):
+        url = os.environ.get("DDPJOB_STATUS_URL")
+        if _reporter is not None:
+            _reporter.news.set()
+        elif url and where(os.environ).local_rank == 0:
+            _reporter = Reporter(url, os.environ)
+            _exit_in_order()
+            _reporter.start()
+
+
+def _first_step_is_made() -> None:
+    """The group's long time-out, for imports and compilation, ends with the first step (join.py)."""
+    init = sys.modules.get("ddpjob.group.join")
+    if init is not None:
+        init.step_made()
+
+
+def _exit_in_order() -> None:
+    """The last values are sent at the end, also in a child of multiprocessing, which never runs atexit."""
+    global _registered
+    if not _registered:
+        _registered = True
+        atexit.register(flush)
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None:
+        util.Finalize(None, flush, exitpriority=20)  # before the group is left (join.py uses 10)
+
+
+def where(environ: Mapping[str, str]) -> Place:
+    """The place of this process: from the process group where there is one, else from the environment, else alone."""
+    world = _active_world()
+    if world is not None:
+        return Place(world.rank, world.world_size, world.local_rank, world.node_rank)
+    rank, world_size = _group() or (_integer(environ, "RANK", 0), _integer(environ, "WORLD_SIZE", 1))
+    nodes = max(1, _integer(environ, "NNODES", 1))
+    per_node = max(1, _integer(environ, "LOCAL_WORLD_SIZE", world_size // nodes))
+    # A script that starts its own processes leaves the variables of its node in each of them: trust them only for
+    # the rank that they were meant for.
+    mine = _integer(environ, "RANK", rank) == rank
+    local_rank = _integer(environ, "LOCAL_RANK", rank % per_node) if mine else rank % per_node
+    node_rank = _integer(environ, "NODE_RANK", _integer(environ, "GROUP_RANK", rank // per_node))
+    return Place(rank, world_size, local_rank, node_rank)
+
+
+def _active_world() -> Any:
+    init = sys.modules.get("ddpjob.group.join")
+    return None if init is None else init.active()
+
+
+def _group() -> tuple[int, int] | None:
+    """Rank and size of the process group, where somebody else imported torch and made one."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
+    try:
+        return int(environ[name])
+    except (KeyError, ValueError):
+        return default
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    try:
+        value = float(environ[name])
+    except (KeyError, ValueError):
+        return default
+    return value if math.isfinite(value) and value > 0 else default
+
+
+class Reporter:
+    """The posting thread of one process: reads the latest values, and knows the rate and the back-off."""
+
+    def __init__(self, url: str, environ: Mapping[str, str]) -> None:
+        self.url = url
+        self.environ = environ
+        self.interval = _seconds(environ, "DDPJOB_STATUS_INTERVAL", 5.0)
+        self.failures = 0
+        self.complained = False
+        self.marks: collections.deque[tuple[int, float]] = collections.deque(maxlen=RATE_WINDOW_POSTS)
+        self.news = threading.Event()
+        self.finishing = threading.Event()
+        self.finished = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="ddpjob-progress", daemon=True).start()
+
+    def finish(self, timeout_seconds: float) -> None:
+        self.finishing.set()
+        self.news.set()
+        self.finished.wait(timeout_seconds)
+
+    def _run(self) -> None:
+        try:
+            while not self.finishing.is_set():
+                self._post(final=False)
+                self.news.wait(self._pause())
+                self.news.clear()
+            self._post(final=True)
+        except Exception as error:  # whatever it is, training must not notice
+            self._complain(f"{type(error).__name__}: {error}")
+        finally:
+            self.finished.set()
+
+    def _pause(self) -> float:
+        """Seconds to the next post: the interval, doubled for every failure in a row."""
+        return max(self.interval, min(BACKOFF_SECONDS_MAX, self.interval * 2.0 ** min(self.failures, 16)))
+
+    def _post(self, *, final: bool) -> None:
+        try:
+            document = self._document(final=final)
+            if document is None:
+                return
+            problem = send(self.url, encode(document), self.environ)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        self.failures = 0 if problem is None else self.failures + 1
+        if problem is not None:
+            self._complain(problem)
+
+    def _complain(self, problem: str) -> None:
+        if self.complained or self.finishing.is_set():
+            return
+        self.complained = True
+        with contextlib.suppress(Exception):
+            print(
+                f"ddpjob: progress is not reported: {self.url}: {problem}; training goes on, tried again, said once",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _document(self, *, final: bool) -> dict[str, Any] | None:
+        latest = _latest
+        if latest is None:
+            return None
+        step, total, samples, metrics, when = latest
+        place = where(self.environ)
+        rate = self._steps_per_second(int(step), when) if _stepping else None  # imports and loading are no slow steps
+        phase = _paused or (None if _stepping else "start")
+        return {
+            "attempt": _integer(self.environ, "DDPJOB_ATTEMPT", 1),
+            "rank": place.rank,
+            "nodeRank": place.node_rank,
+            "worldSize": place.world_size,
+            "step": int(step),
+            **_pace(rate, int(step), total, samples),
+            "metrics": as_text(metrics),
+            **({"phase": phase} if phase else {}),
+            "final": final,
+        }
+
+    def _steps_per_second(self, step: int, when: float) -> float | None:
+        """Over the last posts; the times are those of the calls, so a pause between them is no slow-down."""
+        if not self.marks or self.marks[-1][0] != step:
+            self.marks.append((step, when))
+        (first, began), (last, ended) = self.marks[0], self.marks[-1]
+        return (last - first) / (ended - began) if last > first and ended > began else None
+
+
+def _pace(rate: float | None, step: int, total: int | None, samples: int | None) -> dict[str, Any]:
+    pace: dict[str, Any] = {}
+    if total is not None:
+        pace["totalSteps"] = int(total)
+        if rate is not None:
+            pace["etaSeconds"] = max(0, round((int(total) - step) / rate))
+    if samples is not None and rate is not None:
+        pace["samplesPerSecond"] = round(rate * float(samples), 1)
+    return pace
+
+
+def as_text(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """The first 16 metrics that can be said, each a short string, as in Kubeflow's trainer status."""
+    said: dict[str, str] = {}
+    for name, value in metrics.items():
+        if len(said) == METRICS_MAX:
+            break
+        with contextlib.suppress(Exception):
+            said[name[:TEXT_CHARACTERS_MAX]] = _value_as_text(value)
+    return said
+
+
+def _value_as_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value[:TEXT_CHARACTERS_MAX]
+    if isinstance(value, int):
+        return str(int(value))[:TEXT_CHARACTERS_MAX]
+    return f"{float(value):.6g}"  # a tensor or numpy number too; nan, inf and -inf are spelled so
+
+
+def encode(document: dict[str, Any]) -> bytes:
+    """The document as JSON of at most 8 KiB; metrics are dropped from the last on until it fits."""
+    while True:
+        body = json.dumps(document, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
+        if len(body) <= BODY_BYTES_MAX or not document["metrics"]:
+            return body
+        document = {**document, "metrics": dict(list(document["metrics"].items())[:-1])}
+
+
+def send(url: str, body: bytes, environ: Mapping[str, str]) -> str | None:
+    """Post once; None when the answer is 2xx, else what was wrong.
+
+    http.client, because it follows no redirect (the token would follow too) and knows no proxies.
+    """
+    target = urlsplit(url)
+    connection = _connection(target, environ)
+    try:
+        path = (target.path or "/") + (f"?{target.query}" if target.query else "")
+        connection.request("POST", path, body, {"Content-Type": "application/json", **_authorization(environ)})
+        answer = connection.getresponse()
+        answer.read(BODY_BYTES_MAX)
+        return None if 200 <= answer.status < 300 else f"answered {answer.status} {answer.reason}"
+    finally:
+        connection.close()
+
+
+def _connection(target: SplitResult, environ: Mapping[str, str]) -> Any:
+    import http.client  # 15 ms that only a process with a receiver pays, in the thread
+
+    if target.hostname is None or target.scheme not in ("http", "https"):
+        raise ValueError("DDPJOB_STATUS_URL is no http:// or https:// address")
+    if target.scheme == "http":
+        return http.client.HTTPConnection(target.hostname, target.port, timeout=POST_TIMEOUT_SECONDS)
+    import ssl
+
+    trust = ssl.create_default_context(cafile=environ.get("DDPJOB_STATUS_CA_FILE") or None)
+    return http.client.HTTPSConnection(target.hostname, target.port, timeout=POST_TIMEOUT_SECONDS, context=trust)
+
+
+def _authorization(environ: Mapping[str, str]) -> dict[str, str]:
+    """The token is read for every post: the kubelet renews a projected token in place, at 80 % of its life."""
+    path = environ.get("DDPJOB_STATUS_TOKEN_FILE")
+    if not path:
+        return {}
+    with open(path, encoding="ascii") as file:
+        return {"Authorization": f"Bearer {file.read(BODY_BYTES_MAX).strip()}"}
+
+
+_reporter: Reporter | None = None
+_registered = False
+_faults: list[injected_faults.Fault] = []
+
+
+def _forget_in_child() -> None:
+    """A forked child has no posting thread, and is a process of its own: its first call starts anew."""
+    global _latest, _reporter, _attentive, _begun, _stepping, _paused, _faults, _cells
+    _latest, _reporter, _paused, _faults = None, None, None, []
+    _attentive, _begun, _stepping = True, False, False
+    _cells = watchdog.private_cells()  # its parent speaks for the rank
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,237 @@
+"""The last word of a rank that fails, in the file that DDPJOB_TERMINATION_LOG names.
+
+In a pod that is the container's termination message: the operator reads it in the pod's status when the pod is gone.
+
+    {"ddpjob": 1, "rank": 3, "exitCode": 1, "signal": "", "exception": "ValueError: no such shard: 7", "step": 41,
+     "time": 1796000000.123, "resumable": false, "traceback": "the last lines, as many as fit"}
+
+All ranks of a pod share the file. The earliest failure stays; a rank that stopped in order gives way to it, and one
+that only says that a peer is gone writes nothing. `init` and the first `progress` install it. A process that is
+killed, or crashes in C code, writes nothing: the kubelet and torchrun tell of that.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import sys
+import time
+import traceback
+from types import TracebackType
+from typing import Any
+
+from ddpjob.core import rules
+
+BYTES_MAX = 4096  # the kubelet reads no more
+EXCEPTION_CHARACTERS_MAX = 500  # at most 6 bytes each in JSON: the whole message always fits
+FRAMES_MAX = 40
+BAD_NODES_MAX = 64
+LOCK_SECONDS = 0.5  # the other ranks of this pod write 4 kB each
+
+
+def install() -> None:
+    """Write the message when this process ends by an exception. Does nothing without DDPJOB_TERMINATION_LOG."""
+    global _previous_hook, _pid
+    if _pid == os.getpid() or not os.environ.get("DDPJOB_TERMINATION_LOG"):
+        return
+    if _previous_hook is None:  # a forked child has the hook already
+        _previous_hook, sys.excepthook = sys.excepthook, _hook
+    _pid = os.getpid()
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None:
+        # Children of multiprocessing never reach sys.excepthook. Before progress() and the group, which may wait.
+        util.Finalize(None, _tell_end_of_child, exitpriority=30)
+
+
+def tell(error: BaseException) -> None:
+    """Write how this process fails; never raises, and waits at most 0.5 s for the other ranks of the pod."""
+    with contextlib.suppress(Exception):
+        from ddpjob.group.stop import Stopped  # it imports this file
+
+        code = exit_code(error)
+        if code == 0 or isinstance(error, Stopped):  # which has been said by tell_stopped or tell_unfit
+            return
+        # `except ValueError: sys.exit(1)`, which is also how torch.multiprocessing.spawn ends a child.
+        said = (error.__context__ or error) if isinstance(error, SystemExit) else error
+        if _is_symptom(said):
+            # The kubelet takes the end of the log only where this file is empty, and torchrun's table in it names the
+            # rank of this pod that crashed without a word.
+            return
+        trace = "".join(traceback.format_exception(type(said), said, said.__traceback__, limit=-FRAMES_MAX))
+        _leave(
+            {
+                **_who(),
+                "exitCode": code,
+                "signal": "SIGINT" if isinstance(error, KeyboardInterrupt) else "",
+                "exception": exit_sentence(error) or exception_line(said),
+                "resumable": False,
+                "traceback": trace,
+            }
+        )
+
+
+def tell_stopped(step: int) -> None:
+    """Write that this process was told to stop and has saved this step; never raises."""
+    with contextlib.suppress(Exception):
+        _leave({**_who(), "exitCode": rules.RESUMABLE_EXIT_CODE, "step": step, "resumable": True})
+
+
+def tell_unfit(rank: int, exception: str, bad_nodes: list[int]) -> None:
+    """Write which nodes the pre-flight has found bad, for all of the job; never raises."""
+    with contextlib.suppress(Exception):
+        said = {"exception": exception[:EXCEPTION_CHARACTERS_MAX], "badNodes": bad_nodes[:BAD_NODES_MAX]}
+        ended = {"exitCode": rules.RESUMABLE_EXIT_CODE, "signal": "", "resumable": True, "preflight": True}
+        _leave({**_who(), "rank": rank, **said, **ended})
+
+
+def ending() -> BaseException | None:
+    """The exception by which this process ends, in what runs at its exit; sys.exit() of a script is not to be seen."""
+    error = sys.exc_info()[1]  # multiprocessing: still on its way
+    return error if error is not None else getattr(sys, "last_value", None)  # printed by the interpreter before atexit
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code of a process that ends by this exception."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if not isinstance(error, SystemExit):
+        return 1
+    if isinstance(error.code, int):
+        return error.code & 0xFF
+    return 0 if error.code is None else 1
+
+
+def exception_line(error: BaseException) -> str:
+    """ValueError: no such shard: 7"""
+    kind = type(error)
+    name = (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    text = _text(error).strip().split("\n", 1)[0]
+    return (f"{name}: {text}" if text else name)[:EXCEPTION_CHARACTERS_MAX]
+
+
+def exit_sentence(error: BaseException) -> str:
+    """train.py: error: unrecognized arguments: --lrr: what argparse has printed when it ended the process by this."""
+    trace = error.__traceback__ if isinstance(error, SystemExit) else None
+    while trace is not None:
+        frame, trace = trace.tb_frame, trace.tb_next
+        if frame.f_code.co_name == "exit" and frame.f_globals.get("__name__") == "argparse":
+            return str(frame.f_locals.get("message") or "").strip()[:EXCEPTION_CHARACTERS_MAX]
+    return ""
+
+
+def exit_words(error: SystemExit) -> tuple[str, str]:
+    """How an exit that is none with 0 is told, and what of it stands in the log: nothing where it says no more than its
+    code."""
+    if exit_code(error) in (0, rules.RESUMABLE_EXIT_CODE):
+        return "", ""
+    printed = exit_sentence(error)
+    if printed:
+        return printed, printed
+    if not isinstance(error.code, int):
+        return exception_line(error), _text(error).strip()
+    cause = error.__context__  # `except ValueError: sys.exit(1)`
+    if not isinstance(cause, Exception):
+        return "", ""
+    return exception_line(cause), "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
+
+
+_previous_hook: Any = None
+_pid = 0
+
+
+def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if _pid == os.getpid():  # a child that was forked by this rank is not the rank
+        tell(error)
+    _previous_hook(kind, error, trace)
+
+
+def _tell_end_of_child() -> None:
+    error = ending()
+    if error is not None and _pid == os.getpid():
+        tell(error)
+
+
+def _who() -> dict[str, Any]:
+    from ddpjob.reporting.progress import latest_step, where  # it imports this file
+
+    return {"ddpjob": 1, "rank": where(os.environ).rank, "time": time.time(), "step": latest_step()}
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its text cannot be made)"
+
+
+def _is_symptom(error: BaseException) -> bool:
+    """Also where the script raised its own exception from the peer's."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__
+    return any(rules.is_symptom(f"{type(link).__name__}: {_text(link)}") for link in chain)
+
+
+def _leave(message: dict[str, Any]) -> None:
+    """In place, because the file of a pod is a mount of its own: a rename over it fails with EBUSY."""
+    path = os.environ["DDPJOB_TERMINATION_LOG"]
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+    try:
+        _lock(descriptor)
+        if not _stays(os.pread(descriptor, BYTES_MAX, 0), message):
+            body = encode(message)
+            os.pwrite(descriptor, body, 0)
+            os.ftruncate(descriptor, len(body))
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    deadline = time.monotonic() + LOCK_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(0.01)
+    raise TimeoutError
+
+
+def _stays(there: bytes, message: dict[str, Any]) -> bool:
+    """Whether what is there says more than this message."""
+    if not there.startswith(b'{"ddpjob"'):
+        return bool(there)  # the script's own words
+    try:
+        return _weight(json.loads(there)) <= _weight(message)
+    except (ValueError, KeyError, TypeError):
+        return False  # a rank was killed while it wrote
+
+
+def _weight(message: dict[str, Any]) -> tuple[int, float]:
+    return (1 if message["resumable"] else 0), float(message["time"])
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """The message as JSON of at most 4096 bytes; the traceback loses its beginning until it fits, then the longest."""
+    trace = message.pop("traceback", "")
+    kept = trace[-BYTES_MAX:]
+    while True:
+        tail = kept if kept == trace else kept.partition("\n")[2] or kept
+        document = {"ddpjob": 1, **message, **({"traceback": tail} if tail else {})}
+        body = json.dumps(document, ensure_ascii=False).encode("utf-8", "replace")
+        excess = len(body) - BYTES_MAX
+        if excess <= 0:
+            return body
+        if not kept:
+            return encode(_without_its_longest(message))
+        kept = kept[max(1, excess // 6) :]  # a character is at most 6 bytes
+
+
+def _without_its_longest(message: dict[str, Any]) -> dict[str, Any]:
+    """A text is halved, anything else goes: what a script has put into its own message is not bounded."""
+    name = max(message, key=lambda k: len(json.dumps({k: message[k]})))
+    value = message[name]
+    rest = {k: v for k, v in message.items() if k != name}
+    return {**rest, name: value[: len(value) // 2]} if isinstance(value, str) and value else rest

@@ -1,0 +1,245 @@
+"""The rank's side of ddprun's watchdog: it says where it stands, in memory that it shares with its agent.
+
+`progress`, `pause` and `announce` write what they know into cells; the agent (`agent/heartbeats.py`) reads them, and asks when the group stands still. A daemon thread answers, because a rank that is blocked in a
+collective runs no Python handler: where each thread is, and the last collectives of torch's flight recorder. Both go to
+stderr, and the short of it to the agent. For a rank that this thread cannot speak for, because something holds the
+interpreter, faulthandler has a signal of its own.
+
+The memory is named by DDPJOB_BEATS (`heartbeat.py` says what is in it); without it the cells are this process's own,
+and nobody asks.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+from ddpjob.reporting.heartbeat import (
+    ANSWERED,
+    ASKED,
+    CELLS_BYTES,
+    COLLECTIVES,
+    LENGTH,
+    OVER,
+    PAGE_BYTES,
+    PHASE,
+    PID,
+    STACKS_SIGNAL,
+    STEP,
+)
+
+T = TypeVar("T")
+TEXT_CHARACTERS_MAX = 120
+LOOK_SECONDS = 0.25
+END_SECONDS = 1.0  # it answers in milliseconds, unless nobody reads what it writes
+THREADS_MAX, FRAMES_MAX, COLLECTIVES_MAX = 64, 40, 8
+
+
+_FORK_SERVER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "agent", "forkserver.py")
+
+
+def private_cells() -> memoryview:
+    """Cells that nobody reads."""
+    return memoryview(bytearray(CELLS_BYTES)).cast("q")
+
+
+def begin() -> memoryview:
+    """The cells of this process, from its first word on; never raises."""
+    global _cells, _pid, _in_torch
+    if _pid != os.getpid():
+        _pid, _cells, _in_torch = os.getpid(), private_cells(), threading.Lock()  # a fork may have it locked for good
+        where = os.environ.get("DDPJOB_BEATS")
+        if where:
+            with contextlib.suppress(Exception):
+                _cells = _join(where)
+    return _cells
+
+
+def left() -> None:
+    """The default group is about to be left; the thread may not have looked since its last collective."""
+    begun = _of_torch(_collectives_begun)
+    if begun and _pid == os.getpid():
+        _cells[COLLECTIVES], _cells[OVER] = begun, 1
+
+
+def _join(where: str) -> memoryview:
+    """where: the agent's process, its descriptors of the memory and of the bell, and the page."""
+    agent, memory, bell, page = map(int, where.split(":"))
+    descriptor = os.open(f"/proc/{agent}/fd/{memory}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        mine = memoryview(mmap.mmap(descriptor, 0))[page * PAGE_BYTES :][:PAGE_BYTES]
+    finally:
+        os.close(descriptor)
+    cells = mine[:CELLS_BYTES].cast("q")
+    if cells[PID] not in (0, os.getpid()) and os.path.exists(f"/proc/{cells[PID]}"):
+        return private_cells()  # a script that starts processes of its own: one speaks for the rank
+    cells[PHASE] = cells[STEP] = cells[COLLECTIVES] = cells[OVER] = 0
+    cells[PID] = os.getpid()
+    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+    threading.Thread(target=_serve, args=(mine, cells), name="ddpjob-watchdog", daemon=True).start()
+    _ring(f"/proc/{agent}/fd/{bell}")
+    return cells
+
+
+def _ring(bell: str) -> None:
+    """The agent looks at nothing until somebody beats."""
+    descriptor = os.open(bell, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, b".")
+    finally:
+        os.close(descriptor)
+
+
+_cells = private_cells()
+_pid = 0
+_in_torch = threading.Lock()  # held by the thread while it is in torch's C++, and at the end for good
+
+
+# ---- the thread --------------------------------------------------------------------------------------------
+
+
+def _serve(page: memoryview, cells: memoryview) -> None:
+    """Polls, because a descriptor to wait for would not survive a script that closes all of them."""
+    while True:
+        time.sleep(LOOK_SECONDS)
+        if cells[PHASE] <= 1:
+            begun = _of_torch(_collectives_begun)
+            if begun is not None:
+                cells[COLLECTIVES], cells[OVER] = begun, 0
+            elif cells[COLLECTIVES]:
+                cells[OVER] = 1
+        asked = cells[ASKED]
+        if cells[ANSWERED] != asked:
+            with contextlib.suppress(Exception):
+                _answer(page, cells)
+            cells[ANSWERED] = asked
+
+
+def _of_torch(call: Callable[[], T]) -> T | None:
+    """What torch knows; nothing at the end of the process, or where it has changed what it calls things."""
+    if not _in_torch.acquire(blocking=False):
+        return None
+    try:
+        with contextlib.suppress(Exception):
+            return call()
+        return None
+    finally:
+        _in_torch.release()
+
+
+def _keep_out_of_torch() -> None:
+    """From now on: a thread that comes back from C++ when the interpreter has ended aborts the process."""
+    if _pid == os.getpid():  # a fork has no such thread
+        left()
+        _cells[OVER] = 1
+        _in_torch.acquire(timeout=END_SECONDS)
+
+
+atexit.register(_keep_out_of_torch)  # at the import: what is registered later, as the way out of the group, runs before
+
+
+def _collectives_begun() -> int | None:
+    """Of the default group, None where there is none; a call of 5 µs, of the group and not of its backend's devices."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    group = None if c10d is None else c10d._world.default_pg
+    return None if group is None else int(group._get_sequence_number_for_group())
+
+
+def _answer(page: memoryview, cells: memoryview) -> None:
+    """First to the agent, which waits for it; stderr may be a pipe that nobody reads."""
+    frames = sys._current_frames()
+    recorded = _of_torch(_recorded) or []
+    main = threading.main_thread().ident
+    answer = {"step": cells[STEP], "where": innermost(frames.get(main or 0)), **last_collective(recorded)}
+    body = json.dumps(answer).encode()[: PAGE_BYTES - CELLS_BYTES]
+    page[CELLS_BYTES : CELLS_BYTES + len(body)] = body
+    cells[LENGTH], cells[ANSWERED] = len(body), cells[ASKED]
+    os.write(2, _told(cells[STEP], frames, recorded).encode("utf-8", "replace"))
+
+
+def _told(step: int, frames: dict[int, FrameType], recorded: list[dict[str, Any]]) -> str:
+    """In one piece, so that the words of two ranks do not mix; the main thread last, where one looks first."""
+    rank = os.environ.get("RANK", "0")
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    mine = threading.get_ident()
+    order = sorted(frames, key=lambda ident: ident == threading.main_thread().ident)
+    # Whoever never says a step is known by its collectives.
+    where = f"at step {step}" if _cells[PHASE] else f"after {_cells[COLLECTIVES]} collectives"
+    lines = [f"ddpjob: rank {rank} (process {os.getpid()}) stands still {where}; innermost call first:"]
+    for ident in [ident for ident in order if ident != mine][-THREADS_MAX:]:
+        lines += [f"  thread {names.get(ident, 'of C')}:", *stack(frames[ident])]
+    if recorded:
+        lines += ["  collectives, the last of them last:", *table(recorded)]
+    return "\n".join(lines) + "\n"
+
+
+def stack(frame: FrameType | None) -> list[str]:
+    """As Python prints it, without the source: that would be read from a disk that may be what hangs."""
+    lines: list[str] = []
+    while frame is not None and len(lines) < FRAMES_MAX and frame.f_code.co_filename != _FORK_SERVER:
+        lines.append(f'    File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}')
+        frame = frame.f_back
+    return lines
+
+
+def innermost(frame: FrameType | None) -> str:
+    """train.py:41 in load_batch: the innermost call of the user's own code, else the innermost."""
+    library = (os.path.dirname(os.__file__), os.path.dirname(os.path.abspath(__file__)))
+    first = frame
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((*library, "<frozen")) and "-packages" not in name:
+            break
+        frame = frame.f_back
+    frame = frame or first
+    if frame is None:
+        return ""
+    code = frame.f_code
+    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"[:TEXT_CHARACTERS_MAX]
+
+
+def _recorded() -> list[dict[str, Any]]:
+    """The entries of torch's flight recorder: NCCL's where it has any, else those of the other backends (gloo)."""
+    return recorder("_dump_nccl_trace_json") or recorder("_dump_fr_trace_json")
+
+
+def recorder(name: str) -> list[dict[str, Any]]:
+    """What that function of torch knows; nothing where this torch does not have it."""
+    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), name, None)
+    return list(json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries") or []) if dump else []
+
+
+def last_collective(recorded: list[dict[str, Any]]) -> dict[str, Any]:
+    """The newest of the default group, whose numbers are the same on all ranks: sequence, op, done."""
+    default = [e for e in recorded if e["process_group"][0] == "0" and not e.get("is_p2p")]
+    if not default:
+        return {}
+    last = max(default, key=lambda e: e["collective_seq_id"])
+    return {"sequence": last["collective_seq_id"], "op": _op(last), "done": is_done(last)}
+
+
+def is_done(entry: dict[str, Any]) -> bool:
+    """gloo's entries stay "scheduled" and are retired; NCCL's get a state."""
+    return bool(entry.get("retired")) or entry.get("state") == "completed"
+
+
+def table(recorded: list[dict[str, Any]]) -> list[str]:
+    """The last of them, one a line."""
+    return [
+        f"    {e['collective_seq_id']:>6} {_op(e)} {e.get('input_sizes')} in group {e['process_group'][0]}"[:160]
+        + (", done" if is_done(e) else ", not done")
+        for e in recorded[-COLLECTIVES_MAX:]
+    ]
+
+
+def _op(entry: dict[str, Any]) -> str:
+    """gloo:all_reduce -> all_reduce"""
+    return str(entry.get("profiling_name", "")).rpartition(":")[2][:TEXT_CHARACTERS_MAX]
