@@ -91,7 +91,7 @@ failures = st.builds(
 states = st.sampled_from(
     [None, "Pending", "Starting", "Running", "Restarting", "Failing", "Suspended", "Succeeded", "Failed"]
 )
-ranges = st.sets(st.integers(0, NODES_MAX)).map(ranges.text) | st.sampled_from(["", "x", "3-", "9-1", ",,"])
+node_ranges = st.sets(st.integers(0, NODES_MAX)).map(ranges.text) | st.sampled_from(["", "x", "3-", "9-1", ",,"])
 
 
 @st.composite
@@ -106,8 +106,8 @@ def jobs(draw: st.DrawFn) -> api.DDPJob:
         state_time=draw(st.none() | times),
         start_time=draw(st.none() | times),
         completion_time=draw(st.none() | times),
-        started_nodes=draw(ranges),
-        completed_nodes=draw(ranges),
+        started_nodes=draw(node_ranges),
+        completed_nodes=draw(node_ranges),
         replacements=draw(st.dictionaries(st.sampled_from(["0", "1", "x"]), st.integers(0, 2), max_size=2)),
         in_place=draw(st.none() | st.builds(api.InPlace, replacement=st.integers(0, 2), application=st.integers(0, 2))),
     )

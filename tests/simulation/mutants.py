@@ -22,7 +22,7 @@ from ddpjob_operator.plan import agent_restarts, group_restart, plan, pod_replac
 from ddpjob_operator.plan import status as statuses
 from ddpjob_operator.plan.plan import CreatePod, CreateService, DeletePod
 from ddpjob_operator.plan.view import Scene, Verdict
-from ddpjob_operator.pods import environment as contract
+from ddpjob_operator.pods import environment as pod_environment
 from ddpjob_operator.pods import naming
 
 Mutant = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -37,7 +37,7 @@ def no_fence() -> contextlib.AbstractContextManager[Any]:
 def random_names() -> contextlib.AbstractContextManager[Any]:
     """Each pod gets a name of its own, as generateName gives it."""
     number, name = itertools.count(), naming.pod_name
-    return mock.patch.object(contract, "pod_name", lambda *which: f"{name(*which)}-{next(number)}")
+    return mock.patch.object(naming, "pod_name", lambda *which: f"{name(*which)}-{next(number)}")
 
 
 def writes_unread() -> contextlib.AbstractContextManager[Any]:
@@ -149,14 +149,14 @@ def a_pod_may_say_anything() -> Iterator[None]:
 
 def old_run_id() -> contextlib.AbstractContextManager[Any]:
     """All attempts meet at the same run id and port."""
-    environment = contract.environment
+    environment = pod_environment.environment
 
     def same(job: Any, attempt: int, rank: int, meet: Any) -> dict[str, str]:
         found = environment(job, attempt, rank, meet)
         first = environment(job, 1, rank, naming.endpoint(job, 1))
         return found | {name: first[name] for name in ("PET_RDZV_ID", "MASTER_PORT", "PET_MASTER_PORT")}
 
-    return mock.patch.object(contract, "environment", same)
+    return mock.patch.object(pod_environment, "environment", same)
 
 
 def replaced_at_once() -> contextlib.AbstractContextManager[Any]:

@@ -1,7 +1,7 @@
 """The watchdog of one node: looks at the beats of its ranks, says how they get on, and asks them where they stand.
 
-It looks once a second, and not at all before a rank beats. `core/stall_monitor.py` says what the beats prove, and node 0
-decides for all nodes (`core/stall_rules.py`).
+It looks once a second, and not at all before a rank beats. `core/stall_monitor.py` says what the beats prove, and
+node 0 decides for all nodes (`core/stall_rules.py`).
 """
 
 from __future__ import annotations

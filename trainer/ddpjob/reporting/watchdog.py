@@ -1,6 +1,7 @@
 """The rank's side of ddprun's watchdog: it says where it stands, in memory that it shares with its agent.
 
-`progress`, `pause` and `announce` write what they know into cells; the agent (`agent/heartbeats.py`) reads them, and asks when the group stands still. A daemon thread answers, because a rank that is blocked in a
+`progress`, `pause` and `announce` write what they know into cells; the agent (`agent/heartbeats.py`)
+reads them, and asks when the group stands still. A daemon thread answers, because a rank that is blocked in a
 collective runs no Python handler: where each thread is, and the last collectives of torch's flight recorder. Both go to
 stderr, and the short of it to the agent. For a rank that this thread cannot speak for, because something holds the
 interpreter, faulthandler has a signal of its own.
