@@ -64,12 +64,12 @@ def looks(calls: int = 200) -> int:
     from ddpjob.agent.core import stall_monitor
     from ddpjob.agent.heartbeats import Beat
 
-    paces: dict[int, stall_monitor.Pace] = {}
+    trackers: dict[int, stall_monitor.StepTracker] = {}
     for now in range(calls):
         beats = {rank: Beat(1, "train", now, 0) for rank in range(8)}
-        folded = {rank: stall_monitor.fold(paces.get(rank), beat, float(now)) for rank, beat in beats.items()}
-        paces = {rank: pace for rank, pace in folded.items() if pace is not None}
-        stall_monitor.word(paces, None, float(now))
+        folded = {rank: stall_monitor.update(trackers.get(rank), beat, float(now)) for rank, beat in beats.items()}
+        trackers = {rank: pace for rank, pace in folded.items() if pace is not None}
+        stall_monitor.word(trackers, None, float(now))
     return calls
 
 

@@ -134,8 +134,8 @@ def stale_puts(s: Server) -> Any:
     s.ask("PUT", f"{JOBS}/digits/status", {**made, "status": {"state": "Running"}})
     stale = s.ask("PUT", f"{JOBS}/digits/status", {**made, "status": {"state": "Failed"}})
     _, now = s.ask("GET", f"{JOBS}/digits")
-    foreign = {**now, "metadata": {**now["metadata"], "uid": "00000000-0000-4000-8000-999999999999"}}
-    other = s.ask("PUT", f"{JOBS}/digits/status", foreign)
+    conflicts = {**now, "metadata": {**now["metadata"], "uid": "00000000-0000-4000-8000-999999999999"}}
+    other = s.ask("PUT", f"{JOBS}/digits/status", conflicts)
     metadata = {k: v for k, v in now["metadata"].items() if k != "resourceVersion"}
     without = s.ask("PUT", f"{JOBS}/digits/status", {**now, "metadata": metadata})
     return said(stale), said(other), said(without)

@@ -9,34 +9,34 @@ from pathlib import Path
 import pytest
 from worlds import START, job
 
-from ddpjob_operator.local.cluster import World
+from ddpjob_operator.local.cluster import LocalCluster
 from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.plan.plan import CreatePod
 from ddpjob_operator.pods import build
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
+def world(tmp_path: Path) -> Iterator[LocalCluster]:
     """One whose second attempt has been made, without any process."""
-    made = World(tmp_path, [], build.Reporting("http://127.0.0.1:1"), lambda _pod, _lines: None)
+    made = LocalCluster(tmp_path, [], build.Reporting("http://127.0.0.1:1"), lambda _pod, _lines: None)
     made.body(job(), CreatePod(2, 0))
     yield made
     made.close()
 
 
-def test_the_paces_of_the_present_attempt_are_seen_and_no_others(world: World) -> None:
+def test_the_paces_of_the_present_attempt_are_seen_and_no_others(world: LocalCluster) -> None:
     world.take(Report(step=41, rank=0, attempt=1, received_at=START))
-    assert world.observe().paces == {}, "it is over, and what it did stops nothing"
+    assert world.observe().trackers == {}, "it is over, and what it did stops nothing"
     world.take(Report(step=1, rank=0, attempt=2, received_at=START))
     world.take(Report(step=1, rank=1, attempt=2, received_at=START + dt.timedelta(seconds=0.5)))
-    assert {rank: pace.heard_at for rank, pace in world.observe().paces.items()} == {
+    assert {rank: pace.heard_at for rank, pace in world.observe().trackers.items()} == {
         0: START,
         1: START + dt.timedelta(seconds=0.5),
     }
 
 
-def test_a_report_that_does_not_say_its_attempt_is_of_the_present_one(world: World) -> None:
+def test_a_report_that_does_not_say_its_attempt_is_of_the_present_one(world: LocalCluster) -> None:
     world.take(Report(step=7, received_at=START))
-    assert world.observe().paces[0].attempt == 2
+    assert world.observe().trackers[0].attempt == 2
     world.take(Report(step=8, phase=None, received_at=START))
-    assert world.observe().paces[0].step == 7, "a sender that speaks only when it gets on proves nothing"
+    assert world.observe().trackers[0].step == 7, "a sender that speaks only when it gets on proves nothing"

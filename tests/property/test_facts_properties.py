@@ -53,7 +53,7 @@ class Story:
         self.kubelets: list[Callable[[], None]] = []
         """What they do next, each at a time of its own."""
         self.on_told: Callable[[int], None] = lambda rank: self.stops(rank, ended(143))
-        self.departed: list[Pod] = []
+        self.deleted_pods: list[Pod] = []
         self.store: Store[Pod]
         self.missed: set[int] = set()
         """Ranks whose pods went while no operator was there: how they ended nobody can know."""
@@ -61,11 +61,11 @@ class Story:
 
     def _begin(self) -> None:
         """A new operator: what the last one remembered is gone, and a list is all that it sees."""
-        self.departed = []
+        self.deleted_pods = []
         self.missed |= {
             contract_rank(raw["metadata"]["name"]) for kind, raw in self.log[self.heard :] if kind == "DELETED"
         }
-        gone = lambda _, old, new: self.departed.append(old) if new is None else None  # noqa: E731
+        gone = lambda _, old, new: self.deleted_pods.append(old) if new is None else None  # noqa: E731
         self.store = Store(observe.pod, lambda _: ("team", "digits"), gone, facts.merge)
         for raw in self.pods.values():
             self.store.put(raw)
@@ -170,7 +170,7 @@ class Story:
 
     def look(self) -> None:
         pods = tuple(self.store.of(("team", "digits")))
-        seen = Observed(service=True, pods=pods, departed=tuple(self.departed), nodes={})
+        seen = Observed(service=True, pods=pods, deleted_pods=tuple(self.deleted_pods), nodes={})
         todo = plan(self.job, seen, self.now)
         if todo.status is not None:
             self.job = replace(self.job, status=todo.status)
@@ -343,7 +343,7 @@ pods = st.builds(
     phase=st.sampled_from(["Pending", "Running", "Succeeded", "Failed"]),
     reason=st.sampled_from(["", "Evicted"]),
     disruption=st.sampled_from(["", "EvictionByEvictionAPI"]),
-    stop_asked_at=times,
+    deletion_requested_at=times,
     trainer=containers,
     sidecars_run=st.booleans(),
 )
@@ -361,14 +361,14 @@ def told(story: list[Pod]) -> Pod:
 def test_what_was_seen_of_a_pod_is_never_unseen(before: list[Pod], after: list[Pod]) -> None:
     """Else a later, poorer word of the kubelet would replace why a pod has ended, and somebody else would pay."""
     known, more = told(before), told([*before, *after])
-    assert known.stop_asked_at is None or (more.stop_asked_at or START) <= known.stop_asked_at
+    assert known.deletion_requested_at is None or (more.deletion_requested_at or START) <= known.deletion_requested_at
     assert more.ended or not known.ended
     assert more.has_completed or not known.has_completed
-    assert more.told_to_stop == known.told_to_stop or not known.ended
+    assert more.deleted_first == known.deleted_first or not known.ended
     if known.trainer.state == "ended" and known.trainer.exit_code is not None and not known.trainer.is_lost:
         assert more.trainer == known.trainer, "how it ended"
     assert not known.ended or more.ended_seen == known.ended_seen, "when it was first seen to have ended"
-    assert known.stop_asked_at is None or more.stop_seen == known.stop_seen
+    assert known.deletion_requested_at is None or more.deletion_seen == known.deletion_seen
 
 
 @given(st.lists(pods, min_size=1, max_size=6), st.data())

@@ -15,7 +15,7 @@ from worlds import START, UID, World, job
 
 from ddpjob_operator.job import api, ranges, validation
 from ddpjob_operator.job.validation import Problem
-from ddpjob_operator.observed.cluster import Container, Foreign, Node, Observed, Pod
+from ddpjob_operator.observed.cluster import ConflictingObject, Container, Node, Observed, Pod
 from ddpjob_operator.observed.reports import Agent, AgentCounts, Report
 from ddpjob_operator.plan.plan import CreatePod, CreateService, DeleteJob, DeletePod, plan
 from ddpjob_operator.plan.status import is_broken
@@ -64,8 +64,8 @@ pods = st.builds(
     disruption=st.sampled_from(["", "PreemptionByScheduler"]),
     scheduled_at=st.none() | times,
     silent_since=st.none() | times,
-    stop_asked_at=st.none() | times,
-    stop_by=st.none() | times,
+    deletion_requested_at=st.none() | times,
+    deletion_deadline=st.none() | times,
     trainer=containers,
     sidecars_run=st.booleans(),
 )
@@ -74,7 +74,9 @@ observed = st.builds(
     Observed,
     service=st.booleans(),
     pods=st.lists(pods, max_size=6, unique_by=lambda p: p.name).map(tuple),
-    foreign=st.lists(st.builds(Foreign, st.just("Service"), st.just("digits"), st.booleans()), max_size=1).map(tuple),
+    conflicts=st.lists(
+        st.builds(ConflictingObject, st.just("Service"), st.just("digits"), st.booleans()), max_size=1
+    ).map(tuple),
     reports=st.dictionaries(st.just(0), st.builds(Report, step=st.integers(0, 99), received_at=times), max_size=1),
     agent=st.none() | st.builds(Agent, replacement=st.integers(0, 2), restarts=agents),
     nodes=st.none() | st.dictionaries(st.just("node-a"), st.builds(Node, st.booleans(), st.none() | times), max_size=1),
@@ -149,7 +151,7 @@ def test_nothing_that_belongs_to_someone_else_is_ever_deleted(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
     # What a deleted job of the same name has left on a lost node is nobody's any more.
-    orphans = {(p.name, p.uid) for p in seen.pods if p.job == "digits" and p.owner_uid and p.stop_asked_at}
+    orphans = {(p.name, p.uid) for p in seen.pods if p.job == "digits" and p.owner_uid and p.deletion_requested_at}
     mine = orphans | {(p.name, p.uid) for p in seen.pods if p.owner_uid == UID}
     for action in plan(what, seen, now).actions:
         if isinstance(action, DeletePod):
@@ -217,7 +219,7 @@ def test_when_a_plan_is_carried_out_and_nothing_else_happens_there_is_soon_nothi
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
     world = World(what)
-    world.now, world.service, world.foreign = now, seen.service, list(seen.foreign)
+    world.now, world.service, world.conflicts = now, seen.service, list(seen.conflicts)
     # The API server holds one pod by a name, and a pod of ours carries the name that its identity gives it.
     own = {naming.pod_name(what, p.attempt, p.rank, p.replacement): p for p in seen.pods if p.owner_uid == UID}
     world.pods = {name: replaced(p, name=name) for name, p in own.items()}

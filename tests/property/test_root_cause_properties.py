@@ -55,7 +55,7 @@ pods = st.builds(
     reason=pod_words,
     message=st.text(max_size=10),
     disruption=st.sampled_from(["", "PreemptionByScheduler", "Other"]),
-    stop_asked_at=times,
+    deletion_requested_at=times,
     trainer=st.builds(
         Container, st.just("ended"), reason=words, message=texts, exit_code=codes, ended_at=times
     ),

@@ -56,39 +56,42 @@ def at(seconds: float) -> dt.datetime:
     return START + dt.timedelta(seconds=seconds)
 
 
-def said(paces: dict[int, stall.Pace], report: Report, now: dt.datetime) -> dict[int, stall.Pace]:
-    pace = stall.fold(paces.get(report.rank), report, now)
-    return paces if pace is None else paces | {report.rank: pace}
+def said(trackers: dict[int, stall.StepTracker], report: Report, now: dt.datetime) -> dict[int, stall.StepTracker]:
+    pace = stall.update(trackers.get(report.rank), report, now)
+    return trackers if pace is None else trackers | {report.rank: pace}
 
 
-def told(spoken: list[Word]) -> tuple[dict[int, stall.Pace], dt.datetime]:
-    paces: dict[int, stall.Pace] = {}
+def told(spoken: list[Word]) -> tuple[dict[int, stall.StepTracker], dt.datetime]:
+    trackers: dict[int, stall.StepTracker] = {}
     now = START
     for word in spoken:
         now += dt.timedelta(seconds=word.after)
-        paces = said(paces, word.report, now)
-    return paces, now
+        trackers = said(trackers, word.report, now)
+    return trackers, now
 
 
-def only(paces: dict[int, stall.Pace], attempt: int) -> dict[int, stall.Pace]:
-    return {rank: pace for rank, pace in paces.items() if pace.attempt == attempt}
+def only(trackers: dict[int, stall.StepTracker], attempt: int) -> dict[int, stall.StepTracker]:
+    return {rank: pace for rank, pace in trackers.items() if pace.attempt == attempt}
 
 
 @given(words, timeouts, st.floats(stall.SILENT_SECONDS + 0.001, 1e8))
 def test_silence_never_gives_a_finding(spoken: list[Word], timeout: int | None, silent: float) -> None:
-    paces, now = told(spoken)
-    later = max([now, *(pace.heard_at for pace in paces.values())]) + dt.timedelta(seconds=silent)
-    assert stall.find(paces, spec(timeout), later) is None
-    assert stall.look_again_at(paces, spec(timeout), later) is None
+    trackers, now = told(spoken)
+    later = max([now, *(pace.heard_at for pace in trackers.values())]) + dt.timedelta(seconds=silent)
+    assert stall.find(trackers, spec(timeout), later) is None
+    assert stall.requeue_at(trackers, spec(timeout), later) is None
 
 
 @given(words, timeouts, st.floats(0, 600))
 def test_a_finding_speaks_of_ranks_that_are_heard_and_the_next_look_is_in_the_future(
     spoken: list[Word], timeout: int | None, later: float
 ) -> None:
-    paces, now = told(spoken)
-    paces, now = only(paces, max((p.attempt for p in paces.values()), default=0)), now + dt.timedelta(seconds=later)
-    found, again = stall.find(paces, spec(timeout), now), stall.look_again_at(paces, spec(timeout), now)
+    trackers, now = told(spoken)
+    trackers, now = (
+        only(trackers, max((p.attempt for p in trackers.values()), default=0)),
+        now + dt.timedelta(seconds=later),
+    )
+    found, again = stall.find(trackers, spec(timeout), now), stall.requeue_at(trackers, spec(timeout), now)
     if found is not None:
         assert found.rank not in found.silent
         assert found.idle_seconds > found.limit_seconds > 0
@@ -105,26 +108,26 @@ def test_a_finding_speaks_of_ranks_that_are_heard_and_the_next_look_is_in_the_fu
 def test_a_job_that_keeps_stepping_with_gaps_below_its_limit_is_never_found(
     gaps: list[tuple[float, Phase]], timeout: int, every: float
 ) -> None:
-    paces: dict[int, stall.Pace] = {}
+    trackers: dict[int, stall.StepTracker] = {}
     now = 0.0
     for step, (share, phase) in enumerate([(0.0, "train"), *gaps], start=1):
         end = now + share * timeout
         while now < end:
             now = min(end, now + every)
-            paces = said(paces, Report(step=step, attempt=1, phase=phase), at(now))
-            assert stall.find(paces, spec(timeout), at(now)) is None
+            trackers = said(trackers, Report(step=step, attempt=1, phase=phase), at(now))
+            assert stall.find(trackers, spec(timeout), at(now)) is None
 
 
 @given(st.lists(st.floats(0, stall_limits.TRAIN_SECONDS - 0.001), max_size=20))
 def test_a_job_whose_gaps_are_shorter_than_five_minutes_is_not_even_warned(gaps: list[float]) -> None:
-    paces: dict[int, stall.Pace] = {}
+    trackers: dict[int, stall.StepTracker] = {}
     now = 0.0
     for step, gap in enumerate([0.0, *gaps], start=1):
         end = now + gap
         while now < end:
             now = min(end, now + stall.REPORT_SECONDS)
-            paces = said(paces, Report(step=step, attempt=1), at(now))
-            assert stall.find(paces, None, at(now)) is None
+            trackers = said(trackers, Report(step=step, attempt=1), at(now))
+            assert stall.find(trackers, None, at(now)) is None
 
 
 @given(words, timeouts, phases.filter(bool), st.integers(0, 60), st.integers(500, 30_000))
@@ -133,15 +136,15 @@ def test_a_job_whose_gaps_are_shorter_than_five_minutes_is_not_even_warned(gaps:
 def test_a_group_that_is_alive_and_makes_no_step_is_found_within_its_limit_and_one_report(
     before: list[Word], timeout: int | None, phase: Phase, step: int, every_ms: int
 ) -> None:
-    paces, start = told(before)
+    trackers, start = told(before)
     for rank in range(RANKS):
-        paces = said(paces, Report(step=step, rank=rank, attempt=3, phase=phase), start)
-    allowed = max(stall.limit(pace, timeout).allowed for pace in paces.values())
+        trackers = said(trackers, Report(step=step, rank=rank, attempt=3, phase=phase), start)
+    allowed = max(stall.limit(pace, timeout).allowed for pace in trackers.values())
     # One report later than the limit at the latest. What came in between changed nothing but when it was heard, and
     # folding all of it would take minutes.
     last = start + dt.timedelta(milliseconds=every_ms * (int(allowed * 1000) // every_ms + 1))
-    paces = {rank: replace(pace, heard_at=last) for rank, pace in paces.items()}
-    found = stall.find(paces, spec(timeout), last)
+    trackers = {rank: replace(pace, heard_at=last) for rank, pace in trackers.items()}
+    found = stall.find(trackers, spec(timeout), last)
     assert found is not None
     assert found.kind == "stall"
 
@@ -152,7 +155,7 @@ def test_the_order_in_which_ranks_are_heard_does_not_matter(spoken: list[Word], 
     for word in spoken:
         now += dt.timedelta(seconds=word.after)
         timed.append((now, word.report))
-    by_rank: dict[int, stall.Pace] = {}
+    by_rank: dict[int, stall.StepTracker] = {}
     for rank in order:
         for when, report in timed:
             if report.rank == rank:
@@ -164,12 +167,12 @@ def test_the_order_in_which_ranks_are_heard_does_not_matter(spoken: list[Word], 
 def test_an_operator_that_was_away_never_causes_a_finding_by_itself(
     spoken: list[Word], timeout: int | None, away: float, data: st.DataObject
 ) -> None:
-    paces, now = told(spoken)
-    now = max([now, *(p.heard_at for p in paces.values())]) + dt.timedelta(seconds=away)
+    trackers, now = told(spoken)
+    now = max([now, *(p.heard_at for p in trackers.values())]) + dt.timedelta(seconds=away)
     steps = data.draw(st.lists(st.integers(0, 50), min_size=RANKS, max_size=RANKS))
     for rank, step in enumerate(steps):
-        paces = said(paces, Report(step=step, rank=rank, attempt=9), now)
-        assert stall.find(only(paces, 9), spec(timeout), now) is None
+        trackers = said(trackers, Report(step=step, rank=rank, attempt=9), now)
+        assert stall.find(only(trackers, 9), spec(timeout), now) is None
     known = told(spoken)[0]
     for rank, pace in list(known.items()):  # and in the attempt that it knew
         known = said(known, Report(step=pace.step, rank=rank, attempt=pace.attempt, phase=pace.phase), now)

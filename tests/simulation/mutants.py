@@ -21,7 +21,7 @@ from ddpjob_operator.observed import cluster, facts
 from ddpjob_operator.plan import agent_restarts, group_restart, plan, pod_replacement
 from ddpjob_operator.plan import status as statuses
 from ddpjob_operator.plan.plan import CreatePod, CreateService, DeletePod
-from ddpjob_operator.plan.view import Scene, Verdict
+from ddpjob_operator.plan.view import Decision, View
 from ddpjob_operator.pods import environment as pod_environment
 from ddpjob_operator.pods import naming
 
@@ -98,20 +98,20 @@ def act_before_record() -> contextlib.AbstractContextManager[Any]:
 
 def exit_zero_is_success() -> contextlib.AbstractContextManager[Any]:
     """A rank that was told to stop and ended with 0 counts as completed."""
-    return mock.patch.object(cluster.Pod, "told_to_stop", False)
+    return mock.patch.object(cluster.Pod, "deleted_first", False)
 
 
 @contextlib.contextmanager
 def last_word_believed() -> Iterator[None]:
     """What is seen last of a pod is all that is known of it, and clocks say who was told to stop before it ended."""
 
-    def told_to_stop(pod: cluster.Pod) -> bool:
+    def deleted_first(pod: cluster.Pod) -> bool:
         ended = pod.trainer.ended_at
-        return pod.stop_asked_at is not None and (ended is None or ended >= pod.stop_asked_at)
+        return pod.deletion_requested_at is not None and (ended is None or ended >= pod.deletion_requested_at)
 
     with (
         mock.patch.object(facts, "merge", lambda earlier, later, look: later),
-        mock.patch.object(cluster.Pod, "told_to_stop", property(told_to_stop)),
+        mock.patch.object(cluster.Pod, "deleted_first", property(deleted_first)),
     ):
         yield
 
@@ -120,7 +120,7 @@ def kubelets_end_is_success() -> contextlib.AbstractContextManager[Any]:
     """A rank that its kubelet ended (an eviction, a node that shuts down) and that ends with 0 counts as completed."""
 
     def has_completed(pod: cluster.Pod) -> bool:
-        return pod.completed or (pod.trainer.state == "ended" and pod.trainer.exit_code == 0 and not pod.told_to_stop)
+        return pod.completed or (pod.trainer.state == "ended" and pod.trainer.exit_code == 0 and not pod.deleted_first)
 
     return mock.patch.object(cluster.Pod, "has_completed", property(has_completed))
 
@@ -162,15 +162,15 @@ def old_run_id() -> contextlib.AbstractContextManager[Any]:
 def replaced_at_once() -> contextlib.AbstractContextManager[Any]:
     """The pod that takes the place of another does not wait until that one has ended."""
 
-    def at_once(s: Scene) -> Verdict | None:
+    def at_once(s: View) -> Decision | None:
         first = s.recorded.last_failure
         broken = pod_replacement.broken_alone(s, first) if first is not None and statuses.is_broken(s.recorded) else []
         settled = group_restart.settle(s, first) if broken and first is not None else None
         if settled is None or not settled.verdict.restart:
             return None
-        return Verdict(pod_replacement._replaced(s, settled, broken))
+        return Decision(pod_replacement._replaced(s, settled, broken))
 
-    def of_older_attempts(s: Scene) -> Verdict | None:
+    def of_older_attempts(s: View) -> Decision | None:
         older = tuple(p for p in s.older if p.attempt < s.status.attempt)
         return plan.attempt_still_ending(dataclasses.replace(s, older=older))
 
@@ -212,8 +212,8 @@ def unreadable_is_empty() -> contextlib.AbstractContextManager[Any]:
 def invalid_spec_first() -> contextlib.AbstractContextManager[Any]:
     """A job whose spec has become invalid may be suspended, and nothing else of it is looked at."""
 
-    def invalid(s: Scene) -> Verdict | None:
-        return (plan.suspended(s) or Verdict(s.status)) if s.problems and s.status.attempt else plan.invalid(s)
+    def invalid(s: View) -> Decision | None:
+        return (plan.suspended(s) or Decision(s.status)) if s.problems and s.status.attempt else plan.invalid(s)
 
     return mock.patch.object(plan, "RULES", tuple(invalid if r is plan.invalid else r for r in plan.RULES))
 

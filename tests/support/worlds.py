@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from ddpjob_operator.job import api, validation
 from ddpjob_operator.observed import facts
-from ddpjob_operator.observed.cluster import Container, Foreign, Node, Observed, Pod, Refusal
+from ddpjob_operator.observed.cluster import ConflictingObject, Container, Node, Observed, Pod, Refusal
 from ddpjob_operator.observed.reports import Agent, Report
-from ddpjob_operator.observed.stall import Pace, fold
+from ddpjob_operator.observed.stall import StepTracker, update
 from ddpjob_operator.plan.plan import (
     Action,
     CreatePod,
@@ -60,19 +60,19 @@ class World:
         self.now = START
         self.service = False
         self.pods: dict[str, Pod] = {}
-        self.departed: list[Pod] = []
+        self.deleted_pods: list[Pod] = []
         self.strangers: list[Pod] = []
-        self.foreign: list[Foreign] = []
+        self.conflicts: list[ConflictingObject] = []
         self.refusals: list[Refusal] = []
         self.reports: dict[int, Report] = {}
-        self.paces: dict[int, Pace] = {}
+        self.trackers: dict[int, StepTracker] = {}
         self.agent: Agent | None = None
         self.listening_since: dt.datetime | None = None
         self.nodes: dict[str, Node] | None = {}
         self.problems: list[validation.Problem] = []
         self.settings = Settings()
         self.events: list[Event] = []
-        self.deleted_job = False
+        self.of_deleted_job = False
         self._made = self._looks = 0
 
     # ---------------------------------------------------------------- looking and acting
@@ -83,11 +83,11 @@ class World:
         return Observed(
             service=self.service,
             pods=(*self.strangers, *self.pods.values()),
-            departed=tuple(self.departed),
-            foreign=tuple(self.foreign),
+            deleted_pods=tuple(self.deleted_pods),
+            conflicts=tuple(self.conflicts),
             refusals=tuple(self.refusals),
             reports=dict(self.reports),
-            paces=dict(self.paces),
+            trackers=dict(self.trackers),
             agent=self.agent,
             listening_since=self.listening_since,
             nodes=self.nodes,
@@ -141,14 +141,18 @@ class World:
             assert pod.uid == action.uid, "a delete carries the uid that was seen"
             if pod.live and action.grace_seconds != 0:
                 grace = 30 if action.grace_seconds is None else action.grace_seconds
-                self._see(replaced(pod, stop_asked_at=self.now, stop_by=self.now + dt.timedelta(seconds=grace)))
+                self._see(
+                    replaced(
+                        pod, deletion_requested_at=self.now, deletion_deadline=self.now + dt.timedelta(seconds=grace)
+                    )
+                )
             else:
                 del self.pods[action.name]
         elif isinstance(action, EndPod):
             assert self.pods[action.name].uid == action.uid, "the uid that was seen"
-            self.pods[action.name] = replaced(self.pods[action.name], told_to_end=True)
+            self.pods[action.name] = replaced(self.pods[action.name], deadline_set=True)
         elif isinstance(action, DeleteJob):
-            self.deleted_job = True
+            self.of_deleted_job = True
             self.job = replace(self.job, metadata=replace(self.job.metadata, deletion_timestamp=self.now))
 
     # ---------------------------------------------------------------- what happens to the job
@@ -201,15 +205,15 @@ class World:
     def stops(self, rank: int, code: int = 143) -> World:
         """A pod that was told to stop ends, and its object goes."""
         pod = self._pod(rank)
-        assert pod.stop_asked_at is not None, "nobody told it to stop"
+        assert pod.deletion_requested_at is not None, "nobody told it to stop"
         del self.pods[pod.name]
         return self
 
     def stops_all(self) -> World:
         """All pods that were told to stop end, and go; those that were told to end and stay do so."""
-        self.pods = {n: p for n, p in self.pods.items() if p.stop_asked_at is None}
+        self.pods = {n: p for n, p in self.pods.items() if p.deletion_requested_at is None}
         for name, pod in self.pods.items():
-            if pod.told_to_end and pod.live:
+            if pod.deadline_set and pod.live:
                 end = Container("ended", "Error", exit_code=143, ended_at=self.now)
                 self.pods[name] = replaced(pod, phase="Failed", reason="DeadlineExceeded", trainer=end)
         return self
@@ -229,9 +233,9 @@ class World:
         del self.pods[self._pod(rank).name]
         return self
 
-    def told_to_stop(self, rank: int) -> World:
+    def deleted_first(self, rank: int) -> World:
         """Someone deletes a pod from outside."""
-        return self._change(rank, stop_asked_at=self.now, stop_by=self.now + dt.timedelta(seconds=30))
+        return self._change(rank, deletion_requested_at=self.now, deletion_deadline=self.now + dt.timedelta(seconds=30))
 
     def after(self, seconds: float) -> World:
         """Time passes."""
@@ -249,9 +253,9 @@ class World:
         """A rank reports progress, rank 0 where no other is named."""
         attempt, rank = self.job.status.attempt, more.get("rank", 0)
         self.reports[rank] = Report(step=step, attempt=attempt, received_at=self.now, **more)
-        pace = fold(self.paces.get(rank), self.reports[rank], self.now)
+        pace = update(self.trackers.get(rank), self.reports[rank], self.now)
         assert pace is not None
-        self.paces[rank] = pace
+        self.trackers[rank] = pace
         return self
 
     def stranger(self, name: str, *, label: str = "", owner: str = "") -> World:

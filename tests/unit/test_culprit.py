@@ -42,7 +42,7 @@ def test_the_pod_that_hangs_is_ended_and_stays_and_its_peers_are_deleted() -> No
     world, todo = stalled()
     assert ends(todo) == [("DeletePod", "digits-1-1"), ("EndPod", "digits-1-0")]
     world.settle()
-    assert world.pods["digits-1-0"].told_to_end
+    assert world.pods["digits-1-0"].deadline_set
     ended(world).stops(1).settle()
     assert "digits-1-0" in world.pods, "with its log, for as many attempts as the pods of any failure"
     assert world.status.attempt == 2
@@ -62,7 +62,7 @@ def test_the_end_of_its_log_is_kept_also_where_the_pod_goes() -> None:
     """A watch shows a pod that ends before it shows that it is gone."""
     world, _ = stalled()
     ended(world.settle()).stops(1)
-    world.departed.append(world.pods.pop("digits-1-0"))
+    world.deleted_pods.append(world.pods.pop("digits-1-0"))
     world.settle()
     assert world.status.last_failure.log_tail == LOG  # type: ignore[union-attr]
 
@@ -91,7 +91,7 @@ def test_a_kubelet_or_a_process_that_does_not_hear_costs_a_minute_and_not_the_jo
 
 def test_a_pod_that_somebody_deletes_meanwhile_is_left_to_that() -> None:
     world, _ = stalled()
-    world.settle()._change(0, stop_asked_at=world.now)
+    world.settle()._change(0, deletion_requested_at=world.now)
     assert ends(world.step()) == []
     world.stops_all().settle()
     assert world.status.attempt == 2
@@ -127,7 +127,7 @@ def test_a_clock_that_is_set_back_does_not_keep_a_pod_that_hears_nothing() -> No
     """Else its GPUs, and those that its peers have given back, wait for as long as the clock was wrong."""
     world, _ = stalled()
     world.settle().stops(1).after(-3600).settle()
-    again = world.plan().look_again_at
+    again = world.plan().requeue_at
     assert again is not None
     assert (again - world.now).total_seconds() <= GRACE_SECONDS_MAX + HEARD_SECONDS
     world.now = again

@@ -51,8 +51,8 @@ def test_the_kubelets_last_delete_does_not_change_when_a_pod_was_told_to_stop(cl
     """A peer that we stop would count as one that someone else ended before, and pay for a script that always fails."""
     ended = exited(143, 13 + clock, phase="Running")
     pod = seen((RUNNING, {}), (RUNNING, ASKED), (ended, ASKED), (ended, LAST))
-    assert pod.told_to_stop
-    assert pod.stop_asked_at == START + dt.timedelta(seconds=10)
+    assert pod.deleted_first
+    assert pod.deletion_requested_at == START + dt.timedelta(seconds=10)
 
 
 @pytest.mark.parametrize("clock", [-10, 0, 10])

@@ -130,8 +130,8 @@ def test_a_pod_whose_only_container_has_ended_is_not_deleted_while_its_phase_lag
     world = digits().running().exits(1, code=3)
     world.pods["digits-1-1"] = dataclasses.replace(world.pods["digits-1-1"], phase="Running")
     world.settle()
-    assert world.pods["digits-1-1"].stop_asked_at is None
-    assert world.pods["digits-1-0"].stop_asked_at is not None
+    assert world.pods["digits-1-1"].deletion_requested_at is None
+    assert world.pods["digits-1-0"].deletion_requested_at is not None
 
 
 def test_pods_that_ended_by_themselves_stay_for_their_logs_for_three_attempts() -> None:
@@ -158,14 +158,14 @@ def test_restart_grace_seconds_is_the_users_to_choose_down_to_one(given: int, gr
 def test_a_rank_whose_whole_life_passed_between_two_looks_is_not_made_again_under_its_name() -> None:
     """Its first process may still run where nobody looks."""
     world = digits().started().runs(0, 1)
-    world.departed.append(world.pods.pop("digits-1-1"))
+    world.deleted_pods.append(world.pods.pop("digits-1-1"))
     world.restarted()
     assert world.names() == ["digits-2-0", "digits-2-1"]
 
 
 def test_a_rank_that_completed_between_two_looks_has_completed() -> None:
     world = digits().started().runs(0, 1).exits(1)
-    world.departed.append(world.pods.pop("digits-1-1"))
+    world.deleted_pods.append(world.pods.pop("digits-1-1"))
     assert world.settle().exits(0).settle().status.state == "Succeeded"
 
 
@@ -332,7 +332,7 @@ def test_a_job_that_has_trained_is_never_failed_for_good_because_it_cannot_start
     world = digits(nodes=nodes).running()
     if reports:
         world.reports_step(50_000).settle()
-    world.after(2 * 86400).settle().told_to_stop(0).settle()
+    world.after(2 * 86400).settle().deleted_first(0).settle()
     for rank in range(nodes):
         world.vanishes(rank)
     world.settle().after(1).settle().runs(*range(nodes)).settle()
@@ -364,7 +364,7 @@ def test_a_module_that_is_missing_in_the_middle_of_the_training_is_the_scripts()
 def test_a_config_map_that_stays_missing_fails_the_job_after_a_while_and_not_before() -> None:
     world = digits().started().waits(0, "CreateContainerConfigError", 'configmap "settings" not found').settle()
     assert world.status.reason == "CannotStart"
-    assert world.plan().look_again_at == START + dt.timedelta(seconds=600)
+    assert world.plan().requeue_at == START + dt.timedelta(seconds=600)
     world.after(599).settle()
     assert world.status.reason == "CannotStart"
     world.after(1).settle().stops_all().settle()
@@ -483,7 +483,7 @@ def test_what_a_pod_says_while_it_is_being_stopped_is_the_cause_although_its_obj
 def test_what_a_pod_said_between_two_looks_is_the_cause_too() -> None:
     world = digits().running().exits(0, code=1, message=PEER_GONE).settle()
     world.exits(1, code=1, message="ValueError: no such shard")
-    world.departed.append(world.pods.pop("digits-1-1"))
+    world.deleted_pods.append(world.pods.pop("digits-1-1"))
     world.settle()
     assert (cause(world).exception, charges(world)) == ("ValueError: no such shard", (1, 0, 0))
 
@@ -504,7 +504,7 @@ def test_a_pod_that_vanishes_while_it_runs_is_infrastructure_and_named() -> None
 
 
 def test_when_one_pod_is_deleted_its_peers_get_their_full_grace_too_so_that_all_save_together() -> None:
-    world = digits(backoffLimit=0).running().told_to_stop(1)
+    world = digits(backoffLimit=0).running().deleted_first(1)
     assert world.step().actions == ()
     assert (world.status.state, world.status.reason) == ("Restarting", "Disrupted")
     assert deleted(world.step()) == [("digits-1-0", None)]
@@ -516,7 +516,7 @@ def test_when_one_pod_is_deleted_its_peers_get_their_full_grace_too_so_that_all_
 def test_a_node_that_is_lost_is_given_up_after_30_seconds_and_not_before() -> None:
     world = digits(backoffLimit=0).running().node_lost(1).settle()
     assert world.status.state == "Running"
-    assert world.plan().look_again_at == world.now + dt.timedelta(seconds=30)
+    assert world.plan().requeue_at == world.now + dt.timedelta(seconds=30)
     world.after(30).step()
     assert (world.status.state, world.status.reason) == ("Restarting", "NodeLost")
     assert deleted(world.step()) == [("digits-1-0", 10)], "nobody would answer for the lost pod: it proves the cause"
@@ -528,7 +528,7 @@ def test_a_node_that_is_lost_is_given_up_after_30_seconds_and_not_before() -> No
 
 def test_a_pod_that_is_stopping_on_a_node_that_gets_lost_is_not_waited_for_for_ever() -> None:
     world = digits().running().exits(0, code=1).settle()
-    assert world.pods["digits-1-1"].stop_asked_at is not None
+    assert world.pods["digits-1-1"].deletion_requested_at is not None
     world.node_lost(1).after(30).settle()
     assert world.names() == ["digits-1-0", "digits-2-0", "digits-2-1"]
 
@@ -560,25 +560,25 @@ def test_without_the_right_to_read_nodes_the_node_controllers_word_about_the_pod
 def test_without_the_right_to_read_nodes_a_pod_that_stays_beyond_its_grace_is_given_up() -> None:
     world = digits().running()
     world.nodes = None
-    world.told_to_stop(1).settle().stops(0).after(59).settle()
+    world.deleted_first(1).settle().stops(0).after(59).settle()
     assert world.names() == ["digits-1-1"]
     world.after(1).settle()
     assert world.names() == ["digits-2-0", "digits-2-1"]
 
 
 def test_a_pod_that_only_takes_long_on_a_node_that_answers_is_waited_for() -> None:
-    world = digits().running().told_to_stop(1).settle().stops(0).after(3600).settle()
+    world = digits().running().deleted_first(1).settle().stops(0).after(3600).settle()
     assert world.names() == ["digits-1-1"]
     assert "digits-1-1 on node-1" in world.status.message
 
 
 def test_the_pod_of_a_deleted_namesake_on_a_lost_node_does_not_hold_up_the_new_job_for_ever() -> None:
     world = digits().stranger("digits-1-1", label="digits", owner="uid-of-the-deleted-job")
-    world.strangers = [dataclasses.replace(p, node="node-7", stop_asked_at=world.now) for p in world.strangers]
+    world.strangers = [dataclasses.replace(p, node="node-7", deletion_requested_at=world.now) for p in world.strangers]
     world.nodes = {"node-7": Node(ready=False, since=world.now)}
     world.settle()
     assert world.status.reason == "WaitingForDeletedJob"
-    again = world.plan().look_again_at
+    again = world.plan().requeue_at
     assert again is not None
     assert again <= world.now + dt.timedelta(seconds=30)
     assert deleted(world.after(30).plan()) == [("digits-1-1", 0)]
@@ -607,7 +607,7 @@ def test_pods_that_find_no_other_node_are_asked_for_anew_when_the_node_is_no_lon
         world.after(2).settle()
     waits = world.unschedulable(1, "0/2 nodes are available: 1 node(s) didn't match Pod's node affinity").plan()
     (until,) = {a.until for a in world.status.avoided_nodes}
-    assert waits.look_again_at == until, "nothing else would wake us"
+    assert waits.requeue_at == until, "nothing else would wake us"
     attempt = world.status.attempt
     world.now = until
     world.settle().stops_all()
@@ -621,7 +621,7 @@ def test_preemption_is_not_the_nodes_fault() -> None:
     world = digits().running()
     for _ in range(3):
         world.runs(0, 1).settle()
-        world._change(1, disruption="PreemptionByScheduler", stop_asked_at=world.now)
+        world._change(1, disruption="PreemptionByScheduler", deletion_requested_at=world.now)
         world.restarted().after(400).settle()
     assert world.status.avoided_nodes == []
     assert charges(world) == (0, 3, 0)

@@ -57,11 +57,11 @@ def test_a_job_whose_spec_became_invalid_still_fails_when_its_budget_is_spent() 
 def test_a_job_whose_spec_became_invalid_keeps_its_deadlines() -> None:
     limits = {"activeDeadlineSeconds": 60, "ttlSecondsAfterFinished": 30}
     world = becomes(digits(**limits).running(), **limits, **MIN_NODES).settle()
-    assert world.plan().look_again_at is not None
+    assert world.plan().requeue_at is not None
     world.after(60).settle().stops_all().settle()
     assert (world.status.state, world.status.reason) == ("Failed", "DeadlineExceeded")
     assert world.after(30).step().actions
-    assert world.deleted_job
+    assert world.of_deleted_job
 
 
 def test_a_job_whose_spec_became_invalid_can_be_suspended_and_resumes_when_it_is_mended() -> None:

@@ -13,7 +13,7 @@ from worlds import START, UID, manifest
 from ddpjob_operator.kube.app import ErrorBackoffs, Operator, Settings
 from ddpjob_operator.kube.client import ApiError, Client
 from ddpjob_operator.kube.executor import is_absent, is_refusal
-from ddpjob_operator.kube.job_state import REFUSED_SECONDS, Memory
+from ddpjob_operator.kube.job_state import REFUSED_SECONDS, JobState
 from ddpjob_operator.kube.lease import Durations, Leader
 from ddpjob_operator.kube.tokens import BoundPod
 from ddpjob_operator.observed.reports import Report
@@ -57,7 +57,7 @@ def test_only_what_the_user_can_mend_is_shown_as_refused(error: ApiError, refuse
 
 
 def test_a_refused_create_waits_longer_each_time() -> None:
-    memory, now, waits = Memory("u"), START, []
+    memory, now, waits = JobState("u"), START, []
     for _ in range(len(REFUSED_SECONDS) + 1):
         memory.refuse("digits-1-0", "no", now)
         waits.append(round((memory.refusals["digits-1-0"].retry_at - now).total_seconds()))
@@ -66,14 +66,14 @@ def test_a_refused_create_waits_longer_each_time() -> None:
 
 
 def test_the_pods_of_one_round_wait_for_the_same_time() -> None:
-    memory = Memory("u")
+    memory = JobState("u")
     for rank in range(8):
         memory.refuse(f"digits-1-{rank}", "no", START)
     assert {r.retry_at for r in memory.refusals.values()} == {START + dt.timedelta(seconds=1)}
 
 
 def test_a_create_that_succeeds_starts_the_waits_anew() -> None:
-    memory = Memory("u")
+    memory = JobState("u")
     memory.refuse("digits-1-0", "no", START)
     memory.created("digits-1-0")
     memory.refuse("digits-1-0", "no", START)

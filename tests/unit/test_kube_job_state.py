@@ -7,7 +7,7 @@ import datetime as dt
 
 from worlds import START
 
-from ddpjob_operator.kube.job_state import Memory
+from ddpjob_operator.kube.job_state import JobState
 from ddpjob_operator.observed.cluster import Container, Pod
 
 AHEAD = dt.timedelta(minutes=23)  # the API server's clock, against ours
@@ -19,16 +19,16 @@ def pod(uid: str = "a", **fields: dt.datetime) -> Pod:
 
 def test_whether_a_node_is_lost_is_counted_from_when_we_saw_it_whatever_the_api_servers_clock_says() -> None:
     """Else an operator whose clock is ahead gives a healthy node up, and starts the next attempt beside the last."""
-    memory, later = Memory("uid"), START + dt.timedelta(seconds=20)
+    memory, later = JobState("uid"), START + dt.timedelta(seconds=20)
     asked = START + AHEAD
-    stopping = pod(stop_asked_at=asked, stop_by=asked + dt.timedelta(seconds=10), silent_since=asked)
+    stopping = pod(deletion_requested_at=asked, deletion_deadline=asked + dt.timedelta(seconds=10), silent_since=asked)
     (seen,) = memory.by_own_clock([stopping], START)
-    assert (seen.silent_since, seen.stop_by) == (START, START + dt.timedelta(seconds=10))
+    assert (seen.silent_since, seen.deletion_deadline) == (START, START + dt.timedelta(seconds=10))
     assert memory.by_own_clock([stopping], later) == [seen], "the clock runs on from the first look"
 
 
 def test_a_pod_that_is_heard_again_starts_its_clock_anew() -> None:
-    memory, later = Memory("uid"), START + dt.timedelta(seconds=20)
+    memory, later = JobState("uid"), START + dt.timedelta(seconds=20)
     memory.by_own_clock([pod(silent_since=START)], START)
     assert memory.by_own_clock([pod()], later)[0].silent_since is None
     assert memory.by_own_clock([pod(silent_since=START)], later)[0].silent_since == later
@@ -36,7 +36,7 @@ def test_a_pod_that_is_heard_again_starts_its_clock_anew() -> None:
 
 def test_how_long_a_sidecar_has_run_on_is_counted_from_when_we_saw_it_whatever_the_nodes_clock_says() -> None:
     """With a node whose clock is ahead the job would wait, and with one that is behind an eviction be a success."""
-    memory, done = Memory("uid"), Container("ended", "Completed", exit_code=0, ended_at=START + AHEAD)
+    memory, done = JobState("uid"), Container("ended", "Completed", exit_code=0, ended_at=START + AHEAD)
     beside = dataclasses.replace(pod(), trainer=done, sidecars_run=True)
     assert memory.by_own_clock([beside], START)[0].done_since == START
     assert memory.by_own_clock([beside], START + dt.timedelta(seconds=20))[0].done_since == START

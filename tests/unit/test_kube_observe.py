@@ -127,10 +127,10 @@ def test_labels_that_are_not_ours_are_no_rank_and_no_attempt(labels: Any) -> Non
 
 
 def test_a_deletion_was_asked_for_a_grace_period_before_its_timestamp() -> None:
-    assert observe.pod(pod()).stop_asked_at is None
-    asked = observe.pod(pod(deletionTimestamp=AT, deletionGracePeriodSeconds=30)).stop_asked_at
+    assert observe.pod(pod()).deletion_requested_at is None
+    asked = observe.pod(pod(deletionTimestamp=AT, deletionGracePeriodSeconds=30)).deletion_requested_at
     assert asked == TIME - dt.timedelta(seconds=30)
-    assert observe.pod(pod(deletionTimestamp=AT)).stop_asked_at == TIME
+    assert observe.pod(pod(deletionTimestamp=AT)).deletion_requested_at == TIME
 
 
 def test_the_schedulers_sentence_is_kept_while_it_finds_no_node() -> None:
@@ -142,9 +142,9 @@ def test_the_schedulers_sentence_is_kept_while_it_finds_no_node() -> None:
 
 def test_a_service_of_a_deleted_job_is_told_from_a_strangers() -> None:
     job = api.Metadata(name="digits", uid="job-2")
-    assert observe.foreign("Service", pod(), job).deleted_job
-    assert not observe.foreign("Service", pod(ownerReferences=[]), job).deleted_job
-    assert not observe.foreign("Service", pod(ownerReferences=[{**OWNER, "name": "other"}]), job).deleted_job
+    assert observe.conflicts("Service", pod(), job).of_deleted_job
+    assert not observe.conflicts("Service", pod(ownerReferences=[]), job).of_deleted_job
+    assert not observe.conflicts("Service", pod(ownerReferences=[{**OWNER, "name": "other"}]), job).of_deleted_job
 
 
 def test_a_sidecar_that_runs_is_told_from_a_phase_that_lags_behind() -> None:

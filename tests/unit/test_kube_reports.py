@@ -15,7 +15,7 @@ from ddpjob_operator.kube import observe
 from ddpjob_operator.kube.app import Operator, Settings
 from ddpjob_operator.kube.client import Client
 from ddpjob_operator.kube.executor import Caches, Executor
-from ddpjob_operator.kube.job_state import Memory
+from ddpjob_operator.kube.job_state import JobState
 from ddpjob_operator.kube.nodes import Nodes
 from ddpjob_operator.kube.receive import Sender
 from ddpjob_operator.kube.reconcile import FIRST_REPORT_SECONDS, Reconciler
@@ -70,15 +70,15 @@ class Desk:
         self.now += dt.timedelta(seconds=seconds)
         return self
 
-    def memory(self, name: str = "digits") -> Memory:
+    def memory(self, name: str = "digits") -> JobState:
         return self.reconciler._memory[("default", name)]
 
-    def found(self, name: str = "digits") -> stall.Finding | None:
+    def found(self, name: str = "digits") -> stall.StallFinding | None:
         """What the next look finds."""
         key: Key = ("default", name)
         job, _ = validation.parse(self.caches.jobs.get(key) or {})
         seen = self.reconciler._observe(key, job, self.memory(name))
-        return stall.find(seen.paces, FIVE_MINUTES, self.now)
+        return stall.find(seen.trackers, FIVE_MINUTES, self.now)
 
 
 def test_a_phase_that_nobody_knows_is_refused_with_the_name_of_its_field() -> None:
@@ -241,7 +241,7 @@ def test_a_pod_speaks_for_its_own_ranks_alone_and_cannot_fill_the_memory_with_ot
     for rank in (0, 7, 12, 3999, 4000, 2**53 - 1):
         with pytest.raises(BadReportError, match=rf"rank: {rank} is (?:not of node 2, which has 4 from 8|none of the)"):
             desk.reconciler.report(("default", "digits"), Report(step=1, rank=rank, node_rank=2, attempt=1))
-    assert sorted(desk.memory().reports) == sorted(desk.memory().paces) == [8, 9, 10, 11]
+    assert sorted(desk.memory().reports) == sorted(desk.memory().trackers) == [8, 9, 10, 11]
 
 
 def test_where_ranks_follow_no_node_a_pod_speaks_for_as_many_as_it_has() -> None:

@@ -16,7 +16,7 @@ def lives_on(world: World, seconds: float) -> World:
     """Time passes, and the operator looks when it said that it would."""
     end = world.now + dt.timedelta(seconds=seconds)
     while world.now < end:
-        again = world.settle().plan().look_again_at
+        again = world.settle().plan().requeue_at
         world.now = min(end, max(world.now, again or end))
     return world.settle()
 
@@ -87,7 +87,7 @@ def test_a_pod_past_its_grace_on_a_node_that_is_not_ready_is_lost_whatever_the_o
     world.nodes = {"node-1": Node(ready=False, since=START, with_most=True)}
     world.settle().after(3600).settle()
     assert "so are most others, and none of them is given up" in world.status.message
-    world.told_to_stop(1).settle().after(59).settle().stops(0)
+    world.deleted_first(1).settle().after(59).settle().stops(0)
     assert "stopping digits-1-1 on node-1" in world.settle().status.message
     world.after(2).settle()
     assert world.status.last_failure is not None
@@ -95,5 +95,5 @@ def test_a_pod_past_its_grace_on_a_node_that_is_not_ready_is_lost_whatever_the_o
 
 
 def test_a_pod_that_needs_long_on_a_node_that_answers_is_waited_for() -> None:
-    world = digits().running().told_to_stop(1).settle().after(3600).settle()
+    world = digits().running().deleted_first(1).settle().after(3600).settle()
     assert world.status.attempt == 1

@@ -9,7 +9,7 @@ import pytest
 from worlds import START, World, digits, job
 
 from ddpjob_operator.job.validation import Problem
-from ddpjob_operator.observed.cluster import Foreign, Refusal
+from ddpjob_operator.observed.cluster import ConflictingObject, Refusal
 from ddpjob_operator.plan import status as statuses
 from ddpjob_operator.plan.plan import CreatePod, CreateService, DeleteJob, DeletePod, Plan, start_back_off_seconds
 
@@ -88,7 +88,7 @@ def test_a_succeeded_pod_that_vanishes_while_its_peers_run_does_no_harm() -> Non
 
 
 def test_exit_0_after_being_told_to_stop_is_not_success() -> None:
-    world = digits().running().after(5).told_to_stop(0).exits(0).settle()
+    world = digits().running().after(5).deleted_first(0).exits(0).settle()
     assert world.status.completed_nodes == ""
     assert world.status.state == "Restarting"
     assert world.status.last_failure is not None
@@ -96,17 +96,17 @@ def test_exit_0_after_being_told_to_stop_is_not_success() -> None:
 
 
 def test_a_trainer_that_ended_before_it_was_told_to_stop_has_completed() -> None:
-    world = digits().running().exits(0).after(5).told_to_stop(0).settle()
+    world = digits().running().exits(0).after(5).deleted_first(0).settle()
     assert world.status.completed_nodes == "0"
     assert world.status.state == "Running"
 
 
 def test_a_sidecar_neither_holds_the_job_open_for_longer_than_its_grace_nor_survives_it() -> None:
     world = digits(nodes=1).running().exits(0, phase="Running").settle()
-    assert world.plan().look_again_at == world.now + dt.timedelta(seconds=40)
+    assert world.plan().requeue_at == world.now + dt.timedelta(seconds=40)
     todo = world.after(40).settle().plan()
     assert world.status.state == "Succeeded"
-    assert world.pods["digits-1-0"].stop_asked_at is not None
+    assert world.pods["digits-1-0"].deletion_requested_at is not None
     assert todo.actions == ()
 
 
@@ -206,7 +206,7 @@ def test_a_running_job_whose_spec_became_invalid_can_still_be_suspended() -> Non
     world.problems = [Problem(("spec", "minNodes"), "not there")]
     world.change(suspend=True).settle()
     assert world.status.state == "Suspended"
-    assert all(p.stop_asked_at for p in world.pods.values())
+    assert all(p.deletion_requested_at for p in world.pods.values())
 
 
 def test_a_deleted_job_is_left_to_the_garbage_collector() -> None:
@@ -227,7 +227,7 @@ def test_a_job_that_another_controller_manages_is_not_touched() -> None:
 
 def test_active_deadline_fails_the_job_and_stops_its_pods_with_their_full_grace() -> None:
     world = digits(activeDeadlineSeconds=60).running()
-    assert world.plan().look_again_at == START + dt.timedelta(seconds=60)
+    assert world.plan().requeue_at == START + dt.timedelta(seconds=60)
     world.after(60).step()
     assert (world.status.state, world.status.reason) == ("Failing", "DeadlineExceeded")
     assert deleted(world.step()) == [("digits-1-0", None), ("digits-1-1", None)]
@@ -243,7 +243,7 @@ def test_a_job_that_completes_at_its_deadline_has_succeeded() -> None:
 
 def test_start_deadline_releases_all_pods_and_tries_again_later_under_a_new_attempt() -> None:
     world = digits(startDeadlineSeconds=120).started().runs(0).settle()
-    assert world.plan().look_again_at == START + dt.timedelta(seconds=120)
+    assert world.plan().requeue_at == START + dt.timedelta(seconds=120)
     world.after(120).settle()
     assert (world.status.state, world.status.attempt, world.status.start_retries) == ("Pending", 2, 1)
     said = world.status.message
@@ -252,7 +252,7 @@ def test_start_deadline_releases_all_pods_and_tries_again_later_under_a_new_atte
     world.stops_all().settle()
     assert (world.status.reason, world.status.message) == ("StartBackOff", said), "no pod is there to wait for"
     assert world.names() == [], "two half-placed jobs must not block each other"
-    again = world.plan().look_again_at
+    again = world.plan().requeue_at
     assert again is not None
     assert 48 <= (again - world.now).total_seconds() <= 60
     world.now = again
@@ -302,7 +302,7 @@ def test_clean_pod_policy_says_which_pods_are_left_once_the_job_has_finished(pol
 def test_ttl_deletes_the_job_that_long_after_it_finished_and_not_before() -> None:
     world = digits(ttlSecondsAfterFinished=30).running().exits(0).exits(1).settle()
     assert world.after(29).plan().actions == ()
-    assert world.plan().look_again_at == world.now + dt.timedelta(seconds=1)
+    assert world.plan().requeue_at == world.now + dt.timedelta(seconds=1)
     assert world.after(1).plan().actions == (DeleteJob(world.job.metadata.uid),)
 
 
@@ -318,9 +318,9 @@ def test_a_foreign_pod_of_that_name_is_a_clear_condition_and_never_a_takeover() 
 
 def test_a_foreign_service_of_that_name_is_a_clear_condition() -> None:
     world = digits()
-    world.foreign = [Foreign("Service", "digits")]
+    world.conflicts = [ConflictingObject("Service", "digits")]
     assert "a Service named digits is not this job's" in world.settle().status.message
-    world.foreign = []
+    world.conflicts = []
     assert world.settle().names() == ["digits-1-0", "digits-1-1"]
 
 
@@ -358,7 +358,7 @@ def test_a_create_that_the_server_refuses_is_pending_with_its_sentence_and_tried
     world.settle()
     assert (world.status.state, world.status.reason) == ("Pending", "CreateRefused")
     assert "digits-1-1 was refused: exceeded quota: pods" in world.status.message
-    assert world.plan().look_again_at == again
+    assert world.plan().requeue_at == again
     world.after(4)
     assert created(world.plan()) == [(1, 1)]
 
@@ -384,7 +384,7 @@ def test_progress_alone_is_written_at_most_every_ten_seconds() -> None:
     assert world.status.progress.step == 1
     world.after(4).reports_step(5, total_steps=100)
     assert world.plan().status is None
-    assert world.plan().look_again_at == START + dt.timedelta(seconds=10)
+    assert world.plan().requeue_at == START + dt.timedelta(seconds=10)
     world.after(6).reports_step(11, total_steps=100)
     todo = world.plan()
     assert todo.status is not None
@@ -394,7 +394,7 @@ def test_progress_alone_is_written_at_most_every_ten_seconds() -> None:
 
 def test_the_last_step_before_a_silence_is_written_too() -> None:
     world = digits().running().reports_step(1).settle().after(4).reports_step(5)
-    again = world.plan().look_again_at
+    again = world.plan().requeue_at
     assert again == world.now + dt.timedelta(seconds=6)
     world.now = again
     progress = world.settle().status.progress
@@ -419,13 +419,13 @@ def test_the_columns_of_kubectl_get_show_steps_percent_and_time_left() -> None:
 def test_the_time_left_vanishes_when_rank_0_is_not_heard_and_the_message_says_since_when() -> None:
     """ETA 6m5s that stays 6m5s for hours looks like a job that is nearly done."""
     world = digits().running().reports_step(541, total_steps=2000, eta_seconds=365).settle()
-    assert world.plan().look_again_at == START + dt.timedelta(seconds=30)
+    assert world.plan().requeue_at == START + dt.timedelta(seconds=30)
     assert shown(world) == ("541/2000", "27%", "6m5s")
     world.after(29).settle()
     assert shown(world) == ("541/2000", "27%", "6m5s")
     world.after(1).settle()
     assert shown(world) == ("541/2000", "27%", "")
-    assert world.plan().look_again_at == START + dt.timedelta(seconds=60)
+    assert world.plan().requeue_at == START + dt.timedelta(seconds=60)
     world.after(30).settle()
     assert world.status.message == "2 of 2 nodes run, attempt 1; no report since 07:11:13 UTC"
     world.reports_step(700, total_steps=2000, eta_seconds=300).settle()
@@ -450,7 +450,7 @@ def test_who_has_said_its_last_word_or_speaks_only_now_and_then_is_not_missed(mo
 
 def test_a_new_operator_has_missed_nothing_before_it_began_to_listen() -> None:
     world = digits().running().reports_step(3, eta_seconds=60).settle().after(300)
-    world.reports, world.paces, world.listening_since = {}, {}, world.now
+    world.reports, world.trackers, world.listening_since = {}, {}, world.now
     assert "no report" not in world.settle().status.message
     assert shown(world)[2] == "1m"
     assert world.after(60).settle().status.message.endswith("; no report since 07:16:13 UTC")

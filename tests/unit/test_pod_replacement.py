@@ -33,7 +33,7 @@ def ended(**more: object) -> str:
 def test_a_pod_whose_agent_was_killed_is_replaced_and_the_others_are_left_alone(rank: int) -> None:
     world = trained().exits(rank, code=137).settle()
     others = {f"digits-1-{r}" for r in range(3)} - {f"digits-1-{rank}"}
-    assert all(world.pods[name].stop_asked_at is None for name in others), "they keep their fork servers warm"
+    assert all(world.pods[name].deletion_requested_at is None for name in others), "they keep their fork servers warm"
     assert f"digits-1-{rank}-r1" in world.names(), "a name is used once"
     assert (world.status.attempt, world.status.replacements) == (1, {str(rank): 1})
     assert "takes its place, the other 2 nodes wait (restart 1 of 3)" in world.status.message or (
@@ -75,7 +75,7 @@ def test_the_pod_of_a_lost_node_is_replaced_elsewhere_and_its_object_is_let_go()
 
 
 def test_a_pod_that_is_being_deleted_gets_its_grace_before_it_is_replaced() -> None:
-    world = trained().told_to_stop(2).settle()
+    world = trained().deleted_first(2).settle()
     assert "digits-1-2 on node-2 still stopping, the other nodes wait" in world.status.message
     assert len(world.pods) == 3, "two agents of one node would fight for its place"
     world.stops(2).settle()
@@ -123,7 +123,7 @@ def test_a_job_in_which_a_node_has_completed_starts_as_a_whole() -> None:
 def test_a_replacement_that_finds_no_place_in_time_releases_all() -> None:
     world = trained(startDeadlineSeconds=60).exits(1, code=137).settle().after(61).settle()
     assert world.status.reason == "StartBackOff" or world.status.state == "Pending"
-    assert all(pod.stop_asked_at is not None for pod in world.pods.values() if pod.live)
+    assert all(pod.deletion_requested_at is not None for pod in world.pods.values() if pod.live)
 
 
 def test_a_status_of_before_the_replacement_is_an_old_one() -> None:
@@ -267,7 +267,7 @@ def test_an_agent_that_reached_nobody_says_it_with_its_last_word() -> None:
 
 
 def test_news_of_an_older_failure_do_not_settle_the_one_that_is_being_settled() -> None:
-    world = trained().told_to_stop(1).settle()
+    world = trained().deleted_first(1).settle()
     world.agent = said(1)
     world.settle()
     assert world.status.last_failure is not None

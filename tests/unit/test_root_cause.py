@@ -34,7 +34,7 @@ def pod(rank: int, code: int | None = 1, said: str = "", seconds: float = 10, **
 
 
 def told(what: Pod, seconds: float = 5) -> Pod:
-    return replace(what, stop_asked_at=at(seconds))
+    return replace(what, deletion_requested_at=at(seconds))
 
 
 def library(**fields: Any) -> str:
@@ -91,12 +91,12 @@ CASES = {
         "application",
     ),
     "a preempted pod explains its peers, though it took half a minute to end": Case(
-        (pod(0, seconds=6), pod(1, 143, seconds=35, disruption="PreemptionByScheduler", stop_asked_at=at(5))),
+        (pod(0, seconds=6), pod(1, 143, seconds=35, disruption="PreemptionByScheduler", deletion_requested_at=at(5))),
         1,
         "infrastructure",
     ),
     "a pod that was preempted long after a failure does not explain it": Case(
-        (pod(0, said=SHARD, seconds=6), pod(1, 143, disruption="PreemptionByScheduler", stop_asked_at=at(30))),
+        (pod(0, said=SHARD, seconds=6), pod(1, 143, disruption="PreemptionByScheduler", deletion_requested_at=at(30))),
         0,
         "application",
     ),

@@ -23,7 +23,7 @@ class Trainers:
     def __init__(self, **settings: Any) -> None:
         self.setting = api.Stall(**settings) if settings else None
         self.now = START
-        self.paces: dict[int, stall.Pace] = {}
+        self.trackers: dict[int, stall.StepTracker] = {}
         self.saying: dict[int, Report] = {}
         self.receiving_since: dt.datetime | None = None
 
@@ -36,9 +36,9 @@ class Trainers:
         """Time passes, and then all report."""
         self.now += dt.timedelta(seconds=seconds)
         for rank, report in self.saying.items():
-            pace = stall.fold(self.paces.get(rank), report, self.now, self.receiving_since)
+            pace = stall.update(self.trackers.get(rank), report, self.now, self.receiving_since)
             if pace is not None:
-                self.paces[rank] = pace
+                self.trackers[rank] = pace
         return self
 
     def stay(self, seconds: float) -> Trainers:
@@ -65,12 +65,12 @@ class Trainers:
     @property
     def found(self) -> str:
         """stall, warning or nothing."""
-        finding = stall.find(self.paces, self.setting, self.now)
+        finding = stall.find(self.trackers, self.setting, self.now)
         return "" if finding is None else finding.kind
 
     @property
     def sentence(self) -> str:
-        finding = stall.find(self.paces, self.setting, self.now)
+        finding = stall.find(self.trackers, self.setting, self.now)
         return "" if finding is None else finding.sentence()
 
 
@@ -113,9 +113,9 @@ def test_who_reports_no_more_is_said_and_is_not_who_stands_still() -> None:
 def test_a_hang_that_agents_have_ended_was_not_survived(phase: Phase) -> None:
     """Else the next one, which only the operator may find, is found three times later."""
     trainers = Trainers().train(30).stay(20 * MINUTE)
-    before = trainers.paces[0].learned
+    before = trainers.trackers[0].learned
     trainers.says(0 if phase == "start" else 4, phase).report()
-    assert trainers.paces[0].learned == before
+    assert trainers.trackers[0].learned == before
 
 
 def test_silence_is_no_stall() -> None:
@@ -159,14 +159,14 @@ def test_what_came_before_the_shell_could_receive_does_not_count() -> None:
 
 def test_a_job_that_never_reported_is_left_alone() -> None:
     assert stall.find({}, None, START) is None
-    assert stall.look_again_at({}, None, START) is None
+    assert stall.requeue_at({}, None, START) is None
 
 
 def test_0_turns_it_off() -> None:
     job = Trainers().train(20).stay(10 * HOUR)
     assert job.found == "stall"
-    assert stall.find(job.paces, NEVER, job.now) is None
-    assert stall.look_again_at(job.paces, NEVER, job.now) is None
+    assert stall.find(job.trackers, NEVER, job.now) is None
+    assert stall.requeue_at(job.trackers, NEVER, job.now) is None
 
 
 # ---------------------------------------------------------------- learning
@@ -216,7 +216,7 @@ def test_steps_between_two_reports_share_the_time() -> None:
     job = Trainers().says(100).report()
     for step in range(200, 2000, 100):
         job.says(step).report()
-    assert job.paces[0].learned.step_seconds == (0.05,) * stall_limits.STEPS_REMEMBERED
+    assert job.trackers[0].learned.step_seconds == (0.05,) * stall_limits.STEPS_REMEMBERED
 
 
 @pytest.mark.parametrize("phase", ["start", "train"])
@@ -242,7 +242,7 @@ def test_a_script_that_counts_epochs_is_not_restarted_in_its_first_one() -> None
 
 def test_a_resumed_job_is_not_taken_for_a_fast_one() -> None:
     job = Trainers().says(0, "start").report().stay(10 * MINUTE).says(1041).report()
-    assert job.paces[0].learned.step_seconds == (605.0,), "1041 steps were not made in ten minutes"
+    assert job.trackers[0].learned.step_seconds == (605.0,), "1041 steps were not made in ten minutes"
 
 
 def test_an_operator_that_is_new_knows_nothing_of_an_old_job() -> None:
@@ -254,10 +254,10 @@ def test_an_operator_that_is_new_knows_nothing_of_an_old_job() -> None:
 
 def test_a_step_of_which_only_the_end_was_heard_teaches_nothing_of_steps() -> None:
     job = Trainers().says(7).report().stay(MINUTE).says(8).report()
-    assert job.paces[0].learned.step_seconds == (), "an epoch of an hour, of which a new operator heard a minute"
+    assert job.trackers[0].learned.step_seconds == (), "an epoch of an hour, of which a new operator heard a minute"
     job.silent(HOUR).report().stay(MINUTE).says(9).report()
-    assert job.paces[0].learned.step_seconds == ()
-    assert job.stay(HOUR).says(10).report().paces[0].learned.step_seconds == (3605.0,)
+    assert job.trackers[0].learned.step_seconds == ()
+    assert job.stay(HOUR).says(10).report().trackers[0].learned.step_seconds == (3605.0,)
 
 
 @pytest.mark.parametrize("phase", ["save", "evaluate"])
@@ -330,13 +330,13 @@ def test_a_process_that_starts_anew_in_its_pod_gets_on() -> None:
 def test_a_new_attempt_starts_anew_and_the_old_one_is_heard_no_more() -> None:
     job = Trainers(timeout_seconds=60).train(20).stay(65).says(20, attempt=2).report()
     assert job.found == ""
-    assert job.paces[0].learned == stall_limits.Learned()
+    assert job.trackers[0].learned == stall_limits.Learned()
     job.says(99, attempt=1).stay(10)
-    assert job.paces[0].step == 20, "a process that survives on a lost node speaks for nobody"
+    assert job.trackers[0].step == 20, "a process that survives on a lost node speaks for nobody"
 
 
 def test_a_sender_that_only_speaks_when_it_gets_on_proves_nothing() -> None:
-    assert Trainers(timeout_seconds=60).says(5, None).report().stay(600).paces == {}
+    assert Trainers(timeout_seconds=60).says(5, None).report().stay(600).trackers == {}
 
 
 # ---------------------------------------------------------------- when to look again
@@ -345,23 +345,23 @@ def test_a_sender_that_only_speaks_when_it_gets_on_proves_nothing() -> None:
 def test_the_next_look_is_when_the_limit_ends_and_then_at_each_report() -> None:
     job = Trainers(timeout_seconds=600).train(20)
     last_step_at = job.now
-    assert stall.look_again_at(job.stay(300).paces, job.setting, job.now) == last_step_at + dt.timedelta(seconds=600)
+    assert stall.requeue_at(job.stay(300).trackers, job.setting, job.now) == last_step_at + dt.timedelta(seconds=600)
     job.stay(300)
-    assert stall.look_again_at(job.paces, job.setting, job.now) == job.now + dt.timedelta(seconds=stall.REPORT_SECONDS)
-    assert stall.look_again_at(job.paces, job.setting, job.silent(31).now) is None, "its next report says so"
+    assert stall.requeue_at(job.trackers, job.setting, job.now) == job.now + dt.timedelta(seconds=stall.REPORT_SECONDS)
+    assert stall.requeue_at(job.trackers, job.setting, job.silent(31).now) is None, "its next report says so"
 
 
 def test_a_warning_is_looked_at_again_when_it_becomes_a_stall() -> None:
     job = Trainers().train(100)
     last_step_at = job.now
-    assert stall.look_again_at(job.paces, None, job.now) == last_step_at + dt.timedelta(minutes=5)
+    assert stall.requeue_at(job.trackers, None, job.now) == last_step_at + dt.timedelta(minutes=5)
     assert job.stay(305).found == "warning"
-    assert stall.look_again_at(job.paces, None, job.now) == last_step_at + dt.timedelta(minutes=30)
+    assert stall.requeue_at(job.trackers, None, job.now) == last_step_at + dt.timedelta(minutes=30)
 
 
 def test_a_rank_past_its_time_waits_for_the_others_without_haste() -> None:
     job = Trainers(timeout_seconds=60).says(5, rank=8).train(100)
-    at = stall.look_again_at(job.paces, job.setting, job.now)
+    at = stall.requeue_at(job.trackers, job.setting, job.now)
     assert at == job.now + dt.timedelta(seconds=stall.SILENT_SECONDS), "rank 0 may fall silent, no earlier"
 
 

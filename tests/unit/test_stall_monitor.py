@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddpjob.agent.core import stall_monitor, stall_rules
-from ddpjob.agent.core.stall_monitor import BY_COLLECTIVES, BY_START, BY_STEPS, NOTHING, Beat, Pace, Word
+from ddpjob.agent.core.stall_monitor import BY_COLLECTIVES, BY_START, BY_STEPS, NOTHING, Beat, StepTracker, Word
 from ddpjob.agent.core.stall_rules import Position, Standstill, failure
 from ddpjob.agent.heartbeats import Beats
 from ddpjob.agent.watch_ranks import position
@@ -24,7 +24,7 @@ class Ranks:
     def __init__(self, timeout: float | None = None) -> None:
         self.timeout, self.now = timeout, 1000.0
         self.beats: dict[int, Beat] = {}
-        self.paces: dict[int, Pace] = {}
+        self.trackers: dict[int, StepTracker] = {}
 
     def say(self, rank: int = 0, phase: Any = "train", step: int = 0, collectives: int = 0) -> Ranks:
         """From now on this rank says so."""
@@ -36,10 +36,10 @@ class Ranks:
         for _ in range(seconds):
             self.now += 1.0
             folded = {
-                rank: stall_monitor.fold(self.paces.get(rank), beat, self.now) for rank, beat in self.beats.items()
+                rank: stall_monitor.update(self.trackers.get(rank), beat, self.now) for rank, beat in self.beats.items()
             }
-            self.paces = {rank: pace for rank, pace in folded.items() if pace is not None}
-        return stall_monitor.word(self.paces, self.timeout, self.now)
+            self.trackers = {rank: pace for rank, pace in folded.items() if pace is not None}
+        return stall_monitor.word(self.trackers, self.timeout, self.now)
 
     def train(self, steps: int, seconds: int = 1) -> Ranks:
         """Rank 0 makes so many steps of so many seconds."""
@@ -71,7 +71,7 @@ def test_a_pause_that_was_survived_is_learned() -> None:
     ranks = Ranks().train(5)
     ranks.look(400)
     ranks.train(5)
-    assert ranks.paces[0].limit(None) == (1203.0, 1203.0)
+    assert ranks.trackers[0].limit(None) == (1203.0, 1203.0)
 
 
 def test_a_node_gets_on_as_long_as_one_of_its_ranks_does() -> None:
@@ -121,7 +121,7 @@ def test_after_a_gap_in_our_looks_all_is_counted_anew() -> None:
     ranks = Ranks(10.0).train(3)
     ranks.look(9)
     ranks.now += 3600.0
-    ranks.paces = stall_monitor.anew(ranks.paces, ranks.now)
+    ranks.trackers = stall_monitor.anew(ranks.trackers, ranks.now)
     assert ranks.look(10).stands is False
     assert ranks.look(1).stands is True
 

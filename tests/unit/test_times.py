@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from worlds import START, digits, job
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube.job_state import Memory
+from ddpjob_operator.kube.job_state import JobState
 from ddpjob_operator.kube.nodes import Nodes
-from ddpjob_operator.observed.cluster import Foreign, Node
+from ddpjob_operator.observed.cluster import ConflictingObject, Node
 from ddpjob_operator.plan.plan import START_BACK_OFF_SECONDS, start_back_off_seconds
 from ddpjob_operator.plan.view import Settings
 
@@ -30,7 +30,7 @@ def test_a_restart_waits_no_longer_than_its_back_off_when_the_clock_is_set_back(
         world.after(300).settle().runs(0, 1).settle()
     world.exits(0, 3).settle().stops_all().settle()
     back_off = 2 ** (failures - 1)
-    again = world.after(seconds).settle().plan().look_again_at
+    again = world.after(seconds).settle().plan().requeue_at
     assert again is not None
     assert (again - world.now).total_seconds() <= back_off
     world.after(back_off).settle()
@@ -72,14 +72,14 @@ def test_a_right_clock_changes_nothing_that_is_recorded() -> None:
 
 @pytest.mark.parametrize("seconds", JUMPS)
 def test_what_was_refused_is_tried_again_in_time(seconds: float) -> None:
-    memory, now = Memory("u"), START
+    memory, now = JobState("u"), START
     memory.keep_time(now)
     for _ in range(20):
         memory.refuse("digits-1-0", "exceeded quota", now)
         now = memory.refusals["digits-1-0"].retry_at
         memory.keep_time(now)
     memory.refuse("digits-1-0", "exceeded quota", now)
-    memory.take(Foreign("Pod", "digits-1-0"), now)
+    memory.take(ConflictingObject("Pod", "digits-1-0"), now)
     now += dt.timedelta(seconds=seconds)
     memory.keep_time(now)
     assert memory.refusals["digits-1-0"].retry_at - now == dt.timedelta(seconds=300)

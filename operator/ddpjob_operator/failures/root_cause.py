@@ -294,7 +294,7 @@ def _end(
     said = _heard(pod, launched.port)
     code = pod.trainer.exit_code if said.exit_code is None else said.exit_code
     code = 0 if said.early else code
-    told = pod.told_to_stop
+    told = pod.deleted_first
     weight = _weight(pod, said, code, outside=outside)
     failure = api.Failure(
         attempt=attempt,
@@ -320,7 +320,7 @@ def _end(
         pod_message=pod.message,
         disruption=pod.disruption,
         exception=_detail(pod, said) if pod.trainer.reason in rules.START_REASONS else said.exception,
-        told_to_stop=told and weight != Weight.LATE,
+        deletion_requested=told and weight != Weight.LATE,
         stalled=said.stalled,
     )
     struck = weight == Weight.NODE and not pod.disruption
@@ -328,11 +328,11 @@ def _end(
         failure,
         evidence,
         weight,
-        told_at=None if struck else pod.stop_asked_at,
+        told_at=None if struck else pod.deletion_requested_at,
         everywhere=said.permanent,
         done=_had_ended(said, code, weight, launched),
         seen=pod.ended_seen,
-        told_seen=pod.stop_seen,
+        told_seen=pod.deletion_seen,
     )
 
 
@@ -371,11 +371,11 @@ def _heard(pod: Pod, port: int | None) -> Said:
 def _weight(pod: Pod, said: Said, code: int | None, *, outside: bool) -> Weight:
     if pod.trainer.reason == "OOMKilled":
         return Weight.KERNEL
-    if pod.told_to_stop and not outside:
+    if pod.deleted_first and not outside:
         return _weight_of_stopped(pod, said, code)
     if pod.disruption or pod.reason or (pod.trainer.is_lost and pod.trainer.ran):
         return Weight.NODE
-    if pod.told_to_stop:
+    if pod.deleted_first:
         return Weight.TOLD
     return Weight.KERNEL if pod.trainer.reason in rules.START_REASONS else _own_weight(said, code)
 
@@ -497,7 +497,7 @@ def _recorded_evidence(first: api.Failure) -> rules.Evidence:
         pod_message=first.exception if by_pod else "",
         disruption=first.reason if by_node else "",
         exception=first.exception,
-        told_to_stop=first.reason == STOPPED,
+        deletion_requested=first.reason == STOPPED,
         vanished=vanished,
     )
 
@@ -542,7 +542,7 @@ def _time(pod: Pod, said: Said, now: dt.datetime) -> dt.datetime:
     """The container may end long after the rank that failed; what a message claims beyond reason is not believed."""
     ended = pod.trainer.ended_at
     if ended is None:
-        return pod.stop_asked_at or now
+        return pod.deletion_requested_at or now
     if said.time is not None and dt.timedelta() <= ended + CLOCKS_DIFFER - said.time <= SAID_BEFORE_MAX:
         return said.time
     return ended

@@ -343,8 +343,8 @@ class Operator:
 
     def _pod_changed(self, key: Key, old: Pod | None, new: Pod | None) -> None:
         if new is None and old is not None:
-            self._reconciler.departed(key, old)
-        if new is None or (new.ended and new.trainer.exit_code != 0) or new.stop_asked_at is not None:
+            self._reconciler.deleted_pods(key, old)
+        if new is None or (new.ended and new.trainer.exit_code != 0) or new.deletion_requested_at is not None:
             self._mark(key)
         elif old is None or dataclasses.replace(old, node=new.node, scheduled_at=new.scheduled_at) != new:
             # A node alone is nothing to say.

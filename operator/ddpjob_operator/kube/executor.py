@@ -17,7 +17,7 @@ from ddpjob_operator.job import api
 from ddpjob_operator.kube import observe
 from ddpjob_operator.kube.client import ApiError, Client, Raw
 from ddpjob_operator.kube.events import Events
-from ddpjob_operator.kube.job_state import Memory
+from ddpjob_operator.kube.job_state import JobState
 from ddpjob_operator.kube.listing import take
 from ddpjob_operator.kube.nodes import Nodes
 from ddpjob_operator.kube.shares import Shares
@@ -76,7 +76,7 @@ class Executor:
         # Apart, so that slow creates hold up no delete.
         self._creates, self._deletes = Shares(), Shares()
 
-    async def execute(self, job: api.DDPJob, todo: Plan, memory: Memory) -> bool:
+    async def execute(self, job: api.DDPJob, todo: Plan, memory: JobState) -> bool:
         """As much of a plan as LOOK_SECONDS allow; whether that was all.
 
         Raises ConflictError where the job has changed, ApiError where the server cannot do it now.
@@ -126,7 +126,7 @@ class Executor:
             pages, pods.put, lambda named, version: pods.retain(named, version, key[0], key), one_look=pods.one_look
         )
 
-    async def check_stranger(self, kind: str, name: str, job: api.DDPJob, memory: Memory) -> None:
+    async def check_stranger(self, kind: str, name: str, job: api.DDPJob, memory: JobState) -> None:
         """Whether an object in our place is still there. Raises ApiError."""
         raw = await self._find(kind, job.metadata.namespace, name)
         if raw is None:
@@ -226,7 +226,7 @@ class Executor:
                 raise
         await self.reread(metadata)
 
-    async def _create_all(self, job: api.DDPJob, actions: Sequence[Action], memory: Memory) -> bool:
+    async def _create_all(self, job: api.DDPJob, actions: Sequence[Action], memory: JobState) -> bool:
         """The Service, then one pod, then the others at a time; whether no more is to be tried in this look.
 
         What the server refuses for one pod it refuses for all, most often, so the others are not tried.
@@ -280,10 +280,10 @@ class Executor:
         await _all(work() for _ in range(min(len(calls), shares.bounds.of_job)))
         return given_up() or next(left, None) is None
 
-    async def _create_service(self, job: api.DDPJob, memory: Memory) -> bool:
+    async def _create_service(self, job: api.DDPJob, memory: JobState) -> bool:
         return await self._create("Service", build.service(job), job, memory)
 
-    async def _create_pod(self, job: api.DDPJob, action: CreatePod, memory: Memory) -> bool:
+    async def _create_pod(self, job: api.DDPJob, action: CreatePod, memory: JobState) -> bool:
         body = build.pod(
             job,
             action.attempt,
@@ -294,7 +294,7 @@ class Executor:
         )
         return await self._create("Pod", body, job, memory)
 
-    async def _create(self, kind: str, body: Raw, job: api.DDPJob, memory: Memory) -> bool:
+    async def _create(self, kind: str, body: Raw, job: api.DDPJob, memory: JobState) -> bool:
         """Whether it is there now and ours. Raises ApiError where the server may do it later."""
         namespace, name = job.metadata.namespace, body["metadata"]["name"]
         try:
@@ -311,7 +311,7 @@ class Executor:
         self._store(kind).put(raw)
         return True
 
-    async def _exists(self, kind: str, name: str, job: api.DDPJob, memory: Memory) -> bool:
+    async def _exists(self, kind: str, name: str, job: api.DDPJob, memory: JobState) -> bool:
         """Ours, where an answer was lost or our copy is behind; else somebody's."""
         raw = await self._find(kind, job.metadata.namespace, name)
         return raw is not None and self._meet(kind, raw, job, memory)
@@ -324,7 +324,7 @@ class Executor:
                 return None
             raise
 
-    def _meet(self, kind: str, raw: Raw, job: api.DDPJob, memory: Memory) -> bool:
+    def _meet(self, kind: str, raw: Raw, job: api.DDPJob, memory: JobState) -> bool:
         name = raw["metadata"]["name"]
         ours = observe.controller(raw).get("uid") == job.metadata.uid
         if ours or observe.job_name(raw) == job.metadata.name:
@@ -333,7 +333,7 @@ class Executor:
             memory.created(name)
             self._store(kind).put(raw)
         else:
-            memory.take(observe.foreign(kind, raw, job.metadata), self._now())
+            memory.take(observe.conflicts(kind, raw, job.metadata), self._now())
         return ours
 
     def _store(self, kind: str) -> Store[Any]:

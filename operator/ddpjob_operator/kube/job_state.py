@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ddpjob_operator.job.times import Clock
-from ddpjob_operator.observed.cluster import Foreign, Pod, Refusal
+from ddpjob_operator.observed.cluster import ConflictingObject, Pod, Refusal
 from ddpjob_operator.observed.reports import Report
-from ddpjob_operator.observed.stall import Pace
+from ddpjob_operator.observed.stall import StepTracker
 from ddpjob_operator.plan.view import is_done_beside_sidecars
 
 REFUSED_SECONDS = (1, 2, 4, 8, 15, 30, 60, 120, 300)
@@ -22,7 +22,7 @@ STRANGER_SECONDS = (2, 5, 10, 20, 30)
 class Stranger:
     """An object in our place that no watch of ours shows. It is looked at again until it is gone."""
 
-    foreign: Foreign
+    conflicts: ConflictingObject
     check_at: dt.datetime
     checks: int = 0
 
@@ -33,7 +33,7 @@ class Stranger:
 
 
 @dataclass
-class Memory:
+class JobState:
     """Of one job, by its uid: a job of the same name starts with nothing."""
 
     uid: str
@@ -46,10 +46,10 @@ class Memory:
     """The last word of node 0's agent."""
     reports: dict[int, Report] = field(default_factory=dict)
     """The first of each rank's reports that said what its last one says."""
-    paces: dict[int, Pace] = field(default_factory=dict)
+    trackers: dict[int, StepTracker] = field(default_factory=dict)
     heard_at: dt.datetime | None = None
     """When one of its ranks was last heard; None: nobody has spoken yet, or they have said that they end."""
-    departed: dict[str, Pod] = field(default_factory=dict)
+    deleted_pods: dict[str, Pod] = field(default_factory=dict)
     """Pods whose object has gone, as they were last seen: a whole life may pass between two looks."""
     first_seen: dict[tuple[str, str], dt.datetime] = field(default_factory=dict)
     """When a pod (by uid) was first seen to be silent, or stopping."""
@@ -83,23 +83,29 @@ class Memory:
 
     def _forget(self, rank: int) -> None:
         self.reports.pop(rank, None)
-        self.paces.pop(rank, None)
+        self.trackers.pop(rank, None)
 
     def by_own_clock(self, pods: Sequence[Pod], now: dt.datetime) -> list[Pod]:
         """The pods with the times that decide whether their node is lost, or nobody ends them, as we saw them: the API
         server's clock may be minutes off ours, and a healthy node would be given up at once."""
-        seen = {(p.uid, "silent") for p in pods if p.silent_since} | {(p.uid, "stopping") for p in pods if p.stop_by}
+        seen = {(p.uid, "silent") for p in pods if p.silent_since} | {
+            (p.uid, "stopping") for p in pods if p.deletion_deadline
+        }
         seen |= {(p.uid, "done") for p in pods if is_done_beside_sidecars(p)}
         self.first_seen = {key: self.first_seen.get(key, now) for key in seen}
         return [self._by_own_clock(p) for p in pods]
 
     def _by_own_clock(self, pod: Pod) -> Pod:
         stopping = self.first_seen.get((pod.uid, "stopping"))
-        grace = pod.stop_by - pod.stop_asked_at if pod.stop_by and pod.stop_asked_at else dt.timedelta()
+        grace = (
+            pod.deletion_deadline - pod.deletion_requested_at
+            if pod.deletion_deadline and pod.deletion_requested_at
+            else dt.timedelta()
+        )
         return replace(
             pod,
             silent_since=self.first_seen.get((pod.uid, "silent")),
-            stop_by=None if stopping is None else stopping + grace,
+            deletion_deadline=None if stopping is None else stopping + grace,
             done_since=self.first_seen.get((pod.uid, "done")),
         )
 
@@ -117,8 +123,8 @@ class Memory:
         self.refusals.pop(name, None)
         self.refused_in_a_row = 0
 
-    def take(self, foreign: Foreign, now: dt.datetime) -> None:
+    def take(self, conflicts: ConflictingObject, now: dt.datetime) -> None:
         """A stranger has been found."""
-        stranger = self.strangers.setdefault((foreign.kind, foreign.name), Stranger(foreign, now))
-        stranger.foreign = foreign
+        stranger = self.strangers.setdefault((conflicts.kind, conflicts.name), Stranger(conflicts, now))
+        stranger.conflicts = conflicts
         stranger.seen_again(now)

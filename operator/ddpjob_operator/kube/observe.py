@@ -12,7 +12,7 @@ from ddpjob.core import rules
 from ddpjob_operator.job import api, bounds
 from ddpjob_operator.job.bounds import UnreadableError, seconds, text, time
 from ddpjob_operator.job.podspec import trainer_container
-from ddpjob_operator.observed.cluster import Container, Foreign, Pod
+from ddpjob_operator.observed.cluster import ConflictingObject, Container, Pod
 from ddpjob_operator.pods import naming
 
 Raw = Mapping[str, Any]
@@ -73,10 +73,10 @@ def pod(raw: Raw) -> Pod:
         scheduled_at=_scheduled_at(status),
         silent_since=_silent_since(status, mine),
         unschedulable=_unschedulable(status),
-        stop_asked_at=stop_asked_at(metadata),
-        stop_by=time(metadata.get("deletionTimestamp")),
+        deletion_requested_at=deletion_requested_at(metadata),
+        deletion_deadline=time(metadata.get("deletionTimestamp")),
         trainer=mine,
-        told_to_end=(raw.get("spec") or {}).get("activeDeadlineSeconds") == END_NOW_SECONDS,
+        deadline_set=(raw.get("spec") or {}).get("activeDeadlineSeconds") == END_NOW_SECONDS,
         sidecars_run=_sidecars_run(raw),
     )
 
@@ -100,11 +100,11 @@ def is_ready(node: Raw) -> bool:
     return not any(c.get("type") == "Ready" and c.get("status") != "True" for c in conditions)
 
 
-def foreign(kind: str, raw: Raw, job: api.Metadata) -> Foreign:
+def conflicts(kind: str, raw: Raw, job: api.Metadata) -> ConflictingObject:
     """An object that has a name the job needs."""
     owner = controller(raw)
     namesake = owner.get("kind") == api.KIND and owner.get("name") == job.name and owner.get("uid") != job.uid
-    return Foreign(kind, raw["metadata"]["name"], deleted_job=namesake)
+    return ConflictingObject(kind, raw["metadata"]["name"], of_deleted_job=namesake)
 
 
 def controller(raw: Raw) -> Raw:
@@ -118,7 +118,7 @@ def job_name(raw: Raw) -> str:
     return text((raw["metadata"].get("labels") or {}).get(naming.LABEL_JOB))
 
 
-def stop_asked_at(metadata: Raw) -> dt.datetime | None:
+def deletion_requested_at(metadata: Raw) -> dt.datetime | None:
     """deletionTimestamp is when the grace ends; the deletion was asked for a grace period earlier."""
     end = time(metadata.get("deletionTimestamp"))
     return None if end is None else end - dt.timedelta(seconds=seconds(metadata.get("deletionGracePeriodSeconds")))

@@ -14,12 +14,12 @@ import msgspec
 from ddpjob_operator.job import api, ranges, reasons, topology, validation
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.executor import LOOK_SECONDS, Caches, ConflictError, Executor
-from ddpjob_operator.kube.job_state import Memory
+from ddpjob_operator.kube.job_state import JobState
 from ddpjob_operator.kube.progress_turns import ProgressTurns
 from ddpjob_operator.kube.queue import RetryError
 from ddpjob_operator.kube.store import Key
 from ddpjob_operator.observed import stall
-from ddpjob_operator.observed.cluster import Foreign, Observed, Pod
+from ddpjob_operator.observed.cluster import ConflictingObject, Observed, Pod
 from ddpjob_operator.observed.reports import BadReportError, Report
 from ddpjob_operator.plan import agent_restarts, unreadable
 from ddpjob_operator.plan import plan as plans
@@ -54,7 +54,7 @@ class Reconciler:
         self._clock = clock
         self._progress_turns = ProgressTurns()
         self._settings = settings
-        self._memory: dict[Key, Memory] = {}
+        self._memory: dict[Key, JobState] = {}
         self._parsed: dict[Key, tuple[str, int | None, api.DDPJob, list[validation.Problem]]] = {}
         self._silence: stall.Silence | None = None
         self._receiving_since: dt.datetime | None = None
@@ -141,27 +141,27 @@ class Reconciler:
         # The status tells by rank 0's first step how long the start took, and which steps are made twice.
         return FIRST_REPORT_SECONDS if begins and report.rank == 0 else self._settings.progress_write_seconds
 
-    def _hear_agent(self, memory: Memory, report: Report) -> float | None:
+    def _hear_agent(self, memory: JobState, report: Report) -> float | None:
         """What node 0's agent has restarted in place; the seconds as of `report`."""
         known, memory.agent = memory.agent, agent_restarts.latest(memory.agent, report)
         is_news = memory.agent is report and (known is None or known.agent != report.agent)
         return FIRST_REPORT_SECONDS if is_news else None
 
-    def departed(self, key: Key, pod: Pod) -> None:
+    def deleted_pods(self, key: Key, pod: Pod) -> None:
         """A pod's object has gone; `pod` is how it was last seen."""
         memory = self._memory.get(key)
         if memory is not None and memory.uid == pod.owner_uid:
-            memory.departed = {n: p for n, p in memory.departed.items() if p.attempt >= pod.attempt}
-            memory.departed[pod.name] = pod
+            memory.deleted_pods = {n: p for n, p in memory.deleted_pods.items() if p.attempt >= pod.attempt}
+            memory.deleted_pods[pod.name] = pod
 
-    def _fold(self, memory: Memory, report: Report) -> bool:
+    def _fold(self, memory: JobState, report: Report) -> bool:
         """Whether the clock of the rank starts anew."""
         now = report.received_at or self._now()
-        before = memory.paces.get(report.rank)
-        pace = stall.fold(before, report, now, self._receiving_since)
+        before = memory.trackers.get(report.rank)
+        pace = stall.update(before, report, now, self._receiving_since)
         if pace is None:
             return False
-        memory.paces[report.rank] = pace
+        memory.trackers[report.rank] = pace
         memory.heard_at = None if report.final else now
         return before is None or pace.advanced_at != before.advanced_at
 
@@ -189,7 +189,7 @@ class Reconciler:
             if memory.heard_at is not None and status.get("state") == "Running":
                 yield memory.heard_at
 
-    async def _plan(self, key: Key, job: api.DDPJob, problems: list[validation.Problem], memory: Memory) -> Plan:
+    async def _plan(self, key: Key, job: api.DDPJob, problems: list[validation.Problem], memory: JobState) -> Plan:
         memory.keep_time(self._now())
         await self._check_strangers(job, memory)
         await self._confirm_gone(key, job, memory)
@@ -204,16 +204,16 @@ class Reconciler:
             todo = self._plan_now(key, job, problems, memory)
         return todo
 
-    def _plan_now(self, key: Key, job: api.DDPJob, problems: list[validation.Problem], memory: Memory) -> Plan:
+    def _plan_now(self, key: Key, job: api.DDPJob, problems: list[validation.Problem], memory: JobState) -> Plan:
         return plan(job, self._observe(key, job, memory), self._now(), problems=problems, settings=self._settings)
 
-    async def _check_strangers(self, job: api.DDPJob, memory: Memory) -> None:
+    async def _check_strangers(self, job: api.DDPJob, memory: JobState) -> None:
         now = self._now()
         for (kind, name), stranger in list(memory.strangers.items()):
             if stranger.check_at <= now:
                 await self._executor.check_stranger(kind, name, job, memory)
 
-    async def _confirm_gone(self, key: Key, job: api.DDPJob, memory: Memory) -> None:
+    async def _confirm_gone(self, key: Key, job: api.DDPJob, memory: JobState) -> None:
         """A pod that has run and is missing from our copy fails the job, so the API server is asked first.
 
         Our copy may be behind the job's status: after a restart of the operator, or while a watch hangs unnoticed.
@@ -228,11 +228,13 @@ class Reconciler:
             await self._executor.list_pods(key)
             memory.confirmed_gone |= missing
 
-    def _observe(self, key: Key, job: api.DDPJob, memory: Memory) -> Observed:
+    def _observe(self, key: Key, job: api.DDPJob, memory: JobState) -> Observed:
         services = [s for s in self._caches.services.of(key) if s.name == job.metadata.name]
         own = [s for s in services if s.owner_uid == job.metadata.uid]
         others = tuple(
-            Foreign("Service", s.name, deleted_job=s.owner_job == job.metadata.name) for s in services if s not in own
+            ConflictingObject("Service", s.name, of_deleted_job=s.owner_job == job.metadata.name)
+            for s in services
+            if s not in own
         )
         nodes, pods = self._caches.nodes.seen(), self._caches.pods.of(key)
         if nodes is None:  # then what is to be read from the pods themselves counts
@@ -240,14 +242,14 @@ class Reconciler:
         return Observed(
             service=bool(own),
             pods=tuple(pods),
-            foreign=(*others, *(s.foreign for s in memory.strangers.values())),
+            conflicts=(*others, *(s.conflicts for s in memory.strangers.values())),
             refusals=tuple(memory.refusals.values()),
             reports=memory.reports,
             listening_since=self._listening_since,
             agent=memory.agent.agent if memory.agent and memory.agent.attempt == job.status.attempt else None,
             nodes=nodes,
-            departed=tuple(p for p in memory.departed.values() if p.attempt == job.status.attempt),
-            paces={rank: pace for rank, pace in memory.paces.items() if pace.attempt == job.status.attempt},
+            deleted_pods=tuple(p for p in memory.deleted_pods.values() if p.attempt == job.status.attempt),
+            trackers={rank: pace for rank, pace in memory.trackers.items() if pace.attempt == job.status.attempt},
         )
 
     def _wait_for_turn(self, key: Key, job: api.DDPJob, todo: Plan) -> float:
@@ -258,16 +260,16 @@ class Reconciler:
         self._progress_turns.forget(key)
         return 0.0
 
-    def _again_in(self, todo: Plan, memory: Memory) -> float | None:
+    def _again_in(self, todo: Plan, memory: JobState) -> float | None:
         times = [s.check_at for s in memory.strangers.values()]
-        if todo.look_again_at is not None:
-            times.append(todo.look_again_at)
+        if todo.requeue_at is not None:
+            times.append(todo.requeue_at)
         return max(0.05, (min(times) - self._now()).total_seconds()) if times else None
 
-    def _memory_of(self, key: Key, uid: str) -> Memory:
+    def _memory_of(self, key: Key, uid: str) -> JobState:
         memory = self._memory.get(key)
         if memory is None or memory.uid != uid:
-            memory = self._memory[key] = Memory(uid)
+            memory = self._memory[key] = JobState(uid)
         return memory
 
     async def _tell_unreadable(self, raw: Mapping[str, Any], why: str) -> None:

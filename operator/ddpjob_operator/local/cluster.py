@@ -52,7 +52,7 @@ class LocalPod:
     pid: int | None = None
     step: int | None = None
     """The last step that it reported."""
-    stop_asked_at: dt.datetime | None = None
+    deletion_requested_at: dt.datetime | None = None
     ended_first: bool = False
     """Whether it had ended before its supervisor was asked to stop it."""
     known: Pod | None = None
@@ -68,7 +68,7 @@ class LocalPod:
         return self.node.exit is None
 
 
-class World:
+class LocalCluster:
     """Processes, ports and folders of one job. `say(pod, lines)` takes what the nodes print."""
 
     def __init__(
@@ -83,7 +83,7 @@ class World:
         self.pods: dict[str, LocalPod] = {}
         self.reports: dict[int, Report] = {}
         self.agent: Report | None = None
-        self.paces: dict[int, stall.Pace] = {}
+        self.trackers: dict[int, stall.StepTracker] = {}
         self._places = places
         self._reporting = reporting
         self._say = say
@@ -93,7 +93,7 @@ class World:
 
     def observe(self) -> Observed:
         """What is there now. A pod that was deleted and whose end has been seen before is gone."""
-        for name in [n for n, p in self.pods.items() if p.seen_ended and p.stop_asked_at and not p.open]:
+        for name in [n for n, p in self.pods.items() if p.seen_ended and p.deletion_requested_at and not p.open]:
             del self.pods[name]
         self._looks += 1
         for pod in self.pods.values():
@@ -108,7 +108,7 @@ class World:
             pods=seen,
             reports=dict(self.reports),
             agent=self.agent.agent if self.agent is not None and self.agent.attempt == newest else None,
-            paces={rank: pace for rank, pace in self.paces.items() if pace.attempt == newest},
+            trackers={rank: pace for rank, pace in self.trackers.items() if pace.attempt == newest},
             master_addr=meet,
         )
 
@@ -136,9 +136,11 @@ class World:
             return
         self.reports[report.rank] = report
         told = replace(report, attempt=report.attempt or max(self._ports, default=0))
-        pace = stall.fold(self.paces.get(report.rank), told, report.received_at or dt.datetime.now(dt.timezone.utc))
+        pace = stall.update(
+            self.trackers.get(report.rank), told, report.received_at or dt.datetime.now(dt.timezone.utc)
+        )
         if pace is not None:
-            self.paces[report.rank] = pace
+            self.trackers[report.rank] = pace
         for pod in self.pods.values():
             if pod.rank == report.node_rank:
                 pod.step = report.step
@@ -200,7 +202,7 @@ class World:
         if pod is None:
             return
         grace = grace_seconds(job.spec.template) if action.grace_seconds is None else action.grace_seconds
-        pod.stop_asked_at = dt.datetime.now(dt.timezone.utc)
+        pod.deletion_requested_at = dt.datetime.now(dt.timezone.utc)
         if pod.live:
             pod.node.stop(grace)
 
@@ -228,7 +230,7 @@ class World:
             node=os.uname().nodename,
             phase=phase,
             reason=pod.reason,
-            stop_asked_at=pod.stop_asked_at,
+            deletion_requested_at=pod.deletion_requested_at,
             trainer=pod.trainer,
             ended_first=pod.ended_first,
         )

@@ -26,7 +26,7 @@ from ddpjob_operator.failures.redaction import mask
 from ddpjob_operator.job import api, podspec, topology, wording
 from ddpjob_operator.job.validation import dotted
 from ddpjob_operator.local import faults, gpus, pod_process, receive, run_folder, screen
-from ddpjob_operator.local.cluster import LocalPod, World
+from ddpjob_operator.local.cluster import LocalCluster, LocalPod
 from ddpjob_operator.local.node import become_subreaper
 from ddpjob_operator.manifest.yamlfile import Document, InputError
 from ddpjob_operator.observed import kubeflow
@@ -172,7 +172,7 @@ class Runner:
         self._receiver = receive.Receiver(self._on_report, folder.path / "token")
         self._receiver.start()
         reporting = build.Reporting(self._receiver.url, str(folder.path / "token"), REPORT_SECONDS)
-        self.world = World(folder.path, places, reporting, self._say)
+        self.world = LocalCluster(folder.path, places, reporting, self._say)
         self.world.selector.register(self._wake_read, selectors.EVENT_READ, None)
 
     def __enter__(self) -> Runner:
@@ -218,7 +218,7 @@ class Runner:
             for event in todo.events if self.job.status.state not in statuses.TERMINAL else ():
                 self.screen.event(event)  # how it ended is the last line's to say
             if todo.status is None and not todo.actions and not _has_more(self.world):
-                return None if todo.look_again_at is None else max(0.0, (todo.look_again_at - now).total_seconds())
+                return None if todo.requeue_at is None else max(0.0, (todo.requeue_at - now).total_seconds())
 
     def _wait(self, seconds: float | None) -> None:
         """Until a node prints, reports or ends, a rank reports progress, or a signal comes."""
@@ -399,6 +399,6 @@ def _run_folder(name: str, options: Options) -> run_folder.RunFolder:
         raise InputError(f"{error.filename}: {error.strerror}: no place for the logs; choose one with --logs") from None
 
 
-def _has_more(world: World) -> bool:
+def _has_more(world: LocalCluster) -> bool:
     """Whether a deleted pod has just been seen to end: the next look finds it gone."""
-    return any(pod.seen_ended and pod.stop_asked_at and not pod.open for pod in world.pods.values())
+    return any(pod.seen_ended and pod.deletion_requested_at and not pod.open for pod in world.pods.values())

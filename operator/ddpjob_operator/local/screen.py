@@ -254,7 +254,7 @@ def node_cells(job: api.DDPJob, pod: LocalPod) -> list[str]:
     state = {"waiting": "Starting", "running": "Running"}.get(pod.trainer.state)
     if state is None:
         state = "Completed" if pod.trainer.exit_code == 0 else f"Failed ({pod.trainer.exit_code})"
-    if pod.stop_asked_at and pod.live:
+    if pod.deletion_requested_at and pod.live:
         state = "Stopping"
     step = "" if pod.step is None else f"step {pod.step}"
     return [f"  node {pod.rank}", ranks, state, step, f"pid {pod.pid}" if pod.pid else ""]

@@ -10,7 +10,7 @@ from ddpjob.core import rules
 from ddpjob_operator.observed.reports import Agent, Report
 
 if TYPE_CHECKING:  # it is made from reports
-    from ddpjob_operator.observed.stall import Pace
+    from ddpjob_operator.observed.stall import StepTracker
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ class Pod:
     """Since when the node controller calls it not ready although its trainer was: it no longer hears the kubelet."""
     unschedulable: str = ""
     """The scheduler's sentence while it finds no node."""
-    stop_asked_at: dt.datetime | None = None
+    deletion_requested_at: dt.datetime | None = None
     """When its deletion was asked for (deletionTimestamp less the grace period)."""
-    stop_by: dt.datetime | None = None
+    deletion_deadline: dt.datetime | None = None
     """When its grace ends (deletionTimestamp)."""
     trainer: Container = Container("waiting")
-    told_to_end: bool = False
+    deadline_set: bool = False
     """Whether it was told to end and to stay, by its activeDeadlineSeconds."""
     sidecars_run: bool = False
     """Whether a container beside the trainer has not ended."""
@@ -84,7 +84,7 @@ class Pod:
     """Whether its trainer was seen to have ended before its deletion was seen to be asked for."""
     ended_seen: int = 0
     """In which observation (facts.py counts them) its end was first seen; 0: when the pod was."""
-    stop_seen: int = 0
+    deletion_seen: int = 0
     """In which one it was first seen that its deletion was asked for; 0: when the pod was."""
 
     @property
@@ -93,10 +93,10 @@ class Pod:
         return self.trainer.state == "ended" or self.phase in ("Succeeded", "Failed")
 
     @property
-    def told_to_stop(self) -> bool:
+    def deleted_first(self) -> bool:
         """Whether it ended (or will) after its deletion was asked for. Where both were first seen at once it counts as
         after: a success too few costs a restart, one too many costs a wrong result."""
-        return self.stop_asked_at is not None and not self.ended_first
+        return self.deletion_requested_at is not None and not self.ended_first
 
     @property
     def has_completed(self) -> bool:
@@ -104,7 +104,7 @@ class Pod:
         kubelet, which evicts, shuts down its node, or finds the pod's own activeDeadlineSeconds over."""
         if self.completed:
             return True
-        ended_from_outside = self.told_to_stop or self.reason or self.disruption or self._has_no_verdict
+        ended_from_outside = self.deleted_first or self.reason or self.disruption or self._has_no_verdict
         return self.trainer.state == "ended" and self.trainer.exit_code == 0 and not ended_from_outside
 
     @property
@@ -115,7 +115,7 @@ class Pod:
     @property
     def _has_no_verdict(self) -> bool:
         """Exit 0 of its own accord, as it seems, and the pod's phase is still to come."""
-        return self._awaits_its_phase and not self.told_to_stop and not self.disruption
+        return self._awaits_its_phase and not self.deleted_first and not self.disruption
 
     @property
     def _awaits_its_phase(self) -> bool:
@@ -149,12 +149,12 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Foreign:
+class ConflictingObject:
     """An object that carries a name the job needs, and is not the job's."""
 
     kind: str
     name: str
-    deleted_job: bool = False
+    of_deleted_job: bool = False
     """Whether a deleted job of the same name left it: it goes away by itself."""
 
 
@@ -178,15 +178,15 @@ class Observed:
     """Whether the job's own Service is there."""
     pods: tuple[Pod, ...] = ()
     """Pods with the job's label or with a name that the job needs, of whatever owner, in any order."""
-    departed: tuple[Pod, ...] = ()
+    deleted_pods: tuple[Pod, ...] = ()
     """Pods of the job that are gone, as they were last seen: what the shell remembers, perhaps nothing."""
-    foreign: tuple[Foreign, ...] = ()
+    conflicts: tuple[ConflictingObject, ...] = ()
     """Other objects (a Service) that carry a name the job needs."""
     refusals: tuple[Refusal, ...] = ()
     """Creates that were refused and not tried again since."""
     reports: dict[int, Report] = field(default_factory=dict)
     """The newest report of each rank that reports."""
-    paces: dict[int, Pace] = field(default_factory=dict)
+    trackers: dict[int, StepTracker] = field(default_factory=dict)
     """How each rank that reports in the present attempt gets on."""
     listening_since: dt.datetime | None = None
     """Since when reports can have been heard, where the shell has not listened all the time."""

@@ -18,13 +18,13 @@ def merge(earlier: Pod | None, later: Pod, look: int = 0) -> Pod:
     """What is known once `later` was seen after `earlier`, of one uid. look: the number of this observation, growing.
     What changes in it gets that number; what a pod has when it is first seen is older than all of those (0)."""
     known = later if earlier is None else _added(earlier, later)
-    stopping, ended = known.stop_asked_at is not None, known.ended
-    stops_now = earlier is not None and earlier.stop_asked_at is None and stopping
+    stopping, ended = known.deletion_requested_at is not None, known.ended
+    stops_now = earlier is not None and earlier.deletion_requested_at is None and stopping
     ends_now = earlier is not None and not earlier.ended and ended
     known = replace(
         known,
         sidecars_run=known.sidecars_run and known.phase not in ("Succeeded", "Failed"),
-        stop_seen=look if stops_now else known.stop_seen,
+        deletion_seen=look if stops_now else known.deletion_seen,
         ended_seen=look if ends_now else known.ended_seen,
         ended_first=known.ended_first or (ended and (not stopping or _deleted_after_its_end(earlier, later))),
     )
@@ -34,7 +34,7 @@ def merge(earlier: Pod | None, later: Pod, look: int = 0) -> Pod:
 def _added(earlier: Pod, later: Pod) -> Pod:
     over = earlier.phase in ("Succeeded", "Failed")
     # A disruption that was given up (its condition is False again) was none; of a pod that ends it is why.
-    ends = earlier.ended or earlier.stop_asked_at is not None
+    ends = earlier.ended or earlier.deletion_requested_at is not None
     return replace(
         later,
         node=later.node or earlier.node,
@@ -43,13 +43,13 @@ def _added(earlier: Pod, later: Pod) -> Pod:
         message=earlier.message or later.message,
         disruption=later.disruption or (earlier.disruption if ends else ""),
         scheduled_at=earlier.scheduled_at or later.scheduled_at,
-        stop_asked_at=_earliest(earlier.stop_asked_at, later.stop_asked_at),
-        stop_by=later.stop_by or earlier.stop_by,
+        deletion_requested_at=_earliest(earlier.deletion_requested_at, later.deletion_requested_at),
+        deletion_deadline=later.deletion_deadline or earlier.deletion_deadline,
         trainer=container(earlier.trainer, later.trainer),
         completed=earlier.completed,
         ended_first=earlier.ended_first or (later.ended_first and not earlier.ended),
         ended_seen=earlier.ended_seen,
-        stop_seen=earlier.stop_seen,
+        deletion_seen=earlier.deletion_seen,
     )
 
 
@@ -70,9 +70,9 @@ def _says(seen: Container) -> int:
 def _deleted_after_its_end(earlier: Pod | None, later: Pod) -> bool:
     """Whether it was first seen to be deleted in the moment when it went, with its last phase: the API server gives no
     grace to a pod that has ended (CheckGracefulDelete). Of a success that is not enough: it may be a wrong result."""
-    if earlier is None or earlier.stop_asked_at is not None or later.trainer.exit_code == 0:
+    if earlier is None or earlier.deletion_requested_at is not None or later.trainer.exit_code == 0:
         return False
-    return later.phase == "Failed" and later.stop_by == later.stop_asked_at
+    return later.phase == "Failed" and later.deletion_deadline == later.deletion_requested_at
 
 
 def _earliest(one: dt.datetime | None, other: dt.datetime | None) -> dt.datetime | None:

@@ -38,7 +38,7 @@ RECENT_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Pace:
+class StepTracker:
     """How a rank gets on in an attempt, by its reports."""
 
     attempt: int
@@ -64,7 +64,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Finding:
+class StallFinding:
     """What the reports of a job prove. kind: a warning is said once and costs nothing; a stall restarts the group."""
 
     kind: Literal["warning", "stall"]
@@ -118,9 +118,9 @@ class Finding:
         return ", ".join(named) + (f" and {others} others, up to {max(self.steps.values())}" if others else "")
 
 
-def fold(
-    pace: Pace | None, report: Report, now: dt.datetime, receiving_since: dt.datetime | None = None
-) -> Pace | None:
+def update(
+    pace: StepTracker | None, report: Report, now: dt.datetime, receiving_since: dt.datetime | None = None
+) -> StepTracker | None:
     """The pace of a rank after a report that came now; None as long as nothing can be said of it.
 
     receiving_since: from when on the shell is sure to receive what is sent; what was heard before does not count.
@@ -129,7 +129,7 @@ def fold(
         return pace
     # The library's first word comes from init(), so the first step is measured from its begin.
     begin = report.phase == "start"
-    new = Pace(report.attempt, report.node_rank, report.step, report.phase, now, now, measured=begin)
+    new = StepTracker(report.attempt, report.node_rank, report.step, report.phase, now, now, measured=begin)
     if pace is None or report.attempt > pace.attempt:
         return new
     heard = pace.is_heard(now) and (receiving_since is None or pace.heard_at >= receiving_since)
@@ -141,13 +141,13 @@ def fold(
     return dataclasses.replace(new, attempt=pace.attempt, measured=heard, learned=learned)
 
 
-def find(paces: Mapping[int, Pace], stall: api.Stall | None, now: dt.datetime) -> Finding | None:
+def find(trackers: Mapping[int, StepTracker], stall: api.Stall | None, now: dt.datetime) -> StallFinding | None:
     """Whether the group stands still: none of the ranks that report at present has made a step for too long.
 
     paces: of the present attempt alone, by rank. stall: as in the spec.
     """
     timeout = None if stall is None else stall.timeout_seconds
-    ranks = {} if timeout == 0 else _that_count(paces, now)
+    ranks = {} if timeout == 0 else _that_count(trackers, now)
     limits = {}
     for rank, pace in ranks.items():
         limits[rank] = limit(pace, timeout)
@@ -156,7 +156,7 @@ def find(paces: Mapping[int, Pace], stall: api.Stall | None, now: dt.datetime) -
     if not ranks:
         return None
     rank = min(ranks, key=lambda r: (ranks[r].step, r))
-    return Finding(
+    return StallFinding(
         kind="stall" if all(pace.idle_seconds > limits[r].allowed for r, pace in ranks.items()) else "warning",
         rank=rank,
         node_rank=ranks[rank].node_rank,
@@ -166,21 +166,21 @@ def find(paces: Mapping[int, Pace], stall: api.Stall | None, now: dt.datetime) -
         until=max(pace.advanced_at + dt.timedelta(seconds=limits[r].allowed) for r, pace in ranks.items()),
         idle_seconds=ranks[rank].idle_seconds,
         limit=limits[rank],
-        steps={r: pace.step for r, pace in sorted(paces.items())},
-        silent=frozenset(r for r, pace in paces.items() if not pace.is_heard(now)),
+        steps={r: pace.step for r, pace in sorted(trackers.items())},
+        silent=frozenset(r for r, pace in trackers.items() if not pace.is_heard(now)),
     )
 
 
-def idle_since(paces: Mapping[int, Pace], stall: api.Stall | None, now: dt.datetime) -> dt.datetime | None:
+def idle_since(trackers: Mapping[int, StepTracker], stall: api.Stall | None, now: dt.datetime) -> dt.datetime | None:
     """Since when no step has been made by a group that stands still; also where nobody wants it restarted for that."""
-    finding = find(paces, None if stall is not None and stall.timeout_seconds == 0 else stall, now)
+    finding = find(trackers, None if stall is not None and stall.timeout_seconds == 0 else stall, now)
     return None if finding is None else finding.since
 
 
-def look_again_at(paces: Mapping[int, Pace], stall: api.Stall | None, now: dt.datetime) -> dt.datetime | None:
+def requeue_at(trackers: Mapping[int, StepTracker], stall: api.Stall | None, now: dt.datetime) -> dt.datetime | None:
     """When `find` may say something else although no rank says anything new; None: never."""
     timeout = None if stall is None else stall.timeout_seconds
-    ranks = {} if timeout == 0 else _that_count(paces, now)
+    ranks = {} if timeout == 0 else _that_count(trackers, now)
     due = [pace.advanced_at + dt.timedelta(seconds=_next(pace, limit(pace, timeout))) for pace in ranks.values()]
     if not due:
         return None
@@ -189,7 +189,7 @@ def look_again_at(paces: Mapping[int, Pace], stall: api.Stall | None, now: dt.da
     return min(due) if min(due) > now else now + dt.timedelta(seconds=wait)
 
 
-def limit(pace: Pace, timeout: float | None) -> Limit:
+def limit(pace: StepTracker, timeout: float | None) -> Limit:
     """How long a rank may stand still where it is now. timeout: stall.timeoutSeconds where it is set."""
     return stall_limits.limit(pace.phase, pace.step, pace.learned, timeout)
 
@@ -221,20 +221,20 @@ def silence(heard: Iterable[dt.datetime], now: dt.datetime) -> Silence | None:
     return Silence(silent, len(recent)) if silent > 1 and 2 * silent > len(recent) else None
 
 
-def _that_count(paces: Mapping[int, Pace], now: dt.datetime) -> dict[int, Pace]:
+def _that_count(trackers: Mapping[int, StepTracker], now: dt.datetime) -> dict[int, StepTracker]:
     """The ranks that report at present. One that has never said a step does not count where others have."""
-    heard = {rank: pace for rank, pace in paces.items() if pace.is_heard(now)}
+    heard = {rank: pace for rank, pace in trackers.items() if pace.is_heard(now)}
     return {rank: pace for rank, pace in heard.items() if pace.step} or heard
 
 
-def _learn(pace: Pace, report: Report, now: dt.datetime) -> Learned:
+def _learn(pace: StepTracker, report: Report, now: dt.datetime) -> Learned:
     """What the end of a time without a step teaches."""
     seconds = max(0.0, (now - pace.advanced_at).total_seconds())
     made = report.step - pace.step
     return stall_limits.learn(pace.learned, pace.phase, pace.step, made, seconds, measured=pace.measured)
 
 
-def _next(pace: Pace, limits: Limit) -> float:
+def _next(pace: StepTracker, limits: Limit) -> float:
     return limits.expected if pace.idle_seconds <= limits.expected else limits.allowed
 
 

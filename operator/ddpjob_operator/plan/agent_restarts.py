@@ -21,9 +21,9 @@ from ddpjob_operator.plan import status as statuses
 from ddpjob_operator.pods import naming
 
 
-def newest(mine: Mapping[int, Pod], departed: Mapping[int, Pod], seen: Observed) -> Agent | None:
+def newest(mine: Mapping[int, Pod], deleted_pods: Mapping[int, Pod], seen: Observed) -> Agent | None:
     """The last word of node 0's agent: reported, or left behind at its end where nobody could be reached."""
-    first = mine.get(0) or departed.get(0)
+    first = mine.get(0) or deleted_pods.get(0)
     left = termination_message.left(first.trainer.message) if first is not None and first.ended else None
     said = [agent for agent in (seen.agent, left.agent if left is not None else None) if agent is not None]
     # The same counts: the report is the one that tells of the failures behind them.

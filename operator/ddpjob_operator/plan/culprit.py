@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from ddpjob_operator.failures import root_cause
 from ddpjob_operator.job import api, podspec
 from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.plan.view import DeletePod, EndPod, Scene, restart_grace_seconds
+from ddpjob_operator.plan.view import DeletePod, EndPod, View, restart_grace_seconds
 
 # What a kubelet takes to hear of it, and to write down the end.
 HEARD_SECONDS = 10
@@ -24,7 +24,7 @@ GRACE_SECONDS_MAX = 60
 
 
 def stop(
-    s: Scene, first: api.Failure, pods: Sequence[Pod], grace_seconds: int | None
+    s: View, first: api.Failure, pods: Sequence[Pod], grace_seconds: int | None
 ) -> tuple[tuple[DeletePod | EndPod, ...], dt.datetime | None]:
     """Stop the pods of a broken attempt, and when to look at that again. first: what is recorded as its cause."""
     hanging = next((p for p in pods if _hangs(p, first)), None)
@@ -36,12 +36,12 @@ def stop(
         # Its kubelet is deaf, or its process: a delete is the last word.
         return s.stop(pods, restart_grace_seconds(s.spec) if hanging else grace_seconds), None
     others = s.stop([p for p in pods if p is not hanging], grace_seconds)
-    return (*others, *(() if hanging.told_to_end else (EndPod(hanging.name, hanging.uid),))), until
+    return (*others, *(() if hanging.deadline_set else (EndPod(hanging.name, hanging.uid),))), until
 
 
-def with_log(s: Scene, failure: api.Failure) -> api.Failure:
+def with_log(s: View, failure: api.Failure) -> api.Failure:
     """With the end of the log of the pod that we have ended for it."""
-    pods = {**s.departed, **s.mine}
+    pods = {**s.deleted_pods, **s.mine}
     pod = pods.get(failure.node_rank) if failure.node_rank is not None else None
     if failure.reason != root_cause.STALLED or failure.log_tail or not s.settings.keep_log_tail or pod is None:
         return failure
@@ -51,4 +51,4 @@ def with_log(s: Scene, failure: api.Failure) -> api.Failure:
 
 
 def _hangs(pod: Pod, first: api.Failure) -> bool:
-    return first.reason == root_cause.STALLED and pod.name == first.pod and pod.stop_asked_at is None
+    return first.reason == root_cause.STALLED and pod.name == first.pod and pod.deletion_requested_at is None

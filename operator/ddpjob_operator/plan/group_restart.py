@@ -23,9 +23,9 @@ from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import culprit, pending
 from ddpjob_operator.plan import status as statuses
 from ddpjob_operator.plan.view import (
-    Scene,
+    Decision,
     Settings,
-    Verdict,
+    View,
     after,
     is_past,
     name_pods,
@@ -58,7 +58,7 @@ _WHY_IT_STOPS: dict[rules.Stop, tuple[Reason, str]] = {
 }
 
 
-def attempt_broken(s: Scene) -> Verdict | None:
+def attempt_broken(s: View) -> Decision | None:
     """One rank is lost, so the group is broken: the others would hang in a collective until their time-out."""
     sign = next(_signs(s), None)
     if sign is None:
@@ -73,10 +73,10 @@ def attempt_broken(s: Scene) -> Verdict | None:
         return _next_attempt(ended, settle(ended, failure))
     # Where agents wait in the other pods it is the next look that says whether these stop (pod_replacement.py).
     said = text + _open_question(failure) if launcher.restarts_in_place(s.spec) else _ending(s, text, failure)
-    return Verdict(statuses.enter(status, "Restarting", reason, said, s.now))
+    return Decision(statuses.enter(status, "Restarting", reason, said, s.now))
 
 
-def restarting(s: Scene) -> Verdict | None:
+def restarting(s: View) -> Decision | None:
     """Stop what is left of a broken attempt; when nothing is, settle the cause, and start again or fail."""
     first = s.recorded.last_failure
     if first is None or not statuses.is_broken(s.recorded):
@@ -90,10 +90,10 @@ def restarting(s: Scene) -> Verdict | None:
     text = root_cause.sentence(seen)
     status = statuses.with_failure(s.status, seen, text)
     actions, again = culprit.stop(s, first, s.alive, grace)
-    return Verdict(replace(status, message=_ending(s, text, seen)), actions, again)
+    return Decision(replace(status, message=_ending(s, text, seen)), actions, again)
 
 
-def _signs(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
+def _signs(s: View) -> Iterator[tuple[Reason, api.Failure]]:
     """What shows that this attempt cannot go on; the strongest first."""
     yield from sorted((*_failed(s), *_gone(s)), key=lambda sign: root_cause.weigh(sign[1]))
     yield from _stopped_from_outside(s)
@@ -101,18 +101,18 @@ def _signs(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
     yield from _stalled(s)
 
 
-def _failed(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
+def _failed(s: View) -> Iterator[tuple[Reason, api.Failure]]:
     if s.failed:
         keep = s.settings.keep_log_tail
         # Nothing of this attempt was told to stop by us: who else did it may explain what failed.
-        signs = [*s.failed, *(p for p in s.alive if p.stop_asked_at is not None)]
+        signs = [*s.failed, *(p for p in s.alive if p.deletion_requested_at is not None)]
         found = root_cause.root_cause(
             s.status.attempt, signs, _rank_of(s), s.now, keep_log_tail=keep, launched=_launched(s)
         )
         yield reasons.RANK_FAILED, _with_limit(s, _stepped(s, found))
 
 
-def _gone(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
+def _gone(s: View) -> Iterator[tuple[Reason, api.Failure]]:
     for pod in sorted((p for p in s.mine.values() if p.uid in s.lost), key=lambda p: p.rank):
         yield reasons.NODE_LOST, _failure(s, pod.rank, pod.name, "NodeLost", pod.node)
     ran = ranges.parse(s.status.started_nodes) - ranges.parse(s.status.completed_nodes)
@@ -120,21 +120,21 @@ def _gone(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
         yield reasons.RANK_FAILED, _failure(s, rank, naming.present_pod_name(s.job, s.status, rank), "PodGone")
 
 
-def _stopped_from_outside(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
+def _stopped_from_outside(s: View) -> Iterator[tuple[Reason, api.Failure]]:
     for pod in s.alive:
-        if pod.stop_asked_at is not None:
+        if pod.deletion_requested_at is not None:
             reason = pod.disruption or "StoppedFromOutside"
             yield reasons.DISRUPTED, _failure(s, pod.rank, pod.name, reason, pod.node)
 
 
-def _never_configured(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
+def _never_configured(s: View) -> Iterator[tuple[Reason, api.Failure]]:
     for pod in s.alive:
         if is_past(_config_error_at(s, pod), s.now):
             failure = _failure(s, pod.rank, pod.name, CONFIG_ERROR, pod.node)
             yield reasons.RANK_FAILED, replace(failure, exception=pod.trainer.message[:300])
 
 
-def _stalled(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
+def _stalled(s: View) -> Iterator[tuple[Reason, api.Failure]]:
     finding = s.standstill
     if finding is None or finding.kind == "warning" or finding.node_rank not in s.mine:
         return
@@ -145,12 +145,12 @@ def _stalled(s: Scene) -> Iterator[tuple[Reason, api.Failure]]:
     yield reasons.STALLED, replace(failure, rank=finding.rank, step=finding.step, exception=finding.what()[:300])
 
 
-def next_look(s: Scene) -> dt.datetime | None:
+def next_look(s: View) -> dt.datetime | None:
     """When time alone may break this attempt."""
     if s.status.state in (*statuses.TERMINAL, "Failing", "Suspended") or statuses.is_broken(s.status):
         return None
     times = [t for p in s.alive if (t := _config_error_at(s, p)) is not None]
-    if (at := stall.look_again_at(s.paces, s.spec.stall, s.now)) is not None:
+    if (at := stall.requeue_at(s.trackers, s.spec.stall, s.now)) is not None:
         times.append(at)
     return min((t for t in times if t > s.now), default=None)
 
@@ -167,7 +167,7 @@ class Settled:
     text: str
     """Who and what."""
 
-    def status(self, s: Scene) -> api.Status:
+    def status(self, s: View) -> api.Status:
         """The status with it, and with what it costs."""
         status = statuses.with_failure(s.status, self.failure, self.text)
         if not self.verdict.restart:
@@ -180,7 +180,7 @@ class Settled:
         )
 
 
-def settle(s: Scene, first: api.Failure) -> Settled:
+def settle(s: View, first: api.Failure) -> Settled:
     """Name the cause of what the first sign showed, and charge it."""
     failure, found = _cause(s, first)
     history, past = budgets.history(s.status), _past(s, failure)
@@ -194,18 +194,18 @@ def settle(s: Scene, first: api.Failure) -> Settled:
     return Settled(failure, verdict, root_cause.sentence(failure))
 
 
-def _next_attempt(s: Scene, settled: Settled) -> Verdict:
+def _next_attempt(s: View, settled: Settled) -> Decision:
     """All pods have ended: start again, or fail."""
     status, verdict, text = settled.status(s), settled.verdict, settled.text
     if not verdict.restart:
         reason, why = _why_it_stops(s, settled.failure, verdict)
         failed_status = statuses.enter(status, "Failed", reason, f"{text}; {why}", s.now)
-        return Verdict(replace(failed_status, completion_time=s.now))
+        return Decision(replace(failed_status, completion_time=s.now))
     status = new_attempt(status, s.now + dt.timedelta(seconds=verdict.wait_seconds))
-    return Verdict(statuses.enter(status, "Restarting", reasons.RESTARTING, _going_on(s, text, verdict), s.now))
+    return Decision(statuses.enter(status, "Restarting", reasons.RESTARTING, _going_on(s, text, verdict), s.now))
 
 
-def _cause(s: Scene, first: api.Failure) -> tuple[api.Failure, rules.Class]:
+def _cause(s: View, first: api.Failure) -> tuple[api.Failure, rules.Class]:
     """The cause by all that is known now: the first sign, and every pod that has ended badly, gone or not."""
     failure, found = root_cause.settle(
         first,
@@ -222,16 +222,16 @@ def _cause(s: Scene, first: api.Failure) -> tuple[api.Failure, rules.Class]:
             if p.uid in s.lost_by_node
         ],
         early=_completed(s),
-        steps={rank: pace.step for rank, pace in s.paces.items()},
+        steps={rank: pace.step for rank, pace in s.trackers.items()},
         launched=_launched(s),
     )
     failure = _with_limit(s, culprit.with_log(s, failure))
     return replace(_stepped(s, failure), failure_class=""), found
 
 
-def _unfit(s: Scene) -> list[str]:
+def _unfit(s: View) -> list[str]:
     """The cluster nodes that a pre-flight has found bad."""
-    pods = {**s.departed, **s.mine}
+    pods = {**s.deleted_pods, **s.mine}
     left = [message for p in pods.values() if p.ended and (message := termination_message.left(p.trainer.message))]
     ranks = {rank for message in left for rank in message.bad_nodes}
     return sorted({pods[rank].node for rank in ranks if rank in pods and pods[rank].node})
@@ -252,12 +252,12 @@ def avoided(
     return kept[-AVOIDED_MAX:]
 
 
-def _completed(s: Scene) -> api.Failure | None:
+def _completed(s: View) -> api.Failure | None:
     """The first node that has completed in this attempt, as what explains peers that complain of it."""
     ranks = ranges.parse(s.status.completed_nodes)
     if not ranks:
         return None
-    pods = {**s.departed, **s.mine}
+    pods = {**s.deleted_pods, **s.mine}
     ends = {rank: pods[rank].trainer.ended_at or s.now for rank in ranks if rank in pods}
     first = min(ranks, key=lambda rank: (ends.get(rank, s.now), rank))
     node = pods[first].node if first in pods else ""
@@ -277,14 +277,14 @@ def _has_trained_before(status: api.Status) -> bool:
     return spent.productive_seconds + spent.unreported_seconds - here >= TRAINED_SECONDS
 
 
-def _never_starts(s: Scene, failure: api.Failure, history: rules.History) -> bool:
+def _never_starts(s: View, failure: api.Failure, history: rules.History) -> bool:
     """Whether other nodes were tried often enough, for a job that has never trained."""
     if not root_cause.cannot_start(failure) or _has_trained_before(s.status):
         return False
     return history.uncharged_in_a_row >= rules.STARTS_MAX
 
 
-def _with_limit(s: Scene, failure: api.Failure) -> api.Failure:
+def _with_limit(s: View, failure: api.Failure) -> api.Failure:
     """Out of what memory."""
     if failure.init_container:
         return failure  # its limit is not the trainer's
@@ -295,18 +295,18 @@ def _with_limit(s: Scene, failure: api.Failure) -> api.Failure:
     return replace(failure, exception=said[: root_cause.EXCEPTION_MAX])
 
 
-def _launched(s: Scene) -> root_cause.Launched:
+def _launched(s: View) -> root_cause.Launched:
     port = s.status.master_addr.rpartition(":")[2]
     found = launcher.find(launcher.command_of(s.spec.template))
     return root_cause.Launched(int(port) if port.isdecimal() else None, found is not None and found.name != "ddprun")
 
 
-def _ran_seconds(s: Scene) -> float:
+def _ran_seconds(s: View) -> float:
     running = s.status.running_time
     return 0.0 if running is None else max(0.0, (s.now - running).total_seconds())
 
 
-def _past(s: Scene, failure: api.Failure) -> rules.Attempt:
+def _past(s: View, failure: api.Failure) -> rules.Attempt:
     progress = s.status.progress
     here = progress.step if progress is not None and progress.attempt == s.status.attempt else 0
     return rules.Attempt(
@@ -317,14 +317,14 @@ def _past(s: Scene, failure: api.Failure) -> rules.Attempt:
     )
 
 
-def _stepped(s: Scene, failure: api.Failure) -> api.Failure:
+def _stepped(s: View, failure: api.Failure) -> api.Failure:
     """With the last step that was reported before it."""
     progress = s.status.progress
     known = failure.step is None and progress is not None and progress.attempt == s.status.attempt
     return replace(failure, step=progress.step) if known and progress is not None else failure
 
 
-def _failure(s: Scene, node_rank: int, pod: str, reason: str, node: str = "") -> api.Failure:
+def _failure(s: View, node_rank: int, pod: str, reason: str, node: str = "") -> api.Failure:
     failure = api.Failure(
         attempt=s.status.attempt,
         rank=topology.rank_of_node(s.spec, node_rank),
@@ -337,11 +337,11 @@ def _failure(s: Scene, node_rank: int, pod: str, reason: str, node: str = "") ->
     return _stepped(s, failure)
 
 
-def _rank_of(s: Scene) -> root_cause.RankOf:
+def _rank_of(s: View) -> root_cause.RankOf:
     return lambda node_rank: topology.rank_of_node(s.spec, node_rank)
 
 
-def _config_error_at(s: Scene, pod: Pod) -> dt.datetime | None:
+def _config_error_at(s: View, pod: Pod) -> dt.datetime | None:
     stuck = pod.trainer.state == "waiting" and pod.trainer.reason == CONFIG_ERROR
     return after(pod.scheduled_at, s.settings.config_error_seconds) if stuck else None
 
@@ -349,7 +349,7 @@ def _config_error_at(s: Scene, pod: Pod) -> dt.datetime | None:
 # ---------------------------------------------------------------- sentences
 
 
-def _ending(s: Scene, text: str, failure: api.Failure) -> str:
+def _ending(s: View, text: str, failure: api.Failure) -> str:
     left = f"stopping {name_pods(s.alive)}" if s.alive else "all pods have ended"
     return f"{text}; {left}{_open_question(failure)}{pending.for_nodes(s)}"
 
@@ -358,14 +358,14 @@ def _open_question(failure: api.Failure) -> str:
     return "" if root_cause.is_a_cause(failure) else "; cause not yet known"
 
 
-def _going_on(s: Scene, text: str, verdict: rules.Verdict) -> str:
+def _going_on(s: View, text: str, verdict: rules.Verdict) -> str:
     count = f"all {s.spec.nodes} nodes" if s.spec.nodes > 1 else "the node"
     verb = "restart" if s.spec.nodes > 1 else "restarts"
     when = f" in {wording.duration(verdict.wait_seconds)}" if verdict.wait_seconds else ""
     return f"{text}; {count} {verb}{when} as attempt {s.status.attempt + 1} ({charge(s, verdict)})"
 
 
-def charge(s: Scene, verdict: rules.Verdict) -> str:
+def charge(s: View, verdict: rules.Verdict) -> str:
     """What a restart costs, in words."""
     history = verdict.history
     if verdict.charged_to == "application":
@@ -375,7 +375,7 @@ def charge(s: Scene, verdict: rules.Verdict) -> str:
     return f"not charged to backoffLimit; {history.infrastructure} so far"
 
 
-def _why_it_stops(s: Scene, failure: api.Failure, verdict: rules.Verdict) -> tuple[Reason, str]:
+def _why_it_stops(s: View, failure: api.Failure, verdict: rules.Verdict) -> tuple[Reason, str]:
     reason, text = _WHY_IT_STOPS[verdict.stop]
     if verdict.stop == "PermanentFailure" and any(
         r.action == "FailJob" and r.matches(failure.exit_code) for r in budgets.policy(s.spec)

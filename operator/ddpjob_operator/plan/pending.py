@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ddpjob_operator.job import api, ranges, reasons, wording
 from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.plan.view import Scene
+from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import naming
 
 LONG_SECONDS = 600.0
@@ -36,7 +36,7 @@ def said_once(status: api.Status, now: dt.datetime) -> tuple[api.Status, dt.date
     return (status, long) if now < long else (replace(status, reason=reasons.WAITS_LONG.name), None)
 
 
-def to_be_created(s: Scene, pods: Sequence[Pod]) -> tuple[str, bool]:
+def to_be_created(s: View, pods: Sequence[Pod]) -> tuple[str, bool]:
     """What is said of the pod whose container the kubelet has been creating longest, and whether that is long."""
     slow = _slowest(s, pods)
     if slow is None:
@@ -51,7 +51,7 @@ def to_be_created(s: Scene, pods: Sequence[Pod]) -> tuple[str, bool]:
     return text, reached[-1] >= LONG_SECONDS
 
 
-def next_word(s: Scene, pods: Sequence[Pod]) -> dt.datetime | None:
+def next_word(s: View, pods: Sequence[Pod]) -> dt.datetime | None:
     """When `to_be_created` says something else although nothing has changed."""
     slow = _slowest(s, pods)
     if slow is None:
@@ -60,13 +60,13 @@ def next_word(s: Scene, pods: Sequence[Pod]) -> dt.datetime | None:
     return next((at for at in times if at > s.now), None)
 
 
-def completed_long_ago(s: Scene) -> tuple[str, dt.datetime | None]:
+def completed_long_ago(s: View) -> tuple[str, dt.datetime | None]:
     """What is said where some nodes completed long ago and others still run, and when to look again.
 
     Without reports nobody can know whether those hang in a collective; and one node may well have more to do.
     """
     done = ranges.parse(s.status.completed_nodes)
-    pods = {**s.departed, **s.mine}
+    pods = {**s.deleted_pods, **s.mine}
     ended = [pods[rank].trainer.ended_at or s.status.running_time for rank in done if rank in pods]
     times = [at for at in ended if at is not None] or ([s.status.running_time] if s.status.running_time else [])
     if not done or not times:
@@ -86,7 +86,7 @@ def completed_long_ago(s: Scene) -> tuple[str, dt.datetime | None]:
     return text, None
 
 
-def for_nodes(s: Scene) -> str:
+def for_nodes(s: View) -> str:
     """What is said of pods on nodes that the cluster does not hear."""
     parts = [
         f"; node {u.pod.node} (node {u.pod.rank}) is not ready since {_time(u.since)}; "
@@ -97,7 +97,7 @@ def for_nodes(s: Scene) -> str:
     return "".join(parts) + (f"; and {more} more" if more > 0 else "")
 
 
-def _slowest(s: Scene, pods: Sequence[Pod]) -> tuple[Pod, dt.datetime] | None:
+def _slowest(s: View, pods: Sequence[Pod]) -> tuple[Pod, dt.datetime] | None:
     making = [p for p in pods if p.node and not p.unschedulable and p.trainer.reason in _IN_THE_MAKING]
     begun = [(at, p.rank, p) for p in making if (at := p.scheduled_at or s.status.attempt_time) is not None]
     if not begun:

@@ -29,12 +29,12 @@ from ddpjob_operator.plan.view import (
     Action,
     CreatePod,
     CreateService,
+    Decision,
     DeleteJob,
     DeletePod,
     EndPod,
-    Scene,
     Settings,
-    Verdict,
+    View,
     after,
     earliest,
     is_over,
@@ -78,12 +78,12 @@ class Event:
 
 @dataclass(frozen=True)
 class Plan:
-    """status: None where nothing is to be written. look_again_at: when time alone may change the answer."""
+    """status: None where nothing is to be written. requeue_at: when time alone may change the answer."""
 
     actions: tuple[Action, ...] = ()
     status: api.Status | None = None
     events: tuple[Event, ...] = ()
-    look_again_at: dt.datetime | None = None
+    requeue_at: dt.datetime | None = None
 
 
 def plan(
@@ -115,7 +115,7 @@ def plan(
         new = redacted.status(new)
     new, wait_until = throttle(recorded, new, settings, now)
     by_time = (next_loss(job, seen, settings, now), group_restart.next_look(scene), again_at)
-    again = earliest(verdict.look_again_at, wait_until, *by_time)
+    again = earliest(verdict.requeue_at, wait_until, *by_time)
     return Plan(
         actions=(*clear(scene), *verdict.actions),
         status=None if new == written else new,
@@ -127,14 +127,14 @@ def plan(
                 *remarks(job, new),
             )
         ),
-        look_again_at=again,
+        requeue_at=again,
     )
 
 
 # ------------------------------------------------------------------------------------------------ the rules, in order
 
 
-def finished(s: Scene) -> Verdict | None:
+def finished(s: View) -> Decision | None:
     """A terminal state is final; what is left is to clean up."""
     if s.recorded.state not in statuses.TERMINAL:
         return None
@@ -144,59 +144,59 @@ def finished(s: Scene) -> Verdict | None:
     if ends is not None and s.now >= ends:
         actions = (DeleteJob(s.job.metadata.uid),)
     # Frozen but for the pods that are still there.
-    return Verdict(replace(s.recorded, nodes=s.status.nodes), actions, ends if ends and s.now < ends else None)
+    return Decision(replace(s.recorded, nodes=s.status.nodes), actions, ends if ends and s.now < ends else None)
 
 
-def invalid(s: Scene) -> Verdict | None:
+def invalid(s: View) -> Decision | None:
     """A spec that cannot run starts nothing. What runs goes on as it was (invalid_spec.py)."""
     if not s.problems or s.status.attempt:
         return None
     text = invalid_spec.sentence(s.problems)
-    return Verdict(statuses.enter(s.status, "Pending", reasons.INVALID_SPEC, text, s.now))
+    return Decision(statuses.enter(s.status, "Pending", reasons.INVALID_SPEC, text, s.now))
 
 
-def completed(s: Scene) -> Verdict | None:
+def completed(s: View) -> Decision | None:
     """All trainers ended with 0, also those whose pods have vanished since."""
     # Of a suspended job spec.nodes may have changed since: the ranks that completed were ranks of another group.
     if not s.status.attempt or s.status.state in ("Failing", "Suspended") or s.missing(s.status.completed_nodes):
         return None
     text = f"all {s.spec.nodes} nodes completed" if s.spec.nodes > 1 else "the node completed"
     done = statuses.enter(s.status, "Succeeded", reasons.ALL_NODES_COMPLETED, text, s.now)
-    return Verdict(replace(done, completion_time=s.now))
+    return Decision(replace(done, completion_time=s.now))
 
 
-def failing(s: Scene) -> Verdict | None:
+def failing(s: View) -> Decision | None:
     """The job will fail whatever its pods do; they get their full grace to save."""
     if s.recorded.state != "Failing":
         return None
     if any(p.uid not in s.lost for p in s.live):
-        return Verdict(s.status, s.stop(s.live, None))
+        return Decision(s.status, s.stop(s.live, None))
     text = s.recorded.message.removesuffix(STOPPING_ALL)
     failed = statuses.enter(s.status, "Failed", reasons.named(s.recorded.reason), text, s.now)
-    return Verdict(replace(failed, completion_time=s.now))
+    return Decision(replace(failed, completion_time=s.now))
 
 
-def suspended(s: Scene) -> Verdict | None:
+def suspended(s: View) -> Decision | None:
     """The pods stop with their full grace; the clocks start anew on resume. An invalid spec is not resumed."""
     if not s.spec.suspend and not (s.problems and s.recorded.state == "Suspended"):
         return None
     status = replace(statuses.enter(s.status, "Suspended", *_why_suspended(s), s.now), start_retries=0)
     if s.live:
-        return Verdict(status, s.stop(s.live, None) if s.recorded.state == "Suspended" else ())
+        return Decision(status, s.stop(s.live, None) if s.recorded.state == "Suspended" else ())
     # Not before the last pod has ended: without a startTime the API server lets the template change (crd.py).
-    return Verdict(replace(status, start_time=None))
+    return Decision(replace(status, start_time=None))
 
 
-def past_deadline(s: Scene) -> Verdict | None:
+def past_deadline(s: View) -> Decision | None:
     """activeDeadlineSeconds after the (last) start the job fails, whatever it does."""
     if not is_past(s.active_deadline(), s.now):
         return None
     limit = s.spec.active_deadline_seconds
     text = f"not finished within activeDeadlineSeconds: {limit}{STOPPING_ALL}"
-    return Verdict(statuses.enter(s.status, "Failing", reasons.DEADLINE_EXCEEDED, text, s.now))
+    return Decision(statuses.enter(s.status, "Failing", reasons.DEADLINE_EXCEEDED, text, s.now))
 
 
-def attempt_still_ending(s: Scene) -> Verdict | None:
+def attempt_still_ending(s: View) -> Decision | None:
     """No attempt starts while a process of the one before may live: two groups would train into one checkpoint."""
     if not s.older:
         return None
@@ -205,13 +205,13 @@ def attempt_still_ending(s: Scene) -> Verdict | None:
     soft = s.stop([p for p in told if p.attempt != broken], None)
     hard = s.stop([p for p in told if p.attempt == broken], restart_grace_seconds(s.spec))
     if _is_in_the_future(s):
-        return Verdict(s.status, (*soft, *hard), look_again_at=earliest(s.status.attempt_time, s.active_deadline()))
+        return Decision(s.status, (*soft, *hard), requeue_at=earliest(s.status.attempt_time, s.active_deadline()))
     of = "of the attempt before " if any(p.attempt < s.status.attempt for p in s.older) else ""
     text = f"attempt {s.status.attempt} waits for {name_pods(s.older)} {of}to stop"
     return _waiting(s, "Pending", reasons.WAITING_FOR_OLD_PODS, text, (*soft, *hard))
 
 
-def start_overdue(s: Scene) -> Verdict | None:
+def start_overdue(s: View) -> Decision | None:
     """Not all nodes ran in time: release them all, for two half-placed jobs must not block each other for ever."""
     if not is_past(s.start_deadline(), s.now):
         return None
@@ -223,17 +223,17 @@ def start_overdue(s: Scene) -> Verdict | None:
         f"all are released, next try at {wording.clock(again)}"
     )
     later = replace(new_attempt(s.status, again), start_retries=retries)
-    return Verdict(statuses.enter(later, "Pending", reasons.START_BACK_OFF, text, s.now))
+    return Decision(statuses.enter(later, "Pending", reasons.START_BACK_OFF, text, s.now))
 
 
-def backing_off(s: Scene) -> Verdict | None:
+def backing_off(s: View) -> Decision | None:
     """The next attempt is in the future."""
     if not _is_in_the_future(s):
         return None
-    return Verdict(s.status, look_again_at=earliest(s.status.attempt_time, s.active_deadline()))
+    return Decision(s.status, requeue_at=earliest(s.status.attempt_time, s.active_deadline()))
 
 
-def no_pod_can_be_made(s: Scene) -> Verdict | None:
+def no_pod_can_be_made(s: View) -> Decision | None:
     """What a pod is made from cannot be read: what runs goes on, and nothing is added to it."""
     if not invalid_spec.keeps_pods_from_being_made(s.problems) or not _to_create(s):
         return None
@@ -241,20 +241,20 @@ def no_pod_can_be_made(s: Scene) -> Verdict | None:
     return _waiting(s, "Pending", reasons.INVALID_SPEC, text)
 
 
-def name_taken(s: Scene) -> Verdict | None:
+def name_taken(s: View) -> Decision | None:
     """A foreign object is never taken over; what a deleted job of the same name left goes away by itself."""
-    if not s.foreign or not _to_create(s):
+    if not s.conflicts or not _to_create(s):
         return None
-    first = s.foreign[0]
-    more = f" and {len(s.foreign) - 1} more" if len(s.foreign) > 1 else ""
-    if all(f.deleted_job for f in s.foreign):
+    first = s.conflicts[0]
+    more = f" and {len(s.conflicts) - 1} more" if len(s.conflicts) > 1 else ""
+    if all(f.of_deleted_job for f in s.conflicts):
         text = f"waiting for {first.kind.lower()} {first.name}{more} of the deleted job of this name"
         return _waiting(s, "Pending", reasons.WAITING_FOR_DELETED_JOB, text)
     text = f"a {first.kind} named {first.name}{more} is not this job's. Delete it, or give the job another name"
     return _waiting(s, "Pending", reasons.NAME_TAKEN, text)
 
 
-def create_refused(s: Scene) -> Verdict | None:
+def create_refused(s: View) -> Decision | None:
     """The server would not create something; say its own sentence, and try again after a while."""
     wanted = [a for a in _to_create(s) if isinstance(a, CreatePod)]
     names = {naming.pod_name(s.job, a.attempt, a.rank, a.replacement) for a in wanted} | (
@@ -268,7 +268,7 @@ def create_refused(s: Scene) -> Verdict | None:
     return _waiting(s, "Pending", reasons.CREATE_REFUSED, text, again=earliest(*(r.retry_at for r in waiting)))
 
 
-def nodes_missing(s: Scene) -> Verdict | None:
+def nodes_missing(s: View) -> Decision | None:
     """Create what is missing; a rank that has run is never created again in its attempt."""
     missing = _to_create(s)
     if not missing:
@@ -276,23 +276,23 @@ def nodes_missing(s: Scene) -> Verdict | None:
     # What was refused and is tried again: its words stand until the server has said something else.
     again = s.status.reason == reasons.CREATE_REFUSED.name and bool(s.refusals)
     if again or s.status.state in ("Starting", "Running"):
-        return Verdict(s.status, missing, earliest(s.active_deadline(), s.start_deadline()))
+        return Decision(s.status, missing, earliest(s.active_deadline(), s.start_deadline()))
     count = sum(isinstance(action, CreatePod) for action in missing)
     text = f"attempt {s.status.attempt}: creating {count} of {s.spec.nodes} pods"
     return _waiting(s, "Pending", reasons.CREATING_PODS, text, missing)
 
 
-def avoidance_over(s: Scene) -> Verdict | None:
+def avoidance_over(s: View) -> Decision | None:
     """A pod that finds no node, and was made when one was avoided that no longer is: a pod's affinity never changes."""
     since = s.status.attempt_time
     over = [a.node for a in s.status.avoided_nodes if since is not None and since < a.until <= s.now]
     if not over or not any(p.trainer.state == "waiting" and p.unschedulable for p in s.mine.values()):
         return None
     text = f"{', '.join(over)} is no longer avoided: all pods are asked for anew"
-    return Verdict(statuses.enter(new_attempt(s.status, s.now), "Pending", reasons.CREATING_PODS, text, s.now))
+    return Decision(statuses.enter(new_attempt(s.status, s.now), "Pending", reasons.CREATING_PODS, text, s.now))
 
 
-def waiting_for_nodes(s: Scene) -> Verdict | None:
+def waiting_for_nodes(s: View) -> Decision | None:
     """Some trainers do not run yet."""
     not_running = [s.mine[r] for r in sorted(s.mine) if s.mine[r].trainer.state == "waiting"]
     if not not_running:
@@ -302,7 +302,7 @@ def waiting_for_nodes(s: Scene) -> Verdict | None:
     return _waiting(s, *_why_waiting(s, not_running), again=again)
 
 
-def all_is_well(s: Scene) -> Verdict | None:
+def all_is_well(s: View) -> Decision | None:
     """The trainers of all nodes run, or have completed."""
     count = len(ranges.parse(s.status.completed_nodes))
     done = f" and {count} completed" if count else ""
@@ -318,11 +318,11 @@ def all_is_well(s: Scene) -> Verdict | None:
     status = statuses.enter(s.status, "Running", reason, f"{text}{waiting.for_nodes(s)}{_unheard(s)}", s.now)
     status = replace(status, start_retries=0, running_time=s.status.running_time or s.now)
     silence = (report_age.old_at(s.heard_at), report_age.missed_at(s.heard_at))
-    return Verdict(status, look_again_at=earliest(s.active_deadline(), again, *(t for t in silence if t and t > s.now)))
+    return Decision(status, requeue_at=earliest(s.active_deadline(), again, *(t for t in silence if t and t > s.now)))
 
 
 # The order is the design. The last rule always speaks.
-RULES: tuple[Callable[[Scene], Verdict | None], ...] = (
+RULES: tuple[Callable[[View], Decision | None], ...] = (
     finished,
     invalid,
     completed,
@@ -348,7 +348,7 @@ RULES: tuple[Callable[[Scene], Verdict | None], ...] = (
 # ------------------------------------------------------------------------------------------------ leaves
 
 
-def clear(s: Scene) -> tuple[DeletePod, ...]:
+def clear(s: View) -> tuple[DeletePod, ...]:
     """Pods of attempts that are recorded as over: what a lost node keeps must not answer to the rank's DNS name, and
     logs of long ago are many."""
     left = [p for p in s.left if is_over(p, s.recorded)]
@@ -454,26 +454,26 @@ def shortened(text: str) -> str:
 
 
 def _waiting(
-    s: Scene,
+    s: View,
     state: api.State,
     reason: Reason,
     text: str,
     actions: tuple[Action, ...] = (),
     again: dt.datetime | None = None,
-) -> Verdict:
+) -> Decision:
     """Not all nodes run yet. After a failure that is a restart until they do, and says after what."""
     if s.status.state == "Restarting":
         state, text = "Restarting", f"{_after_what(s)}{text}"
     status = statuses.enter(s.status, state, reason, text, s.now)
-    return Verdict(status, actions, earliest(again, s.active_deadline(), s.start_deadline()))
+    return Decision(status, actions, earliest(again, s.active_deadline(), s.start_deadline()))
 
 
-def _after_what(s: Scene) -> str:
+def _after_what(s: View) -> str:
     failure = s.status.last_failure
     return f"after {root_cause.short(failure)}: " if failure is not None and statuses.is_restarted(s.status) else ""
 
 
-def _why_suspended(s: Scene) -> tuple[Reason, str]:
+def _why_suspended(s: View) -> tuple[Reason, str]:
     if s.live:
         return reasons.SUSPENDING, f"suspended; {name_pods(s.live)} still stopping"
     if s.spec.suspend:
@@ -481,17 +481,17 @@ def _why_suspended(s: Scene) -> tuple[Reason, str]:
     return reasons.INVALID_SPEC, f"{invalid_spec.sentence(s.problems)}; suspended until that is mended"
 
 
-def _unheard(s: Scene) -> str:
+def _unheard(s: View) -> str:
     if s.heard_at is None or not is_past(report_age.missed_at(s.heard_at), s.now):
         return ""
     return f"; no report since {wording.clock(s.heard_at)}"
 
 
-def _is_in_the_future(s: Scene) -> bool:
+def _is_in_the_future(s: View) -> bool:
     return s.status.attempt_time is not None and s.now < s.status.attempt_time
 
 
-def _to_create(s: Scene) -> tuple[Action, ...]:
+def _to_create(s: View) -> tuple[Action, ...]:
     known = ranges.parse(s.status.started_nodes) | set(s.mine)
     avoid = tuple(sorted(a.node for a in s.status.avoided_nodes if a.until > s.now))
     status = s.status
@@ -500,7 +500,7 @@ def _to_create(s: Scene) -> tuple[Action, ...]:
     return (*(() if s.service else (CreateService(),)), *pods)
 
 
-def _why_waiting(s: Scene, pods: Sequence[Pod]) -> tuple[api.State, Reason, str]:
+def _why_waiting(s: View, pods: Sequence[Pod]) -> tuple[api.State, Reason, str]:
     total = s.spec.nodes
     homeless = [p for p in pods if p.unschedulable]
     if homeless:

@@ -15,14 +15,14 @@ from ddpjob_operator.job import api, budgets, launcher, ranges, reasons, wording
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import group_restart
 from ddpjob_operator.plan import status as statuses
-from ddpjob_operator.plan.view import Scene, Verdict, name_pods
+from ddpjob_operator.plan.view import Decision, View, name_pods
 from ddpjob_operator.pods import naming
 
 # What no new pod mends while the others wait.
 _OF_ALL_PODS = (root_cause.STALLED, group_restart.CONFIG_ERROR)
 
 
-def replacing(s: Scene) -> Verdict | None:
+def replacing(s: View) -> Decision | None:
     """Wait until what is broken has ended, charge it, and make room for the pods that take its place."""
     first = s.recorded.last_failure
     if first is None or not statuses.is_broken(s.recorded):
@@ -38,22 +38,22 @@ def replacing(s: Scene) -> Verdict | None:
     if ending:
         unsettled = replace(settled.failure, failure_class="", charged_to="")
         text = f"{settled.text}; {name_pods(ending)} still stopping, the other nodes wait"
-        return Verdict(replace(statuses.with_failure(s.status, unsettled, settled.text), message=text))
-    return Verdict(_replaced(s, settled, broken))
+        return Decision(replace(statuses.with_failure(s.status, unsettled, settled.text), message=text))
+    return Decision(_replaced(s, settled, broken))
 
 
-def broken_alone(s: Scene, first: api.Failure) -> list[int]:
+def broken_alone(s: View, first: api.Failure) -> list[int]:
     """The nodes whose pods are lost while agents elsewhere wait for new ones; none where all have to start anew."""
     if not launcher.restarts_in_place(s.spec) or first.reason in _OF_ALL_PODS or s.status.completed_nodes:
         return []
-    waiting = {p.rank for p in s.alive if p.stop_asked_at is None}
+    waiting = {p.rank for p in s.alive if p.deletion_requested_at is None}
     known = set(s.mine) | ranges.parse(s.status.started_nodes)
     broken = sorted(rank for rank in known - waiting if rank < s.spec.nodes)
-    ends = [p for p in {**s.departed, **s.mine}.values() if p.rank in broken and p.ended]
+    ends = [p for p in {**s.deleted_pods, **s.mine}.values() if p.rank in broken and p.ended]
     return broken if _a_first_pod_waits(s, waiting) and not any(_group_ended(p) for p in ends) else []
 
 
-def _a_first_pod_waits(s: Scene, waiting: set[int]) -> bool:
+def _a_first_pod_waits(s: View, waiting: set[int]) -> bool:
     """Whether at least one of the pods with which the attempt began is left.
 
     It was in every generation, so the next one gets a new number, and Snapshot tells by it whose checkpoint is newer.
@@ -69,7 +69,7 @@ def _group_ended(pod: Pod) -> bool:
     return message is not None and message.ended
 
 
-def _replaced(s: Scene, settled: group_restart.Settled, broken: list[int]) -> api.Status:
+def _replaced(s: View, settled: group_restart.Settled, broken: list[int]) -> api.Status:
     status = settled.status(s)
     wait = settled.verdict.wait_seconds
     numbers = {str(rank): naming.replacement(status, rank) + 1 for rank in broken}

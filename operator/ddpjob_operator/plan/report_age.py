@@ -17,7 +17,7 @@ def heard_at(status: api.Status, seen: Observed) -> dt.datetime | None:
     A rank that has ended or said its last word reports no more, and Kubeflow's protocol speaks only when training goes
     on. Whoever has only begun to listen has missed nothing yet.
     """
-    progress, report, pace = status.progress, seen.reports.get(0), seen.paces.get(0)
+    progress, report, pace = status.progress, seen.reports.get(0), seen.trackers.get(0)
     if progress is None or progress.attempt != status.attempt or 0 in ranges.parse(status.completed_nodes):
         return None
     if report is not None and (report.final or report.phase is None):

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from ddpjob_operator.job import api, budgets, podspec, ranges, reasons
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.observed import stall
-from ddpjob_operator.observed.cluster import Foreign, Node, Observed, Pod, Refusal
+from ddpjob_operator.observed.cluster import ConflictingObject, Node, Observed, Pod, Refusal
 from ddpjob_operator.plan import agent_restarts, report_age
 from ddpjob_operator.plan import status as statuses
 from ddpjob_operator.pods import naming
@@ -104,12 +104,12 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Decision:
     """What one rule says: what is true now, and what follows."""
 
     status: api.Status
     actions: tuple[Action, ...] = ()
-    look_again_at: dt.datetime | None = None
+    requeue_at: dt.datetime | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Unheard:
 
 
 @dataclass(frozen=True)
-class Scene:
+class View:
     """The job and what is there, sorted once for all rules."""
 
     job: api.DDPJob
@@ -134,7 +134,7 @@ class Scene:
     service: bool
     mine: dict[int, Pod]
     """The pods of the present attempt by rank; of a rank whose pod was replaced alone, the newest."""
-    departed: dict[int, Pod]
+    deleted_pods: dict[int, Pod]
     """Pods of the present attempt that are gone, as they were last seen."""
     older: tuple[Pod, ...]
     """Pods of earlier attempts, or replaced ones, in which something may still run, those on lost nodes excepted."""
@@ -149,12 +149,12 @@ class Scene:
     only of the time since it was told to stop."""
     refusals: tuple[Refusal, ...]
     """What the server would not create, by the time of the next try."""
-    foreign: tuple[Foreign, ...]
+    conflicts: tuple[ConflictingObject, ...]
     """What stands where the job's objects should."""
     problems: tuple[Problem, ...]
     now: dt.datetime
     settings: Settings
-    paces: Mapping[int, stall.Pace] = field(default_factory=dict)
+    trackers: Mapping[int, stall.StepTracker] = field(default_factory=dict)
     """How the ranks of this attempt that report get on."""
     unheard: tuple[Unheard, ...] = ()
     """Its live pods on nodes that are not ready and not given up, by rank."""
@@ -181,13 +181,13 @@ class Scene:
         """The pods of the present attempt that ended otherwise than completed, those that are gone included. A rank
         that is recorded as completed stays so, whatever becomes of its pod."""
         completed = ranges.parse(self.status.completed_nodes)
-        pods = {**self.departed, **self.mine}.values()
+        pods = {**self.deleted_pods, **self.mine}.values()
         return [p for p in pods if p.has_failed and p.rank not in completed]
 
     @property
-    def standstill(self) -> stall.Finding | None:
+    def standstill(self) -> stall.StallFinding | None:
         """What the reports prove of a job that makes no step."""
-        return stall.find(self.paces, self.spec.stall, self.now)
+        return stall.find(self.trackers, self.spec.stall, self.now)
 
     def missing(self, present: str) -> bool:
         """Whether a rank is not in these ranges."""
@@ -203,7 +203,7 @@ class Scene:
         for pod in sorted(pods, key=by_identity):
             if pod.uid in self.lost:
                 found.append(DeletePod(pod.name, pod.uid, 0))
-            elif pod.stop_asked_at is None:
+            elif pod.deletion_requested_at is None:
                 found.append(DeletePod(pod.name, pod.uid, grace_seconds))
         return tuple(found)
 
@@ -218,7 +218,7 @@ class Scene:
         return after(self.status.attempt_time, self.spec.start_deadline_seconds)
 
 
-def look(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Problem, ...], settings: Settings) -> Scene:
+def look(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Problem, ...], settings: Settings) -> View:
     """Sort what is there by what it is to this job, and note its facts in the status."""
     status = job.status
     starts = not problems and not job.spec.suspend and status.state not in (*statuses.TERMINAL, "Failing")
@@ -230,34 +230,34 @@ def look(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
     gone = [p for p in seen.pods if p.live and is_past(lost_at(p, seen.nodes, settings), now)]
     lost = frozenset(p.uid for p in gone if is_own(p, job))
     mine = {p.rank: p for p in own if is_present(p, status) and 0 <= p.rank < job.spec.nodes}
-    departed = {p.rank: p for p in seen.departed if is_own(p, job) and is_present(p, status)}
+    deleted_pods = {p.rank: p for p in seen.deleted_pods if is_own(p, job) and is_present(p, status)}
     others = sorted((p for p in own if not is_present(p, status)), key=by_identity)
-    status = statuses.with_progress(note(status, mine, departed, job, seen), seen.reports.get(0))
-    paces = {rank: p for rank, p in seen.paces.items() if p.attempt in (0, status.attempt)}
-    status = statuses.with_idle(status, stall.idle_since(paces, job.spec.stall, now))
+    status = statuses.with_progress(note(status, mine, deleted_pods, job, seen), seen.reports.get(0))
+    trackers = {rank: p for rank, p in seen.trackers.items() if p.attempt in (0, status.attempt)}
+    status = statuses.with_idle(status, stall.idle_since(trackers, job.spec.stall, now))
     # What was said in the attempt before this one, which begins with this look, is counted already.
-    agent = agent_restarts.newest(mine, departed, seen) if status.attempt == job.status.attempt else None
-    return Scene(
+    agent = agent_restarts.newest(mine, deleted_pods, seen) if status.attempt == job.status.attempt else None
+    return View(
         job=job,
         recorded=job.status,
         status=agent_restarts.with_agent(status, agent, job, mine, now),
         service=seen.service,
         mine=mine,
-        departed=departed,
+        deleted_pods=deleted_pods,
         older=tuple(p for p in others if p.live and p.uid not in lost),
         left=tuple(p for p in others if p.uid in lost or (not p.live and _is_long_ago(p, status))),
-        orphans=tuple(sorted((p for p in gone if is_namesake(p, job) and p.stop_asked_at), key=by_identity)),
+        orphans=tuple(sorted((p for p in gone if is_namesake(p, job) and p.deletion_requested_at), key=by_identity)),
         lost=lost,
         lost_by_node=frozenset(p.uid for p in gone if seen.nodes is not None or p.silent_since is not None) & lost,
-        foreign=tuple(
-            sorted((*seen.foreign, *_foreign_pods(job, seen, status)), key=lambda f: (f.deleted_job, f.name))
+        conflicts=tuple(
+            sorted((*seen.conflicts, *_foreign_pods(job, seen, status)), key=lambda f: (f.of_deleted_job, f.name))
         ),
         refusals=tuple(sorted(seen.refusals, key=lambda r: (r.retry_at, r.name))),
         problems=problems,
         now=now,
         settings=settings,
         unheard=tuple(_unheard(mine, seen, settings, lost)),
-        paces=paces,
+        trackers=trackers,
         heard_at=report_age.heard_at(status, seen),
     )
 
@@ -288,13 +288,13 @@ def _is_long_ago(pod: Pod, status: api.Status) -> bool:
 
 
 def note(
-    status: api.Status, mine: dict[int, Pod], departed: dict[int, Pod], job: api.DDPJob, seen: Observed
+    status: api.Status, mine: dict[int, Pod], deleted_pods: dict[int, Pod], job: api.DDPJob, seen: Observed
 ) -> api.Status:
     """The facts that outlive their pods: who has run, who has completed."""
     # A name is used once: what had a node may have run, and may still run where nobody looks.
     ran = {r for r, p in mine.items() if p.trainer.state != "waiting" and not p.trainer.init}
-    started = ran | {r for r, p in departed.items() if p.node}
-    done = {r for r, p in {**departed, **mine}.items() if p.has_completed}
+    started = ran | {r for r, p in deleted_pods.items() if p.node}
+    done = {r for r, p in {**deleted_pods, **mine}.items() if p.has_completed}
     if (done or status.completed_nodes) and status.reason in _ALL_PODS_WERE_MADE:
         # It was there, and is not: without it the others could not have completed. A new pod would wait for them.
         started |= set(range(job.spec.nodes)) - set(mine)
@@ -339,8 +339,8 @@ def lost_at(pod: Pod, nodes: Mapping[str, Node] | None, settings: Settings) -> d
             return None
         if not node.with_most:
             return node.since + patience
-        return None if pod.stop_by is None else max(node.since, pod.stop_by) + patience
-    since = earliest(pod.silent_since, pod.stop_by)
+        return None if pod.deletion_deadline is None else max(node.since, pod.deletion_deadline) + patience
+    since = earliest(pod.silent_since, pod.deletion_deadline)
     return None if since is None or not pod.node else since + patience
 
 
@@ -438,7 +438,7 @@ def name_pods(pods: Sequence[Pod]) -> str:
     return f"{len(pods)} pods"
 
 
-def _foreign_pods(job: api.DDPJob, seen: Observed, status: api.Status) -> Iterator[Foreign]:
+def _foreign_pods(job: api.DDPJob, seen: Observed, status: api.Status) -> Iterator[ConflictingObject]:
     ranks = range(job.spec.nodes)
     names = {naming.present_pod_name(job, status, rank) for rank in ranks}
     for pod in seen.pods:
@@ -447,4 +447,4 @@ def _foreign_pods(job: api.DDPJob, seen: Observed, status: api.Status) -> Iterat
         # A namesake's pod answers to the same DNS name, whatever its attempt, until it has ended.
         namesake = is_namesake(pod, job)
         if pod.name in names or (namesake and not pod.ended):
-            yield Foreign("Pod", pod.name, deleted_job=namesake)
+            yield ConflictingObject("Pod", pod.name, of_deleted_job=namesake)

@@ -19,7 +19,7 @@ from ddpjob.reporting.heartbeat import STACKS_SIGNAL
 
 if TYPE_CHECKING:
     from ddpjob.agent.agent import Agent
-    from ddpjob.agent.core.stall_monitor import Pace, Word
+    from ddpjob.agent.core.stall_monitor import StepTracker, Word
 
 SIGNAL_SECONDS = 0.6  # a rank that has not answered by then is asked by a signal, which no interpreter can hold up
 ANSWER_SECONDS = 1.0
@@ -34,7 +34,7 @@ class Watching:
         self._agent = agent
         self.timeout = agent.options.stall_seconds
         self._beats: Beats | None = None
-        self._paces: dict[int, Pace] = {}
+        self._paces: dict[int, StepTracker] = {}
         self._said: Word | None = None
         self._over = False  # whether all ranks of another node have ended well
         self._cpu: dict[int, tuple[float, float]] = {}  # by rank: since when it stands, and what it had used by then
@@ -101,7 +101,7 @@ class Watching:
         if now - self._looked_at > stall_monitor.GAP_SECONDS or self._paces.keys() - seen.keys():
             self._paces = stall_monitor.anew(self._paces, now)
         self._looked_at, self._look_at = now, now + stall_monitor.LOOK_SECONDS
-        folded = {rank: stall_monitor.fold(self._paces.get(rank), beat, now) for rank, beat in seen.items()}
+        folded = {rank: stall_monitor.update(self._paces.get(rank), beat, now) for rank, beat in seen.items()}
         self._paces = {rank: pace for rank, pace in folded.items() if pace is not None}
         self._note_cpu(beats)
         word = self._word(now)

@@ -109,7 +109,7 @@ class Evidence:
     """The reason of its condition DisruptionTarget: PreemptionByScheduler."""
     exception: str = ""
     """The exception's line."""
-    told_to_stop: bool = False
+    deletion_requested: bool = False
     """Whether its deletion was asked for before it ended."""
     vanished: bool = False
     """Whether its pod, or its node, is gone without a word."""
@@ -220,7 +220,7 @@ def classify(evidence: Evidence) -> Class:
 
 def from_outside(e: Evidence) -> bool:
     """Whether it was ended by what is not in it: its node, an eviction, somebody's delete."""
-    struck = e.disruption or e.told_to_stop or e.vanished or e.reason in LOST_CONTAINER
+    struck = e.disruption or e.deletion_requested or e.vanished or e.reason in LOST_CONTAINER
     return bool(struck) or _ended_by_its_node(e)
 
 

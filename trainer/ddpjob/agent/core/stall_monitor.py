@@ -36,7 +36,7 @@ class Beat(NamedTuple):
     """Whether it needs no other rank any more: its group is left, its script has ended, or theirs have."""
 
 
-class Pace(NamedTuple):
+class StepTracker(NamedTuple):
     """How a rank gets on."""
 
     level: int
@@ -70,27 +70,27 @@ class Word(NamedTuple):
 NOTHING = Word(0, False, 0.0, "start")
 
 
-def fold(pace: Pace | None, beat: Beat, now: float) -> Pace | None:
+def update(pace: StepTracker | None, beat: Beat, now: float) -> StepTracker | None:
     """The pace of a rank after a look; None as long as it says nothing."""
     level, phase, mark = _where(pace, beat)
     if level == 0:
         return None
     if pace is None or pace.level != level:
-        return Pace(level, phase, mark, now, phase == "start", Learned() if pace is None else pace.learned, 0)
+        return StepTracker(level, phase, mark, now, phase == "start", Learned() if pace is None else pace.learned, 0)
     if (pace.phase, pace.mark) == (phase, mark):
         return pace
     learned = learn(
         pace.learned, pace.phase, pace.mark, mark - pace.mark, now - pace.advanced_at, measured=pace.measured
     )
-    return Pace(level, phase, mark, now, True, learned, pace.moves + 1)
+    return StepTracker(level, phase, mark, now, True, learned, pace.moves + 1)
 
 
-def anew(paces: Mapping[int, Pace], now: float) -> dict[int, Pace]:
+def anew(paces: Mapping[int, StepTracker], now: float) -> dict[int, StepTracker]:
     """The paces after a gap in our looks: who stood, may have been held."""
     return {rank: pace._replace(advanced_at=now, measured=False) for rank, pace in paces.items()}
 
 
-def word(paces: Mapping[int, Pace], timeout: float | None, now: float) -> Word:
+def word(paces: Mapping[int, StepTracker], timeout: float | None, now: float) -> Word:
     """What these paces prove."""
     level = max((pace.level for pace in paces.values()), default=0)
     counting = [pace for pace in paces.values() if pace.level == level]
@@ -101,7 +101,7 @@ def word(paces: Mapping[int, Pace], timeout: float | None, now: float) -> Word:
     return Word(level, stands, now - slowest.advanced_at, slowest.phase)
 
 
-def _where(pace: Pace | None, beat: Beat) -> tuple[int, Phase, int]:
+def _where(pace: StepTracker | None, beat: Beat) -> tuple[int, Phase, int]:
     if beat.phase == "start":
         return BY_START, "start", beat.collectives
     if beat.phase:
