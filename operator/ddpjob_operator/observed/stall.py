@@ -1,6 +1,6 @@
 """When a job stands still: it reports, and makes no step.
 
-The shells fold each report into the `Pace` of its rank; `find` says what the paces of a job prove. Three rules keep a
+The shells fold each report into the `StepTracker` of its rank; `find` says what the trackers of a job prove. Three rules keep a
 healthy job alive:
 
 - **Silence proves nothing.** How long a rank has stood still is counted from report to report ("alive, step 41"), and
@@ -144,7 +144,7 @@ def update(
 def find(trackers: Mapping[int, StepTracker], stall: api.Stall | None, now: dt.datetime) -> StallFinding | None:
     """Whether the group stands still: none of the ranks that report at present has made a step for too long.
 
-    paces: of the present attempt alone, by rank. stall: as in the spec.
+    trackers: of the present attempt alone, by rank. stall: as in the spec.
     """
     timeout = None if stall is None else stall.timeout_seconds
     ranks = {} if timeout == 0 else _that_count(trackers, now)

@@ -85,15 +85,15 @@ def update(pace: StepTracker | None, beat: Beat, now: float) -> StepTracker | No
     return StepTracker(level, phase, mark, now, True, learned, pace.moves + 1)
 
 
-def anew(paces: Mapping[int, StepTracker], now: float) -> dict[int, StepTracker]:
-    """The paces after a gap in our looks: who stood, may have been held."""
-    return {rank: pace._replace(advanced_at=now, measured=False) for rank, pace in paces.items()}
+def anew(trackers: Mapping[int, StepTracker], now: float) -> dict[int, StepTracker]:
+    """The trackers after a gap in our looks: who stood, may have been held."""
+    return {rank: pace._replace(advanced_at=now, measured=False) for rank, pace in trackers.items()}
 
 
-def word(paces: Mapping[int, StepTracker], timeout: float | None, now: float) -> Word:
-    """What these paces prove."""
-    level = max((pace.level for pace in paces.values()), default=0)
-    counting = [pace for pace in paces.values() if pace.level == level]
+def word(trackers: Mapping[int, StepTracker], timeout: float | None, now: float) -> Word:
+    """What these trackers prove."""
+    level = max((pace.level for pace in trackers.values()), default=0)
+    counting = [pace for pace in trackers.values() if pace.level == level]
     if not counting:
         return NOTHING
     stands = all(now - pace.advanced_at > pace.limit(timeout).allowed for pace in counting)
