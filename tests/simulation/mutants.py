@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,8 +14,9 @@ from msgspec.structs import replace
 
 from ddpjob.core import rules
 from ddpjob_operator.job import api, validation
-from ddpjob_operator.kube import app, listing, observe
 from ddpjob_operator.kube import executor as execute
+from ddpjob_operator.kube import listing, lookup, observe
+from ddpjob_operator.kube import operator as kube_operator
 from ddpjob_operator.observed import cluster, facts
 from ddpjob_operator.plan import agent_restarts, group_restart, plan, pod_replacement
 from ddpjob_operator.plan import status as statuses
@@ -57,10 +57,12 @@ def writes_unread() -> contextlib.AbstractContextManager[Any]:
             """Not heard."""
 
     def executor(client: Any, caches: Any, *arguments: Any, **named: Any) -> Any:
-        deaf = SimpleNamespace(jobs=caches.jobs, pods=Deaf(caches.pods), services=Deaf(caches.services))
-        return execute.Executor(client, deaf, *arguments, **named)  # type: ignore[arg-type]
+        pods, services = Deaf(caches.pods), Deaf(caches.services)
+        deaf: Any = lookup.Caches(caches.jobs, pods, services, caches.nodes)  # type: ignore[arg-type]
+        deaf_lookup = lookup.Lookup(client, deaf, named["runtime"])
+        return execute.Executor(client, deaf, deaf_lookup, *arguments[1:], **named)
 
-    return mock.patch.object(app, "Executor", executor)
+    return mock.patch.object(kube_operator, "Executor", executor)
 
 
 def delete_without_uid() -> contextlib.AbstractContextManager[Any]:
@@ -79,7 +81,7 @@ def copy_believed() -> contextlib.AbstractContextManager[Any]:
     async def not_asked(*_: Any) -> None:
         """The copy is right, is it not?"""
 
-    return mock.patch.object(execute.Executor, "list_pods", not_asked)
+    return mock.patch.object(lookup.Lookup, "list_pods", not_asked)
 
 
 def act_before_record() -> contextlib.AbstractContextManager[Any]:

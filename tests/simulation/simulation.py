@@ -6,15 +6,13 @@ The clock is virtual, all is one thread, and every random number hangs on the se
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import datetime as dt
+import logging
 import random
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 from faults import Faults
 from judge import TERMINAL, Judge, said
@@ -28,9 +26,12 @@ from scenario import FAULTS_SECONDS, HOSTILE, NODES, ONE_BY_ONE, PODS, RESTARTS,
 from virtual_time import VirtualLoop
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube import access, app, lease, queue, reconcile, reflector
 from ddpjob_operator.kube.client import ApiError
+from ddpjob_operator.kube.lease import Durations, Leader
+from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.receive import Sender
+from ddpjob_operator.kube.runtime import Runtime
+from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.tokens import BoundPod
 from ddpjob_operator.observed.reports import Report, read_report
 from ddpjob_operator.pods import naming
@@ -66,50 +67,16 @@ class Outcome:
     writes: int = 0
 
 
-class Log:
-    """In place of a module's logger: an error of ours is one of the run."""
+class ErrorsAreWrong(logging.Handler):
+    """An error in the operator's log is one of the run."""
 
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
+    def __init__(self, judge: Judge) -> None:
+        super().__init__()
+        self._judge = judge
 
-    def _quiet(self, *_: object, **__: object) -> None:
-        """Said to people only."""
-
-    debug = info = warning = _quiet
-
-    def error(self, text: str, *values: object, exc_info: Any = None) -> None:
-        stack = "".join(traceback.format_exception(exc_info)) if isinstance(exc_info, BaseException) else ""
-        self._simulation.judge.wrong.append(f"the operator says: {text % values} {stack}")
-
-    def exception(self, text: str, *values: object) -> None:
-        self._simulation.judge.wrong.append(f"the operator says: {text % values} {traceback.format_exc()}")
-
-
-class EventList:
-    """In place of kube.events.Events: only the story hears them."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
-
-    def send(self, job: api.Metadata, events: tuple[Any, ...], now: dt.datetime) -> None:
-        for event in events:
-            self._simulation.events += 1
-            self._simulation.tell("event", event.type, event.reason)
-
-    async def run(self) -> None:
-        await asyncio.get_running_loop().create_future()
-
-
-class Operator(app.Operator):
-    """The real one, with a wall clock of its own."""
-
-    def __init__(self, now: Callable[[], dt.datetime], *arguments: Any) -> None:
-        self._now = now
-        super().__init__(*arguments)
-
-    def _make_parts_of_a_term(self) -> None:
-        with mock.patch.object(app, "_now", self._now):
-            super()._make_parts_of_a_term()
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called by logging."""
+        self._judge.wrong.append(f"the operator logs: {self.format(record)}")
 
 
 class OperatorProcess:
@@ -124,14 +91,16 @@ class OperatorProcess:
         self.client = ModelClient(simulation.api, loop, simulation.faults, name, self.crash)
         self.lease_client = ModelClient(simulation.api, loop, simulation.faults, f"{name} lease", self.crash)
         self.client.stale_by = scenario.stale_by
-        settings: dict[str, Any] = {"namespaces": () if scenario.clusterwide else ("default",), "health_port": 0}
-        arguments: list[Any] = [self.client]
+        self.client.on_event = lambda body: simulation.tell("event", body["type"], body["reason"])
+        settings = OperatorSettings(namespaces=() if scenario.clusterwide else ("default",), health_port=0)
+        runtime = Runtime(loop.time, self.now, simulation.chance, simulation.log, lambda: None)
+        client: Any = self.client
+        leader = None
         if scenario.operators > 1:
-            client: Any = self.lease_client
-            self.leader = lease.Leader(client, "default", "ddpjob", name, lease.Durations(), clock=loop.time)
-            self.client.may_write = self.leader.holds
-            arguments.append(self.leader)
-        self.operator = Operator(self.now, app.Settings(**settings), *arguments)
+            lease_client: Any = self.lease_client
+            leader = Leader(lease_client, "default", "ddpjob", name, Durations(), runtime=runtime)
+            self.client.may_write = leader.holds
+        self.operator = Operator(settings, client, leader, runtime=runtime)
 
     def now(self) -> dt.datetime:
         """What this process believes."""
@@ -162,7 +131,7 @@ class OperatorProcess:
     def end(self) -> None:
         """All that it does ends."""
         operator = self.operator
-        for task in (*self._tasks, *operator._tasks, *getattr(operator, "_term", ()), operator._first_lists):
+        for task in (*self._tasks, *operator._tasks, *operator._leading, operator._first_lists):
             if task is not None:
                 task.cancel()
 
@@ -211,7 +180,6 @@ class Simulation:
     def __init__(self, scenario: Scenario, only: Mapping[str, str] | None = None) -> None:
         self.scenario = scenario
         self.story: list[str] = []
-        self.events = 0
         self.loop = VirtualLoop()
         self.loop.set_exception_handler(self._bug)
         self.faults = Faults(scenario.seed, scenario.rates, only)
@@ -233,6 +201,10 @@ class Simulation:
         self.uids: list[str] = []
         """The jobs, in order."""
         self._random = random.Random(f"{scenario.seed} simulation")
+        self.chance = random.Random(f"{scenario.seed} operator")
+        """The operators'."""
+        self.log = logging.Logger("simulation", logging.ERROR)
+        self.log.addHandler(ErrorsAreWrong(self.judge))
         self._quota = False
         self._changed_at = 0.0
         self._made = 0
@@ -242,9 +214,8 @@ class Simulation:
     def run(self) -> Outcome:
         """From the moment when the user applies the job to its end, or to the first thing that is wrong."""
         try:
-            with self._in_place_of_the_world():
-                self.loop.run_until_complete(self._run())
-                self._end()
+            self.loop.run_until_complete(self._run())
+            self._end()
         finally:
             self.loop.close()
         status = self.judge.statuses.get(self.uids[-1], {}) if self.uids else {}
@@ -429,7 +400,7 @@ class Simulation:
     def _receivers(self, process: Process) -> Iterator[tuple[OperatorProcess, Sender]]:
         """Who takes its word, and as whose."""
         for one in self.operators if self._reachable(process) else ():
-            if one.operator._leads and not one.client.away and not one.client.dead:
+            if one.operator.leads and not one.client.away and not one.client.dead:
                 sender = one.operator.locate(BoundPod("default", process.name, process.uid))
                 if sender is not None:
                     yield one, sender
@@ -633,28 +604,6 @@ class Simulation:
             name = names[(deed.number + number) % len(names)]
             self.loop.call_later(number * deed.number, self.cluster.cut, name, f"side {deed.at}")
             self.loop.call_later(10 + deed.seconds, self.cluster.back, name)
-
-    # ---------------------------------------------------------------- in place of clock, chance and log
-
-    @contextlib.contextmanager
-    def _in_place_of_the_world(self) -> Iterator[None]:
-        clock = SimpleNamespace(monotonic=self.loop.time)
-        chance = random.Random(f"{self.scenario.seed} operator")
-        log = Log(self)
-        kept_off = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, set_threshold=lambda *_: None)
-        with contextlib.ExitStack() as stack:
-            for module, fields in {
-                app: {"time": clock, "gc": kept_off, "_LOGGER": log, "Events": lambda *_, **__: EventList(self)},
-                reflector: {"time": clock, "random": chance, "_LOGGER": log},
-                lease: {"random": chance, "_LOGGER": log, "_now": self.loop.now},
-                queue: {"_LOGGER": log},
-                reconcile: {"_LOGGER": log},
-                access: {"_LOGGER": log},
-            }.items():
-                for name, value in fields.items():
-                    if hasattr(module, name):
-                        stack.enter_context(mock.patch.object(module, name, value))
-            yield
 
 
 def simulate(scenario: Scenario, only: Mapping[str, str] | None = None) -> Outcome:

@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.lease import ADDRESS, Candidate, Durations, Leader, Lease
+from ddpjob_operator.kube.runtime import Runtime
+from ddpjob_operator.kube.settings import OperatorSettings
 
 START = 70_000.25  # a clock that starts at an odd moment
 DURATIONS = Durations()  # 15 s, 10 s, 2 s
@@ -112,13 +114,13 @@ WRONG = {
 @pytest.mark.parametrize(("environment", "sentence"), WRONG.values(), ids=WRONG)
 def test_durations_that_make_no_sense_are_refused(environment: dict[str, str], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        Durations.read(environment)
+        OperatorSettings.read(environment)
 
 
 def test_durations_are_client_gos_unless_said_otherwise() -> None:
-    assert Durations.read({}) == Durations(15, 10.0, 2.0)
+    assert OperatorSettings.read({}).lease == Durations(15, 10.0, 2.0)
     short = {"DDPJOB_LEASE_SECONDS": "4", "DDPJOB_LEASE_RENEW_SECONDS": "2.5", "DDPJOB_LEASE_RETRY_SECONDS": "0.4"}
-    assert Durations.read(short) == Durations(4, 2.5, 0.4)
+    assert OperatorSettings.read(short).lease == Durations(4, 2.5, 0.4)
 
 
 # ------------------------------------------------------------------------------------------------ the end of its tasks
@@ -153,7 +155,9 @@ def test_who_is_cancelled_in_the_moment_of_an_answer_asks_no_more() -> None:
 
 def test_who_waits_for_the_loss_of_the_lease_can_be_cancelled_in_the_moment_of_a_renewal() -> None:
     async def run() -> None:
-        leader = Leader(cast(Any, LateServer()), "system", "ddpjob-operator", OURS, DURATIONS, clock=lambda: START)
+        leader = Leader(
+            cast(Any, LateServer()), "system", "ddpjob-operator", OURS, DURATIONS, runtime=Runtime(clock=lambda: START)
+        )
         leader._candidate.took(lease(2, OURS), START)
         await ends_although(leader.lost(), leader._turned.set)
 
@@ -290,8 +294,8 @@ class Process:
     def __init__(self, way: Way, name: str, *, offset: float = 0.0, rate: float = 1.0) -> None:
         loop = asyncio.get_running_loop()
         client: Any = way
-        address, clock = f"{name}:8081", lambda: offset + rate * loop.time()
-        self.leader = Leader(client, "ops", "op", name, DURATIONS, address, clock=clock)
+        address, runtime = f"{name}:8081", Runtime(clock=lambda: offset + rate * loop.time())
+        self.leader = Leader(client, "ops", "op", name, DURATIONS, address, runtime=runtime)
         self.task = asyncio.ensure_future(self.leader.run())
 
     async def end(self) -> None:

@@ -9,6 +9,7 @@ from cancelling import ends_although
 from slow_server import play
 
 from ddpjob_operator.kube.queue import BACK_OFF_SECONDS_MAX, QUICK_SECONDS, Queue, RetryError, Schedule
+from ddpjob_operator.kube.runtime import Runtime
 
 START = 10_000.25  # a clock that starts at an odd moment
 
@@ -182,7 +183,7 @@ def test_a_queue_that_is_cancelled_in_the_moment_of_a_wish_ends() -> None:
 
     async def run() -> None:
         looks = Looks()
-        queue: Queue[str] = Queue(looks, clock=lambda: looks.now)
+        queue: Queue[str] = Queue(looks, Runtime(clock=lambda: looks.now))
         queue.add("later", 1000.0)
         await ends_although(queue.run(), lambda: queue.add("another", 1000.0))
 
@@ -192,7 +193,7 @@ def test_a_queue_that_is_cancelled_in_the_moment_of_a_wish_ends() -> None:
 def test_at_most_so_many_looks_are_under_way() -> None:
     async def run() -> Looks:
         looks = Looks()
-        queue: Queue[str] = Queue(looks, clock=lambda: looks.now, looks_max=3)
+        queue: Queue[str] = Queue(looks, Runtime(clock=lambda: looks.now), at_a_time=3)
         for i in range(10):
             queue.add(f"job-{i}")
         running = asyncio.create_task(queue.run())
@@ -213,7 +214,7 @@ def test_at_most_so_many_looks_are_under_way() -> None:
 def test_a_slow_look_leaves_its_place_to_others() -> None:
     async def run() -> None:
         looks = Looks()
-        queue: Queue[str] = Queue(looks, clock=asyncio.get_running_loop().time, looks_max=2)
+        queue: Queue[str] = Queue(looks, Runtime(clock=asyncio.get_running_loop().time), at_a_time=2)
         for name in ("slow", "slow too", "another"):
             queue.add(name)
         running = asyncio.create_task(queue.run())
@@ -236,7 +237,7 @@ def test_a_look_that_fails_does_not_end_the_queue(error: Exception, caplog: pyte
         looks = Looks()
         looks.error = error
         looks.go.set()
-        queue: Queue[str] = Queue(looks, clock=lambda: looks.now)
+        queue: Queue[str] = Queue(looks, Runtime(clock=lambda: looks.now))
         queue.add("a")
         queue.add("b")
         await _run(looks, queue, 2)

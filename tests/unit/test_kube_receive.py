@@ -21,6 +21,7 @@ import pytest
 from ddpjob.reporting.progress import encode, send
 from ddpjob_operator.kube import receive
 from ddpjob_operator.kube.receive import PATH, Receiver, Sender
+from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.tokens import BadTokenError, BoundPod, NoKeysError
 from ddpjob_operator.observed.reports import BadReportError, Report
 
@@ -38,7 +39,7 @@ class World:
         self.now = 100_000.0
         self.keys = True
         self.broken = False
-        self.receiver = Receiver(self.verify, self.locate, self.on_report, clock=lambda: self.now)
+        self.receiver = Receiver(self.verify, self.locate, self.on_report, runtime=Runtime(clock=lambda: self.now))
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
 

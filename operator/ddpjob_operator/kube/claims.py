@@ -13,8 +13,6 @@ Who finds a claim held stands by there, says so, and goes on by itself once the 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,8 +21,8 @@ from ddpjob_operator.kube import lease
 from ddpjob_operator.kube.client import ApiError, Client, Raw
 from ddpjob_operator.kube.lease import NEVER, Candidate, Durations
 from ddpjob_operator.kube.limit import at_most
+from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 
-_LOGGER = logging.getLogger(__name__)
 NAMESPACE_CLAIM = api.GROUP
 """Name of the Lease of one namespace."""
 ALL_CLAIM = f"all.{api.GROUP}"
@@ -60,11 +58,10 @@ def namespace_of(path: str) -> str:
 class Claim:
     """One of these Leases, held in the name of a release: any of its pods may renew it."""
 
-    def __init__(
-        self, client: Client, place: Place, release: str, durations: Durations, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, client: Client, place: Place, release: str, durations: Durations, runtime: Runtime) -> None:
         self.place = place
-        self._client, self._release, self._durations, self._clock = client, release, durations, clock
+        self._client, self._release, self._durations = client, release, durations
+        self._clock, self._runtime = runtime.clock, runtime
         self._candidate = Candidate(release, durations)
         self._acts_from = NEVER
         self._unguarded = False
@@ -112,7 +109,7 @@ class Claim:
         self._was_there = self._was_there or raw is not None
         if not first and not self._candidate.may_take(self._clock()):
             return
-        body = lease.claim(raw, self.place.name, self._release, self._durations, "", lease._now())
+        body = lease.claim(raw, self.place.name, self._release, self._durations, "", self._runtime.utc())
         asked_at = self._clock()
         if raw is None:
             answer = await self._client.create(self.place.collection, body)
@@ -139,7 +136,7 @@ class Claim:
 
     def _say(self, trouble: str) -> None:
         if trouble and trouble != self._said:
-            _LOGGER.warning("the claim %s cannot be had: %s", self.place, trouble)
+            self._runtime.log.warning("the claim %s cannot be had: %s", self.place, trouble)
         self._said = trouble
 
 
@@ -155,12 +152,14 @@ class Claims:
         release: str,
         durations: Durations,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        runtime: Runtime = SYSTEM,
     ) -> None:
         """namespaces: those that are watched; none: all. everywhere: the namespace of the claim for all of them."""
         places = [Place(name, NAMESPACE_CLAIM) for name in namespaces] or [Place(everywhere, ALL_CLAIM)]
-        self._client, self._release, self._durations, self._clock = client, release, durations, clock
-        self._claims = {p.namespace if namespaces else "": Claim(client, p, release, durations, clock) for p in places}
+        self._client, self._release, self._durations = client, release, durations
+        self._clock, self._runtime = runtime.clock, runtime
+        claims = [Claim(client, place, release, durations, runtime) for place in places]
+        self._claims = {claim.place.namespace if namespaces else "": claim for claim in claims}
         self._others: dict[str, Candidate] = {}
         """Of a release for all namespaces: the namespaces with a claim of their own."""
         self._asked_at = NEVER
@@ -224,7 +223,7 @@ class Claims:
         except ApiError as error:
             if error.status == 403 and not self._unguarded:
                 self._unguarded = True
-                _LOGGER.warning(
+                self._runtime.log.warning(
                     "releases that watch one namespace alone cannot be seen, and would act beside us: %s", error
                 )
             return
@@ -238,7 +237,7 @@ class Claims:
     def _say_who_acts(self) -> None:
         said = set(self.standing_by())
         for line in sorted(said - self._said):
-            _LOGGER.warning("%s", line)
+            self._runtime.log.warning("%s", line)
         if self._said and not said:
-            _LOGGER.info("no other release acts on the namespaces that are watched here")
+            self._runtime.log.info("no other release acts on the namespaces that are watched here")
         self._said = said

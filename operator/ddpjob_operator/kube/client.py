@@ -19,7 +19,6 @@ import kopf
 import orjson
 
 from ddpjob_operator.kube import reading
-from ddpjob_operator.kube.kopf_session import lines
 from ddpjob_operator.kube.login import LoginError, login
 
 Raw = dict[str, Any]
@@ -186,7 +185,7 @@ class Client:
                 if response.status >= 400:
                     await self._refused(response.status, info)
                     raise _error(response.status, await response.read(), response.headers)
-                async for line in lines(response.content):
+                async for line in reading.lines(response.content):
                     event = reading.event(line)
                     if event["type"] == "ERROR":
                         raise _error_of(event["object"])

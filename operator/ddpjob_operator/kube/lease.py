@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-import logging
-import random
-import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_operator.job import api
 from ddpjob_operator.kube.client import ApiError, Client, Raw
 from ddpjob_operator.kube.limit import at_most
+from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 
-_LOGGER = logging.getLogger(__name__)
 API_VERSION = "coordination.k8s.io/v1"
 ADDRESS = f"{api.GROUP}/progress-address"
 """Annotation of the Lease: where its holder takes reports of progress, as host:port."""
@@ -42,22 +38,6 @@ class Durations:
     def turn_seconds(self) -> float:
         """The time-out of a look with its renewal: two that hang fit in before the holder has to stop."""
         return (self.renew_seconds - 2 * self.retry_seconds) / 2
-
-    @staticmethod
-    def read(environment: Mapping[str, str]) -> Durations:
-        """From environment variables. Raises ValueError with the variable, its value and the mend."""
-        lease, renew, retry = (
-            _seconds(environment, f"DDPJOB_LEASE_{name}", default)
-            for name, default in (("SECONDS", 15.0), ("RENEW_SECONDS", 10.0), ("RETRY_SECONDS", 2.0))
-        )
-        if lease != int(lease):
-            raise ValueError(f'DDPJOB_LEASE_SECONDS: must be whole seconds, is "{lease:g}"')
-        if not 2 * retry < renew < lease:
-            raise ValueError(
-                f'DDPJOB_LEASE_RENEW_SECONDS: must be more than twice DDPJOB_LEASE_RETRY_SECONDS ("{retry:g}") and '
-                f'less than DDPJOB_LEASE_SECONDS ("{lease:g}"), is "{renew:g}"'
-            )
-        return Durations(int(lease), renew, retry)
 
 
 @dataclass(frozen=True)
@@ -127,7 +107,7 @@ class Leader:
         durations: Durations,
         address: str = "",
         *,
-        clock: Callable[[], float] = time.monotonic,
+        runtime: Runtime = SYSTEM,
     ) -> None:
         """`client` is for the Lease alone, as the other may not write while we do not hold it."""
         self.what = f"the Lease {namespace}/{name}"
@@ -135,7 +115,8 @@ class Leader:
         self._name, self._address = name, address
         self._client = client
         self._durations = durations
-        self._clock = clock
+        self._clock = runtime.clock
+        self._runtime = runtime
         self._candidate = Candidate(identity, durations)
         self._turned = asyncio.Event()
         self._said = ""
@@ -157,7 +138,7 @@ class Leader:
         while not self.holds():
             self._turned.clear()
             await self._turned.wait()
-        _LOGGER.info("%s is ours: this operator leads", self.what)
+        self._runtime.log.info("%s is ours: this operator leads", self.what)
 
     async def lost(self) -> None:
         """Returns once it is not ours any more, at the moment when the last renewal runs out."""
@@ -168,7 +149,7 @@ class Leader:
                     await self._turned.wait()
             except asyncio.TimeoutError:
                 continue
-        _LOGGER.warning("%s is lost: this operator stands by", self.what)
+        self._runtime.log.warning("%s is lost: this operator stands by", self.what)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -176,7 +157,7 @@ class Leader:
             await self._try()
             self._turned.set()
             # Those who wait must not all ask in the same moment, when it becomes free.
-            spread = 1.0 if self.holds() else random.uniform(1.0, 1.2)  # noqa: S311
+            spread = 1.0 if self.holds() else self._runtime.random.uniform(1.0, 1.2)
             await asyncio.sleep(self._durations.retry_seconds * spread)
 
     async def release(self) -> None:
@@ -186,7 +167,9 @@ class Leader:
             async with at_most(self._durations.turn_seconds):
                 await self._release()
         except (ApiError, asyncio.TimeoutError) as error:
-            _LOGGER.info("%s was not released, so it runs out: %s", self.what, str(error) or "no answer in time")
+            self._runtime.log.info(
+                "%s was not released, so it runs out: %s", self.what, str(error) or "no answer in time"
+            )
 
     async def close(self) -> None:
         """Close all connections."""
@@ -211,7 +194,7 @@ class Leader:
         self._say_who_leads()
         if not self._candidate.may_take(self._clock()):
             return
-        body = claim(raw, self._name, self._candidate.identity, self._durations, self._address, _now())
+        body = claim(raw, self._name, self._candidate.identity, self._durations, self._address, self._runtime.utc())
         asked_at = self._clock()
         if raw is None:
             answer = await self._client.create(self._collection, body)
@@ -230,20 +213,20 @@ class Leader:
     async def _release(self) -> None:
         raw = await self._look()
         if raw is not None and read(raw).holder == self._candidate.identity:
-            await self._client.replace(f"{self._collection}/{self._name}", freed(raw, _now()))
-            _LOGGER.info("%s is released", self.what)
+            await self._client.replace(f"{self._collection}/{self._name}", freed(raw, self._runtime.utc()))
+            self._runtime.log.info("%s is released", self.what)
 
     def _say(self, trouble: str) -> None:
         if trouble != self._said:
             self._said = trouble
             if trouble:
-                _LOGGER.warning("%s cannot be had, trying again: %s", self.what, trouble)
+                self._runtime.log.warning("%s cannot be had, trying again: %s", self.what, trouble)
 
     def _say_who_leads(self) -> None:
         leader = self._candidate.leader(self._clock())
         holder = "" if leader is None else leader.holder
         if holder and holder != self._said_leader:
-            _LOGGER.info("%s is held by %s: this operator stands by", self.what, holder)
+            self._runtime.log.info("%s is held by %s: this operator stands by", self.what, holder)
         self._said_leader = holder
 
 
@@ -292,19 +275,3 @@ def _lease(metadata: Raw, spec: Raw) -> Raw:
 def _text(time_: dt.datetime) -> str:
     """A MicroTime."""
     return time_.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-
-def _now() -> dt.datetime:
-    """For people who read the Lease: no decision depends on it."""
-    return dt.datetime.now(dt.timezone.utc)
-
-
-def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
-    text = environment.get(name, str(default))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 86_400:
-        raise ValueError(f'{name}: must be seconds above 0 and below a day, is "{text}"')
-    return seconds

@@ -8,10 +8,12 @@ in a watch. So what is nested too deep is cut off, and what is too large is left
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import orjson
+from aiohttp import StreamReader
 
 from ddpjob_operator.job import bounds
 
@@ -66,8 +68,22 @@ def page(content: bytes) -> Listed:
     )
 
 
+async def lines(content: StreamReader) -> AsyncIterator[bytes]:
+    """aiohttp's own lines end at 128 kB, and an object may be longer."""
+    parts: list[bytes] = []
+    async for chunk in content.iter_any():
+        *whole, rest = chunk.split(b"\n")
+        for line in whole:
+            parts.append(line)
+            if found := b"".join(parts):
+                yield found
+            parts = []
+        parts.append(rest)
+
+
 def jobs(content: bytes) -> Raw:
-    """A list of DDPJobs as the API server writes it, each cut; or another object as it is. Raises BadJsonError."""
+    """A list of DDPJobs for kopf, as the API server writes it, each cut; or another object as it is. Raises
+    BadJsonError."""
     listed = _decode(content, _List)  # once: a page may be some MB long
     if listed.items is None:
         return obj(content)

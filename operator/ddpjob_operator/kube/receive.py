@@ -2,29 +2,26 @@
 
 It speaks the same protocol as the local run's receiver, and Kubeflow Trainer's. Every pod of the cluster can reach the
 port, so nothing is believed without a token that proves the pod, and a peer that sends slowly, too much or too often
-is cut off. A report that is refused or lost is lost: no job is ever harmed by it. Started by `app.py`.
+is cut off. A report that is refused or lost is lost: no job is ever harmed by it. Started by `operator.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
-import datetime as dt
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from time import monotonic
 from typing import Any, NamedTuple, cast
 
 import msgspec
 from aiohttp import web
 
 from ddpjob_operator.kube.forward import NoLeaderError
+from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.tokens import BadTokenError, BoundPod, NoKeysError
 from ddpjob_operator.observed import kubeflow
-from ddpjob_operator.observed.reports import BadReportError, Report, read_report
-
-logger = logging.getLogger(__name__)
+from ddpjob_operator.observed.reports import BadReportError, Report
 
 PATH = "/v1/progress"
 BODY_BYTES_MAX = 8192  # a report with 16 metrics is below 1 kB
@@ -72,13 +69,13 @@ class Receiver:
         verify: Callable[[str], Awaitable[BoundPod]],
         locate: Callable[[BoundPod], Sender | None],
         on_report: Callable[[Sender, Report], None],
-        clock: Callable[[], float] = monotonic,
+        runtime: Runtime = SYSTEM,
         forward: Callable[[web.BaseRequest, bytes], Awaitable[web.Response | None]] | None = None,
     ) -> None:
         self._verify = verify
         self._locate = locate
         self._on_report = on_report
-        self._clock = clock
+        self._runtime = runtime
         self._forward = forward
         self._accounts: dict[BoundPod, Account] = {}
         self._server: _Server | None = None
@@ -116,7 +113,7 @@ class Receiver:
             answer = refused.answer()
         except Exception:
             # A mistake of ours. The traceback holds neither headers nor body: aiohttp's request shows method and path.
-            logger.exception("a progress report was lost")
+            self._runtime.log.exception("a progress report was lost")
             answer = _RefusedError(500, "the receiver failed, which is no fault of the report").answer()
         self._server.allow(request.protocol, IDLE_SECONDS, busy=False)
         return answer
@@ -135,7 +132,7 @@ class Receiver:
         if (answer := await self._hand_on(request, body)) is not None:
             return answer
         kubeflows = kubeflow.speaks(body)
-        report = _read(body, account, kubeflows)
+        report = self._read(body, account)
         if report is not None:
             # The token proves the pod, so the pod's place is taken from there, whatever the body says.
             attempt = sender.attempt or report.attempt
@@ -144,6 +141,14 @@ class Receiver:
             except BadReportError as error:
                 raise _RefusedError(403, str(error)) from None
         return web.json_response({}) if kubeflows else web.Response(status=204)  # Kubeflow's SDK warns at all but 200
+
+    def _read(self, body: bytes, account: Account) -> Report | None:
+        """None: the body reports nothing, which Kubeflow's protocol allows."""
+        try:
+            report, account.total_steps = kubeflow.read_body(body, self._runtime.utc(), account.total_steps)
+        except (BadReportError, UnicodeDecodeError, RecursionError) as error:
+            raise _RefusedError(400, str(error)[:200]) from None
+        return report
 
     async def _hand_on(self, request: web.BaseRequest, body: bytes) -> web.Response | None:
         if self._forward is None:
@@ -167,7 +172,7 @@ class Receiver:
 
     def _charge(self, pod: BoundPod) -> Account:
         """The pod's account, charged with a report. Raises when it reports too often."""
-        now = self._clock()
+        now = self._runtime.clock()
         account = self._accounts.get(pod)
         if account is None:
             if len(self._accounts) >= PODS_REMEMBERED:
@@ -341,21 +346,3 @@ async def _read_body(request: web.BaseRequest) -> bytes:
 
 def _too_large() -> _RefusedError:
     return _RefusedError(413, f"a report has at most {BODY_BYTES_MAX} bytes")
-
-
-def _read(body: bytes, account: Account, kubeflows: bool) -> Report | None:
-    """The report in a body; None where it says nothing, which Kubeflow's protocol allows."""
-    try:
-        if not kubeflows:
-            return read_report(body, _now())
-        status = kubeflow.read_status(body)
-        if status is None:
-            return None
-        account.total_steps = kubeflow.total_steps(status) or account.total_steps
-        return kubeflow.report(status, _now(), account.total_steps)
-    except (BadReportError, UnicodeDecodeError, RecursionError) as error:
-        raise _RefusedError(400, str(error)[:200]) from None
-
-
-def _now() -> dt.datetime:
-    return dt.datetime.now(dt.timezone.utc)

@@ -18,10 +18,26 @@ Key = tuple[str, str]
 Place = tuple[str, str]
 """Namespace and name of an object."""
 
-# An answer to a delete may arrive after the watch has said that the object is gone: as many are remembered as can be
-# under way by far.
+# An answer to a delete may arrive after the watch has shown that the object is gone; far fewer requests than this are
+# ever under way.
 TOMBSTONES_MAX = 10_000
 _LOGGER = logging.getLogger(__name__)
+
+
+class Tombstones:
+    """uids of objects that are gone, so that an older event or answer does not bring one back."""
+
+    def __init__(self) -> None:
+        self._uids: collections.OrderedDict[str, None] = collections.OrderedDict()
+
+    def __contains__(self, uid: str) -> bool:
+        return uid in self._uids
+
+    def add(self, uid: str) -> None:
+        """The oldest makes room."""
+        self._uids[uid] = None
+        while len(self._uids) > TOMBSTONES_MAX:
+            self._uids.popitem(last=False)
 
 
 @dataclass(frozen=True)
@@ -61,7 +77,7 @@ class Store(Generic[T]):
         self._changed = changed
         self._entries: dict[tuple[str, str], Entry[T]] = {}
         self._by_job: dict[Key, dict[str, Entry[T]]] = {}
-        self._tombstones: collections.OrderedDict[str, None] = collections.OrderedDict()
+        self._tombstones = Tombstones()
         self._unreadable: dict[tuple[str, str], tuple[Key, str, str]] = {}
 
     def __len__(self) -> int:
@@ -75,7 +91,7 @@ class Store(Generic[T]):
         """The objects of a job."""
         return [entry.value for entry in self._by_job.get(key, {}).values()]
 
-    def keys(self) -> set[Key]:
+    def jobs(self) -> set[Key]:
         """The jobs that have objects."""
         return set(self._by_job)
 
@@ -117,7 +133,7 @@ class Store(Generic[T]):
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """The object with this uid is gone, whatever else has its name by now."""
-        self._bury(uid)
+        self._tombstones.add(uid)
         if self._unreadable.get((namespace, name), ("", "", ""))[1] == uid:
             key, _, _ = self._unreadable.pop((namespace, name))
             self._changed(key, None, None)
@@ -160,11 +176,6 @@ class Store(Generic[T]):
         if before != new.value:
             self._changed(new.key, before, new.value)
 
-    def _bury(self, uid: str) -> None:
-        self._tombstones[uid] = None
-        while len(self._tombstones) > TOMBSTONES_MAX:
-            self._tombstones.popitem(last=False)
-
 
 class Jobs:
     """The DDPJobs as they are stored, raw but for what `cut` takes out. `changed(key)` is called when one is new, newer
@@ -174,7 +185,7 @@ class Jobs:
         self._changed = changed
         self._cut = cut
         self._raw: dict[Key, Raw] = {}
-        self._tombstones: collections.OrderedDict[str, None] = collections.OrderedDict()
+        self._tombstones = Tombstones()
 
     def __iter__(self) -> Iterator[Key]:
         return iter(list(self._raw))
@@ -198,9 +209,7 @@ class Jobs:
 
     def remove(self, key: Key, uid: str) -> None:
         """The job with this uid is gone, whatever else has its name by now."""
-        self._tombstones[uid] = None
-        while len(self._tombstones) > TOMBSTONES_MAX:
-            self._tombstones.popitem(last=False)
+        self._tombstones.add(uid)
         old = self._raw.get(key)
         if old is not None and old["metadata"]["uid"] == uid:
             del self._raw[key]

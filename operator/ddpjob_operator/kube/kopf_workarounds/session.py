@@ -1,8 +1,9 @@
-"""kopf's way to the API server: the same bounds for what it reads of DDPJobs as for what we read (reading.py).
+"""The session by which kopf reaches the API server: it reads DDPJobs within the bounds of our own client (reading.py).
 
-kopf gives what it watches to `json.loads`, and ends the process when that fails: a DDPJob whose template is nested
-1,000 levels deep would end every operator of the cluster, and each that is started after it (seen with kopf 1.45 on
-Kubernetes 1.36). Its own way to change that is a session of ours (kopf.AiohttpSession).
+kopf 1.45 gives what it watches to `json.loads`, and ends the process when that fails: a DDPJob whose template is nested
+1,000 levels deep would end every operator of the cluster, and each that is started after it (seen on Kubernetes 1.36).
+Handing in a session (kopf.AiohttpSession) is kopf's own way to change that. Can go when kopf leaves out an object that
+it cannot read and goes on.
 """
 
 from __future__ import annotations
@@ -33,19 +34,6 @@ def session(info: kopf.ConnectionInfo, **life: Any) -> kopf.AiohttpSession:
     return kopf.AiohttpSession(
         server=info.server, default_namespace=info.default_namespace, aiohttp_session=opened, **life
     )
-
-
-async def lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """aiohttp's own lines end at 128 kB, and an object may be longer."""
-    parts: list[bytes] = []
-    async for chunk in content.iter_any():
-        *whole, rest = chunk.split(b"\n")
-        for line in whole:
-            parts.append(line)
-            if found := b"".join(parts):
-                yield found
-            parts = []
-        parts.append(rest)
 
 
 class _Response(aiohttp.ClientResponse):
@@ -79,7 +67,7 @@ class _Stream:
 
     async def iter_chunked(self, _: int) -> AsyncIterator[bytes]:
         """How kopf reads a watch."""
-        async for line in lines(self._stream):
+        async for line in reading.lines(self._stream):
             try:
                 found = reading.event(line)
                 if found["type"] in ("ADDED", "MODIFIED", "DELETED"):
