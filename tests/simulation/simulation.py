@@ -91,7 +91,7 @@ class OperatorProcess:
         self.client = ModelClient(simulation.api, loop, simulation.faults, name, self.crash)
         self.lease_client = ModelClient(simulation.api, loop, simulation.faults, f"{name} lease", self.crash)
         self.client.stale_by = scenario.stale_by
-        self.client.on_event = lambda body: simulation.tell("event", body["type"], body["reason"])
+        self.client.on_event = simulation.event
         settings = OperatorSettings(namespaces=() if scenario.clusterwide else ("default",), health_port=0)
         runtime = Runtime(loop.time, self.now, simulation.chance, simulation.log, lambda: None)
         client: Any = self.client
@@ -200,6 +200,8 @@ class Simulation:
         """The deeds that were done."""
         self.uids: list[str] = []
         """The jobs, in order."""
+        self.on_event: Callable[[Raw], None] = lambda body: None
+        self.on_deed: Callable[[str], None] = lambda text: None
         self._random = random.Random(f"{scenario.seed} simulation")
         self.chance = random.Random(f"{scenario.seed} operator")
         """The operators'."""
@@ -355,6 +357,11 @@ class Simulation:
         """A line of the story."""
         self.story.append(f"t+{self.loop.time():7.1f}  {who:12} {' '.join(map(str, what))}")
 
+    def event(self, body: Raw) -> None:
+        """The operator has sent an Event."""
+        self.tell("event", body["type"], body["reason"])
+        self.on_event(body)
+
     def start_operator_soon(self, dead: OperatorProcess) -> None:
         """As the kubelet of the operator's own pod does."""
         self.loop.call_later(self._random.uniform(1, 20), self._start_operator, dead.name, dead)
@@ -444,6 +451,8 @@ class Simulation:
         if self.faults.stopped or not self.faults.happens(key, str(deed)):
             return
         self.tell("", "DEED", deed)
+        if deed.what != "suspend":  # that one is told when the user writes it
+            self.on_deed(f"fault: {deed.what}")
         self.done.add(deed.what)
         if deed.what in BREAKS_A_POD or deed.what in ("suspend", "delete", "delete and apply"):
             self._disturb(NODES_HEAL_SECONDS + deed.seconds if deed.what in NODES else 0.0)
@@ -511,6 +520,7 @@ class Simulation:
             kept = {k: v for k, v in job["spec"].items() if yes or k != "minNodes"}
             body = {**job, "spec": {**kept, "suspend": yes}}
             self.tell("user", "suspends" if yes else "resumes")
+            self.on_deed(f"user {'suspends' if yes else 'resumes'} the job")
             self.api.request("PUT", f"{JOBS}/{NAME}", None, body, "user")
 
     def _operator(self, deed: Deed) -> None:
