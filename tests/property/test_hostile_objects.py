@@ -250,9 +250,10 @@ def test_a_job_whose_pod_cannot_be_read_is_told_so_and_its_other_pods_are_left_a
     raw = pod("digits-1-0", 7, ownerReferences=7)
     raw["metadata"]["namespace"] = "default"
     operator.caches.pods = Store(observe.pod, lambda _: ("default", "digits"), operator._pod_changed)
-    operator._reconciler._caches.pods = operator.caches.pods
+    for reflector in operator.reflectors:
+        reflector.synced.set()
     operator.caches.pods.put(raw)
-    assert asyncio.run(operator._reconciler.look(("default", "digits"))) is None
+    assert asyncio.run(operator.reconciler.reconcile(("default", "digits"))) is None
     ((waiting,),) = operator._events._waiting.values()
     assert (waiting.event.type, waiting.event.reason) == ("Warning", "Unreadable")
     assert "digits-1-0: the pod cannot be read" in waiting.event.message

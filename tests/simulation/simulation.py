@@ -10,7 +10,7 @@ import datetime as dt
 import logging
 import random
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 

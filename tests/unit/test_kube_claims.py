@@ -163,7 +163,7 @@ def test_a_release_for_all_namespaces_leaves_alone_the_one_that_another_watches(
         team = Release(server, "team/own", "team")
         assert await team.until_it_acts("team", [everywhere]) >= DURATIONS.lease_seconds
         assert everywhere.acts("elsewhere")
-        assert everywhere.changes == changes + 1, "its jobs are looked at anew"
+        assert everywhere.changes == changes + 1, "its jobs are reconciled again"
         assert "the jobs of the namespace team are the release team/own's" in everywhere.claims.standing_by()[0]
         team.ends()
         assert await everywhere.until_it_acts("team", [team]) < TAKES_OVER_SECONDS

@@ -58,7 +58,7 @@ def test_a_lease_is_taken_when_its_holder_was_silent_for_its_whole_duration_and_
     assert one.may_take(START + 15)
 
 
-def test_every_renewal_starts_the_wait_anew() -> None:
+def test_every_renewal_starts_the_wait_from_zero() -> None:
     one = candidate()
     for version in range(10):
         one.saw(lease(version), START + 10 * version)
@@ -143,7 +143,7 @@ THEIR_LEASE = {
 
 
 def test_who_is_cancelled_in_the_moment_of_an_answer_asks_no_more() -> None:
-    """Else an operator that is told to stop goes on renewing its Lease until the kubelet kills it."""
+    """Else an operator that gets SIGTERM goes on renewing its Lease until the kubelet kills it."""
 
     async def run() -> None:
         server = LateServer()
@@ -159,7 +159,7 @@ def test_who_waits_for_the_loss_of_the_lease_can_be_cancelled_in_the_moment_of_a
             cast(Any, LateServer()), "system", "ddpjob-operator", OURS, DURATIONS, runtime=Runtime(clock=lambda: START)
         )
         leader._candidate.took(lease(2, OURS), START)
-        await ends_although(leader.lost(), leader._turned.set)
+        await ends_although(leader.lost(), leader._renewed.set)
 
     asyncio.run(run())
 
@@ -407,7 +407,7 @@ def test_one_lost_answer_costs_nothing() -> None:
 def test_answers_that_always_take_longer_than_a_turn_lose_the_lease_in_time() -> None:
     async def story() -> None:
         async with two() as (_, ways, a, _b):
-            ways[0].fates = lambda: Fate(back=DURATIONS.turn_seconds)
+            ways[0].fates = lambda: Fate(back=DURATIONS.try_seconds)
             began = seconds()
             await a.leader.lost()
             assert seconds() - began <= 10
@@ -452,7 +452,7 @@ def test_somebody_elses_label_on_the_lease_costs_one_try() -> None:
     in_virtual_time(story)
 
 
-def test_a_lease_that_is_deleted_is_made_anew_and_never_held_twice() -> None:
+def test_a_lease_that_is_deleted_is_created_again_and_never_held_twice() -> None:
     async def story() -> None:
         async with two() as (server, _, a, b):
             server.lease = None
@@ -472,11 +472,11 @@ def test_reports_are_for_the_leader_alone_and_for_nobody_in_between() -> None:
             assert a.leader.leader_address() is None
             assert b.leader.leader_address() == "a:8081"
             await a.end()
-            told = []
+            addresses = []
             for _ in range(20_000):
-                told.append(b.leader.leader_address())
+                addresses.append(b.leader.leader_address())
                 await asyncio.sleep(0.001)
-            assert [address for address, _ in itertools.groupby(told)] == ["a:8081", "", None]
+            assert [address for address, _ in itertools.groupby(addresses)] == ["a:8081", "", None]
 
     in_virtual_time(story)
 
@@ -495,7 +495,7 @@ def test_what_keeps_it_from_the_lease_is_said_once(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING):
         in_virtual_time(story)
     assert [record.getMessage() for record in caplog.records] == [
-        'the Lease ops/op cannot be had, trying again: 403 Forbidden: leases "op" is forbidden'
+        'the Lease ops/op cannot be read or renewed, trying again: 403 Forbidden: leases "op" is forbidden'
     ]
 
 
@@ -506,7 +506,7 @@ def test_a_release_that_gets_no_answer_does_not_hold_up_the_end() -> None:
             ways[0].fates = cut
             began = seconds()
             await a.leader.release()
-            assert seconds() - began <= DURATIONS.turn_seconds + 0.1
+            assert seconds() - began <= DURATIONS.try_seconds + 0.1
             assert not a.leader.holds()
             await asyncio.wait_for(b.leader.gained(), 20)
 

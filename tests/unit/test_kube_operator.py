@@ -56,7 +56,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize(("error", "refused"), REFUSALS.values(), ids=REFUSALS)
-def test_only_what_the_user_can_mend_is_shown_as_refused(error: ApiError, refused: bool) -> None:
+def test_only_what_the_user_can_fix_is_shown_as_refused(error: ApiError, refused: bool) -> None:
     assert is_refusal(error) is refused
 
 
@@ -76,7 +76,7 @@ def test_the_pods_of_one_round_wait_for_the_same_time() -> None:
     assert {r.retry_at for r in memory.refusals.values()} == {START + dt.timedelta(seconds=1)}
 
 
-def test_a_create_that_succeeds_starts_the_waits_anew() -> None:
+def test_a_create_that_succeeds_starts_the_waits_from_the_shortest() -> None:
     memory = JobState("u")
     memory.refuse("digits-1-0", "no", START)
     memory.created("digits-1-0")
@@ -262,5 +262,5 @@ def test_the_probe_fails_when_the_task_that_keeps_the_lease_has_died() -> None:
         ("10.0.0.5", "0", ""),
     ],
 )
-def test_the_address_for_reports_is_told_only_where_there_is_one(ip: str, port: str, address: str) -> None:
+def test_the_address_for_reports_is_published_only_where_there_is_one(ip: str, port: str, address: str) -> None:
     assert OperatorSettings.read({"DDPJOB_POD_IP": ip, "DDPJOB_STATUS_PORT": port}).status_address == address

@@ -408,7 +408,7 @@ def test_a_port_that_is_taken_is_said_at_the_start(world: World) -> None:
     world.run(second.stop())
 
 
-def test_a_pod_that_speaks_for_a_rank_of_another_is_told_whose_it_is(world: World) -> None:
+def test_a_pod_that_speaks_for_a_rank_of_another_learns_whose_it_is(world: World) -> None:
     def refuse(sender: Sender, report: Report) -> None:
         raise BadReportError("rank: 7 is not of node 0, which has 1 from 0 on (nprocPerNode)")
 

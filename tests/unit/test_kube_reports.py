@@ -1,4 +1,4 @@
-"""What the operator makes of reports: when it looks at a job, whether it stands still, and whether it hears at all."""
+"""What the operator makes of reports: when it reconciles a job, whether it is stalled, and whether any arrive."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Desk:
     def hears(
         self, step: int, name: str = "digits", *, rank: int = 0, phase: Phase = "train", attempt: int = 1, **more: Any
     ) -> float | None:
-        """A report arrives; the seconds until the look that it is worth."""
+        """A report arrives; the seconds until the reconcile that it is worth."""
         fields = {"step": step, "rank": rank, "node_rank": rank, "phase": phase, "attempt": attempt}
         return self.reports.take(("default", name), Report(**fields, received_at=self.now, **more))
 
@@ -77,7 +77,7 @@ class Desk:
         return self.states.of(("default", name), UID)
 
     def found(self, name: str = "digits") -> stall.StallFinding | None:
-        """What the next look finds."""
+        """What the next reconcile finds."""
         key: Key = ("default", name)
         job, _ = validation.parse(self.caches.jobs.get(key) or {})
         trackers = {r: t for r, t in self.state(name).trackers.items() if t.attempt == job.status.attempt}
@@ -94,10 +94,10 @@ def test_a_report_without_a_phase_comes_from_a_trainer_that_trains() -> None:
     assert read_report(b'{"step": 0, "phase": "start"}', START).phase == "start"
 
 
-# ---------------------------------------------------------------- when a look is worth it
+# ---------------------------------------------------------------- when a reconcile is worth it
 
 
-def test_hundreds_of_ranks_that_say_the_same_again_cost_no_look_and_no_write() -> None:
+def test_hundreds_of_ranks_that_say_the_same_again_cost_no_reconcile_and_no_write() -> None:
     desk = Desk()
     for rank in range(200):
         desk.hears(41, rank=rank, metrics={"loss": "1"})
@@ -126,14 +126,14 @@ def test_the_first_word_and_the_first_step_of_rank_0_are_seen_soon_and_the_other
     assert desk.after(5).hears(99, attempt=1) is None, "an attempt that is over"
 
 
-def test_a_rank_that_is_heard_again_is_looked_at_again() -> None:
+def test_a_rank_that_is_heard_again_makes_a_reconcile() -> None:
     desk = Desk()
     desk.hears(41)
     assert desk.hears(42) == 10
-    assert desk.after(60).hears(42) == 10, "its clock has started anew, and only a look knows when it ends"
+    assert desk.after(60).hears(42) == 10, "its time has started again, and only a reconcile knows when it ends"
 
 
-def test_the_queue_gets_one_look_for_all_that_is_reported_in_ten_seconds() -> None:
+def test_the_queue_gets_one_reconcile_for_all_that_is_reported_in_ten_seconds() -> None:
     async def run() -> None:
         made = Operator(OperatorSettings(), Client(), runtime=Runtime(clock=lambda: 1000.0))
         body = manifest()
@@ -182,10 +182,10 @@ def test_a_new_attempt_is_not_stopped_for_what_the_last_one_did() -> None:
         desk.after(5).hears(41)
     assert desk.found() is not None
     desk.running(attempt=2)
-    assert desk.found() is None, "its ranks have not said a word yet"
+    assert desk.found() is None, "its ranks have not reported yet"
 
 
-def test_a_sender_that_speaks_only_when_it_gets_on_is_shown_and_never_stands_still() -> None:
+def test_a_sender_that_reports_only_new_steps_is_shown_and_never_stalls() -> None:
     desk = Desk()
     for _ in range(100):
         desk.reports.take(("default", "digits"), Report(step=7, attempt=1, phase=None, received_at=desk.now))
@@ -221,7 +221,7 @@ def test_when_most_jobs_go_silent_together_nothing_is_restarted_and_the_log_says
             desk.hears(41, name)
         desk.reports.check_silence()
     assert caplog.messages[-1] == "reports of most jobs arrive again"
-    assert desk.found("c") is None, "and its clock starts anew"
+    assert desk.found("c") is None, "and its time starts again"
 
 
 def test_jobs_that_have_ended_or_that_the_operator_stops_may_be_silent(caplog: pytest.LogCaptureFixture) -> None:
@@ -248,7 +248,7 @@ def test_a_pod_speaks_for_its_own_ranks_alone_and_cannot_fill_the_memory_with_ot
 
 
 def test_where_ranks_follow_no_node_a_pod_speaks_for_as_many_as_it_has() -> None:
-    """torchrun with a c10d rendezvous numbers the nodes as they come, and anew at each of its restarts."""
+    """torchrun with a c10d rendezvous numbers the nodes as they come, and again at each of its restarts."""
     desk = Desk()
     desk.after(5).running(nproc=2, command=["torchrun", "--rdzv-backend=c10d", "train.py"])
     for rank in range(1000):

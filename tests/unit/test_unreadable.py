@@ -132,7 +132,7 @@ def test_a_finished_job_whose_status_cannot_be_read_is_never_started_again(statu
     assert [(reason, text.partition(":")[0]) for reason, text in cluster.events] == [("UnreadableStatus", where)]
 
 
-def test_a_status_that_is_mended_is_acted_upon_again() -> None:
+def test_a_status_that_is_fixed_is_acted_upon_again() -> None:
     """A job that waits for a hand must not wait for a restart of the operator too."""
     cluster = Cluster(broken(furthestStep="12k"))
     cluster.reconciles()

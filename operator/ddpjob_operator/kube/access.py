@@ -34,7 +34,7 @@ class Right:
 
 RIGHTS = (
     Right(api.GROUP, api.PLURAL, ("get", "list", "watch"), "to see the jobs"),
-    Right(api.GROUP, f"{api.PLURAL}/status", ("update",), "to say how they are"),
+    Right(api.GROUP, f"{api.PLURAL}/status", ("update",), "to write how they are"),
     Right(api.GROUP, api.PLURAL, ("delete",), "for ttlSecondsAfterFinished"),
     Right("", "pods", ("get", "list", "watch", "create", "patch", "delete"), "the nodes of a job"),
     Right("", "services", ("get", "list", "watch", "create"), "the DNS names of a job; deleted with it by its owner"),
@@ -42,7 +42,7 @@ RIGHTS = (
     Right("", "nodes", ("list", "watch"), "to see which are lost", cluster_wide=True),
 )
 # In the operator's own namespace alone, get and update for its one Lease. Not asked for at the start: the task that
-# keeps the Lease says what is missing.
+# keeps the Lease logs what is missing.
 LEASE_RIGHT = Right("coordination.k8s.io", "leases", ("get", "create", "update"), "which of several operators acts")
 
 # In each watched namespace, or in one of them all, for one name; list, where all namespaces are watched, for the other.

@@ -23,7 +23,7 @@ SENT_AT_A_TIME = Bounds(total=8, of_namespace=4, of_job=1)
 REPEAT_SECONDS = 300.0
 REMEMBERED_MAX = 5_000
 MESSAGE_MAX = 1_024  # the API server refuses a longer one
-# A state that lasts less than this is not worth a line: a job whose pods run at once says that they run.
+# A state that lasts less than this is not worth an Event: a job whose pods run at once has only the one that they run.
 PASSING_SECONDS = 3.0
 PASSING = frozenset({reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name})
 
@@ -57,9 +57,9 @@ class Events:
         return self._count
 
     def send(self, job: api.Metadata, events: tuple[Event, ...], now: dt.datetime) -> None:
-        """Never blocks and never fails. The same words about the same job are sent once in REPEAT_SECONDS."""
+        """Never blocks and never fails. The same message about the same job is sent once in REPEAT_SECONDS."""
         for event in events:
-            self._drop_what_has_passed(job.uid)
+            self._drop_passing(job.uid)
             if self._has_room(job) and not self._is_repeated(job, event):
                 wait = PASSING_SECONDS if event.reason in PASSING else 0.0
                 self._waiting.setdefault(job.uid, collections.deque()).append(
@@ -75,7 +75,7 @@ class Events:
                 self._wake.clear()
                 now = self._clock()
                 for uid in [uid for uid in self._waiting if uid not in self._sending and self._due(uid) <= now]:
-                    self._sending[uid] = asyncio.create_task(self._send_those_of(uid))
+                    self._sending[uid] = asyncio.create_task(self._send_all_of(uid))
                 nearest = min((self._due(uid) for uid in self._waiting if uid not in self._sending), default=None)
                 with contextlib.suppress(asyncio.TimeoutError):
                     async with at_most(None if nearest is None else nearest - now):
@@ -121,7 +121,7 @@ class Events:
         if not self._waiting[uid]:
             del self._waiting[uid]
 
-    async def _send_those_of(self, uid: str) -> None:
+    async def _send_all_of(self, uid: str) -> None:
         try:
             while (ready := self._take(uid)) is not None:
                 async with self._shares.turn((ready.job.namespace, ready.job.name)):
@@ -133,7 +133,7 @@ class Events:
             self._sending.pop(uid, None)
             self._wake.set()
 
-    def _drop_what_has_passed(self, uid: str) -> None:
+    def _drop_passing(self, uid: str) -> None:
         for waiting in [w for w in self._waiting.get(uid, ()) if w.event.reason in PASSING]:
             self._remove(waiting)
 

@@ -25,13 +25,13 @@ from ddpjob_operator.pods import build
 
 # Strict: a typo in the template is an error that the user sees, and is not dropped.
 STRICT = {"fieldValidation": "Strict", "fieldManager": "ddpjob-operator"}
-# A look begins no further create or delete after this time, and the next one goes on: a job of a thousand pods in a
-# namespace with a slow webhook obeys a suspend, an edit or its deletion in time.
+# A reconcile begins no further create or delete after this time, and the next one goes on, so that a job of a thousand
+# pods in a namespace with a slow webhook obeys a suspend, an edit or its deletion in time.
 RECONCILE_SECONDS = 5.0
 
 
 class ConflictError(Exception):
-    """The job has changed since we looked: look again."""
+    """The job has changed since it was observed: observe it again."""
 
 
 class Executor:
@@ -64,22 +64,22 @@ class Executor:
 
         Raises ConflictError where the job has changed, ApiError where the server cannot do it now.
 
-        What the server will not create is no error: it is in `state` then, for the next look to say.
+        What the server refuses to create is no error: it is in `state` then, for the next round to report.
         """
         if todo.status is not None:
             await self._record(job, todo.status)
-            # A pod is told what is left of the budgets, and this may be the look that has counted a restart in place.
+            # A pod gets what is left of the budgets, and this status may be the first that counts a restart in place.
             job = msgspec.structs.replace(job, status=todo.status)
-        # They tell of what is recorded, so they wait for nothing that comes after it and may fail.
+        # Events report what the status has recorded, so they do not wait for requests that come after it and may fail.
         self._events.send(job.metadata, todo.events, self._runtime.now())
         deletes = [partial(self._delete, job, a) for a in todo.actions if isinstance(a, DeletePod)]
         deletes += [partial(self._end, job, a) for a in todo.actions if isinstance(a, EndPod)]
-        whole = await self._in_turn(self._deletes, job, deletes)
-        whole = await self._create_all(job, todo.actions, state) and whole
+        complete = await self._in_turn(self._deletes, job, deletes)
+        complete = await self._create_all(job, todo.actions, state) and complete
         for action in todo.actions:
             if isinstance(action, DeleteJob):
                 await self._delete_job(job, action)
-        return whole
+        return complete
 
     def send_event(self, job: api.Metadata, event: Event) -> None:
         """An event that is no part of a plan."""
@@ -112,7 +112,7 @@ class Executor:
     async def _replace_status(self, metadata: api.Metadata, status: Raw) -> None:
         path = f"{JOBS_PATH.format(metadata.namespace)}/{metadata.name}/status"
         # The whole status, not a patch: what is unset must go, as startTime does on suspend. The server takes nothing
-        # but the status from this body, and refuses it if the job is not the one that we looked at.
+        # but the status from this body, and refuses it if the job has changed since it was observed.
         body = {
             "apiVersion": api.API_VERSION,
             "kind": api.KIND,
@@ -134,7 +134,7 @@ class Executor:
 
     async def _delete(self, job: api.DDPJob, action: DeletePod) -> None:
         namespace = job.metadata.namespace
-        # By uid: between our look and this call the name may have passed to another pod.
+        # By uid, because meanwhile another pod may have got the name.
         options: Raw = {"preconditions": {"uid": action.uid}}
         if action.grace_seconds is not None:
             options["gracePeriodSeconds"] = action.grace_seconds
@@ -149,7 +149,7 @@ class Executor:
         leaves_later = metadata.get("finalizers") or metadata.get("deletionGracePeriodSeconds")
         is_pod = answer.get("kind") == "Pod" and metadata.get("uid") == action.uid
         if is_pod:
-            # Also of one that is gone now: it may have ended since our look, and no watch event is heard after this.
+            # Also where it is gone now: it may have ended meanwhile, and no watch event of it is taken after this.
             self._caches.pods.put(answer)
         if not (is_pod and metadata.get("deletionTimestamp") and leaves_later):
             self._caches.pods.remove(namespace, action.name, action.uid)
@@ -162,8 +162,8 @@ class Executor:
         except ApiError as error:
             if error.status not in (403, 404, 405, 409, 422):
                 raise
-            # A role of an older chart, or a pod that is no longer what it was: a delete knows what to do then.
-            self._runtime.log.info("%s is deleted, with its log, for it cannot be ended otherwise: %s", path, error)
+            # The role of an older chart, or a pod that has changed meanwhile: a delete handles both.
+            self._runtime.log.info("%s is deleted, with its log, because it cannot be ended otherwise: %s", path, error)
             await self._delete(job, DeletePod(action.name, action.uid, restart_grace_seconds(job.spec)))
 
     async def _delete_job(self, job: api.DDPJob, action: DeleteJob) -> None:
@@ -178,9 +178,9 @@ class Executor:
         await self._lookup.reread(metadata)
 
     async def _create_all(self, job: api.DDPJob, actions: Sequence[Action], state: JobState) -> bool:
-        """The Service, then one pod, then the others at a time; whether no more is to be tried in this look.
+        """The Service, then one pod, then the others at a time; whether this reconcile need not try more.
 
-        What the server refuses for one pod it refuses for all, most often, so the others are not tried.
+        What the server refuses for one pod it mostly refuses for all, so the others are not tried.
         """
         service = [partial(self._create_service, job, state) for a in actions if isinstance(a, CreateService)]
         pods = [partial(self._create_pod, job, a, state) for a in actions if isinstance(a, CreatePod)]
@@ -220,7 +220,8 @@ class Executor:
         left = iter(calls)
 
         async def work() -> None:
-            # What has waited for its turn takes it, however long that was: else a long line would never get shorter.
+            # A call that has waited for its turn is made however long that was, otherwise a long line never gets
+            # shorter.
             while self._runtime.clock() < ends and not given_up() and (call := next(left, None)) is not None:
                 async with shares.turn(key):
                     self._progressed(key)
@@ -246,7 +247,7 @@ class Executor:
         return await self._create("Pod", body, job, state)
 
     async def _create(self, kind: str, body: Raw, job: api.DDPJob, state: JobState) -> bool:
-        """Whether it is there now and ours. Raises ApiError where the server may do it later."""
+        """Whether it is there now and the job's own. Raises ApiError where the server may create it later."""
         namespace, name = job.metadata.namespace, body["metadata"]["name"]
         try:
             raw = await self._client.create(collection(kind, namespace), body, STRICT)
@@ -255,8 +256,8 @@ class Executor:
                 return await self._lookup.is_own(kind, name, job, state)
             if not is_refusal(error):
                 raise
-            said = build.in_users_words(error.message, body, job) if kind == "Pod" else error.message
-            state.refuse(name, said, self._runtime.now())
+            message = build.in_users_words(error.message, body, job) if kind == "Pod" else error.message
+            state.refuse(name, message, self._runtime.now())
             return False
         state.created(name)
         self._caches.of_kind(kind).put(raw)
@@ -266,7 +267,7 @@ class Executor:
 def is_refusal(error: ApiError) -> bool:
     """Whether the server understood the create and will not do it: the user must change something, or wait.
 
-    Quota, PodSecurity and admission say 403, a bad field 400 or 422; a webhook that is down says 500.
+    Quota, PodSecurity and admission give 403, a bad field 400 or 422; a webhook that is down gives 500.
     """
     if error.status in (400, 403, 404, 405, 413, 422):
         return True
@@ -274,7 +275,7 @@ def is_refusal(error: ApiError) -> bool:
 
 
 async def _all(calls: Iterable[Awaitable[Any]]) -> None:
-    """All of them to their end, then the first error: none is left running behind our back."""
+    """All of them to their end, then the first error, so that none goes on unnoticed."""
     for result in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result

@@ -1,4 +1,4 @@
-"""Lists, taken page by page: a raw object lives no longer than its page, and one that fails does not end the list."""
+"""Lists, taken page by page: a raw object is held no longer than its page, and one that fails does not end the list."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Sink(Put, Protocol):
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """The object with this uid is gone."""
 
-    def one_look(self) -> AbstractContextManager[None]:
+    def one_observation(self) -> AbstractContextManager[None]:
         """While the pages of a list come."""
 
     def retain(self, named: Set[Place], list_version: int, namespace: str = "") -> None:
@@ -47,7 +47,7 @@ class Careful:
         try:
             sink.put(raw)
         except Exception:
-            # A mistake of ours in reading one object must not end the watch of all the others.
+            # A bug in reading one object must not end the watch of all the others.
             self._report(raw)
 
     def remove(self, sink: Sink, raw: Any) -> None:
@@ -77,13 +77,13 @@ async def take(
     put: Callable[[Any], None],
     retain: Callable[[Set[Place], int], None],
     check: Callable[[int], None] = lambda _: None,
-    one_look: Callable[[], AbstractContextManager[None]] = nullcontext,
+    one_observation: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> str:
     """Put all of a list and drop what it does not name; its version. check: asked before the first object is put.
-    one_look: what holds while the pages come, for a list tells of all its objects at once."""
+    one_observation: held while the pages come, because a list shows all its objects at once."""
     named: set[Place] = set()
     at = ""
-    with one_look():
+    with one_observation():
         async for items, at in pages:
             check(number(at))
             named |= {place for raw in items if (place := place_of(raw)) is not None}

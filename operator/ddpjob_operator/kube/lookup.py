@@ -60,7 +60,10 @@ class Lookup:
         pods = self._caches.pods
         pages = self._client.pages(f"/api/v1/namespaces/{key[0]}/pods", f"{naming.LABEL_JOB}={key[1]}")
         await take(
-            pages, pods.put, lambda named, version: pods.retain(named, version, key[0], key), one_look=pods.one_look
+            pages,
+            pods.put,
+            lambda named, version: pods.retain(named, version, key[0], key),
+            one_observation=pods.one_observation,
         )
 
     async def is_own(self, kind: str, name: str, job: api.DDPJob, state: JobState) -> bool:

@@ -77,7 +77,7 @@ def _claims(settings: OperatorSettings) -> Claims:
 
 
 def _client_for_leases(settings: OperatorSettings) -> Client:
-    seconds = settings.lease.turn_seconds
+    seconds = settings.lease.try_seconds
     return Client(limits=Limits(connect_seconds=seconds, request_seconds=seconds, tries=2))
 
 

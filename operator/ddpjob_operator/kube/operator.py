@@ -103,7 +103,7 @@ class Operator:
         )
         self.reports = Reports(self.caches.jobs, states, runtime, settings.rules.progress_write_seconds)
         self._events = events
-        reconciler = Reconciler(
+        self.reconciler = Reconciler(
             self.caches,
             states,
             self.reports,
@@ -113,7 +113,7 @@ class Operator:
             settings=settings.rules,
             ready_in=self._ready_in,
         )
-        self.queue: Queue[Key] = Queue(reconciler.reconcile, runtime)
+        self.queue: Queue[Key] = Queue(self.reconciler.reconcile, runtime)
 
     async def start(self) -> None:
         """Returns once the DDPJobs can be watched; waits for the CRD and the rights to do so."""

@@ -1,7 +1,7 @@
 """The receiver of progress in a cluster: what `ddpjob.progress()` in a pod posts to, on a port of its own.
 
 It speaks the same protocol as the local run's receiver, and Kubeflow Trainer's. Every pod of the cluster can reach the
-port, so nothing is believed without a token that proves the pod, and a peer that sends slowly, too much or too often
+port, so nothing is accepted without a token that proves the pod, and a peer that sends slowly, too much or too often
 is cut off. A report that is refused or lost is lost: no job is ever harmed by it. Started by `operator.py`.
 """
 
@@ -30,13 +30,13 @@ REQUEST_SECONDS = 10.0  # from there to the answer; the cluster's keys may have 
 IDLE_SECONDS = 60.0  # between two accepted reports on a connection; a trainer posts at most every 5 s
 CONNECTIONS_MAX = 1000  # one costs about 20 kB; our own sender closes after each report
 CONNECTIONS_PER_ADDRESS_MAX = 64  # hostNetwork pods share the address of their node
-# Per pod: a report every 5 s is the default; the burst is for several processes of one pod and the last word.
+# Per pod: a report every 5 s is the default; the burst is for several processes of one pod and the final report.
 REPORTS_PER_SECOND, REPORTS_BURST = 1.0, 5.0
 PODS_REMEMBERED = 10_000
 
 
 class Sender(NamedTuple):
-    """Which node of which job a pod is; attempt 0 is one that the caller does not tell."""
+    """Which node of which job a pod is; attempt 0: unknown."""
 
     namespace: str
     job: str
@@ -51,7 +51,7 @@ class Account:
     allowance: float
     updated: float
     total_steps: int | None = None
-    """As an earlier report in Kubeflow's protocol said."""
+    """From an earlier report in Kubeflow's protocol."""
 
 
 class Receiver:
@@ -60,7 +60,7 @@ class Receiver:
     verify     the pod that a token is bound to (`tokens.Verifier.pod`). Raises BadTokenError or NoKeysError.
     locate     the node of a job that a pod is; None for any other pod.
     on_report  takes a report that is proven to come from that node; its nodeRank and attempt are the pod's own. Raises
-               BadReportError where it speaks for a rank that is not the pod's.
+               BadReportError where it is for a rank that is not the pod's.
     forward    gives another operator's answer where that one leads, else None (`forward.Forwarder.forward`).
     """
 
@@ -83,10 +83,10 @@ class Receiver:
 
     async def start(self, host: str | None, port: int) -> None:
         """Listen; host None is every address of the pod, port 0 any free one. Raises OSError where that is taken."""
-        silent = logging.getLogger(f"{__name__}.http")
-        silent.disabled = True  # aiohttp logs requests that it cannot read, token included
+        no_log = logging.getLogger(f"{__name__}.http")
+        no_log.disabled = True  # aiohttp logs requests that it cannot read, token included
         self._server = _Server(
-            self._answer, access_log=None, logger=silent, auto_decompress=False, lingering_time=1.0, tcp_keepalive=False
+            self._answer, access_log=None, logger=no_log, auto_decompress=False, lingering_time=1.0, tcp_keepalive=False
         )
         self._runner = web.ServerRunner(self._server, shutdown_timeout=1.0)
         await self._runner.setup()
@@ -112,7 +112,7 @@ class Receiver:
         except _RefusedError as refused:
             answer = refused.answer()
         except Exception:
-            # A mistake of ours. The traceback holds neither headers nor body: aiohttp's request shows method and path.
+            # A bug. The traceback holds neither headers nor body: aiohttp's request shows method and path.
             self._runtime.log.exception("a progress report was lost")
             answer = _RefusedError(500, "the receiver failed, which is no fault of the report").answer()
         self._server.allow(request.protocol, IDLE_SECONDS, busy=False)
@@ -129,12 +129,12 @@ class Receiver:
         self._server.prove(request.protocol)
         account = self._charge(pod)
         body = await _read_body(request)
-        if (answer := await self._hand_on(request, body)) is not None:
+        if (answer := await self._forward_to_leader(request, body)) is not None:
             return answer
         kubeflows = kubeflow.speaks(body)
         report = self._read(body, account)
         if report is not None:
-            # The token proves the pod, so the pod's place is taken from there, whatever the body says.
+            # The token proves the pod, so the node comes from there, whatever the body claims.
             attempt = sender.attempt or report.attempt
             try:
                 self._on_report(sender, msgspec.structs.replace(report, node_rank=sender.rank, attempt=attempt))
@@ -150,7 +150,7 @@ class Receiver:
             raise _RefusedError(400, str(error)[:200]) from None
         return report
 
-    async def _hand_on(self, request: web.BaseRequest, body: bytes) -> web.Response | None:
+    async def _forward_to_leader(self, request: web.BaseRequest, body: bytes) -> web.Response | None:
         if self._forward is None:
             return None
         try:
@@ -204,8 +204,8 @@ class _Connection:
 class _Server(web.Server):
     """aiohttp's server with bounds of its own: it counts no connections, and a slow sender of headers keeps one.
 
-    Whoever opens connections and says nothing, from however many addresses, closes his own older ones: one that has
-    shown a token is never closed for one that has not.
+    A client that opens connections and sends nothing, from however many addresses, closes its own older ones, because
+    one that has shown a token is never closed for one that has not.
     """
 
     def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], **settings: Any) -> None:
@@ -220,7 +220,7 @@ class _Server(web.Server):
         return _Handler(self, loop=asyncio.get_running_loop(), **self._settings)
 
     def admits(self, transport: asyncio.Transport) -> bool:
-        """Whether there is room for a connection; where there is none it is made, if somebody can be asked to go."""
+        """Whether there is room for a connection, made by closing one without a token, or an idle one, if need be."""
         address = _address(transport)
         if self._addresses[address] >= CONNECTIONS_PER_ADDRESS_MAX and not self._drop(address):
             return False
@@ -253,19 +253,19 @@ class _Server(web.Server):
 
     def _busiest(self) -> str:
         """The address with the most connections that have shown no token; empty: all have."""
-        silent = collections.Counter(c.address for c in self._open.values() if not c.proven)
-        return silent.most_common(1)[0][0] if silent else ""
+        unproven = collections.Counter(c.address for c in self._open.values() if not c.proven)
+        return unproven.most_common(1)[0][0] if unproven else ""
 
     def _drop(self, address: str) -> bool:
         """Close the oldest connection of an address that has shown no token, else one that waits for its next report
         (a sender opens another); whether there was one."""
         of_address = [(h, c) for h, c in self._open.items() if address in ("", c.address)]
-        found = next((h for h, c in of_address if not c.proven), None)
-        found = found or next((h for h, c in of_address if not c.busy), None)
-        if found is None:
+        oldest = next((h for h, c in of_address if not c.proven), None)
+        oldest = oldest or next((h for h, c in of_address if not c.busy), None)
+        if oldest is None:
             return False
-        self._open[found].transport.abort()
-        self._forget(found)
+        self._open[oldest].transport.abort()
+        self._forget(oldest)
         return True
 
     def _forget(self, handler: web.RequestHandler) -> None:
@@ -323,7 +323,7 @@ class _RefusedError(Exception):
 
 def _check_request(request: web.BaseRequest) -> None:
     if request.path != PATH:
-        raise _RefusedError(404, f"{request.path[:80]}: only {PATH} is here")
+        raise _RefusedError(404, f"{request.path[:80]}: only {PATH} is served")
     if request.method != "POST":
         raise _RefusedError(405, f"{request.method[:20]}: only POST is taken")
     if (request.content_length or 0) > BODY_BYTES_MAX:
@@ -331,7 +331,7 @@ def _check_request(request: web.BaseRequest) -> None:
 
 
 async def _read_body(request: web.BaseRequest) -> bytes:
-    """The body, with or without a length told; never more than its bound is held."""
+    """The body, with or without a Content-Length; never more than its bound is held."""
     body = bytearray()
     try:
         while data := await request.content.readany():

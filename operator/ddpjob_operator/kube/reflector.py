@@ -80,7 +80,7 @@ class Reflector:
             lambda raw: self._careful.put(self._sink, raw),
             lambda named, version: self._sink.retain(named, version, self.namespace),
             self._check,
-            self._sink.one_look,
+            self._sink.one_observation,
         )
         self._stale_lists = 0
         self._version = self._newest = at

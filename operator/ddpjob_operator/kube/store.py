@@ -1,4 +1,5 @@
-"""What the watches have told us, by job. Answers to our own writes go in as well, so that we read what we wrote."""
+"""Our copy of the cluster, by job, from watches and lists. Answers to our own writes go in as well, so that
+the next plan sees them."""
 
 from __future__ import annotations
 
@@ -58,8 +59,8 @@ def newest(_: T | None, later: T, __: int) -> T:
 class Store(Generic[T]):
     """Objects of one kind. `changed(key, old, new)` is called for each difference that the cut value shows.
 
-    `merge(earlier, later, look)` is what is known of an object (by its uid) once it was seen again; each look has a
-    higher number.
+    `merge(earlier, later, observation)` is what is known of an object (by its uid) once it was seen again; each
+    observation has a higher number.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Store(Generic[T]):
         merge: Callable[[T | None, T, int], T] = newest,
     ) -> None:
         self._merge = merge
-        self._look = 0
+        self._observation = 0
         self._listing = False
         self._cut = cut
         self._key_of = key_of
@@ -102,7 +103,7 @@ class Store(Generic[T]):
     def put(self, raw: Raw) -> None:
         """An object as it was at its resourceVersion. One that is older than what we have changes nothing.
 
-        One that cannot be read is left as it was last seen, and told once: nothing else may suffer from it.
+        One that cannot be read is left as it was last seen, and logged once; all others go on.
         """
         metadata = raw["metadata"]
         uid, at = metadata["uid"], version(metadata)
@@ -114,17 +115,17 @@ class Store(Generic[T]):
         try:
             seen = self._cut(raw)
         except UnreadableError as error:
-            self._leave(key, place, uid, error)
+            self._set_unreadable(key, place, uid, error)
             return
         self._unreadable.pop(place, None)
-        self._look += not self._listing
+        self._observation += not self._listing
         known = old.value if old is not None and old.uid == uid else None
-        self._set(place, old, Entry(key, uid, at, self._merge(known, seen, self._look)))
+        self._set(place, old, Entry(key, uid, at, self._merge(known, seen, self._observation)))
 
     @contextlib.contextmanager
-    def one_look(self) -> Iterator[None]:
+    def one_observation(self) -> Iterator[None]:
         """For a list, whose pages come one after the other: what is put meanwhile was seen at once, in no order."""
-        self._look += 1
+        self._observation += 1
         self._listing = True
         try:
             yield
@@ -154,7 +155,7 @@ class Store(Generic[T]):
             if (not namespace or place[0] == namespace) and key in (None, of) and place not in named:
                 self.remove(*place, uid)
 
-    def _leave(self, key: Key, place: Place, uid: str, error: UnreadableError) -> None:
+    def _set_unreadable(self, key: Key, place: Place, uid: str, error: UnreadableError) -> None:
         if self._unreadable.get(place, ("", "", ""))[1] != uid:
             _LOGGER.warning("%s: %s; it is left out, and all else goes on", "/".join(place), error)
         self._unreadable[place] = (key, uid, f"{place[1]}: {error}")

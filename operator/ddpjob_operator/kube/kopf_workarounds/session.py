@@ -22,8 +22,8 @@ from ddpjob_operator.kube import reading
 _LOGGER = logging.getLogger(__name__)
 
 
-def session(info: kopf.ConnectionInfo, **life: Any) -> kopf.AiohttpSession:
-    """What a login handler returns. life: kopf's `expiration`. To be called where the event loop runs."""
+def session(info: kopf.ConnectionInfo, **options: Any) -> kopf.AiohttpSession:
+    """What a login handler returns. options: kopf's, such as `expiration`. Called in the event loop."""
     opened = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
         headers=info.as_http_headers(),
@@ -32,7 +32,7 @@ def session(info: kopf.ConnectionInfo, **life: Any) -> kopf.AiohttpSession:
         response_class=_Response,
     )
     return kopf.AiohttpSession(
-        server=info.server, default_namespace=info.default_namespace, aiohttp_session=opened, **life
+        server=info.server, default_namespace=info.default_namespace, aiohttp_session=opened, **options
     )
 
 
@@ -52,12 +52,12 @@ class _Response(aiohttp.ClientResponse):
             return reading.jobs(content)
         except reading.BadJsonError as error:
             if self.status >= 400:
-                raise json.JSONDecodeError(str(error), "", 0) from None  # kopf then tells the text
+                raise json.JSONDecodeError(str(error), "", 0) from None  # kopf then logs the text
             raise aiohttp.ClientPayloadError(str(error)) from None  # kopf then asks again
 
 
 class _Stream:
-    """A stream of watch events: each line is read, cut and written anew."""
+    """A stream of watch events: each line is read, cut and written again."""
 
     def __init__(self, stream: aiohttp.StreamReader) -> None:
         self._stream = stream
@@ -69,9 +69,9 @@ class _Stream:
         """How kopf reads a watch."""
         async for line in reading.lines(self._stream):
             try:
-                found = reading.event(line)
-                if found["type"] in ("ADDED", "MODIFIED", "DELETED"):
-                    found["object"] = reading.job(found["object"])
-                yield orjson.dumps(found) + b"\n"
+                event = reading.event(line)
+                if event["type"] in ("ADDED", "MODIFIED", "DELETED"):
+                    event["object"] = reading.job(event["object"])
+                yield orjson.dumps(event) + b"\n"
             except reading.BadJsonError as error:
                 _LOGGER.warning("an event of a DDPJob cannot be read, and is left out: %s", error)

@@ -1,5 +1,5 @@
-"""Forgets jobs that were deleted while kopf's watch was broken: kopf 1.45 lists again then, and does not say what the
-new list lacks. Can go when kopf reports such deletions."""
+"""Forgets jobs that were deleted while kopf's watch was broken: kopf 1.45 lists again then, and does not report what
+the new list lacks. Can go when kopf reports such deletions."""
 
 from __future__ import annotations
 
