@@ -94,9 +94,9 @@ def test_a_job_is_reported_when_it_is_new_newer_or_gone() -> None:
     jobs.put(raw("digits", version=4))
     assert changes == [KEY]
     jobs.put(raw("digits", version=6))
-    jobs.remove(KEY, "another uid")
+    jobs.remove(*KEY, "another uid")
     assert changes == [KEY, KEY]
-    jobs.remove(KEY, "u1")
+    jobs.remove(*KEY, "u1")
     assert changes == [KEY, KEY, KEY]
     assert jobs.get(KEY) is None
 

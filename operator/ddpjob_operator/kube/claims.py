@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from ddpjob_operator.job import api
 from ddpjob_operator.kube import lease
-from ddpjob_operator.kube.client import ApiError, Client, Raw
+from ddpjob_operator.kube.client import ApiError, Client
 from ddpjob_operator.kube.lease import NEVER, Candidate, Durations
 from ddpjob_operator.kube.limit import at_most
 from ddpjob_operator.kube.runtime import SYSTEM, Runtime
@@ -36,11 +36,6 @@ class Place:
 
     namespace: str
     name: str
-
-    @property
-    def collection(self) -> str:
-        """Its path."""
-        return f"/apis/{lease.API_VERSION}/namespaces/{self.namespace}/leases"
 
     @property
     def what(self) -> str:
@@ -61,7 +56,8 @@ class Claim:
 
     def __init__(self, client: Client, place: Place, release: str, durations: Durations, runtime: Runtime) -> None:
         self.place = place
-        self._client, self._release, self._durations = client, release, durations
+        self._object = lease.LeaseObject(client, place.namespace, place.name)
+        self._release, self._durations = release, durations
         self._clock, self._runtime = runtime.clock, runtime
         self._candidate = Candidate(release, durations)
         self._acts_from = NEVER
@@ -104,7 +100,7 @@ class Claim:
             self._report("")
 
     async def _read_and_renew(self) -> None:
-        raw = await self._read()
+        raw = await self._object.read()
         seen = None if raw is None else lease.read(raw)
         self._candidate.saw(seen, self._clock())
         # One that never existed is created at once; the holder of one that was deleted may not know that yet.
@@ -114,23 +110,12 @@ class Claim:
             return
         body = lease.claim(raw, self.place.name, self._release, self._durations, "", self._runtime.utc())
         asked_at = self._clock()
-        if raw is None:
-            answer = await self._client.create(self.place.collection, body)
-        else:
-            answer = await self._client.replace(f"{self.place.collection}/{self.place.name}", body)
+        written = await self._object.write(raw, body)
         lapsed = self._candidate.held_until < asked_at
-        self._candidate.took(lease.read(answer), asked_at)
+        self._candidate.took(written, asked_at)
         self._was_there = True
         if lapsed:
             self._acts_from = asked_at + self._settling_seconds()
-
-    async def _read(self) -> Raw | None:
-        try:
-            return await self._client.get(f"{self.place.collection}/{self.place.name}")
-        except ApiError as error:
-            if error.status != 404:
-                raise
-            return None
 
     def _settling_seconds(self) -> float:
         """A release for all namespaces may act on this one, until it asks for the claims of others the next time. Also

@@ -95,6 +95,30 @@ class Candidate:
         return (self._lease.seconds if self._lease is not None else 0.0) or self._durations.lease_seconds
 
 
+class LeaseObject:
+    """A Lease on the API server. Its methods raise ApiError."""
+
+    def __init__(self, client: Client, namespace: str, name: str) -> None:
+        self._client = client
+        self._collection = f"/apis/{API_VERSION}/namespaces/{namespace}/leases"
+        self._path = f"{self._collection}/{name}"
+
+    async def read(self) -> Raw | None:
+        """As it is; None: it does not exist."""
+        try:
+            return await self._client.get(self._path)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return None
+
+    async def write(self, seen: Raw | None, body: Raw) -> Lease:
+        """Create it, or replace the one that was seen."""
+        if seen is None:
+            return read(await self._client.create(self._collection, body))
+        return read(await self._client.replace(self._path, body))
+
+
 class Leader:
     """Takes and renews the Lease from a task of its own. Others ask `holds` right before they write."""
 
@@ -111,7 +135,7 @@ class Leader:
     ) -> None:
         """`client` is for the Lease alone, as the other may not write while we do not hold it."""
         self.what = f"the Lease {namespace}/{name}"
-        self._collection = f"/apis/{API_VERSION}/namespaces/{namespace}/leases"
+        self._object = LeaseObject(client, namespace, name)
         self._name, self._address = name, address
         self._client = client
         self._durations = durations
@@ -189,31 +213,19 @@ class Leader:
             self._report("")
 
     async def _read_and_renew(self) -> None:
-        raw = await self._read()
+        raw = await self._object.read()
         self._candidate.saw(None if raw is None else read(raw), self._clock())
         self._log_who_leads()
         if not self._candidate.may_take(self._clock()):
             return
         body = claim(raw, self._name, self._candidate.identity, self._durations, self._address, self._runtime.utc())
         asked_at = self._clock()
-        if raw is None:
-            answer = await self._client.create(self._collection, body)
-        else:
-            answer = await self._client.replace(f"{self._collection}/{self._name}", body)
-        self._candidate.took(read(answer), asked_at)
-
-    async def _read(self) -> Raw | None:
-        try:
-            return await self._client.get(f"{self._collection}/{self._name}")
-        except ApiError as error:
-            if error.status != 404:
-                raise
-            return None
+        self._candidate.took(await self._object.write(raw, body), asked_at)
 
     async def _release(self) -> None:
-        raw = await self._read()
+        raw = await self._object.read()
         if raw is not None and read(raw).holder == self._candidate.identity:
-            await self._client.replace(f"{self._collection}/{self._name}", freed(raw, self._runtime.utc()))
+            await self._object.write(raw, freed(raw, self._runtime.utc()))
             self._runtime.log.info("%s is released", self.what)
 
     def _report(self, trouble: str) -> None:

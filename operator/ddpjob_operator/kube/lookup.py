@@ -43,16 +43,15 @@ class Lookup:
 
     async def reread(self, metadata: api.Metadata) -> None:
         """The job as it is now."""
-        key = (metadata.namespace, metadata.name)
         try:
             raw = await self._client.get(f"{JOBS_PATH.format(metadata.namespace)}/{metadata.name}")
         except ApiError as error:
             if not is_absent(error, metadata.name):
                 raise
-            self._caches.jobs.remove(key, metadata.uid)
+            self._caches.jobs.remove(metadata.namespace, metadata.name, metadata.uid)
             return
         if raw["metadata"]["uid"] != metadata.uid:
-            self._caches.jobs.remove(key, metadata.uid)
+            self._caches.jobs.remove(metadata.namespace, metadata.name, metadata.uid)
         self._caches.jobs.put(raw)
 
     async def list_pods(self, key: Key) -> None:

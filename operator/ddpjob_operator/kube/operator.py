@@ -156,13 +156,13 @@ class Operator:
         """A watch event of a DDPJob; kind None: it comes from a list."""
         metadata = raw["metadata"]
         if kind == "DELETED":
-            self.caches.jobs.remove((metadata["namespace"], metadata["name"]), metadata["uid"])
+            self.caches.jobs.remove(metadata["namespace"], metadata["name"], metadata["uid"])
         else:
             self.caches.jobs.put(raw)
 
     def locate(self, bound: BoundPod) -> Sender | None:
         """Which node of which job a pod is."""
-        entry = self.caches.pods.get(bound.namespace, bound.name)
+        entry = self.caches.pods.entry(bound.namespace, bound.name)
         if entry is None or entry.uid != bound.uid:
             return None
         job = self.caches.jobs.get(entry.key)

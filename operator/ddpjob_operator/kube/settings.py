@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ddpjob_operator.kube.lease import Durations
 from ddpjob_operator.plan.plan import Settings as PlanSettings
@@ -53,19 +53,18 @@ class OperatorSettings:
     def read(environment: Mapping[str, str]) -> OperatorSettings:
         """From environment variables. Raises ValueError with the variable, its value and the fix."""
         names = [name.strip() for name in environment.get("DDPJOB_WATCH_NAMESPACES", "").split(",")]
-        level = environment.get("DDPJOB_LOG_LEVEL", "INFO").upper()
-        if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-            raise ValueError(f'DDPJOB_LOG_LEVEL: must be DEBUG, INFO, WARNING or ERROR, is "{level}"')
+        levels, must = ("DEBUG", "INFO", "WARNING", "ERROR"), "DEBUG, INFO, WARNING or ERROR"
+        level = _checked(environment, "DDPJOB_LOG_LEVEL", "INFO", lambda text: text.upper() in levels, must).upper()
+        must = "whole seconds from 1 to 86400"
+        lost = _checked(environment, "DDPJOB_LOST_NODE_SECONDS", "30", _is_up_to_a_day, must)
+        tail = _checked(environment, "DDPJOB_KEEP_LOG_TAIL", "true", _is_switch, "true or false")
         return OperatorSettings(
             namespaces=tuple(dict.fromkeys(name for name in names if name)),
-            health_port=_port(environment, "DDPJOB_HEALTH_PORT", 8080),
-            status_port=_port(environment, "DDPJOB_STATUS_PORT", 0),
+            health_port=_port(environment, "DDPJOB_HEALTH_PORT", "8080"),
+            status_port=_port(environment, "DDPJOB_STATUS_PORT", "0"),
             status_url=environment.get("DDPJOB_STATUS_URL", ""),
             log_level=level,
-            rules=PlanSettings(
-                lost_node_seconds=_whole_seconds(environment, "DDPJOB_LOST_NODE_SECONDS", 30),
-                keep_log_tail=_switch(environment, "DDPJOB_KEEP_LOG_TAIL", True),
-            ),
+            rules=PlanSettings(lost_node_seconds=int(lost), keep_log_tail=tail.lower() == "true"),
             lease_namespace=environment.get("DDPJOB_LEASE_NAMESPACE", ""),
             lease_name=environment.get("DDPJOB_LEASE_NAME", "ddpjob-operator"),
             claim_namespace=environment.get("DDPJOB_CLAIM_NAMESPACE", "kube-system"),
@@ -88,9 +87,11 @@ class OperatorSettings:
 
 
 def _durations(environment: Mapping[str, str]) -> Durations:
+    names = ("DDPJOB_LEASE_SECONDS", "DDPJOB_LEASE_RENEW_SECONDS", "DDPJOB_LEASE_RETRY_SECONDS")
+    must = "seconds above 0 and below a day"
     lease, renew, retry = (
-        _seconds(environment, f"DDPJOB_LEASE_{name}", default)
-        for name, default in (("SECONDS", 15.0), ("RENEW_SECONDS", 10.0), ("RETRY_SECONDS", 2.0))
+        float(_checked(environment, name, default, lambda text: 0 < _number(text) < 86_400, must))
+        for name, default in zip(names, ("15", "10", "2"), strict=True)
     )
     if lease != int(lease):
         raise ValueError(f'DDPJOB_LEASE_SECONDS: must be whole seconds, is "{lease:g}"')
@@ -102,33 +103,28 @@ def _durations(environment: Mapping[str, str]) -> Durations:
     return Durations(int(lease), renew, retry)
 
 
-def _port(environment: Mapping[str, str], name: str, default: int) -> int:
-    text = environment.get(name, str(default))
-    if not text.isdecimal() or int(text) > 65535:
-        raise ValueError(f'{name}: must be a port from 0 (off) to 65535, is "{text}"')
-    return int(text)
+def _is_up_to_a_day(text: str) -> bool:
+    return text.isdecimal() and 1 <= int(text) <= 86_400
 
 
-def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
-    text = environment.get(name, str(default))
+def _is_switch(text: str) -> bool:
+    return text.lower() in ("true", "false")
+
+
+def _number(text: str) -> float:
     try:
-        seconds = float(text)
+        return float(text)
     except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 86_400:
-        raise ValueError(f'{name}: must be seconds above 0 and below a day, is "{text}"')
-    return seconds
+        return 0.0
 
 
-def _whole_seconds(environment: Mapping[str, str], name: str, default: int) -> int:
-    text = environment.get(name, str(default))
-    if not text.isdecimal() or not 1 <= int(text) <= 86_400:
-        raise ValueError(f'{name}: must be whole seconds from 1 to 86400, is "{text}"')
-    return int(text)
+def _port(environment: Mapping[str, str], name: str, default: str) -> int:
+    must = "a port from 0 (off) to 65535"
+    return int(_checked(environment, name, default, lambda text: text.isdecimal() and int(text) <= 65535, must))
 
 
-def _switch(environment: Mapping[str, str], name: str, default: bool) -> bool:
-    text = environment.get(name, "true" if default else "false").lower()
-    if text not in ("true", "false"):
-        raise ValueError(f'{name}: must be true or false, is "{text}"')
-    return text == "true"
+def _checked(environment: Mapping[str, str], name: str, default: str, valid: Callable[[str], bool], must: str) -> str:
+    text = environment.get(name, default)
+    if not valid(text):
+        raise ValueError(f'{name}: must be {must}, is "{text}"')
+    return text

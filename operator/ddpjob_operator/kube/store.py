@@ -84,7 +84,7 @@ class Store(Generic[T]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, namespace: str, name: str) -> Entry[T] | None:
+    def entry(self, namespace: str, name: str) -> Entry[T] | None:
         """The object of this name."""
         return self._entries.get((namespace, name))
 
@@ -107,7 +107,7 @@ class Store(Generic[T]):
         """
         metadata = raw["metadata"]
         uid, at = metadata["uid"], version(metadata)
-        place = (metadata.get("namespace", ""), metadata["name"])
+        place = _place_of(raw)
         old = self._entries.get(place)
         if uid in self._tombstones or (old is not None and at < old.version) or (old and at == old.version != 0):
             return
@@ -178,50 +178,24 @@ class Store(Generic[T]):
             self._changed(new.key, before, new.value)
 
 
-class Jobs:
+class Jobs(Store[Raw]):
     """The DDPJobs as they are stored, raw but for what `cut` takes out. `changed(key)` is called when one is new, newer
     or gone."""
 
     def __init__(self, changed: Callable[[Key], None], cut: Callable[[Any], Raw] = lambda raw: raw) -> None:
-        self._changed = changed
-        self._cut = cut
-        self._raw: dict[Key, Raw] = {}
-        self._tombstones = Tombstones()
+        super().__init__(cut, _place_of, lambda key, _old, _new: changed(key))
 
     def __iter__(self) -> Iterator[Key]:
-        return iter(list(self._raw))
-
-    def __len__(self) -> int:
-        return len(self._raw)
+        return iter(list(self._entries))
 
     def get(self, key: Key) -> Raw | None:
         """The newest that we know."""
-        return self._raw.get(key)
+        entry = self._entries.get(key)
+        return None if entry is None else entry.value
 
-    def put(self, raw: Raw) -> None:
-        """A job as it was at its resourceVersion."""
-        metadata = raw["metadata"]
-        key = (metadata.get("namespace", ""), metadata["name"])
-        old = self._raw.get(key)
-        if metadata["uid"] in self._tombstones or (old is not None and version(metadata) <= version(old["metadata"])):
-            return
-        self._raw[key] = self._cut(raw)
-        self._changed(key)
 
-    def remove(self, key: Key, uid: str) -> None:
-        """The job with this uid is gone, whatever else has its name by now."""
-        self._tombstones.add(uid)
-        old = self._raw.get(key)
-        if old is not None and old["metadata"]["uid"] == uid:
-            del self._raw[key]
-            self._changed(key)
-
-    def retain(self, named: Set[Place], list_version: int, namespace: str = "") -> None:
-        """The end of a list whose jobs were put: one that it did not name is a ghost, unless it is newer than it."""
-        for key, raw in list(self._raw.items()):
-            listed = not namespace or key[0] == namespace
-            if listed and key not in named and version(raw["metadata"]) <= list_version:
-                self.remove(key, raw["metadata"]["uid"])
+def _place_of(raw: Raw) -> Place:
+    return raw["metadata"].get("namespace", ""), raw["metadata"]["name"]
 
 
 def version(metadata: Raw) -> int:
