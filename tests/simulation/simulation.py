@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from faults import Faults
-from judge import TERMINAL, Judge, said
+from judge import TERMINAL, Judge, summary
 from model_agents import Agents
 from model_api import Change, Kind, ModelApi, Raw
 from model_client import ModelClient
@@ -143,7 +143,7 @@ class OperatorProcess:
         await self.operator.start()
 
     async def _watch_jobs(self) -> None:
-        """As kopf does: list, then watch on from there; list anew when the version is too old."""
+        """As kopf does: list, then watch on from there; list again when the version is too old."""
         version = ""
         while True:
             version = await self._watch_jobs_from(version)
@@ -242,7 +242,7 @@ class Simulation:
         last = max((deed.at for deed in self.scenario.deeds), default=0.0)
         if last or any(self.scenario.rates.values()):
             await self._until(FAULTS_SECONDS, lambda: self.loop.time() > last and self._is_at_rest())
-        self._mend()
+        self._stop_faults()
         end = self.loop.time() + ENDS_WITHIN_SECONDS
         if not await self._until(end, self._is_at_rest):
             self.judge.wrong.append(f"not at rest {ENDS_WITHIN_SECONDS:.0f} s after the last fault: {self._where()}")
@@ -265,10 +265,10 @@ class Simulation:
         written = sum(len(self.api.log[plural]) for plural in ("pods", "services", api.PLURAL))
         if written > WRITES_MAX:
             self._changed_at = -1.0
-            self.judge.wrong.append(f"more than {WRITES_MAX} writes: somebody writes in circles")
+            self.judge.wrong.append(f"more than {WRITES_MAX} writes: the operator writes in circles")
         return written > WRITES_MAX
 
-    def _mend(self) -> None:
+    def _stop_faults(self) -> None:
         """No faults from now on."""
         self.tell("", "no faults from now on")
         self.faults.stopped = True
@@ -281,7 +281,7 @@ class Simulation:
                 self.cluster.back(name)
         for plural in ("pods", "services"):
             for raw in self.api.all(plural):
-                if "stranger" in raw["metadata"].get("annotations", {}):
+                if "conflict" in raw["metadata"].get("annotations", {}):
                     self.api.remove(plural, raw, "user")
 
     def _end(self) -> None:
@@ -328,7 +328,7 @@ class Simulation:
     def _where(self) -> str:
         job = self.api.find(api.PLURAL, NAME)
         pods = [f"{p['metadata']['name']} {p['status'].get('phase')}" for p in self._ours("pods")]
-        state = said((job or {}).get("status") or {}) if job else "no job"
+        state = summary((job or {}).get("status") or {}) if job else "no job"
         return f"{state}; pods {pods}; live {[str(p) for p in self._live()]}"
 
     def _end_state(self, status: Raw) -> str:
@@ -340,7 +340,7 @@ class Simulation:
         status = self.judge.statuses.get(self.uids[-1], {})
         state = status.get("state")
         if state == "Failed" and not self._may_fail(self.uids[-1], job):
-            self.judge.wrong.append(f"the job failed, and nothing that happened is its fault: {said(status)}")
+            self.judge.wrong.append(f"the job failed, and nothing that happened is its fault: {summary(status)}")
         if job is None and self._ours("services"):
             self.judge.wrong.append("the job is gone, and its service is not")
 
@@ -390,22 +390,22 @@ class Simulation:
         for one, sender in self._receivers(process):
             # The receiver takes the node from the token.
             place = {"rank": process.rank, "node_rank": sender.rank}
-            word = Report(step=step, attempt=sender.attempt, received_at=one.now(), **place)
-            one.operator.report(sender, word)
+            report = Report(step=step, attempt=sender.attempt, received_at=one.now(), **place)
+            one.operator.report(sender, report)
 
     def _hear_agent(self, process: Process, body: bytes) -> bool:
         """Likewise an agent; whether it was heard."""
         heard = False
         for one, sender in self._receivers(process):
-            word = replace(read_report(body, one.now()), attempt=sender.attempt)
-            assert word.agent is not None, "an agent speaks"
-            one.operator.report(sender, word)
-            self.judge.heard(one.name, process, word.agent.restarts.total, self.loop.time())
+            report = replace(read_report(body, one.now()), attempt=sender.attempt)
+            assert report.agent is not None, "an agent reports"
+            one.operator.report(sender, report)
+            self.judge.heard(one.name, process, report.agent.restarts.total, self.loop.time())
             heard = True
         return heard
 
     def _receivers(self, process: Process) -> Iterator[tuple[OperatorProcess, Sender]]:
-        """Who takes its word, and as whose."""
+        """The operators that take its report, and from which node it is to them."""
         for one in self.operators if self._reachable(process) else ():
             if one.operator.leads and not one.client.away and not one.client.dead:
                 sender = one.operator.locate(BoundPod("default", process.name, process.uid))
@@ -428,8 +428,8 @@ class Simulation:
         name = change.object["metadata"]["name"]
         if kind.plural == api.PLURAL:
             old, new = (change.old or {}).get("status") or {}, (change.new or {}).get("status") or {}
-            if said(old) != said(new) or change.new is None:
-                self.tell(change.actor, f"{name}:", said(new) if change.new else "is gone")
+            if summary(old) != summary(new) or change.new is None:
+                self.tell(change.actor, f"{name}:", summary(new) if change.new else "is gone")
             return
         verb = "gone" if change.new is None else "made" if change.old is None else self._pod_news(change)
         if verb:
@@ -462,7 +462,7 @@ class Simulation:
             self._pod(deed)
         elif deed.what in HOSTILE:
             self._hostile_pod(deed)
-        elif deed.what in ("quota", "stranger's pod", "stranger's service"):
+        elif deed.what in ("quota", "conflicting pod", "conflicting service"):
             self._in_the_way(deed)
         elif deed.what in ("crash", "restart", "clock jumps", "api server away", "operator cut off"):
             self._operator(deed)
@@ -470,7 +470,7 @@ class Simulation:
             self._user(deed)
 
     def _disturb(self, seconds: float) -> None:
-        """For so long somebody touches what the job has: of those attempts nobody can tell what came first."""
+        """For so long the job's objects are changed from outside: what came first in those attempts is undefined."""
         for uid in self.uids:
             attempt = self.judge.statuses.get(uid, {}).get("attempt", 0)
             self.judge.disturbed |= {(uid, attempt), (uid, attempt + 1)}
@@ -547,18 +547,18 @@ class Simulation:
             return
         status = self.judge.statuses.get(self.uids[-1], {})
         plural, name, spec = "services", NAME, {}
-        if deed.what == "stranger's pod":
+        if deed.what == "conflicting pod":
             plural, name = "pods", f"{NAME}-{status.get('attempt', 0) + 1}-{deed.number % 2}"
             spec = {"containers": [{"name": "other"}], "nodeName": "elsewhere"}
-        body = {"metadata": {"name": name, "annotations": {"stranger": "yes"}}, "spec": spec}
+        body = {"metadata": {"name": name, "annotations": {"conflict": "yes"}}, "spec": spec}
         code, answer = self.api.request("POST", f"/api/v1/namespaces/default/{plural}", None, body, "user")
         if code == 201:
             self.loop.call_later(deed.seconds, self.api.remove, plural, answer, "user")
 
     def _hostile_pod(self, deed: Deed) -> None:
-        """Deleted with a grace that ends after the last date there is; of a user who has found our label."""
+        """Deleted with a grace that ends after the last date there is; by a user who has put our label on it."""
         labels = {naming.LABEL_JOB: NAME, naming.LABEL_ATTEMPT: "1", naming.LABEL_RANK: "9" * 30}
-        metadata = {"name": f"hostile-{deed.at:.0f}", "labels": labels, "annotations": {"stranger": "yes"}}
+        metadata = {"name": f"hostile-{deed.at:.0f}", "labels": labels, "annotations": {"conflict": "yes"}}
         body = {"metadata": metadata, "spec": {"containers": [{"name": "other"}], "nodeName": "elsewhere"}}
         code, answer = self.api.request("POST", "/api/v1/namespaces/default/pods", None, body, "user")
         if code == 201:

@@ -62,9 +62,8 @@ class Cluster:
         self.edit(raw)
         runtime, client, states = Runtime(utc=lambda: START), cast(Client, self), JobStates(caches.jobs)
         lookup, reports = Lookup(client, caches, runtime), Reports(caches.jobs, states, runtime, 10.0)
-        executor = Executor(client, caches, lookup, cast(Events, self), runtime=runtime)
-        parts = (caches, states, reports, lookup, executor)
-        self.reconciler = Reconciler(*parts, runtime=runtime, settings=Settings())
+        executor = Executor(client, caches, lookup, cast(Events, self), runtime)
+        self.reconciler = Reconciler(caches, states, reports, lookup, executor, runtime, Settings())
 
     def edit(self, raw: dict[str, Any]) -> None:
         """Somebody changes the job."""

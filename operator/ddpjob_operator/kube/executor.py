@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,30 +35,21 @@ class ConflictError(Exception):
     """The job has changed since it was observed: observe it again."""
 
 
+@dataclass(eq=False)
 class Executor:
     """Writes to the API server."""
 
-    def __init__(
-        self,
-        client: Client,
-        caches: Caches,
-        lookup: Lookup,
-        events: Events,
-        *,
-        runtime: Runtime,
-        reporting: build.Reporting | None = None,
-        progressed: Callable[[Key], None] = lambda _key: None,
-    ) -> None:
-        """progressed: called for a job whenever a request for it has its turn or its answer."""
-        self._client = client
-        self._caches = caches
-        self._lookup = lookup
-        self._events = events
-        self._runtime = runtime
-        self._reporting = reporting
-        self._progressed = progressed
-        # Apart, so that slow creates hold up no delete.
-        self._creates, self._deletes = Shares(), Shares()
+    client: Client
+    caches: Caches
+    lookup: Lookup
+    events: Events
+    runtime: Runtime
+    reporting: build.Reporting | None = None
+    progressed: Callable[[Key], None] = lambda _key: None
+    """Called for a job whenever a request for it has its turn or its answer."""
+    # Apart, so that slow creates hold up no delete.
+    creates: Shares = field(default_factory=Shares)
+    deletes: Shares = field(default_factory=Shares)
 
     async def execute(self, job: api.DDPJob, todo: Plan, state: JobState) -> bool:
         """As much of a plan as RECONCILE_SECONDS allow; whether that was all.
@@ -71,10 +63,10 @@ class Executor:
             # A pod gets what is left of the budgets, and this status may be the first that counts a restart in place.
             job = msgspec.structs.replace(job, status=todo.status)
         # Events report what the status has recorded, so they do not wait for requests that come after it and may fail.
-        self._events.send(job.metadata, todo.events, self._runtime.now())
+        self.events.send(job.metadata, todo.events, self.runtime.now())
         deletes = [partial(self._delete, job, a) for a in todo.actions if isinstance(a, DeletePod)]
         deletes += [partial(self._end, job, a) for a in todo.actions if isinstance(a, EndPod)]
-        complete = await self._in_turn(self._deletes, job, deletes)
+        complete = await self._in_turn(self.deletes, job, deletes)
         complete = await self._create_all(job, todo.actions, state) and complete
         for action in todo.actions:
             if isinstance(action, DeleteJob):
@@ -83,7 +75,7 @@ class Executor:
 
     def send_event(self, job: api.Metadata, event: Event) -> None:
         """An event that is no part of a plan."""
-        self._events.send(job, redacted.events((event,)), self._runtime.now())
+        self.events.send(job, redacted.events((event,)), self.runtime.now())
 
     async def report_unreadable(self, metadata: Raw, status: Raw | None, event: Event) -> None:
         """For a job that cannot be read: `status` is the stored one with another condition.
@@ -103,7 +95,7 @@ class Executor:
         except ApiError as error:
             if not is_refusal(error):
                 raise
-            self._runtime.log.warning("%s/%s: its condition was not written: %s", job.namespace, job.name, error)
+            self.runtime.log.warning("%s/%s: its condition was not written: %s", job.namespace, job.name, error)
         self.send_event(job, event)
 
     async def _record(self, job: api.DDPJob, status: api.Status) -> None:
@@ -125,11 +117,11 @@ class Executor:
             "status": status,
         }
         try:
-            self._caches.jobs.put(await self._client.replace(path, body, {"fieldManager": "ddpjob-operator"}))
+            self.caches.jobs.put(await self.client.replace(path, body, {"fieldManager": "ddpjob-operator"}))
         except ApiError as error:
             if error.status not in (404, 409):
                 raise
-            await self._lookup.reread(metadata)
+            await self.lookup.reread(metadata)
             raise ConflictError from None
 
     async def _delete(self, job: api.DDPJob, action: DeletePod) -> None:
@@ -139,31 +131,31 @@ class Executor:
         if action.grace_seconds is not None:
             options["gracePeriodSeconds"] = action.grace_seconds
         try:
-            answer = await self._client.delete(f"/api/v1/namespaces/{namespace}/pods/{action.name}", options)
+            answer = await self.client.delete(f"/api/v1/namespaces/{namespace}/pods/{action.name}", options)
         except ApiError as error:
             if error.status != 409 and not is_absent(error, action.name):
                 raise
-            self._caches.pods.remove(namespace, action.name, action.uid)
+            self.caches.pods.remove(namespace, action.name, action.uid)
             return
         metadata = answer.get("metadata") or {}
         leaves_later = metadata.get("finalizers") or metadata.get("deletionGracePeriodSeconds")
         is_pod = answer.get("kind") == "Pod" and metadata.get("uid") == action.uid
         if is_pod:
             # Also where it is gone now: it may have ended meanwhile, and no watch event of it is taken after this.
-            self._caches.pods.put(answer)
+            self.caches.pods.put(answer)
         if not (is_pod and metadata.get("deletionTimestamp") and leaves_later):
-            self._caches.pods.remove(namespace, action.name, action.uid)
+            self.caches.pods.remove(namespace, action.name, action.uid)
 
     async def _end(self, job: api.DDPJob, action: EndPod) -> None:
         path = f"/api/v1/namespaces/{job.metadata.namespace}/pods/{action.name}"
         body = {"metadata": {"uid": action.uid}, "spec": {"activeDeadlineSeconds": observe.END_NOW_SECONDS}}
         try:
-            self._caches.pods.put(await self._client.patch(path, body))
+            self.caches.pods.put(await self.client.patch(path, body))
         except ApiError as error:
             if error.status not in (403, 404, 405, 409, 422):
                 raise
             # The role of an older chart, or a pod that has changed meanwhile: a delete handles both.
-            self._runtime.log.info("%s is deleted, with its log, because it cannot be ended otherwise: %s", path, error)
+            self.runtime.log.info("%s is deleted, with its log, because it cannot be ended otherwise: %s", path, error)
             await self._delete(job, DeletePod(action.name, action.uid, restart_grace_seconds(job.spec)))
 
     async def _delete_job(self, job: api.DDPJob, action: DeleteJob) -> None:
@@ -171,11 +163,11 @@ class Executor:
         path = f"{JOBS_PATH.format(metadata.namespace)}/{metadata.name}"
         options = {"preconditions": {"uid": action.uid}, "propagationPolicy": "Background"}
         try:
-            await self._client.delete(path, options)
+            await self.client.delete(path, options)
         except ApiError as error:
             if error.status not in (404, 409):
                 raise
-        await self._lookup.reread(metadata)
+        await self.lookup.reread(metadata)
 
     async def _create_all(self, job: api.DDPJob, actions: Sequence[Action], state: JobState) -> bool:
         """The Service, then one pod, then the others at a time; whether this reconcile need not try more.
@@ -191,7 +183,7 @@ class Executor:
         refused_before = state.refused_in_a_row
         left = pods if known else pods[1:]
         state.unfinished = not await self._in_turn(
-            self._creates, job, left, lambda: state.refused_in_a_row > refused_before
+            self.creates, job, left, lambda: state.refused_in_a_row > refused_before
         )
         return not state.unfinished
 
@@ -199,10 +191,10 @@ class Executor:
         """Whether all of them are there now."""
         key = (job.metadata.namespace, job.metadata.name)
         for create in creates:
-            async with self._creates.turn(key):
-                self._progressed(key)
+            async with self.creates.turn(key):
+                self.progressed(key)
                 there = await create()
-            self._progressed(key)
+            self.progressed(key)
             if not there:
                 return False
         return True
@@ -216,18 +208,18 @@ class Executor:
     ) -> bool:
         """The calls in the job's share of requests; False: RECONCILE_SECONDS were over before all of them had begun."""
         key = (job.metadata.namespace, job.metadata.name)
-        ends = self._runtime.clock() + RECONCILE_SECONDS
+        ends = self.runtime.clock() + RECONCILE_SECONDS
         left = iter(calls)
 
         async def work() -> None:
             # A call that has waited for its turn is made however long that was, otherwise a long line never gets
             # shorter.
-            while self._runtime.clock() < ends and not given_up() and (call := next(left, None)) is not None:
+            while self.runtime.clock() < ends and not given_up() and (call := next(left, None)) is not None:
                 async with shares.turn(key):
-                    self._progressed(key)
+                    self.progressed(key)
                     if not given_up():
                         await call()
-                self._progressed(key)
+                self.progressed(key)
 
         await _all(work() for _ in range(min(len(calls), shares.bounds.of_job)))
         return given_up() or next(left, None) is None
@@ -240,7 +232,7 @@ class Executor:
             job,
             action.attempt,
             action.rank,
-            reporting=self._reporting,
+            reporting=self.reporting,
             avoid=action.avoid,
             replacement=action.replacement,
         )
@@ -250,17 +242,17 @@ class Executor:
         """Whether it is there now and the job's own. Raises ApiError where the server may create it later."""
         namespace, name = job.metadata.namespace, body["metadata"]["name"]
         try:
-            raw = await self._client.create(collection(kind, namespace), body, STRICT)
+            raw = await self.client.create(collection(kind, namespace), body, STRICT)
         except ApiError as error:
             if error.reason == "AlreadyExists":
-                return await self._lookup.is_own(kind, name, job, state)
+                return await self.lookup.is_own(kind, name, job, state)
             if not is_refusal(error):
                 raise
             message = build.in_users_words(error.message, body, job) if kind == "Pod" else error.message
-            state.refuse(name, message, self._runtime.now())
+            state.refuse(name, message, self.runtime.now())
             return False
         state.created(name)
-        self._caches.of_kind(kind).put(raw)
+        self.caches.of_kind(kind).put(raw)
         return True
 
 

@@ -33,31 +33,31 @@ class Caches:
         return self.pods if kind == "Pod" else self.services
 
 
+@dataclass(eq=False)
 class Lookup:
     """All of it raises ApiError."""
 
-    def __init__(self, client: Client, caches: Caches, runtime: Runtime) -> None:
-        self._client = client
-        self._caches = caches
-        self._runtime = runtime
+    client: Client
+    caches: Caches
+    runtime: Runtime
 
     async def reread(self, metadata: api.Metadata) -> None:
         """The job as it is now."""
         try:
-            raw = await self._client.get(f"{JOBS_PATH.format(metadata.namespace)}/{metadata.name}")
+            raw = await self.client.get(f"{JOBS_PATH.format(metadata.namespace)}/{metadata.name}")
         except ApiError as error:
             if not is_absent(error, metadata.name):
                 raise
-            self._caches.jobs.remove(metadata.namespace, metadata.name, metadata.uid)
+            self.caches.jobs.remove(metadata.namespace, metadata.name, metadata.uid)
             return
         if raw["metadata"]["uid"] != metadata.uid:
-            self._caches.jobs.remove(metadata.namespace, metadata.name, metadata.uid)
-        self._caches.jobs.put(raw)
+            self.caches.jobs.remove(metadata.namespace, metadata.name, metadata.uid)
+        self.caches.jobs.put(raw)
 
     async def list_pods(self, key: Key) -> None:
         """The pods of one job as they are now."""
-        pods = self._caches.pods
-        pages = self._client.pages(f"/api/v1/namespaces/{key[0]}/pods", f"{naming.LABEL_JOB}={key[1]}")
+        pods = self.caches.pods
+        pages = self.client.pages(f"/api/v1/namespaces/{key[0]}/pods", f"{naming.LABEL_JOB}={key[1]}")
         await take(
             pages,
             pods.put,
@@ -77,14 +77,14 @@ class Lookup:
             # The watch shows it too, and also when it goes.
             state.conflicts.pop((kind, name), None)
             state.created(name)
-            self._caches.of_kind(kind).put(raw)
+            self.caches.of_kind(kind).put(raw)
         else:
-            state.add_conflict(observe.conflicts(kind, raw, job.metadata), self._runtime.now())
+            state.add_conflict(observe.conflicts(kind, raw, job.metadata), self.runtime.now())
         return own
 
     async def _find(self, kind: str, namespace: str, name: str) -> Raw | None:
         try:
-            return await self._client.get(f"{collection(kind, namespace)}/{name}")
+            return await self.client.get(f"{collection(kind, namespace)}/{name}")
         except ApiError as error:
             if is_absent(error, name):
                 return None

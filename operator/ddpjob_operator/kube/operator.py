@@ -98,20 +98,11 @@ class Operator:
         lookup = Lookup(self._client, self.caches, runtime)
         events = Events(self._client, runtime, instance=settings.host_name)
         reporting = build.Reporting(settings.status_url) if settings.status_url else None
-        executor = Executor(
-            self._client, self.caches, lookup, events, runtime=runtime, reporting=reporting, progressed=self._progressed
-        )
+        executor = Executor(self._client, self.caches, lookup, events, runtime, reporting, self._progressed)
         self.reports = Reports(self.caches.jobs, states, runtime, settings.rules.progress_write_seconds)
         self._events = events
         self.reconciler = Reconciler(
-            self.caches,
-            states,
-            self.reports,
-            lookup,
-            executor,
-            runtime=runtime,
-            settings=settings.rules,
-            ready_in=self._ready_in,
+            self.caches, states, self.reports, lookup, executor, runtime, settings.rules, self._ready_in
         )
         self.queue: Queue[Key] = Queue(self.reconciler.reconcile, runtime)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ddpjob_operator.job import api, ranges, reasons, validation
@@ -26,45 +27,34 @@ ROUNDS_MAX = 6
 CREATED_SECONDS = 5.0
 
 
+@dataclass(eq=False)
 class Reconciler:
     """The queue calls `reconcile`; its errors are the queue's back-off."""
 
-    def __init__(
-        self,
-        caches: Caches,
-        states: JobStates,
-        reports: Reports,
-        lookup: Lookup,
-        executor: Executor,
-        *,
-        runtime: Runtime,
-        settings: Settings,
-        ready_in: Callable[[Key], float | None] = lambda _key: 0.0,
-    ) -> None:
-        """ready_in: seconds until a job may be reconciled, 0: now; None: not before it is enqueued again."""
-        self._caches = caches
-        self._states = states
-        self._reports = reports
-        self._lookup = lookup
-        self._executor = executor
-        self._runtime = runtime
-        self._settings = settings
-        self._ready_in = ready_in
-        self._progress_turns = ProgressTurns()
+    caches: Caches
+    states: JobStates
+    reports: Reports
+    lookup: Lookup
+    executor: Executor
+    runtime: Runtime
+    settings: Settings
+    ready_in: Callable[[Key], float | None] = lambda _key: 0.0
+    """Seconds until a job may be reconciled, 0: now; None: not before it is enqueued again."""
+    _progress_turns: ProgressTurns = field(default_factory=ProgressTurns)
 
     async def reconcile(self, key: Key) -> float | None:
         """The seconds until time alone makes another reconcile necessary; None: it does not. Raises RetryError."""
-        if (wait := self._ready_in(key)) != 0.0:
+        if (wait := self.ready_in(key)) != 0.0:
             return wait
-        ends = self._runtime.clock() + RECONCILE_SECONDS
+        ends = self.runtime.clock() + RECONCILE_SECONDS
         for _ in range(ROUNDS_MAX):
             try:
                 if (readable := await self._readable(key)) is None:
                     return None
                 job, problems = readable
-                state = self._states.of(key, job.metadata.uid)
+                state = self.states.of(key, job.metadata.uid)
                 seen = await self._observe(key, job, state)
-                todo = plan(job, seen, self._runtime.now(), problems=problems, settings=self._settings)
+                todo = plan(job, seen, self.runtime.now(), problems=problems, settings=self.settings)
                 if todo.status is None and not todo.actions:
                     return self._requeue_in(todo, state)
                 if await self._has_listed_pods(key, todo, state):
@@ -81,8 +71,8 @@ class Reconciler:
 
     async def _execute(self, job: api.DDPJob, todo: Plan, state: JobState, ends: float) -> float | None:
         """The seconds until the next reconcile; None: another round comes at once."""
-        complete = await self._executor.execute(job, todo, state)
-        if not complete or self._runtime.clock() > ends:
+        complete = await self.executor.execute(job, todo, state)
+        if not complete or self.runtime.clock() > ends:
             return 0.0  # the other jobs that are due come first
         if _only_creates(todo) and not state.refusals and not state.conflicts:
             # The status that was just written describes it, and the new pods' own changes come soon enough.
@@ -92,19 +82,19 @@ class Reconciler:
     async def _readable(self, key: Key) -> tuple[api.DDPJob, list[validation.Problem]] | None:
         """The job and what is wrong with its spec. None where it is gone, or where it or one of its objects cannot be
         read: that is reported, and whoever fixes the object thereby enqueues the job."""
-        raw = self._caches.jobs.get(key)
+        raw = self.caches.jobs.get(key)
         if raw is None:
             self._progress_turns.forget(key)
-            self._states.forget([key])
+            self.states.forget([key])
             return None
         try:
-            job, problems = self._states.parse(key, raw)
+            job, problems = self.states.parse(key, raw)
         except validation.UnreadableError as error:
             await self._report_unreadable(raw, str(error))
             return None
-        if why := self._caches.pods.unreadable(key) or self._caches.services.unreadable(key):
+        if why := self.caches.pods.unreadable(key) or self.caches.services.unreadable(key):
             # Without it a rank would seem to be lost, and a pod would be made beside it.
-            self._executor.send_event(job.metadata, Event("Warning", reasons.UNREADABLE.name, why))
+            self.executor.send_event(job.metadata, Event("Warning", reasons.UNREADABLE.name, why))
             return None
         return job, problems
 
@@ -112,34 +102,34 @@ class Reconciler:
         """Nothing is planned for a job that cannot be read."""
         if not unreadable.is_ours(raw):
             return
-        status = unreadable.with_condition(raw, why, self._runtime.now())
+        status = unreadable.with_condition(raw, why, self.runtime.now())
         if status is not None or not unreadable.is_told(raw):
-            await self._executor.report_unreadable(raw["metadata"], status, unreadable.event(why))
+            await self.executor.report_unreadable(raw["metadata"], status, unreadable.event(why))
 
     async def _observe(self, key: Key, job: api.DDPJob, state: JobState) -> Observed:
-        now = self._runtime.now()
+        now = self.runtime.now()
         state.adjust_clock(now)
         for (kind, name), conflict in list(state.conflicts.items()):
             if conflict.check_at <= now:
-                await self._lookup.is_own(kind, name, job, state)
+                await self.lookup.is_own(kind, name, job, state)
         await self._confirm_gone(key, job, state)
-        services = [s for s in self._caches.services.of(key) if s.name == job.metadata.name]
+        services = [s for s in self.caches.services.of(key) if s.name == job.metadata.name]
         own = [s for s in services if s.owner_uid == job.metadata.uid]
         others = tuple(
             ConflictingObject("Service", s.name, of_deleted_job=s.owner_job == job.metadata.name)
             for s in services
             if s not in own
         )
-        nodes, pods = self._caches.nodes.seen(), self._caches.pods.of(key)
+        nodes, pods = self.caches.nodes.seen(), self.caches.pods.of(key)
         if nodes is None:  # then the pods themselves show whether their node is lost
-            pods = state.by_own_clock(pods, self._runtime.now())
+            pods = state.by_own_clock(pods, self.runtime.now())
         return Observed(
             service=bool(own),
             pods=tuple(pods),
             conflicts=(*others, *(conflict.object for conflict in state.conflicts.values())),
             refusals=tuple(state.refusals.values()),
             reports=state.reports,
-            listening_since=self._reports.listening_since,
+            listening_since=self.reports.listening_since,
             agent=state.agent.agent if state.agent and state.agent.attempt == job.status.attempt else None,
             nodes=nodes,
             deleted_pods=tuple(p for p in state.deleted_pods.values() if p.attempt == job.status.attempt),
@@ -156,9 +146,9 @@ class Reconciler:
             return
         ran = ranges.parse(status.started_nodes) - ranges.parse(status.completed_nodes)
         names = {naming.present_pod_name(job, status, rank) for rank in ran}
-        missing = names - {pod.name for pod in self._caches.pods.of(key)} - state.confirmed_gone
+        missing = names - {pod.name for pod in self.caches.pods.of(key)} - state.confirmed_gone
         if missing:
-            await self._lookup.list_pods(key)
+            await self.lookup.list_pods(key)
             state.confirmed_gone |= missing
 
     async def _has_listed_pods(self, key: Key, todo: Plan, state: JobState) -> bool:
@@ -169,7 +159,7 @@ class Reconciler:
         newest = max(creates, default=(0, 0))
         if newest <= state.listed_for:
             return False
-        await self._lookup.list_pods(key)
+        await self.lookup.list_pods(key)
         state.listed_for = newest
         return True
 
@@ -177,7 +167,7 @@ class Reconciler:
         """Seconds that a write of progress alone has to wait for those of other jobs."""
         old, new = job.status, todo.status
         if not todo.actions and new is not None and old.progress is not None and _only_progress(old, new):
-            return self._progress_turns.ask(key, old.progress.updated, self._runtime.clock())
+            return self._progress_turns.ask(key, old.progress.updated, self.runtime.clock())
         self._progress_turns.forget(key)
         return 0.0
 
@@ -185,7 +175,7 @@ class Reconciler:
         times = [conflict.check_at for conflict in state.conflicts.values()]
         if todo.requeue_at is not None:
             times.append(todo.requeue_at)
-        return max(0.05, (min(times) - self._runtime.now()).total_seconds()) if times else None
+        return max(0.05, (min(times) - self.runtime.now()).total_seconds()) if times else None
 
 
 def _only_progress(old: api.Status, new: api.Status) -> bool:
