@@ -87,7 +87,7 @@ class Operator:
         self._first_lists: asyncio.Task[None] | None = None
         self._health: web.AppRunner | None = None
         self._forwarder = Forwarder(leader.leader_address if leader else lambda: None)
-        verifier = Verifier(client.get, lambda why: runtime.log.warning("progress is off: %s", why))
+        verifier = Verifier(client.get, self._keys_hidden, clock=runtime.clock)
         forward = self._forwarder.forward
         self._receiver = Receiver(verifier.pod, self.locate, self.report, runtime=runtime, forward=forward)
 
@@ -238,6 +238,9 @@ class Operator:
         # While another operator leads a queue would only grow, by the names of all jobs that ever were.
         if self.leads:
             self.queue.add(key, in_seconds)
+
+    def _keys_hidden(self, why: str) -> None:
+        self._runtime.log.warning("progress is off: %s", why)
 
     def _progressed(self, key: Key) -> None:
         self.queue.progressed(key)
