@@ -14,11 +14,12 @@ from msgspec.structs import replace
 from worlds import START, UID, World, job
 
 from ddpjob_operator.job import api, ranges, validation
+from ddpjob_operator.job.status import is_broken
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.observed.cluster import ConflictingObject, Container, Node, Observed, Pod
 from ddpjob_operator.observed.reports import Agent, AgentCounts, Report
-from ddpjob_operator.plan.plan import CreatePod, CreateService, DeleteJob, DeletePod, plan
-from ddpjob_operator.plan.status import is_broken
+from ddpjob_operator.plan.actions import CreatePod, CreateService, DeleteJob, DeletePod
+from ddpjob_operator.plan.plan import plan
 from ddpjob_operator.pods import naming
 
 NODES_MAX = 3

@@ -17,7 +17,7 @@ from ddpjob_operator.observed import facts
 from ddpjob_operator.observed.cluster import ConflictingObject, Container, Node, Observed, Pod, Refusal
 from ddpjob_operator.observed.reports import Agent, Report
 from ddpjob_operator.observed.stall import StepTracker, update
-from ddpjob_operator.plan.plan import (
+from ddpjob_operator.plan.actions import (
     Action,
     CreatePod,
     CreateService,
@@ -27,8 +27,8 @@ from ddpjob_operator.plan.plan import (
     Event,
     Plan,
     Settings,
-    plan,
 )
+from ddpjob_operator.plan.plan import plan
 
 START = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 UID = "7d0c6f1e-0000-4000-8000-000000000001"

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from worlds import World, digits, manifest
 
 from ddpjob_operator.job import api, validation
-from ddpjob_operator.plan import status as statuses
-from ddpjob_operator.plan.plan import CreatePod
+from ddpjob_operator.job.status import condition
+from ddpjob_operator.plan.actions import CreatePod
 
 MIN_NODES = {"minNodes": 1}
 SAID = "the spec is invalid (spec.minNodes: elastic jobs are not available yet. Remove it.); the job goes on as it was"
@@ -64,7 +64,7 @@ def test_a_job_whose_spec_became_invalid_keeps_its_deadlines() -> None:
     assert world.of_deleted_job
 
 
-def test_a_job_whose_spec_became_invalid_can_be_suspended_and_resumes_when_it_is_mended() -> None:
+def test_a_job_whose_spec_became_invalid_can_be_suspended_and_resumes_when_it_is_fixed() -> None:
     world = becomes(digits().running(), suspend=True, **MIN_NODES).settle().stops_all().settle()
     assert world.status.state == "Suspended"
     assert world.status.message.endswith(
@@ -72,7 +72,7 @@ def test_a_job_whose_spec_became_invalid_can_be_suspended_and_resumes_when_it_is
     )
     becomes(world, **MIN_NODES).settle()
     assert (world.status.state, world.status.reason, world.names()) == ("Suspended", "InvalidSpec", [])
-    assert "suspended until that is mended" in world.status.message
+    assert "suspended until the spec is fixed" in world.status.message
     is_mended(world).settle()
     assert world.names() == ["digits-2-0", "digits-2-1"]
 
@@ -80,7 +80,7 @@ def test_a_job_whose_spec_became_invalid_can_be_suspended_and_resumes_when_it_is
 def test_that_the_spec_is_invalid_stands_in_the_message_the_condition_and_one_event() -> None:
     world = becomes(digits().running(), **MIN_NODES).settle()
     assert world.status.message == f"2 of 2 nodes run, attempt 1; {SAID}"
-    assert not statuses.condition(world.status, "Accepted")
+    assert not condition(world.status, "Accepted")
     assert [(e.type, e.message) for e in world.events if e.reason == "InvalidSpec"] == [("Warning", SAID)]
     world.after(60).settle()
     assert world.plan().status is None

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 from worlds import START, World, digits, job
 
+from ddpjob_operator.job.status import condition, find_condition
+from ddpjob_operator.job.times import start_back_off_seconds
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.observed.cluster import ConflictingObject, Refusal
-from ddpjob_operator.plan import status as statuses
-from ddpjob_operator.plan.plan import CreatePod, CreateService, DeleteJob, DeletePod, Plan, start_back_off_seconds
+from ddpjob_operator.plan.actions import CreatePod, CreateService, DeleteJob, DeletePod, Plan
 
 
 def deleted(plan: Plan) -> list[tuple[str, int | None]]:
@@ -58,10 +59,10 @@ def test_while_it_waits_the_job_says_for_what(rank_0, state: str, reason: str, p
 def test_the_job_runs_once_all_trainers_run_and_not_before() -> None:
     world = digits().started().runs(0).settle()
     assert world.status.state == "Starting"
-    assert not statuses.condition(world.status, "Running")
+    assert not condition(world.status, "Running")
     world.runs(1).settle()
     assert world.status.state == "Running"
-    assert statuses.condition(world.status, "Running")
+    assert condition(world.status, "Running")
     assert world.status.display is not None
     assert world.status.display.nodes == "2/2"
 
@@ -76,7 +77,7 @@ def test_the_job_succeeds_when_all_trainers_end_with_0() -> None:
     world.exits(1).settle()
     assert world.status.state == "Succeeded"
     assert world.status.completion_time == START + dt.timedelta(seconds=60)
-    assert statuses.condition(world.status, "Complete")
+    assert condition(world.status, "Complete")
 
 
 def test_a_succeeded_pod_that_vanishes_while_its_peers_run_does_no_harm() -> None:
@@ -145,7 +146,7 @@ def test_the_condition_suspended_waits_for_the_last_pod() -> None:
     """Whoever waits for it takes the GPUs or the volume, and a rank may be writing to it still."""
     world = digits().running().change(suspend=True).settle()
     assert (world.status.state, world.status.reason) == ("Suspended", "Suspending")
-    shown = statuses.find_condition(world.status, "Suspended")
+    shown = find_condition(world.status, "Suspended")
     assert shown is not None
     assert (shown.status, shown.reason, shown.message) == (
         "False",
@@ -154,9 +155,9 @@ def test_the_condition_suspended_waits_for_the_last_pod() -> None:
     )
     assert world.status.start_time is not None, "without it the API server lets nodes and template change"
     world.stops(0).settle()
-    assert not statuses.condition(world.status, "Suspended")
+    assert not condition(world.status, "Suspended")
     world.stops(1).settle()
-    assert statuses.condition(world.status, "Suspended")
+    assert condition(world.status, "Suspended")
     assert (world.status.reason, world.status.start_time) == ("Suspended", None)
 
 
@@ -375,7 +376,7 @@ def test_an_invalid_spec_starts_nothing_and_says_which_field() -> None:
     accepted = next(c for c in world.status.conditions if c.type == "Accepted")
     assert (accepted.status, accepted.message) == ("False", "spec.backend: mpi is not there")
     world.problems = []
-    assert statuses.condition(world.settle().status, "Accepted")
+    assert condition(world.settle().status, "Accepted")
 
 
 def test_progress_alone_is_written_at_most_every_ten_seconds() -> None:

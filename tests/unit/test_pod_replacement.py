@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from worlds import World, digits
 
 from ddpjob_operator.observed.reports import Agent, AgentCounts, AgentFailure
-from ddpjob_operator.plan.plan import CreatePod, DeletePod
+from ddpjob_operator.plan.actions import CreatePod, DeletePod
 from ddpjob_operator.pods import build
 
 DDPRUN = {"command": ["ddprun", "train.py"]}

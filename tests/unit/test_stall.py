@@ -380,8 +380,8 @@ def test_when_most_jobs_go_silent_together_it_is_we_who_hear_nothing() -> None:
     found = silence(1, 40, 41)
     assert found is not None
     assert found.sentence() == (
-        "2 of the 3 jobs that report went silent together: their reports do not get here. Until they do, no job is "
-        "restarted for standing still"
+        "2 of the 3 jobs that report went silent together: their reports do not arrive. Until they do, no job is "
+        "restarted for a stall"
     )
     assert silence(400, 401, 402) is not None, "as long as it lasts"
     assert silence(1, 400, 401) is None, "they have been gone for long, and the rest goes on"

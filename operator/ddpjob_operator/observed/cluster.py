@@ -126,6 +126,11 @@ class Pod:
         return done and self.phase not in ("Succeeded", "Failed") and not (self.sidecars_run and self.outlived)
 
     @property
+    def done_beside_sidecars(self) -> bool:
+        """Whether its trainer has ended with 0 and another container has not ended at all."""
+        return self.trainer.state == "ended" and self.trainer.exit_code == 0 and self.sidecars_run
+
+    @property
     def live(self) -> bool:
         """Whether something of it may still run.
 

@@ -1,8 +1,8 @@
-"""A stored job that this version of the operator cannot read: said on the job, and nothing else is done for it.
+"""A stored job that this version of the operator cannot read: its condition reports that, and nothing else is done.
 
 A status that cannot be read is not an empty one. It may hold that the job has finished, how much of its budgets is
-spent and which attempt may be alive: whoever plans without it trains a finished job again. It is mended by whoever
-edits it, or by the version of the operator that wrote it.
+spent and which attempt may be alive: a plan without it would train a finished job again. Whoever edits the
+status fixes it, or the version of the operator that wrote it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddpjob_operator.job import api, reasons
-from ddpjob_operator.plan.plan import Event
+from ddpjob_operator.plan.actions import Event
 
 # A value from outside may be of any length; a condition's message has at most 32 kB and is read by people.
 _WHY_MAX = 300
