@@ -28,9 +28,9 @@ def record(view: View, status: api.Status) -> api.Status:
     """The status with which nodes have started and completed, progress, and the restarts that agents have charged."""
     status = transitions.with_progress(_with_nodes(view, status), view.seen.reports.get(0))
     status = transitions.with_idle(status, stall.idle_since(view.trackers, view.spec.stall, view.now))
-    # What was reported before the attempt that begins in this reconcile was charged to the attempt before it.
-    reported = status.attempt == view.recorded.attempt
-    agent = agent_restarts.newest(view.pods, view.deleted_pods, view.seen) if reported else None
+    # An attempt that begins in this reconcile has no agent yet: the reports are of the one before, and counted there.
+    has_agent = 0 < status.attempt == view.recorded.attempt
+    agent = agent_restarts.newest(view.pods, view.deleted_pods, view.seen) if has_agent else None
     return agent_restarts.with_agent(status, agent, view.job, view.pods, view.now)
 
 
