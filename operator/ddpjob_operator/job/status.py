@@ -1,4 +1,4 @@
-"""What a status says. How one status follows from another is in plan/transitions.py."""
+"""Questions to a status. How one status follows from another is in plan/transitions.py."""
 
 from __future__ import annotations
 

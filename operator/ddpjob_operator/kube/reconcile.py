@@ -274,10 +274,10 @@ class Reconciler:
 
     async def _tell_unreadable(self, raw: Mapping[str, Any], why: str) -> None:
         """Nothing is planned on what cannot be read; a change of the job is looked at anew."""
-        if not unreadable.is_ours(raw):
+        if not unreadable.is_managed(raw):
             return
         status = unreadable.with_condition(raw, why, self._now())
-        if status is None and unreadable.is_told(raw):
+        if status is None and unreadable.is_reported(raw):
             return
         try:
             await self._executor.tell(raw["metadata"], status, (unreadable.event(why),))

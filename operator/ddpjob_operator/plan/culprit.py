@@ -1,6 +1,6 @@
 """How the pod of a stalled rank is ended: so that its object stays, and with it the one log that explains it.
 
-A deleted pod takes its log along. A pod whose activeDeadlineSeconds are over is ended by its kubelet in the same way
+The log of a pod is deleted with it. A pod whose activeDeadlineSeconds are over is ended by its kubelet in the same way
 (SIGTERM, the pod's own grace, SIGKILL), as Failed with the reason DeadlineExceeded, and stays. The API server takes
 that field also for a pod that runs, as long as it becomes less (pkg/apis/core/validation, ValidatePodUpdate).
 """

@@ -4,7 +4,7 @@ A spec that cannot run starts nothing, but what runs goes on as it was, to its e
 valid spec is kept, for a newer version might not read that either. None is needed: what pods are made from (`nodes`,
 `nprocPerNode`, `template`) cannot change while they run (crd.py), so the last valid spec is the present one without
 what is wrong in it. A field that is wrong counts as unset, a number out of bounds as the nearest that is allowed
-(validation.py), and `nodes` is what the status says.
+(validation.py), and `nodes` is what the status has.
 """
 
 from __future__ import annotations

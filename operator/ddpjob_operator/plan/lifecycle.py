@@ -1,4 +1,4 @@
-"""The rules of a job's life: how it starts, is suspended and resumed, runs, and ends."""
+"""The rules of a job: how it starts, is suspended and resumed, runs, and ends."""
 
 from __future__ import annotations
 
