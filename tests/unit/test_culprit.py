@@ -1,4 +1,4 @@
-"""A pod that stands still is ended in a way that keeps its log: nothing else explains a hang."""
+"""The pod of a stalled rank is ended in a way that keeps its log: nothing else explains a hang."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ends(todo: Plan) -> list[tuple[str, str]]:
 
 
 def test_the_pod_that_hangs_is_ended_and_stays_and_its_peers_are_deleted() -> None:
-    """`kubectl logs` said that the pod is not found: the one output that explains the hang was deleted with it."""
+    """`kubectl logs` answered that the pod is not found: the one output that explains the hang was deleted with it."""
     world, todo = stalled()
     assert ends(todo) == [("DeletePod", "digits-1-1"), ("EndPod", "digits-1-0")]
     world.settle()

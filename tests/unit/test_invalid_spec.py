@@ -1,4 +1,4 @@
-"""A spec that becomes invalid while its job runs: what runs goes on as it was, to its end, and says so."""
+"""A spec that becomes invalid while its job runs: what runs goes on as it was, to its end, and its message names it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_that_the_spec_is_invalid_stands_in_the_message_the_condition_and_one_ev
 
 
 def test_the_remark_is_there_once_however_often_the_job_is_looked_at() -> None:
-    """A message that is kept from look to look (a back-off's) would grow by a sentence each time."""
+    """A message that is kept from one reconcile to the next (a back-off's) would grow by a sentence each time."""
     world = becomes(digits().running(), **MIN_NODES).settle()
     world.exits(0, code=1).restarted().runs(0, 1).settle().exits(0, code=1).settle().stops_all().settle()
     assert world.status.state == "Restarting"
