@@ -1,4 +1,4 @@
-"""What a failure leads to: one clean restart of the group, charged to its cause, or a job that fails with its reason."""
+"""What a failure leads to: one clean restart of the group, charged to its cause, or a job that fails, with reason."""
 
 from __future__ import annotations
 

@@ -191,6 +191,14 @@ def test_a_restart_in_place_is_counted_told_and_named_while_the_job_runs_on() ->
     assert "restarted in place 1 time" in world.status.message
 
 
+def test_a_restart_in_place_that_is_reported_late_is_charged_to_the_attempt_before_the_resume() -> None:
+    """Its report arrives together with the resume: it was forgotten, and backoffLimit allowed one restart too many."""
+    world = trained().change(suspend=True).settle().stops_all().settle()
+    world.agent = charged(1)
+    world.change(suspend=False).settle()
+    assert (world.status.attempt, counted(world)) == (2, (1, 0))
+
+
 def test_a_restart_in_place_that_only_complaints_explain_blames_nobody_and_says_that_it_was_free() -> None:
     """A user debugs the rank that lost its peer, and counts a restart that was not charged."""
     world = trained()
