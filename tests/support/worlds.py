@@ -162,6 +162,10 @@ class World:
         """The status as the user sees it."""
         return self.job.status
 
+    def is_true(self, kind: str) -> bool:
+        """Whether a condition is True."""
+        return any(c.type == kind and c.status == "True" for c in self.status.conditions)
+
     def names(self) -> list[str]:
         """The pods that are there."""
         return sorted(self.pods)

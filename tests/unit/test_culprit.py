@@ -12,7 +12,7 @@ from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.executor import Executor
 from ddpjob_operator.observed.cluster import Container
 from ddpjob_operator.plan.actions import DeletePod, EndPod, Plan
-from ddpjob_operator.plan.culprit import GRACE_SECONDS_MAX, KUBELET_SECONDS
+from ddpjob_operator.plan.group_restart import GRACE_SECONDS_MAX, KUBELET_SECONDS
 
 LOG = "step 60\nwaiting for shard-7 of the data set"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from worlds import digits
 
-from ddpjob_operator.plan.events import shortened
+from ddpjob_operator.plan.finish import shortened
 
 GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.5]:7"
 

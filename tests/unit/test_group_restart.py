@@ -9,7 +9,6 @@ import pytest
 from worlds import START, World, digits, job
 
 from ddpjob_operator.job import api
-from ddpjob_operator.job.status import condition
 from ddpjob_operator.observed.cluster import Node
 from ddpjob_operator.plan.actions import CreatePod, DeletePod, Plan
 
@@ -195,7 +194,7 @@ def test_a_script_that_always_fails_ends_the_job_after_its_budget_with_the_true_
     assert "rank 1 (pod digits-3-1, node node-1) ended with exit code 1 (ValueError: x)" in world.status.message
     assert "restarted 2 times: backoffLimit: 2 allows no more" in world.status.message
     assert charges(world) == (2, 0, 0)
-    assert condition(world.status, "Failed")
+    assert world.is_true("Failed")
     assert [f.attempt for f in world.status.failures] == [1, 2, 3]
     assert not any(p.live for p in world.pods.values())
 

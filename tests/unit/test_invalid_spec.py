@@ -9,7 +9,6 @@ from msgspec.structs import replace
 from worlds import World, digits, manifest
 
 from ddpjob_operator.job import api, validation
-from ddpjob_operator.job.status import condition
 from ddpjob_operator.plan.actions import CreatePod
 
 MIN_NODES = {"minNodes": 1}
@@ -80,7 +79,7 @@ def test_a_job_whose_spec_became_invalid_can_be_suspended_and_resumes_when_it_is
 def test_that_the_spec_is_invalid_stands_in_the_message_the_condition_and_one_event() -> None:
     world = becomes(digits().running(), **MIN_NODES).settle()
     assert world.status.message == f"2 of 2 nodes run, attempt 1; {SAID}"
-    assert not condition(world.status, "Accepted")
+    assert not world.is_true("Accepted")
     assert [(e.type, e.message) for e in world.events if e.reason == "InvalidSpec"] == [("Warning", SAID)]
     world.after(60).settle()
     assert world.plan().status is None

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from worlds import START, World, digits, job
 
-from ddpjob_operator.job.status import condition, find_condition
+from ddpjob_operator.job.status import find_condition
 from ddpjob_operator.job.times import start_back_off_seconds
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.observed.cluster import ConflictingObject, Refusal
@@ -59,10 +59,10 @@ def test_while_it_waits_the_job_says_for_what(rank_0, state: str, reason: str, p
 def test_the_job_runs_once_all_trainers_run_and_not_before() -> None:
     world = digits().started().runs(0).settle()
     assert world.status.state == "Starting"
-    assert not condition(world.status, "Running")
+    assert not world.is_true("Running")
     world.runs(1).settle()
     assert world.status.state == "Running"
-    assert condition(world.status, "Running")
+    assert world.is_true("Running")
     assert world.status.display is not None
     assert world.status.display.nodes == "2/2"
 
@@ -77,7 +77,7 @@ def test_the_job_succeeds_when_all_trainers_end_with_0() -> None:
     world.exits(1).settle()
     assert world.status.state == "Succeeded"
     assert world.status.completion_time == START + dt.timedelta(seconds=60)
-    assert condition(world.status, "Complete")
+    assert world.is_true("Complete")
 
 
 def test_a_succeeded_pod_that_vanishes_while_its_peers_run_does_no_harm() -> None:
@@ -155,9 +155,9 @@ def test_the_condition_suspended_waits_for_the_last_pod() -> None:
     )
     assert world.status.start_time is not None, "without it the API server lets nodes and template change"
     world.stops(0).settle()
-    assert not condition(world.status, "Suspended")
+    assert not world.is_true("Suspended")
     world.stops(1).settle()
-    assert condition(world.status, "Suspended")
+    assert world.is_true("Suspended")
     assert (world.status.reason, world.status.start_time) == ("Suspended", None)
 
 
@@ -376,7 +376,7 @@ def test_an_invalid_spec_starts_nothing_and_says_which_field() -> None:
     accepted = next(c for c in world.status.conditions if c.type == "Accepted")
     assert (accepted.status, accepted.message) == ("False", "spec.backend: mpi is not there")
     world.problems = []
-    assert condition(world.settle().status, "Accepted")
+    assert world.settle().is_true("Accepted")
 
 
 def test_progress_alone_is_written_at_most_every_ten_seconds() -> None:

@@ -40,12 +40,6 @@ def apart_from_progress(status: api.Status) -> api.Status:
     return replace(status, progress=None, display=replace(shown, step="", progress="", eta=""))
 
 
-def condition(status: api.Status, kind: str) -> bool:
-    """Whether a condition is True."""
-    found = find_condition(status, kind)
-    return found is not None and found.status == "True"
-
-
 def find_condition(status: api.Status, kind: str) -> api.Condition | None:
     """A condition; None where it has never been shown."""
     return next((c for c in status.conditions if c.type == kind), None)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ddpjob_operator.job import api
 from ddpjob_operator.job.times import earliest
-from ddpjob_operator.plan import group_restart, lifecycle, pod_replacement, startup, triggers
+from ddpjob_operator.plan import group_restart, lifecycle, pod_replacement, startup
 from ddpjob_operator.plan.actions import Decision, DeletePod
 from ddpjob_operator.plan.record import record
 from ddpjob_operator.plan.view import View, in_attempt, is_over, next_loss
@@ -47,7 +47,7 @@ def decide(view: View, status: api.Status) -> Decision:
         if decision is None:
             continue
         if not decision.begins_attempt:
-            by_time = (next_loss(view), triggers.next_check(view, status))
+            by_time = (next_loss(view), group_restart.next_check(view, status))
             again_at = earliest(decision.requeue_at, *by_time)
             return replace(decision, actions=(*garbage(view), *decision.actions), requeue_at=again_at)
         view = in_attempt(view, decision.status)

@@ -9,21 +9,30 @@ startup.py make its pods.
 from __future__ import annotations
 
 import datetime as dt
+from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
 from ddpjob.core import rules
 from ddpjob_operator.failures import root_cause
-from ddpjob_operator.job import api, budgets, launcher, reasons, wording
+from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, reasons, wording
 from ddpjob_operator.job.reasons import Reason
-from ddpjob_operator.job.status import unsettled_failure
-from ddpjob_operator.plan import culprit, pending
-from ddpjob_operator.plan.actions import Decision, restart_grace_seconds
-from ddpjob_operator.plan.settlement import Settled, settle
+from ddpjob_operator.job.status import TERMINAL, is_broken, unsettled_failure
+from ddpjob_operator.job.times import after, is_past
+from ddpjob_operator.observed import stall
+from ddpjob_operator.observed.cluster import Pod
+from ddpjob_operator.plan import pending
+from ddpjob_operator.plan.actions import Decision, DeletePod, EndPod, restart_grace_seconds
+from ddpjob_operator.plan.settlement import Settled, failure_of, launched, rank_of, settle, with_last_step, with_limit
 from ddpjob_operator.plan.transitions import enter, new_attempt, with_failure
-from ddpjob_operator.plan.triggers import first_trigger
 from ddpjob_operator.plan.view import View, name_pods
 
+# An agent in the pod finds a stall itself, and restarts in place: what takes longer has no agent that can.
+AGENT_FIRST = dt.timedelta(seconds=60)
+# What a kubelet takes to receive the deadline, and to report the end of the pod.
+KUBELET_SECONDS = 10
+# A job whose pods may take an hour to save must not wait so long for one that hangs.
+GRACE_SECONDS_MAX = 60
 _WHY_IT_STOPS: dict[rules.Stop, tuple[Reason, str]] = {
     "BackoffLimitExceeded": (reasons.BACKOFF_LIMIT_EXCEEDED, "{restarts}backoffLimit: {limit} allows no {more}"),
     "NoProgress": (
@@ -41,7 +50,7 @@ _WHY_IT_STOPS: dict[rules.Stop, tuple[Reason, str]] = {
 
 def attempt_broken(view: View, status: api.Status) -> Decision | None:
     """One rank is lost, so the group is broken: the others would hang in a collective until their time-out."""
-    trigger = first_trigger(view, status)
+    trigger = next(_triggers(view, status), None)
     if trigger is None:
         return None
     reason, failure = trigger
@@ -72,10 +81,36 @@ def restart_all(view: View, status: api.Status, first: api.Failure, settled: Set
     # step.
     grace = None if view.recorded.reason == reasons.DISRUPTED.name else restart_grace_seconds(view.spec)
     text = root_cause.sentence(settled.cause)
-    actions, again_at = culprit.stop(view, first, view.active, grace)
+    actions, again_at = _stop(view, first, view.active, grace)
     # The cause is recorded at each reconcile, because the evidence of a pod goes with its object.
     message = _ending(view, text, settled.cause)
     return Decision(replace(with_failure(status, settled.cause, text), message=message), actions, again_at)
+
+
+def _stop(
+    view: View, first: api.Failure, pods: Sequence[Pod], grace_seconds: int | None
+) -> tuple[tuple[DeletePod | EndPod, ...], dt.datetime | None]:
+    """Stop the pods of a broken attempt, and when to check them again. first: what is recorded as its cause.
+
+    The pod of a stalled rank is ended so that its object stays, because the one log that explains the stall is deleted
+    with it. A pod whose activeDeadlineSeconds are over is ended by its kubelet as by a delete (SIGTERM, the pod's own
+    grace, SIGKILL), as Failed with the reason DeadlineExceeded, and stays. The API server takes that field also for a
+    pod that runs, as long as it becomes less (pkg/apis/core/validation, ValidatePodUpdate).
+    """
+    hanging = next((p for p in pods if _hangs(p, first)), None)
+    # The clock may have been set back since it was recorded; times.py keeps that of the state from being ahead.
+    until = min(first.time, view.recorded.state_time or first.time) + dt.timedelta(
+        seconds=KUBELET_SECONDS + min(podspec.grace_seconds(view.spec.template), GRACE_SECONDS_MAX)
+    )
+    if hanging is None or view.now >= until:
+        # Neither its kubelet nor its process has answered, so its log is given up and the pod deleted.
+        return view.stop(pods, restart_grace_seconds(view.spec) if hanging else grace_seconds), None
+    others = view.stop([p for p in pods if p is not hanging], grace_seconds)
+    return (*others, *(() if hanging.deadline_set else (EndPod(hanging.name, hanging.uid),))), until
+
+
+def _hangs(pod: Pod, first: api.Failure) -> bool:
+    return first.reason == root_cause.STALLED and pod.name == first.pod and pod.deletion_requested_at is None
 
 
 def _next_attempt(view: View, status: api.Status, settled: Settled) -> Decision:
@@ -88,6 +123,76 @@ def _next_attempt(view: View, status: api.Status, settled: Settled) -> Decision:
     later = new_attempt(charged, view.now + dt.timedelta(seconds=verdict.wait_seconds))
     text = _going_on(view, settled, later.attempt)
     return Decision(enter(later, "Restarting", reasons.RESTARTING, text, view.now))
+
+
+def _triggers(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failure]]:
+    """What shows that this attempt cannot go on, the strongest evidence first. The cause may be another one."""
+    ended = (*_failed(view, status), *_gone(view, status))
+    yield from sorted(ended, key=lambda trigger: root_cause.weigh(trigger[1]))
+    yield from _stopped_from_outside(view, status)
+    yield from _never_configured(view, status)
+    yield from _stalled(view, status)
+
+
+def _failed(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failure]]:
+    if failed := view.failed(status):
+        # The operator has requested no deletion in this attempt: who else did may explain what failed.
+        pods = [*failed, *(p for p in view.active if p.deletion_requested_at is not None)]
+        failure = root_cause.root_cause(
+            status.attempt,
+            pods,
+            rank_of(view),
+            view.now,
+            keep_log_tail=view.settings.keep_log_tail,
+            launched=launched(view, status),
+        )
+        yield reasons.RANK_FAILED, with_limit(view, with_last_step(status, failure))
+
+
+def _gone(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failure]]:
+    for pod in sorted((p for p in view.pods.values() if p.uid in view.lost), key=lambda p: p.rank):
+        yield reasons.NODE_LOST, failure_of(view, status, pod.rank, root_cause.NODE_LOST)
+    ran = ranges.parse(status.started_nodes) - ranges.parse(status.completed_nodes)
+    for rank in sorted(ran - set(view.pods)):
+        yield reasons.RANK_FAILED, failure_of(view, status, rank, root_cause.GONE)
+
+
+def _stopped_from_outside(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failure]]:
+    for pod in view.active:
+        if pod.deletion_requested_at is not None:
+            yield reasons.DISRUPTED, failure_of(view, status, pod.rank, pod.disruption or root_cause.STOPPED)
+
+
+def _never_configured(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failure]]:
+    for pod in view.active:
+        if is_past(_config_error_at(view, pod), view.now):
+            failure = failure_of(view, status, pod.rank, root_cause.CONFIG_ERROR)
+            yield reasons.RANK_FAILED, replace(failure, exception=pod.trainer.message[: root_cause.EXCEPTION_MAX])
+
+
+def _stalled(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failure]]:
+    finding = view.stall_finding
+    if finding is None or finding.kind == "warning" or finding.node_rank not in view.pods:
+        return
+    if launcher.restarts_in_place(view.spec) and view.now < finding.until + AGENT_FIRST:
+        return
+    failure = failure_of(view, status, finding.node_rank, root_cause.STALLED)
+    what = finding.what()[: root_cause.EXCEPTION_MAX]
+    yield reasons.STALLED, replace(failure, rank=finding.rank, step=finding.step, exception=what)
+
+
+def next_check(view: View, status: api.Status) -> dt.datetime | None:
+    """When time alone may break this attempt."""
+    if status.state in (*TERMINAL, "Failing", "Suspended") or is_broken(status):
+        return None
+    times = [*(_config_error_at(view, p) for p in view.active)]
+    times.append(stall.requeue_at(view.trackers, view.spec.stall, view.now))
+    return min((t for t in times if t is not None and t > view.now), default=None)
+
+
+def _config_error_at(view: View, pod: Pod) -> dt.datetime | None:
+    stuck = pod.trainer.state == "waiting" and pod.trainer.reason == root_cause.CONFIG_ERROR
+    return after(pod.scheduled_at, view.settings.config_error_seconds) if stuck else None
 
 
 def _ending(view: View, text: str, failure: api.Failure) -> str:

@@ -11,8 +11,6 @@ from msgspec.structs import replace
 from ddpjob.core import rules
 from ddpjob_operator.failures import root_cause, termination_message
 from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, topology
-from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.plan import culprit
 from ddpjob_operator.plan.actions import Settings
 from ddpjob_operator.plan.transitions import with_failure
 from ddpjob_operator.plan.view import View
@@ -71,7 +69,7 @@ def settle(view: View, status: api.Status, first: api.Failure) -> Settled:
 
 def _cause(view: View, status: api.Status, first: api.Failure) -> tuple[api.Failure, rules.Class]:
     """The cause by all that is known now: the failure recorded first, and every pod that has failed, gone or not."""
-    lost = [p for p in view.pods.values() if p.uid in view.lost_by_node]
+    lost = [rank for rank, pod in view.pods.items() if pod.uid in view.lost_by_node]
     failure, failure_class = root_cause.settle(
         first,
         view.failed(status),
@@ -81,13 +79,23 @@ def _cause(view: View, status: api.Status, first: api.Failure) -> tuple[api.Fail
         trained=_has_trained_before(status),
         nodes=view.spec.nodes,
         keep_log_tail=view.settings.keep_log_tail,
-        lost=[failure_of_pod(view, status, p, root_cause.NODE_LOST) for p in lost],
+        lost=[failure_of(view, status, rank, root_cause.NODE_LOST) for rank in lost],
         early=_completed_early(view, status),
         steps={rank: tracker.step for rank, tracker in view.trackers.items()},
         launched=launched(view, status),
     )
-    failure = with_limit(view, culprit.with_log(view, failure))
+    failure = with_limit(view, _with_log(view, failure))
     return replace(with_last_step(status, failure), failure_class=""), failure_class
+
+
+def _with_log(view: View, failure: api.Failure) -> api.Failure:
+    """With the end of the log of the pod that was ended for it."""
+    pod = view.known_pods.get(failure.node_rank) if failure.node_rank is not None else None
+    if failure.reason != root_cause.STALLED or failure.log_tail or not view.settings.keep_log_tail or pod is None:
+        return failure
+    if pod.name != failure.pod or not pod.ended:
+        return failure
+    return replace(failure, log_tail=root_cause.tail_of(pod))
 
 
 def _slow_nodes(view: View) -> list[str]:
@@ -121,11 +129,10 @@ def _completed_early(view: View, status: api.Status) -> api.Failure | None:
     pods = view.known_pods
     ends = {rank: pods[rank].trainer.ended_at or view.now for rank in ranks if rank in pods}
     first = min(ranks, key=lambda rank: (ends.get(rank, view.now), rank))
+    failure = failure_of(view, status, first, root_cause.ENDED_EARLY)
     node = pods[first].node if first in pods else ""
-    name = naming.present_pod_name(view.job, status, first)
-    failure = failure_of(view, status, first, name, root_cause.ENDED_EARLY, node)
     # The step in the status is rank 0's; of another rank only its own reports show anything.
-    return replace(failure, step=failure.step if first == 0 else None, time=ends.get(first, view.now))
+    return replace(failure, node=node, step=failure.step if first == 0 else None, time=ends.get(first, view.now))
 
 
 def _has_trained_before(status: api.Status) -> bool:
@@ -180,19 +187,15 @@ def with_last_step(status: api.Status, failure: api.Failure) -> api.Failure:
     return replace(failure, step=progress.step)
 
 
-def failure_of_pod(view: View, status: api.Status, pod: Pod, reason: str) -> api.Failure:
-    """A failure that is seen from outside the pod."""
-    return failure_of(view, status, pod.rank, pod.name, reason, pod.node)
-
-
-def failure_of(view: View, status: api.Status, node_rank: int, pod: str, reason: str, node: str = "") -> api.Failure:
-    """The same of a pod that may be gone."""
+def failure_of(view: View, status: api.Status, node_rank: int, reason: str) -> api.Failure:
+    """A failure that is seen from outside the pod, which may be gone."""
+    pod = view.pods.get(node_rank)
     failure = api.Failure(
         attempt=status.attempt,
         rank=topology.rank_of_node(view.spec, node_rank),
         node_rank=node_rank,
-        pod=pod,
-        node=node,
+        pod=pod.name if pod else naming.present_pod_name(view.job, status, node_rank),
+        node=pod.node if pod else "",
         reason=reason,
         time=view.now,
     )
