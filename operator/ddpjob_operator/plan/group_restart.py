@@ -37,12 +37,12 @@ _WHY_IT_STOPS: dict[rules.Stop, tuple[Reason, str]] = {
     "BackoffLimitExceeded": (reasons.BACKOFF_LIMIT_EXCEEDED, "{restarts}backoffLimit: {limit} allows no {more}"),
     "NoProgress": (
         reasons.NO_PROGRESS,
-        "{charged} charged failures in a row without a new step, so another try is not worth it",
+        "{charged} charged failures in a row without a new step, so the job is not retried",
     ),
-    "PermanentFailure": (reasons.PERMANENT_FAILURE, "another try cannot help"),
+    "PermanentFailure": (reasons.PERMANENT_FAILURE, "a retry cannot succeed"),
     "TooManyInfrastructureFailures": (
         reasons.TOO_MANY_INFRASTRUCTURE_FAILURES,
-        "{uncharged} restarts without a charge and without a new step, so another try is not worth it",
+        "{uncharged} restarts without a charge and without a new step, so the job is not retried",
     ),
     "TooManyStalls": (reasons.TOO_MANY_STALLS, "restarted {stalls} times because no step was made"),
 }
