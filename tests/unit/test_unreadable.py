@@ -22,7 +22,7 @@ from ddpjob_operator.kube.reconcile import Reconciler
 from ddpjob_operator.kube.reports import Reports
 from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.store import Jobs, Store
-from ddpjob_operator.plan.plan import Settings
+from ddpjob_operator.plan.actions import Settings
 
 KEY = ("default", "digits")
 FINISHED: dict[str, Any] = {

@@ -13,7 +13,7 @@ from ddpjob_operator.kube.client import ApiError, Client, Raw
 from ddpjob_operator.kube.limit import at_most
 from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.shares import Bounds, Shares
-from ddpjob_operator.plan.plan import Event
+from ddpjob_operator.plan.actions import Event
 
 QUEUE_MAX = 1_000
 # Of one job; beyond this its newest are dropped. A job that restarts all the time must not leave no room for others.

@@ -20,8 +20,17 @@ from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.shares import Shares
 from ddpjob_operator.kube.store import Key
 from ddpjob_operator.plan import redacted
-from ddpjob_operator.plan.plan import Action, CreatePod, CreateService, DeleteJob, DeletePod, EndPod, Event, Plan
-from ddpjob_operator.plan.view import restart_grace_seconds
+from ddpjob_operator.plan.actions import (
+    Action,
+    CreatePod,
+    CreateService,
+    DeleteJob,
+    DeletePod,
+    EndPod,
+    Event,
+    Plan,
+    restart_grace_seconds,
+)
 from ddpjob_operator.pods import build
 
 # Strict: a typo in the template is an error that the user sees, and is not dropped.

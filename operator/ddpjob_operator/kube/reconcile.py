@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpjob_operator.job import api, ranges, reasons, validation
+from ddpjob_operator.job.status import apart_from_progress
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.executor import RECONCILE_SECONDS, ConflictError, Executor
 from ddpjob_operator.kube.job_state import JobState, JobStates
@@ -17,9 +18,9 @@ from ddpjob_operator.kube.reports import Reports
 from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.store import Key
 from ddpjob_operator.observed.cluster import ConflictingObject, Observed
-from ddpjob_operator.plan import status as statuses
 from ddpjob_operator.plan import unreadable
-from ddpjob_operator.plan.plan import CreatePod, CreateService, Event, Plan, Settings, plan
+from ddpjob_operator.plan.actions import CreatePod, CreateService, Event, Plan, Settings
+from ddpjob_operator.plan.plan import plan
 from ddpjob_operator.pods import naming
 
 # Most changes need two rounds (record, then act), and never more than a few.
@@ -100,10 +101,10 @@ class Reconciler:
 
     async def _report_unreadable(self, raw: Mapping[str, Any], why: str) -> None:
         """Nothing is planned for a job that cannot be read."""
-        if not unreadable.is_ours(raw):
+        if not unreadable.is_managed(raw):
             return
         status = unreadable.with_condition(raw, why, self.runtime.now())
-        if status is not None or not unreadable.is_told(raw):
+        if status is not None or not unreadable.is_reported(raw):
             await self.executor.report_unreadable(raw["metadata"], status, unreadable.event(why))
 
     async def _observe(self, key: Key, job: api.DDPJob, state: JobState) -> Observed:
@@ -179,7 +180,7 @@ class Reconciler:
 
 
 def _only_progress(old: api.Status, new: api.Status) -> bool:
-    return statuses.apart_from_progress(old) == statuses.apart_from_progress(new)
+    return apart_from_progress(old) == apart_from_progress(new)
 
 
 def _only_creates(todo: Plan) -> bool:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from ddpjob_operator.kube.lease import Durations
-from ddpjob_operator.plan.plan import Settings as PlanSettings
+from ddpjob_operator.plan.actions import Settings as PlanSettings
 
 
 @dataclasses.dataclass(frozen=True)
