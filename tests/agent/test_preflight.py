@@ -19,7 +19,7 @@ TRAIN = "import os; open(f'trained-{os.environ[\"RANK\"]}-{os.environ[\"TORCHELA
 # In the place of ddpjob/preflight.py, which needs torch.
 STUB = """
 import os, sys, time
-from ddpjob import termination
+from ddpjob.reporting import termination
 rank = os.environ["RANK"]
 open(f"checked-{rank}", "w").close()
 if os.environ["CHECK"] == "bad":

@@ -44,7 +44,8 @@ END_SECONDS = 1.0  # it answers in milliseconds, unless nobody reads what it wri
 THREADS_MAX, FRAMES_MAX, COLLECTIVES_MAX = 64, 40, 8
 
 
-_FORK_SERVER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "agent", "forkserver.py")
+_LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_FORK_SERVER = os.path.join(_LIBRARY, "agent", "forkserver.py")
 
 
 def private_cells() -> memoryview:
@@ -193,11 +194,10 @@ def stack(frame: FrameType | None) -> list[str]:
 
 def innermost(frame: FrameType | None) -> str:
     """train.py:41 in load_batch: the innermost call of the user's own code, else the innermost."""
-    library = (os.path.dirname(os.__file__), os.path.dirname(os.path.abspath(__file__)))
     first = frame
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((*library, "<frozen")) and "-packages" not in name:
+        if not name.startswith((os.path.dirname(os.__file__), _LIBRARY, "<frozen")) and "-packages" not in name:
             break
         frame = frame.f_back
     frame = frame or first
