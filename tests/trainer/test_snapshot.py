@@ -20,6 +20,7 @@ import torch
 from free_port import free_port
 
 import ddpjob
+from ddpjob import process
 from ddpjob.checkpoint import writers
 from ddpjob.group.join import World
 
@@ -442,9 +443,9 @@ def test_a_save_that_blocks_the_training_is_a_declared_pause(tmp_path, monkeypat
     sync = os.fsync
 
     def slow(descriptor: int) -> None:
-        while progress_file._paused is None:  # until the training waits for this
+        while process.current.paused is None:  # until the training waits for this
             pass
-        phases.append(progress_file._paused)
+        phases.append(process.current.paused)
         sync(descriptor)
 
     with monkeypatch.context() as patch:
@@ -452,7 +453,7 @@ def test_a_save_that_blocks_the_training_is_a_declared_pause(tmp_path, monkeypat
         snapshot.save(2)
         snapshot.wait()
     assert set(phases) == {"save"}
-    assert progress_file._paused is None
+    assert process.current.paused is None
 
 
 def test_the_same_attempt_may_restart_in_place_and_a_new_job_takes_the_folder_over(attempt):

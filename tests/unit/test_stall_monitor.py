@@ -12,7 +12,7 @@ from ddpjob.agent.core.stall_rules import Position, Standstill, failure
 from ddpjob.agent.heartbeats import Beats
 from ddpjob.agent.watch_ranks import position
 from ddpjob.core import rules, stall_limits
-from ddpjob.reporting import heartbeat
+from ddpjob.core import heartbeat
 from ddpjob.reporting.watchdog import innermost, last_collective, stack, table
 
 # ---- one node ----------------------------------------------------------------------------------------------

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
         ReplicasDifferError,
         SnapshotError,
         StateError,
+        Stopped,
         Superseded,
         UnsupportedError,
     )
-    from ddpjob.group.stop import Stopped, ignore_sigterm, should_stop
+    from ddpjob.group.join import World, init
+    from ddpjob.group.stop import ignore_sigterm, should_stop
     from ddpjob.reporting.progress import pause, progress
-
-    from .group.join import World, init
 
 __all__ = [
     "Batch",
@@ -62,7 +62,6 @@ _HOME = {
     "World": "group.join",
     "init": "group.join",
     "Snapshot": "checkpoint.snapshot",
-    "Stopped": "group.stop",
     "pause": "reporting.progress",
     "progress": "reporting.progress",
     "check_replicas": "checkpoint.replicas",

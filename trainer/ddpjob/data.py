@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import math
 import operator
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -19,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpjob import process
 from ddpjob.errors import ConfigurationError, StateError
-from ddpjob.group.join import active, step_made
 
 
 class Batch(list[int]):
@@ -216,7 +215,7 @@ def accumulate(
             loss.backward() if backward is None else backward(loss)  # type: ignore[no-untyped-call]
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "a share has at least one piece"
-    step_made()
+    process.step_made()
     return total
 
 
@@ -345,16 +344,14 @@ def _rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def _group_place() -> tuple[int, int]:
-    world = active()
-    if world is not None:
-        return world.rank, world.world_size
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
+    if process.current.group is not None or process.torch_group() is not None:
+        place = process.place()
+        return place.rank, place.world_size
     for name in ("WORLD_SIZE", "DDPJOB_WORLD_SIZE"):
-        if (said := os.environ.get(name, "")).isdecimal() and int(said) > 1:
+        if (size := process.number(name, 1)) > 1:
             # As rank 0 of 1, each rank would train alone on all samples, end with 0, and nobody would notice.
             raise ConfigurationError(
-                f"{name}: {said} and there is no process group, so this process cannot know its share. "
+                f"{name}: {size} and there is no process group, so this process cannot know its share. "
                 f"Call ddpjob.init() first, or pass rank= and world_size=."
             )
     return 0, 1

@@ -78,8 +78,7 @@ def preload(order: dict[str, Any]) -> dict[str, str]:
             failed[name] = f"{type(error).__name__}: {error}"
     if "torch.distributed.distributed_c10d" in sys.modules:
         with contextlib.suppress(ImportError):
-            import ddpjob.group.kept_groups
-            import ddpjob.reporting.watchdog  # noqa: F401 - what `watch_group` needs
+            import ddpjob.group.gloo_teardown  # noqa: F401 - what `watch_group` needs
     return failed
 
 
@@ -241,12 +240,12 @@ def watch_group() -> None:
 
     Not before: it has a thread, and until then a script may fork as it likes. No public hook tells of a new group:
     where this function of torch has another name, only those are watched that call `ddpjob.init` or `ddpjob.progress`.
-    Groups of gloo are kept besides (kept_groups.py says why).
+    Groups of gloo are kept besides (gloo_teardown.py says why).
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    kept = sys.modules.get("ddpjob.group.kept_groups")
-    if c10d is not None and kept is not None:
-        kept.keep_all_of(c10d)
+    gloo = sys.modules.get("ddpjob.group.gloo_teardown")
+    if c10d is not None and gloo is not None:
+        gloo.keep_all_of(c10d)
     update = getattr(c10d, "_update_default_pg", None)
     if update is None or "DDPJOB_BEATS" not in os.environ:
         return

@@ -42,11 +42,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from ddpjob import process
 from ddpjob.checkpoint import writers
 from ddpjob.checkpoint.state_dicts import copied, refuse_sharded, restore, state_of
 from ddpjob.errors import ConfigurationError, SnapshotError, StateError, Superseded
 from ddpjob.group.join import World, active, before_leaving, store_of
-from ddpjob.reporting.progress import announce, pause
+from ddpjob.reporting.progress import pause, report_start
 
 FORMAT = 1
 STEP_MAX = 10**12 - 1  # of the digits in a state's name
@@ -285,7 +286,7 @@ class Snapshot:
         _restore_rng(document, self.rank, self.world_size)
         if self.rank == 0:
             self._tell(document, found.path, before)
-        announce(document["step"], **({"goesOnFrom": writers.named(before)} if before is not None else {}))
+        report_start(document["step"], **({"goesOnFrom": writers.named(before)} if before is not None else {}))
         return int(document["step"])
 
     def _job_before(self, entry: "_Entry") -> str | None:
@@ -295,13 +296,13 @@ class Snapshot:
 
     def _tell(self, document: Mapping[str, Any], path: Path, before: str | None) -> None:
         if before is not None:
-            _say(
+            process.log(
                 f"goes on from the state of {writers.named(before)}, step {document['step']} in {path}. To begin "
                 f"anew, give this job a folder of its own."
             )
         seeded = [rank for rank in range(self.world_size) if rank not in document["rng"]]
         if seeded and document["world_size"] == self.world_size:
-            _say(
+            process.log(
                 f"{path} has no random state of {'rank' if len(seeded) == 1 else 'ranks'} "
                 f"{', '.join(map(str, seeded[:8]))}{' …' if len(seeded) > 8 else ''}, which did not save in time: "
                 f"seeded from rank 0's, the same way at each resume."
@@ -314,7 +315,7 @@ class Snapshot:
             if data is not None:
                 self._chosen_bytes = data
                 return entry
-            _say(
+            process.log(
                 f"snapshot {entry.path} is damaged (its bytes do not match the digest in its name): skipped, the one "
                 f"before it is used"
             )
@@ -419,11 +420,7 @@ def _tell_unraised(reference: "weakref.ref[Snapshot]") -> None:
     """A script that ends without wait() or close() must not lose the news that its last state is not there."""
     snapshot = reference()
     if snapshot is not None and snapshot._problem is not None:
-        _say(str(snapshot._problem))
-
-
-def _say(text: str) -> None:
-    print(f"ddpjob: {text}", file=sys.stderr, flush=True)
+        process.log(str(snapshot._problem))
 
 
 def _rng_key(folder: Path, step: int, repeat: int, rank: int) -> str:

@@ -9,13 +9,14 @@ import contextlib
 import json
 import multiprocessing.util
 import os
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from ddpjob.process import log
 
 BEAT_SECONDS = 10.0
 SILENT_SECONDS = 60.0  # so long without a beat: that process is gone, or stopped with its machine
@@ -60,7 +61,7 @@ def lives(claim: Path, path: Path, who: str) -> bool:
         return known
     patience = SILENT_SECONDS - _age(claim.parent, last)
     if patience > 0:
-        _say(f"{claim.parent} was in use by {who} a moment ago: waiting up to {patience:.0f} s to see if it still is")
+        log(f"{claim.parent} was in use by {who} a moment ago: waiting up to {patience:.0f} s to see if it still is")
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         time.sleep(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
@@ -130,10 +131,6 @@ def _started(pid: str) -> str:
     except OSError:
         return "gone"
     return "gone" if state in "ZX" else rest[18]
-
-
-def _say(text: str) -> None:
-    print(f"ddpjob: {text}", file=sys.stderr, flush=True)
 
 
 def named(job: Any) -> str:

@@ -8,17 +8,17 @@ Works under torchrun and torch.distributed.launch, in processes of torch.multipr
 import atexit
 import contextlib
 import faulthandler
+import functools
 import multiprocessing.util
 import os
 import re
-import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import torch
@@ -27,13 +27,14 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpjob import process
 from ddpjob.core import stall_limits
-from ddpjob.errors import ConfigurationError, DDPJobError, RendezvousError, UnsupportedError
+from ddpjob.core.place import Place, on_node
+from ddpjob.errors import ConfigurationError, DDPJobError, RendezvousError, Stopped, UnsupportedError
 from ddpjob.group import stop
-from ddpjob.group.gloo_teardown import settle
-from ddpjob.group.kept_groups import never_destroy
+from ddpjob.group.gloo_teardown import never_destroy, settle
 from ddpjob.reporting import termination
-from ddpjob.reporting.progress import announce
+from ddpjob.reporting.progress import report_start
 
 TIMEOUT_SECONDS_MAX = 10**9  # 31 years
 CLOSE_SECONDS = 10.0  # how long a finished rank waits for the others before it leaves without them
@@ -41,10 +42,8 @@ CLOSE_SECONDS = 10.0  # how long a finished rank waits for the others before it 
 # ends with another code than 0. The grace period of whoever stops the job ends this sooner.
 STOPPED_CLOSE_SECONDS = 600.0
 LEAVE_LAST_SECONDS = 1.0  # rank 0 waits so long for the others to hang up; they need milliseconds
-SETTLE_SECONDS = 2.0  # for collectives that nobody waited for
-SETTLE_AFTER_ERROR_SECONDS = 0.2  # they may never end then
 END_SECONDS = 2.0  # how long a rank that failed may take to end
-_POLL_SECONDS, _POLL_SECONDS_MAX = 0.01, 0.2  # a thousand ranks may wait for a snapshot for minutes
+POLL_SECONDS, POLL_SECONDS_MAX = 0.01, 0.2  # a thousand ranks may wait for a snapshot for minutes
 _LEFT = "left/{}"  # this rank has left in order
 
 
@@ -89,13 +88,13 @@ class World:
 
         `progress` and `accumulate` call it; without them call it after the first optimizer step. Once is enough.
         """
-        if _group is not None and _group.world is self:
-            _group.use_step_timeout()
+        if (group := _group_of(self)) is not None:
+            group.use_step_timeout()
 
     def close(self) -> None:
         """Leave the group: wait for the other ranks (at most 10 s), then destroy it. Safe to call twice."""
-        if _group is not None and _group.world is self:
-            _leave()
+        if (group := _group_of(self)) is not None:
+            _leave(group)
 
     def __enter__(self) -> "World":
         return self
@@ -103,14 +102,15 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if _group is not None and _group.world is self:
-            if kind is None or isinstance(error, stop.Stopped) or (isinstance(error, SystemExit) and not error.code):
-                _leave()
-            else:
-                _group.say_time_out(error)
-                _group.broken = True  # the peers are in a collective and will not come: nothing to wait for at the exit
-                if isinstance(error, SystemExit):
-                    termination.tell(error)  # at the exit it is not to be seen any more
+        if (group := _group_of(self)) is None:
+            return
+        if kind is None or isinstance(error, Stopped) or (isinstance(error, SystemExit) and not error.code):
+            _leave(group)
+        else:
+            group.say_time_out(error)
+            group.broken = True  # the peers are in a collective and will not come: nothing to wait for at the exit
+            if isinstance(error, SystemExit):
+                termination.tell(error)  # at the exit it is not to be seen any more
 
 
 def init(
@@ -142,9 +142,8 @@ def init(
     Raises ConfigurationError (a variable or argument cannot be right), UnsupportedError (not in this PyTorch or on
     this machine) or RendezvousError (the ranks did not find each other in time).
     """
-    global _group, _groups_joined
-    if _group is not None and _group.pid == os.getpid():
-        return _group.world
+    if (joined := active()) is not None:
+        return joined
     if timeout_step_seconds is None:
         timeout_step_seconds = default_timeout_seconds(os.environ)
     start, step = (
@@ -164,9 +163,10 @@ def init(
         never_destroy(dist.distributed_c10d._get_default_group())
     attempt = _integer(os.environ, "DDPJOB_ATTEMPT", 1)
     world = World(*place, chosen, backend, attempt, timeout_step_seconds)
-    _group, _groups_joined = _Group(world, store, os.getpid()), _groups_joined + 1
+    process.current.group = _Group(world, place, store)
+    process.current.groups_joined += 1
     _leave_at_exit()
-    announce()
+    report_start()
     return world
 
 
@@ -188,31 +188,22 @@ def default_timeout_seconds(environ: Mapping[str, str]) -> float:
 
 def active() -> World | None:
     """The World of this process, or None before `init`, after `close` and in a forked child."""
-    return _group.world if _group is not None and _group.pid == os.getpid() else None
+    group: _Group | None = process.current.group
+    return None if group is None else group.world
 
 
 def store_of(world: World | None) -> Store | None:
     """The key-value store of that world's group, while it is not left."""
-    return _group.store if _group is not None and _group.world is world else None
+    group = _group_of(world)
+    return None if group is None else group.store
 
 
-def step_made() -> None:
-    """Called by `progress` and `accumulate`, in any process: the first step ends the long time-out."""
-    if _group is not None:
-        _group.use_step_timeout()
+def _group_of(world: World | None) -> "_Group | None":
+    group: _Group | None = process.current.group
+    return group if group is not None and group.world is world else None
 
 
 # ---- where am I --------------------------------------------------------------------------------------------
-
-
-class Place(NamedTuple):
-    """The place of this process in the group, before there is a group."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
 
 
 def find_place(
@@ -234,7 +225,7 @@ def find_place(
             f"rank: {rank} must be at least 0 and less than the world size, {world_size} (rank= or RANK, "
             f"world_size= or WORLD_SIZE)."
         )
-    return _on_node(environ, rank, world_size, local_rank)
+    return on_node(rank, world_size, functools.partial(_integer, environ), local_rank)
 
 
 def _from_query(init_method: str | None) -> tuple[int, int] | None:
@@ -259,19 +250,6 @@ def _from_environment(environ: Mapping[str, str]) -> tuple[int, int]:
                 f"others. Start it with torchrun, or pass rank= and world_size=, or set nprocPerNode: 1."
             )
     return 0, 1
-
-
-def _on_node(environ: Mapping[str, str], rank: int, world_size: int, local_rank: int | None) -> Place:
-    """The node's part: launchers say it; for processes that a script starts itself it follows from the rank."""
-    # The variables of a node are inherited by the processes that a script starts there; they are about one rank only.
-    mine = _integer(environ, "RANK", -1) == rank
-    nodes = max(1, _integer(environ, "NNODES", 1))
-    per_node = _integer(environ, "LOCAL_WORLD_SIZE", 0) if mine else 0
-    per_node = per_node or max(1, world_size // nodes)
-    if local_rank is None:
-        local_rank = _integer(environ, "LOCAL_RANK", rank % per_node) if mine else rank % per_node
-    node_rank = _integer(environ, "NODE_RANK", _integer(environ, "GROUP_RANK", rank // per_node))
-    return Place(rank, world_size, local_rank, per_node, node_rank)
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -381,7 +359,7 @@ def _prefix(environ: Mapping[str, str]) -> str:
 
     And of this group only: the store of one that was closed may live on in this process.
     """
-    return f"{_attempt_prefix(environ)}/{_groups_joined}"
+    return f"{_attempt_prefix(environ)}/{process.current.groups_joined}"
 
 
 def _attempt_prefix(environ: Mapping[str, str]) -> str:
@@ -484,17 +462,16 @@ class _Group:
     """The one process group of this process, and what changes during its life."""
 
     world: World
+    place: Place
     store: Store | None  # None where the script made the group itself
-    pid: int
     stepping: bool = False
     broken: bool = False
     told: bool = False
 
     def use_step_timeout(self) -> None:
-        if self.stepping or self.pid != os.getpid():
-            return
-        self.stepping = True
-        _set_timeout(self.world.timeout_step_seconds)
+        if not self.stepping:
+            self.stepping = True
+            _set_timeout(self.world.timeout_step_seconds)
 
     def say_time_out(self, error: BaseException | None) -> None:
         """torch's words name milliseconds and an operation, not what the limit is called and how to raise it."""
@@ -504,12 +481,10 @@ class _Group:
         if waited is None or self.told or int(waited[1]) != round(1000 * self.world.timeout_step_seconds):
             return
         self.told = True
-        print(
-            f"ddpjob: rank {self.world.rank} has waited for another rank for the time-out of "
+        process.log(
+            f"rank {self.world.rank} has waited for another rank for the time-out of "
             f"{self.world.timeout_step_seconds:g} s (timeout_step_seconds of ddpjob.init). If that rank was at work, "
-            f"raise it; if not, it hangs or makes fewer steps.",
-            file=sys.stderr,
-            flush=True,
+            f"raise it; if not, it hangs or makes fewer steps."
         )
 
 
@@ -524,46 +499,40 @@ def _set_timeout(seconds: float) -> None:
         change(timedelta(seconds=seconds))
 
 
-_group: _Group | None = None
-_groups_joined = 0
-_before_leaving: list["weakref.WeakMethod[Callable[[], None]]"] = []
-_atexit_pid = 0
-
-
 def before_leaving(action: Callable[[], None]) -> None:
     """Run the bound method when the group is left in order, while the store still answers (a snapshot in flight)."""
-    _before_leaving.append(weakref.WeakMethod(action))
+    process.current.before_leaving.append(weakref.WeakMethod(action))
 
 
 def _leave_at_exit() -> None:
     """A script that never closes still leaves in order: a gloo group left to the interpreter's exit may abort it."""
-    global _atexit_pid
-    if _atexit_pid == 0:
+    if not process.current.leaves_at_exit:
+        process.current.leaves_at_exit = True
+        atexit.unregister(_leave_at_exit_now)  # a fork has inherited it
         atexit.register(_leave_at_exit_now)
-    if _atexit_pid != os.getpid():
-        _atexit_pid = os.getpid()
         # Children of multiprocessing end with os._exit and run these instead of atexit's.
         multiprocessing.util.Finalize(None, _leave_at_exit_now, exitpriority=10)
 
 
 def _leave_at_exit_now() -> None:
-    if active() is None:
+    group: _Group | None = process.current.group
+    if group is None:
         return
-    if _group is not None and (_group.broken or _ends_by_error()):
-        _group.say_time_out(termination.ending())
+    if group.broken or _ends_by_error():
+        group.say_time_out(termination.ending())
         _end_soon()
         return
     try:
-        _leave()
+        _leave(group)
     except Exception as error:  # nobody is left to raise it to
         termination.tell(error)
-        print(f"ddpjob: {error}", file=sys.stderr, flush=True)
+        process.log(str(error))
 
 
 def _ends_by_error() -> bool:
     """Whether this process ends by an exception: its peers are in a collective then, and will not come."""
     error = termination.ending()
-    return error is not None and not isinstance(error, stop.Stopped) and termination.exit_code(error) != 0
+    return error is not None and not isinstance(error, Stopped) and termination.exit_code(error) != 0
 
 
 def _end_soon() -> None:
@@ -572,33 +541,30 @@ def _end_soon() -> None:
     Until this process has ended no launcher knows that it failed. faulthandler's timer is a C thread: it works also
     while a destructor holds the interpreter.
     """
-    settle(SETTLE_AFTER_ERROR_SECONDS, wait_for_work=False)
+    settle(failed=True)
     faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
 
 
-def _leave() -> None:
-    global _group
-    group = _group
-    assert group is not None, "only an active group is left"
+def _leave(group: _Group) -> None:
     stop.leave()
-    _group = None
+    process.current.group = None
     try:
         _run_before_leaving()
     finally:
         if dist.is_initialized():
-            _wait_for_others(group, CLOSE_SECONDS if stop.stopped_at() is None else STOPPED_CLOSE_SECONDS)
-            settle(SETTLE_SECONDS, wait_for_work=True)
+            wait_for_others(group, CLOSE_SECONDS if process.current.stopped_at is None else STOPPED_CLOSE_SECONDS)
+            settle(failed=False)
             dist.destroy_process_group()
 
 
 def _run_before_leaving() -> None:
-    actions, _before_leaving[:] = [reference() for reference in _before_leaving], []
-    for action in actions:
-        if action is not None:
+    methods, process.current.before_leaving = process.current.before_leaving, []
+    for method in methods:
+        if (action := method()) is not None:
             action()
 
 
-def _wait_for_others(group: _Group, limit_seconds: float) -> None:
+def wait_for_others(group: _Group, limit_seconds: float) -> None:
     """Wait until every rank has come here, at most that long.
 
     Through the store and not by a barrier: a collective that a dead peer never joins ends the process under nccl.
@@ -606,13 +572,13 @@ def _wait_for_others(group: _Group, limit_seconds: float) -> None:
     if group.store is None:
         return
     deadline = time.monotonic() + limit_seconds
-    pause = _POLL_SECONDS
+    pause = POLL_SECONDS
     with contextlib.suppress(RuntimeError):  # rank 0 serves the store and may be gone: then it had seen all of us
         here = group.store.add("leaving", 1)
         group.store.set(_LEFT.format(group.world.rank), "1")
-        while here < group.world.world_size and time.monotonic() < deadline and not stop.told_to_leave():
+        while here < group.world.world_size and time.monotonic() < deadline and not stop.must_leave_now():
             time.sleep(pause)
-            pause = min(1.2 * pause, _POLL_SECONDS_MAX)
+            pause = min(1.2 * pause, POLL_SECONDS_MAX)
             here = group.store.add("leaving", 0)
         if here >= group.world.world_size:
             _leave_last(group.store, group.world)
@@ -624,5 +590,5 @@ def _leave_last(store: Store, world: World) -> None:
     deadline = time.monotonic() + LEAVE_LAST_SECONDS
     gone = store.add("gone", 0 if world.is_main else 1)
     while world.is_main and gone < world.world_size - 1 and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+        time.sleep(POLL_SECONDS)
         gone = store.add("gone", 0)

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddpjob.errors import Stopped
 from ddpjob.group import gather
 from ddpjob.group.join import World, active, init
-from ddpjob.group.stop import Stopped
 from ddpjob.preflight import judge
 from ddpjob.preflight.judge import MIB, Peer, Report, Verdict
+from ddpjob.process import latest_step
 from ddpjob.reporting import termination
-from ddpjob.reporting.progress import latest_step
 
 JOIN_SECONDS = 60.0  # for a collective as well: a node that is so slow is lost
 ROUNDS_MAX = 16  # of meetings: with more than 17 nodes each meets 16 of the others
