@@ -490,9 +490,9 @@ def test_a_folder_of_an_older_version_which_knew_no_generations_is_read_and_writ
 def test_two_processes_cannot_take_the_same_number(tmp_path):
     from ddpjob.checkpoint import snapshot as file
 
-    assert file._create_exclusively(tmp_path, 1, "{}")
-    assert not file._create_exclusively(tmp_path, 1, "{}")
-    assert not file._create_exclusively_without_links(tmp_path / "writer-000001.json", "{}")
+    assert file.create_exclusively(tmp_path, 1, "{}")
+    assert not file.create_exclusively(tmp_path, 1, "{}")
+    assert not file.create_exclusively_without_links(tmp_path / "writer-000001.json", "{}")
 
 
 # ---- a folder of another job --------------------------------------------------------------------------------
@@ -509,7 +509,7 @@ def other_job(tmp_path: Path) -> Iterator[Callable[..., int]]:
         if pid == 0:
             try:
                 if elsewhere:
-                    writers._place = lambda: "another machine"
+                    writers.process_namespace = lambda: "another machine"
                 os.environ |= {"DDPJOB_UID": "uid-other", "DDPJOB_ATTEMPT": "1"}
                 snapshot = ddpjob.Snapshot(tmp_path / "s")
                 saved(snapshot, 5, weights=torch.full((3,), 5.0))

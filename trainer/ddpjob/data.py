@@ -282,7 +282,7 @@ class DataPartitioner:
         source = dataset if hasattr(dataset, "__len__") else None
         n = _at_least(0, "dataset", dataset if source is None else len(source))
         seed = _integer("seed", seed)
-        parts = torch.split(_shuffled(n, seed), _sizes(n, _numbers("fractions", fractions)))
+        parts = torch.split(_shuffled(n, seed), part_sizes(n, _numbers("fractions", fractions)))
         self._partitions = [Partition(source, members, seed, number) for number, members in enumerate(parts)]
 
     def __len__(self) -> int:
@@ -307,7 +307,7 @@ def _whole(state: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _sizes(n: int, fractions: Sequence[float]) -> list[int]:
+def part_sizes(n: int, fractions: Sequence[float]) -> list[int]:
     """Whole sizes nearest to the fractions of n that add up to n: the largest remainders are rounded up."""
     if not fractions:
         raise ConfigurationError("fractions: [] has no part. Give at least one, e.g. [1.0].")

@@ -20,14 +20,14 @@ from ddpjob.errors import ReplicasDifferError, StateError
 from ddpjob.group import gather
 
 _COLUMNS = 65_536  # pairs of words in a row: with their weights they stay in a processor's cache
-_ROWS_AT_ONCE = {"cpu": 1}
-_ROWS_AT_ONCE_ELSE = 64  # a launch takes longer than a row; 32 MiB at a time
+ROWS_AT_ONCE = {"cpu": 1}
+ROWS_AT_ONCE_ELSE = 64  # a launch takes longer than a row; 32 MiB at a time
 _RANKS_NAMED_MAX = 8
-_MEND = (
+_REMEDY = (
     "Common causes: weights or a seed that depend on the rank, a change outside of DDP's backward pass, faulty memory. "
     "Continue from a snapshot, or from one rank's state on all of them."
 )
-_MEND_BUFFER = (
+_REMEDY_BUFFER = (
     "A BatchNorm's statistics are each rank's own until the next forward pass: use SyncBatchNorm, or buffers=False."
 )
 
@@ -77,7 +77,7 @@ def _read(model: Any, buffers: bool) -> tuple[list[str], torch.Tensor, Exception
         found = list(_tensors(model, buffers))
         _refuse(model, found)
         said = [each.describe() for each in found]
-        sums = [_sums(each.tensor) for each in found]
+        sums = [bit_sums(each.tensor) for each in found]
         device = next((s.device for s in sums if s.device.type != "cpu"), torch.device("cpu"))
         return said, torch.stack([s.to(device) for s in sums]) if sums else torch.zeros(0, 2), None
     except Exception as error:
@@ -122,7 +122,7 @@ def _in_containers(path: str, value: Any) -> Iterator[_Tensor]:
 # ---- sums of bits ------------------------------------------------------------------------------------------
 
 
-def _sums(tensor: torch.Tensor) -> torch.Tensor:
+def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
     """Two numbers that change with any change of the bits: of one word for certain, else but for one in 2^32.
 
     The bits, as 32-bit words, are read as 64-bit numbers in pairs; each pair has a random odd weight, and the sum is
@@ -144,7 +144,7 @@ def _weighted(words: torch.Tensor, number: int) -> torch.Tensor:
     if len(words) <= 2 * _COLUMNS:  # most tensors are one row at most
         return _row_sums(_pairs(words, 2), columns[: (len(words) + 1) // 2])
     rows = _weights(-(-len(words) // (2 * _COLUMNS)), 2 + number, words.device)
-    at_once = _ROWS_AT_ONCE.get(words.device.type, _ROWS_AT_ONCE_ELSE)
+    at_once = ROWS_AT_ONCE.get(words.device.type, ROWS_AT_ONCE_ELSE)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for part, weights in zip(torch.split(words, 2 * _COLUMNS * at_once), torch.split(rows, at_once), strict=True):
         pairs = _pairs(part, 2 * _COLUMNS).view(-1, _COLUMNS)
@@ -216,7 +216,7 @@ def _compare_sums(said: list[str], sums: torch.Tensor, ranks: Sequence[int]) -> 
         f"{first} is not the same on all ranks: {_names(ranks, different)} "
         f"{'differs' if len(different) == 1 else 'differ'} from {_names(ranks, alike)}{judge}. "
         f"{len(bad)} of {len(said)} tensors {'differs' if len(bad) == 1 else 'differ'}. "
-        f"{_MEND_BUFFER if first.startswith('buffer') else _MEND}",
+        f"{_REMEDY_BUFFER if first.startswith('buffer') else _REMEDY}",
         tensor=_name(first),
         ranks=[ranks[i] for i in different],
     )

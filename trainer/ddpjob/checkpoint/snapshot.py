@@ -228,7 +228,7 @@ class Snapshot:
                 break
             if there is not None:
                 self._must_not_belong_to(there, highest)
-            if _create_exclusively(self.folder, highest + 1, json.dumps(me)):
+            if create_exclusively(self.folder, highest + 1, json.dumps(me)):
                 highest += 1
                 break
         self._writer = highest
@@ -243,7 +243,7 @@ class Snapshot:
                 raise self._superseded()
             return
         who = writers.named(there["job"])
-        if writers.lives(_claim_path(self.folder, writer), writers.alive_path(self.folder, writer), who):
+        if writers.is_running(_claim_path(self.folder, writer), writers.alive_path(self.folder, writer), who):
             raise SnapshotError(
                 f"folder: {self.folder} is in use by {who}, which is running. Give each job a folder of its own, or "
                 f"end that job first: two jobs that write into one would go on from each other's states."
@@ -534,7 +534,7 @@ def _life_named(attempt: int, generation: int) -> str:
     return f"attempt {attempt}" + (f", generation {generation}" if generation else "")
 
 
-def _create_exclusively(folder: Path, writer: int, content: str) -> bool:
+def create_exclusively(folder: Path, writer: int, content: str) -> bool:
     """Create the claim with its content, or return False where somebody else was first."""
     path = _claim_path(folder, writer)
     tmp = folder / f".tmp-{writer:06d}-{os.getpid()}-0"
@@ -547,14 +547,14 @@ def _create_exclusively(folder: Path, writer: int, content: str) -> bool:
         # Some network and user-space file systems have no links.
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES):
             raise
-        return _create_exclusively_without_links(path, content)
+        return create_exclusively_without_links(path, content)
     finally:
         tmp.unlink(missing_ok=True)
     _fsync_folder(folder)
     return True
 
 
-def _create_exclusively_without_links(path: Path, content: str) -> bool:
+def create_exclusively_without_links(path: Path, content: str) -> bool:
     try:
         with open(path, "x") as file:
             file.write(content)

@@ -30,7 +30,7 @@ _WHOLE_LAYOUTS = (
     torch.sparse_bsc,
 )
 _SHARDED = "each rank holds a part of it only. Use torch.distributed.checkpoint for sharded models."
-_MEND = (
+_REMEDY = (
     "it would not be read back (weights_only=True). Save tensors, numbers, strings, and dicts, lists and tuples of "
     "them, no subclasses: dict(value), tuple(value), int(value), value.item() make plain ones."
 )
@@ -117,7 +117,7 @@ def copied(value: Any, where: str, depth: int = 0) -> Any:
     if kind.__module__ == "numpy" and isinstance(value, float):  # numpy.float64 is what schedulers compute with
         return float(value)
     if not _is_plain(value):
-        raise StateError(f"{where}: a {_type_name(value)} cannot be saved: {_MEND}")
+        raise StateError(f"{where}: a {_type_name(value)} cannot be saved: {_REMEDY}")
     return value
 
 
@@ -127,19 +127,19 @@ def _is_plain(value: Any) -> bool:
     if kind is int:
         return bool(value.bit_length() <= INTEGER_BITS_MAX)
     if kind is bytes:
-        return value != b"" and _bytes_are_read()  # pickle writes b"" as a call of the type
+        return value != b"" and bytes_are_read()  # pickle writes b"" as a call of the type
     if kind is torch.dtype:
-        return _dtype_is_read(value)
+        return dtype_is_read(value)
     return value is None or kind in (bool, float, str, torch.device)
 
 
 def _copied_tensor(tensor: torch.Tensor, where: str) -> torch.Tensor:
     problem = not_whole(tensor)
     if problem:
-        mend = _SHARDED if _is_distributed(tensor) else _MEND
-        raise StateError(f"{where}: {problem} cannot be saved: {mend}")
-    if not _tensor_is_read(tensor.dtype):
-        raise StateError(f"{where}: a tensor of {tensor.dtype} cannot be saved: {_MEND}")
+        remedy = _SHARDED if _is_distributed(tensor) else _REMEDY
+        raise StateError(f"{where}: {problem} cannot be saved: {remedy}")
+    if not tensor_is_read(tensor.dtype):
+        raise StateError(f"{where}: a tensor of {tensor.dtype} cannot be saved: {_REMEDY}")
     return tensor.detach().to("cpu", copy=True)
 
 
@@ -161,7 +161,7 @@ def _copied_mapping(value: dict[Any, Any], where: str, depth: int) -> Any:
 def _key(key: Any, where: str, depth: int) -> Any:
     """A tensor is found by its identity, which no copy has."""
     if isinstance(key, torch.Tensor):
-        raise StateError(f"{where} key: a {_type_name(key)} cannot be saved as a key: {_MEND}")
+        raise StateError(f"{where} key: a {_type_name(key)} cannot be saved as a key: {_REMEDY}")
     if type(key) is tuple:
         return tuple(_key(part, where, depth) for part in key)
     return copied(key, f"{where} key", depth + 1)
@@ -171,17 +171,17 @@ def _key(key: Any, where: str, depth: int) -> Any:
 
 
 @functools.cache
-def _bytes_are_read() -> bool:
+def bytes_are_read() -> bool:
     return _is_read(b"a")
 
 
 @functools.cache
-def _dtype_is_read(dtype: torch.dtype) -> bool:
+def dtype_is_read(dtype: torch.dtype) -> bool:
     return _is_read(dtype)
 
 
 @functools.cache
-def _tensor_is_read(dtype: torch.dtype) -> bool:
+def tensor_is_read(dtype: torch.dtype) -> bool:
     try:
         sample = torch.zeros(16, dtype=torch.uint8).view(dtype).to("cpu", copy=True)
     except (RuntimeError, TypeError):  # a dtype of less than a byte: torch cannot copy it

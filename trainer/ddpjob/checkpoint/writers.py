@@ -52,7 +52,7 @@ def _leave(path: Path, stopped: threading.Event, pid: int) -> None:
             os.truncate(path, 0)
 
 
-def lives(claim: Path, path: Path, who: str) -> bool:
+def is_running(claim: Path, path: Path, who: str) -> bool:
     """Whether the writer of that claim still lives; waits for a beat of it, SILENT_SECONDS after its last at most."""
     process, last = _seen(claim, path)
     if process == "":
@@ -105,17 +105,17 @@ def _age(folder: Path, modified: int) -> float:
 
 def _known_here(process: str) -> bool | None:
     """Whether it runs, where this process can see it: same boot of the machine and same namespace of processes."""
-    place, _, rest = process.rpartition("/")[0].rpartition("/")
-    if not place or place != _place():
+    namespace, _, rest = process.rpartition("/")[0].rpartition("/")
+    if not namespace or namespace != process_namespace():
         return None
     return _started(rest) == process.rpartition("/")[2]
 
 
 def _this_process() -> str:
-    return f"{_place()}/{os.getpid()}/{_started('self')}"
+    return f"{process_namespace()}/{os.getpid()}/{_started('self')}"
 
 
-def _place() -> str:
+def process_namespace() -> str:
     """ "" where there is no such thing: then nobody is known here."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

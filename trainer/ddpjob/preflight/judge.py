@@ -1,7 +1,7 @@
-"""Which nodes are unfit to train with the others, from what every rank has measured. Pure, and without torch.
+"""Which nodes are too slow to train with the others, from what every rank has measured. Pure, and without torch.
 
 All measures are seconds for a unit of work: less is better, 0 was not measured. A node is bad where it needs twice
-as long as the median node, and where that matters. What looks bad is measured again (`better`): it may have been busy.
+as long as the median node, and where that matters. What looks bad is measured again (`best_of`): it may have been busy.
 """
 
 import statistics
@@ -24,7 +24,7 @@ class Peer(NamedTuple):
     latency_seconds: float
 
 
-class Report(NamedTuple):
+class RankMeasures(NamedTuple):
     """What one rank has measured; only the first of each node has more than seconds_per_flop."""
 
     node: int
@@ -44,7 +44,7 @@ class Report(NamedTuple):
     peers: tuple[Peer, ...] = ()
 
 
-class Found(NamedTuple):
+class SlowNode(NamedTuple):
     """A node that is slow in one measure."""
 
     node: int
@@ -53,10 +53,10 @@ class Found(NamedTuple):
     text: str
 
 
-class Verdict(NamedTuple):
+class CheckResult(NamedTuple):
     """What the measurements say."""
 
-    bad: tuple[Found, ...] = ()
+    bad: tuple[SlowNode, ...] = ()
     """The worst first. Never half of the nodes or more (of two: one): what most nodes are is usual."""
     warnings: tuple[str, ...] = ()
 
@@ -71,7 +71,7 @@ class Verdict(NamedTuple):
         return "pre-flight: " + "; ".join(found.text for found in self.bad) if self.bad else ""
 
 
-class Node(NamedTuple):
+class NodeMeasures(NamedTuple):
     """A node in the four measures."""
 
     bandwidth: float
@@ -80,10 +80,10 @@ class Node(NamedTuple):
     disk: float
 
 
-class Measure(NamedTuple):
+class Criterion(NamedTuple):
     """When a node is bad in one of them."""
 
-    of: Callable[[Node], float]
+    of: Callable[[NodeMeasures], float]
     factor: float
     factor_of_two: float
     """Where there are only two nodes, and the other is what is usual; 0: of a pair nobody can say whose fault it is."""
@@ -97,29 +97,29 @@ def _always(_value: float, _usual: float) -> bool:
     return True
 
 
-MEASURES = (
-    Measure(lambda node: node.bandwidth, 2, 0, _always, lambda s: rate(s, "B/s"), "to its peers"),
-    Measure(
+CRITERIA = (
+    Criterion(lambda node: node.bandwidth, 2, 0, _always, lambda s: rate(s, "B/s"), "to its peers"),
+    Criterion(
         lambda node: node.latency, 2, 0, lambda value, usual: value - usual >= LATENCY_SECONDS,
         lambda s: duration(s), "to its peers",
     ),
-    Measure(lambda node: node.matmul, 2, 4, _always, lambda s: rate(s, "FLOP/s"), "in a matrix product"),
-    Measure(
+    Criterion(lambda node: node.matmul, 2, 4, _always, lambda s: rate(s, "FLOP/s"), "in a matrix product"),
+    Criterion(
         lambda node: node.disk, 4, 8, lambda value, _usual: value > DISK_SECONDS_PER_BYTE,
         lambda s: rate(s, "B/s"), "to its disk",
     ),
 )  # fmt: skip
 
 
-def judge(reports: Sequence[Report]) -> Verdict:
+def judge(reports: Sequence[RankMeasures]) -> CheckResult:
     """The same on every rank, for all have the same reports."""
     nodes = by_node(reports)
-    found = sorted((found for measure in MEASURES for found in _slow(measure, nodes)), key=lambda f: -f.times)
+    found = sorted((found for measure in CRITERIA for found in _slow(measure, nodes)), key=lambda f: -f.times)
     bad = list(dict.fromkeys(f.node for f in found))[: max(1, (len(nodes) - 1) // 2)]
-    return Verdict(tuple(f for f in found if f.node in bad), tuple(_warnings(reports)))
+    return CheckResult(tuple(f for f in found if f.node in bad), tuple(_warnings(reports)))
 
 
-def by_node(reports: Sequence[Report]) -> dict[int, Node]:
+def by_node(reports: Sequence[RankMeasures]) -> dict[int, NodeMeasures]:
     """Each node in the four measures: its slowest process, and the median of its peers.
 
     Where one link of two is slow, both ends have it; only the end that is slow has no better ones. Pods of one machine
@@ -132,7 +132,7 @@ def by_node(reports: Sequence[Report]) -> dict[int, Node]:
         peers = [peer for report in mine for peer in report.peers]
         if len(set(machine.values())) > 1:
             peers = [peer for peer in peers if machine[peer.node] != machine[node]]
-        nodes[node] = Node(
+        nodes[node] = NodeMeasures(
             statistics.median_low([p.seconds_per_byte for p in peers]) if peers else 0.0,
             statistics.median_low([p.latency_seconds for p in peers]) if peers else 0.0,
             max(report.seconds_per_flop for report in mine),
@@ -141,7 +141,7 @@ def by_node(reports: Sequence[Report]) -> dict[int, Node]:
     return nodes
 
 
-def better(one: Report, other: Report) -> Report:
+def best_of(one: RankMeasures, other: RankMeasures) -> RankMeasures:
     """The best of two measurements of a rank."""
     peers = {peer.node: peer for peer in one.peers}
     for peer in other.peers:
@@ -156,7 +156,7 @@ def better(one: Report, other: Report) -> Report:
     )
 
 
-def _slow(measure: Measure, nodes: dict[int, Node]) -> Iterator[Found]:
+def _slow(measure: Criterion, nodes: dict[int, NodeMeasures]) -> Iterator[SlowNode]:
     seconds = {node: value for node, of in nodes.items() if (value := measure.of(of)) > 0}
     if len(seconds) < 2:
         return
@@ -166,10 +166,12 @@ def _slow(measure: Measure, nodes: dict[int, Node]) -> Iterator[Found]:
     for node, value in seconds.items():
         if factor and value >= factor * usual and measure.matters(value, usual):
             than = f"the {'median' if several else 'other'} is {measure.text(usual)}"
-            yield Found(node, value / usual, f"node {node} is slow: {measure.text(value)} {measure.what} where {than}")
+            yield SlowNode(
+                node, value / usual, f"node {node} is slow: {measure.text(value)} {measure.what} where {than}"
+            )
 
 
-def _warnings(reports: Sequence[Report]) -> Iterator[str]:
+def _warnings(reports: Sequence[RankMeasures]) -> Iterator[str]:
     ranks = {node: sum(report.node == node for report in reports) for node in {report.node for report in reports}}
     for report in reports:
         node = f"node {report.node}"

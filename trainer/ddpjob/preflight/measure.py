@@ -25,7 +25,7 @@ from ddpjob.errors import Stopped
 from ddpjob.group import gather
 from ddpjob.group.join import World, active, init
 from ddpjob.preflight import judge
-from ddpjob.preflight.judge import MIB, Peer, Report, Verdict
+from ddpjob.preflight.judge import MIB, Peer, RankMeasures, CheckResult
 from ddpjob.process import latest_step
 from ddpjob.reporting import termination
 
@@ -41,8 +41,8 @@ CHUNKS, DISK_SECONDS = 16, 0.3
 ROWS_MAX = 32
 
 
-def run(folder: str = "") -> Verdict:
-    """Check the nodes of this job, on every rank: the verdict. Where a node is bad, all ranks end with exit code 75.
+def run(folder: str = "") -> CheckResult:
+    """Check the nodes of this job, on every rank: the result. Where a node is bad, all ranks end with exit code 75.
 
     folder  where the speed of the disk is measured: at most 16 MiB are written, and removed. Default: the working
             folder, or that for temporary files where this process may not write there.
@@ -50,18 +50,18 @@ def run(folder: str = "") -> Verdict:
     began = time.monotonic()
     world = active() or init(timeout_start_seconds=JOIN_SECONDS)
     reports = survey(world, folder)
-    verdict = judge.judge(reports)
+    result = judge.judge(reports)
     for _ in range(CONFIRMATIONS):
-        if verdict.bad:  # or others had the processor, the network or the disk just then
-            reports = [judge.better(*both) for both in zip(reports, survey(world, folder), strict=True)]
-            verdict = judge.judge(reports)
+        if result.bad:  # or others had the processor, the network or the disk just then
+            reports = [judge.best_of(*both) for both in zip(reports, survey(world, folder), strict=True)]
+            result = judge.judge(reports)
     if world.is_main:
-        print("\n".join(table(reports, verdict, world.backend, time.monotonic() - began)), flush=True)
-    if not verdict.bad:
-        return verdict
+        print("\n".join(table(reports, result, world.backend, time.monotonic() - began)), flush=True)
+    if not result.bad:
+        return result
     if world.is_main:
-        first = min(report.rank for report in reports if report.node == verdict.bad_nodes[0])
-        termination.tell_unfit(first, verdict.message, verdict.bad_nodes)
+        first = min(report.rank for report in reports if report.node == result.bad_nodes[0])
+        termination.tell_unfit(first, result.message, result.bad_nodes)
     raise Stopped(latest_step())
 
 
@@ -77,20 +77,20 @@ def main() -> None:
 # ---- survey ------------------------------------------------------------------------------------------------
 
 
-def survey(world: World, folder: str = "") -> list[Report]:
+def survey(world: World, folder: str = "") -> list[RankMeasures]:
     """What every rank measures now, by rank; on every rank alike."""
-    mine = Report(world.node_rank, world.rank, _machine(), seconds_per_flop(world.device))
+    mine = RankMeasures(world.node_rank, world.rank, _machine(), seconds_per_flop(world.device))
     places = [json.loads(text) for text in gather.texts(json.dumps([world.local_rank, world.node_rank]))]
-    speakers = {node: rank for rank, (local_rank, node) in enumerate(places) if local_rank == 0}
-    if speakers.get(world.node_rank) == world.rank:
-        mine = _of_node(mine, world, speakers, folder)
-    return [_report(json.loads(text)) for text in gather.texts(json.dumps(mine))]
+    first_ranks = {node: rank for rank, (local_rank, node) in enumerate(places) if local_rank == 0}
+    if first_ranks.get(world.node_rank) == world.rank:
+        mine = _of_node(mine, world, first_ranks, folder)
+    return [_decoded(json.loads(text)) for text in gather.texts(json.dumps(mine))]
 
 
-def _of_node(mine: Report, world: World, speakers: dict[int, int], folder: str) -> Report:
+def _of_node(mine: RankMeasures, world: World, first_ranks: dict[int, int], folder: str) -> RankMeasures:
     """What one rank measures for its node."""
-    peers = tuple(_meetings(world, speakers))
-    skew = skew_seconds(world, speakers)
+    peers = tuple(_measure_links(world, first_ranks))
+    skew = skew_seconds(world, first_ranks)
     trouble, disk = "", 0.0
     try:
         disk = disk_seconds_per_byte(folder)
@@ -106,19 +106,19 @@ def _of_node(mine: Report, world: World, speakers: dict[int, int], folder: str) 
     )
 
 
-def _report(fields: list[Any]) -> Report:
-    report = Report(*fields)
+def _decoded(fields: list[Any]) -> RankMeasures:
+    report = RankMeasures(*fields)
     return report._replace(peers=tuple(Peer(*peer) for peer in report.peers))
 
 
-def _meetings(world: World, speakers: dict[int, int]) -> Iterator[Peer]:
+def _measure_links(world: World, first_ranks: dict[int, int]) -> Iterator[Peer]:
     """Each node meets the others, one at a time, and in each round every node is in one pair at most."""
-    nodes = sorted(speakers)
+    nodes = sorted(first_ranks)
     for pairs in rounds(len(nodes)):
         for one, other in ((nodes[a], nodes[b]) for a, b in pairs):
             if world.node_rank in (one, other):
                 node = other if world.node_rank == one else one
-                yield Peer(node, *meet(speakers[node], world.device))
+                yield Peer(node, *measure_link(first_ranks[node], world.device))
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
@@ -132,14 +132,14 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
     return played
 
 
-def meet(peer: int, device: torch.device) -> tuple[float, float]:
+def measure_link(peer: int, device: torch.device) -> tuple[float, float]:
     """Seconds per byte both ways at once, as in a ring all_reduce, and for one small message; the best of a few."""
     there = gather.device_for(None, device)
     _exchange(peer, 1, there)  # nccl makes its connection
     latency = min(_exchange(peer, 1, there) for _ in range(PINGS))
     probe = min(_exchange(peer, PROBE_BYTES, there) for _ in range(PROBES))
     both = torch.empty(1, dtype=torch.float64, device=there)
-    _swap(peer, torch.tensor([probe], dtype=torch.float64, device=there), both)
+    swap(peer, torch.tensor([probe], dtype=torch.float64, device=there), both)
     fitting = int(PROBE_BYTES * PAYLOAD_SECONDS / max(probe, both.item()))  # the same on both sides
     size = min(PAYLOAD_BYTES_MAX, max(PAYLOAD_BYTES_MIN, fitting))
     fastest = min(_exchange(peer, size, there) for _ in range(PAYLOADS))
@@ -149,13 +149,13 @@ def meet(peer: int, device: torch.device) -> tuple[float, float]:
 def _exchange(peer: int, size: int, device: torch.device) -> float:
     """The seconds of an exchange in which both begin together: each has had a word of the other just before."""
     out, into = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    _swap(peer, out[:1], into[:1])
+    swap(peer, out[:1], into[:1])
     began = time.perf_counter()
-    _swap(peer, out, into)
+    swap(peer, out, into)
     return time.perf_counter() - began
 
 
-def _swap(peer: int, out: torch.Tensor, into: torch.Tensor) -> None:
+def swap(peer: int, out: torch.Tensor, into: torch.Tensor) -> None:
     # As one batch nccl uses the communicator of the whole group; else each pair would make one, for a second or so.
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, out, peer), dist.P2POp(dist.irecv, into, peer)]):
         work.wait()
@@ -163,11 +163,11 @@ def _swap(peer: int, out: torch.Tensor, into: torch.Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def skew_seconds(world: World, speakers: dict[int, int]) -> float:
+def skew_seconds(world: World, first_ranks: dict[int, int]) -> float:
     """This node's clock less that of node 0, which asks the others one by one."""
-    if world.rank != speakers[min(speakers)]:
-        return _clock_less_that_of(speakers[min(speakers)], world.device)
-    for rank in sorted(speakers.values()):
+    if world.rank != first_ranks[min(first_ranks)]:
+        return _clock_less_that_of(first_ranks[min(first_ranks)], world.device)
+    for rank in sorted(first_ranks.values()):
         if rank != world.rank:
             _clock_less_that_of(rank, world.device)
     return 0.0
@@ -179,7 +179,7 @@ def _clock_less_that_of(peer: int, device: torch.device, trials: int = 4) -> flo
     theirs = torch.empty(1, dtype=torch.float64, device=there)
 
     def swapped(value: float) -> float:
-        _swap(peer, torch.tensor([value], dtype=torch.float64, device=there), theirs)
+        swap(peer, torch.tensor([value], dtype=torch.float64, device=there), theirs)
         return theirs.item()
 
     late = min(-swapped(time.time()) + time.time() for _ in range(trials))  # its way, plus our clock less the peer's
@@ -253,17 +253,17 @@ def _free_bytes(folder: str) -> int | None:
 # ---- tell --------------------------------------------------------------------------------------------------
 
 
-def table(reports: Sequence[Report], verdict: Verdict, backend: str, seconds: float) -> list[str]:
+def table(reports: Sequence[RankMeasures], result: CheckResult, backend: str, seconds: float) -> list[str]:
     """The lines for the log."""
     nodes = judge.by_node(reports)
-    speakers = {report.node: report for report in reversed(reports)}
+    first_ranks = {report.node: report for report in reversed(reports)}
     lines = [
         f"pre-flight, nodes: {len(nodes)}, ranks: {len(reports)}, {backend}, in {seconds:.1f} s",
         " node   bandwidth   latency         matmul        disk      name     clock    /dev/shm",
     ]
-    shown = sorted(nodes, key=lambda node: (node not in verdict.bad_nodes, node))[:ROWS_MAX]
+    shown = sorted(nodes, key=lambda node: (node not in result.bad_nodes, node))[:ROWS_MAX]
     for node in shown:
-        of, first = nodes[node], speakers[node]
+        of, first = nodes[node], first_ranks[node]
         shm = "-" if first.shm_bytes is None else f"{first.shm_bytes // MIB} MiB"
         lines.append(
             f"{node:>5}{judge.rate(of.bandwidth, 'B/s'):>12}{judge.duration(of.latency):>10}"
@@ -272,5 +272,5 @@ def table(reports: Sequence[Report], verdict: Verdict, backend: str, seconds: fl
         )
     if len(nodes) > len(shown):
         lines.append(f"      and {len(nodes) - len(shown)} more")
-    lines += [f"pre-flight: warning: {warning}" for warning in verdict.warnings]
-    return [*lines, verdict.message or "pre-flight: no node is slow"]
+    lines += [f"pre-flight: warning: {warning}" for warning in result.warnings]
+    return [*lines, result.message or "pre-flight: no node is slow"]
