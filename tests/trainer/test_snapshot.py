@@ -542,7 +542,7 @@ def test_a_folder_of_another_job_that_is_running_is_refused_and_that_job_goes_on
     other_job, attempt, tmp_path, monkeypatch, elsewhere
 ):
     """The second job would train on from the first one's weights, and then each ends the other."""
-    monkeypatch.setattr(writers, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(writers, "HEARTBEAT_SECONDS", 0.2)
     pid = other_job(elsewhere)
     with pytest.raises(
         ddpjob.SnapshotError, match=r"/s is in use by job uid-other, which is running\. Give each job a"
@@ -576,7 +576,7 @@ def test_the_state_of_a_job_that_has_ended_is_gone_on_from_at_once_and_that_is_s
 def test_a_job_on_a_machine_that_is_silent_is_waited_for_and_then_its_folder_is_taken_over(
     other_job, attempt, monkeypatch, capfd, how
 ):
-    monkeypatch.setattr(writers, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(writers, "HEARTBEAT_SECONDS", 0.2)
     monkeypatch.setattr(writers, "SILENT_SECONDS", 2.0)
     monkeypatch.setattr(writers, "LOOK_SECONDS", 0.05)
     os.kill(other_job(elsewhere=True), how)
@@ -614,7 +614,7 @@ def test_a_process_that_survives_its_deleted_job_cannot_end_the_next_job(attempt
 
 
 def test_a_job_beats_as_long_as_it_holds_the_folder_and_no_longer(attempt, tmp_path, monkeypatch):
-    monkeypatch.setattr(writers, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(writers, "HEARTBEAT_SECONDS", 0.02)
     holder = attempt(1)
     beat = tmp_path / "s" / "writer-000001.alive"
     begin = beat.stat().st_mtime_ns

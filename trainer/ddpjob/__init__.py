@@ -1,9 +1,9 @@
 """DDPJob's trainer library: what runs inside the training process. It needs torch and nothing else.
 
 Start a group with `init`, share the data with `GlobalBatchSampler` and `accumulate`, keep the state with `Snapshot`,
-say how far training is with `progress`, stop in order with `should_stop`, and see with `check_replicas` that all ranks
-are equal. All names are loaded on first use:
-`import ddpjob` itself imports no torch, because the command line is installed without it.
+report how far training is with `progress`, stop in order with `should_stop`, and see with `check_replicas` that all
+ranks are equal. All names are loaded on first use: `import ddpjob` itself imports no torch, because the command line is
+installed without it.
 """
 
 import importlib

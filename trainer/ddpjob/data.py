@@ -55,8 +55,8 @@ class GlobalBatchSampler:
     micro_batch   most samples of one forward pass, for `accumulate`; None = the whole share at once.
     drop_last     leave out the last n % global_batch samples of each epoch; else they make a smaller global batch.
 
-    As `batch_sampler` of a DataLoader it yields shares too, one epoch per iteration. A DataLoader with workers asks
-    ahead of training: say then how many batches of the loader have been trained, from 1 on also after a resume:
+    As `batch_sampler` of a DataLoader it yields shares too, one epoch per iteration. A DataLoader with workers reads
+    ahead of training: pass then how many batches of the loader have been trained, from 1 on also after a resume:
 
         for epoch in range(sampler.current_epoch, epochs):
             for batches, batch in enumerate(loader, start=1):
@@ -87,7 +87,7 @@ class GlobalBatchSampler:
         if drop_last and self.global_batch > self.n:
             raise ConfigurationError(
                 f"global_batch: {global_batch} is more than n: {n}, so no epoch has a full batch. "
-                f"Lower global_batch, or say drop_last=False."
+                f"Lower global_batch, or use drop_last=False."
             )
 
     @property
@@ -96,7 +96,7 @@ class GlobalBatchSampler:
         return self._epoch
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """This rank's shares of the epoch's global batches, from where the state says if it is the interrupted one.
+        """This rank's shares of the epoch's global batches; of the interrupted epoch those that the state has left.
 
         A batch counts as consumed when it is handed out: save inside the loop, after the optimizer's step.
         """
@@ -155,10 +155,10 @@ class GlobalBatchSampler:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on where the state was taken. StateError where it belongs to other data or another seed."""
-        for name, mine in (("n", self.n), ("seed", self.seed)):
-            if state.get(name) != mine:
+        for name, own in (("n", self.n), ("seed", self.seed)):
+            if state.get(name) != own:
                 raise StateError(
-                    f"{name}: the saved state has {state.get(name)}, this sampler {mine}: the order would be another "
+                    f"{name}: the saved state has {state.get(name)}, this sampler {own}: the order would be another "
                     f"one. Start with {name}={state.get(name)}, or from an empty snapshot folder."
                 )
         epoch, consumed = (_whole(state, name) for name in ("epoch", "consumed"))
@@ -337,13 +337,13 @@ def _rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         raise ConfigurationError(f"rank: {rank}, world_size: {world_size}. Give both or neither.")
     if rank is None or world_size is None:
-        return _group_place()
+        return _rank_in_group()
     if not 0 <= rank < world_size:
         raise ConfigurationError(f"rank: {rank} must be at least 0 and less than world_size: {world_size}.")
     return rank, world_size
 
 
-def _group_place() -> tuple[int, int]:
+def _rank_in_group() -> tuple[int, int]:
     if process.current.group is not None or process.torch_group() is not None:
         place = process.place()
         return place.rank, place.world_size

@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree, so that a caller can catch one level.
+"""What can go wrong, as one tree, so that a caller can catch one level; and `Stopped`, which is no error.
 
 DDPJobError
 ├── ConfigurationError      an argument or a variable of the environment cannot be right; the message names it
@@ -21,7 +21,7 @@ class DDPJobError(Exception):
 
 
 class ConfigurationError(DDPJobError, ValueError):
-    """An argument or a variable of the environment cannot be right; the message names it, its value and the mend."""
+    """An argument or a variable of the environment cannot be right; the message names it, its value and the fix."""
 
 
 class UnsupportedError(ConfigurationError):

@@ -40,7 +40,7 @@ class Process:
         self.latest: tuple[int, int | None, int | None, dict[str, Any], float] | None = None
         """(step, total, samples, metrics, when) of the last call; assigned as one, so that its reader needs no lock."""
         self.checks_each_step = True
-        """The first call starts what there is to start; later ones only look where faults were ordered."""
+        """The first call starts what there is to start; later ones only check where faults were ordered."""
         self.begun = False
         """What the first call starts is there."""
         self.stepping = False

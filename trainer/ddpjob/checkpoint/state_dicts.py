@@ -1,8 +1,8 @@
 """What `Snapshot` can save and give back: a copy of a state on the CPU, and the way back into the objects.
 
 Accepted by exact type, because what is written but not read back is found out after the crash. Which dtypes torch.load
-reads with weights_only=True differs by its version (bytes and torch.uint16 are not read by 2.4), so torch is asked.
-`replicas` takes from here what a tensor is that has all its values on this rank.
+reads with weights_only=True differs by its version (bytes and torch.uint16 are not read by 2.4), so it is tried.
+`replicas` uses the test of whether a tensor has all its values on this rank.
 """
 
 import collections
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob.errors import StateError
 
-NESTED_MAX = 100  # a list in a list in a list; what contains itself comes here too
+NESTED_MAX = 100  # a list in a list in a list; what contains itself ends here too
 INTEGER_BITS_MAX = 2039  # torch.load(weights_only=True) knows no longer ones: pickle's LONG4
 
 _WHOLE_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -47,11 +47,11 @@ def _unwrapped(value: Any) -> Any:
     return value.module if isinstance(value, DistributedDataParallel) else value
 
 
-# ---- tensors that are all here -----------------------------------------------------------------------------
+# ---- tensors that are whole --------------------------------------------------------------------------------
 
 
 def not_whole(tensor: torch.Tensor) -> str:
-    """What is wrong with a tensor whose values are not all here, as plain numbers; "" for an ordinary one."""
+    """What is wrong with a tensor whose values are not all on this rank, as plain numbers; "" for an ordinary one."""
     if type(tensor) not in _WHOLE_TYPES:
         return f"a {_type_name(tensor)}"
     if tensor.is_meta:
@@ -66,7 +66,7 @@ def not_whole(tensor: torch.Tensor) -> str:
 def sharded(value: Any) -> str:
     """Why a model or an optimizer is not whole on any rank, the same on all of them; "" where it is.
 
-    Asked on every rank and before anything else: the state_dict() of such a model waits for all ranks, or gives each
+    Checked on every rank and before anything else: the state_dict() of such a model waits for all ranks, or gives each
     rank its part.
     """
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
@@ -153,7 +153,7 @@ def _copied_mapping(value: dict[Any, Any], where: str, depth: int) -> Any:
     if type(value) is dict:
         return items
     same = type(value)(items)  # MultiStepLR's milestones are a Counter
-    if hasattr(value, "_metadata"):  # versions of the modules, which load_state_dict looks at
+    if hasattr(value, "_metadata"):  # versions of the modules, which load_state_dict reads
         same._metadata = copied(value._metadata, f"{where} metadata", depth + 1)  # type: ignore[attr-defined]
     return same
 
@@ -203,7 +203,7 @@ def _is_read(value: Any) -> bool:
 
 
 def restore(objects: Mapping[str, Any], state: Mapping[str, Any], where: str) -> None:
-    """Into the objects; everything is looked at before anything is changed."""
+    """Into the objects; everything is checked before anything is changed."""
     missing = sorted(set(objects) - set(state))
     if missing:
         raise StateError(f"{where}: has no {', '.join(missing)}; it has {', '.join(sorted(state)) or 'nothing'}.")
@@ -218,14 +218,14 @@ def restore(objects: Mapping[str, Any], state: Mapping[str, Any], where: str) ->
 
 def _does_not_fit(target: Any, saved: Any) -> str:
     if hasattr(target, "load_state_dict"):
-        return ""  # it looks for itself
+        return ""  # it checks for itself
     if isinstance(target, torch.Tensor):
         if not isinstance(saved, torch.Tensor):
             return f"a {type(saved).__name__} was saved, and cannot be copied into a tensor."
         if (saved.shape, saved.dtype) == (target.shape, target.dtype):
             return ""
-        # copy_ would repeat a row, or cut what a smaller type cannot hold, without a word.
-        return f"saved was {_described(saved)}, to be restored is {_described(target)}."
+        # copy_ would repeat a row, or cut what a smaller type cannot hold, without an error.
+        return f"saved was {described(saved)}, to be restored is {described(target)}."
     if isinstance(target, dict):
         return "" if isinstance(saved, dict) else f"a {type(saved).__name__} was saved, and cannot fill a dict."
     return (
@@ -234,7 +234,8 @@ def _does_not_fit(target: Any, saved: Any) -> str:
     )
 
 
-def _described(tensor: torch.Tensor) -> str:
+def described(tensor: torch.Tensor) -> str:
+    """float32 [10, 64]"""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 

@@ -1,7 +1,7 @@
-"""How long a rank may stand still: learned from the job's own steps, or set.
+"""How long a rank may make no step: learned from the job's own steps, or set.
 
-One place for the operator, which hears reports (`observed.stall`), and for the agent in the pod, which sees the
-beats (`agent/core/stall_monitor.py`): standard library only, no clock. Seconds are differences, whoever measured them.
+One place for the operator, which gets reports (`observed.stall`), and for the agent in the pod, which reads the
+heartbeats (`agent/core/stall_monitor.py`): standard library only, no clock. Seconds are differences of either clock.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Learned:
     """What the steps of a rank have taught so far."""
 
     step_seconds: tuple[float, ...] = ()
-    """What the last steps took, the newest last; steps between two looks share the time."""
+    """What the last steps took, the newest last; steps between two observations share the time."""
     steps: Survived = Survived()
     pauses: Survived = Survived()
 
@@ -57,13 +57,13 @@ class Limit(NamedTuple):
 
 
 def limit(phase: Phase, step: int, learned: Learned, timeout: float | None) -> Limit:
-    """How long a rank may stand still where it is now. timeout: stall.timeoutSeconds where it is set."""
+    """How long a rank may make no step where it is now. timeout: stall.timeoutSeconds where it is set."""
     seconds = timeout or _step_seconds(learned)
     if phase in ("save", "evaluate"):
         expected = max(PAUSE_SECONDS, LONGEST * seconds, LONGEST * learned.pauses.longest_seconds)
         unseen, surprised = UNSEEN_PAUSE_SECONDS, learned.pauses.surprised
     elif phase == "start" or step == 0 or not (timeout or learned.step_seconds):
-        # Until a step has been measured nothing is known, at any step: who looks may be new, and the job old.
+        # Until a step has been measured nothing is known, at any step: the observer may be new, and the job old.
         expected, unseen, surprised = max(START_SECONDS, seconds), UNSEEN_START_SECONDS, False
     else:
         expected, unseen, surprised = seconds, UNSEEN_TRAIN_SECONDS, learned.steps.surprised
@@ -73,7 +73,7 @@ def limit(phase: Phase, step: int, learned: Learned, timeout: float | None) -> L
 def learn(learned: Learned, phase: Phase, step: int, made: int, seconds: float, *, measured: bool) -> Learned:
     """What the end of a time without a step teaches.
 
-    phase, step: where the rank stood for those seconds. made: the steps that it is further now. measured: whether the
+    phase, step: where the rank was for those seconds. made: the steps that it is further now. measured: whether the
     begin of that time was seen.
     """
     expected = limit(phase, step, learned, None).expected
@@ -83,7 +83,7 @@ def learn(learned: Learned, phase: Phase, step: int, made: int, seconds: float, 
         learned = replace(learned, steps=_survived(learned.steps, seconds, expected))
     if not measured or made <= 0:
         return learned
-    # From the begin to the first steps it is one step: a resumed job starts at 0 and says 1041 next.
+    # From the begin to the first steps it is one step: a resumed job starts at 0 and reports 1041 next.
     each = seconds if phase == "start" else seconds / made
     return replace(learned, step_seconds=(*learned.step_seconds, each)[-STEPS_REMEMBERED:])
 

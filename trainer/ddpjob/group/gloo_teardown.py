@@ -2,15 +2,15 @@
 
 Its groups are kept for ever, because the destructor of one joins gloo's threads while it holds the interpreter's lock,
 and a thread that has just finished a collective wants that lock to release the tensor (ProcessGroupGloo::runLoop ->
-decref_pyobject). Whoever drops the last reference hangs then: close() did in 5 of 46 groups of 3, with stacks that show
-it, and the DDP model does as well at the end of a script (2 of 16). A collective still under way holds the destructor
-until its time-out besides (20 s of 20 s). Kept, its threads and sockets end with the process.
+decref_pyobject). The process that drops the last reference then hangs: close() did in 5 of 46 groups of 3, with stacks
+that show it, and the DDP model does as well at the end of a script (2 of 16). A collective still under way holds the
+destructor until its time-out besides (20 s of 20 s). Kept, its threads and sockets end with the process.
 
 Those threads must be idle before the interpreter ends, because a collective that nobody waited for leaves its tensor to
-the thread that works on it. Once the interpreter ends, a thread that asks for its lock is ended on the spot, in the
+the thread that works on it. Once the interpreter ends, a thread that takes its lock is ended on the spot, in the
 middle of C++ that allows no such thing: "terminate called without an active exception", SIGABRT, at the end of a
-training that went well. After a fixed pause of 20 ms so ended 16 of 250 jobs on a machine with ten processes for each
-CPU.
+training that went well. With a fixed pause of 20 ms instead, 16 of 250 jobs ended so on a machine with ten processes
+for each CPU.
 """
 
 from __future__ import annotations

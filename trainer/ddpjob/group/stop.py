@@ -1,4 +1,4 @@
-"""`should_stop()`: one rank is told to stop (SIGTERM), and all ranks stop after the same step.
+"""`should_stop()`: one rank gets SIGTERM, and all ranks stop after the same step.
 
 In the training loop, after each step and on every rank:
 
@@ -8,13 +8,13 @@ In the training loop, after each step and on every rank:
     if stop:
         raise ddpjob.Stopped(step)
 
-How they agree, through the store where the group met. The rank that is told says so there. As soon as a rank knows, it
-promises not to pass its next call of `should_stop` before the answer, and says which step that is; whoever promises
-last sets the answer, the highest of these steps. No rank can have passed it, and every rank can still reach it: the
-promise is given by a thread of its own, also while the training waits in a collective for a rank that has promised.
-A rank that has left the group in order promises never to stop, and then the others finish as well.
+How they agree, through the group's store. The rank that gets SIGTERM sets a key there. As soon as a rank sees it, it
+promises not to pass its next call of `should_stop` before the decision, and writes which step that is; the rank that
+promises last writes the decision, the highest of these steps. No rank can have passed it, and every rank can still
+reach it: the promise is given by a thread of its own, also while the training waits in a collective for a rank that has
+promised. A rank that has left the group in order promises never to stop, and then the others finish as well.
 
-Nothing of this costs a collective: a step pays for a lock, and the thread asks the store twice a second.
+Nothing of this costs a collective: a step pays for a lock, and the thread polls the store twice a second.
 """
 
 import atexit
@@ -32,23 +32,23 @@ from ddpjob.errors import RendezvousError
 from ddpjob.reporting import termination
 
 POLL_SECONDS = 0.5
-POLL_SECONDS_ASKED = 0.02
-# The threads of living ranks answer at their next poll. Without an answer a rank is gone and nothing can be saved
+POLL_SECONDS_REQUESTED = 0.02
+# The threads of running ranks promise at their next poll. Without a decision a rank is gone and nothing can be saved
 # together: then SIGTERM ends the process, so that a failed group restarts at once and not after its whole grace.
 AGREE_SECONDS = 5.0
 NEVER = 1 << 62
 
-_ASKED, _HERE, _AT, _STEP = "stop/asked", "stop/here", "stop/at", "stop/step/{}"
+_REQUESTED, _PROMISES, _DECISION, _STEP = "stop/asked", "stop/here", "stop/at", "stop/step/{}"
 
 
 def should_stop(step: int) -> bool:
     """Whether to save and end after this step: True on every rank after the same step, once any rank got SIGTERM.
 
     step  steps made so far, counted as for `progress`. Call it on every rank after the same steps, from the main
-          thread, and end by `raise Stopped(step)` when it says True.
+          thread, and end by `raise Stopped(step)` when it returns True.
 
     From the first call on SIGTERM no longer ends this process at once, unless the script has a handler of its own: that
-    one is left alone, and this rank only follows the others. Raises RendezvousError where a rank was told to stop and
+    one is left alone, and this rank only follows the others. Raises RendezvousError where a rank got SIGTERM and
     the others did not agree within the time-out of a step.
     """
     state = process.current
@@ -101,7 +101,7 @@ class Agreement:
         self.promised = False
         self.decided = threading.Event()
         self._at = NEVER
-        self._told_at: float | None = None
+        self._sigterm_at: float | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._watch, name="ddpjob-stop", daemon=True)
         self._thread.start()
@@ -128,47 +128,47 @@ class Agreement:
     def _watch(self) -> None:
         try:
             while not self._closing and not self.decided.is_set():
-                self._listen(POLL_SECONDS_ASKED if self.promised else POLL_SECONDS)
+                self._wait(POLL_SECONDS_REQUESTED if self.promised else POLL_SECONDS)
                 if not self._closing:
-                    self._look()
+                    self._decide_or_give_up()
         except RuntimeError:  # the store is gone, and rank 0 with it
             self._decide(NEVER)
             while not self._closing:
-                self._listen(None)
-                if self._told_at is not None:
+                self._wait(None)
+                if self._sigterm_at is not None:
                     self._give_up()
 
-    def _listen(self, seconds: float | None) -> None:
-        if self._sigterm.wait(seconds) and self._told_at is None:
-            self._told_at = time.monotonic()
+    def _wait(self, seconds: float | None) -> None:
+        if self._sigterm.wait(seconds) and self._sigterm_at is None:
+            self._sigterm_at = time.monotonic()
             if self._store is not None:
-                self._store.set(_ASKED, "1")
+                self._store.set(_REQUESTED, "1")
 
-    def _look(self) -> None:
-        if not self.promised and (self._told_at is not None or self._others_ask()):
+    def _decide_or_give_up(self) -> None:
+        if not self.promised and (self._sigterm_at is not None or self._is_requested()):
             self._promise(None)
-        if self.promised and self._store is not None and self._store.check([_AT]):
-            self._decide(int(self._store.get(_AT)))
-        elif self._told_at is not None and time.monotonic() > self._told_at + AGREE_SECONDS:
+        if self.promised and self._store is not None and self._store.check([_DECISION]):
+            self._decide(int(self._store.get(_DECISION)))
+        elif self._sigterm_at is not None and time.monotonic() > self._sigterm_at + AGREE_SECONDS:
             self._give_up()
 
-    def _others_ask(self) -> bool:
-        return self._store is not None and bool(self._store.check([_ASKED]))
+    def _is_requested(self) -> bool:
+        return self._store is not None and bool(self._store.check([_REQUESTED]))
 
     def _promise(self, step: int | None) -> None:
-        """Not to pass this step before the answer; by default the next at which the training asks."""
+        """Not to pass this step before the decision; by default that of the next call of `should_stop`."""
         with self._lock:
             if self.promised:
                 return
             self.promised = True
-            mine = self._passed + 1 if step is None else step
+            promised = self._passed + 1 if step is None else step
         if self._store is None:
-            self._decide(mine)
+            self._decide(promised)
             return
-        self._store.set(_STEP.format(self._rank), str(mine))
-        if self._store.add(_HERE, 1) == self._world_size:
+        self._store.set(_STEP.format(self._rank), str(promised))
+        if self._store.add(_PROMISES, 1) == self._world_size:
             steps = [int(self._store.get(_STEP.format(rank))) for rank in range(self._world_size)]
-            self._store.set(_AT, str(max(steps)))
+            self._store.set(_DECISION, str(max(steps)))
 
     def _decide(self, at: int) -> None:
         self._at = at
@@ -178,7 +178,7 @@ class Agreement:
     def _give_up(self) -> None:
         if self.decided.is_set() and self._at != NEVER:
             return
-        process.log(f"rank {self._rank} was told to stop, and a rank that must agree is gone: ended without saving")
+        process.log(f"rank {self._rank} got SIGTERM, and a rank that must agree is gone: ended without saving")
         os._exit(128 + signal.SIGTERM)  # a thread cannot restore the signal's own action
 
 
@@ -201,7 +201,7 @@ def _begin() -> Agreement:
 
 
 def _store() -> Any:
-    """The store in which the group met: that of `init`, else the one that the script made."""
+    """The store of the group: that of `init`, else the one that the script made."""
     group = process.current.group
     if group is not None and group.store is not None:
         return group.store

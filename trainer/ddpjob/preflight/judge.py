@@ -13,7 +13,7 @@ LATENCY_SECONDS = 1e-3  # more than the median by less than this is another rack
 DISK_SECONDS_PER_BYTE = 1 / 100e6  # a faster disk holds up no snapshot, and healthy ones differ by more than two times
 SKEW_SECONDS = 2.0
 RESOLVE_SECONDS = 1.0
-SHM_BYTES = 64 * MIB  # what a container gets where nobody has said more
+SHM_BYTES = 64 * MIB  # what a container gets by default
 
 
 class Peer(NamedTuple):
@@ -45,7 +45,7 @@ class RankMeasures(NamedTuple):
 
 
 class SlowNode(NamedTuple):
-    """A node that is slow in one measure."""
+    """A node that is slow by one criterion."""
 
     node: int
     times: float
@@ -111,32 +111,32 @@ CRITERIA = (
 )  # fmt: skip
 
 
-def judge(reports: Sequence[RankMeasures]) -> CheckResult:
-    """The same on every rank, for all have the same reports."""
-    nodes = by_node(reports)
-    found = sorted((found for measure in CRITERIA for found in _slow(measure, nodes)), key=lambda f: -f.times)
+def judge(measures: Sequence[RankMeasures]) -> CheckResult:
+    """The same on every rank, for all have the same measures."""
+    nodes = by_node(measures)
+    found = sorted((found for criterion in CRITERIA for found in _slow(criterion, nodes)), key=lambda f: -f.times)
     bad = list(dict.fromkeys(f.node for f in found))[: max(1, (len(nodes) - 1) // 2)]
-    return CheckResult(tuple(f for f in found if f.node in bad), tuple(_warnings(reports)))
+    return CheckResult(tuple(f for f in found if f.node in bad), tuple(_warnings(measures)))
 
 
-def by_node(reports: Sequence[RankMeasures]) -> dict[int, NodeMeasures]:
+def by_node(measures: Sequence[RankMeasures]) -> dict[int, NodeMeasures]:
     """Each node in the four measures: its slowest process, and the median of its peers.
 
     Where one link of two is slow, both ends have it; only the end that is slow has no better ones. Pods of one machine
     reach each other without a network, so where there are several machines only what is between them counts.
     """
-    machine = {report.node: report.machine for report in reports}
+    machine = {rank.node: rank.machine for rank in measures}
     nodes = {}
     for node in sorted(machine):
-        mine = [report for report in reports if report.node == node]
-        peers = [peer for report in mine for peer in report.peers]
+        ranks = [rank for rank in measures if rank.node == node]
+        peers = [peer for rank in ranks for peer in rank.peers]
         if len(set(machine.values())) > 1:
             peers = [peer for peer in peers if machine[peer.node] != machine[node]]
         nodes[node] = NodeMeasures(
             statistics.median_low([p.seconds_per_byte for p in peers]) if peers else 0.0,
             statistics.median_low([p.latency_seconds for p in peers]) if peers else 0.0,
-            max(report.seconds_per_flop for report in mine),
-            max(report.disk_seconds_per_byte for report in mine),
+            max(rank.seconds_per_flop for rank in ranks),
+            max(rank.disk_seconds_per_byte for rank in ranks),
         )
     return nodes
 
@@ -156,43 +156,43 @@ def best_of(one: RankMeasures, other: RankMeasures) -> RankMeasures:
     )
 
 
-def _slow(measure: Criterion, nodes: dict[int, NodeMeasures]) -> Iterator[SlowNode]:
-    seconds = {node: value for node, of in nodes.items() if (value := measure.of(of)) > 0}
+def _slow(criterion: Criterion, nodes: dict[int, NodeMeasures]) -> Iterator[SlowNode]:
+    seconds = {node: value for node, of in nodes.items() if (value := criterion.of(of)) > 0}
     if len(seconds) < 2:
         return
     several = len(seconds) > 2
     usual = statistics.median(seconds.values()) if several else min(seconds.values())
-    factor = measure.factor if several else measure.factor_of_two
+    factor = criterion.factor if several else criterion.factor_of_two
     for node, value in seconds.items():
-        if factor and value >= factor * usual and measure.matters(value, usual):
-            than = f"the {'median' if several else 'other'} is {measure.text(usual)}"
+        if factor and value >= factor * usual and criterion.matters(value, usual):
+            than = f"the {'median' if several else 'other'} is {criterion.text(usual)}"
             yield SlowNode(
-                node, value / usual, f"node {node} is slow: {measure.text(value)} {measure.what} where {than}"
+                node, value / usual, f"node {node} is slow: {criterion.text(value)} {criterion.what} where {than}"
             )
 
 
-def _warnings(reports: Sequence[RankMeasures]) -> Iterator[str]:
-    ranks = {node: sum(report.node == node for report in reports) for node in {report.node for report in reports}}
-    for report in reports:
-        node = f"node {report.node}"
-        if abs(report.skew_seconds) > SKEW_SECONDS:
-            way = "ahead of" if report.skew_seconds > 0 else "behind"
+def _warnings(measures: Sequence[RankMeasures]) -> Iterator[str]:
+    ranks = {node: sum(rank.node == node for rank in measures) for node in {rank.node for rank in measures}}
+    for rank in measures:
+        node = f"node {rank.node}"
+        if abs(rank.skew_seconds) > SKEW_SECONDS:
+            way = "ahead of" if rank.skew_seconds > 0 else "behind"
             yield (
-                f"{node}'s clock is {abs(report.skew_seconds):.1f} s {way} node 0's: tokens and certificates may be "
+                f"{node}'s clock is {abs(rank.skew_seconds):.1f} s {way} node 0's: tokens and certificates may be "
                 f"refused there, and times in logs mislead. See that it runs chrony or another NTP client."
             )
-        if report.resolve_seconds > RESOLVE_SECONDS:
+        if rank.resolve_seconds > RESOLVE_SECONDS:
             yield (
-                f"{node} took {report.resolve_seconds:.1f} s to resolve MASTER_ADDR: look at the cluster's DNS, its "
+                f"{node} took {rank.resolve_seconds:.1f} s to resolve MASTER_ADDR: look at the cluster's DNS, its "
                 f"load, and the pod's search domains."
             )
-        if report.shm_bytes is not None and report.shm_bytes < SHM_BYTES and ranks[report.node] > 1:
+        if rank.shm_bytes is not None and rank.shm_bytes < SHM_BYTES and ranks[rank.node] > 1:
             yield (
-                f"{node} has {report.shm_bytes // MIB} MiB free in /dev/shm for {ranks[report.node]} ranks: NCCL and "
+                f"{node} has {rank.shm_bytes // MIB} MiB free in /dev/shm for {ranks[rank.node]} ranks: NCCL and "
                 f"data loaders need more than {SHM_BYTES // MIB} MiB. Mount an emptyDir of medium Memory there."
             )
-        if report.trouble:
-            yield f"{node}: {report.trouble}"
+        if rank.trouble:
+            yield f"{node}: {rank.trouble}"
 
 
 def rate(seconds: float, unit: str) -> str:

@@ -5,7 +5,7 @@
 
 A fault belongs to one attempt, by default the first, and in it to one generation of ranks, by default 0, the first (the
 others are started in the same pods): the training that follows it is to succeed. Its step is the first that this rank
-reports at or after it. What cannot be understood is said once on stderr and left out.
+reports at or after it. What cannot be understood is named once on stderr and left out.
 """
 
 import json
@@ -39,8 +39,8 @@ def ordered(environ: Mapping[str, str], rank: int) -> list[Fault]:
             f"and one of signal (a name), exit (1 to 255), hang (true)"
         )
     generation = environ.get("DDPJOB_GENERATION") or environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
-    mine = (rank, environ.get("DDPJOB_ATTEMPT") or "1", generation)
-    return [fault for entry, fault in read if fault and _belongs_to(entry) == mine]
+    own = (rank, environ.get("DDPJOB_ATTEMPT") or "1", generation)
+    return [fault for entry, fault in read if fault and _belongs_to(entry) == own]
 
 
 def obey(faults: list[Fault], step: int) -> list[Fault]:
@@ -88,4 +88,4 @@ def _break(fault: Fault) -> None:
     elif fault.kind == "exit":
         raise SystemExit(fault.value)  # as a script does: the group is left, and the termination message written
     else:
-        threading.Event().wait()  # the posting thread goes on: alive, and no further step
+        threading.Event().wait()  # the posting thread goes on: the rank reports, and makes no further step

@@ -1,15 +1,15 @@
-"""`progress()`: says how far training is. The training loop calls it at every step, so it only stores its arguments.
+"""`progress()`: reports how far training is. The training loop calls it at every step, so it only stores its arguments.
 
-A daemon thread posts the latest values to the job's status receiver (DDPJOB_STATUS_URL), at once when `init` has met
+A daemon thread posts the latest values to the job's status receiver (DDPJOB_STATUS_URL), at once when `init` has found
 the others and when the first step is made, and every DDPJOB_STATUS_INTERVAL seconds; without that variable nothing
-happens. Nothing here imports torch, raises into the training loop, waits for the network there, or speaks more than
+happens. Nothing here imports torch, raises into the training loop, waits for the network there, or prints more than
 once.
 
 Body of a post (JSON, at most 8 KiB; unknown fields are absent):
     {"attempt": 1, "rank": 0, "nodeRank": 0, "worldSize": 2, "step": 312, "totalSteps": 1125, "etaSeconds": 24,
      "samplesPerSecond": 5210.4, "metrics": {"loss": "0.412"}, "phase": "save", "final": false}
-Rank 0's post is the job's progress; the first rank of each other node posts too, so that its node is known to live.
-A post repeats an unchanged step: a process that reports and makes no step can then be told from one that is gone.
+Rank 0's post is the job's progress; the first rank of each other node posts too, so that its node is known to run.
+A post repeats an unchanged step: a process that makes no step is not one that is gone.
 phase: "start" before the first step (step is then the one that was loaded, or 0), "save" or "evaluate" in a `pause`;
 absent while training.
 """
@@ -71,7 +71,7 @@ def pause(phase: Literal["save", "evaluate"]) -> Iterator[None]:
         with ddpjob.pause("evaluate"):
             loss = held_out_loss(model)
 
-    `Snapshot` declares its own. Raises ConfigurationError for another word.
+    `Snapshot` declares its own. Raises ConfigurationError for any other phase.
     """
     if phase not in PHASES_DECLARED:
         raise ConfigurationError(f"phase: {phase!r} is none of {', '.join(PHASES_DECLARED)}.")
@@ -104,7 +104,7 @@ def flush(timeout_seconds: float = FINAL_FLUSH_SECONDS) -> None:
     state = process.current
     reporter, state.reporter, state.checks_each_step, state.begun = state.reporter, None, True, False
     if not state.stepping:
-        state.cells[_STEP] = 0  # it was loaded, and not made here
+        state.cells[_STEP] = 0  # it was loaded, and not made by this process
     state.cells[heartbeat.PHASE] = 0
     if reporter is not None:
         reporter.finish(timeout_seconds)
@@ -231,7 +231,7 @@ class Reporter:
         if self.complained or self.finishing.is_set():
             return
         self.complained = True
-        process.log(f"progress is not reported: {self.url}: {problem}; training goes on, tried again, said once")
+        process.log(f"progress is not reported: {self.url}: {problem}; training goes on; tried again, reported once")
 
     def _document(self, *, final: bool) -> dict[str, Any] | None:
         state, place = process.current, process.place()
@@ -274,14 +274,14 @@ def pace(rate: float | None, step: int, total: int | None, samples: int | None) 
 
 
 def as_text(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """The first 16 metrics that can be said, each a short string, as in Kubeflow's trainer status."""
-    said: dict[str, str] = {}
+    """The first 16 metrics that can be written, each a short string, as in Kubeflow's trainer status."""
+    texts: dict[str, str] = {}
     for name, value in metrics.items():
-        if len(said) == METRICS_MAX:
+        if len(texts) == METRICS_MAX:
             break
         with contextlib.suppress(Exception):
-            said[name[:TEXT_CHARACTERS_MAX]] = _value_as_text(value)
-    return said
+            texts[name[:TEXT_CHARACTERS_MAX]] = _value_as_text(value)
+    return texts
 
 
 def _value_as_text(value: Any) -> str:
@@ -332,7 +332,7 @@ def _connection(target: SplitResult, environ: Mapping[str, str]) -> Any:
 
 
 def _authorization(environ: Mapping[str, str]) -> dict[str, str]:
-    """The token is read for every post: the kubelet renews a projected token in place, at 80 % of its life."""
+    """The token is read for every post: the kubelet renews a projected token in place, at 80 % of its lifetime."""
     path = environ.get("DDPJOB_STATUS_TOKEN_FILE")
     if not path:
         return {}

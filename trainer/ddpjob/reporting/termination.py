@@ -1,4 +1,4 @@
-"""The last word of a rank that fails, in the file that DDPJOB_TERMINATION_LOG names.
+"""The termination message of a rank that fails, in the file that DDPJOB_TERMINATION_LOG names.
 
 In a pod that is the container's termination message: the operator reads it in the pod's status when the pod is gone.
 
@@ -7,7 +7,7 @@ In a pod that is the container's termination message: the operator reads it in t
 
 All ranks of a pod share the file. The earliest failure stays; a rank that stopped in order gives way to it, and one
 that only says that a peer is gone writes nothing. `init` and the first `progress` install it. A process that is
-killed, or crashes in C code, writes nothing: the kubelet and torchrun tell of that.
+killed, or crashes in C code, writes nothing: the kubelet and torchrun report that.
 """
 
 import contextlib

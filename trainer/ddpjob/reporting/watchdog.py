@@ -1,13 +1,13 @@
-"""The rank's side of ddprun's watchdog: it says where it stands, in memory that it shares with its agent.
+"""The rank's side of ddprun's watchdog: its heartbeat, in memory that it shares with its agent.
 
-`progress`, `pause` and `announce` write what they know into cells; the agent (`agent/heartbeats.py`)
-reads them, and asks when the group stands still. A daemon thread answers, because a rank that is blocked in a
+`progress`, `pause` and `report_start` write their values into cells; the agent (`agent/heartbeats.py`) reads them, and
+asks the rank where it is when the group is stalled. A daemon thread answers, because a rank that is blocked in a
 collective runs no Python handler: where each thread is, and the last collectives of torch's flight recorder. Both go to
-stderr, and the short of it to the agent. For a rank that this thread cannot speak for, because something holds the
-interpreter, faulthandler has a signal of its own.
+stderr, and a summary to the agent. While something holds the interpreter this thread cannot run, so faulthandler writes
+the stacks on a signal of its own.
 
-The memory is named by DDPJOB_BEATS (`heartbeat.py` says what is in it); without it the cells are this process's own,
-and nobody asks.
+DDPJOB_BEATS names the memory (`core/heartbeat.py` has its layout); without it the cells are this process's own, and no
+agent reads them.
 """
 
 import atexit
@@ -114,7 +114,7 @@ def _serve(page: memoryview, cells: memoryview) -> None:
 
 
 def _of_torch(call: Callable[[], T]) -> T | None:
-    """What torch knows; nothing at the end of the process, or where it has changed what it calls things."""
+    """What torch knows; None at the end of the process, or where this torch has other names."""
     in_torch = process.current.in_torch
     if not in_torch.acquire(blocking=False):
         return None
@@ -157,15 +157,15 @@ def _answer(page: memoryview, cells: memoryview) -> None:
 
 
 def _stacks(cells: memoryview, frames: dict[int, FrameType], recorded: list[dict[str, Any]]) -> str:
-    """In one piece, so that the words of two ranks do not mix; the main thread last, where one looks first."""
+    """In one piece, so that the lines of two ranks do not mix; the main thread last, where a log is read first."""
     rank = os.environ.get("RANK", "0")
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    mine = threading.get_ident()
+    own = threading.get_ident()
     order = sorted(frames, key=lambda ident: ident == threading.main_thread().ident)
-    # Whoever never says a step is known by its collectives.
+    # A script that reports no steps is located by its collectives.
     where = f"at step {cells[STEP]}" if cells[PHASE] else f"after {cells[COLLECTIVES]} collectives"
-    lines = [f"ddpjob: rank {rank} (process {os.getpid()}) stands still {where}; innermost call first:"]
-    for ident in [ident for ident in order if ident != mine][-THREADS_MAX:]:
+    lines = [f"ddpjob: rank {rank} (process {os.getpid()}) is stalled {where}; innermost call first:"]
+    for ident in [ident for ident in order if ident != own][-THREADS_MAX:]:
         lines += [f"  thread {names.get(ident, 'of C')}:", *stack(frames[ident])]
     if recorded:
         lines += ["  collectives, the last of them last:", *table(recorded)]
