@@ -10,6 +10,7 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from ddpjob.core.heartbeat import CELLS_BYTES
@@ -147,6 +148,17 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+
+
+def at_exit_of_child(action: Callable[[], object], priority: int) -> None:
+    """Run it at the end of a child of multiprocessing, which runs no atexit.
+
+    From the highest priority on: the termination message (30), the last post (20), leaving the group (10), and what
+    needs the group to be left: exit code 75, the end of a snapshot's heartbeat (5).
+    """
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None:
+        util.Finalize(None, action, exitpriority=priority)
 
 
 def place() -> Place:

@@ -7,7 +7,6 @@ file's time, and the age of the last one is measured with a file that is made in
 
 import contextlib
 import json
-import multiprocessing.util
 import os
 import threading
 import time
@@ -16,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddpjob.process import log
+from ddpjob.process import at_exit_of_child, log
 
 HEARTBEAT_SECONDS = 10.0
 SILENT_SECONDS = 60.0  # so long without a heartbeat: that process is gone, or stopped with its machine
@@ -35,7 +34,7 @@ def begin(owner: object, path: Path, is_newest: Callable[[], bool]) -> None:
     work = (path, stopped, is_newest)
     threading.Thread(target=_write_heartbeats, args=work, name="ddpjob-presence", daemon=True).start()
     leave = weakref.finalize(owner, _leave, path, stopped, pid)  # at the exit too, after the last state is written
-    multiprocessing.util.Finalize(None, leave, exitpriority=5)  # its children run no atexit
+    at_exit_of_child(leave, 5)
 
 
 def _write_heartbeats(path: Path, stopped: threading.Event, is_newest: Callable[[], bool]) -> None:

@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import faulthandler
 import functools
-import multiprocessing.util
 import os
 import re
 import time
@@ -146,13 +145,8 @@ def init(
         return joined
     if timeout_step_seconds is None:
         timeout_step_seconds = default_timeout_seconds(os.environ)
-    start, step = (
-        _time_limit(name, seconds)
-        for name, seconds in (
-            ("timeout_start_seconds", timeout_start_seconds),
-            ("timeout_step_seconds", timeout_step_seconds),
-        )
-    )
+    start = _time_limit("timeout_start_seconds", timeout_start_seconds)
+    step = _time_limit("timeout_step_seconds", timeout_step_seconds)
     place = find_place(os.environ, init_method, rank, world_size, local_rank)
     backend, chosen = choose(backend, device, place, os.environ)
     if dist.is_initialized():
@@ -512,8 +506,7 @@ def _leave_at_exit() -> None:
         process.current.leaves_at_exit = True
         atexit.unregister(_leave_at_exit_now)  # a fork has inherited it
         atexit.register(_leave_at_exit_now)
-        # Children of multiprocessing end with os._exit and run these instead of atexit's.
-        multiprocessing.util.Finalize(None, _leave_at_exit_now, exitpriority=10)
+        process.at_exit_of_child(_leave_at_exit_now, 10)
 
 
 def _leave_at_exit_now() -> None:

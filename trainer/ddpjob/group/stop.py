@@ -192,9 +192,7 @@ def _begin() -> Agreement:
     store = None if place.world_size == 1 else _store()
     if place.world_size == 1 or store is not None:
         state.sigterm.handle()
-    util = sys.modules.get("multiprocessing.util")
-    if util is not None:
-        util.Finalize(None, _end_as_resumable, exitpriority=5)  # after the group is left (join.py uses 10)
+    process.at_exit_of_child(_end_as_resumable, 5)
     # The others may be in a pause.
     limit_seconds = state.group.world.timeout_step_seconds if state.group else 2 * stall_limits.PAUSE_SECONDS
     return Agreement(store, state.sigterm, place.rank, place.world_size, limit_seconds)

@@ -20,7 +20,6 @@ import contextlib
 import json
 import math
 import os
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from time import monotonic
@@ -164,9 +163,7 @@ def _flush_at_exit() -> None:
     """The last values are sent at the end, also in a child of multiprocessing, which never runs atexit."""
     atexit.unregister(flush)  # a fork has inherited it
     atexit.register(flush)
-    util = sys.modules.get("multiprocessing.util")
-    if util is not None:
-        util.Finalize(None, flush, exitpriority=20)  # before the group is left (join.py uses 10)
+    process.at_exit_of_child(flush, 20)
 
 
 def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:

@@ -39,10 +39,8 @@ def install() -> None:
     if state.previous_hook is None:  # a forked child has the hook already
         state.previous_hook, sys.excepthook = sys.excepthook, _hook
     state.reports_failure = True
-    util = sys.modules.get("multiprocessing.util")
-    if util is not None:
-        # Children of multiprocessing never reach sys.excepthook. Before progress() and the group, which may wait.
-        util.Finalize(None, _tell_end_of_child, exitpriority=30)
+    # Children of multiprocessing never reach sys.excepthook. Before progress() and the group, which may wait.
+    process.at_exit_of_child(_tell_end_of_child, 30)
 
 
 def tell(error: BaseException) -> None:
