@@ -78,7 +78,7 @@ class Agent(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_defaults=True):
-    """What a rank says about the training (the body of the status request)."""
+    """What a rank reports about the training (the body of the status request)."""
 
     step: int
     attempt: int = 0
@@ -90,17 +90,17 @@ class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_def
     samples_per_second: float | None = None
     metrics: dict[str, str] = {}
     phase: Phase | None = "train"
-    """What it does now: start is before the first step. None: the sender speaks only when it gets on, so that a step
-    said twice proves nothing (Kubeflow's protocol)."""
+    """What it does now: start is before the first step. None: the sender reports only when it makes a step, so that a
+    step reported twice proves nothing (Kubeflow's protocol)."""
     final: bool = False
     agent: Agent | None = None
-    """Set: not a rank speaks but the agent of its pod."""
+    """Set: the report is not of a rank but of the agent of its pod."""
     received_at: dt.datetime | None = None
     """Set by the receiver: the sender's clock is not trusted."""
 
 
 class BadReportError(ValueError):
-    """A report that cannot be used; the text says why."""
+    """A report that cannot be used; the text is the reason."""
 
 
 def read_report(body: bytes, received_at: dt.datetime) -> Report:
@@ -116,7 +116,7 @@ def read_report(body: bytes, received_at: dt.datetime) -> Report:
     if report.samples_per_second is not None and not 0 <= report.samples_per_second < 1e15:
         raise BadReportError("samplesPerSecond must be from 0 to 1e15")
     if len(report.metrics) > METRICS_MAX:
-        raise BadReportError(f"at most {METRICS_MAX} metrics, here are {len(report.metrics)}")
+        raise BadReportError(f"at most {METRICS_MAX} metrics are read, not {len(report.metrics)}")
     if any(len(text) > METRIC_LENGTH_MAX for pair in report.metrics.items() for text in pair):
         raise BadReportError(f"names and values of metrics have at most {METRIC_LENGTH_MAX} characters")
     return msgspec.structs.replace(report, received_at=received_at)

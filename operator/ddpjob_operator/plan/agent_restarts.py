@@ -15,9 +15,10 @@ from ddpjob.core import rules
 from ddpjob_operator.failures import root_cause, termination_message
 from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.job import api, bounds, budgets, ranges, topology, validation
+from ddpjob_operator.job.status import is_broken
 from ddpjob_operator.observed.cluster import Observed, Pod
 from ddpjob_operator.observed.reports import Agent, AgentFailure, Report
-from ddpjob_operator.plan import status as statuses
+from ddpjob_operator.plan import transitions
 from ddpjob_operator.pods import naming
 
 
@@ -52,7 +53,7 @@ def with_agent(
     new = _new(status, agent, known, job, now)
     if not any(new.values()):
         return status
-    status = statuses.with_idle(_charged(status, new, agent, job, now), _last_step_time(status))
+    status = transitions.with_idle(_charged(status, new, agent, job, now), _last_step_time(status))
     status = _with_what_was_free(status, new, agent)
     if agent.replacement == naming.replacement(status, 0):
         # Who has spoken has run: a second pod under its name would count from nothing, and be taken for the first.
@@ -60,11 +61,11 @@ def with_agent(
     counted = replace(known, **{k: getattr(known, k) + n for k, n in new.items()})
     # The steps until now were progress for that agent's verdict, and are none for the next one.
     status = replace(status, in_place=counted, furthest_step=budgets.furthest(status))
-    if statuses.is_broken(status):
+    if is_broken(status):
         return status  # what is being settled stays the last failure
     for failure in agent.failures[-sum(new.values()) :]:
         told = _failure(status, failure, job, mine, now)
-        status = statuses.with_failure(status, told, root_cause.sentence(told))
+        status = transitions.with_failure(status, told, root_cause.sentence(told))
     return status
 
 
