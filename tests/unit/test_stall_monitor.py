@@ -11,8 +11,7 @@ from ddpjob.agent.core.stall_monitor import BY_COLLECTIVES, BY_START, BY_STEPS, 
 from ddpjob.agent.core.stall_rules import Position, Standstill, failure
 from ddpjob.agent.heartbeats import Beats
 from ddpjob.agent.watch_ranks import position
-from ddpjob.core import rules, stall_limits
-from ddpjob.core import heartbeat
+from ddpjob.core import heartbeat, rules, stall_limits
 from ddpjob.reporting.watchdog import innermost, last_collective, stack, table
 
 # ---- one node ----------------------------------------------------------------------------------------------
