@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ddpjob.core import rules
+from ddpjob.core import budget, rules
 from ddpjob_operator.failures import root_cause, termination_message
 from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, reasons, topology, wording
 from ddpjob_operator.job.reasons import Reason
@@ -43,7 +43,7 @@ AVOIDED_MAX = 10
 TRAINED_SECONDS = 60
 # An agent in the pod finds a stall itself, and restarts in place: what takes longer has no agent that can.
 AGENT_FIRST = dt.timedelta(seconds=60)
-_WHY_IT_STOPS: dict[rules.Stop, tuple[Reason, str]] = {
+_WHY_IT_STOPS: dict[budget.Stop, tuple[Reason, str]] = {
     "BackoffLimitExceeded": (reasons.BACKOFF_LIMIT_EXCEEDED, "{restarts}backoffLimit: {limit} allows no {more}"),
     "NoProgress": (
         reasons.NO_PROGRESS,
@@ -172,10 +172,9 @@ class Settled:
         status = statuses.with_failure(s.status, self.failure, self.text)
         if not self.verdict.restart:
             return status
-        windowed = s.spec.backoff_window_seconds is not None
         return replace(
             status,
-            restarts=budgets.restarts(self.verdict.history, windowed=windowed),
+            restarts=budgets.restarts(self.verdict.history),
             avoided_nodes=avoided(status, s.settings, s.now, _unfit(s)),
         )
 
@@ -212,7 +211,7 @@ def _cause(s: View, first: api.Failure) -> tuple[api.Failure, rules.Class]:
         s.failed,
         _rank_of(s),
         s.now,
-        stepped=s.status.first_step_time is not None or _ran_seconds(s) >= rules.FORGIVEN_AFTER_SECONDS,
+        stepped=s.status.first_step_time is not None or _ran_seconds(s) >= budget.RESET_AFTER_SECONDS,
         trained=_has_trained_before(s.status),
         nodes=s.spec.nodes,
         keep_log_tail=s.settings.keep_log_tail,
@@ -277,7 +276,7 @@ def _has_trained_before(status: api.Status) -> bool:
     return spent.productive_seconds + spent.unreported_seconds - here >= TRAINED_SECONDS
 
 
-def _never_starts(s: View, failure: api.Failure, history: rules.History) -> bool:
+def _never_starts(s: View, failure: api.Failure, history: budget.History) -> bool:
     """Whether other nodes were tried often enough, for a job that has never trained."""
     if not root_cause.cannot_start(failure) or _has_trained_before(s.status):
         return False
@@ -306,10 +305,10 @@ def _ran_seconds(s: View) -> float:
     return 0.0 if running is None else max(0.0, (s.now - running).total_seconds())
 
 
-def _past(s: View, failure: api.Failure) -> rules.Attempt:
+def _past(s: View, failure: api.Failure) -> budget.Attempt:
     progress = s.status.progress
     here = progress.step if progress is not None and progress.attempt == s.status.attempt else 0
-    return rules.Attempt(
+    return budget.Attempt(
         made_a_new_step=here > (s.status.furthest_step or 0),
         reports_steps=budgets.furthest(s.status) is not None,
         ran_seconds=_ran_seconds(s),
@@ -369,9 +368,9 @@ def charge(s: View, verdict: rules.Verdict) -> str:
     """What a restart costs, in words."""
     history = verdict.history
     if verdict.charged_to == "application":
-        return f"restart {rules.counted(history, budgets.limits(s.spec), s.now)} of {s.spec.backoff_limit}"
+        return f"restart {budget.counted(history, budgets.limits(s.spec), s.now)} of {s.spec.backoff_limit}"
     if verdict.charged_to == "stall":
-        return f"stall {history.stall} of {rules.STALLS_MAX}"
+        return f"stall {history.stall} of {budget.STALLS_MAX}"
     return f"not charged to backoffLimit; {history.infrastructure} so far"
 
 
@@ -381,7 +380,7 @@ def _why_it_stops(s: View, failure: api.Failure, verdict: rules.Verdict) -> tupl
         r.action == "FailJob" and r.matches(failure.exit_code) for r in budgets.policy(s.spec)
     ):
         return reason, "failurePolicy says FailJob for this exit code"
-    used = rules.counted(verdict.history, budgets.limits(s.spec), s.now)
+    used = budget.counted(verdict.history, budgets.limits(s.spec), s.now)
     return reason, text.format(
         restarts=("" if not used else "restarted once: " if used == 1 else f"restarted {used} times: "),
         limit=s.spec.backoff_limit,

@@ -14,7 +14,8 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from ddpjob.agent.core.budget import Budget, Left, PolicyRule
+from ddpjob.core.budget import Budget, Grant, natural
+from ddpjob.core.failure_policy import PolicyRule
 
 T = TypeVar("T")
 
@@ -143,7 +144,7 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
     nodes = 1 if read.standalone else _nodes(read.nnodes)
     nproc = _nproc(read.nproc_per_node, environ)
     host, port = ("127.0.0.1", None) if read.standalone else _endpoint(read, nodes)
-    conf, left = _pairs(read.rdzv_conf), left_in(environ)
+    conf, grant = _pairs(read.rdzv_conf), granted(environ)
     joined = conf.get("join_timeout") or conf.get("timeout")
     return Options(
         nodes=nodes,
@@ -153,10 +154,10 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
         port=port,
         run_id=_run_id(read, port),
         role=read.role,
-        budget=budget(read.max_restarts, left, environ),
-        furthest_step=0 if left is None else left.step,
+        budget=budget(read.max_restarts, grant, environ),
+        furthest_step=0 if grant is None else grant.step,
         policy=_policy(environ.get("DDPJOB_FAILURE_POLICY")),
-        has_operator=left is not None,
+        has_operator=grant is not None,
         preflight=environ.get("DDPJOB_PREFLIGHT") == "1",
         replacement=_replacement(environ.get("DDPJOB_REPLACEMENT")),
         stall_seconds=_seconds("DDPJOB_STALL_TIMEOUT", environ.get("DDPJOB_STALL_TIMEOUT"), None),
@@ -277,40 +278,20 @@ def _run_id(read: argparse.Namespace, port: int | None) -> str:
     return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
 
-def left_in(environ: Mapping[str, str]) -> Left | None:
-    """What the operator says; None where there is none. Raises ValueError."""
+def granted(environ: Mapping[str, str]) -> Grant | None:
+    """What the operator grants; None where there is none. Raises ValueError."""
     text = environ.get("DDPJOB_RESTARTS_LEFT")
-    return read_left(text) if text else None
+    return Grant.read(text) if text else None
 
 
-def budget(asked: str | None, left: Left | None, environ: Mapping[str, str]) -> Budget:
-    """What the operator says is left and --max-restarts on the command line, both; else PET_MAX_RESTARTS, else 3."""
-    if left is not None and asked is None:
-        return Budget.of(left, None)
+def budget(asked: str | None, grant: Grant | None, environ: Mapping[str, str]) -> Budget:
+    """What the operator grants and --max-restarts on the command line, both; else PET_MAX_RESTARTS, else 3."""
+    if grant is not None and asked is None:
+        return Budget.of(grant, None)
     if asked is None:
         asked = environ.get("PET_MAX_RESTARTS", str(RESTARTS_MAX))
     most = _number("max-restarts", asked, 0)
-    return Budget.of(left or Left(most, most, most), most)
-
-
-def read_left(text: str) -> Left:
-    """DDPJOB_RESTARTS_LEFT. Raises ValueError."""
-    try:
-        left = json.loads(text)
-        in_a_row, charged, replaced, step, peers_lost = (
-            _count(left.get(k, 0)) for k in ("inARow", "chargedInARow", "replaced", "step", "peersLost")
-        )
-        found = Left(*_counts(left), in_a_row, charged, replaced, step=step, peers_lost=peers_lost)
-        known = left.get("known")
-        return found if known is None else found._replace(known_of=_count(known["replacement"]), known=_counts(known))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise ValueError(
-            f'DDPJOB_RESTARTS_LEFT: {text[:100]!r} is not {{"application": 3, "infrastructure": 100, "stall": 10}}.'
-        ) from None
-
-
-def _counts(said: Mapping[str, Any]) -> tuple[int, int, int]:
-    return _count(said["application"]), _count(said["infrastructure"]), _count(said["stall"])
+    return Budget.of(grant or Grant(most, most, most), most)
 
 
 def _policy(text: str | None) -> tuple[PolicyRule, ...]:
@@ -326,20 +307,14 @@ def _policy(text: str | None) -> tuple[PolicyRule, ...]:
 def _policy_rule(rule: Any) -> PolicyRule:
     if rule["action"] not in ("FailJob", "Ignore", "Count"):
         raise ValueError(rule)
-    return PolicyRule(rule["action"], frozenset(map(_count, rule["codes"])), rule.get("notIn", False) is True)
+    return PolicyRule(rule["action"], frozenset(map(natural, rule["codes"])), rule.get("notIn", False) is True)
 
 
 def _replacement(text: str | None) -> int:
     try:
-        return _count(int(text or "0"))
+        return natural(int(text or "0"))
     except ValueError:
         raise ValueError(f"DDPJOB_REPLACEMENT: {str(text)[:100]!r} is not 0, 1, …") from None
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(value)
-    return value
 
 
 def _streams(name: str, text: str, nproc: int) -> dict[int, int]:
