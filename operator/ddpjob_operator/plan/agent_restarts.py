@@ -20,16 +20,16 @@ from ddpjob_operator.pods import naming
 
 
 def newest(mine: Mapping[int, Pod], deleted_pods: Mapping[int, Pod], seen: Observed) -> Agent | None:
-    """The last word of node 0's agent: reported, or left behind at its end where nobody could be reached."""
+    """The newest account of node 0's agent: its report, or its termination message where it could not report."""
     first = mine.get(0) or deleted_pods.get(0)
-    left = termination_message.left(first.trainer.message) if first is not None and first.ended else None
-    said = [agent for agent in (seen.agent, left.agent if left is not None else None) if agent is not None]
-    # The same counts: the report is the one that tells of the failures behind them.
-    return max(said, key=lambda a: (a.replacement, a.restarts.total), default=None)
+    message = termination_message.left(first.trainer.message) if first is not None and first.ended else None
+    agents = [agent for agent in (seen.agent, message.agent if message is not None else None) if agent is not None]
+    # `max` takes the first of two with the same counts: the report, because it has the failures behind them.
+    return max(agents, key=lambda a: (a.replacement, a.restarts.total), default=None)
 
 
 def latest(known: Report | None, new: Report) -> Report | None:
-    """The report that counts: each says all that its agent has charged so far, and only node 0's agent charges."""
+    """The report that counts: each has all that its agent has spent so far, and only node 0's agent spends."""
     return known if new.node_rank != 0 or (known is not None and _age(new) < _age(known)) else new
 
 
@@ -42,31 +42,10 @@ def with_agent(
     status: api.Status, agent: Agent | None, job: api.DDPJob, mine: Mapping[int, Pod], now: dt.datetime
 ) -> api.Status:
     """The status with what the agent has spent since it was last counted."""
-    if agent is None:
+    counted, number = (status, 0) if agent is None else _counted(status, agent, job, now)
+    if agent is None or not number:
         return status
-    history, limits, known, said = (
-        budgets.history(status),
-        budgets.limits(job.spec),
-        budgets.known(status),
-        agent.restarts,
-    )
-    reported = Spent(said.application, said.infrastructure, said.stall)
-    new = newly_spent(known, agent.replacement, reported, history, limits, now)
-    if not new.total:
-        return status
-    failures = agent.failures[-new.total :]
-    after = with_newly_spent(
-        history,
-        new,
-        limits,
-        now,
-        in_a_row=said.in_a_row,
-        charged_in_a_row=said.charged_in_a_row,
-        peers_lost=sum(f.charged_to == "infrastructure" and rules.is_symptom(f.exception) for f in failures),
-        made_a_new_step=(budgets.furthest(status) or 0) > (status.furthest_step or 0),
-    )
-    status = replace(status, restarts=budgets.restarts(after), in_place=_counted(status, agent.replacement, new))
-    status = statuses.with_idle(status, _last_step_time(status))
+    status = statuses.with_idle(counted, _last_step_time(counted))
     if agent.replacement == naming.replacement(status, 0):
         # Its pod has run: a second pod of this name would count from 0, and be taken for the first.
         status = replace(status, started_nodes=ranges.text(ranges.parse(status.started_nodes) | {0}))
@@ -74,22 +53,38 @@ def with_agent(
     status = replace(status, furthest_step=budgets.furthest(status))
     if statuses.is_broken(status):
         return status  # what is being settled stays the last failure
-    for failure in failures:
-        told = _failure(status, failure, job, mine, now)
-        status = statuses.with_failure(status, told, root_cause.sentence(told))
+    for reported in agent.failures[-number:]:
+        failure = _failure(status, reported, job, mine, now)
+        status = statuses.with_failure(status, failure, root_cause.sentence(failure))
     return status
 
 
-def _counted(status: api.Status, replacement: int, new: Spent) -> api.InPlace:
-    known, done = budgets.known(status), status.in_place
-    is_same = done is not None and done.replacement == replacement
-    earlier = done.earlier if done is not None and is_same else count(status)
-    spent = (before + more for before, more in zip(known.of(replacement), new, strict=True))
-    return api.InPlace(replacement=replacement, earlier=earlier, **dict(zip(Spent._fields, spent, strict=True)))
+def _counted(status: api.Status, agent: Agent, job: api.DDPJob, now: dt.datetime) -> tuple[api.Status, int]:
+    """The status with the counts of an agent, and how many restarts are new."""
+    history, limits, known, counts = budgets.history(status), budgets.limits(job.spec), status.in_place, agent.restarts
+    reported = Spent(counts.application, counts.infrastructure, counts.stall)
+    new = newly_spent(budgets.known(status), agent.replacement, reported, history, limits, now)
+    if not new.total:
+        return status, 0
+    if known is None or known.replacement != agent.replacement:
+        known = api.InPlace(replacement=agent.replacement, earlier=count(status))
+    failures = agent.failures[-new.total :]
+    history = with_newly_spent(
+        history,
+        new,
+        limits,
+        now,
+        in_a_row=counts.in_a_row,
+        charged_in_a_row=counts.charged_in_a_row,
+        peers_lost=sum(f.charged_to == "infrastructure" and rules.is_symptom(f.exception) for f in failures),
+        made_a_new_step=(budgets.furthest(status) or 0) > (status.furthest_step or 0),
+    )
+    known = replace(known, **{name: getattr(known, name) + n for name, n in new._asdict().items()})
+    return replace(status, restarts=budgets.restarts(history), in_place=known), new.total
 
 
 def _last_step_time(status: api.Status) -> dt.datetime | None:
-    """When the ranks that have ended were last heard of with a new step."""
+    """When the last new step of the ranks that have ended was reported."""
     made = status.progress
     return made.updated if made is not None and made.attempt == status.attempt else None
 
