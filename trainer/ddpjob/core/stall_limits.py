@@ -6,8 +6,6 @@ heartbeats (`agent/core/stall_monitor.py`): standard library only, no clock. Sec
 
 from __future__ import annotations
 
-import statistics
-from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 Phase = Literal["start", "train", "save", "evaluate"]
@@ -30,8 +28,7 @@ DOES_NOT: dict[Phase, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Survived:
+class Survived(NamedTuple):
     """The times without a step that a rank has survived."""
 
     longest_seconds: float = 0.0
@@ -39,8 +36,7 @@ class Survived:
     """Whether one of them was longer than expected then."""
 
 
-@dataclass(frozen=True)
-class Learned:
+class Learned(NamedTuple):
     """What the steps of a rank have taught so far."""
 
     step_seconds: tuple[float, ...] = ()
@@ -78,14 +74,14 @@ def learn(learned: Learned, phase: Phase, step: int, made: int, seconds: float, 
     """
     expected = limit(phase, step, learned, None).expected
     if phase in ("save", "evaluate"):
-        return replace(learned, pauses=_survived(learned.pauses, seconds, expected))
+        return learned._replace(pauses=_survived(learned.pauses, seconds, expected))
     if phase == "train":
-        learned = replace(learned, steps=_survived(learned.steps, seconds, expected))
+        learned = learned._replace(steps=_survived(learned.steps, seconds, expected))
     if not measured or made <= 0:
         return learned
     # From the begin to the first steps it is one step: a resumed job starts at 0 and reports 1041 next.
     each = seconds if phase == "start" else seconds / made
-    return replace(learned, step_seconds=(*learned.step_seconds, each)[-STEPS_REMEMBERED:])
+    return learned._replace(step_seconds=(*learned.step_seconds, each)[-STEPS_REMEMBERED:])
 
 
 def _survived(before: Survived, seconds: float, expected: float) -> Survived:
@@ -95,5 +91,5 @@ def _survived(before: Survived, seconds: float, expected: float) -> Survived:
 def _step_seconds(learned: Learned) -> float:
     """What a step may take, by what is known of the steps before."""
     # Of two, the lower: the first is the slow one, with compilation in it.
-    median = statistics.median_low(learned.step_seconds) if learned.step_seconds else 0.0
+    median = sorted(learned.step_seconds)[(len(learned.step_seconds) - 1) // 2] if learned.step_seconds else 0.0
     return max(TRAIN_SECONDS, MEDIANS * median, LONGEST * learned.steps.longest_seconds)
