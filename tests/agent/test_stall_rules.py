@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from leads import taken
 
-from ddpjob.agent.core.budget import Budget
 from ddpjob.agent.core.leader_state import ANSWER_SECONDS, Ask, End, Lead, Over, Start, Stop
 from ddpjob.agent.core.stall_monitor import BY_STEPS, Word
 from ddpjob.agent.core.stall_rules import Position
+from ddpjob.core.budget import Budget
 
 T0 = 7.25
 STANDS, GETS_ON = Word(BY_STEPS, True, 300.0, "train"), Word(BY_STEPS, False, 2.0, "train")

@@ -12,7 +12,7 @@ import hashlib
 
 from msgspec.structs import replace
 
-from ddpjob.core import rules
+from ddpjob.core import budget
 from ddpjob_operator.job import api
 
 
@@ -23,7 +23,7 @@ def not_ahead(
     took too long; avoid_seconds: how long a node is avoided."""
     restarts, progress = status.restarts, status.progress
     in_a_row = 0 if restarts is None else restarts.in_a_row
-    wait = max(rules.back_off_seconds(in_a_row), start_back_off_seconds)
+    wait = max(budget.back_off_seconds(in_a_row), start_back_off_seconds)
     until = now + dt.timedelta(seconds=avoid_seconds)
     return replace(
         status,

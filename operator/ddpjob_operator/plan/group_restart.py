@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from ddpjob.core import rules
+from ddpjob.core import budget, rules
 from ddpjob_operator.failures import root_cause
 from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, reasons, wording
 from ddpjob_operator.job.reasons import Reason
@@ -33,7 +33,7 @@ AGENT_FIRST = dt.timedelta(seconds=60)
 KUBELET_SECONDS = 10
 # A job whose pods may take an hour to save must not wait so long for one that hangs.
 GRACE_SECONDS_MAX = 60
-_WHY_IT_STOPS: dict[rules.Stop, tuple[Reason, str]] = {
+_WHY_IT_STOPS: dict[budget.Stop, tuple[Reason, str]] = {
     "BackoffLimitExceeded": (reasons.BACKOFF_LIMIT_EXCEEDED, "{restarts}backoffLimit: {limit} allows no {more}"),
     "NoProgress": (
         reasons.NO_PROGRESS,
@@ -215,10 +215,10 @@ def charge(view: View, verdict: rules.Verdict) -> str:
     """What a restart costs, in words."""
     history = verdict.history
     if verdict.charged_to == "application":
-        used = rules.counted(history, budgets.limits(view.spec), view.now)
+        used = budget.counted(history, budgets.limits(view.spec), view.now)
         return f"restart {used} of {view.spec.backoff_limit}"
     if verdict.charged_to == "stall":
-        return f"stall {history.stall} of {rules.STALLS_MAX}"
+        return f"stall {history.stall} of {budget.STALLS_MAX}"
     return f"not charged to backoffLimit; {history.infrastructure} so far"
 
 
@@ -228,7 +228,7 @@ def _why_it_stops(view: View, failure: api.Failure, verdict: rules.Verdict) -> t
         r.action == "FailJob" and r.matches(failure.exit_code) for r in budgets.policy(view.spec)
     ):
         return reason, "failurePolicy says FailJob for this exit code"
-    used = rules.counted(verdict.history, budgets.limits(view.spec), view.now)
+    used = budget.counted(verdict.history, budgets.limits(view.spec), view.now)
     return reason, text.format(
         restarts=("" if not used else "restarted once: " if used == 1 else f"restarted {used} times: "),
         limit=view.spec.backoff_limit,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ddpjob.core import rules
+from ddpjob.core import budget, rules
 from ddpjob_operator.failures import root_cause, termination_message
 from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, topology
 from ddpjob_operator.plan.actions import Settings
@@ -44,10 +44,9 @@ class Settled:
         status = with_failure(status, self.failure, self.text)
         if not self.verdict.restart:
             return status
-        windowed = view.spec.backoff_window_seconds is not None
         return replace(
             status,
-            restarts=budgets.restarts(self.verdict.history, windowed=windowed),
+            restarts=budgets.restarts(self.verdict.history),
             avoided_nodes=avoided(status, view.settings, view.now, _slow_nodes(view)),
         )
 
@@ -75,7 +74,7 @@ def _cause(view: View, status: api.Status, first: api.Failure) -> tuple[api.Fail
         view.failed(status),
         rank_of(view),
         view.now,
-        stepped=status.first_step_time is not None or _ran_seconds(view, status) >= rules.FORGIVEN_AFTER_SECONDS,
+        stepped=status.first_step_time is not None or _ran_seconds(view, status) >= budget.RESET_AFTER_SECONDS,
         trained=_has_trained_before(status),
         nodes=view.spec.nodes,
         keep_log_tail=view.settings.keep_log_tail,
@@ -145,17 +144,17 @@ def _has_trained_before(status: api.Status) -> bool:
     return spent.productive_seconds + spent.unreported_seconds - in_this_attempt >= TRAINED_SECONDS
 
 
-def _never_starts(status: api.Status, failure: api.Failure, history: rules.History) -> bool:
+def _never_starts(status: api.Status, failure: api.Failure, history: budget.History) -> bool:
     """Whether other nodes were tried often enough, for a job that has never trained."""
     if not root_cause.cannot_start(failure) or _has_trained_before(status):
         return False
     return history.uncharged_in_a_row >= rules.STARTS_MAX
 
 
-def _attempt(view: View, status: api.Status, failure: api.Failure) -> rules.Attempt:
+def _attempt(view: View, status: api.Status, failure: api.Failure) -> budget.Attempt:
     progress = status.progress
     step = progress.step if progress is not None and progress.attempt == status.attempt else 0
-    return rules.Attempt(
+    return budget.Attempt(
         made_a_new_step=step > (status.furthest_step or 0),
         reports_steps=budgets.furthest(status) is not None,
         ran_seconds=_ran_seconds(view, status),

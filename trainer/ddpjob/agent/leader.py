@@ -13,8 +13,8 @@ from ddpjob.agent.core.leader_state import RESUMABLE, Ask, End, Ended, Failure, 
 from ddpjob.agent.core.stall_rules import Position
 from ddpjob.agent.environment import Life
 from ddpjob.agent.node import say
-from ddpjob.agent.options import read_left
 from ddpjob.agent.posting import Posting
+from ddpjob.core.budget import Grant
 
 if TYPE_CHECKING:
     from ddpjob.agent.agent import Agent
@@ -259,7 +259,7 @@ class Leading:
             say(f"node {node} has --nnodes, --nproc-per-node {theirs}, node 0 {mine}: it cannot join")
             raise Refused("another size")
         generation, replacement = int(message["generation"]), int(message.get("replacement", 0))
-        left = read_left(message["left"]) if message.get("left") else None
+        grant = Grant.read(message["left"]) if message.get("left") else None
         if self._lead.is_outdated(node, replacement):
             raise Refused(f"node {node} comes as pod {replacement} of its attempt, and a newer one has been here")
         del self._strangers[link]
@@ -267,7 +267,7 @@ class Leading:
             self._drop(self._links[node])
         self._links[node], self._heard_at[node] = link, now
         link.send({"welcome": node, "generation": self._lead.generation})
-        self._lead.joined(node, now, generation, replacement, preflight=message.get("preflight") is True, left=left)
+        self._lead.joined(node, now, generation, replacement, preflight=message.get("preflight") is True, grant=grant)
 
     def _obey(self, node: int, message: dict[str, Any], now: float) -> None:
         if "told" in message:

@@ -1,4 +1,4 @@
-"""The last word of a rank that fails, in the file that DDPJOB_TERMINATION_LOG names.
+"""The termination message of a rank that fails, in the file that DDPJOB_TERMINATION_LOG names.
 
 In a pod that is the container's termination message: the operator reads it in the pod's status when the pod is gone.
 
@@ -7,7 +7,7 @@ In a pod that is the container's termination message: the operator reads it in t
 
 All ranks of a pod share the file. The earliest failure stays; a rank that stopped in order gives way to it, and one
 that only says that a peer is gone writes nothing. `init` and the first `progress` install it. A process that is
-killed, or crashes in C code, writes nothing: the kubelet and torchrun tell of that.
+killed, or crashes in C code, writes nothing: the kubelet and torchrun report that.
 """
 
 import contextlib
@@ -20,7 +20,9 @@ import traceback
 from types import TracebackType
 from typing import Any
 
+from ddpjob import process
 from ddpjob.core import rules
+from ddpjob.errors import Stopped
 
 BYTES_MAX = 4096  # the kubelet reads no more
 EXCEPTION_CHARACTERS_MAX = 500  # at most 6 bytes each in JSON: the whole message always fits
@@ -31,23 +33,19 @@ LOCK_SECONDS = 0.5  # the other ranks of this pod write 4 kB each
 
 def install() -> None:
     """Write the message when this process ends by an exception. Does nothing without DDPJOB_TERMINATION_LOG."""
-    global _previous_hook, _pid
-    if _pid == os.getpid() or not os.environ.get("DDPJOB_TERMINATION_LOG"):
+    state = process.current
+    if state.reports_failure or not os.environ.get("DDPJOB_TERMINATION_LOG"):
         return
-    if _previous_hook is None:  # a forked child has the hook already
-        _previous_hook, sys.excepthook = sys.excepthook, _hook
-    _pid = os.getpid()
-    util = sys.modules.get("multiprocessing.util")
-    if util is not None:
-        # Children of multiprocessing never reach sys.excepthook. Before progress() and the group, which may wait.
-        util.Finalize(None, _tell_end_of_child, exitpriority=30)
+    if state.previous_hook is None:  # a forked child has the hook already
+        state.previous_hook, sys.excepthook = sys.excepthook, _hook
+    state.reports_failure = True
+    # Children of multiprocessing never reach sys.excepthook. Before progress() and the group, which may wait.
+    process.at_exit_of_child(_tell_end_of_child, 30)
 
 
 def tell(error: BaseException) -> None:
     """Write how this process fails; never raises, and waits at most 0.5 s for the other ranks of the pod."""
     with contextlib.suppress(Exception):
-        from ddpjob.group.stop import Stopped  # it imports this file
-
         code = exit_code(error)
         if code == 0 or isinstance(error, Stopped):  # which has been said by tell_stopped or tell_unfit
             return
@@ -137,26 +135,20 @@ def exit_words(error: SystemExit) -> tuple[str, str]:
     return exception_line(cause), "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
 
 
-_previous_hook: Any = None
-_pid = 0
-
-
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if _pid == os.getpid():  # a child that was forked by this rank is not the rank
+    if process.current.reports_failure:  # a child that was forked by this rank is not the rank
         tell(error)
-    _previous_hook(kind, error, trace)
+    process.current.previous_hook(kind, error, trace)
 
 
 def _tell_end_of_child() -> None:
     error = ending()
-    if error is not None and _pid == os.getpid():
+    if error is not None and process.current.reports_failure:
         tell(error)
 
 
 def _who() -> dict[str, Any]:
-    from ddpjob.reporting.progress import latest_step, where  # it imports this file
-
-    return {"ddpjob": 1, "rank": where(os.environ).rank, "time": time.time(), "step": latest_step()}
+    return {"ddpjob": 1, "rank": process.place().rank, "time": time.time(), "step": process.latest_step()}
 
 
 def _text(error: BaseException) -> str:

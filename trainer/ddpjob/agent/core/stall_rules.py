@@ -8,14 +8,12 @@ else by its step.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from ddpjob.agent.core.stall_monitor import Word
+from ddpjob.agent.core.stall_monitor import BY_COLLECTIVES, Word
 
 Failure = dict[str, Any]
 RESUMABLE = 75
-BY_COLLECTIVES = 1  # stall_monitor.py's, which is not imported before ranks run
 DOES_NOT = {"start": "made no step", "train": "made no step", "save": "saved", "evaluate": "evaluated"}
 
 
