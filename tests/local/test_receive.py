@@ -319,4 +319,4 @@ def test_a_mistake_in_the_handler_is_no_fault_of_the_trainer_is_not_hidden_and_t
     world.says = lambda body: None
     assert world.post(b"2")[0] == 204
     world.receiver.stop()
-    assert [str(args.exc_value) for args in told] == ["on_report must answer, not raise"]
+    assert [str(args.exc_value) for args in told] == ["on_report must return its refusal, not raise"]
