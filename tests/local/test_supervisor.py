@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpjob.agent.processes import become_subreaper
 from ddpjob_operator.local import node as node_module
 from ddpjob_operator.local.node import (
     Event,
@@ -30,7 +31,6 @@ from ddpjob_operator.local.node import (
     Order,
     Started,
     SupervisorLost,
-    become_subreaper,
 )
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
@@ -65,7 +65,8 @@ raise SystemExit(1)
 # What `ddpjob run` does with its nodes, and nothing else: two of them, lines prefixed, orphans of a lost one ended.
 RUNNER = """
 import os, selectors, sys
-from ddpjob_operator.local.node import Node, Order, SupervisorLost, become_subreaper, kill_orphans
+from ddpjob.agent.processes import become_subreaper
+from ddpjob_operator.local.node import Node, Order, SupervisorLost, kill_orphans
 become_subreaper()
 selector, nodes = selectors.DefaultSelector(), [Node(0), Node(1)]
 for node in nodes:
@@ -286,7 +287,7 @@ signal.pause()
     watch.until_printed(b"up")
     node.stop(BOUND_SECONDS)
     end = watch.until_end()
-    assert (end.code, end.told_to_stop, end.killed_after_grace) == (0, True, False)
+    assert (end.code, end.stop_requested, end.killed_after_grace) == (0, True, False)
     assert watch.printed == b"up\nsaved\n"
 
 
@@ -302,7 +303,7 @@ signal.pause()
     watch = started(node, [*PYTHON, script])
     watch.until_printed(b"up")
     node.stop(BOUND_SECONDS)
-    assert watch.until_end().told_to_stop
+    assert watch.until_end().stop_requested
     assert watch.printed == b"up"
 
 
@@ -318,7 +319,7 @@ def test_a_trainer_that_ignores_sigterm_is_killed_after_the_shortest_grace_it_wa
     for grace_seconds in graces:
         node.stop(grace_seconds)
     end = watch.until_end()
-    assert (end.code, end.signal, end.told_to_stop, end.killed_after_grace) == (None, 9, True, True)
+    assert (end.code, end.signal, end.stop_requested, end.killed_after_grace) == (None, 9, True, True)
 
 
 def test_kill_ends_everything_at_once_and_not_for_want_of_grace(node: Node) -> None:
@@ -326,7 +327,7 @@ def test_kill_ends_everything_at_once_and_not_for_want_of_grace(node: Node) -> N
     watch.until_printed(b"up")
     node.kill()
     end = watch.until_end()
-    assert (end.signal, end.told_to_stop, end.killed_after_grace) == (9, True, False)
+    assert (end.signal, end.stop_requested, end.killed_after_grace) == (9, True, False)
 
 
 def test_sigterm_to_the_supervisor_itself_is_a_stop_with_the_grace_of_its_order(node: Node) -> None:
@@ -334,7 +335,7 @@ def test_sigterm_to_the_supervisor_itself_is_a_stop_with_the_grace_of_its_order(
     watch.until_printed(b"up")
     os.kill(node.pid, signal.SIGTERM)
     end = watch.until_end()
-    assert (end.told_to_stop, end.killed_after_grace) == (True, True)
+    assert (end.stop_requested, end.killed_after_grace) == (True, True)
 
 
 def test_a_stop_after_the_end_is_harmless_and_does_not_turn_a_success_into_a_stop(node: Node) -> None:
@@ -343,7 +344,7 @@ def test_a_stop_after_the_end_is_harmless_and_does_not_turn_a_success_into_a_sto
     node.stop(1)
     node.kill()
     assert node.exit == end
-    assert (end.code, end.told_to_stop) == (0, False)
+    assert (end.code, end.stop_requested) == (0, False)
 
 
 # The end, told exactly
@@ -366,7 +367,7 @@ def test_the_exit_code_or_signal_is_the_trainers_own(
     before = time.time()
     watch = started(node, ["sh", "-c", script])
     end = watch.until_end()
-    assert (end.code, end.signal, end.told_to_stop, end.killed_after_grace) == (code, number, False, False)
+    assert (end.code, end.signal, end.stop_requested, end.killed_after_grace) == (code, number, False, False)
     assert [type(event) for event in watch.events] == [Started, Exited]
     assert before <= watch.events[0].time <= end.time <= time.time()  # type: ignore[union-attr]
 
@@ -413,20 +414,17 @@ def test_a_working_folder_that_is_missing_is_told_by_its_name(node: Node) -> Non
     assert node.exit == NotStarted(errno=2, error="/no/such/folder: No such file or directory", code=127)
 
 
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+def stand_in(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     """A supervisor with `change` made to it, in the place of the real one."""
-    (tmp_path / "changed.py").write_text(
-        f"import sys; sys.path.insert(0, {OPERATOR!r})\n"
-        f"from ddpjob_operator.local import supervisor\n{change}\nsupervisor.main()\n"
-    )
-    monkeypatch.setattr(node_module, "SUPERVISOR", tmp_path / "changed.py")
+    program = f"from ddpjob_operator.local import supervisor; {change}; supervisor.main()"
+    monkeypatch.setattr(node_module, "SUPERVISOR", program)
 
 
 def test_a_process_that_sigkill_does_not_end_is_named_and_the_node_has_not_ended_before_it(
-    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change = "supervisor.LINGERING_SECONDS = 0.02; supervisor.kill_all = lambda pids: None"
-    stand_in(tmp_path, monkeypatch, change)
+    change = "supervisor.LINGERING_SECONDS = 0.02; supervisor.processes.kill = lambda pids: None"
+    stand_in(monkeypatch, change)
     watch = started(node, ["sh", "-c", "sleep 3 & echo $!"])
     end = watch.until_end()
     lingering = [event for event in watch.events if isinstance(event, Lingering)]
@@ -436,9 +434,9 @@ def test_a_process_that_sigkill_does_not_end_is_named_and_the_node_has_not_ended
 
 
 def test_a_mistake_of_the_supervisor_ends_the_node_and_is_told_and_its_traceback_is_in_the_log(
-    node: Node, tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: Node, tag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in(tmp_path, monkeypatch, "supervisor.Supervisor.stop = None")
+    stand_in(monkeypatch, "supervisor.Supervisor.stop = None")
     watch = started(node, [*PYTHON, LAUNCHER], env={TAG: tag})
     watch.until_printed(b"launcher")
     node.stop(600)

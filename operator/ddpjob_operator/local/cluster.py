@@ -9,16 +9,18 @@ import datetime as dt
 import os
 import selectors
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec.structs import replace
 
+from ddpjob.agent import ports, processes
 from ddpjob_operator.job import api
 from ddpjob_operator.job.podspec import grace_seconds
 from ddpjob_operator.local import node as nodes
-from ddpjob_operator.local import pod_process, ports
+from ddpjob_operator.local import pod_process
 from ddpjob_operator.local.logs import Log
 from ddpjob_operator.observed import facts, stall
 from ddpjob_operator.observed.cluster import Container, Observed, Pod
@@ -88,7 +90,7 @@ class LocalCluster:
         self._reporting = reporting
         self._say = say
         self._service = False
-        self._ports: dict[int, ports.Port] = {}
+        self._ports: dict[int, socket.socket] = {}
         self._looks = 0
 
     def observe(self) -> Observed:
@@ -102,7 +104,7 @@ class LocalCluster:
         for pod in self.pods.values():
             pod.seen_ended = not pod.live
         newest = max(self._ports, default=None)
-        meet = "" if newest is None else f"{pod_process.LOOPBACK}:{self._ports[newest].number}"
+        meet = "" if newest is None else f"{pod_process.LOOPBACK}:{ports.number(self._ports[newest])}"
         return Observed(
             service=self._service,
             pods=seen,
@@ -126,7 +128,7 @@ class LocalCluster:
 
     def body(self, job: api.DDPJob, action: CreatePod) -> build.Body:
         """The pod as the cluster would get it, but for the address where the ranks meet."""
-        meet = naming.Endpoint(pod_process.LOOPBACK, self._port(job, action.attempt).number)
+        meet = naming.Endpoint(pod_process.LOOPBACK, self._port(action.attempt))
         return build.pod(job, action.attempt, action.rank, meet, self._reporting, replacement=action.replacement)
 
     def take(self, report: Report) -> None:
@@ -169,8 +171,8 @@ class LocalCluster:
         for pod in self.pods.values():
             pod.node.close()
         nodes.kill_orphans(set())
-        for port in self._ports.values():
-            port.release()
+        for held in self._ports.values():
+            held.close()
         self.selector.close()
 
     def _live(self) -> Iterator[LocalPod]:
@@ -206,13 +208,16 @@ class LocalCluster:
         if pod.live:
             pod.node.stop(grace)
 
-    def _port(self, job: api.DDPJob, attempt: int) -> ports.Port:
-        """The port of an attempt, reserved when its first pod is made; the ports of older attempts are given back."""
+    def _port(self, attempt: int) -> int:
+        """The port of an attempt, held from its first pod on; the ports of older attempts are given back.
+
+        Not the port that the pods get in a cluster, because another job on this machine may have taken that one.
+        """
         if attempt not in self._ports:
-            self._ports[attempt] = ports.reserve(naming.port(job.metadata.uid, attempt))
+            self._ports[attempt] = ports.hold()
             for older in [a for a in self._ports if a < attempt]:
-                self._ports.pop(older).release()
-        return self._ports[attempt]
+                self._ports.pop(older).close()
+        return ports.number(self._ports[attempt])
 
     def _view(self, pod: LocalPod) -> Pod:
         ended = pod.trainer.state == "ended"
@@ -258,7 +263,7 @@ class LocalCluster:
     def _drain(self, pod: LocalPod) -> None:
         """What was printed before the end is read before the end is told: the cause stands in the last lines."""
         if pod.node.exit is not None:
-            while pod.node.output in pod.open and _readable(pod.node.output):
+            while pod.node.output in pod.open and processes.readable(pod.node.output, 0):
                 self._read_output(pod)
 
     def _forget(self, pod: LocalPod, fd: int) -> None:
@@ -280,7 +285,7 @@ def _note(pod: LocalPod, event: nodes.Event) -> None:
     elif isinstance(event, nodes.Exited):
         code = event.code if event.signal is None else 128 + event.signal
         message = _termination_message(pod.said) or pod.log.tail
-        pod.ended_first = not event.told_to_stop
+        pod.ended_first = not event.stop_requested
         pod.trainer = _ended(code, "Completed" if code == 0 else "Error", _time(event.time), message)
 
 
@@ -300,9 +305,3 @@ def _ended(code: int | None, reason: str, at: dt.datetime, message: str) -> Cont
 
 def _time(seconds: float) -> dt.datetime:
     return dt.datetime.fromtimestamp(seconds, dt.timezone.utc)
-
-
-def _readable(fd: int) -> bool:
-    with selectors.DefaultSelector() as selector:
-        selector.register(fd, selectors.EVENT_READ)
-        return bool(selector.select(0))

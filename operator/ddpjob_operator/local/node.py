@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpjob.agent import processes
 from ddpjob_operator.local import supervisor
-from ddpjob_operator.local.supervisor import become_subreaper, descendants, kill_all, parents, read_available
+from ddpjob_operator.local.supervisor import read_available
 
 __all__ = [
     "Event",
@@ -30,11 +31,12 @@ __all__ = [
     "Order",
     "Started",
     "SupervisorLost",
-    "become_subreaper",
     "kill_orphans",
 ]
 
-SUPERVISOR = Path(supervisor.__file__)
+# Isolated and without site-packages, because that starts in a fraction of the time; so both packages are pointed to.
+SUPERVISOR = "from ddpjob_operator.local.supervisor import main; main()"
+PACKAGES = [str(Path(supervisor.__file__).parents[2]), str(Path(processes.__file__).parents[2])]
 CLOSE_SECONDS = 10.0  # far above the milliseconds that an obedient supervisor needs to end its tree
 
 
@@ -71,7 +73,7 @@ class Exited:
     code: int | None
     signal: int | None
     time: float
-    told_to_stop: bool  # its end was asked for: exit 0 is then no success
+    stop_requested: bool  # exit 0 is then no success
     killed_after_grace: bool
 
 
@@ -114,9 +116,10 @@ class Node:
         assert self._process is None, "a node is started once; the next attempt is a new Node"
         self._report, report_write = os.pipe()
         os.set_blocking(self._report, False)
+        program = f"import sys; sys.path += sys.argv[2:]; {SUPERVISOR}"
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(SUPERVISOR), str(report_write)],
+                [sys.executable, "-I", "-S", "-c", program, str(report_write), *PACKAGES],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,  # a traceback of the supervisor belongs into its node's log
@@ -242,18 +245,16 @@ def kill_orphans(known_pids: set[int], timeout_seconds: float = 10.0) -> int:
     """
     killed: set[int] = set()
     deadline, pause = time.monotonic() + timeout_seconds, 0.001
-    while (orphans := adopted(known_pids)) and time.monotonic() < deadline:
-        parent_of = parents()
-        found = orphans.union(*(descendants(orphan, parent_of) for orphan in orphans))
-        kill_all(found)
-        killed |= found
-        time.sleep(pause)  # the kernel ends them; one forked between our look and our kill is found in the next round
+    while time.monotonic() < deadline:
+        parent_of = processes.parents()
+        orphans = {pid for pid, parent in parent_of.items() if parent == os.getpid()} - known_pids
+        if not orphans:
+            break
+        left = orphans.union(*(processes.descendants(orphan, parent_of) for orphan in orphans))
+        processes.kill(left)
+        killed |= left
+        time.sleep(pause)  # the kernel ends them; one forked since /proc was read is found in the next round
         pause = min(2 * pause, 0.1)
         for orphan in orphans:
             os.waitpid(orphan, os.WNOHANG)
     return len(killed)
-
-
-def adopted(known_pids: set[int]) -> set[int]:
-    """The children of this process that it did not start."""
-    return {pid for pid, parent in parents().items() if parent == os.getpid()} - known_pids

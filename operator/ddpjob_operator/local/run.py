@@ -21,13 +21,13 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from ddpjob.agent import processes
 from ddpjob_operator.failures import root_cause
 from ddpjob_operator.failures.redaction import mask
 from ddpjob_operator.job import api, podspec, topology, wording
 from ddpjob_operator.job.validation import dotted
 from ddpjob_operator.local import faults, gpus, pod_process, receive, run_folder, screen
 from ddpjob_operator.local.cluster import LocalCluster, LocalPod
-from ddpjob_operator.local.node import become_subreaper
 from ddpjob_operator.manifest.yamlfile import Document, InputError
 from ddpjob_operator.observed import kubeflow
 from ddpjob_operator.observed.reports import BadReportError, Report, read_report
@@ -177,7 +177,7 @@ class Runner:
 
     def __enter__(self) -> Runner:
         """Start to listen to signals, and to draw."""
-        become_subreaper()
+        processes.become_subreaper()
         self._signals = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self.screen.start()
