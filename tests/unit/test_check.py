@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import manifest
 
+import check_page
 from ddpjob_operator import check
-from ddpjob_operator.check import Finding, Job, document
+from ddpjob_operator.check import Finding, Job
 from ddpjob_operator.check.command import read
 from ddpjob_operator.check.job import known
 from ddpjob_operator.cli import check_files, main
@@ -624,17 +625,17 @@ def test_a_script_beside_two_jobs_is_refused(job_file) -> None:
     assert "one by one" in str(ran(one, two, "train.py").exception)
 
 
-# ---------------------------------------------------------------- the document
+# ---------------------------------------------------------------- docs/check.md
 
 
-def test_the_document_is_the_one_that_the_table_gives() -> None:
-    assert (ROOT / "docs/check.md").read_text(encoding="utf-8") == document.to_markdown(), (
-        "docs/check.md differs from the rules: run `python -m ddpjob_operator.check.document > docs/check.md`"
+def test_the_page_is_the_one_that_the_table_gives() -> None:
+    assert (ROOT / "docs/check.md").read_text(encoding="utf-8") == check_page.to_markdown(), (
+        "docs/check.md differs from the rules: run `python tools/check_page.py > docs/check.md`"
     )
 
 
 def test_each_rule_stands_in_it_with_its_reason_and_both_lines() -> None:
-    text = document.to_markdown()
+    text = check_page.to_markdown()
     assert re.findall(r"^### `(.*)`$", text, flags=re.MULTILINE) == list(RULES)
     for rule in check.RULES:
         assert rule.why in text

@@ -37,7 +37,7 @@ def command(*words: str, **spec: Any) -> list[str]:
             "spec.ttlSecondsAfterFinish: unknown field; did you mean ttlSecondsAfterFinished?",
         ),
         ({"gang": "native"}, "spec.gang: gang scheduling is not available yet. Remove it."),
-        ({"minNodes": 3}, "spec.minNodes: 3 is more than spec.nodes: 2. Lower minNodes, or raise nodes."),
+        ({"minNodes": 3}, "spec.minNodes: elastic jobs are not available yet. Remove it."),
         ({"minNodes": 1}, "spec.minNodes: elastic jobs are not available yet. Remove it."),
         (
             {"backoffWindowSeconds": 60, "backoffLimit": 101},

@@ -12,9 +12,8 @@ from ddpjob_operator.check.nodes import Function, before, is_main_guard, name_of
 from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.rule import Found, Job
 from ddpjob_operator.check.script import INIT, Script
+from ddpjob_operator.job.launcher import NO_RENDEZVOUS_HOST
 
-# An address that each node takes for its own, or that no pod has before it runs.
-_NO_MEETING_PLACE = re.compile(r"^(localhost|\d+\.\d+\.\d+\.\d+|\[?[0-9a-fA-F]*::[0-9a-fA-F:]*\]?)$")
 _TORCHRUN_STORE = "torchrun's own store is on the port that it was given, nobody listens on this one"
 
 
@@ -23,7 +22,7 @@ def master_overwritten(script: Script, job: Job) -> Iterator[Found]:
     several = job.several_nodes(script)
     for name, value, node in script.variables_set:
         texts = _fixed(script, value, node)
-        if name == "MASTER_ADDR" and several and texts and all(map(_NO_MEETING_PLACE.match, texts)):
+        if name == "MASTER_ADDR" and several and texts and all(map(NO_RENDEZVOUS_HOST.match, texts)):
             severity, where = several
             said = f'os.environ["MASTER_ADDR"] = "{texts[0]}": {where} each looks for rank 0 in the wrong place; '
             yield replace(at(node, said + "remove it: the job sets MASTER_ADDR"), severity=severity)

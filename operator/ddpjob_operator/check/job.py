@@ -9,12 +9,9 @@ from ddpjob_operator.check import command
 from ddpjob_operator.check.rule import Job
 from ddpjob_operator.check.starting import DEPRECATED
 from ddpjob_operator.job import api, launcher, topology
-from ddpjob_operator.job.podspec import gpus, trainer_container
+from ddpjob_operator.job.podspec import gpus, mounts, trainer_container
 
 FieldPath = tuple[str | int, ...]
-
-# Volumes that each pod has for itself. All others may be shared, also a hostPath: on it may lie a network file system.
-_OWN = {"emptyDir", "configMap", "secret", "downwardAPI", "projected", "ephemeral", "image"}
 
 
 def known(job: api.DDPJob) -> Job:
@@ -30,7 +27,7 @@ def known(job: api.DDPJob) -> Job:
         launcher=found.name if found else started.launcher,
         launcher_options=dict(found.options) if found else {},
         words=started.words,
-        mounts=_mounts(template),
+        mounts=mounts(template),
         known=True,
     )
 
@@ -59,14 +56,3 @@ def _gpus(template: Mapping[str, Any]) -> int | None:
     resources = (trainer_container(template) or {}).get("resources")
     claimed = isinstance(resources, Mapping) and resources.get("claims")
     return None if claimed else gpus(template)
-
-
-def _mounts(template: Mapping[str, Any]) -> dict[str, bool]:
-    pod = template.get("spec") or {}
-    volumes = {v.get("name"): v for v in pod.get("volumes") or [] if isinstance(v, Mapping)}
-    mounts = (trainer_container(template) or {}).get("volumeMounts") or []
-    return {
-        m["mountPath"]: not _OWN & set(volumes.get(m.get("name"), {"emptyDir": {}}))
-        for m in mounts
-        if isinstance(m, Mapping) and isinstance(m.get("mountPath"), str)
-    }

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from ddpjob_operator.job import api, bounds
-from ddpjob_operator.job.podspec import gpus, trainer_container
+from ddpjob_operator.job.podspec import gpus, mounts, trainer_container
 
 Found = Iterator[tuple[tuple[str | int, ...], str]]
 
@@ -31,14 +31,12 @@ _OPTIONS = (
 ).split()
 _LAUNCHERS = {"torchrun", "ddprun"}
 MODULES = {"torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher"}
-# An address that cannot be the one where all nodes meet: this node's own, or an IP, which no pod has before it runs.
-_NO_MEETING_PLACE = re.compile(
+# A host that cannot be the rendezvous of several nodes: each node's own, or an IP, which no pod has before it runs.
+NO_RENDEZVOUS_HOST = re.compile(
     r"^(localhost|\$\{?HOSTNAME\}?|\$\(hostname\)?|\d+\.\d+\.\d+\.\d+|\[?[0-9a-fA-F:]*::[0-9a-fA-F:]*\]?)$"
 )
-# How scripts in the wild name the option for init_method.
-_MEETING_FILE = re.compile(r"^--(?:dist|init)[-_](?:url|method)(?:=|$)")
-# Volumes that are a pod's own; any other may be the same folder on all nodes.
-_OWN_VOLUMES = {"emptyDir", "ephemeral", "configMap", "secret", "projected", "downwardAPI", "image"}
+# How users' scripts name the option for init_method.
+_INIT_METHOD_OPTION = re.compile(r"^--(?:dist|init)[-_](?:url|method)(?:=|$)")
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ def contradictions(spec: api.Spec) -> Found:
     """
     trainer = trainer_container(spec.template) or {}
     path = ("template", "spec", "containers", _index_of(spec, trainer), "command" if "command" in trainer else "args")
-    yield from ((path, sentence) for sentence in _meeting_file(spec, trainer))
+    yield from ((path, sentence) for sentence in _rendezvous_file(spec))
     launcher = find(command_of(spec.template))
     if launcher is None:
         return
@@ -159,7 +157,7 @@ def _several_nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
         )
     for name in ("master_addr", "rdzv_endpoint"):
         host, port = _host_and_port(options.get(name, ""), options.get("master_port", "") if "addr" in name else "")
-        if _NO_MEETING_PLACE.match(host):
+        if NO_RENDEZVOUS_HOST.match(host):
             mend = "Remove it: the job sets it." if "addr" in name else "Use $(MASTER_ADDR):$(MASTER_PORT)."
             yield f"--{name}={options[name]} keeps {spec.nodes} nodes apart. {mend}"
         elif port == "0":
@@ -184,41 +182,29 @@ def _processes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
         yield "--no_python cannot hand over --local-rank. Add --use_env, or use torchrun."
 
 
-def _meeting_file(spec: api.Spec, trainer: dict[str, Any]) -> Iterator[str]:
+def _rendezvous_file(spec: api.Spec) -> Iterator[str]:
     """init_method file:// in an option, on a folder that each node has for itself: all would wait there."""
     words = _words(command_of(spec.template))
     for word, following in pairwise([*words, ""]):
-        named = _MEETING_FILE.match(word)
+        named = _INIT_METHOD_OPTION.match(word)
         value = (word.partition("=")[2] or following) if named else ""
         path = value.removeprefix("file://")
-        if spec.nodes > 1 and path.startswith("/") and path != value and not _may_be_shared(path, spec, trainer):
+        if spec.nodes > 1 and path.startswith("/") and path != value and not _may_be_shared(path, spec):
             yield (
                 f"{word.partition('=')[0]}={value}: {spec.nodes} nodes share no folder there, so they never meet. "
                 "Mount a volume that all nodes share (a ReadWriteMany claim), or use env://."
             )
 
 
-def _may_be_shared(path: str, spec: api.Spec, trainer: dict[str, Any]) -> bool:
-    kinds = {
-        str(v.get("name")): next((k for k in v if k != "name"), "emptyDir")
-        for v in _list(spec.template["spec"], "volumes")
-    }
-    mounts = {
-        str(m.get("mountPath", "")).rstrip("/"): kinds.get(str(m.get("name"))) for m in _list(trainer, "volumeMounts")
-    }
-    above = [mount for mount in mounts if path.startswith(f"{mount}/")]
-    return bool(above) and mounts[max(above, key=len)] not in _OWN_VOLUMES
+def _may_be_shared(path: str, spec: api.Spec) -> bool:
+    shared = mounts(spec.template)
+    above = [mount for mount in shared if path.startswith(f"{mount}/")]
+    return bool(above) and shared[max(above, key=len)]
 
 
 def _sets(spec: api.Spec, name: str) -> bool:
-    trainer = trainer_container(spec.template) or {}
-    return any(entry.get("name") == name for entry in _list(trainer, "env"))
-
-
-def _list(source: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """The mappings of a list that may have any shape: what is wrong with it is said elsewhere."""
-    given = source.get(name)
-    return [item for item in given if isinstance(item, dict)] if isinstance(given, list) else []
+    env = (trainer_container(spec.template) or {}).get("env")
+    return any(isinstance(entry, dict) and entry.get("name") == name for entry in env or ())
 
 
 def _words(command: list[str]) -> list[str]:

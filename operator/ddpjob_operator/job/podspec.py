@@ -29,6 +29,10 @@ CONTAINER_FIELDS = (
 ).split()
 _RESEMBLES = 0.8  # "comand" is 0.92 like "command"; "hostUsers" is 0.67 like "hostAliases"
 
+# Volumes that are a pod's own; any other may be the same folder on all nodes, also a hostPath: a network file system
+# may be mounted on it.
+_OWN_VOLUMES = {"emptyDir", "ephemeral", "configMap", "secret", "projected", "downwardAPI", "image"}
+
 _SUFFIXES = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _SUFFIXES |= {f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTPE", start=1)}
 
@@ -44,6 +48,20 @@ def trainer_container(template: Mapping[str, Any]) -> dict[str, Any] | None:
     """The container named `trainer`, else the first."""
     found = containers(template)
     return next((c for c in found if c.get("name") == TRAINER), found[0] if found else None)
+
+
+def mounts(template: Mapping[str, Any]) -> dict[str, bool]:
+    """mountPath of the trainer → whether all nodes may see the same files there."""
+    pod, trainer = template.get("spec") or {}, trainer_container(template) or {}
+    kinds = {v.get("name"): next((k for k in v if k != "name"), "emptyDir") for v in _mappings(pod, "volumes")}
+    paths = ((str(m.get("mountPath", "")).rstrip("/"), m.get("name")) for m in _mappings(trainer, "volumeMounts"))
+    return {path: kinds.get(name, "emptyDir") not in _OWN_VOLUMES for path, name in paths}
+
+
+def _mappings(source: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """The mappings of a list that may have any shape."""
+    given = source.get(name)
+    return [item for item in given if isinstance(item, dict)] if isinstance(given, list) else []
 
 
 def restarts_of_the_kubelet(template: Mapping[str, Any]) -> list[tuple[dict[str, Any], str]]:

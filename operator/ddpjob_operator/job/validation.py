@@ -46,7 +46,6 @@ class Rule:
     cel: str
     broken: Callable[[api.Spec], bool]
     message: str
-    """The sentence; {field names} are filled with the values where we say it."""
 
 
 NOT_A_JOB = "a DDPJob is a mapping with apiVersion, kind, metadata and spec"
@@ -123,7 +122,7 @@ def parse(raw: object) -> tuple[api.DDPJob, list[Problem]]:
     problems += _unknown(raw, ("apiVersion", "kind", "metadata", "spec", "status"), ())
     problems += _name(raw)
     if not any(p.path[:1] == ("spec",) for p in problems):
-        problems += check(spec, raw.get("spec") or {})
+        problems += check(spec)
     elif "template" not in {p.path[1] for p in problems if len(p.path) == 2}:
         problems += _template(spec.template)
     return job, problems
@@ -143,16 +142,11 @@ def stored_status(raw: Mapping[str, Any]) -> api.Status:
     return typing.cast(api.Status, _stored(raw, "status", api.Status))
 
 
-def check(spec: api.Spec, raw: Mapping[str, Any]) -> Iterator[Problem]:
+def check(spec: api.Spec) -> Iterator[Problem]:
     """What is wrong with a spec whose fields have the right types."""
-    seen: set[str] = set()
-    for rule in RULES:
-        if rule.broken(spec):
-            seen.add(rule.field)
-            yield Problem(("spec", rule.field), _with_values(rule, raw))
-    for name, (is_set, message) in NOT_YET.items():
-        if name not in seen and is_set(spec):
-            yield Problem(("spec", name), message)
+    wrong = {rule.field: rule.message for rule in RULES if rule.broken(spec)}
+    wrong |= {name: message for name, (is_set, message) in NOT_YET.items() if is_set(spec)}
+    yield from (Problem(("spec", name), message) for name, message in wrong.items())
     misshapen = [*_template(spec.template)]
     yield from misshapen
     if not misshapen:
@@ -214,12 +208,6 @@ def _name(raw: Mapping[Any, Any]) -> Iterator[Problem]:
         why = "must be lower-case letters, digits and -, from a letter to a letter or digit (it names a Service)"
         why += f", is {say(name)}"
         yield Problem(("metadata", "name"), why)
-
-
-def _with_values(rule: Rule, raw: Mapping[str, Any]) -> str:
-    if rule.field == "minNodes":
-        return f"{raw['minNodes']} is more than spec.nodes: {raw.get('nodes', 1)}. Lower minNodes, or raise nodes."
-    return rule.message
 
 
 def _template(template: Mapping[str, Any]) -> Iterator[Problem]:

@@ -8,23 +8,14 @@ from dataclasses import dataclass
 from ddpjob_operator.job import api
 
 LABEL_JOB = f"{api.GROUP}/job"
-
-
 LABEL_ATTEMPT = f"{api.GROUP}/attempt"
-
-
 LABEL_RANK = f"{api.GROUP}/rank"
-
-
 LABEL_REPLACEMENT = f"{api.GROUP}/replacement"
 
-
 # Outside the ephemeral range (32768-60999) and the NodePort range (30000-32767), so that the kernel never gives the
-# port to an outgoing connection; without those that scripts in the wild hard-code (12355, 29500, 8888 lie outside).
+# port to an outgoing connection; and below the ports that scripts often hard-code (29400, 29500).
 PORT_FIRST, PORT_LAST = 20000, 29399
-
-
-PORTS_AVOIDED = frozenset({23456, 25000, 29400, 29500, 12355, 8888})
+PORTS_AVOIDED = frozenset({23456, 25000})  # also hard-coded by scripts
 
 
 @dataclass(frozen=True)

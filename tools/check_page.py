@@ -1,4 +1,4 @@
-"""docs/check.md, written from the table of the rules. Pure."""
+"""Writes docs/check.md from the table of the rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLE = Finding(
     'init_process_group(rank=local_rank): on 2 nodes two processes get rank 0; use int(os.environ["RANK"])',
 )
 INTRO = f"""\
-<!-- Written from table.py by `python -m ddpjob_operator.check.document`. Change the rules, then run it again. -->
+<!-- Written from table.py by `python tools/check_page.py`. Change the rules, then run it again. -->
 # ddpjob check: mistakes that are found before they cost a GPU hour
 
 ```console
