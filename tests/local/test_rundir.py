@@ -126,7 +126,7 @@ def test_old_runs_go_and_a_run_that_was_killed_leaves_no_volume(tmp_path: Path) 
     first = RunFolder("job", tmp_path)
     (first.path / "volumes" / "job-1-0").mkdir(parents=True)
     (first.path / "job-1-0.log").write_text("log")
-    os.close(first._lock)  # as SIGKILL leaves it
+    os.close(first.lock)  # as SIGKILL leaves it
     run_often(tmp_path, 1)
     assert not (first.path / "volumes").exists()
     assert (first.path / "job-1-0.log").exists()

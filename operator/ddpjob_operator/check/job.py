@@ -9,7 +9,7 @@ from ddpjob_operator.check import command
 from ddpjob_operator.check.rule import Job
 from ddpjob_operator.check.starting import DEPRECATED
 from ddpjob_operator.job import api, launcher, topology
-from ddpjob_operator.job.podspec import gpus, mounts, trainer_container
+from ddpjob_operator.job.podspec import command_path, gpus, mounts, trainer_container
 
 FieldPath = tuple[str | int, ...]
 
@@ -35,13 +35,9 @@ def known(job: api.DDPJob) -> Job:
 def mistakes(job: api.DDPJob) -> Iterator[tuple[FieldPath, str, str]]:
     """(field, rule, message) of what is wrong in the YAML itself and yet a valid job."""
     template = job.spec.template
-    trainer = trainer_container(template) or {}
-    found = launcher.find(launcher.command_of(template))
-    if found and (found.name == "torch.distributed.launch" or found.name == "launch.py"):
-        containers = template["spec"]["containers"]
-        index = next(i for i, c in enumerate(containers) if c is trainer)
-        field = "command" if "command" in trainer else "args"
-        yield ("spec", "template", "spec", "containers", index, field), "launch-deprecated", DEPRECATED
+    found = launcher.in_template(template)
+    if found and found.name in ("torch.distributed.launch", "launch.py"):
+        yield command_path(template), "launch-deprecated", DEPRECATED
     if job.spec.backend == "nccl" and _gpus(template) == 0:
         yield (
             ("spec", "backend"),

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from ddpjob_operator.job import api, bounds
-from ddpjob_operator.job.podspec import gpus, mounts, trainer_container
+from ddpjob_operator.job.podspec import command_path, gpus, mounts, trainer_container
 
 Found = Iterator[tuple[tuple[str | int, ...], str]]
 
@@ -29,7 +29,8 @@ _OPTIONS = (
     "duplicate_stdout_filters duplicate_stderr_filters node_rank master_addr master_port local_addr logs_specs "
     "numa_binding signals_to_handle shutdown_timeout virtual_local_rank use_env help preload no_preload"
 ).split()
-_LAUNCHERS = {"torchrun", "ddprun"}
+LAUNCHERS = ("torchrun", "ddprun")
+LAUNCHER_FILE = re.compile(r"torch/distributed/(run|launch)\.py$")
 MODULES = {"torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher"}
 # A host that cannot be the rendezvous of several nodes: each node's own, or an IP, which no pod has before it runs.
 NO_RENDEZVOUS_HOST = re.compile(
@@ -52,13 +53,13 @@ def find(command: list[str]) -> Launcher | None:
     words = _words(command)
     for i, word in enumerate(words):
         name = word.rsplit("/", 1)[-1]
-        if name in _LAUNCHERS:
+        if name in LAUNCHERS:
             return Launcher(name, _options(words[i + 1 :]))
         if word == "-m" and words[i + 1 : i + 2] == ["ddpjob.agent"]:
             return Launcher("ddprun", _options(words[i + 2 :]))
         if word == "-m" and words[i + 1 : i + 2] and words[i + 1] in MODULES:
             return Launcher(words[i + 1], _options(words[i + 2 :]))
-        if re.search(r"torch/distributed/(run|launch)\.py$", word):
+        if LAUNCHER_FILE.search(word):
             return Launcher(name, _options(words[i + 1 :]))
     return None
 
@@ -70,22 +71,27 @@ def command_of(template: dict[str, Any]) -> list[str]:
     return [part for part in parts if isinstance(part, str)]
 
 
+def in_template(template: dict[str, Any]) -> Launcher | None:
+    """The launcher that the trainer's command starts."""
+    return find(command_of(template))
+
+
 def restarts_in_place(spec: api.Spec) -> bool:
     """Whether the ranks of a pod have an agent over them that survives theirs, and its peers'."""
-    found = find(command_of(spec.template))
+    found = in_template(spec.template)
     return found is not None and found.name == "ddprun"
 
 
 def nproc_per_node(template: dict[str, Any]) -> int | None:
     """--nproc-per-node of the command where it is a number."""
-    launcher = find(command_of(template))
+    launcher = in_template(template)
     value = launcher.options.get("nproc_per_node", "") if launcher else ""
     return _number(value) if _number(value) > 0 else None
 
 
 def warnings(spec: api.Spec) -> list[str]:
     """What the command asks of its launcher, which the user may have, and should know about."""
-    launcher = find(command_of(spec.template))
+    launcher = in_template(spec.template)
     if launcher is not None and launcher.name == "ddprun":  # which restarts in place, and gives every node its place
         return []
     options, said = launcher.options if launcher else {}, []
@@ -103,7 +109,7 @@ def warnings(spec: api.Spec) -> list[str]:
 def script(words: list[str]) -> str | None:
     """The Python file that a command starts, where that is plain to see: `python -u x.py`, `torchrun --tee 3 x.py`."""
     program = words[0].rsplit("/", 1)[-1] if words else ""
-    if program in _LAUNCHERS:
+    if program in LAUNCHERS:
         rest = _after_options(words[1:])
     elif re.fullmatch(r"python[\d.]*", program):
         rest = after_python_options(words[1:])
@@ -115,14 +121,13 @@ def script(words: list[str]) -> str | None:
 
 
 def contradictions(spec: api.Spec) -> Found:
-    """Where the launcher's own options contradict the job: path below spec, and a sentence with the mend.
+    """Where the launcher's own options contradict the job: the field's path, and a sentence with the fix.
 
     For a template that has the shape of one (validation.py).
     """
-    trainer = trainer_container(spec.template) or {}
-    path = ("template", "spec", "containers", _index_of(spec, trainer), "command" if "command" in trainer else "args")
+    path = command_path(spec.template)
     yield from ((path, sentence) for sentence in _rendezvous_file(spec))
-    launcher = find(command_of(spec.template))
+    launcher = in_template(spec.template)
     if launcher is None:
         return
     for sentence in (*_nodes(launcher, spec), *_several_nodes(launcher, spec), *_processes(launcher, spec)):
@@ -261,10 +266,6 @@ def _full_name(name: str) -> str:
     name = name.replace("-", "_")
     matches = [o for o in _OPTIONS if o.startswith(name)]
     return name if name in _OPTIONS or len(matches) != 1 else matches[0]
-
-
-def _index_of(spec: api.Spec, trainer: dict[str, Any]) -> int:
-    return next(i for i, c in enumerate(spec.template["spec"]["containers"]) if c is trainer)
 
 
 def _number(text: str) -> int:

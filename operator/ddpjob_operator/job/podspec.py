@@ -50,6 +50,18 @@ def trainer_container(template: Mapping[str, Any]) -> dict[str, Any] | None:
     return next((c for c in found if c.get("name") == TRAINER), found[0] if found else None)
 
 
+def trainer_path(template: Mapping[str, Any]) -> tuple[str | int, ...]:
+    """The trainer's path in a job: spec, template, spec, containers, 0."""
+    trainer = trainer_container(template)
+    index = next((i for i, c in enumerate(template["spec"]["containers"]) if c is trainer), 0)
+    return ("spec", "template", "spec", "containers", index)
+
+
+def command_path(template: Mapping[str, Any]) -> tuple[str | int, ...]:
+    """The path of the trainer's command, or of its args where it has none."""
+    return (*trainer_path(template), "command" if "command" in (trainer_container(template) or {}) else "args")
+
+
 def mounts(template: Mapping[str, Any]) -> dict[str, bool]:
     """mountPath of the trainer → whether all nodes may see the same files there."""
     pod, trainer = template.get("spec") or {}, trainer_container(template) or {}

@@ -21,7 +21,7 @@ def world_size(spec: api.Spec) -> int:
 def ranks_follow_nodes(spec: api.Spec) -> bool:
     """Whether node k has the ranks from k × nproc on. Under a dynamic rendezvous (c10d, etcd) torchrun numbers the
     nodes as they come, and says that it ignores the node rank."""
-    found = launcher.find(launcher.command_of(spec.template))
+    found = launcher.in_template(spec.template)
     return found is None or found.name == "ddprun" or found.options.get("rdzv_backend", "static") == "static"
 
 

@@ -150,7 +150,7 @@ def check(spec: api.Spec) -> Iterator[Problem]:
     misshapen = [*_template(spec.template)]
     yield from misshapen
     if not misshapen:
-        yield from (Problem(("spec", *where), text) for where, text in launcher.contradictions(spec))
+        yield from (Problem(path, text) for path, text in launcher.contradictions(spec))
 
 
 def dotted(path: Path) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_operator.job import launcher
-from ddpjob_operator.job.podspec import is_gpu, limits, trainer_container
+from ddpjob_operator.job.podspec import is_gpu, limits, trainer_container, trainer_path
 from ddpjob_operator.job.validation import Path as FieldPath
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.pods.environment import user_environment
@@ -77,7 +77,7 @@ class Process:
 def process(pod: Body, place: Place) -> Process:
     """The process that stands for a pod. Only for pods without `problems`, or with those the user has allowed."""
     spec = pod["spec"]
-    trainer = trainer_container({"spec": spec}) or {}
+    trainer = trainer_container(pod) or {}
     own = _environment(pod, trainer)
     mounts = _mounts(spec, trainer, place, own)
     own = {name: _mounted(value, mounts) for name, value in own.items()}
@@ -100,9 +100,7 @@ def problems(pod: Body) -> Iterator[Problem]:
     """What of a pod this machine cannot honour, by its path in the job."""
     spec = pod["spec"]
     base: FieldPath = ("spec", "template", "spec")
-    trainer = trainer_container({"spec": spec}) or {}
-    index = next((i for i, c in enumerate(spec["containers"]) if c is trainer), 0)
-    at = (*base, "containers", index)
+    trainer, at = trainer_container(pod) or {}, trainer_path(pod)
     for name, why in _UNSUPPORTED_POD.items():
         if spec.get(name):
             yield Problem((*base, name), f"{why}. Remove it, or run with --allow-unsupported to go on without.")
@@ -119,9 +117,7 @@ def problems(pod: Body) -> Iterator[Problem]:
 
 def start_problems(pod: Body, place: Place) -> Iterator[Problem]:
     """What would keep the process from starting; no option helps against these."""
-    trainer = trainer_container({"spec": pod["spec"]}) or {}
-    index = next((i for i, c in enumerate(pod["spec"]["containers"]) if c is trainer), 0)
-    at: FieldPath = ("spec", "template", "spec", "containers", index)
+    trainer, at = trainer_container(pod) or {}, trainer_path(pod)
     planned = process(pod, place)
     if not trainer.get("command"):
         what = "args and no command" if trainer.get("args") else "no command"
@@ -142,9 +138,9 @@ def start_problems(pod: Body, place: Place) -> Iterator[Problem]:
 
 def ignored(pod: Body) -> list[str]:
     """Fields that the user set and that have no meaning for a local process, to be said once."""
-    trainer = trainer_container({"spec": pod["spec"]}) or {}
+    trainer = trainer_container(pod) or {}
     found = [name for name in _IGNORED_POD if pod["spec"].get(name)]
-    devices = [n for n in limits({"spec": pod["spec"]}) if n not in ("cpu", "memory") and not is_gpu(n)]
+    devices = [n for n in limits(pod) if n not in ("cpu", "memory") and not is_gpu(n)]
     return sorted({*found, *devices, *(name for name in _IGNORED_CONTAINER if trainer.get(name))})
 
 

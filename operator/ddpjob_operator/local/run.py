@@ -98,7 +98,7 @@ def place_nodes(
         try:
             shares = [tuple(share) for share in gpus.share(here, job.spec.nodes, asked)]
         except gpus.TooFewGpusError as error:
-            raise InputError(f"{document.place(trainer_path(job))}: {error}") from None
+            raise InputError(f"{document.place(podspec.trainer_path(job.spec.template))}: {error}") from None
     elif here:
         # In a cluster a pod that asks for no GPU sees none.
         shares = [()] * job.spec.nodes
@@ -109,13 +109,6 @@ def place_nodes(
     # Where the volumes will lie is known once the run has its folder; until then any place stands for it.
     volumes = Path(tempfile.gettempdir()) / "volumes"
     return job, [pod_process.Place(cwd, volumes, environment, share) for share in shares], notes
-
-
-def trainer_path(job: api.DDPJob) -> tuple[str | int, ...]:
-    """The trainer's place in the document."""
-    containers = podspec.containers(job.spec.template)
-    index = next(i for i, c in enumerate(containers) if c is podspec.trainer_container(job.spec.template))
-    return ("spec", "template", "spec", "containers", index)
 
 
 def on_cpu(job: api.DDPJob) -> api.DDPJob:

@@ -34,15 +34,15 @@ class RunFolder:
         self.path = jobs / self.uid
         self.path.mkdir(mode=0o700)
         self._job = job
-        self._lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
         _mark(self.path, job)  # after the lock: what is marked and not locked has ended
 
     def close(self) -> None:
         """Remove all but the logs."""
         if _is_marked(self.path, self._job):
             _remove_what_ends_with_a_run(self.path)
-        os.close(self._lock)
+        os.close(self.lock)
 
 
 def state_home() -> Path:
