@@ -302,9 +302,9 @@ def test_a_script_with_lines_lost_or_moved_gives_no_traceback(path: Path, data: 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = 1\ndef f(:\n", "this is no Python"),
-        ("a\0b", "this is no Python"),
-        ("(" * 5000, "this is no Python"),
+        ("x = 1\ndef f(:\n", "not valid Python"),
+        ("a\0b", "not valid Python"),
+        ("(" * 5000, "not valid Python"),
         ("x = " + "-" * 100_000 + "1", "nested too deeply"),
     ],
 )
@@ -403,7 +403,7 @@ def test_no_python_ends_with_2_and_its_line(tmp_path: Path) -> None:
     path.write_text("import os\nif rank = 0:\n")
     result = ran(path)
     assert result.return_value == 2
-    assert f"{path}:2: error[syntax]: this is no Python: " in result.stdout
+    assert f"{path}:2: error[syntax]: not valid Python: " in result.stdout
 
 
 def test_bytes_that_are_no_text_end_with_2(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""What a job's command starts: which script or module, with which words, and by which launcher. Pure.
+"""What a job's command starts: which script or module, with which arguments, and by which launcher.
 
-Launchers of frameworks have options of their own, too many to know, so behind them the first word that names a Python
-file is the script.
+The options of other frameworks' launchers are not known, so after them the first word that names a Python file is the
+script.
 """
 
 from __future__ import annotations

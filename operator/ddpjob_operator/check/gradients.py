@@ -24,8 +24,8 @@ def gradients_not_averaged(script: Script, job: Job) -> Iterator[Found]:
 
 def _said(script: Script, test: ast.expr) -> str:
     return (
-        f"{script.text_of(test)}: what parameters() gives is a torch.nn.Parameter, so this is the same for all of "
-        "them, and no gradient is averaged; remove the test, or use isinstance(…, torch.Tensor)"
+        f"{script.text_of(test)}: parameters() yields torch.nn.Parameter, so this test has the same result for all "
+        "of them, and no gradient is averaged; remove the test, or use isinstance(…, torch.Tensor)"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a DDPJob says about the script that it runs, and the mistakes that stand in the YAML itself."""
+"""What a DDPJob tells about the script that it runs, and the mistakes in the YAML itself."""
 
 from __future__ import annotations
 

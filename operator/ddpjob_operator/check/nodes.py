@@ -1,4 +1,4 @@
-"""What single nodes of a Python tree say, without the rest of the file."""
+"""Questions to single nodes of a Python tree, without the rest of the file."""
 
 from __future__ import annotations
 
@@ -153,6 +153,11 @@ def before(parent: ast.AST, child: ast.AST) -> list[ast.stmt]:
         if isinstance(block, list) and child in block:
             return block[: block.index(child)]
     return []
+
+
+def has_hidden_arguments(call: ast.Call) -> bool:
+    """Whether a * or ** may give an argument that the file does not show."""
+    return any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords)
 
 
 def dotted(node: ast.AST) -> str:

@@ -1,11 +1,12 @@
-"""The names, calls and values of a Python file: where a value may come from, and who calls whom.
+"""The names, calls and values of a Python file: where a value may come from, and which function calls which.
 
-Whatever cannot be known is said to be unknown, never guessed. Nothing is imported or run.
+What cannot be known is Marker.UNKNOWN, never guessed. Nothing is imported or run.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from ddpjob_operator.check.nodes import (
     default_of,
     dotted,
     fields_declared,
+    has_hidden_arguments,
     imports_in,
     is_outside_the_body,
     leaves,
@@ -125,13 +127,8 @@ class Values:
 
     def full_name(self, node: ast.AST) -> str:
         """torch.distributed.get_rank for `dist.get_rank`; "" for what is no dotted name."""
-        parts: list[str] = []
-        while isinstance(node, ast.Attribute):
-            parts.append(node.attr)
-            node = node.value
-        if not isinstance(node, ast.Name):
-            return ""
-        name = ".".join([self.imported.get(node.id, node.id), *reversed(parts)])
+        first, dot, rest = dotted(node).partition(".")
+        name = self.imported.get(first, first) + dot + rest
         return next((new + name.removeprefix(old) for old, new in _ALIASES.items() if name.startswith(old)), name)
 
     def called(self, node: object) -> str:
@@ -201,10 +198,6 @@ class Values:
         if position is None or any(isinstance(a, ast.Starred) for a in call.args[: position + 1]):
             return None
         return call.args[position] if position < len(call.args) else None
-
-    def has_hidden_arguments(self, call: ast.Call) -> bool:
-        """Whether a * or ** may give an argument that is not to be seen."""
-        return any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords)
 
     def origins(self, expression: ast.expr | None) -> list[Origin]:
         """Everything that an expression may be, followed through names, attributes and parameters of this file.
@@ -475,10 +468,7 @@ def _called_or_itself(node: ast.expr) -> ast.expr:
 
 
 def _caller(call: ast.Call, skip: int) -> Caller:
-    hidden = any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords)
-    values: tuple[Origin, ...] = tuple(Marker.UNKNOWN for _ in range(skip))
-    for arg in call.args:
-        if isinstance(arg, ast.Starred):
-            break
-        values = (*values, arg)
-    return Caller(call, values, {k.arg: k.value for k in call.keywords if k.arg}, all_known=not hidden)
+    plain = itertools.takewhile(lambda arg: not isinstance(arg, ast.Starred), call.args)
+    values: tuple[Origin, ...] = (*[Marker.UNKNOWN] * skip, *plain)
+    named = {k.arg: k.value for k in call.keywords if k.arg}
+    return Caller(call, values, named, all_known=not has_hidden_arguments(call))

@@ -36,7 +36,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """2 for what is no Python, 1 for errors, 0 for warnings or nothing."""
+        """2 for a file that is not valid Python, 1 for errors, 0 for warnings or nothing."""
         return 2 if any(f.rule == SYNTAX for f in self.findings) else int(self.errors > 0)
 
     def to_text(self) -> str:
@@ -87,7 +87,7 @@ def check_all(
 
 
 def _of_script(path: str, context: Job) -> list[Finding]:
-    """What is no text is a finding, as what is no Python."""
+    """A file that is no text is a finding, as one that is not valid Python."""
     try:
         raw = Path(path).read_bytes()
     except OSError as error:
@@ -96,7 +96,7 @@ def _of_script(path: str, context: Job) -> list[Finding]:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
         text = raw.decode(encoding)
     except (UnicodeDecodeError, SyntaxError, LookupError) as error:  # "coding: rot13" is known, and of no text
-        return [Finding(path, 1, 1, SYNTAX, "error", f"this is no Python: {error}")]
+        return [Finding(path, 1, 1, SYNTAX, "error", f"not valid Python: {error}")]
     return check.check(path, text, context)
 
 
