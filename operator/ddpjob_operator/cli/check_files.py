@@ -1,4 +1,4 @@
-"""`ddpjob check`: reads the files that it is given, and says what check/ finds in them."""
+"""`ddpjob check`: reads files, and prints the findings of check/."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ YAML_SUFFIXES = (".yaml", ".yml", ".json")
 
 
 @dataclass(frozen=True)
-class Report:
-    """What was found, and what could not be read and is said on stderr."""
+class CheckResult:
+    """The findings, and sentences about scripts that could not be read."""
 
     findings: list[Finding]
-    remarks: list[str]
+    unread: list[str]
     files: int
 
     @property
@@ -65,7 +65,7 @@ def check_all(
     jobs: Mapping[str, tuple[Document, api.DDPJob]],
     nodes: int | None = None,
     nproc: int | None = None,
-) -> Report:
+) -> CheckResult:
     """Check scripts, and jobs with the scripts that they run. Raises InputError for a file that cannot be read.
 
     A script beside one job is checked as that job's; so a script can be named that lies in an image under another path.
@@ -73,17 +73,19 @@ def check_all(
     """
     scripts = [path for path in paths if path not in jobs]
     if scripts and len(jobs) > 1:
-        raise InputError(f"{scripts[0]}: whose script is it? There are {len(jobs)} jobs: check them one by one")
+        raise InputError(
+            f"{scripts[0]}: belongs to one of {len(jobs)} jobs, and which is not known. Check the jobs one by one."
+        )
     findings = [finding for path, (document, job) in jobs.items() for finding in _of_job(path, document, job)]
-    remarks: list[str] = []
+    unread: list[str] = []
     read = [(script, Job(nodes=nodes, nproc=nproc)) for script in scripts]
     for path, (document, job) in jobs.items():
         found = scripts or _script_of(path, job)
         read = [*(() if scripts else read), *((script, known(job)) for script in found)]
-        remarks += [] if found else [_not_read(document, job)]
+        unread += [] if found else [_not_read(document, job)]
     for script, context in read:
         findings += _of_script(script, context)
-    return Report(sorted(set(findings)), remarks, len({*jobs, *(script for script, _ in read)}))
+    return CheckResult(sorted(set(findings)), unread, len({*jobs, *(script for script, _ in read)}))
 
 
 def _of_script(path: str, context: Job) -> list[Finding]:
@@ -117,7 +119,7 @@ def _script_of(path: str, job: api.DDPJob) -> list[str]:
 
 
 def _not_read(document: Document, job: api.DDPJob) -> str:
-    """Said, for an answer "nothing found" would otherwise be about the YAML alone."""
+    """Why no script was read, because "nothing found" is then about the YAML alone."""
     found = command.read(launcher.command_of(job.spec.template))
     by = f"{found.launcher}, and " if found.launcher not in ("", "python") else ""
     why = (

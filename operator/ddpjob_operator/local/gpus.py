@@ -28,7 +28,10 @@ def visible(environ: Mapping[str, str] | None = None) -> list[str]:
     """
     environ = os.environ if environ is None else environ
     allowed = environ.get("CUDA_VISIBLE_DEVICES")
-    if allowed is not None and allowed.strip() in ("", "-1"):  # the usual ways to say none: not worth asking the driver
+    if allowed is not None and allowed.strip() in (
+        "",
+        "-1",
+    ):  # the usual ways to allow none
         return []
     machine = installed(environ)
     return machine if allowed is None else permitted(allowed, machine)

@@ -1,9 +1,9 @@
-"""The runner's side of a local node: start its supervisor, tell it to stop, read what it reports.
+"""The runner's side of a local node: start its supervisor, request its stop, read its reports.
 
 Everything here is called from the runner's one thread and never waits for a trainer: `output` and `report` are
 non-blocking descriptors for its selectors loop. The runner calls `become_subreaper` once before the first node, and
-`kill_orphans` whenever a node ends as a SupervisorLost. It must never wait for any child (`os.waitpid(-1)`): only the
-node knows whose end that was.
+`kill_orphans` whenever a node ends as a SupervisorLost. It must never wait for any child (`os.waitpid(-1)`), otherwise
+the node would miss the end of its supervisor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
     "Event",
     "Exited",
     "Lingering",
-    "Node",
+    "NodeProcess",
     "NotStarted",
     "Order",
     "Started",
@@ -88,7 +88,7 @@ class NotStarted:
 
 @dataclass(frozen=True)
 class SupervisorLost:
-    """The supervisor ended without its last word; the runner then calls `kill_orphans` for what the node left."""
+    """The supervisor ended without a last report; the runner then calls `kill_orphans` for what the node left."""
 
     error: str
     time: float
@@ -98,7 +98,7 @@ Event = Started | Lingering | Exited | NotStarted | SupervisorLost
 End = Exited | NotStarted | SupervisorLost
 
 
-class Node:
+class NodeProcess:
     """One node of a job on this machine: a supervisor process and the trainer below it."""
 
     def __init__(self, number: int) -> None:
@@ -109,11 +109,11 @@ class Node:
         self._buffer = b""
 
     def start(self, order: Order) -> None:
-        """Spawn the supervisor and hand it the order; `handle_report` tells what became of it.
+        """Spawn the supervisor and send it the order; `handle_report` returns the result.
 
         Raises OSError where no process can be made.
         """
-        assert self._process is None, "a node is started once; the next attempt is a new Node"
+        assert self._process is None, "a node is started once; the next attempt is a new NodeProcess"
         self._report, report_write = os.pipe()
         os.set_blocking(self._report, False)
         program = f"import sys; sys.path += sys.argv[2:]; {SUPERVISOR}"
@@ -124,7 +124,7 @@ class Node:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,  # a traceback of the supervisor belongs into its node's log
                 bufsize=0,
-                start_new_session=True,  # Ctrl-C at the terminal is the runner's: it decides what the nodes hear
+                start_new_session=True,  # Ctrl-C at the terminal is for the runner, which stops the nodes itself
                 pass_fds=(report_write,),
             )
         except BaseException:
@@ -167,7 +167,7 @@ class Node:
         self._send({"kill": {}})
 
     def handle_report(self) -> list[Event]:
-        """What the supervisor said since the last call; if it ended without a last word, the SupervisorLost for it."""
+        """The reports since the last call; a SupervisorLost if the supervisor ended without a last one."""
         arrived = read_available(self._report)
         *lines, self._buffer = (self._buffer + (arrived or b"")).split(b"\n")
         events = [parse(line) for line in lines]
@@ -206,7 +206,7 @@ class Node:
             while data:
                 data = data[self._running.stdin.write(data) or 0 :]
         except BrokenPipeError:
-            return  # it has ended: the report says how, and is read by the loop
+            return  # it has ended; how, the loop reads from its report
 
     def _lost(self) -> SupervisorLost:
         code = self._running.wait()  # the report pipe ended with its only holder; after this its children are ours
@@ -218,7 +218,7 @@ class Node:
 
 
 def parse(line: bytes) -> Event:
-    """One line of a report as what it says."""
+    """One line of a report as an event."""
     kinds: dict[str, type[Event]] = {
         "started": Started,
         "lingering": Lingering,
@@ -230,7 +230,7 @@ def parse(line: bytes) -> Event:
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL` for 9; a number without a name, as the real-time ones, stays one."""
+    """`SIGKILL` for 9; a signal without a name, as the real-time ones, keeps its number."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -33,7 +33,7 @@ CHECK_SECONDS = 0.5  # between two checks of the time limits
 OnReport = Callable[[bytes], "str | None"]
 
 
-class Receiver(ThreadingHTTPServer):
+class LocalReceiver(ThreadingHTTPServer):
     """Listens on a free port of 127.0.0.1; serves from `start` to `stop`, or as a context manager.
 
     `on_report` gets the body of each authenticated report, in a thread of the receiver, one call at a time; it returns
@@ -73,7 +73,7 @@ class Receiver(ThreadingHTTPServer):
         self.server_close()
         self.token_file.unlink(missing_ok=True)
 
-    def __enter__(self) -> Receiver:
+    def __enter__(self) -> LocalReceiver:
         self.start()
         return self
 
@@ -116,7 +116,7 @@ class Handler(BaseHTTPRequestHandler):
     """One connection. A refusal ends it, so that what follows a bad request is never read as another."""
 
     protocol_version = "HTTP/1.1"  # keep-alive
-    server: Receiver
+    server: LocalReceiver
 
     def do_POST(self) -> None:
         """A report; its headers are judged before its body is read."""
