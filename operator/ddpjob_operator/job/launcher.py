@@ -1,7 +1,7 @@
-"""What the trainer's command says to torchrun or torch.distributed.launch, and where that contradicts the job.
+"""The options that the trainer's command gives to its launcher, and where they contradict the job.
 
-Such a contradiction hangs or fails: the launcher waits for nodes that never come (docs/measured.md), so it is refused
-before anything starts. What a shell script or a Python file does inside is not read here.
+With such a contradiction the job hangs or fails, because the launcher waits for nodes that never come
+(docs/measured.md), so it is refused before anything starts. Shell scripts and Python files are not read here.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def in_template(template: dict[str, Any]) -> Launcher | None:
 
 
 def restarts_in_place(spec: api.Spec) -> bool:
-    """Whether the ranks of a pod have an agent over them that survives theirs, and its peers'."""
+    """Whether ddprun starts the ranks, so that they can restart without new pods."""
     found = in_template(spec.template)
     return found is not None and found.name == "ddprun"
 
@@ -90,19 +90,17 @@ def nproc_per_node(template: dict[str, Any]) -> int | None:
 
 
 def warnings(spec: api.Spec) -> list[str]:
-    """What the command asks of its launcher, which the user may have, and should know about."""
+    """Options of the command's launcher that are allowed, but have a drawback."""
     launcher = in_template(spec.template)
-    if launcher is not None and launcher.name == "ddprun":  # which restarts in place, and gives every node its place
+    if launcher is not None and launcher.name == "ddprun":  # it obeys all of these
         return []
     options, said = launcher.options if launcher else {}, []
     if spec.preflight == "Always":
-        said.append("preflight: Always is obeyed by ddprun alone; or call ddpjob.preflight.run() in the script")
+        said.append("preflight: Always needs ddprun, or ddpjob.preflight.run() in the script")
     if options.get("max_restarts", "0") != "0":
         said.append(f"--max-restarts={options['max_restarts']}: torchrun's own restart hangs when a node is lost")
     if options.get("rdzv_backend", "static") != "static":
-        said.append(
-            f"--rdzv-backend={options['rdzv_backend']} numbers the nodes as they come: rank k is on any of them"
-        )
+        said.append(f"--rdzv-backend={options['rdzv_backend']} numbers the nodes as they arrive: any may have rank 0")
     return said
 
 
@@ -163,10 +161,10 @@ def _several_nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
     for name in ("master_addr", "rdzv_endpoint"):
         host, port = _host_and_port(options.get(name, ""), options.get("master_port", "") if "addr" in name else "")
         if NO_RENDEZVOUS_HOST.match(host):
-            mend = "Remove it: the job sets it." if "addr" in name else "Use $(MASTER_ADDR):$(MASTER_PORT)."
-            yield f"--{name}={options[name]} keeps {spec.nodes} nodes apart. {mend}"
+            fix = "Remove it: the job sets it." if "addr" in name else "Use $(MASTER_ADDR):$(MASTER_PORT)."
+            yield f"--{name}={options[name]} is not an address at which {spec.nodes} nodes can find rank 0. {fix}"
         elif port == "0":
-            yield f"port 0 is another one on each of {spec.nodes} nodes, so they never meet. Use $(MASTER_PORT)."
+            yield f"port 0 is another port on each of {spec.nodes} nodes, so they never connect. Use $(MASTER_PORT)."
 
 
 def _host_and_port(endpoint: str, port: str) -> tuple[str, str]:
@@ -188,7 +186,7 @@ def _processes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
 
 
 def _rendezvous_file(spec: api.Spec) -> Iterator[str]:
-    """init_method file:// in an option, on a folder that each node has for itself: all would wait there."""
+    """init_method file:// in an option, on a folder that the nodes do not share."""
     words = _words(command_of(spec.template))
     for word, following in pairwise([*words, ""]):
         named = _INIT_METHOD_OPTION.match(word)
@@ -196,8 +194,8 @@ def _rendezvous_file(spec: api.Spec) -> Iterator[str]:
         path = value.removeprefix("file://")
         if spec.nodes > 1 and path.startswith("/") and path != value and not _may_be_shared(path, spec):
             yield (
-                f"{word.partition('=')[0]}={value}: {spec.nodes} nodes share no folder there, so they never meet. "
-                "Mount a volume that all nodes share (a ReadWriteMany claim), or use env://."
+                f"{word.partition('=')[0]}={value}: {spec.nodes} nodes share no folder there, so the rendezvous never "
+                "completes. Mount a volume that all nodes share (a ReadWriteMany claim), or use env://."
             )
 
 
@@ -219,7 +217,7 @@ def _words(command: list[str]) -> list[str]:
         inner = " " in part.strip() and ("torchrun" in part or "torch.distributed" in part or "ddprun" in part)
         try:
             words += shlex.split(part, comments=True) if inner else [part]
-        except ValueError:  # an unclosed quote: the shell's problem, not a contradiction
+        except ValueError:  # an unclosed quote, which the shell reports
             words.append(part)
     return words
 
@@ -269,5 +267,5 @@ def _full_name(name: str) -> str:
 
 
 def _number(text: str) -> int:
-    """-1 for what is no number, or none that could be meant."""
+    """-1 for what is no number, or too large."""
     return bounds.number(text, bounds.COUNT_MAX)

@@ -1,6 +1,6 @@
-"""What a pod template says: which container trains, how many GPUs and CPUs it gets, which field is misspelled.
+"""Reads a pod template: its trainer, GPUs, CPUs and volumes, and misspelled fields.
 
-Templates stay raw mappings: a typed model would drop or refuse the pod fields of a newer Kubernetes.
+Templates stay raw mappings, because a typed model would drop or refuse the pod fields of a newer Kubernetes.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _mappings(source: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def restarts_of_the_kubelet(template: Mapping[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """The fields of containers by which the kubelet would start the trainer anew in its pod, whatever the pod's
+    """The fields of containers by which the kubelet would start the trainer again in its pod, whatever the pod's
     restartPolicy is (Kubernetes 1.34 and later): its own, and any rule that restarts all containers."""
     pod = template.get("spec") or {}
     others = [c for c in pod.get("initContainers") or () if isinstance(c, dict)] if isinstance(pod, Mapping) else []
@@ -126,8 +126,8 @@ def limits(template: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def quantity(value: object) -> float:
-    """A Kubernetes quantity as a number: 8, "500m", "2Gi", "1e3". What is no quantity counts as 0: the API server
-    refuses it with a better sentence than we could."""
+    """A Kubernetes quantity as a number: 8, "500m", "2Gi", "1e3". What is no quantity counts as 0, because the
+    API server refuses it."""
     text = str(value).strip()
     for suffix in sorted(_SUFFIXES, key=len, reverse=True):
         if text.endswith(suffix):

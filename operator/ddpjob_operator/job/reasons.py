@@ -1,4 +1,4 @@
-"""Every reason once: the word in status, conditions and events, and when a user meets it."""
+"""All reasons of status, conditions and events, and when each is used."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ RESTART_POLICY_CHANGED = Reason(
 )
 GRACE_RAISED = Reason("GraceRaised", "Event only: the template's terminationGracePeriodSeconds of 0 becomes 1.")
 RENDEZVOUS_OVERRIDDEN = Reason(
-    "RendezvousOverridden", "Event only: the template sets variables that the ranks need to meet.", warning=True
+    "RendezvousOverridden", "Event only: the template sets variables that the rendezvous needs.", warning=True
 )
 LAUNCHER_OPTION = Reason("LauncherOption", "Event only: an option of the launcher has a consequence.", warning=True)
 
