@@ -16,8 +16,8 @@ EVENTS = "low 0\nhigh 0\nmax 31\noom 4\noom_kill {}\noom_group_kill 0\n"
 # As PID 1 of a container sees its own cgroup; the file is the tests'.
 AGENT = """
 import os, sys
-from ddpjob.agent import main, memory
-memory.counting_file = lambda: os.environ["MEMORY_EVENTS"]
+from ddpjob.agent import main, oom_kills
+oom_kills.counting_file = lambda: os.environ["MEMORY_EVENTS"]
 main()
 """
 # The kernel counts, then it kills.
