@@ -26,7 +26,7 @@ def check(file: str, text: str, job: Job = _NOTHING_KNOWN) -> list[Finding]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "\d" in a text is no mistake of DDP
             script = Script(text)
-        found = [
+        findings = [
             Finding(file, f.line, f.column, rule.name, f.severity or rule.severity, f.message)
             for rule in RULES
             for f in rule.find(script, job)
@@ -38,17 +38,17 @@ def check(file: str, text: str, job: Job = _NOTHING_KNOWN) -> list[Finding]:
         return [Finding(file, 1, 1, SYNTAX, "error", f"not valid Python: {error}")]
     except (RecursionError, MemoryError):
         return [Finding(file, 1, 1, SYNTAX, "error", "nested too deeply to be read")]
-    return kept(found, text)
+    return kept(findings, text)
 
 
-def kept(found: Iterable[Finding], text: str) -> list[Finding]:
+def kept(findings: Iterable[Finding], text: str) -> list[Finding]:
     """The findings without those that a `# ddpjob: ignore[rule]` on their line, or alone above it, suppresses."""
     lines = text.splitlines()
-    return sorted(f for f in set(found) if f.rule not in _ignored(lines, f.line))
+    return sorted(f for f in set(findings) if f.rule not in _ignored(lines, f.line))
 
 
 def _ignored(lines: list[str], line: int) -> set[str]:
-    here = lines[line - 1] if 0 < line <= len(lines) else ""
+    same = lines[line - 1] if 0 < line <= len(lines) else ""
     above = lines[line - 2].strip() if 1 < line <= len(lines) + 1 else ""
-    texts = [here, above if above.startswith("#") else ""]
+    texts = [same, above if above.startswith("#") else ""]
     return {name.strip() for text in texts for listed in _IGNORE.findall(text) for name in listed.split(",")}

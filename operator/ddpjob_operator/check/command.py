@@ -83,8 +83,8 @@ class Command:
 
 def read(words: list[str]) -> Command:
     """The first command that starts a Python file, else the first whose launcher is known."""
-    found = [c for command in _commands(words) if (c := _read(command)).launcher]
-    return next((c for c in found if c.files), found[0] if found else Command())
+    commands = [c for command in _commands(words) if (c := _read(command)).launcher]
+    return next((c for c in commands if c.files), commands[0] if commands else Command())
 
 
 def _commands(words: list[str]) -> Iterator[list[str]]:

@@ -59,9 +59,9 @@ def _is_backward(node: ast.AST) -> bool:
 
 def _is_chosen(script: Script, call: ast.Call) -> bool:
     """`if distributed: loader with a sampler, else: this one`."""
-    said = {"distributed", "ddp", "world", "parallel", "sampler", "initialized", "single", "multi", "nproc"}
+    hints = {"distributed", "ddp", "world", "parallel", "sampler", "initialized", "single", "multi", "nproc"}
     return any(
-        not words_of(name_of(n)).isdisjoint(said) for test in script.enclosing_tests(call) for n in ast.walk(test)
+        not words_of(name_of(n)).isdisjoint(hints) for test in script.enclosing_tests(call) for n in ast.walk(test)
     )
 
 

@@ -23,12 +23,14 @@ def master_overwritten(script: Script, job: Job) -> Iterator[Found]:
         texts = _fixed(script, value, node)
         if name == "MASTER_ADDR" and several and texts and all(map(NO_RENDEZVOUS_HOST.match, texts)):
             severity, where = several
-            said = f'os.environ["MASTER_ADDR"] = "{texts[0]}": {where} each node looks for rank 0 at a wrong address; '
-            yield at(node, said + "remove it: the job sets MASTER_ADDR", severity)
+            message = (
+                f'os.environ["MASTER_ADDR"] = "{texts[0]}": {where} each node looks for rank 0 at a wrong address; '
+            )
+            yield at(node, message + "remove it: the job sets MASTER_ADDR", severity)
         elif name == "MASTER_PORT" and texts and _port_hurts(job):
             because = _TORCHRUN_STORE if job.by_torchrun else "the operator has chosen a free port"
-            said = f'os.environ["MASTER_PORT"] = "{texts[0]}": {because}; remove it: the job sets MASTER_PORT'
-            yield at(node, said, "error" if job.by_torchrun else "warning")
+            message = f'os.environ["MASTER_PORT"] = "{texts[0]}": {because}; remove it: the job sets MASTER_PORT'
+            yield at(node, message, "error" if job.by_torchrun else "warning")
 
 
 def master_port_fixed(script: Script, job: Job) -> Iterator[Found]:
@@ -53,8 +55,8 @@ def _fixed(script: Script, value: ast.expr, node: ast.AST) -> list[str]:
     """The literal value of a variable that is set unconditionally; none where a condition or an argument decides."""
     if any(not is_main_guard(test) for test in script.enclosing_tests(node)):
         return []
-    found = [script.texts(v) for v in _plain(script, value)]
-    return [text for texts in found for text in texts] if all(found) else []
+    values = [script.texts(v) for v in _plain(script, value)]
+    return [text for texts in values for text in texts] if all(values) else []
 
 
 def _plain(script: Script, value: ast.expr) -> list[ast.expr]:
@@ -135,7 +137,7 @@ def _prefix(node: ast.AST) -> str:
 
 def backends(script: Script, job: Job) -> set[str]:
     """The backends of which the group certainly has one; empty: not known."""
-    found: set[str] = set()
+    known: set[str] = set()
     for call in () if _other_backend_is_asked_for(job) else script.inits:
         given = script.argument(call, "backend", 0)
         texts = [t.lower() for t in script.texts(given)]
@@ -143,8 +145,8 @@ def backends(script: Script, job: Job) -> set[str]:
             texts = [job.backend]
         if not texts:
             return set()
-        found.update(texts)
-    return found
+        known.update(texts)
+    return known
 
 
 def backend_mpi(script: Script, job: Job) -> Iterator[Found]:
@@ -181,8 +183,8 @@ _BACKEND_OPTION = re.compile(r"^[-+~]{0,2}(?:[\w.-]*[._-])?backend(?:[=:](.*))?$
 def _other_backend_is_asked_for(job: Job) -> bool:
     """Whether the command gives the script a backend other than nccl; how the script uses the option is not seen."""
     for word, following in pairwise((*job.words, "")):
-        found = _BACKEND_OPTION.match(word)
-        if found and (found[1] if found[1] is not None else following).strip("'\"").lower() != "nccl":
+        option = _BACKEND_OPTION.match(word)
+        if option and (option[1] if option[1] is not None else following).strip("'\"").lower() != "nccl":
             return True
     return False
 

@@ -18,14 +18,14 @@ def known(job: api.DDPJob) -> Job:
     """The context in which the job's script is checked."""
     template = job.spec.template
     words = launcher.command_of(template)
-    found, started = launcher.find(words), command.read(words)
+    by, started = launcher.find(words), command.read(words)
     return Job(
         nodes=job.spec.nodes,
         nproc=topology.nproc_per_node(job.spec),
         gpus=_gpus(template),
         backend=topology.backend(job.spec),
-        launcher=found.name if found else started.launcher,
-        launcher_options=dict(found.options) if found else {},
+        launcher=by.name if by else started.launcher,
+        launcher_options=dict(by.options) if by else {},
         words=started.words,
         mounts=mounts(template),
         known=True,
@@ -35,8 +35,8 @@ def known(job: api.DDPJob) -> Job:
 def mistakes(job: api.DDPJob) -> Iterator[tuple[FieldPath, str, str]]:
     """(field, rule, message) of what is wrong in the YAML itself and yet a valid job."""
     template = job.spec.template
-    found = launcher.in_template(template)
-    if found and found.name in ("torch.distributed.launch", "launch.py"):
+    by = launcher.in_template(template)
+    if by and by.name in ("torch.distributed.launch", "launch.py"):
         yield command_path(template), "launch-deprecated", DEPRECATED
     if job.spec.backend == "nccl" and _gpus(template) == 0:
         yield (

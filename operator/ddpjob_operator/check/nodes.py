@@ -82,18 +82,18 @@ def parameters_of(function: Function | ast.Lambda) -> set[str]:
 
 def imports_in(nodes: Iterable[ast.AST]) -> dict[str, str]:
     """Name in the file → full name. Of several (try … except ImportError) torch's own counts."""
-    found: dict[str, str] = {}
+    imported: dict[str, str] = {}
     for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 name, full = (alias.asname, alias.name) if alias.asname else (alias.name.split(".")[0],) * 2
-                found[name] = full
+                imported[name] = full
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
                 name = alias.asname or alias.name
-                if not found.get(name, "").startswith("torch."):
-                    found[name] = f"{node.module}.{alias.name}"
-    return found
+                if not imported.get(name, "").startswith("torch."):
+                    imported[name] = f"{node.module}.{alias.name}"
+    return imported
 
 
 def bindings_in(node: ast.AST) -> Iterator[tuple[ast.AST, Origin]]:

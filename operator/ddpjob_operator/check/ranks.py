@@ -41,8 +41,8 @@ def rank_is_local_rank(script: Script, job: Job) -> Iterator[Found]:
                 else 'int(os.environ["NODE_RANK"]) * nproc + the number of the process on its node'
             )
             count = "two" if job.nodes == 2 else "several"
-            said = f"{_short(script, call)}(rank={script.text_of(rank)}): {where} {count} processes get rank 0"
-            yield at(rank, f"{said}; use {right}", severity)
+            message = f"{_short(script, call)}(rank={script.text_of(rank)}): {where} {count} processes get rank 0"
+            yield at(rank, f"{message}; use {right}", severity)
 
 
 def device_is_global_rank(script: Script, job: Job) -> Iterator[Found]:

@@ -155,21 +155,21 @@ class Script(Values):
     @cached_property
     def variables_set(self) -> list[tuple[str, ast.expr, ast.AST]]:
         """(name, value, where) of os.environ[…] = …, os.environ.update and os.putenv; not of setdefault."""
-        found: list[tuple[str, ast.expr, ast.AST]] = []
+        variables: list[tuple[str, ast.expr, ast.AST]] = []
         for node in self.nodes:
             if isinstance(node, ast.Assign):
                 items = [t for t in node.targets if isinstance(t, ast.Subscript)]
-                found += [
+                variables += [
                     (text_in(t.slice), node.value, node) for t in items if self.full_name(t.value) == "os.environ"
                 ]
             elif isinstance(node, ast.Call) and self.called(node) == "os.environ.update":
-                found += [(k.arg, k.value, k.value) for k in node.keywords if k.arg]
+                variables += [(k.arg, k.value, k.value) for k in node.keywords if k.arg]
                 for arg in node.args:
                     if isinstance(arg, ast.Dict):
-                        found += [(text_in(k), v, v) for k, v in zip(arg.keys, arg.values, strict=True) if k]
+                        variables += [(text_in(k), v, v) for k, v in zip(arg.keys, arg.values, strict=True) if k]
             elif isinstance(node, ast.Call) and self.called(node) == "os.putenv" and len(node.args) == 2:
-                found.append((text_in(node.args[0]), node.args[1], node))
-        return found
+                variables.append((text_in(node.args[0]), node.args[1], node))
+        return variables
 
     def kinds(self, expression: ast.expr | None, depth: int = 0) -> set[Kind]:
         """Which rank, if any, a number is."""
@@ -189,8 +189,8 @@ class Script(Values):
         todo = [] if expression is None else [(expression, True)]
         seen: set[ast.AST] = set()
         while todo:
-            here, is_first = todo.pop()
-            for node in parts_of(here, with_arguments=is_first or by_arguments):
+            part, is_first = todo.pop()
+            for node in parts_of(part, with_arguments=is_first or by_arguments):
                 if self._reads_a_rank(node):
                     return True
                 follow = isinstance(node, ast.Name | ast.Attribute) and (is_first or not by_arguments)
@@ -206,9 +206,9 @@ class Script(Values):
         """Whether all processes of the group certainly run this: it is reached without an `if rank …`."""
         todo, seen = [(node, False)], set()
         while todo:
-            here, started = todo.pop()
-            function = self.function(here)
-            if (function, started) in seen or self._is_guarded(here):
+            place, started = todo.pop()
+            function = self.function(place)
+            if (function, started) in seen or self._is_guarded(place):
                 continue
             if function is not None:
                 seen.add((function, started))
@@ -258,8 +258,8 @@ class Script(Values):
         if isinstance(origin, ast.Subscript):
             if dotted(origin.value) in self.containers_changed:
                 return {Kind.UNKNOWN}
-            found = [e for o in self.origins(origin.value) for e in self._items(o, origin.slice)]
-            return set().union(*(self.kinds(e, depth) for e in found))
+            items = [e for o in self.origins(origin.value) for e in self._items(o, origin.slice)]
+            return set().union(*(self.kinds(e, depth) for e in items))
         if isinstance(origin, ast.Attribute) and self._is_world(origin.value):
             return {{"rank": Kind.GLOBAL, "local_rank": Kind.LOCAL}.get(origin.attr, Kind.UNKNOWN)}
         if isinstance(origin, ast.Attribute) and dotted(origin.value) not in self.containers_changed:
@@ -287,8 +287,8 @@ class Script(Values):
         if not isinstance(key, ast.Constant):
             return [None]
         if isinstance(container, ast.Dict):
-            found = [v for k, v in zip(container.keys, container.values, strict=True) if _is_constant(k, key.value)]
-            return [found[-1] if found and None not in container.keys else None]
+            values = [v for k, v in zip(container.keys, container.values, strict=True) if _is_constant(k, key.value)]
+            return [values[-1] if values and None not in container.keys else None]
         if isinstance(container, ast.Tuple | ast.List) and type(key.value) is int:
             listed = container.elts
             plain = not any(isinstance(e, ast.Starred) for e in listed) and -len(listed) <= key.value < len(listed)

@@ -30,15 +30,15 @@ def spawn_without_main_guard(script: Script, job: Job) -> Iterator[Found]:
 
 def _functions_that_spawn(script: Script) -> list[object]:
     """The functions that certainly start processes when they are called, also through others."""
-    found: list[object] = []
+    spawning: list[object] = []
     todo = [script.function(c) for c in script.calls_to(*STARTERS)]
     while todo:
         function = todo.pop()
-        if function is None or function in found:
+        if function is None or function in spawning:
             continue
-        found.append(function)
+        spawning.append(function)
         todo += [script.function(c.call) for c in script.callers(function) if not c.starts_process]
-    return found
+    return spawning
 
 
 def _is_under_main_guard(script: Script, call: ast.Call) -> bool:

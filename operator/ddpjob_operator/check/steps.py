@@ -46,8 +46,8 @@ def _steps(script: Script, loop: Loop) -> list[ast.Call]:
     """The calls in a loop that wait for all ranks: collectives, DDP's backward(), functions of the file with such."""
     calls = [n for s in loop.body for n in ast.walk(s) if isinstance(n, ast.Call)]
     function = script.function(loop)
-    found = [c for c in calls if script.function(c) is function and _waits_for_all(script, c)]
-    return sorted(found, key=lambda c: (c.lineno, c.col_offset))
+    waiting = [c for c in calls if script.function(c) is function and _waits_for_all(script, c)]
+    return sorted(waiting, key=lambda c: (c.lineno, c.col_offset))
 
 
 def _waits_for_all(script: Script, call: ast.Call) -> bool:

@@ -142,10 +142,10 @@ class Values:
 
     @cached_property
     def _calls_by_name(self) -> dict[str, list[ast.Call]]:
-        found: dict[str, list[ast.Call]] = defaultdict(list)
+        by_name: dict[str, list[ast.Call]] = defaultdict(list)
         for call in self.calls:
-            found[self.called(call)].append(call)
-        return found
+            by_name[self.called(call)].append(call)
+        return by_name
 
     def calls_to(self, *names: str) -> list[ast.Call]:
         """All calls of these full names."""
@@ -178,15 +178,15 @@ class Values:
 
     @cached_property
     def _identifiers(self) -> set[str]:
-        found = set()
+        identifiers = set()
         for node in self.nodes:
             if isinstance(node, ast.Name):
-                found.add(node.id)
+                identifiers.add(node.id)
             elif isinstance(node, ast.Attribute):
-                found.add(node.attr)
+                identifiers.add(node.attr)
             elif isinstance(node, ast.keyword) and node.arg:
-                found.add(node.arg)
-        return found
+                identifiers.add(node.arg)
+        return identifiers
 
     # ---------------------------------------------------------------- values
 
@@ -211,20 +211,20 @@ class Values:
         return self._origins[expression]
 
     def _find_origins(self, expression: ast.expr | None) -> list[Origin]:
-        found: list[Origin] = []
+        ends: list[Origin] = []
         todo: list[Origin] = [] if expression is None else [expression]
         seen: set[Origin] = set()
         while todo:
-            here = todo.pop()
-            if here in seen:
+            origin = todo.pop()
+            if origin in seen:
                 continue
-            seen.add(here)
-            values = self._values(here)
+            seen.add(origin)
+            values = self._values(origin)
             if values is None:
-                found.append(here)
+                ends.append(origin)
             else:
                 todo += values
-        return found or [Marker.UNKNOWN]
+        return ends or [Marker.UNKNOWN]
 
     def texts(self, expression: ast.expr | None) -> list[str]:
         """The texts that an expression may be; none at all where one of its origins is no plain text."""
@@ -423,8 +423,8 @@ class Values:
         if isinstance(node, ast.Name) and node.id == "self":
             return [c] if (c := self._class_of(node)) else []
         origins = self.origins(node)
-        found = [self.definition(o.func) for o in origins if isinstance(o, ast.Call)]
-        return [d for d in found if isinstance(d, ast.ClassDef)]
+        definitions = [self.definition(o.func) for o in origins if isinstance(o, ast.Call)]
+        return [d for d in definitions if isinstance(d, ast.ClassDef)]
 
     def started(self, call: ast.Call) -> tuple[ast.expr, Caller] | None:
         """The function that a call starts in processes of its own, and what it gives them."""

@@ -80,9 +80,9 @@ def check_all(
     unread: list[str] = []
     read = [(script, Job(nodes=nodes, nproc=nproc)) for script in scripts]
     for path, (document, job) in jobs.items():
-        found = scripts or _script_of(path, job)
-        read = [*(() if scripts else read), *((script, known(job)) for script in found)]
-        unread += [] if found else [_not_read(document, job)]
+        own = scripts or _script_of(path, job)
+        read = [*(() if scripts else read), *((script, known(job)) for script in own)]
+        unread += [] if own else [_not_read(document, job)]
     for script, context in read:
         findings += _of_script(script, context)
     return CheckResult(sorted(set(findings)), unread, len({*jobs, *(script for script, _ in read)}))
@@ -104,10 +104,10 @@ def _of_script(path: str, context: Job) -> list[Finding]:
 
 def _of_job(path: str, document: Document, job: api.DDPJob) -> list[Finding]:
     severities = {rule.name: rule.severity for rule in check.RULES}
-    found = [
+    findings = [
         Finding(path, document.line(field), 1, rule, severities[rule], text) for field, rule, text in mistakes(job)
     ]
-    return check.kept(found, Path(path).read_text(encoding="utf-8")) if found else []
+    return check.kept(findings, Path(path).read_text(encoding="utf-8")) if findings else []
 
 
 def _script_of(path: str, job: api.DDPJob) -> list[str]:
@@ -120,15 +120,15 @@ def _script_of(path: str, job: api.DDPJob) -> list[str]:
 
 def _not_read(document: Document, job: api.DDPJob) -> str:
     """Why no script was read, because "nothing found" is then about the YAML alone."""
-    found = command.read(launcher.command_of(job.spec.template))
-    by = f"{found.launcher}, and " if found.launcher not in ("", "python") else ""
+    started = command.read(launcher.command_of(job.spec.template))
+    by = f"{started.launcher}, and " if started.launcher not in ("", "python") else ""
     why = (
         f"the command starts {by}names no script that is plain to see"
         if by
         else ("the command names no script that is plain to see")
     )
-    if found.files:
-        why = f"{found.script or f'the module {found.module}'} is not on this machine"
+    if started.files:
+        why = f"{started.script or f'the module {started.module}'} is not on this machine"
     where = document.place(("spec", "template", "spec", "containers"))
     return f"{where}: {why}, so only the job was read; name it: ddpjob check {document.source} SCRIPT"
 

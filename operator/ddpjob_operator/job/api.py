@@ -1,7 +1,7 @@
 """The DDPJob resource: its fields, their defaults and their meaning.
 
 This is the one source of the CRD (`crd.py` writes the docstring below each field into it), of the defaults and of
-the reference in docs/. What a value may be is said here by its type; rules between fields stand in `validation.py`.
+the reference in docs/. The types say what a value may be; rules between fields are in `validation.py`.
 Field names follow batch/v1 Job and torchrun. Times are timezone-aware datetimes in UTC, durations whole seconds.
 """
 
@@ -311,7 +311,7 @@ class Goodput(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=T
     productive_seconds: Count = 0
     """All nodes ran and steps were made, or one was under way and took no longer than is expected."""
     idle_seconds: Count = 0
-    """All nodes ran, and after the last step none came for longer than expected, or until ranks that had started anew
+    """All nodes ran, and after the last step none came for longer than expected, or until ranks that had started again
     in place made one."""
     unreported_seconds: Count = 0
     """All nodes ran, and no step was ever reported: whether they trained is not known."""

@@ -78,8 +78,8 @@ def in_template(template: dict[str, Any]) -> Launcher | None:
 
 def restarts_in_place(spec: api.Spec) -> bool:
     """Whether ddprun starts the ranks, so that they can restart without new pods."""
-    found = in_template(spec.template)
-    return found is not None and found.name == "ddprun"
+    launcher = in_template(spec.template)
+    return launcher is not None and launcher.name == "ddprun"
 
 
 def nproc_per_node(template: dict[str, Any]) -> int | None:
@@ -94,14 +94,14 @@ def warnings(spec: api.Spec) -> list[str]:
     launcher = in_template(spec.template)
     if launcher is not None and launcher.name == "ddprun":  # it obeys all of these
         return []
-    options, said = launcher.options if launcher else {}, []
+    options, notes = launcher.options if launcher else {}, []
     if spec.preflight == "Always":
-        said.append("preflight: Always needs ddprun, or ddpjob.preflight.run() in the script")
+        notes.append("preflight: Always needs ddprun, or ddpjob.preflight.run() in the script")
     if options.get("max_restarts", "0") != "0":
-        said.append(f"--max-restarts={options['max_restarts']}: torchrun's own restart hangs when a node is lost")
+        notes.append(f"--max-restarts={options['max_restarts']}: torchrun's own restart hangs when a node is lost")
     if options.get("rdzv_backend", "static") != "static":
-        said.append(f"--rdzv-backend={options['rdzv_backend']} numbers the nodes as they arrive: any may have rank 0")
-    return said
+        notes.append(f"--rdzv-backend={options['rdzv_backend']} numbers the nodes as they arrive: any may have rank 0")
+    return notes
 
 
 def script(words: list[str]) -> str | None:
@@ -243,20 +243,20 @@ def after_python_options(words: list[str]) -> list[str]:
 
 def read_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """torchrun's options by their full names, and what follows them."""
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     rest = iter(words)
     for word in rest:
         if not word.startswith("-") or word == "--":
-            return found, [*([] if word == "--" else [word]), *rest]
+            return options, [*([] if word == "--" else [word]), *rest]
         name, has_value, value = word.lstrip("-").partition("=")
         full = (
             _full_name(name) if word.startswith("--") else {"m": "module", "r": "redirects", "t": "tee"}.get(name, name)
         )
         if full in _FLAGS:
-            found[full] = "1"
+            options[full] = "1"
         else:
-            found[full] = value if has_value else next(rest, "")
-    return found, []
+            options[full] = value if has_value else next(rest, "")
+    return options, []
 
 
 def _full_name(name: str) -> str:

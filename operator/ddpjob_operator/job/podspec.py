@@ -46,8 +46,8 @@ def containers(template: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def trainer_container(template: Mapping[str, Any]) -> dict[str, Any] | None:
     """The container named `trainer`, else the first."""
-    found = containers(template)
-    return next((c for c in found if c.get("name") == TRAINER), found[0] if found else None)
+    listed = containers(template)
+    return next((c for c in listed if c.get("name") == TRAINER), listed[0] if listed else None)
 
 
 def trainer_path(template: Mapping[str, Any]) -> tuple[str | int, ...]:
@@ -121,8 +121,8 @@ def cpus(template: Mapping[str, Any]) -> int | None:
 def limits(template: Mapping[str, Any]) -> dict[str, Any]:
     """resources.limits of the trainer."""
     resources = (trainer_container(template) or {}).get("resources")
-    found = resources.get("limits") if isinstance(resources, Mapping) else None
-    return dict(found) if isinstance(found, Mapping) else {}
+    given = resources.get("limits") if isinstance(resources, Mapping) else None
+    return dict(given) if isinstance(given, Mapping) else {}
 
 
 def quantity(value: object) -> float:

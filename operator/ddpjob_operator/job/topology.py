@@ -21,8 +21,8 @@ def world_size(spec: api.Spec) -> int:
 def ranks_follow_nodes(spec: api.Spec) -> bool:
     """Whether node k has the ranks from k × nproc on. Under a dynamic rendezvous (c10d, etcd) torchrun numbers the
     nodes in the order of their arrival, and ignores the node rank."""
-    found = launcher.in_template(spec.template)
-    return found is None or found.name == "ddprun" or found.options.get("rdzv_backend", "static") == "static"
+    started = launcher.in_template(spec.template)
+    return started is None or started.name == "ddprun" or started.options.get("rdzv_backend", "static") == "static"
 
 
 def not_its_rank(spec: api.Spec, rank: int, node_rank: int | None) -> str:

@@ -380,8 +380,8 @@ def _list(raw: list[object], hint: Any, kind: inspect.ListType, path: Path, prob
     while typing.get_origin(hint) is not list:  # Annotated[list[X], …]
         hint = typing.get_args(hint)[0]
     (item,) = typing.get_args(hint)
-    found = [_field(one, item, kind.item_type, (*path, i), problems) for i, one in enumerate(raw)]
-    return [one for one in found if one is not msgspec.UNSET]
+    items = [_field(one, item, kind.item_type, (*path, i), problems) for i, one in enumerate(raw)]
+    return [one for one in items if one is not msgspec.UNSET]
 
 
 def _struct_in(hint: Any) -> type[Struct] | None:

@@ -98,10 +98,10 @@ def _number(option: str, given: dict[str, str], name: str) -> int:
 
 
 def _seconds(option: str, text: str) -> float:
-    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|m)?", text)
-    if found is None:
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|m)?", text)
+    if match is None:
         raise InputError(f'{option}: at must be a time such as 20s or 2m, is "{text}"')
-    return float(found[1]) * (60 if found[2] == "m" else 1)
+    return float(match[1]) * (60 if match[2] == "m" else 1)
 
 
 def _how(option: str, name: str, text: str) -> str | int | bool:

@@ -47,7 +47,7 @@ class Order:
     argv: Sequence[str]
     env: Mapping[str, str]
     cwd: str
-    grace_seconds: float  # between SIGTERM and SIGKILL when the supervisor itself is told to end
+    grace_seconds: float  # between SIGTERM and SIGKILL when the supervisor itself is terminated
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class NodeProcess:
             return  # it has ended; how, the loop reads from its report
 
     def _lost(self) -> SupervisorLost:
-        code = self._running.wait()  # the report pipe ended with its only holder; after this its children are ours
+        code = self._running.wait()  # the report pipe ended with its only holder; after this its children are adopted
         if code < 0:
             how = f"was killed by {signal_name(-code)}"
         else:

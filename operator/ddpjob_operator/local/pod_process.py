@@ -90,10 +90,10 @@ def process(pod: Body, slot: Slot) -> Process:
     argv = [_mounted(expand(str(word), own), mounts) for word in words]
     cwd = _mounted(str(trainer.get("workingDir") or slot.cwd), mounts)
     folders = [folder for _, folder, create in mounts if create]
-    here = slot.cwd / cwd
+    folder_here = slot.cwd / cwd
     # A container runtime makes a working directory that is not there; here only within what is the job's own.
-    folders += [here] if any(here.is_relative_to(folder) for folder in folders) else []
-    return Process(argv, env, str(here), folders)
+    folders += [folder_here] if any(folder_here.is_relative_to(folder) for folder in folders) else []
+    return Process(argv, env, str(folder_here), folders)
 
 
 def problems(pod: Body) -> Iterator[Problem]:
@@ -139,16 +139,16 @@ def start_problems(pod: Body, slot: Slot) -> Iterator[Problem]:
 def ignored(pod: Body) -> list[str]:
     """Fields that the user set and that have no effect on a local process."""
     trainer = trainer_container(pod) or {}
-    found = [name for name in _IGNORED_POD if pod["spec"].get(name)]
+    names = [name for name in _IGNORED_POD if pod["spec"].get(name)]
     devices = [n for n in limits(pod) if n not in ("cpu", "memory") and not is_gpu(n)]
-    return sorted({*found, *devices, *(name for name in _IGNORED_CONTAINER if trainer.get(name))})
+    return sorted({*names, *devices, *(name for name in _IGNORED_CONTAINER if trainer.get(name))})
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
     """$(VAR) as the kubelet expands it: $$ is a $, an unknown name stays as it stands."""
 
-    def replacement(found: re.Match[str]) -> str:
-        return "$" if found[0] == "$$" else variables.get(found[1], found[0])
+    def replacement(match: re.Match[str]) -> str:
+        return "$" if match[0] == "$$" else variables.get(match[1], match[0])
 
     return _REFERENCE.sub(replacement, text)
 
@@ -156,10 +156,10 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 def search_path(path: str) -> str:
     """PATH with the folder of this interpreter: first where torch is installed beside it, for then `torchrun` and
     `python` in a job mean that one, as in an activated environment; else last."""
-    here = os.path.dirname(sys.executable)
-    parts = [p for p in path.split(os.pathsep) if p != here]
-    has_torch = os.access(os.path.join(here, "torchrun"), os.X_OK)
-    return os.pathsep.join([here, *parts] if has_torch else [*parts, here])
+    own = os.path.dirname(sys.executable)
+    parts = [p for p in path.split(os.pathsep) if p != own]
+    has_torch = os.access(os.path.join(own, "torchrun"), os.X_OK)
+    return os.pathsep.join([own, *parts] if has_torch else [*parts, own])
 
 
 def _environment(pod: Body, trainer: Mapping[str, Any]) -> dict[str, str]:
@@ -248,7 +248,7 @@ def _mounts(
 ) -> list[tuple[str, Path, bool]]:
     """(path in the container, folder here, whether to create it), the longest path first."""
     volumes = {v.get("name"): v for v in spec.get("volumes") or ()}
-    found = []
+    mounts = []
     for mount in trainer.get("volumeMounts") or ():
         volume, path = volumes.get(mount.get("name"), {}), str(mount.get("mountPath", "")).rstrip("/")
         kind = _kind_of(volume)
@@ -258,8 +258,8 @@ def _mounts(
         source = volume.get(kind) or {}
         folder = slot.volumes / str(volume["name"]) if kind == "emptyDir" else Path(str(source.get("path", path)))
         create = kind == "emptyDir" or source.get("type") == "DirectoryOrCreate"
-        found.append((path, folder / _sub_path(mount, variables), create))
-    return sorted(found, key=lambda m: -len(m[0]))
+        mounts.append((path, folder / _sub_path(mount, variables), create))
+    return sorted(mounts, key=lambda m: -len(m[0]))
 
 
 def _mounted(text: str, mounts: list[tuple[str, Path, bool]]) -> str:

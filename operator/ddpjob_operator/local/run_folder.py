@@ -83,14 +83,14 @@ def _mark(run: Path, job: str) -> None:
 def _is_marked(run: Path, job: str) -> bool:
     """Whether a run of this job has made this very folder."""
     try:
-        here = run.lstat()
-        if not stat.S_ISDIR(here.st_mode):
+        status = run.lstat()
+        if not stat.S_ISDIR(status.st_mode):
             return False
         with open(os.open(run / MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
             mark = json.loads(file.read(_MARK_BYTES_MAX))
     except (OSError, ValueError, RecursionError):  # no mark, or not one of a run
         return False
-    return bool(mark == {"job": job, "run": run.name, "inode": here.st_ino})
+    return bool(mark == {"job": job, "run": run.name, "inode": status.st_ino})
 
 
 def _remove_what_ends_with_a_run(run: Path) -> None:

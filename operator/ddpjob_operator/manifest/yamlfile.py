@@ -143,7 +143,7 @@ class _NotYAMLError(InputError):
 
 
 def _documents(source: str, text: str) -> list[Document]:
-    found = []
+    documents = []
     _check_characters(source, text)
     loader = _Loader(text)
     try:
@@ -152,7 +152,7 @@ def _documents(source: str, text: str) -> list[Document]:
             node = loader.get_node()
             lines: dict[FieldPath, int] = {}
             _Walk(source, lines).visit(node, ())
-            found.append(Document(source, loader.construct_document(node), lines))
+            documents.append(Document(source, loader.construct_document(node), lines))
     except yamlbounds.OutOfBoundsError as error:
         raise InputError(f"{source}:{error.line}: {error}") from None
     except yaml.MarkedYAMLError as error:
@@ -163,7 +163,7 @@ def _documents(source: str, text: str) -> list[Document]:
         raise _NotYAMLError(f"{source}: not valid YAML: {error}".splitlines()[0]) from None
     finally:
         loader.dispose()
-    return found
+    return documents
 
 
 def _check_characters(source: str, text: str) -> None:
@@ -244,13 +244,13 @@ def _short(text: str) -> str:
 
 
 def _choose(path: str, jobs: list[Document], name: str) -> Document:
-    found = [d for d in jobs if d.name == name]
-    if not found:
+    matching = [d for d in jobs if d.name == name]
+    if not matching:
         names = [d.name for d in jobs]
         raise InputError(f"{path}: no DDPJob named {name}{suggestion(name, names)} (there: {', '.join(names)})")
-    if len(found) > 1:
-        raise InputError(f"{path}: {len(found)} DDPJobs are named {name}; names must differ")
-    return found[0]
+    if len(matching) > 1:
+        raise InputError(f"{path}: {len(matching)} DDPJobs are named {name}; names must differ")
+    return matching[0]
 
 
 def _not_a_job(document: Document) -> str:

@@ -113,13 +113,13 @@ def in_users_words(message: str, body: Body, job: api.DDPJob) -> str:
     trainer = trainer_container(job.spec.template) or {}
     containers = body["spec"]["containers"]
     index = next((i for i, c in enumerate(containers) if c["name"] == trainer.get("name")), 0)
-    ours = len(containers[index].get("env") or ()) - len(contract.user_environment(trainer))
+    own = len(containers[index].get("env") or ()) - len(contract.user_environment(trainer))
 
-    def translated(found: re.Match[str]) -> str:
-        env, number = found["env"], int(found["number"] or 0)
-        if env is None or int(found["container"]) != index or number < ours:
-            return f"spec.template.{found[0]}"
-        return f"spec.template.spec.containers[{index}].env[{number - ours}]"
+    def translated(match: re.Match[str]) -> str:
+        env, number = match["env"], int(match["number"] or 0)
+        if env is None or int(match["container"]) != index or number < own:
+            return f"spec.template.{match[0]}"
+        return f"spec.template.spec.containers[{index}].env[{number - own}]"
 
     return _POD_PATH.sub(translated, message)
 
