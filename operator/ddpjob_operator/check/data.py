@@ -7,15 +7,20 @@ from collections.abc import Iterator
 
 from ddpjob_operator.check.nodes import Function, Marker, has_hidden_arguments, name_of, words_of
 from ddpjob_operator.check.ranks import at
-from ddpjob_operator.check.rule import Found, Job
+from ddpjob_operator.check.rule import Found, Job, rule
 from ddpjob_operator.check.script import DDP, Kind, Script
 
 LOADER = "torch.utils.data.DataLoader"
 SAMPLER = "torch.utils.data.DistributedSampler"
 
 
+@rule(
+    "warning",
+    wrong="loader = DataLoader(dataset, batch_size=64, shuffle=True)",
+    right="loader = DataLoader(dataset, batch_size=64, sampler=DistributedSampler(dataset))",
+)
 def sampler_missing(script: Script, job: Job) -> Iterator[Found]:
-    """DataLoader(dataset, shuffle=True) in a script that trains with DDP."""
+    """Without a sampler each rank trains on all samples: four GPUs do four times the work of one in an epoch."""
     if not script.is_distributed or not script.calls_to(DDP) or job.has_one_rank:
         return
     for call in script.calls_to(LOADER):
@@ -86,8 +91,13 @@ def _makes_whole(script: Script, call: ast.Call) -> bool:
     return full.startswith("torchvision.datasets.") or full in ("torch.utils.data.TensorDataset",)
 
 
+@rule(
+    "warning",
+    wrong="for epoch in range(epochs):\n    for batch in loader: …",
+    right="for epoch in range(epochs):\n    sampler.set_epoch(epoch)\n    for batch in loader: …",
+)
 def set_epoch_missing(script: Script, job: Job) -> Iterator[Found]:
-    """DistributedSampler in a loop of epochs, without set_epoch."""
+    """A DistributedSampler shuffles by seed and epoch. Without set_epoch all epochs have the same order."""
     if script.uses_a_framework or script.mentions("set_epoch") or job.has_one_rank:
         return
     if not any(_is_loop_of_epochs(n) for n in script.nodes):
@@ -113,8 +123,9 @@ def _is_loop_of_epochs(node: ast.AST) -> bool:
     )
 
 
+@rule("error", wrong="DataLoader(dataset, shuffle=True, sampler=sampler)", right="DataLoader(dataset, sampler=sampler)")
 def shuffle_with_sampler(script: Script, job: Job) -> Iterator[Found]:
-    """DataLoader(shuffle=True, sampler=…)."""
+    """A DataLoader takes its order from the sampler or shuffles itself: both together raise a ValueError."""
     for call in script.calls_to(LOADER):
         shuffle = script.argument(call, "shuffle", 2)
         if not (isinstance(shuffle, ast.Constant) and shuffle.value is True):
@@ -133,8 +144,13 @@ def _is_sampler(script: Script, origin: object) -> bool:
     return script.called(origin).rsplit(".", 1)[-1].endswith("Sampler")
 
 
+@rule(
+    "error",
+    wrong="DataLoader(dataset, batch_size=128 / world_size)",
+    right="DataLoader(dataset, batch_size=128 // world_size)",
+)
 def batch_size_is_float(script: Script, job: Job) -> Iterator[Found]:
-    """DataLoader(batch_size=128 / world_size)."""
+    """`/` gives a float, and DataLoader refuses it with a ValueError, after the job has been given its GPUs."""
     for call in script.calls_to(LOADER, "torch.utils.data.BatchSampler"):
         size = script.argument(call, "batch_size", 1)
         origins = script.origins(size) if size is not None else []
@@ -157,8 +173,14 @@ def _is_float(script: Script, origin: object) -> bool:
     return script.called(origin) == "float"
 
 
+@rule(
+    "warning",
+    wrong="DataLoader(dataset, batch_size=args.global_batch_size, sampler=sampler)",
+    right="DataLoader(dataset, batch_size=args.global_batch_size // dist.get_world_size(), sampler=sampler)",
+)
 def batch_size_not_divided(script: Script, job: Job) -> Iterator[Found]:
-    """DataLoader(batch_size=args.global_batch_size, sampler=DistributedSampler(…))."""
+    """DataLoader's batch size is that of one rank: a total that is not divided grows with the number of ranks, and the
+    learning rate no longer fits."""
     if not script.is_distributed or job.has_one_rank:
         return
     for call in script.calls_to(LOADER):
@@ -183,8 +205,14 @@ def _total_name(script: Script, size: ast.expr) -> str:
     return ""
 
 
+@rule(
+    "error",
+    wrong="indices = list(range(len(data)))\nRandom().shuffle(indices)\npart = indices[rank::world_size]",
+    right="parts = ddpjob.DataPartitioner(data, fractions, seed=7)\npart = parts.use(rank)",
+)
 def partitioner_unseeded(script: Script, job: Job) -> Iterator[Found]:
-    """Each rank shuffles by itself and takes its part: the parts overlap."""
+    """Each rank divides the data by itself. Without a common seed each divides it differently: some samples are in two
+    parts, others in none, and no error is raised."""
     for call in script.calls if script.uses_torch else ():
         if _draws_unseeded(script, call) and _is_in_partitioner(script, call):
             yield at(
@@ -259,8 +287,14 @@ _DOWNLOADS = {
 }  # fmt: skip
 
 
+@rule(
+    "warning",
+    wrong="dataset = datasets.MNIST(root, download=True)",
+    right="if local_rank == 0:\n    datasets.MNIST(root, download=True)\n"
+    "dist.barrier()\ndataset = datasets.MNIST(root)",
+)
 def download_on_every_rank(script: Script, job: Job) -> Iterator[Found]:
-    """datasets.MNIST(…, download=True) that all ranks reach."""
+    """All processes of a node download into one folder at once, and one may unpack what another is still writing."""
     if not script.is_distributed or job.nproc == 1:
         return
     for call in script.calls:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from ddpjob_operator.check.nodes import Function, leaves, name_of
 from ddpjob_operator.check.ranks import COLLECTIVES, at, guard, has_group, is_for_some, is_rank
-from ddpjob_operator.check.rule import Found, Job
+from ddpjob_operator.check.rule import Found, Job, rule
 from ddpjob_operator.check.script import DDP, Kind, Script
 
 Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
@@ -18,8 +18,14 @@ _RANKS = {Kind.GLOBAL, Kind.LOCAL, Kind.INDEX}
 _ALLOWS_UNEVEN = ("join", "Join", "no_sync", "monitored_barrier")
 
 
+@rule(
+    "error",
+    wrong="for step in range(20 if rank == 0 else 30):\n    dist.all_reduce(loss)",
+    right="for step in range(20):\n    dist.all_reduce(loss)",
+)
 def uneven_steps(script: Script, job: Job) -> Iterator[Found]:
-    """for step in range(rank): all_reduce(…); a break on one rank."""
+    """Each step of DDP and each collective waits for all ranks. If one rank makes fewer of them, the others wait for it
+    until the timeout."""
     if job.has_one_rank:
         return
     for loop in (n for n in script.nodes if isinstance(n, _LOOPS)):
