@@ -18,6 +18,7 @@ import aiohttp
 import kopf
 import orjson
 
+from ddpjob_operator.job import api
 from ddpjob_operator.kube import reading
 from ddpjob_operator.kube.login import LoginError, login
 
@@ -30,6 +31,12 @@ _JSON = {
     "User-Agent": "ddpjob-operator",
 }
 NO_ANSWER = 0
+
+
+def collection(plural: str, namespace: str = "") -> str:
+    """The path of DDPJobs, or of core objects such as pods, in a namespace; "": in all."""
+    group = f"/apis/{api.GROUP}/{api.VERSION}" if plural == api.PLURAL else "/api/v1"
+    return f"{group}/namespaces/{namespace}/{plural}" if namespace else f"{group}/{plural}"
 
 
 class ApiError(Exception):

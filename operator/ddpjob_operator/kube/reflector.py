@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from ddpjob_operator.kube.client import ApiError, Client
+from ddpjob_operator.kube.client import ApiError, Client, collection
 from ddpjob_operator.kube.listing import Careful, Sink, take
 from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.store import number
@@ -40,7 +40,7 @@ class Reflector:
         self.tried_at = runtime.clock()
         """When it last tried or received something: an API server that is away is no reason for a restart."""
         self._client = client
-        self._path = f"/api/v1/namespaces/{namespace}/{plural}" if namespace else f"/api/v1/{plural}"
+        self._path = collection(plural, namespace)
         self._selector = selector
         self._sink = sink
         self._runtime = runtime

@@ -11,29 +11,14 @@ from ddpjob_operator.job import bounds
 from ddpjob_operator.job.bounds import NOT_READABLE
 
 METRICS_MAX = 16
-
-
 METRIC_LENGTH_MAX = 64
 
-
 Phase = Literal["start", "train", "save", "evaluate"]
-
-
 _Number = Annotated[int, msgspec.Meta(ge=0, le=bounds.COUNT_MAX)]
-
-
 _Restarts = Annotated[int, msgspec.Meta(ge=0, le=bounds.IN_PLACE_MAX)]
-
-
 _Node = Annotated[int, msgspec.Meta(ge=0, le=bounds.NODES_MAX)]
-
-
 _Turn = Annotated[int, msgspec.Meta(ge=0, le=bounds.TURNS_MAX)]
-
-
 AGENT_TEXT_MAX = 300
-
-
 AGENT_FAILURES_MAX = 5
 
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube.client import ApiError, Client
+from ddpjob_operator.kube.client import ApiError, Client, collection
 from ddpjob_operator.kube.listing import Careful, take
 from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.store import Jobs
@@ -26,10 +26,9 @@ async def sweep(client: Client, jobs: Jobs, namespaces: Sequence[str], runtime: 
 
 
 async def _list(client: Client, jobs: Jobs, namespace: str, careful: Careful, log: logging.Logger) -> None:
-    where = f"namespaces/{namespace}/" if namespace else ""
     try:
         await take(
-            client.pages(f"/apis/{api.GROUP}/{api.VERSION}/{where}{api.PLURAL}"),
+            client.pages(collection(api.PLURAL, namespace)),
             lambda raw: careful.put(jobs, raw),
             lambda named, version: jobs.retain(named, version, namespace),
         )
