@@ -208,12 +208,7 @@ class Client:
             raise _no_answer(method, path, error) from None
 
     async def _request_bytes(
-        self,
-        method: str,
-        path: str,
-        params: Mapping[str, str] | None,
-        bytes_max: int | None,
-        body: Raw | None = None,
+        self, method: str, path: str, params: Mapping[str, str] | None, bytes_max: int | None, body: Raw | None = None
     ) -> bytes:
         for attempt in range(1, self.limits.tries + 1):
             session, info = await self._session()

@@ -56,12 +56,7 @@ class Lookup:
         """The pods of one job as they are now."""
         pods = self.caches.pods
         pages = self.client.pages(collection("pods", key[0]), f"{naming.LABEL_JOB}={key[1]}")
-        await take(
-            pages,
-            pods.put,
-            lambda named, version: pods.retain(named, version, key[0], key),
-            one_observation=pods.one_observation,
-        )
+        await take(pages, pods, pods.put, namespace=key[0], key=key)
 
     async def is_own(self, kind: str, name: str, job: api.DDPJob, state: JobState) -> bool:
         """Whether there is an object of this name and the job owns it; where somebody else does, `state` keeps the

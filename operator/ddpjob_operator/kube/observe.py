@@ -97,7 +97,7 @@ def service(raw: Raw) -> Service:
 @_total
 def is_ready(node: Raw) -> bool:
     """A node by its condition Ready; one without it has only just joined. Raises UnreadableError."""
-    return condition(node, "Ready").get("status", "True") == "True"
+    return bool(condition(node, "Ready").get("status", "True") == "True")
 
 
 def conflicts(kind: str, raw: Raw, job: api.Metadata) -> ConflictingObject:

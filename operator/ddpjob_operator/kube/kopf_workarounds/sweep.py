@@ -18,7 +18,7 @@ SWEEP_SECONDS = 600.0
 
 async def sweep(client: Client, jobs: Jobs, namespaces: Sequence[str], runtime: Runtime) -> None:
     """Until cancelled."""
-    careful = Careful("DDPJobs", runtime.log)
+    careful = Careful(jobs, "DDPJobs", runtime.log)
     while True:
         await asyncio.sleep(SWEEP_SECONDS)
         for namespace in namespaces:
@@ -27,11 +27,7 @@ async def sweep(client: Client, jobs: Jobs, namespaces: Sequence[str], runtime: 
 
 async def _list(client: Client, jobs: Jobs, namespace: str, careful: Careful, log: logging.Logger) -> None:
     try:
-        await take(
-            client.pages(collection(api.PLURAL, namespace)),
-            lambda raw: careful.put(jobs, raw),
-            lambda named, version: jobs.retain(named, version, namespace),
-        )
+        await take(client.pages(collection(api.PLURAL, namespace)), jobs, careful.put, namespace=namespace)
     except ApiError as error:
         log.warning("the jobs were not listed again: %s", error)
     except Exception:
