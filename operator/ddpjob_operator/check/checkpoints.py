@@ -86,7 +86,8 @@ _MOVES = {"to", "cuda", "cpu", "train", "eval", "half", "float", "double"}
 def load_without_map_location(script: Script, job: Job) -> Iterator[Found]:
     """torch.load puts tensors on the device that they were saved from: all ranks of a node load onto GPU 0, whose
     memory may not suffice."""
-    if not script.is_distributed or job.gpus == 0 or job.has_one_rank or not _uses_gpus(script, job):
+    uses_gpus = "nccl" in backends(script, job) or script.mentions("cuda", "device_ids") or job.gpus
+    if not script.is_distributed or job.gpus == 0 or job.has_one_rank or not uses_gpus:
         return
     for call in script.calls_to("torch.load"):
         path = script.argument(call, "f", 0)
@@ -100,10 +101,6 @@ def load_without_map_location(script: Script, job: Job) -> Iterator[Found]:
                 f"torch.load({script.text_of(path)}) without map_location puts the tensors of all ranks on the GPU "
                 'that saved them, mostly GPU 0; pass map_location="cpu", or this rank\'s device',
             )
-
-
-def _uses_gpus(script: Script, job: Job) -> bool:
-    return "nccl" in backends(script, job) or script.mentions("cuda", "device_ids") or bool(job.gpus)
 
 
 def _speaks_of_device(test: ast.expr) -> bool:

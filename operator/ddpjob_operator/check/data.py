@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ddpjob_operator.check.nodes import Function, Marker, has_hidden_arguments, name_of, words_of
+from ddpjob_operator.check.nodes import Function, Marker, has_hidden_arguments, is_method, is_true, name_of, words_of
 from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.rule import Found, Job, rule
 from ddpjob_operator.check.script import DDP, Kind, Script
@@ -44,10 +44,10 @@ def _samples_itself(script: Script, call: ast.Call) -> bool:
 def _is_for_training(script: Script, call: ast.Call) -> bool:
     """It shuffles, or its batches are followed by backward()."""
     shuffle = script.argument(call, "shuffle", 2)
-    if isinstance(shuffle, ast.Constant) and shuffle.value is True:
+    if is_true(shuffle):
         return True
     loops = [n for n in script.nodes if isinstance(n, ast.For) and call in script.origins(_iterated(script, n))]
-    return any(_is_backward(n) for loop in loops for statement in loop.body for n in ast.walk(statement))
+    return any(is_method(n, "backward") for loop in loops for statement in loop.body for n in ast.walk(statement))
 
 
 def _iterated(script: Script, loop: ast.For) -> ast.expr:
@@ -56,10 +56,6 @@ def _iterated(script: Script, loop: ast.For) -> ast.expr:
     while isinstance(inner, ast.Call) and inner.args and name_of(inner.func) in ("enumerate", "tqdm"):
         inner = inner.args[0]
     return inner
-
-
-def _is_backward(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward"
 
 
 def _is_chosen(script: Script, call: ast.Call) -> bool:
@@ -104,8 +100,7 @@ def set_epoch_missing(script: Script, job: Job) -> Iterator[Found]:
         return
     for call in script.calls_to(SAMPLER):
         shuffle = script.argument(call, "shuffle", 3)
-        plain = shuffle is None or (isinstance(shuffle, ast.Constant) and shuffle.value is True)
-        if plain and not has_hidden_arguments(call):
+        if (shuffle is None or is_true(shuffle)) and not has_hidden_arguments(call):
             yield at(
                 call,
                 "DistributedSampler without set_epoch: every epoch has the same order; call "
@@ -128,20 +123,16 @@ def shuffle_with_sampler(script: Script, job: Job) -> Iterator[Found]:
     """A DataLoader takes its order from the sampler or shuffles itself: both together raise a ValueError."""
     for call in script.calls_to(LOADER):
         shuffle = script.argument(call, "shuffle", 2)
-        if not (isinstance(shuffle, ast.Constant) and shuffle.value is True):
+        if not is_true(shuffle):
             continue
         for name, position in (("sampler", 3), ("batch_sampler", 4)):
             given = script.argument(call, name, position)
-            if given is not None and any(_is_sampler(script, o) for o in script.origins(given)):
+            if given is not None and any(script.called(o).endswith("Sampler") for o in script.origins(given)):
                 yield at(
                     shuffle,
                     f"DataLoader(shuffle=True, {name}=…) is refused by torch with a ValueError; remove shuffle: the "
                     "DistributedSampler shuffles",
                 )
-
-
-def _is_sampler(script: Script, origin: object) -> bool:
-    return script.called(origin).rsplit(".", 1)[-1].endswith("Sampler")
 
 
 @rule(
@@ -299,7 +290,7 @@ def download_on_every_rank(script: Script, job: Job) -> Iterator[Found]:
         return
     for call in script.calls:
         wanted = script.argument(call, "download")
-        asks = isinstance(wanted, ast.Constant) and wanted.value is True
+        asks = is_true(wanted)
         if (asks or script.called(call) in _DOWNLOADS) and script.on_every_rank(call):
             yield at(
                 wanted if asks and wanted else call,

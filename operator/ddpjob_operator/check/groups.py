@@ -85,7 +85,8 @@ def _plain(script: Script, value: ast.expr) -> list[ast.expr]:
 def tcp_under_torchrun(script: Script, job: Job) -> Iterator[Found]:
     """torchrun tells its processes that its agent serves the store, so with tcp:// none of them opens one, and they
     wait until the timeout (torch 2.13)."""
-    if not job.by_torchrun and (job.launcher or not _is_started_by_torchrun(script)):
+    by_torchrun = any(script.variable_read(n) in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK") for n in script.nodes)
+    if not job.by_torchrun and (job.launcher or not by_torchrun):
         return
     for call, url in _methods(script, "tcp://"):
         where = "" if job.by_torchrun else "under torchrun "
@@ -97,10 +98,6 @@ def tcp_under_torchrun(script: Script, job: Job) -> Iterator[Found]:
         )
         if script.called(call) != INIT:
             return
-
-
-def _is_started_by_torchrun(script: Script) -> bool:
-    return any(script.variable_read(n) in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK") for n in script.nodes)
 
 
 @rule(

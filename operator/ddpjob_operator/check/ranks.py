@@ -115,7 +115,9 @@ def set_device_missing(script: Script, job: Job) -> Iterator[Found]:
         return
     if script.mentions("set_device", "set_device_index", "set_default_device", "device_id", "device_index"):
         return
-    if _chooses_by_variable(script) or script.calls_to("torch.cuda.device"):
+    if any(name == "CUDA_VISIBLE_DEVICES" for name, _, _ in script.variables_set) or script.calls_to(
+        "torch.cuda.device"
+    ):
         return
     for call in script.calls:
         if _is_bare_cuda(script, call) and script.on_every_rank(call):
@@ -136,10 +138,6 @@ def _is_bare_cuda(script: Script, call: ast.Call) -> bool:
     if func.attr == "cuda":
         return not call.args and all(k.arg == "non_blocking" for k in call.keywords)
     return func.attr == "to" and bool(call.args) and script.texts(call.args[0]) == ["cuda"]
-
-
-def _chooses_by_variable(script: Script) -> bool:
-    return any(name == "CUDA_VISIBLE_DEVICES" for name, _, _ in script.variables_set)
 
 
 @rule(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ddpjob_operator.check.nodes import Function, has_hidden_arguments, is_main_guard, leaves, name_of
+from ddpjob_operator.check.nodes import Function, has_hidden_arguments, is_main_guard, is_true, leaves, name_of
 from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.rule import Found, Job, Severity, rule
 from ddpjob_operator.check.script import Script
@@ -20,7 +20,9 @@ def spawn_without_main_guard(script: Script, job: Job) -> Iterator[Found]:
     RuntimeError."""
     spawning = _functions_that_spawn(script)
     for call in script.calls:
-        if script.function(call) is not None or _is_under_main_guard(script, call) or _is_in_lambda(script, call):
+        if script.function(call) is not None or isinstance(script.scope(call), ast.Lambda):
+            continue
+        if any(getattr(n, "id", "") == "__name__" for test in script.enclosing_tests(call) for n in ast.walk(test)):
             continue
         if script.called(call) in STARTERS or script.definition(call.func) in spawning:
             yield at(
@@ -41,16 +43,6 @@ def _functions_that_spawn(script: Script) -> list[object]:
         spawning.append(function)
         todo += [script.function(c.call) for c in script.callers(function) if not c.starts_process]
     return spawning
-
-
-def _is_under_main_guard(script: Script, call: ast.Call) -> bool:
-    return any(
-        isinstance(n, ast.Name) and n.id == "__name__" for test in script.enclosing_tests(call) for n in ast.walk(test)
-    )
-
-
-def _is_in_lambda(script: Script, call: ast.Call) -> bool:
-    return isinstance(script.scope(call), ast.Lambda)
 
 
 @rule(
@@ -182,8 +174,7 @@ def _requires_what_is_not_passed(script: Script, job: Job) -> Iterator[Found]:
         return
     for call in _options(script):
         required = script.argument(call, "required")
-        is_asked_for = isinstance(required, ast.Constant) and required.value is True
-        if is_asked_for and {"--local_rank", "--local-rank"} & set(_names(call)):
+        if is_true(required) and {"--local_rank", "--local-rank"} & set(_names(call)):
             yield at(
                 call,
                 f"--local-rank is required, and {job.launcher} does not pass it, so argparse exits with an error; use "

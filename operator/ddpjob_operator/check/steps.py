@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from ddpjob_operator.check.nodes import Function, leaves, name_of
+from ddpjob_operator.check.nodes import Function, is_method, leaves, name_of
 from ddpjob_operator.check.ranks import COLLECTIVES, at, guard, has_group, is_for_some, is_rank
 from ddpjob_operator.check.rule import Found, Job, rule
 from ddpjob_operator.check.script import DDP, Kind, Script
@@ -62,8 +62,7 @@ def _waits_for_all(script: Script, call: ast.Call) -> bool:
     defined = script.definition(call.func)
     if isinstance(defined, Function):
         return any(isinstance(n, ast.Call) and _is_collective(script, n) for n in ast.walk(defined))
-    is_backward = isinstance(call.func, ast.Attribute) and call.func.attr == "backward"
-    return is_backward and bool(script.calls_to(DDP)) and not script.uses_a_framework
+    return is_method(call, "backward") and bool(script.calls_to(DDP)) and not script.uses_a_framework
 
 
 def _is_collective(script: Script, call: ast.Call) -> bool:

@@ -148,8 +148,10 @@ class Client:
         params = {"labelSelector": selector} if selector else {}
         limit = self.limits.page
         while True:
+            # A single object is read whatever its length: etcd bounds it.
+            bytes_max = self.limits.page_bytes if limit > 1 else None
             try:
-                content = await self._request_bytes("GET", path, params | {"limit": str(limit)}, self._page_max(limit))
+                content = await self._request_bytes("GET", path, params | {"limit": str(limit)}, bytes_max)
             except TooLargeError:
                 limit = max(1, limit // 8)
                 continue
@@ -166,10 +168,6 @@ class Client:
                 return
             params["continue"] = token
             limit = min(self.limits.page, limit * 2)
-
-    def _page_max(self, limit: int) -> int | None:
-        """A single object is read whatever its length: etcd bounds it."""
-        return self.limits.page_bytes if limit > 1 else None
 
     async def watch(self, path: str, resource_version: str, selector: str = "") -> AsyncIterator[Raw]:
         """Events from `resource_version` on, bookmarks too, until the server ends the stream. Raises ApiError."""

@@ -68,7 +68,7 @@ class Executor:
         What the server refuses to create is no error: it is in `state` then, for the next round to report.
         """
         if todo.status is not None:
-            await self._record(job, todo.status)
+            await self._replace_status(job.metadata, msgspec.to_builtins(todo.status))
             # A pod gets what is left of the budgets, and this status may be the first that counts a restart in place.
             job = msgspec.structs.replace(job, status=todo.status)
         # Events report what the status has recorded, so they do not wait for requests that come after it and may fail.
@@ -106,9 +106,6 @@ class Executor:
                 raise
             self.runtime.log.warning("%s/%s: its condition was not written: %s", job.namespace, job.name, error)
         self.send_event(job, event)
-
-    async def _record(self, job: api.DDPJob, status: api.Status) -> None:
-        await self._replace_status(job.metadata, msgspec.to_builtins(status))
 
     async def _replace_status(self, metadata: api.Metadata, status: Raw) -> None:
         path = f"{collection(api.PLURAL, metadata.namespace)}/{metadata.name}/status"
