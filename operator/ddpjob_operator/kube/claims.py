@@ -155,7 +155,10 @@ class Claims:
             if "" in self._claims:
                 await self._read_other_claims()
             self._log_who_acts()
-            now = ([name for name, claim in self._claims.items() if claim.holds()], sorted(self._live_others()))
+            now = (
+                [name for name, claim in self._claims.items() if claim.holds()],
+                sorted(filter(self._holder_of, self._others)),
+            )
             if now != before:
                 before = now
                 changed()
@@ -169,9 +172,6 @@ class Claims:
         other = self._others.get(namespace)
         live = None if other is None else other.leader(self._clock())
         return "" if live is None else live.holder
-
-    def _live_others(self) -> list[str]:
-        return [name for name in self._others if self._holder_of(name)]
 
     async def _read_other_claims(self) -> None:
         asked_at = self._clock()

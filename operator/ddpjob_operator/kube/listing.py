@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import logging
 from collections.abc import AsyncIterator, Callable, Set
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ddpjob_operator.kube.client import Page
-from ddpjob_operator.kube.store import Place, Store, number
-
-LOGGED_MAX = 10_000
+from ddpjob_operator.kube.store import Place, Store, Uids, number
 
 
 class Sink(Protocol):
@@ -37,7 +34,7 @@ class Careful:
         self._sink = sink
         self._what = what
         self._log = log
-        self._logged: collections.OrderedDict[str, None] = collections.OrderedDict()
+        self._logged = Uids()
 
     def put(self, raw: Any) -> None:
         """An object that is new or newer."""
@@ -62,9 +59,7 @@ class Careful:
         known = metadata if isinstance(metadata, dict) else {}
         uid = str(known.get("uid"))
         if uid not in self._logged:
-            self._logged[uid] = None
-            if len(self._logged) > LOGGED_MAX:
-                self._logged.popitem(last=False)
+            self._logged.add(uid)
             name = f"{known.get('namespace', '')}/{known.get('name')}"
             self._log.exception("%s: %s cannot be taken, and is left out", self._what, name)
 
