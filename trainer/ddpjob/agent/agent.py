@@ -13,16 +13,19 @@ import select
 import signal
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ddpjob.agent import environment, processes
-from ddpjob.agent.core.leader_state import RESUMABLE, End, Failure
+from ddpjob.agent.core.leader_state import End
 from ddpjob.agent.environment import Life
 from ddpjob.agent.logs import TAIL_SECONDS, Folder
 from ddpjob.agent.node import Node, say
 from ddpjob.agent.options import Options
 from ddpjob.agent.preload import ForkServer
 from ddpjob.agent.watch_ranks import Watching
+from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
+from ddpjob.core.failures import Failure
 
 if TYPE_CHECKING:
     from ddpjob.agent.follower import Following
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
 
 INTERRUPTED = (signal.SIGINT,)
 USAGE = 2  # as argparse ends
-OURS_ALONE = frozenset(("node", "replacement", "vanished", "unstarted", "elsewhere"))
 WAIT_SECONDS_MAX = 3600.0  # poll takes no more than 24 days
 
 
@@ -208,14 +210,13 @@ class Agent:
         ended: whether the whole group is at its end, by its leader's order; who goes alone is replaced alone.
         account: of the restarts that node 0 has led.
         """
-        said = self.node.last_words() if code != 0 else None
-        if code != 0 and self.is_mine(failure):
-            assert failure is not None, "it is mine"
-            words = said if said is not None and said.get("rank") == failure["rank"] else {}
-            said = {**self.node.trace_of(failure["rank"]), **words, **failure}
+        known = self.node.termination_message() if code != 0 else None
+        if code != 0 and failure is not None and failure.rank is not None and self.is_mine(failure):
+            known = replace(failure, traceback=self.node.traceback_of(failure.rank))
         group = ({"ended": True} if ended else {}) | ({"agent": account} if account else {})
-        if said is not None or (group and (code != 0 or account)):
-            leave_message(self.environ.get("DDPJOB_TERMINATION_LOG"), {**(said or {}), **group})
+        if known is not None or (group and (code != 0 or account)):
+            message = ({} if known is None else known.as_dict()) | group
+            leave_message(self.environ.get("DDPJOB_TERMINATION_LOG"), message)
         self.code = code
 
     def code_when_told(self) -> int:
@@ -232,9 +233,8 @@ class Agent:
 
     def is_mine(self, failure: Failure | None) -> bool:
         """Whether one of this node's ranks failed so."""
-        if failure is None:
-            return False
-        return bool(failure["rank"] >= 0 and failure["rank"] // self.options.nproc == self.options.node_rank)
+        rank = None if failure is None else failure.rank
+        return rank is not None and rank // self.options.nproc == self.options.node_rank
 
 
 def _group(agent: Agent) -> Leading | Following:
@@ -260,13 +260,13 @@ def _fork_server(options: Options, environ: Mapping[str, str]) -> ForkServer | N
         return None
 
 
-def leave_message(path: str | None, failure: Failure) -> None:
+def leave_message(path: str | None, message: dict[str, Any]) -> None:
     """The termination message of the pod, in place: its file is a mount of its own, and no rename goes over it."""
     if not path:
         return
     from ddpjob.reporting.termination import encode
 
-    body = encode({k: v for k, v in failure.items() if k not in OURS_ALONE})
+    body = encode(message)
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         try:

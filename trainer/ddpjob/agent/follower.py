@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddpjob.agent import processes
-from ddpjob.agent.core.leader_state import RESUMABLE, End, Failure
+from ddpjob.agent.core.leader_state import End
 from ddpjob.agent.environment import Life
 from ddpjob.agent.leader import BEAT_SECONDS, SILENT_SECONDS
 from ddpjob.agent.node import say
 from ddpjob.agent.wire import Link, Refused, job_key
+from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
+from ddpjob.core.failures import Failure
 
 if TYPE_CHECKING:
     from ddpjob.agent.agent import Agent
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
 
 POSITIONS_MAX = 64
 FAILURES_MAX = 24
-TEXT_CHARACTERS_MAX = 300
-_TOLD = ("rank", "exitCode", "time", "step", "resumable", "symptom")
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.05, 1.0
 CONNECT_SECONDS = 10.0
 SAID_AFTER_SECONDS = 30.0  # a pod that is a little later than its peers is nothing to speak of
@@ -66,12 +66,12 @@ class Following:
 
     def failed(self, failures: list[Failure], _now: float) -> None:
         """A rank of ours has failed."""
-        self._send({**self._about("failed"), "failures": _short_of(failures)})
+        self._send({**self._about("failed"), "failures": _encoded(failures)})
 
     def stopped(self, failures: list[Failure], _now: float) -> None:
         """No rank of ours runs any more."""
         ended = self._agent.node.ended_well
-        self._send({**self._about("stopped"), "failures": _short_of(failures), "ended": ended})
+        self._send({**self._about("stopped"), "failures": _encoded(failures), "ended": ended})
 
     def finished(self, _now: float) -> None:
         """All our ranks have ended with 0."""
@@ -151,7 +151,8 @@ class Following:
         self._agent.end(RESUMABLE, None)
 
     def _end(self, said: dict[str, Any]) -> None:
-        order = End(int(said["code"]), said["failure"], "")
+        failure = said["failure"]
+        order = End(int(said["code"]), None if failure is None else Failure.from_dict(failure), "")
         assert self._link is not None, "the leader said so"
         self._agent.unwatch(self._link.fileno())
         self._link.close()
@@ -287,12 +288,6 @@ class Following:
         self._pause = min(2 * self._pause, RETRY_SECONDS_MAX)
 
 
-def _short_of(failures: Sequence[Failure]) -> list[Failure]:
-    """The first ones: what more would fail for itself fails with them."""
-    return [_short(failure) for failure in failures[:FAILURES_MAX]]
-
-
-def _short(failure: Failure) -> Failure:
-    """For the line to the leader, which is short; the termination message is written here, with all of it."""
-    texts = {name: str(failure.get(name, ""))[:TEXT_CHARACTERS_MAX] for name in ("signal", "exception")}
-    return {name: failure[name] for name in _TOLD if name in failure} | texts
+def _encoded(failures: Sequence[Failure]) -> list[dict[str, Any]]:
+    """The first ones, because what more would fail for itself fails with them."""
+    return [failure.brief().as_dict() for failure in failures[:FAILURES_MAX]]

@@ -9,12 +9,14 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddpjob.agent import ports
-from ddpjob.agent.core.leader_state import RESUMABLE, Ask, End, Ended, Failure, Lead, Leave, Over, Start, Stop
+from ddpjob.agent.core.leader_state import Ask, End, Ended, Lead, Leave, Over, Start, Stop
 from ddpjob.agent.core.stall_rules import Position
 from ddpjob.agent.environment import Life
 from ddpjob.agent.node import say
 from ddpjob.agent.options import read_left
 from ddpjob.agent.posting import Posting
+from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
+from ddpjob.core.failures import Failure
 
 if TYPE_CHECKING:
     from ddpjob.agent.agent import Agent
@@ -26,8 +28,6 @@ SILENT_SECONDS = 30.0  # an agent does nothing but answer: one that is silent fo
 GREETING_SECONDS = 5.0
 STRANGERS_MAX = 64
 FAREWELL_SECONDS = 2.0
-TEXT_CHARACTERS_MAX = 300
-_TEXTS = {"signal": 16, "exception": 500}
 
 
 class Leading:
@@ -155,7 +155,8 @@ class Leading:
     def _end(self, order: End) -> None:
         if order.code != 0:
             say(order.why)
-        self._tell(list(self._links), {"end": {"code": order.code, "failure": order.failure}})
+        failure = None if order.failure is None else order.failure.brief().as_dict()
+        self._tell(list(self._links), {"end": {"code": order.code, "failure": failure}})
         self._say_farewell()
         account = self._account() if order.code != 0 or self._lead.restarts else None
         self._agent.end(self._agent.own_code(order), order.failure, ended=True, account=account)
@@ -188,7 +189,7 @@ class Leading:
         if not self._lead.charged:
             return None
         self._lead.reached(self._agent.node.furthest_step)
-        failures = [_told(failure, self._options.nproc) for failure in self._lead.charged]
+        failures = [reported(failure, self._options.nproc) for failure in self._lead.charged]
         return {"step": self._lead.furthest_step, "agent": {**self._account(), "failures": failures}}
 
     def _new_port(self, generation: int) -> int:
@@ -274,7 +275,7 @@ class Leading:
             self._lead.told(node, now)
         if message.get("generation") != self._lead.generation:
             return  # a beat, or late news of a generation that is no more
-        failures = [checked(failure) for failure in message.get("failures", [])][: self._options.nproc]
+        failures = [of_rank(failure) for failure in message.get("failures", [])][: self._options.nproc]
         said = message.get("said")
         self._lead.reached(int(message.get("step", 0)))
         if said == "failed":
@@ -335,29 +336,18 @@ class Leading:
             self._lead.lost(link.node, time.monotonic())
 
 
-def _told(failure: Failure, nproc: int) -> dict[str, Any]:
-    """A charged failure as the status receiver reads it; rank -1 is a node whose connection was lost."""
-    rank = failure["rank"]
-    return {
-        "rank": rank,
-        "nodeRank": failure["node"] if rank < 0 else rank // nproc,
-        "exitCode": None if rank < 0 else 0 if failure.get("early") else failure["exitCode"],
-        "signal": failure["signal"],
-        "exception": failure["exception"][:TEXT_CHARACTERS_MAX],
-        "step": failure.get("step", 0),
-        "class": failure["class"],
-        "chargedTo": failure["chargedTo"],
-    }
+def reported(failure: Failure, nproc: int) -> dict[str, Any]:
+    """As a report has it; rank -1 is a node whose connection was lost."""
+    node_rank = failure.node_rank if failure.rank is None else failure.rank // nproc
+    return {"rank": -1, **failure.brief().as_dict(), "nodeRank": node_rank}
 
 
-def checked(failure: Any) -> Failure:
-    """A failure as another node tells it, with what is known of its fields. Raises KeyError, TypeError, ValueError."""
-    if not (type(failure["rank"]) is int and type(failure["exitCode"]) is int and 0 < failure["exitCode"] < 256):
-        raise ValueError("rank and exitCode are numbers")
-    texts = {name: str(failure.get(name, ""))[:length] for name, length in _TEXTS.items()}
-    flags = {name: failure.get(name) is True for name in ("symptom", "resumable", "unstarted")}
-    numbers = {"step": int(failure.get("step", 0)), "time": float(failure.get("time", 0.0))}
-    return {**{k: failure[k] for k in ("rank", "exitCode")}, **texts, **flags, **numbers}
+def of_rank(written: Any) -> Failure:
+    """A rank's failure as another node reports it. Raises ValueError."""
+    failure = Failure.from_dict(written)
+    if failure.rank is None or failure.exit_code is None or failure.exit_code <= 0:
+        raise ValueError("a failure has a rank and an exitCode")
+    return failure
 
 
 def word_of(said: Any) -> Word:

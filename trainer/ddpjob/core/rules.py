@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ddpjob.core.failures import CANNOT_RUN as CANNOT_RUN
+from ddpjob.core.failures import KILLED_BY_KERNEL, Failure
+from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE_EXIT_CODE
+
 Class = Literal["application", "outOfMemory", "infrastructure", "stall", "permanent"]
 Budget = Literal["application", "infrastructure", "stall"]
 Stop = Literal[
     "", "BackoffLimitExceeded", "NoProgress", "PermanentFailure", "TooManyInfrastructureFailures", "TooManyStalls"
 ]
 Action = Literal["FailJob", "Ignore", "Count"]
-
-# EX_TEMPFAIL of sysexits.h. A group that was told to stop has saved at one agreed step; those of its ranks whose own
-# pod was not told must end with something other than 0, or they would count as completed.
-RESUMABLE_EXIT_CODE = 75
 
 BACKOFF_LIMIT = 3
 # A job on preemptible nodes may lose hundreds of them in a week and be healthy: what counts is how many in a row.
@@ -51,9 +51,9 @@ SYMPTOMS = re.compile(
 )
 # Only torch speaks of peers: a database that refuses a connection is a ConnectionRefusedError, and no lost rank.
 FROM_TORCH = re.compile(r"(?:\w+(?:\.|::))*(?:RuntimeError|Dist\w*Error|Rendezvous\w*Error)\b|gloo::|c10d?::")
-# torch's, Python's, and the agent's of a SIGKILL by the kernel (agent/memory.py).
+# torch's, Python's, and the agent's of a SIGKILL by the kernel (agent/oom_kills.py).
 OUT_OF_MEMORY = re.compile(
-    r"OutOfMemoryError|^MemoryError|DefaultCPUAllocator: can't allocate memory|^out of memory: killed by the kernel"
+    rf"OutOfMemoryError|^MemoryError|DefaultCPUAllocator: can't allocate memory|^{KILLED_BY_KERNEL}"
 )
 # A GPU that has failed, and not the program on it. From NVIDIA's and PyTorch's texts; no such GPU was here.
 DEVICE = re.compile(
@@ -74,8 +74,6 @@ NO_SUCH_BACKEND = re.compile(
     r"^[\w.]+: (?:Unknown (?:c10d )?backend|Invalid backend|Distributed package doesn't have \w+ built in"
     r"|.*is none of auto, nccl, gloo|.*no published wheel has it|.*is not in this PyTorch)"
 )
-CANNOT_RUN = (126, 127)
-"""What a shell, and torchrun, end with where the program may not run, or is not there."""
 ADDRESS_IN_USE = re.compile(r"EADDRINUSE|\[Errno 98\]|address already in use", re.IGNORECASE)
 _PORT = re.compile(r"\bport[: ]+(\d{1,5})\b|\('[^']*', (\d{1,5})\)|:(\d{1,5})\b(?= .*in use)", re.IGNORECASE)
 # The kubelet's and the node controller's words for a pod that it ended for the node's sake.
@@ -191,6 +189,12 @@ class Verdict:
     """restart: before the next attempt starts."""
     stop: Stop = ""
     """not restart: why."""
+
+
+def evidence(failure: Failure) -> Evidence:
+    """What `classify` goes by, of a failure as its pod knows it."""
+    f = failure
+    return Evidence(exit_code=f.exit_code, exception=f.exception, vanished=f.vanished, stalled=f.stalled)
 
 
 def classify(evidence: Evidence) -> Class:

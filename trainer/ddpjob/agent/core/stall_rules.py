@@ -8,13 +8,13 @@ else by its step.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from ddpjob.core.failures import EXCEPTION_MAX, RESUMABLE_EXIT_CODE, Failure
 
 if TYPE_CHECKING:
     from ddpjob.agent.core.stall_monitor import Word
 
-Failure = dict[str, Any]
-RESUMABLE = 75
 BY_COLLECTIVES = 1  # stall_monitor.py's, which is not imported before ranks run
 DOES_NOT = {"start": "made no step", "train": "made no step", "save": "saved", "evaluate": "evaluated"}
 
@@ -104,16 +104,8 @@ def failure(positions: Sequence[Position], seconds: float, phase: str) -> Failur
     guilty = furthest_behind(positions)
     stood = f"{DOES_NOT.get(phase, DOES_NOT['train'])} for {seconds:.0f} s"
     doing = f"; in {guilty.where}" if guilty.where else ""
-    return {
-        "rank": guilty.rank,
-        "exitCode": RESUMABLE,
-        "signal": "",
-        "exception": f"{stood}: {_compared(guilty, positions)}{doing}"[:500],
-        "step": guilty.step,
-        "resumable": False,
-        "symptom": False,
-        "stalled": True,
-    }
+    exception = f"{stood}: {_compared(guilty, positions)}{doing}"[:EXCEPTION_MAX]
+    return Failure(guilty.rank, exit_code=RESUMABLE_EXIT_CODE, exception=exception, step=guilty.step, stalled=True)
 
 
 def furthest_behind(positions: Sequence[Position]) -> Position:
