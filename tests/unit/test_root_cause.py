@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from worlds import START
 
@@ -137,7 +138,10 @@ CASES = {
         (pod(0, said=SHARD), pod(1, 255, word="Unknown", seconds=50)), 1, "infrastructure"
     ),
     "a disruption of a kind that nobody knows yet is one": Case(
-        (pod(0, 1),), 1, "infrastructure", recorded(1, "PreemptedByQueue")
+        (pod(0, 1),),
+        1,
+        "infrastructure",
+        recorded(1, "PreemptedByQueue", evidence=api.Evidence(precedence="NODE", disruption="PreemptedByQueue")),
     ),
     "only complaints about peers are nobody's fault": Case((pod(0, said=PEER), pod(1, said=PEER)), 0, "infrastructure"),
     "a database that refuses a connection is no lost peer": Case(
@@ -217,6 +221,33 @@ def test_the_cause_is_what_explains_the_others(case: Case) -> None:
 def test_the_cause_stays_what_it_is_when_its_pods_have_gone(case: Case) -> None:
     failure, found = settled(*case.pods, first=case.first)
     assert settled(first=failure)[1] == found, "the same failure would be charged to someone else"
+
+
+@pytest.mark.parametrize(
+    ("reason", "found"),
+    [
+        *dict.fromkeys(("NodeLost", "PodGone", "Evicted", "OutOfcpu", "Unknown", "EvictionByEvictionAPI",
+                        "StoppedFromOutside", "PreflightFailed", "ConnectionLost"), "infrastructure").items(),
+        ("OOMKilled", "outOfMemory"), ("DeadlineExceeded", "application"), ("Error", "application"),
+        ("PreemptedByQueue", "application"), ("", "application"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("evidence", [None, api.Evidence(precedence="OF_A_NEWER_OPERATOR")])
+def test_without_evidence_the_reason_decides_and_one_that_nobody_knows_is_not_free(
+    reason: str, found: rules.Class, evidence: api.Evidence | None
+) -> None:
+    """A status that an older operator has written is read; a word may not make each restart a free one."""
+    failure = recorded(1, reason, exit_code=3, evidence=evidence)
+    assert settled(first=failure)[1] == found
+    assert root_cause.from_outside(failure) == (found == "infrastructure")
+
+
+def test_the_evidence_is_read_back_and_not_rebuilt_from_the_reason() -> None:
+    """CRI-O, or a script, may use a word that Kubernetes has for something else."""
+    evidence = api.Evidence(precedence="OWN", raised=True, container_reason="Error")
+    failure = recorded(1, "Evicted", exit_code=3, exception="ValueError: x", evidence=evidence)
+    read = msgspec.json.decode(msgspec.json.encode(failure), type=api.Failure)
+    assert (settled(first=read)[1], root_cause.from_outside(read)) == ("application", False)
 
 
 def test_what_was_recorded_first_is_told_with_how_its_pod_ended() -> None:

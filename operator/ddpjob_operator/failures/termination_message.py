@@ -6,17 +6,16 @@ the lines of several ranks, or be garbage: all of it is a log then.
 
 from __future__ import annotations
 
-import datetime as dt
 import re
 import signal as signals
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Any
 
 import msgspec
-from msgspec.structs import replace as replaced
 
 from ddpjob.core import rules
+from ddpjob.core.failures import Failure
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job.bounds import NOT_READABLE
 from ddpjob_operator.observed.reports import Agent
@@ -52,31 +51,13 @@ _BORDER = re.compile(r"^(?:={7,}|\*{7,}|-{7,})\s*$")
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a container's end says; all of it may be missing."""
+class ContainerReport(Failure):
+    """How a container's end reads; all of it may be missing. rank: the one that failed first in this container."""
 
-    rank: int | None = None
-    """The rank that failed first in this container."""
-    exit_code: int | None = None
-    """How that rank ended; 128 + n where signal n ended it."""
-    exception: str = ""
-    symptom: bool = False
-    """Whether it only says that a peer is gone."""
-    resumable: bool = False
-    """Whether it stopped because it was told to, with everything saved."""
-    stalled: bool = False
-    """Whether its agent ended it because the group had made no step for too long."""
-    step: int | None = None
-    time: dt.datetime | None = None
-    """When it failed, by the clock of its node."""
     log: str = ""
     """What it printed."""
-    bad_nodes: tuple[int, ...] = ()
-    """Node ranks that a pre-flight found to be far slower than the others."""
     done: bool = False
     """Whether all its ranks had ended with 0, and only the launcher was still there to be stopped."""
-    early: bool = False
-    """Whether its rank ended with 0 while the others still waited for it."""
     permanent: bool = False
     """Whether agents have found that no other try helps, on any node."""
 
@@ -105,29 +86,15 @@ class Ended:
     """From the traceback of a script with @record."""
 
 
-class Message(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
+@dataclass(frozen=True)
+class Message:
     """What the trainer library, or an agent, writes as the container's termination message."""
 
-    ddpjob: Literal[1]
-    rank: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
-    exit_code: Annotated[int, msgspec.Meta(ge=-64, le=255)] | None = None
-    signal: str = ""
-    exception: str = ""
-    step: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] | None = None
-    time: Annotated[float, msgspec.Meta(gt=0, lt=1e11)] | None = None
-    resumable: bool = False
-    stalled: bool = False
-    symptom: bool = False
-    traceback: str = ""
+    failure: Failure
     ended: bool = False
-    """Whether an agent ended because the agents of the group had agreed on it: none that was lost says so."""
+    """Whether an agent ended because the agents of the group had agreed on it: none that was lost writes so."""
     agent: Agent | None = None
     """From node 0's agent: what it had restarted in place."""
-    early: bool = False
-    """Whether an agent has found that this rank ended with 0 while the others still waited for it."""
-    failure_class: str = msgspec.field(default="", name="class")
-    """What an agent has found it to be."""
-    bad_nodes: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]], msgspec.Meta(max_length=64)] = []
 
 
 def left(text: str) -> Message | None:
@@ -135,27 +102,28 @@ def left(text: str) -> Message | None:
     return _message(_clean(text))[0]
 
 
-def read(text: str) -> Said:
+def read(text: str) -> ContainerReport:
     """What a termination message or a log's end says. The library's exception counts before what the log shows."""
     message, log = _message(_clean(text))
-    said = _read_log(log)
+    of_log = _read_log(log)
     if message is None:
-        return said
-    code = _code(message.exit_code, message.signal)
-    lines = "\n".join(part for part in (message.traceback or message.exception, log) if part.strip())
-    return Said(
-        rank=said.rank if message.rank is None else message.rank,
-        exit_code=said.exit_code if code is None else code,
-        exception=message.exception.strip() or said.exception,
-        symptom=message.symptom or rules.is_symptom(message.exception),
-        resumable=not message.stalled and (message.resumable or code == rules.RESUMABLE_EXIT_CODE),
-        stalled=message.stalled,
-        step=message.step or None,  # the library says 0 before the first
-        time=_time(message.time),
+        return of_log
+    failure = message.failure
+    code = _code(failure.exit_code, failure.signal)
+    lines = "\n".join(part for part in (failure.traceback or failure.exception, log) if part.strip())
+    return ContainerReport(
+        rank=of_log.rank if failure.rank is None else failure.rank,
+        exit_code=of_log.exit_code if code is None else code,
+        exception=failure.exception.strip() or of_log.exception,
+        step=failure.step,
+        time=failure.time,
+        resumable=not failure.stalled and (failure.resumable or code == rules.RESUMABLE_EXIT_CODE),
+        symptom=failure.symptom or rules.is_symptom(failure.exception),
+        stalled=failure.stalled,
+        early=failure.early,
+        bad_nodes=failure.bad_nodes,
         log=lines,
-        bad_nodes=tuple(message.bad_nodes),
-        early=message.early,
-        permanent=message.ended and message.failure_class == "permanent",
+        permanent=message.ended and failure.failure_class == "permanent",
     )
 
 
@@ -251,12 +219,12 @@ def _of_chain(chain: list[Raised]) -> Raised:
     return next(r for r in reversed(chain) if not r.symptom)
 
 
-def _read_log(log: str) -> Said:
+def _read_log(log: str) -> ContainerReport:
     rows, exceptions = table(log), raised(log)
     told = next((m for r in reversed(exceptions) if (m := _TORCHRUN_TOLD.search(r.line))), None)
     if told is not None and not rows:
         # torchrun ends with 1 when it is told to stop.
-        return Said(exit_code=128 + int(told[1]), exception="", log=log, done=_TORCHRUN_WAITED in log)
+        return ContainerReport(exit_code=128 + int(told[1]), exception="", log=log, done=_TORCHRUN_WAITED in log)
     guilty = min(rows, key=lambda row: _innocence(row, exceptions), default=None)
     rank = guilty.rank if guilty else None
     of_rank = [r for r in exceptions if r.rank is not None and r.rank == rank]
@@ -264,7 +232,7 @@ def _read_log(log: str) -> Said:
     code = guilty.exit_code if guilty else _spawned(exceptions)
     first = first or (_true(raised(_cut_table(log))) if not rows else None) or _cut_line(log)
     first = first or _interpreters(log) or Raised("")
-    return Said(
+    return ContainerReport(
         rank=rank if rank is not None else first.rank,
         exit_code=code,
         exception=first.line,
@@ -333,11 +301,16 @@ def _interpreters(log: str) -> Raised | None:
 def _message(text: str) -> tuple[Message | None, str]:
     first, _, rest = text.partition("\n")
     try:
-        said = msgspec.json.decode(first.encode(), type=Message)
-    except NOT_READABLE:
+        written = msgspec.json.decode(first.encode(), type=dict[str, Any])
+        failure = Failure.from_dict(written)
+        agent = msgspec.convert(written.get("agent"), Agent | None)
+    except (*NOT_READABLE, ValueError):
         return None, text
-    # Anew: JSON has made characters of \u001b that were none when the text was cleaned.
-    return replaced(said, exception=clean(said.exception), traceback=clean(said.traceback)), rest
+    if type(written.get("ddpjob")) is not int or written["ddpjob"] != 1:
+        return None, text
+    # Again: JSON has made characters of \u001b that were none when the text was cleaned.
+    failure = replace(failure, exception=clean(failure.exception), traceback=clean(failure.traceback))
+    return Message(failure, ended=written.get("ended") is True, agent=agent), rest
 
 
 def _clean(text: str) -> str:
@@ -355,10 +328,6 @@ def _code(exit_code: int | None, signal: str) -> int | None:
 def _spawned(exceptions: list[Raised]) -> int | None:
     found = next((m for r in reversed(exceptions) if (m := _SPAWNED.search(r.line))), None)
     return None if found is None else _code(int(found[1]) if found[1] else None, found[2] or "")
-
-
-def _time(seconds: float | None) -> dt.datetime | None:
-    return None if seconds is None else dt.datetime.fromtimestamp(seconds, dt.timezone.utc)
 
 
 def _number(found: re.Match[str] | None) -> int | None:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from ddpjob.core import rules
 from ddpjob_operator.failures import root_cause, termination_message
+from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, reasons, topology, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.observed import stall
@@ -95,7 +96,7 @@ def restarting(s: View) -> Decision | None:
 
 def _signs(s: View) -> Iterator[tuple[Reason, api.Failure]]:
     """What shows that this attempt cannot go on; the strongest first."""
-    yield from sorted((*_failed(s), *_gone(s)), key=lambda sign: root_cause.weigh(sign[1]))
+    yield from sorted((*_failed(s), *_gone(s)), key=lambda sign: root_cause.precedence_of(sign[1]))
     yield from _stopped_from_outside(s)
     yield from _never_configured(s)
     yield from _stalled(s)
@@ -123,8 +124,10 @@ def _gone(s: View) -> Iterator[tuple[Reason, api.Failure]]:
 def _stopped_from_outside(s: View) -> Iterator[tuple[Reason, api.Failure]]:
     for pod in s.alive:
         if pod.deletion_requested_at is not None:
-            reason = pod.disruption or "StoppedFromOutside"
-            yield reasons.DISRUPTED, _failure(s, pod.rank, pod.name, reason, pod.node)
+            failure = _failure(s, pod.rank, pod.name, pod.disruption or root_cause.STOPPED, pod.node)
+            word = shown(pod.disruption, root_cause.WORD_MAX)
+            evidence = api.Evidence(precedence="NODE", disruption=word) if word else None
+            yield reasons.DISRUPTED, replace(failure, evidence=evidence)
 
 
 def _never_configured(s: View) -> Iterator[tuple[Reason, api.Failure]]:
@@ -233,7 +236,7 @@ def _unfit(s: View) -> list[str]:
     """The cluster nodes that a pre-flight has found bad."""
     pods = {**s.deleted_pods, **s.mine}
     left = [message for p in pods.values() if p.ended and (message := termination_message.left(p.trainer.message))]
-    ranks = {rank for message in left for rank in message.bad_nodes}
+    ranks = {rank for message in left for rank in message.failure.bad_nodes}
     return sorted({pods[rank].node for rank in ranks if rank in pods and pods[rank].node})
 
 

@@ -228,6 +228,11 @@ def from_outside(e: Evidence) -> bool:
     return bool(struck) or _ended_by_its_node(e)
 
 
+def is_of_node(pod_reason: str) -> bool:
+    """Whether a pod's reason says that it was ended for the sake of its node."""
+    return pod_reason in NODE_REASONS or pod_reason.startswith(("OutOf", "Outof"))
+
+
 def is_symptom(exception: str) -> bool:
     """Whether an exception's line only says that a peer is gone. An address in use is none: no peer's end explains it,
     although torch raises the same class for both."""
@@ -342,4 +347,4 @@ def _exhausted(budget: Budget, after: History, attempt: Attempt, limits: Limits,
 def _ended_by_its_node(e: Evidence) -> bool:
     if OWN_LIMIT.search(e.pod_message):
         return False
-    return e.pod_reason in NODE_REASONS or e.pod_reason.startswith("OutOf") or e.pod_reason.startswith("Outof")
+    return is_of_node(e.pod_reason)
