@@ -1,4 +1,4 @@
-"""What the end of a container says of itself: the trainer library's message, torchrun's table, a traceback, or nothing.
+"""Reads a container's termination message: the trainer library's, torchrun's table, a traceback, or nothing.
 
 The text is what the kubelet keeps: the termination message, or the last 2 kB of the log. It may be cut anywhere, hold
 the lines of several ranks, or be garbage: all of it is a log then.
@@ -37,11 +37,11 @@ _TERMINATE = re.compile(r"^terminate called after throwing an instance of '(.+)'
 _WHAT = re.compile(r"^\s+what\(\):\s+(.*)$")
 # torch.multiprocessing.spawn names how the process ended that it gives up for.
 _SPAWNED = re.compile(r"ProcessExitedException: process \d+ terminated with (?:exit code (\d{1,3})|signal (\w+))")
-_SAYS_SO = re.compile(r"python|^exec |exec user process")
+_INTERPRETER = re.compile(r"python|^exec |exec user process")
 _TORCHS_OWN = re.compile(r"gloo|c10d|nccl|Dist\w*Error|Rendezvous", re.IGNORECASE)
 # Where torchrun waits for the other nodes when all its own ranks have ended with 0 (elastic/agent/server/api.py).
 _TORCHRUN_WAITED = "in _exit_barrier\n"
-_TORCHRUN_TOLD = re.compile(r"SignalException: Process \d+ got signal: (\d{1,2})$")
+_TORCHRUN_SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d{1,2})$")
 
 # torchrun's own summary at the end of its output (torch/distributed/elastic/multiprocessing/errors, 1.9 to 2.13).
 _SECTION = re.compile(r"^(?:Failures|Other Failures|Root Cause[^:]{0,60}):\s*$")
@@ -221,40 +221,46 @@ def _of_chain(chain: list[Raised]) -> Raised:
 
 def _read_log(log: str) -> ContainerReport:
     rows, exceptions = table(log), raised(log)
-    told = next((m for r in reversed(exceptions) if (m := _TORCHRUN_TOLD.search(r.line))), None)
-    if told is not None and not rows:
+    signalled = next((m for r in reversed(exceptions) if (m := _TORCHRUN_SIGNALLED.search(r.line))), None)
+    if signalled is not None and not rows:
         # torchrun ends with 1 when it is told to stop.
-        return ContainerReport(exit_code=128 + int(told[1]), exception="", log=log, done=_TORCHRUN_WAITED in log)
-    guilty = min(rows, key=lambda row: _innocence(row, exceptions), default=None)
-    rank = guilty.rank if guilty else None
-    of_rank = [r for r in exceptions if r.rank is not None and r.rank == rank]
-    first = (guilty.raised if guilty else None) or _true(of_rank) or _true(_not_of_others(exceptions, rank))
-    code = guilty.exit_code if guilty else _spawned(exceptions)
-    first = first or (_true(raised(_cut_table(log))) if not rows else None) or _cut_line(log)
-    first = first or _interpreters(log) or Raised("")
+        return ContainerReport(exit_code=128 + int(signalled[1]), log=log, done=_TORCHRUN_WAITED in log)
+    culprit = min(rows, key=lambda row: _culprit_order(row, exceptions), default=None)
+    rank = culprit.rank if culprit else None
+    code = culprit.exit_code if culprit else _spawned(exceptions)
+    cause = next((found for found in _causes(log, culprit, exceptions) if found is not None), Raised(""))
     return ContainerReport(
-        rank=rank if rank is not None else first.rank,
+        rank=rank if rank is not None else cause.rank,
         exit_code=code,
-        exception=first.line,
-        symptom=first.symptom,
+        exception=cause.line,
+        symptom=cause.symptom,
         resumable=code == rules.RESUMABLE_EXIT_CODE,
         log=log,
     )
 
 
-def _true(exceptions: list[Raised]) -> Raised | None:
+def _causes(log: str, culprit: Ended | None, exceptions: list[Raised]) -> Iterator[Raised | None]:
+    """What may have ended the culprit, the most certain first. An exception of another rank does not explain it."""
+    rank = culprit.rank if culprit else None
+    if culprit is not None:
+        yield culprit.raised
+    yield _cause([r for r in exceptions if r.rank is not None and r.rank == rank])
+    yield _cause([r for r in exceptions if rank is None or r.rank is None])
+    if culprit is None:
+        yield _cause(raised(_cut_table(log)))
+    yield _cut_line(log)
+    yield _interpreter_error(log)
+
+
+def _cause(exceptions: list[Raised]) -> Raised | None:
     """The last that is no symptom; where all are, the last."""
     return next((r for r in reversed(exceptions) if not r.symptom), exceptions[-1] if exceptions else None)
 
 
-def _not_of_others(exceptions: list[Raised], rank: int | None) -> list[Raised]:
-    return [r for r in exceptions if rank is None or r.rank is None]
-
-
-def _innocence(row: Ended, exceptions: Iterable[Raised]) -> tuple[bool, bool]:
-    """torchrun stops the others with SIGTERM, and looks ten times a second: two that failed in between are ordered
-    by their number, so that a symptom may be its root cause."""
-    own = row.raised or _true([r for r in exceptions if r.rank is not None and r.rank == row.rank])
+def _culprit_order(row: Ended, exceptions: Iterable[Raised]) -> tuple[bool, bool]:
+    """The culprit comes first. torchrun stops the others with SIGTERM, and looks ten times a second: it orders two that
+    failed in between by their number, so that what it calls the root cause may be a symptom."""
+    own = row.raised or _cause([r for r in exceptions if r.rank is not None and r.rank == row.rank])
     symptom = own is not None and own.symptom
     return (symptom or row.exit_code in (143, rules.RESUMABLE_EXIT_CODE), not row.root)
 
@@ -264,7 +270,7 @@ def _row(root: bool, fields: dict[str, str]) -> Ended | None:
     if code is None or code == 0:
         return None
     text = fields.get("traceback", fields.get("msg", ""))
-    found = _true(raised(text))
+    found = _cause(raised(text))
     rank = _integer(fields.get("rank", ""))
     rank = None if rank is None or rank < 0 else rank  # a log may hold any text; there is no rank -1
     found = None if found is None else replace(found, rank=rank)
@@ -291,10 +297,10 @@ def _cut_line(log: str) -> Raised | None:
     return None
 
 
-def _interpreters(log: str) -> Raised | None:
-    """`python nowhere.py` says so in a line of its own, without an exception; so does what starts containers."""
+def _interpreter_error(log: str) -> Raised | None:
+    """`python nowhere.py` prints a line of its own and raises nothing; so does the container runtime."""
     lines = (_PREFIX.sub("", line[:LINE_MAX]) for line in log.splitlines())
-    found = next((line for line in lines if _SAYS_SO.search(line) and rules.CANNOT_EVER_START.match(line)), None)
+    found = next((line for line in lines if _INTERPRETER.search(line) and rules.CANNOT_EVER_START.match(line)), None)
     return None if found is None else Raised(found.strip())
 
 

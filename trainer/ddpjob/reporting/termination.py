@@ -1,4 +1,4 @@
-"""The last word of a rank that fails, in the file that DDPJOB_TERMINATION_LOG names.
+"""The termination message of a rank that fails, in the file that DDPJOB_TERMINATION_LOG names.
 
 In a pod that is the container's termination message: the operator reads it in the pod's status when the pod is gone.
 
@@ -7,7 +7,7 @@ In a pod that is the container's termination message: the operator reads it in t
 
 All ranks of a pod share the file. The earliest failure stays; a rank that stopped in order gives way to it, and one
 that only says that a peer is gone writes nothing. `init` and the first `progress` install it. A process that is
-killed, or crashes in C code, writes nothing: the kubelet and torchrun tell of that.
+killed, or crashes in C code, writes nothing: the kubelet and torchrun report that.
 """
 
 import contextlib
@@ -17,15 +17,15 @@ import os
 import sys
 import time
 import traceback
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from ddpjob.core import rules
+from ddpjob.core.failures import BAD_NODES_MAX, EXCEPTION_MAX, Failure
 
-BYTES_MAX = 4096  # the kubelet reads no more
-EXCEPTION_CHARACTERS_MAX = 500  # at most 6 bytes each in JSON: the whole message always fits
+BYTES_MAX = 4096  # the kubelet reads no more; an exception of EXCEPTION_MAX characters, 6 bytes each in JSON, fits
 FRAMES_MAX = 40
-BAD_NODES_MAX = 64
 LOCK_SECONDS = 0.5  # the other ranks of this pod write 4 kB each
 
 
@@ -49,39 +49,40 @@ def tell(error: BaseException) -> None:
         from ddpjob.group.stop import Stopped  # it imports this file
 
         code = exit_code(error)
-        if code == 0 or isinstance(error, Stopped):  # which has been said by tell_stopped or tell_unfit
+        if code == 0 or isinstance(error, Stopped):  # which tell_stopped or tell_unfit has written
             return
         # `except ValueError: sys.exit(1)`, which is also how torch.multiprocessing.spawn ends a child.
-        said = (error.__context__ or error) if isinstance(error, SystemExit) else error
-        if _is_symptom(said):
+        cause = (error.__context__ or error) if isinstance(error, SystemExit) else error
+        if _is_symptom(cause):
             # The kubelet takes the end of the log only where this file is empty, and torchrun's table in it names the
             # rank of this pod that crashed without a word.
             return
-        trace = "".join(traceback.format_exception(type(said), said, said.__traceback__, limit=-FRAMES_MAX))
-        _leave(
-            {
-                **_who(),
-                "exitCode": code,
-                "signal": "SIGINT" if isinstance(error, KeyboardInterrupt) else "",
-                "exception": exit_sentence(error) or exception_line(said),
-                "resumable": False,
-                "traceback": trace,
-            }
-        )
+        trace = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__, limit=-FRAMES_MAX))
+        signal = "SIGINT" if isinstance(error, KeyboardInterrupt) else ""
+        exception = exit_sentence(error) or exception_line(cause)
+        _leave(replace(_of_rank(), exit_code=code, signal=signal, exception=exception, traceback=trace))
 
 
 def tell_stopped(step: int) -> None:
     """Write that this process was told to stop and has saved this step; never raises."""
     with contextlib.suppress(Exception):
-        _leave({**_who(), "exitCode": rules.RESUMABLE_EXIT_CODE, "step": step, "resumable": True})
+        _leave(replace(_of_rank(), exit_code=rules.RESUMABLE_EXIT_CODE, step=step, resumable=True))
 
 
 def tell_unfit(rank: int, exception: str, bad_nodes: list[int]) -> None:
     """Write which nodes the pre-flight has found bad, for all of the job; never raises."""
     with contextlib.suppress(Exception):
-        said = {"exception": exception[:EXCEPTION_CHARACTERS_MAX], "badNodes": bad_nodes[:BAD_NODES_MAX]}
-        ended = {"exitCode": rules.RESUMABLE_EXIT_CODE, "signal": "", "resumable": True, "preflight": True}
-        _leave({**_who(), "rank": rank, **said, **ended})
+        _leave(
+            replace(
+                _of_rank(),
+                rank=rank,
+                exit_code=rules.RESUMABLE_EXIT_CODE,
+                exception=exception[:EXCEPTION_MAX],
+                resumable=True,
+                preflight=True,
+                bad_nodes=tuple(bad_nodes[:BAD_NODES_MAX]),
+            )
+        )
 
 
 def ending() -> BaseException | None:
@@ -108,7 +109,7 @@ def exception_line(error: BaseException) -> str:
         kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
     )
     text = _text(error).strip().split("\n", 1)[0]
-    return (f"{name}: {text}" if text else name)[:EXCEPTION_CHARACTERS_MAX]
+    return (f"{name}: {text}" if text else name)[:EXCEPTION_MAX]
 
 
 def exit_sentence(error: BaseException) -> str:
@@ -117,7 +118,7 @@ def exit_sentence(error: BaseException) -> str:
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
         if frame.f_code.co_name == "exit" and frame.f_globals.get("__name__") == "argparse":
-            return str(frame.f_locals.get("message") or "").strip()[:EXCEPTION_CHARACTERS_MAX]
+            return str(frame.f_locals.get("message") or "").strip()[:EXCEPTION_MAX]
     return ""
 
 
@@ -153,10 +154,10 @@ def _tell_end_of_child() -> None:
         tell(error)
 
 
-def _who() -> dict[str, Any]:
+def _of_rank() -> Failure:
     from ddpjob.reporting.progress import latest_step, where  # it imports this file
 
-    return {"ddpjob": 1, "rank": where(os.environ).rank, "time": time.time(), "step": latest_step()}
+    return Failure(where(os.environ).rank, time=time.time(), step=latest_step())
 
 
 def _text(error: BaseException) -> str:
@@ -176,14 +177,14 @@ def _is_symptom(error: BaseException) -> bool:
     return any(rules.is_symptom(f"{type(link).__name__}: {_text(link)}") for link in chain)
 
 
-def _leave(message: dict[str, Any]) -> None:
+def _leave(message: Failure) -> None:
     """In place, because the file of a pod is a mount of its own: a rename over it fails with EBUSY."""
     path = os.environ["DDPJOB_TERMINATION_LOG"]
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     try:
         _lock(descriptor)
         if not _stays(os.pread(descriptor, BYTES_MAX, 0), message):
-            body = encode(message)
+            body = encode(message.as_dict())
             os.pwrite(descriptor, body, 0)
             os.ftruncate(descriptor, len(body))
     finally:
@@ -199,18 +200,15 @@ def _lock(descriptor: int) -> None:
     raise TimeoutError
 
 
-def _stays(there: bytes, message: dict[str, Any]) -> bool:
-    """Whether what is there says more than this message."""
-    if not there.startswith(b'{"ddpjob"'):
-        return bool(there)  # the script's own words
+def _stays(written: bytes, message: Failure) -> bool:
+    """Whether what is in the file says more than this message."""
+    if not written.startswith(b'{"ddpjob"'):
+        return bool(written)  # by the script itself
     try:
-        return _weight(json.loads(there)) <= _weight(message)
-    except (ValueError, KeyError, TypeError):
+        earlier = Failure.from_dict(json.loads(written))
+    except ValueError:
         return False  # a rank was killed while it wrote
-
-
-def _weight(message: dict[str, Any]) -> tuple[int, float]:
-    return (1 if message["resumable"] else 0), float(message["time"])
+    return 0 < earlier.time and (earlier.resumable, earlier.time) <= (message.resumable, message.time)
 
 
 def encode(message: dict[str, Any]) -> bytes:
