@@ -13,7 +13,7 @@ import pytest
 from worlds import START
 
 from ddpjob.core import rules
-from ddpjob_operator.failures import root_cause
+from ddpjob_operator.failures import root_cause, sentences
 from ddpjob_operator.job import api
 from ddpjob_operator.observed.cluster import Container, Pod
 
@@ -212,7 +212,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_the_cause_is_what_explains_the_others(case: Case) -> None:
     failure, found = settled(*case.pods, first=case.first)
-    assert (failure.node_rank, found) == (case.cause, case.found), root_cause.sentence(failure)
+    assert (failure.node_rank, found) == (case.cause, case.found), sentences.sentence(failure)
     again = settled(*reversed(case.pods), first=case.first)
     assert again == (failure, found), "the order of the pods changes nothing"
 
@@ -273,7 +273,7 @@ def test_a_torchrun_that_only_waited_for_the_other_nodes_had_a_rank_that_ended_e
     waits = told(pod(0, code, said=said, seconds=22), 11)
     failure, found = settled(waits, pod(1, said=PEER), first=first_sign(pod(1, said=PEER)), **known)
     assert (failure.rank, failure.exit_code, found) == (0, 0, "application")
-    assert "ended with exit code 0 after step 20 while rank 1 was in step 21" in root_cause.sentence(failure)
+    assert "ended with exit code 0 after step 20 while rank 1 was in step 21" in sentences.sentence(failure)
     assert settled(first=failure)[1] == found, "also when its pods are gone"
     busy = told(pod(0, code, said=table("sigterm-to-torchrun"), seconds=12), 11)
     assert settled(busy, pod(1, said=PEER), first=first_sign(pod(1, said=PEER)), **known)[1] == "infrastructure"
@@ -305,7 +305,7 @@ def test_what_the_interpreter_says_of_a_script_that_is_not_there_is_the_cause(li
     pods = [pod(rank, 2, said=f"{line}\n{line}") for rank in range(3)]
     failure, found = settled(*pods, stepped=False)
     assert (failure.exception, found) == (line, "permanent")
-    assert line in root_cause.sentence(failure)
+    assert line in sentences.sentence(failure)
 
 
 def test_a_job_of_one_node_has_no_peers_to_blame() -> None:
@@ -392,8 +392,8 @@ def test_the_guilty_ranks_exit_code_is_known_under_plain_torchrun() -> None:
     ],
 )  # fmt: skip
 def test_a_failure_is_told_by_who_where_what_and_at_which_step(failure: api.Failure, text: str, short: str) -> None:
-    assert root_cause.sentence(failure) == text
-    assert root_cause.short(failure) == short
+    assert sentences.sentence(failure) == text
+    assert sentences.short(failure) == short
 
 
 def test_only_a_fault_of_the_node_itself_keeps_a_job_away_from_it() -> None:

@@ -1,4 +1,4 @@
-"""Which failure came first, what it was, and how to say it.
+"""Which failure explains the others, and what it was.
 
 What the kernel, the kubelet and the node controller found counts first, for what is ended from outside may say
 anything; then what a process did by itself; then time. Time alone proves little: the kubelet tells whole seconds, of
@@ -269,6 +269,13 @@ def is_a_cause(first: api.Failure) -> bool:
     return says and precedence not in _MAY_FOLLOW_A_LOST_NODE and first.reason != GONE
 
 
+def who(failure: api.Failure) -> str:
+    """rank 37"""
+    if failure.init_container:
+        return f'init container "{failure.init_container}" of {failure.pod}'
+    return f"rank {failure.rank}" if failure.rank is not None else f"node {failure.node_rank}"
+
+
 def own_lines(log: str) -> list[str]:
     """The lines that the training printed itself: what torchrun adds when a worker has failed is cut off."""
     lines = log.splitlines()
@@ -311,7 +318,7 @@ def _ended_early(early: api.Failure | None, complaint: api.Failure, steps: Mappi
         return complaint  # as it was recorded
     known = complaint.step if complaint.rank is None else steps.get(complaint.rank, complaint.step)
     step = early.step if early.rank is None else steps.get(early.rank, early.step)
-    said = rules.ended_early(step, _who(complaint), known)
+    said = rules.ended_early(step, who(complaint), known)
     return msgspec.structs.replace(
         early,
         reason=ENDED_EARLY,
@@ -554,90 +561,3 @@ def _time(pod: Pod, report: ContainerReport, now: dt.datetime) -> dt.datetime:
         return pod.deletion_requested_at or now
     failed = dt.datetime.fromtimestamp(report.time, dt.timezone.utc)
     return failed if dt.timedelta() <= ended + CLOCKS_DIFFER - failed <= SAID_BEFORE_MAX else ended
-
-
-# ---------------------------------------------------------------- sentences
-
-
-def sentence(failure: api.Failure) -> str:
-    """rank 37 (pod bert-1-4, node gpu-07) was killed by SIGSEGV at step 12840"""
-    if failure.init_container:
-        logs = f"kubectl logs {failure.pod} -c {failure.init_container}"
-        return f'init container "{failure.init_container}" of pod {failure.pod} {_what(failure)}, see {logs}'
-    where = f"pod {failure.pod}" + (f", node {failure.node}" if failure.node else "")
-    return f"{_who(failure)} ({where}) {_what(failure)}"
-
-
-def short(failure: api.Failure) -> str:
-    """A few words, as in "attempt 3 after …": SIGSEGV on rank 37."""
-    by_reason = {
-        NODE_LOST: f"node {failure.node or failure.node_rank} lost",
-        GONE: f"{failure.pod} vanished",
-        UNFIT: "a pre-flight that found a bad node",
-        CONNECTION_LOST: f"a lost connection to node {failure.node_rank}",
-        STALLED: f"stall of {_who(failure)}",
-        STOPPED: f"{failure.pod} was stopped from outside",
-        RESUMABLE: "a stop from outside",
-        PEER_LOST: f"{_who(failure)} lost its peers",
-        ENDED_EARLY: f"an early end of {_who(failure)}",
-        "PreemptionByScheduler": f"preemption of {failure.pod}",
-        "Evicted": f"eviction of {failure.pod}",
-        "EvictionByEvictionAPI": f"eviction of {failure.pod}",
-    }
-    if failure.reason in by_reason:
-        return by_reason[failure.reason]
-    if failure.reason == "OOMKilled" or failure.exit_code is None:
-        return f"{failure.reason or 'a failure'} on {_who(failure)}"
-    of = "of" if failure.init_container else "on"
-    return f"{failure.signal or f'exit code {failure.exit_code}'} {of} {_who(failure)}"
-
-
-def _who(failure: api.Failure) -> str:
-    if failure.init_container:
-        return f'init container "{failure.init_container}" of {failure.pod}'
-    return f"rank {failure.rank}" if failure.rank is not None else f"node {failure.node_rank}"
-
-
-def _what(failure: api.Failure) -> str:
-    at = "" if failure.step is None else f" at step {failure.step}"
-    why = f" ({failure.exception})" if failure.exception else ""
-    if failure.reason == ENDED_EARLY:
-        return failure.exception
-    if failure.reason == PEER_LOST and rules.port_in_use(failure.exception) is not None:
-        return f"could not listen at the address that it was given{why}"
-    if failure.reason == PEER_LOST:
-        return f"lost its peers{at}{why}, and none was seen that failed by itself: only peers' complaints"
-    if failure.reason == "OOMKilled":
-        limit = failure.exception.partition(";")[0].removeprefix(MEMORY)
-        known = f" of {limit} (resources.limits.memory)" if failure.exception.startswith(MEMORY) else ""
-        return f"was killed{at} because it used more memory than its limit{known} (OOMKilled)"
-    if failure.reason in _PHRASES:
-        what, colon, because = _PHRASES[failure.reason].format(code=_code(failure)).partition(":")
-        return what + at + colon + because + why
-    if failure.reason == STALLED:
-        return failure.exception or f"has made no step{at}"
-    if failure.reason in rules.START_REASONS and failure.exit_code is not None:
-        return f"could not be started: {failure.exception or failure.reason}"
-    if failure.exit_code is None:
-        return f"failed{at} ({failure.reason or 'no exit code'})" + (f": {failure.exception}" if why else "")
-    how = f"was killed by {failure.signal}" if failure.signal else f"ended with exit code {failure.exit_code}"
-    known = " (no out-of-memory kill was reported)" if failure.exit_code == _KILLED else ""
-    return how + at + known + why
-
-
-def _code(failure: api.Failure) -> str:
-    return "" if failure.exit_code is None else f" (exit code {failure.exit_code})"
-
-
-_PHRASES = {
-    GONE: "vanished while it ran: someone deleted the pod, or its node is gone",
-    NODE_LOST: "was lost with its node",
-    UNFIT: "did not begin to train",
-    CONNECTION_LOST: "lost its connection to node 0 and has come back",
-    **dict.fromkeys(rules.LOST_CONTAINER, "was lost{code}: its node was restarted"),
-    STOPPED: "was stopped from outside{code}: the pod was deleted, or its node drained",
-    RESUMABLE: "stopped in order{code} because a rank was told to stop",
-    "Evicted": "was evicted by the kubelet",
-    rules.POD_DEADLINE: "was ended{code}: the activeDeadlineSeconds of the pod's template are over",
-    **DISRUPTIONS,
-}

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from ddpjob.core import rules
-from ddpjob_operator.failures import root_cause, termination_message
+from ddpjob_operator.failures import root_cause, sentences, termination_message
 from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.job import api, bounds, budgets, ranges, topology, validation
 from ddpjob_operator.observed.cluster import Observed, Pod
@@ -64,7 +64,7 @@ def with_agent(
         return status  # what is being settled stays the last failure
     for failure in agent.failures[-sum(new.values()) :]:
         told = _failure(status, failure, job, mine, now)
-        status = statuses.with_failure(status, told, root_cause.sentence(told))
+        status = statuses.with_failure(status, told, sentences.sentence(told))
     return status
 
 

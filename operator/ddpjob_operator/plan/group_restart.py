@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ddpjob.core import rules
-from ddpjob_operator.failures import root_cause, termination_message
+from ddpjob_operator.failures import root_cause, sentences, termination_message
 from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, reasons, topology, wording
 from ddpjob_operator.job.reasons import Reason
@@ -65,7 +65,7 @@ def attempt_broken(s: View) -> Decision | None:
     if sign is None:
         return None
     reason, failure = sign
-    text = root_cause.sentence(failure)
+    text = sentences.sentence(failure)
     status = statuses.with_failure(s.status, failure, text)
     if not s.alive and not launcher.restarts_in_place(s.spec):
         # Nothing is left to stop or to wait for, so the first sign is all that there is: one look, and one event. The
@@ -88,7 +88,7 @@ def restarting(s: View) -> Decision | None:
     seen, _ = _cause(s, first)
     # What is ended from outside gets its full grace to save, so its peers get theirs: they stop at one agreed step.
     grace = None if s.recorded.reason == reasons.DISRUPTED.name else restart_grace_seconds(s.spec)
-    text = root_cause.sentence(seen)
+    text = sentences.sentence(seen)
     status = statuses.with_failure(s.status, seen, text)
     actions, again = culprit.stop(s, first, s.alive, grace)
     return Decision(replace(status, message=_ending(s, text, seen)), actions, again)
@@ -194,7 +194,7 @@ def settle(s: View, first: api.Failure) -> Settled:
     found = rules.with_policy(found, failure.exit_code, budgets.policy(s.spec), from_outside=outside)
     verdict = rules.judge(found, history, past, budgets.limits(s.spec), s.now)
     failure = replace(failure, failure_class=found, charged_to=(verdict.charged_to or "") if verdict.restart else "")
-    return Settled(failure, verdict, root_cause.sentence(failure))
+    return Settled(failure, verdict, sentences.sentence(failure))
 
 
 def _next_attempt(s: View, settled: Settled) -> Decision:

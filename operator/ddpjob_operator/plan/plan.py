@@ -17,7 +17,7 @@ from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
-from ddpjob_operator.failures import root_cause
+from ddpjob_operator.failures import sentences
 from ddpjob_operator.job import api, launcher, podspec, ranges, reasons, times, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.validation import Problem
@@ -414,7 +414,7 @@ def restarts_in_place(old: api.Status, new: api.Status) -> Iterator[Event]:
         # What is being settled meanwhile is the last failure, and not what they have overcome.
         settling = statuses.is_broken(old) or statuses.is_broken(new)
         free = "" if failure.charged_to in ("", "application") else " (not charged to backoffLimit)"
-        what = "" if settling else f"{root_cause.sentence(failure)}{free}; "
+        what = "" if settling else f"{sentences.sentence(failure)}{free}; "
         text = f"{what}all ranks have started again in their pods (restart {count} in place)"
         yield _event(reasons.RESTARTED_IN_PLACE, text)
 
@@ -470,7 +470,7 @@ def _waiting(
 
 def _after_what(s: View) -> str:
     failure = s.status.last_failure
-    return f"after {root_cause.short(failure)}: " if failure is not None and statuses.is_restarted(s.status) else ""
+    return f"after {sentences.short(failure)}: " if failure is not None and statuses.is_restarted(s.status) else ""
 
 
 def _why_suspended(s: View) -> tuple[Reason, str]:

@@ -208,7 +208,7 @@ def _stays(written: bytes, message: Failure) -> bool:
         earlier = Failure.from_dict(json.loads(written))
     except ValueError:
         return False  # a rank was killed while it wrote
-    return 0 < earlier.time and (earlier.resumable, earlier.time) <= (message.resumable, message.time)
+    return earlier.time > 0 and (earlier.resumable, earlier.time) <= (message.resumable, message.time)
 
 
 def encode(message: dict[str, Any]) -> bytes:
