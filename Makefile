@@ -6,7 +6,7 @@ CRD    := charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml
 # One pytest process a core; tests that share something name their group.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
 
-.PHONY: install demo test test-versions simulate test-kind check format generate clean help
+.PHONY: install demo quick test test-long test-versions simulate test-kind check format generate clean help
 
 help: ## What can be made.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,9 +30,15 @@ check: install ## Style, types, layers, and that generated files are what the co
 	$(BIN)/python -m ddpjob_operator.job.reference | diff -u docs/reference.md - || (echo "make generate"; exit 1)
 	$(BIN)/python -m ddpjob_operator.check.document | diff -u docs/check.md - || (echo "make generate"; exit 1)
 
+quick: check ## Style, types, and the tests that start no process: what a change in the core or the chart needs first.
+	$(PYTEST) --quiet -m "not long" tests/unit tests/property tests/chart
+
 test: check ## All tests; those that need a cluster run where KUBECONFIG names one, by themselves: they wait for it.
-	$(PYTEST) --ignore tests/api --ignore tests/cluster
-	$(BIN)/python -m pytest -n 0 tests/api tests/cluster
+	$(PYTEST) -m "not long" --durations 25 --ignore tests/api --ignore tests/cluster
+	$(BIN)/python -m pytest -n 0 -m "not long" --durations 25 tests/api tests/cluster
+
+test-long: install ## What varies the promises of `make test` in hundreds of ways and takes hours: for the night.
+	$(PYTEST) -m long --durations 25
 
 test-versions: install ## The library's and ddprun's tests with each Python from 3.10 on that is here, torch 2.4 and the newest (gigabytes).
 	$(BIN)/python tests/versions.py

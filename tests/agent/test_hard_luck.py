@@ -65,7 +65,7 @@ class Pair:
 
 RAISES_WHEN_TOLD = f"""
 import os, signal, time
-from ddpjob import termination
+from ddpjob.reporting import termination
 def told(*_): raise RuntimeError("DataLoader worker exited unexpectedly")
 signal.signal(signal.SIGTERM, told)
 termination.install()
@@ -140,7 +140,7 @@ def _signals_are_read(pid: int) -> bool:
 
 TELLS_AT_EXIT = """
 import atexit
-from ddpjob import termination
+from ddpjob.reporting import termination
 atexit.register(lambda: termination.tell(OSError("the last snapshot was not written")))
 """
 

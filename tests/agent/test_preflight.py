@@ -17,7 +17,7 @@ from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 JOIN_SECONDS, T0 = 600.0, 7.25
 ASKED = {"DDPJOB_PREFLIGHT": "1"}
 TRAIN = "import os; open(f'trained-{os.environ[\"RANK\"]}-{os.environ[\"TORCHELASTIC_RESTART_COUNT\"]}', 'w').close()"
-# In the place of ddpjob/preflight.py, which needs torch.
+# In the place of ddpjob/preflight, which needs torch.
 STUB = """
 import os, sys, time
 from ddpjob.reporting import termination
@@ -110,8 +110,9 @@ def test_a_new_pod_that_was_asked_to_makes_all_measure() -> None:
 def stubbed(launcher: Launcher) -> Launcher:
     """Agents whose pre-flight is the stub."""
     stub = launcher.folder / "stub"
-    stub.mkdir()
-    (stub / "preflight.py").write_text(STUB)
+    (stub / "preflight").mkdir(parents=True)
+    (stub / "preflight/__init__.py").touch()
+    (stub / "preflight/__main__.py").write_text(STUB)
     (stub / "sitecustomize.py").write_text("import ddpjob; ddpjob.__path__.insert(0, __file__.rsplit('/', 1)[0])")
     path = [str(stub), *filter(None, [launcher.env.get("PYTHONPATH")])]
     launcher.env |= {"PYTHONPATH": ":".join(path)}

@@ -104,7 +104,7 @@ def test_the_default_preload_has_all_that_the_first_step_of_ddp_imports(launcher
 
 
 def test_no_module_of_the_agent_imports_torch_or_what_is_not_in_the_standard_library() -> None:
-    ours = ", ".join(f"ddpjob.agent.{name}" for name in ("agent", "options", "leading", "following", "wire", "logs"))
+    ours = ", ".join(f"ddpjob.agent.{name}" for name in ("agent", "options", "leader", "follower", "wire", "logs"))
     code = f"import sys; before = set(sys.modules); import {ours}; print(*set(sys.modules) - before)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     foreign = {name.partition(".")[0] for name in said.stdout.split()} - set(sys.stdlib_module_names) - {"ddpjob"}

@@ -100,7 +100,7 @@ def test_what_never_ends_is_not_waited_for_longer_than_was_asked(monkeypatch: py
 # lock of the interpreter.
 ENDS = """
 import datetime, os, torch.distributed as dist
-from ddpjob import watchdog
+from ddpjob.reporting import watchdog
 from ddpjob.cells import PAGE_BYTES
 store, moment = dist.HashStore(), datetime.timedelta(milliseconds=20)
 watchdog.LOOK_SECONDS, watchdog._collectives_begun = 0, lambda: store.wait(["never"], moment)

@@ -52,3 +52,8 @@ def test_every_link_leads_to_a_file_and_every_example_is_linked() -> None:
     assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
     examples = {path.name for path in (ROOT / "examples/notes").glob("*.yaml")}
     assert examples - {Path(link).name for link in links} == set()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples/notes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_of_a_launch_is_a_valid_job(path: Path) -> None:
+    assert validation.parse(yaml.safe_load(path.read_text(encoding="utf-8")))[1] == []
