@@ -1,8 +1,8 @@
 """Which failure explains the others, and what it was.
 
-What the kernel, the kubelet and the node controller found counts first, for what is ended from outside may say
-anything; then what a process did by itself; then time. Time alone proves little: the kubelet tells whole seconds, of
-clocks that differ from node to node.
+What the kernel, the kubelet and the node controller found counts first, because a process that is ended from outside
+may print anything; then what a process did by itself; then time. Time alone proves little: the kubelet has whole
+seconds, by clocks that differ from node to node.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ LOG_TAIL_MAX = 2048
 """Bytes of the log's end in the status."""
 EXCEPTION_MAX, WORD_MAX = 300, 128
 CLOCKS_DIFFER = dt.timedelta(seconds=2)
-# Nobody watches the clocks of nodes, and ten seconds are seen. Only where no observation shows which came first.
+# Clocks of nodes differ by up to ten seconds. For where no observation shows which came first.
 NODE_CLOCKS_DIFFER = dt.timedelta(seconds=12)
 # How long before its container a rank may have failed: torchrun waits for the others, and a rank for its debugger.
-SAID_BEFORE_MAX = dt.timedelta(hours=1)
+REPORTED_BEFORE_MAX = dt.timedelta(hours=1)
 RankOf = Callable[[int], "int | None"]
 """The rank of a node's only process; None where that is not known."""
 
@@ -48,7 +48,8 @@ DISRUPTIONS = {
     "DeletionByPodGC": "was deleted because its node is gone",
     "TerminationByKubelet": "was ended by the kubelet, which is short of a resource or shuts its node down",
 }
-# What only the kubelet, or the lack of one, does, and what is told when it is over: it may have begun before our stop.
+# Only the kubelet does these, or the node controller in its place, and they are reported when they are over: they may
+# have begun before the operator stopped the pod.
 _BY_KUBELET = frozenset(("TerminationByKubelet", "DeletionByPodGC"))
 _BY_REASON: dict[str, api.Evidence] = {
     **dict.fromkeys((NODE_LOST, GONE), api.Evidence(precedence="NODE", vanished=True)),
@@ -560,4 +561,4 @@ def _time(pod: Pod, report: ContainerReport, now: dt.datetime) -> dt.datetime:
     if ended is None:
         return pod.deletion_requested_at or now
     failed = dt.datetime.fromtimestamp(report.time, dt.timezone.utc)
-    return failed if dt.timedelta() <= ended + CLOCKS_DIFFER - failed <= SAID_BEFORE_MAX else ended
+    return failed if dt.timedelta() <= ended + CLOCKS_DIFFER - failed <= REPORTED_BEFORE_MAX else ended

@@ -283,7 +283,7 @@ class Failure(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=T
     node: str = ""
     """The cluster node it ran on."""
     exit_code: int | None = None
-    """The exit code of the guilty rank where it is known, else of the container."""
+    """The exit code of the culprit rank where it is known, else of the container."""
     signal: str = ""
     """The signal's name where a signal ended it: SIGKILL."""
     reason: str = ""

@@ -28,8 +28,8 @@ from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob.core.failures import Failure
 
 if TYPE_CHECKING:
-    from ddpjob.agent.follower import Following
-    from ddpjob.agent.leader import Leading
+    from ddpjob.agent.follower import Follower
+    from ddpjob.agent.leader import Leader
 
 INTERRUPTED = (signal.SIGINT,)
 USAGE = 2  # as argparse ends
@@ -60,30 +60,30 @@ class Agent:
     def __init__(self, options: Options, environ: Mapping[str, str], folder: Folder) -> None:
         self.options, self.environ, self.folder = options, environ, folder
         self.code: int | None = None
-        self.told = 0  # the signal that told us to end
+        self.told = 0  # the signal that asked this agent to end
         self._numbers = [getattr(signal, name) for name in options.signals if hasattr(signal, name)]
         self._signals = processes.listen_to_signals(self._numbers)
         self._poller = select.poll()
-        self._heard_by: dict[int, Callable[[], None]] = {}
+        self._callbacks: dict[int, Callable[[], None]] = {}
         self._server = _fork_server(options, environ)
         self.node = Node(options, environ, folder, self._server)
         self.watching = Watching(self)
-        self._told_of_failure = False
+        self._failure_reported = False
         self.settled = True  # whether nothing of the last generation is left here
-        self._behind = False  # whether ranks have written more than a turn copies
-        self.group: Leading | Following = _group(self)
+        self._has_backlog = False  # whether ranks have written more than a turn copies
+        self.group: Leader | Follower = _group(self)
 
     # ---- the loop ------------------------------------------------------------------------------------------
 
     def run(self) -> int:
         """Until it is over."""
-        self.watch(self._signals, self._hear_signals)
+        self.watch(self._signals, self._receive_signals)
         if self._server is not None:
-            self.watch(self._server.fileno(), self._hear_server)
+            self.watch(self._server.fileno(), self._receive_from_server)
         self.group.begin(time.monotonic())
         while self.code is None:
             for descriptor, _ in self._poller.poll(self._milliseconds()):
-                heard = self._heard_by.get(descriptor)
+                heard = self._callbacks.get(descriptor)
                 if heard is not None:
                     heard()
             self._turn()
@@ -92,11 +92,11 @@ class Agent:
     def watch(self, descriptor: int, heard: Callable[[], None], *, write: bool = False) -> None:
         """Call when there is something to read, or room to write."""
         self._poller.register(descriptor, select.POLLOUT if write else select.POLLIN)
-        self._heard_by[descriptor] = heard
+        self._callbacks[descriptor] = heard
 
     def unwatch(self, descriptor: int) -> None:
         """No longer."""
-        if self._heard_by.pop(descriptor, None) is not None:
+        if self._callbacks.pop(descriptor, None) is not None:
             self._poller.unregister(descriptor)
 
     def _turn(self) -> None:
@@ -110,7 +110,7 @@ class Agent:
             say("a rank does not end, although it was killed: the kernel holds it; this node is given up")
             return self.group.abandon()
         if self.folder.tails:
-            self._behind = not self.folder.copy()
+            self._has_backlog = not self.folder.copy()
         self._report(now)
         self.watching.turn(now)
         return self.group.turn(now)
@@ -119,8 +119,8 @@ class Agent:
         """Say how the ranks end: the first failure at once, and that all are gone."""
         if self.settled:
             return
-        if self.node.failed and not self._told_of_failure:
-            self._told_of_failure = True
+        if self.node.failed and not self._failure_reported:
+            self._failure_reported = True
             self.group.failed(self.node.failures, now)
         if self.node.running:
             return
@@ -141,23 +141,23 @@ class Agent:
         times = (self.node.deadline(now), self.group.deadline, self.watching.deadline)
         deadlines = [now + WAIT_SECONDS_MAX, *(at for at in times if at)]
         if self.folder.tails:
-            deadlines.append(now if self._behind else now + TAIL_SECONDS)
+            deadlines.append(now if self._has_backlog else now + TAIL_SECONDS)
         if not self.settled and not self.node.running:  # none could be started
             deadlines.append(now)
         return max(0.0, min(deadlines) - now) * 1000 + 1
 
-    def _hear_signals(self) -> None:
+    def _receive_signals(self) -> None:
         for number in os.read(self._signals, 4096):
             if number in self._numbers:
-                self._be_told(number)
+                self._terminate(number)
 
-    def _be_told(self, number: int) -> None:
-        """From outside, for instance by the kubelet: the ranks are told, and get the time that is left."""
+    def _terminate(self, number: int) -> None:
+        """A signal from outside, for instance the kubelet's: the ranks get it too, and the time that is left."""
         first, self.told = not self.told, self.told or number
         now = time.monotonic()
         if not first:
-            if number in INTERRUPTED:  # a second Ctrl-C is impatience
-                self.node.hurry(now)
+            if number in INTERRUPTED:  # a second Ctrl-C: the user does not want to wait
+                self.node.kill_now(now)
             return
         self.watching.end()
         if self.node.running:
@@ -166,7 +166,7 @@ class Agent:
             self.node.forget()
         self.group.told(now)
 
-    def _hear_server(self) -> None:
+    def _receive_from_server(self) -> None:
         assert self._server is not None, "only a server is heard"
         given_up = bool(self._server.refused)  # and said so
         self._server.hear()
@@ -183,7 +183,7 @@ class Agent:
 
     def start(self, life: Life) -> None:
         """Start the ranks of a generation."""
-        self.settled = self._told_of_failure = False
+        self.settled = self._failure_reported = False
         self.node.start(life)
         if not life.preflight and self.node.beats is not None:
             self.watching.begin(self.node.beats)
@@ -237,14 +237,14 @@ class Agent:
         return rank is not None and rank // self.options.nproc == self.options.node_rank
 
 
-def _group(agent: Agent) -> Leading | Following:
+def _group(agent: Agent) -> Leader | Follower:
     if agent.options.node_rank == 0:
-        from ddpjob.agent.leader import Leading
+        from ddpjob.agent.leader import Leader
 
-        return Leading(agent)
-    from ddpjob.agent.follower import Following
+        return Leader(agent)
+    from ddpjob.agent.follower import Follower
 
-    return Following(agent)
+    return Follower(agent)
 
 
 def _fork_server(options: Options, environ: Mapping[str, str]) -> ForkServer | None:

@@ -130,7 +130,7 @@ class Node:
             self.failures.append(self._failure(0, -number))
         self._signal(number, grace_seconds, now)
 
-    def hurry(self, now: float) -> None:
+    def kill_now(self, now: float) -> None:
         """Their time is over."""
         if self.running:
             self.kill_at = now

@@ -1,7 +1,8 @@
 """What a failure is, what it costs, and when no other try is worth it.
 
-One place for the operator and for what runs in the pods: standard library only, no I/O, no clock. `classify` names
-the class of a failure, `judge` charges it to a budget and says whether, and when, the group starts again.
+One place for the operator and for what runs in the pods; how failures rank as causes is in failures.py. Standard
+library only, no I/O, no clock. `classify` names the class of a failure, `judge` charges it to a budget and says
+whether, and when, the group starts again.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ BACK_OFF_SECONDS_MAX = 300
 # the next restart is immediate again; how many restarts may be free is another question, which time does not answer.
 FORGIVEN_AFTER_SECONDS = 600
 
-# What a rank says when its peer is gone: true, and not the reason. Seen with torch 2.13 on gloo; the NCCL lines are
+# What a rank raises when its peer is gone: true, and not the reason. Seen with torch 2.13 on gloo; the NCCL lines are
 # from its documentation and were not run here (docs/measured.md, failures).
 SYMPTOMS = re.compile(
     r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Connection was likely closed"
@@ -93,10 +94,10 @@ OWN_LIMIT = re.compile(r"exceeds the (?:total )?limit|exceeded its local ephemer
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of the end of one process or pod; all of it may be missing."""
+    """What is known of the end of one process or pod; all of it may be missing. `classify` goes by it."""
 
     exit_code: int | None = None
-    """Of the guilty rank where it is known, else of the container; 128 + n where signal n ended it."""
+    """Of the culprit rank where it is known, else of the container; 128 + n where signal n ended it."""
     reason: str = ""
     """The kubelet's word for the container: OOMKilled, Error, StartError."""
     pod_reason: str = ""
@@ -108,9 +109,9 @@ class Evidence:
     exception: str = ""
     """The exception's line."""
     deletion_requested: bool = False
-    """Whether its deletion was asked for before it ended."""
+    """Whether its deletion was requested before it ended."""
     vanished: bool = False
-    """Whether its pod, or its node, is gone without a word."""
+    """Whether its pod, or its node, is gone without a report."""
     stalled: bool = False
     """Whether it was stopped because it made no step."""
 
@@ -224,8 +225,8 @@ def classify(evidence: Evidence) -> Class:
 
 def from_outside(e: Evidence) -> bool:
     """Whether it was ended by what is not in it: its node, an eviction, somebody's delete."""
-    struck = e.disruption or e.deletion_requested or e.vanished or e.reason in LOST_CONTAINER
-    return bool(struck) or _ended_by_its_node(e)
+    killed = e.disruption or e.deletion_requested or e.vanished or e.reason in LOST_CONTAINER
+    return bool(killed) or _ended_by_its_node(e)
 
 
 def is_of_node(pod_reason: str) -> bool:

@@ -1,15 +1,16 @@
 """What node 0's agent decides for all: when a generation starts, stops, starts again, and when the job is over.
 
-Pure: events in with the time, orders out; `agent.py` carries them. The leader's own node is node 0 like any other,
-and a job of one node follows the same rules.
+Pure: events and the time come in, orders go out, and `leader.py` carries them out. The leader's own node is node 0
+like any other, and a job of one node follows the same rules.
 
-    gathering   until every node is here and nothing of the last generation runs anywhere
+    gathering   until every node is connected and nothing of the last generation runs anywhere
     running     until a rank fails, a node is lost, or all nodes have finished
-    stopping    until every node that is here has said that its ranks are gone
+    stopping    until every connected node has reported that its ranks are gone
     pausing     the back-off
     over
 
-Where an operator is there, it makes a new pod for one that is lost and charges for it; here is charged what needs none.
+An operator, where there is one, makes a new pod for one that is lost and charges for it; what needs no new pod is
+charged here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ddpjob.core import rules
 
 Ended = tuple[int, int]
-"""A rank that ended with 0 although nobody had told it to, and the last step that it made."""
+"""A rank that ended with 0 before it was stopped, and the last step that it made."""
 State = Literal["gathering", "running", "stopping", "pausing", "over"]
 
 
@@ -41,16 +42,16 @@ class Start(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """To these nodes: end your ranks, and say when they are gone."""
+    """To these nodes: end your ranks, and report when they are gone."""
 
     nodes: Collection[int]
     generation: int
     patient: bool
-    """Whether ranks may have something to save together: they were told to stop and have not lost each other."""
+    """Whether ranks may have something to save together: they were asked to stop and have not lost each other."""
 
 
 class Ask(NamedTuple):
-    """To every node: the group seems to stand still; let each rank say where it is."""
+    """To every node: the group seems stalled; each rank reports its position."""
 
     generation: int
 
@@ -65,13 +66,13 @@ class End(NamedTuple):
     """To every node: it is over."""
 
     code: int
-    """0, or how the guilty rank ended; 75 where nobody is guilty."""
+    """0, or how the culprit rank ended; 75 where there is none."""
     failure: Failure | None
     why: str
 
 
 class Leave(NamedTuple):
-    """To node 0 alone: it goes, for it was told to, and the others wait for its replacement."""
+    """To node 0 alone: it ends, because it was told to, and the others wait for its replacement."""
 
     why: str
 
@@ -113,7 +114,7 @@ class Lead:
         self._finished: set[int] = set()
         self._ended: list[Ended] = []  # in this generation
         self._unable: set[int] = set()  # nodes that have no such program, in this generation
-        self._stopping: set[int] = set()  # nodes that have not yet said that their ranks are gone
+        self._stopping: set[int] = set()  # nodes whose ranks are not gone yet
         self._terminations = Terminations(has_operator)
         self._replacements: dict[int, int] = {}  # by node: which of its pods was here last
         self._lost_pods: dict[int, int] = {}  # by node: which of its pods this generation has lost first
@@ -273,7 +274,7 @@ class Lead:
             self._stop([_failed_check(f"took longer than {PREFLIGHT_SECONDS:g} s")], now)
         elif self.state == "gathering":
             missing = sorted(set(range(self._nodes)) - self._here)
-            why = f"nodes {', '.join(map(str, missing))} did not come within {self._join_seconds:g} s"
+            why = f"nodes {', '.join(map(str, missing))} did not connect within {self._join_seconds:g} s"
             self._end(RESUMABLE, None, why, now)
         elif self._standstill.asked:
             self._settle_standstill(now)
