@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 from msgspec.structs import replace
 from worlds import World, digits
 
-from ddpjob_operator.observed.reports import Agent, AgentCounts, AgentFailure
+from ddpjob.core.failures import Failure
+from ddpjob_operator.observed.reports import Agent, AgentCounts
 from ddpjob_operator.plan.plan import CreatePod, DeletePod
 from ddpjob_operator.pods import build
 
@@ -154,7 +156,7 @@ def test_a_suspended_job_stops_all_pods_and_begins_with_fresh_names() -> None:
 
 def said(application: int = 0, *, infrastructure: int = 0, replacement: int = 0, in_a_row: int = 1) -> Agent:
     failures = [
-        AgentFailure(
+        Failure(
             rank=2,
             node_rank=2,
             exit_code=137,
@@ -196,7 +198,7 @@ def test_a_restart_in_place_that_only_complaints_explain_blames_nobody_and_says_
     world = trained()
     agent = said(infrastructure=1)
     lost = "RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.4]:4711"
-    failure = replace(
+    failure = dataclasses.replace(
         agent.failures[0],
         exit_code=1,
         signal="",
