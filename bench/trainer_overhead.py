@@ -118,14 +118,14 @@ def check_replicas_seconds(world_size: int = 2, layers: int = 160, width: int = 
 
 def with_beats() -> float:
     """As in a rank of ddprun, with the thread of the watchdog."""
+    from ddpjob import process
     from ddpjob.agent.heartbeats import Beats
-    from ddpjob.reporting import watchdog
     from ddpjob.reporting.progress import flush
 
     flush()
     beats = Beats(1)
     os.environ["DDPJOB_BEATS"] = beats.where(0)
-    watchdog._pid = 0  # as in a process that has not reported yet
+    process.replace()  # as in a process that has not reported yet
     seconds = best_seconds(progress_calls)
     assert beats.of(0).step == 2_000 - 1, "they arrive"
     return seconds

@@ -75,7 +75,7 @@ def test_what_cannot_hold_is_said_in_one_line(launcher: Launcher) -> None:
     assert done.returncode == 0
     assert done.stderr == (
         "ddprun: the fork server had imported torch before the script set OMP_PROC_BIND, PYTORCH_CUDA_ALLOC_CONF, "
-        "TORCHINDUCTOR_MAX_AUTOTUNE: that does not hold. Set it in the job's env, or start with --no-preload.\n"
+        "TORCHINDUCTOR_MAX_AUTOTUNE: that has no effect. Set it in the job's env, or start with --no-preload.\n"
     )
     forget_torchs_own(launcher)
 
@@ -99,7 +99,7 @@ def test_what_the_jobs_env_sets_is_there_from_the_start_and_needs_no_words(launc
 def test_many_names_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """One line, whatever the script has set."""
     monkeypatch.setenv("RANK", "0")
-    late_environment.tell({f"KMP_{i}" for i in range(9)} | {"OTHER", "HOME"}, {"HOME"})
+    late_environment.apply_late({f"KMP_{i}" for i in range(9)} | {"OTHER", "HOME"}, {"HOME"})
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "KMP_0, KMP_1, KMP_2, KMP_3, KMP_4 and 4 more:" in err
@@ -109,7 +109,7 @@ def test_many_names_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_one_rank_speaks_for_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A thousand lines in the log of a job of a thousand ranks."""
     monkeypatch.setenv("RANK", "3")
-    late_environment.tell({"KMP_BLOCKTIME"}, set())
+    late_environment.apply_late({"KMP_BLOCKTIME"}, set())
     assert capsys.readouterr().err == ""
 
 

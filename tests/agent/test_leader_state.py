@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from leads import failure, taken
 
-from ddpjob.agent.core.budget import Budget, Left, PolicyRule
 from ddpjob.agent.core.leader_state import End, Lead, Leave, Start, Stop
-from ddpjob.core import rules
+from ddpjob.core import budget
+from ddpjob.core.budget import Budget, Grant, History, Known, Spent
+from ddpjob.core.failure_policy import PolicyRule
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob.core.failures import Failure, root_cause
 
@@ -115,7 +116,7 @@ def test_the_budget_is_spent_to_the_last_and_not_overrun(restarts: int) -> None:
     for generation in range(1, restarts + 1):
         found.failed(0, [failure(code=9)], at)
         stop(found, [failure(code=9)], at)
-        at += rules.back_off_seconds(generation)
+        at += budget.back_off_seconds(generation)
         found.tick(at)
         assert taken(found) == [Start(generation)]
     found.failed(0, [failure(code=9)], at)
@@ -125,16 +126,16 @@ def test_the_budget_is_spent_to_the_last_and_not_overrun(restarts: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "restarts"),
+    ("grant", "restarts"),
     [
-        (Left(0, 99, 10, replaced=1, known_of=0, known=(1, 0, 0)), 0),
-        (Left(1, 99, 10, replaced=1, known_of=0, known=(1, 0, 0)), 1),
-        (Left(1, 99, 10, replaced=1), 0),
-        (Left(1, 99, 10, replaced=1, known_of=7, known=(1, 0, 0)), 0),
+        (Grant(0, 99, 10, replaced=1, known=Known(0, Spent(1))), 0),
+        (Grant(1, 99, 10, replaced=1, known=Known(0, Spent(1))), 1),
+        (Grant(1, 99, 10, replaced=1), 0),
+        (Grant(1, 99, 10, replaced=1, known=Known(7, Spent(1))), 0),
     ],
     ids=["nothing is left", "one, and it knew of ours", "one, and it did not", "one, and it knew of another agent's"],
 )
-def test_what_the_operator_has_charged_meanwhile_comes_with_a_new_pod(left: Left, restarts: int) -> None:
+def test_what_the_operator_has_charged_meanwhile_comes_with_a_new_pod(grant: Grant, restarts: int) -> None:
     """Else a script whose pods run out of memory now and then restarts more often than its user allowed."""
     found = running(2, restarts=3, has_operator=True)
     found.failed(0, [failure()], T0)
@@ -142,17 +143,17 @@ def test_what_the_operator_has_charged_meanwhile_comes_with_a_new_pod(left: Left
     assert taken(found) == [Start(1)]
     found.lost(1, T0)
     stop(found, [])
-    found.joined(1, T0, 1, 1, left=left)
+    found.joined(1, T0, 1, 1, grant=grant)
     assert taken(found) == [Start(2)]
     fails(found, T0 + 1000, Start(3) if restarts else End)
 
 
 def test_a_pod_that_was_made_earlier_knows_nothing_new_of_the_budget() -> None:
     found = running(2, restarts=1, has_operator=True)
-    for number, left in enumerate([Left(5, 99, 10, replaced=2), Left(0, 99, 10, replaced=1)], start=1):
+    for number, grant in enumerate([Grant(5, 99, 10, replaced=2), Grant(0, 99, 10, replaced=1)], start=1):
         found.lost(1, T0)
         stop(found, [])
-        found.joined(1, T0, number - 1, number, left=left)
+        found.joined(1, T0, number - 1, number, grant=grant)
         assert taken(found) == [Start(number)]
     for number in (3, 4, 5):
         fails(found, T0 + number * 1000, Start(number))
@@ -254,8 +255,8 @@ def test_restarts_in_a_row_go_on_from_what_a_newer_pod_was_told_and_what_nobody_
         fails(found, T0 + number * 1000, Start(number))
     found.lost(1, T0)
     stop(found, [])
-    heard_of_one = Left(9, 90, 9, 4, 3, replaced=1, known_of=0, known=(1, 0, 0))
-    found.joined(1, T0, 2, 1, left=heard_of_one)
+    heard_of_one = Grant(9, 90, 9, 4, 3, replaced=1, known=Known(0, Spent(1)))
+    found.joined(1, T0, 2, 1, grant=heard_of_one)
     assert (found.counts["inARow"], found.counts["chargedInARow"]) == (5, 4)
 
 
@@ -327,7 +328,7 @@ def test_complaints_about_lost_peers_alone_are_free_once_and_not_for_ever() -> N
 
 
 def test_the_operator_says_whether_complaints_were_free_already() -> None:
-    found = Lead(1, Budget(9, 9, 9, 9, peers_lost=1), JOIN_SECONDS, T0)
+    found = Lead(1, Budget(9, 9, 9, 9, History(peers_lost=1)), JOIN_SECONDS, T0)
     found.joined(0, T0)
     taken(found)
     found.failed(0, [failure(symptom=True)], T0)
@@ -663,13 +664,13 @@ def test_the_users_failure_policy_decides_by_the_exit_code(code: int, order: typ
 
 def test_restarts_in_a_row_go_on_from_where_the_operators_stand() -> None:
     """Else each new pod would begin again without a back-off."""
-    found = Lead(1, Budget(9, 9, 9, 9, in_a_row=4, charged_in_a_row=2), JOIN_SECONDS, T0)
+    found = Lead(1, Budget(9, 9, 9, 9, History(in_a_row=4, charged_in_a_row=2)), JOIN_SECONDS, T0)
     found.joined(0, T0)
     taken(found)
     assert (found.counts["inARow"], found.counts["chargedInARow"], found.restarts) == (4, 2, 0)
     found.failed(0, [failure()], T0)
     stop(found, [failure()])
-    assert found.deadline == T0 + rules.back_off_seconds(5)
+    assert found.deadline == T0 + budget.back_off_seconds(5)
     assert (found.counts["inARow"], found.counts["chargedInARow"], found.counts["application"]) == (5, 3, 1)
 
 

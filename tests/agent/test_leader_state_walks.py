@@ -8,8 +8,8 @@ from typing import Literal
 import pytest
 from leads import failure
 
-from ddpjob.agent.core.budget import Budget
 from ddpjob.agent.core.leader_state import End, Lead, Leave, Over, Start, Stop
+from ddpjob.core.budget import Budget
 
 NODES = 3
 PLENTY = Budget(10**6, 10**6, 10**6, 10**6)

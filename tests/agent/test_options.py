@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddpjob.agent.options import Options, parse, read_left
+from ddpjob.agent.options import Options, parse
+from ddpjob.core.budget import Grant
 
 
 def options(line: str, **environ: str) -> Options:
@@ -160,7 +161,7 @@ def test_what_cannot_be_done_is_refused_by_its_name(capsys: Any, line: str, said
 def test_the_operator_says_how_many_restarts_there_were_in_a_row_and_which_pod_this_is() -> None:
     left = '{"application": 2, "infrastructure": 99, "stall": 10, "inARow": 4, "chargedInARow": 2}'
     found = options("train.py", DDPJOB_RESTARTS_LEFT=left, DDPJOB_REPLACEMENT="3")
-    assert (found.budget.total, found.budget.in_a_row, found.budget.charged_in_a_row) == (111, 4, 2)
+    assert (found.budget.total, found.budget.history.in_a_row, found.budget.history.charged_in_a_row) == (111, 4, 2)
     assert (found.has_operator, found.replacement) == (True, 3)
     alone = options("train.py")
     assert (alone.has_operator, alone.replacement, alone.policy) == (False, 0, ())
@@ -169,12 +170,12 @@ def test_the_operator_says_how_many_restarts_there_were_in_a_row_and_which_pod_t
 def test_a_pod_is_told_as_of_when_the_budget_was_so_and_what_was_known_of_whose_restarts() -> None:
     known = '{"replacement": 1, "application": 2, "infrastructure": 0, "stall": 3}'
     text = f'{{"application": 2, "infrastructure": 99, "stall": 10, "replaced": 4, "known": {known}}}'
-    left = read_left(text)
-    assert (left.replaced, left.known_of, left.known) == (4, 1, (2, 0, 3))
+    grant = Grant.read(text)
+    assert (grant.replaced, grant.known) == (4, (1, (2, 0, 3)))
     capped = options("--max-restarts 3 train.py", DDPJOB_RESTARTS_LEFT=text).budget
-    assert capped.renewed(left._replace(replaced=5), 1)[:4] == (3, 3, 3, 3), "of --max-restarts in the whole life"
+    assert capped.renewed(grant._replace(replaced=5), 1)[:4] == (3, 3, 3, 3), "of --max-restarts in the whole life"
     with pytest.raises(ValueError, match="DDPJOB_RESTARTS_LEFT"):
-        read_left(text.replace("3}", "-3}"))
+        Grant.read(text.replace("3}", "-3}"))
 
 
 @pytest.mark.parametrize(("said", "seconds"), [("900", 900.0), ("0", 0.0), ("", None), (None, None)])

@@ -10,8 +10,8 @@ import pytest
 from agents import Launcher, finish, forget_torchs_own
 from leads import failure, taken
 
-from ddpjob.agent.core.budget import Budget
 from ddpjob.agent.core.leader_state import PREFLIGHT_SECONDS, Lead, Start, Stop
+from ddpjob.core.budget import Budget
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 
 JOIN_SECONDS, T0 = 600.0, 7.25

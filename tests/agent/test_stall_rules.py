@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from leads import failure, taken
 
-from ddpjob.agent.core.budget import Budget
 from ddpjob.agent.core.leader_state import ANSWER_SECONDS, Ask, End, Lead, Over, Start, Stop
 from ddpjob.agent.core.stall_monitor import BY_STEPS, Word
 from ddpjob.agent.core.stall_rules import Position
+from ddpjob.core.budget import Budget
 from ddpjob.core.failures import Failure
 
 T0 = 7.25

@@ -62,6 +62,7 @@ def test_a_rank_that_hangs_is_found_and_named_and_all_start_again(launcher: Laun
     assert budget == "stall"
     assert "line 6, in load_batch" in told(done.stderr, 1)
     assert "line 11, in <module>" in told(done.stderr, 0)
+    assert "forkserver.py" not in done.stderr, "the stack begins in the script, however the rank was started"
 
 
 def test_a_rank_whose_interpreter_is_held_cannot_answer_and_is_named_for_it(launcher: Launcher) -> None:

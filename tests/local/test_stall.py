@@ -11,7 +11,7 @@ from worlds import START, job
 
 from ddpjob_operator.local.cluster import LocalCluster
 from ddpjob_operator.observed.reports import Report
-from ddpjob_operator.plan.plan import CreatePod
+from ddpjob_operator.plan.actions import CreatePod
 from ddpjob_operator.pods import build
 
 

@@ -23,7 +23,8 @@ from ddpjob_operator.kube import observe
 from ddpjob_operator.kube.store import Store
 from ddpjob_operator.observed import facts
 from ddpjob_operator.observed.cluster import Container, Observed, Pod
-from ddpjob_operator.plan.plan import CreatePod, DeletePod, plan
+from ddpjob_operator.plan.actions import CreatePod, DeletePod
+from ddpjob_operator.plan.plan import plan
 from ddpjob_operator.pods import naming
 
 PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:4242"

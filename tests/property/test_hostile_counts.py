@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from worlds import START, World, digits, job
 
-from ddpjob.core import rules
+from ddpjob.core import budget
 from ddpjob.core.failures import Failure
 from ddpjob_operator.failures import termination_message
 from ddpjob_operator.job import api, bounds
@@ -47,7 +47,7 @@ def test_an_agent_is_believed_up_to_one_restart_beyond_its_budget(
         restarts = world.job.status.restarts or api.Restarts()
         limit = world.job.spec.backoff_limit
         assert restarts.application <= limit + 1
-        assert restarts.stall <= rules.STALLS_MAX + 1
+        assert restarts.stall <= budget.STALLS_MAX + 1
         assert len(restarts.charged_at) <= limit + 1
         assert restarts.in_a_row <= restarts.total
         api_status = json.loads(json.dumps(restarts.total))

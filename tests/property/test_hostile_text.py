@@ -24,7 +24,7 @@ from ddpjob_operator.job import api
 from ddpjob_operator.local.screen import PlainScreen, metric_parts
 from ddpjob_operator.observed.cluster import Refusal
 from ddpjob_operator.observed.reports import Agent, AgentCounts, Report, read_report
-from ddpjob_operator.plan.plan import Event
+from ddpjob_operator.plan.actions import Event
 from ddpjob_operator.pods import naming
 
 EVIL = "\x1b[2J\x1b[1;1H\x1b]0;owned\x07 State: Succeeded\u202e\nState: Succeeded hf_abcdefghijklmnopqrstuvwxyz"

@@ -14,11 +14,12 @@ from msgspec.structs import replace
 from worlds import START, UID, World, job
 
 from ddpjob_operator.job import api, ranges, validation
+from ddpjob_operator.job.status import is_broken
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.observed.cluster import ConflictingObject, Container, Node, Observed, Pod
 from ddpjob_operator.observed.reports import Agent, AgentCounts, Report
-from ddpjob_operator.plan.plan import CreatePod, CreateService, DeleteJob, DeletePod, plan
-from ddpjob_operator.plan.status import is_broken
+from ddpjob_operator.plan.actions import CreatePod, CreateService, DeleteJob, DeletePod
+from ddpjob_operator.plan.plan import plan
 from ddpjob_operator.pods import naming
 
 NODES_MAX = 3
@@ -151,11 +152,11 @@ def test_nothing_that_belongs_to_someone_else_is_ever_deleted(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
     # What a deleted job of the same name has left on a lost node is nobody's any more.
-    orphans = {(p.name, p.uid) for p in seen.pods if p.job == "digits" and p.owner_uid and p.deletion_requested_at}
-    mine = orphans | {(p.name, p.uid) for p in seen.pods if p.owner_uid == UID}
+    leaked = {(p.name, p.uid) for p in seen.pods if p.job == "digits" and p.owner_uid and p.deletion_requested_at}
+    of_this_name = leaked | {(p.name, p.uid) for p in seen.pods if p.owner_uid == UID}
     for action in plan(what, seen, now).actions:
         if isinstance(action, DeletePod):
-            assert (action.name, action.uid) in mine
+            assert (action.name, action.uid) in of_this_name
         if isinstance(action, DeleteJob):
             assert action.uid == UID
 
@@ -223,7 +224,7 @@ def test_when_a_plan_is_carried_out_and_nothing_else_happens_there_is_soon_nothi
     # The API server holds one pod by a name, and a pod of ours carries the name that its identity gives it.
     own = {naming.pod_name(what, p.attempt, p.rank, p.replacement): p for p in seen.pods if p.owner_uid == UID}
     world.pods = {name: replaced(p, name=name) for name, p in own.items()}
-    world.strangers = [p for p in seen.pods if p.owner_uid != UID and p.name not in own]
+    world.conflicting_pods = [p for p in seen.pods if p.owner_uid != UID and p.name not in own]
     world.reports, world.agent = dict(seen.reports), seen.agent
     world.settle(limit=8)
 
@@ -231,7 +232,7 @@ def test_when_a_plan_is_carried_out_and_nothing_else_happens_there_is_soon_nothi
 @given(jobs(), observed, times)
 @settings(max_examples=400)
 def test_what_a_plan_writes_is_read_as_it_was_written(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
-    """A status that the operator itself cannot read stops its job until somebody mends it by hand."""
+    """A status that the operator itself cannot read stops its job until somebody fixes it by hand."""
     status = plan(what, seen, now).status
     if status is not None:
         stored = msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins(status)))

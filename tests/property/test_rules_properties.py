@@ -8,21 +8,22 @@ from typing import get_args
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpjob.core import rules
+from ddpjob.core import budget, rules
+from ddpjob.core.failure_policy import Action, PolicyRule
 
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 classes = st.sampled_from(get_args(rules.Class))
-attempts = st.builds(rules.Attempt, st.booleans(), st.booleans(), st.floats(0, 1e6))
-limits = st.builds(rules.Limits, st.integers(0, 5), st.none() | st.integers(1, 4000))
+attempts = st.builds(budget.Attempt, st.booleans(), st.booleans(), st.floats(0, 1e6))
+limits = st.builds(budget.Limits, st.integers(0, 5), st.none() | st.integers(1, 4000))
 # Clocks jump, back too.
 failures = st.lists(st.tuples(classes, attempts, st.integers(-100, 4000)), max_size=40)
-Failures = list[tuple[rules.Class, rules.Attempt, int]]
-Step = tuple[rules.Class, rules.History, rules.Verdict, dt.datetime]
+Failures = list[tuple[rules.Class, budget.Attempt, int]]
+Step = tuple[rules.Class, budget.History, rules.Verdict, dt.datetime]
 
 
-def life(of: Failures, allowed: rules.Limits) -> list[Step]:
+def life(of: Failures, allowed: budget.Limits) -> list[Step]:
     """Each failure with the history before it, until the job ends."""
-    history, now, steps = rules.History(), NOW, []
+    history, now, steps = budget.History(), NOW, []
     for found, attempt, later in of:
         now += dt.timedelta(seconds=later)
         verdict = rules.judge(found, history, attempt, allowed, now)
@@ -34,16 +35,16 @@ def life(of: Failures, allowed: rules.Limits) -> list[Step]:
 
 
 @given(failures, limits)
-def test_budgets_are_never_overrun(of: Failures, allowed: rules.Limits) -> None:
+def test_budgets_are_never_overrun(of: Failures, allowed: budget.Limits) -> None:
     for _, _, verdict, now in life(of, allowed):
-        assert rules.counted(verdict.history, allowed, now) <= allowed.backoff_limit or not verdict.restart
-        assert verdict.history.stall <= rules.STALLS_MAX
-        assert verdict.history.in_a_row <= max(rules.INFRASTRUCTURE_IN_A_ROW_MAX, len(of))
-        assert 0 <= verdict.wait_seconds <= rules.BACK_OFF_SECONDS_MAX
+        assert budget.counted(verdict.history, allowed, now) <= allowed.backoff_limit or not verdict.restart
+        assert verdict.history.stall <= budget.STALLS_MAX
+        assert verdict.history.in_a_row <= max(budget.INFRASTRUCTURE_IN_A_ROW_MAX, len(of))
+        assert 0 <= verdict.wait_seconds <= budget.BACK_OFF_SECONDS_MAX
 
 
 @given(failures, limits)
-def test_infrastructure_never_eats_the_backoff_limit(of: Failures, allowed: rules.Limits) -> None:
+def test_infrastructure_never_eats_the_backoff_limit(of: Failures, allowed: budget.Limits) -> None:
     for found, before, verdict, _ in life(of, allowed):
         if found in ("infrastructure", "stall"):
             assert verdict.history.application == before.application
@@ -53,7 +54,7 @@ def test_infrastructure_never_eats_the_backoff_limit(of: Failures, allowed: rule
 
 
 @given(failures, limits)
-def test_a_history_only_grows_by_one_restart_each(of: Failures, allowed: rules.Limits) -> None:
+def test_a_history_only_grows_by_one_restart_each(of: Failures, allowed: budget.Limits) -> None:
     for _, before, verdict, _ in life(of, allowed):
         after = verdict.history
         if not verdict.restart:
@@ -69,17 +70,17 @@ def test_a_history_only_grows_by_one_restart_each(of: Failures, allowed: rules.L
 
 @given(failures)
 def test_a_job_that_makes_steps_ends_only_by_its_own_budgets(of: Failures) -> None:
-    well = [(found, rules.Attempt(True, True, 60.0), later) for found, _, later in of]
-    for _, _, verdict, _ in life(well, rules.Limits()):
+    well = [(found, budget.Attempt(True, True, 60.0), later) for found, _, later in of]
+    for _, _, verdict, _ in life(well, budget.Limits()):
         assert verdict.stop not in ("NoProgress", "TooManyInfrastructureFailures")
         assert verdict.wait_seconds == 0
 
 
 @given(classes, st.none() | st.integers(0, 255), st.lists(st.builds(
-    rules.PolicyRule, st.sampled_from(get_args(rules.Action)), st.frozensets(st.integers(1, 255)), st.booleans()
+    PolicyRule, st.sampled_from(get_args(Action)), st.frozensets(st.integers(1, 255)), st.booleans()
 )))  # fmt: skip
 def test_no_policy_charges_the_application_for_what_was_not_its_doing(
-    found: rules.Class, code: int | None, listed: list[rules.PolicyRule]
+    found: rules.Class, code: int | None, listed: list[PolicyRule]
 ) -> None:
     assert rules.with_policy(found, code, listed, from_outside=True) == found
     assert rules.with_policy("stall", code, listed) == "stall"
@@ -90,21 +91,21 @@ def test_no_policy_charges_the_application_for_what_was_not_its_doing(
 def test_an_explicit_rule_always_counts_for_what_a_process_did(found: rules.Class, code: int) -> None:
     """Exit codes 75 and 143 too: no policy could stop a job that ended so for ever."""
     for action, want in (("FailJob", "permanent"), ("Count", "application"), ("Ignore", "infrastructure")):
-        rule = rules.PolicyRule(action, frozenset({code}))  # type: ignore[arg-type]
+        rule = PolicyRule(action, frozenset({code}))  # type: ignore[arg-type]
         assert rules.with_policy(found, code, [rule]) == want
 
 
 @given(
     st.sampled_from(["application", "outOfMemory", "infrastructure", "stall"]),
-    st.builds(rules.Attempt, st.just(False), st.booleans(), st.floats(0, 1e6), st.booleans()),
+    st.builds(budget.Attempt, st.just(False), st.booleans(), st.floats(0, 1e6), st.booleans()),
     st.integers(0, 200),
 )
 def test_every_class_has_a_bound_however_long_its_attempts_run(
-    found: rules.Class, attempt: rules.Attempt, limit: int
+    found: rules.Class, attempt: budget.Attempt, limit: int
 ) -> None:
     """A restart every eleven minutes, for ever and for nothing, was what a job without step reports got."""
-    bounds = {"infrastructure": rules.INFRASTRUCTURE_IN_A_ROW_MAX, "stall": rules.STALLS_MAX}
-    history, now, allowed = rules.History(), NOW, rules.Limits(limit)
+    bounds = {"infrastructure": budget.INFRASTRUCTURE_IN_A_ROW_MAX, "stall": budget.STALLS_MAX}
+    history, now, allowed = budget.History(), NOW, budget.Limits(limit)
     for _ in range(1000):
         charged = rules.of_complaints(found, history, attempt)
         verdict = rules.judge(charged, history, attempt, allowed, now)

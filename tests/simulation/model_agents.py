@@ -14,8 +14,9 @@ from model_training import HANGS, REPORT_SECONDS, SAVE_SECONDS, SYMPTOM, Failure
 
 from ddpjob.agent import leader as leading
 from ddpjob.agent import options, posting
-from ddpjob.agent.core.budget import Budget, PolicyRule
 from ddpjob.agent.core.leader_state import End, Lead, Leave, Over, Start, Stop
+from ddpjob.core.budget import Budget, Grant
+from ddpjob.core.failure_policy import PolicyRule
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob.core.failures import Failure as RankFailure
 from ddpjob.reporting.termination import encode
@@ -69,7 +70,7 @@ class Agent:
     process: Process
     budget: Budget
     policy: tuple[PolicyRule, ...]
-    left: options.Left | None
+    grant: Grant | None
     """What the operator has told its pod."""
     lead: Lead | None = None
     """Of node 0's."""
@@ -105,9 +106,9 @@ class Agent:
         environ = process.environ
         return Agent(
             process=process,
-            budget=options.budget(None, left := options.left_in(environ), environ),
+            budget=options.budget(None, grant := options.granted(environ), environ),
             policy=options._policy(environ.get("DDPJOB_FAILURE_POLICY")),
-            left=left,
+            grant=grant,
         )
 
     @property
@@ -216,8 +217,8 @@ class Agents:
             options.JOIN_SECONDS,
             now,
             policy=agent.policy,
-            has_operator=agent.left is not None,
-            furthest_step=0 if agent.left is None else agent.left.step,
+            has_operator=agent.grant is not None,
+            furthest_step=0 if agent.grant is None else agent.grant.step,
         )
         agent.lead.joined(0, now, replacement=agent.replacement)
         return self._turn(agent)
@@ -253,7 +254,7 @@ class Agents:
             self._drop(old, leader)
         link = Link(leader, agent, {leader, agent}, {leader: [], agent: []})
         leader.links[agent.node] = agent.links[0] = link
-        lead.joined(agent.node, self._loop.time(), agent.generation, agent.replacement, left=agent.left)
+        lead.joined(agent.node, self._loop.time(), agent.generation, agent.replacement, grant=agent.grant)
         if agent.told:
             self._say(agent, lambda lead, now: lead.told(agent.node, now), of_now=False)
         self._turn(leader)

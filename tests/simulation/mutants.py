@@ -15,13 +15,13 @@ from msgspec.structs import replace
 
 from ddpjob.core import rules
 from ddpjob_operator.job import api, validation
+from ddpjob_operator.job.status import unsettled_failure
 from ddpjob_operator.kube import app, listing, observe
 from ddpjob_operator.kube import executor as execute
 from ddpjob_operator.observed import cluster, facts
-from ddpjob_operator.plan import agent_restarts, group_restart, plan, pod_replacement
-from ddpjob_operator.plan import status as statuses
-from ddpjob_operator.plan.plan import CreatePod, CreateService, DeletePod
-from ddpjob_operator.plan.view import Decision, View
+from ddpjob_operator.plan import agent_restarts, decide, lifecycle, pod_replacement, settlement, startup
+from ddpjob_operator.plan.actions import CreatePod, CreateService, Decision, DeletePod, Plan
+from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import environment as pod_environment
 from ddpjob_operator.pods import naming
 
@@ -30,8 +30,8 @@ Mutant = Callable[[], contextlib.AbstractContextManager[Any]]
 
 def no_fence() -> contextlib.AbstractContextManager[Any]:
     """A new attempt does not wait for the pods of the one before."""
-    rules = tuple(rule for rule in plan.RULES if rule.__name__ != "attempt_still_ending")
-    return mock.patch.object(plan, "RULES", rules)
+    rules = tuple(rule for rule in decide.RULES if rule.__name__ != "attempt_still_ending")
+    return mock.patch.object(decide, "RULES", rules)
 
 
 def random_names() -> contextlib.AbstractContextManager[Any]:
@@ -85,7 +85,7 @@ def copy_believed() -> contextlib.AbstractContextManager[Any]:
 def act_before_record() -> contextlib.AbstractContextManager[Any]:
     """Pods are made and deleted first, and the status is written afterwards."""
 
-    async def execute_(self: execute.Executor, job: Any, todo: plan.Plan, memory: Any) -> None:
+    async def execute_(self: execute.Executor, job: Any, todo: Plan, memory: Any) -> None:
         for action in todo.actions:
             if isinstance(action, DeletePod):
                 await self._delete(job, action)
@@ -127,7 +127,7 @@ def kubelets_end_is_success() -> contextlib.AbstractContextManager[Any]:
 
 def early_end_unseen() -> contextlib.AbstractContextManager[Any]:
     """That a rank has ended with 0 while its peers wait for it is no evidence."""
-    return mock.patch.object(group_restart, "_completed", return_value=None)
+    return mock.patch.object(settlement, "_completed_early", return_value=None)
 
 
 def complaints_free() -> contextlib.AbstractContextManager[Any]:
@@ -162,20 +162,20 @@ def old_run_id() -> contextlib.AbstractContextManager[Any]:
 def replaced_at_once() -> contextlib.AbstractContextManager[Any]:
     """The pod that takes the place of another does not wait until that one has ended."""
 
-    def at_once(s: View) -> Decision | None:
-        first = s.recorded.last_failure
-        broken = pod_replacement.broken_alone(s, first) if first is not None and statuses.is_broken(s.recorded) else []
-        settled = group_restart.settle(s, first) if broken and first is not None else None
+    def at_once(view: View, status: api.Status) -> Decision | None:
+        first = unsettled_failure(view.recorded)
+        lost = pod_replacement.lost_alone(view, status, first) if first is not None else []
+        settled = settlement.settle(view, status, first) if lost and first is not None else None
         if settled is None or not settled.verdict.restart:
             return None
-        return Decision(pod_replacement._replaced(s, settled, broken))
+        return Decision(pod_replacement._replaced(view, status, settled, lost))
 
-    def of_older_attempts(s: View) -> Decision | None:
-        older = tuple(p for p in s.older if p.attempt < s.status.attempt)
-        return plan.attempt_still_ending(dataclasses.replace(s, older=older))
+    def of_older_attempts(view: View, status: api.Status) -> Decision | None:
+        older = tuple(p for p in view.older if p.attempt < status.attempt)
+        return startup.attempt_still_ending(dataclasses.replace(view, older=older), status)
 
     new = {"attempt_still_ending": of_older_attempts, "replacing": at_once}
-    return mock.patch.object(plan, "RULES", tuple(new.get(rule.__name__, rule) for rule in plan.RULES))
+    return mock.patch.object(decide, "RULES", tuple(new.get(rule.__name__, rule) for rule in decide.RULES))
 
 
 def all_replaced_in_turn() -> contextlib.AbstractContextManager[Any]:
@@ -212,10 +212,12 @@ def unreadable_is_empty() -> contextlib.AbstractContextManager[Any]:
 def invalid_spec_first() -> contextlib.AbstractContextManager[Any]:
     """A job whose spec has become invalid may be suspended, and nothing else of it is looked at."""
 
-    def invalid(s: View) -> Decision | None:
-        return (plan.suspended(s) or Decision(s.status)) if s.problems and s.status.attempt else plan.invalid(s)
+    def invalid(view: View, status: api.Status) -> Decision | None:
+        if view.problems and status.attempt:
+            return lifecycle.suspended(view, status) or Decision(status)
+        return lifecycle.invalid(view, status)
 
-    return mock.patch.object(plan, "RULES", tuple(invalid if r is plan.invalid else r for r in plan.RULES))
+    return mock.patch.object(decide, "RULES", tuple(invalid if r is lifecycle.invalid else r for r in decide.RULES))
 
 
 # Those that random seeds find soon. The others need one order of events, and test_exhaustive.py has it.

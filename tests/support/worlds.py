@@ -1,6 +1,6 @@
 """Situations of a job, as sentences: `digits().running()`, `.exits(rank=1, code=3)`.
 
-A World plays the API server and the kubelets in the simplest way: it applies a plan and lets pods do what a test says.
+A World plays the API server and the kubelets in the simplest way: it applies a plan and lets pods do what a test wants.
 Time is virtual and starts at an odd moment, so that whoever reads the real clock is found out.
 """
 
@@ -17,7 +17,7 @@ from ddpjob_operator.observed import facts
 from ddpjob_operator.observed.cluster import ConflictingObject, Container, Node, Observed, Pod, Refusal
 from ddpjob_operator.observed.reports import Agent, Report
 from ddpjob_operator.observed.stall import StepTracker, update
-from ddpjob_operator.plan.plan import (
+from ddpjob_operator.plan.actions import (
     Action,
     CreatePod,
     CreateService,
@@ -27,8 +27,8 @@ from ddpjob_operator.plan.plan import (
     Event,
     Plan,
     Settings,
-    plan,
 )
+from ddpjob_operator.plan.plan import plan
 
 START = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 UID = "7d0c6f1e-0000-4000-8000-000000000001"
@@ -61,7 +61,7 @@ class World:
         self.service = False
         self.pods: dict[str, Pod] = {}
         self.deleted_pods: list[Pod] = []
-        self.strangers: list[Pod] = []
+        self.conflicting_pods: list[Pod] = []
         self.conflicts: list[ConflictingObject] = []
         self.refusals: list[Refusal] = []
         self.reports: dict[int, Report] = {}
@@ -73,16 +73,16 @@ class World:
         self.settings = Settings()
         self.events: list[Event] = []
         self.of_deleted_job = False
-        self._made = self._looks = 0
+        self._made = self._observations = 0
 
-    # ---------------------------------------------------------------- looking and acting
+    # ---------------------------------------------------------------- planning and acting
 
     @property
     def seen(self) -> Observed:
         """What plan() sees."""
         return Observed(
             service=self.service,
-            pods=(*self.strangers, *self.pods.values()),
+            pods=(*self.conflicting_pods, *self.pods.values()),
             deleted_pods=tuple(self.deleted_pods),
             conflicts=tuple(self.conflicts),
             refusals=tuple(self.refusals),
@@ -102,7 +102,7 @@ class World:
         todo = self.plan()
         if todo.status is not None:
             if todo.status.attempt != self.job.status.attempt:
-                self.agent = None  # as in the shells: its words are of its attempt
+                self.agent = None  # as in the shells: its reports are of its attempt
             self.job = replace(self.job, status=todo.status)
         for action in todo.actions:
             self.act(action)
@@ -115,7 +115,7 @@ class World:
             todo = self.step()
             if todo.status is None and not todo.actions:
                 return self
-        raise AssertionError(f"still busy after {limit} looks: {todo}")
+        raise AssertionError(f"still busy after {limit} plans: {todo}")
 
     def act(self, action: Action) -> None:
         """Do one action, as the API server does."""
@@ -162,6 +162,10 @@ class World:
         """The status as the user sees it."""
         return self.job.status
 
+    def is_true(self, kind: str) -> bool:
+        """Whether a condition is True."""
+        return any(c.type == kind and c.status == "True" for c in self.status.conditions)
+
     def names(self) -> list[str]:
         """The pods that are there."""
         return sorted(self.pods)
@@ -203,14 +207,14 @@ class World:
         return self._change(rank, phase="Failed", reason=reason)
 
     def stops(self, rank: int, code: int = 143) -> World:
-        """A pod that was told to stop ends, and its object goes."""
+        """A pod whose deletion was requested ends, and its object goes."""
         pod = self._pod(rank)
-        assert pod.deletion_requested_at is not None, "nobody told it to stop"
+        assert pod.deletion_requested_at is not None, "nobody requested its deletion"
         del self.pods[pod.name]
         return self
 
     def stops_all(self) -> World:
-        """All pods that were told to stop end, and go; those that were told to end and stay do so."""
+        """All pods whose deletion was requested end, and go; those that have a deadline end, and stay."""
         self.pods = {n: p for n, p in self.pods.items() if p.deletion_requested_at is None}
         for name, pod in self.pods.items():
             if pod.deadline_set and pod.live:
@@ -219,7 +223,7 @@ class World:
         return self
 
     def restarted(self) -> World:
-        """What is told to stop stops, and the next attempt is there."""
+        """What is to stop stops, and the next attempt is there."""
         return self.settle().stops_all().settle()
 
     def node_lost(self, rank: int) -> World:
@@ -229,7 +233,7 @@ class World:
         return self
 
     def vanishes(self, rank: int) -> World:
-        """A pod's object goes without a word."""
+        """A pod's object goes, and nothing of its end is known."""
         del self.pods[self._pod(rank).name]
         return self
 
@@ -258,9 +262,9 @@ class World:
         self.trackers[rank] = pace
         return self
 
-    def stranger(self, name: str, *, label: str = "", owner: str = "") -> World:
+    def conflicting_pod(self, name: str, *, label: str = "", owner: str = "") -> World:
         """A pod that is not the job's."""
-        self.strangers.append(Pod(name=name, uid=f"uid-{name}", owner_uid=owner, attempt=1, rank=0, job=label))
+        self.conflicting_pods.append(Pod(name=name, uid=f"uid-{name}", owner_uid=owner, attempt=1, rank=0, job=label))
         return self
 
     def _pod(self, rank: int) -> Pod:
@@ -274,8 +278,8 @@ class World:
 
     def _see(self, pod: Pod) -> None:
         """As the shells do it: what is seen now is added to what was."""
-        self._looks += 1
-        self.pods[pod.name] = facts.merge(self.pods.get(pod.name), pod, self._looks)
+        self._observations += 1
+        self.pods[pod.name] = facts.merge(self.pods.get(pod.name), pod, self._observations)
 
 
 def digits(**spec: Any) -> World:

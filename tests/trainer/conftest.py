@@ -22,6 +22,7 @@ import torch._dynamo  # DistributedDataParallel imports it in its first construc
 from free_port import free_port
 
 import ddpjob
+from ddpjob.process import replace as new_process_state
 
 progress_file = importlib.import_module("ddpjob.reporting.progress")
 LIMIT_SECONDS = 60.0
@@ -181,5 +182,5 @@ def receiver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Receiv
     monkeypatch.setenv("DDPJOB_STATUS_INTERVAL", "0.02")
     yield receiver
     progress_file.flush()
-    progress_file._forget_in_child()
+    new_process_state()
     receiver.close()

@@ -323,7 +323,7 @@ def test_every_sample_is_in_exactly_one_part_and_sizes_follow_the_fractions(n, w
 def test_sizes_add_up_to_all_samples_however_the_fractions_are_rounded(n, weights, off):
     """[0.3333333] * 3 of 50,000,000 samples came to 49,999,998, and torch's error named no fraction."""
     fractions = [weight / sum(weights) * (1 + off) for weight in weights]
-    sizes = data_file._sizes(n, fractions)
+    sizes = data_file.part_sizes(n, fractions)
     assert sum(sizes) == n
     assert all(size >= 0 for size in sizes)
     assert all(size == 0 for size, fraction in zip(sizes, fractions, strict=True) if fraction == 0)

@@ -20,12 +20,12 @@ PR_SET_NAME = 15
 
 
 def settle(wait_for_work: bool = True) -> None:
-    gloo_teardown.settle(30, wait_for_work=wait_for_work)
+    gloo_teardown.settle(failed=not wait_for_work, seconds_max=30)
 
 
 def test_it_is_quiet_when_nothing_was_seen_twice_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = iter([True, False, True, False, False])
-    monkeypatch.setattr(gloo_teardown, "_threads_run", lambda: next(seen))
+    monkeypatch.setattr(gloo_teardown, "threads_run", lambda: next(seen))
     settle()
     assert list(seen) == []
 
@@ -82,18 +82,18 @@ def test_a_collective_that_nobody_waited_for_is_seen_in_the_recorder(
 ) -> None:
     recorder = types.SimpleNamespace(_dump_fr_trace_json=lambda **_: json.dumps({"entries": entries}))
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", recorder)  # type: ignore[arg-type]
-    assert gloo_teardown._has_work() is busy
+    assert gloo_teardown.has_work() is busy
 
 
 def test_without_a_recorder_the_threads_are_all_that_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", types.ModuleType("older"))
-    assert gloo_teardown._has_work() is False
+    assert gloo_teardown.has_work() is False
 
 
 def test_what_never_ends_is_not_waited_for_longer_than_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo_teardown, "_has_work", lambda: True)
-    gloo_teardown.settle(0.05, wait_for_work=True)
-    gloo_teardown.settle(30, wait_for_work=False)  # returns
+    monkeypatch.setattr(gloo_teardown, "has_work", lambda: True)
+    gloo_teardown.settle(failed=False, seconds_max=0.05)
+    gloo_teardown.settle(failed=True, seconds_max=30)  # returns
 
 
 # Three ranks, one after the other, whose watchdog is in C++ all the time: each call stays there for 20 ms, without the
@@ -101,9 +101,9 @@ def test_what_never_ends_is_not_waited_for_longer_than_was_asked(monkeypatch: py
 ENDS = """
 import datetime, os, torch.distributed as dist
 from ddpjob.reporting import watchdog
-from ddpjob.cells import PAGE_BYTES
+from ddpjob.core.heartbeat import PAGE_BYTES
 store, moment = dist.HashStore(), datetime.timedelta(milliseconds=20)
-watchdog.LOOK_SECONDS, watchdog._collectives_begun = 0, lambda: store.wait(["never"], moment)
+watchdog.POLL_SECONDS, watchdog.collectives_begun = 0, lambda: store.wait(["never"], moment)
 codes = []
 for _ in range(3):
     pid = os.fork()

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import ctypes
-import importlib
 import os
 import signal
 import socket
@@ -20,13 +19,14 @@ import torch.distributed as dist
 
 import ddpjob
 from ddpjob.core import stall_limits
+from ddpjob.core.place import Place
+from ddpjob.group import join
 
-init_file = importlib.import_module("ddpjob.group.join")
 TRAINER = str(Path(ddpjob.__file__).parents[1])
 
 
 def place(environ: dict[str, str], **arguments: Any) -> tuple[int, ...]:
-    return tuple(init_file.find_place(environ, **arguments))
+    return tuple(join.find_place(environ, **arguments))
 
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
@@ -118,17 +118,17 @@ def test_backend_and_device_follow_from_what_is_said_and_what_is_there(
     monkeypatch, gpus, local_rank, backend, device, environ, expected
 ):
     pretend_gpus(monkeypatch, gpus)
-    chosen = init_file.choose(backend, device, init_file.Place(local_rank, 4, local_rank, 4, 0), environ)
+    chosen = join.choose(backend, device, Place(local_rank, 4, local_rank, 4, 0), environ)
     assert (chosen[0], str(chosen[1])) == expected
 
 
 def test_more_processes_than_gpus_and_nccl_without_a_gpu_are_refused(monkeypatch):
     pretend_gpus(monkeypatch, 2)
     with pytest.raises(ddpjob.UnsupportedError, match=r"LOCAL_RANK: 2 .* sees 2\. Start at most 2"):
-        init_file.choose("nccl", None, init_file.Place(2, 4, 2, 4, 0), {})
+        join.choose("nccl", None, Place(2, 4, 2, 4, 0), {})
     pretend_gpus(monkeypatch, 0)
     with pytest.raises(ddpjob.UnsupportedError, match=r"DDPJOB_BACKEND.*no CUDA device"):
-        init_file.choose(None, None, init_file.Place(0, 1, 0, 1, 0), {"DDPJOB_BACKEND": "nccl"})
+        join.choose(None, None, Place(0, 1, 0, 1, 0), {"DDPJOB_BACKEND": "nccl"})
 
 
 def summed(**arguments: Any) -> tuple[float, int, int]:
@@ -200,7 +200,7 @@ def test_a_new_generation_may_use_the_file_that_the_one_before_left(end_ranks, m
 
 def test_ranks_that_chose_different_backends_are_told_so(end_ranks, meeting_file, monkeypatch):
     def body(rank: int) -> None:
-        monkeypatch.setattr(init_file, "choose", lambda *args: (("gloo", "nccl")[rank], torch.device("cpu")))
+        monkeypatch.setattr(join, "choose", lambda *args: (("gloo", "nccl")[rank], torch.device("cpu")))
         ddpjob.init(init_method=meeting_file, rank=rank, world_size=2, timeout_start_seconds=2)
 
     outcomes = end_ranks(body, 2)
@@ -243,7 +243,7 @@ def test_after_the_first_step_a_collective_fails_sooner(end_ranks, meeting_file)
 @pytest.mark.parametrize("stall", ["", "0", "300", "20000"])
 def test_no_collective_ends_sooner_than_a_declared_pause_may_take(watched, stall):
     """Else half an hour of evaluation on rank 0 ends the ranks that wait for it, again at each restart."""
-    allowed = init_file.default_timeout_seconds({**watched, "DDPJOB_STALL_TIMEOUT": stall})
+    allowed = join.default_timeout_seconds({**watched, "DDPJOB_STALL_TIMEOUT": stall})
     learned = stall_limits.Learned(step_seconds=(1.0,))
     limit = stall_limits.limit("evaluate", 41, learned, float(stall) if watched and stall else None)
     assert allowed >= (limit.allowed if watched else limit.expected)
@@ -368,7 +368,7 @@ def test_closing_never_hangs_on_a_thread_that_releases_the_last_tensor(run_ranks
     def body(rank: int) -> None:
         for number in range(20):
             train_a_little(rank, f"file://{tmp_path}/{number}", 3)
-            init_file.active().close()
+            join.active().close()
 
     run_ranks(body, 3)
 
@@ -425,8 +425,8 @@ def test_ranks_that_finish_together_leave_nothing_on_stderr_that_looks_like_a_fa
 
     def body(rank: int) -> None:
         if rank != 0:  # a rank that looks again late: the others have long been there
-            init_file._POLL_SECONDS = 0.3
-        init_file.LEAVE_LAST_SECONDS = 30.0  # longer than this machine is ever held up
+            join.POLL_SECONDS = 0.3
+        join.LEAVE_LAST_SECONDS = 30.0  # longer than this machine is ever held up
         world = ddpjob.init(init_method=f"tcp://127.0.0.1:{free_port}", rank=rank, world_size=3)
         world.close()
         os._exit(0)  # as the interpreter's end does it: the store goes with its process

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 import ddpjob
-from ddpjob.preflight import judge as fitness
-from ddpjob.preflight.judge import Peer, Report, judge
+from ddpjob.preflight import judge as judge_file
+from ddpjob.preflight.judge import Peer, RankMeasures, judge
 
 preflight = importlib.import_module("ddpjob.preflight.measure")
 
 GB_PER_SECOND, MS = 1e-9, 1e-3
 
 
-def job(nodes: int = 4, ranks: int = 1, **measured: Any) -> list[Report]:
+def job(nodes: int = 4, ranks: int = 1, **measured: Any) -> list[RankMeasures]:
     """Healthy nodes of one machine each: 10 GB/s, 0.1 ms, 100 GFLOP/s, 500 MB/s; `measured` is by node: value."""
 
     def of(name: str, node: int, usual: Any) -> Any:
@@ -29,9 +29,9 @@ def job(nodes: int = 4, ranks: int = 1, **measured: Any) -> list[Report]:
         gb = min(of("gb", a, 10.0), of("gb", b, 10.0))
         return Peer(b, GB_PER_SECOND / gb, max(of("ms", a, 0.1), of("ms", b, 0.1)) * MS)
 
-    def report(node: int, local_rank: int) -> Report:
+    def report(node: int, local_rank: int) -> RankMeasures:
         slow = of("gflops", node, 100.0) if local_rank == ranks - 1 else 100.0  # one process of it
-        mine = Report(node, node * ranks + local_rank, of("machine", node, f"m{node}"), 1e-9 / slow)
+        mine = RankMeasures(node, node * ranks + local_rank, of("machine", node, f"m{node}"), 1e-9 / slow)
         return mine if local_rank else mine._replace(
             disk_seconds_per_byte=1e-6 / of("mb", node, 500.0),
             resolve_seconds=of("resolve", node, 0.002),
@@ -44,7 +44,7 @@ def job(nodes: int = 4, ranks: int = 1, **measured: Any) -> list[Report]:
     return [report(node, local_rank) for node in range(nodes) for local_rank in range(ranks)]
 
 
-def beside_each_other(reports: list[Report]) -> list[Report]:
+def beside_each_other(reports: list[RankMeasures]) -> list[RankMeasures]:
     """The first three nodes are pods of one machine: 90 GB/s between them."""
 
     def near(a: int, peer: Peer) -> Peer:
@@ -53,7 +53,7 @@ def beside_each_other(reports: list[Report]) -> list[Report]:
     return [report._replace(peers=tuple(near(report.node, peer) for peer in report.peers)) for report in reports]
 
 
-JUDGED: dict[str, tuple[list[Report], str]] = {  # "" = no node is bad
+JUDGED: dict[str, tuple[list[RankMeasures], str]] = {  # "" = no node is bad
     "healthy nodes": (job(), ""),
     "one node alone": (job(1), ""),
     "a slow link to all peers": (
@@ -130,7 +130,7 @@ def test_of_two_measurements_the_best_counts():
     busy, later = job(gb={3: 1}, gflops={1: 20}), job(gb={2: 1}, mb={0: 1})
     assert judge(busy).bad
     assert judge(later).bad
-    assert not judge([fitness.better(*both) for both in zip(busy, later, strict=True)]).bad
+    assert not judge([judge_file.best_of(*both) for both in zip(busy, later, strict=True)]).bad
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 16])
@@ -190,7 +190,7 @@ def test_four_healthy_nodes_end_with_0_and_a_table(four_nodes, tmp_path, monkeyp
 def test_a_node_with_a_slow_link_is_named_and_all_ranks_end_to_be_resumed(four_nodes, tmp_path, capfd):
     def run(rank: int) -> None:
         if rank == 2:
-            preflight._swap = delayed(preflight._swap)
+            preflight.swap = delayed(preflight.swap)
         preflight.CONFIRMATIONS, preflight.PAYLOADS = 1, 2  # at this speed each takes a while
         with ddpjob.init():
             preflight.run()

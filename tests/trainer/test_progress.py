@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ddpjob
+from ddpjob import process
 
 progress_file = importlib.import_module("ddpjob.reporting.progress")
 
@@ -53,11 +54,11 @@ def test_a_rank_says_that_it_lives_before_its_first_step_and_that_step_at_once(r
     def body(rank: int) -> None:
         with ddpjob.init():
             receiver_said("start", 0)
-            progress_file.announce(77)  # as Snapshot.load does
+            progress_file.report_start(77)  # as Snapshot.load does
             receiver_said("start", 77)
             ddpjob.progress(78, total=100)
             receiver_said(None, 78)
-            progress_file.announce(5)
+            progress_file.report_start(5)
             progress_file.flush()
 
     def receiver_said(phase: str | None, step: int) -> None:
@@ -97,7 +98,7 @@ def test_a_declared_pause_is_said_and_ends_with_it(receiver):
 
 
 def test_the_time_before_the_first_step_is_no_slow_step(receiver):
-    progress_file.announce()
+    progress_file.report_start()
     assert "samplesPerSecond" not in receiver.next()
     began = progress_file.monotonic()
     ddpjob.progress(1, samples=10)
@@ -111,10 +112,10 @@ def test_the_time_before_the_first_step_is_no_slow_step(receiver):
 
 def test_rates_come_from_the_times_of_the_steps_and_not_of_the_posts():
     reporter = progress_file.Reporter("http://x", {})
-    assert reporter._steps_per_second(100, 50.0) is None
-    assert reporter._steps_per_second(300, 60.0) == 20.0
-    assert reporter._steps_per_second(300, 60.0) == 20.0, "a post without a new step is no slow-down"
-    pace = progress_file._pace(20.0, 300, 1100, 64)
+    assert reporter.steps_per_second(100, 50.0) is None
+    assert reporter.steps_per_second(300, 60.0) == 20.0
+    assert reporter.steps_per_second(300, 60.0) == 20.0, "a post without a new step is no slow-down"
+    pace = progress_file.pace(20.0, 300, 1100, 64)
     assert pace == {"totalSteps": 1100, "etaSeconds": 40, "samplesPerSecond": 1280.0}
 
 
@@ -123,7 +124,22 @@ def test_only_the_first_rank_of_a_node_posts(receiver, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     ddpjob.progress(1)
-    assert progress_file._reporter is None
+    assert process.current.reporter is None
+
+
+def test_of_ranks_that_a_script_starts_in_one_pod_with_a_group_of_torch_alone_only_the_first_posts(
+    receiver, run_ranks, monkeypatch, meeting_file
+):
+    """They inherit the variables of the pod, which was started for one rank: each would believe to be local rank 0."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))
+
+    def body(rank: int) -> bool:
+        torch.distributed.init_process_group("gloo", init_method=meeting_file, rank=rank, world_size=4)
+        ddpjob.progress(1)
+        return any(thread.name == "ddpjob-progress" for thread in threading.enumerate())
+
+    assert run_ranks(body, 4) == [True, False, False, False]
 
 
 def test_the_token_is_read_for_every_post_because_the_kubelet_renews_it(receiver, tmp_path):
@@ -156,7 +172,7 @@ def test_pauses_double_up_to_a_minute():
     reporter = progress_file.Reporter("http://x", {"DDPJOB_STATUS_INTERVAL": "5"})
     pauses = []
     for reporter.failures in (0, 1, 2, 3, 4, 5, 1000):
-        pauses.append(reporter._pause())
+        pauses.append(reporter.pause_seconds())
     assert pauses == [5, 10, 20, 40, 60, 60, 60]
 
 
@@ -168,7 +184,7 @@ def test_an_address_that_cannot_be_reached_disturbs_nobody(monkeypatch, capfd, u
     ddpjob.progress(1, loss=1.0)
     ddpjob.progress(2, loss=1.0)
     progress_file.flush(5)
-    progress_file._forget_in_child()
+    process.replace()
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -177,7 +193,7 @@ def test_without_a_receiver_no_thread_is_started():
     ddpjob.progress(1, total=2, loss=0.5)
     ddpjob.progress(2, total=2, loss=0.5)
     assert threading.active_count() == before
-    progress_file._forget_in_child()
+    process.replace()
 
 
 class Hostile:

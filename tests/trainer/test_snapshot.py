@@ -20,6 +20,7 @@ import torch
 from free_port import free_port
 
 import ddpjob
+from ddpjob import process
 from ddpjob.checkpoint import writers
 from ddpjob.group.join import World
 
@@ -442,9 +443,9 @@ def test_a_save_that_blocks_the_training_is_a_declared_pause(tmp_path, monkeypat
     sync = os.fsync
 
     def slow(descriptor: int) -> None:
-        while progress_file._paused is None:  # until the training waits for this
+        while process.current.paused is None:  # until the training waits for this
             pass
-        phases.append(progress_file._paused)
+        phases.append(process.current.paused)
         sync(descriptor)
 
     with monkeypatch.context() as patch:
@@ -452,7 +453,7 @@ def test_a_save_that_blocks_the_training_is_a_declared_pause(tmp_path, monkeypat
         snapshot.save(2)
         snapshot.wait()
     assert set(phases) == {"save"}
-    assert progress_file._paused is None
+    assert process.current.paused is None
 
 
 def test_the_same_attempt_may_restart_in_place_and_a_new_job_takes_the_folder_over(attempt):
@@ -489,9 +490,9 @@ def test_a_folder_of_an_older_version_which_knew_no_generations_is_read_and_writ
 def test_two_processes_cannot_take_the_same_number(tmp_path):
     from ddpjob.checkpoint import snapshot as file
 
-    assert file._create_exclusively(tmp_path, 1, "{}")
-    assert not file._create_exclusively(tmp_path, 1, "{}")
-    assert not file._create_exclusively_without_links(tmp_path / "writer-000001.json", "{}")
+    assert file.create_exclusively(tmp_path, 1, "{}")
+    assert not file.create_exclusively(tmp_path, 1, "{}")
+    assert not file.create_exclusively_without_links(tmp_path / "writer-000001.json", "{}")
 
 
 # ---- a folder of another job --------------------------------------------------------------------------------
@@ -508,7 +509,7 @@ def other_job(tmp_path: Path) -> Iterator[Callable[..., int]]:
         if pid == 0:
             try:
                 if elsewhere:
-                    writers._place = lambda: "another machine"
+                    writers.process_namespace = lambda: "another machine"
                 os.environ |= {"DDPJOB_UID": "uid-other", "DDPJOB_ATTEMPT": "1"}
                 snapshot = ddpjob.Snapshot(tmp_path / "s")
                 saved(snapshot, 5, weights=torch.full((3,), 5.0))
@@ -541,7 +542,7 @@ def test_a_folder_of_another_job_that_is_running_is_refused_and_that_job_goes_on
     other_job, attempt, tmp_path, monkeypatch, elsewhere
 ):
     """The second job would train on from the first one's weights, and then each ends the other."""
-    monkeypatch.setattr(writers, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(writers, "HEARTBEAT_SECONDS", 0.2)
     pid = other_job(elsewhere)
     with pytest.raises(
         ddpjob.SnapshotError, match=r"/s is in use by job uid-other, which is running\. Give each job a"
@@ -575,7 +576,7 @@ def test_the_state_of_a_job_that_has_ended_is_gone_on_from_at_once_and_that_is_s
 def test_a_job_on_a_machine_that_is_silent_is_waited_for_and_then_its_folder_is_taken_over(
     other_job, attempt, monkeypatch, capfd, how
 ):
-    monkeypatch.setattr(writers, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(writers, "HEARTBEAT_SECONDS", 0.2)
     monkeypatch.setattr(writers, "SILENT_SECONDS", 2.0)
     monkeypatch.setattr(writers, "LOOK_SECONDS", 0.05)
     os.kill(other_job(elsewhere=True), how)
@@ -613,7 +614,7 @@ def test_a_process_that_survives_its_deleted_job_cannot_end_the_next_job(attempt
 
 
 def test_a_job_beats_as_long_as_it_holds_the_folder_and_no_longer(attempt, tmp_path, monkeypatch):
-    monkeypatch.setattr(writers, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(writers, "HEARTBEAT_SECONDS", 0.02)
     holder = attempt(1)
     beat = tmp_path / "s" / "writer-000001.alive"
     begin = beat.stat().st_mtime_ns

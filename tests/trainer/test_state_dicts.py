@@ -109,7 +109,7 @@ def test_the_message_says_where_the_value_is_and_what_to_save_instead(tmp_path):
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
     """Of any dtype, shape, layout and place in its storage, with any bits."""
-    dtype = draw(st.sampled_from([kind for kind in DTYPES if state_dicts._tensor_is_read(kind)]))
+    dtype = draw(st.sampled_from([kind for kind in DTYPES if state_dicts.tensor_is_read(kind)]))
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
     size = math.prod(shape) * dtype.itemsize
     bits = draw(st.binary(min_size=size, max_size=size)) if dtype != torch.bool else bytes(size)
@@ -135,8 +135,8 @@ plain = st.one_of(
     st.text(),
     st.integers(-(2**2039) + 1, 2**2039 - 1),
     st.sampled_from([torch.device("cpu"), torch.device("cuda", 3), torch.Size([1, 2]), float("-0.0")]),
-    st.sampled_from([kind for kind in DTYPES if state_dicts._dtype_is_read(kind)]),
-    st.binary(min_size=1) if state_dicts._bytes_are_read() else st.none(),
+    st.sampled_from([kind for kind in DTYPES if state_dicts.dtype_is_read(kind)]),
+    st.binary(min_size=1) if state_dicts.bytes_are_read() else st.none(),
 )
 keys = st.recursive(
     st.one_of(st.text(), st.integers(), st.booleans(), st.none()), lambda k: st.tuples(k, k), max_leaves=3
@@ -199,7 +199,7 @@ def test_a_tensor_of_every_dtype_comes_back_or_is_refused(tmp_path, dtype):
     except (RuntimeError, TypeError):
         pytest.skip(f"this torch makes no tensor of {dtype}")
     snapshot = ddpjob.Snapshot(tmp_path)
-    if not state_dicts._tensor_is_read(dtype):
+    if not state_dicts.tensor_is_read(dtype):
         with pytest.raises(ddpjob.StateError, match=f"tensor: a tensor of {dtype} cannot be saved"):
             snapshot.save(1, tensor=tensor)
         return

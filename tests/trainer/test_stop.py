@@ -1,6 +1,5 @@
 """A training that is told to stop stops on all ranks after the same step, or on none, and never looks completed."""
 
-import importlib
 import itertools
 import json
 import multiprocessing
@@ -18,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 import ddpjob
+from ddpjob import process
+from ddpjob.group import join, stop
 
-stop = importlib.import_module("ddpjob.group.stop")
 RESUMABLE = 75
 
 
@@ -126,7 +126,7 @@ def test_a_rank_that_is_blocked_in_a_collective_hears_the_signal_and_answers(end
                 dist.all_reduce(torch.ones(1))
             else:
                 sigterm(steps.wait_for("pid"))
-                wait_until(stop._agreement._decided.is_set)  # rank 1 has answered from within its collective
+                wait_until(process.current.agreement.decided.is_set)  # rank 1 has answered from within its collective
                 dist.all_reduce(torch.ones(1))
             assert ddpjob.should_stop(2)
             raise ddpjob.Stopped(2)
@@ -141,17 +141,14 @@ def test_where_a_rank_has_finished_already_the_others_finish_too(end_ranks, step
                 dist.all_reduce(torch.ones(1))
                 assert not ddpjob.should_stop(step)
             if rank == 1:
-                agreement = stop._agreement
+                agreement = process.current.agreement
                 steps.wait_for("left-0")
                 sigterm()
-                wait_until(agreement._decided.is_set)
+                wait_until(agreement.decided.is_set)
                 assert not ddpjob.should_stop(11)
             else:
-                wait = importlib.import_module("ddpjob.group.join")._wait_for_others
-                importlib.import_module("ddpjob.group.join")._wait_for_others = lambda *a: [
-                    steps.note("left-0"),
-                    wait(*a),
-                ]
+                wait = join.wait_for_others
+                join.wait_for_others = lambda *a: [steps.note("left-0"), wait(*a)]
                 world.close()
 
     assert [(outcome.exit_code, outcome.error) for outcome in end_ranks(body, 2)] == [(0, "")] * 2
@@ -178,12 +175,12 @@ def test_a_rank_that_waits_for_the_agreement_of_a_lost_one_gives_up_as_the_sympt
     from ddpjob.core import rules
 
     def body(rank: int) -> None:
-        ddpjob.init(init_method=meeting_file, rank=rank, world_size=2, timeout_step_seconds=0.5)
+        world = ddpjob.init(init_method=meeting_file, rank=rank, world_size=2, timeout_step_seconds=0.5)
         assert not ddpjob.should_stop(1)
         if rank == 1:
             os._exit(9)
-        stop._agreement._store.set("stop/asked", "1")
-        wait_until(lambda: stop._agreement._promised)
+        join.store_of(world).set("stop/asked", "1")
+        wait_until(lambda: process.current.agreement.promised)
         ddpjob.should_stop(2)
 
     error = end_ranks(body, 2)[0].error
@@ -193,8 +190,7 @@ def test_a_rank_that_waits_for_the_agreement_of_a_lost_one_gives_up_as_the_sympt
 
 def test_a_rank_that_has_stopped_stays_until_rank_0_has_written(end_ranks, steps, meeting_file, monkeypatch):
     """torchrun gives the other processes of a node 30 s from the first that ends: too little for a large state."""
-    init_file = importlib.import_module("ddpjob.group.join")
-    monkeypatch.setattr(init_file, "CLOSE_SECONDS", 0.0)
+    monkeypatch.setattr(join, "CLOSE_SECONDS", 0.0)
 
     def body(rank: int) -> None:
         sync = os.fsync
@@ -215,7 +211,7 @@ def test_a_rank_that_has_stopped_stays_until_rank_0_has_written(end_ranks, steps
 
 def test_a_rank_that_has_stopped_and_waits_for_a_lost_one_ends_on_the_next_sigterm(end_ranks, meeting_file):
     def once_more() -> None:
-        wait_until(lambda: stop._agreement is None)  # it leaves, and waits for the other rank
+        wait_until(lambda: process.current.agreement is None)  # it leaves, and waits for the other rank
         sigterm()
 
     def body(rank: int) -> None:

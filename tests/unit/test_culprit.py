@@ -1,4 +1,4 @@
-"""A pod that stands still is ended in a way that keeps its log: nothing else explains a hang."""
+"""The pod of a stalled rank is ended in a way that keeps its log: nothing else explains a hang."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from worlds import World, digits, job
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.executor import Executor
 from ddpjob_operator.observed.cluster import Container
-from ddpjob_operator.plan.culprit import GRACE_SECONDS_MAX, HEARD_SECONDS
-from ddpjob_operator.plan.plan import DeletePod, EndPod, Plan
+from ddpjob_operator.plan.actions import DeletePod, EndPod, Plan
+from ddpjob_operator.plan.group_restart import GRACE_SECONDS_MAX, KUBELET_SECONDS
 
 LOG = "step 60\nwaiting for shard-7 of the data set"
 
@@ -38,7 +38,7 @@ def ends(todo: Plan) -> list[tuple[str, str]]:
 
 
 def test_the_pod_that_hangs_is_ended_and_stays_and_its_peers_are_deleted() -> None:
-    """`kubectl logs` said that the pod is not found: the one output that explains the hang was deleted with it."""
+    """`kubectl logs` answered that the pod is not found: the one output that explains the hang was deleted with it."""
     world, todo = stalled()
     assert ends(todo) == [("DeletePod", "digits-1-1"), ("EndPod", "digits-1-0")]
     world.settle()
@@ -81,7 +81,7 @@ def test_a_kubelet_or_a_process_that_does_not_hear_costs_a_minute_and_not_the_jo
     world, _ = stalled(template=template)
     world.settle().stops(1).settle()
     until = world.status.last_failure.time  # type: ignore[union-attr]
-    patience = min(grace, GRACE_SECONDS_MAX) + HEARD_SECONDS
+    patience = min(grace, GRACE_SECONDS_MAX) + KUBELET_SECONDS
     world.now = until
     assert ends(world.after(patience - 1).step()) == []
     assert ends(world.after(1).step()) == [("DeletePod", "digits-1-0")]
@@ -129,6 +129,6 @@ def test_a_clock_that_is_set_back_does_not_keep_a_pod_that_hears_nothing() -> No
     world.settle().stops(1).after(-3600).settle()
     again = world.plan().requeue_at
     assert again is not None
-    assert (again - world.now).total_seconds() <= GRACE_SECONDS_MAX + HEARD_SECONDS
+    assert (again - world.now).total_seconds() <= GRACE_SECONDS_MAX + KUBELET_SECONDS
     world.now = again
     assert ends(world.step()) == [("DeletePod", "digits-1-0")]

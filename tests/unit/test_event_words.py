@@ -5,28 +5,28 @@ from __future__ import annotations
 import pytest
 from worlds import digits
 
-from ddpjob_operator.plan.plan import shortened
+from ddpjob_operator.plan.finish import shortened
 
 GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.5]:7"
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_a_failure_after_which_nothing_runs_is_one_warning(nodes: int) -> None:
-    """RankFailed and Restarting with the same 200 characters in one second are one fact said twice."""
+    """RankFailed and Restarting with the same 200 characters in one second are one fact in two events."""
     world = digits(nodes=nodes).running()
     before = len(world.events)
     for rank in range(nodes):
         world.exits(rank, code=3, message="ValueError: no such shard")
     world.settle()
-    (said,) = [e for e in world.events[before:] if "no such shard" in e.message]
-    assert (said.type, said.reason) == ("Warning", "Restarting")
-    assert "cause not yet known" not in said.message
+    (sent,) = [e for e in world.events[before:] if "no such shard" in e.message]
+    assert (sent.type, sent.reason) == ("Warning", "Restarting")
+    assert "cause not yet known" not in sent.message
 
 
 def test_a_failure_of_one_rank_of_several_is_told_at_once_and_its_restart_is_no_second_warning() -> None:
     world = digits().running().exits(1, code=3).restarted()
-    told = [(e.type, e.reason) for e in world.events if e.reason in ("RankFailed", "Restarting")]
-    assert told == [("Warning", "RankFailed"), ("Normal", "Restarting")]
+    sent = [(e.type, e.reason) for e in world.events if e.reason in ("RankFailed", "Restarting")]
+    assert sent == [("Warning", "RankFailed"), ("Normal", "Restarting")]
 
 
 def test_a_failure_that_ends_a_job_of_one_node_is_one_event() -> None:

@@ -149,7 +149,7 @@ def forgotten(world: World, rank: int, phase: str) -> None:
 def test_a_configmap_that_is_missing_fails_the_job_whatever_its_kubelet_says_of_the_pod_afterwards(
     nodes: int, phase: str
 ) -> None:
-    """Else it restarts every ten minutes, for ever, and says that a node was restarted."""
+    """Else it restarts every ten minutes, for ever, and its message blames a restarted node."""
     world = never_configured(digits(nodes=nodes))
     for rank in range(nodes):
         forgotten(world, rank, phase)

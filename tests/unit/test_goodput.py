@@ -78,7 +78,7 @@ def test_a_pause_that_ends_by_itself_is_idle_and_the_steps_after_it_count_again(
 
 
 def test_a_step_that_takes_as_long_as_the_others_is_not_idle() -> None:
-    """A job whose steps take four minutes each makes none for most of its looks, and is healthy."""
+    """A job whose steps take four minutes each makes none in most reconciles, and is healthy."""
     world = trains(digits().running(), *range(1, 21), seconds=240).exits(0).exits(1).settle()
     assert (spent(world).productive_seconds, spent(world).idle_seconds, spent(world).ratio) == (4800, 0, 1.0)
 
@@ -96,7 +96,7 @@ def test_from_the_last_step_to_the_first_after_a_restart_in_place_nothing_was_tr
 
 
 def test_a_job_that_never_reports_a_step_has_no_ratio() -> None:
-    """It runs, and whether it trains or hangs nobody has said."""
+    """It runs, and no report shows whether it trains or hangs."""
     world = digits().started().after(20).runs(0, 1).settle().after(80).exits(0).exits(1).settle()
     assert (spent(world).starting_seconds, spent(world).unreported_seconds) == (20, 80)
     assert (spent(world).productive_seconds, spent(world).ratio) == (0, None)

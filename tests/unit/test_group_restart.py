@@ -1,4 +1,4 @@
-"""What a failure leads to: one clean restart of the group, charged to whom it belongs, or a job that says why not."""
+"""What a failure leads to: one clean restart of the group, charged to its cause, or a job that fails, with reason."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from worlds import START, World, digits, job
 
 from ddpjob_operator.job import api
 from ddpjob_operator.observed.cluster import Node
-from ddpjob_operator.plan import status as statuses
-from ddpjob_operator.plan.plan import CreatePod, DeletePod, Plan
+from ddpjob_operator.plan.actions import CreatePod, DeletePod, Plan
 
 PEER_GONE = "RuntimeError: [..] Connection closed by peer [127.0.0.1]:4242"
 
@@ -126,7 +125,7 @@ def test_a_whole_restart_is_told_in_three_events() -> None:
 
 
 def test_a_pod_whose_only_container_has_ended_is_not_deleted_while_its_phase_lags_behind() -> None:
-    """Else `kubectl logs` of the guilty pod finds nothing."""
+    """Else `kubectl logs` of the culprit's pod finds nothing."""
     world = digits().running().exits(1, code=3)
     world.pods["digits-1-1"] = dataclasses.replace(world.pods["digits-1-1"], phase="Running")
     world.settle()
@@ -156,7 +155,7 @@ def test_restart_grace_seconds_is_the_users_to_choose_down_to_one(given: int, gr
 
 
 def test_a_rank_whose_whole_life_passed_between_two_looks_is_not_made_again_under_its_name() -> None:
-    """Its first process may still run where nobody looks."""
+    """Its first process may still run where it cannot be observed."""
     world = digits().started().runs(0, 1)
     world.deleted_pods.append(world.pods.pop("digits-1-1"))
     world.restarted()
@@ -195,7 +194,7 @@ def test_a_script_that_always_fails_ends_the_job_after_its_budget_with_the_true_
     assert "rank 1 (pod digits-3-1, node node-1) ended with exit code 1 (ValueError: x)" in world.status.message
     assert "restarted 2 times: backoffLimit: 2 allows no more" in world.status.message
     assert charges(world) == (2, 0, 0)
-    assert statuses.condition(world.status, "Failed")
+    assert world.is_true("Failed")
     assert [f.attempt for f in world.status.failures] == [1, 2, 3]
     assert not any(p.live for p in world.pods.values())
 
@@ -401,10 +400,10 @@ def test_a_rank_that_ends_well_while_its_peer_still_waits_for_it_is_the_cause_an
     world.reports_step(20, rank=1, node_rank=1).exits(0).settle()
     world.after(2).exits(1, code=1, message=PEER_GONE).settle()
     assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
-    said = "rank 0 (pod digits-1-0, node node-0) ended with exit code 0 after step 20 while rank 1 was in step 21: "
-    assert said + "the ranks make different numbers of steps" in world.status.message
+    sentence = "rank 0 (pod digits-1-0, node node-0) ended with exit code 0 after step 20 while rank 1 was in step 21: "
+    assert sentence + "the ranks make different numbers of steps" in world.status.message
     assert (cause(world).rank, cause(world).exit_code, cause(world).failure_class) == (0, 0, "application")
-    assert PEER_GONE in cause(world).log_tail, "what the peer said is kept"
+    assert PEER_GONE in cause(world).log_tail, "the log of the peer is kept"
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 8])
@@ -445,8 +444,10 @@ def test_a_node_that_is_lost_while_a_failed_group_stops_is_not_the_cause_of_the_
 
 def test_an_address_in_use_that_was_not_given_is_the_scripts_own_failure_and_says_which() -> None:
     """A port that a script has made up for itself: restarts without end, charged to the nodes."""
-    said = "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
-    taken = said + "port: {}, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+    sentence = (
+        "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
+    )
+    taken = sentence + "port: {}, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
     world = digits(backoffLimit=0).running().exits(0, code=1, message=taken.format(29500)).restarted()
     assert (world.status.reason, "port: 29500" in world.status.message) == ("BackoffLimitExceeded", True)
     given = int(digits().running().status.master_addr.rpartition(":")[2])
@@ -573,8 +574,10 @@ def test_a_pod_that_only_takes_long_on_a_node_that_answers_is_waited_for() -> No
 
 
 def test_the_pod_of_a_deleted_namesake_on_a_lost_node_does_not_hold_up_the_new_job_for_ever() -> None:
-    world = digits().stranger("digits-1-1", label="digits", owner="uid-of-the-deleted-job")
-    world.strangers = [dataclasses.replace(p, node="node-7", deletion_requested_at=world.now) for p in world.strangers]
+    world = digits().conflicting_pod("digits-1-1", label="digits", owner="uid-of-the-deleted-job")
+    world.conflicting_pods = [
+        dataclasses.replace(p, node="node-7", deletion_requested_at=world.now) for p in world.conflicting_pods
+    ]
     world.nodes = {"node-7": Node(ready=False, since=world.now)}
     world.settle()
     assert world.status.reason == "WaitingForDeletedJob"
@@ -697,8 +700,8 @@ def test_a_rank_whose_pod_was_never_made_is_made_although_others_have_completed_
 
 
 def test_a_pod_that_is_slow_to_stop_does_not_explain_what_was_wrong_before() -> None:
-    """Where nodes cannot be read, a pod that stays beyond its grace is given up. It was told to stop because a rank had
-    ended early: that rank would never be named, and the mistake be free."""
+    """Where nodes cannot be read, a pod that stays beyond its grace is given up. Its deletion was requested
+    because a rank had ended early: that rank would never be named, and the mistake be free."""
     world = digits(nodes=3).running().reports_step(5)
     world.nodes = None
     world.exits(1).exits(
@@ -711,7 +714,7 @@ def test_a_pod_that_is_slow_to_stop_does_not_explain_what_was_wrong_before() -> 
 
 @pytest.mark.parametrize(("word", "code"), [("seccomp killed", 159), ("Signaled", 139), ("Exited", 3)])
 def test_a_container_runtimes_own_word_for_an_exit_code_is_no_disruption(word: str, code: int) -> None:
-    """CRI-O says `seccomp killed`. A script that calls what it must not was restarted a hundred times for free."""
+    """CRI-O reports `seccomp killed`. A script that calls what it must not was restarted a hundred times for free."""
     world = digits(backoffLimit=0).running().exits(0, code, reason=word).restarted()
     assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
     assert f"({word})" in world.status.message

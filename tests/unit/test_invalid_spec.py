@@ -1,4 +1,4 @@
-"""A spec that becomes invalid while its job runs: what runs goes on as it was, to its end, and says so."""
+"""A spec that becomes invalid while its job runs: what runs goes on as it was, to its end, and its message names it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from msgspec.structs import replace
 from worlds import World, digits, manifest
 
 from ddpjob_operator.job import api, validation
-from ddpjob_operator.plan import status as statuses
-from ddpjob_operator.plan.plan import CreatePod
+from ddpjob_operator.plan.actions import CreatePod
 
 MIN_NODES = {"minNodes": 1}
 SAID = "the spec is invalid (spec.minNodes: elastic jobs are not available yet. Remove it.); the job goes on as it was"
@@ -64,7 +63,7 @@ def test_a_job_whose_spec_became_invalid_keeps_its_deadlines() -> None:
     assert world.of_deleted_job
 
 
-def test_a_job_whose_spec_became_invalid_can_be_suspended_and_resumes_when_it_is_mended() -> None:
+def test_a_job_whose_spec_became_invalid_can_be_suspended_and_resumes_when_it_is_fixed() -> None:
     world = becomes(digits().running(), suspend=True, **MIN_NODES).settle().stops_all().settle()
     assert world.status.state == "Suspended"
     assert world.status.message.endswith(
@@ -72,7 +71,7 @@ def test_a_job_whose_spec_became_invalid_can_be_suspended_and_resumes_when_it_is
     )
     becomes(world, **MIN_NODES).settle()
     assert (world.status.state, world.status.reason, world.names()) == ("Suspended", "InvalidSpec", [])
-    assert "suspended until that is mended" in world.status.message
+    assert "suspended until the spec is fixed" in world.status.message
     is_mended(world).settle()
     assert world.names() == ["digits-2-0", "digits-2-1"]
 
@@ -80,7 +79,7 @@ def test_a_job_whose_spec_became_invalid_can_be_suspended_and_resumes_when_it_is
 def test_that_the_spec_is_invalid_stands_in_the_message_the_condition_and_one_event() -> None:
     world = becomes(digits().running(), **MIN_NODES).settle()
     assert world.status.message == f"2 of 2 nodes run, attempt 1; {SAID}"
-    assert not statuses.condition(world.status, "Accepted")
+    assert not world.is_true("Accepted")
     assert [(e.type, e.message) for e in world.events if e.reason == "InvalidSpec"] == [("Warning", SAID)]
     world.after(60).settle()
     assert world.plan().status is None
@@ -90,7 +89,7 @@ def test_that_the_spec_is_invalid_stands_in_the_message_the_condition_and_one_ev
 
 
 def test_the_remark_is_there_once_however_often_the_job_is_looked_at() -> None:
-    """A message that is kept from look to look (a back-off's) would grow by a sentence each time."""
+    """A message that is kept from one reconcile to the next (a back-off's) would grow by a sentence each time."""
     world = becomes(digits().running(), **MIN_NODES).settle()
     world.exits(0, code=1).restarted().runs(0, 1).settle().exits(0, code=1).settle().stops_all().settle()
     assert world.status.state == "Restarting"

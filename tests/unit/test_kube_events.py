@@ -11,7 +11,7 @@ from cancelling import ends_although
 from ddpjob_operator.job import api
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.events import PASSING_SECONDS, QUEUE_MAX, QUEUE_OF_JOB_MAX, REPEAT_SECONDS, Events, body
-from ddpjob_operator.plan.plan import Event
+from ddpjob_operator.plan.actions import Event
 
 JOB = api.Metadata(name="digits", namespace="team", uid="u")
 AT = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)

@@ -1,4 +1,4 @@
-"""A job that waits says for what, for how long, and how to see why; after ten minutes with one Warning."""
+"""A job that waits has a message: for what, for how long, and how to see why; after ten minutes one Warning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MONTH = 30 * 86400.0
 
 
 def lives_on(world: World, seconds: float) -> World:
-    """Time passes, and the operator looks when it said that it would."""
+    """Time passes, and the operator plans when it is due."""
     end = world.now + dt.timedelta(seconds=seconds)
     while world.now < end:
         again = world.settle().plan().requeue_at
@@ -41,7 +41,7 @@ def test_a_volume_that_never_mounts_is_said_with_its_pod_how_long_it_has_been_an
 
 
 def test_a_rank_that_hangs_silently_beside_one_that_completed_is_said_after_ten_minutes() -> None:
-    """The job stayed Running for ever, and `2 of 2 nodes run` was all that it said."""
+    """The job stayed Running for ever, and `2 of 2 nodes run` was all that its message had."""
     world = digits().running().exits(0).settle()
     lives_on(world, 590)
     assert world.status.reason == "AllNodesRun"
@@ -63,7 +63,7 @@ def test_a_pod_that_does_not_stop_holds_the_next_attempt_with_one_warning() -> N
 
 
 def test_pods_of_a_deleted_job_that_stay_are_said_with_one_warning() -> None:
-    world = digits().stranger("digits-7-0", label="digits", owner="somebody-before").settle()
+    world = digits().conflicting_pod("digits-7-0", label="digits", owner="somebody-before").settle()
     lives_on(world, MONTH)
     assert (world.status.state, world.status.reason) == ("Pending", "WaitsLong")
     assert "waiting for pod digits-7-0 of the deleted job of this name" in world.status.message
@@ -75,8 +75,8 @@ def test_a_node_that_is_not_heard_is_named_before_it_is_given_up(nodes: int) -> 
     """40 to 80 seconds in which everything seemed well, and STEP and ETA stood still."""
     world = digits(nodes=nodes).running().after(5).node_lost(nodes - 1).settle()
     assert world.status.reason == "AllNodesRun"
-    said = f"node node-{nodes - 1} (node {nodes - 1}) is not ready since 07:11:18; given up at 07:11:48"
-    assert said in world.status.message
+    sentence = f"node node-{nodes - 1} (node {nodes - 1}) is not ready since 07:11:18; given up at 07:11:48"
+    assert sentence in world.status.message
     world.nodes = {}
     assert "not ready" not in world.settle().status.message
 

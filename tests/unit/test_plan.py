@@ -8,10 +8,11 @@ import msgspec
 import pytest
 from worlds import START, World, digits, job
 
+from ddpjob_operator.job.status import find_condition
+from ddpjob_operator.job.times import start_back_off_seconds
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.observed.cluster import ConflictingObject, Refusal
-from ddpjob_operator.plan import status as statuses
-from ddpjob_operator.plan.plan import CreatePod, CreateService, DeleteJob, DeletePod, Plan, start_back_off_seconds
+from ddpjob_operator.plan.actions import CreatePod, CreateService, DeleteJob, DeletePod, Plan
 
 
 def deleted(plan: Plan) -> list[tuple[str, int | None]]:
@@ -58,10 +59,10 @@ def test_while_it_waits_the_job_says_for_what(rank_0, state: str, reason: str, p
 def test_the_job_runs_once_all_trainers_run_and_not_before() -> None:
     world = digits().started().runs(0).settle()
     assert world.status.state == "Starting"
-    assert not statuses.condition(world.status, "Running")
+    assert not world.is_true("Running")
     world.runs(1).settle()
     assert world.status.state == "Running"
-    assert statuses.condition(world.status, "Running")
+    assert world.is_true("Running")
     assert world.status.display is not None
     assert world.status.display.nodes == "2/2"
 
@@ -76,7 +77,7 @@ def test_the_job_succeeds_when_all_trainers_end_with_0() -> None:
     world.exits(1).settle()
     assert world.status.state == "Succeeded"
     assert world.status.completion_time == START + dt.timedelta(seconds=60)
-    assert statuses.condition(world.status, "Complete")
+    assert world.is_true("Complete")
 
 
 def test_a_succeeded_pod_that_vanishes_while_its_peers_run_does_no_harm() -> None:
@@ -114,8 +115,8 @@ def test_a_sidecar_neither_holds_the_job_open_for_longer_than_its_grace_nor_surv
 def test_a_trainer_that_saves_and_ends_with_0_when_its_pod_is_evicted_has_not_completed_beside_a_sidecar(
     ends: str,
 ) -> None:
-    """The kubelet tells all containers at once; the sidecar takes its grace, and why they ended is said only after
-    that. The job would be Succeeded in the middle of its training."""
+    """The kubelet signals all containers at once; the sidecar takes its grace, and why they ended is reported only
+    after that. The job would be Succeeded in the middle of its training."""
     world = digits(nodes=1).running().exits(0, phase="Running").settle().after(29).settle()
     assert (world.status.state, world.status.completed_nodes) == ("Running", "")
     world.evicted(0, ends).settle()
@@ -145,7 +146,7 @@ def test_the_condition_suspended_waits_for_the_last_pod() -> None:
     """Whoever waits for it takes the GPUs or the volume, and a rank may be writing to it still."""
     world = digits().running().change(suspend=True).settle()
     assert (world.status.state, world.status.reason) == ("Suspended", "Suspending")
-    shown = statuses.find_condition(world.status, "Suspended")
+    shown = find_condition(world.status, "Suspended")
     assert shown is not None
     assert (shown.status, shown.reason, shown.message) == (
         "False",
@@ -154,9 +155,9 @@ def test_the_condition_suspended_waits_for_the_last_pod() -> None:
     )
     assert world.status.start_time is not None, "without it the API server lets nodes and template change"
     world.stops(0).settle()
-    assert not statuses.condition(world.status, "Suspended")
+    assert not world.is_true("Suspended")
     world.stops(1).settle()
-    assert statuses.condition(world.status, "Suspended")
+    assert world.is_true("Suspended")
     assert (world.status.reason, world.status.start_time) == ("Suspended", None)
 
 
@@ -246,11 +247,11 @@ def test_start_deadline_releases_all_pods_and_tries_again_later_under_a_new_atte
     assert world.plan().requeue_at == START + dt.timedelta(seconds=120)
     world.after(120).settle()
     assert (world.status.state, world.status.attempt, world.status.start_retries) == ("Pending", 2, 1)
-    said = world.status.message
-    assert said.startswith("1 of 2 nodes ran within startDeadlineSeconds: 120; all are released, next try at 07:1")
-    assert said.endswith(" UTC")
+    message = world.status.message
+    assert message.startswith("1 of 2 nodes ran within startDeadlineSeconds: 120; all are released, next try at 07:1")
+    assert message.endswith(" UTC")
     world.stops_all().settle()
-    assert (world.status.reason, world.status.message) == ("StartBackOff", said), "no pod is there to wait for"
+    assert (world.status.reason, world.status.message) == ("StartBackOff", message), "no pod is there to wait for"
     assert world.names() == [], "two half-placed jobs must not block each other"
     again = world.plan().requeue_at
     assert again is not None
@@ -258,7 +259,7 @@ def test_start_deadline_releases_all_pods_and_tries_again_later_under_a_new_atte
     world.now = again
     world.settle()
     assert world.names() == ["digits-2-0", "digits-2-1"]
-    assert world.runs(0, 1).settle().status.start_retries == 0, "once all run, the waits begin anew"
+    assert world.runs(0, 1).settle().status.start_retries == 0, "once all run, the waits begin again"
 
 
 def test_the_waits_between_starts_double_up_to_30_minutes_and_differ_between_jobs() -> None:
@@ -310,7 +311,7 @@ def test_ttl_deletes_the_job_that_long_after_it_finished_and_not_before() -> Non
 
 
 def test_a_foreign_pod_of_that_name_is_a_clear_condition_and_never_a_takeover() -> None:
-    world = digits().stranger("digits-1-1").settle()
+    world = digits().conflicting_pod("digits-1-1").settle()
     assert (world.status.state, world.status.reason) == ("Pending", "NameTaken")
     assert "digits-1-1" in world.status.message
     assert world.names() == []
@@ -325,10 +326,10 @@ def test_a_foreign_service_of_that_name_is_a_clear_condition() -> None:
 
 
 def test_delete_and_apply_waits_for_the_pods_of_the_deleted_job_and_says_so() -> None:
-    world = digits().stranger("digits-7-0", label="digits", owner="uid-of-the-deleted-job").settle()
+    world = digits().conflicting_pod("digits-7-0", label="digits", owner="uid-of-the-deleted-job").settle()
     assert world.status.reason == "WaitingForDeletedJob"
     assert "digits-7-0 of the deleted job" in world.status.message
-    world.strangers.clear()
+    world.conflicting_pods.clear()
     assert world.settle().names() == ["digits-1-0", "digits-1-1"]
 
 
@@ -375,7 +376,7 @@ def test_an_invalid_spec_starts_nothing_and_says_which_field() -> None:
     accepted = next(c for c in world.status.conditions if c.type == "Accepted")
     assert (accepted.status, accepted.message) == ("False", "spec.backend: mpi is not there")
     world.problems = []
-    assert statuses.condition(world.settle().status, "Accepted")
+    assert world.settle().is_true("Accepted")
 
 
 def test_progress_alone_is_written_at_most_every_ten_seconds() -> None:
@@ -499,10 +500,10 @@ def test_what_the_job_changes_or_the_user_overrides_is_said_once() -> None:
     what.spec.template["spec"]["restartPolicy"] = "OnFailure"
     world = World(what).running()
     world.change(suspend=True).settle().stops_all().change(suspend=False).settle()
-    said = [e for e in world.events if e.reason in ("RestartPolicyChanged", "RendezvousOverridden", "LauncherOption")]
-    assert [e.reason for e in said] == ["RestartPolicyChanged", "RendezvousOverridden", "LauncherOption"]
-    assert "OnFailure becomes Never" in said[0].message
-    assert "MASTER_ADDR" in said[1].message
+    sent = [e for e in world.events if e.reason in ("RestartPolicyChanged", "RendezvousOverridden", "LauncherOption")]
+    assert [e.reason for e in sent] == ["RestartPolicyChanged", "RendezvousOverridden", "LauncherOption"]
+    assert "OnFailure becomes Never" in sent[0].message
+    assert "MASTER_ADDR" in sent[1].message
 
 
 def test_goodput_books_each_second_where_it_was_spent() -> None:

@@ -11,7 +11,7 @@ from worlds import World, digits
 
 from ddpjob.core.failures import Failure
 from ddpjob_operator.observed.reports import Agent, AgentCounts
-from ddpjob_operator.plan.plan import CreatePod, DeletePod
+from ddpjob_operator.plan.actions import CreatePod, DeletePod
 from ddpjob_operator.pods import build
 
 DDPRUN = {"command": ["ddprun", "train.py"]}
@@ -154,7 +154,7 @@ def test_a_suspended_job_stops_all_pods_and_begins_with_fresh_names() -> None:
 # ---------------------------------------------------------------- what agents restart in place
 
 
-def said(application: int = 0, *, infrastructure: int = 0, replacement: int = 0, in_a_row: int = 1) -> Agent:
+def charged(application: int = 0, *, infrastructure: int = 0, replacement: int = 0, in_a_row: int = 1) -> Agent:
     failures = [
         Failure(
             rank=2,
@@ -181,7 +181,7 @@ def counted(world: World) -> tuple[int, int]:
 
 def test_a_restart_in_place_is_counted_told_and_named_while_the_job_runs_on() -> None:
     world = trained()
-    world.agent = said(1)
+    world.agent = charged(1)
     world.settle()
     assert (world.status.state, world.status.attempt, counted(world)) == ("Running", 1, (1, 0))
     failure = world.status.last_failure
@@ -193,10 +193,18 @@ def test_a_restart_in_place_is_counted_told_and_named_while_the_job_runs_on() ->
     assert "restarted in place 1 time" in world.status.message
 
 
+def test_a_restart_in_place_that_is_reported_late_is_charged_to_the_attempt_before_the_resume() -> None:
+    """Its report arrives together with the resume: it was forgotten, and backoffLimit allowed one restart too many."""
+    world = trained().change(suspend=True).settle().stops_all().settle()
+    world.agent = charged(1)
+    world.change(suspend=False).settle()
+    assert (world.status.attempt, counted(world)) == (2, (1, 0))
+
+
 def test_a_restart_in_place_that_only_complaints_explain_blames_nobody_and_says_that_it_was_free() -> None:
     """A user debugs the rank that lost its peer, and counts a restart that was not charged."""
     world = trained()
-    agent = said(infrastructure=1)
+    agent = charged(infrastructure=1)
     lost = "RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.4]:4711"
     failure = dataclasses.replace(
         agent.failures[0],
@@ -212,40 +220,40 @@ def test_a_restart_in_place_that_only_complaints_explain_blames_nobody_and_says_
     assert event.reason == "RestartedInPlace"
     assert event.message.startswith("rank 2 (pod digits-1-2, node node-2) lost its peers at step 41 (RuntimeError: ")
     assert "only peers' complaints (not charged to backoffLimit); all ranks have started again" in event.message
-    world.agent = said(1)
+    world.agent = charged(1)
     world.settle()
     assert "not charged" not in world.events[-1].message
 
 
 def test_what_is_said_again_costs_nothing_and_only_more_than_was_known_counts() -> None:
     world = trained()
-    for agent, expected in [(said(2), 2), (said(2), 2), (said(1), 2), (said(3), 3)]:
+    for agent, expected in [(charged(2), 2), (charged(2), 2), (charged(1), 2), (charged(3), 3)]:
         world.agent = agent
         world.settle()
         assert counted(world) == (expected, 0)
-    world.agent = None  # a new operator has heard nothing yet
+    world.agent = None  # a new operator has received nothing yet
     world.settle()
     assert counted(world) == (3, 0)
 
 
 def test_the_agent_that_replaces_node_0_counts_from_nothing() -> None:
     world = trained(backoffLimit=9)
-    world.agent = said(2)
+    world.agent = charged(2)
     world.settle().exits(0, code=137).settle().after(400).settle().runs(0).settle()
     assert counted(world) == (3, 0), "two in place, and the pod"
-    world.agent = said(1, replacement=1)
+    world.agent = charged(1, replacement=1)
     world.settle()
     assert counted(world) == (4, 0)
     assert words(world).count("RestartedInPlace") == 2
     assert "restarted in place 3 times" in world.status.message, "of the attempt, not of an agent"
-    world.agent = said(2)  # late news of the one before
+    world.agent = charged(2)  # a late report of the one before
     world.settle()
     assert counted(world) == (4, 0)
 
 
 def test_a_pod_whose_agent_has_spoken_is_not_made_again_under_its_name() -> None:
     world = digits(container=DDPRUN, nodes=3).started()
-    world.agent = said(1)  # the watch of pods is late
+    world.agent = charged(1)  # the watch of pods is late
     world.settle().vanishes(0).settle().after(2).settle()
     assert "digits-1-0" not in world.names()
     assert "digits-1-0-r1" in world.names()
@@ -253,7 +261,7 @@ def test_a_pod_whose_agent_has_spoken_is_not_made_again_under_its_name() -> None
 
 def test_what_was_said_before_a_suspension_is_not_counted_again_after_it() -> None:
     world = trained()
-    world.agent = said(1)
+    world.agent = charged(1)
     world.settle().change(suspend=True).settle().stops_all().settle()
     world.change(suspend=False).step()
     assert (world.status.attempt, counted(world)) == (2, (1, 0))
@@ -270,7 +278,7 @@ def test_an_agent_that_reached_nobody_says_it_with_its_last_word() -> None:
 
 def test_news_of_an_older_failure_do_not_settle_the_one_that_is_being_settled() -> None:
     world = trained().deleted_first(1).settle()
-    world.agent = said(1)
+    world.agent = charged(1)
     world.settle()
     assert world.status.last_failure is not None
     assert world.status.last_failure.pod == "digits-1-1"
@@ -306,7 +314,7 @@ def test_a_stall_that_is_one_too_many_for_the_agent_is_a_stall_for_the_operator_
     assert why in world.status.message
 
 
-# ---------------------------------------------------------------- what a pod is told
+# ---------------------------------------------------------------- what a pod gets in its environment
 
 
 def variables(world: World, rank: int = 0, replacement: int = 0) -> dict[str, str]:
@@ -316,10 +324,10 @@ def variables(world: World, rank: int = 0, replacement: int = 0) -> dict[str, st
 
 def test_a_new_pod_is_told_what_is_left_of_the_budgets() -> None:
     world = trained(backoffLimit=5, stall={"timeoutSeconds": 90})
-    world.agent = said(2, in_a_row=2)
+    world.agent = charged(2, in_a_row=2)
     world.settle().exits(1, code=137).settle()
-    told = variables(world, rank=1, replacement=1)
-    assert json.loads(told["DDPJOB_RESTARTS_LEFT"]) == {
+    env = variables(world, rank=1, replacement=1)
+    assert json.loads(env["DDPJOB_RESTARTS_LEFT"]) == {
         "application": 2,
         "infrastructure": 100,
         "stall": 10,
@@ -330,12 +338,12 @@ def test_a_new_pod_is_told_what_is_left_of_the_budgets() -> None:
         "replaced": 1,
         "known": {"replacement": 0, "application": 2, "infrastructure": 0, "stall": 0},
     }
-    assert (told["DDPJOB_REPLACEMENT"], told["DDPJOB_STALL_TIMEOUT"]) == ("1", "90")
-    assert "DDPJOB_RESTART_GRACE" not in told, "unset it is 0.1 s in place"
+    assert (env["DDPJOB_REPLACEMENT"], env["DDPJOB_STALL_TIMEOUT"]) == ("1", "90")
+    assert "DDPJOB_RESTART_GRACE" not in env, "unset it is 0.1 s in place"
 
 
 def test_a_restart_grace_that_the_user_has_set_is_told_to_the_agents() -> None:
-    """Ranks that save in their SIGTERM handler lose it: they had 0.1 s, whatever the job said."""
+    """Ranks that save in their SIGTERM handler lose it: they had 0.1 s, whatever the job sets."""
     world = trained(restartGraceSeconds=20).settle().exits(1, code=137).settle()
     assert variables(world, rank=1, replacement=1)["DDPJOB_RESTART_GRACE"] == "20"
 
@@ -343,7 +351,7 @@ def test_a_restart_grace_that_the_user_has_set_is_told_to_the_agents() -> None:
 def test_steps_that_agents_have_had_for_their_verdict_are_no_progress_for_the_operators() -> None:
     """A checkpoint that crashes every start would be tried backoffLimit times, and not three."""
     world = trained(backoffLimit=9).reports_step(100).settle()
-    world.agent = said(3, in_a_row=3)
+    world.agent = charged(3, in_a_row=3)
     world.settle()
     assert world.status.furthest_step == 100
     assert json.loads(variables(world, rank=1)["DDPJOB_RESTARTS_LEFT"])["step"] == 100
@@ -355,8 +363,8 @@ def test_steps_that_agents_have_had_for_their_verdict_are_no_progress_for_the_op
 
 def test_a_pod_is_told_the_users_own_rules() -> None:
     rules = [{"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [3, 2]}}]
-    told = variables(trained(failurePolicy={"rules": rules}))
-    assert json.loads(told["DDPJOB_FAILURE_POLICY"]) == [{"action": "FailJob", "codes": [2, 3], "notIn": True}]
+    env = variables(trained(failurePolicy={"rules": rules}))
+    assert json.loads(env["DDPJOB_FAILURE_POLICY"]) == [{"action": "FailJob", "codes": [2, 3], "notIn": True}]
 
 
 def test_other_launchers_are_told_nothing_of_it() -> None:

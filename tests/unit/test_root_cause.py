@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from worlds import START
 
-from ddpjob.core import rules
+from ddpjob.core import failure_policy, rules
 from ddpjob_operator.failures import root_cause, sentences
 from ddpjob_operator.job import api
 from ddpjob_operator.observed.cluster import Container, Pod
@@ -317,7 +317,7 @@ def test_a_job_of_one_node_has_no_peers_to_blame() -> None:
 def test_the_guilty_ranks_exit_code_is_known_under_plain_torchrun() -> None:
     failure, found = settled(pod(1, said=table("exit-3")), first=None)
     assert failure.exit_code == 3, "failurePolicy speaks of it; the container ended with 1"
-    fail_job = [rules.PolicyRule("FailJob", frozenset({3}))]
+    fail_job = [failure_policy.PolicyRule("FailJob", frozenset({3}))]
     assert rules.with_policy(found, failure.exit_code, fail_job) == "permanent"
 
 

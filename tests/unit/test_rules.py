@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime as dt
-from dataclasses import replace
 
 import pytest
 
-from ddpjob.core import rules
-from ddpjob.core.rules import Attempt, Evidence, History, Limits, PolicyRule
+from ddpjob.core import budget, rules
+from ddpjob.core.budget import Attempt, History, Limits
+from ddpjob.core.failure_policy import Action, PolicyRule
+from ddpjob.core.rules import Evidence
 
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 NOTHING, ALLOWED = History(), Limits()
@@ -154,7 +155,12 @@ def test_a_failure_that_no_lost_peer_explains_is_none(exception: str) -> None:
     ],
 )
 def test_a_rule_speaks_of_what_a_process_did(
-    action: rules.Action, codes: set[int], inverted: bool, exit_code: int | None, found: rules.Class, want: rules.Class
+    action: Action,
+    codes: set[int],
+    inverted: bool,
+    exit_code: int | None,
+    found: rules.Class,
+    want: rules.Class,
 ) -> None:
     rule = PolicyRule(action, frozenset(codes), inverted)
     assert rules.with_policy(found, exit_code, [rule]) == want
@@ -251,12 +257,12 @@ def test_an_address_in_use_says_which_port(exception: str, port: int | None) -> 
 
 def test_complaints_about_peers_alone_are_free_once_until_the_next_new_step() -> None:
     """Uneven data ends so, every time: it would restart for ever, and nobody would pay."""
-    torn = replace(SILENT, only_complaints=True, ran_seconds=3600)
+    torn = SILENT._replace(only_complaints=True, ran_seconds=3600)
     after = rules.judge("infrastructure", NOTHING, torn, ALLOWED, NOW).history
     assert rules.of_complaints("infrastructure", NOTHING, torn) == "infrastructure"
     assert rules.of_complaints("infrastructure", after, torn) == "application"
     assert rules.of_complaints("infrastructure", after, SILENT) == "infrastructure", "a lost node in between is none"
-    assert rules.of_complaints("infrastructure", after, replace(torn, made_a_new_step=True)) == "infrastructure"
+    assert rules.of_complaints("infrastructure", after, torn._replace(made_a_new_step=True)) == "infrastructure"
 
 
 # ---------------------------------------------------------------- back-off
@@ -265,7 +271,7 @@ def test_complaints_about_peers_alone_are_free_once_until_the_next_new_step() ->
 def test_the_first_restart_is_at_once_then_after_1_2_4_seconds_up_to_5_minutes() -> None:
     waits = [fails(*["infrastructure"] * n, attempt=USELESS).wait_seconds for n in range(1, 13)]
     assert waits == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
-    assert rules.back_off_seconds(10**9) == 300
+    assert budget.back_off_seconds(10**9) == 300
 
 
 def test_a_new_step_makes_the_next_restart_immediate() -> None:
@@ -276,6 +282,6 @@ def test_a_new_step_makes_the_next_restart_immediate() -> None:
 
 def test_a_job_that_reports_nothing_is_forgiven_when_it_ran_for_ten_minutes() -> None:
     tired = History(application=2, in_a_row=9)
-    assert fails("application", attempt=replace(SILENT, ran_seconds=600), history=tired).wait_seconds == 0
-    assert fails("application", attempt=replace(SILENT, ran_seconds=599), history=tired).wait_seconds == 256
-    assert fails("application", attempt=replace(USELESS, ran_seconds=9999), history=tired).wait_seconds == 256
+    assert fails("application", attempt=SILENT._replace(ran_seconds=600), history=tired).wait_seconds == 0
+    assert fails("application", attempt=SILENT._replace(ran_seconds=599), history=tired).wait_seconds == 256
+    assert fails("application", attempt=USELESS._replace(ran_seconds=9999), history=tired).wait_seconds == 256

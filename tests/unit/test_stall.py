@@ -1,4 +1,4 @@
-"""When a job stands still: what its reports prove, and what they never do."""
+"""When a job has stalled: what its reports prove, and what they never do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEVER = api.Stall(timeout_seconds=0)
 
 
 class Trainers:
-    """The ranks of a job, each of which reports every five seconds what it says at the time."""
+    """The ranks of a job, each of which reports every five seconds."""
 
     def __init__(self, **settings: Any) -> None:
         self.setting = api.Stall(**settings) if settings else None
@@ -27,8 +27,8 @@ class Trainers:
         self.saying: dict[int, Report] = {}
         self.receiving_since: dt.datetime | None = None
 
-    def says(self, step: int, phase: Phase | None = "train", *, rank: int = 0, attempt: int = 1) -> Trainers:
-        """From now on a rank says this, whenever it reports."""
+    def makes(self, step: int, phase: Phase | None = "train", *, rank: int = 0, attempt: int = 1) -> Trainers:
+        """From now on the reports of a rank have this step and phase."""
         self.saying[rank] = Report(step=step, rank=rank, node_rank=rank // 8, attempt=attempt, phase=phase)
         return self
 
@@ -53,12 +53,12 @@ class Trainers:
             self.stay(seconds - 5)
             for rank in ranks:
                 before = self.saying.get(rank)
-                self.says(before.step + 1 if before else 1, rank=rank)
+                self.makes(before.step + 1 if before else 1, rank=rank)
             self.report()
         return self
 
     def silent(self, seconds: float) -> Trainers:
-        """Time passes, and nobody is heard."""
+        """Time passes without a report."""
         self.now += dt.timedelta(seconds=seconds)
         return self
 
@@ -82,7 +82,7 @@ def test_a_job_that_makes_no_step_for_longer_than_its_time_out_stands_still() ->
 
 
 def test_the_rank_with_the_lowest_step_is_named_with_the_last_step_of_each() -> None:
-    job = Trainers(timeout_seconds=600).train(41, ranks=(0, 8, 16)).says(42).says(42, rank=16)
+    job = Trainers(timeout_seconds=600).train(41, ranks=(0, 8, 16)).makes(42).makes(42, rank=16)
     job.report().stay(900)
     assert job.sentence == (
         "rank 8 (node 1) has made no step for 15m5s (last step 41; limit 10m); "
@@ -93,7 +93,7 @@ def test_the_rank_with_the_lowest_step_is_named_with_the_last_step_of_each() -> 
 def test_of_hundreds_of_ranks_the_ones_that_are_behind_are_said() -> None:
     job = Trainers(timeout_seconds=10)
     for node in range(300):
-        job.says(step=40 if node == 77 else 41, rank=8 * node)
+        job.makes(step=40 if node == 77 else 41, rank=8 * node)
     job.stay(20)
     assert job.sentence.startswith("rank 616 (node 77) has made no step for 15s (last step 40; limit 10s); last steps")
     assert job.sentence.endswith("rank 48: 41, rank 616: 40 and 292 others, up to 41")
@@ -114,7 +114,7 @@ def test_a_hang_that_agents_have_ended_was_not_survived(phase: Phase) -> None:
     """Else the next one, which only the operator may find, is found three times later."""
     trainers = Trainers().train(30).stay(20 * MINUTE)
     before = trainers.trackers[0].learned
-    trainers.says(0 if phase == "start" else 4, phase).report()
+    trainers.makes(0 if phase == "start" else 4, phase).report()
     assert trainers.trackers[0].learned == before
 
 
@@ -127,14 +127,14 @@ def test_silence_is_no_stall() -> None:
 def test_a_hang_that_has_fallen_silent_is_found_no_more() -> None:
     job = Trainers(timeout_seconds=60).train(20).stay(65)
     assert job.found == "stall"
-    assert job.silent(31).found == "", "what it did since we heard it last is not known"
+    assert job.silent(31).found == "", "what it did since its last report is not known"
 
 
 @pytest.mark.parametrize("away", [31, HOUR, 100 * HOUR])
 def test_an_operator_that_was_away_starts_the_clock_anew(away: float) -> None:
     job = Trainers(timeout_seconds=600).train(20).stay(590)
     assert job.silent(away).report().found == ""
-    assert job.stay(600).found == "", "ten minutes from when it is heard again"
+    assert job.stay(600).found == "", "ten minutes from when it reports again"
     assert job.report().found == "stall"
 
 
@@ -181,8 +181,8 @@ def test_without_a_time_out_a_first_long_gap_only_warns_and_a_hang_is_found_all_
         "that lasts until 2031-03-05T07:49:33Z, the group restarts. Declare long pauses with ddpjob.pause(), or set "
         "spec.stall.timeoutSeconds"
     )
-    said = job.sentence
-    assert job.stay(1490).sentence == said, "one Event, not one for each look"
+    before = job.sentence
+    assert job.stay(1490).sentence == before, "one Event, not one for each reconcile"
     assert job.stay(10).found == "stall"
     assert job.sentence == "rank 0 (node 0) has made no step for 30m5s (last step 100; limit 30m)"
 
@@ -213,56 +213,56 @@ def test_one_slow_step_is_no_pace() -> None:
 
 
 def test_steps_between_two_reports_share_the_time() -> None:
-    job = Trainers().says(100).report()
+    job = Trainers().makes(100).report()
     for step in range(200, 2000, 100):
-        job.says(step).report()
+        job.makes(step).report()
     assert job.trackers[0].learned.step_seconds == (0.05,) * stall_limits.STEPS_REMEMBERED
 
 
 @pytest.mark.parametrize("phase", ["start", "train"])
 def test_before_the_first_step_imports_and_compilation_have_their_own_time(phase: Phase) -> None:
-    job = Trainers(timeout_seconds=60).says(0, phase).report()
+    job = Trainers(timeout_seconds=60).makes(0, phase).report()
     assert job.stay(30 * MINUTE).found == ""
     assert job.report().found == "stall"
     assert "has made no step for 30m5s (before the first step; limit 30m)" in job.sentence
 
 
 def test_who_allows_a_step_two_hours_allows_them_to_the_first_too() -> None:
-    job = Trainers(timeout_seconds=7200).says(0, "start").report()
+    job = Trainers(timeout_seconds=7200).makes(0, "start").report()
     assert job.stay(2 * HOUR).found == ""
     assert job.report().found == "stall"
 
 
 def test_a_script_that_counts_epochs_is_not_restarted_in_its_first_one() -> None:
-    job = Trainers().says(0, "start").report().stay(50 * MINUTE)
+    job = Trainers().makes(0, "start").report().stay(50 * MINUTE)
     assert job.found == "warning"
-    job.says(1).report()
+    job.makes(1).report()
     assert job.stay(2 * HOUR).found == "", "the first epoch has taught what one takes"
 
 
 def test_a_resumed_job_is_not_taken_for_a_fast_one() -> None:
-    job = Trainers().says(0, "start").report().stay(10 * MINUTE).says(1041).report()
+    job = Trainers().makes(0, "start").report().stay(10 * MINUTE).makes(1041).report()
     assert job.trackers[0].learned.step_seconds == (605.0,), "1041 steps were not made in ten minutes"
 
 
 def test_an_operator_that_is_new_knows_nothing_of_an_old_job() -> None:
-    job = Trainers().says(7).report()
+    job = Trainers().makes(7).report()
     assert job.stay(30 * MINUTE).found == "", "the middle of an epoch, for all that is known"
     assert job.report().found == "warning"
     assert job.stay(150 * MINUTE).found == "stall"
 
 
 def test_a_step_of_which_only_the_end_was_heard_teaches_nothing_of_steps() -> None:
-    job = Trainers().says(7).report().stay(MINUTE).says(8).report()
-    assert job.trackers[0].learned.step_seconds == (), "an epoch of an hour, of which a new operator heard a minute"
-    job.silent(HOUR).report().stay(MINUTE).says(9).report()
+    job = Trainers().makes(7).report().stay(MINUTE).makes(8).report()
+    assert job.trackers[0].learned.step_seconds == (), "an epoch of an hour, of which a new operator received a minute"
+    job.silent(HOUR).report().stay(MINUTE).makes(9).report()
     assert job.trackers[0].learned.step_seconds == ()
-    assert job.stay(HOUR).says(10).report().trackers[0].learned.step_seconds == (3605.0,)
+    assert job.stay(HOUR).makes(10).report().trackers[0].learned.step_seconds == (3605.0,)
 
 
 @pytest.mark.parametrize("phase", ["save", "evaluate"])
 def test_a_declared_pause_has_its_own_time(phase: Phase) -> None:
-    job = Trainers(timeout_seconds=60).train(20).says(20, phase).report()
+    job = Trainers(timeout_seconds=60).train(20).makes(20, phase).report()
     assert job.stay(30 * MINUTE).found == ""
     assert job.report().found == "stall"
     doing = {"save": "saving", "evaluate": "evaluating"}[phase]
@@ -270,57 +270,57 @@ def test_a_declared_pause_has_its_own_time(phase: Phase) -> None:
 
 
 def test_who_allows_a_step_an_hour_allows_a_pause_three() -> None:
-    job = Trainers(timeout_seconds=3600).train(20).says(20, "evaluate").report()
+    job = Trainers(timeout_seconds=3600).train(20).makes(20, "evaluate").report()
     assert job.stay(3 * HOUR).found == ""
     assert job.report().found == "stall"
 
 
 def test_a_declared_pause_teaches_how_long_pauses_are_and_nothing_of_steps() -> None:
-    job = Trainers().train(20).says(20, "evaluate").report().stay(2 * HOUR)
+    job = Trainers().train(20).makes(20, "evaluate").report().stay(2 * HOUR)
     assert job.found == "warning"
     assert "The limit is spec.stall.timeoutSeconds" in job.sentence, "it has been declared already"
-    job.says(20).report()
+    job.makes(20).report()
     assert job.stay(300).found == ""
     assert job.report().found == "warning", "a step is still expected within five minutes"
-    job.says(21).report().says(21, "evaluate").report()
+    job.makes(21).report().makes(21, "evaluate").report()
     assert job.stay(5 * HOUR).found == ""
 
 
 def test_the_begin_and_the_end_of_a_pause_are_signs_of_life() -> None:
     job = Trainers(timeout_seconds=60).train(20)
     for phase in ("evaluate", "train") * 10:
-        assert job.says(20, phase).report().stay(50).found == ""
+        assert job.makes(20, phase).report().stay(50).found == ""
 
 
 # ---------------------------------------------------------------- the group
 
 
 def test_as_long_as_one_rank_steps_the_group_does() -> None:
-    job = Trainers(timeout_seconds=60).says(5, rank=8).train(100)
+    job = Trainers(timeout_seconds=60).makes(5, rank=8).train(100)
     assert job.found == "", "a script may call progress() on rank 0 alone; a rank that hangs stops all others"
     assert job.stay(65).found == "stall"
 
 
 def test_a_rank_that_never_says_a_step_hides_no_hang() -> None:
-    job = Trainers(timeout_seconds=60).says(0, "start", rank=8).train(5).stay(65)
+    job = Trainers(timeout_seconds=60).makes(0, "start", rank=8).train(5).stay(65)
     assert job.found == "stall"
     assert job.sentence.startswith("rank 0 (node 0)"), "init() speaks on each node, progress() perhaps on rank 0 alone"
 
 
 def test_ranks_that_wait_for_an_evaluation_on_rank_0_have_its_time() -> None:
-    job = Trainers(timeout_seconds=60).train(5, ranks=(0, 8)).says(5, "evaluate").report()
+    job = Trainers(timeout_seconds=60).train(5, ranks=(0, 8)).makes(5, "evaluate").report()
     assert job.stay(20 * MINUTE).found == ""
 
 
 def test_the_group_has_the_time_of_the_rank_that_may_take_longest() -> None:
-    job = Trainers().train(100, ranks=(0, 8)).says(100, "evaluate").report().stay(31 * MINUTE)
+    job = Trainers().train(100, ranks=(0, 8)).makes(100, "evaluate").report().stay(31 * MINUTE)
     assert job.found == "warning", "rank 8 is past its half hour, rank 0 has three hours for an evaluation"
     assert "if that lasts until 2031-03-05T10:19:38Z" in job.sentence
     assert job.stay(150 * MINUTE).found == "stall"
 
 
 def test_a_process_that_starts_anew_in_its_pod_gets_on() -> None:
-    job = Trainers(timeout_seconds=60).train(20).stay(55).says(11).report()
+    job = Trainers(timeout_seconds=60).train(20).stay(55).makes(11).report()
     assert job.stay(60).found == ""
 
 
@@ -328,18 +328,18 @@ def test_a_process_that_starts_anew_in_its_pod_gets_on() -> None:
 
 
 def test_a_new_attempt_starts_anew_and_the_old_one_is_heard_no_more() -> None:
-    job = Trainers(timeout_seconds=60).train(20).stay(65).says(20, attempt=2).report()
+    job = Trainers(timeout_seconds=60).train(20).stay(65).makes(20, attempt=2).report()
     assert job.found == ""
     assert job.trackers[0].learned == stall_limits.Learned()
-    job.says(99, attempt=1).stay(10)
+    job.makes(99, attempt=1).stay(10)
     assert job.trackers[0].step == 20, "a process that survives on a lost node speaks for nobody"
 
 
 def test_a_sender_that_only_speaks_when_it_gets_on_proves_nothing() -> None:
-    assert Trainers(timeout_seconds=60).says(5, None).report().stay(600).trackers == {}
+    assert Trainers(timeout_seconds=60).makes(5, None).report().stay(600).trackers == {}
 
 
-# ---------------------------------------------------------------- when to look again
+# ---------------------------------------------------------------- when to check again
 
 
 def test_the_next_look_is_when_the_limit_ends_and_then_at_each_report() -> None:
@@ -348,7 +348,7 @@ def test_the_next_look_is_when_the_limit_ends_and_then_at_each_report() -> None:
     assert stall.requeue_at(job.stay(300).trackers, job.setting, job.now) == last_step_at + dt.timedelta(seconds=600)
     job.stay(300)
     assert stall.requeue_at(job.trackers, job.setting, job.now) == job.now + dt.timedelta(seconds=stall.REPORT_SECONDS)
-    assert stall.requeue_at(job.trackers, job.setting, job.silent(31).now) is None, "its next report says so"
+    assert stall.requeue_at(job.trackers, job.setting, job.silent(31).now) is None, "the next report is the next check"
 
 
 def test_a_warning_is_looked_at_again_when_it_becomes_a_stall() -> None:
@@ -360,7 +360,7 @@ def test_a_warning_is_looked_at_again_when_it_becomes_a_stall() -> None:
 
 
 def test_a_rank_past_its_time_waits_for_the_others_without_haste() -> None:
-    job = Trainers(timeout_seconds=60).says(5, rank=8).train(100)
+    job = Trainers(timeout_seconds=60).makes(5, rank=8).train(100)
     at = stall.requeue_at(job.trackers, job.setting, job.now)
     assert at == job.now + dt.timedelta(seconds=stall.SILENT_SECONDS), "rank 0 may fall silent, no earlier"
 
@@ -380,8 +380,8 @@ def test_when_most_jobs_go_silent_together_it_is_we_who_hear_nothing() -> None:
     found = silence(1, 40, 41)
     assert found is not None
     assert found.sentence() == (
-        "2 of the 3 jobs that report went silent together: their reports do not get here. Until they do, no job is "
-        "restarted for standing still"
+        "2 of the 3 jobs that report went silent together: their reports do not arrive. Until they do, no job is "
+        "restarted for a stall"
     )
     assert silence(400, 401, 402) is not None, "as long as it lasts"
     assert silence(1, 400, 401) is None, "they have been gone for long, and the rest goes on"

@@ -11,8 +11,7 @@ from ddpjob.agent.core.stall_monitor import BY_COLLECTIVES, BY_START, BY_STEPS, 
 from ddpjob.agent.core.stall_rules import Position, Standstill, failure
 from ddpjob.agent.heartbeats import Beats
 from ddpjob.agent.watch_ranks import position
-from ddpjob.core import stall_limits
-from ddpjob.reporting import heartbeat
+from ddpjob.core import heartbeat, stall_limits
 from ddpjob.reporting.watchdog import innermost, last_collective, stack, table
 
 # ---- one node ----------------------------------------------------------------------------------------------
@@ -132,7 +131,6 @@ STANDS, GETS_ON = Word(BY_STEPS, True, 300.0, "train"), Word(BY_STEPS, False, 2.
 
 
 def test_what_is_said_twice_to_import_less_is_the_same() -> None:
-    assert stall_rules.BY_COLLECTIVES == BY_COLLECTIVES
     assert set(stall_rules.DOES_NOT) == set(stall_limits.DOES_NOT) == set(heartbeat.PHASES) - {""}
 
 

@@ -10,11 +10,11 @@ from msgspec.structs import replace
 from worlds import START, digits, job
 
 from ddpjob_operator.job import api
+from ddpjob_operator.job.times import START_BACK_OFF_SECONDS, start_back_off_seconds
 from ddpjob_operator.kube.job_state import JobState
 from ddpjob_operator.kube.nodes import Nodes
 from ddpjob_operator.observed.cluster import ConflictingObject, Node
-from ddpjob_operator.plan.plan import START_BACK_OFF_SECONDS, start_back_off_seconds
-from ddpjob_operator.plan.view import Settings
+from ddpjob_operator.plan.actions import Settings
 
 JUMPS = (-1, -10, -3600, -86_400 * 30)
 UID = job().metadata.uid

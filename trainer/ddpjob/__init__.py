@@ -1,9 +1,9 @@
 """DDPJob's trainer library: what runs inside the training process. It needs torch and nothing else.
 
 Start a group with `init`, share the data with `GlobalBatchSampler` and `accumulate`, keep the state with `Snapshot`,
-say how far training is with `progress`, stop in order with `should_stop`, and see with `check_replicas` that all ranks
-are equal. All names are loaded on first use:
-`import ddpjob` itself imports no torch, because the command line is installed without it.
+report how far training is with `progress`, stop in order with `should_stop`, and see with `check_replicas` that all
+ranks are equal. All names are loaded on first use: `import ddpjob` itself imports no torch, because the command line is
+installed without it.
 """
 
 import importlib
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
         ReplicasDifferError,
         SnapshotError,
         StateError,
+        Stopped,
         Superseded,
         UnsupportedError,
     )
-    from ddpjob.group.stop import Stopped, ignore_sigterm, should_stop
+    from ddpjob.group.join import World, init
+    from ddpjob.group.stop import ignore_sigterm, should_stop
     from ddpjob.reporting.progress import pause, progress
-
-    from .group.join import World, init
 
 __all__ = [
     "Batch",
@@ -62,7 +62,6 @@ _HOME = {
     "World": "group.join",
     "init": "group.join",
     "Snapshot": "checkpoint.snapshot",
-    "Stopped": "group.stop",
     "pause": "reporting.progress",
     "progress": "reporting.progress",
     "check_replicas": "checkpoint.replicas",

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import math
 import operator
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -19,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpjob import process
 from ddpjob.errors import ConfigurationError, StateError
-from ddpjob.group.join import active, step_made
 
 
 class Batch(list[int]):
@@ -56,8 +55,8 @@ class GlobalBatchSampler:
     micro_batch   most samples of one forward pass, for `accumulate`; None = the whole share at once.
     drop_last     leave out the last n % global_batch samples of each epoch; else they make a smaller global batch.
 
-    As `batch_sampler` of a DataLoader it yields shares too, one epoch per iteration. A DataLoader with workers asks
-    ahead of training: say then how many batches of the loader have been trained, from 1 on also after a resume:
+    As `batch_sampler` of a DataLoader it yields shares too, one epoch per iteration. A DataLoader with workers reads
+    ahead of training: pass then how many batches of the loader have been trained, from 1 on also after a resume:
 
         for epoch in range(sampler.current_epoch, epochs):
             for batches, batch in enumerate(loader, start=1):
@@ -88,7 +87,7 @@ class GlobalBatchSampler:
         if drop_last and self.global_batch > self.n:
             raise ConfigurationError(
                 f"global_batch: {global_batch} is more than n: {n}, so no epoch has a full batch. "
-                f"Lower global_batch, or say drop_last=False."
+                f"Lower global_batch, or use drop_last=False."
             )
 
     @property
@@ -97,7 +96,7 @@ class GlobalBatchSampler:
         return self._epoch
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """This rank's shares of the epoch's global batches, from where the state says if it is the interrupted one.
+        """This rank's shares of the epoch's global batches; of the interrupted epoch those that the state has left.
 
         A batch counts as consumed when it is handed out: save inside the loop, after the optimizer's step.
         """
@@ -156,10 +155,10 @@ class GlobalBatchSampler:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on where the state was taken. StateError where it belongs to other data or another seed."""
-        for name, mine in (("n", self.n), ("seed", self.seed)):
-            if state.get(name) != mine:
+        for name, own in (("n", self.n), ("seed", self.seed)):
+            if state.get(name) != own:
                 raise StateError(
-                    f"{name}: the saved state has {state.get(name)}, this sampler {mine}: the order would be another "
+                    f"{name}: the saved state has {state.get(name)}, this sampler {own}: the order would be another "
                     f"one. Start with {name}={state.get(name)}, or from an empty snapshot folder."
                 )
         epoch, consumed = (_whole(state, name) for name in ("epoch", "consumed"))
@@ -216,7 +215,7 @@ def accumulate(
             loss.backward() if backward is None else backward(loss)  # type: ignore[no-untyped-call]
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "a share has at least one piece"
-    step_made()
+    process.step_made()
     return total
 
 
@@ -283,7 +282,7 @@ class DataPartitioner:
         source = dataset if hasattr(dataset, "__len__") else None
         n = _at_least(0, "dataset", dataset if source is None else len(source))
         seed = _integer("seed", seed)
-        parts = torch.split(_shuffled(n, seed), _sizes(n, _numbers("fractions", fractions)))
+        parts = torch.split(_shuffled(n, seed), part_sizes(n, _numbers("fractions", fractions)))
         self._partitions = [Partition(source, members, seed, number) for number, members in enumerate(parts)]
 
     def __len__(self) -> int:
@@ -308,7 +307,7 @@ def _whole(state: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _sizes(n: int, fractions: Sequence[float]) -> list[int]:
+def part_sizes(n: int, fractions: Sequence[float]) -> list[int]:
     """Whole sizes nearest to the fractions of n that add up to n: the largest remainders are rounded up."""
     if not fractions:
         raise ConfigurationError("fractions: [] has no part. Give at least one, e.g. [1.0].")
@@ -338,23 +337,21 @@ def _rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         raise ConfigurationError(f"rank: {rank}, world_size: {world_size}. Give both or neither.")
     if rank is None or world_size is None:
-        return _group_place()
+        return _rank_in_group()
     if not 0 <= rank < world_size:
         raise ConfigurationError(f"rank: {rank} must be at least 0 and less than world_size: {world_size}.")
     return rank, world_size
 
 
-def _group_place() -> tuple[int, int]:
-    world = active()
-    if world is not None:
-        return world.rank, world.world_size
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
+def _rank_in_group() -> tuple[int, int]:
+    if process.current.group is not None or process.torch_group() is not None:
+        place = process.place()
+        return place.rank, place.world_size
     for name in ("WORLD_SIZE", "DDPJOB_WORLD_SIZE"):
-        if (said := os.environ.get(name, "")).isdecimal() and int(said) > 1:
+        if (size := process.number(name, 1)) > 1:
             # As rank 0 of 1, each rank would train alone on all samples, end with 0, and nobody would notice.
             raise ConfigurationError(
-                f"{name}: {said} and there is no process group, so this process cannot know its share. "
+                f"{name}: {size} and there is no process group, so this process cannot know its share. "
                 f"Call ddpjob.init() first, or pass rank= and world_size=."
             )
     return 0, 1

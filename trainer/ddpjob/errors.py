@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree, so that a caller can catch one level.
+"""What can go wrong, as one tree, so that a caller can catch one level; and `Stopped`, which is no error.
 
 DDPJobError
 ├── ConfigurationError      an argument or a variable of the environment cannot be right; the message names it
@@ -12,13 +12,16 @@ DDPJobError
 
 from collections.abc import Sequence
 
+from ddpjob import process
+from ddpjob.core import rules
+
 
 class DDPJobError(Exception):
     """Everything that this library raises on purpose."""
 
 
 class ConfigurationError(DDPJobError, ValueError):
-    """An argument or a variable of the environment cannot be right; the message names it, its value and the mend."""
+    """An argument or a variable of the environment cannot be right; the message names it, its value and the fix."""
 
 
 class UnsupportedError(ConfigurationError):
@@ -47,3 +50,12 @@ class SnapshotError(StateError):
 
 class Superseded(SnapshotError):  # noqa: N818 - the field's word for it, not an error of this process
     """A newer attempt of the job owns the folder: this process must end, and has changed nothing there."""
+
+
+class Stopped(SystemExit):
+    """Ends a training that has saved `step` because it was told to stop: exit code 75, to be resumed, no failure."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(rules.RESUMABLE_EXIT_CODE)
+        self.step = step
+        process.current.stopped_raised = True

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from ddpjob.core import rules
+from ddpjob.core import budget, failure_policy
 from ddpjob_operator.job import bounds
 
 GROUP = "training.ddpjob.io"
@@ -50,7 +50,7 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     """The torch.distributed backend for ddpjob.init(). auto: nccl with GPUs, else gloo. mpi is refused."""
     suspend: bool = False
     """true stops all pods gracefully, or keeps them from starting; false starts a new attempt."""
-    backoff_limit: Count = rules.BACKOFF_LIMIT
+    backoff_limit: Count = budget.BACKOFF_LIMIT
     """Restarts charged to the application before the job fails; lost nodes and evictions are not charged."""
     backoff_window_seconds: Seconds | None = None
     """Only restarts within this window count against backoffLimit. Unset: all, as in a batch/v1 Job."""
@@ -91,7 +91,7 @@ class FailurePolicy(Struct, rename="camel", omit_defaults=True, frozen=True, kw_
 class FailureRule(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
     """One rule of a failure policy."""
 
-    action: rules.Action = "Count"
+    action: failure_policy.Action = "Count"
     """FailJob: the job fails at once. Ignore: restart without a charge. Count: restart, charged to backoffLimit."""
     on_exit_codes: OnExitCodes
     """The exit codes that the rule is for: of the guilty rank where it is known, else of the container."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from ddpjob.core import rules
-from ddpjob_operator.job import api
+from ddpjob.core.budget import History, Known, Limits, Spent
+from ddpjob.core.failure_policy import PolicyRule
+from ddpjob_operator.job import api, validation
 
 
-def history(status: api.Status) -> rules.History:
-    """What restarts have cost so far, as the rules read it."""
+def history(status: api.Status) -> History:
+    """What restarts have cost so far, by the operator's counts."""
     r = status.restarts or api.Restarts()
-    return rules.History(
+    return History(
         application=r.application,
         infrastructure=r.infrastructure,
         stall=r.stall,
@@ -21,32 +22,29 @@ def history(status: api.Status) -> rules.History:
     )
 
 
-def restarts(history: rules.History, *, windowed: bool) -> api.Restarts:
-    """The inverse. windowed: whether the times are needed again."""
-    return api.Restarts(
-        application=history.application,
-        infrastructure=history.infrastructure,
-        stall=history.stall,
-        total=history.total,
-        in_a_row=history.in_a_row,
-        charged_in_a_row=history.charged_in_a_row,
-        charged_at=list(history.charged_at) if windowed else [],
-        uncharged_in_a_row=history.uncharged_in_a_row,
-        peers_lost=history.peers_lost,
-    )
+def restarts(history: History) -> api.Restarts:
+    """The inverse."""
+    return api.Restarts(**{**history._asdict(), "total": history.total, "charged_at": list(history.charged_at)})
 
 
-def limits(spec: api.Spec) -> rules.Limits:
-    """What the user allows."""
-    return rules.Limits(spec.backoff_limit, spec.backoff_window_seconds)
+def known(status: api.Status) -> Known:
+    """What is counted of the agent of node 0 that spoke last in this attempt."""
+    k = status.in_place
+    return Known() if k is None else Known(k.replacement, Spent(k.application, k.infrastructure, k.stall))
 
 
-def policy(spec: api.Spec) -> list[rules.PolicyRule]:
+def limits(spec: api.Spec) -> Limits:
+    """What the user allows. A window needs the time of each restart in the status, so an invalid limit is cut."""
+    if spec.backoff_window_seconds is None:
+        return Limits(spec.backoff_limit)
+    return Limits(min(spec.backoff_limit, validation.WINDOWED_LIMIT_MAX), spec.backoff_window_seconds)
+
+
+def policy(spec: api.Spec) -> list[PolicyRule]:
     """The user's own rules."""
     listed = spec.failure_policy.rules if spec.failure_policy else []
     return [
-        rules.PolicyRule(r.action, frozenset(r.on_exit_codes.values), r.on_exit_codes.operator == "NotIn")
-        for r in listed
+        PolicyRule(r.action, frozenset(r.on_exit_codes.values), r.on_exit_codes.operator == "NotIn") for r in listed
     ]
 
 

@@ -8,10 +8,11 @@ than it would if it began now. This is the one place that says so, for the clust
 from __future__ import annotations
 
 import datetime as dt
+import hashlib
 
 from msgspec.structs import replace
 
-from ddpjob.core import rules
+from ddpjob.core import budget
 from ddpjob_operator.job import api
 
 
@@ -22,7 +23,7 @@ def not_ahead(
     took too long; avoid_seconds: how long a node is avoided."""
     restarts, progress = status.restarts, status.progress
     in_a_row = 0 if restarts is None else restarts.in_a_row
-    wait = max(rules.back_off_seconds(in_a_row), start_back_off_seconds)
+    wait = max(budget.back_off_seconds(in_a_row), start_back_off_seconds)
     until = now + dt.timedelta(seconds=avoid_seconds)
     return replace(
         status,
@@ -40,6 +41,31 @@ def not_ahead(
 
 def _at_most(at: dt.datetime | None, limit: dt.datetime) -> dt.datetime | None:
     return None if at is None else min(at, limit)
+
+
+START_BACK_OFF_SECONDS = (60, 120, 240, 480, 960, 1800)
+
+
+def start_back_off_seconds(uid: str, retries: int) -> int:
+    """1, 2, 4 ... 30 min, less up to a fifth that differs by job, so that two jobs that block each other part ways."""
+    base = START_BACK_OFF_SECONDS[min(retries, len(START_BACK_OFF_SECONDS)) - 1]
+    share = int.from_bytes(hashlib.sha256(f"{uid}/{retries}".encode()).digest()[:2], "big") / 2**16
+    return round(base * (1 - share / 5))
+
+
+def after(start: dt.datetime | None, seconds: float | None) -> dt.datetime | None:
+    """So many seconds later; None where either is not set."""
+    return None if start is None or seconds is None else start + dt.timedelta(seconds=seconds)
+
+
+def earliest(*times: dt.datetime | None) -> dt.datetime | None:
+    """The earliest of those that are set."""
+    return min((t for t in times if t is not None), default=None)
+
+
+def is_past(time: dt.datetime | None, now: dt.datetime) -> bool:
+    """Whether a time that is set has come."""
+    return time is not None and now >= time
 
 
 class Clock:

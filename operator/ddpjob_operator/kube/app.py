@@ -47,7 +47,7 @@ from ddpjob_operator.kube.tokens import BoundPod, Verifier
 from ddpjob_operator.observed import facts
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.observed.reports import Report
-from ddpjob_operator.plan.plan import Settings as PlanSettings
+from ddpjob_operator.plan.actions import Settings as PlanSettings
 from ddpjob_operator.pods import build, naming
 
 _LOGGER = logging.getLogger("ddpjob_operator")

@@ -16,7 +16,7 @@ from ddpjob_operator.job import api, reasons
 from ddpjob_operator.kube.client import ApiError, Client, Raw
 from ddpjob_operator.kube.limit import at_most
 from ddpjob_operator.kube.shares import Bounds, Shares
-from ddpjob_operator.plan.plan import Event
+from ddpjob_operator.plan.actions import Event
 
 _LOGGER = logging.getLogger(__name__)
 QUEUE_MAX = 1_000

@@ -24,8 +24,17 @@ from ddpjob_operator.kube.shares import Shares
 from ddpjob_operator.kube.store import Jobs, Key, Store
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import redacted
-from ddpjob_operator.plan.plan import Action, CreatePod, CreateService, DeleteJob, DeletePod, EndPod, Event, Plan
-from ddpjob_operator.plan.view import restart_grace_seconds
+from ddpjob_operator.plan.actions import (
+    Action,
+    CreatePod,
+    CreateService,
+    DeleteJob,
+    DeletePod,
+    EndPod,
+    Event,
+    Plan,
+    restart_grace_seconds,
+)
 from ddpjob_operator.pods import build, naming
 
 _LOGGER = logging.getLogger(__name__)

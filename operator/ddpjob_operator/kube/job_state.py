@@ -10,7 +10,6 @@ from ddpjob_operator.job.times import Clock
 from ddpjob_operator.observed.cluster import ConflictingObject, Pod, Refusal
 from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.observed.stall import StepTracker
-from ddpjob_operator.plan.view import is_done_beside_sidecars
 
 REFUSED_SECONDS = (1, 2, 4, 8, 15, 30, 60, 120, 300)
 # No job has more ranks; each is some hundred bytes.
@@ -91,7 +90,7 @@ class JobState:
         seen = {(p.uid, "silent") for p in pods if p.silent_since} | {
             (p.uid, "stopping") for p in pods if p.deletion_deadline
         }
-        seen |= {(p.uid, "done") for p in pods if is_done_beside_sidecars(p)}
+        seen |= {(p.uid, "done") for p in pods if p.done_beside_sidecars}
         self.first_seen = {key: self.first_seen.get(key, now) for key in seen}
         return [self._by_own_clock(p) for p in pods]
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from ddpjob_operator.job import api, ranges, reasons, topology, validation
+from ddpjob_operator.job.status import apart_from_progress
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.executor import LOOK_SECONDS, Caches, ConflictError, Executor
 from ddpjob_operator.kube.job_state import JobState
@@ -22,9 +23,8 @@ from ddpjob_operator.observed import stall
 from ddpjob_operator.observed.cluster import ConflictingObject, Observed, Pod
 from ddpjob_operator.observed.reports import BadReportError, Report
 from ddpjob_operator.plan import agent_restarts, unreadable
-from ddpjob_operator.plan import plan as plans
-from ddpjob_operator.plan import status as statuses
-from ddpjob_operator.plan.plan import CreatePod, CreateService, Plan, Settings, plan
+from ddpjob_operator.plan.actions import CreatePod, CreateService, Event, Plan, Settings
+from ddpjob_operator.plan.plan import plan
 from ddpjob_operator.pods import naming
 
 _LOGGER = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Reconciler:
             return None
         if why := self._caches.pods.unreadable(key) or self._caches.services.unreadable(key):
             # Without it a rank would seem to be lost, and a pod would be made beside it.
-            self._executor.say(job.metadata, plans.Event("Warning", reasons.UNREADABLE.name, why))
+            self._executor.say(job.metadata, Event("Warning", reasons.UNREADABLE.name, why))
             return None
         return job, problems
 
@@ -274,10 +274,10 @@ class Reconciler:
 
     async def _tell_unreadable(self, raw: Mapping[str, Any], why: str) -> None:
         """Nothing is planned on what cannot be read; a change of the job is looked at anew."""
-        if not unreadable.is_ours(raw):
+        if not unreadable.is_managed(raw):
             return
         status = unreadable.with_condition(raw, why, self._now())
-        if status is None and unreadable.is_told(raw):
+        if status is None and unreadable.is_reported(raw):
             return
         try:
             await self._executor.tell(raw["metadata"], status, (unreadable.event(why),))
@@ -308,7 +308,7 @@ class Reconciler:
 
 
 def _alike(old: api.Status, new: api.Status) -> bool:
-    return statuses.apart_from_progress(old) == statuses.apart_from_progress(new)
+    return apart_from_progress(old) == apart_from_progress(new)
 
 
 def _only_created(todo: Plan) -> bool:

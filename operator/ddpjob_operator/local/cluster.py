@@ -24,8 +24,7 @@ from ddpjob_operator.observed import facts, stall
 from ddpjob_operator.observed.cluster import Container, Observed, Pod
 from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.plan import agent_restarts
-from ddpjob_operator.plan.plan import Action, CreatePod, CreateService, DeletePod, EndPod
-from ddpjob_operator.plan.view import restart_grace_seconds
+from ddpjob_operator.plan.actions import Action, CreatePod, CreateService, DeletePod, EndPod, restart_grace_seconds
 from ddpjob_operator.pods import build, environment, naming
 
 TERMINATION_MESSAGE_BYTES = 4096

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from ddpjob_operator.failures import root_cause
 from ddpjob_operator.failures.redaction import mask
 from ddpjob_operator.job import api, podspec, topology, wording
+from ddpjob_operator.job.status import TERMINAL
 from ddpjob_operator.job.validation import dotted
 from ddpjob_operator.local import faults, gpus, pod_process, receive, run_folder, screen
 from ddpjob_operator.local.cluster import LocalCluster, LocalPod
@@ -31,8 +32,8 @@ from ddpjob_operator.local.node import become_subreaper
 from ddpjob_operator.manifest.yamlfile import Document, InputError
 from ddpjob_operator.observed import kubeflow
 from ddpjob_operator.observed.reports import BadReportError, Report, read_report
-from ddpjob_operator.plan import status as statuses
-from ddpjob_operator.plan.plan import Settings, plan
+from ddpjob_operator.plan.actions import Settings
+from ddpjob_operator.plan.plan import plan
 from ddpjob_operator.pods import build
 
 SUCCEEDED, FAILED, INTERRUPTED = 0, 1, 130
@@ -215,7 +216,7 @@ class Runner:
             if todo.status is not None:
                 self._record(todo.status)
             self.world.execute(self.job, todo.actions)
-            for event in todo.events if self.job.status.state not in statuses.TERMINAL else ():
+            for event in todo.events if self.job.status.state not in TERMINAL else ():
                 self.screen.event(event)  # how it ended is the last line's to say
             if todo.status is None and not todo.actions and not _has_more(self.world):
                 return None if todo.requeue_at is None else max(0.0, (todo.requeue_at - now).total_seconds())
@@ -232,7 +233,7 @@ class Runner:
                 self.world.handle(key)
 
     def _over(self) -> bool:
-        ended = self.job.status.state in (*statuses.TERMINAL, *(("Suspended",) if self._stop_asked else ()))
+        ended = self.job.status.state in (*TERMINAL, *(("Suspended",) if self._stop_asked else ()))
         quiet = all(not pod.live and not pod.open for pod in self.world.pods.values())
         return ended and quiet
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, reasons, topology, wording
 from ddpjob_operator.local.cluster import LocalPod
-from ddpjob_operator.plan.plan import Event
+from ddpjob_operator.plan.actions import Event
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -1,1 +1,1 @@
-"""What is there: pods, nodes and reports as each shell sees them, merged into facts."""
+"""What is observed: pods, nodes and reports as each shell sees them, merged into facts."""

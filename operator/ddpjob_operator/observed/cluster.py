@@ -1,4 +1,4 @@
-"""What is there now, as plan() reads it. Each shell fills these from its own world: the API server or processes."""
+"""What is observed now, as plan() reads it. Each shell fills these: from the API server, or from processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Container:
 
     state: Literal["waiting", "running", "ended"]
     reason: str = ""
-    """waiting and ended: the kubelet's word, ImagePullBackOff or OOMKilled."""
+    """waiting and ended: the kubelet's reason, ImagePullBackOff or OOMKilled."""
     message: str = ""
     """waiting: the kubelet's sentence. ended: the termination message, which is the end of the log."""
     ready: bool = False
@@ -27,13 +27,13 @@ class Container:
     """128 + n where signal n ended it, as everywhere in Kubernetes."""
     ended_at: dt.datetime | None = None
     ran: bool = True
-    """ended: whether anything shows that it ever ran; of a container that was never made the kubelet says 137, too."""
+    """ended: whether anything shows that it ever ran; of one that was never made the kubelet writes 137, too."""
     init: str = ""
     """ended: the init container whose end this is; the trainer itself never ran."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether the kubelet knows no more of its end than that it cannot find it."""
+        """Whether the kubelet reports no more of its end than that it cannot find it."""
         return self.reason in rules.LOST_CONTAINER
 
 
@@ -44,7 +44,7 @@ class Pod:
     name: str
     uid: str
     owner_uid: str
-    """uid of the controller that made it; empty: nobody's."""
+    """uid of the controller that made it; empty: there is none."""
     attempt: int
     rank: int
     replacement: int = 0
@@ -62,74 +62,79 @@ class Pod:
     scheduled_at: dt.datetime | None = None
     """When it got its node."""
     silent_since: dt.datetime | None = None
-    """Since when the node controller calls it not ready although its trainer was: it no longer hears the kubelet."""
+    """Since when the node controller calls it not ready although its trainer was: the kubelet no longer reports."""
     unschedulable: str = ""
     """The scheduler's sentence while it finds no node."""
     deletion_requested_at: dt.datetime | None = None
-    """When its deletion was asked for (deletionTimestamp less the grace period)."""
+    """When its deletion was requested (deletionTimestamp less the grace period)."""
     deletion_deadline: dt.datetime | None = None
     """When its grace ends (deletionTimestamp)."""
     trainer: Container = Container("waiting")
     deadline_set: bool = False
-    """Whether it was told to end and to stay, by its activeDeadlineSeconds."""
+    """Whether its activeDeadlineSeconds were set to end it: its kubelet stops it, and the object stays."""
     sidecars_run: bool = False
     """Whether a container beside the trainer has not ended."""
     done_since: dt.datetime | None = None
-    """Since when its trainer is known to have ended with 0 while a sidecar runs, by the clock of whoever observes."""
+    """Since when its trainer is known to have ended with 0 while a sidecar runs, by the clock of the shell."""
     outlived: bool = False
     """Whether a sidecar has outlived the trainer for longer than anybody who ends the pod would have let it."""
     completed: bool = False
     """Whether it was ever seen to have completed; what ends the pod after that changes nothing."""
     ended_first: bool = False
-    """Whether its trainer was seen to have ended before its deletion was seen to be asked for."""
+    """Whether its trainer was seen to have ended before its deletion was seen to be requested."""
     ended_seen: int = 0
     """In which observation (facts.py counts them) its end was first seen; 0: when the pod was."""
     deletion_seen: int = 0
-    """In which one it was first seen that its deletion was asked for; 0: when the pod was."""
+    """In which one it was first seen that its deletion was requested; 0: when the pod was."""
 
     @property
     def ended(self) -> bool:
-        """Whether its trainer can do nothing any more; a sidecar that still runs does not count."""
+        """Whether its trainer has ended; a sidecar that still runs does not count."""
         return self.trainer.state == "ended" or self.phase in ("Succeeded", "Failed")
 
     @property
     def deleted_first(self) -> bool:
-        """Whether it ended (or will) after its deletion was asked for. Where both were first seen at once it counts as
+        """Whether it ended (or will) after its deletion was requested. Where both were first seen at once it counts as
         after: a success too few costs a restart, one too many costs a wrong result."""
         return self.deletion_requested_at is not None and not self.ended_first
 
     @property
     def has_completed(self) -> bool:
-        """Ended with 0 by itself. Exit 0 after being told to stop is not success, whoever told it: a delete, or the
-        kubelet, which evicts, shuts down its node, or finds the pod's own activeDeadlineSeconds over."""
+        """Ended with 0 by itself. Exit 0 after a SIGTERM is no success, whether a delete sent it or the kubelet, which
+        evicts, shuts down its node, or enforces the pod's own activeDeadlineSeconds."""
         if self.completed:
             return True
-        ended_from_outside = self.deleted_first or self.reason or self.disruption or self._has_no_verdict
+        ended_from_outside = self.deleted_first or self.reason or self.disruption or self._is_undecided
         return self.trainer.state == "ended" and self.trainer.exit_code == 0 and not ended_from_outside
 
     @property
     def has_failed(self) -> bool:
         """Ended in any other way."""
-        return self.ended and not self.has_completed and not self._has_no_verdict
+        return self.ended and not self.has_completed and not self._is_undecided
 
     @property
-    def _has_no_verdict(self) -> bool:
+    def _is_undecided(self) -> bool:
         """Exit 0 of its own accord, as it seems, and the pod's phase is still to come."""
         return self._awaits_its_phase and not self.deleted_first and not self.disruption
 
     @property
     def _awaits_its_phase(self) -> bool:
-        """Exit 0: the kubelet tells of a container's end before it says (by phase Failed, a reason and DisruptionTarget
-        at once) that it was the one who ended it (mergePodStatus), and it says so when all containers have ended. A
-        sidecar that goes on after that has no phase to wait for."""
+        """Exit 0: the kubelet reports the end of a container before it reports (by phase Failed, a reason and
+        DisruptionTarget at once) that it ended the pod itself (mergePodStatus), which it does when all containers have
+        ended. A sidecar that goes on after that has no phase to wait for."""
         done = self.trainer.state == "ended" and self.trainer.exit_code == 0
         return done and self.phase not in ("Succeeded", "Failed") and not (self.sidecars_run and self.outlived)
+
+    @property
+    def done_beside_sidecars(self) -> bool:
+        """Whether its trainer has ended with 0 and another container has not ended at all."""
+        return self.trainer.state == "ended" and self.trainer.exit_code == 0 and self.sidecars_run
 
     @property
     def live(self) -> bool:
         """Whether something of it may still run.
 
-        Not by the phase alone: the kubelet often tells that the only container has ended while the phase is still
+        Not by the phase alone: the kubelet often reports that the only container has ended while the phase is still
         Running, and a pod that ended by itself must not be deleted with its log.
         """
         if self.phase in ("Succeeded", "Failed"):
@@ -139,13 +144,13 @@ class Pod:
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the cluster, where we may read those."""
+    """A node of the cluster, where the operator may read nodes."""
 
     ready: bool
     since: dt.datetime | None = None
     """Since when."""
     with_most: bool = False
-    """Not ready: whether most nodes became so together. Then it is the control plane that does not hear."""
+    """Not ready: whether most nodes became so together. Then the control plane does not get their heartbeats."""
 
 
 @dataclass(frozen=True)
@@ -160,26 +165,26 @@ class ConflictingObject:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A create that the server refused: quota, PodSecurity, admission, a typo in the template."""
+    """A create that the API server refused: quota, PodSecurity, admission, a typo in the template."""
 
     name: str
     """The object that was to be created."""
     message: str
-    """The server's own sentence."""
+    """The API server's own sentence."""
     retry_at: dt.datetime
     """When it is worth another try; each refusal in a row doubles the wait (the shell keeps count)."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """All that plan() may know beside the job itself and the time."""
+    """All that plan() may know besides the job itself and the time."""
 
     service: bool = False
     """Whether the job's own Service is there."""
     pods: tuple[Pod, ...] = ()
     """Pods with the job's label or with a name that the job needs, of whatever owner, in any order."""
     deleted_pods: tuple[Pod, ...] = ()
-    """Pods of the job that are gone, as they were last seen: what the shell remembers, perhaps nothing."""
+    """Pods of the job that are gone, as they were last seen: what the shell has kept, perhaps nothing."""
     conflicts: tuple[ConflictingObject, ...] = ()
     """Other objects (a Service) that carry a name the job needs."""
     refusals: tuple[Refusal, ...] = ()
@@ -187,12 +192,12 @@ class Observed:
     reports: dict[int, Report] = field(default_factory=dict)
     """The newest report of each rank that reports."""
     trackers: dict[int, StepTracker] = field(default_factory=dict)
-    """How each rank that reports in the present attempt gets on."""
+    """The steps of each rank that reports in the present attempt."""
     listening_since: dt.datetime | None = None
-    """Since when reports can have been heard, where the shell has not listened all the time."""
+    """Since when the shell receives reports, where it has not received them all the time."""
     agent: Agent | None = None
-    """What the agent of node 0 said last in the present attempt, where ddprun runs there."""
+    """The last report of the agent of node 0 in the present attempt, where ddprun runs there."""
     nodes: dict[str, Node] | None = None
-    """The cluster's nodes that are not ready, by name; None where we may not read nodes."""
+    """The cluster's nodes that are not ready, by name; None where nodes may not be read."""
     master_addr: str | None = None
-    """host:port where the ranks meet, where the shell knows better than the cluster's DNS; "" while not known."""
+    """host:port of the rendezvous, where the shell knows better than the cluster's DNS; "" while not known."""

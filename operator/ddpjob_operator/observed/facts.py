@@ -1,22 +1,22 @@
 """What is known of a pod, from all that was seen of it: a later observation adds to it, and takes nothing back.
 
-The same pod is told of many times, and later is not better. The kubelet's last delete (grace 0) sets deletionTimestamp
-anew, after the container's finishedAt; of a container that it never made, or no longer finds, it writes
+The same pod is observed many times, and later is not better. The kubelet's last delete (grace 0) sets deletionTimestamp
+again, after the container's finishedAt; for a container that it never made, or no longer finds, it writes
 ContainerStatusUnknown with exit code 137 when the pod is deleted (pkg/kubelet/status/status_manager.go, TerminatePod).
 And finishedAt is the node's clock, deletionTimestamp the API server's: which came first is what was seen first.
 """
 
 from __future__ import annotations
 
-import datetime as dt
 from dataclasses import replace
 
+from ddpjob_operator.job.times import earliest
 from ddpjob_operator.observed.cluster import Container, Pod
 
 
-def merge(earlier: Pod | None, later: Pod, look: int = 0) -> Pod:
-    """What is known once `later` was seen after `earlier`, of one uid. look: the number of this observation, growing.
-    What changes in it gets that number; what a pod has when it is first seen is older than all of those (0)."""
+def merge(earlier: Pod | None, later: Pod, number: int = 0) -> Pod:
+    """What is known once `later` was seen after `earlier`, of one uid. number: of this observation, growing. What
+    changes in it gets that number; what a pod has when it is first seen is older than all of those (0)."""
     known = later if earlier is None else _added(earlier, later)
     stopping, ended = known.deletion_requested_at is not None, known.ended
     stops_now = earlier is not None and earlier.deletion_requested_at is None and stopping
@@ -24,8 +24,8 @@ def merge(earlier: Pod | None, later: Pod, look: int = 0) -> Pod:
     known = replace(
         known,
         sidecars_run=known.sidecars_run and known.phase not in ("Succeeded", "Failed"),
-        deletion_seen=look if stops_now else known.deletion_seen,
-        ended_seen=look if ends_now else known.ended_seen,
+        deletion_seen=number if stops_now else known.deletion_seen,
+        ended_seen=number if ends_now else known.ended_seen,
         ended_first=known.ended_first or (ended and (not stopping or _deleted_after_its_end(earlier, later))),
     )
     return replace(known, completed=known.has_completed)
@@ -33,7 +33,7 @@ def merge(earlier: Pod | None, later: Pod, look: int = 0) -> Pod:
 
 def _added(earlier: Pod, later: Pod) -> Pod:
     over = earlier.phase in ("Succeeded", "Failed")
-    # A disruption that was given up (its condition is False again) was none; of a pod that ends it is why.
+    # A disruption that was given up (its condition is False again) ended nothing; that of a pod that ends is the cause.
     ends = earlier.ended or earlier.deletion_requested_at is not None
     return replace(
         later,
@@ -43,7 +43,7 @@ def _added(earlier: Pod, later: Pod) -> Pod:
         message=earlier.message or later.message,
         disruption=later.disruption or (earlier.disruption if ends else ""),
         scheduled_at=earlier.scheduled_at or later.scheduled_at,
-        deletion_requested_at=_earliest(earlier.deletion_requested_at, later.deletion_requested_at),
+        deletion_requested_at=earliest(earlier.deletion_requested_at, later.deletion_requested_at),
         deletion_deadline=later.deletion_deadline or earlier.deletion_deadline,
         trainer=container(earlier.trainer, later.trainer),
         completed=earlier.completed,
@@ -54,26 +54,22 @@ def _added(earlier: Pod, later: Pod) -> Pod:
 
 
 def container(earlier: Container, later: Container) -> Container:
-    """What is known of the trainer: the observation that says more, of two that say as much of an end the first."""
-    if _says(earlier) > _says(later) or (earlier.state == "ended" and _says(earlier) == _says(later)):
+    """What is known of the trainer: the observation with more evidence; of two alike of an end, the first."""
+    if _evidence(earlier) > _evidence(later) or (earlier.state == "ended" and _evidence(earlier) == _evidence(later)):
         return earlier if earlier.state == "ended" else replace(earlier, ready=False)
     return later if earlier.state == "waiting" else replace(later, ran=True)
 
 
-def _says(seen: Container) -> int:
-    """How much an observation says: nothing after the end of a container can show that it runs, or waits."""
+def _evidence(seen: Container) -> int:
+    """How much an observation shows: nothing after the end of a container can show that it runs, or waits."""
     if seen.state != "ended":
         return 0 if seen.state == "waiting" else 1
     return 2 if seen.exit_code is None or seen.is_lost else 3
 
 
 def _deleted_after_its_end(earlier: Pod | None, later: Pod) -> bool:
-    """Whether it was first seen to be deleted in the moment when it went, with its last phase: the API server gives no
-    grace to a pod that has ended (CheckGracefulDelete). Of a success that is not enough: it may be a wrong result."""
+    """Whether its deletion was first seen when the object went, with its last phase: the API server gives no grace to a
+    pod that has ended (CheckGracefulDelete). For a success that is not enough, since it may be a wrong result."""
     if earlier is None or earlier.deletion_requested_at is not None or later.trainer.exit_code == 0:
         return False
     return later.phase == "Failed" and later.deletion_deadline == later.deletion_requested_at
-
-
-def _earliest(one: dt.datetime | None, other: dt.datetime | None) -> dt.datetime | None:
-    return min((at for at in (one, other) if at is not None), default=None)

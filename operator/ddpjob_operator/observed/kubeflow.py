@@ -1,6 +1,6 @@
 """The Kubeflow Trainer's progress protocol, read as our own report.
 
-Hugging Face's Trainer and Kubeflow's SDK speak it wherever KUBEFLOW_TRAINER_SERVER_URL is set, so they report without a
+Hugging Face's Trainer and Kubeflow's SDK use it wherever KUBEFLOW_TRAINER_SERVER_URL is set, so they report without a
 changed line. A body is {"trainerStatus": {progressPercentage, estimatedRemainingSeconds, metrics: [{name, value}],
 lastUpdatedTime}}, every field optional; steps, where there are any, are the metrics current_step and total_steps.
 Called by the receivers of progress.
@@ -58,13 +58,13 @@ def read_status(body: bytes) -> TrainerStatus | None:
 
 
 def report(status: TrainerStatus, received_at: dt.datetime, total_steps_before: int | None = None) -> Report | None:
-    """The status as a report of rank 0; None where it says neither a step nor a percentage.
+    """The status as a report of rank 0; None where it has neither a step nor a percentage.
 
-    total_steps_before: what an earlier status of the same process said, for the Trainer's last word is 100 % without
+    total_steps_before: of an earlier status of the same process, because the Trainer's last report is 100 % without
     any step. A loop that knows no steps at all counts percents: step 42 of 100.
     """
-    said = {metric.name: metric.value for metric in status.metrics}
-    step, total = _count(said.get(STEP)), total_steps(status) or total_steps_before
+    values = {metric.name: metric.value for metric in status.metrics}
+    step, total = _count(values.get(STEP)), total_steps(status) or total_steps_before
     if step is None:
         if status.progress_percentage is None:
             return None
@@ -74,7 +74,7 @@ def report(status: TrainerStatus, received_at: dt.datetime, total_steps_before: 
         step=step,
         total_steps=total,
         eta_seconds=status.estimated_remaining_seconds,
-        metrics=_metrics(said),
+        metrics=_metrics(values),
         phase=None,
         final=status.progress_percentage == 100,
         received_at=received_at,
@@ -82,16 +82,16 @@ def report(status: TrainerStatus, received_at: dt.datetime, total_steps_before: 
 
 
 def total_steps(status: TrainerStatus) -> int | None:
-    """The steps of the whole training, where the status says them."""
+    """The steps of the whole training, where the status has them."""
     return next((_count(metric.value) for metric in status.metrics if metric.name == TOTAL_STEPS), None)
 
 
-def _metrics(said: dict[str, str]) -> dict[str, str]:
+def _metrics(values: dict[str, str]) -> dict[str, str]:
     """The first 16, cut to length: the protocol allows 256, and a long one is no reason to refuse the step."""
-    others = [(name, value) for name, value in said.items() if name not in (STEP, TOTAL_STEPS)]
+    others = [(name, value) for name, value in values.items() if name not in (STEP, TOTAL_STEPS)]
     return {name[:METRIC_LENGTH_MAX]: value[:METRIC_LENGTH_MAX] for name, value in others[:METRICS_MAX]}
 
 
 def _count(text: str | None) -> int | None:
-    """A whole number of steps; "-1", the Trainer's word for unknown, and all else count as not said."""
+    """A whole number of steps; "-1", which the Trainer writes for unknown, and all else count as missing."""
     return int(text) if text is not None and text.isascii() and text.isdecimal() and len(text) < 16 else None

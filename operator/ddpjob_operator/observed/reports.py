@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec.structs import force_setattr
 
-from ddpjob.core import rules
+from ddpjob.core import budget, rules
 from ddpjob.core.failures import Failure
 from ddpjob_operator.job import bounds
 from ddpjob_operator.job.bounds import NOT_READABLE
@@ -56,7 +56,7 @@ class Agent(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_defaults=True):
-    """What a rank says about the training (the body of the status request)."""
+    """What a rank reports about the training (the body of the status request)."""
 
     step: int
     attempt: int = 0
@@ -68,11 +68,11 @@ class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_def
     samples_per_second: float | None = None
     metrics: dict[str, str] = {}
     phase: Phase | None = "train"
-    """What it does now: start is before the first step. None: the sender speaks only when it gets on, so that a step
-    said twice proves nothing (Kubeflow's protocol)."""
+    """What it does now: start is before the first step. None: the sender reports only when it makes a step, so that a
+    step reported twice proves nothing (Kubeflow's protocol)."""
     final: bool = False
     agent: Agent | None = None
-    """Set: not a rank speaks but the agent of its pod."""
+    """Set: the report is not of a rank but of the agent of its pod."""
     received_at: dt.datetime | None = None
     """Set by the receiver: the sender's clock is not trusted."""
 
@@ -87,13 +87,13 @@ def _failure(written: Any) -> Failure:
         raise ValueError("a failure has a rank and a nodeRank")
     if (failure.exit_code or 0) < 0:
         raise ValueError("exitCode: 128 + n where signal n ended it")
-    if failure.failure_class not in _CLASSES or failure.charged_to not in get_args(rules.Budget):
+    if failure.failure_class not in _CLASSES or failure.charged_to not in get_args(budget.ChargedTo):
         raise ValueError(f"class: {failure.failure_class}, chargedTo: {failure.charged_to}")
     return failure
 
 
 class BadReportError(ValueError):
-    """A report that cannot be used; the text says why."""
+    """A report that cannot be used; the text is the reason."""
 
 
 def read_report(body: bytes, received_at: dt.datetime) -> Report:
@@ -109,7 +109,7 @@ def read_report(body: bytes, received_at: dt.datetime) -> Report:
     if report.samples_per_second is not None and not 0 <= report.samples_per_second < 1e15:
         raise BadReportError("samplesPerSecond must be from 0 to 1e15")
     if len(report.metrics) > METRICS_MAX:
-        raise BadReportError(f"at most {METRICS_MAX} metrics, here are {len(report.metrics)}")
+        raise BadReportError(f"at most {METRICS_MAX} metrics are read, not {len(report.metrics)}")
     if any(len(text) > METRIC_LENGTH_MAX for pair in report.metrics.items() for text in pair):
         raise BadReportError(f"names and values of metrics have at most {METRIC_LENGTH_MAX} characters")
     return msgspec.structs.replace(report, received_at=received_at)

@@ -1,8 +1,5 @@
-"""Restarts without new pods: what the agent of node 0 says of them becomes part of the status.
-
-The agent spends from the budget that its pod was given, and says what it has charged in its life so far, again and
-again. So nothing is lost with a message, and nothing counted twice: the operator counts what is more than it knew.
-"""
+"""Restarts without new pods: what the agent of node 0 reports of them becomes part of the status, by the ledger in
+`ddpjob.core.budget`."""
 
 from __future__ import annotations
 
@@ -12,27 +9,29 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from ddpjob.core import rules
+from ddpjob.core.budget import Spent, newly_spent, with_newly_spent
 from ddpjob.core.failures import Failure
 from ddpjob_operator.failures import root_cause, sentences, termination_message
 from ddpjob_operator.failures.redaction import shown
-from ddpjob_operator.job import api, bounds, budgets, ranges, topology, validation
+from ddpjob_operator.job import api, budgets, ranges, topology
+from ddpjob_operator.job.status import is_broken
 from ddpjob_operator.observed.cluster import Observed, Pod
 from ddpjob_operator.observed.reports import Agent, Report
-from ddpjob_operator.plan import status as statuses
+from ddpjob_operator.plan import transitions
 from ddpjob_operator.pods import naming
 
 
 def newest(mine: Mapping[int, Pod], deleted_pods: Mapping[int, Pod], seen: Observed) -> Agent | None:
-    """The last word of node 0's agent: reported, or left behind at its end where nobody could be reached."""
+    """The newest account of node 0's agent: its report, or its termination message where it could not report."""
     first = mine.get(0) or deleted_pods.get(0)
-    left = termination_message.left(first.trainer.message) if first is not None and first.ended else None
-    said = [agent for agent in (seen.agent, left.agent if left is not None else None) if agent is not None]
-    # The same counts: the report is the one that tells of the failures behind them.
-    return max(said, key=lambda a: (a.replacement, a.restarts.total), default=None)
+    message = termination_message.left(first.trainer.message) if first is not None and first.ended else None
+    agents = [agent for agent in (seen.agent, message.agent if message is not None else None) if agent is not None]
+    # `max` takes the first of two with the same counts: the report, because it has the failures behind them.
+    return max(agents, key=lambda a: (a.replacement, a.restarts.total), default=None)
 
 
 def latest(known: Report | None, new: Report) -> Report | None:
-    """The report that counts: each says all that its agent has charged so far, and only node 0's agent charges."""
+    """The report that counts: each has all that its agent has spent so far, and only node 0's agent spends."""
     return known if new.node_rank != 0 or (known is not None and _age(new) < _age(known)) else new
 
 
@@ -44,33 +43,50 @@ def _age(report: Report) -> tuple[int, int, int]:
 def with_agent(
     status: api.Status, agent: Agent | None, job: api.DDPJob, mine: Mapping[int, Pod], now: dt.datetime
 ) -> api.Status:
-    """The status with what the agent has charged since it was last counted."""
-    known = status.in_place
-    if agent is None or (known is not None and agent.replacement < known.replacement):
+    """The status with what the agent has spent since it was last counted."""
+    counted, number = (status, 0) if agent is None else _counted(status, agent, job, now)
+    if agent is None or not number:
         return status
-    if known is None or known.replacement != agent.replacement:
-        known = api.InPlace(replacement=agent.replacement, earlier=count(status))
-    new = _new(status, agent, known, job, now)
-    if not any(new.values()):
-        return status
-    status = statuses.with_idle(_charged(status, new, agent, job, now), _last_step_time(status))
-    status = _with_what_was_free(status, new, agent)
+    status = transitions.with_idle(counted, _last_step_time(counted))
     if agent.replacement == naming.replacement(status, 0):
-        # Who has spoken has run: a second pod under its name would count from nothing, and be taken for the first.
+        # Its pod has run: a second pod of this name would count from 0, and be taken for the first.
         status = replace(status, started_nodes=ranges.text(ranges.parse(status.started_nodes) | {0}))
-    counted = replace(known, **{k: getattr(known, k) + n for k, n in new.items()})
-    # The steps until now were progress for that agent's verdict, and are none for the next one.
-    status = replace(status, in_place=counted, furthest_step=budgets.furthest(status))
-    if statuses.is_broken(status):
+    # The agent has judged these restarts by the steps until now, so they are no progress for the next verdict.
+    status = replace(status, furthest_step=budgets.furthest(status))
+    if is_broken(status):
         return status  # what is being settled stays the last failure
-    for failure in agent.failures[-sum(new.values()) :]:
-        told = _failure(status, failure, job, mine, now)
-        status = statuses.with_failure(status, told, sentences.sentence(told))
+    for reported in agent.failures[-number:]:
+        failure = _failure(status, reported, job, mine, now)
+        status = transitions.with_failure(status, failure, sentences.sentence(failure))
     return status
 
 
+def _counted(status: api.Status, agent: Agent, job: api.DDPJob, now: dt.datetime) -> tuple[api.Status, int]:
+    """The status with the counts of an agent, and how many restarts are new."""
+    history, limits, known, counts = budgets.history(status), budgets.limits(job.spec), status.in_place, agent.restarts
+    reported = Spent(counts.application, counts.infrastructure, counts.stall)
+    new = newly_spent(budgets.known(status), agent.replacement, reported, history, limits, now)
+    if not new.total:
+        return status, 0
+    if known is None or known.replacement != agent.replacement:
+        known = api.InPlace(replacement=agent.replacement, earlier=count(status))
+    failures = agent.failures[-new.total :]
+    history = with_newly_spent(
+        history,
+        new,
+        limits,
+        now,
+        in_a_row=counts.in_a_row,
+        charged_in_a_row=counts.charged_in_a_row,
+        peers_lost=sum(f.charged_to == "infrastructure" and rules.is_symptom(f.exception) for f in failures),
+        made_a_new_step=(budgets.furthest(status) or 0) > (status.furthest_step or 0),
+    )
+    known = replace(known, **{name: getattr(known, name) + n for name, n in new._asdict().items()})
+    return replace(status, restarts=budgets.restarts(history), in_place=known), new.total
+
+
 def _last_step_time(status: api.Status) -> dt.datetime | None:
-    """When the ranks that have ended were last heard of with a new step."""
+    """When the last new step of the ranks that have ended was reported."""
     made = status.progress
     return made.updated if made is not None and made.attempt == status.attempt else None
 
@@ -79,53 +95,6 @@ def count(status: api.Status) -> int:
     """How often the ranks of this attempt have started again in the pods that they had."""
     done = status.in_place
     return 0 if done is None else done.earlier + done.application + done.infrastructure + done.stall
-
-
-def _new(status: api.Status, agent: Agent, known: api.InPlace, job: api.DDPJob, now: dt.datetime) -> dict[str, int]:
-    """What the agent has charged since it was last counted, never more than one beyond what it was given: it stops
-    there itself, and what a pod says beyond that is no count."""
-    history = budgets.history(status)
-    limits = rules.Limits(job.spec.backoff_limit, job.spec.backoff_window_seconds)
-    left = {
-        "application": limits.backoff_limit + 1 - rules.counted(history, limits, now),
-        "infrastructure": bounds.IN_PLACE_MAX,
-        "stall": rules.STALLS_MAX + 1 - history.stall,
-    }
-    said = agent.restarts
-    return {name: max(0, min(getattr(said, name) - getattr(known, name), most)) for name, most in left.items()}
-
-
-def _charged(status: api.Status, new: dict[str, int], agent: Agent, job: api.DDPJob, now: dt.datetime) -> api.Status:
-    restarts, windowed = status.restarts or api.Restarts(), job.spec.backoff_window_seconds is not None
-    kept = min(job.spec.backoff_limit, validation.WINDOWED_LIMIT_MAX) + 1
-    times = [*restarts.charged_at, *[now] * min(new["application"], kept)][-kept:] if windowed else []
-    after = replace(
-        restarts,
-        **{name: getattr(restarts, name) + n for name, n in new.items()},
-        total=restarts.total + sum(new.values()),
-        # In a row are at most those before and these.
-        in_a_row=min(agent.restarts.in_a_row, restarts.in_a_row + sum(new.values())),
-        charged_in_a_row=min(agent.restarts.charged_in_a_row, restarts.charged_in_a_row + sum(new.values())),
-        charged_at=times,
-    )
-    return replace(status, restarts=after)
-
-
-def _with_what_was_free(status: api.Status, new: dict[str, int], agent: Agent) -> api.Status:
-    """As rules.charge counts it, for all that is new at once."""
-    restarts = status.restarts or api.Restarts()
-    made_a_new_step = (budgets.furthest(status) or 0) > (status.furthest_step or 0)
-    before = replace(restarts, uncharged_in_a_row=0, peers_lost=0) if made_a_new_step else restarts
-    told = agent.failures[-sum(new.values()) :]
-    lost = sum(f.charged_to == "infrastructure" and rules.is_symptom(f.exception) for f in told)
-    return replace(
-        status,
-        restarts=replace(
-            restarts,
-            uncharged_in_a_row=before.uncharged_in_a_row + new["infrastructure"],
-            peers_lost=before.peers_lost + lost,
-        ),
-    )
 
 
 def _failure(

@@ -4,7 +4,7 @@ A spec that cannot run starts nothing, but what runs goes on as it was, to its e
 valid spec is kept, for a newer version might not read that either. None is needed: what pods are made from (`nodes`,
 `nprocPerNode`, `template`) cannot change while they run (crd.py), so the last valid spec is the present one without
 what is wrong in it. A field that is wrong counts as unset, a number out of bounds as the nearest that is allowed
-(validation.py), and `nodes` is what the status says.
+(validation.py), and `nodes` is what the status has.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from ddpjob_operator.job import api, reasons
+from ddpjob_operator.job.status import TERMINAL
 from ddpjob_operator.job.validation import Path, Problem
-from ddpjob_operator.plan import status as statuses
+from ddpjob_operator.plan.transitions import MESSAGE_MAX
 
 _SENTENCE_MAX = 1000
 _REMARK = re.compile(r"; the spec is invalid \(.*\)(?:; the job goes on as it was)?\Z", re.DOTALL)
@@ -32,7 +33,7 @@ def sentence(problems: Sequence[Problem]) -> str:
 
 
 def as_it_was(job: api.DDPJob, problems: Sequence[Problem]) -> api.DDPJob:
-    """The job by whose spec it goes on, and its status without the remark that this module adds."""
+    """The job with the spec by which it goes on, and its status without the remark that this module adds."""
     status = replace(job.status, message=_REMARK.sub("", job.status.message))
     nodes = status.nodes.total if status.nodes is not None and status.attempt else 0
     wrong = nodes > 0 and any(p.path in _WHOLE or p.path[:2] == ("spec", "nodes") for p in problems)
@@ -45,20 +46,20 @@ def keeps_pods_from_being_made(problems: Sequence[Problem]) -> bool:
 
 
 def remark(problems: Sequence[Problem], *, goes_on: bool = True) -> str:
-    """What a job says that runs all the same."""
+    """What the message of a job adds that goes on all the same."""
     text = sentence(problems)
     cut = text if len(text) <= _SENTENCE_MAX else text[:_SENTENCE_MAX] + "…"
     return f"the spec is invalid ({cut})" + ("; the job goes on as it was" if goes_on else "")
 
 
 def with_remark(status: api.Status, problems: Sequence[Problem]) -> api.Status:
-    """The status with it, where something goes on and the status does not speak of the spec anyhow."""
-    if not problems or speaks_of_it(status):
+    """The status with the remark, where something goes on and the status does not explain it anyhow."""
+    if not problems or is_explained(status):
         return status
     text = remark(problems, goes_on=status.state != "Suspended")
-    return replace(status, message=f"{status.message[: statuses.MESSAGE_MAX - len(text) - 2]}; {text}")
+    return replace(status, message=f"{status.message[: MESSAGE_MAX - len(text) - 2]}; {text}")
 
 
-def speaks_of_it(status: api.Status) -> bool:
-    """Whether the reason of the state is the spec itself, or the job is over and no spec matters to it any more."""
-    return status.state in statuses.TERMINAL or status.reason == reasons.INVALID_SPEC.name
+def is_explained(status: api.Status) -> bool:
+    """Whether the reason of the state is the spec itself, or the job is over, so that its spec no longer matters."""
+    return status.state in TERMINAL or status.reason == reasons.INVALID_SPEC.name

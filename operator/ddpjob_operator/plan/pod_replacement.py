@@ -12,80 +12,80 @@ from msgspec.structs import replace
 
 from ddpjob_operator.failures import root_cause, termination_message
 from ddpjob_operator.job import api, budgets, launcher, ranges, reasons, wording
+from ddpjob_operator.job.status import unsettled_failure
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import group_restart
-from ddpjob_operator.plan import status as statuses
-from ddpjob_operator.plan.view import Decision, View, name_pods
+from ddpjob_operator.plan.actions import Decision
+from ddpjob_operator.plan.settlement import Settled, settle
+from ddpjob_operator.plan.transitions import enter, with_failure
+from ddpjob_operator.plan.view import View, name_pods
 from ddpjob_operator.pods import naming
 
-# What no new pod mends while the others wait.
-_OF_ALL_PODS = (root_cause.STALLED, group_restart.CONFIG_ERROR)
+# What a new pod cannot fix while the others wait.
+_OF_ALL_PODS = (root_cause.STALLED, root_cause.CONFIG_ERROR)
 
 
-def replacing(s: View) -> Decision | None:
-    """Wait until what is broken has ended, charge it, and make room for the pods that take its place."""
-    first = s.recorded.last_failure
-    if first is None or not statuses.is_broken(s.recorded):
+def replacing(view: View, status: api.Status) -> Decision | None:
+    """Wait until the lost pods have ended, charge the failure, and make room for the pods that replace them."""
+    first = unsettled_failure(view.recorded)
+    lost = [] if first is None else lost_alone(view, status, first)
+    if first is None or not lost:
         return None
-    broken = broken_alone(s, first)
-    if not broken:
-        return None
-    pods = [s.mine[rank] for rank in broken if rank in s.mine]
-    settled = group_restart.settle(s, first)
+    settled = settle(view, status, first)
     if not settled.verdict.restart:
-        return None  # the others are stopped as well, and then the job fails
-    ending = [p for p in pods if p.live and p.uid not in s.lost]
+        return group_restart.restart_all(view, status, first, settled)  # stops the others too, then the job fails
+    ending = [p for rank in lost if (p := view.pods.get(rank)) and p.live and p.uid not in view.lost]
     if ending:
-        unsettled = replace(settled.failure, failure_class="", charged_to="")
-        text = f"{settled.text}; {name_pods(ending)} still stopping, the other nodes wait"
-        return Decision(replace(statuses.with_failure(s.status, unsettled, settled.text), message=text))
-    return Decision(_replaced(s, settled, broken))
+        message = f"{settled.text}; {name_pods(ending)} still stopping, the other nodes wait"
+        return Decision(replace(with_failure(status, settled.cause, settled.text), message=message))
+    return Decision(_replaced(view, status, settled, lost))
 
 
-def broken_alone(s: View, first: api.Failure) -> list[int]:
-    """The nodes whose pods are lost while agents elsewhere wait for new ones; none where all have to start anew."""
-    if not launcher.restarts_in_place(s.spec) or first.reason in _OF_ALL_PODS or s.status.completed_nodes:
+def lost_alone(view: View, status: api.Status, first: api.Failure) -> list[int]:
+    """The nodes whose pods are lost while agents elsewhere wait for new ones; none where all have to start again."""
+    if not launcher.restarts_in_place(view.spec) or first.reason in _OF_ALL_PODS or status.completed_nodes:
         return []
-    waiting = {p.rank for p in s.alive if p.deletion_requested_at is None}
-    known = set(s.mine) | ranges.parse(s.status.started_nodes)
-    broken = sorted(rank for rank in known - waiting if rank < s.spec.nodes)
-    ends = [p for p in {**s.deleted_pods, **s.mine}.values() if p.rank in broken and p.ended]
-    return broken if _a_first_pod_waits(s, waiting) and not any(_group_ended(p) for p in ends) else []
+    waiting = {p.rank for p in view.active if p.deletion_requested_at is None}
+    known = set(view.pods) | ranges.parse(status.started_nodes)
+    lost = sorted(rank for rank in known - waiting if rank < view.spec.nodes)
+    ended = [p for p in view.known_pods.values() if p.rank in lost and p.ended]
+    return lost if _a_first_pod_waits(status, waiting) and not any(_group_ended(p) for p in ended) else []
 
 
-def _a_first_pod_waits(s: View, waiting: set[int]) -> bool:
+def _a_first_pod_waits(status: api.Status, waiting: set[int]) -> bool:
     """Whether at least one of the pods with which the attempt began is left.
 
     It was in every generation, so the next one gets a new number, and Snapshot tells by it whose checkpoint is newer.
     And without it no older group is whole: in a part of the network that is cut off nodes are given up one after the
     other, while their ranks have never lost each other and go on writing.
     """
-    return any(naming.replacement(s.status, rank) == 0 for rank in waiting)
+    return any(naming.replacement(status, rank) == 0 for rank in waiting)
 
 
 def _group_ended(pod: Pod) -> bool:
-    """Whether its agent ended because the group did: nothing is left in place, and its peers end as well."""
+    """Whether its agent ended because the group did: then no restart in place follows, and its peers end as well."""
     message = termination_message.left(pod.trainer.message)
     return message is not None and message.ended
 
 
-def _replaced(s: View, settled: group_restart.Settled, broken: list[int]) -> api.Status:
-    status = settled.status(s)
+def _replaced(view: View, status: api.Status, settled: Settled, lost: list[int]) -> api.Status:
+    status = settled.status(view, status)
     wait = settled.verdict.wait_seconds
-    numbers = {str(rank): naming.replacement(status, rank) + 1 for rank in broken}
+    numbers = {str(rank): naming.replacement(status, rank) + 1 for rank in lost}
     status = replace(
         status,
         replacements={**status.replacements, **numbers},
-        started_nodes=ranges.text(ranges.parse(status.started_nodes) - set(broken)),
-        attempt_time=s.now + dt.timedelta(seconds=wait),
+        started_nodes=ranges.text(ranges.parse(status.started_nodes) - set(lost)),
+        attempt_time=view.now + dt.timedelta(seconds=wait),
         running_time=None,
         first_step_time=None,
         furthest_step=budgets.furthest(status),
     )
-    names = ", ".join(naming.pod_name(s.job, status.attempt, rank, numbers[str(rank)]) for rank in broken[:3])
-    more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
+    names = ", ".join(naming.pod_name(view.job, status.attempt, rank, numbers[str(rank)]) for rank in lost[:3])
+    more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
     when = f" in {wording.duration(wait)}" if wait else ""
-    others = s.spec.nodes - len(broken)
+    others = view.spec.nodes - len(lost)
     kept = f"the other {others} nodes wait" if others > 1 else "the other node waits"
-    text = f"{settled.text}; {names}{more} takes its place{when}, {kept} ({group_restart.charge(s, settled.verdict)})"
-    return statuses.enter(status, "Restarting", reasons.REPLACING, text, s.now)
+    cost = group_restart.charge(view, settled.verdict)
+    text = f"{settled.text}; {names}{more} takes its place{when}, {kept} ({cost})"
+    return enter(status, "Restarting", reasons.REPLACING, text, view.now)

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace as replaced
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from ddpjob_operator.failures.redaction import clean, mask, shown
 from ddpjob_operator.job import api
 from ddpjob_operator.observed.reports import METRIC_LENGTH_MAX
+from ddpjob_operator.plan.actions import Event
+from ddpjob_operator.plan.transitions import MESSAGE_MAX
 
-if TYPE_CHECKING:
-    from ddpjob_operator.plan.plan import Event
-
-MESSAGE_MAX = 4096
 LINE_MAX = 300
 WORD_MAX = 128
 CONDITION_MAX = 1024

@@ -1,8 +1,8 @@
-"""A stored job that this version of the operator cannot read: said on the job, and nothing else is done for it.
+"""A stored job that this version of the operator cannot read: its condition reports that, and nothing else is done.
 
 A status that cannot be read is not an empty one. It may hold that the job has finished, how much of its budgets is
-spent and which attempt may be alive: whoever plans without it trains a finished job again. It is mended by whoever
-edits it, or by the version of the operator that wrote it.
+spent and which attempt may still run: a plan without it would train a finished job again. Whoever edits the
+status fixes it, or the version of the operator that wrote it.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddpjob_operator.job import api, reasons
-from ddpjob_operator.plan.plan import Event
+from ddpjob_operator.plan.actions import Event
 
 # A value from outside may be of any length; a condition's message has at most 32 kB and is read by people.
 _WHY_MAX = 300
 
 
-def is_ours(raw: Mapping[str, Any]) -> bool:
-    """Whether anything is to be said about it: not where it is being deleted, or another controller runs it."""
+def is_managed(raw: Mapping[str, Any]) -> bool:
+    """Whether this operator manages it: not where it is being deleted, or another controller manages it."""
     spec = raw.get("spec")
-    others = isinstance(spec, Mapping) and bool(spec.get("managedBy"))
-    return not others and not raw["metadata"].get("deletionTimestamp")
+    by_another = isinstance(spec, Mapping) and bool(spec.get("managedBy"))
+    return not by_another and not raw["metadata"].get("deletionTimestamp")
 
 
-def is_told(raw: Mapping[str, Any]) -> bool:
-    """Whether the job says already that it cannot be read."""
+def is_reported(raw: Mapping[str, Any]) -> bool:
+    """Whether the status reports already that it cannot be read."""
     status = raw.get("status")
     conditions = status.get("conditions") if isinstance(status, Mapping) else None
     found = [c for c in conditions if _is_accepted(c)] if isinstance(conditions, list) else []
@@ -41,19 +41,19 @@ def event(why: str) -> Event:
 def with_condition(raw: Mapping[str, Any], why: str, now: dt.datetime) -> dict[str, Any] | None:
     """The status as it is stored with the condition Accepted=False in it, all else untouched.
 
-    None: it says so already, or there is no place for it.
+    None: it is there already, or the status has no place for it.
     """
     status = raw.get("status")
     conditions = status.get("conditions", []) if isinstance(status, Mapping) else None
     if not isinstance(conditions, list):
         return None
     before: Mapping[str, Any] = next((c for c in conditions if _is_accepted(c)), {})
-    told = {"type": "Accepted", "status": "False", "reason": reasons.UNREADABLE_STATUS.name, "message": _sentence(why)}
-    if told.items() <= before.items():
+    new = {"type": "Accepted", "status": "False", "reason": reasons.UNREADABLE_STATUS.name, "message": _sentence(why)}
+    if new.items() <= before.items():
         return None
     since = before.get("lastTransitionTime") if before.get("status") == "False" else None
-    told["lastTransitionTime"] = since or now.isoformat(timespec="seconds").replace("+00:00", "Z")
-    return {**(status or {}), "conditions": [told, *(c for c in conditions if not _is_accepted(c))]}
+    new["lastTransitionTime"] = since or now.isoformat(timespec="seconds").replace("+00:00", "Z")
+    return {**(status or {}), "conditions": [new, *(c for c in conditions if not _is_accepted(c))]}
 
 
 def _is_accepted(condition: object) -> bool:

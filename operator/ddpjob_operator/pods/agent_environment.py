@@ -1,15 +1,13 @@
-"""What the `ddprun` in a pod is told beside torchrun's variables: its budgets, and what the user wants of restarts.
+"""The environment of a pod's `ddprun` beside torchrun's variables: budgets, and what the user wants of restarts.
 
-A pod's environment is written once, so it says what was left when the pod was made, and how much of what node 0's agent
-spends was known then (agent_restarts.py). So a pod that is made later tells that agent what was charged meanwhile.
+A pod's environment is written once, so it holds what was left when the pod was made (`ddpjob.core.budget`).
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
 
-from ddpjob.core import rules
+from ddpjob.core.budget import Grant
 from ddpjob_operator.job import api, budgets, launcher
 from ddpjob_operator.pods.preflight import wants_preflight
 
@@ -20,7 +18,7 @@ def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
         return {}
     return {
         "DDPJOB_REPLACEMENT": str(replacement),
-        "DDPJOB_RESTARTS_LEFT": json.dumps(_left(job)),
+        "DDPJOB_RESTARTS_LEFT": _grant(job).text(),
         **_failure_policy(job.spec),
         **_stall(job.spec),
         **_restart_grace(job.spec),
@@ -28,30 +26,16 @@ def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
     }
 
 
-def _left(job: api.DDPJob) -> dict[str, Any]:
-    history, limits = budgets.history(job.status), budgets.limits(job.spec)
-    at = job.status.attempt_time
-    counted = history.application if at is None else rules.counted(history, limits, at)
-    return {
-        "application": max(0, limits.backoff_limit - counted),
-        "infrastructure": max(0, rules.INFRASTRUCTURE_IN_A_ROW_MAX - history.uncharged_in_a_row),
-        "stall": max(0, rules.STALLS_MAX - history.stall),
-        "inARow": history.in_a_row,
-        "chargedInARow": history.charged_in_a_row,
-        "peersLost": history.peers_lost,
-        "step": budgets.furthest(job.status) or 0,
-        **_as_of(job.status),
-    }
-
-
-def _as_of(status: api.Status) -> dict[str, Any]:
-    """How late this is, by the pods replaced so far, and what node 0's agent was known to have charged by then."""
-    known = status.in_place
-    counts = ("replacement", "application", "infrastructure", "stall")
-    return {
-        "replaced": sum(status.replacements.values()),
-        **({"known": {name: getattr(known, name) for name in counts}} if known is not None else {}),
-    }
+def _grant(job: api.DDPJob) -> Grant:
+    status = job.status
+    return Grant.of(
+        budgets.history(status),
+        budgets.limits(job.spec),
+        status.attempt_time,
+        step=budgets.furthest(status) or 0,
+        replaced=sum(status.replacements.values()),
+        known=budgets.known(status),
+    )
 
 
 def _failure_policy(spec: api.Spec) -> dict[str, str]:

@@ -10,11 +10,11 @@ a rank fails, all ranks of the job start again on a new port, led by node 0's ag
     leader.py          node 0's side of the line          follower.py     the side of the others
     node.py            the ranks of this node              processes.py    fork, exec, signals, the tree
     forkserver.py      the process with torch in it       preload.py      the agent's end of it
-    heartbeats.py      the memory in which ranks beat     watch_ranks.py  the watchdog: its clock, and its questions
-    posting.py         restarts, told to the operator     logs.py         files, tee, filters
-    core/              what is decided: no I/O, no clock (leader_state, stall_rules, stall_monitor, budget)
+    heartbeats.py      shared memory of heartbeats       watch_ranks.py  the watchdog: its clock, and its questions
+    posting.py         reports of restarts                logs.py         files, tee, filters
+    core/              what is decided: no I/O, no clock (leader_state, stall_rules, stall_monitor)
 
-Standard library only, and little of it: a job waits for it.
+Standard library only, and little of it, because a job waits for its imports.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The fork server: imports torch once, and every rank begins where the imports have ended.
 
 `preload.py` runs this file as a program, `python -u forkserver.py FD`, with the environment of the ranks; it imports
-little, and from the standard library alone, for all that it imports is there in every rank. FD is a socket to the
+little, and from the standard library alone, because each rank has all that it imports. FD is a socket to the
 agent, a JSON object a line:
 
     agent:  {"modules": ["torch"], "path0": "/app", "hidden": {"PYTORCH_NVML_BASED_CUDA_CHECK": null}}
@@ -9,8 +9,8 @@ agent, a JSON object a line:
     agent:  {"run": "script", "argv": ["train.py", "--lr", "1"], "environ": {"RANK": "3"}, "stdout": "", "stderr": ""}
     server: {"pid": 4711}  or  {"error": "OSError: …"}
 
-A rank is forked twice: its parent ends at once, and the kernel gives it to the agent, which hears of its end as of that
-of any child. In the rank everything is as `python -u train.py` finds it: that is the purpose of `become`.
+A rank is forked twice: its parent ends at once, so that it becomes a child of the agent, which reaps it as any other
+child. `become` gives it all that `python -u train.py` would find.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import types
 import zipimport
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # typing is for the type checker alone: it would be there in every rank
+if TYPE_CHECKING:  # at run time each rank would have typing imported
     from collections.abc import Callable, Iterator
     from typing import Any
 
@@ -39,7 +39,7 @@ CALLSTACK_CHARACTERS_MAX = 8192  # a termination message has 4096 bytes
 
 
 def main() -> Callable[[], None] | None:
-    """Import, say whether forks are safe from here, and fork until the agent is gone."""
+    """Import, report whether forks are safe from here, and fork until the agent is gone."""
     agent = socket.socket(fileno=int(sys.argv[1]))
     agent.set_inheritable(False)
     agent_pid = os.getppid()
@@ -53,7 +53,7 @@ def main() -> Callable[[], None] | None:
     if refused:
         return None
     gc.collect()
-    gc.freeze()  # what is imported is never garbage: the collector would write to, and so copy, every page of it
+    gc.freeze()  # otherwise the collector writes to all that is imported, and so each fork copies its pages
     for line in lines:
         run = serve(agent, agent_pid, json.loads(line))
         if run is not None:
@@ -66,7 +66,7 @@ def main() -> Callable[[], None] | None:
 def preload(order: dict[str, Any]) -> dict[str, str]:
     """Import the modules, with the search path and the environment of the ranks; what went wrong, by name."""
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = order["path0"]  # torch imports numpy: a file numpy.py beside the script counts here as there
+        sys.path[0] = order["path0"]  # torch imports numpy: a file numpy.py beside the script counts here as in a rank
     # Looking for a GPU through CUDA itself would make this process, and each fork of it, unable to use one.
     for name in order["hidden"]:
         os.environ[name] = "1"
@@ -74,18 +74,17 @@ def preload(order: dict[str, Any]) -> dict[str, str]:
     for name in order["modules"]:
         try:
             __import__(name)
-        except Exception as error:  # noqa: PERF203 - the next may be there
+        except Exception as error:  # noqa: PERF203 - the next may be importable
             failed[name] = f"{type(error).__name__}: {error}"
     if "torch.distributed.distributed_c10d" in sys.modules:
         with contextlib.suppress(ImportError):
-            import ddpjob.group.kept_groups
-            import ddpjob.reporting.watchdog  # noqa: F401 - what `watch_group` needs
+            import ddpjob.group.gloo_teardown  # noqa: F401 - what `watch_group` needs
     return failed
 
 
 @contextlib.contextmanager
 def reads_recorded() -> Iterator[set[str]]:
-    """The variables that Python code reads while it is imported: a script that sets them later is too late."""
+    """The variables that Python code reads while it is imported: a script that sets them afterwards is too late."""
     names: set[str] = set()
     kind: Any = type(os.environ)
     read = kind.__getitem__
@@ -102,7 +101,7 @@ def reads_recorded() -> Iterator[set[str]]:
 
 
 def unsafe() -> str:
-    """Why no fork from here would be as good as new; nothing where it would."""
+    """Why a fork from here would not be as a new process; empty: it would be."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "a preloaded module has initialised CUDA, and a forked process cannot use it"
@@ -116,7 +115,7 @@ def unsafe() -> str:
 
 
 def openblas_threads() -> int:
-    """The threads that OpenBLAS keeps, and that it ends before a fork and starts after it by itself."""
+    """The threads of OpenBLAS, which ends them before a fork and starts them after it by itself."""
     with open("/proc/self/maps") as maps:
         paths = {line.split(None, 5)[5].strip() for line in maps if "openblas" in line}
     return sum(max(0, openblas_size(path) - 1) for path in paths)
@@ -144,7 +143,7 @@ def thread_name(task: str) -> str:
 
 
 def serve(agent: socket.socket, agent_pid: int, run: dict[str, Any]) -> dict[str, Any] | None:
-    """Fork a rank: in the rank what it shall run, here None."""
+    """Fork a rank. Returns what to run in the rank, and None in the server."""
     read_end, write_end = os.pipe()
     try:
         between = fork()
@@ -158,15 +157,15 @@ def serve(agent: socket.socket, agent_pid: int, run: dict[str, Any]) -> dict[str
         fork_again(agent_pid, write_end)
         return run
     os.close(write_end)
-    with open(read_end) as answer:
-        said = answer.read()
+    with open(read_end) as pipe:
+        answer = pipe.read()
     os.waitpid(between, 0)
-    say(agent, {"pid": int(said)} if said.isdecimal() else {"error": said or "it was killed while it forked"})
+    say(agent, {"pid": int(answer)} if answer.isdecimal() else {"error": answer or "it was killed while it forked"})
     return None
 
 
 def fork_again(agent_pid: int, answer: int) -> None:
-    """Returns in the rank only, when the agent is its parent: only then does the end of one reach the other."""
+    """Returns in the rank only, once the agent is its parent: from then on the end of either reaches the other."""
     between = os.getpid()
     try:
         pid = fork()
@@ -180,7 +179,7 @@ def fork_again(agent_pid: int, answer: int) -> None:
     while os.getppid() == between:
         time.sleep(0.0002)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != agent_pid:  # it was gone before the line above
+    if os.getppid() != agent_pid:  # it ended before the line above, so no signal comes
         os._exit(1)
 
 
@@ -193,9 +192,9 @@ def fork() -> int:
 
 
 def become(order: dict[str, Any], run: dict[str, Any], read: set[str]) -> Callable[[], None]:
-    """Be what `python -u SCRIPT` is just before the first line of the script; what runs it is to be called last.
+    """Become what `python -u SCRIPT` is before the first line of the script. Returns what runs it, to be called last.
 
-    The streams stay as they are: under -u they hold nothing, and do not depend on what kind of file they are.
+    Python's stream objects stay: under -u they buffer nothing, whatever kind of file they write to.
     """
     os.setsid()
     for path, descriptor in ((run["stdout"], 1), (run["stderr"], 2)):
@@ -220,20 +219,20 @@ def become(order: dict[str, Any], run: dict[str, Any], read: set[str]) -> Callab
 
             late_environment.hide_torch(read)
     if "triton" in sys.modules:
-        # nanobind, in it, prints hundreds of lines of "leaked" at the end for what the collector may not look at.
+        # Its nanobind prints hundreds of lines of "leaked" at the end for objects that are frozen.
         atexit.register(gc.unfreeze)
     sys.modules["__main__"] = main_module()
     return run_module if module else run_script
 
 
 def reseed() -> None:
-    """Else all ranks would draw the same, and again after each restart. Python's own generator does this by itself."""
+    """Otherwise all ranks draw the same numbers, after each restart too. Python's own generator reseeds itself."""
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.default_generator.seed()  # of the CPU; those of GPUs are made with CUDA, in the rank
+        torch.default_generator.seed()  # the CPU's; those of GPUs are made with CUDA, in the rank
 
 
 def watch_group() -> None:
@@ -241,12 +240,12 @@ def watch_group() -> None:
 
     Not before: it has a thread, and until then a script may fork as it likes. No public hook tells of a new group:
     where this function of torch has another name, only those are watched that call `ddpjob.init` or `ddpjob.progress`.
-    Groups of gloo are kept besides (kept_groups.py says why).
+    Groups of gloo are kept besides (gloo_teardown.py says why).
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    kept = sys.modules.get("ddpjob.group.kept_groups")
-    if c10d is not None and kept is not None:
-        kept.keep_all_of(c10d)
+    gloo = sys.modules.get("ddpjob.group.gloo_teardown")
+    if c10d is not None and gloo is not None:
+        gloo.keep_all_of(c10d)
     update = getattr(c10d, "_update_default_pg", None)
     if update is None or "DDPJOB_BEATS" not in os.environ:
         return
@@ -324,7 +323,7 @@ def run_main(name: str = "__main__", *, alter_argv: bool = True) -> None:
 
 
 def say(agent: socket.socket, message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # it is gone, and so shall we be
+    with contextlib.suppress(OSError):  # it has ended, and PDEATHSIG ends this process as well
         agent.sendall(json.dumps(message).encode() + b"\n")
 
 
@@ -333,7 +332,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def print_without_our_frames() -> None:
-    """An exception's trace begins in the script, as if nothing had called it; the agent is told of it."""
+    """An exception's trace begins in the script, as if nothing had called it, and is recorded for the agent."""
     users, rank = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
@@ -356,7 +355,7 @@ def print_without_our_frames() -> None:
 
 
 def record_exit(error: SystemExit) -> None:
-    """`sys.exit("no data")`, and what argparse says before it ends the process: no excepthook hears of them."""
+    """`sys.exit("no data")`, and what argparse says before it ends the process: no excepthook is called for them."""
     with contextlib.suppress(Exception):
         from ddpjob.reporting.termination import exit_words
 
@@ -366,14 +365,13 @@ def record_exit(error: SystemExit) -> None:
 
 
 def record(line: str, printed: str) -> None:
-    """What torch's `@record` writes of a failure, also for a script without it: a rank's exit code says too little."""
+    """What torch's `@record` writes of a failure, also for a script without it: an exit code names no cause."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):
         return
     extra = {"py_callstack": printed[-CALLSTACK_CHARACTERS_MAX:], "timestamp": str(int(time.time()))}
-    said = {"message": line, "extraInfo": extra}
     with open(path, "w") as file:
-        json.dump({"message": said}, file)
+        json.dump({"message": {"message": line, "extraInfo": extra}}, file)
 
 
 if __name__ == "__main__":

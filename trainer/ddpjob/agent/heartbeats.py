@@ -13,7 +13,7 @@ import struct
 from typing import Any
 
 from ddpjob.agent.core.stall_monitor import Beat
-from ddpjob.reporting.heartbeat import ANSWERED, ASKED, CELLS_BYTES, LENGTH, OVER, PAGE_BYTES, PHASES, PID
+from ddpjob.core.heartbeat import ANSWERED, ASKED, CELLS_BYTES, LENGTH, OVER, PAGE_BYTES, PHASES, PID
 
 _BEAT = struct.Struct("4q")  # PID, PHASE, STEP, COLLECTIVES
 _CELL = struct.Struct("q")

@@ -1,9 +1,9 @@
 """Variables that a script sets before its `import torch`, where the fork server has imported torch by then.
 
-In a rank torch is imported in the moment when the script imports it, as far as the script can see: until then it is in
-no `sys.modules`. In that moment what the script has changed in `os.environ` is looked at. What torch can be told late
-is told (threads, logs, the level of debugging, the temporary folder); of what else was read while torch was imported,
-one line on stderr says that it does not hold. What is read later (CUDA_VISIBLE_DEVICES, NCCL_DEBUG) holds by itself.
+A rank hides torch from `sys.modules` until the script imports it. At that moment the changes of the script to
+`os.environ` are compared with what torch has read. Some are applied late (threads, logs, the level of debugging, the
+temporary folder); for the others one line on stderr names the variables that have no effect. What torch reads later
+(CUDA_VISIBLE_DEVICES, NCCL_DEBUG) has its effect by itself.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ LIBRARIES = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "GOTO_")
 IN_C = frozenset(
     "TORCH_CPP_LOG_LEVEL ATEN_CPU_CAPABILITY PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF".split()
 )
-# Read at the import, and again when it counts; or not for the sake of what torch does.
+# Read at the import and read again before they are used; or read for no purpose of torch's.
 HARMLESS = frozenset("HOME USER LOGNAME LNAME USERNAME CI CXX PYTHONUSERBASE TORCHINDUCTOR_CACHE_DIR".split())
 
 
 def hide_torch(read: set[str]) -> None:
-    """From here on the script finds torch not imported yet. read: what was read when it was."""
+    """From here on torch looks not imported to the script. read: the variables that were read while it was imported."""
     modules = {n: m for n, m in sys.modules.items() if n == PACKAGE or n.startswith(f"{PACKAGE}.")}
     if PACKAGE in modules:
         for name in modules:
@@ -54,21 +54,21 @@ class _Hidden:
         return self._modules[PACKAGE]
 
     def exec_module(self, module: ModuleType) -> None:
-        """The import system has put torch itself in its place; one that were there before, it would load again."""
+        """The import system has put torch in `sys.modules` by now; its submodules follow, or they would load again."""
         module.__spec__ = self._spec
         sys.modules.update(self._modules)
-        with contextlib.suppress(Exception):  # a torch of other names costs the words, never the rank
-            tell(changes(self._before), self._read)
+        with contextlib.suppress(Exception):  # in a torch with other internals the line is missing, and the rank runs
+            apply_late(changes(self._before), self._read)
 
 
 def changes(before: dict[str, str]) -> set[str]:
-    """The variables that are other ones than before."""
+    """The variables that have changed since."""
     now = os.environ
     return {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
 
 
-def tell(changed: set[str], read: set[str]) -> None:
-    """Apply what can be applied, and say what does not hold; where all ranks say the same, one says it."""
+def apply_late(changed: set[str], read: set[str]) -> None:
+    """Apply what can be applied, and name what has no effect: rank 0 alone, because all ranks have the same."""
     lost = {n for n in changed if n in read or n in IN_C or n.startswith(LIBRARIES)} - HARMLESS
     for names, apply in APPLIED:
         if names & changed:
@@ -84,7 +84,7 @@ def sentence(names: list[str]) -> str:
     others = len(names) - NAMES_MAX
     listed = ", ".join(names[:NAMES_MAX]) + (f" and {others} more" if others > 0 else "")
     return (
-        f"ddprun: the fork server had imported torch before the script set {listed}: that does not hold. "
+        f"ddprun: the fork server had imported torch before the script set {listed}: that has no effect. "
         "Set it in the job's env, or start with --no-preload.\n"
     )
 
@@ -120,7 +120,7 @@ _OPENBLAS = [f"{p}openblas_set_num_threads{s}" for p in ("scipy_", "") for s in 
 
 
 def openblas_paths() -> set[str]:
-    """Of the libraries that are loaded."""
+    """Paths of the OpenBLAS libraries that are loaded."""
     with open("/proc/self/maps") as maps:
         return {line.split(None, 5)[5].strip() for line in maps if "openblas" in line}
 
@@ -140,7 +140,7 @@ def _set_debug_level() -> None:
 def _forget_temporary_folder() -> None:
     tempfile = sys.modules.get("tempfile")
     if tempfile is not None:
-        tempfile.tempdir = None  # type: ignore[attr-defined]  # found anew when it is asked for
+        tempfile.tempdir = None  # type: ignore[attr-defined]  # tempfile looks for it again
 
 
 APPLIED: list[tuple[set[str], Callable[[], None]]] = [

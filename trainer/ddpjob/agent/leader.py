@@ -13,8 +13,8 @@ from ddpjob.agent.core.leader_state import Ask, End, Ended, Lead, Leave, Over, S
 from ddpjob.agent.core.stall_rules import Position
 from ddpjob.agent.environment import Life
 from ddpjob.agent.node import say
-from ddpjob.agent.options import read_left
 from ddpjob.agent.posting import Posting
+from ddpjob.core.budget import Grant
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob.core.failures import Failure
 
@@ -260,7 +260,7 @@ class Leader:
             say(f"node {node} has --nnodes, --nproc-per-node {other}, node 0 {own}: it cannot join")
             raise Refused("another size")
         generation, replacement = int(message["generation"]), int(message.get("replacement", 0))
-        left = read_left(message["left"]) if message.get("left") else None
+        grant = Grant.read(message["left"]) if message.get("left") else None
         if self._lead.is_outdated(node, replacement):
             raise Refused(f"node {node} comes as pod {replacement} of its attempt, and a newer one has been here")
         del self._unauthenticated[link]
@@ -268,7 +268,7 @@ class Leader:
             self._drop(self._links[node])
         self._links[node], self._heard_at[node] = link, now
         link.send({"welcome": node, "generation": self._lead.generation})
-        self._lead.joined(node, now, generation, replacement, preflight=message.get("preflight") is True, left=left)
+        self._lead.joined(node, now, generation, replacement, preflight=message.get("preflight") is True, grant=grant)
 
     def _handle(self, node: int, message: dict[str, Any], now: float) -> None:
         if "terminating" in message:

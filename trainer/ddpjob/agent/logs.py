@@ -3,8 +3,8 @@
     <log_dir>/<run id>_<random>/attempt_<restarts>/<local rank>/{stdout.log,stderr.log,error.json}
     <log_dir>/<run id>_<random>/attempt_<restarts>/filtered_{stdout,stderr}.log
 
-Streams that are neither redirected nor tee'd are the agent's own: a rank writes to them itself. `--tee` writes into a
-file, and the agent copies whole lines from there; a console that does not read cannot hold it, the file is the buffer.
+A stream that is neither redirected nor tee'd is the agent's own: the rank writes to it directly. With `--tee` the rank
+writes into a file, and the agent copies whole lines from there, so that a console that does not read blocks no rank.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ddpjob.agent.options import Options
 TAIL_SECONDS = 0.1
 LAST_LINES_SECONDS = 5.0
 CHUNK = 1 << 16
-CHUNKS_MAX = 16  # of a file in one turn: between them signals and peers are heard
-WRITE_MAX = select.PIPE_BUF  # so much fits into a pipe that is ready: the write does not block
+CHUNKS_MAX = 16  # of a file in one turn of the loop, because signals and peers wait meanwhile
+WRITE_MAX = select.PIPE_BUF  # a pipe that is ready takes as much without blocking
 STREAMS = (("stdout", 1), ("stderr", 2))
 
 
@@ -35,7 +35,7 @@ class Files(NamedTuple):
 
 
 class Folder:
-    """The files of this run; a folder that nobody named goes with the agent."""
+    """The files of this run; without --log-dir their folder is removed when the agent ends."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -49,11 +49,11 @@ class Folder:
         self._tails: list[_Tail] = []
 
     def termination(self, life: str) -> str:
-        """Where the library's last words of this node's ranks go."""
+        """The file for the termination message of this node's ranks."""
         return os.path.join(self._attempt(life), "termination.json")
 
     def prepare(self, life: str) -> list[Files]:
-        """The files of the ranks, in folders that are there."""
+        """The files of the ranks; their folders are made."""
         options, attempt = self._options, self._attempt(life)
         os.makedirs(self._run, 0o700, exist_ok=True)  # somebody may have emptied /tmp
         os.mkdir(attempt)  # generations only grow, also under a new leader
@@ -70,15 +70,15 @@ class Folder:
 
     @property
     def tails(self) -> bool:
-        """Whether there is something to copy to the console, now and then."""
+        """Whether a file is copied to the console."""
         return bool(self._tails)
 
     def copy(self) -> bool:
-        """Copy what ranks have written since, up to 1 MiB of each; whether that was all that the console takes."""
+        """Copy what ranks have written since, up to 1 MiB of each; whether no rank has written more."""
         return None not in [tail.copy(chunks=CHUNKS_MAX) for tail in self._tails]
 
     def copy_last(self) -> None:
-        """Copy the rest of a generation, also a last line without its end; waits a little for a slow console."""
+        """Copy the rest of a generation, also a last line without its end; waits 5 s for a slow console."""
         deadline = time.monotonic() + LAST_LINES_SECONDS
         for tail in self._tails:
             while not tail.copy(last=True) and time.monotonic() < deadline:
@@ -93,7 +93,7 @@ class Folder:
 
             shutil.rmtree(self._run, ignore_errors=True)
         else:
-            with contextlib.suppress(OSError):  # all is done: what cannot be tidied up changes no exit code
+            with contextlib.suppress(OSError):  # a file that stays is no reason for another exit code
                 for name in [name for name in os.listdir(self._run) if name.startswith("attempt_")]:
                     with contextlib.suppress(OSError):
                         os.unlink(os.path.join(self._run, name, "termination.json"))
@@ -159,7 +159,9 @@ class _Tail:
         self._waiting += b"".join(self._header + line for line in lines)
         chosen = b"".join(self._header + line for line in lines if any(word in line for word in self._words))
         if chosen:
-            with contextlib.suppress(OSError):  # a full disk: the rank's own file says so too, and training goes on
+            with contextlib.suppress(
+                OSError
+            ):  # a full disk: the rank's own file is complete or shows it, and training goes on
                 os.write(self._filtered, chosen)
 
     def _write(self) -> bool:
@@ -172,7 +174,7 @@ class _Tail:
             end = self._waiting.rfind(b"\n", 0, WRITE_MAX) + 1 or WRITE_MAX
             try:
                 written = os.write(self._console, self._waiting[:end])
-            except OSError:  # nobody reads any more: the file has it all
+            except OSError:  # nobody reads any more, and the file is complete
                 written = len(self._waiting)
             self._waiting = self._waiting[written:]
         return True

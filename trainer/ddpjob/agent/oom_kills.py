@@ -1,8 +1,8 @@
 """Whether the kernel has killed a process of this container for its memory: a SIGKILL alone does not say by whom.
 
 The kernel counts before it kills (mm/oom_kill.c: "Raise event before sending signal"), so the count has grown when the
-end of the process is heard of. A kubelet on cgroup v2 has all processes of the container killed with the one, the agent
-too, unless it was told singleProcessOOMKill: then it says OOMKilled itself, and nobody asks here.
+process is reaped. A kubelet on cgroup v2 lets the kernel kill all processes of the container together, the agent too,
+unless singleProcessOOMKill is set: then the container's own reason is OOMKilled, and nothing here is used.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ class Kills:
     """How often the kernel has killed for memory, in the cgroup of this process and those below it."""
 
     def __init__(self, path: str = "") -> None:
-        """path: the file that counts; where there is none, nothing is ever said to be killed so."""
+        """path: the file with the count; where there is none, no SIGKILL is taken for an OOM kill."""
         self._path = path or counting_file()
         self._accounted = 0
         self.look()
 
     def look(self) -> None:
-        """What has been killed so far was none of the ranks that start now."""
+        """Leave out the kills until now: they were none of the ranks that start now."""
         self._accounted = self._count()
 
     def another(self) -> bool:
-        """Whether one more has been killed than was asked for; to be asked for each rank that ended by SIGKILL."""
+        """Whether there is a kill that no rank accounts for yet; to be called for each rank that ended by SIGKILL."""
         if self._count() <= self._accounted:
             return False
         self._accounted += 1
@@ -43,8 +43,8 @@ class Kills:
 def counting_file(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> str:
     """memory.events of cgroup v2, memory.oom_control of v1; "" where neither is there.
 
-    A container mostly has a namespace of its own, in which its cgroup is the root. Where it has not, /proc names a path
-    that may or may not be mounted.
+    Most containers have a cgroup namespace of their own, in which their cgroup is the root. Otherwise /proc has its
+    path, which may or may not be mounted.
     """
     return next((file for file in _candidates(root, own) if os.path.exists(file)), "")
 

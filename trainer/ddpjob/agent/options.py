@@ -1,8 +1,8 @@
 """torchrun's options as ddprun understands them: the same names, abbreviations, PET_ variables and defaults.
 
-An option that ddprun does not do is refused by its name, with the reason: what is silently dropped is missed when it is
-too late. Those that only concern how torchrun itself works (--monitor-interval, --start-method, --local-addr) change
-nothing here and are taken.
+An option that ddprun does not have is refused by its name, with the reason, because a user who relies on it would find
+out too late. Those that only concern how torchrun itself works (--monitor-interval, --start-method, --local-addr) are
+accepted and change nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from ddpjob.agent.core.budget import Budget, Left, PolicyRule
+from ddpjob.core.budget import Budget, Grant, natural
+from ddpjob.core.failure_policy import PolicyRule
 
 T = TypeVar("T")
 
@@ -22,17 +23,17 @@ RESTARTS_MAX = 3
 NPROC_MAX = 1024  # as spec.nprocPerNode
 PORT = 29500
 SHUTDOWN_SECONDS = 30.0
-# The group is broken, so nothing can be saved together; time to say something, no more.
+# The group is broken, so nothing can be saved together; it is time for a last line of output.
 BROKEN_GRACE_SECONDS = 0.1
 JOIN_SECONDS = 600.0  # torchrun's own, for static rendezvous
 # What the first DistributedDataParallel of a process imports beside torch (half of the wait; docs/ddprun.md).
 PRELOAD = ("torch", "torch._dynamo")
-_SIGNALS_NOT_TAKEN = ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD")  # the kernel's, and what tells of a rank's end
+_SIGNALS_NOT_TAKEN = ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD")  # not to be handled; SIGCHLD reports a rank's end
 STREAMS_MAX = 3  # 1: stdout, 2: stderr, 3: both
 
 
 class Options(NamedTuple):
-    """What one agent is asked to do."""
+    """What one agent does."""
 
     nodes: int
     node_rank: int
@@ -44,15 +45,15 @@ class Options(NamedTuple):
     budget: Budget
     furthest_step: int  # that the job has made before
     policy: tuple[PolicyRule, ...]
-    has_operator: bool  # it makes a new pod for one that is lost
+    has_operator: bool  # an operator makes a new pod for a lost one
     preflight: bool  # the nodes measure each other before their first ranks start
-    replacement: int  # which pod of this node in this attempt it is, as the operator counts them
-    stall_seconds: float | None  # how long the group may stand still; None: by what its steps teach, 0: for ever
+    replacement: int  # the number of this pod among those of this node in this attempt, from 0
+    stall_seconds: float | None  # until a group without steps is stalled; None: learned from its steps, 0: never
     broken_grace_seconds: float  # what ranks get to stop after one has failed
     script: str
     script_args: tuple[str, ...]
     kind: str  # "script", "module", or "program" (--no-python)
-    log_dir: str  # "": a folder that goes with us
+    log_dir: str  # "": a temporary folder
     redirects: dict[int, int]
     tee: dict[int, int]
     shown: frozenset[int] | None  # local ranks whose output the console shows; None: all
@@ -63,7 +64,7 @@ class Options(NamedTuple):
     join_seconds: float
     virtual_local_rank: bool
     preload: tuple[str, ...]
-    preload_asked: bool  # whether the user named the modules
+    preload_asked: bool  # whether the user has named the modules
 
     @property
     def world_size(self) -> int:
@@ -83,8 +84,8 @@ def parse(words: Sequence[str], environ: Mapping[str, str]) -> Options:
 
 class _Parser(argparse.ArgumentParser):
     def _get_option_tuples(self, option_string: str) -> Any:
-        """Two spellings of one option do not make its abbreviation ambiguous, as argparse before 3.12.3 thinks."""
-        return list({id(found[0]): found for found in super()._get_option_tuples(option_string)}.values())
+        """Two spellings of one option do not make its abbreviation ambiguous, unlike in argparse before 3.12.3."""
+        return list({id(match[0]): match for match in super()._get_option_tuples(option_string)}.values())
 
 
 def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
@@ -103,9 +104,9 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     value("nnodes", "number of nodes", "1")
     value("nproc-per-node", "ranks on this node: a number, cpu, gpu or auto", "1")
     value("node-rank", "which of the nodes this is")
-    value("master-addr", "where node 0 is", "127.0.0.1")
-    value("master-port", "the port where node 0 waits for the others")
-    value("rdzv-backend", "static or c10d; both meet at node 0", "static")
+    value("master-addr", "host name or address of node 0", "127.0.0.1")
+    value("master-port", "the port of node 0 for the rendezvous")
+    value("rdzv-backend", "static or c10d; both rendezvous at node 0", "static")
     value("rdzv-endpoint", "host:port of node 0", "")
     value("rdzv-id", "the name of this run", "none")
     value("rdzv-conf", "key=value,…; timeout and join_timeout (seconds to wait for the others) are read", "")
@@ -127,14 +128,14 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     flag("virtual-local-rank", "LOCAL_RANK is 0 everywhere, CUDA_VISIBLE_DEVICES one GPU")
     value("preload", f"modules imported once, before ranks are forked from them ({','.join(PRELOAD)})")
     flag("no-preload", "every rank is a new Python process")
-    value("monitor-interval", "no effect: a rank's end is known at once")
+    value("monitor-interval", "no effect: a rank's end is noticed at once")
     value("start-method", "no effect")
     value("local-addr", "no effect: node 0 is found by its name")
     value("event-log-handler", "refused", "null")
     value("logs-specs", "refused")
     value("numa-binding", "refused")
     parser.add_argument("training_script", help="what every rank runs")
-    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its own words")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
 
@@ -143,7 +144,7 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
     nodes = 1 if read.standalone else _nodes(read.nnodes)
     nproc = _nproc(read.nproc_per_node, environ)
     host, port = ("127.0.0.1", None) if read.standalone else _endpoint(read, nodes)
-    conf, left = _pairs(read.rdzv_conf), left_in(environ)
+    conf, grant = _pairs(read.rdzv_conf), granted(environ)
     joined = conf.get("join_timeout") or conf.get("timeout")
     return Options(
         nodes=nodes,
@@ -153,10 +154,10 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
         port=port,
         run_id=_run_id(read, port),
         role=read.role,
-        budget=budget(read.max_restarts, left, environ),
-        furthest_step=0 if left is None else left.step,
+        budget=budget(read.max_restarts, grant, environ),
+        furthest_step=0 if grant is None else grant.step,
         policy=_policy(environ.get("DDPJOB_FAILURE_POLICY")),
-        has_operator=left is not None,
+        has_operator=grant is not None,
         preflight=environ.get("DDPJOB_PREFLIGHT") == "1",
         replacement=_replacement(environ.get("DDPJOB_REPLACEMENT")),
         stall_seconds=_seconds("DDPJOB_STALL_TIMEOUT", environ.get("DDPJOB_STALL_TIMEOUT"), None),
@@ -188,7 +189,7 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
 def _refuse(read: argparse.Namespace) -> None:
     if read.rdzv_backend not in ("static", "c10d"):
         raise ValueError(
-            f"--rdzv-backend: {read.rdzv_backend!r}: the nodes meet at node 0, nothing else serves. Use static or c10d."
+            f"--rdzv-backend: {read.rdzv_backend!r}: not supported. Use static or c10d: both rendezvous at node 0."
         )
     if read.event_log_handler != "null":
         raise ValueError(f"--event-log-handler: {read.event_log_handler!r}: ddprun has no torch events. Remove it.")
@@ -234,7 +235,7 @@ def _nproc(text: str, environ: Mapping[str, str]) -> int:
 
 
 def _gpus(environ: Mapping[str, str]) -> int:
-    """Those that a rank will see: /dev/nvidia0 …, of which CUDA_VISIBLE_DEVICES may leave some out."""
+    """GPUs that a rank can use: /dev/nvidia0 …, without those that CUDA_VISIBLE_DEVICES leaves out."""
     present = sum(name[6:].isdecimal() for name in os.listdir("/dev") if name.startswith("nvidia"))
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -255,7 +256,7 @@ def _endpoint(read: argparse.Namespace, nodes: int) -> tuple[str, int | None]:
     if nodes == 1:
         return host, port or None
     if port == 0:
-        raise ValueError(f"--rdzv-endpoint: port 0 is another one on each of {nodes} nodes, so they never meet.")
+        raise ValueError(f"--rdzv-endpoint: port 0 is another port on each of {nodes} nodes. Give one port.")
     return host, port or PORT
 
 
@@ -265,52 +266,32 @@ def _host_and_port(endpoint: str) -> tuple[str, str]:
     if not colon or endpoint.endswith("]") or (":" in host and not host.endswith("]")):
         return endpoint, str(PORT)
     if not host:
-        raise ValueError(f"--rdzv-endpoint: {endpoint!r} has no host. Say where node 0 is: host:port.")
+        raise ValueError(f"--rdzv-endpoint: {endpoint!r} has no host. Give that of node 0: host:port.")
     return host, text
 
 
 def _run_id(read: argparse.Namespace, port: int | None) -> str:
-    """As torchrun: a run that shares no port with others gets a name of its own."""
+    """As torchrun: without a fixed port the run gets a name of its own."""
     if port is not None or (read.rdzv_id != "none" and not read.standalone):
         return str(read.rdzv_id)
     digits = os.urandom(16).hex()
     return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
 
-def left_in(environ: Mapping[str, str]) -> Left | None:
-    """What the operator says; None where there is none. Raises ValueError."""
+def granted(environ: Mapping[str, str]) -> Grant | None:
+    """What the operator grants; None where there is none. Raises ValueError."""
     text = environ.get("DDPJOB_RESTARTS_LEFT")
-    return read_left(text) if text else None
+    return Grant.read(text) if text else None
 
 
-def budget(asked: str | None, left: Left | None, environ: Mapping[str, str]) -> Budget:
-    """What the operator says is left and --max-restarts on the command line, both; else PET_MAX_RESTARTS, else 3."""
-    if left is not None and asked is None:
-        return Budget.of(left, None)
+def budget(asked: str | None, grant: Grant | None, environ: Mapping[str, str]) -> Budget:
+    """What the operator grants and --max-restarts on the command line, both; else PET_MAX_RESTARTS, else 3."""
+    if grant is not None and asked is None:
+        return Budget.of(grant, None)
     if asked is None:
         asked = environ.get("PET_MAX_RESTARTS", str(RESTARTS_MAX))
     most = _number("max-restarts", asked, 0)
-    return Budget.of(left or Left(most, most, most), most)
-
-
-def read_left(text: str) -> Left:
-    """DDPJOB_RESTARTS_LEFT. Raises ValueError."""
-    try:
-        left = json.loads(text)
-        in_a_row, charged, replaced, step, peers_lost = (
-            _count(left.get(k, 0)) for k in ("inARow", "chargedInARow", "replaced", "step", "peersLost")
-        )
-        found = Left(*_counts(left), in_a_row, charged, replaced, step=step, peers_lost=peers_lost)
-        known = left.get("known")
-        return found if known is None else found._replace(known_of=_count(known["replacement"]), known=_counts(known))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise ValueError(
-            f'DDPJOB_RESTARTS_LEFT: {text[:100]!r} is not {{"application": 3, "infrastructure": 100, "stall": 10}}.'
-        ) from None
-
-
-def _counts(said: Mapping[str, Any]) -> tuple[int, int, int]:
-    return _count(said["application"]), _count(said["infrastructure"]), _count(said["stall"])
+    return Budget.of(grant or Grant(most, most, most), most)
 
 
 def _policy(text: str | None) -> tuple[PolicyRule, ...]:
@@ -326,33 +307,27 @@ def _policy(text: str | None) -> tuple[PolicyRule, ...]:
 def _policy_rule(rule: Any) -> PolicyRule:
     if rule["action"] not in ("FailJob", "Ignore", "Count"):
         raise ValueError(rule)
-    return PolicyRule(rule["action"], frozenset(map(_count, rule["codes"])), rule.get("notIn", False) is True)
+    return PolicyRule(rule["action"], frozenset(map(natural, rule["codes"])), rule.get("notIn", False) is True)
 
 
 def _replacement(text: str | None) -> int:
     try:
-        return _count(int(text or "0"))
+        return natural(int(text or "0"))
     except ValueError:
         raise ValueError(f"DDPJOB_REPLACEMENT: {str(text)[:100]!r} is not 0, 1, …") from None
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(value)
-    return value
 
 
 def _streams(name: str, text: str, nproc: int) -> dict[int, int]:
     """3, or 0:1,1:3: the streams of each local rank."""
     if text.isdecimal() and int(text) <= STREAMS_MAX:
         return dict.fromkeys(range(nproc), int(text))
-    found: dict[int, int] = {}
+    streams_of: dict[int, int] = {}
     for part in text.split(","):
         rank, _, streams = part.partition(":")
         if not (rank.isdecimal() and streams.isdecimal() and int(streams) <= STREAMS_MAX):
             raise ValueError(f"--{name}: {text!r} is neither 0 to 3 nor a list like 0:1,1:3.")
-        found[int(rank)] = int(streams)
-    return {rank: found.get(rank, 0) for rank in range(nproc)}
+        streams_of[int(rank)] = int(streams)
+    return {rank: streams_of.get(rank, 0) for rank in range(nproc)}
 
 
 def _ranks(text: str) -> frozenset[int] | None:
@@ -362,12 +337,12 @@ def _ranks(text: str) -> frozenset[int] | None:
 
 
 def _words(text: str) -> tuple[str, ...]:
-    """Separated by commas; two commas are one that is meant."""
+    """Separated by commas; two commas stand for one."""
     return tuple(word.replace("\0", ",") for word in text.replace(",,", "\0").split(",")) if text else ()
 
 
 def _signals(text: str) -> tuple[str, ...]:
-    """Refused where they could not be heard: one that is missed would end the node at once, with all its ranks."""
+    """Refused where no handler is possible, because the signal would end the node at once, with all its ranks."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:
         if name not in signal.Signals.__members__ or name in _SIGNALS_NOT_TAKEN:

@@ -1,4 +1,4 @@
-"""The agent's end of the fork server: start it, wait for its imports, ask it for ranks, do without it."""
+"""The agent's end of the fork server: start it, wait for its imports, let it fork ranks, do without it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddpjob.agent import environment, processes
 from ddpjob.agent.options import Options
 
 PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "forkserver.py")
-# Asked of NVML instead of CUDA, `torch.cuda.is_available()` leaves a process able to fork.
+# With it `torch.cuda.is_available()` asks NVML and not CUDA, so that the process can still fork.
 HIDDEN = ("PYTORCH_NVML_BASED_CUDA_CHECK",)
 FORK_SECONDS = 30.0  # two forks take milliseconds; a machine that swaps may need longer
 
@@ -42,42 +42,42 @@ class ForkServer:
 
     @property
     def settled(self) -> bool:
-        """Whether it is known that, or that not, it serves."""
+        """Whether it is decided: it serves, or it does not."""
         return self.ready or bool(self.refused)
 
     def fileno(self) -> int:
-        """To wait for its word."""
+        """For poll."""
         return self._socket.fileno()
 
     def hear(self) -> None:
-        """Read what it says when its imports are done."""
-        said = self._read()
-        if said is None:
+        """Read its message at the end of its imports, or its end."""
+        message = self._read()
+        if message is None:
             self.refused = self.refused or ("it has ended" if self.ready else "it ended while it imported")
             self.ready = False
             return
-        self.ready = bool(said.get("ready"))
-        self.refused = str(said.get("refused", ""))
-        self.failed = {name: why for name, why in said.get("failed", {}).items() if self._asked}
+        self.ready = bool(message.get("ready"))
+        self.refused = str(message.get("refused", ""))
+        self.failed = {name: why for name, why in message.get("failed", {}).items() if self._asked}
 
     def start(self, run: Mapping[str, Any]) -> int:
-        """Fork a rank; its pid. Raises OSError where that fails, and then the server is not to be asked again."""
+        """Fork a rank; its pid. Raises OSError where that fails; `give_up` follows then."""
         self._send(run)
         if not processes.readable(self.fileno(), FORK_SECONDS):
             raise OSError(f"it did not fork within {FORK_SECONDS:g} s")
-        said = self._read() or {"error": "it has ended"}
-        if "pid" not in said:
-            raise OSError(str(said["error"]))
-        return int(said["pid"])
+        answer = self._read() or {"error": "it has ended"}
+        if "pid" not in answer:
+            raise OSError(str(answer["error"]))
+        return int(answer["pid"])
 
     def give_up(self, why: str) -> None:
-        """It is not asked again, and ends; `hear` is still called, once."""
+        """No more ranks are forked, and the server ends; `hear` is still called, once."""
         self.ready, self.refused = False, why
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """The end of it."""
+        """Close the socket."""
         self._socket.close()
 
     def _send(self, message: Mapping[str, Any]) -> None:
@@ -93,5 +93,5 @@ class ForkServer:
                 return None
             self._unread += data
         line, _, self._unread = self._unread.partition(b"\n")
-        said = json.loads(line)
-        return said if isinstance(said, dict) else None
+        message = json.loads(line)
+        return message if isinstance(message, dict) else None

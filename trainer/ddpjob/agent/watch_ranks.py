@@ -15,7 +15,7 @@ from ddpjob.agent import processes
 from ddpjob.agent.core.stall_monitor import Beat
 from ddpjob.agent.core.stall_rules import Position
 from ddpjob.agent.heartbeats import Beats
-from ddpjob.reporting.heartbeat import STACKS_SIGNAL
+from ddpjob.core.heartbeat import STACKS_SIGNAL
 
 if TYPE_CHECKING:
     from ddpjob.agent.agent import Agent

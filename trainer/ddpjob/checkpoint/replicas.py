@@ -15,19 +15,19 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpjob.checkpoint.state_dicts import not_whole, sharded
+from ddpjob.checkpoint.state_dicts import described, not_whole, sharded
 from ddpjob.errors import ReplicasDifferError, StateError
 from ddpjob.group import gather
 
 _COLUMNS = 65_536  # pairs of words in a row: with their weights they stay in a processor's cache
-_ROWS_AT_ONCE = {"cpu": 1}
-_ROWS_AT_ONCE_ELSE = 64  # a launch takes longer than a row; 32 MiB at a time
+ROWS_AT_ONCE = {"cpu": 1}
+ROWS_AT_ONCE_ELSE = 64  # a launch takes longer than a row; 32 MiB at a time
 _RANKS_NAMED_MAX = 8
-_MEND = (
+_REMEDY = (
     "Common causes: weights or a seed that depend on the rank, a change outside of DDP's backward pass, faulty memory. "
     "Continue from a snapshot, or from one rank's state on all of them."
 )
-_MEND_BUFFER = (
+_REMEDY_BUFFER = (
     "A BatchNorm's statistics are each rank's own until the next forward pass: use SyncBatchNorm, or buffers=False."
 )
 
@@ -39,7 +39,7 @@ class _Tensor(NamedTuple):
 
     def describe(self) -> str:
         """parameter fc.weight (float32 [10, 64])"""
-        return f"{self.kind} {self.name} ({str(self.tensor.dtype).removeprefix('torch.')} {list(self.tensor.shape)})"
+        return f"{self.kind} {self.name} ({described(self.tensor)})"
 
 
 @torch.no_grad()
@@ -60,26 +60,26 @@ def check_replicas(model: Any, *, buffers: bool = True) -> None:
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
-    said, sums, error = _read(model, buffers)
-    text = json.dumps(said)
+    layout, sums, error = _read(model, buffers)
+    text = json.dumps(layout)
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
     if len(set(gather.numbers(torch.tensor([digest]), group).flatten().tolist())) > 1:
         _compare_layouts([json.loads(other) for other in gather.texts(text, group)], ranks)
     if error is not None:  # the same on all ranks, or it would have been a layout of its own
         raise error
-    if said:
-        _compare_sums(said, gather.numbers(sums.flatten(), group).view(len(ranks), len(said), 2), ranks)
+    if layout:
+        _compare_sums(layout, gather.numbers(sums.flatten(), group).view(len(ranks), len(layout), 2), ranks)
 
 
 def _read(model: Any, buffers: bool) -> tuple[list[str], torch.Tensor, Exception | None]:
-    """What this rank holds. A rank that cannot say is told to the others, who would wait for it in vain."""
+    """What this rank holds; or that it cannot be read, because the other ranks would wait for this one in vain."""
     try:
         found = list(_tensors(model, buffers))
         _refuse(model, found)
-        said = [each.describe() for each in found]
-        sums = [_sums(each.tensor) for each in found]
+        layout = [each.describe() for each in found]
+        sums = [bit_sums(each.tensor) for each in found]
         device = next((s.device for s in sums if s.device.type != "cpu"), torch.device("cpu"))
-        return said, torch.stack([s.to(device) for s in sums]) if sums else torch.zeros(0, 2), None
+        return layout, torch.stack([s.to(device) for s in sums]) if sums else torch.zeros(0, 2), None
     except Exception as error:
         return [f"tensors that cannot be read: {type(error).__name__}: {error}"[:300]], torch.zeros(1, 2), error
 
@@ -122,7 +122,7 @@ def _in_containers(path: str, value: Any) -> Iterator[_Tensor]:
 # ---- sums of bits ------------------------------------------------------------------------------------------
 
 
-def _sums(tensor: torch.Tensor) -> torch.Tensor:
+def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
     """Two numbers that change with any change of the bits: of one word for certain, else but for one in 2^32.
 
     The bits, as 32-bit words, are read as 64-bit numbers in pairs; each pair has a random odd weight, and the sum is
@@ -144,7 +144,7 @@ def _weighted(words: torch.Tensor, number: int) -> torch.Tensor:
     if len(words) <= 2 * _COLUMNS:  # most tensors are one row at most
         return _row_sums(_pairs(words, 2), columns[: (len(words) + 1) // 2])
     rows = _weights(-(-len(words) // (2 * _COLUMNS)), 2 + number, words.device)
-    at_once = _ROWS_AT_ONCE.get(words.device.type, _ROWS_AT_ONCE_ELSE)
+    at_once = ROWS_AT_ONCE.get(words.device.type, ROWS_AT_ONCE_ELSE)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for part, weights in zip(torch.split(words, 2 * _COLUMNS * at_once), torch.split(rows, at_once), strict=True):
         pairs = _pairs(part, 2 * _COLUMNS).view(-1, _COLUMNS)
@@ -188,35 +188,35 @@ def _weights_up_to(count: int, seed: int, device: torch.device) -> torch.Tensor:
 # ---- who differs -------------------------------------------------------------------------------------------
 
 
-def _compare_layouts(said: list[list[str]], ranks: Sequence[int]) -> None:
+def _compare_layouts(layouts: list[list[str]], ranks: Sequence[int]) -> None:
     """Raise for the first place where ranks do not have the same kind of tensor."""
-    for place in range(max(map(len, said))):
-        here = [mine[place] if place < len(mine) else "no further tensor" for mine in said]
-        right, different = _vote(here)
+    for place in range(max(map(len, layouts))):
+        kinds = [rank[place] if place < len(rank) else "no further tensor" for rank in layouts]
+        right, different = _vote(kinds)
         if different:
             raise ReplicasDifferError(
                 f"tensor {place} is not the same on all ranks: {_names(ranks, different)} {_have(different)} "
-                f"{here[different[0]]}, {_names(ranks, _others(here, different))} {_have(_others(here, different))} "
+                f"{kinds[different[0]]}, {_names(ranks, _others(kinds, different))} {_have(_others(kinds, different))} "
                 f"{right}. All ranks must make the same model, in the same order.",
-                tensor=next((name for text in (right, *here) if (name := _name(text))), ""),
+                tensor=next((name for text in (right, *kinds) if (name := _name(text))), ""),
                 ranks=[ranks[i] for i in different],
             )
 
 
-def _compare_sums(said: list[str], sums: torch.Tensor, ranks: Sequence[int]) -> None:
+def _compare_sums(layout: list[str], sums: torch.Tensor, ranks: Sequence[int]) -> None:
     """Raise for the first tensor whose bits differ."""
-    bad = [i for i in range(len(said)) if bool((sums[:, i] != sums[0, i]).any())]
+    bad = [i for i in range(len(layout)) if bool((sums[:, i] != sums[0, i]).any())]
     if not bad:
         return
     values = [tuple(row) for row in sums[:, bad[0]].tolist()]
     _, different = _vote(values)
-    first, alike = said[bad[0]], _others(values, different)
-    judge = " (no value has most ranks: rank 0 is the reference)" if 2 * len(alike) <= len(values) else ""
+    first, alike = layout[bad[0]], _others(values, different)
+    reference = " (no value has most ranks: rank 0 is the reference)" if 2 * len(alike) <= len(values) else ""
     raise ReplicasDifferError(
         f"{first} is not the same on all ranks: {_names(ranks, different)} "
-        f"{'differs' if len(different) == 1 else 'differ'} from {_names(ranks, alike)}{judge}. "
-        f"{len(bad)} of {len(said)} tensors {'differs' if len(bad) == 1 else 'differ'}. "
-        f"{_MEND_BUFFER if first.startswith('buffer') else _MEND}",
+        f"{'differs' if len(different) == 1 else 'differ'} from {_names(ranks, alike)}{reference}. "
+        f"{len(bad)} of {len(layout)} tensors {'differs' if len(bad) == 1 else 'differ'}. "
+        f"{_REMEDY_BUFFER if first.startswith('buffer') else _REMEDY}",
         tensor=_name(first),
         ranks=[ranks[i] for i in different],
     )

@@ -4,7 +4,7 @@ Files, all in one folder:
     step-000000000312.writer-000003.9f86d081884c7d65.pt   a state; readable with torch.load(weights_only=True)
     writer-000003.json                                    who the third writer is: {"job": uid, "attempt": 2}, and
                                                           "generation" where ranks were started again in their pods
-    writer-000003.alive                                   its process lives (writers.py)
+    writer-000003.alive                                   its process runs (writers.py)
     .tmp-000003-4711-1                                    a file being written, or left by a crash
 A state's name carries its step, its writer and the first 16 hexadecimal digits of its bytes' SHA-256. The name appears
 by rename, after fsync: a file under such a name is complete, or was damaged later, which the digest shows.
@@ -13,8 +13,8 @@ Fencing. Every attempt of a job that touches the folder, and under ddprun every 
 writer number, once, by an exclusive create. The
 newest state is that of the highest (writer, step), never of the highest step alone, and names of two writers never
 meet: what a process of an old attempt writes late can neither overwrite nor hide a newer attempt's state. Besides, it
-looks for a higher number before it writes, publishes and prunes, and ends with Superseded. What stays open between the
-look and the rename costs a file too many in the folder, nothing more.
+checks for a higher number before it writes, publishes and prunes, and ends with Superseded. A race between that check
+and the rename costs a file too many in the folder, nothing more.
 
 A folder is one job's. Another job takes it over only once the process of the last claim has ended or is silent for a
 minute, says so, and goes on from that state; until then it is refused.
@@ -42,11 +42,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from ddpjob import process
 from ddpjob.checkpoint import writers
 from ddpjob.checkpoint.state_dicts import copied, refuse_sharded, restore, state_of
 from ddpjob.errors import ConfigurationError, SnapshotError, StateError, Superseded
 from ddpjob.group.join import World, active, before_leaving, store_of
-from ddpjob.reporting.progress import announce, pause
+from ddpjob.reporting.progress import pause, report_start
 
 FORMAT = 1
 STEP_MAX = 10**12 - 1  # of the digits in a state's name
@@ -80,14 +81,14 @@ class Snapshot:
     """
 
     def __init__(self, folder: str | os.PathLike[str], world: World | None = None, keep: int = 3) -> None:
-        if not isinstance(keep, int) or keep < 1:  # 2.5 would be found out at the fourth save
+        if not isinstance(keep, int) or keep < 1:  # 2.5 would fail only at the fourth save
             raise ConfigurationError(f"keep: {keep!r} must be a whole number of at least 1.")
         self.folder = Path(folder)
         self.keep = keep
         self._world = world or active()
-        self._job = os.environ.get("DDPJOB_UID", "")
-        self._attempt = self._world.attempt if self._world is not None else int(os.environ.get("DDPJOB_ATTEMPT") or 1)
-        self._generation = int(os.environ.get("DDPJOB_GENERATION") or 0)
+        attempt = self._world.attempt if self._world is not None else int(os.environ.get("DDPJOB_ATTEMPT") or 1)
+        generation = int(os.environ.get("DDPJOB_GENERATION") or 0)
+        self._own_claim = _Claim(os.environ.get("DDPJOB_UID", ""), attempt, generation)
         self._writer: int | None = None
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
@@ -97,7 +98,7 @@ class Snapshot:
         self._last_step, self._repeats = 0, 0
         self.state: dict[str, Any] = {}
         before_leaving(self.wait)
-        atexit.register(_tell_unraised, weakref.ref(self))
+        atexit.register(_log_unraised, weakref.ref(self))
 
     @property
     def rank(self) -> int:
@@ -206,7 +207,7 @@ class Snapshot:
         for name in os.listdir(self.folder):
             if (match := _ALIVE_NAME.fullmatch(name)) and int(match[1]) < writer:
                 (self.folder / name).unlink(missing_ok=True)
-            # At this moment this process writes nothing: a file of this writer or an older one is of a dead process.
+            # This process writes nothing now: a file of this writer or an older one is of a process that has ended.
             if (match := _TMP_NAME.fullmatch(name)) and int(match[1]) <= writer:
                 (self.folder / name).unlink(missing_ok=True)
 
@@ -216,33 +217,30 @@ class Snapshot:
         """The writer number of this attempt and generation: taken once, the next after the highest in the folder."""
         if self._writer is not None:
             return self._writer
-        me: dict[str, Any] = {"job": self._job, "attempt": self._attempt}
-        if self._generation:  # as before where there is none: an older version reads it
-            me["generation"] = self._generation
         _make_folder(self.folder)
         while True:
             highest = _highest_writer(self.folder)
-            there = _who_is(self.folder, highest)
-            if there == me:  # restarted by another launcher, or a second Snapshot of this process
+            claim = _claim_of(self.folder, highest)
+            if claim == self._own_claim:  # restarted by another launcher, or a second Snapshot of this process
                 break
-            if there is not None:
-                self._must_not_belong_to(there, highest)
-            if _create_exclusively(self.folder, highest + 1, json.dumps(me)):
+            if claim is not None:
+                self._refuse_folder_of(claim, highest)
+            if create_exclusively(self.folder, highest + 1, self._own_claim.as_json()):
                 highest += 1
                 break
         self._writer = highest
-        folder = self.folder  # not self: what beats for it must not keep it
+        folder = self.folder  # not self, which the thread would keep
         writers.begin(self, writers.alive_path(folder, highest), lambda: _highest_writer(folder) <= highest)
         return highest
 
-    def _must_not_belong_to(self, there: Mapping[str, Any], writer: int) -> None:
-        """A later life of this job, or another job that is still running: the folder is theirs."""
-        if there["job"] == self._job:
-            if _life(there) > (self._attempt, self._generation):
+    def _refuse_folder_of(self, claim: "_Claim", writer: int) -> None:
+        """Raise where a later attempt of this job, or another job that is still running, owns the folder."""
+        if claim.job == self._own_claim.job:
+            if claim > self._own_claim:
                 raise self._superseded()
             return
-        who = writers.named(there["job"])
-        if writers.lives(_claim_path(self.folder, writer), writers.alive_path(self.folder, writer), who):
+        who = writers.named(claim.job)
+        if writers.is_running(_claim_path(self.folder, writer), writers.alive_path(self.folder, writer), who):
             raise SnapshotError(
                 f"folder: {self.folder} is in use by {who}, which is running. Give each job a folder of its own, or "
                 f"end that job first: two jobs that write into one would go on from each other's states."
@@ -253,12 +251,11 @@ class Snapshot:
             raise self._superseded()
 
     def _superseded(self) -> Superseded:
-        there = _who_is(self.folder, _highest_writer(self.folder))
-        who = "a newer writer"
-        if there is not None:
-            who = f"{_life_named(*_life(there))} of {writers.named(there['job'])}"
-        mine = _life_named(self._attempt, self._generation)
-        return Superseded(f"snapshot folder {self.folder} belongs to {who} now: this process, of {mine}, must end.")
+        claim = _claim_of(self.folder, _highest_writer(self.folder))
+        who = "a newer writer" if claim is None else f"{claim} of {writers.named(claim.job)}"
+        return Superseded(
+            f"snapshot folder {self.folder} belongs to {who} now: this process, of {self._own_claim}, must end."
+        )
 
     # ---- load ----------------------------------------------------------------------------------------------
 
@@ -274,34 +271,34 @@ class Snapshot:
         """
         refuse_sharded(objects)
         self.wait()
-        found = self._agreed(self._choose_on_rank_0)
-        if found is None:
+        entry = self._agreed(self._choose_on_rank_0)
+        if entry is None:
             return 0
-        data = self._read_everywhere(found)
-        document = _decoded(data, found.path)
-        before = self._job_before(found)
-        restore(objects, document["state"], str(found.path))
+        data = self._read_everywhere(entry)
+        document = _decoded(data, entry.path)
+        before = self._job_before(entry)
+        restore(objects, document["state"], str(entry.path))
         self.state = document["state"]
         _restore_rng(document, self.rank, self.world_size)
         if self.rank == 0:
-            self._tell(document, found.path, before)
-        announce(document["step"], **({"goesOnFrom": writers.named(before)} if before is not None else {}))
+            self._log_origin(document, entry.path, before)
+        report_start(document["step"], **({"goesOnFrom": writers.named(before)} if before is not None else {}))
         return int(document["step"])
 
     def _job_before(self, entry: "_Entry") -> str | None:
         """The job whose state this is, where it is another one."""
-        there = _who_is(self.folder, entry.writer)
-        return there["job"] if there is not None and there["job"] != self._job else None
+        claim = _claim_of(self.folder, entry.writer)
+        return claim.job if claim is not None and claim.job != self._own_claim.job else None
 
-    def _tell(self, document: Mapping[str, Any], path: Path, before: str | None) -> None:
+    def _log_origin(self, document: Mapping[str, Any], path: Path, before: str | None) -> None:
         if before is not None:
-            _say(
+            process.log(
                 f"goes on from the state of {writers.named(before)}, step {document['step']} in {path}. To begin "
-                f"anew, give this job a folder of its own."
+                f"again from step 0, give this job a folder of its own."
             )
         seeded = [rank for rank in range(self.world_size) if rank not in document["rng"]]
         if seeded and document["world_size"] == self.world_size:
-            _say(
+            process.log(
                 f"{path} has no random state of {'rank' if len(seeded) == 1 else 'ranks'} "
                 f"{', '.join(map(str, seeded[:8]))}{' …' if len(seeded) > 8 else ''}, which did not save in time: "
                 f"seeded from rank 0's, the same way at each resume."
@@ -314,7 +311,7 @@ class Snapshot:
             if data is not None:
                 self._chosen_bytes = data
                 return entry
-            _say(
+            process.log(
                 f"snapshot {entry.path} is damaged (its bytes do not match the digest in its name): skipped, the one "
                 f"before it is used"
             )
@@ -339,12 +336,12 @@ class Snapshot:
         return answer  # type: ignore[no-any-return]
 
     def _read_everywhere(self, entry: "_Entry") -> bytes:
-        mine = self._chosen_bytes if self.rank == 0 else _read(entry)
+        data = self._chosen_bytes if self.rank == 0 else _read(entry)
         self._chosen_bytes = b""
-        if self.world_size > 1 and self._any_rank_lacks(mine is None):
-            mine = self._broadcast_bytes(mine)
-        assert mine is not None, "rank 0 has read what it chose"
-        return mine
+        if self.world_size > 1 and self._any_rank_lacks(data is None):
+            data = self._broadcast_bytes(data)
+        assert data is not None, "rank 0 has read what it chose"
+        return data
 
     def _any_rank_lacks(self, lacks: bool) -> bool:
         flag = torch.tensor([int(lacks)], device=self._device)
@@ -415,15 +412,11 @@ def _taken(store: Store, key: str) -> bool:
     return bool(store.check([key]) and store.delete_key(key))
 
 
-def _tell_unraised(reference: "weakref.ref[Snapshot]") -> None:
-    """A script that ends without wait() or close() must not lose the news that its last state is not there."""
+def _log_unraised(reference: "weakref.ref[Snapshot]") -> None:
+    """A script that ends without wait() or close() must not lose the error that its last state is not there."""
     snapshot = reference()
     if snapshot is not None and snapshot._problem is not None:
-        _say(str(snapshot._problem))
-
-
-def _say(text: str) -> None:
-    print(f"ddpjob: {text}", file=sys.stderr, flush=True)
+        process.log(str(snapshot._problem))
 
 
 def _rng_key(folder: Path, step: int, repeat: int, rank: int) -> str:
@@ -457,13 +450,13 @@ class _Entry(NamedTuple):
 
 def _entries(folder: Path) -> list[_Entry]:
     """The states in the folder, newest first."""
-    found = []
+    entries = []
     for name in os.listdir(folder):
         if match := _STATE_NAME.fullmatch(name):
             with contextlib.suppress(FileNotFoundError):
                 modified = (folder / name).stat().st_mtime_ns
-                found.append(_Entry(int(match[2]), int(match[1]), modified, match[3], folder / name))
-    return sorted(found, reverse=True)
+                entries.append(_Entry(int(match[2]), int(match[1]), modified, match[3], folder / name))
+    return sorted(entries, reverse=True)
 
 
 def _state_name(step: int, writer: int, digest: str) -> str:
@@ -519,25 +512,31 @@ def _claim_path(folder: Path, writer: int) -> Path:
     return folder / f"writer-{writer:06d}.json"
 
 
-def _who_is(folder: Path, writer: int) -> dict[str, Any] | None:
+class _Claim(NamedTuple):
+    """Whose writer number it is."""
+
+    job: str
+    attempt: int
+    generation: int
+
+    def __str__(self) -> str:
+        return f"attempt {self.attempt}" + (f", generation {self.generation}" if self.generation else "")
+
+    def as_json(self) -> str:
+        """Without a generation of 0, because an older version of this library knows none."""
+        return json.dumps({name: value for name, value in self._asdict().items() if name != "generation" or value})
+
+
+def _claim_of(folder: Path, writer: int) -> _Claim | None:
     try:
-        claim = dict(json.loads(_claim_path(folder, writer).read_text()))
-        _life(claim)
-        return claim if isinstance(claim["job"], str) else None
-    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):  # not there, or no claim of ours
-        return None
+        claim = json.loads(_claim_path(folder, writer).read_text())
+        job, attempt, generation = claim["job"], int(claim["attempt"]), int(claim.get("generation", 0))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return None  # not there, or another file
+    return _Claim(job, attempt, generation) if isinstance(job, str) else None
 
 
-def _life(writer: Mapping[str, Any]) -> tuple[int, int]:
-    """Attempt and generation; a writer of an older version knows no generation."""
-    return int(writer["attempt"]), int(writer.get("generation", 0))
-
-
-def _life_named(attempt: int, generation: int) -> str:
-    return f"attempt {attempt}" + (f", generation {generation}" if generation else "")
-
-
-def _create_exclusively(folder: Path, writer: int, content: str) -> bool:
+def create_exclusively(folder: Path, writer: int, content: str) -> bool:
     """Create the claim with its content, or return False where somebody else was first."""
     path = _claim_path(folder, writer)
     tmp = folder / f".tmp-{writer:06d}-{os.getpid()}-0"
@@ -550,14 +549,14 @@ def _create_exclusively(folder: Path, writer: int, content: str) -> bool:
         # Some network and user-space file systems have no links.
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES):
             raise
-        return _create_exclusively_without_links(path, content)
+        return create_exclusively_without_links(path, content)
     finally:
         tmp.unlink(missing_ok=True)
     _fsync_folder(folder)
     return True
 
 
-def _create_exclusively_without_links(path: Path, content: str) -> bool:
+def create_exclusively_without_links(path: Path, content: str) -> bool:
     try:
         with open(path, "x") as file:
             file.write(content)
@@ -567,7 +566,7 @@ def _create_exclusively_without_links(path: Path, content: str) -> bool:
 
 
 def _fsync_folder(folder: Path) -> None:
-    """The rename itself must survive a power cut; some network file systems cannot say so, and need not."""
+    """The rename itself must survive a power cut; some network file systems refuse the call, and need none."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):
@@ -593,8 +592,8 @@ def _decoded(data: bytes, path: Path) -> dict[str, Any]:
             f"{path}: this torch {torch.__version__} does not read it: {_reason(error).splitlines()[0]}"
         ) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        found = document.get("format") if isinstance(document, dict) else None
-        raise StateError(f"{path}: format {found}, this library reads {FORMAT}.")
+        version = document.get("format") if isinstance(document, dict) else None
+        raise StateError(f"{path}: format {version}, this library reads {FORMAT}.")
     return document
 
 

@@ -1,8 +1,8 @@
 """What `Snapshot` can save and give back: a copy of a state on the CPU, and the way back into the objects.
 
 Accepted by exact type, because what is written but not read back is found out after the crash. Which dtypes torch.load
-reads with weights_only=True differs by its version (bytes and torch.uint16 are not read by 2.4), so torch is asked.
-`replicas` takes from here what a tensor is that has all its values on this rank.
+reads with weights_only=True differs by its version (bytes and torch.uint16 are not read by 2.4), so it is tried.
+`replicas` uses the test of whether a tensor has all its values on this rank.
 """
 
 import collections
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob.errors import StateError
 
-NESTED_MAX = 100  # a list in a list in a list; what contains itself comes here too
+NESTED_MAX = 100  # a list in a list in a list; what contains itself ends here too
 INTEGER_BITS_MAX = 2039  # torch.load(weights_only=True) knows no longer ones: pickle's LONG4
 
 _WHOLE_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -30,7 +30,7 @@ _WHOLE_LAYOUTS = (
     torch.sparse_bsc,
 )
 _SHARDED = "each rank holds a part of it only. Use torch.distributed.checkpoint for sharded models."
-_MEND = (
+_REMEDY = (
     "it would not be read back (weights_only=True). Save tensors, numbers, strings, and dicts, lists and tuples of "
     "them, no subclasses: dict(value), tuple(value), int(value), value.item() make plain ones."
 )
@@ -47,11 +47,11 @@ def _unwrapped(value: Any) -> Any:
     return value.module if isinstance(value, DistributedDataParallel) else value
 
 
-# ---- tensors that are all here -----------------------------------------------------------------------------
+# ---- tensors that are whole --------------------------------------------------------------------------------
 
 
 def not_whole(tensor: torch.Tensor) -> str:
-    """What is wrong with a tensor whose values are not all here, as plain numbers; "" for an ordinary one."""
+    """What is wrong with a tensor whose values are not all on this rank, as plain numbers; "" for an ordinary one."""
     if type(tensor) not in _WHOLE_TYPES:
         return f"a {_type_name(tensor)}"
     if tensor.is_meta:
@@ -66,7 +66,7 @@ def not_whole(tensor: torch.Tensor) -> str:
 def sharded(value: Any) -> str:
     """Why a model or an optimizer is not whole on any rank, the same on all of them; "" where it is.
 
-    Asked on every rank and before anything else: the state_dict() of such a model waits for all ranks, or gives each
+    Checked on every rank and before anything else: the state_dict() of such a model waits for all ranks, or gives each
     rank its part.
     """
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
@@ -117,7 +117,7 @@ def copied(value: Any, where: str, depth: int = 0) -> Any:
     if kind.__module__ == "numpy" and isinstance(value, float):  # numpy.float64 is what schedulers compute with
         return float(value)
     if not _is_plain(value):
-        raise StateError(f"{where}: a {_type_name(value)} cannot be saved: {_MEND}")
+        raise StateError(f"{where}: a {_type_name(value)} cannot be saved: {_REMEDY}")
     return value
 
 
@@ -127,19 +127,19 @@ def _is_plain(value: Any) -> bool:
     if kind is int:
         return bool(value.bit_length() <= INTEGER_BITS_MAX)
     if kind is bytes:
-        return value != b"" and _bytes_are_read()  # pickle writes b"" as a call of the type
+        return value != b"" and bytes_are_read()  # pickle writes b"" as a call of the type
     if kind is torch.dtype:
-        return _dtype_is_read(value)
+        return dtype_is_read(value)
     return value is None or kind in (bool, float, str, torch.device)
 
 
 def _copied_tensor(tensor: torch.Tensor, where: str) -> torch.Tensor:
     problem = not_whole(tensor)
     if problem:
-        mend = _SHARDED if _is_distributed(tensor) else _MEND
-        raise StateError(f"{where}: {problem} cannot be saved: {mend}")
-    if not _tensor_is_read(tensor.dtype):
-        raise StateError(f"{where}: a tensor of {tensor.dtype} cannot be saved: {_MEND}")
+        remedy = _SHARDED if _is_distributed(tensor) else _REMEDY
+        raise StateError(f"{where}: {problem} cannot be saved: {remedy}")
+    if not tensor_is_read(tensor.dtype):
+        raise StateError(f"{where}: a tensor of {tensor.dtype} cannot be saved: {_REMEDY}")
     return tensor.detach().to("cpu", copy=True)
 
 
@@ -153,7 +153,7 @@ def _copied_mapping(value: dict[Any, Any], where: str, depth: int) -> Any:
     if type(value) is dict:
         return items
     same = type(value)(items)  # MultiStepLR's milestones are a Counter
-    if hasattr(value, "_metadata"):  # versions of the modules, which load_state_dict looks at
+    if hasattr(value, "_metadata"):  # versions of the modules, which load_state_dict reads
         same._metadata = copied(value._metadata, f"{where} metadata", depth + 1)  # type: ignore[attr-defined]
     return same
 
@@ -161,7 +161,7 @@ def _copied_mapping(value: dict[Any, Any], where: str, depth: int) -> Any:
 def _key(key: Any, where: str, depth: int) -> Any:
     """A tensor is found by its identity, which no copy has."""
     if isinstance(key, torch.Tensor):
-        raise StateError(f"{where} key: a {_type_name(key)} cannot be saved as a key: {_MEND}")
+        raise StateError(f"{where} key: a {_type_name(key)} cannot be saved as a key: {_REMEDY}")
     if type(key) is tuple:
         return tuple(_key(part, where, depth) for part in key)
     return copied(key, f"{where} key", depth + 1)
@@ -171,17 +171,17 @@ def _key(key: Any, where: str, depth: int) -> Any:
 
 
 @functools.cache
-def _bytes_are_read() -> bool:
+def bytes_are_read() -> bool:
     return _is_read(b"a")
 
 
 @functools.cache
-def _dtype_is_read(dtype: torch.dtype) -> bool:
+def dtype_is_read(dtype: torch.dtype) -> bool:
     return _is_read(dtype)
 
 
 @functools.cache
-def _tensor_is_read(dtype: torch.dtype) -> bool:
+def tensor_is_read(dtype: torch.dtype) -> bool:
     try:
         sample = torch.zeros(16, dtype=torch.uint8).view(dtype).to("cpu", copy=True)
     except (RuntimeError, TypeError):  # a dtype of less than a byte: torch cannot copy it
@@ -203,7 +203,7 @@ def _is_read(value: Any) -> bool:
 
 
 def restore(objects: Mapping[str, Any], state: Mapping[str, Any], where: str) -> None:
-    """Into the objects; everything is looked at before anything is changed."""
+    """Into the objects; everything is checked before anything is changed."""
     missing = sorted(set(objects) - set(state))
     if missing:
         raise StateError(f"{where}: has no {', '.join(missing)}; it has {', '.join(sorted(state)) or 'nothing'}.")
@@ -218,14 +218,14 @@ def restore(objects: Mapping[str, Any], state: Mapping[str, Any], where: str) ->
 
 def _does_not_fit(target: Any, saved: Any) -> str:
     if hasattr(target, "load_state_dict"):
-        return ""  # it looks for itself
+        return ""  # it checks for itself
     if isinstance(target, torch.Tensor):
         if not isinstance(saved, torch.Tensor):
             return f"a {type(saved).__name__} was saved, and cannot be copied into a tensor."
         if (saved.shape, saved.dtype) == (target.shape, target.dtype):
             return ""
-        # copy_ would repeat a row, or cut what a smaller type cannot hold, without a word.
-        return f"saved was {_described(saved)}, to be restored is {_described(target)}."
+        # copy_ would repeat a row, or cut what a smaller type cannot hold, without an error.
+        return f"saved was {described(saved)}, to be restored is {described(target)}."
     if isinstance(target, dict):
         return "" if isinstance(saved, dict) else f"a {type(saved).__name__} was saved, and cannot fill a dict."
     return (
@@ -234,7 +234,8 @@ def _does_not_fit(target: Any, saved: Any) -> str:
     )
 
 
-def _described(tensor: torch.Tensor) -> str:
+def described(tensor: torch.Tensor) -> str:
+    """float32 [10, 64]"""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 

@@ -1,15 +1,13 @@
-"""Whether the process that writes into a snapshot folder still lives, as another job's process can see it there.
+"""Whether the process that writes into a snapshot folder still runs, as another job's process can see it there.
 
 writer-000003.alive, beside that writer's claim: {"process": "boot/namespace/pid/start"}, touched every few seconds, and
-emptied when the process leaves in order. No clock is compared with another machine's: a beat is a change of the file's
-time, and the age of the last one is measured with a file that is made in the same folder.
+emptied when the process leaves in order. No clock is compared with another machine's: a heartbeat is a change of the
+file's time, and the age of the last one is measured with a file that is made in the same folder.
 """
 
 import contextlib
 import json
-import multiprocessing.util
 import os
-import sys
 import threading
 import time
 import weakref
@@ -17,8 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-BEAT_SECONDS = 10.0
-SILENT_SECONDS = 60.0  # so long without a beat: that process is gone, or stopped with its machine
+from ddpjob.process import at_exit_of_child, log
+
+HEARTBEAT_SECONDS = 10.0
+SILENT_SECONDS = 60.0  # so long without a heartbeat: that process is gone, or stopped with its machine
 LOOK_SECONDS = 1.0
 
 
@@ -26,42 +26,45 @@ def alive_path(folder: Path, writer: int) -> Path:
     return folder / f"writer-{writer:06d}.alive"
 
 
-def begin(owner: object, path: Path, still: Callable[[], bool]) -> None:
-    """Beat until the owner is gone or this process ends. still: whether the beat still means something."""
+def begin(owner: object, path: Path, is_newest: Callable[[], bool]) -> None:
+    """Write heartbeats until the owner is gone, this process ends, or a newer writer has the folder."""
     stopped, pid = threading.Event(), os.getpid()
     with contextlib.suppress(OSError):
         path.write_text(json.dumps({"process": _this_process()}))
-    threading.Thread(target=_beat, args=(path, stopped, still), name="ddpjob-presence", daemon=True).start()
+    work = (path, stopped, is_newest)
+    threading.Thread(target=_write_heartbeats, args=work, name="ddpjob-presence", daemon=True).start()
     leave = weakref.finalize(owner, _leave, path, stopped, pid)  # at the exit too, after the last state is written
-    multiprocessing.util.Finalize(None, leave, exitpriority=5)  # its children run no atexit
+    at_exit_of_child(leave, 5)
 
 
-def _beat(path: Path, stopped: threading.Event, still: Callable[[], bool]) -> None:
-    while not stopped.wait(BEAT_SECONDS):
+def _write_heartbeats(path: Path, stopped: threading.Event, is_newest: Callable[[], bool]) -> None:
+    while not stopped.wait(HEARTBEAT_SECONDS):
         with contextlib.suppress(OSError):  # a folder that is away for a moment
-            if not still():
+            if not is_newest():
                 return
             os.utime(path)
 
 
 def _leave(path: Path, stopped: threading.Event, pid: int) -> None:
-    if pid == os.getpid():  # a fork has copied this and does not beat
+    if pid == os.getpid():  # a fork has copied this and writes no heartbeats
         stopped.set()
         with contextlib.suppress(OSError):
             os.truncate(path, 0)
 
 
-def lives(claim: Path, path: Path, who: str) -> bool:
-    """Whether the writer of that claim still lives; waits for a beat of it, SILENT_SECONDS after its last at most."""
+def is_running(claim: Path, path: Path, who: str) -> bool:
+    """Whether the writer of that claim still runs; waits for a heartbeat, SILENT_SECONDS after the last at most."""
     process, last = _seen(claim, path)
     if process == "":
         return False
-    if process is not None and (known := _known_here(process)) is not None:
+    if process is not None and (known := _runs_on_this_machine(process)) is not None:
         return known
-    patience = SILENT_SECONDS - _age(claim.parent, last)
-    if patience > 0:
-        _say(f"{claim.parent} was in use by {who} a moment ago: waiting up to {patience:.0f} s to see if it still is")
-    deadline = time.monotonic() + patience
+    wait_seconds = SILENT_SECONDS - _age(claim.parent, last)
+    if wait_seconds > 0:
+        log(
+            f"{claim.parent} was in use by {who} a moment ago: waiting up to {wait_seconds:.0f} s to see if it still is"
+        )
+    deadline = time.monotonic() + wait_seconds
     while time.monotonic() < deadline:
         time.sleep(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
         process, now = _seen(claim, path)
@@ -71,9 +74,9 @@ def lives(claim: Path, path: Path, who: str) -> bool:
 
 
 def _seen(claim: Path, path: Path) -> tuple[str | None, int]:
-    """The process, "" where it has left in order, None where it is not said; and when it was last heard."""
-    for file in (path, claim):  # a claim is made a moment before its first beat
-        with contextlib.suppress(OSError, ValueError), open(file) as opened:  # opened: NFS asks its server anew then
+    """The process, "" where it has left in order, None where it is not known; and the time of its last heartbeat."""
+    for file in (path, claim):  # a claim is made a moment before its first heartbeat
+        with contextlib.suppress(OSError, ValueError), open(file) as opened:  # so that NFS asks its server again
             modified, text = os.fstat(opened.fileno()).st_mtime_ns, opened.read()
             if file == claim:
                 return None, modified
@@ -102,20 +105,20 @@ def _age(folder: Path, modified: int) -> float:
             probe.unlink()
 
 
-def _known_here(process: str) -> bool | None:
+def _runs_on_this_machine(process: str) -> bool | None:
     """Whether it runs, where this process can see it: same boot of the machine and same namespace of processes."""
-    place, _, rest = process.rpartition("/")[0].rpartition("/")
-    if not place or place != _place():
+    namespace, _, rest = process.rpartition("/")[0].rpartition("/")
+    if not namespace or namespace != process_namespace():
         return None
     return _started(rest) == process.rpartition("/")[2]
 
 
 def _this_process() -> str:
-    return f"{_place()}/{os.getpid()}/{_started('self')}"
+    return f"{process_namespace()}/{os.getpid()}/{_started('self')}"
 
 
-def _place() -> str:
-    """ "" where there is no such thing: then nobody is known here."""
+def process_namespace() -> str:
+    """ "" where there is no such thing: then no process can be identified."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -130,10 +133,6 @@ def _started(pid: str) -> str:
     except OSError:
         return "gone"
     return "gone" if state in "ZX" else rest[18]
-
-
-def _say(text: str) -> None:
-    print(f"ddpjob: {text}", file=sys.stderr, flush=True)
 
 
 def named(job: Any) -> str:

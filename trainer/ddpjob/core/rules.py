@@ -1,4 +1,4 @@
-"""What a failure is, what it costs, and when no other try is worth it.
+"""What a failure is, and when no other try is worth it; what it costs is in `budget.py`.
 
 One place for the operator and for what runs in the pods; how failures rank as causes is in failures.py. Standard
 library only, no I/O, no clock. `classify` names the class of a failure, `judge` charges it to a budget and says
@@ -10,34 +10,23 @@ from __future__ import annotations
 import datetime as dt
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
+from ddpjob.core import budget
+from ddpjob.core.budget import Attempt, ChargedTo, History, Limits, Stop
+from ddpjob.core.failure_policy import Action, PolicyRule
 from ddpjob.core.failures import CANNOT_RUN as CANNOT_RUN
 from ddpjob.core.failures import KILLED_BY_KERNEL, Failure
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE_EXIT_CODE
 
 Class = Literal["application", "outOfMemory", "infrastructure", "stall", "permanent"]
-Budget = Literal["application", "infrastructure", "stall"]
-Stop = Literal[
-    "", "BackoffLimitExceeded", "NoProgress", "PermanentFailure", "TooManyInfrastructureFailures", "TooManyStalls"
-]
-Action = Literal["FailJob", "Ignore", "Count"]
 
-BACKOFF_LIMIT = 3
-# A job on preemptible nodes may lose hundreds of them in a week and be healthy: what counts is how many in a row.
-INFRASTRUCTURE_IN_A_ROW_MAX = 100
-STALLS_MAX = 10
-NO_PROGRESS_MAX = 3
 # A job that has never trained, and that something on a node keeps from starting: after so many tries on other nodes it
 # is the job itself.
 STARTS_MAX = 10
 # Nobody saw a node, a pod or a connection go: once that may be the network, the second time it is the script.
 PEERS_LOST_FREE = 1
-BACK_OFF_SECONDS_MAX = 300
-# As the kubelet forgets its crash back-off: a job that reports no steps has nothing else to show that it went well. So
-# the next restart is immediate again; how many restarts may be free is another question, which time does not answer.
-FORGIVEN_AFTER_SECONDS = 600
 
 # What a rank raises when its peer is gone: true, and not the reason. Seen with torch 2.13 on gloo; the NCCL lines are
 # from its documentation and were not run here (docs/measured.md, failures).
@@ -117,74 +106,13 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class PolicyRule:
-    """A rule of spec.failurePolicy."""
-
-    action: Action
-    codes: frozenset[int]
-    inverted: bool = False
-    """Whether it is for all codes but these (NotIn)."""
-
-    def matches(self, exit_code: int | None) -> bool:
-        """As in a Job's podFailurePolicy: 0 is never a failure's code."""
-        return bool(exit_code) and (exit_code in self.codes) != self.inverted
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the user allows."""
-
-    backoff_limit: int = BACKOFF_LIMIT
-    window_seconds: int | None = None
-    """Only what was charged within it counts against backoff_limit."""
-
-
-@dataclass(frozen=True)
-class History:
-    """What failures have cost so far; it grows with each."""
-
-    application: int = 0
-    infrastructure: int = 0
-    stall: int = 0
-    in_a_row: int = 0
-    """Restarts without a new step since the last one: the back-off follows it."""
-    charged_in_a_row: int = 0
-    """Those of them that application or stall are charged for."""
-    charged_at: tuple[dt.datetime, ...] = ()
-    """When the application was charged, as far back as backoff_limit looks."""
-    uncharged_in_a_row: int = 0
-    """Restarts for the nodes' sake since the last new step: what is free has this bound, however long attempts run."""
-    peers_lost: int = 0
-    """Those of them for which only complaints about lost peers were found."""
-
-    @property
-    def total(self) -> int:
-        """All restarts."""
-        return self.application + self.infrastructure + self.stall
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """What the attempt that failed had done."""
-
-    made_a_new_step: bool
-    """Whether it went beyond the furthest step of all attempts before."""
-    reports_steps: bool
-    """Whether any attempt of the job ever reported a step."""
-    ran_seconds: float
-    """How long all its ranks ran together."""
-    only_complaints: bool = False
-    """Whether its ranks complained of lost peers, and nothing else was seen of a node, a pod or a connection."""
-
-
-@dataclass(frozen=True)
 class Verdict:
     """What follows from a failure."""
 
     restart: bool
     history: History
     """restart: with this failure in it; else as it was, for it counts restarts."""
-    charged_to: Budget | None
+    charged_to: ChargedTo | None
     """None: no budget; it is permanent."""
     wait_seconds: int = 0
     """restart: before the next attempt starts."""
@@ -292,57 +220,12 @@ def judge(found: Class, history: History, attempt: Attempt, limits: Limits, now:
     """Charge a failure, and say whether the group starts again."""
     if found == "permanent":
         return Verdict(False, history, None, stop="PermanentFailure")
-    budget: Budget = "application" if found == "outOfMemory" else found
-    after = charge(budget, history, attempt, limits, now)
-    stop = _exhausted(budget, after, attempt, limits, now)
+    to: ChargedTo = "application" if found == "outOfMemory" else found
+    after = budget.charge(to, history, attempt, limits, now)
+    stop = budget.exhausted(to, after, attempt, limits, now)
     if stop:
-        return Verdict(False, history, budget, stop=stop)
-    return Verdict(True, after, budget, wait_seconds=back_off_seconds(after.in_a_row))
-
-
-def charge(budget: Budget, history: History, attempt: Attempt, limits: Limits, now: dt.datetime) -> History:
-    """The history with one more failure."""
-    forgiven = attempt.made_a_new_step or (not attempt.reports_steps and attempt.ran_seconds >= FORGIVEN_AFTER_SECONDS)
-    charged = budget in ("application", "stall")
-    counted = 0 if forgiven else history.charged_in_a_row + charged
-    free = replace(history, uncharged_in_a_row=0, peers_lost=0) if attempt.made_a_new_step else history
-    times = (*history.charged_at, now)[-limits.backoff_limit - 1 :] if budget == "application" else history.charged_at
-    return replace(
-        history,
-        application=history.application + (budget == "application"),
-        infrastructure=history.infrastructure + (budget == "infrastructure"),
-        stall=history.stall + (budget == "stall"),
-        in_a_row=1 if forgiven else history.in_a_row + 1,
-        charged_in_a_row=counted,
-        charged_at=times,
-        uncharged_in_a_row=free.uncharged_in_a_row + (not charged),
-        peers_lost=free.peers_lost + (not charged and attempt.only_complaints),
-    )
-
-
-def back_off_seconds(in_a_row: int) -> int:
-    """0 for the first restart in a row, then 1, 2, 4 … 300."""
-    return 0 if in_a_row <= 1 else min(2 ** min(in_a_row - 2, 20), BACK_OFF_SECONDS_MAX)
-
-
-def counted(history: History, limits: Limits, now: dt.datetime) -> int:
-    """The restarts that count against backoff_limit now."""
-    if limits.window_seconds is None:
-        return history.application
-    since = now - dt.timedelta(seconds=limits.window_seconds)
-    return sum(at > since for at in history.charged_at)
-
-
-def _exhausted(budget: Budget, after: History, attempt: Attempt, limits: Limits, now: dt.datetime) -> Stop:
-    if budget == "application" and counted(after, limits, now) > limits.backoff_limit:
-        return "BackoffLimitExceeded"
-    if budget == "stall" and after.stall > STALLS_MAX:
-        return "TooManyStalls"
-    if budget == "infrastructure" and after.uncharged_in_a_row > INFRASTRUCTURE_IN_A_ROW_MAX:
-        return "TooManyInfrastructureFailures"
-    if budget != "infrastructure" and attempt.reports_steps and after.charged_in_a_row >= NO_PROGRESS_MAX:
-        return "NoProgress"
-    return ""
+        return Verdict(False, history, to, stop=stop)
+    return Verdict(True, after, to, wait_seconds=budget.back_off_seconds(after.in_a_row))
 
 
 def _ended_by_its_node(e: Evidence) -> bool:

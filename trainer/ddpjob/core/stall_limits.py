@@ -1,13 +1,11 @@
-"""How long a rank may stand still: learned from the job's own steps, or set.
+"""How long a rank may make no step: learned from the job's own steps, or set.
 
-One place for the operator, which hears reports (`observed.stall`), and for the agent in the pod, which sees the
-beats (`agent/core/stall_monitor.py`): standard library only, no clock. Seconds are differences, whoever measured them.
+One place for the operator, which gets reports (`observed.stall`), and for the agent in the pod, which reads the
+heartbeats (`agent/core/stall_monitor.py`): standard library only, no clock. Seconds are differences of either clock.
 """
 
 from __future__ import annotations
 
-import statistics
-from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 Phase = Literal["start", "train", "save", "evaluate"]
@@ -30,8 +28,7 @@ DOES_NOT: dict[Phase, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Survived:
+class Survived(NamedTuple):
     """The times without a step that a rank has survived."""
 
     longest_seconds: float = 0.0
@@ -39,12 +36,11 @@ class Survived:
     """Whether one of them was longer than expected then."""
 
 
-@dataclass(frozen=True)
-class Learned:
+class Learned(NamedTuple):
     """What the steps of a rank have taught so far."""
 
     step_seconds: tuple[float, ...] = ()
-    """What the last steps took, the newest last; steps between two looks share the time."""
+    """What the last steps took, the newest last; steps between two observations share the time."""
     steps: Survived = Survived()
     pauses: Survived = Survived()
 
@@ -57,13 +53,13 @@ class Limit(NamedTuple):
 
 
 def limit(phase: Phase, step: int, learned: Learned, timeout: float | None) -> Limit:
-    """How long a rank may stand still where it is now. timeout: stall.timeoutSeconds where it is set."""
+    """How long a rank may make no step where it is now. timeout: stall.timeoutSeconds where it is set."""
     seconds = timeout or _step_seconds(learned)
     if phase in ("save", "evaluate"):
         expected = max(PAUSE_SECONDS, LONGEST * seconds, LONGEST * learned.pauses.longest_seconds)
         unseen, surprised = UNSEEN_PAUSE_SECONDS, learned.pauses.surprised
     elif phase == "start" or step == 0 or not (timeout or learned.step_seconds):
-        # Until a step has been measured nothing is known, at any step: who looks may be new, and the job old.
+        # Until a step has been measured nothing is known, at any step: the observer may be new, and the job old.
         expected, unseen, surprised = max(START_SECONDS, seconds), UNSEEN_START_SECONDS, False
     else:
         expected, unseen, surprised = seconds, UNSEEN_TRAIN_SECONDS, learned.steps.surprised
@@ -73,19 +69,19 @@ def limit(phase: Phase, step: int, learned: Learned, timeout: float | None) -> L
 def learn(learned: Learned, phase: Phase, step: int, made: int, seconds: float, *, measured: bool) -> Learned:
     """What the end of a time without a step teaches.
 
-    phase, step: where the rank stood for those seconds. made: the steps that it is further now. measured: whether the
+    phase, step: where the rank was for those seconds. made: the steps that it is further now. measured: whether the
     begin of that time was seen.
     """
     expected = limit(phase, step, learned, None).expected
     if phase in ("save", "evaluate"):
-        return replace(learned, pauses=_survived(learned.pauses, seconds, expected))
+        return learned._replace(pauses=_survived(learned.pauses, seconds, expected))
     if phase == "train":
-        learned = replace(learned, steps=_survived(learned.steps, seconds, expected))
+        learned = learned._replace(steps=_survived(learned.steps, seconds, expected))
     if not measured or made <= 0:
         return learned
-    # From the begin to the first steps it is one step: a resumed job starts at 0 and says 1041 next.
+    # From the begin to the first steps it is one step: a resumed job starts at 0 and reports 1041 next.
     each = seconds if phase == "start" else seconds / made
-    return replace(learned, step_seconds=(*learned.step_seconds, each)[-STEPS_REMEMBERED:])
+    return learned._replace(step_seconds=(*learned.step_seconds, each)[-STEPS_REMEMBERED:])
 
 
 def _survived(before: Survived, seconds: float, expected: float) -> Survived:
@@ -95,5 +91,5 @@ def _survived(before: Survived, seconds: float, expected: float) -> Survived:
 def _step_seconds(learned: Learned) -> float:
     """What a step may take, by what is known of the steps before."""
     # Of two, the lower: the first is the slow one, with compilation in it.
-    median = statistics.median_low(learned.step_seconds) if learned.step_seconds else 0.0
+    median = sorted(learned.step_seconds)[(len(learned.step_seconds) - 1) // 2] if learned.step_seconds else 0.0
     return max(TRAIN_SECONDS, MEDIANS * median, LONGEST * learned.steps.longest_seconds)

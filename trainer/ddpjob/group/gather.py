@@ -1,4 +1,4 @@
-"""What every rank says, known to every rank, without pickle: `replicas` and `preflight` speak through it."""
+"""The values of all ranks on every rank, without pickle: for `replicas` and `preflight`."""
 
 import torch
 import torch.distributed as dist
@@ -15,17 +15,17 @@ def device_for(group: dist.ProcessGroup | None, wanted: torch.device | None = No
     return wanted if wanted is not None and wanted.type != "cpu" else torch.device("cuda", torch.cuda.current_device())
 
 
-def numbers(mine: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """One row a rank, on the CPU. `mine` is one-dimensional, and as long and of the same type on all ranks."""
-    there = mine.to(device_for(group, mine.device))
-    rows = [torch.empty_like(there) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, there, group=group)
+def numbers(own: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """One row a rank, on the CPU. `own` is one-dimensional, and as long and of the same type on all ranks."""
+    on_device = own.to(device_for(group, own.device))
+    rows = [torch.empty_like(on_device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, on_device, group=group)
     return torch.stack(rows).cpu()
 
 
-def texts(mine: str, group: dist.ProcessGroup | None = None) -> list[str]:
+def texts(own: str, group: dist.ProcessGroup | None = None) -> list[str]:
     """One text a rank, of any lengths."""
-    body = torch.frombuffer(bytearray(mine.encode("utf-8", "replace") + b"\0"), dtype=torch.uint8)
+    body = torch.frombuffer(bytearray(own.encode("utf-8", "replace") + b"\0"), dtype=torch.uint8)
     lengths = numbers(torch.tensor([len(body)]), group).flatten().tolist()
     padded = torch.nn.functional.pad(body, (0, max(lengths) - len(body)))
     rows = numbers(padded, group)

@@ -2,23 +2,22 @@
 
 Works under torchrun and torch.distributed.launch, in processes of torch.multiprocessing.spawn and multiprocessing
 (rank= and world_size=), as plain python with one process per node, and alone. The steps read from top to bottom in
-`init`: where am I, what do I train on, meet, agree, join.
+`init`: place, backend and device, rendezvous, agreement, group.
 """
 
 import atexit
 import contextlib
 import faulthandler
-import multiprocessing.util
+import functools
 import os
 import re
-import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import torch
@@ -27,24 +26,23 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpjob import process
 from ddpjob.core import stall_limits
-from ddpjob.errors import ConfigurationError, DDPJobError, RendezvousError, UnsupportedError
+from ddpjob.core.place import Place, on_node
+from ddpjob.errors import ConfigurationError, DDPJobError, RendezvousError, Stopped, UnsupportedError
 from ddpjob.group import stop
-from ddpjob.group.gloo_teardown import settle
-from ddpjob.group.kept_groups import never_destroy
+from ddpjob.group.gloo_teardown import never_destroy, settle
 from ddpjob.reporting import termination
-from ddpjob.reporting.progress import announce
+from ddpjob.reporting.progress import report_start
 
 TIMEOUT_SECONDS_MAX = 10**9  # 31 years
 CLOSE_SECONDS = 10.0  # how long a finished rank waits for the others before it leaves without them
 # A rank that stopped waits for rank 0's snapshot: torchrun gives the processes of its node 30 s from the first that
-# ends with another code than 0. The grace period of whoever stops the job ends this sooner.
+# ends with another code than 0. The grace period of the pod ends this sooner.
 STOPPED_CLOSE_SECONDS = 600.0
-LEAVE_LAST_SECONDS = 1.0  # rank 0 waits so long for the others to hang up; they need milliseconds
-SETTLE_SECONDS = 2.0  # for collectives that nobody waited for
-SETTLE_AFTER_ERROR_SECONDS = 0.2  # they may never end then
+LEAVE_LAST_SECONDS = 1.0  # rank 0 waits so long for the others to disconnect; they need milliseconds
 END_SECONDS = 2.0  # how long a rank that failed may take to end
-_POLL_SECONDS, _POLL_SECONDS_MAX = 0.01, 0.2  # a thousand ranks may wait for a snapshot for minutes
+POLL_SECONDS, POLL_SECONDS_MAX = 0.01, 0.2  # a thousand ranks may wait for a snapshot for minutes
 _LEFT = "left/{}"  # this rank has left in order
 
 
@@ -56,7 +54,7 @@ class World:
     node_rank                     which node this is.
     device                        torch.device to train on: cuda:<n>, already the current one, or cpu.
     backend                       "nccl" or "gloo" (or "mpi" in a PyTorch that has it).
-    attempt                       which life of the job this is, from 1 (DDPJOB_ATTEMPT).
+    attempt                       which attempt of the job this is, from 1 (DDPJOB_ATTEMPT).
     """
 
     rank: int
@@ -89,13 +87,13 @@ class World:
 
         `progress` and `accumulate` call it; without them call it after the first optimizer step. Once is enough.
         """
-        if _group is not None and _group.world is self:
-            _group.use_step_timeout()
+        if (group := _group_of(self)) is not None:
+            group.use_step_timeout()
 
     def close(self) -> None:
         """Leave the group: wait for the other ranks (at most 10 s), then destroy it. Safe to call twice."""
-        if _group is not None and _group.world is self:
-            _leave()
+        if (group := _group_of(self)) is not None:
+            _leave(group)
 
     def __enter__(self) -> "World":
         return self
@@ -103,14 +101,15 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if _group is not None and _group.world is self:
-            if kind is None or isinstance(error, stop.Stopped) or (isinstance(error, SystemExit) and not error.code):
-                _leave()
-            else:
-                _group.say_time_out(error)
-                _group.broken = True  # the peers are in a collective and will not come: nothing to wait for at the exit
-                if isinstance(error, SystemExit):
-                    termination.tell(error)  # at the exit it is not to be seen any more
+        if (group := _group_of(self)) is None:
+            return
+        if kind is None or isinstance(error, Stopped) or (isinstance(error, SystemExit) and not error.code):
+            _leave(group)
+        else:
+            group.log_time_out(error)
+            group.broken = True  # the peers are in a collective and will not come: nothing to wait for at the exit
+            if isinstance(error, SystemExit):
+                termination.tell(error)  # because at the exit it cannot be seen any more
 
 
 def init(
@@ -133,27 +132,21 @@ def init(
     rank, world_size, local_rank  for processes that the script starts itself; default RANK, WORLD_SIZE, LOCAL_RANK.
     device       "cpu" or "cuda"; default cuda where this process sees one. The index is local_rank modulo the number of
                  visible devices; under nccl every rank needs one of its own.
-    timeout_start_seconds  limit for meeting the others; until the first step is made a collective may take as long, or
+    timeout_start_seconds  limit for finding the others; until the first step is made a collective may take as long, or
                  timeout_step_seconds if that is longer: imports, downloads and compilation differ between nodes.
     timeout_step_seconds   limit for each collective after it (World.started). Default: an hour; under ddprun, or where
-                 an operator hears of progress, 3 hours: they find a hang much sooner, and know of a declared `pause`.
+                 an operator gets reports, 3 hours: they find a hang much sooner, and know of a declared `pause`.
                  Never shorter than a pause on one rank may be, for the others wait for it in a collective.
 
     Raises ConfigurationError (a variable or argument cannot be right), UnsupportedError (not in this PyTorch or on
     this machine) or RendezvousError (the ranks did not find each other in time).
     """
-    global _group, _groups_joined
-    if _group is not None and _group.pid == os.getpid():
-        return _group.world
+    if (joined := active()) is not None:
+        return joined
     if timeout_step_seconds is None:
         timeout_step_seconds = default_timeout_seconds(os.environ)
-    start, step = (
-        _time_limit(name, seconds)
-        for name, seconds in (
-            ("timeout_start_seconds", timeout_start_seconds),
-            ("timeout_step_seconds", timeout_step_seconds),
-        )
-    )
+    start = _time_limit("timeout_start_seconds", timeout_start_seconds)
+    step = _time_limit("timeout_step_seconds", timeout_step_seconds)
     place = find_place(os.environ, init_method, rank, world_size, local_rank)
     backend, chosen = choose(backend, device, place, os.environ)
     if dist.is_initialized():
@@ -164,14 +157,15 @@ def init(
         never_destroy(dist.distributed_c10d._get_default_group())
     attempt = _integer(os.environ, "DDPJOB_ATTEMPT", 1)
     world = World(*place, chosen, backend, attempt, timeout_step_seconds)
-    _group, _groups_joined = _Group(world, store, os.getpid()), _groups_joined + 1
+    process.current.group = _Group(world, place, store)
+    process.current.groups_joined += 1
     _leave_at_exit()
-    announce()
+    report_start()
     return world
 
 
 def _time_limit(name: str, seconds: Any) -> timedelta:
-    """With 0 the first collective fails, and torch's own words for infinity or a text do not name the argument."""
+    """With 0 the first collective fails, and torch's message for infinity or a text does not name the argument."""
     if isinstance(seconds, (int, float)) and 0 < seconds <= TIMEOUT_SECONDS_MAX:
         return timedelta(seconds=seconds)
     raise ConfigurationError(f"{name}: {seconds!r} must be a number of seconds above 0, at most {TIMEOUT_SECONDS_MAX}.")
@@ -188,31 +182,22 @@ def default_timeout_seconds(environ: Mapping[str, str]) -> float:
 
 def active() -> World | None:
     """The World of this process, or None before `init`, after `close` and in a forked child."""
-    return _group.world if _group is not None and _group.pid == os.getpid() else None
+    group: _Group | None = process.current.group
+    return None if group is None else group.world
 
 
 def store_of(world: World | None) -> Store | None:
     """The key-value store of that world's group, while it is not left."""
-    return _group.store if _group is not None and _group.world is world else None
+    group = _group_of(world)
+    return None if group is None else group.store
 
 
-def step_made() -> None:
-    """Called by `progress` and `accumulate`, in any process: the first step ends the long time-out."""
-    if _group is not None:
-        _group.use_step_timeout()
+def _group_of(world: World | None) -> "_Group | None":
+    group: _Group | None = process.current.group
+    return group if group is not None and group.world is world else None
 
 
-# ---- where am I --------------------------------------------------------------------------------------------
-
-
-class Place(NamedTuple):
-    """The place of this process in the group, before there is a group."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
+# ---- the place ---------------------------------------------------------------------------------------------
 
 
 def find_place(
@@ -234,7 +219,7 @@ def find_place(
             f"rank: {rank} must be at least 0 and less than the world size, {world_size} (rank= or RANK, "
             f"world_size= or WORLD_SIZE)."
         )
-    return _on_node(environ, rank, world_size, local_rank)
+    return on_node(rank, world_size, functools.partial(_integer, environ), local_rank)
 
 
 def _from_query(init_method: str | None) -> tuple[int, int] | None:
@@ -261,19 +246,6 @@ def _from_environment(environ: Mapping[str, str]) -> tuple[int, int]:
     return 0, 1
 
 
-def _on_node(environ: Mapping[str, str], rank: int, world_size: int, local_rank: int | None) -> Place:
-    """The node's part: launchers say it; for processes that a script starts itself it follows from the rank."""
-    # The variables of a node are inherited by the processes that a script starts there; they are about one rank only.
-    mine = _integer(environ, "RANK", -1) == rank
-    nodes = max(1, _integer(environ, "NNODES", 1))
-    per_node = _integer(environ, "LOCAL_WORLD_SIZE", 0) if mine else 0
-    per_node = per_node or max(1, world_size // nodes)
-    if local_rank is None:
-        local_rank = _integer(environ, "LOCAL_RANK", rank % per_node) if mine else rank % per_node
-    node_rank = _integer(environ, "NODE_RANK", _integer(environ, "GROUP_RANK", rank // per_node))
-    return Place(rank, world_size, local_rank, per_node, node_rank)
-
-
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environ.get(name)
     if not text and default is not None:
@@ -284,23 +256,23 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
         raise ConfigurationError(f"{name}: {text!r} must be a whole number.") from None
 
 
-# ---- what do I train on ------------------------------------------------------------------------------------
+# ---- backend and device ------------------------------------------------------------------------------------
 
 
 def choose(
     backend: str | None, device: str | None, place: Place, environ: Mapping[str, str]
 ) -> tuple[str, torch.device]:
     """Backend and device of this process; the device is made the current one."""
-    said = "backend" if backend else "DDPJOB_BACKEND"
+    source = "backend" if backend else "DDPJOB_BACKEND"
     backend = (backend or environ.get("DDPJOB_BACKEND") or "auto").lower()
     if backend not in ("auto", "nccl", "gloo", "mpi"):
-        raise ConfigurationError(f"{said}: {backend!r} is none of auto, nccl, gloo.")
+        raise ConfigurationError(f"{source}: {backend!r} is none of auto, nccl, gloo.")
     if device not in (None, "cpu", "cuda"):
         raise ConfigurationError(f"device: {device!r} is none of cpu, cuda; the index follows from LOCAL_RANK.")
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     if backend == "auto":
         backend = "nccl" if gpus and dist.is_nccl_available() else "gloo"
-    _refuse_what_is_not_there(said, backend, device, gpus)
+    _refuse_unavailable(source, backend, device, gpus)
     if not gpus:
         return backend, torch.device("cpu")
     if backend == "nccl" and place.local_rank >= gpus > 1:
@@ -313,34 +285,36 @@ def choose(
     return backend, chosen
 
 
-def _refuse_what_is_not_there(said: str, backend: str, device: str | None, gpus: int) -> None:
+def _refuse_unavailable(source: str, backend: str, device: str | None, gpus: int) -> None:
     if backend == "mpi" and not dist.is_mpi_available():
         raise UnsupportedError(
-            f'{said}: "mpi" needs a PyTorch built with MPI; no published wheel has it. Use gloo (CPU) or nccl (GPU).'
+            f'{source}: "mpi" needs a PyTorch built with MPI; no published wheel has it. Use gloo (CPU) or nccl (GPU).'
         )
     if backend == "nccl" and not dist.is_nccl_available():
-        raise UnsupportedError(f'{said}: "nccl" is not in this PyTorch {torch.__version__}. Use gloo, or a CUDA build.')
+        raise UnsupportedError(
+            f'{source}: "nccl" is not in this PyTorch {torch.__version__}. Use gloo, or a CUDA build.'
+        )
     if not gpus and (backend == "nccl" or device == "cuda"):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         because = "device is cpu" if device == "cpu" else f"CUDA_VISIBLE_DEVICES is {visible!r}"
         raise UnsupportedError(
-            f'{said}: "{backend}", device: {device or "auto"}: this process sees no CUDA device ({because}). '
+            f'{source}: "{backend}", device: {device or "auto"}: this process sees no CUDA device ({because}). '
             f"Use gloo on the CPU, or give the process a GPU."
         )
 
 
-# ---- meet, agree, join -------------------------------------------------------------------------------------
+# ---- rendezvous, agreement, group --------------------------------------------------------------------------
 
 
 def _join(
     init_method: str | None, place: Place, backend: str, device: torch.device, timeout: timedelta, longest: timedelta
 ) -> Store:
-    """timeout: to meet; longest: what a collective may take. gloo of torch 2.4 keeps what its group was made with."""
+    """timeout: of the rendezvous; longest: of a collective, because gloo of torch 2.4 cannot change it later."""
     where = init_method or _default_method(place, os.environ)
     try:
-        store = _meet(where, place, timeout)
+        store = _rendezvous(where, place, timeout)
         _agree(store, place, backend, device)
-        _all_met(store, place, timeout)
+        _wait_for_all(store, place, timeout)
         options: dict[str, Any] = {"device_id": device} if backend == "nccl" else {}
         dist.init_process_group(
             backend, store=store, rank=place.rank, world_size=place.world_size, timeout=longest, **options
@@ -349,9 +323,9 @@ def _join(
         raise
     except (RuntimeError, ValueError, OSError) as error:
         raise RendezvousError(
-            f"rank {place.rank} of {place.world_size} did not meet the others at {_said(where)} (backend {backend}, "
-            f"limit {timeout.total_seconds():g} s): {_first_line(error)}. Check that all ranks run, and that the "
-            f"address is rank 0's, or the folder shared by all."
+            f"rank {place.rank} of {place.world_size} did not meet the others at {_with_address(where)} (backend "
+            f"{backend}, limit {timeout.total_seconds():g} s): {_first_line(error)}. Check that all ranks run, and "
+            f"that the address is rank 0's, or the folder shared by all."
         ) from error
     return store
 
@@ -369,8 +343,8 @@ def _default_method(place: Place, environ: Mapping[str, str]) -> str:
     return "env://"
 
 
-def _said(where: str) -> str:
-    """With the address: not each version of torch names the port that is in use."""
+def _with_address(where: str) -> str:
+    """Because not each version of torch names the port that is in use."""
     if where != "env://":
         return where
     return f"env://, {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -379,9 +353,9 @@ def _said(where: str) -> str:
 def _prefix(environ: Mapping[str, str]) -> str:
     """Keys of this attempt only: a process that survived from an earlier one must not find the new group.
 
-    And of this group only: the store of one that was closed may live on in this process.
+    And of this group only: the store of one that was closed may still run in this process.
     """
-    return f"{_attempt_prefix(environ)}/{_groups_joined}"
+    return f"{_attempt_prefix(environ)}/{process.current.groups_joined}"
 
 
 def _attempt_prefix(environ: Mapping[str, str]) -> str:
@@ -391,22 +365,22 @@ def _attempt_prefix(environ: Mapping[str, str]) -> str:
     return f"ddpjob/{environ.get('DDPJOB_UID', '')}/{attempt}"
 
 
-def _meet(where: str, place: Place, timeout: timedelta) -> Store:
+def _rendezvous(where: str, place: Place, timeout: timedelta) -> Store:
     """The store of this group's keys."""
     if where == "alone":
         return HashStore()  # no port, so nothing to collide with
     url = urlsplit(where)
     if url.scheme == "tcp":
-        return PrefixStore(_prefix(os.environ), _meet_at_port(where, place, timeout))
+        return PrefixStore(_prefix(os.environ), _store_at_port(where, place, timeout))
     if url.scheme == "file":
-        return _meet_in_file(where, url.path, place, timeout)
+        return _store_in_file(where, url.path, place, timeout)
     if url.scheme == "env":
-        met: tuple[Store, int, int] = next(rendezvous(where, place.rank, place.world_size, timeout=timeout))
-        return PrefixStore(_prefix(os.environ), met[0])
+        found: tuple[Store, int, int] = next(rendezvous(where, place.rank, place.world_size, timeout=timeout))
+        return PrefixStore(_prefix(os.environ), found[0])
     raise ConfigurationError(f"init_method: {where!r} is none of env://, tcp://host:port, file:///path.")
 
 
-def _meet_at_port(where: str, place: Place, timeout: timedelta) -> Store:
+def _store_at_port(where: str, place: Place, timeout: timedelta) -> Store:
     """Rank 0 serves, the others connect.
 
     torch.distributed's own tcp:// makes every rank a client under torchrun (TORCHELASTIC_USE_AGENT_STORE in
@@ -428,21 +402,21 @@ def _meet_at_port(where: str, place: Place, timeout: timedelta) -> Store:
     )
 
 
-def _meet_in_file(where: str, path: str, place: Place, timeout: timedelta) -> Store:
+def _store_in_file(where: str, path: str, place: Place, timeout: timedelta) -> Store:
     if not path or not os.path.isdir(os.path.dirname(path)):
         raise ConfigurationError(f"init_method: {where!r}: the folder {os.path.dirname(path)!r} does not exist.")
     store = FileStore(path, place.world_size)
     store.set_timeout(timeout)
-    # After a crash the addresses in the file are of the dead, and the next run would wait for them until the time-out.
-    # So each run has keys of its own, and begins only where this rank has left the run before it in order.
-    mine = PrefixStore(_attempt_prefix(os.environ), store)
-    run = mine.add(f"joined/{place.rank}", 1)
-    if run > 1 and not PrefixStore(f"run/{run - 1}", mine).check([_LEFT.format(place.rank)]):
+    # After a crash the file holds addresses of ended processes, and the next run would wait until the time-out for
+    # them. So each run has keys of its own, and begins only where this rank has left the run before it in order.
+    own = PrefixStore(_attempt_prefix(os.environ), store)
+    run = own.add(f"joined/{place.rank}", 1)
+    if run > 1 and not PrefixStore(f"run/{run - 1}", own).check([_LEFT.format(place.rank)]):
         raise RendezvousError(
             f"init_method: {where!r} was left by a run that did not end in order: rank {place.rank} had joined through "
             f"it before. Delete {path}, or give every run a file of its own."
         )
-    return PrefixStore(f"run/{run}", mine)
+    return PrefixStore(f"run/{run}", own)
 
 
 def _agree(store: Store, place: Place, backend: str, device: torch.device) -> None:
@@ -462,11 +436,11 @@ def _agree(store: Store, place: Place, backend: str, device: torch.device) -> No
         )
 
 
-def _all_met(store: Store, place: Place, timeout: timedelta) -> None:
-    """Wait for all ranks here: in torch the wait for one that never comes has the time-out of a collective."""
+def _wait_for_all(store: Store, place: Place, timeout: timedelta) -> None:
+    """Wait for all ranks, because in torch the wait for one that never comes has the time-out of a collective."""
     if store.add(f"rank {place.rank}", 1) > 1:
-        # With torch's own time-out for collectives, gloo would look for the missing rank for hours.
-        raise RuntimeError("another process says that it has the same rank")
+        # With torch's own time-out for collectives, gloo would wait for the missing rank for hours.
+        raise RuntimeError("another process has the same rank")
     if store.add("met", 1) == place.world_size:
         store.set("all met", "1")
     store.wait(["all met"], timeout)
@@ -481,35 +455,32 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass
 class _Group:
-    """The one process group of this process, and what changes during its life."""
+    """The one process group of this process, and what changes while it exists."""
 
     world: World
+    place: Place
     store: Store | None  # None where the script made the group itself
-    pid: int
     stepping: bool = False
     broken: bool = False
-    told: bool = False
+    time_out_logged: bool = False
 
     def use_step_timeout(self) -> None:
-        if self.stepping or self.pid != os.getpid():
-            return
-        self.stepping = True
-        _set_timeout(self.world.timeout_step_seconds)
+        if not self.stepping:
+            self.stepping = True
+            _set_timeout(self.world.timeout_step_seconds)
 
-    def say_time_out(self, error: BaseException | None) -> None:
-        """torch's words name milliseconds and an operation, not what the limit is called and how to raise it."""
+    def log_time_out(self, error: BaseException | None) -> None:
+        """torch's message names milliseconds and an operation, not what the limit is called and how to raise it."""
         if isinstance(error, SystemExit):  # sys.exit(1) in an except
             error = error.__cause__ or error.__context__
         waited = _TIMED_OUT.search(str(error)) if isinstance(error, RuntimeError) else None
-        if waited is None or self.told or int(waited[1]) != round(1000 * self.world.timeout_step_seconds):
+        if waited is None or self.time_out_logged or int(waited[1]) != round(1000 * self.world.timeout_step_seconds):
             return
-        self.told = True
-        print(
-            f"ddpjob: rank {self.world.rank} has waited for another rank for the time-out of "
+        self.time_out_logged = True
+        process.log(
+            f"rank {self.world.rank} has waited for another rank for the time-out of "
             f"{self.world.timeout_step_seconds:g} s (timeout_step_seconds of ddpjob.init). If that rank was at work, "
-            f"raise it; if not, it hangs or makes fewer steps.",
-            file=sys.stderr,
-            flush=True,
+            f"raise it; if not, it hangs or makes fewer steps."
         )
 
 
@@ -524,46 +495,39 @@ def _set_timeout(seconds: float) -> None:
         change(timedelta(seconds=seconds))
 
 
-_group: _Group | None = None
-_groups_joined = 0
-_before_leaving: list["weakref.WeakMethod[Callable[[], None]]"] = []
-_atexit_pid = 0
-
-
 def before_leaving(action: Callable[[], None]) -> None:
     """Run the bound method when the group is left in order, while the store still answers (a snapshot in flight)."""
-    _before_leaving.append(weakref.WeakMethod(action))
+    process.current.before_leaving.append(weakref.WeakMethod(action))
 
 
 def _leave_at_exit() -> None:
     """A script that never closes still leaves in order: a gloo group left to the interpreter's exit may abort it."""
-    global _atexit_pid
-    if _atexit_pid == 0:
+    if not process.current.leaves_at_exit:
+        process.current.leaves_at_exit = True
+        atexit.unregister(_leave_at_exit_now)  # a fork has inherited it
         atexit.register(_leave_at_exit_now)
-    if _atexit_pid != os.getpid():
-        _atexit_pid = os.getpid()
-        # Children of multiprocessing end with os._exit and run these instead of atexit's.
-        multiprocessing.util.Finalize(None, _leave_at_exit_now, exitpriority=10)
+        process.at_exit_of_child(_leave_at_exit_now, 10)
 
 
 def _leave_at_exit_now() -> None:
-    if active() is None:
+    group: _Group | None = process.current.group
+    if group is None:
         return
-    if _group is not None and (_group.broken or _ends_by_error()):
-        _group.say_time_out(termination.ending())
+    if group.broken or _ends_by_error():
+        group.log_time_out(termination.ending())
         _end_soon()
         return
     try:
-        _leave()
+        _leave(group)
     except Exception as error:  # nobody is left to raise it to
         termination.tell(error)
-        print(f"ddpjob: {error}", file=sys.stderr, flush=True)
+        process.log(str(error))
 
 
 def _ends_by_error() -> bool:
     """Whether this process ends by an exception: its peers are in a collective then, and will not come."""
     error = termination.ending()
-    return error is not None and not isinstance(error, stop.Stopped) and termination.exit_code(error) != 0
+    return error is not None and not isinstance(error, Stopped) and termination.exit_code(error) != 0
 
 
 def _end_soon() -> None:
@@ -572,57 +536,54 @@ def _end_soon() -> None:
     Until this process has ended no launcher knows that it failed. faulthandler's timer is a C thread: it works also
     while a destructor holds the interpreter.
     """
-    settle(SETTLE_AFTER_ERROR_SECONDS, wait_for_work=False)
+    settle(failed=True)
     faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
 
 
-def _leave() -> None:
-    global _group
-    group = _group
-    assert group is not None, "only an active group is left"
+def _leave(group: _Group) -> None:
     stop.leave()
-    _group = None
+    process.current.group = None
     try:
         _run_before_leaving()
     finally:
         if dist.is_initialized():
-            _wait_for_others(group, CLOSE_SECONDS if stop.stopped_at() is None else STOPPED_CLOSE_SECONDS)
-            settle(SETTLE_SECONDS, wait_for_work=True)
+            wait_for_others(group, CLOSE_SECONDS if process.current.stopped_at is None else STOPPED_CLOSE_SECONDS)
+            settle(failed=False)
             dist.destroy_process_group()
 
 
 def _run_before_leaving() -> None:
-    actions, _before_leaving[:] = [reference() for reference in _before_leaving], []
-    for action in actions:
-        if action is not None:
+    methods, process.current.before_leaving = process.current.before_leaving, []
+    for method in methods:
+        if (action := method()) is not None:
             action()
 
 
-def _wait_for_others(group: _Group, limit_seconds: float) -> None:
-    """Wait until every rank has come here, at most that long.
+def wait_for_others(group: _Group, limit_seconds: float) -> None:
+    """Wait until every rank is leaving, at most that long.
 
-    Through the store and not by a barrier: a collective that a dead peer never joins ends the process under nccl.
+    Through the store and not by a barrier: under nccl a collective that a lost peer never joins ends the process.
     """
     if group.store is None:
         return
     deadline = time.monotonic() + limit_seconds
-    pause = _POLL_SECONDS
+    pause = POLL_SECONDS
     with contextlib.suppress(RuntimeError):  # rank 0 serves the store and may be gone: then it had seen all of us
-        here = group.store.add("leaving", 1)
+        leaving = group.store.add("leaving", 1)
         group.store.set(_LEFT.format(group.world.rank), "1")
-        while here < group.world.world_size and time.monotonic() < deadline and not stop.told_to_leave():
+        while leaving < group.world.world_size and time.monotonic() < deadline and not stop.must_leave_now():
             time.sleep(pause)
-            pause = min(1.2 * pause, _POLL_SECONDS_MAX)
-            here = group.store.add("leaving", 0)
-        if here >= group.world.world_size:
+            pause = min(1.2 * pause, POLL_SECONDS_MAX)
+            leaving = group.store.add("leaving", 0)
+        if leaving >= group.world.world_size:
             _leave_last(group.store, group.world)
 
 
 def _leave_last(store: Store, world: World) -> None:
-    """Rank 0 may serve the store: it goes when the others have asked it for the last time. Else torch prints a trace of
-    20 lines on each of them, "recvValue failed", at the end of a training that went well."""
+    """Rank 0 may serve the store, so it goes when the others have read from it for the last time. Otherwise torch
+    prints 20 lines of "recvValue failed" on each of them, at the end of a training that went well."""
     deadline = time.monotonic() + LEAVE_LAST_SECONDS
     gone = store.add("gone", 0 if world.is_main else 1)
     while world.is_main and gone < world.world_size - 1 and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+        time.sleep(POLL_SECONDS)
         gone = store.add("gone", 0)

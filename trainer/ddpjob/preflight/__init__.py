@@ -1,4 +1,4 @@
-"""Are these nodes fit to train together? Measured before training: `python -m ddpjob.preflight`, or `run()`."""
+"""Is a node too slow to train with the others? Measured before training: `python -m ddpjob.preflight`, or `run()`."""
 
 from ddpjob.preflight.measure import run
 

@@ -1,7 +1,7 @@
-"""Which nodes are unfit to train with the others, from what every rank has measured. Pure, and without torch.
+"""Which nodes are too slow to train with the others, from what every rank has measured. Pure, and without torch.
 
 All measures are seconds for a unit of work: less is better, 0 was not measured. A node is bad where it needs twice
-as long as the median node, and where that matters. What looks bad is measured again (`better`): it may have been busy.
+as long as the median node, and where that matters. What looks bad is measured again (`best_of`): it may have been busy.
 """
 
 import statistics
@@ -13,7 +13,7 @@ LATENCY_SECONDS = 1e-3  # more than the median by less than this is another rack
 DISK_SECONDS_PER_BYTE = 1 / 100e6  # a faster disk holds up no snapshot, and healthy ones differ by more than two times
 SKEW_SECONDS = 2.0
 RESOLVE_SECONDS = 1.0
-SHM_BYTES = 64 * MIB  # what a container gets where nobody has said more
+SHM_BYTES = 64 * MIB  # what a container gets by default
 
 
 class Peer(NamedTuple):
@@ -24,7 +24,7 @@ class Peer(NamedTuple):
     latency_seconds: float
 
 
-class Report(NamedTuple):
+class RankMeasures(NamedTuple):
     """What one rank has measured; only the first of each node has more than seconds_per_flop."""
 
     node: int
@@ -44,8 +44,8 @@ class Report(NamedTuple):
     peers: tuple[Peer, ...] = ()
 
 
-class Found(NamedTuple):
-    """A node that is slow in one measure."""
+class SlowNode(NamedTuple):
+    """A node that is slow by one criterion."""
 
     node: int
     times: float
@@ -53,10 +53,10 @@ class Found(NamedTuple):
     text: str
 
 
-class Verdict(NamedTuple):
+class CheckResult(NamedTuple):
     """What the measurements say."""
 
-    bad: tuple[Found, ...] = ()
+    bad: tuple[SlowNode, ...] = ()
     """The worst first. Never half of the nodes or more (of two: one): what most nodes are is usual."""
     warnings: tuple[str, ...] = ()
 
@@ -71,7 +71,7 @@ class Verdict(NamedTuple):
         return "pre-flight: " + "; ".join(found.text for found in self.bad) if self.bad else ""
 
 
-class Node(NamedTuple):
+class NodeMeasures(NamedTuple):
     """A node in the four measures."""
 
     bandwidth: float
@@ -80,10 +80,10 @@ class Node(NamedTuple):
     disk: float
 
 
-class Measure(NamedTuple):
+class Criterion(NamedTuple):
     """When a node is bad in one of them."""
 
-    of: Callable[[Node], float]
+    of: Callable[[NodeMeasures], float]
     factor: float
     factor_of_two: float
     """Where there are only two nodes, and the other is what is usual; 0: of a pair nobody can say whose fault it is."""
@@ -97,51 +97,51 @@ def _always(_value: float, _usual: float) -> bool:
     return True
 
 
-MEASURES = (
-    Measure(lambda node: node.bandwidth, 2, 0, _always, lambda s: rate(s, "B/s"), "to its peers"),
-    Measure(
+CRITERIA = (
+    Criterion(lambda node: node.bandwidth, 2, 0, _always, lambda s: rate(s, "B/s"), "to its peers"),
+    Criterion(
         lambda node: node.latency, 2, 0, lambda value, usual: value - usual >= LATENCY_SECONDS,
         lambda s: duration(s), "to its peers",
     ),
-    Measure(lambda node: node.matmul, 2, 4, _always, lambda s: rate(s, "FLOP/s"), "in a matrix product"),
-    Measure(
+    Criterion(lambda node: node.matmul, 2, 4, _always, lambda s: rate(s, "FLOP/s"), "in a matrix product"),
+    Criterion(
         lambda node: node.disk, 4, 8, lambda value, _usual: value > DISK_SECONDS_PER_BYTE,
         lambda s: rate(s, "B/s"), "to its disk",
     ),
 )  # fmt: skip
 
 
-def judge(reports: Sequence[Report]) -> Verdict:
-    """The same on every rank, for all have the same reports."""
-    nodes = by_node(reports)
-    found = sorted((found for measure in MEASURES for found in _slow(measure, nodes)), key=lambda f: -f.times)
+def judge(measures: Sequence[RankMeasures]) -> CheckResult:
+    """The same on every rank, for all have the same measures."""
+    nodes = by_node(measures)
+    found = sorted((found for criterion in CRITERIA for found in _slow(criterion, nodes)), key=lambda f: -f.times)
     bad = list(dict.fromkeys(f.node for f in found))[: max(1, (len(nodes) - 1) // 2)]
-    return Verdict(tuple(f for f in found if f.node in bad), tuple(_warnings(reports)))
+    return CheckResult(tuple(f for f in found if f.node in bad), tuple(_warnings(measures)))
 
 
-def by_node(reports: Sequence[Report]) -> dict[int, Node]:
+def by_node(measures: Sequence[RankMeasures]) -> dict[int, NodeMeasures]:
     """Each node in the four measures: its slowest process, and the median of its peers.
 
     Where one link of two is slow, both ends have it; only the end that is slow has no better ones. Pods of one machine
     reach each other without a network, so where there are several machines only what is between them counts.
     """
-    machine = {report.node: report.machine for report in reports}
+    machine = {rank.node: rank.machine for rank in measures}
     nodes = {}
     for node in sorted(machine):
-        mine = [report for report in reports if report.node == node]
-        peers = [peer for report in mine for peer in report.peers]
+        ranks = [rank for rank in measures if rank.node == node]
+        peers = [peer for rank in ranks for peer in rank.peers]
         if len(set(machine.values())) > 1:
             peers = [peer for peer in peers if machine[peer.node] != machine[node]]
-        nodes[node] = Node(
+        nodes[node] = NodeMeasures(
             statistics.median_low([p.seconds_per_byte for p in peers]) if peers else 0.0,
             statistics.median_low([p.latency_seconds for p in peers]) if peers else 0.0,
-            max(report.seconds_per_flop for report in mine),
-            max(report.disk_seconds_per_byte for report in mine),
+            max(rank.seconds_per_flop for rank in ranks),
+            max(rank.disk_seconds_per_byte for rank in ranks),
         )
     return nodes
 
 
-def better(one: Report, other: Report) -> Report:
+def best_of(one: RankMeasures, other: RankMeasures) -> RankMeasures:
     """The best of two measurements of a rank."""
     peers = {peer.node: peer for peer in one.peers}
     for peer in other.peers:
@@ -156,41 +156,43 @@ def better(one: Report, other: Report) -> Report:
     )
 
 
-def _slow(measure: Measure, nodes: dict[int, Node]) -> Iterator[Found]:
-    seconds = {node: value for node, of in nodes.items() if (value := measure.of(of)) > 0}
+def _slow(criterion: Criterion, nodes: dict[int, NodeMeasures]) -> Iterator[SlowNode]:
+    seconds = {node: value for node, of in nodes.items() if (value := criterion.of(of)) > 0}
     if len(seconds) < 2:
         return
     several = len(seconds) > 2
     usual = statistics.median(seconds.values()) if several else min(seconds.values())
-    factor = measure.factor if several else measure.factor_of_two
+    factor = criterion.factor if several else criterion.factor_of_two
     for node, value in seconds.items():
-        if factor and value >= factor * usual and measure.matters(value, usual):
-            than = f"the {'median' if several else 'other'} is {measure.text(usual)}"
-            yield Found(node, value / usual, f"node {node} is slow: {measure.text(value)} {measure.what} where {than}")
+        if factor and value >= factor * usual and criterion.matters(value, usual):
+            than = f"the {'median' if several else 'other'} is {criterion.text(usual)}"
+            yield SlowNode(
+                node, value / usual, f"node {node} is slow: {criterion.text(value)} {criterion.what} where {than}"
+            )
 
 
-def _warnings(reports: Sequence[Report]) -> Iterator[str]:
-    ranks = {node: sum(report.node == node for report in reports) for node in {report.node for report in reports}}
-    for report in reports:
-        node = f"node {report.node}"
-        if abs(report.skew_seconds) > SKEW_SECONDS:
-            way = "ahead of" if report.skew_seconds > 0 else "behind"
+def _warnings(measures: Sequence[RankMeasures]) -> Iterator[str]:
+    ranks = {node: sum(rank.node == node for rank in measures) for node in {rank.node for rank in measures}}
+    for rank in measures:
+        node = f"node {rank.node}"
+        if abs(rank.skew_seconds) > SKEW_SECONDS:
+            way = "ahead of" if rank.skew_seconds > 0 else "behind"
             yield (
-                f"{node}'s clock is {abs(report.skew_seconds):.1f} s {way} node 0's: tokens and certificates may be "
+                f"{node}'s clock is {abs(rank.skew_seconds):.1f} s {way} node 0's: tokens and certificates may be "
                 f"refused there, and times in logs mislead. See that it runs chrony or another NTP client."
             )
-        if report.resolve_seconds > RESOLVE_SECONDS:
+        if rank.resolve_seconds > RESOLVE_SECONDS:
             yield (
-                f"{node} took {report.resolve_seconds:.1f} s to resolve MASTER_ADDR: look at the cluster's DNS, its "
+                f"{node} took {rank.resolve_seconds:.1f} s to resolve MASTER_ADDR: look at the cluster's DNS, its "
                 f"load, and the pod's search domains."
             )
-        if report.shm_bytes is not None and report.shm_bytes < SHM_BYTES and ranks[report.node] > 1:
+        if rank.shm_bytes is not None and rank.shm_bytes < SHM_BYTES and ranks[rank.node] > 1:
             yield (
-                f"{node} has {report.shm_bytes // MIB} MiB free in /dev/shm for {ranks[report.node]} ranks: NCCL and "
+                f"{node} has {rank.shm_bytes // MIB} MiB free in /dev/shm for {ranks[rank.node]} ranks: NCCL and "
                 f"data loaders need more than {SHM_BYTES // MIB} MiB. Mount an emptyDir of medium Memory there."
             )
-        if report.trouble:
-            yield f"{node}: {report.trouble}"
+        if rank.trouble:
+            yield f"{node}: {rank.trouble}"
 
 
 def rate(seconds: float, unit: str) -> str:

@@ -1,9 +1,9 @@
-"""`python -m ddpjob.preflight`, as every rank of a job: are these nodes fit to train together?
+"""`python -m ddpjob.preflight`, as every rank of a job: is a node too slow to train with the others?
 
     survey    every process multiplies matrices; one of each node writes a file, resolves a name, compares clocks and
               exchanges bytes with its peers, in pairs that share no node
     judge     judge.py: which nodes are slow, by how much, and what else is worth a warning
-    tell      a table in rank 0's log; where a node is bad its termination message names it, and all ranks end with 75
+    report    a table in rank 0's log; where a node is bad its termination message names it, and all ranks end with 75
 
 `ddprun` runs it where the job asks for it (docs/ddprun.md); a script under another launcher may call `run()`.
 """
@@ -21,53 +21,55 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddpjob.errors import Stopped
 from ddpjob.group import gather
 from ddpjob.group.join import World, active, init
-from ddpjob.group.stop import Stopped
 from ddpjob.preflight import judge
-from ddpjob.preflight.judge import MIB, Peer, Report, Verdict
+from ddpjob.preflight.judge import MIB, CheckResult, Peer, RankMeasures
+from ddpjob.process import latest_step
 from ddpjob.reporting import termination
-from ddpjob.reporting.progress import latest_step
 
 JOIN_SECONDS = 60.0  # for a collective as well: a node that is so slow is lost
-ROUNDS_MAX = 16  # of meetings: with more than 17 nodes each meets 16 of the others
+ROUNDS_MAX = 16  # of exchanges: with more than 17 nodes each has 16 of the others as its peers
 CONFIRMATIONS = 2  # what is slow three times is slow
 PINGS = 20
 PROBES, PROBE_BYTES = 4, 64 * 1024
-# A process waits some milliseconds for a busy processor: an exchange must take longer than that to say something.
+# A process waits some milliseconds for a busy processor: an exchange must take longer than that to mean something.
 PAYLOADS, PAYLOAD_SECONDS, PAYLOAD_BYTES_MIN, PAYLOAD_BYTES_MAX = 6, 0.02, 256 * 1024, 64 * MIB
 MATMULS_MIN, MATMUL_SECONDS = 3, 0.2
 CHUNKS, DISK_SECONDS = 16, 0.3
 ROWS_MAX = 32
 
 
-def run(folder: str = "") -> Verdict:
-    """Check the nodes of this job, on every rank: the verdict. Where a node is bad, all ranks end with exit code 75.
+def run(folder: str = "") -> CheckResult:
+    """Check the nodes of this job, on every rank: the result. Where a node is bad, all ranks end with exit code 75.
 
     folder  where the speed of the disk is measured: at most 16 MiB are written, and removed. Default: the working
             folder, or that for temporary files where this process may not write there.
     """
     began = time.monotonic()
     world = active() or init(timeout_start_seconds=JOIN_SECONDS)
-    reports = survey(world, folder)
-    verdict = judge.judge(reports)
+    measures = survey(world, folder)
+    result = judge.judge(measures)
     for _ in range(CONFIRMATIONS):
-        if verdict.bad:  # or others had the processor, the network or the disk just then
-            reports = [judge.better(*both) for both in zip(reports, survey(world, folder), strict=True)]
-            verdict = judge.judge(reports)
+        if result.bad:  # or others had the processor, the network or the disk just then
+            measures = [judge.best_of(*both) for both in zip(measures, survey(world, folder), strict=True)]
+            result = judge.judge(measures)
     if world.is_main:
-        print("\n".join(table(reports, verdict, world.backend, time.monotonic() - began)), flush=True)
-    if not verdict.bad:
-        return verdict
+        print("\n".join(table(measures, result, world.backend, time.monotonic() - began)), flush=True)
+    if not result.bad:
+        return result
     if world.is_main:
-        first = min(report.rank for report in reports if report.node == verdict.bad_nodes[0])
-        termination.tell_unfit(first, verdict.message, verdict.bad_nodes)
+        first = min(rank.rank for rank in measures if rank.node == result.bad_nodes[0])
+        termination.tell_unfit(first, result.message, result.bad_nodes)
     raise Stopped(latest_step())
 
 
 def main() -> None:
     """As a program, which every rank is."""
-    parser = argparse.ArgumentParser("python -m ddpjob.preflight", description="Are these nodes fit to train together?")
+    parser = argparse.ArgumentParser(
+        "python -m ddpjob.preflight", description="Is a node too slow to train with the others?"
+    )
     parser.add_argument("--folder", default="", help="where the speed of the disk is measured")
     folder = parser.parse_args().folder
     with init(timeout_start_seconds=JOIN_SECONDS):
@@ -77,48 +79,48 @@ def main() -> None:
 # ---- survey ------------------------------------------------------------------------------------------------
 
 
-def survey(world: World, folder: str = "") -> list[Report]:
+def survey(world: World, folder: str = "") -> list[RankMeasures]:
     """What every rank measures now, by rank; on every rank alike."""
-    mine = Report(world.node_rank, world.rank, _machine(), seconds_per_flop(world.device))
+    own = RankMeasures(world.node_rank, world.rank, _machine(), seconds_per_flop(world.device))
     places = [json.loads(text) for text in gather.texts(json.dumps([world.local_rank, world.node_rank]))]
-    speakers = {node: rank for rank, (local_rank, node) in enumerate(places) if local_rank == 0}
-    if speakers.get(world.node_rank) == world.rank:
-        mine = _of_node(mine, world, speakers, folder)
-    return [_report(json.loads(text)) for text in gather.texts(json.dumps(mine))]
+    first_ranks = {node: rank for rank, (local_rank, node) in enumerate(places) if local_rank == 0}
+    if first_ranks.get(world.node_rank) == world.rank:
+        own = _of_node(own, world, first_ranks, folder)
+    return [_decoded(json.loads(text)) for text in gather.texts(json.dumps(own))]
 
 
-def _of_node(mine: Report, world: World, speakers: dict[int, int], folder: str) -> Report:
+def _of_node(own: RankMeasures, world: World, first_ranks: dict[int, int], folder: str) -> RankMeasures:
     """What one rank measures for its node."""
-    peers = tuple(_meetings(world, speakers))
-    skew = skew_seconds(world, speakers)
+    peers = tuple(_measure_links(world, first_ranks))
+    skew = skew_seconds(world, first_ranks)
     trouble, disk = "", 0.0
     try:
         disk = disk_seconds_per_byte(folder)
     except OSError as error:
         trouble = f"the disk was not measured: {error}"
-    return mine._replace(
+    return own._replace(
         peers=peers,
         skew_seconds=skew,
         disk_seconds_per_byte=disk,
         resolve_seconds=resolve_seconds(os.environ.get("MASTER_ADDR", "")),
-        shm_bytes=_free_bytes("/dev/shm"),  # noqa: S108 - it is looked at, not written
+        shm_bytes=_free_bytes("/dev/shm"),  # noqa: S108 - nothing is written there
         trouble=trouble,
     )
 
 
-def _report(fields: list[Any]) -> Report:
-    report = Report(*fields)
-    return report._replace(peers=tuple(Peer(*peer) for peer in report.peers))
+def _decoded(fields: list[Any]) -> RankMeasures:
+    measures = RankMeasures(*fields)
+    return measures._replace(peers=tuple(Peer(*peer) for peer in measures.peers))
 
 
-def _meetings(world: World, speakers: dict[int, int]) -> Iterator[Peer]:
-    """Each node meets the others, one at a time, and in each round every node is in one pair at most."""
-    nodes = sorted(speakers)
+def _measure_links(world: World, first_ranks: dict[int, int]) -> Iterator[Peer]:
+    """Each node exchanges bytes with the others, one at a time; in each round every node is in one pair at most."""
+    nodes = sorted(first_ranks)
     for pairs in rounds(len(nodes)):
         for one, other in ((nodes[a], nodes[b]) for a, b in pairs):
             if world.node_rank in (one, other):
                 node = other if world.node_rank == one else one
-                yield Peer(node, *meet(speakers[node], world.device))
+                yield Peer(node, *measure_link(first_ranks[node], world.device))
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
@@ -132,30 +134,30 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
     return played
 
 
-def meet(peer: int, device: torch.device) -> tuple[float, float]:
+def measure_link(peer: int, device: torch.device) -> tuple[float, float]:
     """Seconds per byte both ways at once, as in a ring all_reduce, and for one small message; the best of a few."""
-    there = gather.device_for(None, device)
-    _exchange(peer, 1, there)  # nccl makes its connection
-    latency = min(_exchange(peer, 1, there) for _ in range(PINGS))
-    probe = min(_exchange(peer, PROBE_BYTES, there) for _ in range(PROBES))
-    both = torch.empty(1, dtype=torch.float64, device=there)
-    _swap(peer, torch.tensor([probe], dtype=torch.float64, device=there), both)
+    on_device = gather.device_for(None, device)
+    _exchange(peer, 1, on_device)  # nccl makes its connection
+    latency = min(_exchange(peer, 1, on_device) for _ in range(PINGS))
+    probe = min(_exchange(peer, PROBE_BYTES, on_device) for _ in range(PROBES))
+    both = torch.empty(1, dtype=torch.float64, device=on_device)
+    swap(peer, torch.tensor([probe], dtype=torch.float64, device=on_device), both)
     fitting = int(PROBE_BYTES * PAYLOAD_SECONDS / max(probe, both.item()))  # the same on both sides
     size = min(PAYLOAD_BYTES_MAX, max(PAYLOAD_BYTES_MIN, fitting))
-    fastest = min(_exchange(peer, size, there) for _ in range(PAYLOADS))
+    fastest = min(_exchange(peer, size, on_device) for _ in range(PAYLOADS))
     return min(fastest / size, probe / PROBE_BYTES), latency
 
 
 def _exchange(peer: int, size: int, device: torch.device) -> float:
-    """The seconds of an exchange in which both begin together: each has had a word of the other just before."""
+    """The seconds of an exchange in which both begin together: each has just received a byte from the other."""
     out, into = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    _swap(peer, out[:1], into[:1])
+    swap(peer, out[:1], into[:1])
     began = time.perf_counter()
-    _swap(peer, out, into)
+    swap(peer, out, into)
     return time.perf_counter() - began
 
 
-def _swap(peer: int, out: torch.Tensor, into: torch.Tensor) -> None:
+def swap(peer: int, out: torch.Tensor, into: torch.Tensor) -> None:
     # As one batch nccl uses the communicator of the whole group; else each pair would make one, for a second or so.
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, out, peer), dist.P2POp(dist.irecv, into, peer)]):
         work.wait()
@@ -163,11 +165,11 @@ def _swap(peer: int, out: torch.Tensor, into: torch.Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def skew_seconds(world: World, speakers: dict[int, int]) -> float:
+def skew_seconds(world: World, first_ranks: dict[int, int]) -> float:
     """This node's clock less that of node 0, which asks the others one by one."""
-    if world.rank != speakers[min(speakers)]:
-        return _clock_less_that_of(speakers[min(speakers)], world.device)
-    for rank in sorted(speakers.values()):
+    if world.rank != first_ranks[min(first_ranks)]:
+        return _clock_less_that_of(first_ranks[min(first_ranks)], world.device)
+    for rank in sorted(first_ranks.values()):
         if rank != world.rank:
             _clock_less_that_of(rank, world.device)
     return 0.0
@@ -175,11 +177,11 @@ def skew_seconds(world: World, speakers: dict[int, int]) -> float:
 
 def _clock_less_that_of(peer: int, device: torch.device, trials: int = 4) -> float:
     """As NTP does it: the message that seems least late had the least to wait, and ways are as long forth as back."""
-    there = gather.device_for(None, device)
-    theirs = torch.empty(1, dtype=torch.float64, device=there)
+    on_device = gather.device_for(None, device)
+    theirs = torch.empty(1, dtype=torch.float64, device=on_device)
 
     def swapped(value: float) -> float:
-        _swap(peer, torch.tensor([value], dtype=torch.float64, device=there), theirs)
+        swap(peer, torch.tensor([value], dtype=torch.float64, device=on_device), theirs)
         return theirs.item()
 
     late = min(-swapped(time.time()) + time.time() for _ in range(trials))  # its way, plus our clock less the peer's
@@ -215,7 +217,7 @@ def disk_seconds_per_byte(folder: str = "") -> float:
 
 
 def resolve_seconds(name: str) -> float:
-    """How long the name takes; 0 without one. One that does not resolve now has done so before: the ranks have met."""
+    """How long the name takes; 0 without one. It has resolved before, because the ranks have found each other."""
     began = time.perf_counter()
     with contextlib.suppress(OSError):
         socket.getaddrinfo(name, None)
@@ -244,26 +246,26 @@ def _machine() -> str:
 
 def _free_bytes(folder: str) -> int | None:
     try:
-        found = os.statvfs(folder)
+        system = os.statvfs(folder)
     except OSError:
         return None
-    return found.f_bavail * found.f_frsize
+    return system.f_bavail * system.f_frsize
 
 
-# ---- tell --------------------------------------------------------------------------------------------------
+# ---- report ------------------------------------------------------------------------------------------------
 
 
-def table(reports: Sequence[Report], verdict: Verdict, backend: str, seconds: float) -> list[str]:
+def table(measures: Sequence[RankMeasures], result: CheckResult, backend: str, seconds: float) -> list[str]:
     """The lines for the log."""
-    nodes = judge.by_node(reports)
-    speakers = {report.node: report for report in reversed(reports)}
+    nodes = judge.by_node(measures)
+    first_ranks = {rank.node: rank for rank in reversed(measures)}
     lines = [
-        f"pre-flight, nodes: {len(nodes)}, ranks: {len(reports)}, {backend}, in {seconds:.1f} s",
+        f"pre-flight, nodes: {len(nodes)}, ranks: {len(measures)}, {backend}, in {seconds:.1f} s",
         " node   bandwidth   latency         matmul        disk      name     clock    /dev/shm",
     ]
-    shown = sorted(nodes, key=lambda node: (node not in verdict.bad_nodes, node))[:ROWS_MAX]
+    shown = sorted(nodes, key=lambda node: (node not in result.bad_nodes, node))[:ROWS_MAX]
     for node in shown:
-        of, first = nodes[node], speakers[node]
+        of, first = nodes[node], first_ranks[node]
         shm = "-" if first.shm_bytes is None else f"{first.shm_bytes // MIB} MiB"
         lines.append(
             f"{node:>5}{judge.rate(of.bandwidth, 'B/s'):>12}{judge.duration(of.latency):>10}"
@@ -272,5 +274,5 @@ def table(reports: Sequence[Report], verdict: Verdict, backend: str, seconds: fl
         )
     if len(nodes) > len(shown):
         lines.append(f"      and {len(nodes) - len(shown)} more")
-    lines += [f"pre-flight: warning: {warning}" for warning in verdict.warnings]
-    return [*lines, verdict.message or "pre-flight: no node is slow"]
+    lines += [f"pre-flight: warning: {warning}" for warning in result.warnings]
+    return [*lines, result.message or "pre-flight: no node is slow"]

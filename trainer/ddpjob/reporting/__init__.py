@@ -1,1 +1,1 @@
-"""What a rank says: progress, its end, and the heartbeat that a watchdog reads."""
+"""What a rank reports: its progress, its failure, and the heartbeat that ddprun's watchdog reads."""

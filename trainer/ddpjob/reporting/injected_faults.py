@@ -5,16 +5,17 @@
 
 A fault belongs to one attempt, by default the first, and in it to one generation of ranks, by default 0, the first (the
 others are started in the same pods): the training that follows it is to succeed. Its step is the first that this rank
-reports at or after it. What cannot be understood is said once on stderr and left out.
+reports at or after it. What cannot be understood is named once on stderr and left out.
 """
 
 import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from ddpjob import process
 
 
 class Fault(NamedTuple):
@@ -33,15 +34,13 @@ def ordered(environ: Mapping[str, str], rank: int) -> list[Fault]:
     read = [(entry, _fault(entry)) for entry in _entries(text)]
     misread = [json.dumps(entry)[:200] for entry, fault in read if fault is None]
     if misread:
-        print(
-            f"ddpjob: DDPJOB_FAULTS: {', '.join(misread)} left out: a fault has rank, step, perhaps attempt and "
-            f"generation, and one of signal (a name), exit (1 to 255), hang (true)",
-            file=sys.stderr,
-            flush=True,
+        process.log(
+            f"DDPJOB_FAULTS: {', '.join(misread)} left out: a fault has rank, step, perhaps attempt and generation, "
+            f"and one of signal (a name), exit (1 to 255), hang (true)"
         )
     generation = environ.get("DDPJOB_GENERATION") or environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
-    mine = (rank, environ.get("DDPJOB_ATTEMPT") or "1", generation)
-    return [fault for entry, fault in read if fault and _belongs_to(entry) == mine]
+    own = (rank, environ.get("DDPJOB_ATTEMPT") or "1", generation)
+    return [fault for entry, fault in read if fault and _belongs_to(entry) == own]
 
 
 def obey(faults: list[Fault], step: int) -> list[Fault]:
@@ -83,10 +82,10 @@ def _value(kind: str, value: Any) -> Any:
 
 
 def _break(fault: Fault) -> None:
-    print(f"ddpjob: fault on purpose at step {fault.step}: {fault.kind} {fault.value}", file=sys.stderr, flush=True)
+    process.log(f"fault on purpose at step {fault.step}: {fault.kind} {fault.value}")
     if fault.kind == "signal":
         os.kill(os.getpid(), fault.value)
     elif fault.kind == "exit":
         raise SystemExit(fault.value)  # as a script does: the group is left, and the termination message written
     else:
-        threading.Event().wait()  # the posting thread goes on: alive, and no further step
+        threading.Event().wait()  # the posting thread goes on: the rank reports, and makes no further step

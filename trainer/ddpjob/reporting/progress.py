@@ -1,15 +1,15 @@
-"""`progress()`: says how far training is. The training loop calls it at every step, so it only stores its arguments.
+"""`progress()`: reports how far training is. The training loop calls it at every step, so it only stores its arguments.
 
-A daemon thread posts the latest values to the job's status receiver (DDPJOB_STATUS_URL), at once when `init` has met
+A daemon thread posts the latest values to the job's status receiver (DDPJOB_STATUS_URL), at once when `init` has found
 the others and when the first step is made, and every DDPJOB_STATUS_INTERVAL seconds; without that variable nothing
-happens. Nothing here imports torch, raises into the training loop, waits for the network there, or speaks more than
+happens. Nothing here imports torch, raises into the training loop, waits for the network there, or prints more than
 once.
 
 Body of a post (JSON, at most 8 KiB; unknown fields are absent):
     {"attempt": 1, "rank": 0, "nodeRank": 0, "worldSize": 2, "step": 312, "totalSteps": 1125, "etaSeconds": 24,
      "samplesPerSecond": 5210.4, "metrics": {"loss": "0.412"}, "phase": "save", "final": false}
-Rank 0's post is the job's progress; the first rank of each other node posts too, so that its node is known to live.
-A post repeats an unchanged step: a process that reports and makes no step can then be told from one that is gone.
+Rank 0's post is the job's progress; the first rank of each other node posts too, so that its node is known to run.
+A post repeats an unchanged step: a process that makes no step is not one that is gone.
 phase: "start" before the first step (step is then the one that was loaded, or 0), "save" or "evaluate" in a `pause`;
 absent while training.
 """
@@ -20,15 +20,16 @@ import contextlib
 import json
 import math
 import os
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from time import monotonic
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from urllib.parse import SplitResult, urlsplit
 
+from ddpjob import process
+from ddpjob.core import heartbeat
 from ddpjob.errors import ConfigurationError
-from ddpjob.reporting import heartbeat, injected_faults, termination, watchdog
+from ddpjob.reporting import injected_faults, termination, watchdog
 
 METRICS_MAX = 16
 TEXT_CHARACTERS_MAX = 64
@@ -39,14 +40,6 @@ FINAL_FLUSH_SECONDS = 1.0
 PHASES_DECLARED = ("save", "evaluate")
 _STEP = heartbeat.STEP
 RATE_WINDOW_POSTS = 12  # a minute at the default interval: steady enough for an ETA, quick enough to see a slow-down
-
-# (step, total, samples, metrics, when) of the last call. Assigned as one tuple: the poster needs no lock to read it.
-_latest: tuple[int, int | None, int | None, dict[str, Any], float] | None = None
-_attentive = True  # the first call starts what there is to start; later ones only look where faults were ordered
-_begun = False  # what the first call starts is there
-_stepping = False
-_paused: str | None = None
-_cells = watchdog.private_cells()  # where ddprun's watchdog reads; this process's own until the first call
 
 
 def progress(step: int, total: int | None = None, samples: int | None = None, **metrics: Any) -> None:
@@ -60,14 +53,14 @@ def progress(step: int, total: int | None = None, samples: int | None = None, **
 
     Never raises for what it is given, never blocks: what cannot be sent is left out.
     """
-    global _latest
-    _latest = (step, total, samples, metrics, monotonic())
+    state = process.current
+    state.latest = (step, total, samples, metrics, monotonic())
     try:
-        _cells[_STEP] = step
+        state.cells[_STEP] = step
     except (TypeError, ValueError):
-        _beat_with(step)
-    if _attentive:
-        _attend(step)
+        _write_step(step)
+    if state.checks_each_step:
+        _check_step(step)
 
 
 @contextlib.contextmanager
@@ -77,162 +70,100 @@ def pause(phase: Literal["save", "evaluate"]) -> Iterator[None]:
         with ddpjob.pause("evaluate"):
             loss = held_out_loss(model)
 
-    `Snapshot` declares its own. Raises ConfigurationError for another word.
+    `Snapshot` declares its own. Raises ConfigurationError for any other phase.
     """
-    global _paused
     if phase not in PHASES_DECLARED:
         raise ConfigurationError(f"phase: {phase!r} is none of {', '.join(PHASES_DECLARED)}.")
-    before, _paused = _paused, phase
-    _cells[heartbeat.PHASE] = _phase()
+    state = process.current
+    before, state.paused = state.paused, phase
+    _write_phase()
     try:
         yield
     finally:
-        _paused = before
-        _cells[heartbeat.PHASE] = _phase()
+        state.paused = before
+        _write_phase()
 
 
-def announce(step: int = 0, **metrics: Any) -> None:
-    """Say that this rank lives and has not made a step yet: `init` does, and `Snapshot.load` with the step it found."""
-    global _latest
-    if not _stepping:
-        _latest = (step, None, None, metrics, monotonic())
-        _beat(step)
+def report_start(step: int = 0, **metrics: Any) -> None:
+    """Report that this rank runs and has made no step yet: `init` does, and `Snapshot.load` with the step it found."""
+    state = process.current
+    if not state.stepping:
+        state.latest = (step, None, None, metrics, monotonic())
+        _begin_heartbeat(step)
         _post_now()
         with contextlib.suppress(Exception):
             termination.install()
 
 
-def latest_step() -> int:
-    """The last step that was reported; 0 before, and where what was reported is no number: last words name it too."""
-    try:
-        return 0 if _latest is None else int(_latest[0])
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # a text, nan, infinity; a tensor of several
-        return 0
-
-
 def flush(timeout_seconds: float = FINAL_FLUSH_SECONDS) -> None:
-    """Send the last values as final and stop posting, and beating, until `progress` is called again; waits at most
-    that long."""
-    global _reporter, _attentive, _begun
-    reporter, _reporter, _attentive, _begun = _reporter, None, True, False
-    if not _stepping:
-        _cells[_STEP] = 0  # it was loaded, and not made here
-    _cells[heartbeat.PHASE] = 0
+    """Send the last values as final, then neither post nor write heartbeats until `progress` is called again.
+
+    Waits at most that long.
+    """
+    state = process.current
+    reporter, state.reporter, state.checks_each_step, state.begun = state.reporter, None, True, False
+    if not state.stepping:
+        state.cells[_STEP] = 0  # it was loaded, and not made by this process
+    state.cells[heartbeat.PHASE] = 0
     if reporter is not None:
         reporter.finish(timeout_seconds)
 
 
-class Place(NamedTuple):
-    """Where in the group this process is, as far as it is known."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    node_rank: int
-
-
-def _attend(step: int) -> None:
+def _check_step(step: int) -> None:
     """The first call of this process, and every one where faults were ordered: the others pay for one `if`."""
-    global _attentive, _begun, _stepping, _faults
-    if not _begun:
-        _begun = _stepping = True
-        _beat(step)
+    state = process.current
+    if not state.begun:
+        state.begun = state.stepping = True
+        _begin_heartbeat(step)
         with contextlib.suppress(Exception):
-            _first_step_is_made()
+            process.step_made()
             termination.install()
-            _faults = injected_faults.ordered(os.environ, where(os.environ).rank)
+            state.faults = injected_faults.ordered(os.environ, process.place().rank)
         _post_now()
-    _attentive = bool(_faults)
-    if _faults:
-        _faults = injected_faults.obey(_faults, step)
+    state.checks_each_step = bool(state.faults)
+    if state.faults:
+        state.faults = injected_faults.obey(state.faults, step)
 
 
-def _beat(step: int) -> None:
-    """Begin to say to ddprun's watchdog where this process stands."""
-    global _cells
-    _cells = watchdog.begin()
-    _beat_with(step)
-    _cells[heartbeat.PHASE] = _phase()
+def _begin_heartbeat(step: int) -> None:
+    watchdog.begin()
+    _write_step(step)
+    _write_phase()
 
 
-def _beat_with(step: Any) -> None:
-    """A float, or whatever it is: what is called at every step must not look as if it stood still."""
+def _write_step(step: Any) -> None:
+    """A float, or whatever it is: a script that calls `progress` at every step must not look stalled."""
+    cells = process.current.cells
     try:
-        _cells[_STEP] = int(step)
+        cells[_STEP] = int(step)
     except Exception:
-        _cells[_STEP] += 1
+        cells[_STEP] += 1
 
 
-def _phase() -> int:
-    """Where training is, in cells.PHASES."""
-    return heartbeat.PHASES.index(_paused or ("train" if _stepping else "start" if _latest else ""))
+def _write_phase() -> None:
+    state = process.current
+    phase = state.paused or ("train" if state.stepping else "start" if state.latest else "")
+    state.cells[heartbeat.PHASE] = heartbeat.PHASES.index(phase)
 
 
 def _post_now() -> None:
     """Start the posting thread, where this process is to have one, or wake it."""
-    global _reporter
+    state = process.current
     with contextlib.suppress(Exception):
         url = os.environ.get("DDPJOB_STATUS_URL")
-        if _reporter is not None:
-            _reporter.news.set()
-        elif url and where(os.environ).local_rank == 0:
-            _reporter = Reporter(url, os.environ)
-            _exit_in_order()
-            _reporter.start()
+        if state.reporter is not None:
+            state.reporter.news.set()
+        elif url and process.place().local_rank == 0:
+            state.reporter = Reporter(url, os.environ)
+            _flush_at_exit()
+            state.reporter.start()
 
 
-def _first_step_is_made() -> None:
-    """The group's long time-out, for imports and compilation, ends with the first step (join.py)."""
-    init = sys.modules.get("ddpjob.group.join")
-    if init is not None:
-        init.step_made()
-
-
-def _exit_in_order() -> None:
+def _flush_at_exit() -> None:
     """The last values are sent at the end, also in a child of multiprocessing, which never runs atexit."""
-    global _registered
-    if not _registered:
-        _registered = True
-        atexit.register(flush)
-    util = sys.modules.get("multiprocessing.util")
-    if util is not None:
-        util.Finalize(None, flush, exitpriority=20)  # before the group is left (join.py uses 10)
-
-
-def where(environ: Mapping[str, str]) -> Place:
-    """The place of this process: from the process group where there is one, else from the environment, else alone."""
-    world = _active_world()
-    if world is not None:
-        return Place(world.rank, world.world_size, world.local_rank, world.node_rank)
-    rank, world_size = _group() or (_integer(environ, "RANK", 0), _integer(environ, "WORLD_SIZE", 1))
-    nodes = max(1, _integer(environ, "NNODES", 1))
-    per_node = max(1, _integer(environ, "LOCAL_WORLD_SIZE", world_size // nodes))
-    # A script that starts its own processes leaves the variables of its node in each of them: trust them only for
-    # the rank that they were meant for.
-    mine = _integer(environ, "RANK", rank) == rank
-    local_rank = _integer(environ, "LOCAL_RANK", rank % per_node) if mine else rank % per_node
-    node_rank = _integer(environ, "NODE_RANK", _integer(environ, "GROUP_RANK", rank // per_node))
-    return Place(rank, world_size, local_rank, node_rank)
-
-
-def _active_world() -> Any:
-    init = sys.modules.get("ddpjob.group.join")
-    return None if init is None else init.active()
-
-
-def _group() -> tuple[int, int] | None:
-    """Rank and size of the process group, where somebody else imported torch and made one."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return None
-    return dist.get_rank(), dist.get_world_size()
-
-
-def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
-    try:
-        return int(environ[name])
-    except (KeyError, ValueError):
-        return default
+    atexit.unregister(flush)  # a fork has inherited it
+    atexit.register(flush)
+    process.at_exit_of_child(flush, 20)
 
 
 def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
@@ -269,7 +200,7 @@ class Reporter:
         try:
             while not self.finishing.is_set():
                 self._post(final=False)
-                self.news.wait(self._pause())
+                self.news.wait(self.pause_seconds())
                 self.news.clear()
             self._post(final=True)
         except Exception as error:  # whatever it is, training must not notice
@@ -277,7 +208,7 @@ class Reporter:
         finally:
             self.finished.set()
 
-    def _pause(self) -> float:
+    def pause_seconds(self) -> float:
         """Seconds to the next post: the interval, doubled for every failure in a row."""
         return max(self.interval, min(BACKOFF_SECONDS_MAX, self.interval * 2.0 ** min(self.failures, 16)))
 
@@ -297,34 +228,29 @@ class Reporter:
         if self.complained or self.finishing.is_set():
             return
         self.complained = True
-        with contextlib.suppress(Exception):
-            print(
-                f"ddpjob: progress is not reported: {self.url}: {problem}; training goes on, tried again, said once",
-                file=sys.stderr,
-                flush=True,
-            )
+        process.log(f"progress is not reported: {self.url}: {problem}; training goes on; tried again, reported once")
 
     def _document(self, *, final: bool) -> dict[str, Any] | None:
-        latest = _latest
-        if latest is None:
+        state, place = process.current, process.place()
+        if state.latest is None:
             return None
-        step, total, samples, metrics, when = latest
-        place = where(self.environ)
-        rate = self._steps_per_second(int(step), when) if _stepping else None  # imports and loading are no slow steps
-        phase = _paused or (None if _stepping else "start")
+        step, total, samples, metrics, when = state.latest
+        # Imports and loading are no slow steps.
+        rate = self.steps_per_second(int(step), when) if state.stepping else None
+        phase = state.paused or (None if state.stepping else "start")
         return {
-            "attempt": _integer(self.environ, "DDPJOB_ATTEMPT", 1),
+            "attempt": process.number("DDPJOB_ATTEMPT", 1),
             "rank": place.rank,
             "nodeRank": place.node_rank,
             "worldSize": place.world_size,
             "step": int(step),
-            **_pace(rate, int(step), total, samples),
+            **pace(rate, int(step), total, samples),
             "metrics": as_text(metrics),
             **({"phase": phase} if phase else {}),
             "final": final,
         }
 
-    def _steps_per_second(self, step: int, when: float) -> float | None:
+    def steps_per_second(self, step: int, when: float) -> float | None:
         """Over the last posts; the times are those of the calls, so a pause between them is no slow-down."""
         if not self.marks or self.marks[-1][0] != step:
             self.marks.append((step, when))
@@ -332,26 +258,27 @@ class Reporter:
         return (last - first) / (ended - began) if last > first and ended > began else None
 
 
-def _pace(rate: float | None, step: int, total: int | None, samples: int | None) -> dict[str, Any]:
-    pace: dict[str, Any] = {}
+def pace(rate: float | None, step: int, total: int | None, samples: int | None) -> dict[str, Any]:
+    """What a receiver can show beside the step, as far as it is known."""
+    fields: dict[str, Any] = {}
     if total is not None:
-        pace["totalSteps"] = int(total)
+        fields["totalSteps"] = int(total)
         if rate is not None:
-            pace["etaSeconds"] = max(0, round((int(total) - step) / rate))
+            fields["etaSeconds"] = max(0, round((int(total) - step) / rate))
     if samples is not None and rate is not None:
-        pace["samplesPerSecond"] = round(rate * float(samples), 1)
-    return pace
+        fields["samplesPerSecond"] = round(rate * float(samples), 1)
+    return fields
 
 
 def as_text(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """The first 16 metrics that can be said, each a short string, as in Kubeflow's trainer status."""
-    said: dict[str, str] = {}
+    """The first 16 metrics that can be written, each a short string, as in Kubeflow's trainer status."""
+    texts: dict[str, str] = {}
     for name, value in metrics.items():
-        if len(said) == METRICS_MAX:
+        if len(texts) == METRICS_MAX:
             break
         with contextlib.suppress(Exception):
-            said[name[:TEXT_CHARACTERS_MAX]] = _value_as_text(value)
-    return said
+            texts[name[:TEXT_CHARACTERS_MAX]] = _value_as_text(value)
+    return texts
 
 
 def _value_as_text(value: Any) -> str:
@@ -402,25 +329,9 @@ def _connection(target: SplitResult, environ: Mapping[str, str]) -> Any:
 
 
 def _authorization(environ: Mapping[str, str]) -> dict[str, str]:
-    """The token is read for every post: the kubelet renews a projected token in place, at 80 % of its life."""
+    """The token is read for every post: the kubelet renews a projected token in place, at 80 % of its lifetime."""
     path = environ.get("DDPJOB_STATUS_TOKEN_FILE")
     if not path:
         return {}
     with open(path, encoding="ascii") as file:
         return {"Authorization": f"Bearer {file.read(BODY_BYTES_MAX).strip()}"}
-
-
-_reporter: Reporter | None = None
-_registered = False
-_faults: list[injected_faults.Fault] = []
-
-
-def _forget_in_child() -> None:
-    """A forked child has no posting thread, and is a process of its own: its first call starts anew."""
-    global _latest, _reporter, _attentive, _begun, _stepping, _paused, _faults, _cells
-    _latest, _reporter, _paused, _faults = None, None, None, []
-    _attentive, _begun, _stepping = True, False, False
-    _cells = watchdog.private_cells()  # its parent speaks for the rank
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

@@ -21,8 +21,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from ddpjob import process
 from ddpjob.core import rules
 from ddpjob.core.failures import BAD_NODES_MAX, EXCEPTION_MAX, Failure
+from ddpjob.errors import Stopped
 
 BYTES_MAX = 4096  # the kubelet reads no more; an exception of EXCEPTION_MAX characters, 6 bytes each in JSON, fits
 FRAMES_MAX = 40
@@ -31,23 +33,19 @@ LOCK_SECONDS = 0.5  # the other ranks of this pod write 4 kB each
 
 def install() -> None:
     """Write the message when this process ends by an exception. Does nothing without DDPJOB_TERMINATION_LOG."""
-    global _previous_hook, _pid
-    if _pid == os.getpid() or not os.environ.get("DDPJOB_TERMINATION_LOG"):
+    state = process.current
+    if state.reports_failure or not os.environ.get("DDPJOB_TERMINATION_LOG"):
         return
-    if _previous_hook is None:  # a forked child has the hook already
-        _previous_hook, sys.excepthook = sys.excepthook, _hook
-    _pid = os.getpid()
-    util = sys.modules.get("multiprocessing.util")
-    if util is not None:
-        # Children of multiprocessing never reach sys.excepthook. Before progress() and the group, which may wait.
-        util.Finalize(None, _tell_end_of_child, exitpriority=30)
+    if state.previous_hook is None:  # a forked child has the hook already
+        state.previous_hook, sys.excepthook = sys.excepthook, _hook
+    state.reports_failure = True
+    # Children of multiprocessing never reach sys.excepthook. Before progress() and the group, which may wait.
+    process.at_exit_of_child(_tell_end_of_child, 30)
 
 
 def tell(error: BaseException) -> None:
     """Write how this process fails; never raises, and waits at most 0.5 s for the other ranks of the pod."""
     with contextlib.suppress(Exception):
-        from ddpjob.group.stop import Stopped  # it imports this file
-
         code = exit_code(error)
         if code == 0 or isinstance(error, Stopped):  # which tell_stopped or tell_unfit has written
             return
@@ -138,26 +136,20 @@ def exit_words(error: SystemExit) -> tuple[str, str]:
     return exception_line(cause), "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
 
 
-_previous_hook: Any = None
-_pid = 0
-
-
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if _pid == os.getpid():  # a child that was forked by this rank is not the rank
+    if process.current.reports_failure:  # a child that was forked by this rank is not the rank
         tell(error)
-    _previous_hook(kind, error, trace)
+    process.current.previous_hook(kind, error, trace)
 
 
 def _tell_end_of_child() -> None:
     error = ending()
-    if error is not None and _pid == os.getpid():
+    if error is not None and process.current.reports_failure:
         tell(error)
 
 
 def _of_rank() -> Failure:
-    from ddpjob.reporting.progress import latest_step, where  # it imports this file
-
-    return Failure(where(os.environ).rank, time=time.time(), step=latest_step())
+    return Failure(process.place().rank, time=time.time(), step=process.latest_step())
 
 
 def _text(error: BaseException) -> str:

@@ -1,13 +1,13 @@
-"""The rank's side of ddprun's watchdog: it says where it stands, in memory that it shares with its agent.
+"""The rank's side of ddprun's watchdog: its heartbeat, in memory that it shares with its agent.
 
-`progress`, `pause` and `announce` write what they know into cells; the agent (`agent/heartbeats.py`)
-reads them, and asks when the group stands still. A daemon thread answers, because a rank that is blocked in a
+`progress`, `pause` and `report_start` write their values into cells; the agent (`agent/heartbeats.py`) reads them, and
+asks the rank where it is when the group is stalled. A daemon thread answers, because a rank that is blocked in a
 collective runs no Python handler: where each thread is, and the last collectives of torch's flight recorder. Both go to
-stderr, and the short of it to the agent. For a rank that this thread cannot speak for, because something holds the
-interpreter, faulthandler has a signal of its own.
+stderr, and a summary to the agent. While something holds the interpreter this thread cannot run, so faulthandler writes
+the stacks on a signal of its own.
 
-The memory is named by DDPJOB_BEATS (`heartbeat.py` says what is in it); without it the cells are this process's own,
-and nobody asks.
+DDPJOB_BEATS names the memory (`core/heartbeat.py` has its layout); without it the cells are this process's own, and no
+agent reads them.
 """
 
 import atexit
@@ -23,7 +23,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
-from ddpjob.reporting.heartbeat import (
+from ddpjob import process
+from ddpjob.core.heartbeat import (
     ANSWERED,
     ASKED,
     CELLS_BYTES,
@@ -39,69 +40,57 @@ from ddpjob.reporting.heartbeat import (
 
 T = TypeVar("T")
 TEXT_CHARACTERS_MAX = 120
-LOOK_SECONDS = 0.25
+POLL_SECONDS = 0.25
 END_SECONDS = 1.0  # it answers in milliseconds, unless nobody reads what it writes
 THREADS_MAX, FRAMES_MAX, COLLECTIVES_MAX = 64, 40, 8
 
 
-_FORK_SERVER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "agent", "forkserver.py")
+_LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_FORK_SERVER = os.path.join(_LIBRARY, "agent", "forkserver.py")
 
 
-def private_cells() -> memoryview:
-    """Cells that nobody reads."""
-    return memoryview(bytearray(CELLS_BYTES)).cast("q")
-
-
-def begin() -> memoryview:
-    """The cells of this process, from its first word on; never raises."""
-    global _cells, _pid, _in_torch
-    if _pid != os.getpid():
-        _pid, _cells, _in_torch = os.getpid(), private_cells(), threading.Lock()  # a fork may have it locked for good
-        where = os.environ.get("DDPJOB_BEATS")
-        if where:
-            with contextlib.suppress(Exception):
-                _cells = _join(where)
-    return _cells
+def begin() -> None:
+    """Share the heartbeat of this process with the agent, if there is one, from its first call on; never raises."""
+    where = os.environ.get("DDPJOB_BEATS")
+    if where and not process.current.watched:
+        process.current.watched = True
+        with contextlib.suppress(Exception):
+            _share(where)
 
 
 def left() -> None:
-    """The default group is about to be left; the thread may not have looked since its last collective."""
-    begun = _of_torch(_collectives_begun)
-    if begun and _pid == os.getpid():
-        _cells[COLLECTIVES], _cells[OVER] = begun, 1
+    """The default group is about to be left; the thread may not have polled since its last collective."""
+    begun = _of_torch(collectives_begun)
+    if begun and process.current.watched:
+        process.current.cells[COLLECTIVES], process.current.cells[OVER] = begun, 1
 
 
-def _join(where: str) -> memoryview:
-    """where: the agent's process, its descriptors of the memory and of the bell, and the page."""
-    agent, memory, bell, page = map(int, where.split(":"))
+def _share(where: str) -> None:
+    """where: the agent's process, its descriptors of the memory and of the notify pipe, and the page."""
+    agent, memory, notify, page_number = map(int, where.split(":"))
     descriptor = os.open(f"/proc/{agent}/fd/{memory}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        mine = memoryview(mmap.mmap(descriptor, 0))[page * PAGE_BYTES :][:PAGE_BYTES]
+        page = memoryview(mmap.mmap(descriptor, 0))[page_number * PAGE_BYTES :][:PAGE_BYTES]
     finally:
         os.close(descriptor)
-    cells = mine[:CELLS_BYTES].cast("q")
+    cells = page[:CELLS_BYTES].cast("q")
     if cells[PID] not in (0, os.getpid()) and os.path.exists(f"/proc/{cells[PID]}"):
-        return private_cells()  # a script that starts processes of its own: one speaks for the rank
+        return  # the script has started processes of its own, and another one reports for the rank
     cells[PHASE] = cells[STEP] = cells[COLLECTIVES] = cells[OVER] = 0
     cells[PID] = os.getpid()
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
-    threading.Thread(target=_serve, args=(mine, cells), name="ddpjob-watchdog", daemon=True).start()
-    _ring(f"/proc/{agent}/fd/{bell}")
-    return cells
+    threading.Thread(target=_serve, args=(page, cells), name="ddpjob-watchdog", daemon=True).start()
+    _notify(f"/proc/{agent}/fd/{notify}")
+    process.current.cells = cells
 
 
-def _ring(bell: str) -> None:
-    """The agent looks at nothing until somebody beats."""
-    descriptor = os.open(bell, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+def _notify(pipe: str) -> None:
+    """Wake the agent, which reads no heartbeat before the first one."""
+    descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.write(descriptor, b".")
     finally:
         os.close(descriptor)
-
-
-_cells = private_cells()
-_pid = 0
-_in_torch = threading.Lock()  # held by the thread while it is in torch's C++, and at the end for good
 
 
 # ---- the thread --------------------------------------------------------------------------------------------
@@ -110,9 +99,9 @@ _in_torch = threading.Lock()  # held by the thread while it is in torch's C++, a
 def _serve(page: memoryview, cells: memoryview) -> None:
     """Polls, because a descriptor to wait for would not survive a script that closes all of them."""
     while True:
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
         if cells[PHASE] <= 1:
-            begun = _of_torch(_collectives_begun)
+            begun = _of_torch(collectives_begun)
             if begun is not None:
                 cells[COLLECTIVES], cells[OVER] = begun, 0
             elif cells[COLLECTIVES]:
@@ -125,29 +114,30 @@ def _serve(page: memoryview, cells: memoryview) -> None:
 
 
 def _of_torch(call: Callable[[], T]) -> T | None:
-    """What torch knows; nothing at the end of the process, or where it has changed what it calls things."""
-    if not _in_torch.acquire(blocking=False):
+    """What torch knows; None at the end of the process, or where this torch has other names."""
+    in_torch = process.current.in_torch
+    if not in_torch.acquire(blocking=False):
         return None
     try:
         with contextlib.suppress(Exception):
             return call()
         return None
     finally:
-        _in_torch.release()
+        in_torch.release()
 
 
 def _keep_out_of_torch() -> None:
     """From now on: a thread that comes back from C++ when the interpreter has ended aborts the process."""
-    if _pid == os.getpid():  # a fork has no such thread
+    if process.current.watched:
         left()
-        _cells[OVER] = 1
-        _in_torch.acquire(timeout=END_SECONDS)
+        process.current.cells[OVER] = 1
+        process.current.in_torch.acquire(timeout=END_SECONDS)
 
 
 atexit.register(_keep_out_of_torch)  # at the import: what is registered later, as the way out of the group, runs before
 
 
-def _collectives_begun() -> int | None:
+def collectives_begun() -> int | None:
     """Of the default group, None where there is none; a call of 5 µs, of the group and not of its backend's devices."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     group = None if c10d is None else c10d._world.default_pg
@@ -163,19 +153,19 @@ def _answer(page: memoryview, cells: memoryview) -> None:
     body = json.dumps(answer).encode()[: PAGE_BYTES - CELLS_BYTES]
     page[CELLS_BYTES : CELLS_BYTES + len(body)] = body
     cells[LENGTH], cells[ANSWERED] = len(body), cells[ASKED]
-    os.write(2, _told(cells[STEP], frames, recorded).encode("utf-8", "replace"))
+    os.write(2, _stacks(cells, frames, recorded).encode("utf-8", "replace"))
 
 
-def _told(step: int, frames: dict[int, FrameType], recorded: list[dict[str, Any]]) -> str:
-    """In one piece, so that the words of two ranks do not mix; the main thread last, where one looks first."""
+def _stacks(cells: memoryview, frames: dict[int, FrameType], recorded: list[dict[str, Any]]) -> str:
+    """In one piece, so that the lines of two ranks do not mix; the main thread last, where a log is read first."""
     rank = os.environ.get("RANK", "0")
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    mine = threading.get_ident()
+    own = threading.get_ident()
     order = sorted(frames, key=lambda ident: ident == threading.main_thread().ident)
-    # Whoever never says a step is known by its collectives.
-    where = f"at step {step}" if _cells[PHASE] else f"after {_cells[COLLECTIVES]} collectives"
-    lines = [f"ddpjob: rank {rank} (process {os.getpid()}) stands still {where}; innermost call first:"]
-    for ident in [ident for ident in order if ident != mine][-THREADS_MAX:]:
+    # A script that reports no steps is located by its collectives.
+    where = f"at step {cells[STEP]}" if cells[PHASE] else f"after {cells[COLLECTIVES]} collectives"
+    lines = [f"ddpjob: rank {rank} (process {os.getpid()}) is stalled {where}; innermost call first:"]
+    for ident in [ident for ident in order if ident != own][-THREADS_MAX:]:
         lines += [f"  thread {names.get(ident, 'of C')}:", *stack(frames[ident])]
     if recorded:
         lines += ["  collectives, the last of them last:", *table(recorded)]
@@ -193,11 +183,10 @@ def stack(frame: FrameType | None) -> list[str]:
 
 def innermost(frame: FrameType | None) -> str:
     """train.py:41 in load_batch: the innermost call of the user's own code, else the innermost."""
-    library = (os.path.dirname(os.__file__), os.path.dirname(os.path.abspath(__file__)))
     first = frame
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((*library, "<frozen")) and "-packages" not in name:
+        if not name.startswith((os.path.dirname(os.__file__), _LIBRARY, "<frozen")) and "-packages" not in name:
             break
         frame = frame.f_back
     frame = frame or first

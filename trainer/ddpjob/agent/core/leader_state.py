@@ -19,8 +19,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ddpjob.agent.core.budget import Budget, Left, PolicyRule
 from ddpjob.agent.core.stall_rules import Position, Standstill
+from ddpjob.core.budget import Attempt, Budget, Grant, History, Limits
+from ddpjob.core.failure_policy import PolicyRule
 from ddpjob.core.failures import CANNOT_RUN, Failure, Precedence, root_cause
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 
@@ -120,7 +121,6 @@ class Lead:
         self._lost_pods: dict[int, int] = {}  # by node: which of its pods this generation has lost first
         self._uncharged: Failure | None = None  # a lost node; who is charged is known when it comes again
         self._failures: list[Failure] = []  # as they came: clocks of nodes differ, and jump
-        self._history: rules.History | None = None  # nothing has failed
         self.said = ""  # what the last failure was, and what it cost
         self._since = now  # of this state
         self._ran_seconds = 0.0  # the last generation
@@ -129,19 +129,12 @@ class Lead:
     @property
     def restarts(self) -> int:
         """In place, so far."""
-        return 0 if self._history is None else self._history.total
+        return self._budget.history.total
 
     @property
     def counts(self) -> dict[str, int]:
         """What was charged here, and how many in a row, from where the operator's count stood."""
-        found = self._history
-        return {
-            "application": found.application if found else 0,
-            "infrastructure": found.infrastructure if found else 0,
-            "stall": found.stall if found else 0,
-            "inARow": found.in_a_row if found else self._budget.in_a_row,
-            "chargedInARow": found.charged_in_a_row if found else self._budget.charged_in_a_row,
-        }
+        return self._budget.report
 
     @property
     def deadline(self) -> float | None:
@@ -160,7 +153,7 @@ class Lead:
         replacement: int = 0,
         *,
         preflight: bool = False,
-        left: Left | None = None,
+        grant: Grant | None = None,
     ) -> None:
         """An agent is here, no rank runs with it, and the last that did were of that generation."""
         assert node not in self._here, "a node is lost before it comes again"
@@ -168,26 +161,10 @@ class Lead:
         self._terminations.leaving.discard(node)
         self._replacements[node] = replacement
         self._wants_preflight |= preflight
-        if left is not None:
-            self._renew(left)
+        if grant is not None:
+            self._budget = self._budget.renewed(grant, self._replacements[0])
         self.generation = max(self.generation, generation)  # a leader that replaces another one goes on from there
         self._go_on_if_all_are_here(now)
-
-    def _renew(self, left: Left) -> None:
-        """Go by what the operator has told a newer pod, and add what it had not heard of then."""
-        before, mine = self._budget, self._replacements[0]
-        self._budget, history = before.renewed(left, mine), self._history
-        if self._budget is before or history is None:
-            return
-        from dataclasses import replace
-
-        known = left.known if left.known_of == mine else (0, 0, 0)
-        unheard = [own - its for own, its in zip((history.application, history.stall), known[::2], strict=True)]
-        self._history = replace(
-            history,
-            in_a_row=left.in_a_row + history.total - sum(known),
-            charged_in_a_row=left.charged_in_a_row + sum(unheard),
-        )
 
     def lost(self, node: int, now: float) -> None:
         """An agent is gone, or does not answer."""
@@ -372,7 +349,7 @@ class Lead:
         if isinstance(verdict, str):
             return self._end(_job_code(failure), failure, f"{describe(failure)}; {verdict}", now)
         self.said = f"{describe(failure)}; charged to {verdict.charged_to}, waiting {verdict.wait_seconds} s"
-        self._history = verdict.history
+        self._budget = self._budget._replace(history=verdict.history)
         charged = replace(failure, charged_to=verdict.charged_to or "")
         self.charged = [*self.charged, charged][-CHARGED_MAX:]
         return self._pause(verdict.wait_seconds, now)
@@ -399,7 +376,7 @@ class Lead:
 
         from ddpjob.core import rules
 
-        attempt = rules.Attempt(
+        attempt = Attempt(
             made_a_new_step=self.furthest_step > self._furthest_before,
             reports_steps=self.furthest_step > 0,
             ran_seconds=self._ran_seconds,
@@ -407,12 +384,7 @@ class Lead:
         )
         # Seconds of this agent, not of a clock that may jump: only their differences count.
         moment = dt.datetime.fromtimestamp(max(0.0, now), dt.timezone.utc)
-        limits = rules.Limits(backoff_limit=self._budget.application)
-        history = self._history or rules.History(
-            in_a_row=self._budget.in_a_row,
-            charged_in_a_row=self._budget.charged_in_a_row,
-            peers_lost=self._budget.peers_lost,
-        )
+        limits, history = Limits(backoff_limit=self._budget.application), self._budget.history
         found, is_elsewhere = self._class_of(failure, history, attempt)
         failure = replace(failure, failure_class=found)
         self._furthest_before = self.furthest_step
@@ -421,13 +393,11 @@ class Lead:
             return failure, "infrastructure: another node may have it"
         if not verdict.restart:
             return failure, f"{found}: {verdict.stop}"
-        after = verdict.history
-        left = self._budget
-        if after.infrastructure > left.infrastructure or after.stall > left.stall or after.total > left.total:
+        if verdict.charged_to is None or not self._budget.allows(verdict.charged_to, verdict.history):
             return failure, f"{found}: no restart in place is left"
         return failure, verdict
 
-    def _class_of(self, failure: Failure, history: rules.History, attempt: rules.Attempt) -> tuple[rules.Class, bool]:
+    def _class_of(self, failure: Failure, history: History, attempt: Attempt) -> tuple[rules.Class, bool]:
         """Its class after the user's failurePolicy, and whether only another node may have the program."""
         from ddpjob.core import rules
 
@@ -437,10 +407,10 @@ class Lead:
         if found == "permanent" and code in CANNOT_RUN:
             found = self._class_of_no_start()
         found = rules.of_complaints(found, history, attempt)
-        policy = [rules.PolicyRule(rule.action, rule.codes, rule.inverted) for rule in self._policy]
-        is_elsewhere = found == "infrastructure" and code in CANNOT_RUN and not any(r.matches(code) for r in policy)
+        ignored = any(rule.matches(code) for rule in self._policy)
+        is_elsewhere = found == "infrastructure" and code in CANNOT_RUN and not ignored
         outside = rules.from_outside(evidence) or failure.unstarted
-        return rules.with_policy(found, code, policy, from_outside=outside), is_elsewhere
+        return rules.with_policy(found, code, self._policy, from_outside=outside), is_elsewhere
 
     def _class_of_no_start(self) -> rules.Class:
         """As the operator's: for good only where the job has never trained, and no node has the program."""

@@ -8,14 +8,11 @@ else by its step.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from ddpjob.agent.core.stall_monitor import BY_COLLECTIVES, Word
 from ddpjob.core.failures import EXCEPTION_MAX, RESUMABLE_EXIT_CODE, Failure
 
-if TYPE_CHECKING:
-    from ddpjob.agent.core.stall_monitor import Word
-
-BY_COLLECTIVES = 1  # stall_monitor.py's, which is not imported before ranks run
 DOES_NOT = {"start": "made no step", "train": "made no step", "save": "saved", "evaluate": "evaluated"}
 
 

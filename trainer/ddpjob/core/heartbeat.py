@@ -2,10 +2,10 @@
 
 One page for each rank. It begins with cells of 8 bytes, an answer to the agent's question follows:
 
-    PID         of the process that beats: the first of the rank's that does; 0: none
+    PID         of the process that writes here: the first of the rank that does; 0: none
     PHASE       index in PHASES; "" where the script does not use the library
     STEP        of the last call of `progress`, or the one that was loaded
-    COLLECTIVES begun in the default group; counted by the watchdog's thread while no step is said
+    COLLECTIVES begun in the default group; counted by the watchdog's thread while no step is reported
     ASKED       how often the agent has asked; ANSWERED: which of its questions the answer is for
     OVER        1: the default group was left, or the script has ended; what is left to do needs no other rank
     LENGTH      of the answer: {"step": 41, "where": "train.py:41 in load", "sequence": 7, "op": "…", "done": true}

@@ -1,0 +1,45 @@
+"""Questions to a status. How one status follows from another is in plan/transitions.py."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ddpjob_operator.job import api
+
+TERMINAL = ("Succeeded", "Failed")
+
+
+def is_restarted(status: api.Status) -> bool:
+    """Whether a failure came before: the present attempt was started by it, or a pod in it is replaced for it."""
+    failure = status.last_failure
+    return failure is not None and (failure.attempt == status.attempt - 1 or bool(status.replacements))
+
+
+def unsettled_failure(status: api.Status) -> api.Failure | None:
+    """The failure that has broken the present attempt, while its pods (or the one to replace) are being stopped."""
+    failure = status.last_failure
+    if status.state != "Restarting" or failure is None or failure.attempt != status.attempt:
+        return None
+    return None if failure.failure_class else failure
+
+
+def is_broken(status: api.Status) -> bool:
+    """Whether the present attempt has failed, and the cause is not settled yet."""
+    return unsettled_failure(status) is not None
+
+
+def is_of_this_attempt(status: api.Status, progress: api.Progress) -> bool:
+    """Whether the progress is that of the ranks that train now, and not of those before a restart."""
+    since = status.attempt_time
+    return progress.attempt == status.attempt and (since is None or progress.updated >= since)
+
+
+def apart_from_progress(status: api.Status) -> api.Status:
+    """The status without what changes with every step: whether the rest is worth a write of its own."""
+    shown = status.display or api.Display()
+    return replace(status, progress=None, display=replace(shown, step="", progress="", eta=""))
+
+
+def find_condition(status: api.Status, kind: str) -> api.Condition | None:
+    """A condition; None where it has never been shown."""
+    return next((c for c in status.conditions if c.type == kind), None)

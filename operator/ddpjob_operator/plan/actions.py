@@ -1,0 +1,107 @@
+"""What a plan consists of: the status to write, the events to send, and the actions that a shell does for it."""
+
+from __future__ import annotations
+
+import datetime as dt
+from dataclasses import dataclass
+
+from ddpjob_operator.job import api, podspec
+
+
+@dataclass(frozen=True)
+class CreateService:
+    """Create the job's headless Service."""
+
+
+@dataclass(frozen=True)
+class CreatePod:
+    """Create the pod of a node. Its body follows from the job alone: pods are known by identity, never by content."""
+
+    attempt: int
+    rank: int
+    avoid: tuple[str, ...] = ()
+    """Cluster nodes that it must not run on."""
+    replacement: int = 0
+    """Which pod of this rank in this attempt it is."""
+
+
+@dataclass(frozen=True)
+class DeletePod:
+    """Stop and delete a pod. grace_seconds: None is the pod's own terminationGracePeriodSeconds; 0 does not wait."""
+
+    name: str
+    uid: str
+    grace_seconds: int | None = None
+
+
+@dataclass(frozen=True)
+class EndPod:
+    """Stop a pod with its own terminationGracePeriodSeconds, and keep its object, with its log."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True)
+class DeleteJob:
+    """Delete the job itself, with all that it owns."""
+
+    uid: str
+
+
+Action = CreateService | CreatePod | DeletePod | EndPod | DeleteJob
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the shell, not the user, decides."""
+
+    progress_write_seconds: float = 10.0
+    """Progress alone writes the status at most this often; with more than a hundred jobs less often, for all of them
+    together may write 10 times a second (kube/progress_turns.py)."""
+    lost_node_seconds: float = 30.0
+    """A node that is not ready for so long is lost; the cluster itself takes 10 to 50 s to call it not ready."""
+    config_error_seconds: float = 600.0
+    """A container whose ConfigMap or Secret is missing for so long never starts."""
+    avoid_node_seconds: float = 3600.0
+    """How long a node that failed the job twice is avoided, and how far back failures count for it."""
+    resume_hint: str = "set spec.suspend to false to go on"
+    """What a user does with a suspended job."""
+    keep_log_tail: bool = True
+    """Whether the end of the log goes into the status."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one rule decides: the status that is true now, and what follows from it."""
+
+    status: api.Status
+    actions: tuple[Action, ...] = ()
+    requeue_at: dt.datetime | None = None
+    begins_attempt: bool = False
+    """Whether the rules after this one go on with this status, so that the pods are made in the same reconcile."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What `kubectl describe` shows under Events."""
+
+    type: str
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """status: None where nothing is to be written. requeue_at: when time alone may change the plan."""
+
+    actions: tuple[Action, ...] = ()
+    status: api.Status | None = None
+    events: tuple[Event, ...] = ()
+    requeue_at: dt.datetime | None = None
+
+
+def restart_grace_seconds(spec: api.Spec) -> int:
+    """After a failure the group is broken: nothing can be saved together, so the full grace would only cost time."""
+    grace = podspec.grace_seconds(spec.template)
+    return max(1, min(10, grace) if spec.restart_grace_seconds is None else spec.restart_grace_seconds)

@@ -1,0 +1,62 @@
+"""The rules, in order: the first that applies decides what the status becomes, and which pods are made or stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ddpjob_operator.job import api
+from ddpjob_operator.job.times import earliest
+from ddpjob_operator.plan import group_restart, lifecycle, pod_replacement, startup
+from ddpjob_operator.plan.actions import Decision, DeletePod
+from ddpjob_operator.plan.record import record
+from ddpjob_operator.plan.view import View, in_attempt, is_over, next_loss
+
+Rule = Callable[[View, api.Status], Decision | None]
+
+# docs/architecture.md lists when each applies and what it does. The last one always decides.
+RULES: tuple[Rule, ...] = (
+    lifecycle.finished,
+    lifecycle.invalid,
+    lifecycle.completed,
+    lifecycle.failing,
+    lifecycle.suspended,
+    lifecycle.resuming,
+    lifecycle.starting,
+    lifecycle.past_deadline,
+    startup.attempt_still_ending,
+    pod_replacement.replacing,
+    group_restart.restarting,
+    group_restart.attempt_broken,
+    startup.start_overdue,
+    startup.backing_off,
+    startup.no_pod_can_be_made,
+    startup.name_taken,
+    startup.create_refused,
+    startup.nodes_missing,
+    startup.avoidance_over,
+    startup.waiting_for_nodes,
+    lifecycle.running,
+)
+
+
+def decide(view: View, status: api.Status) -> Decision:
+    """What the first rule that applies decides; of a job that begins an attempt, what the rules after that one do."""
+    for rule in RULES:
+        decision = rule(view, status)
+        if decision is None:
+            continue
+        if not decision.begins_attempt:
+            by_time = (next_loss(view), group_restart.next_check(view, status))
+            again_at = earliest(decision.requeue_at, *by_time)
+            return replace(decision, actions=(*garbage(view), *decision.actions), requeue_at=again_at)
+        view = in_attempt(view, decision.status)
+        status = record(view, decision.status)
+    raise AssertionError("the last rule decides about every job")
+
+
+def garbage(view: View) -> tuple[DeletePod, ...]:
+    """Pods of attempts that are recorded as over: those that a lost node keeps must not answer to the rank's DNS name,
+    and the logs of long ago are many."""
+    over = [p for p in view.garbage if is_over(p, view.recorded)]
+    return tuple(DeletePod(p.name, p.uid, 0) for p in (*over, *view.leaked))

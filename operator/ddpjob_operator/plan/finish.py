@@ -1,0 +1,209 @@
+"""What is written and sent of a decision: conditions, columns, redacted texts, events; progress now and then."""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+from collections.abc import Iterator
+from dataclasses import replace as replaced
+from typing import Literal
+
+from msgspec.structs import replace
+
+from ddpjob_operator.failures import sentences
+from ddpjob_operator.job import api, launcher, podspec, ranges, reasons
+from ddpjob_operator.job.reasons import Reason
+from ddpjob_operator.job.status import TERMINAL, apart_from_progress, find_condition, is_broken, is_of_this_attempt
+from ddpjob_operator.job.times import earliest, is_past
+from ddpjob_operator.job.wording import duration
+from ddpjob_operator.plan import agent_restarts, invalid_spec, pending, redacted, report_age
+from ddpjob_operator.plan.actions import Decision, Event, Plan, Settings
+from ddpjob_operator.plan.view import View
+from ddpjob_operator.pods import environment, naming
+
+# The condition that is True in each state. Complete, Failed, Suspended and FailureTarget mean what they mean in
+# batch/v1 Job, so that `kubectl wait --for=condition=Complete` works; they appear once they have been true.
+_CONDITION_OF = {
+    "Running": {"Running"},
+    "Suspended": {"Suspended"},
+    "Failing": {"FailureTarget"},
+    "Failed": {"FailureTarget", "Failed"},
+    "Succeeded": {"Complete"},
+}
+_ALWAYS_SHOWN = ("Accepted", "Running")
+_CONDITIONS = (*_ALWAYS_SHOWN, "Suspended", "FailureTarget", "Complete", "Failed")
+_BREAKS_THE_GROUP = "the kubelet's own restarts would break the group"
+# Steps on the way back have no event, because there is one when the job restarts and one when it runs again.
+_ON_THE_WAY = frozenset(
+    r.name for r in (reasons.CREATING_PODS, reasons.STARTING_TRAINERS, reasons.WAITING_FOR_OLD_PODS)
+)
+# [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]
+_BUILD_PATH = re.compile(r"\[(?:[\w.-]*/){2,40}[\w.-]+:\d{1,6}\] ?")
+_PICTURES = re.compile(r"(?: ?GLHF!)? ?[\U0001f000-\U0001ffff\u2600-\u27bf\ufe0f\u200d]+")
+_SPACES = re.compile(r" {2,}")
+
+
+def finish(view: View, decision: Decision) -> Plan:
+    """The plan: of the status only what differs from the stored one."""
+    # The remark on an invalid spec is not part of what is recorded, but it is of what is compared.
+    old = replace(view.recorded, message=view.stored.message)
+    status, long_wait_at = pending.with_long_wait(invalid_spec.with_remark(decision.status, view.problems), view.now)
+    new = _document(view, old, status)
+    if new != view.stored:
+        new = redacted.status(new)
+    new, write_at = throttle(old, new, view.settings, view.now)
+    return Plan(
+        actions=decision.actions,
+        status=None if new == view.stored else new,
+        events=redacted.events(_events(view, old, new, decision.status.message)),
+        requeue_at=earliest(decision.requeue_at, write_at, long_wait_at),
+    )
+
+
+def throttle(
+    old: api.Status, new: api.Status, settings: Settings, now: dt.datetime
+) -> tuple[api.Status, dt.datetime | None]:
+    """Progress alone is written now and then; with any other change it is written at once."""
+    if old.progress is None or new.progress is None or old.progress.updated >= new.progress.updated:
+        return new if old.progress is None or new.progress is None else replace(new, progress=old.progress), None
+    due = old.progress.updated + dt.timedelta(seconds=settings.progress_write_seconds)
+    if now >= due or apart_from_progress(old) != apart_from_progress(new):
+        return new, None
+    return old, due
+
+
+def _document(view: View, old: api.Status, status: api.Status) -> api.Status:
+    """With what follows from the rest: printer columns, conditions, generation."""
+    job = view.job
+    new = replace(
+        status,
+        observed_generation=job.metadata.generation,
+        selector=naming.selector(job),
+        restarts=status.restarts or api.Restarts(),
+        nodes=status.nodes or api.Nodes(total=view.spec.nodes),
+    )
+    silent = is_past(report_age.old_at(report_age.last_report_at(new, view.seen)), view.now)
+    conditions = _conditions(old, new, invalid_spec.sentence(view.problems), view.now)
+    return replace(new, display=_display(new, silent=silent), conditions=conditions)
+
+
+def _display(status: api.Status, *, silent: bool) -> api.Display:
+    """The texts of the printer columns. Of a job that is over its nodes are those that completed.
+
+    silent: whether rank 0 has not reported for so long that the time left is out of date.
+    """
+    nodes, progress, over = status.nodes or api.Nodes(), status.progress, status.state in TERMINAL
+    counts_down = status.state == "Running" and not silent
+    ready = len(ranges.parse(status.completed_nodes)) if over else nodes.ready
+    if progress is None or not (over or is_of_this_attempt(status, progress)):
+        return api.Display(nodes=f"{ready}/{nodes.total}")
+    return api.Display(
+        nodes=f"{ready}/{nodes.total}",
+        step=f"{progress.step}/{progress.total_steps}" if progress.total_steps else str(progress.step),
+        progress="" if progress.percent is None else f"{progress.percent}%",
+        eta="" if progress.eta_seconds is None or not counts_down else duration(progress.eta_seconds),
+    )
+
+
+def _conditions(old: api.Status, new: api.Status, invalid: str, now: dt.datetime) -> list[api.Condition]:
+    true = _CONDITION_OF.get(new.state or "", set()) | (set() if invalid else {"Accepted"})
+    if new.reason == reasons.SUSPENDING.name:
+        true = true - {"Suspended"}  # a user who waits for it needs the GPUs or the volume, which the pods still hold
+    before = {c.type: c for c in old.conditions}
+    kinds = [k for k in _CONDITIONS if k in _ALWAYS_SHOWN or k in true or k in before or k == new.state]
+    return [_condition(kind, kind in true, before.get(kind), new, invalid, now) for kind in kinds]
+
+
+def _condition(
+    kind: str, true: bool, before: api.Condition | None, new: api.Status, invalid: str, now: dt.datetime
+) -> api.Condition:
+    reason, message = new.reason or "Unknown", new.message
+    if kind == "Accepted":
+        reason, message = (reasons.INVALID_SPEC.name, invalid) if invalid else ("Valid", "")
+    elif kind != "Running" and not true and kind != new.state:
+        reason, message = f"Not{kind}", ""
+    value: Literal["True", "False"] = "True" if true else "False"
+    return api.Condition(
+        type=kind,
+        status=value,
+        reason=reason,
+        message=message[:1024],
+        last_transition_time=now if before is None or before.status != value else before.last_transition_time,
+        observed_generation=new.observed_generation,
+    )
+
+
+def _events(view: View, old: api.Status, new: api.Status, message: str) -> Iterator[Event]:
+    """One for each change of state or reason, and for what no state shows. message: without the remark."""
+    yield from _of_state(old, new, message)
+    yield from _of_acceptance(view, old, new)
+    yield from _of_agent_restarts(old, new)
+    if new.attempt and not old.attempt:
+        yield from _advisories(view.job)
+
+
+def _of_state(old: api.Status, new: api.Status, message: str) -> Iterator[Event]:
+    if new.state == "Restarting" and new.reason in _ON_THE_WAY:
+        return
+    if _is_news(old, new) and new.reason in reasons.ALL:
+        reason = reasons.ALL[new.reason]
+        # Where nothing was left to stop, this is the first event of the failure.
+        is_first = new.state == "Restarting" != old.state
+        yield _event(replaced(reason, warning=True) if is_first else reason, message)
+
+
+def _of_acceptance(view: View, old: api.Status, new: api.Status) -> Iterator[Event]:
+    """That the spec of a job has become invalid, or valid, where no change of its state shows it."""
+    before, after = find_condition(old, "Accepted"), find_condition(new, "Accepted")
+    if after is None or (before is not None and (before.status, before.message) == (after.status, after.message)):
+        return
+    if after.status == "False" and not invalid_spec.is_explained(new):
+        yield _event(reasons.INVALID_SPEC, invalid_spec.remark(view.problems, goes_on=new.state != "Suspended"))
+    elif after.status == "True" and before is not None and not _is_news(old, new):
+        what = "status can be read" if before.reason == reasons.UNREADABLE_STATUS.name else "spec is valid"
+        yield Event("Normal", "Accepted", f"the {what} now")
+
+
+def _is_news(old: api.Status, new: api.Status) -> bool:
+    return (old.state, old.reason) != (new.state, new.reason)
+
+
+def _of_agent_restarts(old: api.Status, new: api.Status) -> Iterator[Event]:
+    """What an agent has restarted since the last reconcile: no state shows it, since it is over when it is reported."""
+    failure, count = new.last_failure, agent_restarts.count(new)
+    if count > agent_restarts.count(old) and old.attempt == new.attempt and failure is not None:
+        # While another failure is being settled, that one is the last failure, and not what the agents have overcome.
+        settling = is_broken(old) or is_broken(new)
+        free = "" if failure.charged_to in ("", "application") else " (not charged to backoffLimit)"
+        what = "" if settling else f"{sentences.sentence(failure)}{free}; "
+        text = f"{what}all ranks have started again in their pods (restart {count} in place)"
+        yield _event(reasons.RESTARTED_IN_PLACE, text)
+
+
+def _advisories(job: api.DDPJob) -> Iterator[Event]:
+    """What the user set and the job changes, or what may keep the ranks apart; sent once, with the first attempt."""
+    policy = job.spec.template["spec"].get("restartPolicy", "Never")
+    if policy != "Never":
+        text = f"restartPolicy: {policy} becomes Never: {_BREAKS_THE_GROUP}"
+        yield _event(reasons.RESTART_POLICY_CHANGED, text)
+    for container, field in podspec.restarts_of_the_kubelet(job.spec.template):
+        text = f"{field} of container {container.get('name')} is left out: {_BREAKS_THE_GROUP}"
+        yield _event(reasons.RESTART_POLICY_CHANGED, text)
+    if podspec.grace_seconds(job.spec.template) == 0:
+        text = "terminationGracePeriodSeconds: 0 becomes 1: with 0 a pod is forgotten before its processes have ended"
+        yield _event(reasons.GRACE_RAISED, text)
+    names = ", ".join(environment.overridden(job))
+    if names:
+        text = f"{names}: your value and not the job's; the ranks meet only if it is right on every node"
+        yield _event(reasons.RENDEZVOUS_OVERRIDDEN, text)
+    for text in launcher.warnings(job.spec):
+        yield _event(reasons.LAUNCHER_OPTION, text)
+
+
+def _event(reason: Reason, message: str) -> Event:
+    return Event("Warning" if reason.warning else "Normal", reason.name, shortened(message))
+
+
+def shortened(text: str) -> str:
+    """For a line of `kubectl describe`: without paths of gloo's sources and emojis, which the status keeps."""
+    return _SPACES.sub(" ", _PICTURES.sub("", _BUILD_PATH.sub("", text))).strip()

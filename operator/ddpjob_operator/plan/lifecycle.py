@@ -1,0 +1,133 @@
+"""The rules of a job: how it starts, is suspended and resumed, runs, and ends."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ddpjob_operator.job import api, ranges, reasons, wording
+from ddpjob_operator.job.reasons import Reason
+from ddpjob_operator.job.status import TERMINAL
+from ddpjob_operator.job.times import after, earliest, is_past
+from ddpjob_operator.plan import agent_restarts, invalid_spec, pending, report_age
+from ddpjob_operator.plan.actions import Action, Decision, DeleteJob
+from ddpjob_operator.plan.transitions import enter, new_attempt
+from ddpjob_operator.plan.view import View, name_pods, owned
+
+STOPPING_ALL = "; stopping all nodes"
+
+
+def finished(view: View, status: api.Status) -> Decision | None:
+    """A terminal state is final; what is left is to clean up."""
+    if view.recorded.state not in TERMINAL:
+        return None
+    pods = [*view.pods.values()]
+    unwanted = {"None": [], "Running": [p for p in pods if p.live], "All": pods}[view.spec.clean_pod_policy]
+    actions: tuple[Action, ...] = view.stop([*unwanted, *view.older], None)
+    ends = after(view.recorded.completion_time, view.spec.ttl_seconds_after_finished)
+    if is_past(ends, view.now):
+        ends, actions = None, (DeleteJob(view.job.metadata.uid),)
+    # Nothing changes any more but the count of the pods that are still there.
+    return Decision(replace(view.recorded, nodes=status.nodes), actions, ends)
+
+
+def invalid(view: View, status: api.Status) -> Decision | None:
+    """A spec that cannot run starts nothing. A job that runs already goes on as it was (invalid_spec.py)."""
+    if not view.problems or status.attempt:
+        return None
+    text = invalid_spec.sentence(view.problems)
+    return Decision(enter(status, "Pending", reasons.INVALID_SPEC, text, view.now))
+
+
+def completed(view: View, status: api.Status) -> Decision | None:
+    """All trainers ended with 0, also those whose pods have vanished since."""
+    # Of a suspended job spec.nodes may have changed since: the ranks that completed were ranks of another group.
+    unfit = not status.attempt or status.state in ("Failing", "Suspended")
+    if unfit or view.is_missing_in(status.completed_nodes):
+        return None
+    text = f"all {view.spec.nodes} nodes completed" if view.spec.nodes > 1 else "the node completed"
+    succeeded = enter(status, "Succeeded", reasons.ALL_NODES_COMPLETED, text, view.now)
+    return Decision(replace(succeeded, completion_time=view.now))
+
+
+def failing(view: View, status: api.Status) -> Decision | None:
+    """The job will fail whatever its pods do; they get their full grace to save."""
+    if view.recorded.state != "Failing":
+        return None
+    active = view.active_of_all_attempts
+    if any(p.uid not in view.lost for p in active):
+        return Decision(status, view.stop(active, None))
+    text = view.recorded.message.removesuffix(STOPPING_ALL)
+    failed = enter(status, "Failed", reasons.named(view.recorded.reason), text, view.now)
+    return Decision(replace(failed, completion_time=view.now))
+
+
+def suspended(view: View, status: api.Status) -> Decision | None:
+    """The pods stop with their full grace; the deadlines start again on resume. An invalid spec is not resumed."""
+    was_suspended = view.recorded.state == "Suspended"
+    if not view.spec.suspend and not (view.problems and was_suspended):
+        return None
+    status = replace(enter(status, "Suspended", *_why_suspended(view), view.now), start_retries=0)
+    if active := view.active_of_all_attempts:
+        return Decision(status, view.stop(active, None) if was_suspended else ())
+    # Not before the last pod has ended: without a startTime the API server lets the template change (crd.py).
+    return Decision(replace(status, start_time=None))
+
+
+def resuming(view: View, status: api.Status) -> Decision | None:
+    """A job that is no longer suspended begins a new attempt."""
+    return _begin(view, status) if status.state == "Suspended" and status.attempt else None
+
+
+def starting(view: View, status: api.Status) -> Decision | None:
+    """A new job begins its first attempt."""
+    if status.attempt:
+        return None
+    # Of a job whose status was lost (a restored backup) no attempt may be started twice.
+    last = max((0, *(p.attempt for p in owned(view.job, view.seen))))
+    return _begin(view, replace(status, attempt=last))
+
+
+def _begin(view: View, status: api.Status) -> Decision:
+    return Decision(replace(new_attempt(status, view.now), start_time=view.now), begins_attempt=True)
+
+
+def past_deadline(view: View, status: api.Status) -> Decision | None:
+    """activeDeadlineSeconds after the (last) start the job fails, whatever it does."""
+    if not is_past(view.active_deadline(status), view.now):
+        return None
+    limit = view.spec.active_deadline_seconds
+    text = f"not finished within activeDeadlineSeconds: {limit}{STOPPING_ALL}"
+    return Decision(enter(status, "Failing", reasons.DEADLINE_EXCEEDED, text, view.now))
+
+
+def running(view: View, status: api.Status) -> Decision | None:
+    """The trainers of all nodes run, or have completed."""
+    last_report = report_age.last_report_at(status, view.seen)
+    reason, text = reasons.ALL_NODES_RUN, _how_many_run(view, status)
+    long_completed, again_at = pending.completed_long_ago(view, status)
+    if long_completed:
+        reason, text = reasons.OTHERS_COMPLETED, long_completed
+    if finding := view.stall_finding:
+        reason, text = reasons.STALL_SUSPECTED, finding.sentence()
+    missed = report_age.missed_at(last_report)
+    silence = f"; no report since {wording.clock(last_report)}" if last_report and is_past(missed, view.now) else ""
+    status = enter(status, "Running", reason, f"{text}{pending.unreachable_nodes(view)}{silence}", view.now)
+    status = replace(status, start_retries=0, running_time=status.running_time or view.now)
+    to_come = (t for t in (report_age.old_at(last_report), missed) if t and t > view.now)
+    return Decision(status, requeue_at=earliest(view.active_deadline(status), again_at, *to_come))
+
+
+def _how_many_run(view: View, status: api.Status) -> str:
+    count, nodes = len(ranges.parse(status.completed_nodes)), view.spec.nodes
+    done = f" and {count} completed" if count else ""
+    restarts = agent_restarts.count(status)
+    times = f", restarted in place {restarts} time{'s' if restarts > 1 else ''}" if restarts else ""
+    return f"{nodes - count} of {nodes} nodes run{done}, attempt {status.attempt}{times}"
+
+
+def _why_suspended(view: View) -> tuple[Reason, str]:
+    if active := view.active_of_all_attempts:
+        return reasons.SUSPENDING, f"suspended; {name_pods(active)} still stopping"
+    if view.spec.suspend:
+        return reasons.SUSPENDED, f"suspended; {view.settings.resume_hint}"
+    return reasons.INVALID_SPEC, f"{invalid_spec.sentence(view.problems)}; suspended until the spec is fixed"

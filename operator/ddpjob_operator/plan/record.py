@@ -1,0 +1,55 @@
+"""What has become true since the last reconcile, written into the status: facts that outlive their pods."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ddpjob_operator.job import api, ranges, reasons
+from ddpjob_operator.observed import stall
+from ddpjob_operator.plan import agent_restarts, transitions
+from ddpjob_operator.plan.view import View
+from ddpjob_operator.pods import naming
+
+# Reasons that a status has only once no pod of its attempt is still to be made.
+_ALL_PODS_WERE_MADE = frozenset(
+    reason.name
+    for reason in (
+        reasons.UNSCHEDULABLE,
+        reasons.CANNOT_START,
+        reasons.STARTING_TRAINERS,
+        reasons.ALL_NODES_RUN,
+        reasons.STALL_SUSPECTED,
+        reasons.OTHERS_COMPLETED,
+    )
+)
+
+
+def record(view: View, status: api.Status) -> api.Status:
+    """The status with which nodes have started and completed, progress, and the restarts that agents have charged."""
+    status = transitions.with_progress(_with_nodes(view, status), view.seen.reports.get(0))
+    status = transitions.with_idle(status, stall.idle_since(view.trackers, view.spec.stall, view.now))
+    # An attempt that begins in this reconcile has no agent yet: the reports are of the one before, and counted there.
+    has_agent = 0 < status.attempt == view.recorded.attempt
+    agent = agent_restarts.newest(view.pods, view.deleted_pods, view.seen) if has_agent else None
+    return agent_restarts.with_agent(status, agent, view.job, view.pods, view.now)
+
+
+def _with_nodes(view: View, status: api.Status) -> api.Status:
+    # A pod's name is used once: a pod that had a node may have run, and may still run where it cannot be observed.
+    ran = {r for r, p in view.pods.items() if p.trainer.state != "waiting" and not p.trainer.init}
+    started = ran | {r for r, p in view.deleted_pods.items() if p.node}
+    completed = {r for r, p in view.known_pods.items() if p.has_completed}
+    if (completed or status.completed_nodes) and status.reason in _ALL_PODS_WERE_MADE:
+        # A pod that is missing now has run, because the others could not have completed without it. A new pod in its
+        # place would wait for them for ever.
+        started |= set(range(view.spec.nodes)) - set(view.pods)
+    ready = sum(p.trainer.state == "running" and p.trainer.ready and p.live for p in view.pods.values())
+    observed_address = view.seen.master_addr
+    address = str(naming.endpoint(view.job, status.attempt)) if observed_address is None else observed_address
+    return replace(
+        status,
+        started_nodes=ranges.text(ranges.parse(status.started_nodes) | started),
+        completed_nodes=ranges.text(ranges.parse(status.completed_nodes) | completed),
+        nodes=api.Nodes(total=view.spec.nodes, ready=ready),
+        master_addr=address if status.attempt else "",
+    )

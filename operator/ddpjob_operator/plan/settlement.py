@@ -1,0 +1,213 @@
+"""What a failure was, once all is known that can be: its cause, what it is charged to, and whether the job goes on."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from ddpjob.core import budget, rules
+from ddpjob_operator.failures import root_cause, sentences, termination_message
+from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, topology
+from ddpjob_operator.plan.actions import Settings
+from ddpjob_operator.plan.transitions import with_failure
+from ddpjob_operator.plan.view import View
+from ddpjob_operator.pods import naming
+
+# Twice within `avoid_node_seconds`: once may be chance, and a job must not run out of nodes.
+FAILURES_TO_AVOID = 2
+AVOIDED_MAX = 10
+# A job that reports no steps has trained when an earlier attempt ran so long: mistakes that keep it from starting show
+# within seconds, imports from a slow file system within a minute.
+TRAINED_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Settled:
+    """All that can be known is known: the cause, what it is charged to, and whether the job goes on."""
+
+    cause: api.Failure
+    """As it is recorded while pods are still being stopped."""
+    failure: api.Failure
+    """The cause with its class, and what it is charged to."""
+    verdict: rules.Verdict
+
+    @property
+    def text(self) -> str:
+        """Who and what."""
+        return sentences.sentence(self.failure)
+
+    def status(self, view: View, status: api.Status) -> api.Status:
+        """The status with it, and with what it costs."""
+        status = with_failure(status, self.failure, self.text)
+        if not self.verdict.restart:
+            return status
+        return replace(
+            status,
+            restarts=budgets.restarts(self.verdict.history),
+            avoided_nodes=avoided(status, view.settings, view.now, _slow_nodes(view)),
+        )
+
+
+def settle(view: View, status: api.Status, first: api.Failure) -> Settled:
+    """Name the cause of the failure that was recorded first, and charge it."""
+    cause, failure_class = _cause(view, status, first)
+    history, attempt = budgets.history(status), _attempt(view, status, cause)
+    if failure_class == "infrastructure" and _never_starts(status, cause, history):
+        failure_class = "permanent"
+    failure_class = rules.of_complaints(failure_class, history, attempt)
+    outside = root_cause.from_outside(cause)
+    policy = budgets.policy(view.spec)
+    failure_class = rules.with_policy(failure_class, cause.exit_code, policy, from_outside=outside)
+    verdict = rules.judge(failure_class, history, attempt, budgets.limits(view.spec), view.now)
+    charged_to = (verdict.charged_to or "") if verdict.restart else ""
+    return Settled(cause, replace(cause, failure_class=failure_class, charged_to=charged_to), verdict)
+
+
+def _cause(view: View, status: api.Status, first: api.Failure) -> tuple[api.Failure, rules.Class]:
+    """The cause by all that is known now: the failure recorded first, and every pod that has failed, gone or not."""
+    lost = [rank for rank, pod in view.pods.items() if pod.uid in view.lost_by_node]
+    failure, failure_class = root_cause.settle(
+        first,
+        view.failed(status),
+        rank_of(view),
+        view.now,
+        stepped=status.first_step_time is not None or _ran_seconds(view, status) >= budget.RESET_AFTER_SECONDS,
+        trained=_has_trained_before(status),
+        nodes=view.spec.nodes,
+        keep_log_tail=view.settings.keep_log_tail,
+        lost=[failure_of(view, status, rank, root_cause.NODE_LOST) for rank in lost],
+        early=_completed_early(view, status),
+        steps={rank: tracker.step for rank, tracker in view.trackers.items()},
+        launched=launched(view, status),
+    )
+    failure = with_limit(view, _with_log(view, failure))
+    return replace(with_last_step(status, failure), failure_class=""), failure_class
+
+
+def _with_log(view: View, failure: api.Failure) -> api.Failure:
+    """With the end of the log of the pod that was ended for it."""
+    pod = view.known_pods.get(failure.node_rank) if failure.node_rank is not None else None
+    if failure.reason != root_cause.STALLED or failure.log_tail or not view.settings.keep_log_tail or pod is None:
+        return failure
+    if pod.name != failure.pod or not pod.ended:
+        return failure
+    return replace(failure, log_tail=root_cause.tail_of(pod))
+
+
+def _slow_nodes(view: View) -> list[str]:
+    """The cluster nodes that the pre-flight has found bad."""
+    pods = view.known_pods
+    ended = [message for p in pods.values() if p.ended and (message := termination_message.left(p.trainer.message))]
+    ranks = {rank for message in ended for rank in message.failure.bad_nodes}
+    return sorted({pods[rank].node for rank in ranks if rank in pods and pods[rank].node})
+
+
+def avoided(
+    status: api.Status, settings: Settings, now: dt.datetime, slow_nodes: Sequence[str] = ()
+) -> list[api.AvoidedNode]:
+    """The nodes to avoid, now that the last failure is recorded. slow_nodes: those that the pre-flight measured."""
+    kept = [a for a in status.avoided_nodes if a.until > now and a.node not in slow_nodes]
+    until = now + dt.timedelta(seconds=settings.avoid_node_seconds)
+    kept += [api.AvoidedNode(node=node, until=until, message="the pre-flight found it bad") for node in slow_nodes]
+    since = now - dt.timedelta(seconds=settings.avoid_node_seconds)
+    node = status.failures[-1].node if status.failures else ""
+    count = sum(bool(node) and f.node == node and f.time > since for f in status.failures)
+    if count >= FAILURES_TO_AVOID and node not in {a.node for a in kept}:
+        kept.append(api.AvoidedNode(node=node, until=until, message=f"{count} failures of this job were its"))
+    return kept[-AVOIDED_MAX:]
+
+
+def _completed_early(view: View, status: api.Status) -> api.Failure | None:
+    """The first node that has completed in this attempt, as what explains the complaints of its peers."""
+    ranks = ranges.parse(status.completed_nodes)
+    if not ranks:
+        return None
+    pods = view.known_pods
+    ends = {rank: pods[rank].trainer.ended_at or view.now for rank in ranks if rank in pods}
+    first = min(ranks, key=lambda rank: (ends.get(rank, view.now), rank))
+    failure = failure_of(view, status, first, root_cause.ENDED_EARLY)
+    node = pods[first].node if first in pods else ""
+    # The step in the status is rank 0's; of another rank only its own reports show anything.
+    return replace(failure, node=node, step=failure.step if first == 0 else None, time=ends.get(first, view.now))
+
+
+def _has_trained_before(status: api.Status) -> bool:
+    """Whether an attempt before the present one has trained: then its image, command and modules were right once."""
+    if status.furthest_step:
+        return True
+    begun, ended = status.running_time, status.state_time
+    in_this_attempt = (ended - begun).total_seconds() if status.state == "Restarting" and begun and ended else 0.0
+    spent = status.goodput or api.Goodput()
+    return spent.productive_seconds + spent.unreported_seconds - in_this_attempt >= TRAINED_SECONDS
+
+
+def _never_starts(status: api.Status, failure: api.Failure, history: budget.History) -> bool:
+    """Whether other nodes were tried often enough, for a job that has never trained."""
+    if not root_cause.cannot_start(failure) or _has_trained_before(status):
+        return False
+    return history.uncharged_in_a_row >= rules.STARTS_MAX
+
+
+def _attempt(view: View, status: api.Status, failure: api.Failure) -> budget.Attempt:
+    progress = status.progress
+    step = progress.step if progress is not None and progress.attempt == status.attempt else 0
+    return budget.Attempt(
+        made_a_new_step=step > (status.furthest_step or 0),
+        reports_steps=budgets.furthest(status) is not None,
+        ran_seconds=_ran_seconds(view, status),
+        only_complaints=failure.reason == root_cause.PEER_LOST,
+    )
+
+
+def _ran_seconds(view: View, status: api.Status) -> float:
+    running = status.running_time
+    return 0.0 if running is None else max(0.0, (view.now - running).total_seconds())
+
+
+def with_limit(view: View, failure: api.Failure) -> api.Failure:
+    """With the memory limit, where the failure is that it was exceeded."""
+    if failure.init_container:
+        return failure  # its limit is not the trainer's
+    limit = podspec.limits(view.spec.template).get("memory")
+    if failure.reason != "OOMKilled" or limit is None or failure.exception.startswith(root_cause.MEMORY):
+        return failure
+    text = f"{root_cause.MEMORY}{limit}" + (f"; {failure.exception}" if failure.exception else "")
+    return replace(failure, exception=text[: root_cause.EXCEPTION_MAX])
+
+
+def with_last_step(status: api.Status, failure: api.Failure) -> api.Failure:
+    """With the last step that was reported before it."""
+    progress = status.progress
+    if failure.step is not None or progress is None or progress.attempt != status.attempt:
+        return failure
+    return replace(failure, step=progress.step)
+
+
+def failure_of(view: View, status: api.Status, node_rank: int, reason: str) -> api.Failure:
+    """A failure that is seen from outside the pod, which may be gone."""
+    pod = view.pods.get(node_rank)
+    failure = api.Failure(
+        attempt=status.attempt,
+        rank=topology.rank_of_node(view.spec, node_rank),
+        node_rank=node_rank,
+        pod=pod.name if pod else naming.present_pod_name(view.job, status, node_rank),
+        node=pod.node if pod else "",
+        reason=reason,
+        time=view.now,
+    )
+    return with_last_step(status, failure)
+
+
+def launched(view: View, status: api.Status) -> root_cause.Launched:
+    """What is known of how the ranks were started."""
+    port = status.master_addr.rpartition(":")[2]
+    found = launcher.find(launcher.command_of(view.spec.template))
+    return root_cause.Launched(int(port) if port.isdecimal() else None, found is not None and found.name != "ddprun")
+
+
+def rank_of(view: View) -> root_cause.RankOf:
+    """The rank of each node's only process."""
+    return lambda node_rank: topology.rank_of_node(view.spec, node_rank)

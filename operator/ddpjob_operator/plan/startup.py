@@ -1,0 +1,182 @@
+"""The rules of an attempt that begins: its pods are made, get their nodes, and start their trainers."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from ddpjob_operator.failures import sentences
+from ddpjob_operator.job import api, podspec, ranges, reasons, wording
+from ddpjob_operator.job.reasons import Reason
+from ddpjob_operator.job.status import is_restarted
+from ddpjob_operator.job.times import earliest, is_past, start_back_off_seconds
+from ddpjob_operator.observed.cluster import Pod
+from ddpjob_operator.plan import invalid_spec, pending
+from ddpjob_operator.plan.actions import Action, CreatePod, CreateService, Decision, restart_grace_seconds
+from ddpjob_operator.plan.transitions import enter, new_attempt
+from ddpjob_operator.plan.view import View, is_over, name_pods
+from ddpjob_operator.pods import naming
+
+# Waiting reasons of the kubelet after which it tries again without success. ContainerCreating and PodInitializing are
+# not among them, because they end by themselves.
+CANNOT_START = frozenset(
+    "ErrImagePull ImagePullBackOff ErrImageNeverPull InvalidImageName RegistryUnavailable ImageInspectError "
+    "CreateContainerConfigError CreateContainerError RunContainerError CrashLoopBackOff".split()
+)
+
+
+def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
+    """No attempt starts while a process of the one before may run: two groups would train into one checkpoint."""
+    if not view.older:
+        return None
+    over = [p for p in view.older if is_over(p, view.recorded)]
+    broken = view.recorded.last_failure.attempt if view.recorded.last_failure else None
+    soft = view.stop([p for p in over if p.attempt != broken], None)
+    hard = view.stop([p for p in over if p.attempt == broken], restart_grace_seconds(view.spec))
+    if wait := backing_off(view, status):
+        return Decision(status, (*soft, *hard), wait.requeue_at)
+    of = "of the attempt before " if any(p.attempt < status.attempt for p in view.older) else ""
+    text = f"attempt {status.attempt} waits for {name_pods(view.older)} {of}to stop"
+    return _waiting(view, status, "Pending", reasons.WAITING_FOR_OLD_PODS, text, (*soft, *hard))
+
+
+def start_overdue(view: View, status: api.Status) -> Decision | None:
+    """Not all nodes ran in time: release them all, because two half-placed jobs would block each other for ever."""
+    if not is_past(view.start_deadline(status), view.now):
+        return None
+    retries = status.start_retries + 1
+    again = view.now + dt.timedelta(seconds=start_back_off_seconds(view.job.metadata.uid, retries))
+    count = sum(p.trainer.state == "running" for p in view.pods.values())
+    text = (
+        f"{count} of {view.spec.nodes} nodes ran within startDeadlineSeconds: {view.spec.start_deadline_seconds}; "
+        f"all are released, next try at {wording.clock(again)}"
+    )
+    later = replace(new_attempt(status, again), start_retries=retries)
+    return Decision(enter(later, "Pending", reasons.START_BACK_OFF, text, view.now))
+
+
+def backing_off(view: View, status: api.Status) -> Decision | None:
+    """The next attempt is in the future."""
+    if status.attempt_time is None or view.now >= status.attempt_time:
+        return None
+    return Decision(status, requeue_at=earliest(status.attempt_time, view.active_deadline(status)))
+
+
+def no_pod_can_be_made(view: View, status: api.Status) -> Decision | None:
+    """What a pod is made from cannot be read: the pods that run go on, and none is added."""
+    if not invalid_spec.keeps_pods_from_being_made(view.problems) or not _to_create(view, status):
+        return None
+    text = f"no pod can be made while the spec is invalid: {invalid_spec.sentence(view.problems)}"
+    return _waiting(view, status, "Pending", reasons.INVALID_SPEC, text)
+
+
+def name_taken(view: View, status: api.Status) -> Decision | None:
+    """A conflicting object is never taken over; what a deleted job of the same name left goes away by itself."""
+    if not view.conflicts or not _to_create(view, status):
+        return None
+    first = view.conflicts[0]
+    more = f" and {len(view.conflicts) - 1} more" if len(view.conflicts) > 1 else ""
+    if all(c.of_deleted_job for c in view.conflicts):
+        text = f"waiting for {first.kind.lower()} {first.name}{more} of the deleted job of this name"
+        return _waiting(view, status, "Pending", reasons.WAITING_FOR_DELETED_JOB, text)
+    text = f"a {first.kind} named {first.name}{more} is not this job's. Delete it, or give the job another name"
+    return _waiting(view, status, "Pending", reasons.NAME_TAKEN, text)
+
+
+def create_refused(view: View, status: api.Status) -> Decision | None:
+    """The API server refuses an object; its own sentence is shown, and another try follows after a while."""
+    wanted = [a for a in _to_create(view, status) if isinstance(a, CreatePod)]
+    names = {naming.pod_name(view.job, a.attempt, a.rank, a.replacement) for a in wanted}
+    names |= set() if view.seen.service else {view.job.metadata.name}
+    refused = [r for r in view.seen.refusals if r.name in names and r.retry_at > view.now]
+    if not refused:
+        return None
+    first = min(refused, key=lambda r: (r.retry_at, r.name))
+    more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+    text = f"{first.name}{more} was refused: {first.message}"
+    return _waiting(view, status, "Pending", reasons.CREATE_REFUSED, text, again_at=first.retry_at)
+
+
+def nodes_missing(view: View, status: api.Status) -> Decision | None:
+    """Create what is missing; a rank that has run is never created again in its attempt."""
+    missing = _to_create(view, status)
+    if not missing:
+        return None
+    # Of what was refused and is tried again the API server's message stands until it has answered otherwise.
+    retried = status.reason == reasons.CREATE_REFUSED.name and bool(view.seen.refusals)
+    if retried or status.state in ("Starting", "Running"):
+        return Decision(status, missing, earliest(view.active_deadline(status), view.start_deadline(status)))
+    count = sum(isinstance(action, CreatePod) for action in missing)
+    text = f"attempt {status.attempt}: creating {count} of {view.spec.nodes} pods"
+    return _waiting(view, status, "Pending", reasons.CREATING_PODS, text, missing)
+
+
+def avoidance_over(view: View, status: api.Status) -> Decision | None:
+    """A pod is unschedulable, and was made when a node was avoided that no longer is: all pods are made again, because
+    the affinity of a pod never changes."""
+    since = status.attempt_time
+    over = [a.node for a in status.avoided_nodes if since is not None and since < a.until <= view.now]
+    if not over or not any(p.trainer.state == "waiting" and p.unschedulable for p in view.pods.values()):
+        return None
+    text = f"{', '.join(over)} is no longer avoided: all pods are created again"
+    later = new_attempt(status, view.now)
+    return Decision(enter(later, "Pending", reasons.CREATING_PODS, text, view.now))
+
+
+def waiting_for_nodes(view: View, status: api.Status) -> Decision | None:
+    """Some trainers do not run yet."""
+    not_running = [view.pods[r] for r in sorted(view.pods) if view.pods[r].trainer.state == "waiting"]
+    if not not_running:
+        return None
+    avoided = earliest(*(a.until for a in status.avoided_nodes if a.until > view.now))
+    unschedulable = any(p.unschedulable for p in not_running)
+    again_at = avoided if unschedulable else pending.next_creating_text_at(view, status, not_running)
+    return _waiting(view, status, *_why_waiting(view, status, not_running), again_at=again_at)
+
+
+def _waiting(
+    view: View,
+    status: api.Status,
+    state: api.State,
+    reason: Reason,
+    text: str,
+    actions: tuple[Action, ...] = (),
+    again_at: dt.datetime | None = None,
+) -> Decision:
+    """Not all nodes run yet. After a failure that is a restart until they do, and the message names the failure."""
+    failure = status.last_failure
+    if status.state == "Restarting":
+        after = f"after {sentences.short(failure)}: " if failure is not None and is_restarted(status) else ""
+        state, text = "Restarting", f"{after}{text}"
+    entered = enter(status, state, reason, text, view.now)
+    return Decision(entered, actions, earliest(again_at, view.active_deadline(status), view.start_deadline(status)))
+
+
+def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
+    known = ranges.parse(status.started_nodes) | set(view.pods)
+    avoid = tuple(sorted(a.node for a in status.avoided_nodes if a.until > view.now))
+    missing = (rank for rank in range(view.spec.nodes) if rank not in known)
+    pods = [CreatePod(status.attempt, rank, avoid, naming.replacement(status, rank)) for rank in missing]
+    return (*(() if view.seen.service else (CreateService(),)), *pods)
+
+
+def _why_waiting(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[api.State, Reason, str]:
+    total = view.spec.nodes
+    unschedulable = [p for p in pods if p.unschedulable]
+    if unschedulable:
+        where = "; onePodPerNode keeps them apart" if total > 1 and podspec.gpus(view.spec.template) else ""
+        text = f"Unschedulable: {len(unschedulable)} of {total} pods: {unschedulable[0].unschedulable}{where}"
+        return "Pending", reasons.UNSCHEDULABLE, text
+    stuck = [p for p in pods if p.trainer.reason in CANNOT_START]
+    if stuck:
+        first = stuck[0]
+        why = f"{first.trainer.reason}: {first.trainer.message}"
+        return "Pending", reasons.CANNOT_START, f"{len(stuck)} of {total} pods cannot start: {first.name}: {why}"
+    ranks, plural = ranges.for_people([p.rank for p in pods]), "s" if len(pods) > 1 else ""
+    text = f"{total - len(pods)} of {total} nodes run; waiting for node{plural} {ranks}"
+    creating, is_long = pending.creating(view, status, pods)
+    if creating and is_long:
+        return "Pending", reasons.CANNOT_START, f"{text}; {creating}"
+    return "Starting", reasons.STARTING_TRAINERS, f"{text}; {creating}" if creating else text

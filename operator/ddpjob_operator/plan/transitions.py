@@ -1,0 +1,170 @@
+"""From one status to the next: the state and the time that it took, attempts, progress, failures.
+
+What is recorded already changes nothing: no function here counts anything twice when it is called twice.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+
+from msgspec.structs import replace
+
+from ddpjob_operator.failures import root_cause
+from ddpjob_operator.job import api, budgets
+from ddpjob_operator.job.reasons import Reason
+from ddpjob_operator.job.status import is_restarted
+from ddpjob_operator.observed.reports import Report
+
+FAILURES_MAX = 10
+MESSAGE_MAX = 4096
+
+
+def enter(status: api.Status, state: api.State, reason: Reason, message: str, now: dt.datetime) -> api.Status:
+    """The status in `state`; when the state changes, the time in the one before is added to the goodput."""
+    message = message[:MESSAGE_MAX]
+    if status.state == state:
+        return replace(status, reason=reason.name, message=message)
+    return replace(
+        status, state=state, reason=reason.name, message=message, state_time=now, goodput=goodput(status, now)
+    )
+
+
+def new_attempt(status: api.Status, at: dt.datetime) -> api.Status:
+    """The next generation of all pods, not before `at`: no node has started or completed in it."""
+    return replace(
+        status,
+        attempt=status.attempt + 1,
+        attempt_time=at,
+        started_nodes="",
+        completed_nodes="",
+        replacements={},
+        in_place=None,
+        running_time=None,
+        first_step_time=None,
+        furthest_step=budgets.furthest(status),
+    )
+
+
+def goodput(status: api.Status, now: dt.datetime) -> api.Goodput:
+    """Where the time went, the state that ends now included."""
+    before = status.goodput or api.Goodput()
+    after = replace(before, idle_since=None, counted_until=None)
+    since = max((t for t in (status.state_time, before.counted_until) if t is not None), default=now)
+    elapsed = max(0, round((now - since).total_seconds()))
+    if status.state == "Running":
+        after, elapsed = _running(after, status, since, elapsed)
+    if status.state == "Restarting" or (status.state == "Running" and is_restarted(status)):
+        after = replace(after, restarting_seconds=after.restarting_seconds + elapsed)
+    elif status.state in ("Pending", "Starting", "Running"):
+        after = replace(after, starting_seconds=after.starting_seconds + elapsed)
+    return replace(after, ratio=_ratio(after))
+
+
+def _running(before: api.Goodput, status: api.Status, since: dt.datetime, elapsed: int) -> tuple[api.Goodput, int]:
+    """With the seconds in which all nodes ran; and how many of them passed before the first step."""
+    if status.first_step_time is None:
+        # Imports, rendezvous and loading are not training; a job that reports no steps cannot tell them apart.
+        unreported = elapsed if status.furthest_step is None else 0
+        return replace(before, unreported_seconds=before.unreported_seconds + unreported), elapsed - unreported
+    idle_since = status.goodput.idle_since if status.goodput is not None else None
+    first = min(elapsed, max(0, round((status.first_step_time - since).total_seconds())))
+    last = elapsed if idle_since is None else min(elapsed, max(first, round((idle_since - since).total_seconds())))
+    counted = replace(
+        before,
+        productive_seconds=before.productive_seconds + last - first,
+        idle_seconds=before.idle_seconds + elapsed - last,
+    )
+    return counted, first
+
+
+def _ratio(spent: api.Goodput) -> float | None:
+    """None where no step was ever reported: running is not training, and a script that hangs runs as well."""
+    if spent.unreported_seconds and not spent.productive_seconds:
+        return None
+    total = (
+        spent.productive_seconds
+        + spent.unreported_seconds
+        + spent.idle_seconds
+        + spent.starting_seconds
+        + spent.restarting_seconds
+    )
+    return round(spent.productive_seconds / total, 3) if total else 0.0
+
+
+def with_idle(status: api.Status, since: dt.datetime | None) -> api.Status:
+    """The status in which no step has been made since then: until the next one that time is not productive."""
+    before = status.goodput or api.Goodput()
+    if since is None or status.state != "Running" or status.first_step_time is None or before.idle_since is not None:
+        return status
+    return replace(status, goodput=replace(before, idle_since=since))
+
+
+def _stepping_again(status: api.Status, at: dt.datetime) -> api.Status:
+    """The status once a step has followed on a time without any."""
+    if status.goodput is None or status.goodput.idle_since is None:
+        return status
+    return replace(status, goodput=replace(goodput(status, at), counted_until=at))
+
+
+def with_progress(status: api.Status, report: Report | None) -> api.Status:
+    """The status with what rank 0 reports; a report of an older attempt changes nothing."""
+    if report is None or report.received_at is None or not _is_of_these_ranks(report, report.received_at, status):
+        return status
+    before, progress = status.progress, _progress(report, status.attempt, report.received_at)
+    if before is not None and before.step != report.step:
+        status = _stepping_again(status, report.received_at)
+    if report.step and status.first_step_time is None:
+        status = replace(_with_lost_steps(status, report.step), first_step_time=report.received_at)
+    elif before is not None and before.attempt == status.attempt and 0 < report.step < before.step:
+        # A lower step in the same pods: the ranks were started again in them.
+        status = replace(_with_lost_steps(status, report.step), furthest_step=budgets.furthest(status))
+    if before is not None and replace(progress, updated=before.updated) == before:
+        return status  # hundreds of ranks repeat the same report every few seconds
+    return replace(status, progress=progress)
+
+
+def _is_of_these_ranks(report: Report, received_at: dt.datetime, status: api.Status) -> bool:
+    if not status.attempt or report.attempt not in (0, status.attempt):
+        return False
+    if status.attempt_time is not None and received_at < status.attempt_time:
+        return False  # of ranks before a pod was replaced
+    # The phase "start" reports that the library is initialized; the steps made before still stand.
+    return report.phase != "start"
+
+
+def _progress(report: Report, attempt: int, received_at: dt.datetime) -> api.Progress:
+    percent = min(100, 100 * report.step // report.total_steps) if report.total_steps else None
+    return api.Progress(
+        step=report.step,
+        total_steps=report.total_steps,
+        percent=percent,
+        eta_seconds=report.eta_seconds,
+        samples_per_second=report.samples_per_second,
+        world_size=report.world_size,
+        metrics=dict(sorted(report.metrics.items())),
+        attempt=attempt,
+        updated=received_at,
+    )
+
+
+def _with_lost_steps(status: api.Status, first_step: int) -> api.Status:
+    """The steps from where the ranks resumed to where those before them had come are made twice."""
+    before = status.progress
+    if before is None:
+        return status
+    goodput = status.goodput or api.Goodput()
+    lost = max(0, before.step - (first_step - 1))
+    return replace(status, goodput=replace(goodput, lost_steps=goodput.lost_steps + lost))
+
+
+def with_failure(status: api.Status, failure: api.Failure, message: str) -> api.Status:
+    """The status with a failure. One that is not settled yet takes the place of what it first looked like."""
+    line = api.FailureLine(
+        attempt=failure.attempt,
+        message=message[:300],
+        time=failure.time,
+        failure_class=failure.failure_class,
+        node=failure.node if root_cause.blames_node(failure) else "",
+    )
+    earlier = [f for f in status.failures if f.attempt != failure.attempt or f.failure_class]
+    return replace(status, last_failure=failure, failures=[*earlier, line][-FAILURES_MAX:])

@@ -1,0 +1,39 @@
+"""docs/architecture.md describes the code as it is."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from ddpjob_operator.plan import plan
+from ddpjob_operator.plan.decide import RULES
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs/architecture.md").read_text()
+ROOMS = ("", "operator/ddpjob_operator/", "trainer/ddpjob/")
+
+
+def _first_column(heading: str) -> list[str]:
+    section = TEXT.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(r"^\| (\w+) \|", section, re.MULTILINE)[1:]
+
+
+def test_the_page_lists_the_rules_in_the_order_in_which_they_are_asked() -> None:
+    assert _first_column("The rules") == [rule.__name__ for rule in RULES]
+
+
+def test_the_page_lists_the_phases_in_the_order_in_which_a_plan_calls_them() -> None:
+    calls = re.findall(r"= (\w+)\(|return (\w+)\(view", inspect.getsource(plan.plan))
+    assert _first_column("The four phases of a plan") == [name for pair in calls for name in pair if name]
+
+
+@pytest.mark.parametrize("named", sorted(set(re.findall(r"[\w/]+(?:/\w+\.py|/(?=[ ,|`]))", TEXT))))
+def test_every_file_that_the_page_names_is_there(named: str) -> None:
+    assert any((ROOT / room / named).exists() for room in ROOMS)
+
+
+def test_the_page_is_short_enough_to_be_read() -> None:
+    assert len(TEXT.splitlines()) <= 150

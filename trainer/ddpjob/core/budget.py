@@ -1,0 +1,358 @@
+"""The ledger of restarts: both sides of what a job's restarts cost, the operator's and that of the agents in its pods.
+
+Two parties restart: the operator makes new pods, and the agent of node 0 starts the ranks again in the pods that are
+there. They do not ask each other before, because a restart in place must not wait for a network. So each keeps its own
+counts, and what the other side has spent is known from three things that only grow:
+
+    Spent   what one agent has spent in its life. It says so again and again, in reports and in its last message.
+    Known   what of that the operator has counted. It is recorded in the status in the same write as the counts.
+    Grant   in the environment of each new pod: what is left by the operator's counts, and its Known. An agent brings
+            its own to node 0, whose agent goes by the one that was made last.
+
+The invariant, for each budget that only grows (application without a window, stall):
+
+    Nothing twice: the counts in the status are what the operator itself has charged + all that it was ever known of
+    agents. A report adds only what exceeds Known, so one that is repeated, late or out of order adds nothing.
+
+    Nothing forgotten: an agent says all that it has spent, so the last of its reports is worth all of them. Lost is
+    only what the agent in a pod of node 0 had not yet reported when the agent in the next pod of node 0 was counted.
+
+    Together at most what the user gave: left + known = the limit - what the operator itself has charged - what earlier
+    agents had spent. So an agent that goes by a grant stays within the limit however much of its own spending was
+    heard of. Beyond it is at most what crossed: what one side had spent unknown to the other when that one spent.
+
+What an agent reports is not trusted: it is counted up to one restart beyond the limit, which ends the job, no further.
+
+Standard library only, no I/O, no clock; imported by `ddprun` before its ranks start, so nothing slow (dataclasses, re).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import datetime as dt
+
+ChargedTo = Literal["application", "infrastructure", "stall"]
+Stop = Literal[
+    "", "BackoffLimitExceeded", "NoProgress", "PermanentFailure", "TooManyInfrastructureFailures", "TooManyStalls"
+]
+
+BACKOFF_LIMIT = 3
+# A job on preemptible nodes may lose hundreds of them in a week and be healthy: what counts is how many in a row.
+INFRASTRUCTURE_IN_A_ROW_MAX = 100
+STALLS_MAX = 10
+NO_PROGRESS_MAX = 3
+BACK_OFF_SECONDS_MAX = 300
+# As the kubelet resets its crash back-off: a job that reports no steps has nothing else to show that it went well. So
+# the next restart is immediate again; how many restarts may be free is another question, which time does not answer.
+RESET_AFTER_SECONDS = 600
+
+
+class Limits(NamedTuple):
+    """What the user allows."""
+
+    backoff_limit: int = BACKOFF_LIMIT
+    window_seconds: int | None = None
+    """Only what was charged within it counts against backoff_limit."""
+
+
+class Attempt(NamedTuple):
+    """What the attempt that failed had done."""
+
+    made_a_new_step: bool
+    """Whether it went beyond the furthest step of all attempts before."""
+    reports_steps: bool
+    """Whether any attempt of the job ever reported a step."""
+    ran_seconds: float
+    """How long all its ranks ran together."""
+    only_complaints: bool = False
+    """Whether its ranks complained of lost peers, and nothing else was seen of a node, a pod or a connection."""
+
+
+class Spent(NamedTuple):
+    """Restarts, by what they are charged to."""
+
+    application: int = 0
+    infrastructure: int = 0
+    stall: int = 0
+
+    @property
+    def total(self) -> int:
+        """All restarts."""
+        return sum(self)
+
+
+class Known(NamedTuple):
+    """What the operator has counted of the agent that spoke last."""
+
+    replacement: int = -1
+    """Which pod of node 0 it runs in; -1: none has spoken."""
+    spent: Spent = Spent()
+
+    def of(self, replacement: int) -> Spent:
+        """What is counted of the agent in this pod of node 0: another agent's restarts are not its own."""
+        return self.spent if self.replacement == replacement else Spent()
+
+
+class History(NamedTuple):
+    """What failures have cost so far, by the counts of one side; it grows with each."""
+
+    application: int = 0
+    infrastructure: int = 0
+    stall: int = 0
+    in_a_row: int = 0
+    """Restarts without a new step since the last one: the back-off follows it."""
+    charged_in_a_row: int = 0
+    """Those of them that application or stall are charged for."""
+    charged_at: tuple[dt.datetime, ...] = ()
+    """When the application was charged, as far back as backoff_limit looks."""
+    uncharged_in_a_row: int = 0
+    """Restarts for the nodes' sake since the last new step: what is free has this bound, however long attempts run."""
+    peers_lost: int = 0
+    """Those of them for which only complaints about lost peers were found."""
+
+    @property
+    def spent(self) -> Spent:
+        """The restarts alone."""
+        return Spent(*self[:3])
+
+    @property
+    def total(self) -> int:
+        """All restarts."""
+        return self.spent.total
+
+
+class Grant(NamedTuple):
+    """What is left of the job's restarts, as the operator had counted them when it made a pod."""
+
+    application: int
+    infrastructure: int
+    stall: int
+    in_a_row: int = 0
+    """Restarts of the job so far that brought no new step: the back-off goes on from there."""
+    charged_in_a_row: int = 0
+    peers_lost: int = 0
+    """Restarts since then for which only complaints about lost peers were found."""
+    step: int = 0
+    """The furthest that the job had come."""
+    replaced: int = 0
+    """Pods of the attempt that had been replaced by then: of two grants, the one where it is higher was made later."""
+    known: Known = Known()
+
+    @staticmethod
+    def of(
+        history: History, limits: Limits, at: dt.datetime | None, *, step: int, replaced: int, known: Known
+    ) -> Grant:
+        """That of a pod which is made by these counts. at: when its attempt began."""
+        return Grant(
+            application=max(0, limits.backoff_limit - counted(history, limits, at)),
+            infrastructure=max(0, INFRASTRUCTURE_IN_A_ROW_MAX - history.uncharged_in_a_row),
+            stall=max(0, STALLS_MAX - history.stall),
+            in_a_row=history.in_a_row,
+            charged_in_a_row=history.charged_in_a_row,
+            peers_lost=history.peers_lost,
+            step=step,
+            replaced=replaced,
+            known=known,
+        )
+
+    def text(self) -> str:
+        """DDPJOB_RESTARTS_LEFT."""
+        values = {key: getattr(self, name) for name, key in _KEYS.items()}
+        if self.known.replacement >= 0:
+            values["known"] = {"replacement": self.known.replacement, **self.known.spent._asdict()}
+        return json.dumps(values)
+
+    @staticmethod
+    def read(text: str) -> Grant:
+        """The inverse. Raises ValueError."""
+        try:
+            values = json.loads(text)
+            known = values.get("known")
+            return Grant(
+                **_spent(values)._asdict(),
+                **{name: natural(values.get(key, 0)) for name, key in list(_KEYS.items())[3:]},
+                known=Known() if known is None else Known(natural(known["replacement"]), _spent(known)),
+            )
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise ValueError(
+                f'DDPJOB_RESTARTS_LEFT: {text[:100]!r} is not {{"application": 3, "infrastructure": 100, "stall": 10}}.'
+            ) from None
+
+
+class Budget(NamedTuple):
+    """What the agent of node 0 may spend in its life, by what it is charged to and in all, and what it has spent."""
+
+    application: int
+    infrastructure: int
+    stall: int
+    total: int
+    history: History = History()
+    """Its own restarts; those in a row go on from the operator's."""
+    max_restarts: int | None = None
+    """--max-restarts, where it was set."""
+    replaced: int = 0
+    """As in the grant that it goes by."""
+
+    @staticmethod
+    def of(grant: Grant, max_restarts: int | None) -> Budget:
+        """That of an agent that has spent nothing yet."""
+        return Budget(0, 0, 0, 0, max_restarts=max_restarts)._by(grant, Spent())
+
+    def renewed(self, grant: Grant, replacement: int) -> Budget:
+        """By the grant of another pod, where it was made later. replacement: which pod of node 0 this agent runs in."""
+        return self if grant.replaced <= self.replaced else self._by(grant, grant.known.of(replacement))
+
+    def allows(self, to: ChargedTo, after: History) -> bool:
+        """Whether a restart is left that makes the history this one."""
+        return bool(getattr(after, to) <= getattr(self, to)) and after.total <= self.total
+
+    @property
+    def report(self) -> dict[str, int]:
+        """What the agent says of it."""
+        h = self.history
+        return {**h.spent._asdict(), "inARow": h.in_a_row, "chargedInARow": h.charged_in_a_row}
+
+    def _by(self, grant: Grant, known: Spent) -> Budget:
+        """known: what the operator had counted of this agent: it is no longer left, because this agent has spent it."""
+        in_life = [left + own for left, own in zip(grant[:3], known, strict=True)]
+        most = sum(in_life) if self.max_restarts is None else self.max_restarts
+        application, infrastructure, stall = (min(most, number) for number in in_life)
+        history = self.history
+        return self._replace(
+            application=application,
+            infrastructure=infrastructure,
+            stall=stall,
+            total=min(most, application + infrastructure + stall),
+            history=history._replace(
+                in_a_row=grant.in_a_row + history.total - known.total,
+                charged_in_a_row=grant.charged_in_a_row + _charged(history.spent) - _charged(known),
+                peers_lost=history.peers_lost if history.total else grant.peers_lost,
+            ),
+            replaced=grant.replaced,
+        )
+
+
+def newly_spent(
+    known: Known, replacement: int, reported: Spent, history: History, limits: Limits, now: dt.datetime
+) -> Spent:
+    """What the agent in this pod of node 0 reports beyond what is counted of it, as far as it is believed.
+
+    An honest agent stops at its budget, so one restart beyond the limit is enough to end the job. Infrastructure has
+    no limit but in a row.
+    """
+    if replacement < known.replacement:
+        return Spent()
+    most = (limits.backoff_limit + 1 - counted(history, limits, now), reported[1], STALLS_MAX + 1 - history.stall)
+    counts = zip(reported, known.of(replacement), most, strict=True)
+    return Spent(*(max(0, min(told - before, bound)) for told, before, bound in counts))
+
+
+def with_newly_spent(
+    history: History,
+    new: Spent,
+    limits: Limits,
+    now: dt.datetime,
+    *,
+    in_a_row: int,
+    charged_in_a_row: int,
+    peers_lost: int,
+    made_a_new_step: bool,
+) -> History:
+    """The operator's history with that, as `charge` counts one failure.
+
+    in_a_row, charged_in_a_row: as the agent reports them; more than those before and the new ones are not believed.
+    """
+    after = _with(history, new, limits, now, peers_lost, made_a_new_step=made_a_new_step)
+    return after._replace(
+        in_a_row=min(in_a_row, history.in_a_row + new.total),
+        charged_in_a_row=min(charged_in_a_row, history.charged_in_a_row + new.total),
+    )
+
+
+def charge(to: ChargedTo, history: History, attempt: Attempt, limits: Limits, now: dt.datetime) -> History:
+    """The history of either side with one more failure."""
+    reset = attempt.made_a_new_step or (not attempt.reports_steps and attempt.ran_seconds >= RESET_AFTER_SECONDS)
+    new = Spent(**{to: 1})
+    peers_lost = int(to == "infrastructure" and attempt.only_complaints)
+    after = _with(history, new, limits, now, peers_lost, made_a_new_step=attempt.made_a_new_step)
+    return after._replace(
+        in_a_row=1 if reset else history.in_a_row + 1,
+        charged_in_a_row=0 if reset else history.charged_in_a_row + _charged(new),
+    )
+
+
+def exhausted(to: ChargedTo, after: History, attempt: Attempt, limits: Limits, now: dt.datetime) -> Stop:
+    """Why no restart follows on the failure that made the history this one; empty: one does."""
+    if to == "application" and counted(after, limits, now) > limits.backoff_limit:
+        return "BackoffLimitExceeded"
+    if to == "stall" and after.stall > STALLS_MAX:
+        return "TooManyStalls"
+    if to == "infrastructure" and after.uncharged_in_a_row > INFRASTRUCTURE_IN_A_ROW_MAX:
+        return "TooManyInfrastructureFailures"
+    if to != "infrastructure" and attempt.reports_steps and after.charged_in_a_row >= NO_PROGRESS_MAX:
+        return "NoProgress"
+    return ""
+
+
+def back_off_seconds(in_a_row: int) -> int:
+    """0 for the first restart in a row, then 1, 2, 4 … 300."""
+    return 0 if in_a_row <= 1 else min(2 ** min(in_a_row - 2, 20), BACK_OFF_SECONDS_MAX)
+
+
+def counted(history: History, limits: Limits, now: dt.datetime | None) -> int:
+    """The restarts that count against backoff_limit now; None: all."""
+    if limits.window_seconds is None or now is None:
+        return history.application
+    return sum((now - at).total_seconds() < limits.window_seconds for at in history.charged_at)
+
+
+def natural(value: Any) -> int:
+    """A count as JSON has it. Raises ValueError."""
+    if type(value) is not int or value < 0:
+        raise ValueError(value)
+    return value
+
+
+_KEYS = {
+    **{name: name for name in Spent._fields},
+    "in_a_row": "inARow",
+    "charged_in_a_row": "chargedInARow",
+    "peers_lost": "peersLost",
+    "step": "step",
+    "replaced": "replaced",
+}
+"""The names of a grant's fields in JSON."""
+
+
+def _spent(values: Any) -> Spent:
+    return Spent(*(natural(values[name]) for name in Spent._fields))
+
+
+def _charged(spent: Spent) -> int:
+    return spent.application + spent.stall
+
+
+def _with(
+    history: History, new: Spent, limits: Limits, now: dt.datetime, peers_lost: int, *, made_a_new_step: bool
+) -> History:
+    """All but what is in a row: the back-off may be reset where what is free is not."""
+    uncharged, lost_before = (0, 0) if made_a_new_step else (history.uncharged_in_a_row, history.peers_lost)
+    return history._replace(
+        application=history.application + new.application,
+        infrastructure=history.infrastructure + new.infrastructure,
+        stall=history.stall + new.stall,
+        charged_at=_times(history, new.application, limits, now),
+        uncharged_in_a_row=uncharged + new.infrastructure,
+        peers_lost=lost_before + peers_lost,
+    )
+
+
+def _times(history: History, new: int, limits: Limits, now: dt.datetime) -> tuple[dt.datetime, ...]:
+    """Only a window needs them, and none looks further back than its limit."""
+    if limits.window_seconds is None:
+        return ()
+    kept = limits.backoff_limit + 1
+    return (*history.charged_at, *(now,) * min(new, kept))[-kept:]
