@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
@@ -206,8 +205,7 @@ def test_a_restart_in_place_that_only_complaints_explain_blames_nobody_and_says_
     world = trained()
     agent = charged(infrastructure=1)
     lost = "RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.4]:4711"
-    failure = dataclasses.replace(
-        agent.failures[0],
+    failure = agent.failures[0]._replace(
         exit_code=1,
         signal="",
         failure_class="infrastructure",

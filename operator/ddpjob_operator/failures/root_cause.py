@@ -446,7 +446,15 @@ def _precedence_of_stopped(pod: Pod, report: ContainerReport, code: int | None) 
 
 def _own_precedence(report: ContainerReport, code: int | None) -> Precedence:
     resumable = report.resumable or code == rules.RESUMABLE_EXIT_CODE
-    return replace(report, exit_code=code, resumable=resumable).precedence
+    return failures.Failure(
+        exit_code=code,
+        exception=report.exception,
+        resumable=resumable,
+        symptom=report.symptom,
+        stalled=report.stalled,
+        early=report.early,
+        bad_nodes=report.bad_nodes,
+    ).precedence
 
 
 def _failed_before_its_deletion(report: ContainerReport, code: int | None) -> bool:

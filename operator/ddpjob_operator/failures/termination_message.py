@@ -51,9 +51,19 @@ _BORDER = re.compile(r"^(?:={7,}|\*{7,}|-{7,})\s*$")
 
 
 @dataclass(frozen=True)
-class ContainerReport(Failure):
-    """How a container's end reads; all of it may be missing. rank: the one that failed first in this container."""
+class ContainerReport:
+    """How a container's end reads; all of it may be missing. As in Failure, of the rank that failed first in it."""
 
+    rank: int | None = None
+    exit_code: int | None = None
+    exception: str = ""
+    step: int = 0
+    time: float = 0.0
+    resumable: bool = False
+    symptom: bool = False
+    stalled: bool = False
+    early: bool = False
+    bad_nodes: tuple[int, ...] = ()
     log: str = ""
     """What it printed."""
     done: bool = False
@@ -315,7 +325,7 @@ def _message(text: str) -> tuple[Message | None, str]:
     if type(written.get("ddpjob")) is not int or written["ddpjob"] != 1:
         return None, text
     # Again: JSON has made characters of \u001b that were none when the text was cleaned.
-    failure = replace(failure, exception=clean(failure.exception), traceback=clean(failure.traceback))
+    failure = failure._replace(exception=clean(failure.exception), traceback=clean(failure.traceback))
     return Message(failure, ended=written.get("ended") is True, agent=agent), rest
 
 

@@ -13,7 +13,6 @@ import select
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ddpjob.agent import environment, processes
@@ -212,7 +211,7 @@ class Agent:
         """
         known = self.node.termination_message() if code != 0 else None
         if code != 0 and failure is not None and failure.rank is not None and self.is_mine(failure):
-            known = replace(failure, traceback=self.node.traceback_of(failure.rank))
+            known = failure._replace(traceback=self.node.traceback_of(failure.rank))
         group = ({"ended": True} if ended else {}) | ({"agent": account} if account else {})
         if known is not None or (group and (code != 0 or account)):
             message = ({} if known is None else known.as_dict()) | group

@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from ddpjob.agent import environment, processes
@@ -210,7 +209,7 @@ class Node:
         # Not the application's, and no complaint about a peer.
         failure = self._failure(local_rank, RESUMABLE)
         text = f"not started: {error}"
-        self.failures.append(replace(failure, exception=text, resumable=False, symptom=True, unstarted=True))
+        self.failures.append(failure._replace(exception=text, resumable=False, symptom=True, unstarted=True))
 
     def _start_rank(self, local_rank: int) -> int:
         assert self._life is not None
@@ -267,13 +266,13 @@ class Node:
             if not port or rules.port_in_use(failure.exception) != port:
                 continue
             if failure.rank == 0:
-                self.failures[i] = replace(failure, symptom=True)  # somebody was faster
+                self.failures[i] = failure._replace(symptom=True)  # somebody was faster
             else:
                 text = (
                     f"port {port} is in use: it is rank 0's, and rank {failure.rank} took itself for rank 0 "
                     f"({failure.exception})"
                 )
-                self.failures[i] = replace(failure, exception=text[:EXCEPTION_MAX])
+                self.failures[i] = failure._replace(exception=text[:EXCEPTION_MAX])
 
     def _add_termination_message(self) -> None:
         """A rank knows better why it failed: also one that was stopped while it wrote so.
@@ -344,8 +343,7 @@ def _recorded(path: str) -> tuple[str, str]:
 
 def _with_message(failure: Failure, message: Failure) -> Failure:
     """How the process ended is seen here; what it wrote says why."""
-    return replace(
-        message,
+    return message._replace(
         exit_code=failure.exit_code,
         signal=failure.signal,
         exception=message.exception or failure.exception,

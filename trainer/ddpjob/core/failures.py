@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -68,8 +67,7 @@ def root_cause(failures: Iterable[F]) -> F:
     return min(failures, key=lambda failure: failure.precedence)
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """How a rank, or a node as a whole, has failed, as far as it is known in its pod."""
 
     rank: int | None = None
@@ -127,7 +125,7 @@ class Failure:
 
     def brief(self) -> Failure:
         """As much of it as a line between agents and a report hold."""
-        return replace(self, exception=self.exception[:BRIEF_MAX], traceback="")
+        return self._replace(exception=self.exception[:BRIEF_MAX], traceback="")
 
     def as_dict(self) -> dict[str, Any]:
         """For a termination message, a line between agents or a report; what is unknown or False is left out."""

@@ -17,7 +17,6 @@ import os
 import sys
 import time
 import traceback
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -58,21 +57,20 @@ def tell(error: BaseException) -> None:
         trace = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__, limit=-FRAMES_MAX))
         signal = "SIGINT" if isinstance(error, KeyboardInterrupt) else ""
         exception = exit_sentence(error) or exception_line(cause)
-        _leave(replace(_of_rank(), exit_code=code, signal=signal, exception=exception, traceback=trace))
+        _leave(_of_rank()._replace(exit_code=code, signal=signal, exception=exception, traceback=trace))
 
 
 def tell_stopped(step: int) -> None:
     """Write that this process was told to stop and has saved this step; never raises."""
     with contextlib.suppress(Exception):
-        _leave(replace(_of_rank(), exit_code=rules.RESUMABLE_EXIT_CODE, step=step, resumable=True))
+        _leave(_of_rank()._replace(exit_code=rules.RESUMABLE_EXIT_CODE, step=step, resumable=True))
 
 
 def tell_unfit(rank: int, exception: str, bad_nodes: list[int]) -> None:
     """Write which nodes the pre-flight has found bad, for all of the job; never raises."""
     with contextlib.suppress(Exception):
         _leave(
-            replace(
-                _of_rank(),
+            _of_rank()._replace(
                 rank=rank,
                 exit_code=rules.RESUMABLE_EXIT_CODE,
                 exception=exception[:EXCEPTION_MAX],

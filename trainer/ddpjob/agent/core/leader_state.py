@@ -16,7 +16,6 @@ charged here.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ddpjob.agent.core.stall_rules import Position, Standstill
@@ -350,7 +349,7 @@ class Lead:
             return self._end(_job_code(failure), failure, f"{describe(failure)}; {verdict}", now)
         self.said = f"{describe(failure)}; charged to {verdict.charged_to}, waiting {verdict.wait_seconds} s"
         self._budget = self._budget._replace(history=verdict.history)
-        charged = replace(failure, charged_to=verdict.charged_to or "")
+        charged = failure._replace(charged_to=verdict.charged_to or "")
         self.charged = [*self.charged, charged][-CHARGED_MAX:]
         return self._pause(verdict.wait_seconds, now)
 
@@ -386,7 +385,7 @@ class Lead:
         moment = dt.datetime.fromtimestamp(max(0.0, now), dt.timezone.utc)
         limits, history = Limits(backoff_limit=self._budget.application), self._budget.history
         found, is_elsewhere = self._class_of(failure, history, attempt)
-        failure = replace(failure, failure_class=found)
+        failure = failure._replace(failure_class=found)
         self._furthest_before = self.furthest_step
         verdict = rules.judge(found, history, attempt, limits, moment)
         if is_elsewhere and found == "infrastructure":
@@ -490,7 +489,7 @@ def explained(failure: Failure, ended: Sequence[Ended]) -> Failure:
 
     rank, step = min(ended)
     text = rules.ended_early(step or None, f"rank {failure.rank}", failure.step or None)
-    return replace(failure, rank=rank, exit_code=0, signal="", exception=text, step=step, symptom=False, early=True)
+    return failure._replace(rank=rank, exit_code=0, signal="", exception=text, step=step, symptom=False, early=True)
 
 
 def describe(failure: Failure) -> str:
