@@ -27,8 +27,8 @@ check: install ## Style, types, layers, and that generated files are what the co
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/ddpjob crd | diff -u $(CRD) - || (echo "the CRD differs from the types: make generate"; exit 1)
-	$(BIN)/python -m ddpjob_operator.job.reference | diff -u docs/reference.md - || (echo "make generate"; exit 1)
-	$(BIN)/python -m ddpjob_operator.check.document | diff -u docs/check.md - || (echo "make generate"; exit 1)
+	$(BIN)/python tools/reference_page.py | diff -u docs/reference.md - || (echo "make generate"; exit 1)
+	$(BIN)/python tools/check_page.py | diff -u docs/check.md - || (echo "make generate"; exit 1)
 
 quick: check ## Style, types, and the tests that start no process: what a change in the core or the chart needs first.
 	$(PYTEST) --quiet -m "not long" tests/unit tests/property tests/chart
@@ -63,8 +63,8 @@ format: install ## Bring the code into shape.
 
 generate: install ## Write the CRD and the reference from the types.
 	$(BIN)/ddpjob crd > $(CRD)
-	$(BIN)/python -m ddpjob_operator.job.reference > docs/reference.md
-	$(BIN)/python -m ddpjob_operator.check.document > docs/check.md
+	$(BIN)/python tools/reference_page.py > docs/reference.md
+	$(BIN)/python tools/check_page.py > docs/check.md
 
 clean: ## Remove what was made here.
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -116,14 +116,26 @@ def test_nodes_that_share_a_folder_meet_in_a_file_there(cli: Cli, alone: str) ->
         ("torchrun x.py", {"minNodes": 1}, "elastic jobs are not available yet"),
         ("torchrun --nproc_per_node=4 x.py", {"nprocPerNode": 2}, "contradicts spec.nprocPerNode: 2"),
         ("torchrun --rdzv-backend=c10d x.py", {}, "Add --rdzv_endpoint=$(MASTER_ADDR):$(MASTER_PORT)"),
-        ("torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 x.py", {}, "keeps 2 nodes apart"),
+        (
+            "torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 x.py",
+            {},
+            "is not an address at which 2 nodes can find rank 0",
+        ),
         ("python -m torch.distributed.launch --node_rank=0 x.py", {}, "gives all 2 nodes the same rank"),
-        ("python -m torch.distributed.launch --master_addr=127.0.0.1 x.py", {}, "keeps 2 nodes apart"),
-        ("python -m torch.distributed.launch --master_port=0 x.py", {}, "port 0 is another one on each of 2 nodes"),
+        (
+            "python -m torch.distributed.launch --master_addr=127.0.0.1 x.py",
+            {},
+            "is not an address at which 2 nodes can find rank 0",
+        ),
+        ("python -m torch.distributed.launch --master_port=0 x.py", {}, "port 0 is another port on each of 2 nodes"),
         ("python -m torch.distributed.launch --no_python ./x", {}, "cannot hand over --local-rank"),
         ("python -m torch.distributed.launch --nproc_per_node=gpu x.py", {}, "the trainer's limits have no GPU"),
         ("python /a/torch/distributed/launch.py --nnodes=1 x.py", {}, "--nnodes=1 contradicts spec.nodes: 2"),
-        ("python x.py --dist-url file:///tmp/meet", {}, "2 nodes share no folder there, so they never meet"),
+        (
+            "python x.py --dist-url file:///tmp/meet",
+            {},
+            "2 nodes share no folder there, so the rendezvous never completes",
+        ),
     ],
 )
 def test_a_way_that_cannot_work_is_refused_before_anything_starts(

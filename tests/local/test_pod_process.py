@@ -20,15 +20,15 @@ def pod(container: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> pod_process.Place:
-    return pod_process.Place(tmp_path, tmp_path / "volumes", {"PATH": "/bin:/usr/bin", "HOME": "/h", "RANK": "7"})
+def slot(tmp_path: Path) -> pod_process.Slot:
+    return pod_process.Slot(tmp_path, tmp_path / "volumes", {"PATH": "/bin:/usr/bin", "HOME": "/h", "RANK": "7"})
 
 
 def refused(body: dict[str, Any]) -> list[str]:
     return [str(p) for p in pod_process.problems(body)]
 
 
-def test_command_args_and_variables_are_expanded_as_the_kubelet_does(place: pod_process.Place) -> None:
+def test_command_args_and_variables_are_expanded_as_the_kubelet_does(slot: pod_process.Slot) -> None:
     body = pod(
         {
             "command": ["sh", "-c", "echo $(NODE_RANK) $$(NODE_RANK) $(UNKNOWN) $(MINE)"],
@@ -36,24 +36,23 @@ def test_command_args_and_variables_are_expanded_as_the_kubelet_does(place: pod_
             "env": [{"name": "MINE", "value": "n$(NNODES)"}],
         }
     )
-    assert pod_process.process(body, place).argv == ["sh", "-c", "echo 1 $(NODE_RANK) $(UNKNOWN) n2", "n2"]
+    assert pod_process.process(body, slot).argv == ["sh", "-c", "echo 1 $(NODE_RANK) $(UNKNOWN) n2", "n2"]
 
 
-def test_the_callers_environment_is_there_but_not_the_variables_of_an_outer_job(place: pod_process.Place) -> None:
-    env = pod_process.process(pod({"command": ["x"]}), place).env
+def test_the_callers_environment_is_there_but_not_the_variables_of_an_outer_job(slot: pod_process.Slot) -> None:
+    env = pod_process.process(pod({"command": ["x"]}), slot).env
     assert (env["HOME"], env["RANK"]) == ("/h", "1")
     assert (
-        "RANK"
-        not in pod_process.process(pod({"command": ["x"]}) | {"spec": {"containers": [{"name": "t"}]}}, place).env
+        "RANK" not in pod_process.process(pod({"command": ["x"]}) | {"spec": {"containers": [{"name": "t"}]}}, slot).env
     )
 
 
-def test_a_job_runs_in_the_callers_folder_unless_it_names_one(place: pod_process.Place) -> None:
-    assert pod_process.process(pod({"command": ["x"]}), place).cwd == str(place.cwd)
-    assert pod_process.process(pod({"command": ["x"], "workingDir": "/usr"}), place).cwd == "/usr"
+def test_a_job_runs_in_the_callers_folder_unless_it_names_one(slot: pod_process.Slot) -> None:
+    assert pod_process.process(pod({"command": ["x"]}), slot).cwd == str(slot.cwd)
+    assert pod_process.process(pod({"command": ["x"], "workingDir": "/usr"}), slot).cwd == "/usr"
 
 
-def test_volumes_become_folders_and_their_paths_are_put_in_place(place: pod_process.Place, tmp_path: Path) -> None:
+def test_volumes_become_folders_and_their_paths_are_put_in_place(slot: pod_process.Slot, tmp_path: Path) -> None:
     body = pod(
         {
             "command": ["x", "--out", "/data/run", "--data=/data", "/database", "/in/a"],
@@ -65,14 +64,14 @@ def test_volumes_become_folders_and_their_paths_are_put_in_place(place: pod_proc
             {"name": "h", "hostPath": {"path": str(tmp_path), "type": "Directory"}},
         ],
     )
-    process = pod_process.process(body, place)
+    process = pod_process.process(body, slot)
     here = tmp_path / "volumes" / "d"
     assert process.argv == ["x", "--out", f"{here}/run", f"--data={here}", "/database", f"{tmp_path}/s/a"]
     assert process.env["CACHE"] == f"{here}/cache:{tmp_path}/s"
     assert process.folders == [here], "a hostPath of type Directory must be there already"
 
 
-def test_a_folder_whose_own_path_contains_another_mount_is_not_replaced_twice(place: pod_process.Place) -> None:
+def test_a_folder_whose_own_path_contains_another_mount_is_not_replaced_twice(slot: pod_process.Slot) -> None:
     body = pod(
         {
             "command": ["x", "/a/b", "/v"],
@@ -80,14 +79,14 @@ def test_a_folder_whose_own_path_contains_another_mount_is_not_replaced_twice(pl
         },
         volumes=[{"name": "v", "hostPath": {"path": "/v/inner"}}, {"name": "w", "hostPath": {"path": "/w"}}],
     )
-    assert pod_process.process(body, place).argv == ["x", "/v/inner", "/w"]
+    assert pod_process.process(body, slot).argv == ["x", "/v/inner", "/w"]
 
 
 def test_a_tmp_that_a_read_only_root_asks_for_leaves_the_callers_folders_alone(tmp_path: Path) -> None:
     clone = Path("/tmp/clone")
     mount = {"name": "tmp", "mountPath": "/tmp"}
     body = pod({"command": ["x", "/tmp/cache"], "volumeMounts": [mount]}, volumes=[{"name": "tmp", "emptyDir": {}}])
-    process = pod_process.process(body, pod_process.Place(clone, tmp_path / "volumes", {}))
+    process = pod_process.process(body, pod_process.Slot(clone, tmp_path / "volumes", {}))
     assert (process.cwd, process.argv, process.folders) == ("/tmp/clone", ["x", "/tmp/cache"], [])
 
 
@@ -95,13 +94,21 @@ def test_a_tmp_that_a_read_only_root_asks_for_leaves_the_callers_folders_alone(t
     ("container", "spec", "part"),
     [
         ({}, {"initContainers": [{"name": "i"}]}, "initContainers: init containers do not run locally"),
-        ({}, {"volumes": [{"name": "s", "secret": {"secretName": "x"}}]}, "volumes[0]: s: a secret volume is not here"),
-        ({}, {"volumes": [{"name": "p", "persistentVolumeClaim": {}}]}, "a persistentVolumeClaim volume is not here"),
+        (
+            {},
+            {"volumes": [{"name": "s", "secret": {"secretName": "x"}}]},
+            "volumes[0]: s: a secret volume does not exist locally",
+        ),
+        (
+            {},
+            {"volumes": [{"name": "p", "persistentVolumeClaim": {}}]},
+            "a persistentVolumeClaim volume does not exist locally",
+        ),
         ({"envFrom": [{"secretRef": {"name": "x"}}]}, {}, "envFrom: there are no Secrets or ConfigMaps"),
         (
             {"env": [{"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "x", "key": "y"}}}]},
             {},
-            "env[0]: TOKEN comes from a secretKeyRef, which is not here. Set it with --env TOKEN=…",
+            "env[0]: TOKEN comes from a secretKeyRef, which does not exist locally. Set it with --env TOKEN=…",
         ),
         ({"lifecycle": {"preStop": {}}}, {}, "lifecycle: hooks do not run locally"),
     ],
@@ -123,7 +130,7 @@ def test_what_only_places_a_pod_is_ignored_and_said() -> None:
     assert refused(body) == []
 
 
-def test_the_downward_api_and_optional_secrets_are_honoured(place: pod_process.Place) -> None:
+def test_the_downward_api_and_optional_secrets_are_honoured(slot: pod_process.Slot) -> None:
     env = [
         {"name": "POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
@@ -131,7 +138,7 @@ def test_the_downward_api_and_optional_secrets_are_honoured(place: pod_process.P
         {"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "x", "key": "y", "optional": True}}},
     ]
     body = pod({"command": ["x"], "env": env})
-    values = pod_process.process(body, place).env
+    values = pod_process.process(body, slot).env
     assert (values["POD"], values["IP"], values["R"]) == ("digits-1-1", "127.0.0.1", "1")
     assert "KEY" not in values
     assert refused(body) == []
@@ -141,7 +148,7 @@ def test_the_downward_api_and_optional_secrets_are_honoured(place: pod_process.P
     ("container", "part"),
     [
         ({"command": ["no-such-program"]}, '"no-such-program" is not a program on this machine'),
-        ({"command": []}, "has no command: the image's own is not known here. Set command."),
+        ({"command": []}, "has no command, and the image's command is not used locally. Set command."),
         ({"command": ["sh"], "workingDir": "/nowhere"}, "there is no folder /nowhere on this machine"),
         ({"command": ["./not-executable"]}, "is not a program on this machine"),
         ({"command": ["sh"], "workingDir": "/" + "x" * 5000}, "there is no folder /xxx"),
@@ -150,28 +157,30 @@ def test_the_downward_api_and_optional_secrets_are_honoured(place: pod_process.P
     ],
 )
 def test_what_could_not_start_is_named_before_anything_starts(
-    place: pod_process.Place, container: dict, part: str
+    slot: pod_process.Slot, container: dict, part: str
 ) -> None:
-    (problem,) = pod_process.start_problems(pod(container), place)
+    (problem,) = pod_process.start_problems(pod(container), slot)
     assert part in str(problem)
 
 
 @pytest.mark.parametrize("volume", [{"name": "v"}, {"name": "v", "emptyDir": None}, {"name": "v", "hostPath": None}])
-def test_a_volume_without_a_kind_is_an_empty_folder_as_in_the_cluster(place: pod_process.Place, volume: dict) -> None:
+def test_a_volume_without_a_kind_is_an_empty_folder_as_in_the_cluster(slot: pod_process.Slot, volume: dict) -> None:
     """`volumes: [{name: cache}]` works on a cluster, and ended in a stack here."""
     body = pod({"command": ["ls", "/d/x"], "volumeMounts": [{"name": "v", "mountPath": "/d"}]}, volumes=[volume])
-    process = pod_process.process(body, place)
-    assert (process.argv[1], process.folders) == (f"{place.volumes}/v/x", [place.volumes / "v"])
+    process = pod_process.process(body, slot)
+    assert (process.argv[1], process.folders) == (f"{slot.volumes}/v/x", [slot.volumes / "v"])
 
 
 def test_an_empty_kind_does_not_hide_a_volume_that_is_not_here() -> None:
     """The run trained on an empty folder instead of the claim's data."""
     volume = {"name": "v", "emptyDir": None, "persistentVolumeClaim": {"claimName": "data"}}
-    assert "a persistentVolumeClaim volume is not here" in refused(pod({"command": ["x"]}, volumes=[volume]))[0]
+    assert (
+        "a persistentVolumeClaim volume does not exist locally" in refused(pod({"command": ["x"]}, volumes=[volume]))[0]
+    )
 
 
 def test_each_node_has_its_own_folder_where_the_path_comes_from_a_variable(
-    place: pod_process.Place, tmp_path: Path
+    slot: pod_process.Slot, tmp_path: Path
 ) -> None:
     """All nodes wrote into one folder, over each other."""
     container = {
@@ -180,7 +189,7 @@ def test_each_node_has_its_own_folder_where_the_path_comes_from_a_variable(
         "volumeMounts": [{"name": "v", "mountPath": "/out", "subPathExpr": "$(POD)"}],
     }
     source = {"name": "v", "hostPath": {"path": str(tmp_path), "type": "DirectoryOrCreate"}}
-    process = pod_process.process(pod(container, volumes=[source]), place)
+    process = pod_process.process(pod(container, volumes=[source]), slot)
     mine = tmp_path / "digits-1-1"
     assert process.argv[1:] == [f"{mine}/log", f"file://{mine}/init", "s3:///out"]
     assert process.folders == [mine]
@@ -192,23 +201,23 @@ def test_each_node_has_its_own_folder_where_the_path_comes_from_a_variable(
         ({"subPath": "../../etc"}, "v", "volumeMounts[0].subPath: ../../etc must be a path within the volume"),
         ({"subPath": "/etc"}, "v", "volumeMounts[0].subPath: /etc must be"),
         ({"subPathExpr": "a/$(UP)"}, "v", "volumeMounts[0].subPathExpr: a/.. must be"),
-        ({}, "../../x", "volumes[0].name: ../../x is no name of a volume"),
+        ({}, "../../x", "volumes[0].name: ../../x is not a volume name"),
         ({}, "", "volumes[0].name"),
     ],
 )
 def test_a_volume_that_leads_out_of_the_jobs_folders_is_refused(
-    place: pod_process.Place, mount: dict, name: str, part: str
+    slot: pod_process.Slot, mount: dict, name: str, part: str
 ) -> None:
     """The API server refuses the pod; here its files were written into the user's own folders."""
     mounts = [{"name": name, "mountPath": "/d", **mount}]
     container = {"command": ["sh"], "env": [{"name": "UP", "value": ".."}], "volumeMounts": mounts}
-    (problem,) = pod_process.start_problems(pod(container, volumes=[{"name": name, "emptyDir": {}}]), place)
+    (problem,) = pod_process.start_problems(pod(container, volumes=[{"name": name, "emptyDir": {}}]), slot)
     assert part in str(problem)
 
 
-def test_a_source_that_is_empty_is_none(place: pod_process.Place) -> None:
+def test_a_source_that_is_empty_is_none(slot: pod_process.Slot) -> None:
     env = [{"name": "A", "valueFrom": {"fieldRef": None}}, {"name": "B", "valueFrom": {}}]
-    assert not {"A", "B"} & pod_process.process(pod({"command": ["x"], "env": env}), place).env.keys()
+    assert not {"A", "B"} & pod_process.process(pod({"command": ["x"], "env": env}), slot).env.keys()
 
 
 def test_torchrun_beside_this_interpreter_is_found_first_only_where_torch_is(
@@ -227,5 +236,5 @@ def test_torchrun_beside_this_interpreter_is_found_first_only_where_torch_is(
 )
 def test_a_node_sees_its_share_of_the_gpus_unless_the_user_says_otherwise(tmp_path, own, given, expected) -> None:
     env = [{"name": "CUDA_VISIBLE_DEVICES", "value": given}] if given else []
-    place = pod_process.Place(tmp_path, tmp_path, {"PATH": "/bin"}, gpus=own)
-    assert pod_process.process(pod({"command": ["x"], "env": env}), place).env["CUDA_VISIBLE_DEVICES"] == expected
+    slot = pod_process.Slot(tmp_path, tmp_path, {"PATH": "/bin"}, gpus=own)
+    assert pod_process.process(pod({"command": ["x"], "env": env}), slot).env["CUDA_VISIBLE_DEVICES"] == expected

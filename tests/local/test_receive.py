@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from ddpjob_operator.local import receive
-from ddpjob_operator.local.receive import BODY_BYTES_MAX, CONNECTIONS_MAX, PATH, Receiver
+from ddpjob_operator.local.receive import BODY_BYTES_MAX, CONNECTIONS_MAX, PATH, LocalReceiver
 
 BOUND_SECONDS = 10.0
 
@@ -27,7 +27,7 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.reports: list[bytes] = []
         self.says: Callable[[bytes], str | None] = lambda body: None
-        self.receiver = Receiver(self.on_report, folder / "token")
+        self.receiver = LocalReceiver(self.on_report, folder / "token")
 
     def on_report(self, body: bytes) -> str | None:
         self.reports.append(body)
@@ -157,7 +157,7 @@ def test_the_token_is_in_a_file_that_only_its_owner_reads_and_that_goes_with_the
     path = tmp_path / "token"
     path.write_text("of a former run, readable for all")
     path.chmod(0o644)
-    with Receiver(lambda body: None, path) as receiver:
+    with LocalReceiver(lambda body: None, path) as receiver:
         assert path.read_text() == receiver.token
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert [entry.name for entry in tmp_path.iterdir()] == ["token"]
@@ -165,7 +165,7 @@ def test_the_token_is_in_a_file_that_only_its_owner_reads_and_that_goes_with_the
 
 
 def test_two_receivers_have_different_tokens_and_ports(tmp_path: Path) -> None:
-    with Receiver(lambda b: None, tmp_path / "a") as one, Receiver(lambda b: None, tmp_path / "b") as two:
+    with LocalReceiver(lambda b: None, tmp_path / "a") as one, LocalReceiver(lambda b: None, tmp_path / "b") as two:
         assert one.token != two.token
         assert one.url != two.url
 
@@ -319,4 +319,4 @@ def test_a_mistake_in_the_handler_is_no_fault_of_the_trainer_is_not_hidden_and_t
     world.says = lambda body: None
     assert world.post(b"2")[0] == 204
     world.receiver.stop()
-    assert [str(args.exc_value) for args in told] == ["on_report must answer, not raise"]
+    assert [str(args.exc_value) for args in told] == ["on_report must return its refusal, not raise"]

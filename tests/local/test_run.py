@@ -151,7 +151,7 @@ def test_a_second_ctrl_c_stops_a_training_that_ignores_the_first(cli: Cli) -> No
     assert process.stdout.readline()
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
-    eventually(lambda: "once more to stop them now" in process.stderr.readline())
+    eventually(lambda: "repeat it to kill them now" in process.stderr.readline())
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=SECONDS_MAX)
     assert process.returncode == 130
@@ -294,7 +294,7 @@ def test_cpu_runs_a_gpu_job_with_as_many_ranks_on_gloo(cli: Cli) -> None:
     assert (
         done.stdout.splitlines() == ["[0] 4 gloo", "[1] 4 gloo"] or sorted(done.stdout.splitlines())[1] == "[1] 4 gloo"
     )
-    assert "2 GPUs on each node are left out; 4 ranks train with gloo" in done.stderr
+    assert "2 GPUs on each node are not used; 4 ranks train with gloo" in done.stderr
 
 
 def test_what_cannot_be_honoured_is_refused_unless_the_user_allows_it(cli: Cli) -> None:
@@ -306,7 +306,7 @@ def test_what_cannot_be_honoured_is_refused_unless_the_user_allows_it(cli: Cli) 
     )
     allowed = cli.run("run", job, "--allow-unsupported")
     assert allowed.returncode == 0
-    assert "not honoured: spec.template.spec.containers[0].envFrom: there are no Secrets" in allowed.stderr
+    assert "ignored: spec.template.spec.containers[0].envFrom: there are no Secrets" in allowed.stderr
 
 
 def test_a_full_disk_behind_stdout_costs_the_lines_and_never_the_training(cli: Cli) -> None:

@@ -126,7 +126,7 @@ def test_old_runs_go_and_a_run_that_was_killed_leaves_no_volume(tmp_path: Path) 
     first = RunFolder("job", tmp_path)
     (first.path / "volumes" / "job-1-0").mkdir(parents=True)
     (first.path / "job-1-0.log").write_text("log")
-    os.close(first._lock)  # as SIGKILL leaves it
+    os.close(first.lock)  # as SIGKILL leaves it
     run_often(tmp_path, 1)
     assert not (first.path / "volumes").exists()
     assert (first.path / "job-1-0.log").exists()
@@ -155,7 +155,7 @@ def test_a_file_in_the_place_of_the_folder_is_refused_and_kept(cli: Cli, kind: s
         (cli.folder / "job").symlink_to("data" if kind == "link to a file" else "nowhere")
     done = cli.run("run", cli.file("pass"), "--logs", ".")
     assert done.returncode == 2
-    assert "choose one with --logs" in done.stderr
+    assert "choose a folder with --logs" in done.stderr
     assert "Traceback" not in done.stderr
     assert (cli.folder / "data").read_text() == "precious"
     assert (cli.folder / "job").is_symlink() or (cli.folder / "job").read_text() == "precious"

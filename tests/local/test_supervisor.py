@@ -20,17 +20,17 @@ from pathlib import Path
 
 import pytest
 
+from ddpjob.agent.processes import become_subreaper
 from ddpjob_operator.local import node as node_module
 from ddpjob_operator.local.node import (
     Event,
     Exited,
     Lingering,
-    Node,
+    NodeProcess,
     NotStarted,
     Order,
     Started,
     SupervisorLost,
-    become_subreaper,
 )
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
@@ -65,9 +65,10 @@ raise SystemExit(1)
 # What `ddpjob run` does with its nodes, and nothing else: two of them, lines prefixed, orphans of a lost one ended.
 RUNNER = """
 import os, selectors, sys
-from ddpjob_operator.local.node import Node, Order, SupervisorLost, become_subreaper, kill_orphans
+from ddpjob.agent.processes import become_subreaper
+from ddpjob_operator.local.node import NodeProcess, Order, SupervisorLost, kill_orphans
 become_subreaper()
-selector, nodes = selectors.DefaultSelector(), [Node(0), Node(1)]
+selector, nodes = selectors.DefaultSelector(), [NodeProcess(0), NodeProcess(1)]
 for node in nodes:
     env = {**os.environ, "NODE": f"{os.environ['DDPJOB_TEST_TREE']}.{node.number}"}
     node.start(Order(sys.argv[1:], env, os.getcwd(), 5))
@@ -120,8 +121,8 @@ def tag() -> Iterator[str]:
 
 
 @pytest.fixture
-def node() -> Iterator[Node]:
-    one = Node(1)
+def node() -> Iterator[NodeProcess]:
+    one = NodeProcess(1)
     yield one
     one.close()
 
@@ -129,7 +130,7 @@ def node() -> Iterator[Node]:
 class Watch:
     """A node followed to its end: what it printed and what its supervisor said."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeProcess) -> None:
         self.node, self.printed = node, b""
         self.events: list[Event] = []
         self.selector = selectors.DefaultSelector()
@@ -166,7 +167,7 @@ class Watch:
 
 
 def started(
-    node: Node, argv: list[str], *, cwd: str = "/", grace_seconds: float = 5, env: dict[str, str] | None = None
+    node: NodeProcess, argv: list[str], *, cwd: str = "/", grace_seconds: float = 5, env: dict[str, str] | None = None
 ) -> Watch:
     node.start(Order(argv, {"PATH": os.environ["PATH"], **(env or {})}, cwd, grace_seconds))
     return Watch(node)
@@ -249,7 +250,7 @@ def test_after_kill_9_of_a_supervisor_then_of_the_runner_nothing_is_left_either(
     until(lambda: not alive(tree.tag), f"processes outlived the runner: {tree.pids}")
 
 
-def test_a_helper_that_outlives_the_trainer_is_gone_before_the_end_is_reported(node: Node, tag: str) -> None:
+def test_a_helper_that_outlives_the_trainer_is_gone_before_the_end_is_reported(node: NodeProcess, tag: str) -> None:
     watch = started(node, ["sh", "-c", "setsid sleep 1000 & exit 0"], env={TAG: tag})
     watch.until(lambda: node.exit is not None)
     assert not alive(tag), "the next attempt would start beside a process of this one"
@@ -257,7 +258,7 @@ def test_a_helper_that_outlives_the_trainer_is_gone_before_the_end_is_reported(n
 
 
 def test_a_trainer_dies_with_its_supervisor_at_once_and_not_only_when_the_runner_has_noticed(
-    node: Node, tag: str
+    node: NodeProcess, tag: str
 ) -> None:
     watch = started(node, ["sleep", "1000"], env={TAG: tag})
     watch.until(lambda: bool(watch.events))
@@ -266,7 +267,7 @@ def test_a_trainer_dies_with_its_supervisor_at_once_and_not_only_when_the_runner
 
 
 def test_closing_a_node_kills_what_still_runs(tag: str) -> None:
-    node = Node(1)
+    node = NodeProcess(1)
     started(node, [*PYTHON, LAUNCHER], env={TAG: tag}).until_printed(b"launcher")
     node.close()
     assert not alive(tag)
@@ -275,7 +276,7 @@ def test_closing_a_node_kills_what_still_runs(tag: str) -> None:
 # Stopping
 
 
-def test_a_stop_lets_the_trainer_save_and_end_itself_and_says_that_it_was_asked_for(node: Node) -> None:
+def test_a_stop_lets_the_trainer_save_and_end_itself_and_says_that_it_was_asked_for(node: NodeProcess) -> None:
     script = """
 import signal, sys
 signal.signal(15, lambda *_: (print("saved"), sys.exit(0)))
@@ -286,11 +287,11 @@ signal.pause()
     watch.until_printed(b"up")
     node.stop(BOUND_SECONDS)
     end = watch.until_end()
-    assert (end.code, end.told_to_stop, end.killed_after_grace) == (0, True, False)
+    assert (end.code, end.stop_requested, end.killed_after_grace) == (0, True, False)
     assert watch.printed == b"up\nsaved\n"
 
 
-def test_sigterm_goes_to_the_first_process_alone_as_the_kubelet_sends_it(node: Node) -> None:
+def test_sigterm_goes_to_the_first_process_alone_as_the_kubelet_sends_it(node: NodeProcess) -> None:
     script = """
 import os, signal
 if os.fork() == 0:
@@ -302,7 +303,7 @@ signal.pause()
     watch = started(node, [*PYTHON, script])
     watch.until_printed(b"up")
     node.stop(BOUND_SECONDS)
-    assert watch.until_end().told_to_stop
+    assert watch.until_end().stop_requested
     assert watch.printed == b"up"
 
 
@@ -311,39 +312,39 @@ IGNORES_SIGTERM = "import signal; signal.signal(15, signal.SIG_IGN); print('up',
 
 @pytest.mark.parametrize("graces", [[0.05], [600, 0.05], [0.05, 600], [600, 0]], ids=str)
 def test_a_trainer_that_ignores_sigterm_is_killed_after_the_shortest_grace_it_was_given(
-    node: Node, graces: list[float]
+    node: NodeProcess, graces: list[float]
 ) -> None:
     watch = started(node, [*PYTHON, IGNORES_SIGTERM])
     watch.until_printed(b"up")
     for grace_seconds in graces:
         node.stop(grace_seconds)
     end = watch.until_end()
-    assert (end.code, end.signal, end.told_to_stop, end.killed_after_grace) == (None, 9, True, True)
+    assert (end.code, end.signal, end.stop_requested, end.killed_after_grace) == (None, 9, True, True)
 
 
-def test_kill_ends_everything_at_once_and_not_for_want_of_grace(node: Node) -> None:
+def test_kill_ends_everything_at_once_and_not_for_want_of_grace(node: NodeProcess) -> None:
     watch = started(node, [*PYTHON, IGNORES_SIGTERM])
     watch.until_printed(b"up")
     node.kill()
     end = watch.until_end()
-    assert (end.signal, end.told_to_stop, end.killed_after_grace) == (9, True, False)
+    assert (end.signal, end.stop_requested, end.killed_after_grace) == (9, True, False)
 
 
-def test_sigterm_to_the_supervisor_itself_is_a_stop_with_the_grace_of_its_order(node: Node) -> None:
+def test_sigterm_to_the_supervisor_itself_is_a_stop_with_the_grace_of_its_order(node: NodeProcess) -> None:
     watch = started(node, [*PYTHON, IGNORES_SIGTERM], grace_seconds=0.05)
     watch.until_printed(b"up")
     os.kill(node.pid, signal.SIGTERM)
     end = watch.until_end()
-    assert (end.told_to_stop, end.killed_after_grace) == (True, True)
+    assert (end.stop_requested, end.killed_after_grace) == (True, True)
 
 
-def test_a_stop_after_the_end_is_harmless_and_does_not_turn_a_success_into_a_stop(node: Node) -> None:
+def test_a_stop_after_the_end_is_harmless_and_does_not_turn_a_success_into_a_stop(node: NodeProcess) -> None:
     watch = started(node, ["true"])
     end = watch.until_end()
     node.stop(1)
     node.kill()
     assert node.exit == end
-    assert (end.code, end.told_to_stop) == (0, False)
+    assert (end.code, end.stop_requested) == (0, False)
 
 
 # The end, told exactly
@@ -361,12 +362,12 @@ def test_a_stop_after_the_end_is_harmless_and_does_not_turn_a_success_into_a_sto
     ],
 )
 def test_the_exit_code_or_signal_is_the_trainers_own(
-    node: Node, script: str, code: int | None, number: int | None
+    node: NodeProcess, script: str, code: int | None, number: int | None
 ) -> None:
     before = time.time()
     watch = started(node, ["sh", "-c", script])
     end = watch.until_end()
-    assert (end.code, end.signal, end.told_to_stop, end.killed_after_grace) == (code, number, False, False)
+    assert (end.code, end.signal, end.stop_requested, end.killed_after_grace) == (code, number, False, False)
     assert [type(event) for event in watch.events] == [Started, Exited]
     assert before <= watch.events[0].time <= end.time <= time.time()  # type: ignore[union-attr]
 
@@ -397,7 +398,7 @@ def programs(tmp_path: Path) -> Path:
     ids=["missing", "missing with a folder", "not executable", "no interpreter", "no #! line", "too long", "NUL"],
 )
 def test_a_command_that_cannot_start_is_told_with_the_code_of_a_shell_and_the_name_the_user_wrote(
-    node: Node, programs: Path, argv: list[str], code: int, sentence: str
+    node: NodeProcess, programs: Path, argv: list[str], code: int, sentence: str
 ) -> None:
     watch = started(node, argv, cwd=str(programs))
     watch.until(lambda: not watch.selector.get_map())
@@ -407,26 +408,23 @@ def test_a_command_that_cannot_start_is_told_with_the_code_of_a_shell_and_the_na
     assert watch.events == [end]
 
 
-def test_a_working_folder_that_is_missing_is_told_by_its_name(node: Node) -> None:
+def test_a_working_folder_that_is_missing_is_told_by_its_name(node: NodeProcess) -> None:
     watch = started(node, ["true"], cwd="/no/such/folder")
     watch.until(lambda: node.exit is not None)
     assert node.exit == NotStarted(errno=2, error="/no/such/folder: No such file or directory", code=127)
 
 
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+def stand_in(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     """A supervisor with `change` made to it, in the place of the real one."""
-    (tmp_path / "changed.py").write_text(
-        f"import sys; sys.path.insert(0, {OPERATOR!r})\n"
-        f"from ddpjob_operator.local import supervisor\n{change}\nsupervisor.main()\n"
-    )
-    monkeypatch.setattr(node_module, "SUPERVISOR", tmp_path / "changed.py")
+    program = f"from ddpjob_operator.local import supervisor; {change}; supervisor.main()"
+    monkeypatch.setattr(node_module, "SUPERVISOR", program)
 
 
 def test_a_process_that_sigkill_does_not_end_is_named_and_the_node_has_not_ended_before_it(
-    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change = "supervisor.LINGERING_SECONDS = 0.02; supervisor.kill_all = lambda pids: None"
-    stand_in(tmp_path, monkeypatch, change)
+    change = "supervisor.LINGERING_SECONDS = 0.02; supervisor.processes.kill = lambda pids: None"
+    stand_in(monkeypatch, change)
     watch = started(node, ["sh", "-c", "sleep 3 & echo $!"])
     end = watch.until_end()
     lingering = [event for event in watch.events if isinstance(event, Lingering)]
@@ -436,9 +434,9 @@ def test_a_process_that_sigkill_does_not_end_is_named_and_the_node_has_not_ended
 
 
 def test_a_mistake_of_the_supervisor_ends_the_node_and_is_told_and_its_traceback_is_in_the_log(
-    node: Node, tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: NodeProcess, tag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in(tmp_path, monkeypatch, "supervisor.Supervisor.stop = None")
+    stand_in(monkeypatch, "supervisor.Supervisor.stop = None")
     watch = started(node, [*PYTHON, LAUNCHER], env={TAG: tag})
     watch.until_printed(b"launcher")
     node.stop(600)
@@ -452,7 +450,7 @@ def test_a_mistake_of_the_supervisor_ends_the_node_and_is_told_and_its_traceback
 # What the trainer finds
 
 
-def test_the_trainer_has_three_descriptors_and_neither_the_control_nor_the_report_pipe(node: Node) -> None:
+def test_the_trainer_has_three_descriptors_and_neither_the_control_nor_the_report_pipe(node: NodeProcess) -> None:
     script = """
 import os
 fds = [fd for fd in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd/" + fd)]
@@ -464,14 +462,14 @@ print(sorted(fds), os.readlink("/proc/self/fd/0"), os.readlink("/proc/self/fd/1"
 
 
 def test_the_trainer_leads_a_session_of_its_own_so_that_kill_0_in_a_launch_script_spares_the_supervisor(
-    node: Node,
+    node: NodeProcess,
 ) -> None:
     watch = started(node, [*PYTHON, "import os; print(os.getsid(0) == os.getpgid(0) == os.getpid())"])
     watch.until_end()
     assert watch.printed == b"True\n"
 
 
-def test_the_trainer_starts_with_default_signals_even_when_the_runner_blocks_or_ignores_some(node: Node) -> None:
+def test_the_trainer_starts_with_default_signals_even_when_the_runner_blocks_or_ignores_some(node: NodeProcess) -> None:
     hup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1])
     try:
@@ -486,7 +484,7 @@ def test_the_trainer_starts_with_default_signals_even_when_the_runner_blocks_or_
     assert others == [0, 0], "blocked or ignored: the trainer would be deaf to its stop"
 
 
-def test_the_environment_is_the_orders_alone_whatever_its_size_and_bytes(node: Node) -> None:
+def test_the_environment_is_the_orders_alone_whatever_its_size_and_bytes(node: NodeProcess) -> None:
     env = {f"BIG{number}": "x" * 100_000 for number in range(4)} | {"BYTES": "caf\udce9 \N{SNOWMAN}"}
     watch = started(node, ["env", "-0"], env=env)
     watch.until_end()
@@ -496,7 +494,7 @@ def test_the_environment_is_the_orders_alone_whatever_its_size_and_bytes(node: N
 
 
 def test_a_program_is_found_in_the_path_of_the_order_and_a_relative_one_in_its_folder(
-    node: Node, tmp_path: Path
+    node: NodeProcess, tmp_path: Path
 ) -> None:
     (tmp_path / "train").symlink_to("/bin/pwd")
     watch = started(node, ["train"], cwd=str(tmp_path), env={"PATH": f"/no/such:{tmp_path}"})
@@ -504,13 +502,13 @@ def test_a_program_is_found_in_the_path_of_the_order_and_a_relative_one_in_its_f
     assert watch.printed.decode().strip() == str(tmp_path)
 
 
-def test_stdout_and_stderr_keep_their_order(node: Node) -> None:
+def test_stdout_and_stderr_keep_their_order(node: NodeProcess) -> None:
     watch = started(node, [*PYTHON, "import os\nfor i in range(200): os.write(1 + i % 2, b'%d ' % i)"])
     watch.until_end()
     assert watch.printed.split() == [b"%d" % i for i in range(200)]
 
 
-def test_output_flows_while_the_supervisor_is_stopped(node: Node) -> None:
+def test_output_flows_while_the_supervisor_is_stopped(node: NodeProcess) -> None:
     watch = started(node, [*PYTHON, "import os\nos.write(1, b'up')\nwhile True: os.write(1, b'x' * 65536)"])
     watch.until_printed(b"up")
     os.kill(node.pid, signal.SIGSTOP)
@@ -522,7 +520,7 @@ def test_output_flows_while_the_supervisor_is_stopped(node: Node) -> None:
     watch.until_end()
 
 
-def test_the_supervisor_sleeps_while_the_trainer_works(node: Node) -> None:
+def test_the_supervisor_sleeps_while_the_trainer_works(node: NodeProcess) -> None:
     watch = started(node, ["sh", "-c", "sleep 0.1; echo up; sleep 0.5; echo worked; exec sleep 1000"])
     watch.until_printed(b"up")
     until(lambda: "(sleeping)" in Path(f"/proc/{node.pid}/status").read_text(), "the supervisor never rests")

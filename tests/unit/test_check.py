@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import manifest
 
+import check_page
 from ddpjob_operator import check
-from ddpjob_operator.check import Finding, Job, document
+from ddpjob_operator.check import Finding, Job
 from ddpjob_operator.check.command import read
 from ddpjob_operator.check.job import known
 from ddpjob_operator.cli import check_files, main
@@ -301,9 +302,9 @@ def test_a_script_with_lines_lost_or_moved_gives_no_traceback(path: Path, data: 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = 1\ndef f(:\n", "this is no Python"),
-        ("a\0b", "this is no Python"),
-        ("(" * 5000, "this is no Python"),
+        ("x = 1\ndef f(:\n", "not valid Python"),
+        ("a\0b", "not valid Python"),
+        ("(" * 5000, "not valid Python"),
         ("x = " + "-" * 100_000 + "1", "nested too deeply"),
     ],
 )
@@ -402,7 +403,7 @@ def test_no_python_ends_with_2_and_its_line(tmp_path: Path) -> None:
     path.write_text("import os\nif rank = 0:\n")
     result = ran(path)
     assert result.return_value == 2
-    assert f"{path}:2: error[syntax]: this is no Python: " in result.stdout
+    assert f"{path}:2: error[syntax]: not valid Python: " in result.stdout
 
 
 def test_bytes_that_are_no_text_end_with_2(tmp_path: Path) -> None:
@@ -624,17 +625,17 @@ def test_a_script_beside_two_jobs_is_refused(job_file) -> None:
     assert "one by one" in str(ran(one, two, "train.py").exception)
 
 
-# ---------------------------------------------------------------- the document
+# ---------------------------------------------------------------- docs/check.md
 
 
-def test_the_document_is_the_one_that_the_table_gives() -> None:
-    assert (ROOT / "docs/check.md").read_text(encoding="utf-8") == document.to_markdown(), (
-        "docs/check.md differs from the rules: run `python -m ddpjob_operator.check.document > docs/check.md`"
+def test_the_page_is_the_one_that_the_table_gives() -> None:
+    assert (ROOT / "docs/check.md").read_text(encoding="utf-8") == check_page.to_markdown(), (
+        "docs/check.md differs from the rules: run `python tools/check_page.py > docs/check.md`"
     )
 
 
 def test_each_rule_stands_in_it_with_its_reason_and_both_lines() -> None:
-    text = document.to_markdown()
+    text = check_page.to_markdown()
     assert re.findall(r"^### `(.*)`$", text, flags=re.MULTILINE) == list(RULES)
     for rule in check.RULES:
         assert rule.why in text

@@ -5,7 +5,7 @@ import datetime as dt
 import pytest
 
 from ddpjob_operator.job import api, launcher
-from ddpjob_operator.pods.preflight import wants_preflight
+from ddpjob_operator.pods.agent_environment import wants_preflight
 
 NOW = dt.datetime(2026, 11, 21, tzinfo=dt.timezone.utc)
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddpjob_operator.job import api, crd, reasons, reference
+import reference_page
+from ddpjob_operator.job import api, crd, reasons
 
 CHECKED_IN = Path(__file__).parents[2] / "docs/reference.md"
 
 
 def test_the_reference_that_is_checked_in_is_the_one_that_the_types_give() -> None:
-    assert CHECKED_IN.read_text(encoding="utf-8") == reference.to_markdown(), (
-        "docs/reference.md differs from the types: run `python -m ddpjob_operator.job.reference > docs/reference.md`"
+    assert CHECKED_IN.read_text(encoding="utf-8") == reference_page.to_markdown(), (
+        "docs/reference.md differs from the types: run `python tools/reference_page.py > docs/reference.md`"
     )
 
 
 def test_each_field_of_the_spec_stands_in_it_with_its_type_and_default() -> None:
-    lines = reference.to_markdown().splitlines()
+    lines = reference_page.to_markdown().splitlines()
     nodes = crd.meaning(api.Spec, crd.fields(api.Spec)["nodes"])
     assert f"| `nodes` | whole number 1–99999 | `1` | {nodes} |" in lines
     for name in crd.fields(api.Spec):
@@ -24,17 +25,17 @@ def test_each_field_of_the_spec_stands_in_it_with_its_type_and_default() -> None
 
 
 def test_fields_inside_fields_have_their_whole_path() -> None:
-    text = reference.to_markdown()
+    text = reference_page.to_markdown()
     assert "| `failurePolicy.rules[].onExitCodes.values` | list of: whole number 1–255 | " in text
     assert "| `conditions[].lastTransitionTime` | time | " in text
 
 
 def test_each_reason_stands_in_it_and_says_when_it_is_met() -> None:
-    text = reference.to_markdown()
+    text = reference_page.to_markdown()
     for reason in reasons.ALL.values():
         assert f"| `{reason.name}` | {'Warning' if reason.warning else 'Normal'} | {reason.when} |" in text
 
 
 def test_no_row_of_a_table_has_a_cell_too_many() -> None:
-    tables = [line for line in reference.to_markdown().splitlines() if line.startswith("|")]
+    tables = [line for line in reference_page.to_markdown().splitlines() if line.startswith("|")]
     assert {line.replace("\\|", "").count("|") for line in tables} == {4, 5}

@@ -1,7 +1,7 @@
 """`ddpjob check`: reads a training script, without running it, for the classic mistakes of DDP.
 
-Text in, findings out. A script is parsed once (script.py), each rule (table.py) is a function of it and of what is
-known of its job (rule.py, job.py). Precision comes before completeness: a rule that is not sure is silent.
+A script is parsed once (script.py), and each rule (table.py) is a function of it and of what is known of its job
+(rule.py, job.py). A rule that is not sure reports nothing, because a false finding costs more trust than a missed one.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ _NOTHING_KNOWN = Job()
 
 
 def check(file: str, text: str, job: Job = _NOTHING_KNOWN) -> list[Finding]:
-    """All findings in a script, in the order of its lines. Total: what does not parse is a finding itself."""
+    """All findings in a script, in the order of its lines. A script that does not parse is a finding itself."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "\d" in a text is the author's matter, and not of this check
+            warnings.simplefilter("ignore")  # "\d" in a text is no mistake of DDP
             script = Script(text)
-        found = [
+        findings = [
             Finding(file, f.line, f.column, rule.name, f.severity or rule.severity, f.message)
             for rule in RULES
             for f in rule.find(script, job)
         ]
     except SyntaxError as error:
         line = error.lineno or 1
-        return [Finding(file, line, error.offset or 1, SYNTAX, "error", f"this is no Python: {error.msg}")]
+        return [Finding(file, line, error.offset or 1, SYNTAX, "error", f"not valid Python: {error.msg}")]
     except ValueError as error:  # a null byte
-        return [Finding(file, 1, 1, SYNTAX, "error", f"this is no Python: {error}")]
+        return [Finding(file, 1, 1, SYNTAX, "error", f"not valid Python: {error}")]
     except (RecursionError, MemoryError):
         return [Finding(file, 1, 1, SYNTAX, "error", "nested too deeply to be read")]
-    return kept(found, text)
+    return kept(findings, text)
 
 
-def kept(found: Iterable[Finding], text: str) -> list[Finding]:
-    """The findings that no `# ddpjob: ignore[rule]` on their line, or alone on the line above, takes back."""
+def kept(findings: Iterable[Finding], text: str) -> list[Finding]:
+    """The findings without those that a `# ddpjob: ignore[rule]` on their line, or alone above it, suppresses."""
     lines = text.splitlines()
-    return sorted(f for f in set(found) if f.rule not in _ignored(lines, f.line))
+    return sorted(f for f in set(findings) if f.rule not in _ignored(lines, f.line))
 
 
 def _ignored(lines: list[str], line: int) -> set[str]:
-    here = lines[line - 1] if 0 < line <= len(lines) else ""
+    same = lines[line - 1] if 0 < line <= len(lines) else ""
     above = lines[line - 2].strip() if 1 < line <= len(lines) + 1 else ""
-    texts = [here, above if above.startswith("#") else ""]
+    texts = [same, above if above.startswith("#") else ""]
     return {name.strip() for text in texts for listed in _IGNORE.findall(text) for name in listed.split(",")}

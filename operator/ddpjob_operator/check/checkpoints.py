@@ -1,4 +1,4 @@
-"""Saving and loading: by which rank, what, and onto which device."""
+"""Checkpoints: which rank saves, what is saved, and onto which device it is loaded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from ddpjob_operator.check.groups import backends
-from ddpjob_operator.check.nodes import name_of
+from ddpjob_operator.check.nodes import has_hidden_arguments, name_of
 from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.rule import Found, Job
 from ddpjob_operator.check.script import DDP, Script
@@ -17,7 +17,7 @@ _DEVICE_WORDS = ("cuda", "gpu", "device", "cpu")
 
 def save_on_every_rank(script: Script, job: Job) -> Iterator[Found]:
     """torch.save(…) that all ranks reach."""
-    if not script.is_distributed or (job.nodes == 1 and job.nproc == 1):
+    if not script.is_distributed or job.has_one_rank:
         return
     for call in script.calls_to("torch.save"):
         path = script.argument(call, "f", 1)
@@ -26,8 +26,8 @@ def save_on_every_rank(script: Script, job: Job) -> Iterator[Found]:
         if script.on_every_rank(call):
             yield at(
                 call,
-                f"torch.save(…, {script.text_of(path)}): every rank writes the same file at the same time; save where "
-                "`rank == 0` only",
+                f"torch.save(…, {script.text_of(path)}): every rank writes the same file at the same time; save on "
+                "rank 0 only",
             )
 
 
@@ -77,11 +77,11 @@ _MOVES = {"to", "cuda", "cpu", "train", "eval", "half", "float", "double"}
 
 def load_without_map_location(script: Script, job: Job) -> Iterator[Found]:
     """torch.load(path) in a script that uses GPUs."""
-    if not script.is_distributed or job.gpus == 0 or (job.nodes == 1 and job.nproc == 1) or not _uses_gpus(script, job):
+    if not script.is_distributed or job.gpus == 0 or job.has_one_rank or not _uses_gpus(script, job):
         return
     for call in script.calls_to("torch.load"):
         path = script.argument(call, "f", 0)
-        if path is None or script.argument(call, "map_location", 1) is not None or script.has_hidden_arguments(call):
+        if path is None or script.argument(call, "map_location", 1) is not None or has_hidden_arguments(call):
             continue
         if _is_buffer(script, path) or any(_speaks_of_device(test) for test in script.enclosing_tests(call)):
             continue
@@ -89,7 +89,7 @@ def load_without_map_location(script: Script, job: Job) -> Iterator[Found]:
             yield at(
                 call,
                 f"torch.load({script.text_of(path)}) without map_location puts the tensors of all ranks on the GPU "
-                'that saved them, mostly GPU 0; give map_location="cpu", or this rank\'s device',
+                'that saved them, mostly GPU 0; pass map_location="cpu", or this rank\'s device',
             )
 
 
@@ -98,7 +98,7 @@ def _uses_gpus(script: Script, job: Job) -> bool:
 
 
 def _speaks_of_device(test: ast.expr) -> bool:
-    """`if args.gpu is None: load(path)`: elsewhere the same is loaded with a place."""
+    """`if args.gpu is None: load(path)`: another branch loads the same with a device."""
     return any(word in name_of(n).lower() for n in ast.walk(test) for word in _DEVICE_WORDS)
 
 

@@ -1,7 +1,7 @@
-"""What a job's command starts: which script or module, with which words, and by which launcher. Pure.
+"""What a job's command starts: which script or module, with which arguments, and by which launcher.
 
-Launchers of frameworks have options of their own, too many to know, so behind them the first word that names a Python
-file is the script.
+The options of other frameworks' launchers are not known, so after them the first word that names a Python file is the
+script.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from dataclasses import dataclass, replace
 
 from ddpjob_operator.job import launcher
 
-_LAUNCHER_FILE = re.compile(r"torch/distributed/(run|launch)\.py$")
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*$")
-_TORCHS = ("torchrun", "ddprun")
 # Program → the words between it and its options.
 _FRAMEWORKS: dict[str, tuple[str, ...]] = {
     "accelerate": ("launch",),
@@ -85,8 +83,8 @@ class Command:
 
 def read(words: list[str]) -> Command:
     """The first command that starts a Python file, else the first whose launcher is known."""
-    found = [c for command in _commands(words) if (c := _read(command)).launcher]
-    return next((c for c in found if c.files), found[0] if found else Command())
+    commands = [c for command in _commands(words) if (c := _read(command)).launcher]
+    return next((c for c in commands if c.files), commands[0] if commands else Command())
 
 
 def _commands(words: list[str]) -> Iterator[list[str]]:
@@ -108,7 +106,7 @@ def _read(words: list[str]) -> Command:
     program = words[0].rsplit("/", 1)[-1] if words else ""
     if _PYTHON.match(program):
         return _of_python(words[1:])
-    if program in _TORCHS:
+    if program in launcher.LAUNCHERS:
         return _of_torchrun(program, words[1:])
     if program in _FRAMEWORKS:
         return _behind(program, _without(_FRAMEWORKS[program], words[1:]))
@@ -121,7 +119,7 @@ def _of_python(words: list[str]) -> Command:
     rest = launcher.after_python_options(words)
     if rest[:1] == ["-m"] and len(rest) > 1:
         return _of_module(rest[1], rest[2:])
-    if rest and _LAUNCHER_FILE.search(rest[0]):
+    if rest and launcher.LAUNCHER_FILE.search(rest[0]):
         return _of_torchrun(rest[0].rsplit("/", 1)[-1], rest[1:])
     if rest and rest[0].endswith(".py"):
         return Command("python", rest[0], words=tuple(rest[1:]))
@@ -158,7 +156,7 @@ def _behind(name: str, words: list[str]) -> Command:
     """What a launcher or wrapper starts that has options which are not known here."""
     for i, word in enumerate(words):
         program = word.rsplit("/", 1)[-1]
-        if _PYTHON.match(program) or program in _TORCHS or program in _FRAMEWORKS:
+        if _PYTHON.match(program) or program in launcher.LAUNCHERS or program in _FRAMEWORKS:
             inner = _read(words[i:])
             return replace(inner, launcher=name) if name and inner.launcher == "python" else inner
         if word in ("-m", "--module") and words[i + 1 : i + 2] and not words[i + 1].startswith("-"):

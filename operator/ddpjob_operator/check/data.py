@@ -1,11 +1,11 @@
-"""Which samples a rank sees: samplers, batch sizes, partitions, downloads."""
+"""The samples of a rank: samplers, batch sizes, partitions, downloads."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
-from ddpjob_operator.check.nodes import Function, Marker, name_of, words_of
+from ddpjob_operator.check.nodes import Function, Marker, has_hidden_arguments, name_of, words_of
 from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.rule import Found, Job
 from ddpjob_operator.check.script import DDP, Kind, Script
@@ -16,7 +16,7 @@ SAMPLER = "torch.utils.data.DistributedSampler"
 
 def sampler_missing(script: Script, job: Job) -> Iterator[Found]:
     """DataLoader(dataset, shuffle=True) in a script that trains with DDP."""
-    if not script.is_distributed or not script.calls_to(DDP) or (job.nodes == 1 and job.nproc == 1):
+    if not script.is_distributed or not script.calls_to(DDP) or job.has_one_rank:
         return
     for call in script.calls_to(LOADER):
         if _samples_itself(script, call) or not _is_for_training(script, call) or _is_chosen(script, call):
@@ -26,14 +26,14 @@ def sampler_missing(script: Script, job: Job) -> Iterator[Found]:
             yield at(
                 call,
                 f"DataLoader({script.text_of(dataset)}, …) without a sampler: every rank trains on all samples, so an "
-                "epoch does the same work as many times as there are ranks; give it sampler=DistributedSampler(…)",
+                "epoch does the same work on each rank; pass sampler=DistributedSampler(…)",
             )
 
 
 def _samples_itself(script: Script, call: ast.Call) -> bool:
     names = (("sampler", 3), ("batch_sampler", 4))
     given = [v for name, position in names if (v := script.argument(call, name, position)) is not None]
-    return script.has_hidden_arguments(call) or any(not _is_none(v) for v in given)
+    return has_hidden_arguments(call) or any(not _is_none(v) for v in given)
 
 
 def _is_for_training(script: Script, call: ast.Call) -> bool:
@@ -59,9 +59,9 @@ def _is_backward(node: ast.AST) -> bool:
 
 def _is_chosen(script: Script, call: ast.Call) -> bool:
     """`if distributed: loader with a sampler, else: this one`."""
-    said = {"distributed", "ddp", "world", "parallel", "sampler", "initialized", "single", "multi", "nproc"}
+    hints = {"distributed", "ddp", "world", "parallel", "sampler", "initialized", "single", "multi", "nproc"}
     return any(
-        not words_of(name_of(n)).isdisjoint(said) for test in script.enclosing_tests(call) for n in ast.walk(test)
+        not words_of(name_of(n)).isdisjoint(hints) for test in script.enclosing_tests(call) for n in ast.walk(test)
     )
 
 
@@ -88,14 +88,14 @@ def _makes_whole(script: Script, call: ast.Call) -> bool:
 
 def set_epoch_missing(script: Script, job: Job) -> Iterator[Found]:
     """DistributedSampler in a loop of epochs, without set_epoch."""
-    if script.uses_a_framework or script.mentions("set_epoch") or (job.nodes == 1 and job.nproc == 1):
+    if script.uses_a_framework or script.mentions("set_epoch") or job.has_one_rank:
         return
     if not any(_is_loop_of_epochs(n) for n in script.nodes):
         return
     for call in script.calls_to(SAMPLER):
         shuffle = script.argument(call, "shuffle", 3)
         plain = shuffle is None or (isinstance(shuffle, ast.Constant) and shuffle.value is True)
-        if plain and not script.has_hidden_arguments(call):
+        if plain and not has_hidden_arguments(call):
             yield at(
                 call,
                 "DistributedSampler without set_epoch: every epoch has the same order; call "
@@ -145,7 +145,7 @@ def batch_size_is_float(script: Script, job: Job) -> Iterator[Found]:
             yield at(
                 size,
                 f"batch_size={script.text_of(wrong) if isinstance(wrong, ast.expr) else '…'} is a float, and "
-                "DataLoader wants a whole number; use // instead of /",
+                "DataLoader needs a whole number; use // instead of /",
             )
 
 
@@ -159,7 +159,7 @@ def _is_float(script: Script, origin: object) -> bool:
 
 def batch_size_not_divided(script: Script, job: Job) -> Iterator[Found]:
     """DataLoader(batch_size=args.global_batch_size, sampler=DistributedSampler(…))."""
-    if not script.is_distributed or (job.nodes == 1 and job.nproc == 1):
+    if not script.is_distributed or job.has_one_rank:
         return
     for call in script.calls_to(LOADER):
         size = script.argument(call, "batch_size", 1)
@@ -167,8 +167,8 @@ def batch_size_not_divided(script: Script, job: Job) -> Iterator[Found]:
         if size is not None and name:
             yield at(
                 size,
-                f"batch_size={script.text_of(size)}: {name} says that it is of all ranks together, and each rank takes "
-                "it whole; divide it: // dist.get_world_size()",
+                f"batch_size={script.text_of(size)}: {name} reads as the total of all ranks, and each rank uses "
+                "all of it; divide it: // dist.get_world_size()",
             )
 
 
@@ -189,8 +189,8 @@ def partitioner_unseeded(script: Script, job: Job) -> Iterator[Found]:
         if _draws_unseeded(script, call) and _is_in_partitioner(script, call):
             yield at(
                 call,
-                f"{script.text_of(call)}: without a seed every rank draws another order, and the parts overlap; give "
-                "all ranks the same seed, or use ddpjob.DataPartitioner(data, fractions, seed)",
+                f"{script.text_of(call)}: without a seed every rank draws a different order, and the parts overlap; "
+                "give all ranks the same seed, or use ddpjob.DataPartitioner(data, fractions, seed)",
             )
             return
 
@@ -228,7 +228,7 @@ _GENERATORS = {"random.Random", "numpy.random.default_rng", "numpy.random.Random
 def _draws_unseeded(script: Script, call: ast.Call) -> bool:
     module, _, name = script.called(call).rpartition(".")
     if name in _DRAWS and module in _MODULES:
-        if script.argument(call, "generator") is not None or script.has_hidden_arguments(call):
+        if script.argument(call, "generator") is not None or has_hidden_arguments(call):
             return False
         seeds = script.calls_to(*_SEEDS[_MODULES[module]])
         return not script.mentions("seed_everything", "set_seed", "seed_all") and not any(map(_gives_a_seed, seeds))
@@ -269,8 +269,8 @@ def download_on_every_rank(script: Script, job: Job) -> Iterator[Found]:
         if (asks or script.called(call) in _DOWNLOADS) and script.on_every_rank(call):
             yield at(
                 wanted if asks and wanted else call,
-                f"{script.text_of(call.func)}: every rank downloads to the same place at the same time, and one reads "
-                "what another has half written; download on local rank 0, then barrier(), then load",
+                f"{script.text_of(call.func)}: every rank downloads to the same place at the same time, and may read "
+                "what another is still writing; download on local rank 0, then barrier(), then load",
             )
 
 

@@ -17,15 +17,15 @@ def gradients_not_averaged(script: Script, job: Job) -> Iterator[Found]:
         return
     for node in script.nodes:
         if isinstance(node, ast.If) and _averages_nothing(script, node):
-            yield at(node.test, _said(script, node.test))
+            yield at(node.test, _message(script, node.test))
         elif isinstance(node, ast.comprehension):
-            yield from (at(test, _said(script, test)) for test in node.ifs if _is_never(script, test))
+            yield from (at(test, _message(script, test)) for test in node.ifs if _is_never(script, test))
 
 
-def _said(script: Script, test: ast.expr) -> str:
+def _message(script: Script, test: ast.expr) -> str:
     return (
-        f"{script.text_of(test)}: what parameters() gives is a torch.nn.Parameter, so this is the same for all of "
-        "them, and no gradient is averaged; remove the test, or use isinstance(…, torch.Tensor)"
+        f"{script.text_of(test)}: parameters() yields torch.nn.Parameter, so this test has the same result for all "
+        "of them, and no gradient is averaged; remove the test, or use isinstance(…, torch.Tensor)"
     )
 
 
@@ -74,16 +74,16 @@ def _compares_type(script: Script, test: ast.expr, operators: object) -> bool:
 def _typed(script: Script, node: ast.expr) -> ast.Name | None:
     """p for type(p), p.__class__ and type(p).__name__."""
     for origin in script.origins(node):
-        here = origin
-        if isinstance(here, ast.Attribute) and here.attr in ("__name__", "__qualname__"):
-            here = here.value
-        if isinstance(here, ast.Call) and name_of(here.func) == "type" and len(here.args) == 1:
-            here = here.args[0]
-        elif isinstance(here, ast.Attribute) and here.attr == "__class__":
-            here = here.value
+        value = origin
+        if isinstance(value, ast.Attribute) and value.attr in ("__name__", "__qualname__"):
+            value = value.value
+        if isinstance(value, ast.Call) and name_of(value.func) == "type" and len(value.args) == 1:
+            value = value.args[0]
+        elif isinstance(value, ast.Attribute) and value.attr == "__class__":
+            value = value.value
         else:
             return None
-        return here if isinstance(here, ast.Name) else None
+        return value if isinstance(value, ast.Name) else None
     return None
 
 

@@ -1,21 +1,19 @@
-"""How the processes meet, over which backend, and how they part."""
+"""The process group: its rendezvous, its backend, and its end."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 
-from ddpjob_operator.check.nodes import Function, before, is_main_guard, name_of, words_of
+from ddpjob_operator.check.nodes import Function, before, has_hidden_arguments, is_main_guard, name_of, words_of
 from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.rule import Found, Job
 from ddpjob_operator.check.script import INIT, Script
+from ddpjob_operator.job.launcher import NO_RENDEZVOUS_HOST
 
-# An address that each node takes for its own, or that no pod has before it runs.
-_NO_MEETING_PLACE = re.compile(r"^(localhost|\d+\.\d+\.\d+\.\d+|\[?[0-9a-fA-F]*::[0-9a-fA-F:]*\]?)$")
-_TORCHRUN_STORE = "torchrun's own store is on the port that it was given, nobody listens on this one"
+_TORCHRUN_STORE = "torchrun's own store listens on the port that the job gave it, and nothing on this one"
 
 
 def master_overwritten(script: Script, job: Job) -> Iterator[Found]:
@@ -23,14 +21,16 @@ def master_overwritten(script: Script, job: Job) -> Iterator[Found]:
     several = job.several_nodes(script)
     for name, value, node in script.variables_set:
         texts = _fixed(script, value, node)
-        if name == "MASTER_ADDR" and several and texts and all(map(_NO_MEETING_PLACE.match, texts)):
+        if name == "MASTER_ADDR" and several and texts and all(map(NO_RENDEZVOUS_HOST.match, texts)):
             severity, where = several
-            said = f'os.environ["MASTER_ADDR"] = "{texts[0]}": {where} each looks for rank 0 in the wrong place; '
-            yield replace(at(node, said + "remove it: the job sets MASTER_ADDR"), severity=severity)
+            message = (
+                f'os.environ["MASTER_ADDR"] = "{texts[0]}": {where} each node looks for rank 0 at a wrong address; '
+            )
+            yield at(node, message + "remove it: the job sets MASTER_ADDR", severity)
         elif name == "MASTER_PORT" and texts and _port_hurts(job):
-            because = _TORCHRUN_STORE if job.by_torchrun else "the operator has chosen a port that is free"
-            said = f'os.environ["MASTER_PORT"] = "{texts[0]}": {because}; remove it: the job sets MASTER_PORT'
-            yield replace(at(node, said), severity="error" if job.by_torchrun else "warning")
+            because = _TORCHRUN_STORE if job.by_torchrun else "the operator has chosen a free port"
+            message = f'os.environ["MASTER_PORT"] = "{texts[0]}": {because}; remove it: the job sets MASTER_PORT'
+            yield at(node, message, "error" if job.by_torchrun else "warning")
 
 
 def master_port_fixed(script: Script, job: Job) -> Iterator[Found]:
@@ -42,7 +42,7 @@ def master_port_fixed(script: Script, job: Job) -> Iterator[Found]:
         if name == "MASTER_PORT" and texts:
             yield at(
                 node,
-                f'os.environ["MASTER_PORT"] = "{texts[0]}": two jobs on one machine meet on the same port, and one of '
+                f'os.environ["MASTER_PORT"] = "{texts[0]}": two jobs on one machine use the same port, and one of '
                 f'them fails; use os.environ.setdefault("MASTER_PORT", "{texts[0]}"): the job sets it',
             )
 
@@ -52,11 +52,11 @@ def _port_hurts(job: Job) -> bool:
 
 
 def _fixed(script: Script, value: ast.expr, node: ast.AST) -> list[str]:
-    """The literal value of a variable that is set in any case; none where a condition or an argument decides."""
+    """The literal value of a variable that is set unconditionally; none where a condition or an argument decides."""
     if any(not is_main_guard(test) for test in script.enclosing_tests(node)):
         return []
-    found = [script.texts(v) for v in _plain(script, value)]
-    return [text for texts in found for text in texts] if all(found) else []
+    values = [script.texts(v) for v in _plain(script, value)]
+    return [text for texts in values for text in texts] if all(values) else []
 
 
 def _plain(script: Script, value: ast.expr) -> list[ast.expr]:
@@ -78,12 +78,11 @@ def tcp_under_torchrun(script: Script, job: Job) -> Iterator[Found]:
         return
     for call, url in _methods(script, "tcp://"):
         where = "" if job.by_torchrun else "under torchrun "
-        yield Found(
-            url.lineno,
+        yield at(
+            url,
             f"init_method={script.text_of(url)}: {where}all ranks wait for a store that none of them opens "
             "(TORCHELASTIC_USE_AGENT_STORE); leave init_method out, or use ddpjob.init(init_method=…)",
             "error" if job.by_torchrun else "warning",
-            url.col_offset + 1,
         )
         if script.called(call) != INIT:
             return
@@ -102,15 +101,14 @@ def file_not_shared(script: Script, job: Job) -> Iterator[Found]:
         mount = max((m for m in job.mounts if path.startswith(m.rstrip("/") + "/")), key=len, default=None)
         if mount is not None and job.mounts[mount]:
             continue
-        because = f"{mount} is a folder of each pod alone" if mount else "no shared volume is mounted there"
+        because = f"each pod has a {mount} of its own" if mount else "no shared volume is mounted there"
         if not job.known:
-            because = "they must all see the same folder"
-        yield Found(
-            url.lineno,
-            f"init_method={script.text_of(url)}: {job.nodes} nodes meet in a file, and {because}; leave init_method "
-            "out, or put the file on a volume that all nodes mount",
+            because = "all of them must see the same folder"
+        yield at(
+            url,
+            f"init_method={script.text_of(url)}: the rendezvous of {job.nodes} nodes is a file, and {because}; leave "
+            "init_method out, or put the file on a volume that all nodes mount",
             "error" if job.known else "warning",
-            url.col_offset + 1,
         )
 
 
@@ -138,8 +136,8 @@ def _prefix(node: ast.AST) -> str:
 
 
 def backends(script: Script, job: Job) -> set[str]:
-    """The backends that the group certainly has one of; empty: it cannot be known."""
-    found: set[str] = set()
+    """The backends of which the group certainly has one; empty: not known."""
+    known: set[str] = set()
     for call in () if _other_backend_is_asked_for(job) else script.inits:
         given = script.argument(call, "backend", 0)
         texts = [t.lower() for t in script.texts(given)]
@@ -147,8 +145,8 @@ def backends(script: Script, job: Job) -> set[str]:
             texts = [job.backend]
         if not texts:
             return set()
-        found.update(texts)
-    return found
+        known.update(texts)
+    return known
 
 
 def backend_mpi(script: Script, job: Job) -> Iterator[Found]:
@@ -158,7 +156,7 @@ def backend_mpi(script: Script, job: Job) -> Iterator[Found]:
         if given and [t.lower() for t in script.texts(given)] == ["mpi"] and not script.mentions("is_mpi_available"):
             yield at(
                 given,
-                'backend "mpi" needs a PyTorch built with MPI, and no published wheel is; use "gloo" (CPU) or "nccl" '
+                'backend "mpi" needs a PyTorch built with MPI, which no published wheel is; use "gloo" (CPU) or "nccl" '
                 "(GPU)",
             )
 
@@ -183,10 +181,10 @@ _BACKEND_OPTION = re.compile(r"^[-+~]{0,2}(?:[\w.-]*[._-])?backend(?:[=:](.*))?$
 
 
 def _other_backend_is_asked_for(job: Job) -> bool:
-    """Whether the command itself gives the script a backend other than nccl: by what way it gets there is not seen."""
+    """Whether the command gives the script a backend other than nccl; how the script uses the option is not seen."""
     for word, following in pairwise((*job.words, "")):
-        found = _BACKEND_OPTION.match(word)
-        if found and (found[1] if found[1] is not None else following).strip("'\"").lower() != "nccl":
+        option = _BACKEND_OPTION.match(word)
+        if option and (option[1] if option[1] is not None else following).strip("'\"").lower() != "nccl":
             return True
     return False
 
@@ -201,37 +199,37 @@ def monitored_barrier_on_nccl(script: Script, job: Job) -> Iterator[Found]:
     if backends(script, job) != {"nccl"}:
         return
     for call in script.calls_to("torch.distributed.monitored_barrier"):
-        if script.argument(call, "group", 0) is None and not script.has_hidden_arguments(call):
+        if script.argument(call, "group", 0) is None and not has_hidden_arguments(call):
             yield at(
                 call,
-                "monitored_barrier() is there for gloo only, and this group is nccl; give it a group of its own: "
+                "monitored_barrier() works with gloo only, and this group is nccl; make a group for it: "
                 'dist.new_group(backend="gloo")',
             )
 
 
 def barrier_without_timeout(script: Script, job: Job) -> Iterator[Found]:
-    """dist.barrier() in a group of gloo that has no time-out of its own, while one rank prepares the data."""
+    """dist.barrier() in a group of gloo with the default timeout, while one rank prepares the data."""
     if backends(script, job) != {"gloo"} or (job.nodes is None and script.is_for_one_node):
         return
     inits = script.calls_to(INIT)
     if not inits or len(inits) != len(script.inits):  # ddpjob.init has time-outs of its own
         return
-    if any(script.argument(c, "timeout", 2) is not None or script.has_hidden_arguments(c) for c in inits):
+    if any(script.argument(c, "timeout", 2) is not None or has_hidden_arguments(c) for c in inits):
         return
     for call in script.calls_to("torch.distributed.barrier"):
         work = _long_work_before(script, call)
         if script.argument(call, "group", 0) is None and work is not None:
             yield at(
                 call,
-                f"barrier() on gloo waits 30 min while one rank does {script.text_of(work)}, and does not say which "
-                "is missing; give init_process_group a timeout that is long enough, or use "
+                f"barrier() on gloo waits 30 min while one rank does {script.text_of(work)}, and its error does not "
+                "name the missing rank; give init_process_group a timeout that is long enough, or use "
                 "dist.monitored_barrier(timeout=…)",
             )
             return
 
 
 def _long_work_before(script: Script, barrier: ast.Call) -> ast.Call | None:
-    """What one rank alone does just before a barrier, and may take longer than its time-out."""
+    """What one rank alone does just before a barrier, and may take longer than its timeout."""
     for child, parent in script.above(barrier):
         for sibling in before(parent, child):
             if isinstance(sibling, ast.If) and script.depends_on_rank(sibling.test):
@@ -244,10 +242,10 @@ _LONG_WORK = set("convert encode extract index prepare preprocess tokenize untar
 
 
 def destroy_missing(script: Script, job: Job) -> Iterator[Found]:
-    """A function that destroys the group, and that nobody calls.
+    """A function that destroys the group, and that is never called.
 
-    That a script ends without destroy_process_group is no mistake by itself: collectives end well with the process,
-    also one that nobody waits for (docs/measured.md, groups).
+    A script that ends without destroy_process_group is no mistake by itself, because collectives end well with the
+    process, also one that is not waited for (docs/measured.md, groups).
     """
     if script.uses_a_framework or not any(script.on_every_rank(call) for call in script.inits):
         return
@@ -256,13 +254,13 @@ def destroy_missing(script: Script, job: Job) -> Iterator[Found]:
         forgotten = next(f for f in functions if f is not None)
         yield at(
             forgotten,
-            f"{forgotten.name}() destroys the group, and nobody calls it; call it at the end, also after an exception: "
+            f"{forgotten.name}() destroys the group, and is never called; call it at the end, also after an exception: "
             "try: … finally:",
         )
 
 
 def _is_forgotten(script: Script, function: Function) -> bool:
-    """Whether a function of this file is certainly called by none: not by its name, and by no class or decorator."""
+    """Whether a function of this file is certainly never called: not by its name, and by no class or decorator."""
     inherits = isinstance(owner := script.scope(function), ast.ClassDef) and bool(owner.bases)
     special = function.name.startswith("__") or bool(function.decorator_list)
     return not (inherits or special or script.mentions(function.name))
@@ -274,6 +272,6 @@ def isend_without_wait(script: Script, job: Job) -> Iterator[Found]:
         if isinstance(script.parent(call), ast.Expr):
             yield at(
                 call,
-                f"{script.text_of(call.func)}(…): nobody waits for it; this rank may use the tensor, or end, while it "
-                "is under way; keep what it returns, and call .wait() on it",
+                f"{script.text_of(call.func)}(…): its result is dropped, so this rank may change the tensor, or exit, "
+                "before it is sent; keep the result, and call .wait() on it",
             )

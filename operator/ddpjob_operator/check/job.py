@@ -1,4 +1,4 @@
-"""What a DDPJob says about the script that it runs, and the mistakes that stand in the YAML itself."""
+"""What a DDPJob tells about the script that it runs, and the mistakes in the YAML itself."""
 
 from __future__ import annotations
 
@@ -9,28 +9,25 @@ from ddpjob_operator.check import command
 from ddpjob_operator.check.rule import Job
 from ddpjob_operator.check.starting import DEPRECATED
 from ddpjob_operator.job import api, launcher, topology
-from ddpjob_operator.job.podspec import gpus, trainer_container
+from ddpjob_operator.job.podspec import command_path, gpus, mounts, trainer_container
 
 FieldPath = tuple[str | int, ...]
-
-# Volumes that each pod has for itself. All others may be shared, also a hostPath: on it may lie a network file system.
-_OWN = {"emptyDir", "configMap", "secret", "downwardAPI", "projected", "ephemeral", "image"}
 
 
 def known(job: api.DDPJob) -> Job:
     """The context in which the job's script is checked."""
     template = job.spec.template
     words = launcher.command_of(template)
-    found, started = launcher.find(words), command.read(words)
+    by, started = launcher.find(words), command.read(words)
     return Job(
         nodes=job.spec.nodes,
         nproc=topology.nproc_per_node(job.spec),
         gpus=_gpus(template),
         backend=topology.backend(job.spec),
-        launcher=found.name if found else started.launcher,
-        launcher_options=dict(found.options) if found else {},
+        launcher=by.name if by else started.launcher,
+        launcher_options=dict(by.options) if by else {},
         words=started.words,
-        mounts=_mounts(template),
+        mounts=mounts(template),
         known=True,
     )
 
@@ -38,13 +35,9 @@ def known(job: api.DDPJob) -> Job:
 def mistakes(job: api.DDPJob) -> Iterator[tuple[FieldPath, str, str]]:
     """(field, rule, message) of what is wrong in the YAML itself and yet a valid job."""
     template = job.spec.template
-    trainer = trainer_container(template) or {}
-    found = launcher.find(launcher.command_of(template))
-    if found and (found.name == "torch.distributed.launch" or found.name == "launch.py"):
-        containers = template["spec"]["containers"]
-        index = next(i for i, c in enumerate(containers) if c is trainer)
-        field = "command" if "command" in trainer else "args"
-        yield ("spec", "template", "spec", "containers", index, field), "launch-deprecated", DEPRECATED
+    by = launcher.in_template(template)
+    if by and by.name in ("torch.distributed.launch", "launch.py"):
+        yield command_path(template), "launch-deprecated", DEPRECATED
     if job.spec.backend == "nccl" and _gpus(template) == 0:
         yield (
             ("spec", "backend"),
@@ -59,14 +52,3 @@ def _gpus(template: Mapping[str, Any]) -> int | None:
     resources = (trainer_container(template) or {}).get("resources")
     claimed = isinstance(resources, Mapping) and resources.get("claims")
     return None if claimed else gpus(template)
-
-
-def _mounts(template: Mapping[str, Any]) -> dict[str, bool]:
-    pod = template.get("spec") or {}
-    volumes = {v.get("name"): v for v in pod.get("volumes") or [] if isinstance(v, Mapping)}
-    mounts = (trainer_container(template) or {}).get("volumeMounts") or []
-    return {
-        m["mountPath"]: not _OWN & set(volumes.get(m.get("name"), {"emptyDir": {}}))
-        for m in mounts
-        if isinstance(m, Mapping) and isinstance(m.get("mountPath"), str)
-    }

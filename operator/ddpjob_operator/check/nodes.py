@@ -1,4 +1,4 @@
-"""What single nodes of a Python tree say, without the rest of the file."""
+"""Questions to single nodes of a Python tree, without the rest of the file."""
 
 from __future__ import annotations
 
@@ -82,18 +82,18 @@ def parameters_of(function: Function | ast.Lambda) -> set[str]:
 
 def imports_in(nodes: Iterable[ast.AST]) -> dict[str, str]:
     """Name in the file → full name. Of several (try … except ImportError) torch's own counts."""
-    found: dict[str, str] = {}
+    imported: dict[str, str] = {}
     for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 name, full = (alias.asname, alias.name) if alias.asname else (alias.name.split(".")[0],) * 2
-                found[name] = full
+                imported[name] = full
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
                 name = alias.asname or alias.name
-                if not found.get(name, "").startswith("torch."):
-                    found[name] = f"{node.module}.{alias.name}"
-    return found
+                if not imported.get(name, "").startswith("torch."):
+                    imported[name] = f"{node.module}.{alias.name}"
+    return imported
 
 
 def bindings_in(node: ast.AST) -> Iterator[tuple[ast.AST, Origin]]:
@@ -153,6 +153,11 @@ def before(parent: ast.AST, child: ast.AST) -> list[ast.stmt]:
         if isinstance(block, list) and child in block:
             return block[: block.index(child)]
     return []
+
+
+def has_hidden_arguments(call: ast.Call) -> bool:
+    """Whether a * or ** may give an argument that the file does not show."""
+    return any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords)
 
 
 def dotted(node: ast.AST) -> str:

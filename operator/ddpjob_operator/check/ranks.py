@@ -1,15 +1,15 @@
-"""Which rank is meant, which GPU belongs to it, and what all ranks must do together."""
+"""Ranks, their GPUs, and the collectives that all ranks must call."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
-from ddpjob_operator.check.nodes import Function, before, leaves, name_of
-from ddpjob_operator.check.rule import Found, Job
+from ddpjob_operator.check.nodes import Function, before, has_hidden_arguments, leaves, name_of
+from ddpjob_operator.check.rule import Found, Job, Severity
 from ddpjob_operator.check.script import DDP, INIT, Kind, Script
 
-# Every rank of the group must call these, or those that do wait for ever. isend, send and recv are for two.
+# Every rank of the group must call these, otherwise those that do wait for ever. isend, send and recv are for two.
 COLLECTIVES = {
     f"torch.distributed.{name}"
     for name in (
@@ -21,9 +21,9 @@ COLLECTIVES = {
 _GROUP_POSITION = {"barrier": 0, "monitored_barrier": 0, "broadcast": 2, "all_reduce": 2}
 
 
-def at(node: ast.AST, message: str) -> Found:
-    """A finding at a node of the script."""
-    return Found(getattr(node, "lineno", 1), message, column=getattr(node, "col_offset", 0) + 1)
+def at(node: ast.AST, message: str, severity: Severity | None = None) -> Found:
+    """A finding at a node of the script. severity: where it differs from the rule's own."""
+    return Found(getattr(node, "lineno", 1), message, severity, getattr(node, "col_offset", 0) + 1)
 
 
 def rank_is_local_rank(script: Script, job: Job) -> Iterator[Found]:
@@ -32,21 +32,17 @@ def rank_is_local_rank(script: Script, job: Job) -> Iterator[Found]:
     for call in script.inits if several else ():
         rank = script.argument(call, "rank", 4 if script.called(call) == INIT else None)
         kinds = script.kinds(rank)
-        # Of a process that the script starts itself, one node may be all that is meant, unless the job says otherwise.
+        # A script that starts its processes itself may be meant for one node only, unless the job has several.
         if several and rank and (kinds == {Kind.LOCAL} or (kinds <= {Kind.LOCAL, Kind.INDEX} and job.nodes)):
             severity, where = several
             right = (
                 'int(os.environ["RANK"])'
                 if kinds == {Kind.LOCAL}
-                else 'int(os.environ["NODE_RANK"]) * nproc + the number that it has on its node'
+                else 'int(os.environ["NODE_RANK"]) * nproc + the number of the process on its node'
             )
-            yield Found(
-                rank.lineno,
-                f"{_short(script, call)}(rank={script.text_of(rank)}): {where} "
-                f"{'two' if job.nodes == 2 else 'several'} processes get rank 0; use {right}",
-                severity,
-                rank.col_offset + 1,
-            )
+            count = "two" if job.nodes == 2 else "several"
+            message = f"{_short(script, call)}(rank={script.text_of(rank)}): {where} {count} processes get rank 0"
+            yield at(rank, f"{message}; use {right}", severity)
 
 
 def device_is_global_rank(script: Script, job: Job) -> Iterator[Found]:
@@ -57,12 +53,11 @@ def device_is_global_rank(script: Script, job: Job) -> Iterator[Found]:
     severity, where = several
     for call, device in _devices(script):
         if script.kinds(device) == {Kind.GLOBAL}:
-            yield Found(
-                device.lineno,
+            yield at(
+                device,
                 f"{script.text_of(call.func)}(…): {script.text_of(device)} is the rank in the whole job, and {where} "
-                'it goes beyond the GPUs of a node; use int(os.environ["LOCAL_RANK"])',
+                'it exceeds the GPUs of a node; use int(os.environ["LOCAL_RANK"])',
                 severity,
-                device.col_offset + 1,
             )
 
 
@@ -114,7 +109,7 @@ def set_device_missing(script: Script, job: Job) -> Iterator[Found]:
             yield at(
                 call,
                 f"{script.text_of(call)}: without torch.cuda.set_device(local_rank) this is GPU 0 for all processes of "
-                "a node; call it before the first use of a GPU",
+                "a node; call set_device before the first use of a GPU",
             )
             return
 
@@ -144,15 +139,15 @@ def collective_on_one_rank(script: Script, job: Job) -> Iterator[Found]:
         if guarding is not None and not _others_join(script, call, guarding, name):
             yield at(
                 call,
-                f"{_short(script, call)}() only where `{script.text_of(guarding.test)}`: the other ranks never come, "
-                f"and these wait until the time-out; let all ranks call it",
+                f"{_short(script, call)}() only where `{script.text_of(guarding.test)}`: the other ranks never call "
+                f"it, and these wait for them until the timeout; call it on all ranks",
             )
 
 
 def has_group(script: Script, call: ast.Call) -> bool:
     """Whether a collective may be one of some ranks only."""
     group = script.argument(call, "group", _GROUP_POSITION.get(_short(script, call), 3))
-    return group is not None or script.has_hidden_arguments(call)
+    return group is not None or has_hidden_arguments(call)
 
 
 def guard(script: Script, call: ast.Call) -> ast.If | None:
@@ -189,7 +184,7 @@ def _splits_the_ranks(test: ast.Compare) -> bool:
 
 
 def is_rank(script: Script, node: ast.expr) -> bool:
-    """Whether a number is a rank, or called so."""
+    """Whether a number is a rank, or named like one."""
     kinds = script.kinds(node)
     if Kind.UNKNOWN not in kinds:
         return True
@@ -197,7 +192,7 @@ def is_rank(script: Script, node: ast.expr) -> bool:
 
 
 def _others_join(script: Script, call: ast.Call, guard: ast.If, name: str) -> bool:
-    """Whether the ranks that do not pass may call the same elsewhere: `if rank: barrier(); load(); if not rank: …`."""
+    """Whether the ranks that do not pass may call it elsewhere: `if rank: barrier(); load(); if not rank: …`."""
     function = script.function(call)
     for other in script.calls_to(name):
         if other is call or script.function(other) is not function or _same_branch(guard, call, other):
@@ -217,7 +212,7 @@ def _same_branch(guard: ast.If, one: ast.AST, two: ast.AST) -> bool:
 
 
 def _may_call(script: Script, call: ast.Call, name: str) -> bool:
-    """Whether a call may lead to that collective: it is it, a function here has it, or nobody can know."""
+    """Whether a call may lead to that collective: itself, by a function of the file, or by one that is not known."""
     if script.called(call) == name:
         return True
     defined = script.definition(call.func)

@@ -1,6 +1,6 @@
-"""Where a file gives names a value that is not to be seen: exec, globals(), a star import, setattr.
+"""Where a file may give names a value that it does not show: exec, globals(), a star import, setattr.
 
-What such a line may have changed is not certain any more: a rule must not speak of the value that stood there before.
+After such a line the former value is not certain any more, so no rule may rely on it.
 """
 
 from __future__ import annotations

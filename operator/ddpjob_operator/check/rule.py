@@ -1,4 +1,4 @@
-"""What a rule is given, and what it gives: a script and what is known of its job in, findings out."""
+"""The types of the rules: a script and what is known of its job go in, findings come out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SYNTAX = "syntax"
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One mistake: where (line and column from 1), which rule, and a sentence with the mend."""
+    """One mistake: where (line and column from 1), which rule, and a sentence with the fix."""
 
     file: str
     line: int
@@ -30,7 +30,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Found:
-    """What a rule says of a script: a node of its tree or a line. severity: where it is not the rule's own."""
+    """What a rule finds in a script. severity: where it differs from the rule's own."""
 
     line: int
     message: str
@@ -54,14 +54,19 @@ class Job:
     mounts: dict[str, bool] = field(default_factory=dict)
     """mountPath → whether all nodes may see the same files there."""
     known: bool = False
-    """Whether there is a YAML: the operator then sets MASTER_ADDR, MASTER_PORT and the others."""
+    """Whether there is a YAML: then the operator sets MASTER_ADDR, MASTER_PORT and the other variables."""
+
+    @property
+    def has_one_rank(self) -> bool:
+        """Whether the job is certainly a single process."""
+        return self.nodes == 1 and self.nproc == 1
 
     def nodes_of(self, script: Script) -> int | None:
-        """How many nodes: of the job, else 1 for a script that meets on this machine's own address by itself."""
+        """How many nodes: of the job, else 1 for a script whose rendezvous is on this machine's own address."""
         return 1 if self.nodes is None and script.is_for_one_node else self.nodes
 
     def several_nodes(self, script: Script) -> tuple[Severity, str] | None:
-        """How to speak of a mistake that needs several nodes to hurt; None where there is one."""
+        """Severity and wording of a mistake that matters on several nodes only; None where there is one node."""
         nodes = self.nodes_of(script)
         if nodes is None:
             return "warning", "with more than one node"
@@ -69,7 +74,7 @@ class Job:
 
     @property
     def by_torchrun(self) -> bool:
-        """Whether torchrun's agent serves the store at which the processes meet."""
+        """Whether torchrun's agent serves the store of the rendezvous."""
         return self.launcher == "torchrun" or self.launcher.startswith("torch.distributed") or self.launcher in _FILES
 
 

@@ -1,6 +1,6 @@
-"""A training script as the rules see it: what kind it is, which number is a rank, and which ranks come where.
+"""A training script as the rules see it: what kind it is, which numbers are ranks, and which ranks run which lines.
 
-A rule that hears "unknown" from here is silent.
+What is not certain is UNKNOWN, and a rule reports nothing about it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ddpjob_operator.check.nodes import (
     Origin,
     before,
     dotted,
+    has_hidden_arguments,
     is_named_like_a_rank,
     leaves,
     name_of,
@@ -28,14 +29,14 @@ from ddpjob_operator.check.values import Values
 
 INIT = "torch.distributed.init_process_group"
 DDP = "torch.nn.parallel.DistributedDataParallel"
-# Frameworks that start, wrap, sample and save by themselves: what is missing in the script is done there.
+# Frameworks that start, wrap, sample and save by themselves, so that a script need not.
 _FRAMEWORKS = {
     "accelerate", "colossalai", "composer", "deepspeed", "determined", "fairscale", "horovod", "ignite", "lightning",
     "lightning_fabric", "mmengine", "pytorch_lightning", "ray", "torchtitan", "transformers",
 }  # fmt: skip
 _LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "NNODES"}
 _LOOPBACK = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|::1|\[::1\])$")
-# Long chains of names are real, endless ones are not: what lies further than this counts as unknown.
+# A value that is reached by more names than this counts as unknown, because names may refer to each other in a circle.
 _DEPTH_MAX = 12
 # Functions that return what another returns: each may have several results, so the ways multiply.
 _CALLS_MAX = 3
@@ -91,12 +92,12 @@ class Script(Values):
 
     @cached_property
     def reads_launcher(self) -> bool:
-        """Whether it takes its place from the variables that a launcher sets."""
+        """Whether it reads its rank from the variables that a launcher sets."""
         return any(self.variable_read(n) in _LAUNCHER_VARIABLES for n in self.nodes)
 
     @cached_property
     def is_for_one_node(self) -> bool:
-        """Whether the script itself makes its processes meet on this machine: as tutorials do, to be tried at once."""
+        """Whether the rendezvous is on this machine's own address, as in tutorials."""
         if self.reads_launcher:
             return False
         addresses = [value for name, value, _ in self.variables_set if name == "MASTER_ADDR"]
@@ -154,21 +155,21 @@ class Script(Values):
     @cached_property
     def variables_set(self) -> list[tuple[str, ast.expr, ast.AST]]:
         """(name, value, where) of os.environ[…] = …, os.environ.update and os.putenv; not of setdefault."""
-        found: list[tuple[str, ast.expr, ast.AST]] = []
+        variables: list[tuple[str, ast.expr, ast.AST]] = []
         for node in self.nodes:
             if isinstance(node, ast.Assign):
                 items = [t for t in node.targets if isinstance(t, ast.Subscript)]
-                found += [
+                variables += [
                     (text_in(t.slice), node.value, node) for t in items if self.full_name(t.value) == "os.environ"
                 ]
             elif isinstance(node, ast.Call) and self.called(node) == "os.environ.update":
-                found += [(k.arg, k.value, k.value) for k in node.keywords if k.arg]
+                variables += [(k.arg, k.value, k.value) for k in node.keywords if k.arg]
                 for arg in node.args:
                     if isinstance(arg, ast.Dict):
-                        found += [(text_in(k), v, v) for k, v in zip(arg.keys, arg.values, strict=True) if k]
+                        variables += [(text_in(k), v, v) for k, v in zip(arg.keys, arg.values, strict=True) if k]
             elif isinstance(node, ast.Call) and self.called(node) == "os.putenv" and len(node.args) == 2:
-                found.append((text_in(node.args[0]), node.args[1], node))
-        return found
+                variables.append((text_in(node.args[0]), node.args[1], node))
+        return variables
 
     def kinds(self, expression: ast.expr | None, depth: int = 0) -> set[Kind]:
         """Which rank, if any, a number is."""
@@ -180,7 +181,7 @@ class Script(Values):
         return self._kinds[expression]
 
     def depends_on_rank(self, expression: ast.AST | None, *, by_arguments: bool = False) -> bool:
-        """Whether a rank, or something that is called like one, has a part in an expression.
+        """Whether a rank, or something that is named like one, is part of an expression.
 
         by_arguments: also where a name in it is what a call has made of a rank: parts.use(rank). For a condition that
         does not count: the loss of a model that lies on GPU `rank` is no rank.
@@ -188,9 +189,9 @@ class Script(Values):
         todo = [] if expression is None else [(expression, True)]
         seen: set[ast.AST] = set()
         while todo:
-            here, is_first = todo.pop()
-            for node in parts_of(here, with_arguments=is_first or by_arguments):
-                if self._speaks_of_rank(node):
+            part, is_first = todo.pop()
+            for node in parts_of(part, with_arguments=is_first or by_arguments):
+                if self._reads_a_rank(node):
                     return True
                 follow = isinstance(node, ast.Name | ast.Attribute) and (is_first or not by_arguments)
                 origins = [o for o in self.origins(node) if o is not node] if follow else []  # type: ignore[arg-type]
@@ -202,12 +203,12 @@ class Script(Values):
         return False
 
     def on_every_rank(self, node: ast.AST) -> bool:
-        """Whether all processes of the group certainly come here: there is a way from the start with no `if rank …`."""
+        """Whether all processes of the group certainly run this: it is reached without an `if rank …`."""
         todo, seen = [(node, False)], set()
         while todo:
-            here, started = todo.pop()
-            function = self.function(here)
-            if (function, started) in seen or self._is_guarded(here):
+            place, started = todo.pop()
+            function = self.function(place)
+            if (function, started) in seen or self._is_guarded(place):
                 continue
             if function is not None:
                 seen.add((function, started))
@@ -219,7 +220,7 @@ class Script(Values):
         return False
 
     def runs_in_started_process(self, node: ast.AST) -> bool:
-        """Whether a process that this script starts comes here."""
+        """Whether a process that this script starts runs this."""
         todo, seen = [self.function(node)], set()
         while todo:
             function = todo.pop()
@@ -257,8 +258,8 @@ class Script(Values):
         if isinstance(origin, ast.Subscript):
             if dotted(origin.value) in self.containers_changed:
                 return {Kind.UNKNOWN}
-            found = [e for o in self.origins(origin.value) for e in self._items(o, origin.slice)]
-            return set().union(*(self.kinds(e, depth) for e in found))
+            items = [e for o in self.origins(origin.value) for e in self._items(o, origin.slice)]
+            return set().union(*(self.kinds(e, depth) for e in items))
         if isinstance(origin, ast.Attribute) and self._is_world(origin.value):
             return {{"rank": Kind.GLOBAL, "local_rank": Kind.LOCAL}.get(origin.attr, Kind.UNKNOWN)}
         if isinstance(origin, ast.Attribute) and dotted(origin.value) not in self.containers_changed:
@@ -286,8 +287,8 @@ class Script(Values):
         if not isinstance(key, ast.Constant):
             return [None]
         if isinstance(container, ast.Dict):
-            found = [v for k, v in zip(container.keys, container.values, strict=True) if _is_constant(k, key.value)]
-            return [found[-1] if found and None not in container.keys else None]
+            values = [v for k, v in zip(container.keys, container.values, strict=True) if _is_constant(k, key.value)]
+            return [values[-1] if values and None not in container.keys else None]
         if isinstance(container, ast.Tuple | ast.List) and type(key.value) is int:
             listed = container.elts
             plain = not any(isinstance(e, ast.Starred) for e in listed) and -len(listed) <= key.value < len(listed)
@@ -296,7 +297,7 @@ class Script(Values):
 
     def _field(self, instance: Origin, name: str) -> ast.expr | None:
         """What an instance got for a field as it was made: of a dataclass, a NamedTuple, a SimpleNamespace."""
-        if not isinstance(instance, ast.Call) or self.has_hidden_arguments(instance):
+        if not isinstance(instance, ast.Call) or has_hidden_arguments(instance):
             return None
         defined = self.definition(instance.func)
         if not isinstance(defined, ast.ClassDef):
@@ -324,7 +325,7 @@ class Script(Values):
     def _is_world(self, node: ast.expr) -> bool:
         return any(self.called(o) == "ddpjob.init" for o in self.origins(node))
 
-    def _speaks_of_rank(self, node: ast.AST) -> bool:
+    def _reads_a_rank(self, node: ast.AST) -> bool:
         if is_named_like_a_rank(name_of(node)) or "RANK" in self.variable_read(node):
             return True
         defined = self.definition(node.func) if isinstance(node, ast.Call) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ddpjob_operator.check.nodes import Function, is_main_guard, leaves, name_of
+from ddpjob_operator.check.nodes import Function, has_hidden_arguments, is_main_guard, leaves, name_of
 from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.rule import Found, Job, Severity
 from ddpjob_operator.check.script import Script
@@ -24,21 +24,21 @@ def spawn_without_main_guard(script: Script, job: Job) -> Iterator[Found]:
             yield at(
                 call,
                 f'{script.text_of(call.func)}(…) outside `if __name__ == "__main__":`: each process that it starts '
-                "imports this file, comes here, and fails; put it under that guard",
+                "imports this file, runs this line again and fails; put it under that guard",
             )
 
 
 def _functions_that_spawn(script: Script) -> list[object]:
     """The functions that certainly start processes when they are called, also through others."""
-    found: list[object] = []
+    spawning: list[object] = []
     todo = [script.function(c) for c in script.calls_to(*STARTERS)]
     while todo:
         function = todo.pop()
-        if function is None or function in found:
+        if function is None or function in spawning:
             continue
-        found.append(function)
+        spawning.append(function)
         todo += [script.function(c.call) for c in script.callers(function) if not c.starts_process]
-    return found
+    return spawning
 
 
 def _is_under_main_guard(script: Script, call: ast.Call) -> bool:
@@ -61,13 +61,13 @@ def spawn_of_itself(script: Script, job: Job) -> Iterator[Found]:
         if function in script.functions_meant(target):
             yield at(
                 call,
-                f"mp.spawn({script.text_of(target)}) in {function.name} itself: every process starts others, without "
+                f"mp.spawn({script.text_of(target)}) in {function.name} itself: every process starts more, without "
                 "end; spawn a function that does the work of one rank",
             )
 
 
 def _always_comes(script: Script, call: ast.Call, function: Function) -> bool:
-    """Nothing decides: no condition around it, and none before it that leaves."""
+    """Whether a call runs unconditionally: no condition around it, and none before it that leaves."""
     if any(True for _ in script.enclosing_tests(call)) or any(isinstance(p, ast.Try) for _, p in script.above(call)):
         return False
     before = [s for s in function.body if s.lineno < call.lineno]
@@ -80,7 +80,7 @@ def spawn_function_without_rank(script: Script, job: Job) -> Iterator[Found]:
         target, args = script.argument(call, "fn", 0), script.argument(call, "args", 1)
         functions = script.functions_meant(target) if target is not None else []
         given = 0 if args is None else len(args.elts) if isinstance(args, ast.Tuple) else None
-        if len(functions) != 1 or script.has_hidden_arguments(call):
+        if len(functions) != 1 or has_hidden_arguments(call):
             continue
         accepts = _positional_max(functions[0])
         if accepts is not None and accepts < 1 + (given or 0):
@@ -110,11 +110,11 @@ def argument_value_for_name(script: Script, job: Job) -> Iterator[Found]:
             wrong.append(kind)
         for node in wrong[:1]:
             name = script.text_of(call.args[0]) if call.args else "…"
-            mend = "type=…" if isinstance(node, ast.Name) else "default=…"
+            fix = "type=…" if isinstance(node, ast.Name) else "default=…"
             yield at(
                 node,
                 f"add_argument({name}, {script.text_of(node)}): argparse takes this for another name of the option, "
-                f"or for its type, and fails; write {mend}",
+                f"or for its type, and fails; write {fix}",
             )
 
 
@@ -145,12 +145,11 @@ def _refuses_what_is_passed(script: Script) -> Iterator[Found]:
         yield from (_one_spelling(call, "error") for call in options if _has_only_the_old_name(call))
         if not any(name.startswith("--local") for call in script.calls for name in _names(call)):
             yield from (
-                Found(
-                    call.lineno,
+                at(
+                    call,
                     f"{script.text_of(call)}: torch.distributed.launch passes --local-rank, which is not declared, and "
                     "argparse refuses it; start it with torchrun, which passes nothing, or add --use-env",
                     "error",
-                    call.col_offset + 1,
                 )
                 for call in script.methods_called("parse_args")
                 if _knows_all_options(script, call)
@@ -165,22 +164,20 @@ def _requires_what_is_not_passed(script: Script, job: Job) -> Iterator[Found]:
         required = script.argument(call, "required")
         is_asked_for = isinstance(required, ast.Constant) and required.value is True
         if is_asked_for and {"--local_rank", "--local-rank"} & set(_names(call)):
-            yield Found(
-                call.lineno,
-                f"--local-rank is required, and {job.launcher} does not pass it: argparse refuses to start; use "
+            yield at(
+                call,
+                f"--local-rank is required, and {job.launcher} does not pass it, so argparse exits with an error; use "
                 'int(os.environ["LOCAL_RANK"])',
                 "error",
-                call.col_offset + 1,
             )
 
 
 def _one_spelling(call: ast.Call, severity: Severity | None) -> Found:
-    return Found(
-        call.lineno,
+    return at(
+        call,
         f'{name_of(call.func)}("{_OLD}"): since torch 2.0 torch.distributed.launch passes --local-rank, which is '
-        f'refused; add both: "--local-rank", "{_OLD}"',
+        f'refused; declare both: "--local-rank", "{_OLD}"',
         severity,
-        call.col_offset + 1,
     )
 
 
@@ -230,8 +227,8 @@ def launch_deprecated(script: Script, job: Job) -> Iterator[Found]:
 
 
 DEPRECATED = (
-    'torch.distributed.launch is deprecated and will go; use torchrun, and os.environ["LOCAL_RANK"] in place of '
-    "--local-rank"
+    'torch.distributed.launch is deprecated and will be removed; use torchrun, and os.environ["LOCAL_RANK"] '
+    "in place of --local-rank"
 )
 
 
@@ -240,7 +237,7 @@ def _is_command(text: object) -> bool:
 
 
 def _is_run(script: Script, node: ast.AST) -> bool:
-    """Whether a text is what a call starts; help and messages may name it."""
+    """Whether a text is a command that a call starts, and not help or a message."""
     calls = [p for child, p in script.above(node) if isinstance(p, ast.Call) and child is not p.func]
     return any(name_of(c.func) in _RUNNERS for c in calls)
 

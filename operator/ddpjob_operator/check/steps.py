@@ -1,4 +1,4 @@
-"""What all ranks must do equally often: the steps, and the collectives in them."""
+"""Loops whose collectives all ranks must call equally often."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ALLOWS_UNEVEN = ("join", "Join", "no_sync", "monitored_barrier")
 
 def uneven_steps(script: Script, job: Job) -> Iterator[Found]:
     """for step in range(rank): all_reduce(…); a break on one rank."""
-    if job.nodes == 1 and job.nproc == 1:
+    if job.has_one_rank:
         return
     for loop in (n for n in script.nodes if isinstance(n, _LOOPS)):
         steps = _steps(script, loop)
@@ -30,15 +30,15 @@ def uneven_steps(script: Script, job: Job) -> Iterator[Found]:
         if count is not None and _range_varies(script, count) and not _others_join(script, loop, steps):
             yield at(
                 loop,
-                f"{_head(script, loop)}: the ranks go through this loop different numbers of times, and "
-                f"{script.text_of(steps[0].func)}(…) in it waits for all of them; give all ranks as many steps",
+                f"{_head(script, loop)}: the ranks run this loop different numbers of times, and "
+                f"{script.text_of(steps[0].func)}(…) in it waits for all ranks; run the same number of steps on all",
             )
             continue
         for leaving in _leaves_on_some(script, loop, steps):
             yield at(
                 leaving,
                 f"if {script.text_of(leaving.test)}: only some ranks leave this loop here, and the others wait for "
-                f"them in {script.text_of(steps[0].func)}(…); let all ranks decide the same, as after a broadcast",
+                f"them in {script.text_of(steps[0].func)}(…); broadcast the decision, so that all ranks leave together",
             )
 
 
@@ -46,8 +46,8 @@ def _steps(script: Script, loop: Loop) -> list[ast.Call]:
     """The calls in a loop that wait for all ranks: collectives, DDP's backward(), functions of the file with such."""
     calls = [n for s in loop.body for n in ast.walk(s) if isinstance(n, ast.Call)]
     function = script.function(loop)
-    found = [c for c in calls if script.function(c) is function and _waits_for_all(script, c)]
-    return sorted(found, key=lambda c: (c.lineno, c.col_offset))
+    waiting = [c for c in calls if script.function(c) is function and _waits_for_all(script, c)]
+    return sorted(waiting, key=lambda c: (c.lineno, c.col_offset))
 
 
 def _waits_for_all(script: Script, call: ast.Call) -> bool:
@@ -165,7 +165,7 @@ def _leaves_on_some(script: Script, loop: Loop, steps: list[ast.Call]) -> Iterat
 
 
 def _joined_inside(script: Script, statement: ast.If, steps: list[ast.Call]) -> bool:
-    """The steps themselves are in the branch: that is another mistake, or none."""
+    """Whether the steps themselves are in the branch: that is another mistake, or none."""
     inside = {id(n) for n in ast.walk(statement)}
     return any(id(s) in inside for s in steps)
 

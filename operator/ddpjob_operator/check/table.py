@@ -1,4 +1,4 @@
-"""All rules: the one table behind the command, its documentation and its tests, in the order of docs/check.md."""
+"""All rules, in the order of docs/check.md: the table behind the command, its documentation and its tests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ RULES = (
     Rule(
         "rank-is-local-rank",
         "error",
-        "The local rank starts from 0 on every node: two processes claim rank 0, and the group never forms, or forms "
-        "once per node.",
+        "The local rank starts from 0 on every node, so several processes claim rank 0: the group never forms, or "
+        "forms once per node.",
         'dist.init_process_group("nccl", rank=local_rank, world_size=world_size)',
         'dist.init_process_group("nccl", rank=int(os.environ["RANK"]), world_size=world_size)',
         ranks.rank_is_local_rank,
@@ -18,7 +18,7 @@ RULES = (
     Rule(
         "device-is-global-rank",
         "error",
-        "GPUs are numbered on each node from 0: rank 8 of a job with 8 GPUs a node is on GPU 0 of the second.",
+        "GPUs are numbered from 0 on each node: rank 8 of a job with 8 GPUs per node belongs on GPU 0 of the second.",
         'rank = int(os.environ["RANK"])\nmodel = DDP(model.to(rank), device_ids=[rank])',
         'local_rank = int(os.environ["LOCAL_RANK"])\nmodel = DDP(model.to(local_rank), device_ids=[local_rank])',
         ranks.device_is_global_rank,
@@ -35,7 +35,7 @@ RULES = (
     Rule(
         "collective-on-one-rank",
         "error",
-        "A collective ends when all ranks have called it: what only one calls waits until the time-out.",
+        "A collective ends when all ranks have called it. If only some call it, they wait until the timeout.",
         "if rank == 0:\n    dist.all_reduce(loss)\n    print(loss)",
         "dist.all_reduce(loss)\nif rank == 0:\n    print(loss)",
         ranks.collective_on_one_rank,
@@ -43,8 +43,8 @@ RULES = (
     Rule(
         "uneven-steps",
         "error",
-        "Each step of DDP and each collective waits for all ranks. Where one makes fewer of them than the others, "
-        "these wait for it until the time-out.",
+        "Each step of DDP and each collective waits for all ranks. If one rank makes fewer of them, the others wait "
+        "for it until the timeout.",
         "for step in range(20 if rank == 0 else 30):\n    dist.all_reduce(loss)",
         "for step in range(20):\n    dist.all_reduce(loss)",
         steps.uneven_steps,
@@ -52,8 +52,8 @@ RULES = (
     Rule(
         "gradients-not-averaged",
         "error",
-        "What model.parameters() gives is a torch.nn.Parameter, so `type(param) is torch.Tensor` never holds: no "
-        "gradient is averaged, every rank trains a model of its own, and nothing says so.",
+        "model.parameters() yields torch.nn.Parameter, so `type(param) is torch.Tensor` is never true: no gradient is "
+        "averaged, every rank trains a model of its own, and no error is raised.",
         "for param in model.parameters():\n    if type(param) is torch.Tensor:\n        dist.all_reduce(param.grad)",
         "for param in model.parameters():\n    dist.all_reduce(param.grad)",
         gradients.gradients_not_averaged,
@@ -61,7 +61,7 @@ RULES = (
     Rule(
         "sampler-missing",
         "warning",
-        "Without a sampler each rank goes through all samples: four GPUs do four times the work of one for an epoch.",
+        "Without a sampler each rank trains on all samples: four GPUs do four times the work of one in an epoch.",
         "loader = DataLoader(dataset, batch_size=64, shuffle=True)",
         "loader = DataLoader(dataset, batch_size=64, sampler=DistributedSampler(dataset))",
         data.sampler_missing,
@@ -69,7 +69,7 @@ RULES = (
     Rule(
         "set-epoch-missing",
         "warning",
-        "A DistributedSampler shuffles by seed and epoch: where nobody tells it the epoch, all have the same order.",
+        "A DistributedSampler shuffles by seed and epoch. Without set_epoch all epochs have the same order.",
         "for epoch in range(epochs):\n    for batch in loader: …",
         "for epoch in range(epochs):\n    sampler.set_epoch(epoch)\n    for batch in loader: …",
         data.set_epoch_missing,
@@ -77,7 +77,7 @@ RULES = (
     Rule(
         "shuffle-with-sampler",
         "error",
-        "A DataLoader takes its order from the sampler or makes one itself: both together are a ValueError.",
+        "A DataLoader takes its order from the sampler or shuffles itself: both together raise a ValueError.",
         "DataLoader(dataset, shuffle=True, sampler=sampler)",
         "DataLoader(dataset, sampler=sampler)",
         data.shuffle_with_sampler,
@@ -85,7 +85,7 @@ RULES = (
     Rule(
         "batch-size-is-float",
         "error",
-        "`/` gives a float, and DataLoader refuses it with a ValueError, after the job has got its GPUs.",
+        "`/` gives a float, and DataLoader refuses it with a ValueError, after the job has been given its GPUs.",
         "DataLoader(dataset, batch_size=128 / world_size)",
         "DataLoader(dataset, batch_size=128 // world_size)",
         data.batch_size_is_float,
@@ -93,8 +93,8 @@ RULES = (
     Rule(
         "batch-size-not-divided",
         "warning",
-        "DataLoader's batch size is that of one rank: a total that is not divided grows with the job, and the learning "
-        "rate fits no more.",
+        "DataLoader's batch size is that of one rank: a total that is not divided grows with the number of ranks, and "
+        "the learning rate no longer fits.",
         "DataLoader(dataset, batch_size=args.global_batch_size, sampler=sampler)",
         "DataLoader(dataset, batch_size=args.global_batch_size // dist.get_world_size(), sampler=sampler)",
         data.batch_size_not_divided,
@@ -102,8 +102,8 @@ RULES = (
     Rule(
         "partitioner-unseeded",
         "error",
-        "Each rank cuts the data by itself. Without a common seed each cuts another way: some samples are in two "
-        "parts, others in none, and nothing says so.",
+        "Each rank divides the data by itself. Without a common seed each divides it differently: some samples are in "
+        "two parts, others in none, and no error is raised.",
         "indices = list(range(len(data)))\nRandom().shuffle(indices)\npart = indices[rank::world_size]",
         "parts = ddpjob.DataPartitioner(data, fractions, seed=7)\npart = parts.use(rank)",
         data.partitioner_unseeded,
@@ -111,7 +111,7 @@ RULES = (
     Rule(
         "download-on-every-rank",
         "warning",
-        "All processes of a node download into one folder at once, and one unpacks what another still writes.",
+        "All processes of a node download into one folder at once, and one may unpack what another is still writing.",
         "dataset = datasets.MNIST(root, download=True)",
         "if local_rank == 0:\n    datasets.MNIST(root, download=True)\ndist.barrier()\ndataset = datasets.MNIST(root)",
         data.download_on_every_rank,
@@ -119,7 +119,7 @@ RULES = (
     Rule(
         "save-on-every-rank",
         "warning",
-        "All ranks hold the same parameters. Where all write them into one file at once, it may end up damaged.",
+        "All ranks hold the same parameters. If all write them into one file at once, the file may be damaged.",
         'torch.save(model.module.state_dict(), "model.pt")',
         'if rank == 0:\n    torch.save(model.module.state_dict(), "model.pt")',
         checkpoints.save_on_every_rank,
@@ -136,7 +136,8 @@ RULES = (
     Rule(
         "load-without-map-location",
         "warning",
-        "torch.load puts tensors where they were saved: all ranks of a node load onto GPU 0, whose memory may not do.",
+        "torch.load puts tensors on the device that they were saved from: all ranks of a node load onto GPU 0, whose "
+        "memory may not suffice.",
         'state = torch.load("model.pt")',
         'state = torch.load("model.pt", map_location="cpu")',
         checkpoints.load_without_map_location,
@@ -144,8 +145,8 @@ RULES = (
     Rule(
         "master-overwritten",
         "error",
-        "The job sets MASTER_ADDR and MASTER_PORT to where rank 0 is. A node with another address waits for itself; "
-        "under torchrun another port is one where nobody listens.",
+        "The job sets MASTER_ADDR and MASTER_PORT to the address of rank 0. A node with another address waits for "
+        "itself, and under torchrun nothing listens on another port.",
         'os.environ["MASTER_ADDR"] = "localhost"',
         'os.environ.setdefault("MASTER_ADDR", "localhost")',
         groups.master_overwritten,
@@ -153,7 +154,7 @@ RULES = (
     Rule(
         "master-port-fixed",
         "warning",
-        "Two jobs on one machine with the same port: the second fails, or joins the group of the first.",
+        "If two jobs on one machine use the same port, the second fails, or joins the group of the first.",
         'os.environ["MASTER_PORT"] = "29500"',
         'os.environ.setdefault("MASTER_PORT", "29500")',
         groups.master_port_fixed,
@@ -161,8 +162,8 @@ RULES = (
     Rule(
         "tcp-under-torchrun",
         "error",
-        "torchrun tells its processes that its agent serves the store, so with tcp:// none of them opens one: they "
-        "wait until the time-out (torch 2.13).",
+        "torchrun tells its processes that its agent serves the store, so with tcp:// none of them opens one, and they "
+        "wait until the timeout (torch 2.13).",
         'dist.init_process_group("gloo", init_method="tcp://node-0:23456", rank=rank, world_size=world_size)',
         'dist.init_process_group("gloo")',
         groups.tcp_under_torchrun,
@@ -170,7 +171,7 @@ RULES = (
     Rule(
         "file-not-shared",
         "error",
-        "With file:// the ranks meet in a file: nodes that share no folder each wait in their own.",
+        "With file:// the rendezvous is a file: nodes that share no folder each wait at their own.",
         'dist.init_process_group("gloo", init_method="file:///tmp/meet", rank=rank, world_size=world_size)',
         'dist.init_process_group("gloo")',
         groups.file_not_shared,
@@ -178,7 +179,7 @@ RULES = (
     Rule(
         "backend-mpi",
         "error",
-        "The backend mpi needs a PyTorch that was built with MPI, and no published wheel is.",
+        "The backend mpi needs a PyTorch that was built with MPI, which no published wheel is.",
         'dist.init_process_group("mpi")',
         'dist.init_process_group("gloo")',
         groups.backend_mpi,
@@ -186,7 +187,7 @@ RULES = (
     Rule(
         "nccl-without-gpu",
         "error",
-        "nccl only moves data between GPUs: in a job whose pods have none the group does not form.",
+        "nccl moves data between GPUs only: in a job whose pods have none the group does not form.",
         'dist.init_process_group("nccl")',
         'dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")',
         groups.nccl_without_gpu,
@@ -194,8 +195,8 @@ RULES = (
     Rule(
         "barrier-without-timeout",
         "warning",
-        "A barrier on gloo waits for a missing rank for 30 minutes, and does not say which it was: where one rank "
-        "prepares the data meanwhile, that may be too short.",
+        "A barrier on gloo waits 30 minutes for a missing rank, and its error does not name it. That may be too short "
+        "while one rank prepares the data.",
         'dist.init_process_group("gloo")\nif rank == 0:\n    preprocess(data)\ndist.barrier()',
         'dist.init_process_group("gloo", timeout=timedelta(hours=6))\n'
         "if rank == 0:\n    preprocess(data)\ndist.barrier()",
@@ -204,7 +205,7 @@ RULES = (
     Rule(
         "monitored-barrier-on-nccl",
         "error",
-        "monitored_barrier needs send and recv on the CPU: it is there for gloo only, and raises under nccl.",
+        "monitored_barrier needs send and recv on the CPU: it works with gloo only, and raises under nccl.",
         'dist.init_process_group("nccl")\ndist.monitored_barrier()',
         'dist.init_process_group("nccl")\ncpu = dist.new_group(backend="gloo")\ndist.monitored_barrier(cpu)',
         groups.monitored_barrier_on_nccl,
@@ -212,8 +213,8 @@ RULES = (
     Rule(
         "destroy-missing",
         "warning",
-        "A script that has a function to destroy the group, and never calls it, ends with the group open: nccl warns "
-        "at each exit. No function for it is no mistake.",
+        "A script that has a function to destroy the group, and never calls it, exits with the group open, and nccl "
+        "warns at each exit. A script without such a function is not reported.",
         "def cleanup():\n    dist.destroy_process_group()\n\ntrain()",
         "try:\n    train()\nfinally:\n    cleanup()",
         groups.destroy_missing,
@@ -221,8 +222,8 @@ RULES = (
     Rule(
         "isend-without-wait",
         "warning",
-        "isend and irecv only begin: until wait() returns the tensor must be left alone, and a rank that ends before "
-        "takes its message with it.",
+        "isend and irecv only begin a transfer: until wait() returns the tensor must not be used, and the message of a "
+        "rank that exits before is lost.",
         "dist.isend(tensor, dst=1)",
         "work = dist.isend(tensor, dst=1)\nwork.wait()",
         groups.isend_without_wait,
@@ -230,8 +231,8 @@ RULES = (
     Rule(
         "spawn-without-main-guard",
         "error",
-        "A spawned process imports the script anew. Without the guard it spawns again, and Python stops it with a "
-        "RuntimeError.",
+        "A spawned process imports the script again. Without the guard it would spawn processes too, and Python raises "
+        "a RuntimeError.",
         "mp.spawn(train, nprocs=4)",
         'if __name__ == "__main__":\n    mp.spawn(train, nprocs=4)',
         starting.spawn_without_main_guard,
@@ -239,8 +240,7 @@ RULES = (
     Rule(
         "spawn-of-itself",
         "error",
-        "A function that spawns itself never comes to training: each of its processes starts more, "
-        "until the node is full.",
+        "A function that spawns itself never trains: each of its processes starts more, until the node is full.",
         "def main(rank=0):\n    mp.spawn(main, nprocs=4)",
         "def main():\n    mp.spawn(train, nprocs=4)",
         starting.spawn_of_itself,
@@ -248,8 +248,8 @@ RULES = (
     Rule(
         "spawn-function-without-rank",
         "error",
-        "mp.spawn gives the number of the process as the first argument, before args: a function without a parameter "
-        "for it is a TypeError in every process.",
+        "mp.spawn passes the number of the process as the first argument, before args: a function without a parameter "
+        "for it raises a TypeError in every process.",
         "def train(): …\nmp.spawn(train, nprocs=4)",
         "def train(rank): …\nmp.spawn(train, nprocs=4)",
         starting.spawn_function_without_rank,
@@ -257,8 +257,8 @@ RULES = (
     Rule(
         "argument-value-for-name",
         "error",
-        "What follows the name in add_argument is another name of the same option: a number or a type there is an "
-        "error, before anything is trained.",
+        "What follows the name in add_argument is another name of the same option: a number or a type there raises an "
+        "error at the start.",
         'parser.add_argument("--local-rank", int(os.environ["LOCAL_RANK"]))',
         'parser.add_argument("--local-rank", type=int, default=int(os.environ["LOCAL_RANK"]))',
         starting.argument_value_for_name,
@@ -267,8 +267,8 @@ RULES = (
         "local-rank-one-spelling",
         "warning",
         "torch.distributed.launch passes --local-rank since torch 2.0 and passed --local_rank before: a script with "
-        "only the old one, or with neither, ends with “unrecognized arguments” (exit code 2). The new one alone is "
-        "right for all versions that DDPJob knows. torchrun passes none: there it must not be required.",
+        "only the old one, or with neither, exits with “unrecognized arguments” (exit code 2). The new one alone works "
+        "with all versions that DDPJob supports. torchrun passes none, so it must not be required there.",
         'parser.add_argument("--local_rank", type=int)',
         'parser.add_argument("--local-rank", "--local_rank", type=int)',
         starting.local_rank_one_spelling,
@@ -276,7 +276,7 @@ RULES = (
     Rule(
         "launch-deprecated",
         "warning",
-        "torch.distributed.launch says at each start that it will be removed; torchrun takes the same options.",
+        "torch.distributed.launch warns at each start that it will be removed; torchrun takes the same options.",
         "command: [python, -m, torch.distributed.launch, train.py]",
         'command: [torchrun, train.py]        # train.py reads os.environ["LOCAL_RANK"]',
         starting.launch_deprecated,

@@ -1,11 +1,12 @@
-"""The names, calls and values of a Python file: where a value may come from, and who calls whom.
+"""The names, calls and values of a Python file: where a value may come from, and which function calls which.
 
-Whatever cannot be known is said to be unknown, never guessed. Nothing is imported or run.
+What cannot be known is Marker.UNKNOWN, never guessed. Nothing is imported or run.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from ddpjob_operator.check.nodes import (
     default_of,
     dotted,
     fields_declared,
+    has_hidden_arguments,
     imports_in,
     is_outside_the_body,
     leaves,
@@ -125,13 +127,8 @@ class Values:
 
     def full_name(self, node: ast.AST) -> str:
         """torch.distributed.get_rank for `dist.get_rank`; "" for what is no dotted name."""
-        parts: list[str] = []
-        while isinstance(node, ast.Attribute):
-            parts.append(node.attr)
-            node = node.value
-        if not isinstance(node, ast.Name):
-            return ""
-        name = ".".join([self.imported.get(node.id, node.id), *reversed(parts)])
+        first, dot, rest = dotted(node).partition(".")
+        name = self.imported.get(first, first) + dot + rest
         return next((new + name.removeprefix(old) for old, new in _ALIASES.items() if name.startswith(old)), name)
 
     def called(self, node: object) -> str:
@@ -145,10 +142,10 @@ class Values:
 
     @cached_property
     def _calls_by_name(self) -> dict[str, list[ast.Call]]:
-        found: dict[str, list[ast.Call]] = defaultdict(list)
+        by_name: dict[str, list[ast.Call]] = defaultdict(list)
         for call in self.calls:
-            found[self.called(call)].append(call)
-        return found
+            by_name[self.called(call)].append(call)
+        return by_name
 
     def calls_to(self, *names: str) -> list[ast.Call]:
         """All calls of these full names."""
@@ -181,15 +178,15 @@ class Values:
 
     @cached_property
     def _identifiers(self) -> set[str]:
-        found = set()
+        identifiers = set()
         for node in self.nodes:
             if isinstance(node, ast.Name):
-                found.add(node.id)
+                identifiers.add(node.id)
             elif isinstance(node, ast.Attribute):
-                found.add(node.attr)
+                identifiers.add(node.attr)
             elif isinstance(node, ast.keyword) and node.arg:
-                found.add(node.arg)
-        return found
+                identifiers.add(node.arg)
+        return identifiers
 
     # ---------------------------------------------------------------- values
 
@@ -201,10 +198,6 @@ class Values:
         if position is None or any(isinstance(a, ast.Starred) for a in call.args[: position + 1]):
             return None
         return call.args[position] if position < len(call.args) else None
-
-    def has_hidden_arguments(self, call: ast.Call) -> bool:
-        """Whether a * or ** may give an argument that is not to be seen."""
-        return any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords)
 
     def origins(self, expression: ast.expr | None) -> list[Origin]:
         """Everything that an expression may be, followed through names, attributes and parameters of this file.
@@ -218,20 +211,20 @@ class Values:
         return self._origins[expression]
 
     def _find_origins(self, expression: ast.expr | None) -> list[Origin]:
-        found: list[Origin] = []
+        ends: list[Origin] = []
         todo: list[Origin] = [] if expression is None else [expression]
         seen: set[Origin] = set()
         while todo:
-            here = todo.pop()
-            if here in seen:
+            origin = todo.pop()
+            if origin in seen:
                 continue
-            seen.add(here)
-            values = self._values(here)
+            seen.add(origin)
+            values = self._values(origin)
             if values is None:
-                found.append(here)
+                ends.append(origin)
             else:
                 todo += values
-        return found or [Marker.UNKNOWN]
+        return ends or [Marker.UNKNOWN]
 
     def texts(self, expression: ast.expr | None) -> list[str]:
         """The texts that an expression may be; none at all where one of its origins is no plain text."""
@@ -430,8 +423,8 @@ class Values:
         if isinstance(node, ast.Name) and node.id == "self":
             return [c] if (c := self._class_of(node)) else []
         origins = self.origins(node)
-        found = [self.definition(o.func) for o in origins if isinstance(o, ast.Call)]
-        return [d for d in found if isinstance(d, ast.ClassDef)]
+        definitions = [self.definition(o.func) for o in origins if isinstance(o, ast.Call)]
+        return [d for d in definitions if isinstance(d, ast.ClassDef)]
 
     def started(self, call: ast.Call) -> tuple[ast.expr, Caller] | None:
         """The function that a call starts in processes of its own, and what it gives them."""
@@ -475,10 +468,7 @@ def _called_or_itself(node: ast.expr) -> ast.expr:
 
 
 def _caller(call: ast.Call, skip: int) -> Caller:
-    hidden = any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords)
-    values: tuple[Origin, ...] = tuple(Marker.UNKNOWN for _ in range(skip))
-    for arg in call.args:
-        if isinstance(arg, ast.Starred):
-            break
-        values = (*values, arg)
-    return Caller(call, values, {k.arg: k.value for k in call.keywords if k.arg}, all_known=not hidden)
+    plain = itertools.takewhile(lambda arg: not isinstance(arg, ast.Starred), call.args)
+    values: tuple[Origin, ...] = (*[Marker.UNKNOWN] * skip, *plain)
+    named = {k.arg: k.value for k in call.keywords if k.arg}
+    return Caller(call, values, named, all_known=not has_hidden_arguments(call))

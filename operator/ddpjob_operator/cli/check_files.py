@@ -1,4 +1,4 @@
-"""`ddpjob check`: reads the files that it is given, and says what check/ finds in them."""
+"""`ddpjob check`: reads files, and prints the findings of check/."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ YAML_SUFFIXES = (".yaml", ".yml", ".json")
 
 
 @dataclass(frozen=True)
-class Report:
-    """What was found, and what could not be read and is said on stderr."""
+class CheckResult:
+    """The findings, and sentences about scripts that could not be read."""
 
     findings: list[Finding]
-    remarks: list[str]
+    unread: list[str]
     files: int
 
     @property
@@ -36,7 +36,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """2 for what is no Python, 1 for errors, 0 for warnings or nothing."""
+        """2 for a file that is not valid Python, 1 for errors, 0 for warnings or nothing."""
         return 2 if any(f.rule == SYNTAX for f in self.findings) else int(self.errors > 0)
 
     def to_text(self) -> str:
@@ -65,7 +65,7 @@ def check_all(
     jobs: Mapping[str, tuple[Document, api.DDPJob]],
     nodes: int | None = None,
     nproc: int | None = None,
-) -> Report:
+) -> CheckResult:
     """Check scripts, and jobs with the scripts that they run. Raises InputError for a file that cannot be read.
 
     A script beside one job is checked as that job's; so a script can be named that lies in an image under another path.
@@ -73,21 +73,23 @@ def check_all(
     """
     scripts = [path for path in paths if path not in jobs]
     if scripts and len(jobs) > 1:
-        raise InputError(f"{scripts[0]}: whose script is it? There are {len(jobs)} jobs: check them one by one")
+        raise InputError(
+            f"{scripts[0]}: belongs to one of {len(jobs)} jobs, and which is not known. Check the jobs one by one."
+        )
     findings = [finding for path, (document, job) in jobs.items() for finding in _of_job(path, document, job)]
-    remarks: list[str] = []
+    unread: list[str] = []
     read = [(script, Job(nodes=nodes, nproc=nproc)) for script in scripts]
     for path, (document, job) in jobs.items():
-        found = scripts or _script_of(path, job)
-        read = [*(() if scripts else read), *((script, known(job)) for script in found)]
-        remarks += [] if found else [_not_read(document, job)]
+        own = scripts or _script_of(path, job)
+        read = [*(() if scripts else read), *((script, known(job)) for script in own)]
+        unread += [] if own else [_not_read(document, job)]
     for script, context in read:
         findings += _of_script(script, context)
-    return Report(sorted(set(findings)), remarks, len({*jobs, *(script for script, _ in read)}))
+    return CheckResult(sorted(set(findings)), unread, len({*jobs, *(script for script, _ in read)}))
 
 
 def _of_script(path: str, context: Job) -> list[Finding]:
-    """What is no text is a finding, as what is no Python."""
+    """A file that is no text is a finding, as one that is not valid Python."""
     try:
         raw = Path(path).read_bytes()
     except OSError as error:
@@ -96,16 +98,16 @@ def _of_script(path: str, context: Job) -> list[Finding]:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
         text = raw.decode(encoding)
     except (UnicodeDecodeError, SyntaxError, LookupError) as error:  # "coding: rot13" is known, and of no text
-        return [Finding(path, 1, 1, SYNTAX, "error", f"this is no Python: {error}")]
+        return [Finding(path, 1, 1, SYNTAX, "error", f"not valid Python: {error}")]
     return check.check(path, text, context)
 
 
 def _of_job(path: str, document: Document, job: api.DDPJob) -> list[Finding]:
     severities = {rule.name: rule.severity for rule in check.RULES}
-    found = [
+    findings = [
         Finding(path, document.line(field), 1, rule, severities[rule], text) for field, rule, text in mistakes(job)
     ]
-    return check.kept(found, Path(path).read_text(encoding="utf-8")) if found else []
+    return check.kept(findings, Path(path).read_text(encoding="utf-8")) if findings else []
 
 
 def _script_of(path: str, job: api.DDPJob) -> list[str]:
@@ -117,16 +119,16 @@ def _script_of(path: str, job: api.DDPJob) -> list[str]:
 
 
 def _not_read(document: Document, job: api.DDPJob) -> str:
-    """Said, for an answer "nothing found" would otherwise be about the YAML alone."""
-    found = command.read(launcher.command_of(job.spec.template))
-    by = f"{found.launcher}, and " if found.launcher not in ("", "python") else ""
+    """Why no script was read, because "nothing found" is then about the YAML alone."""
+    started = command.read(launcher.command_of(job.spec.template))
+    by = f"{started.launcher}, and " if started.launcher not in ("", "python") else ""
     why = (
         f"the command starts {by}names no script that is plain to see"
         if by
         else ("the command names no script that is plain to see")
     )
-    if found.files:
-        why = f"{found.script or f'the module {found.module}'} is not on this machine"
+    if started.files:
+        why = f"{started.script or f'the module {started.module}'} is not on this machine"
     where = document.place(("spec", "template", "spec", "containers"))
     return f"{where}: {why}, so only the job was read; name it: ddpjob check {document.source} SCRIPT"
 

@@ -49,10 +49,10 @@ def cli() -> None:
     "failures",
     metavar="FAULT",
     multiple=True,
-    help="Break something: rank=1,step=200,signal=KILL (or exit=3, hang) or node=1,at=20s. Repeatable.",
+    help="Inject a fault: rank=1,step=200,signal=KILL (or exit=3, hang) or node=1,at=20s. Repeatable.",
 )
 @click.option("--cpu", is_flag=True, help="Train on the CPU with gloo, whatever GPUs the job asks for.")
-@click.option("--allow-unsupported", is_flag=True, help="Go on without what cannot be honoured on one machine.")
+@click.option("--allow-unsupported", is_flag=True, help="Ignore fields that have no counterpart on one machine.")
 @click.option("--plain", is_flag=True, help="Plain lines also on a terminal.")
 @click.option("--dry-run", is_flag=True, help="Print the Service and the pods that a cluster would get, and stop.")
 def run(
@@ -69,7 +69,7 @@ def run(
     plain: bool,
     dry_run: bool,
 ) -> int:
-    """Run the DDPJob in FILE on this machine: each node becomes a process group on loopback.
+    """Run the DDPJob in FILE on this machine: each node is a group of processes, connected by loopback.
 
     \b
     Exit codes: 0 succeeded, 1 the job failed, 2 wrong input, 130 interrupted.
@@ -102,7 +102,7 @@ def check(paths: tuple[str, ...], nodes: int | None, nproc: int | None, job: str
     """Find the classic DDP mistakes in scripts, or in a DDPJob's YAML and its script, without running them.
 
     \b
-    docs/check.md has each rule. To take one back: `# ddpjob: ignore[rule]` on its line, or on the line above.
+    docs/check.md has each rule. To suppress one: `# ddpjob: ignore[rule]` on its line, or on the line above.
     Exit codes: 0 nothing or warnings, 1 errors, 2 wrong input.
     """
     from ddpjob_operator.cli import check_files
@@ -110,10 +110,10 @@ def check(paths: tuple[str, ...], nodes: int | None, nproc: int | None, job: str
     settings = (f"spec.nprocPerNode={nproc}",) if nproc else ()
     wanted = str(nodes) if nodes else None
     jobs = {path: load(path, job, wanted, settings, ()) for path in paths if check_files.is_job(path)}
-    report = check_files.check_all(paths, jobs, nodes, nproc)
-    for line in (*report.remarks, report.summary()):
+    result = check_files.check_all(paths, jobs, nodes, nproc)
+    for line in (*result.unread, result.summary()):
         click.echo(line, err=True)
-    return answer(report.to_json() if form == "json" else report.to_text()) or report.exit_code
+    return answer(result.to_json() if form == "json" else result.to_text()) or result.exit_code
 
 
 @cli.command(epilog="Example: ddpjob crd | kubectl apply -f -")
@@ -161,7 +161,7 @@ def print_objects(job: api.DDPJob, cpu: bool) -> int:
 
 
 def answer(text: str) -> int:
-    """Write an answer to stdout; the exit code. A reader that has gone (`| head`) has had enough: that is no error."""
+    """Write an answer to stdout; the exit code. A reader that has closed it (`| head`) is no error."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -1,7 +1,7 @@
 """The DDPJob resource: its fields, their defaults and their meaning.
 
 This is the one source of the CRD (`crd.py` writes the docstring below each field into it), of the defaults and of
-the reference in docs/. What a value may be is said here by its type; rules between fields stand in `validation.py`.
+the reference in docs/. The types say what a value may be; rules between fields are in `validation.py`.
 Field names follow batch/v1 Job and torchrun. Times are timezone-aware datetimes in UTC, durations whole seconds.
 """
 
@@ -38,7 +38,7 @@ State = Literal["Pending", "Starting", "Running", "Restarting", "Failing", "Susp
 
 
 class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
-    """What the user wants."""
+    """The desired state, written by the user."""
 
     nodes: Annotated[int, Meta(ge=1, le=NODES_MAX)] = 1
     """Pods of the job, one per node. Changes only while the job is suspended. The scale subresource sets it."""
@@ -94,7 +94,7 @@ class FailureRule(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
     action: failure_policy.Action = "Count"
     """FailJob: the job fails at once. Ignore: restart without a charge. Count: restart, charged to backoffLimit."""
     on_exit_codes: OnExitCodes
-    """The exit codes that the rule is for: of the guilty rank where it is known, else of the container."""
+    """The exit codes that the rule is for: of the culprit rank where it is known, else of the container."""
 
 
 class OnExitCodes(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
@@ -114,7 +114,7 @@ class Stall(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tru
 
 
 class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
-    """What is true now, written by the operator alone."""
+    """The observed state, written by the operator alone."""
 
     state: State | None = None
     """One word for people: Pending, Starting, Running, Restarting, Failing, Suspended, Succeeded or Failed."""
@@ -127,9 +127,9 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     observed_generation: int | None = None
     """The metadata.generation that this status speaks of."""
     attempt: Count = 0
-    """One life of all pods of the job; every restart, resume and retry of the start takes the next number."""
+    """The number of the present set of pods; every restart, resume and retry of the start takes the next one."""
     attempt_time: Time | None = None
-    """When the pods of this attempt were (or, in the future, will be) asked for."""
+    """When the pods of this attempt were (or, in the future, will be) created."""
     running_time: Time | None = None
     """When the trainers of all nodes ran in this attempt for the first time."""
     first_step_time: Time | None = None
@@ -155,7 +155,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     completion_time: Time | None = None
     """When the job succeeded or failed and its last pod had ended."""
     master_addr: str = ""
-    """Where the other ranks meet rank 0, as host:port."""
+    """The address of the rendezvous, that of rank 0, as host:port."""
     progress: Progress | None = None
     """What the training reports."""
     furthest_step: Count | None = None
@@ -336,7 +336,7 @@ class Goodput(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=T
     productive_seconds: Count = 0
     """All nodes ran and steps were made, or one was under way and took no longer than is expected."""
     idle_seconds: Count = 0
-    """All nodes ran, and after the last step none came for longer than expected, or until ranks that had started anew
+    """All nodes ran, and after the last step none came for longer than expected, or until ranks that had started again
     in place made one."""
     unreported_seconds: Count = 0
     """All nodes ran, and no step was ever reported: whether they trained is not known."""

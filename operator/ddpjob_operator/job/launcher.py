@@ -1,7 +1,7 @@
-"""What the trainer's command says to torchrun or torch.distributed.launch, and where that contradicts the job.
+"""The options that the trainer's command gives to its launcher, and where they contradict the job.
 
-Such a contradiction hangs or fails: the launcher waits for nodes that never come (docs/measured.md), so it is refused
-before anything starts. What a shell script or a Python file does inside is not read here.
+With such a contradiction the job hangs or fails, because the launcher waits for nodes that never come
+(docs/measured.md), so it is refused before anything starts. Shell scripts and Python files are not read here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from ddpjob_operator.job import api, bounds
-from ddpjob_operator.job.podspec import gpus, trainer_container
+from ddpjob_operator.job.podspec import command_path, gpus, mounts, trainer_container
 
 Found = Iterator[tuple[tuple[str | int, ...], str]]
 
@@ -29,16 +29,15 @@ _OPTIONS = (
     "duplicate_stdout_filters duplicate_stderr_filters node_rank master_addr master_port local_addr logs_specs "
     "numa_binding signals_to_handle shutdown_timeout virtual_local_rank use_env help preload no_preload"
 ).split()
-_LAUNCHERS = {"torchrun", "ddprun"}
+LAUNCHERS = ("torchrun", "ddprun")
+LAUNCHER_FILE = re.compile(r"torch/distributed/(run|launch)\.py$")
 MODULES = {"torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher"}
-# An address that cannot be the one where all nodes meet: this node's own, or an IP, which no pod has before it runs.
-_NO_MEETING_PLACE = re.compile(
+# A host that cannot be the rendezvous of several nodes: each node's own, or an IP, which no pod has before it runs.
+NO_RENDEZVOUS_HOST = re.compile(
     r"^(localhost|\$\{?HOSTNAME\}?|\$\(hostname\)?|\d+\.\d+\.\d+\.\d+|\[?[0-9a-fA-F:]*::[0-9a-fA-F:]*\]?)$"
 )
-# How scripts in the wild name the option for init_method.
-_MEETING_FILE = re.compile(r"^--(?:dist|init)[-_](?:url|method)(?:=|$)")
-# Volumes that are a pod's own; any other may be the same folder on all nodes.
-_OWN_VOLUMES = {"emptyDir", "ephemeral", "configMap", "secret", "projected", "downwardAPI", "image"}
+# How users' scripts name the option for init_method.
+_INIT_METHOD_OPTION = re.compile(r"^--(?:dist|init)[-_](?:url|method)(?:=|$)")
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,13 @@ def find(command: list[str]) -> Launcher | None:
     words = _words(command)
     for i, word in enumerate(words):
         name = word.rsplit("/", 1)[-1]
-        if name in _LAUNCHERS:
+        if name in LAUNCHERS:
             return Launcher(name, _options(words[i + 1 :]))
         if word == "-m" and words[i + 1 : i + 2] == ["ddpjob.agent"]:
             return Launcher("ddprun", _options(words[i + 2 :]))
         if word == "-m" and words[i + 1 : i + 2] and words[i + 1] in MODULES:
             return Launcher(words[i + 1], _options(words[i + 2 :]))
-        if re.search(r"torch/distributed/(run|launch)\.py$", word):
+        if LAUNCHER_FILE.search(word):
             return Launcher(name, _options(words[i + 1 :]))
     return None
 
@@ -72,40 +71,43 @@ def command_of(template: dict[str, Any]) -> list[str]:
     return [part for part in parts if isinstance(part, str)]
 
 
+def in_template(template: dict[str, Any]) -> Launcher | None:
+    """The launcher that the trainer's command starts."""
+    return find(command_of(template))
+
+
 def restarts_in_place(spec: api.Spec) -> bool:
-    """Whether the ranks of a pod have an agent over them that survives theirs, and its peers'."""
-    found = find(command_of(spec.template))
-    return found is not None and found.name == "ddprun"
+    """Whether ddprun starts the ranks, so that they can restart without new pods."""
+    launcher = in_template(spec.template)
+    return launcher is not None and launcher.name == "ddprun"
 
 
 def nproc_per_node(template: dict[str, Any]) -> int | None:
     """--nproc-per-node of the command where it is a number."""
-    launcher = find(command_of(template))
+    launcher = in_template(template)
     value = launcher.options.get("nproc_per_node", "") if launcher else ""
     return _number(value) if _number(value) > 0 else None
 
 
 def warnings(spec: api.Spec) -> list[str]:
-    """What the command asks of its launcher, which the user may have, and should know about."""
-    launcher = find(command_of(spec.template))
-    if launcher is not None and launcher.name == "ddprun":  # which restarts in place, and gives every node its place
+    """Options of the command's launcher that are allowed, but have a drawback."""
+    launcher = in_template(spec.template)
+    if launcher is not None and launcher.name == "ddprun":  # it obeys all of these
         return []
-    options, said = launcher.options if launcher else {}, []
+    options, notes = launcher.options if launcher else {}, []
     if spec.preflight == "Always":
-        said.append("preflight: Always is obeyed by ddprun alone; or call ddpjob.preflight.run() in the script")
+        notes.append("preflight: Always needs ddprun, or ddpjob.preflight.run() in the script")
     if options.get("max_restarts", "0") != "0":
-        said.append(f"--max-restarts={options['max_restarts']}: torchrun's own restart hangs when a node is lost")
+        notes.append(f"--max-restarts={options['max_restarts']}: torchrun's own restart hangs when a node is lost")
     if options.get("rdzv_backend", "static") != "static":
-        said.append(
-            f"--rdzv-backend={options['rdzv_backend']} numbers the nodes as they come: rank k is on any of them"
-        )
-    return said
+        notes.append(f"--rdzv-backend={options['rdzv_backend']} numbers the nodes as they arrive: any may have rank 0")
+    return notes
 
 
 def script(words: list[str]) -> str | None:
     """The Python file that a command starts, where that is plain to see: `python -u x.py`, `torchrun --tee 3 x.py`."""
     program = words[0].rsplit("/", 1)[-1] if words else ""
-    if program in _LAUNCHERS:
+    if program in LAUNCHERS:
         rest = _after_options(words[1:])
     elif re.fullmatch(r"python[\d.]*", program):
         rest = after_python_options(words[1:])
@@ -117,14 +119,13 @@ def script(words: list[str]) -> str | None:
 
 
 def contradictions(spec: api.Spec) -> Found:
-    """Where the launcher's own options contradict the job: path below spec, and a sentence with the mend.
+    """Where the launcher's own options contradict the job: the field's path, and a sentence with the fix.
 
     For a template that has the shape of one (validation.py).
     """
-    trainer = trainer_container(spec.template) or {}
-    path = ("template", "spec", "containers", _index_of(spec, trainer), "command" if "command" in trainer else "args")
-    yield from ((path, sentence) for sentence in _meeting_file(spec, trainer))
-    launcher = find(command_of(spec.template))
+    path = command_path(spec.template)
+    yield from ((path, sentence) for sentence in _rendezvous_file(spec))
+    launcher = in_template(spec.template)
     if launcher is None:
         return
     for sentence in (*_nodes(launcher, spec), *_several_nodes(launcher, spec), *_processes(launcher, spec)):
@@ -159,11 +160,11 @@ def _several_nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
         )
     for name in ("master_addr", "rdzv_endpoint"):
         host, port = _host_and_port(options.get(name, ""), options.get("master_port", "") if "addr" in name else "")
-        if _NO_MEETING_PLACE.match(host):
-            mend = "Remove it: the job sets it." if "addr" in name else "Use $(MASTER_ADDR):$(MASTER_PORT)."
-            yield f"--{name}={options[name]} keeps {spec.nodes} nodes apart. {mend}"
+        if NO_RENDEZVOUS_HOST.match(host):
+            fix = "Remove it: the job sets it." if "addr" in name else "Use $(MASTER_ADDR):$(MASTER_PORT)."
+            yield f"--{name}={options[name]} is not an address at which {spec.nodes} nodes can find rank 0. {fix}"
         elif port == "0":
-            yield f"port 0 is another one on each of {spec.nodes} nodes, so they never meet. Use $(MASTER_PORT)."
+            yield f"port 0 is another port on each of {spec.nodes} nodes, so they never connect. Use $(MASTER_PORT)."
 
 
 def _host_and_port(endpoint: str, port: str) -> tuple[str, str]:
@@ -184,41 +185,29 @@ def _processes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
         yield "--no_python cannot hand over --local-rank. Add --use_env, or use torchrun."
 
 
-def _meeting_file(spec: api.Spec, trainer: dict[str, Any]) -> Iterator[str]:
-    """init_method file:// in an option, on a folder that each node has for itself: all would wait there."""
+def _rendezvous_file(spec: api.Spec) -> Iterator[str]:
+    """init_method file:// in an option, on a folder that the nodes do not share."""
     words = _words(command_of(spec.template))
     for word, following in pairwise([*words, ""]):
-        named = _MEETING_FILE.match(word)
+        named = _INIT_METHOD_OPTION.match(word)
         value = (word.partition("=")[2] or following) if named else ""
         path = value.removeprefix("file://")
-        if spec.nodes > 1 and path.startswith("/") and path != value and not _may_be_shared(path, spec, trainer):
+        if spec.nodes > 1 and path.startswith("/") and path != value and not _may_be_shared(path, spec):
             yield (
-                f"{word.partition('=')[0]}={value}: {spec.nodes} nodes share no folder there, so they never meet. "
-                "Mount a volume that all nodes share (a ReadWriteMany claim), or use env://."
+                f"{word.partition('=')[0]}={value}: {spec.nodes} nodes share no folder there, so the rendezvous never "
+                "completes. Mount a volume that all nodes share (a ReadWriteMany claim), or use env://."
             )
 
 
-def _may_be_shared(path: str, spec: api.Spec, trainer: dict[str, Any]) -> bool:
-    kinds = {
-        str(v.get("name")): next((k for k in v if k != "name"), "emptyDir")
-        for v in _list(spec.template["spec"], "volumes")
-    }
-    mounts = {
-        str(m.get("mountPath", "")).rstrip("/"): kinds.get(str(m.get("name"))) for m in _list(trainer, "volumeMounts")
-    }
-    above = [mount for mount in mounts if path.startswith(f"{mount}/")]
-    return bool(above) and mounts[max(above, key=len)] not in _OWN_VOLUMES
+def _may_be_shared(path: str, spec: api.Spec) -> bool:
+    shared = mounts(spec.template)
+    above = [mount for mount in shared if path.startswith(f"{mount}/")]
+    return bool(above) and shared[max(above, key=len)]
 
 
 def _sets(spec: api.Spec, name: str) -> bool:
-    trainer = trainer_container(spec.template) or {}
-    return any(entry.get("name") == name for entry in _list(trainer, "env"))
-
-
-def _list(source: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """The mappings of a list that may have any shape: what is wrong with it is said elsewhere."""
-    given = source.get(name)
-    return [item for item in given if isinstance(item, dict)] if isinstance(given, list) else []
+    env = (trainer_container(spec.template) or {}).get("env")
+    return any(isinstance(entry, dict) and entry.get("name") == name for entry in env or ())
 
 
 def _words(command: list[str]) -> list[str]:
@@ -228,7 +217,7 @@ def _words(command: list[str]) -> list[str]:
         inner = " " in part.strip() and ("torchrun" in part or "torch.distributed" in part or "ddprun" in part)
         try:
             words += shlex.split(part, comments=True) if inner else [part]
-        except ValueError:  # an unclosed quote: the shell's problem, not a contradiction
+        except ValueError:  # an unclosed quote, which the shell reports
             words.append(part)
     return words
 
@@ -254,20 +243,20 @@ def after_python_options(words: list[str]) -> list[str]:
 
 def read_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """torchrun's options by their full names, and what follows them."""
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     rest = iter(words)
     for word in rest:
         if not word.startswith("-") or word == "--":
-            return found, [*([] if word == "--" else [word]), *rest]
+            return options, [*([] if word == "--" else [word]), *rest]
         name, has_value, value = word.lstrip("-").partition("=")
         full = (
             _full_name(name) if word.startswith("--") else {"m": "module", "r": "redirects", "t": "tee"}.get(name, name)
         )
         if full in _FLAGS:
-            found[full] = "1"
+            options[full] = "1"
         else:
-            found[full] = value if has_value else next(rest, "")
-    return found, []
+            options[full] = value if has_value else next(rest, "")
+    return options, []
 
 
 def _full_name(name: str) -> str:
@@ -277,10 +266,6 @@ def _full_name(name: str) -> str:
     return name if name in _OPTIONS or len(matches) != 1 else matches[0]
 
 
-def _index_of(spec: api.Spec, trainer: dict[str, Any]) -> int:
-    return next(i for i, c in enumerate(spec.template["spec"]["containers"]) if c is trainer)
-
-
 def _number(text: str) -> int:
-    """-1 for what is no number, or none that could be meant."""
+    """-1 for what is no number, or too large."""
     return bounds.number(text, bounds.COUNT_MAX)

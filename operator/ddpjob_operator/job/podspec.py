@@ -1,6 +1,6 @@
-"""What a pod template says: which container trains, how many GPUs and CPUs it gets, which field is misspelled.
+"""Reads a pod template: its trainer, GPUs, CPUs and volumes, and misspelled fields.
 
-Templates stay raw mappings: a typed model would drop or refuse the pod fields of a newer Kubernetes.
+Templates stay raw mappings, because a typed model would drop or refuse the pod fields of a newer Kubernetes.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ CONTAINER_FIELDS = (
 ).split()
 _RESEMBLES = 0.8  # "comand" is 0.92 like "command"; "hostUsers" is 0.67 like "hostAliases"
 
+# Volumes that are a pod's own; any other may be the same folder on all nodes, also a hostPath: a network file system
+# may be mounted on it.
+_OWN_VOLUMES = {"emptyDir", "ephemeral", "configMap", "secret", "projected", "downwardAPI", "image"}
+
 _SUFFIXES = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _SUFFIXES |= {f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTPE", start=1)}
 
@@ -42,12 +46,38 @@ def containers(template: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def trainer_container(template: Mapping[str, Any]) -> dict[str, Any] | None:
     """The container named `trainer`, else the first."""
-    found = containers(template)
-    return next((c for c in found if c.get("name") == TRAINER), found[0] if found else None)
+    listed = containers(template)
+    return next((c for c in listed if c.get("name") == TRAINER), listed[0] if listed else None)
+
+
+def trainer_path(template: Mapping[str, Any]) -> tuple[str | int, ...]:
+    """The trainer's path in a job: spec, template, spec, containers, 0."""
+    trainer = trainer_container(template)
+    index = next((i for i, c in enumerate(template["spec"]["containers"]) if c is trainer), 0)
+    return ("spec", "template", "spec", "containers", index)
+
+
+def command_path(template: Mapping[str, Any]) -> tuple[str | int, ...]:
+    """The path of the trainer's command, or of its args where it has none."""
+    return (*trainer_path(template), "command" if "command" in (trainer_container(template) or {}) else "args")
+
+
+def mounts(template: Mapping[str, Any]) -> dict[str, bool]:
+    """mountPath of the trainer → whether all nodes may see the same files there."""
+    pod, trainer = template.get("spec") or {}, trainer_container(template) or {}
+    kinds = {v.get("name"): next((k for k in v if k != "name"), "emptyDir") for v in _mappings(pod, "volumes")}
+    paths = ((str(m.get("mountPath", "")).rstrip("/"), m.get("name")) for m in _mappings(trainer, "volumeMounts"))
+    return {path: kinds.get(name, "emptyDir") not in _OWN_VOLUMES for path, name in paths}
+
+
+def _mappings(source: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """The mappings of a list that may have any shape."""
+    given = source.get(name)
+    return [item for item in given if isinstance(item, dict)] if isinstance(given, list) else []
 
 
 def restarts_of_the_kubelet(template: Mapping[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """The fields of containers by which the kubelet would start the trainer anew in its pod, whatever the pod's
+    """The fields of containers by which the kubelet would start the trainer again in its pod, whatever the pod's
     restartPolicy is (Kubernetes 1.34 and later): its own, and any rule that restarts all containers."""
     pod = template.get("spec") or {}
     others = [c for c in pod.get("initContainers") or () if isinstance(c, dict)] if isinstance(pod, Mapping) else []
@@ -91,13 +121,13 @@ def cpus(template: Mapping[str, Any]) -> int | None:
 def limits(template: Mapping[str, Any]) -> dict[str, Any]:
     """resources.limits of the trainer."""
     resources = (trainer_container(template) or {}).get("resources")
-    found = resources.get("limits") if isinstance(resources, Mapping) else None
-    return dict(found) if isinstance(found, Mapping) else {}
+    given = resources.get("limits") if isinstance(resources, Mapping) else None
+    return dict(given) if isinstance(given, Mapping) else {}
 
 
 def quantity(value: object) -> float:
-    """A Kubernetes quantity as a number: 8, "500m", "2Gi", "1e3". What is no quantity counts as 0: the API server
-    refuses it with a better sentence than we could."""
+    """A Kubernetes quantity as a number: 8, "500m", "2Gi", "1e3". What is no quantity counts as 0, because the
+    API server refuses it."""
     text = str(value).strip()
     for suffix in sorted(_SUFFIXES, key=len, reverse=True):
         if text.endswith(suffix):

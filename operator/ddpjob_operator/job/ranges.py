@@ -23,13 +23,13 @@ def text(numbers: Iterable[int]) -> str:
 
 def parse(written: str) -> frozenset[int]:
     """The inverse of `text`; a damaged part counts as nothing, for a status may come from anywhere."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in written[:TEXT_LENGTH_MAX].split(","):
         first, _, last = part.partition("-")
         span = bounds.number(first, bounds.NODES_MAX), bounds.number(last or first, bounds.NODES_MAX)
         if -1 not in span:
-            found.update(range(span[0], span[1] + 1))
-    return frozenset(found)
+            numbers.update(range(span[0], span[1] + 1))
+    return frozenset(numbers)
 
 
 def for_people(node_ranks: Sequence[int]) -> str:

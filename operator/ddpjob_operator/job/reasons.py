@@ -1,4 +1,4 @@
-"""Every reason once: the word in status, conditions and events, and when a user meets it."""
+"""All reasons of status, conditions and events, and when each is used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Reason:
     warning: bool = False
 
 
-INVALID_SPEC = Reason("InvalidSpec", "The spec cannot run; the message names the field and the mend.", warning=True)
+INVALID_SPEC = Reason("InvalidSpec", "The spec cannot run; the message names the field and the fix.", warning=True)
 UNREADABLE_STATUS = Reason(
     "UnreadableStatus",
     "Condition and event only: the operator cannot read a field of the status, and does nothing for the job.",
@@ -55,7 +55,7 @@ NODE_LOST = Reason("NodeLost", "A node with a pod of the job is not ready for lo
 STALLED = Reason("Stalled", "A rank reports, and has made no step for too long.", warning=True)
 STALL_SUSPECTED = Reason("StallSuspected", "No step for unusually long; the job goes on.", warning=True)
 RESTARTING = Reason("Restarting", "The cause is settled and charged; the whole group starts again.")
-REPLACING = Reason("Replacing", "The cause is settled and charged; only the lost pod is made anew (ddprun).")
+REPLACING = Reason("Replacing", "The cause is settled and charged; only the lost pod is created again (ddprun).")
 RESTARTED_IN_PLACE = Reason(
     "RestartedInPlace", "Event only: all ranks have started again in the pods that they had (ddprun).", warning=True
 )
@@ -81,7 +81,7 @@ RESTART_POLICY_CHANGED = Reason(
 )
 GRACE_RAISED = Reason("GraceRaised", "Event only: the template's terminationGracePeriodSeconds of 0 becomes 1.")
 RENDEZVOUS_OVERRIDDEN = Reason(
-    "RendezvousOverridden", "Event only: the template sets variables that the ranks need to meet.", warning=True
+    "RendezvousOverridden", "Event only: the template sets variables that the rendezvous needs.", warning=True
 )
 LAUNCHER_OPTION = Reason("LauncherOption", "Event only: an option of the launcher has a consequence.", warning=True)
 

@@ -1,4 +1,4 @@
-"""The ranks of a job, and how they lie on its nodes: what follows from the spec alone."""
+"""The ranks of a job and their nodes, as far as they follow from the spec."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ddpjob_operator.job.podspec import gpus, grace_seconds, trainer_container
 
 
 def nproc_per_node(spec: api.Spec) -> int:
-    """Processes per node: the number in the spec; for auto what the command says, else its GPUs, else 1."""
+    """Processes per node: the number in the spec; for auto that of the command, else of its GPUs, else 1."""
     if spec.nproc_per_node != "auto":
         return spec.nproc_per_node
     return min(bounds.NPROC_MAX, launcher.nproc_per_node(spec.template) or max(1, gpus(spec.template)))
@@ -20,16 +20,16 @@ def world_size(spec: api.Spec) -> int:
 
 def ranks_follow_nodes(spec: api.Spec) -> bool:
     """Whether node k has the ranks from k × nproc on. Under a dynamic rendezvous (c10d, etcd) torchrun numbers the
-    nodes as they come, and says that it ignores the node rank."""
-    found = launcher.find(launcher.command_of(spec.template))
-    return found is None or found.name == "ddprun" or found.options.get("rdzv_backend", "static") == "static"
+    nodes in the order of their arrival, and ignores the node rank."""
+    started = launcher.in_template(spec.template)
+    return started is None or started.name == "ddprun" or started.options.get("rdzv_backend", "static") == "static"
 
 
 def not_its_rank(spec: api.Spec, rank: int, node_rank: int | None) -> str:
-    """Why the pod of a node may not speak for a rank; empty: it may. node_rank None: who speaks is not known."""
+    """Why the pod of a node may not report for a rank; empty: it may. node_rank None: the reporter is not known."""
     nproc, world = nproc_per_node(spec), world_size(spec)
     if rank >= world:
-        return f"rank: {rank} is none of the job's {world} ranks (nodes x nprocPerNode)"
+        return f"rank: {rank} is not one of the job's {world} ranks (nodes x nprocPerNode)"
     if node_rank is not None and ranks_follow_nodes(spec) and rank // nproc != node_rank:
         return f"rank: {rank} is not of node {node_rank}, which has {nproc} from {node_rank * nproc} on (nprocPerNode)"
     return ""
@@ -56,6 +56,6 @@ def shutdown_timeout_seconds(spec: api.Spec) -> int:
 
 
 def termination_log(spec: api.Spec) -> str:
-    """Where a trainer may say why it ended; the kubelet makes the file and reads it."""
+    """The file to which a trainer may write why it ended; the kubelet creates and reads it."""
     path = (trainer_container(spec.template) or {}).get("terminationMessagePath")
     return path if isinstance(path, str) and path else "/dev/termination-log"

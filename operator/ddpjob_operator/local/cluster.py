@@ -1,6 +1,6 @@
-"""The world of one job on this machine: what the API server and the kubelets are to a job in a cluster.
+"""The pods of one job as processes on this machine, in the place of an API server and kubelets.
 
-It carries out the plan's actions on processes, and tells the plan what is there in the same words.
+It carries out the plan's actions on processes, and gives the plan what it observes in the same types as in a cluster.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ import datetime as dt
 import os
 import selectors
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec.structs import replace
 
+from ddpjob.agent import ports, processes
 from ddpjob_operator.job import api
 from ddpjob_operator.job.podspec import grace_seconds
 from ddpjob_operator.local import node as nodes
-from ddpjob_operator.local import pod_process, ports
+from ddpjob_operator.local import pod_process
 from ddpjob_operator.local.logs import Log
 from ddpjob_operator.observed import facts, stall
 from ddpjob_operator.observed.cluster import Container, Observed, Pod
@@ -36,16 +38,16 @@ CREATING = Container("waiting", reason="ContainerCreating")
 
 @dataclass
 class LocalPod:
-    """One pod: a node's process, its log, and what is known of it."""
+    """One pod: a node's process, its log, and its state."""
 
     attempt: int
     rank: int
     replacement: int
     name: str
-    node: nodes.Node
+    node: nodes.NodeProcess
     log: Log
-    said: Path
-    """Where the trainer may say why it ended."""
+    termination_log: Path
+    """The file to which the trainer may write why it ended."""
     trainer: Container = CREATING
     reason: str = ""
     pid: int | None = None
@@ -53,11 +55,11 @@ class LocalPod:
     """The last step that it reported."""
     deletion_requested_at: dt.datetime | None = None
     ended_first: bool = False
-    """Whether it had ended before its supervisor was asked to stop it."""
+    """Whether it had ended before its supervisor was requested to stop it."""
     known: Pod | None = None
-    """What the plan was told of it."""
+    """What the plan has last seen of it."""
     seen_ended: bool = False
-    """Whether the plan has seen its end: a deleted pod goes away only then, so that its end is never missed."""
+    """Whether the plan has seen its end: a deleted pod is removed only then, so that its end is never missed."""
     open: set[int] = field(default_factory=set)
     """Descriptors that the loop still reads."""
 
@@ -68,14 +70,14 @@ class LocalPod:
 
 
 class LocalCluster:
-    """Processes, ports and folders of one job. `say(pod, lines)` takes what the nodes print."""
+    """Processes, ports and folders of one job. `show(pod, lines)` takes what the nodes print."""
 
     def __init__(
         self,
         folder: Path,
-        places: list[pod_process.Place],
+        slots: list[pod_process.Slot],
         reporting: build.Reporting,
-        say: Callable[[LocalPod, list[str]], None],
+        show: Callable[[LocalPod, list[str]], None],
     ) -> None:
         self.folder = folder
         self.selector = selectors.DefaultSelector()
@@ -83,32 +85,32 @@ class LocalCluster:
         self.reports: dict[int, Report] = {}
         self.agent: Report | None = None
         self.trackers: dict[int, stall.StepTracker] = {}
-        self._places = places
+        self._slots = slots
         self._reporting = reporting
-        self._say = say
+        self._show = show
         self._service = False
-        self._ports: dict[int, ports.Port] = {}
-        self._looks = 0
+        self._ports: dict[int, socket.socket] = {}
+        self._observations = 0
 
     def observe(self) -> Observed:
-        """What is there now. A pod that was deleted and whose end has been seen before is gone."""
+        """The present state. A deleted pod whose end has been observed before is removed."""
         for name in [n for n, p in self.pods.items() if p.seen_ended and p.deletion_requested_at and not p.open]:
             del self.pods[name]
-        self._looks += 1
+        self._observations += 1
         for pod in self.pods.values():
-            pod.known = facts.merge(pod.known, self._view(pod), self._looks)
+            pod.known = facts.merge(pod.known, self._view(pod), self._observations)
         seen = tuple(pod.known for pod in self.pods.values() if pod.known is not None)
         for pod in self.pods.values():
             pod.seen_ended = not pod.live
         newest = max(self._ports, default=None)
-        meet = "" if newest is None else f"{pod_process.LOOPBACK}:{self._ports[newest].number}"
+        rendezvous = "" if newest is None else f"{pod_process.LOOPBACK}:{ports.number(self._ports[newest])}"
         return Observed(
             service=self._service,
             pods=seen,
             reports=dict(self.reports),
             agent=self.agent.agent if self.agent is not None and self.agent.attempt == newest else None,
             trackers={rank: pace for rank, pace in self.trackers.items() if pace.attempt == newest},
-            master_addr=meet,
+            master_addr=rendezvous,
         )
 
     def execute(self, job: api.DDPJob, actions: tuple[Action, ...]) -> None:
@@ -124,19 +126,19 @@ class LocalCluster:
                 self._delete(job, DeletePod(action.name, action.uid, restart_grace_seconds(job.spec)))
 
     def body(self, job: api.DDPJob, action: CreatePod) -> build.Body:
-        """The pod as the cluster would get it, but for the address where the ranks meet."""
-        meet = naming.Endpoint(pod_process.LOOPBACK, self._port(job, action.attempt).number)
-        return build.pod(job, action.attempt, action.rank, meet, self._reporting, replacement=action.replacement)
+        """The pod as in a cluster, except for the address of the rendezvous."""
+        rendezvous = naming.Endpoint(pod_process.LOOPBACK, self._port(action.attempt))
+        return build.pod(job, action.attempt, action.rank, rendezvous, self._reporting, replacement=action.replacement)
 
     def take(self, report: Report) -> None:
-        """What a rank of the present attempt reports of its training; one that does not say its attempt means that."""
+        """Keep a report of the present attempt; one without an attempt counts as such."""
         if report.agent is not None:
             self.agent = agent_restarts.latest(self.agent, report)
             return
         self.reports[report.rank] = report
-        told = replace(report, attempt=report.attempt or max(self._ports, default=0))
+        dated = replace(report, attempt=report.attempt or max(self._ports, default=0))
         pace = stall.update(
-            self.trackers.get(report.rank), told, report.received_at or dt.datetime.now(dt.timezone.utc)
+            self.trackers.get(report.rank), dated, report.received_at or dt.datetime.now(dt.timezone.utc)
         )
         if pace is not None:
             self.trackers[report.rank] = pace
@@ -153,13 +155,13 @@ class LocalCluster:
             self._read_output(pod)
 
     def lose_node(self, rank: int) -> None:
-        """What a power cut does to a node: nothing of it is left, and nobody says why."""
+        """End a node as a power cut does: nothing of it is left, and no reason is reported."""
         for pod in self._live():
             if pod.rank == rank:
                 os.kill(pod.node.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """Everything stops now."""
+        """Kill all nodes at once."""
         for pod in self._live():
             pod.node.kill()
 
@@ -168,8 +170,8 @@ class LocalCluster:
         for pod in self.pods.values():
             pod.node.close()
         nodes.kill_orphans(set())
-        for port in self._ports.values():
-            port.release()
+        for held in self._ports.values():
+            held.close()
         self.selector.close()
 
     def _live(self) -> Iterator[LocalPod]:
@@ -178,19 +180,19 @@ class LocalCluster:
     def _create(self, job: api.DDPJob, action: CreatePod) -> None:
         body = self.body(job, action)
         name = body["metadata"]["name"]
-        base = self._places[action.rank]
-        place = pod_process.Place(base.cwd, self.folder / "volumes" / name, base.environment, base.gpus)
-        process = pod_process.process(body, place)
+        base = self._slots[action.rank]
+        slot = pod_process.Slot(base.cwd, self.folder / "volumes" / name, base.environment, base.gpus)
+        process = pod_process.process(body, slot)
         for folder in process.folders:
             folder.mkdir(parents=True, exist_ok=True)
-        said = place.volumes.with_suffix(".termination-log")
-        said.parent.mkdir(parents=True, exist_ok=True)
-        said.touch()
-        process.env[environment.TERMINATION_LOG] = str(said)
-        node = nodes.Node(action.rank)
+        termination_log = slot.volumes.with_suffix(".termination-log")
+        termination_log.parent.mkdir(parents=True, exist_ok=True)
+        termination_log.touch()
+        process.env[environment.TERMINATION_LOG] = str(termination_log)
+        node = nodes.NodeProcess(action.rank)
         node.start(nodes.Order(process.argv, process.env, process.cwd, grace_seconds(job.spec.template)))
         log = Log(self.folder / f"{name}.log")
-        pod = LocalPod(action.attempt, action.rank, action.replacement, name, node, log, said)
+        pod = LocalPod(action.attempt, action.rank, action.replacement, name, node, log, termination_log)
         self.pods[name] = pod
         for fd in (node.output, node.report):
             pod.open.add(fd)
@@ -205,13 +207,16 @@ class LocalCluster:
         if pod.live:
             pod.node.stop(grace)
 
-    def _port(self, job: api.DDPJob, attempt: int) -> ports.Port:
-        """The port of an attempt, reserved when its first pod is made; the ports of older attempts are given back."""
+    def _port(self, attempt: int) -> int:
+        """The port of an attempt, held from its first pod on; the ports of older attempts are given back.
+
+        Not the port that the pods get in a cluster, because another job on this machine may have taken that one.
+        """
         if attempt not in self._ports:
-            self._ports[attempt] = ports.reserve(naming.port(job.metadata.uid, attempt))
+            self._ports[attempt] = ports.hold()
             for older in [a for a in self._ports if a < attempt]:
-                self._ports.pop(older).release()
-        return self._ports[attempt]
+                self._ports.pop(older).close()
+        return ports.number(self._ports[attempt])
 
     def _view(self, pod: LocalPod) -> Pod:
         ended = pod.trainer.state == "ended"
@@ -240,10 +245,10 @@ class LocalCluster:
         except BlockingIOError:
             return
         if data:
-            self._say(pod, list(pod.log.feed(data)))
+            self._show(pod, list(pod.log.feed(data)))
         else:
             self._forget(pod, pod.node.output)
-            self._say(pod, list(pod.log.close()))
+            self._show(pod, list(pod.log.close()))
 
     def _handle_report(self, pod: LocalPod) -> None:
         for event in pod.node.handle_report():
@@ -255,9 +260,9 @@ class LocalCluster:
             self._forget(pod, pod.node.report)
 
     def _drain(self, pod: LocalPod) -> None:
-        """What was printed before the end is read before the end is told: the cause stands in the last lines."""
+        """Read what was printed before the end is reported, because the last lines hold the cause."""
         if pod.node.exit is not None:
-            while pod.node.output in pod.open and _readable(pod.node.output):
+            while pod.node.output in pod.open and processes.readable(pod.node.output, 0):
                 self._read_output(pod)
 
     def _forget(self, pod: LocalPod, fd: int) -> None:
@@ -267,7 +272,7 @@ class LocalCluster:
 
 
 def _note(pod: LocalPod, event: nodes.Event) -> None:
-    """What a supervisor reports, in the kubelet's words."""
+    """Translate a supervisor's report into the container's state, as a kubelet would."""
     if isinstance(event, nodes.Started):
         pod.pid = event.pid
         pod.trainer = Container("running", ready=True)
@@ -278,8 +283,8 @@ def _note(pod: LocalPod, event: nodes.Event) -> None:
         pod.trainer = _ended(None, "SupervisorLost", _time(event.time), event.error)
     elif isinstance(event, nodes.Exited):
         code = event.code if event.signal is None else 128 + event.signal
-        message = _termination_message(pod.said) or pod.log.tail
-        pod.ended_first = not event.told_to_stop
+        message = _termination_message(pod.termination_log) or pod.log.tail
+        pod.ended_first = not event.stop_requested
         pod.trainer = _ended(code, "Completed" if code == 0 else "Error", _time(event.time), message)
 
 
@@ -293,15 +298,9 @@ def _termination_message(path: Path) -> str:
 
 
 def _ended(code: int | None, reason: str, at: dt.datetime, message: str) -> Container:
-    # As the kubelet does it with FallbackToLogsOnError: a good end has no message.
+    # As with FallbackToLogsOnError: exit 0 has no message.
     return Container("ended", reason, "" if code == 0 else message, exit_code=code, ended_at=at)
 
 
 def _time(seconds: float) -> dt.datetime:
     return dt.datetime.fromtimestamp(seconds, dt.timezone.utc)
-
-
-def _readable(fd: int) -> bool:
-    with selectors.DefaultSelector() as selector:
-        selector.register(fd, selectors.EVENT_READ)
-        return bool(selector.select(0))

@@ -1,7 +1,7 @@
-"""`ddpjob run --fail …`: faults on purpose, to see a job come back.
+"""`ddpjob run --fail …`: injected faults, to see how a job recovers.
 
-A node is killed by the run itself. A rank breaks in its own `ddpjob.progress(step=…)`, the only place that knows the
-step exactly: it reads them from the variable DDPJOB_FAULTS.
+A node is killed by the run itself. A rank fails in its own `ddpjob.progress(step=…)`, because only there the step is
+known exactly; it reads its faults from the variable DDPJOB_FAULTS.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class NodeFault:
 
 @dataclass(frozen=True)
 class RankFault:
-    """A rank breaks when it makes a step."""
+    """A rank fails at a step."""
 
     option: str
     rank: int
     step: int
     attempt: int
     how: dict[str, str | int | bool]
-    """One of signal: name, exit: code, hang: true; as DDPJOB_FAULTS says it."""
+    """One of signal: name, exit: code, hang: true, as in DDPJOB_FAULTS."""
     wants = "that rank did not call ddpjob.progress() with that step in that attempt"
 
 
@@ -54,11 +54,11 @@ def parse(text: str) -> Fault:
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
         if name in given:
-            raise InputError(f"{option}: {name} is there twice")
+            raise InputError(f"{option}: {name} is given twice")
         given[name] = value
     unknown = [n for n in given if n not in ("node", "at", "rank", "step", "attempt", "signal", "exit", "hang")]
     if unknown:
-        raise InputError(f"{option}: there is no {unknown[0] or 'empty part'}; must be {FORMS}")
+        raise InputError(f"{option}: {unknown[0] or 'an empty part'} is unknown; must be {FORMS}")
     if "node" in given and given.keys() == {"node", "at"}:
         return NodeFault(option, _number(option, given, "node"), _seconds(option, given["at"]))
     how = [n for n in ("signal", "exit", "hang") if n in given]
@@ -70,7 +70,7 @@ def parse(text: str) -> Fault:
 
 
 def check(faults: Sequence[Fault], job: api.DDPJob) -> None:
-    """Whether the job has those nodes and ranks. Raises InputError."""
+    """Raise InputError where the job does not have those nodes and ranks."""
     ranks = topology.world_size(job.spec)
     for fault in faults:
         if isinstance(fault, NodeFault) and fault.node >= job.spec.nodes:
@@ -98,10 +98,10 @@ def _number(option: str, given: dict[str, str], name: str) -> int:
 
 
 def _seconds(option: str, text: str) -> float:
-    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|m)?", text)
-    if found is None:
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|m)?", text)
+    if match is None:
         raise InputError(f'{option}: at must be a time such as 20s or 2m, is "{text}"')
-    return float(found[1]) * (60 if found[2] == "m" else 1)
+    return float(match[1]) * (60 if match[2] == "m" else 1)
 
 
 def _how(option: str, name: str, text: str) -> str | int | bool:
@@ -115,5 +115,5 @@ def _how(option: str, name: str, text: str) -> str | int | bool:
         return int(text)
     short = text.upper().removeprefix("SIG")
     if f"SIG{short}" not in signal.Signals.__members__:
-        raise InputError(f'{option}: there is no signal "{text}"; such as KILL, SEGV or TERM')
+        raise InputError(f'{option}: signal must be one such as KILL, SEGV or TERM, is "{text}"')
     return short

@@ -28,7 +28,10 @@ def visible(environ: Mapping[str, str] | None = None) -> list[str]:
     """
     environ = os.environ if environ is None else environ
     allowed = environ.get("CUDA_VISIBLE_DEVICES")
-    if allowed is not None and allowed.strip() in ("", "-1"):  # the usual ways to say none: not worth asking the driver
+    if allowed is not None and allowed.strip() in (
+        "",
+        "-1",
+    ):  # the usual ways to allow none
         return []
     machine = installed(environ)
     return machine if allowed is None else permitted(allowed, machine)
@@ -39,7 +42,7 @@ def permitted(allowed: str, machine: Sequence[str]) -> list[str]:
 
     A machine where no GPU was found does not judge indices: a ROCm GPU has this variable too, but no nvidia-smi.
     """
-    found: list[str] = []
+    devices: list[str] = []
     for entry in (part.strip() for part in allowed.split(",")):
         if re.fullmatch(r"(GPU|MIG)-[\w/.-]+", entry):
             device = entry
@@ -47,10 +50,10 @@ def permitted(allowed: str, machine: Sequence[str]) -> list[str]:
             device = str(int(entry))
         else:
             break
-        if device in found:
+        if device in devices:
             return []  # CUDA shows no device at all when one is named twice (torch.cuda, _parse_visible_devices)
-        found.append(device)
-    return found
+        devices.append(device)
+    return devices
 
 
 def installed(environ: Mapping[str, str]) -> list[str]:
@@ -88,10 +91,10 @@ def parse_listing(listing: str) -> list[str]:
     gpus = re.findall(r"^GPU (\d+):.*?\(UUID: (GPU-[^)]+)\)((?:\n\s+MIG .*)*)", listing, re.MULTILINE)
     if not any(slices for _, _, slices in gpus):
         return [index for index, _, _ in gpus]
-    found: list[str] = []
+    devices: list[str] = []
     for _, uuid, slices in gpus:
-        found += re.findall(r"\(UUID: (MIG-[^)]+)\)", slices) or [uuid]
-    return found
+        devices += re.findall(r"\(UUID: (MIG-[^)]+)\)", slices) or [uuid]
+    return devices
 
 
 def count_of_driver() -> int:

@@ -1,16 +1,16 @@
-"""The output of a node: all of it in a file, its lines for the screen, its end for the status."""
+"""The output of a node: all of it goes to a file, its lines to the screen, its end into the status."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-TAIL_BYTES = 16384  # of this the cause is read; a kubelet keeps 2048, which torchrun's own table can fill
+TAIL_BYTES = 16384  # the cause is read from these; a kubelet keeps 2048, which torchrun's own table can fill
 LINE_MAX = 4096  # longer lines are cut on the screen; the file has them whole
 
 
 class Log:
-    """One node's output. A full disk costs the file, never the training: `error` says what happened."""
+    """One node's output. After a write error the file is given up and the training goes on; `error` is the message."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,9 +1,9 @@
-"""The runner's side of a local node: start its supervisor, tell it to stop, read what it reports.
+"""The runner's side of a local node: start its supervisor, request its stop, read its reports.
 
 Everything here is called from the runner's one thread and never waits for a trainer: `output` and `report` are
 non-blocking descriptors for its selectors loop. The runner calls `become_subreaper` once before the first node, and
-`kill_orphans` whenever a node ends as a SupervisorLost. It must never wait for any child (`os.waitpid(-1)`): only the
-node knows whose end that was.
+`kill_orphans` whenever a node ends as a SupervisorLost. It must never wait for any child (`os.waitpid(-1)`), otherwise
+the node would miss the end of its supervisor.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpjob.agent import processes
 from ddpjob_operator.local import supervisor
-from ddpjob_operator.local.supervisor import become_subreaper, descendants, kill_all, parents, read_available
+from ddpjob_operator.local.supervisor import read_available
 
 __all__ = [
     "Event",
     "Exited",
     "Lingering",
-    "Node",
+    "NodeProcess",
     "NotStarted",
     "Order",
     "Started",
     "SupervisorLost",
-    "become_subreaper",
     "kill_orphans",
 ]
 
-SUPERVISOR = Path(supervisor.__file__)
+# Isolated and without site-packages, because that starts in a fraction of the time; so both packages are pointed to.
+SUPERVISOR = "from ddpjob_operator.local.supervisor import main; main()"
+PACKAGES = [str(Path(supervisor.__file__).parents[2]), str(Path(processes.__file__).parents[2])]
 CLOSE_SECONDS = 10.0  # far above the milliseconds that an obedient supervisor needs to end its tree
 
 
@@ -45,7 +47,7 @@ class Order:
     argv: Sequence[str]
     env: Mapping[str, str]
     cwd: str
-    grace_seconds: float  # between SIGTERM and SIGKILL when the supervisor itself is told to end
+    grace_seconds: float  # between SIGTERM and SIGKILL when the supervisor itself is terminated
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Exited:
     code: int | None
     signal: int | None
     time: float
-    told_to_stop: bool  # its end was asked for: exit 0 is then no success
+    stop_requested: bool  # exit 0 is then no success
     killed_after_grace: bool
 
 
@@ -86,7 +88,7 @@ class NotStarted:
 
 @dataclass(frozen=True)
 class SupervisorLost:
-    """The supervisor ended without its last word; the runner then calls `kill_orphans` for what the node left."""
+    """The supervisor ended without a last report; the runner then calls `kill_orphans` for what the node left."""
 
     error: str
     time: float
@@ -96,7 +98,7 @@ Event = Started | Lingering | Exited | NotStarted | SupervisorLost
 End = Exited | NotStarted | SupervisorLost
 
 
-class Node:
+class NodeProcess:
     """One node of a job on this machine: a supervisor process and the trainer below it."""
 
     def __init__(self, number: int) -> None:
@@ -107,21 +109,22 @@ class Node:
         self._buffer = b""
 
     def start(self, order: Order) -> None:
-        """Spawn the supervisor and hand it the order; `handle_report` tells what became of it.
+        """Spawn the supervisor and send it the order; `handle_report` returns the result.
 
         Raises OSError where no process can be made.
         """
-        assert self._process is None, "a node is started once; the next attempt is a new Node"
+        assert self._process is None, "a node is started once; the next attempt is a new NodeProcess"
         self._report, report_write = os.pipe()
         os.set_blocking(self._report, False)
+        program = f"import sys; sys.path += sys.argv[2:]; {SUPERVISOR}"
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(SUPERVISOR), str(report_write)],
+                [sys.executable, "-I", "-S", "-c", program, str(report_write), *PACKAGES],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,  # a traceback of the supervisor belongs into its node's log
                 bufsize=0,
-                start_new_session=True,  # Ctrl-C at the terminal is the runner's: it decides what the nodes hear
+                start_new_session=True,  # Ctrl-C at the terminal is for the runner, which stops the nodes itself
                 pass_fds=(report_write,),
             )
         except BaseException:
@@ -164,7 +167,7 @@ class Node:
         self._send({"kill": {}})
 
     def handle_report(self) -> list[Event]:
-        """What the supervisor said since the last call; if it ended without a last word, the SupervisorLost for it."""
+        """The reports since the last call; a SupervisorLost if the supervisor ended without a last one."""
         arrived = read_available(self._report)
         *lines, self._buffer = (self._buffer + (arrived or b"")).split(b"\n")
         events = [parse(line) for line in lines]
@@ -203,10 +206,10 @@ class Node:
             while data:
                 data = data[self._running.stdin.write(data) or 0 :]
         except BrokenPipeError:
-            return  # it has ended: the report says how, and is read by the loop
+            return  # it has ended; how, the loop reads from its report
 
     def _lost(self) -> SupervisorLost:
-        code = self._running.wait()  # the report pipe ended with its only holder; after this its children are ours
+        code = self._running.wait()  # the report pipe ended with its only holder; after this its children are adopted
         if code < 0:
             how = f"was killed by {signal_name(-code)}"
         else:
@@ -215,7 +218,7 @@ class Node:
 
 
 def parse(line: bytes) -> Event:
-    """One line of a report as what it says."""
+    """One line of a report as an event."""
     kinds: dict[str, type[Event]] = {
         "started": Started,
         "lingering": Lingering,
@@ -227,7 +230,7 @@ def parse(line: bytes) -> Event:
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL` for 9; a number without a name, as the real-time ones, stays one."""
+    """`SIGKILL` for 9; a signal without a name, as the real-time ones, keeps its number."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -242,18 +245,16 @@ def kill_orphans(known_pids: set[int], timeout_seconds: float = 10.0) -> int:
     """
     killed: set[int] = set()
     deadline, pause = time.monotonic() + timeout_seconds, 0.001
-    while (orphans := adopted(known_pids)) and time.monotonic() < deadline:
-        parent_of = parents()
-        found = orphans.union(*(descendants(orphan, parent_of) for orphan in orphans))
-        kill_all(found)
-        killed |= found
-        time.sleep(pause)  # the kernel ends them; one forked between our look and our kill is found in the next round
+    while time.monotonic() < deadline:
+        parent_of = processes.parents()
+        orphans = {pid for pid, parent in parent_of.items() if parent == os.getpid()} - known_pids
+        if not orphans:
+            break
+        left = orphans.union(*(processes.descendants(orphan, parent_of) for orphan in orphans))
+        processes.kill(left)
+        killed |= left
+        time.sleep(pause)  # the kernel ends them; one forked since /proc was read is found in the next round
         pause = min(2 * pause, 0.1)
         for orphan in orphans:
             os.waitpid(orphan, os.WNOHANG)
     return len(killed)
-
-
-def adopted(known_pids: set[int]) -> set[int]:
-    """The children of this process that it did not start."""
-    return {pid for pid, parent in parents().items() if parent == os.getpid()} - known_pids

@@ -1,6 +1,6 @@
-"""What a pod asks for, as a process on this machine; and what of it cannot be honoured here.
+"""Translates a pod into a process on this machine, and names the fields that a local process cannot have.
 
-Called once for all nodes before anything starts, so that nothing half-right ever runs.
+All nodes are checked before any starts, so that a run never fails halfway for a field.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_operator.job import launcher
-from ddpjob_operator.job.podspec import is_gpu, limits, trainer_container
+from ddpjob_operator.job.podspec import is_gpu, limits, trainer_container, trainer_path
 from ddpjob_operator.job.validation import Path as FieldPath
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.pods.environment import user_environment
@@ -24,19 +24,19 @@ Body = Mapping[str, Any]
 
 LOOPBACK = "127.0.0.1"
 
-# What would change what the training does, and is not here: refused, unless --allow-unsupported.
+# Fields that change what the training does, and have no local counterpart: refused, unless --allow-unsupported.
 _UNSUPPORTED_POD = {
     "initContainers": "init containers do not run locally",
-    "hostAliases": "names are those of this machine",
-    "dnsConfig": "names are those of this machine",
-    "resourceClaims": "there is no scheduler that could give devices",
+    "hostAliases": "host names are resolved by this machine",
+    "dnsConfig": "host names are resolved by this machine",
+    "resourceClaims": "no scheduler allocates devices locally",
 }
 _UNSUPPORTED_CONTAINER = {
-    "envFrom": "there are no Secrets or ConfigMaps",
+    "envFrom": "there are no Secrets or ConfigMaps locally",
     "lifecycle": "hooks do not run locally",
-    "volumeDevices": "there are no block volumes",
+    "volumeDevices": "there are no block volumes locally",
 }
-# What says where and as whom a pod runs: it has no meaning for a process here, and is said once.
+# Fields that decide where and as whom a pod runs: without effect on a local process, and named once.
 _IGNORED_POD = (
     "affinity automountServiceAccountToken dnsPolicy hostIPC hostNetwork hostPID imagePullSecrets nodeName "
     "nodeSelector priorityClassName runtimeClassName schedulerName securityContext serviceAccountName tolerations "
@@ -53,14 +53,14 @@ _REFERENCE = re.compile(r"\$\$|\$\(([-._a-zA-Z][-._a-zA-Z0-9]*)\)")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a node runs: the caller's folder and environment, and a folder for its emptyDir volumes."""
+class Slot:
+    """Where a node runs: the caller's folder and environment, a folder for its emptyDir volumes, and its GPUs."""
 
     cwd: Path
     volumes: Path
     environment: Mapping[str, str]
     gpus: tuple[str, ...] | None = None
-    """The GPUs of this node; None leaves the caller's choice alone."""
+    """The GPUs of this node; None keeps the caller's CUDA_VISIBLE_DEVICES."""
 
 
 @dataclass
@@ -74,58 +74,54 @@ class Process:
     """Folders to create before it starts."""
 
 
-def process(pod: Body, place: Place) -> Process:
-    """The process that stands for a pod. Only for pods without `problems`, or with those the user has allowed."""
+def process(pod: Body, slot: Slot) -> Process:
+    """The process of a pod. Only for pods without `problems`, or with --allow-unsupported."""
     spec = pod["spec"]
-    trainer = trainer_container({"spec": spec}) or {}
+    trainer = trainer_container(pod) or {}
     own = _environment(pod, trainer)
-    mounts = _mounts(spec, trainer, place, own)
+    mounts = _mounts(spec, trainer, slot, own)
     own = {name: _mounted(value, mounts) for name, value in own.items()}
-    inherited = {k: v for k, v in place.environment.items() if not _NOT_INHERITED.match(k)}
+    inherited = {k: v for k, v in slot.environment.items() if not _NOT_INHERITED.match(k)}
     env = {**inherited, **own}
     env["PATH"] = search_path(env.get("PATH", os.defpath))
-    if place.gpus is not None:
-        env["CUDA_VISIBLE_DEVICES"] = own.get("CUDA_VISIBLE_DEVICES", ",".join(place.gpus))
+    if slot.gpus is not None:
+        env["CUDA_VISIBLE_DEVICES"] = own.get("CUDA_VISIBLE_DEVICES", ",".join(slot.gpus))
     words = [*(trainer.get("command") or ()), *(trainer.get("args") or ())]
     argv = [_mounted(expand(str(word), own), mounts) for word in words]
-    cwd = _mounted(str(trainer.get("workingDir") or place.cwd), mounts)
+    cwd = _mounted(str(trainer.get("workingDir") or slot.cwd), mounts)
     folders = [folder for _, folder, create in mounts if create]
-    here = place.cwd / cwd
+    folder_here = slot.cwd / cwd
     # A container runtime makes a working directory that is not there; here only within what is the job's own.
-    folders += [here] if any(here.is_relative_to(folder) for folder in folders) else []
-    return Process(argv, env, str(here), folders)
+    folders += [folder_here] if any(folder_here.is_relative_to(folder) for folder in folders) else []
+    return Process(argv, env, str(folder_here), folders)
 
 
 def problems(pod: Body) -> Iterator[Problem]:
-    """What of a pod this machine cannot honour, by its path in the job."""
+    """The fields of a pod that a local process cannot have."""
     spec = pod["spec"]
     base: FieldPath = ("spec", "template", "spec")
-    trainer = trainer_container({"spec": spec}) or {}
-    index = next((i for i, c in enumerate(spec["containers"]) if c is trainer), 0)
-    at = (*base, "containers", index)
+    trainer, at = trainer_container(pod) or {}, trainer_path(pod)
     for name, why in _UNSUPPORTED_POD.items():
         if spec.get(name):
-            yield Problem((*base, name), f"{why}. Remove it, or run with --allow-unsupported to go on without.")
+            yield Problem((*base, name), f"{why}. Remove it, or run with --allow-unsupported to ignore it.")
     for i, other in enumerate(spec["containers"]):
         if other is not trainer:
             text = f"the container {other.get('name')} does not run locally, only the trainer does"
-            yield Problem((*base, "containers", i), f"{text}. Run with --allow-unsupported to go on without.")
+            yield Problem((*base, "containers", i), f"{text}. Run with --allow-unsupported to ignore it.")
     for name, why in _UNSUPPORTED_CONTAINER.items():
         if trainer.get(name):
-            yield Problem((*at, name), f"{why}. Remove it, or run with --allow-unsupported to go on without.")
+            yield Problem((*at, name), f"{why}. Remove it, or run with --allow-unsupported to ignore it.")
     yield from _unsupported_variables(trainer, at)
     yield from _unsupported_volumes(spec, base)
 
 
-def start_problems(pod: Body, place: Place) -> Iterator[Problem]:
-    """What would keep the process from starting; no option helps against these."""
-    trainer = trainer_container({"spec": pod["spec"]}) or {}
-    index = next((i for i, c in enumerate(pod["spec"]["containers"]) if c is trainer), 0)
-    at: FieldPath = ("spec", "template", "spec", "containers", index)
-    planned = process(pod, place)
+def start_problems(pod: Body, slot: Slot) -> Iterator[Problem]:
+    """Why the process could not start; --allow-unsupported does not help against these."""
+    trainer, at = trainer_container(pod) or {}, trainer_path(pod)
+    planned = process(pod, slot)
     if not trainer.get("command"):
         what = "args and no command" if trainer.get("args") else "no command"
-        yield Problem(at, f"has {what}: the image's own is not known here. Set command.")
+        yield Problem(at, f"has {what}, and the image's command is not used locally. Set command.")
         return
     yield from _missing_folders(pod["spec"])
     yield from _wrong_mounts(pod["spec"], trainer, at, _environment(pod, trainer))
@@ -141,18 +137,18 @@ def start_problems(pod: Body, place: Place) -> Iterator[Problem]:
 
 
 def ignored(pod: Body) -> list[str]:
-    """Fields that the user set and that have no meaning for a local process, to be said once."""
-    trainer = trainer_container({"spec": pod["spec"]}) or {}
-    found = [name for name in _IGNORED_POD if pod["spec"].get(name)]
-    devices = [n for n in limits({"spec": pod["spec"]}) if n not in ("cpu", "memory") and not is_gpu(n)]
-    return sorted({*found, *devices, *(name for name in _IGNORED_CONTAINER if trainer.get(name))})
+    """Fields that the user set and that have no effect on a local process."""
+    trainer = trainer_container(pod) or {}
+    names = [name for name in _IGNORED_POD if pod["spec"].get(name)]
+    devices = [n for n in limits(pod) if n not in ("cpu", "memory") and not is_gpu(n)]
+    return sorted({*names, *devices, *(name for name in _IGNORED_CONTAINER if trainer.get(name))})
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
     """$(VAR) as the kubelet expands it: $$ is a $, an unknown name stays as it stands."""
 
-    def replacement(found: re.Match[str]) -> str:
-        return "$" if found[0] == "$$" else variables.get(found[1], found[0])
+    def replacement(match: re.Match[str]) -> str:
+        return "$" if match[0] == "$$" else variables.get(match[1], match[0])
 
     return _REFERENCE.sub(replacement, text)
 
@@ -160,10 +156,10 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 def search_path(path: str) -> str:
     """PATH with the folder of this interpreter: first where torch is installed beside it, for then `torchrun` and
     `python` in a job mean that one, as in an activated environment; else last."""
-    here = os.path.dirname(sys.executable)
-    parts = [p for p in path.split(os.pathsep) if p != here]
-    has_torch = os.access(os.path.join(here, "torchrun"), os.X_OK)
-    return os.pathsep.join([here, *parts] if has_torch else [*parts, here])
+    own = os.path.dirname(sys.executable)
+    parts = [p for p in path.split(os.pathsep) if p != own]
+    has_torch = os.access(os.path.join(own, "torchrun"), os.X_OK)
+    return os.pathsep.join([own, *parts] if has_torch else [*parts, own])
 
 
 def _environment(pod: Body, trainer: Mapping[str, Any]) -> dict[str, str]:
@@ -205,7 +201,8 @@ def _unsupported_variables(trainer: Mapping[str, Any], at: FieldPath) -> Iterato
         optional = isinstance(source.get(kind), Mapping) and source[kind].get("optional")
         if kind == "fieldRef" or optional:
             continue
-        text = f"{entry.get('name')} comes from a {kind}, which is not here. Set it with --env {entry.get('name')}=…"
+        name = entry.get("name")
+        text = f"{name} comes from a {kind}, which does not exist locally. Set it with --env {name}=…"
         yield Problem((*at, "env", i), text)
 
 
@@ -213,8 +210,8 @@ def _unsupported_volumes(spec: Body, base: FieldPath) -> Iterator[Problem]:
     for i, volume in enumerate(spec.get("volumes") or ()):
         kind = _kind_of(volume)
         if kind not in ("emptyDir", "hostPath"):
-            text = f"{volume.get('name')}: a {kind} volume is not here; emptyDir and hostPath are"
-            yield Problem((*base, "volumes", i), f"{text}. Run with --allow-unsupported to go on without.")
+            text = f"{volume.get('name')}: a {kind} volume does not exist locally, only emptyDir and hostPath do"
+            yield Problem((*base, "volumes", i), f"{text}. Run with --allow-unsupported to ignore it.")
 
 
 def _missing_folders(spec: Body) -> Iterator[Problem]:
@@ -223,7 +220,7 @@ def _missing_folders(spec: Body) -> Iterator[Problem]:
         if isinstance(source, Mapping) and source.get("type") != "DirectoryOrCreate":
             path = str(source.get("path", ""))
             if not os.path.exists(path):
-                text = f"{path} is not there on this machine. Make it, or say type: DirectoryOrCreate."
+                text = f"{path} does not exist on this machine. Create it, or set type: DirectoryOrCreate."
                 yield Problem(("spec", "template", "spec", "volumes", i, "hostPath"), text)
 
 
@@ -234,10 +231,10 @@ def _sub_path(mount: Mapping[str, Any], variables: Mapping[str, str]) -> str:
 def _wrong_mounts(
     spec: Body, trainer: Mapping[str, Any], at: FieldPath, variables: Mapping[str, str]
 ) -> Iterator[Problem]:
-    """What the API server or the kubelet refuses, and what would lead out of the job's own folders here."""
+    """Mounts that the API server or the kubelet refuses, and that would lead out of the job's own folders."""
     for i, volume in enumerate(spec.get("volumes") or ()):
         if "/" in str(volume.get("name")) or volume.get("name") in (None, "", ".", ".."):
-            text = f"{volume.get('name')} is no name of a volume: small letters, digits and dashes"
+            text = f"{volume.get('name')} is not a volume name: use lower-case letters, digits and -"
             yield Problem(("spec", "template", "spec", "volumes", i, "name"), text)
     for i, mount in enumerate(trainer.get("volumeMounts") or ()):
         path = _sub_path(mount, variables)
@@ -247,22 +244,22 @@ def _wrong_mounts(
 
 
 def _mounts(
-    spec: Body, trainer: Mapping[str, Any], place: Place, variables: Mapping[str, str]
+    spec: Body, trainer: Mapping[str, Any], slot: Slot, variables: Mapping[str, str]
 ) -> list[tuple[str, Path, bool]]:
     """(path in the container, folder here, whether to create it), the longest path first."""
     volumes = {v.get("name"): v for v in spec.get("volumes") or ()}
-    found = []
+    mounts = []
     for mount in trainer.get("volumeMounts") or ():
         volume, path = volumes.get(mount.get("name"), {}), str(mount.get("mountPath", "")).rstrip("/")
         kind = _kind_of(volume)
-        # The machine has its own; and the caller's own folders may lie in /tmp, which are to stay what they are.
+        # The machine has its own, and the caller's folders may be in /tmp, whose paths must stay as they are.
         if path in ("/dev/shm", "/tmp") or kind not in ("emptyDir", "hostPath") or not path:  # noqa: S108
             continue
         source = volume.get(kind) or {}
-        folder = place.volumes / str(volume["name"]) if kind == "emptyDir" else Path(str(source.get("path", path)))
+        folder = slot.volumes / str(volume["name"]) if kind == "emptyDir" else Path(str(source.get("path", path)))
         create = kind == "emptyDir" or source.get("type") == "DirectoryOrCreate"
-        found.append((path, folder / _sub_path(mount, variables), create))
-    return sorted(found, key=lambda m: -len(m[0]))
+        mounts.append((path, folder / _sub_path(mount, variables), create))
+    return sorted(mounts, key=lambda m: -len(m[0]))
 
 
 def _mounted(text: str, mounts: list[tuple[str, Path, bool]]) -> str:
@@ -278,7 +275,7 @@ def _mounted(text: str, mounts: list[tuple[str, Path, bool]]) -> str:
 
 
 def _kind_of(volume: Mapping[str, Any]) -> str:
-    """What is empty is not there; a volume without any is an emptyDir, as for the API server."""
+    """The volume's source; without one it is an emptyDir, as for the API server."""
     return next((k for k, source in volume.items() if k != "name" and source is not None), "emptyDir")
 
 

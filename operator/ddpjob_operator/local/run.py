@@ -1,6 +1,6 @@
 """`ddpjob run`: a job as processes on this machine, by the same plan as in a cluster.
 
-One thread: look, plan, write the status, act, then wait until something happens or the plan wants to look again.
+One thread: observe, plan, write the status, act, then wait until something happens or the plan is to run again.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from ddpjob.agent import processes
 from ddpjob_operator.failures import root_cause
 from ddpjob_operator.failures.redaction import mask
 from ddpjob_operator.job import api, podspec, topology, wording
@@ -28,17 +29,16 @@ from ddpjob_operator.job.status import TERMINAL
 from ddpjob_operator.job.validation import dotted
 from ddpjob_operator.local import faults, gpus, pod_process, receive, run_folder, screen
 from ddpjob_operator.local.cluster import LocalCluster, LocalPod
-from ddpjob_operator.local.node import become_subreaper
 from ddpjob_operator.manifest.yamlfile import Document, InputError
 from ddpjob_operator.observed import kubeflow
-from ddpjob_operator.observed.reports import BadReportError, Report, read_report
+from ddpjob_operator.observed.reports import BadReportError, Report
 from ddpjob_operator.plan.actions import Settings
 from ddpjob_operator.plan.plan import plan
 from ddpjob_operator.pods import build
 
 SUCCEEDED, FAILED, INTERRUPTED = 0, 1, 130
 WAIT_SECONDS_MAX = 3600.0  # the kernel's own limit is 24.8 days, which a deadline of a month is beyond
-REPORT_SECONDS = 0.5  # loopback is free; the table looks alive
+REPORT_SECONDS = 0.5  # on loopback a report costs nothing, and the table is to be up to date
 # Only a signal suspends a local run, and then it ends.
 SETTINGS = Settings(progress_write_seconds=REPORT_SECONDS, resume_hint="run it again to go on")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -53,9 +53,9 @@ class Options:
     allow_unsupported: bool = False
     plain: bool = False
     folder: Path | None = None
-    """Where the runs' folders lie; None is the user's state folder."""
+    """The parent of the runs' folders; None is the user's state folder."""
     faults: tuple[faults.Fault, ...] = ()
-    """What is to be broken on purpose."""
+    """Faults to inject."""
 
 
 def run(document: Document, job: api.DDPJob, options: Options) -> int:
@@ -64,15 +64,15 @@ def run(document: Document, job: api.DDPJob, options: Options) -> int:
         text = "spec.suspend: is true, so nothing would start. Run with --set spec.suspend=false."
         raise InputError(f"{document.place(('spec', 'suspend'))}: {text}")
     if job.spec.managed_by:
-        text = f'spec.managedBy: "{job.spec.managed_by}" runs this job, and it is not here. Remove it.'
+        text = f'spec.managedBy: "{job.spec.managed_by}" runs this job, and not ddpjob. Remove the field.'
         raise InputError(f"{document.place(('spec', 'managedBy'))}: {text}")
     if options.status is not None and not Path(os.path.realpath(options.status)).parent.is_dir():
         raise InputError(f"--status {options.status}: there is no such folder")
-    job, places, notes = place_nodes(document, job, options)
-    notes += check(document, job, places, options)
+    job, slots, notes = assign_slots(document, job, options)
+    notes += check(document, job, slots, options)
     folder = _run_folder(job.metadata.name, options)
     try:
-        with _runner(job, places, folder, options) as runner:
+        with _runner(job, slots, folder, options) as runner:
             for note in notes:
                 runner.screen.note(note)
             return runner.run()
@@ -80,43 +80,36 @@ def run(document: Document, job: api.DDPJob, options: Options) -> int:
         folder.close()
 
 
-def place_nodes(
+def assign_slots(
     document: Document, job: api.DDPJob, options: Options
-) -> tuple[api.DDPJob, list[pod_process.Place], list[str]]:
-    """A place for each node with its share of the GPUs, and what is to be said about it."""
+) -> tuple[api.DDPJob, list[pod_process.Slot], list[str]]:
+    """A slot for each node with its share of the GPUs, and notes for the user."""
     notes = []
-    asked = podspec.gpus(job.spec.template)
-    if options.cpu and asked:
+    requested = podspec.gpus(job.spec.template)
+    if options.cpu and requested:
         notes.append(
-            f"--cpu: {asked} GPUs on each node are left out; {topology.world_size(job.spec)} ranks train with gloo"
+            f"--cpu: {requested} GPUs on each node are not used; {topology.world_size(job.spec)} ranks train with gloo"
         )
     if options.cpu:
         job = on_cpu(job)
-        asked = 0
-    here = gpus.visible()
+        requested = 0
+    visible = gpus.visible()
     shares: list[tuple[str, ...] | None] = [None] * job.spec.nodes
-    if asked:
+    if requested:
         try:
-            shares = [tuple(share) for share in gpus.share(here, job.spec.nodes, asked)]
+            shares = [tuple(share) for share in gpus.share(visible, job.spec.nodes, requested)]
         except gpus.TooFewGpusError as error:
-            raise InputError(f"{document.place(trainer_path(job))}: {error}") from None
-    elif here:
+            raise InputError(f"{document.place(podspec.trainer_path(job.spec.template))}: {error}") from None
+    elif visible:
         # In a cluster a pod that asks for no GPU sees none.
         shares = [()] * job.spec.nodes
-    if topology.backend(job.spec) == "nccl" and not here:
+    if topology.backend(job.spec) == "nccl" and not visible:
         text = 'spec.backend: "nccl" needs a GPU, and this machine has none. Run with --cpu.'
         raise InputError(f"{document.place(('spec', 'backend'))}: {text}")
     cwd, environment = Path.cwd(), dict(os.environ)
-    # Where the volumes will lie is known once the run has its folder; until then any place stands for it.
+    # The folder of the volumes is known once the run has its folder; until then any folder will do.
     volumes = Path(tempfile.gettempdir()) / "volumes"
-    return job, [pod_process.Place(cwd, volumes, environment, share) for share in shares], notes
-
-
-def trainer_path(job: api.DDPJob) -> tuple[str | int, ...]:
-    """The trainer's place in the document."""
-    containers = podspec.containers(job.spec.template)
-    index = next(i for i, c in enumerate(containers) if c is podspec.trainer_container(job.spec.template))
-    return ("spec", "template", "spec", "containers", index)
+    return job, [pod_process.Slot(cwd, volumes, environment, share) for share in shares], notes
 
 
 def on_cpu(job: api.DDPJob) -> api.DDPJob:
@@ -131,23 +124,23 @@ def on_cpu(job: api.DDPJob) -> api.DDPJob:
     return replace(job, spec=replace(job.spec, template=template, nproc_per_node=nproc, backend="gloo"))
 
 
-def check(document: Document, job: api.DDPJob, places: Sequence[pod_process.Place], options: Options) -> list[str]:
-    """Refuse what cannot be honoured here before anything starts; returns what is to be said. Raises InputError."""
+def check(document: Document, job: api.DDPJob, slots: Sequence[pod_process.Slot], options: Options) -> list[str]:
+    """Refuse what a local process cannot have before anything starts; returns notes for the user. Raises InputError."""
     pods = [build.pod(job, 1, rank) for rank in range(job.spec.nodes)]
-    # The template as the user wrote it: what the builder adds is nobody's mistake.
+    # The template as the user wrote it, because what the builder adds is no mistake of the user.
     template = {**pods[0], "spec": job.spec.template["spec"]}
     refused = list(pod_process.problems(template))
     notes = []
     if refused and not options.allow_unsupported:
         raise document.error(refused)
     if refused:
-        notes = [f"not honoured: {dotted(problem.path)}: {problem.message.partition('. ')[0]}" for problem in refused]
-    cannot_start = list(pod_process.start_problems(pods[0], places[0]))
+        notes = [f"ignored: {dotted(problem.path)}: {problem.message.partition('. ')[0]}" for problem in refused]
+    cannot_start = list(pod_process.start_problems(pods[0], slots[0]))
     if cannot_start:
         raise document.error(cannot_start)
     ignored = [name for name in pod_process.ignored(template) if name not in ("image", "resources")]
     if ignored:
-        notes.append(f"without meaning for local processes: {', '.join(ignored)}")
+        notes.append(f"without effect on local processes: {', '.join(ignored)}")
     return notes
 
 
@@ -155,7 +148,7 @@ class Runner:
     """One run of one job."""
 
     def __init__(
-        self, job: api.DDPJob, places: list[pod_process.Place], folder: run_folder.RunFolder, options: Options
+        self, job: api.DDPJob, slots: list[pod_process.Slot], folder: run_folder.RunFolder, options: Options
     ) -> None:
         self.job = replace(job, metadata=replace(job.metadata, uid=folder.uid, generation=1), status=api.Status())
         self.options = options
@@ -163,31 +156,31 @@ class Runner:
         self.screen = screen.screen(self.job, options.plain)
         self._started_at = time.monotonic()
         self._node_faults = [f for f in options.faults if isinstance(f, faults.NodeFault)]
-        self._stop_asked: list[str] = []
-        self._said: set[str] = set()
+        self._stop_reasons: list[str] = []
+        self._noted: set[str] = set()
         self._total_steps: int | None = None
-        self._arrived: collections.deque[Report] = collections.deque()
+        self._received: collections.deque[Report] = collections.deque()
         self._wake_read, self._wake_write = os.pipe()
         for end in (self._wake_read, self._wake_write):
             os.set_blocking(end, False)
-        self._receiver = receive.Receiver(self._on_report, folder.path / "token")
+        self._receiver = receive.LocalReceiver(self._on_report, folder.path / "token")
         self._receiver.start()
         reporting = build.Reporting(self._receiver.url, str(folder.path / "token"), REPORT_SECONDS)
-        self.world = LocalCluster(folder.path, places, reporting, self._say)
-        self.world.selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self.cluster = LocalCluster(folder.path, slots, reporting, self._show)
+        self.cluster.selector.register(self._wake_read, selectors.EVENT_READ, None)
 
     def __enter__(self) -> Runner:
         """Start to listen to signals, and to draw."""
-        become_subreaper()
+        processes.become_subreaper()
         self._signals = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self.screen.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing of the run is left but its logs and its status."""
+        """End everything; the logs and the status stay."""
         self.screen.close()
-        self.world.close()
+        self.cluster.close()
         self._receiver.stop()
         signal.set_wakeup_fd(-1)
         for number, handler in self._signals.items():
@@ -196,45 +189,45 @@ class Runner:
             os.close(end)
 
     def run(self) -> int:
-        """Until the job has ended, or was stopped."""
+        """Run until the job has ended, or was stopped; the exit code."""
         while True:
-            self._take_stop()
-            self._break_nodes()
+            self._begin_stop()
+            self._inject_faults()
             wait = self._reconcile()
             # Before the wait: what ended last may have been the last that could wake us.
-            if self._over():
-                return self._farewell()
-            self.screen.draw(self.job.status, list(self.world.pods.values()))
+            if self._is_done():
+                return self._summarize()
+            self.screen.draw(self.job.status, list(self.cluster.pods.values()))
             self._wait(wait)
 
     def _reconcile(self) -> float | None:
-        """Plan and act until there is nothing to do; returns the seconds until the plan wants to look again."""
+        """Plan and act until there is nothing to do; returns the seconds until the plan is to run again."""
         while True:
             now = dt.datetime.now(dt.timezone.utc)
-            seen = self.world.observe()
+            seen = self.cluster.observe()
             todo = plan(self.job, seen, now, settings=SETTINGS)
             if todo.status is not None:
                 self._record(todo.status)
-            self.world.execute(self.job, todo.actions)
+            self.cluster.execute(self.job, todo.actions)
             for event in todo.events if self.job.status.state not in TERMINAL else ():
-                self.screen.event(event)  # how it ended is the last line's to say
-            if todo.status is None and not todo.actions and not _has_more(self.world):
+                self.screen.event(event)  # the summary says how it ended
+            if todo.status is None and not todo.actions and not _has_more(self.cluster):
                 return None if todo.requeue_at is None else max(0.0, (todo.requeue_at - now).total_seconds())
 
     def _wait(self, seconds: float | None) -> None:
         """Until a node prints, reports or ends, a rank reports progress, or a signal comes."""
         limits = [s for s in (seconds, self.screen.due_in(self.job.status), self._next_fault()) if s is not None]
-        for key, _ in self.world.selector.select(min([WAIT_SECONDS_MAX, *limits])):
+        for key, _ in self.cluster.selector.select(min([WAIT_SECONDS_MAX, *limits])):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
-                self._take_reports()
+                self._forward_reports()
             elif key.fd in key.data.open:
-                self.world.handle(key)
+                self.cluster.handle(key)
 
-    def _over(self) -> bool:
-        ended = self.job.status.state in (*TERMINAL, *(("Suspended",) if self._stop_asked else ()))
-        quiet = all(not pod.live and not pod.open for pod in self.world.pods.values())
+    def _is_done(self) -> bool:
+        ended = self.job.status.state in (*TERMINAL, *(("Suspended",) if self._stop_reasons else ()))
+        quiet = all(not pod.live and not pod.open for pod in self.cluster.pods.values())
         return ended and quiet
 
     def _record(self, status: api.Status) -> None:
@@ -248,64 +241,55 @@ class Runner:
             self._note_once(f"--status {self.options.status}: {error.strerror}; the job goes on without it")
 
     def _note_once(self, text: str) -> None:
-        """What went wrong and will go wrong again is said the first time."""
-        if text and text not in self._said:
-            self._said.add(text)
+        """Show a note the first time only."""
+        if text and text not in self._noted:
+            self._noted.add(text)
             self.screen.note(text)
 
-    def _say(self, pod: LocalPod, lines: list[str]) -> None:
+    def _show(self, pod: LocalPod, lines: list[str]) -> None:
         self._note_once(pod.log.error)
         try:
             self.screen.log(pod, lines)
         except screen.OutputClosedError:
-            self._stop_asked.append("a closed output")
-        except OSError as error:  # a full disk behind our stdout: the training and its own logs go on
+            self._stop_reasons.append("a closed output")
+        except OSError as error:  # a full disk behind stdout: the training and its own logs go on
             self._note_once(f"stdout: {error.strerror}; what the nodes print is in {self.folder.path} only")
 
     def _on_report(self, body: bytes) -> str | None:
         """Called by the receiver's threads."""
         try:
-            report = self._read(body, dt.datetime.now(dt.timezone.utc))
+            now = dt.datetime.now(dt.timezone.utc)
+            report, self._total_steps = kubeflow.read_body(body, now, self._total_steps)
         except BadReportError as error:
             return str(error)
         if report is None:
             return None
         if why := topology.not_its_rank(self.job.spec, report.rank, None):
             return why
-        self._arrived.append(report)
+        self._received.append(report)
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._wake_write, b"r")
         return None
 
-    def _read(self, body: bytes, now: dt.datetime) -> Report | None:
-        """A report in our protocol or in Kubeflow's, which Hugging Face's Trainer speaks by itself."""
-        if not kubeflow.speaks(body):
-            return read_report(body, now)
-        status = kubeflow.read_status(body)
-        if status is None:
-            return None
-        self._total_steps = kubeflow.total_steps(status) or self._total_steps
-        return kubeflow.report(status, now, self._total_steps)
-
-    def _take_reports(self) -> None:
-        while self._arrived:
-            report = self._arrived.popleft()
+    def _forward_reports(self) -> None:
+        while self._received:
+            report = self._received.popleft()
             if report.attempt in (0, self.job.status.attempt):
-                self.world.take(report)
+                self.cluster.take(report)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
-        """Only note it: the interpreter may be in the middle of a print. The second one must work even then."""
-        self._stop_asked.append(signal.Signals(number).name)
-        if len(self._stop_asked) > 1:
-            self.world.kill()
+        """Note it only, because the interpreter may be in the middle of a print; a second signal kills at once."""
+        self._stop_reasons.append(signal.Signals(number).name)
+        if len(self._stop_reasons) > 1:
+            self.cluster.kill()
 
-    def _break_nodes(self) -> None:
-        # One that does not run yet has nothing to lose: the fault waits for it.
-        running = {pod.rank for pod in self.world.pods.values() if pod.live}
+    def _inject_faults(self) -> None:
+        # A fault waits until its node runs.
+        running = {pod.rank for pod in self.cluster.pods.values() if pod.live}
         for fault in [f for f in self._node_faults if self._seconds_until(f) <= 0 and f.node in running]:
             self._node_faults.remove(fault)
             self.screen.note(f"{fault.option}: node {fault.node} dies now")
-            self.world.lose_node(fault.node)
+            self.cluster.lose_node(fault.node)
 
     def _next_fault(self) -> float | None:
         waits = (self._seconds_until(f) for f in self._node_faults)
@@ -314,16 +298,16 @@ class Runner:
     def _seconds_until(self, fault: faults.NodeFault) -> float:
         return self._started_at + fault.at_seconds - time.monotonic()
 
-    def _take_stop(self) -> None:
-        """As a suspended job stops: SIGTERM, and the full grace."""
-        if self._stop_asked and not self.job.spec.suspend:
+    def _begin_stop(self) -> None:
+        """Stop as a suspended job does: SIGTERM, and the full grace period."""
+        if self._stop_reasons and not self.job.spec.suspend:
             grace = podspec.grace_seconds(self.job.spec.template)
-            why = f"stopping on {self._stop_asked[0]}"
-            self.screen.note(f"{why}: all nodes get SIGTERM and {grace} s to stop; once more to stop them now")
+            why = f"stopping on {self._stop_reasons[0]}"
+            self.screen.note(f"{why}: all nodes get SIGTERM and {grace} s to stop; repeat it to kill them now")
             self.job = replace(self.job, spec=replace(self.job.spec, suspend=True))
 
-    def _farewell(self) -> int:
-        """The last lines: how it ended, and where the logs are."""
+    def _summarize(self) -> int:
+        """Show how the job ended and where the logs are; the exit code."""
         took = wording.duration(time.monotonic() - self._started_at)
         status, name = self.job.status, self.job.metadata.name
         self.screen.close()
@@ -339,11 +323,11 @@ class Runner:
             self.screen.note(f"■ {name} stopped after {took}{lost}")
             return INTERRUPTED
         self.screen.note(f"✖ {name} Failed after {took}: {status.message}")
-        for line in self._evidence():
+        for line in self._log_excerpt():
             self.screen.note(line)
         return FAILED
 
-    def _evidence(self) -> Iterator[str]:
+    def _log_excerpt(self) -> Iterator[str]:
         failure = self.job.status.last_failure
         if failure is not None and failure.attempt == self.job.status.attempt and failure.pod:
             yield f"  log: {self.folder.path / failure.pod}.log"
@@ -351,7 +335,7 @@ class Runner:
                 yield f"  | {mask(line)}"
 
     def _tail_of(self, name: str) -> str:
-        return self.world.pods[name].log.tail if name in self.world.pods else ""
+        return self.cluster.pods[name].log.tail if name in self.cluster.pods else ""
 
     def _has_empty_dirs(self) -> bool:
         return any("emptyDir" in volume for volume in self.job.spec.template["spec"].get("volumes") or ())
@@ -365,7 +349,7 @@ def dry_run(job: api.DDPJob, cpu: bool) -> list[build.Body]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """A reader sees the old content or the new, never half of it. Raises OSError.
+    """Replace a file so that a reader sees the old content or the new, never half of it. Raises OSError.
 
     A link stays a link, and what is no regular file (/dev/stdout, a pipe) is written to and never replaced.
     """
@@ -386,20 +370,22 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise
 
 
-def _runner(job: api.DDPJob, places: list[pod_process.Place], folder: run_folder.RunFolder, options: Options) -> Runner:
+def _runner(job: api.DDPJob, slots: list[pod_process.Slot], folder: run_folder.RunFolder, options: Options) -> Runner:
     try:
-        return Runner(job, places, folder, options)
+        return Runner(job, slots, folder, options)
     except OSError as error:
-        raise InputError(f"{folder.path}: {error.strerror}; choose another place with --logs") from None
+        raise InputError(f"{folder.path}: {error.strerror}; choose another folder with --logs") from None
 
 
 def _run_folder(name: str, options: Options) -> run_folder.RunFolder:
     try:
         return run_folder.RunFolder(name, options.folder)
     except OSError as error:
-        raise InputError(f"{error.filename}: {error.strerror}: no place for the logs; choose one with --logs") from None
+        raise InputError(
+            f"{error.filename}: {error.strerror}: cannot hold the logs; choose a folder with --logs"
+        ) from None
 
 
-def _has_more(world: LocalCluster) -> bool:
-    """Whether a deleted pod has just been seen to end: the next look finds it gone."""
-    return any(pod.seen_ended and pod.deletion_requested_at and not pod.open for pod in world.pods.values())
+def _has_more(cluster: LocalCluster) -> bool:
+    """Whether a deleted pod has just been observed to end: the next observation removes it."""
+    return any(pod.seen_ended and pod.deletion_requested_at and not pod.open for pod in cluster.pods.values())

@@ -1,8 +1,8 @@
-"""The folder of one run: logs, volumes and the token. Logs of the last runs stay, the rest goes with the run.
+"""The folder of one run: logs, volumes and the token. Logs of the last runs are kept, the rest is removed with the run.
 
 The folder above it is the user's (`--logs DIR`), and may hold anything, for instance a data set with the job's name.
-So only what a run has made is ever removed: a run marks its folder, the mark is checked before, links are not followed,
-and of a marked folder only the files go that a run writes. What somebody else has put there stays, and the folder too.
+So only what a run has made is ever removed: a run marks its folder, the mark is checked first, links are not followed,
+and of a marked folder only the files that a run writes are removed. Other files in it stay, and the folder with them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MARK_BYTES_MAX = 4096
 
 
 class RunFolder:
-    """`<state>/ddpjob/<job>/<uid>`, locked while the run lives so that no other run clears it away."""
+    """`<state>/ddpjob/<job>/<uid>`, locked during the run so that no other run removes it."""
 
     def __init__(self, job: str, base: Path | None = None) -> None:
         self.uid = str(uuid.uuid4())
@@ -34,15 +34,15 @@ class RunFolder:
         self.path = jobs / self.uid
         self.path.mkdir(mode=0o700)
         self._job = job
-        self._lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        _mark(self.path, job)  # after the lock: what is marked and not locked has ended
+        self.lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+        _mark(self.path, job)  # after the lock, so that a marked folder without a lock has ended
 
     def close(self) -> None:
         """Remove all but the logs."""
         if _is_marked(self.path, self._job):
             _remove_what_ends_with_a_run(self.path)
-        os.close(self._lock)
+        os.close(self.lock)
 
 
 def state_home() -> Path:
@@ -52,7 +52,7 @@ def state_home() -> Path:
 
 
 def _clear_old(jobs: Path, job: str) -> None:
-    """Keep the newest runs. A run that was killed left its volumes and its lock file; the lock itself is free."""
+    """Keep the newest runs. A run that was killed left its volumes and its lock file, but the lock is free."""
     for i, run in enumerate(_runs(jobs, job)):
         if _is_running(run):
             continue
@@ -72,36 +72,36 @@ def _runs(jobs: Path, job: str) -> Iterator[Path]:
 
 
 def _mark(run: Path, job: str) -> None:
-    """With what tells the folder from a copy of it, which is the user's: its inode. (Devices have other numbers after a
-    reboot.)"""
-    said = {"job": job, "run": run.name, "inode": run.lstat().st_ino}
+    """Write the mark with the folder's inode, because a copy of the folder belongs to the user. Without the device,
+    whose number changes at a reboot."""
+    mark = {"job": job, "run": run.name, "inode": run.lstat().st_ino}
     descriptor = os.open(run / MARK, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     with open(descriptor, "w") as file:
-        json.dump(said, file)
+        json.dump(mark, file)
 
 
 def _is_marked(run: Path, job: str) -> bool:
     """Whether a run of this job has made this very folder."""
     try:
-        here = run.lstat()
-        if not stat.S_ISDIR(here.st_mode):
+        status = run.lstat()
+        if not stat.S_ISDIR(status.st_mode):
             return False
         with open(os.open(run / MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
-            said = json.loads(file.read(_MARK_BYTES_MAX))
-    except (OSError, ValueError, RecursionError):  # not there, or not ours
+            mark = json.loads(file.read(_MARK_BYTES_MAX))
+    except (OSError, ValueError, RecursionError):  # no mark, or not one of a run
         return False
-    return bool(said == {"job": job, "run": run.name, "inode": here.st_ino})
+    return bool(mark == {"job": job, "run": run.name, "inode": status.st_ino})
 
 
 def _remove_what_ends_with_a_run(run: Path) -> None:
-    """Not the logs. A link in a name's place is not followed: rmtree refuses it, unlink takes the link alone."""
+    """Remove all but the logs. No link is followed: rmtree refuses it, and unlink removes the link alone."""
     shutil.rmtree(run / "volumes", ignore_errors=True)
     for leftover in ("token", "lock"):
         _unlink(run / leftover)
 
 
 def _remove_run(run: Path, job: str) -> None:
-    """Its logs, and the folder if that is empty then; else it stays, unmarked: what is in it is somebody else's."""
+    """Remove the logs, and the folder if it is empty then; otherwise it stays, unmarked, for the user's files."""
     for path in list(run.iterdir()):
         if re.fullmatch(rf"{re.escape(job)}-\d+-\d+(-r\d+)?\.log", path.name):
             _unlink(path)
@@ -111,7 +111,7 @@ def _remove_run(run: Path, job: str) -> None:
 
 
 def _unlink(path: Path) -> None:
-    with contextlib.suppress(OSError):  # gone already; or a folder has its name, and is not ours
+    with contextlib.suppress(OSError):  # removed already; or a folder of that name, which no run has made
         path.unlink()
 
 

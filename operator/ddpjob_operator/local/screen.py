@@ -1,6 +1,6 @@
-"""What a person sees of a local run: a live table on a terminal, plain lines elsewhere.
+"""The screen of a local run: a live table on a terminal, plain lines elsewhere.
 
-The nodes' own output goes to stdout, everything that we say to stderr: a pipe gets only what the training printed.
+The nodes' output goes to stdout and everything else to stderr, so that a pipe gets only what the training printed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SHOWN_METRICS = ("loss", "accuracy", "params")
 
 
 class OutputClosedError(Exception):
-    """Whoever read our stdout has gone: `ddpjob run … | head`."""
+    """The reader of stdout has closed it: `ddpjob run … | head`."""
 
 
 class PlainScreen:
@@ -40,15 +40,15 @@ class PlainScreen:
         self._drawn = api.Status()
 
     def start(self) -> None:
-        """The first line: what runs."""
+        """Show the title."""
         self.note(title(self.job))
 
     def note(self, text: str) -> None:
-        """A sentence of ours, which may quote what a program or a file says."""
+        """Show a sentence about the run, which may quote a program or a file."""
         print(clean(text), file=sys.stderr, flush=True)
 
     def log(self, pod: LocalPod, lines: Sequence[str]) -> None:
-        """Lines that a node printed. Raises OutputClosedError when nobody reads them any more."""
+        """Show lines that a node printed. Raises OutputClosedError when the reader is gone."""
         prefix = prefix_of(self.job, pod)
         try:
             sys.stdout.write("".join(f"{prefix}{line}\n" for line in lines))
@@ -59,26 +59,26 @@ class PlainScreen:
             raise OutputClosedError from None
 
     def event(self, event: Event) -> None:
-        """A change of state; what takes no time here is not said."""
+        """Show a change of state, except for steps that take no time locally."""
         if event.reason in _QUIET:
             return
         mark = "! " if event.type == "Warning" else ""
         self.note(f"{mark}{event.reason}: {event.message}")
 
     def draw(self, status: api.Status, pods: Sequence[LocalPod]) -> None:
-        """The present state, if it is time."""
+        """Show the present state, if it is due."""
         if self.due_in(status) == 0.0:
             self._drawn, self._next = status, time.monotonic() + PLAIN_SECONDS
             self.note(progress_line(status))
 
     def due_in(self, status: api.Status) -> float | None:
-        """Seconds until draw() has something to say, 0.0 for now; None while it has nothing: no empty turns."""
+        """Seconds until draw() has something to show, 0.0 for now; None while it has nothing."""
         if status.state != "Running" or status.progress is None or status.progress == self._drawn.progress:
             return None
         return max(0.0, self._next - time.monotonic())
 
     def close(self) -> None:
-        """Nothing of the screen stays."""
+        """Nothing to give back."""
 
 
 class LiveScreen(PlainScreen):
@@ -96,17 +96,17 @@ class LiveScreen(PlainScreen):
         self._last = ""
 
     def start(self) -> None:
-        """Take the bottom of the terminal."""
+        """Show the title and the table."""
         self.note(title(self.job))
         self._live.start()
 
     def note(self, text: str) -> None:
-        """A sentence of ours, above the table."""
+        """Show a sentence above the table."""
         self._flush()
         self._console.print(clean(text), markup=False, highlight=False, soft_wrap=True)
 
     def log(self, pod: LocalPod, lines: Sequence[str]) -> None:
-        """Lines that a node printed; they are shown at the next drawing."""
+        """Take lines that a node printed; the next drawing shows them."""
         prefix = prefix_of(self.job, pod)
         room = LINES_A_DRAWING - len(self._pending)
         self._pending += [prefix + line for line in lines[: max(0, room)]]
@@ -128,7 +128,7 @@ class LiveScreen(PlainScreen):
         return max(0.0, self._next - time.monotonic())
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Remove the table."""
         self._flush()
         self._live.stop()
 
@@ -175,7 +175,7 @@ def progress_parts(status: api.Status) -> list[str]:
 
 
 def step_parts(status: api.Status) -> list[str]:
-    """step 312/1125, 28 %, 24s left: what also a narrow terminal has room for."""
+    """step 312/1125, 28 %, 24s left: short enough for a narrow terminal."""
     progress = status.progress
     if progress is None:
         return []
@@ -198,7 +198,7 @@ def pace_parts(status: api.Status) -> list[str]:
 
 
 def metric_parts(progress: api.Progress) -> list[str]:
-    """The metrics, those that everybody has first."""
+    """The metrics, the common ones first."""
     order = [*(m for m in _SHOWN_METRICS if m in progress.metrics), *sorted(progress.metrics)]
     return [f"{name} {progress.metrics[name]}" for name in dict.fromkeys(order)][:4]
 

@@ -33,11 +33,11 @@ def set_variable(document: Document, variable: str) -> None:
     if not has_value:
         raise InputError(f"--env {variable}: must be NAME=VALUE")
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]*", name):
-        raise InputError(f"--env {variable}: a name has letters, digits and _, and begins with no digit")
+        raise InputError(f"--env {variable}: a name has letters, digits, _, . and -, and does not begin with a digit")
     spec = document.data.get("spec")
     trainer = trainer_container(spec.get("template") or {}) if isinstance(spec, dict) else None
     if trainer is None:
-        return  # the template is wrong, and is named so by the validation that follows
+        return  # the template is wrong, which the validation reports
     env = trainer.get("env") if isinstance(trainer.get("env"), list) else []
     kept = [e for e in env or () if not (isinstance(e, dict) and e.get("name") == name)]
     trainer["env"] = [*kept, {"name": name, "value": value}]
@@ -59,7 +59,7 @@ def _put(data: Any, path: FieldPath, value: Any, setting: str) -> None:
     elif isinstance(data, dict):
         data[last] = value
     else:
-        raise InputError(f"--set {setting}: there is no field {last} to set there")
+        raise InputError(f"--set {setting}: there is no field {last} to set")
 
 
 def _step(data: Any, part: str | int, setting: str) -> Any:

@@ -1,4 +1,4 @@
-"""DDPJobs in a YAML file, with the line of every field, so that a mistake is named as FILE:LINE: FIELD: what."""
+"""DDPJobs in a YAML file, with the line of every field, so that messages begin with FILE:LINE."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ PROBLEMS_MAX = 20  # a list of 10,000 wrong containers is one mistake
 
 # libyaml where PyYAML was built with it (all wheels are), else the same loader in Python.
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """What JSON has, as kubectl reads it: 2024-01-31 is a text, and a set is none of it."""
+    """Values of JSON as kubectl reads them: 2024-01-31 is a text, and a set is refused."""
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
-        """Called by PyYAML for each node without a tag; implicit[0]: it stands there without quotes."""
+        """Called by PyYAML for each node without a tag; implicit[0]: it has no quotes."""
         if kind is yaml.ScalarNode and implicit[0]:
             return yamlvalues.tag_of(value)
         return super().resolve(kind, value, implicit)
@@ -53,12 +53,12 @@ for _name in ("binary", "omap", "pairs", "set"):
 
 
 class InputError(Exception):
-    """The user's input is wrong; each line of the text names the place and the mend. The command line exits with 2."""
+    """The user's input is wrong; each line of the text names the place and the fix. The command line exits with 2."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One YAML document: its data, and the line (from 1) on which each field stands."""
+    """One YAML document: its data, and the line (from 1) of each field."""
 
     source: str
     data: Any
@@ -110,7 +110,7 @@ def read_job(path: str, job: str | None = None) -> Document:
 
 
 def read(path: str) -> Iterator[Document]:
-    """All documents of a file. Raises InputError for what is no YAML, with the line."""
+    """All documents of a file. Raises InputError with the line where it is not valid YAML."""
     try:
         with open(path, "rb") as file:
             data = file.read(yamlbounds.BYTES_MAX + 1)
@@ -120,12 +120,12 @@ def read(path: str) -> Iterator[Document]:
         raise InputError(f"{path!r}: no file has such a name") from None
     if len(data) > yamlbounds.BYTES_MAX:
         line = data.count(b"\n") + 1
-        raise InputError(f"{path}:{line}: more than {yamlbounds.BYTES_MAX >> 20} MiB: this is no file of jobs")
+        raise InputError(f"{path}:{line}: more than {yamlbounds.BYTES_MAX >> 20} MiB: too large for a file of jobs")
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise InputError(f"{path}:{line}: byte {error.start} is not UTF-8: this is no YAML text") from None
+        raise InputError(f"{path}:{line}: byte {error.start} is not UTF-8, so not valid YAML") from None
     return iter(_documents(path, text))
 
 
@@ -139,11 +139,11 @@ def read_value(text: str) -> Any:
 
 
 class _NotYAMLError(InputError):
-    """It cannot be read at all."""
+    """Text that is not valid YAML."""
 
 
 def _documents(source: str, text: str) -> list[Document]:
-    found = []
+    documents = []
     _check_characters(source, text)
     loader = _Loader(text)
     try:
@@ -152,7 +152,7 @@ def _documents(source: str, text: str) -> list[Document]:
             node = loader.get_node()
             lines: dict[FieldPath, int] = {}
             _Walk(source, lines).visit(node, ())
-            found.append(Document(source, loader.construct_document(node), lines))
+            documents.append(Document(source, loader.construct_document(node), lines))
     except yamlbounds.OutOfBoundsError as error:
         raise InputError(f"{source}:{error.line}: {error}") from None
     except yaml.MarkedYAMLError as error:
@@ -163,11 +163,11 @@ def _documents(source: str, text: str) -> list[Document]:
         raise _NotYAMLError(f"{source}: not valid YAML: {error}".splitlines()[0]) from None
     finally:
         loader.dispose()
-    return found
+    return documents
 
 
 def _check_characters(source: str, text: str) -> None:
-    """Here, because the parser tells no line."""
+    """Checked here, because the parser's error has no line."""
     wrong = yaml.reader.Reader.NON_PRINTABLE.search(text)
     if wrong:
         line = text.count("\n", 0, wrong.start()) + 1
@@ -176,7 +176,7 @@ def _check_characters(source: str, text: str) -> None:
 
 @dataclass
 class _Walk:
-    """Notes the line of every field, and refuses by its line what would go wrong without one later."""
+    """Records the line of every field, and refuses with its line what would fail later without one."""
 
     source: str
     lines: dict[FieldPath, int]
@@ -197,7 +197,7 @@ class _Walk:
         node.value = [(self._key(key), value) for key, value in node.value]
         for key, value in node.value:
             if key.tag != f"{_TAG}merge" and key.value in seen:
-                raise self._wrong(key, f"{_short(key.value)} is there twice; remove one")
+                raise self._wrong(key, f"{_short(key.value)} is given twice; remove one")
             seen.add(key.value)
             where = (*path, key.value)
             self.lines[where] = key.start_mark.line + 1
@@ -224,7 +224,7 @@ class _Walk:
             raise self._wrong(node, "a text with a NUL character: no program can be given one. Remove it.")
 
     def _check_number(self, node: Any) -> None:
-        """With a line also where there are so many digits that Python takes a second for them."""
+        """Bounded, because Python takes a second for very many digits."""
         try:
             if len(node.value) > yamlbounds.NUMBER_CHARACTERS_MAX:
                 raise ValueError
@@ -244,13 +244,13 @@ def _short(text: str) -> str:
 
 
 def _choose(path: str, jobs: list[Document], name: str) -> Document:
-    found = [d for d in jobs if d.name == name]
-    if not found:
+    matching = [d for d in jobs if d.name == name]
+    if not matching:
         names = [d.name for d in jobs]
         raise InputError(f"{path}: no DDPJob named {name}{suggestion(name, names)} (there: {', '.join(names)})")
-    if len(found) > 1:
-        raise InputError(f"{path}: {len(found)} DDPJobs are named {name}; a name must be there once")
-    return found[0]
+    if len(matching) > 1:
+        raise InputError(f"{path}: {len(matching)} DDPJobs are named {name}; names must differ")
+    return matching[0]
 
 
 def _not_a_job(document: Document) -> str:

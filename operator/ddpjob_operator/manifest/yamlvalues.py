@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 
 TAG = "tag:yaml.org,2002:"
-_BOOLS = {word: said for said, words in ((True, "y yes true on"), (False, "n no false off")) for word in words.split()}
+_BOOLS = {
+    word: value for value, words in ((True, "y yes true on"), (False, "n no false off")) for word in words.split()
+}
 _NULLS = ("", "~", "null", "Null", "NULL")
 _INT = re.compile(r"([-+]?)(0[bB][01]+|0[oO]?[0-7]+|0[xX][0-9a-fA-F]+|0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -46,10 +48,10 @@ def number(text: str) -> int | float:
 
 def boolean(text: str) -> bool:
     """Raises ValueError for what is neither."""
-    said = _bool(text)
-    if said is None:
+    value = _bool(text)
+    if value is None:
         raise ValueError(text)
-    return said
+    return value
 
 
 def _bool(text: str) -> bool | None:

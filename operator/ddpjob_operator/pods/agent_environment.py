@@ -9,7 +9,8 @@ import json
 
 from ddpjob.core.budget import Grant
 from ddpjob_operator.job import api, budgets, launcher
-from ddpjob_operator.pods.preflight import wants_preflight
+
+PREFLIGHT_FAILURES = 2  # one lost node is bad luck
 
 
 def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
@@ -52,3 +53,14 @@ def _restart_grace(spec: api.Spec) -> dict[str, str]:
 def _stall(spec: api.Spec) -> dict[str, str]:
     seconds = spec.stall.timeout_seconds if spec.stall else None
     return {} if seconds is None else {"DDPJOB_STALL_TIMEOUT": str(seconds)}
+
+
+def wants_preflight(spec: api.Spec, status: api.Status) -> bool:
+    """Whether the nodes measure each other before their ranks start.
+
+    OnRestart needs two nodes at least, because a node is slow only compared with another.
+    """
+    if spec.preflight != "OnRestart":
+        return spec.preflight == "Always"
+    last = [failure.failure_class for failure in status.failures[-PREFLIGHT_FAILURES:]]
+    return spec.nodes > 1 and last == ["infrastructure"] * PREFLIGHT_FAILURES

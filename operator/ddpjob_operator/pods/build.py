@@ -1,4 +1,4 @@
-"""Pure builders: what the operator creates, as the API server takes it. The local run starts the same pods."""
+"""Builders of the objects that the operator creates. The local run starts the same pods as processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddpjob_operator.pods import environment as contract
 Body = dict[str, Any]
 
 # Half of the memory limit, as tmpfs defaults to half of the RAM; without a limit a size that serves data loaders.
-# 64 MiB, the container runtime's default, breaks DataLoader workers and NCCL (DESIGN 1.2).
+# 64 MiB, the container runtime's default, breaks DataLoader workers and NCCL.
 SHM_BYTES_DEFAULT = 2 * 2**30
 _LOG_AS_MESSAGE = "FallbackToLogsOnError"
 KEEP_FROM_CONSOLIDATION = {
@@ -52,7 +52,7 @@ def service(job: api.DDPJob) -> Body:
         "metadata": _metadata(job, job.metadata.name, naming.labels(job)),
         "spec": {
             "clusterIP": "None",
-            # Peers must resolve before they are ready: they become ready by meeting each other.
+            # Peers must resolve before they are ready, because the rendezvous makes them ready.
             "publishNotReadyAddresses": True,
             "selector": naming.labels(job),
         },
@@ -63,16 +63,16 @@ def pod(
     job: api.DDPJob,
     attempt: int,
     rank: int,
-    meet: naming.Endpoint | None = None,
+    rendezvous: naming.Endpoint | None = None,
     reporting: Reporting | None = None,
     avoid: Sequence[str] = (),
     replacement: int = 0,
 ) -> Body:
-    """The pod of node `rank` in `attempt`. meet: where the ranks meet; None is the Service's name, as in a cluster.
+    """The pod of node `rank` in `attempt`. rendezvous: its address; None is the Service's name, as in a cluster.
 
     avoid: cluster nodes that it must not run on. replacement: which pod of this rank in this attempt it is.
     """
-    meet = meet or naming.endpoint(job, attempt)
+    rendezvous = rendezvous or naming.endpoint(job, attempt)
     template = _as_given(job.spec.template)
     spec: Body = template["spec"]
     given = template.get("metadata") or {}
@@ -92,7 +92,7 @@ def pod(
     if spec.get("terminationGracePeriodSeconds") == 0:
         # With 0 whoever deletes a pod makes the API server forget it before its kubelet has ended anything.
         spec["terminationGracePeriodSeconds"] = 1
-    environment = contract.environment(job, attempt, rank, meet) | agent_environment.environment(job, replacement)
+    environment = contract.environment(job, attempt, rank, rendezvous) | agent_environment.environment(job, replacement)
     _trainer(environment | (reporting.environment() if reporting else {}), spec)
     for container in spec.get("initContainers") or ():
         container.setdefault("terminationMessagePolicy", _LOG_AS_MESSAGE)
@@ -101,25 +101,25 @@ def pod(
     _shared_memory(spec)
     _spread(job, spec)
     _stay_away(spec, avoid)
-    _host_network(spec, meet)
+    _host_network(spec, rendezvous)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
 def in_users_words(message: str, body: Body, job: api.DDPJob) -> str:
-    """What the API server says of a pod of ours, with the paths that the user has in the template.
+    """An API server's message about a pod, with the paths of the user's template.
 
-    Of the lists in it only the trainer's variables begin with ours; what we add elsewhere stands behind the user's.
+    The trainer's variables begin with the operator's; in all other lists its entries follow the user's.
     """
     trainer = trainer_container(job.spec.template) or {}
     containers = body["spec"]["containers"]
     index = next((i for i, c in enumerate(containers) if c["name"] == trainer.get("name")), 0)
-    ours = len(containers[index].get("env") or ()) - len(contract.user_environment(trainer))
+    own = len(containers[index].get("env") or ()) - len(contract.user_environment(trainer))
 
-    def translated(found: re.Match[str]) -> str:
-        env, number = found["env"], int(found["number"] or 0)
-        if env is None or int(found["container"]) != index or number < ours:
-            return f"spec.template.{found[0]}"
-        return f"spec.template.spec.containers[{index}].env[{number - ours}]"
+    def translated(match: re.Match[str]) -> str:
+        env, number = match["env"], int(match["number"] or 0)
+        if env is None or int(match["container"]) != index or number < own:
+            return f"spec.template.{match[0]}"
+        return f"spec.template.spec.containers[{index}].env[{number - own}]"
 
     return _POD_PATH.sub(translated, message)
 
@@ -130,8 +130,8 @@ def wants_one_pod_per_node(spec: api.Spec) -> bool:
 
 
 def _as_given(value: Any) -> Any:
-    """A copy without nulls: a field that is null is unset for the API server, and would be none to us that has a
-    default. Of lists every entry stays, so that what is said of one names its place."""
+    """A copy without nulls, because a field that is null is unset for the API server and has its default. Lists keep
+    every entry, so that messages about one have the user's index."""
     if isinstance(value, Mapping):
         return {name: _as_given(one) for name, one in value.items() if one is not None}
     return [_as_given(one) for one in value] if isinstance(value, list) else value
@@ -151,7 +151,7 @@ def _metadata(job: api.DDPJob, name: str, labels: dict[str, str]) -> Body:
 
 def _trainer(own: dict[str, str], spec: Body) -> None:
     trainer = trainer_container({"spec": spec})
-    assert trainer is not None, "validation lets no template without a container pass"
+    assert trainer is not None, "validation refuses a template without a container"
     users = contract.user_environment(trainer)
     names = {entry["name"] for entry in users}
     # Ours first, so that the user's values can refer to them: WORLD_SIZE: $(NNODES).
@@ -193,11 +193,11 @@ def _stay_away(spec: Body, nodes: Sequence[str]) -> None:
     selector["nodeSelectorTerms"] = [{**t, "matchFields": [*(t.get("matchFields") or []), *others]} for t in terms]
 
 
-def _host_network(spec: Body, meet: naming.Endpoint) -> None:
+def _host_network(spec: Body, rendezvous: naming.Endpoint) -> None:
     if not spec.get("hostNetwork"):
         return
     spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")
     trainer = trainer_container({"spec": spec}) or {}
     # Declared, so that the scheduler never puts two jobs with the same port on one node.
-    port = {"name": "ddpjob-master", "containerPort": meet.port, "hostPort": meet.port, "protocol": "TCP"}
+    port = {"name": "ddpjob-master", "containerPort": rendezvous.port, "hostPort": rendezvous.port, "protocol": "TCP"}
     trainer["ports"] = [*(trainer.get("ports") or []), port]

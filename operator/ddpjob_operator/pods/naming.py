@@ -8,28 +8,19 @@ from dataclasses import dataclass
 from ddpjob_operator.job import api
 
 LABEL_JOB = f"{api.GROUP}/job"
-
-
 LABEL_ATTEMPT = f"{api.GROUP}/attempt"
-
-
 LABEL_RANK = f"{api.GROUP}/rank"
-
-
 LABEL_REPLACEMENT = f"{api.GROUP}/replacement"
 
-
 # Outside the ephemeral range (32768-60999) and the NodePort range (30000-32767), so that the kernel never gives the
-# port to an outgoing connection; without those that scripts in the wild hard-code (12355, 29500, 8888 lie outside).
+# port to an outgoing connection; and below the ports that scripts often hard-code (29400, 29500).
 PORT_FIRST, PORT_LAST = 20000, 29399
-
-
-PORTS_AVOIDED = frozenset({23456, 25000, 29400, 29500, 12355, 8888})
+PORTS_AVOIDED = frozenset({23456, 25000})  # also hard-coded by scripts
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the other ranks meet rank 0."""
+    """The address of the rendezvous: that of rank 0."""
 
     host: str
     port: int
@@ -49,7 +40,7 @@ def selector(job: api.DDPJob) -> str:
 
 
 def pod_name(job: api.DDPJob, attempt: int, rank: int, replacement: int = 0) -> str:
-    """The pod's name says the attempt, so that no pod of an old attempt is ever taken for a new one.
+    """The pod's name holds the attempt, so that no pod of an old attempt is ever taken for a new one.
 
     digits-1-3-r2 is the second that has replaced digits-1-3 alone. The r keeps it apart from the pods of a job that is
     named digits-1.
@@ -59,12 +50,12 @@ def pod_name(job: api.DDPJob, attempt: int, rank: int, replacement: int = 0) -> 
 
 
 def replacement(status: api.Status, rank: int) -> int:
-    """Which pod of a rank in the present attempt is the one that counts."""
+    """The number of a rank's current pod in the present attempt."""
     return status.replacements.get(str(rank), 0)
 
 
 def present_pod_name(job: api.DDPJob, status: api.Status, rank: int) -> str:
-    """The name of the pod that counts of a rank."""
+    """The name of a rank's current pod."""
     return pod_name(job, status.attempt, rank, replacement(status, rank))
 
 
@@ -76,8 +67,8 @@ def hostname(job: api.DDPJob, rank: int) -> str:
 def endpoint(job: api.DDPJob, attempt: int) -> Endpoint:
     """The address of rank 0 in a cluster.
 
-    The port depends on uid and attempt also where each pod has a network of its own: a process that survives on a
-    lost node still resolves the stable DNS name, and must not reach the store of a newer attempt.
+    The port depends on uid and attempt also where each pod has a network of its own, because a process that survives
+    on a lost node still resolves the stable DNS name, and must not reach the store of a newer attempt.
     """
     name = job.metadata.name
     return Endpoint(f"{hostname(job, 0)}.{name}.{job.metadata.namespace}", port(job.metadata.uid, attempt))

@@ -1,7 +1,7 @@
-"""What a pod needs so that its trainer can report progress: a token of its own, as a file. Pure; called by `build.py`.
+"""The token by which a trainer reports progress, as a file in its pod. Called by `build.py`.
 
-The token is good for one audience and bound to the pod, so it opens nothing but the operator's receiver, and nothing
-for anybody once the pod is gone. It is asked for by the kubelet: no Secret, and no right for the operator.
+The token is valid for one audience and bound to the pod, so it is accepted by the operator's receiver only, and by
+nothing once the pod is gone. The kubelet requests it, so neither a Secret nor a right of the operator is needed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ AUDIENCE = api.GROUP
 NAME = "ddpjob-token"
 MOUNT = f"/var/run/secrets/{api.GROUP}"
 TOKEN_FILE = f"{MOUNT}/token"
-# The kubelet renews it in place at 80 % of this; senders read the file anew (600 s is the least that is allowed).
+# The kubelet renews it in place at 80 % of this; senders read the file again (600 s is the least that is allowed).
 EXPIRATION_SECONDS = 3600
 
 
@@ -33,7 +33,7 @@ def add_token(spec: dict[str, Any], trainer: dict[str, Any]) -> None:
 def environment(url: str, token_file: str = TOKEN_FILE) -> dict[str, str]:
     """The variables by which the trainer library and, by itself, Hugging Face's Trainer find the receiver.
 
-    KUBEFLOW_TRAINER_SERVER_CA_CERT is left out: the receiver speaks plain HTTP, and no file is to be trusted.
+    KUBEFLOW_TRAINER_SERVER_CA_CERT is left out: the receiver speaks plain HTTP, so there is no certificate.
     """
     return {
         "DDPJOB_STATUS_URL": url,

@@ -1,4 +1,4 @@
-"""Ports: one for the agents to meet, a new one for the ranks in each generation."""
+"""Ports: one where the agents meet; for the ranks a new one in each generation, and in each attempt of a local run."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import socket
 
 
 def listen(port: int) -> socket.socket:
-    """Where node 0 waits for the other agents, under all its addresses. Raises OSError where the port is taken."""
+    """Where node 0 waits for the other agents, on all its addresses. Raises OSError where the port is taken."""
     server = _bound(port)
     server.listen(128)
     server.setblocking(False)
     return server
 
 
-def hold(port: int = 0) -> socket.socket:
-    """A port for rank 0's store that nobody else is given meanwhile: bound, not listening.
+def hold() -> socket.socket:
+    """A port for rank 0's store that nobody else is given meanwhile: bound, not listening. Closing it gives it back.
 
     Between choosing a free port and torch's binding it lie seconds of imports. A bound socket keeps it from outgoing
     connections and from who asks for any port; torch, which sets SO_REUSEADDR as well, may still bind it and listen.
     """
-    return _bound(port)
+    return _bound(0)
 
 
 def number(held: socket.socket) -> int:

@@ -1,7 +1,8 @@
-"""Processes as the agent needs them: orphans come to it, a rank starts as a shell would start it, a tree ends whole.
+"""Processes for an agent and for a local run: adopt orphans, start a program, read the tree, kill it.
 
 torch starts workers in sessions of their own, and users' scripts fork as they like: a process group misses some of
-them, so the tree is read from /proc, and who loses its parent becomes our child.
+them (two workers survived a kill -9 of torchrun), so the tree is read from /proc, and a subreaper adopts whoever loses
+its parent.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def become_subreaper() -> None:
-    """From now on the orphans among our descendants become our children, also where we are not PID 1.
-
-    Raises OSError where the kernel cannot do it.
-    """
+    """Adopt the orphans among our descendants, also where we are not PID 1. Raises OSError where that is impossible."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def prctl(option: int, value: int) -> None:
     """prctl(2) with one argument; raises OSError as the os module would."""
     if not sys.platform.startswith("linux"):
-        raise OSError(errno.ENOSYS, f"ddprun needs Linux, this is {sys.platform}")
+        raise OSError(
+            errno.ENOSYS,
+            f"DDPJob needs Linux, this is {sys.platform}: only there can it ensure that no process survives. "
+            "Run it in a Linux container or virtual machine",
+        )
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -39,14 +41,14 @@ def prctl(option: int, value: int) -> None:
 
 
 def listen_to_signals(numbers: Iterable[int]) -> int:
-    """The read end of a pipe that gets a byte, the number, for each signal we live by; SIGCHLD is one of them."""
+    """The read end of a pipe that gets a byte, its number, for each SIGCHLD and each signal of `numbers`."""
     read_end, write_end = os.pipe()
     os.set_blocking(read_end, False)
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     for number in {signal.SIGCHLD, *numbers}:
-        signal.signal(number, lambda *_: None)  # the byte in the pipe is the message; it needs some handler
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # inherited: a parent that blocks SIGCHLD would leave us deaf
+        signal.signal(number, lambda *_: None)  # without a handler no byte is written
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # because a parent may block SIGCHLD, and the mask is inherited
     return read_end
 
 
@@ -65,17 +67,52 @@ def start(
 
     It ends with us. Where it cannot be started it ends as in a shell: with 127 or 126, and a sentence on stderr.
     """
+
+    def become() -> None:
+        for path, descriptor in ((stdout, 1), (stderr, 2)):
+            if path:
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), descriptor)
+        for descriptor in keep:
+            os.set_inheritable(descriptor, True)
+        execute(argv, environ)
+
+    return fork(become)
+
+
+def fork(work: Callable[[], None]) -> int:
+    """Run `work` in a child, in a session of its own with default signals; its pid. The child dies with us."""
     parent = os.getpid()
+
+    def child() -> None:
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, signal.SIG_DFL)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above, so that signal will never come
+            os._exit(127)
+        os.setsid()
+        work()
+
     # Blocked across the fork: until the child has given up our handlers, a signal meant for it would be written into
     # our pipe and taken for ours.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()
         if pid == 0:
-            _in_child(lambda: _become(argv, environ, stdout, stderr, keep, parent))
+            _in_child(child)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
     return pid
+
+
+def execute(argv: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Become this program, in a child of `fork`. Raises OSError with the program's name where that fails."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    try:
+        os.execvpe(argv[0], list(argv), environ)  # noqa: S606 - no shell is meant
+    except OSError as error:
+        error.filename = argv[0]  # the last folder of PATH that was tried says nothing to the user
+        raise
 
 
 def call_in_child(work: Callable[[], bytes]) -> tuple[int, int]:
@@ -105,7 +142,7 @@ def call_in_child(work: Callable[[], bytes]) -> tuple[int, int]:
 
 
 def _close_all_but(kept: int) -> None:
-    """Our connections and ports are ours alone: held open by a child too, none of them would close while it waits."""
+    """Otherwise the child would hold our connections and ports open after we have closed them."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) != kept:
             with contextlib.suppress(OSError):  # the one that listed the folder is closed by now
@@ -113,7 +150,7 @@ def _close_all_but(kept: int) -> None:
 
 
 def _in_child(work: Callable[[], None]) -> None:
-    """Never returns: a fork that came back into the agent's loop would be a second agent."""
+    """Never returns, because a child that came back into its parent's loop would be a second parent."""
     try:
         work()
     except BaseException as error:
@@ -123,29 +160,6 @@ def _in_child(work: Callable[[], None]) -> None:
         os._exit(127 if missing else 126)
     finally:
         os._exit(126)
-
-
-def _become(
-    argv: Sequence[str], environ: Mapping[str, str], stdout: str, stderr: str, keep: Iterable[int], parent: int
-) -> None:
-    signal.set_wakeup_fd(-1)
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        signal.signal(number, signal.SIG_DFL)
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above: that signal will never come
-        os._exit(127)
-    os.setsid()
-    for path, descriptor in ((stdout, 1), (stderr, 2)):
-        if path:
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), descriptor)
-    for descriptor in keep:
-        os.set_inheritable(descriptor, True)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    try:
-        os.execvpe(argv[0], list(argv), environ)  # noqa: S606 - no shell is meant
-    except OSError as error:
-        error.filename = argv[0]  # the last folder of PATH that was tried says nothing to the user
-        raise
 
 
 def reaped() -> Iterable[tuple[int, int]]:
@@ -176,21 +190,23 @@ def kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def descendants(root: int) -> set[int]:
-    """Every process below `root`, whatever session or group it is in; the dead that are not yet reaped too."""
+def descendants(root: int, parent_of: Mapping[int, int] | None = None) -> set[int]:
+    """Every process below `root`, whatever session or group it is in, zombies included."""
     children: dict[int, list[int]] = {}
-    for pid, parent in _parents():
+    for pid, parent in (parents() if parent_of is None else parent_of).items():
         children.setdefault(parent, []).append(pid)
-    found: set[int] = set()
+    below: set[int] = set()
     todo = [root]
     while todo:
-        below = [pid for pid in children.get(todo.pop(), []) if pid not in found]
-        found.update(below)
-        todo.extend(below)
-    return found
+        new = [pid for pid in children.get(todo.pop(), []) if pid not in below]
+        below.update(new)
+        todo.extend(new)
+    return below
 
 
-def _parents() -> Iterable[tuple[int, int]]:
+def parents() -> dict[int, int]:
+    """The parent of every process that we may see, zombies included."""
+    parent_of = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
@@ -198,7 +214,8 @@ def _parents() -> Iterable[tuple[int, int]]:
                     line = stat.read()
             except OSError:  # ended since listdir
                 continue
-            yield int(name), int(line.rpartition(b")")[2].split()[1])  # the name before it may hold spaces
+            parent_of[int(name)] = int(line.rpartition(b")")[2].split()[1])  # the name before it may hold spaces
+    return parent_of
 
 
 def readable(descriptor: int, seconds: float) -> bool:

@@ -1,4 +1,4 @@
-"""docs/check.md, written from the table of the rules. Pure."""
+"""Writes docs/check.md from the table of the rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLE = Finding(
     'init_process_group(rank=local_rank): on 2 nodes two processes get rank 0; use int(os.environ["RANK"])',
 )
 INTRO = f"""\
-<!-- Written from table.py by `python -m ddpjob_operator.check.document`. Change the rules, then run it again. -->
+<!-- Written from table.py by `python tools/check_page.py`. Change the rules, then run it again. -->
 # ddpjob check: mistakes that are found before they cost a GPU hour
 
 ```console
@@ -28,27 +28,28 @@ $ ddpjob check job.yaml src/train.py    # the script lies elsewhere here than in
 $ ddpjob check train.py --format json   # findings (file, line, column, rule, severity, message), errors, warnings
 ```
 
-The script is read, never run or imported; torch need not be there. Values are followed through names, attributes and
-the functions of the file, not into other files. **A rule that is not sure is silent**, so "nothing found" is no proof.
-With Lightning, Accelerate, Transformers and the like imported, what they do by themselves is not missed.
+The script is read, never run or imported, and torch need not be installed. Values are followed through names,
+attributes and the functions of the file, not into other files. **A rule that is not sure reports nothing**, so "nothing
+found" is no proof. What Lightning, Accelerate, Transformers and similar frameworks do by themselves is not expected of
+a script that imports them.
 
-From a job come its nodes, processes, GPUs, backend, volumes and launcher. Without one, `--nodes` and `--nproc` give the
-context; with neither, what needs several nodes to hurt is a warning, and a script that meets on `localhost` by itself
-counts as one for one node, as the tutorials are.
+A job gives its nodes, processes, GPUs, backend, volumes and launcher. Without a job, `--nodes` and `--nproc` give the
+context; without these, a mistake that matters on several nodes only is a warning, and a script that sets `localhost` as
+the address of its rendezvous counts as one for one node, as the tutorials are.
 
-Exit codes: 0 nothing or warnings only, 1 errors, 2 wrong input (no such file, no valid job, no Python).
+Exit codes: 0 nothing or warnings only, 1 errors, 2 wrong input (no such file, no valid job, no valid Python).
 
-To take a finding back: `# ddpjob: ignore[rule]`, with several rules between commas, at the end of its line or alone on
+To suppress a finding: `# ddpjob: ignore[rule]`, with several rules between commas, at the end of its line or alone on
 the line above, in Python and in YAML.
 """
 
 TAIL = """\
-## What it does not know
+## What it does not read
 
 Other files that the script imports; values that come from the command line, or that `exec`, `globals()`, a star
-import or `setattr` may have changed; what a file of a shell does before it starts Python. The official tutorial
+import or `setattr` may have changed; what a shell script does before it starts Python. The official tutorial
 "Writing distributed applications" has two of these mistakes in some of its versions, `batch_size=128 / float(size)`
-and `download=True` on every rank: they are found there, and rightly.
+and `download=True` on every rank: both findings are correct.
 """
 
 

@@ -1,4 +1,4 @@
-"""The reference in docs/, written from the same types, rules and reasons that the operator and the CRD use. Pure."""
+"""Writes docs/reference.md from the same types, rules and reasons that the operator and the CRD use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from msgspec import inspect as types
 from ddpjob_operator.job import api, crd, reasons, validation
 
 INTRO = f"""\
-<!-- Written from api.py by `python -m ddpjob_operator.job.reference`. Change the types, then run it again. -->
+<!-- Written from api.py by `python tools/reference_page.py`. Change the types, then run it again. -->
 # DDPJob reference
 
 `apiVersion: {api.API_VERSION}`, `kind: {api.KIND}`, short name `ddp`. `kubectl explain ddpjob.spec` says the
