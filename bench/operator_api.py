@@ -31,7 +31,8 @@ from faulty_api import OWN_TOKEN, FaultyApi  # noqa: E402
 
 from ddpjob_operator.job import validation  # noqa: E402
 from ddpjob_operator.kube.client import Client  # noqa: E402
-from ddpjob_operator.kube.executor import JOBS_PATH, STRICT  # noqa: E402
+from ddpjob_operator.kube.executor import STRICT  # noqa: E402
+from ddpjob_operator.kube.lookup import JOBS_PATH  # noqa: E402
 from ddpjob_operator.kube.shares import Bounds  # noqa: E402
 from ddpjob_operator.pods import build  # noqa: E402
 

@@ -178,7 +178,7 @@ def test_a_job_deleted_while_its_watch_was_broken_is_dropped_by_the_next_sweep(
     for what in ("watch ddpjobs", "list ddpjobs"):
         namespace.api.break_(what, 503, times=float("inf"))
     assert namespace.api.close_watches("ddpjobs", gone=True) == 1
-    until(lambda: "the jobs were not listed anew" in operator.log, "a sweep fails")
+    until(lambda: "the jobs were not listed again" in operator.log, "a sweep fails")
     namespace.kubectl("delete", "ddp", "digits", "--wait=false")
     until(lambda: namespace.job() is None, "it is gone")
     namespace.api.mend()

@@ -44,7 +44,7 @@ class Replica:
 
     def writes(self, *, since: float = 0.0) -> list[Seen]:
         """What it has written or tried to write, for jobs."""
-        own = ("leases", "selfsubjectaccessreviews")
+        own = ("leases", "selfsubjectaccessreviews", "selfsubjectrulesreviews")
         return [seen for seen in list(self.api.seen) if seen.writes and seen.at >= since and seen.resource not in own]
 
     def renewals(self) -> list[float]:

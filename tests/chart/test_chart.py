@@ -16,9 +16,9 @@ import yaml
 
 from ddpjob_operator.job import api
 from ddpjob_operator.kube.access import CLAIM_RIGHT, LEASE_RIGHT, RIGHTS
-from ddpjob_operator.kube.app import Settings
 from ddpjob_operator.kube.claims import ALL_CLAIM, NAMESPACE_CLAIM
 from ddpjob_operator.kube.receive import PATH
+from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.pods import naming
 
 ROOT = Path(__file__).parents[2]
@@ -247,7 +247,7 @@ def test_releases_can_claim_what_they_watch_and_see_each_other(
     assert [binding["metadata"]["namespace"] for binding in bindings] == places
     assert all(claim_rules(role) == [(["get", "update"], [name]), (["create"], [])] for role in roles)
     assert all(binding["roleRef"]["name"] == roles[0]["metadata"]["name"] for binding in bindings)
-    read = Settings.read(variables(*settings))
+    read = OperatorSettings.read(variables(*settings))
     assert [*read.namespaces] == places or read.claim_namespace == places[0]
     cluster = [role for role in of_kind("ClusterRole", *settings) if role["metadata"]["name"].endswith("-claim")]
     assert [claim_rules(role) for role in cluster] == ([] if read.namespaces else [[(["list"], [NAMESPACE_CLAIM])]])
@@ -275,7 +275,7 @@ OTHERWISE = (
 @pytest.mark.parametrize("settings", [(), OTHERWISE], ids=["as it comes", "otherwise"])
 def test_the_operator_understands_what_the_chart_tells_it(settings: tuple[str, ...]) -> None:
     told = variables(*settings)
-    read = Settings.read(told)
+    read = OperatorSettings.read(told)
     assert ",".join(read.namespaces) == told["DDPJOB_WATCH_NAMESPACES"]
     assert read.health_port == ports(*settings)["health"]
     assert read.status_url == told["DDPJOB_STATUS_URL"]

@@ -23,10 +23,12 @@ from worlds import START, UID, manifest
 
 from ddpjob_operator.job import api, bounds, ranges, validation
 from ddpjob_operator.kube import observe, reading
-from ddpjob_operator.kube.app import Operator, Settings
 from ddpjob_operator.kube.client import Client, Page
 from ddpjob_operator.kube.listing import Careful
+from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.reflector import Reflector
+from ddpjob_operator.kube.runtime import SYSTEM
+from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.store import Store
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan.plan import plan
@@ -241,16 +243,17 @@ def test_a_pod_that_cannot_be_read_ends_no_watch_and_is_told_once(caplog: pytest
 
 def test_a_job_whose_pod_cannot_be_read_is_told_so_and_its_other_pods_are_left_alone() -> None:
     """Without that pod its rank would seem lost, and a second pod would be made beside it."""
-    operator = Operator(Settings(), Client(log_in=lambda: None))  # type: ignore[arg-type,return-value]
+    operator = Operator(OperatorSettings(), Client(log_in=lambda: None))  # type: ignore[arg-type,return-value]
     body = manifest() | {"status": {"state": "Running", "attempt": 1, "startedNodes": "0-1"}}
     body["metadata"]["resourceVersion"] = "5"
     operator.caches.jobs.put(body)
     raw = pod("digits-1-0", 7, ownerReferences=7)
     raw["metadata"]["namespace"] = "default"
     operator.caches.pods = Store(observe.pod, lambda _: ("default", "digits"), operator._pod_changed)
-    operator._reconciler._caches.pods = operator.caches.pods
+    for reflector in operator.reflectors:
+        reflector.synced.set()
     operator.caches.pods.put(raw)
-    assert asyncio.run(operator._reconciler.look(("default", "digits"))) is None
+    assert asyncio.run(operator.reconciler.reconcile(("default", "digits"))) is None
     ((waiting,),) = operator._events._waiting.values()
     assert (waiting.event.type, waiting.event.reason) == ("Warning", "Unreadable")
     assert "digits-1-0: the pod cannot be read" in waiting.event.message
@@ -299,7 +302,7 @@ def test_a_sink_with_a_mistake_of_ours_is_told_once_for_each_object(caplog: pyte
         def put(self, raw: Any) -> None:
             raise RuntimeError("a mistake of ours")
 
-    careful = Careful("pods in team")
+    careful = Careful("pods in team", SYSTEM.log)
     for _ in range(3):
         careful.put(Broken(), pod("a", 1))
     careful.put(Broken(), "no object at all")

@@ -1,4 +1,4 @@
-"""What must hold at every moment, whatever goes wrong (DESIGN.md section 7). Told of every change and every start."""
+"""What must hold at every moment, whatever goes wrong. Called for every change and every start."""
 
 from __future__ import annotations
 
@@ -204,11 +204,13 @@ class Judge:
         hidden = self._unknown_before(uid, old) if again else 0
         restarted = again or old.get("replacements", {}) != new.get("replacements", {})
         if min(own.values()) < 0 or sum(own.values()) > (1 if restarted else 0) + hidden:
-            self.wrong.append(f"{own} restarts are charged at once, beside those in place: {said(new)}")
+            self.wrong.append(f"{own} restarts are charged at once, beside those in place: {summary(new)}")
         # Who waits for the start in vain has perhaps not heard that all is over.
         heard = again and new.get("reason") != "StartBackOff" and self._has_said_all(uid, old)
         if heard and sum(own.values()) < hidden:
-            self.wrong.append(f"{hidden} restarts in place of attempt {old['attempt']} were never counted: {said(new)}")
+            self.wrong.append(
+                f"{hidden} restarts in place of attempt {old['attempt']} were never counted: {summary(new)}"
+            )
         if new.get("state") in TERMINAL and old.get("state") not in TERMINAL and self._has_said_all(uid, new):
             missing = self._unknown_before(uid, new)
             if missing:
@@ -279,7 +281,7 @@ def _attempt(raw: Raw) -> int:
     return int((raw["metadata"].get("labels") or {}).get(naming.LABEL_ATTEMPT, -1))
 
 
-def said(status: Raw) -> str:
+def summary(status: Raw) -> str:
     """A status as one line of a story."""
     words: list[Any] = [status.get("state"), status.get("reason"), f"attempt {status.get('attempt', 0)}"]
     if status.get("completedNodes"):

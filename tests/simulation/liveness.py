@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from unittest import mock
 
-from judge import TERMINAL, said
+from judge import TERMINAL, summary
 from model_api import Raw, stamp
 from model_kubelet import Cluster, Node
 from model_training import SYMPTOM, WATCHDOG, Failure, Process, terminated
@@ -100,9 +100,9 @@ class Doomed(Simulation):
         if self._changed_at + LONG_SECONDS > self.loop.time():
             return  # it goes on trying
         if not self.warnings:
-            self.judge.wrong.append(f"it waits for hours, and no Warning says so: {said(self.status)}")
+            self.judge.wrong.append(f"it waits for hours, and no Warning says so: {summary(self.status)}")
         if not any(word in self.status.get("message", "") for word in ("kubectl", "stopping", "not ready since")):
-            self.judge.wrong.append(f"it waits for hours, and does not say how to see why: {said(self.status)}")
+            self.judge.wrong.append(f"it waits for hours, and does not say how to see why: {summary(self.status)}")
 
 
 @contextlib.contextmanager

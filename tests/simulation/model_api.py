@@ -96,6 +96,9 @@ class ModelApi:
         """Code and body of the answer; `actor` is who the log names."""
         if path.endswith("/selfsubjectaccessreviews"):
             return 201, {**(body or {}), "status": {"allowed": True}}
+        if path.endswith("/selfsubjectrulesreviews"):
+            everything = {"verbs": ["*"], "apiGroups": ["*"], "resources": ["*"]}
+            return 201, {**(body or {}), "status": {"resourceRules": [everything], "incomplete": False}}
         plural, namespace, name, subresource = parse(path)
         kind = KINDS.get(plural)
         if kind is None:

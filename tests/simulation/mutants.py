@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,8 +15,9 @@ from msgspec.structs import replace
 from ddpjob.core import rules
 from ddpjob_operator.job import api, validation
 from ddpjob_operator.job.status import unsettled_failure
-from ddpjob_operator.kube import app, listing, observe
 from ddpjob_operator.kube import executor as execute
+from ddpjob_operator.kube import listing, lookup, observe
+from ddpjob_operator.kube import operator as kube_operator
 from ddpjob_operator.observed import cluster, facts
 from ddpjob_operator.plan import agent_restarts, decide, lifecycle, pod_replacement, settlement, startup
 from ddpjob_operator.plan.actions import CreatePod, CreateService, Decision, DeletePod, Plan
@@ -56,11 +56,13 @@ def writes_unread() -> contextlib.AbstractContextManager[Any]:
         def remove(self, *_: Any) -> None:
             """Not heard."""
 
-    def executor(client: Any, caches: Any, *arguments: Any, **named: Any) -> Any:
-        deaf = SimpleNamespace(jobs=caches.jobs, pods=Deaf(caches.pods), services=Deaf(caches.services))
-        return execute.Executor(client, deaf, *arguments, **named)  # type: ignore[arg-type]
+    def executor(client: Any, caches: Any, _: Any, events: Any, runtime: Any, *others: Any) -> Any:
+        pods, services = Deaf(caches.pods), Deaf(caches.services)
+        deaf: Any = lookup.Caches(caches.jobs, pods, services, caches.nodes)  # type: ignore[arg-type]
+        deaf_lookup = lookup.Lookup(client, deaf, runtime)
+        return execute.Executor(client, deaf, deaf_lookup, events, runtime, *others)
 
-    return mock.patch.object(app, "Executor", executor)
+    return mock.patch.object(kube_operator, "Executor", executor)
 
 
 def delete_without_uid() -> contextlib.AbstractContextManager[Any]:
@@ -79,7 +81,7 @@ def copy_believed() -> contextlib.AbstractContextManager[Any]:
     async def not_asked(*_: Any) -> None:
         """The copy is right, is it not?"""
 
-    return mock.patch.object(execute.Executor, "list_pods", not_asked)
+    return mock.patch.object(lookup.Lookup, "list_pods", not_asked)
 
 
 def act_before_record() -> contextlib.AbstractContextManager[Any]:

@@ -71,12 +71,12 @@ RESTARTS = accepts(backoffLimit=1)
 
 USERS = ("suspend", "suspend", "delete and apply", "delete", "touch")
 OPERATORS = ("crash", "restart", "clock jumps", "api server away", "operator cut off")
-CREATES = ("quota", "stranger's pod", "stranger's service")
+CREATES = ("quota", "conflicting pod", "conflicting service")
 PODS = ("pod deleted", "pod deleted", "drained", "evicted", "node shuts down", "pod forced", "pod's deadline")
 NODES = ("node cut", "node cut", "node killed", "node removed", "node dies")
 # What breaks one pod of a job whose others wait for its replacement, in any order and often.
 ONE_BY_ONE = (*PODS, *NODES, "agent killed", "agent killed", "agent killed", "pod forced", "nodes cut", "nodes cut")
-# What somebody may write who has something in mind.
+# What an attacker may write.
 HOSTILE = ("hostile pod",)
 DDPRUN_SHARE = 0.25
 # More than any budget allows.
@@ -87,7 +87,7 @@ EDITS_SHARE = 0.15
 
 # What happens in this order, or in any.
 NARROW: tuple[tuple[dict[str, tuple[str, ...]], tuple[str, ...]], ...] = (
-    # Answers that are lost while the watch says nothing either.
+    # Answers that are lost while the watch brings nothing either.
     ({"write": ("lost answer", "not carried out"), "watch.pods": ("late",)}, ("suspend", "crash", "pod deleted")),
     # Requests that outlive their sender.
     ({"write": ("slow",)}, ("suspend", "crash", "delete and apply")),
@@ -144,7 +144,7 @@ def _under_torchrun(seed: int) -> Scenario:
     _maybe(rng, spec, "onePodPerNode", (True,))
     if RESTARTS:
         _maybe(rng, spec, "backoffLimit", (0, 1, 2, 6))
-    # Without reports nobody can know that a job hangs; without a time-out it takes hours.
+    # Without reports a hang cannot be seen; without a time-out it takes hours.
     reports = rng.random() < 0.3
     hangs = reports and rng.random() < 0.5
     if hangs:

@@ -6,18 +6,16 @@ The clock is virtual, all is one thread, and every random number hangs on the se
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import datetime as dt
+import logging
 import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 from faults import Faults
-from judge import TERMINAL, Judge, said
+from judge import TERMINAL, Judge, summary
 from model_agents import Agents
 from model_api import Change, Kind, ModelApi, Raw
 from model_client import ModelClient
@@ -28,9 +26,12 @@ from scenario import FAULTS_SECONDS, HOSTILE, NODES, ONE_BY_ONE, PODS, RESTARTS,
 from virtual_time import VirtualLoop
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube import access, app, lease, queue, reconcile, reflector
 from ddpjob_operator.kube.client import ApiError
+from ddpjob_operator.kube.lease import Durations, Leader
+from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.receive import Sender
+from ddpjob_operator.kube.runtime import Runtime
+from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.tokens import BoundPod
 from ddpjob_operator.observed.reports import Report, read_report
 from ddpjob_operator.pods import naming
@@ -66,50 +67,16 @@ class Outcome:
     writes: int = 0
 
 
-class Log:
-    """In place of a module's logger: an error of ours is one of the run."""
+class ErrorsAreWrong(logging.Handler):
+    """An error in the operator's log is one of the run."""
 
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
+    def __init__(self, judge: Judge) -> None:
+        super().__init__()
+        self._judge = judge
 
-    def _quiet(self, *_: object, **__: object) -> None:
-        """Said to people only."""
-
-    debug = info = warning = _quiet
-
-    def error(self, text: str, *values: object, exc_info: Any = None) -> None:
-        stack = "".join(traceback.format_exception(exc_info)) if isinstance(exc_info, BaseException) else ""
-        self._simulation.judge.wrong.append(f"the operator says: {text % values} {stack}")
-
-    def exception(self, text: str, *values: object) -> None:
-        self._simulation.judge.wrong.append(f"the operator says: {text % values} {traceback.format_exc()}")
-
-
-class EventList:
-    """In place of kube.events.Events: only the story hears them."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
-
-    def send(self, job: api.Metadata, events: tuple[Any, ...], now: dt.datetime) -> None:
-        for event in events:
-            self._simulation.events += 1
-            self._simulation.tell("event", event.type, event.reason)
-
-    async def run(self) -> None:
-        await asyncio.get_running_loop().create_future()
-
-
-class Operator(app.Operator):
-    """The real one, with a wall clock of its own."""
-
-    def __init__(self, now: Callable[[], dt.datetime], *arguments: Any) -> None:
-        self._now = now
-        super().__init__(*arguments)
-
-    def _make_parts_of_a_term(self) -> None:
-        with mock.patch.object(app, "_now", self._now):
-            super()._make_parts_of_a_term()
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called by logging."""
+        self._judge.wrong.append(f"the operator logs: {self.format(record)}")
 
 
 class OperatorProcess:
@@ -124,14 +91,16 @@ class OperatorProcess:
         self.client = ModelClient(simulation.api, loop, simulation.faults, name, self.crash)
         self.lease_client = ModelClient(simulation.api, loop, simulation.faults, f"{name} lease", self.crash)
         self.client.stale_by = scenario.stale_by
-        settings: dict[str, Any] = {"namespaces": () if scenario.clusterwide else ("default",), "health_port": 0}
-        arguments: list[Any] = [self.client]
+        self.client.on_event = simulation.event
+        settings = OperatorSettings(namespaces=() if scenario.clusterwide else ("default",), health_port=0)
+        runtime = Runtime(loop.time, self.now, simulation.chance, simulation.log, lambda: None)
+        client: Any = self.client
+        leader = None
         if scenario.operators > 1:
-            client: Any = self.lease_client
-            self.leader = lease.Leader(client, "default", "ddpjob", name, lease.Durations(), clock=loop.time)
-            self.client.may_write = self.leader.holds
-            arguments.append(self.leader)
-        self.operator = Operator(self.now, app.Settings(**settings), *arguments)
+            lease_client: Any = self.lease_client
+            leader = Leader(lease_client, "default", "ddpjob", name, Durations(), runtime=runtime)
+            self.client.may_write = leader.holds
+        self.operator = Operator(settings, client, leader, runtime=runtime)
 
     def now(self) -> dt.datetime:
         """What this process believes."""
@@ -162,7 +131,7 @@ class OperatorProcess:
     def end(self) -> None:
         """All that it does ends."""
         operator = self.operator
-        for task in (*self._tasks, *operator._tasks, *getattr(operator, "_term", ()), operator._first_lists):
+        for task in (*self._tasks, *operator._tasks, *operator._leading, operator._first_lists):
             if task is not None:
                 task.cancel()
 
@@ -174,7 +143,7 @@ class OperatorProcess:
         await self.operator.start()
 
     async def _watch_jobs(self) -> None:
-        """As kopf does: list, then watch on from there; list anew when the version is too old."""
+        """As kopf does: list, then watch on from there; list again when the version is too old."""
         version = ""
         while True:
             version = await self._watch_jobs_from(version)
@@ -211,7 +180,6 @@ class Simulation:
     def __init__(self, scenario: Scenario, only: Mapping[str, str] | None = None) -> None:
         self.scenario = scenario
         self.story: list[str] = []
-        self.events = 0
         self.loop = VirtualLoop()
         self.loop.set_exception_handler(self._bug)
         self.faults = Faults(scenario.seed, scenario.rates, only)
@@ -232,7 +200,13 @@ class Simulation:
         """The deeds that were done."""
         self.uids: list[str] = []
         """The jobs, in order."""
+        self.on_event: Callable[[Raw], None] = lambda body: None
+        self.on_deed: Callable[[str], None] = lambda text: None
         self._random = random.Random(f"{scenario.seed} simulation")
+        self.chance = random.Random(f"{scenario.seed} operator")
+        """The operators'."""
+        self.log = logging.Logger("simulation", logging.ERROR)
+        self.log.addHandler(ErrorsAreWrong(self.judge))
         self._quota = False
         self._changed_at = 0.0
         self._made = 0
@@ -242,9 +216,8 @@ class Simulation:
     def run(self) -> Outcome:
         """From the moment when the user applies the job to its end, or to the first thing that is wrong."""
         try:
-            with self._in_place_of_the_world():
-                self.loop.run_until_complete(self._run())
-                self._end()
+            self.loop.run_until_complete(self._run())
+            self._end()
         finally:
             self.loop.close()
         status = self.judge.statuses.get(self.uids[-1], {}) if self.uids else {}
@@ -269,7 +242,7 @@ class Simulation:
         last = max((deed.at for deed in self.scenario.deeds), default=0.0)
         if last or any(self.scenario.rates.values()):
             await self._until(FAULTS_SECONDS, lambda: self.loop.time() > last and self._is_at_rest())
-        self._mend()
+        self._stop_faults()
         end = self.loop.time() + ENDS_WITHIN_SECONDS
         if not await self._until(end, self._is_at_rest):
             self.judge.wrong.append(f"not at rest {ENDS_WITHIN_SECONDS:.0f} s after the last fault: {self._where()}")
@@ -292,10 +265,10 @@ class Simulation:
         written = sum(len(self.api.log[plural]) for plural in ("pods", "services", api.PLURAL))
         if written > WRITES_MAX:
             self._changed_at = -1.0
-            self.judge.wrong.append(f"more than {WRITES_MAX} writes: somebody writes in circles")
+            self.judge.wrong.append(f"more than {WRITES_MAX} writes: the operator writes in circles")
         return written > WRITES_MAX
 
-    def _mend(self) -> None:
+    def _stop_faults(self) -> None:
         """No faults from now on."""
         self.tell("", "no faults from now on")
         self.faults.stopped = True
@@ -308,7 +281,7 @@ class Simulation:
                 self.cluster.back(name)
         for plural in ("pods", "services"):
             for raw in self.api.all(plural):
-                if "stranger" in raw["metadata"].get("annotations", {}):
+                if "conflict" in raw["metadata"].get("annotations", {}):
                     self.api.remove(plural, raw, "user")
 
     def _end(self) -> None:
@@ -355,7 +328,7 @@ class Simulation:
     def _where(self) -> str:
         job = self.api.find(api.PLURAL, NAME)
         pods = [f"{p['metadata']['name']} {p['status'].get('phase')}" for p in self._ours("pods")]
-        state = said((job or {}).get("status") or {}) if job else "no job"
+        state = summary((job or {}).get("status") or {}) if job else "no job"
         return f"{state}; pods {pods}; live {[str(p) for p in self._live()]}"
 
     def _end_state(self, status: Raw) -> str:
@@ -367,7 +340,7 @@ class Simulation:
         status = self.judge.statuses.get(self.uids[-1], {})
         state = status.get("state")
         if state == "Failed" and not self._may_fail(self.uids[-1], job):
-            self.judge.wrong.append(f"the job failed, and nothing that happened is its fault: {said(status)}")
+            self.judge.wrong.append(f"the job failed, and nothing that happened is its fault: {summary(status)}")
         if job is None and self._ours("services"):
             self.judge.wrong.append("the job is gone, and its service is not")
 
@@ -383,6 +356,11 @@ class Simulation:
     def tell(self, who: str, *what: object) -> None:
         """A line of the story."""
         self.story.append(f"t+{self.loop.time():7.1f}  {who:12} {' '.join(map(str, what))}")
+
+    def event(self, body: Raw) -> None:
+        """The operator has sent an Event."""
+        self.tell("event", body["type"], body["reason"])
+        self.on_event(body)
 
     def start_operator_soon(self, dead: OperatorProcess) -> None:
         """As the kubelet of the operator's own pod does."""
@@ -412,24 +390,24 @@ class Simulation:
         for one, sender in self._receivers(process):
             # The receiver takes the node from the token.
             place = {"rank": process.rank, "node_rank": sender.rank}
-            word = Report(step=step, attempt=sender.attempt, received_at=one.now(), **place)
-            one.operator.report(sender, word)
+            report = Report(step=step, attempt=sender.attempt, received_at=one.now(), **place)
+            one.operator.report(sender, report)
 
     def _hear_agent(self, process: Process, body: bytes) -> bool:
         """Likewise an agent; whether it was heard."""
         heard = False
         for one, sender in self._receivers(process):
-            word = replace(read_report(body, one.now()), attempt=sender.attempt)
-            assert word.agent is not None, "an agent speaks"
-            one.operator.report(sender, word)
-            self.judge.heard(one.name, process, word.agent.restarts.total, self.loop.time())
+            report = replace(read_report(body, one.now()), attempt=sender.attempt)
+            assert report.agent is not None, "an agent reports"
+            one.operator.report(sender, report)
+            self.judge.heard(one.name, process, report.agent.restarts.total, self.loop.time())
             heard = True
         return heard
 
     def _receivers(self, process: Process) -> Iterator[tuple[OperatorProcess, Sender]]:
-        """Who takes its word, and as whose."""
+        """The operators that take its report, and from which node it is to them."""
         for one in self.operators if self._reachable(process) else ():
-            if one.operator._leads and not one.client.away and not one.client.dead:
+            if one.operator.leads and not one.client.away and not one.client.dead:
                 sender = one.operator.locate(BoundPod("default", process.name, process.uid))
                 if sender is not None:
                     yield one, sender
@@ -450,8 +428,8 @@ class Simulation:
         name = change.object["metadata"]["name"]
         if kind.plural == api.PLURAL:
             old, new = (change.old or {}).get("status") or {}, (change.new or {}).get("status") or {}
-            if said(old) != said(new) or change.new is None:
-                self.tell(change.actor, f"{name}:", said(new) if change.new else "is gone")
+            if summary(old) != summary(new) or change.new is None:
+                self.tell(change.actor, f"{name}:", summary(new) if change.new else "is gone")
             return
         verb = "gone" if change.new is None else "made" if change.old is None else self._pod_news(change)
         if verb:
@@ -473,6 +451,8 @@ class Simulation:
         if self.faults.stopped or not self.faults.happens(key, str(deed)):
             return
         self.tell("", "DEED", deed)
+        if deed.what != "suspend":  # that one is told when the user writes it
+            self.on_deed(f"fault: {deed.what}")
         self.done.add(deed.what)
         if deed.what in BREAKS_A_POD or deed.what in ("suspend", "delete", "delete and apply"):
             self._disturb(NODES_HEAL_SECONDS + deed.seconds if deed.what in NODES else 0.0)
@@ -482,7 +462,7 @@ class Simulation:
             self._pod(deed)
         elif deed.what in HOSTILE:
             self._hostile_pod(deed)
-        elif deed.what in ("quota", "stranger's pod", "stranger's service"):
+        elif deed.what in ("quota", "conflicting pod", "conflicting service"):
             self._in_the_way(deed)
         elif deed.what in ("crash", "restart", "clock jumps", "api server away", "operator cut off"):
             self._operator(deed)
@@ -490,7 +470,7 @@ class Simulation:
             self._user(deed)
 
     def _disturb(self, seconds: float) -> None:
-        """For so long somebody touches what the job has: of those attempts nobody can tell what came first."""
+        """For so long the job's objects are changed from outside: what came first in those attempts is undefined."""
         for uid in self.uids:
             attempt = self.judge.statuses.get(uid, {}).get("attempt", 0)
             self.judge.disturbed |= {(uid, attempt), (uid, attempt + 1)}
@@ -540,6 +520,7 @@ class Simulation:
             kept = {k: v for k, v in job["spec"].items() if yes or k != "minNodes"}
             body = {**job, "spec": {**kept, "suspend": yes}}
             self.tell("user", "suspends" if yes else "resumes")
+            self.on_deed(f"user {'suspends' if yes else 'resumes'} the job")
             self.api.request("PUT", f"{JOBS}/{NAME}", None, body, "user")
 
     def _operator(self, deed: Deed) -> None:
@@ -566,18 +547,18 @@ class Simulation:
             return
         status = self.judge.statuses.get(self.uids[-1], {})
         plural, name, spec = "services", NAME, {}
-        if deed.what == "stranger's pod":
+        if deed.what == "conflicting pod":
             plural, name = "pods", f"{NAME}-{status.get('attempt', 0) + 1}-{deed.number % 2}"
             spec = {"containers": [{"name": "other"}], "nodeName": "elsewhere"}
-        body = {"metadata": {"name": name, "annotations": {"stranger": "yes"}}, "spec": spec}
+        body = {"metadata": {"name": name, "annotations": {"conflict": "yes"}}, "spec": spec}
         code, answer = self.api.request("POST", f"/api/v1/namespaces/default/{plural}", None, body, "user")
         if code == 201:
             self.loop.call_later(deed.seconds, self.api.remove, plural, answer, "user")
 
     def _hostile_pod(self, deed: Deed) -> None:
-        """Deleted with a grace that ends after the last date there is; of a user who has found our label."""
+        """Deleted with a grace that ends after the last date there is; by a user who has put our label on it."""
         labels = {naming.LABEL_JOB: NAME, naming.LABEL_ATTEMPT: "1", naming.LABEL_RANK: "9" * 30}
-        metadata = {"name": f"hostile-{deed.at:.0f}", "labels": labels, "annotations": {"stranger": "yes"}}
+        metadata = {"name": f"hostile-{deed.at:.0f}", "labels": labels, "annotations": {"conflict": "yes"}}
         body = {"metadata": metadata, "spec": {"containers": [{"name": "other"}], "nodeName": "elsewhere"}}
         code, answer = self.api.request("POST", "/api/v1/namespaces/default/pods", None, body, "user")
         if code == 201:
@@ -633,28 +614,6 @@ class Simulation:
             name = names[(deed.number + number) % len(names)]
             self.loop.call_later(number * deed.number, self.cluster.cut, name, f"side {deed.at}")
             self.loop.call_later(10 + deed.seconds, self.cluster.back, name)
-
-    # ---------------------------------------------------------------- in place of clock, chance and log
-
-    @contextlib.contextmanager
-    def _in_place_of_the_world(self) -> Iterator[None]:
-        clock = SimpleNamespace(monotonic=self.loop.time)
-        chance = random.Random(f"{self.scenario.seed} operator")
-        log = Log(self)
-        kept_off = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, set_threshold=lambda *_: None)
-        with contextlib.ExitStack() as stack:
-            for module, fields in {
-                app: {"time": clock, "gc": kept_off, "_LOGGER": log, "Events": lambda *_, **__: EventList(self)},
-                reflector: {"time": clock, "random": chance, "_LOGGER": log},
-                lease: {"random": chance, "_LOGGER": log, "_now": self.loop.now},
-                queue: {"_LOGGER": log},
-                reconcile: {"_LOGGER": log},
-                access: {"_LOGGER": log},
-            }.items():
-                for name, value in fields.items():
-                    if hasattr(module, name):
-                        stack.enter_context(mock.patch.object(module, name, value))
-            yield
 
 
 def simulate(scenario: Scenario, only: Mapping[str, str] | None = None) -> Outcome:

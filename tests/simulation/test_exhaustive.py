@@ -1,5 +1,5 @@
 """Small jobs with every single fault at every single place: a crash before and after each write, each watch event late,
-lost with its stream or told twice, each old state of the cluster served to an operator that starts anew."""
+lost with its stream or sent twice, each old state of the cluster served to an operator that starts again."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_any_single_fault_at_any_place_leaves_a_job_that_ends_as_without_it(name
 
 
 def old_states(name: str) -> Iterator[tuple[Scenario, dict[str, str]]]:
-    """The operator dies after each write; the next is shown an old state, and its watch of pods says nothing new."""
+    """The operator dies after each write; the next is shown an old state, and its watch of pods brings nothing new."""
     undisturbed = simulate(LIVES[name])
     first = undisturbed.passed["list"]
     stale = {f"list#{n}": "stale" for n in range(first, first + 4)}
@@ -75,7 +75,7 @@ def old_states(name: str) -> Iterator[tuple[Scenario, dict[str, str]]]:
 
 
 @pytest.mark.parametrize("name", LIVES)
-def test_an_operator_that_starts_anew_after_any_write_and_is_shown_any_old_state_does_no_harm(name: str) -> None:
+def test_an_operator_that_starts_again_after_any_write_and_is_shown_any_old_state_does_no_harm(name: str) -> None:
     for life, faults in old_states(name):
         check(life, faults)
 

@@ -28,6 +28,6 @@ def test_the_simulation_finds_a_bug_made_on_purpose(mutant: mutants.Mutant) -> N
     assert small.wrong
     assert len(small.taken) <= len(found.taken)
     # Without the bug the same faults do no harm: it is the bug that was found.
-    mended = simulate(scenario(found.seed), small.taken)
-    assert not mended.wrong, mended.wrong
+    fixed = simulate(scenario(found.seed), small.taken)
+    assert not fixed.wrong, fixed.wrong
     print(f"seed {found.seed}: {small.wrong[0]}, with {small.taken}")

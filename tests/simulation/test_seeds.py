@@ -32,7 +32,7 @@ def test_whatever_goes_wrong_no_two_groups_train_and_the_job_ends_as_it_should(f
     check(range(first, first + BLOCK))
 
 
-def test_seeds_that_have_failed_once_stay_mended() -> None:
+def test_seeds_that_have_failed_once_stay_fixed() -> None:
     check(ONCE_FAILED)
 
 

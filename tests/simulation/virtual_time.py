@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 
-# An odd moment, so that whoever reads the real clock is found out.
+# An odd moment, so that code which reads the real clock is found out.
 START = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 
 ROUND_SECONDS = 1e-7
@@ -32,7 +32,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._seconds
 
     def now(self) -> dt.datetime:
-        """Whole seconds, as all of Kubernetes tells the time."""
+        """Whole seconds, as Kubernetes writes times."""
         return START + dt.timedelta(seconds=int(self._seconds))
 
     def select(self, timeout: float | None) -> list[object]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
-from collections.abc import Callable, Coroutine, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable, Coroutine
 from typing import Any
-from unittest import mock
 
 from virtual_time import VirtualLoop
 from worlds import manifest
 
-from ddpjob_operator.kube import app, lease
 from ddpjob_operator.kube.client import NO_ANSWER, ApiError, Limits
+from ddpjob_operator.kube.operator import Operator
+from ddpjob_operator.kube.runtime import Runtime
+from ddpjob_operator.kube.settings import OperatorSettings
 
 Raw = dict[str, Any]
 
@@ -87,10 +86,13 @@ class Town:
 
     def __init__(self, server: SlowServer) -> None:
         self.server = server
-        self.operator = app.Operator(app.Settings(health_port=0), server)  # type: ignore[arg-type]
-        for reflector in self.operator._reflectors:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        runtime = Runtime(clock=loop.time, utc=loop.now)
+        self.operator = Operator(OperatorSettings(health_port=0), server, runtime=runtime)  # type: ignore[arg-type]
+        for reflector in self.operator.reflectors:
             reflector.synced.set()
-        self.operator._begin_term()
+        self.operator.lead()
 
     def apply(self, namespace: str, name: str, nodes: int, status: Raw | None = None, **spec: Any) -> None:
         """A job as the watch shows it; of the same name: its spec is edited."""
@@ -110,7 +112,7 @@ class Town:
 
     def why_unhealthy(self) -> str:
         """What the probe is answered; the watches, which there are none of here, left out."""
-        for reflector in self.operator._reflectors:
+        for reflector in self.operator.reflectors:
             reflector.tried_at = asyncio.get_running_loop().time()
         return self.operator.unhealthy()
 
@@ -128,13 +130,12 @@ class Town:
 def play(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """A test in virtual time."""
     loop = VirtualLoop()
-    with _clock(loop):
-        running = loop.create_task(story())
-        try:
-            loop.run_until_complete(running)
-        finally:
-            loop.run_until_complete(_end_all())
-            loop.close()
+    running = loop.create_task(story())
+    try:
+        loop.run_until_complete(running)
+    finally:
+        loop.run_until_complete(_end_all())
+        loop.close()
 
 
 async def _end_all() -> None:
@@ -142,15 +143,6 @@ async def _end_all() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@contextlib.contextmanager
-def _clock(loop: VirtualLoop) -> Iterator[None]:
-    clock = SimpleNamespace(monotonic=loop.time)
-    with contextlib.ExitStack() as stack:
-        for module, name, value in ((app, "time", clock), (app, "_now", loop.now), (lease, "_now", loop.now)):
-            stack.enter_context(mock.patch.object(module, name, value))
-        yield
 
 
 def _job(raw: Raw) -> str:

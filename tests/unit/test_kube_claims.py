@@ -15,6 +15,7 @@ from slow_server import play
 from ddpjob_operator.kube.claims import ALL_CLAIM, NAMESPACE_CLAIM, Claims, namespace_of
 from ddpjob_operator.kube.client import NO_ANSWER, ApiError
 from ddpjob_operator.kube.lease import Durations
+from ddpjob_operator.kube.runtime import Runtime
 
 Raw = dict[str, Any]
 DURATIONS = Durations()
@@ -82,11 +83,11 @@ class Release:
     """The leading pod of a release, from now on."""
 
     def __init__(self, server: Leases, name: str, *namespaces: str) -> None:
-        clock = asyncio.get_running_loop().time
+        runtime = Runtime(clock=asyncio.get_running_loop().time)
         client: Any = Client(server, name)
         self.name = name
         self.changes = 0
-        self.claims = Claims(client, namespaces, "kube-system", name, DURATIONS, clock=clock)
+        self.claims = Claims(client, namespaces, "kube-system", name, DURATIONS, runtime=runtime)
         self._task = asyncio.create_task(self.claims.run(self._changed))
 
     def _changed(self) -> None:
@@ -162,7 +163,7 @@ def test_a_release_for_all_namespaces_leaves_alone_the_one_that_another_watches(
         team = Release(server, "team/own", "team")
         assert await team.until_it_acts("team", [everywhere]) >= DURATIONS.lease_seconds
         assert everywhere.acts("elsewhere")
-        assert everywhere.changes == changes + 1, "its jobs are looked at anew"
+        assert everywhere.changes == changes + 1, "its jobs are reconciled again"
         assert "the jobs of the namespace team are the release team/own's" in everywhere.claims.standing_by()[0]
         team.ends()
         assert await everywhere.until_it_acts("team", [team]) < TAKES_OVER_SECONDS

@@ -103,7 +103,7 @@ def test_a_write_that_may_have_been_carried_out_is_not_sent_again(code: int) -> 
     assert len(script.asked) == 1
 
 
-def test_a_refused_token_is_read_anew_once() -> None:
+def test_a_refused_token_is_read_again_once() -> None:
     script = Script(lambda: status(401, reason="Unauthorized"), ok)
     assert talk(script, lambda c: c.get("/pods"), ["old", "new"]) == {"kind": "Pod"}
     assert [r.headers["Authorization"] for r in script.asked] == ["Bearer old", "Bearer new"]

@@ -11,6 +11,7 @@ from cancelling import ends_although
 from ddpjob_operator.job import api
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.events import PASSING_SECONDS, QUEUE_MAX, QUEUE_OF_JOB_MAX, REPEAT_SECONDS, Events, body
+from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 from ddpjob_operator.plan.actions import Event
 
 JOB = api.Metadata(name="digits", namespace="team", uid="u")
@@ -36,7 +37,7 @@ def play(*steps: tuple[float, Event | None], error: ApiError | None = None) -> l
     async def run() -> list[str]:
         server = Server()
         server.error = error
-        events = Events(server, clock=lambda: server.now)  # type: ignore[arg-type]
+        events = Events(server, Runtime(clock=lambda: server.now))  # type: ignore[arg-type]
         for seconds, event in steps:
             server.now += seconds
             if event is not None:
@@ -59,7 +60,7 @@ def test_the_same_words_about_the_same_job_are_sent_once_in_a_while() -> None:
 def test_it_ends_when_it_is_cancelled_in_the_moment_of_an_event() -> None:
     async def run() -> None:
         server = Server()
-        events = Events(server, clock=lambda: server.now)  # type: ignore[arg-type]
+        events = Events(server, Runtime(clock=lambda: server.now))  # type: ignore[arg-type]
         events.send(JOB, (CREATING,), AT)
         await ends_although(events.run(), lambda: events.send(JOB, (RUN,), AT))
 
@@ -80,7 +81,7 @@ def test_a_server_that_takes_no_events_stops_nothing() -> None:
 
 def test_what_waits_is_bounded_and_no_job_takes_all_the_room() -> None:
     """Events of thousands of restarts in one namespace left no room for the one Warning of another's job."""
-    events = Events(Server())  # type: ignore[arg-type]
+    events = Events(Server(), SYSTEM)  # type: ignore[arg-type]
     for number in range(QUEUE_MAX // QUEUE_OF_JOB_MAX + 5):
         job = api.Metadata(name=f"loud-{number}", namespace="loud", uid=f"loud-{number}")
         for i in range(QUEUE_OF_JOB_MAX + 50):
@@ -102,7 +103,7 @@ def test_events_that_hang_in_one_namespace_hold_up_no_other() -> None:
 
     async def run() -> list[str]:
         server = Hanging()
-        events = Events(server, clock=lambda: server.now)  # type: ignore[arg-type]
+        events = Events(server, Runtime(clock=lambda: server.now))  # type: ignore[arg-type]
         for number in range(40):
             events.send(api.Metadata(name=f"loud-{number}", namespace="loud", uid=f"{number}"), (RUN,), AT)
         events.send(JOB, (RUN, Event("Warning", "RankFailed", "rank 3")), AT)
@@ -117,7 +118,7 @@ def test_events_that_hang_in_one_namespace_hold_up_no_other() -> None:
 
 
 def test_an_event_is_as_kubectl_describe_looks_for_it() -> None:
-    made = body(JOB, Event("Warning", "RankFailed", "x" * 5000), AT)
+    made = body(JOB, Event("Warning", "RankFailed", "x" * 5000), AT, "", "1")
     assert made["involvedObject"] | {"resourceVersion": ""} == {
         "apiVersion": "training.ddpjob.io/v1alpha1",
         "kind": "DDPJob",

@@ -69,7 +69,7 @@ def test_small_jobs_start_at_once_beside_a_job_of_a_thousand_pods() -> None:
 def test_a_namespace_with_a_slow_webhook_slows_nobody_else_and_the_operator_is_not_stuck(
     slow: dict[str, float], jobs: int, nodes: int
 ) -> None:
-    """All looks waited for one namespace's webhook; after ten minutes the probe had the operator killed."""
+    """All reconciles waited for one namespace's webhook; after ten minutes the probe had the operator killed."""
 
     async def story() -> None:
         town = Town(in_namespace("slow", slow))
@@ -115,7 +115,7 @@ def test_the_slow_deletes_of_one_job_hold_up_no_other() -> None:
 
 
 def test_a_job_that_is_suspended_while_its_pods_are_created_slowly_stops_soon() -> None:
-    """A look went on for as long as there were pods to create: ten minutes and more with a slow webhook."""
+    """A reconcile went on for as long as there were pods to create: ten minutes and more with a slow webhook."""
 
     async def story() -> None:
         town = Town(in_namespace("slow", {"create": 10.0}))

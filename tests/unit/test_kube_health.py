@@ -7,14 +7,16 @@ import asyncio
 import aiohttp
 from free_port import free_port
 
-from ddpjob_operator.kube.app import Operator, Settings, _serve_health
 from ddpjob_operator.kube.client import Client
+from ddpjob_operator.kube.health import serve_health
+from ddpjob_operator.kube.operator import Operator
+from ddpjob_operator.kube.settings import OperatorSettings
 
 
 def test_healthz_is_200_until_a_part_has_ended_and_then_503_with_the_reason() -> None:
     async def run() -> None:
-        made, port = Operator(Settings(), Client()), free_port()
-        runner = await _serve_health(port, made.unhealthy)
+        made, port = Operator(OperatorSettings(), Client()), free_port()
+        runner = await serve_health(port, made.unhealthy)
         assert runner is not None
         try:
             async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
@@ -24,8 +26,8 @@ def test_healthz_is_200_until_a_part_has_ended_and_then_503_with_the_reason() ->
                         return answer.status, (await answer.text()).strip()
 
                 assert await asked() == (200, "ok")
-                assert (await asked("/"))[0] == 404, "nothing else is told here"
-                await asyncio.gather(made._run("queue", asyncio.sleep(0)))
+                assert (await asked("/"))[0] == 404, "nothing else is served"
+                await asyncio.gather(made.run("queue", asyncio.sleep(0)))
                 assert await asked() == (503, "queue has ended")
         finally:
             await runner.cleanup()
@@ -34,4 +36,4 @@ def test_healthz_is_200_until_a_part_has_ended_and_then_503_with_the_reason() ->
 
 
 def test_port_0_listens_nowhere() -> None:
-    assert asyncio.run(_serve_health(0, str)) is None
+    assert asyncio.run(serve_health(0, str)) is None

@@ -24,10 +24,10 @@ def test_whether_a_node_is_lost_is_counted_from_when_we_saw_it_whatever_the_api_
     stopping = pod(deletion_requested_at=asked, deletion_deadline=asked + dt.timedelta(seconds=10), silent_since=asked)
     (seen,) = memory.by_own_clock([stopping], START)
     assert (seen.silent_since, seen.deletion_deadline) == (START, START + dt.timedelta(seconds=10))
-    assert memory.by_own_clock([stopping], later) == [seen], "the clock runs on from the first look"
+    assert memory.by_own_clock([stopping], later) == [seen], "the clock runs on from the first time it was seen"
 
 
-def test_a_pod_that_is_heard_again_starts_its_clock_anew() -> None:
+def test_the_wait_for_a_pod_that_is_heard_again_starts_from_zero() -> None:
     memory, later = JobState("uid"), START + dt.timedelta(seconds=20)
     memory.by_own_clock([pod(silent_since=START)], START)
     assert memory.by_own_clock([pod()], later)[0].silent_since is None

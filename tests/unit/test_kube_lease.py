@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.lease import ADDRESS, Candidate, Durations, Leader, Lease
+from ddpjob_operator.kube.runtime import Runtime
+from ddpjob_operator.kube.settings import OperatorSettings
 
 START = 70_000.25  # a clock that starts at an odd moment
 DURATIONS = Durations()  # 15 s, 10 s, 2 s
@@ -56,7 +58,7 @@ def test_a_lease_is_taken_when_its_holder_was_silent_for_its_whole_duration_and_
     assert one.may_take(START + 15)
 
 
-def test_every_renewal_starts_the_wait_anew() -> None:
+def test_every_renewal_starts_the_wait_from_zero() -> None:
     one = candidate()
     for version in range(10):
         one.saw(lease(version), START + 10 * version)
@@ -112,13 +114,13 @@ WRONG = {
 @pytest.mark.parametrize(("environment", "sentence"), WRONG.values(), ids=WRONG)
 def test_durations_that_make_no_sense_are_refused(environment: dict[str, str], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        Durations.read(environment)
+        OperatorSettings.read(environment)
 
 
 def test_durations_are_client_gos_unless_said_otherwise() -> None:
-    assert Durations.read({}) == Durations(15, 10.0, 2.0)
+    assert OperatorSettings.read({}).lease == Durations(15, 10.0, 2.0)
     short = {"DDPJOB_LEASE_SECONDS": "4", "DDPJOB_LEASE_RENEW_SECONDS": "2.5", "DDPJOB_LEASE_RETRY_SECONDS": "0.4"}
-    assert Durations.read(short) == Durations(4, 2.5, 0.4)
+    assert OperatorSettings.read(short).lease == Durations(4, 2.5, 0.4)
 
 
 # ------------------------------------------------------------------------------------------------ the end of its tasks
@@ -141,7 +143,7 @@ THEIR_LEASE = {
 
 
 def test_who_is_cancelled_in_the_moment_of_an_answer_asks_no_more() -> None:
-    """Else an operator that is told to stop goes on renewing its Lease until the kubelet kills it."""
+    """Else an operator that gets SIGTERM goes on renewing its Lease until the kubelet kills it."""
 
     async def run() -> None:
         server = LateServer()
@@ -153,9 +155,11 @@ def test_who_is_cancelled_in_the_moment_of_an_answer_asks_no_more() -> None:
 
 def test_who_waits_for_the_loss_of_the_lease_can_be_cancelled_in_the_moment_of_a_renewal() -> None:
     async def run() -> None:
-        leader = Leader(cast(Any, LateServer()), "system", "ddpjob-operator", OURS, DURATIONS, clock=lambda: START)
+        leader = Leader(
+            cast(Any, LateServer()), "system", "ddpjob-operator", OURS, DURATIONS, runtime=Runtime(clock=lambda: START)
+        )
         leader._candidate.took(lease(2, OURS), START)
-        await ends_although(leader.lost(), leader._turned.set)
+        await ends_although(leader.lost(), leader._renewed.set)
 
     asyncio.run(run())
 
@@ -290,8 +294,8 @@ class Process:
     def __init__(self, way: Way, name: str, *, offset: float = 0.0, rate: float = 1.0) -> None:
         loop = asyncio.get_running_loop()
         client: Any = way
-        address, clock = f"{name}:8081", lambda: offset + rate * loop.time()
-        self.leader = Leader(client, "ops", "op", name, DURATIONS, address, clock=clock)
+        address, runtime = f"{name}:8081", Runtime(clock=lambda: offset + rate * loop.time())
+        self.leader = Leader(client, "ops", "op", name, DURATIONS, address, runtime=runtime)
         self.task = asyncio.ensure_future(self.leader.run())
 
     async def end(self) -> None:
@@ -403,7 +407,7 @@ def test_one_lost_answer_costs_nothing() -> None:
 def test_answers_that_always_take_longer_than_a_turn_lose_the_lease_in_time() -> None:
     async def story() -> None:
         async with two() as (_, ways, a, _b):
-            ways[0].fates = lambda: Fate(back=DURATIONS.turn_seconds)
+            ways[0].fates = lambda: Fate(back=DURATIONS.try_seconds)
             began = seconds()
             await a.leader.lost()
             assert seconds() - began <= 10
@@ -448,7 +452,7 @@ def test_somebody_elses_label_on_the_lease_costs_one_try() -> None:
     in_virtual_time(story)
 
 
-def test_a_lease_that_is_deleted_is_made_anew_and_never_held_twice() -> None:
+def test_a_lease_that_is_deleted_is_created_again_and_never_held_twice() -> None:
     async def story() -> None:
         async with two() as (server, _, a, b):
             server.lease = None
@@ -468,11 +472,11 @@ def test_reports_are_for_the_leader_alone_and_for_nobody_in_between() -> None:
             assert a.leader.leader_address() is None
             assert b.leader.leader_address() == "a:8081"
             await a.end()
-            told = []
+            addresses = []
             for _ in range(20_000):
-                told.append(b.leader.leader_address())
+                addresses.append(b.leader.leader_address())
                 await asyncio.sleep(0.001)
-            assert [address for address, _ in itertools.groupby(told)] == ["a:8081", "", None]
+            assert [address for address, _ in itertools.groupby(addresses)] == ["a:8081", "", None]
 
     in_virtual_time(story)
 
@@ -491,7 +495,7 @@ def test_what_keeps_it_from_the_lease_is_said_once(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING):
         in_virtual_time(story)
     assert [record.getMessage() for record in caplog.records] == [
-        'the Lease ops/op cannot be had, trying again: 403 Forbidden: leases "op" is forbidden'
+        'the Lease ops/op cannot be read or renewed, trying again: 403 Forbidden: leases "op" is forbidden'
     ]
 
 
@@ -502,7 +506,7 @@ def test_a_release_that_gets_no_answer_does_not_hold_up_the_end() -> None:
             ways[0].fates = cut
             began = seconds()
             await a.leader.release()
-            assert seconds() - began <= DURATIONS.turn_seconds + 0.1
+            assert seconds() - began <= DURATIONS.try_seconds + 0.1
             assert not a.leader.holds()
             await asyncio.wait_for(b.leader.gained(), 20)
 

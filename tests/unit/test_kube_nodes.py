@@ -59,7 +59,9 @@ def test_before_the_first_list_nothing_is_known(nodes: Nodes) -> None:
     assert nodes.seen() is None
 
 
-def test_only_nodes_that_are_not_ready_are_told_and_only_changes_wake_anyone(nodes: Nodes, changes: list[str]) -> None:
+def test_only_nodes_that_are_not_ready_are_reported_and_only_changes_wake_anyone(
+    nodes: Nodes, changes: list[str]
+) -> None:
     taken(nodes, [node("a"), node("b", "Unknown")], 1)
     nodes.put(node("a"))
     assert (lost(nodes), changes) == (["b"], ["b"])

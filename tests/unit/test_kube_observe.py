@@ -140,14 +140,14 @@ def test_the_schedulers_sentence_is_kept_while_it_finds_no_node() -> None:
     assert observe.pod(pod({"conditions": [condition | {"status": "True"}]})).unschedulable == ""
 
 
-def test_a_service_of_a_deleted_job_is_told_from_a_strangers() -> None:
+def test_a_service_of_a_deleted_job_differs_from_a_conflicting_one() -> None:
     job = api.Metadata(name="digits", uid="job-2")
     assert observe.conflicts("Service", pod(), job).of_deleted_job
     assert not observe.conflicts("Service", pod(ownerReferences=[]), job).of_deleted_job
     assert not observe.conflicts("Service", pod(ownerReferences=[{**OWNER, "name": "other"}]), job).of_deleted_job
 
 
-def test_a_sidecar_that_runs_is_told_from_a_phase_that_lags_behind() -> None:
+def test_a_sidecar_that_runs_differs_from_a_phase_that_lags_behind() -> None:
     def seen(*states: dict) -> bool:
         statuses = [{"name": name, "state": state} for name, state in zip(("trainer", "logger"), states, strict=False)]
         spec = {"containers": [{"name": "trainer"}, {"name": "logger"}][: len(states)]}

@@ -1,4 +1,4 @@
-"""When a job is looked at: one look at a time, the earliest wish wins, failures wait longer each time."""
+"""When a job is reconciled: one reconcile at a time, the earliest request wins, failures wait longer each time."""
 
 from __future__ import annotations
 
@@ -9,46 +9,47 @@ from cancelling import ends_although
 from slow_server import play
 
 from ddpjob_operator.kube.queue import BACK_OFF_SECONDS_MAX, QUICK_SECONDS, Queue, RetryError, Schedule
+from ddpjob_operator.kube.runtime import Runtime
 
 START = 10_000.25  # a clock that starts at an odd moment
 
 
-def schedule(*wishes: tuple[str, float]) -> Schedule[str]:
+def schedule(*requests: tuple[str, float]) -> Schedule[str]:
     made: Schedule[str] = Schedule()
-    for key, at in wishes:
+    for key, at in requests:
         made.add(key, START + at)
     return made
 
 
-def test_many_wishes_for_one_job_are_one_look() -> None:
+def test_many_requests_for_one_job_are_one_reconcile() -> None:
     jobs = schedule(("a", 0), ("a", 0), ("a", 5), ("a", 0))
     assert jobs.pop(START) == "a"
     jobs.done("a", START)
     assert jobs.pop(START + 100) is None
 
 
-def test_the_earlier_of_two_wishes_wins_whichever_came_first() -> None:
+def test_the_earlier_of_two_requests_wins_whichever_came_first() -> None:
     for jobs in (schedule(("a", 60), ("a", 5)), schedule(("a", 5), ("a", 60))):
         assert jobs.next_at() == START + 5
         assert jobs.pop(START + 4.9) is None
         assert jobs.pop(START + 5) == "a"
 
 
-def test_jobs_are_looked_at_in_the_order_in_which_they_are_due() -> None:
+def test_jobs_are_reconciled_in_the_order_in_which_they_are_due() -> None:
     jobs = schedule(("late", 3), ("first", 1), ("second", 1))
     assert [jobs.pop(START + 3) for _ in range(4)] == ["first", "second", "late", None]
 
 
-def test_a_job_is_never_looked_at_twice_at_a_time() -> None:
+def test_a_job_is_never_reconciled_twice_at_a_time() -> None:
     jobs = schedule(("a", 0))
     assert jobs.pop(START) == "a"
     jobs.add("a", START + 1)
     assert jobs.pop(START + 2) is None
     jobs.done("a", START + 2)
-    assert jobs.pop(START + 2) == "a", "what was wished in the meantime is due now"
+    assert jobs.pop(START + 2) == "a", "what was requested in the meantime is due now"
 
 
-def test_a_wish_during_a_look_is_not_lost_when_the_look_fails() -> None:
+def test_a_request_during_a_reconcile_is_not_lost_when_the_reconcile_fails() -> None:
     jobs = schedule(("a", 0))
     jobs.pop(START)
     jobs.add("a", START)
@@ -57,7 +58,7 @@ def test_a_wish_during_a_look_is_not_lost_when_the_look_fails() -> None:
     assert jobs.pop(START + wait) == "a"
 
 
-def test_a_look_may_wish_for_the_next() -> None:
+def test_a_reconcile_may_request_the_next() -> None:
     jobs = schedule(("a", 0))
     jobs.pop(START)
     jobs.done("a", START, again_at=START + 30)
@@ -105,7 +106,7 @@ def test_one_failing_job_holds_up_no_other() -> None:
     assert jobs.pop(START) == "b"
 
 
-def test_the_longest_look_is_known() -> None:
+def test_the_longest_reconcile_is_known() -> None:
     jobs = schedule(("a", 0), ("b", 0))
     jobs.pop(START)
     jobs.pop(START + 5)
@@ -123,7 +124,7 @@ def test_namespaces_take_turns_however_many_jobs_are_due_in_one() -> None:
     assert ("quiet", "job") in [jobs.pop(START + 1) for _ in range(2)]
 
 
-def test_a_namespace_has_so_many_looks_at_a_time_and_its_others_wait_for_one_to_end() -> None:
+def test_a_namespace_has_so_many_reconciles_at_a_time_and_its_others_wait_for_one_to_end() -> None:
     jobs: Schedule[tuple[str, str]] = Schedule(of_namespace=2)
     for number in range(3):
         jobs.add(("slow", str(number)), START)
@@ -136,7 +137,7 @@ def test_a_namespace_has_so_many_looks_at_a_time_and_its_others_wait_for_one_to_
     assert jobs.pop(START) == ("slow", "2")
 
 
-def test_a_look_that_gets_answers_is_not_stuck_however_long_it_takes() -> None:
+def test_a_reconcile_that_gets_answers_is_not_stuck_however_long_it_takes() -> None:
     """The probe had the operator killed ten minutes into creating a thousand pods."""
     jobs = schedule(("a", 0))
     jobs.pop(START)
@@ -145,8 +146,8 @@ def test_a_look_that_gets_answers_is_not_stuck_however_long_it_takes() -> None:
     assert jobs.stuck_seconds(START + 601) == 101
 
 
-class Looks:
-    """Looks that wait until the test lets them end."""
+class Reconciles:
+    """Reconciles that wait until the test lets them end."""
 
     def __init__(self) -> None:
         self.now = START
@@ -167,61 +168,61 @@ class Looks:
         return None
 
 
-async def _run(looks: Looks, queue: Queue[str], until: int) -> None:
+async def _run(reconciles: Reconciles, queue: Queue[str], until: int) -> None:
     running = asyncio.create_task(queue.run())
     for _ in range(1000):
         await asyncio.sleep(0)
-        if len(looks.seen) >= until:
+        if len(reconciles.seen) >= until:
             break
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
 
-def test_a_queue_that_is_cancelled_in_the_moment_of_a_wish_ends() -> None:
+def test_a_queue_that_is_cancelled_in_the_moment_of_a_request_ends() -> None:
     """It went on: an operator that lost its Lease then waited for its end for ever, and never led again."""
 
     async def run() -> None:
-        looks = Looks()
-        queue: Queue[str] = Queue(looks, clock=lambda: looks.now)
+        reconciles = Reconciles()
+        queue: Queue[str] = Queue(reconciles, Runtime(clock=lambda: reconciles.now))
         queue.add("later", 1000.0)
         await ends_although(queue.run(), lambda: queue.add("another", 1000.0))
 
     asyncio.run(run())
 
 
-def test_at_most_so_many_looks_are_under_way() -> None:
-    async def run() -> Looks:
-        looks = Looks()
-        queue: Queue[str] = Queue(looks, clock=lambda: looks.now, looks_max=3)
+def test_at_most_so_many_reconciles_are_under_way() -> None:
+    async def run() -> Reconciles:
+        reconciles = Reconciles()
+        queue: Queue[str] = Queue(reconciles, Runtime(clock=lambda: reconciles.now), at_a_time=3)
         for i in range(10):
             queue.add(f"job-{i}")
         running = asyncio.create_task(queue.run())
         for _ in range(100):  # whoever may begin has begun by then
             await asyncio.sleep(0)
-        looks.go.set()
-        while len(looks.seen) < 10:
+        reconciles.go.set()
+        while len(reconciles.seen) < 10:
             await asyncio.sleep(0.001)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        return looks
+        return reconciles
 
-    looks = asyncio.run(run())
-    assert looks.most == 3
-    assert sorted(looks.seen) == sorted(f"job-{i}" for i in range(10))
+    reconciles = asyncio.run(run())
+    assert reconciles.most == 3
+    assert sorted(reconciles.seen) == sorted(f"job-{i}" for i in range(10))
 
 
-def test_a_slow_look_leaves_its_place_to_others() -> None:
+def test_a_slow_reconcile_leaves_its_place_to_others() -> None:
     async def run() -> None:
-        looks = Looks()
-        queue: Queue[str] = Queue(looks, clock=asyncio.get_running_loop().time, looks_max=2)
+        reconciles = Reconciles()
+        queue: Queue[str] = Queue(reconciles, Runtime(clock=asyncio.get_running_loop().time), at_a_time=2)
         for name in ("slow", "slow too", "another"):
             queue.add(name)
         running = asyncio.create_task(queue.run())
         await asyncio.sleep(QUICK_SECONDS / 2)
-        assert looks.seen == ["slow", "slow too"]
+        assert reconciles.seen == ["slow", "slow too"]
         await asyncio.sleep(QUICK_SECONDS)
-        assert looks.seen == ["slow", "slow too", "another"]
-        looks.go.set()
+        assert reconciles.seen == ["slow", "slow too", "another"]
+        reconciles.go.set()
         await asyncio.sleep(QUICK_SECONDS)
         assert queue._free == 2, "each place is given back once"
         running.cancel()
@@ -231,16 +232,16 @@ def test_a_slow_look_leaves_its_place_to_others() -> None:
 
 
 @pytest.mark.parametrize("error", [RetryError("the API server is away"), KeyError("a bug")])
-def test_a_look_that_fails_does_not_end_the_queue(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
-    async def run() -> Looks:
-        looks = Looks()
-        looks.error = error
-        looks.go.set()
-        queue: Queue[str] = Queue(looks, clock=lambda: looks.now)
+def test_a_reconcile_that_fails_does_not_end_the_queue(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> Reconciles:
+        reconciles = Reconciles()
+        reconciles.error = error
+        reconciles.go.set()
+        queue: Queue[str] = Queue(reconciles, Runtime(clock=lambda: reconciles.now))
         queue.add("a")
         queue.add("b")
-        await _run(looks, queue, 2)
-        return looks
+        await _run(reconciles, queue, 2)
+        return reconciles
 
     assert sorted(asyncio.run(run()).seen) == ["a", "b"]
     assert ("Traceback" in caplog.text) == isinstance(error, KeyError), "only a bug of ours has a stack"

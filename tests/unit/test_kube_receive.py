@@ -21,6 +21,7 @@ import pytest
 from ddpjob.reporting.progress import encode, send
 from ddpjob_operator.kube import receive
 from ddpjob_operator.kube.receive import PATH, Receiver, Sender
+from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.tokens import BadTokenError, BoundPod, NoKeysError
 from ddpjob_operator.observed.reports import BadReportError, Report
 
@@ -38,7 +39,7 @@ class World:
         self.now = 100_000.0
         self.keys = True
         self.broken = False
-        self.receiver = Receiver(self.verify, self.locate, self.on_report, clock=lambda: self.now)
+        self.receiver = Receiver(self.verify, self.locate, self.on_report, runtime=Runtime(clock=lambda: self.now))
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
 
@@ -407,7 +408,7 @@ def test_a_port_that_is_taken_is_said_at_the_start(world: World) -> None:
     world.run(second.stop())
 
 
-def test_a_pod_that_speaks_for_a_rank_of_another_is_told_whose_it_is(world: World) -> None:
+def test_a_pod_that_speaks_for_a_rank_of_another_learns_whose_it_is(world: World) -> None:
     def refuse(sender: Sender, report: Report) -> None:
         raise BadReportError("rank: 7 is not of node 0, which has 1 from 0 on (nprocPerNode)")
 

@@ -47,19 +47,19 @@ class Copy:
     """Records what the reflector tells."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def put(self, raw: Any) -> None:
-        self.told.append(f"put {raw['metadata']['name']}")
+        self.calls.append(f"put {raw['metadata']['name']}")
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
-        self.told.append(f"remove {name}")
+        self.calls.append(f"remove {name}")
 
-    def one_look(self) -> contextlib.AbstractContextManager[None]:
+    def one_observation(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def retain(self, named: Set[Place], list_version: int, namespace: str = "") -> None:
-        self.told.append(f"retain {sorted(name for _, name in named)}")
+        self.calls.append(f"retain {sorted(name for _, name in named)}")
 
 
 def follow(lists: list[Any], watches: list[Any]) -> tuple[Server, Copy, list[float]]:
@@ -91,7 +91,7 @@ def test_it_lists_once_and_goes_on_from_the_last_event_when_a_watch_ends() -> No
     watch = [event("ADDED", "b", 11), event("DELETED", "a", 12), event("BOOKMARK", "", 20)]
     server, copy, _ = follow([(["a"], 10)], [watch])
     assert server.asked == ["list", "watch 10", "watch 20"]
-    assert copy.told == ["put a", "retain ['a']", "put b", "remove a"]
+    assert copy.calls == ["put a", "retain ['a']", "put b", "remove a"]
 
 
 def test_a_connection_that_breaks_costs_no_list() -> None:
@@ -99,10 +99,10 @@ def test_a_connection_that_breaks_costs_no_list() -> None:
     assert server.asked == ["list", "watch 10", "watch 11", "watch 11"]
 
 
-def test_after_410_it_lists_anew() -> None:
+def test_after_410_it_lists_again() -> None:
     server, copy, _ = follow([(["a"], 10), (["b"], 30)], [[GONE]])
     assert server.asked == ["list", "watch 10", "list", "watch 30"]
-    assert copy.told == ["put a", "retain ['a']", "put b", "retain ['b']"]
+    assert copy.calls == ["put a", "retain ['a']", "put b", "retain ['b']"]
 
 
 def test_it_waits_longer_each_time_for_a_server_that_is_away_and_never_too_long() -> None:
@@ -119,13 +119,13 @@ def test_watches_that_end_at_once_are_opened_at_a_calm_pace() -> None:
 
 def test_a_list_older_than_what_was_seen_replaces_nothing() -> None:
     server, copy, _ = follow([(["a"], 100), ([], 90), (["a"], 110)], [[GONE]])
-    assert copy.told == ["put a", "retain ['a']"] * 2
+    assert copy.calls == ["put a", "retain ['a']"] * 2
     assert server.asked.count("list") == 3
 
 
 def test_a_cluster_restored_from_a_backup_is_believed_in_the_end() -> None:
     _, copy, _ = follow([(["a"], 100), (["old"], 50)], [[GONE]])
-    assert copy.told[-1] == "retain ['old']"
+    assert copy.calls[-1] == "retain ['old']"
 
 
 def test_a_cluster_restored_from_a_backup_is_not_believed_too_soon() -> None:

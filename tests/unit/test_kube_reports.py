@@ -1,24 +1,26 @@
-"""What the operator makes of reports: when it looks at a job, whether it stands still, and whether it hears at all."""
+"""What the operator makes of reports: when it reconciles a job, whether it is stalled, and whether any arrive."""
 
 from __future__ import annotations
 
 import asyncio
 import datetime as dt
 import logging
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from worlds import START, UID, digits, manifest
 
 from ddpjob_operator.job import api, validation
 from ddpjob_operator.kube import observe
-from ddpjob_operator.kube.app import Operator, Settings
 from ddpjob_operator.kube.client import Client
-from ddpjob_operator.kube.executor import Caches, Executor
-from ddpjob_operator.kube.job_state import JobState
+from ddpjob_operator.kube.job_state import JobState, JobStates
+from ddpjob_operator.kube.lookup import Caches
 from ddpjob_operator.kube.nodes import Nodes
+from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.receive import Sender
-from ddpjob_operator.kube.reconcile import FIRST_REPORT_SECONDS, Reconciler
+from ddpjob_operator.kube.reports import FIRST_REPORT_SECONDS, Reports
+from ddpjob_operator.kube.runtime import Runtime
+from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.store import Jobs, Key, Store
 from ddpjob_operator.observed import stall
 from ddpjob_operator.observed.reports import BadReportError, Phase, Report, read_report
@@ -39,10 +41,11 @@ class Desk:
             Store(observe.service, lambda _: ("", ""), lambda *_: None),
             Nodes(lambda _: None, lambda: START),
         )
-        self.reconciler = Reconciler(self.caches, cast(Executor, None), now=lambda: self.now)
+        self.states = JobStates(jobs)
+        self.reports = Reports(jobs, self.states, Runtime(utc=lambda: self.now), 10.0)
         for name in names or ("digits",):
             self.running(name)
-            self.reconciler._memory_of(("default", name), UID)
+            self.states.of(("default", name), UID)
 
     def running(
         self,
@@ -62,23 +65,23 @@ class Desk:
     def hears(
         self, step: int, name: str = "digits", *, rank: int = 0, phase: Phase = "train", attempt: int = 1, **more: Any
     ) -> float | None:
-        """A report arrives; the seconds until the look that it is worth."""
+        """A report arrives; the seconds until the reconcile that it is worth."""
         fields = {"step": step, "rank": rank, "node_rank": rank, "phase": phase, "attempt": attempt}
-        return self.reconciler.report(("default", name), Report(**fields, received_at=self.now, **more))
+        return self.reports.take(("default", name), Report(**fields, received_at=self.now, **more))
 
     def after(self, seconds: float) -> Desk:
         self.now += dt.timedelta(seconds=seconds)
         return self
 
-    def memory(self, name: str = "digits") -> JobState:
-        return self.reconciler._memory[("default", name)]
+    def state(self, name: str = "digits") -> JobState:
+        return self.states.of(("default", name), UID)
 
     def found(self, name: str = "digits") -> stall.StallFinding | None:
-        """What the next look finds."""
+        """What the next reconcile finds."""
         key: Key = ("default", name)
         job, _ = validation.parse(self.caches.jobs.get(key) or {})
-        seen = self.reconciler._observe(key, job, self.memory(name))
-        return stall.find(seen.trackers, FIVE_MINUTES, self.now)
+        trackers = {r: t for r, t in self.state(name).trackers.items() if t.attempt == job.status.attempt}
+        return stall.find(trackers, FIVE_MINUTES, self.now)
 
 
 def test_a_phase_that_nobody_knows_is_refused_with_the_name_of_its_field() -> None:
@@ -91,17 +94,17 @@ def test_a_report_without_a_phase_comes_from_a_trainer_that_trains() -> None:
     assert read_report(b'{"step": 0, "phase": "start"}', START).phase == "start"
 
 
-# ---------------------------------------------------------------- when a look is worth it
+# ---------------------------------------------------------------- when a reconcile is worth it
 
 
-def test_hundreds_of_ranks_that_say_the_same_again_cost_no_look_and_no_write() -> None:
+def test_hundreds_of_ranks_that_say_the_same_again_cost_no_reconcile_and_no_write() -> None:
     desk = Desk()
     for rank in range(200):
         desk.hears(41, rank=rank, metrics={"loss": "1"})
-    first = dict(desk.memory().reports)
+    first = dict(desk.state().reports)
     desk.after(5)
     assert [desk.hears(41, rank=rank, metrics={"loss": "1"}) for rank in range(200)] == [None] * 200
-    assert desk.memory().reports == first, "status.progress.updated stays, so there is nothing to write"
+    assert desk.state().reports == first, "status.progress.updated stays, so there is nothing to write"
 
 
 def test_a_step_that_is_said_again_writes_no_status() -> None:
@@ -123,21 +126,21 @@ def test_the_first_word_and_the_first_step_of_rank_0_are_seen_soon_and_the_other
     assert desk.after(5).hears(99, attempt=1) is None, "an attempt that is over"
 
 
-def test_a_rank_that_is_heard_again_is_looked_at_again() -> None:
+def test_a_rank_that_is_heard_again_makes_a_reconcile() -> None:
     desk = Desk()
     desk.hears(41)
     assert desk.hears(42) == 10
-    assert desk.after(60).hears(42) == 10, "its clock has started anew, and only a look knows when it ends"
+    assert desk.after(60).hears(42) == 10, "its time has started again, and only a reconcile knows when it ends"
 
 
-def test_the_queue_gets_one_look_for_all_that_is_reported_in_ten_seconds() -> None:
+def test_the_queue_gets_one_reconcile_for_all_that_is_reported_in_ten_seconds() -> None:
     async def run() -> None:
-        made = Operator(Settings(), Client())
+        made = Operator(OperatorSettings(), Client(), runtime=Runtime(clock=lambda: 1000.0))
         body = manifest()
         body["metadata"]["resourceVersion"] = "1"
         made.job_seen(None, body)
-        schedule, key = made._queue.schedule, ("default", "digits")
-        made._reconciler._memory_of(key, UID)
+        schedule, key = made.queue.schedule, ("default", "digits")
+        made.states.of(key, UID)
         for step in range(2):
             made.report(Sender(*key, rank=0, attempt=1), Report(step=step, attempt=1, received_at=START))
             while (at := schedule.next_at()) is not None and schedule.pop(at) is not None:
@@ -147,7 +150,7 @@ def test_the_queue_gets_one_look_for_all_that_is_reported_in_ten_seconds() -> No
             made.report(Sender(*key, rank=0, attempt=1), Report(step=2 + rank, attempt=1, received_at=START + seconds))
         due = schedule.next_at()
         assert due is not None
-        assert 9 < due - made._queue._clock() <= 10
+        assert 9 < due - 1000.0 <= 10
         assert len(schedule) == 1
         made.report(Sender("default", "another", rank=0), Report(step=1))
         assert len(schedule) == 1, "a job that nobody has looked at yet"
@@ -179,15 +182,15 @@ def test_a_new_attempt_is_not_stopped_for_what_the_last_one_did() -> None:
         desk.after(5).hears(41)
     assert desk.found() is not None
     desk.running(attempt=2)
-    assert desk.found() is None, "its ranks have not said a word yet"
+    assert desk.found() is None, "its ranks have not reported yet"
 
 
-def test_a_sender_that_speaks_only_when_it_gets_on_is_shown_and_never_stands_still() -> None:
+def test_a_sender_that_reports_only_new_steps_is_shown_and_never_stalls() -> None:
     desk = Desk()
     for _ in range(100):
-        desk.reconciler.report(("default", "digits"), Report(step=7, attempt=1, phase=None, received_at=desk.now))
+        desk.reports.take(("default", "digits"), Report(step=7, attempt=1, phase=None, received_at=desk.now))
         desk.after(5)
-    assert desk.memory().reports[0].step == 7
+    assert desk.state().reports[0].step == 7
     assert desk.found() is None
 
 
@@ -204,10 +207,10 @@ def test_when_most_jobs_go_silent_together_nothing_is_restarted_and_the_log_says
         desk.after(5)
         for name in names:
             desk.hears(41, name)
-        desk.reconciler.listen()
+        desk.reports.check_silence()
     for _ in range(40):  # one is still heard
         desk.after(5).hears(41, "c")
-        desk.reconciler.listen()
+        desk.reports.check_silence()
         assert desk.found("c") is None, "its 5 minutes end while most are silent"
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1
@@ -216,9 +219,9 @@ def test_when_most_jobs_go_silent_together_nothing_is_restarted_and_the_log_says
         desk.after(5)
         for name in names:
             desk.hears(41, name)
-        desk.reconciler.listen()
-    assert caplog.messages[-1] == "reports of most jobs get here again"
-    assert desk.found("c") is None, "and its clock starts anew"
+        desk.reports.check_silence()
+    assert caplog.messages[-1] == "reports of most jobs arrive again"
+    assert desk.found("c") is None, "and its time starts again"
 
 
 def test_jobs_that_have_ended_or_that_the_operator_stops_may_be_silent(caplog: pytest.LogCaptureFixture) -> None:
@@ -228,7 +231,7 @@ def test_jobs_that_have_ended_or_that_the_operator_stops_may_be_silent(caplog: p
     for name in ("c", "d"):
         desk.hears(41, name)
         desk.running(name, state="Failing", attempt=2)
-    desk.after(60).reconciler.listen()
+    desk.after(60).reports.check_silence()
     assert caplog.messages == []
 
 
@@ -237,28 +240,28 @@ def test_a_pod_speaks_for_its_own_ranks_alone_and_cannot_fill_the_memory_with_ot
     desk = Desk()
     desk.after(5).running(nproc=4)
     for rank in range(8, 12):
-        desk.reconciler.report(("default", "digits"), Report(step=1, rank=rank, node_rank=2, attempt=1))
+        desk.reports.take(("default", "digits"), Report(step=1, rank=rank, node_rank=2, attempt=1))
     for rank in (0, 7, 12, 3999, 4000, 2**53 - 1):
         with pytest.raises(
             BadReportError, match=rf"rank: {rank} is (?:not of node 2, which has 4 from 8|not one of the)"
         ):
-            desk.reconciler.report(("default", "digits"), Report(step=1, rank=rank, node_rank=2, attempt=1))
-    assert sorted(desk.memory().reports) == sorted(desk.memory().trackers) == [8, 9, 10, 11]
+            desk.reports.take(("default", "digits"), Report(step=1, rank=rank, node_rank=2, attempt=1))
+    assert sorted(desk.state().reports) == sorted(desk.state().trackers) == [8, 9, 10, 11]
 
 
 def test_where_ranks_follow_no_node_a_pod_speaks_for_as_many_as_it_has() -> None:
-    """torchrun with a c10d rendezvous numbers the nodes as they come, and anew at each of its restarts."""
+    """torchrun with a c10d rendezvous numbers the nodes as they come, and again at each of its restarts."""
     desk = Desk()
     desk.after(5).running(nproc=2, command=["torchrun", "--rdzv-backend=c10d", "train.py"])
     for rank in range(1000):
-        desk.reconciler.report(("default", "digits"), Report(step=1, rank=rank, node_rank=5, attempt=1))
-    assert list(desk.memory().reports) == [998, 999]
-    desk.reconciler.report(("default", "digits"), Report(step=1, rank=998, node_rank=6, attempt=1))
-    assert desk.memory().reports[998].node_rank == 6
+        desk.reports.take(("default", "digits"), Report(step=1, rank=rank, node_rank=5, attempt=1))
+    assert list(desk.state().reports) == [998, 999]
+    desk.reports.take(("default", "digits"), Report(step=1, rank=998, node_rank=6, attempt=1))
+    assert desk.state().reports[998].node_rank == 6
 
 
 def test_only_rank_0s_metrics_are_kept() -> None:
     desk = Desk()
     desk.hears(1, rank=0, metrics={"loss": "1"})
     desk.hears(1, rank=1, metrics={"loss": "x" * 64})
-    assert [desk.memory().reports[rank].metrics for rank in (0, 1)] == [{"loss": "1"}, {}]
+    assert [desk.state().reports[rank].metrics for rank in (0, 1)] == [{"loss": "1"}, {}]

@@ -1,4 +1,4 @@
-"""Our copy of the cluster: newer wins, what is gone stays gone, and only real differences are told."""
+"""Our copy of the cluster: newer wins, what is gone stays gone, and only real differences are reported."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def raw(
 
 
 @pytest.fixture
-def told() -> list[tuple[Key, str | None, str | None]]:
+def changes() -> list[tuple[Key, str | None, str | None]]:
     return []
 
 
 @pytest.fixture
-def store(told: list[tuple[Key, str | None, str | None]]) -> Store[str]:
-    return Store(lambda r: str(r["shown"]), lambda r: ("team", str(r["job"])), lambda *change: told.append(change))
+def store(changes: list[tuple[Key, str | None, str | None]]) -> Store[str]:
+    return Store(lambda r: str(r["shown"]), lambda r: ("team", str(r["job"])), lambda *change: changes.append(change))
 
 
-def test_a_difference_is_told_once_with_before_and_after(store: Store[str], told: list[Any]) -> None:
+def test_a_difference_is_reported_once_with_before_and_after(store: Store[str], changes: list[Any]) -> None:
     store.put(raw(version=5))
     store.put(raw(version=6))
     store.put(raw(version=7, shown="b"))
     store.remove("team", "digits-1-0", "u1")
-    assert told == [(KEY, None, "a"), (KEY, "a", "b"), (KEY, "b", None)]
+    assert changes == [(KEY, None, "a"), (KEY, "a", "b"), (KEY, "b", None)]
     assert store.of(KEY) == []
 
 
@@ -78,26 +78,26 @@ def test_a_list_of_one_job_says_nothing_of_another(store: Store[str]) -> None:
     assert store.of(KEY) == ["a"]
 
 
-def test_an_object_that_changes_its_label_changes_its_job(store: Store[str], told: list[Any]) -> None:
+def test_an_object_that_changes_its_label_changes_its_job(store: Store[str], changes: list[Any]) -> None:
     store.put(raw())
     store.put(raw(version=6, job="other"))
     assert store.of(KEY) == []
     assert store.of(("team", "other")) == ["a"]
-    assert told[1:] == [(KEY, "a", None), (("team", "other"), None, "a")]
+    assert changes[1:] == [(KEY, "a", None), (("team", "other"), None, "a")]
 
 
-def test_a_job_is_told_when_it_is_new_newer_or_gone() -> None:
-    told: list[Key] = []
-    jobs = Jobs(told.append)
+def test_a_job_is_reported_when_it_is_new_newer_or_gone() -> None:
+    changes: list[Key] = []
+    jobs = Jobs(changes.append)
     jobs.put(raw("digits", version=5))
     jobs.put(raw("digits", version=5))
     jobs.put(raw("digits", version=4))
-    assert told == [KEY]
+    assert changes == [KEY]
     jobs.put(raw("digits", version=6))
-    jobs.remove(KEY, "another uid")
-    assert told == [KEY, KEY]
-    jobs.remove(KEY, "u1")
-    assert told == [KEY, KEY, KEY]
+    jobs.remove(*KEY, "another uid")
+    assert changes == [KEY, KEY]
+    jobs.remove(*KEY, "u1")
+    assert changes == [KEY, KEY, KEY]
     assert jobs.get(KEY) is None
 
 

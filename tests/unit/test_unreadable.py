@@ -14,10 +14,15 @@ from ddpjob_operator.job import validation
 from ddpjob_operator.kube import observe
 from ddpjob_operator.kube.client import ApiError, Client
 from ddpjob_operator.kube.events import Events
-from ddpjob_operator.kube.executor import Caches, Executor
+from ddpjob_operator.kube.executor import Executor
+from ddpjob_operator.kube.job_state import JobStates
+from ddpjob_operator.kube.lookup import Caches, Lookup
 from ddpjob_operator.kube.nodes import Nodes
 from ddpjob_operator.kube.reconcile import Reconciler
+from ddpjob_operator.kube.reports import Reports
+from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.store import Jobs, Store
+from ddpjob_operator.plan.actions import Settings
 
 KEY = ("default", "digits")
 FINISHED: dict[str, Any] = {
@@ -55,8 +60,10 @@ class Cluster:
         caches = Caches(Jobs(lambda _: None), nothing, services, Nodes(lambda _: None, lambda: START))
         self.jobs, self.version = caches.jobs, 1
         self.edit(raw)
-        executor = Executor(cast(Client, self), caches, cast(Events, self), now=lambda: START)
-        self.reconciler = Reconciler(caches, executor, now=lambda: START)
+        runtime, client, states = Runtime(utc=lambda: START), cast(Client, self), JobStates(caches.jobs)
+        lookup, reports = Lookup(client, caches, runtime), Reports(caches.jobs, states, runtime, 10.0)
+        executor = Executor(client, caches, lookup, cast(Events, self), runtime)
+        self.reconciler = Reconciler(caches, states, reports, lookup, executor, runtime, Settings())
 
     def edit(self, raw: dict[str, Any]) -> None:
         """Somebody changes the job."""
@@ -69,8 +76,8 @@ class Cluster:
     def job(self) -> dict[str, Any]:
         return dict(self.jobs.get(KEY) or {})
 
-    def looks(self) -> None:
-        asyncio.run(self.reconciler.look(KEY))
+    def reconciles(self) -> None:
+        asyncio.run(self.reconciler.reconcile(KEY))
 
     async def replace(self, path: str, body: dict[str, Any], _: Any) -> dict[str, Any]:
         self.requests.append(f"PUT {path}")
@@ -113,8 +120,8 @@ def test_a_finished_job_whose_status_cannot_be_read_is_never_started_again(statu
     """Else the whole training runs a second time, over the first one's checkpoints."""
     cluster = Cluster(broken(**status))
     before = cluster.job["status"]
-    cluster.looks()
-    cluster.looks()
+    cluster.reconciles()
+    cluster.reconciles()
     assert [r for r in cluster.requests if r.startswith("POST")] == []
     after = cluster.job["status"]
     accepted, *others = after["conditions"]
@@ -124,13 +131,13 @@ def test_a_finished_job_whose_status_cannot_be_read_is_never_started_again(statu
     assert [(reason, text.partition(":")[0]) for reason, text in cluster.events] == [("UnreadableStatus", where)]
 
 
-def test_a_status_that_is_mended_is_acted_upon_again() -> None:
+def test_a_status_that_is_fixed_is_acted_upon_again() -> None:
     """A job that waits for a hand must not wait for a restart of the operator too."""
     cluster = Cluster(broken(furthestStep="12k"))
-    cluster.looks()
+    cluster.reconciles()
     status = {k: v for k, v in cluster.job["status"].items() if k != "furthestStep"}
     cluster.edit({**cluster.job, "status": status})
-    cluster.looks()
+    cluster.reconciles()
     accepted = next(c for c in cluster.job["status"]["conditions"] if c["type"] == "Accepted")
     assert (accepted["status"], cluster.job["status"]["state"]) == ("True", "Succeeded")
     assert cluster.job["status"]["restarts"]["application"] == 2
@@ -139,7 +146,7 @@ def test_a_status_that_is_mended_is_acted_upon_again() -> None:
 
 def test_where_the_server_refuses_the_condition_the_event_alone_says_it() -> None:
     cluster = Cluster(broken(state="Resizing"), ApiError(422, "Invalid", "status.x: Invalid value"))
-    cluster.looks()
+    cluster.reconciles()
     assert [reason for reason, _ in cluster.events] == ["UnreadableStatus"]
     assert cluster.job["status"] == broken(state="Resizing")["status"]
 
@@ -149,7 +156,7 @@ def test_a_server_that_is_away_is_asked_again() -> None:
 
     cluster = Cluster(broken(state="Resizing"), ApiError(0, "NoAnswer", "connection refused"))
     with pytest.raises(RetryError):
-        cluster.looks()
+        cluster.reconciles()
 
 
 @pytest.mark.parametrize("of", ["another controller", "a job that is being deleted"])
@@ -160,7 +167,7 @@ def test_nothing_is_said_of_a_status_that_is_not_ours(of: str) -> None:
     else:
         raw["metadata"]["deletionTimestamp"] = "2031-03-05T07:00:00Z"
     cluster = Cluster(raw)
-    cluster.looks()
+    cluster.reconciles()
     assert (cluster.requests, cluster.events) == ([], [])
 
 

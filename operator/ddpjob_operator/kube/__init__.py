@@ -1,1 +1,1 @@
-"""The cluster's shell around the plan: it tells the plan what the API server says, and does what the plan wants."""
+"""The operator in a cluster: it hands the plan what the API server shows, and carries out what the plan decides."""

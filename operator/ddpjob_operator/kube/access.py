@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ddpjob_operator.job import api
 from ddpjob_operator.kube.client import ApiError, Client
 
-_LOGGER = logging.getLogger(__name__)
 WAIT_SECONDS = (1, 2, 5, 10, 15, 30)
 
 
@@ -34,7 +34,7 @@ class Right:
 
 RIGHTS = (
     Right(api.GROUP, api.PLURAL, ("get", "list", "watch"), "to see the jobs"),
-    Right(api.GROUP, f"{api.PLURAL}/status", ("update",), "to say how they are"),
+    Right(api.GROUP, f"{api.PLURAL}/status", ("update",), "to write how they are"),
     Right(api.GROUP, api.PLURAL, ("delete",), "for ttlSecondsAfterFinished"),
     Right("", "pods", ("get", "list", "watch", "create", "patch", "delete"), "the nodes of a job"),
     Right("", "services", ("get", "list", "watch", "create"), "the DNS names of a job; deleted with it by its owner"),
@@ -42,7 +42,7 @@ RIGHTS = (
     Right("", "nodes", ("list", "watch"), "to see which are lost", cluster_wide=True),
 )
 # In the operator's own namespace alone, get and update for its one Lease. Not asked for at the start: the task that
-# keeps the Lease says what is missing.
+# keeps the Lease logs what is missing.
 LEASE_RIGHT = Right("coordination.k8s.io", "leases", ("get", "create", "update"), "which of several operators acts")
 
 # In each watched namespace, or in one of them all, for one name; list, where all namespaces are watched, for the other.
@@ -51,43 +51,74 @@ CLAIM_RIGHT = Right(
 )
 
 
-async def wait_for_jobs(client: Client, namespaces: Sequence[str]) -> None:
-    """Until the DDPJobs of any of the namespaces can be listed: the CRD is there, and we may. Says what is missing.
+async def wait_for_jobs(client: Client, namespaces: Sequence[str], log: logging.Logger) -> None:
+    """Until the CRD is there and the DDPJobs of any of the namespaces can be listed. Logs what is missing.
 
     Of any: a namespace that we have no right to must not hold up the others.
     """
-    said: set[str] = set()
+    logged: set[str] = set()
     tries = 0
     while True:
         missing = [text for namespace in namespaces if (text := await _cannot_list(client, namespace))]
         for text in dict.fromkeys(missing):
-            if text not in said:
-                _LOGGER.warning("%s; trying again", text)
+            if text not in logged:
+                log.warning("%s; trying again", text)
         if len(missing) < len(namespaces):
-            if said:
-                _LOGGER.info("DDPJobs can be listed now")
+            if logged:
+                log.info("DDPJobs can be listed now")
             return
-        said |= set(missing)
+        logged |= set(missing)
         await asyncio.sleep(WAIT_SECONDS[min(tries, len(WAIT_SECONDS) - 1)])
         tries += 1
 
 
-async def missing_rights(client: Client, namespaces: Sequence[str]) -> list[str]:
-    """A line for each verb that we need and do not have. Raises ApiError."""
-    wanted = [
-        (right, verb, namespace)
-        for namespace in namespaces
-        for right in RIGHTS
-        for verb in right.verbs
-        if not (right.cluster_wide and namespace)
-    ]
-    allowed = await asyncio.gather(*(_may(client, *one) for one in wanted))
+async def report_missing_rights(client: Client, namespaces: Sequence[str], log: logging.Logger) -> None:
+    """Logs a line for each verb that is needed and not granted."""
+    try:
+        for namespace in namespaces:
+            for line in await missing_rights(client, namespace):
+                log.warning("%s", line)
+    except ApiError as error:
+        log.info("the operator's own rights were not checked: %s", error)
+
+
+async def missing_rights(client: Client, namespace: str) -> list[str]:
+    """A line for each verb that is needed in a namespace ("": in all) and not granted. Raises ApiError.
+
+    One SelfSubjectRulesReview lists what RBAC grants in a namespace, and most often that is all. What it does not list
+    is asked for by itself: another authorizer (a webhook) may grant it and be unable to list it (status.incomplete).
+    There is no such review of the whole cluster.
+    """
+    needed = [(right, verb) for right in RIGHTS if not (right.cluster_wide and namespace) for verb in right.verbs]
+    rules = await _rules(client, namespace) if namespace else []
+    unlisted = [(right, verb) for right, verb in needed if not any(_grants(rule, right, verb) for rule in rules)]
+    allowed = await asyncio.gather(*(_may(client, right, verb, namespace) for right, verb in unlisted))
     return [
         f"the operator may not {verb} {right} in {namespace or 'all namespaces'} ({right.why}); "
         f"its ClusterRole or Role needs the verb {verb} on {right}"
-        for (right, verb, namespace), yes in zip(wanted, allowed, strict=True)
+        for (right, verb), yes in zip(unlisted, allowed, strict=True)
         if not yes
     ]
+
+
+async def _rules(client: Client, namespace: str) -> list[dict[str, Any]]:
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectRulesReview",
+        "spec": {"namespace": namespace},
+    }
+    answer = await client.create("/apis/authorization.k8s.io/v1/selfsubjectrulesreviews", review)
+    return (answer.get("status") or {}).get("resourceRules") or []
+
+
+def _grants(rule: Mapping[str, Any], right: Right, verb: str) -> bool:
+    """Whether a rule grants it for objects of any name."""
+
+    def lists(field: str, wanted: str) -> bool:
+        return any(value in ("*", wanted) for value in rule.get(field) or ())
+
+    named = rule.get("resourceNames")
+    return not named and lists("verbs", verb) and lists("apiGroups", right.group) and lists("resources", right.resource)
 
 
 async def _cannot_list(client: Client, namespace: str) -> str:

@@ -7,24 +7,23 @@ release also claim what they watch, in the release's name and at a place that ev
 - a release for all namespaces holds the Lease ALL_CLAIM in one namespace (kube-system), and leaves alone each one in
   which another release holds NAMESPACE_CLAIM. That release cannot see it, so it waits until it has surely been seen.
 
-Who finds a claim held stands by there, says so, and goes on by itself once the holder has been silent for long enough.
+A release that finds a claim held stands by there, logs it, and acts by itself once the holder has not renewed for
+long enough.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ddpjob_operator.job import api
 from ddpjob_operator.kube import lease
-from ddpjob_operator.kube.client import ApiError, Client, Raw
+from ddpjob_operator.kube.client import ApiError, Client
 from ddpjob_operator.kube.lease import NEVER, Candidate, Durations
 from ddpjob_operator.kube.limit import at_most
+from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 
-_LOGGER = logging.getLogger(__name__)
 NAMESPACE_CLAIM = api.GROUP
 """Name of the Lease of one namespace."""
 ALL_CLAIM = f"all.{api.GROUP}"
@@ -39,13 +38,8 @@ class Place:
     name: str
 
     @property
-    def collection(self) -> str:
-        """Its path."""
-        return f"/apis/{lease.API_VERSION}/namespaces/{self.namespace}/leases"
-
-    @property
     def what(self) -> str:
-        """What it stands for, in words."""
+        """What it claims, in words."""
         return "all namespaces" if self.name == ALL_CLAIM else f"the namespace {self.namespace}"
 
     def __str__(self) -> str:
@@ -60,16 +54,16 @@ def namespace_of(path: str) -> str:
 class Claim:
     """One of these Leases, held in the name of a release: any of its pods may renew it."""
 
-    def __init__(
-        self, client: Client, place: Place, release: str, durations: Durations, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, client: Client, place: Place, release: str, durations: Durations, runtime: Runtime) -> None:
         self.place = place
-        self._client, self._release, self._durations, self._clock = client, release, durations, clock
+        self._object = lease.LeaseObject(client, place.namespace, place.name)
+        self._release, self._durations = release, durations
+        self._clock, self._runtime = runtime.clock, runtime
         self._candidate = Candidate(release, durations)
         self._acts_from = NEVER
         self._unguarded = False
         self._was_there = False
-        self._said = ""
+        self._logged = ""
 
     def holds(self) -> bool:
         """Whether the release may act there."""
@@ -81,66 +75,57 @@ class Claim:
         return "" if other is None else other.holder
 
     async def renew(self) -> None:
-        """One try to take it or to go on holding it; what fails is said, and tried again with the next."""
+        """One try to take it or to go on holding it; a failure is logged, and the next try comes soon."""
         if (
             self._candidate.held_until - self._clock()
             > self._durations.renew_seconds - 2 * self._durations.retry_seconds
         ):
             return
         try:
-            async with at_most(self._durations.turn_seconds):
-                await self._turn()
+            async with at_most(self._durations.try_seconds):
+                await self._read_and_renew()
         except asyncio.TimeoutError:
-            self._say("the API server did not answer in time")
+            self._report("the API server did not answer in time")
         except ApiError as error:
             if error.status == 403:
                 # An older chart gives no right to it, and jobs on which nobody acts would be worse.
                 self._unguarded = True
-                self._say(f"{error}; this operator acts on {self.place.what} and cannot see whether another one does")
+                self._report(
+                    f"{error}; this operator acts on {self.place.what} and cannot see whether another one does"
+                )
             elif error.status != 409:
-                self._say(str(error))
+                self._report(str(error))
         else:
             self._unguarded = False
-            self._say("")
+            self._report("")
 
-    async def _turn(self) -> None:
-        raw = await self._look()
+    async def _read_and_renew(self) -> None:
+        raw = await self._object.read()
         seen = None if raw is None else lease.read(raw)
         self._candidate.saw(seen, self._clock())
-        # One that has never been there is made at once; one that was deleted has a holder who may not know that yet.
+        # One that never existed is created at once; the holder of one that was deleted may not know that yet.
         first = raw is None and not self._was_there
         self._was_there = self._was_there or raw is not None
         if not first and not self._candidate.may_take(self._clock()):
             return
-        body = lease.claim(raw, self.place.name, self._release, self._durations, "", lease._now())
+        body = lease.claim(raw, self.place.name, self._release, self._durations, "", self._runtime.utc())
         asked_at = self._clock()
-        if raw is None:
-            answer = await self._client.create(self.place.collection, body)
-        else:
-            answer = await self._client.replace(f"{self.place.collection}/{self.place.name}", body)
+        written = await self._object.write(raw, body)
         lapsed = self._candidate.held_until < asked_at
-        self._candidate.took(lease.read(answer), asked_at)
+        self._candidate.took(written, asked_at)
         self._was_there = True
         if lapsed:
             self._acts_from = asked_at + self._settling_seconds()
 
-    async def _look(self) -> Raw | None:
-        try:
-            return await self._client.get(f"{self.place.collection}/{self.place.name}")
-        except ApiError as error:
-            if error.status != 404:
-                raise
-            return None
-
     def _settling_seconds(self) -> float:
         """A release for all namespaces may act on this one, until it asks for the claims of others the next time. Also
-        when ours was not renewed for a while, by us at least: another pod of the release may have done so."""
+        when this process has not renewed it for a while: another pod of the release may have done so."""
         return 0.0 if self.place.name == ALL_CLAIM else float(self._durations.lease_seconds)
 
-    def _say(self, trouble: str) -> None:
-        if trouble and trouble != self._said:
-            _LOGGER.warning("the claim %s cannot be had: %s", self.place, trouble)
-        self._said = trouble
+    def _report(self, trouble: str) -> None:
+        if trouble and trouble != self._logged:
+            self._runtime.log.warning("the claim %s cannot be read or renewed: %s", self.place, trouble)
+        self._logged = trouble
 
 
 class Claims:
@@ -155,17 +140,19 @@ class Claims:
         release: str,
         durations: Durations,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        runtime: Runtime = SYSTEM,
     ) -> None:
         """namespaces: those that are watched; none: all. everywhere: the namespace of the claim for all of them."""
         places = [Place(name, NAMESPACE_CLAIM) for name in namespaces] or [Place(everywhere, ALL_CLAIM)]
-        self._client, self._release, self._durations, self._clock = client, release, durations, clock
-        self._claims = {p.namespace if namespaces else "": Claim(client, p, release, durations, clock) for p in places}
+        self._client, self._release, self._durations = client, release, durations
+        self._clock, self._runtime = runtime.clock, runtime
+        claims = [Claim(client, place, release, durations, runtime) for place in places]
+        self._claims = {claim.place.namespace if namespaces else "": claim for claim in claims}
         self._others: dict[str, Candidate] = {}
         """Of a release for all namespaces: the namespaces with a claim of their own."""
         self._asked_at = NEVER
         self._unguarded = False
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def hold(self, namespace: str) -> bool:
         """Whether this release may act on the jobs of a namespace at this moment."""
@@ -191,8 +178,8 @@ class Claims:
         while True:
             await asyncio.gather(*(claim.renew() for claim in self._claims.values()))
             if "" in self._claims:
-                await self._see_others()
-            self._say_who_acts()
+                await self._read_other_claims()
+            self._log_who_acts()
             now = ([name for name, claim in self._claims.items() if claim.holds()], sorted(self._live_others()))
             if now != before:
                 before = now
@@ -211,10 +198,10 @@ class Claims:
     def _live_others(self) -> list[str]:
         return [name for name in self._others if self._holder_of(name)]
 
-    async def _see_others(self) -> None:
+    async def _read_other_claims(self) -> None:
         asked_at = self._clock()
         try:
-            async with at_most(self._durations.turn_seconds):
+            async with at_most(self._durations.try_seconds):
                 # By this one name, because a right can be limited to it.
                 found = await self._client.get(
                     f"/apis/{lease.API_VERSION}/leases", {"fieldSelector": f"metadata.name={NAMESPACE_CLAIM}"}
@@ -224,7 +211,7 @@ class Claims:
         except ApiError as error:
             if error.status == 403 and not self._unguarded:
                 self._unguarded = True
-                _LOGGER.warning(
+                self._runtime.log.warning(
                     "releases that watch one namespace alone cannot be seen, and would act beside us: %s", error
                 )
             return
@@ -235,10 +222,10 @@ class Claims:
             other = self._others.setdefault(namespace, Candidate(self._release, self._durations))
             other.saw(lease.read(raws[namespace]) if namespace in raws else None, self._clock())
 
-    def _say_who_acts(self) -> None:
-        said = set(self.standing_by())
-        for line in sorted(said - self._said):
-            _LOGGER.warning("%s", line)
-        if self._said and not said:
-            _LOGGER.info("no other release acts on the namespaces that are watched here")
-        self._said = said
+    def _log_who_acts(self) -> None:
+        lines = set(self.standing_by())
+        for line in sorted(lines - self._logged):
+            self._runtime.log.warning("%s", line)
+        if self._logged and not lines:
+            self._runtime.log.info("no other release acts on the namespaces that are watched by this one")
+        self._logged = lines

@@ -19,7 +19,6 @@ import kopf
 import orjson
 
 from ddpjob_operator.kube import reading
-from ddpjob_operator.kube.kopf_session import lines
 from ddpjob_operator.kube.login import LoginError, login
 
 Raw = dict[str, Any]
@@ -34,7 +33,7 @@ NO_ANSWER = 0
 
 
 class ApiError(Exception):
-    """The API server said no (status 4xx, 5xx), or nothing at all (status 0). `message` is its own sentence."""
+    """The API server has refused (status 4xx, 5xx), or has not answered (status 0). `message` is its own sentence."""
 
     def __init__(self, status: int, reason: str, message: str, retry_after_seconds: float | None = None) -> None:
         super().__init__(f"{status} {reason}: {message}" if status else f"{reason}: {message}")
@@ -71,7 +70,7 @@ class Limits:
     silence_seconds: float = 90.0
     """A watch without even a bookmark for so long is dead: the server sends one about every 60 s."""
     renew_seconds: float = 300.0
-    """Credentials are read anew after this time: the kubelet rotates a token at 80 % of its hour."""
+    """Credentials are read again after this time: the kubelet rotates a token at 80 % of its hour."""
     page: int = 200
     """Objects of a list that are asked for at a time."""
     page_bytes: int = 4 << 20
@@ -87,7 +86,7 @@ class Client:
         limits: Limits = Limits(),
         may_write: Callable[[str], bool] = lambda _path: True,
     ) -> None:
-        """may_write: asked with the path right before each try of each write; where it says no, none is sent."""
+        """may_write: asked with the path right before each try of a write, which is not sent where it returns False."""
         self.limits = limits
         self._may_write = may_write
         self._log_in = log_in
@@ -135,7 +134,7 @@ class Client:
         return await self._request("DELETE", path, None, {"apiVersion": "v1", "kind": "DeleteOptions", **options})
 
     async def pages(self, path: str, selector: str = "") -> AsyncIterator[Page]:
-        """The objects of a collection, a page at a time: whoever reads them drops one before the next is asked for.
+        """The objects of a collection, a page at a time; the caller drops one before the next is requested.
 
         Raises ApiError (410: start again). An empty list has one empty page.
         """
@@ -186,7 +185,7 @@ class Client:
                 if response.status >= 400:
                     await self._refused(response.status, info)
                     raise _error(response.status, await response.read(), response.headers)
-                async for line in lines(response.content):
+                async for line in reading.lines(response.content):
                     event = reading.event(line)
                     if event["type"] == "ERROR":
                         raise _error_of(event["object"])
@@ -255,7 +254,7 @@ class Client:
         wait = 1.0 if error.retry_after_seconds is None else error.retry_after_seconds
         if not turned_away or wait > self.limits.retry_after_seconds_max:
             return None
-        return wait * random.uniform(1.0, 1.25)  # noqa: S311 - spreads those who were turned away together
+        return wait * random.uniform(1.0, 1.25)  # noqa: S311 - spreads the clients that were refused together
 
     async def _refused(self, status: int, info: kopf.ConnectionInfo) -> None:
         if status == 401 and self._info is info:

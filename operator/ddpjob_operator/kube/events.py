@@ -6,19 +6,15 @@ import asyncio
 import collections
 import contextlib
 import datetime as dt
-import logging
-import time
-import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ddpjob_operator.job import api, reasons
 from ddpjob_operator.kube.client import ApiError, Client, Raw
 from ddpjob_operator.kube.limit import at_most
+from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.shares import Bounds, Shares
 from ddpjob_operator.plan.actions import Event
 
-_LOGGER = logging.getLogger(__name__)
 QUEUE_MAX = 1_000
 # Of one job; beyond this its newest are dropped. A job that restarts all the time must not leave no room for others.
 QUEUE_OF_JOB_MAX = 50
@@ -27,7 +23,7 @@ SENT_AT_A_TIME = Bounds(total=8, of_namespace=4, of_job=1)
 REPEAT_SECONDS = 300.0
 REMEMBERED_MAX = 5_000
 MESSAGE_MAX = 1_024  # the API server refuses a longer one
-# A state that lasts less than this is not worth a line: a job whose pods run at once says that they run.
+# A state that lasts less than this is not worth an Event: a job whose pods run at once has only the one that they run.
 PASSING_SECONDS = 3.0
 PASSING = frozenset({reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name})
 
@@ -43,9 +39,10 @@ class _Waiting:
 class Events:
     """Takes events at once and sends them from tasks of its own; what is more than QUEUE_MAX at a time is dropped."""
 
-    def __init__(self, client: Client, *, clock: Callable[[], float] = time.monotonic, instance: str = "") -> None:
+    def __init__(self, client: Client, runtime: Runtime, *, instance: str = "") -> None:
         self._client = client
-        self._clock = clock
+        self._clock = runtime.clock
+        self._runtime = runtime
         self._instance = instance
         self._waiting: dict[str, collections.deque[_Waiting]] = {}
         """By the uid of the job, in their order."""
@@ -54,15 +51,15 @@ class Events:
         self._sending: dict[str, asyncio.Task[None]] = {}
         self._sent: collections.OrderedDict[tuple[str, str, str], float] = collections.OrderedDict()
         self._wake = asyncio.Event()
-        self._said = ""
+        self._logged = ""
 
     def __len__(self) -> int:
         return self._count
 
     def send(self, job: api.Metadata, events: tuple[Event, ...], now: dt.datetime) -> None:
-        """Never blocks and never fails. The same words about the same job are sent once in REPEAT_SECONDS."""
+        """Never blocks and never fails. The same message about the same job is sent once in REPEAT_SECONDS."""
         for event in events:
-            self._drop_what_has_passed(job.uid)
+            self._drop_passing(job.uid)
             if self._has_room(job) and not self._is_repeated(job, event):
                 wait = PASSING_SECONDS if event.reason in PASSING else 0.0
                 self._waiting.setdefault(job.uid, collections.deque()).append(
@@ -78,7 +75,7 @@ class Events:
                 self._wake.clear()
                 now = self._clock()
                 for uid in [uid for uid in self._waiting if uid not in self._sending and self._due(uid) <= now]:
-                    self._sending[uid] = asyncio.create_task(self._send_those_of(uid))
+                    self._sending[uid] = asyncio.create_task(self._send_all_of(uid))
                 nearest = min((self._due(uid) for uid in self._waiting if uid not in self._sending), default=None)
                 with contextlib.suppress(asyncio.TimeoutError):
                     async with at_most(None if nearest is None else nearest - now):
@@ -124,19 +121,19 @@ class Events:
         if not self._waiting[uid]:
             del self._waiting[uid]
 
-    async def _send_those_of(self, uid: str) -> None:
+    async def _send_all_of(self, uid: str) -> None:
         try:
             while (ready := self._take(uid)) is not None:
                 async with self._shares.turn((ready.job.namespace, ready.job.name)):
                     await self._post(ready)
         except Exception:
             # A bug in one event must not end the others.
-            _LOGGER.exception("an event was not sent")
+            self._runtime.log.exception("an event was not sent")
         finally:
             self._sending.pop(uid, None)
             self._wake.set()
 
-    def _drop_what_has_passed(self, uid: str) -> None:
+    def _drop_passing(self, uid: str) -> None:
         for waiting in [w for w in self._waiting.get(uid, ()) if w.event.reason in PASSING]:
             self._remove(waiting)
 
@@ -153,26 +150,25 @@ class Events:
     async def _post(self, waiting: _Waiting) -> None:
         job = waiting.job
         try:
-            await self._client.create(
-                f"/api/v1/namespaces/{job.namespace}/events",
-                body(waiting.job, waiting.event, waiting.at, self._instance),
-            )
+            suffix = f"{self._runtime.random.getrandbits(64):016x}"
+            event = body(job, waiting.event, waiting.at, self._instance, suffix)
+            await self._client.create(f"/api/v1/namespaces/{job.namespace}/events", event)
         except ApiError as error:
-            # A namespace that goes away takes no events; a right that is missing is said once.
-            if str(error.message) != self._said and error.status != 404:
-                self._said = str(error.message)
-                _LOGGER.warning("an event was not sent: %s", error)
+            # A namespace that is being deleted takes no events; a missing right is logged once.
+            if str(error.message) != self._logged and error.status != 404:
+                self._logged = str(error.message)
+                self._runtime.log.warning("an event was not sent: %s", error)
         except Exception:
-            _LOGGER.exception("an event was not sent")  # the end of this task would end the operator
+            self._runtime.log.exception("an event was not sent")  # the end of this task would end the operator
 
 
-def body(job: api.Metadata, event: Event, at: dt.datetime, instance: str = "") -> Raw:
-    """The Event object."""
+def body(job: api.Metadata, event: Event, at: dt.datetime, instance: str, suffix: str) -> Raw:
+    """The Event object. suffix: makes its name unique."""
     time_text = at.isoformat(timespec="seconds").replace("+00:00", "Z")
     return {
         "apiVersion": "v1",
         "kind": "Event",
-        "metadata": {"name": f"{job.name}.{uuid.uuid4().hex[:16]}", "namespace": job.namespace},
+        "metadata": {"name": f"{job.name}.{suffix}", "namespace": job.namespace},
         "involvedObject": {
             "apiVersion": api.API_VERSION,
             "kind": api.KIND,

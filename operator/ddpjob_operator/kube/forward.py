@@ -1,4 +1,4 @@
-"""Reports of progress that reach an operator which does not lead: handed on to the one that does.
+"""Reports of progress that reach an operator which does not lead: forwarded to the one that does.
 
 The Service of the receiver leads to every operator, and only the leader has a use for a report. Called by `receive.py`
 for reports that are proven to come from a trainer.
@@ -21,11 +21,11 @@ _PASSED_ON = ("Authorization", "Content-Type")
 
 
 class NoLeaderError(Exception):
-    """Nobody can take the report just now."""
+    """No operator can take the report now."""
 
 
 class Forwarder:
-    """leader_address  host:port where the leader takes reports; empty: nobody leads; None: we do."""
+    """leader_address  host:port where the leader takes reports; empty: none is known; None: this operator leads."""
 
     def __init__(self, leader_address: Callable[[], str | None]) -> None:
         self._leader_address = leader_address
@@ -36,7 +36,9 @@ class Forwarder:
         address = self._leader_address()
         if address is None:
             return None
-        if not address or FORWARDED in request.headers:  # never on and on, while two take each other for the leader
+        if (
+            not address or FORWARDED in request.headers
+        ):  # otherwise two that take each other for the leader forward without end
             raise NoLeaderError("no operator leads just now")
         headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers} | {FORWARDED: "1"}
         url = f"http://{address}{request.path}"

@@ -1,12 +1,18 @@
-"""What the shell remembers of a job and no watch tells: refusals, strangers in its place, reports."""
+"""What the operator remembers of each job and no watch shows: refusals, conflicting objects, reports, deleted pods."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import msgspec
+
+from ddpjob_operator.job import api, validation
 from ddpjob_operator.job.times import Clock
+from ddpjob_operator.kube.store import Jobs, Key
 from ddpjob_operator.observed.cluster import ConflictingObject, Pod, Refusal
 from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.observed.stall import StepTracker
@@ -14,63 +20,64 @@ from ddpjob_operator.observed.stall import StepTracker
 REFUSED_SECONDS = (1, 2, 4, 8, 15, 30, 60, 120, 300)
 # No job has more ranks; each is some hundred bytes.
 REPORTERS_MAX = 100_000
-STRANGER_SECONDS = (2, 5, 10, 20, 30)
+CONFLICT_SECONDS = (2, 5, 10, 20, 30)
 
 
 @dataclass
-class Stranger:
-    """An object in our place that no watch of ours shows. It is looked at again until it is gone."""
+class Conflict:
+    """A conflicting object, which no watch of ours shows: it is read again until it is gone."""
 
-    conflicts: ConflictingObject
+    object: ConflictingObject
     check_at: dt.datetime
     checks: int = 0
 
     def seen_again(self, now: dt.datetime) -> None:
         """It is still there."""
-        self.check_at = now + dt.timedelta(seconds=STRANGER_SECONDS[min(self.checks, len(STRANGER_SECONDS) - 1)])
+        self.check_at = now + dt.timedelta(seconds=CONFLICT_SECONDS[min(self.checks, len(CONFLICT_SECONDS) - 1)])
         self.checks += 1
 
 
 @dataclass
 class JobState:
-    """Of one job, by its uid: a job of the same name starts with nothing."""
+    """Of one job, by its uid: another job of the same name starts with nothing."""
 
     uid: str
     refusals: dict[str, Refusal] = field(default_factory=dict)
     refused_in_a_row: int = 0
-    goes_on: bool = False
-    """Whether the last look was out of time while the server created what it was asked for."""
-    strangers: dict[tuple[str, str], Stranger] = field(default_factory=dict)
+    unfinished: bool = False
+    """Whether the last reconcile was out of time while the server created what it was asked for."""
+    conflicts: dict[tuple[str, str], Conflict] = field(default_factory=dict)
+    """By kind and name."""
     agent: Report | None = None
-    """The last word of node 0's agent."""
+    """The last report of node 0's agent."""
     reports: dict[int, Report] = field(default_factory=dict)
-    """The first of each rank's reports that said what its last one says."""
+    """By rank. Of equal reports the first is kept, so that its time is since when nothing is new."""
     trackers: dict[int, StepTracker] = field(default_factory=dict)
-    heard_at: dt.datetime | None = None
-    """When one of its ranks was last heard; None: nobody has spoken yet, or they have said that they end."""
+    last_report_at: dt.datetime | None = None
+    """Of any rank; None: none has reported yet, or one has sent its final report."""
     deleted_pods: dict[str, Pod] = field(default_factory=dict)
-    """Pods whose object has gone, as they were last seen: a whole life may pass between two looks."""
+    """As they were last seen, because a pod may start and end between two reconciles."""
     first_seen: dict[tuple[str, str], dt.datetime] = field(default_factory=dict)
-    """When a pod (by uid) was first seen to be silent, or stopping."""
+    """When a pod (by uid) was first seen to be silent, stopping or done."""
     confirmed_gone: set[str] = field(default_factory=set)
-    """Pods that are not in our copy, and that the API server has confirmed to be gone."""
+    """Pods that are not in our copy, and that the API server does not have either."""
     clock: Clock = field(default_factory=Clock)
-    asked_before: tuple[int, int] = (1, 0)
-    """The newest attempt and replacement before whose pod the API server was asked what older ones have left."""
+    listed_for: tuple[int, int] = (1, 0)
+    """The newest attempt and replacement for whose first pod the API server has listed what older ones have left."""
 
-    def keep_time(self, now: dt.datetime) -> None:
-        """Our clock was perhaps set back: what we wait for comes no later for it."""
+    def adjust_clock(self, now: dt.datetime) -> None:
+        """Where our wall clock was set back, move all times as far, so that nothing is waited for longer."""
         by = self.clock.set_back(now)
         if not by:
             return
         self.refusals = {n: replace(r, retry_at=r.retry_at + by) for n, r in self.refusals.items()}
         self.first_seen = {key: at + by for key, at in self.first_seen.items()}
-        for stranger in self.strangers.values():
-            stranger.check_at += by
+        for conflict in self.conflicts.values():
+            conflict.check_at += by
 
     def make_room(self, report: Report, nproc: int | None) -> None:
-        """No more is kept than there are ranks. nproc: where their numbers follow no node, a pod speaks for so many,
-        those that it spoke for last."""
+        """Keep no more reports than there are ranks. nproc: where ranks follow no node, a pod has so many reports, its
+        last ones."""
         if report.rank in self.reports:
             return
         if nproc is not None:
@@ -85,8 +92,8 @@ class JobState:
         self.trackers.pop(rank, None)
 
     def by_own_clock(self, pods: Sequence[Pod], now: dt.datetime) -> list[Pod]:
-        """The pods with the times that decide whether their node is lost, or nobody ends them, as we saw them: the API
-        server's clock may be minutes off ours, and a healthy node would be given up at once."""
+        """The pods with the times that show a lost node as we saw them: the API server's clock may be minutes off ours,
+        and a healthy node would be given up at once."""
         seen = {(p.uid, "silent") for p in pods if p.silent_since} | {
             (p.uid, "stopping") for p in pods if p.deletion_deadline
         }
@@ -109,7 +116,7 @@ class JobState:
         )
 
     def refuse(self, name: str, message: str, now: dt.datetime) -> None:
-        """The server would not create it. All refusals of one round wait for the same time."""
+        """The server has refused to create it. All refusals of one reconcile wait until the same time."""
         retry_at = max((r.retry_at for r in self.refusals.values()), default=now)
         if retry_at <= now:
             self.refused_in_a_row += 1
@@ -118,12 +125,67 @@ class JobState:
         self.refusals[name] = Refusal(name, message, retry_at)
 
     def created(self, name: str) -> None:
-        """The server has created it. The next refusal is a new one."""
+        """The server has created it, so the next refusal waits for the shortest time."""
         self.refusals.pop(name, None)
         self.refused_in_a_row = 0
 
-    def take(self, conflicts: ConflictingObject, now: dt.datetime) -> None:
-        """A stranger has been found."""
-        stranger = self.strangers.setdefault((conflicts.kind, conflicts.name), Stranger(conflicts, now))
-        stranger.conflicts = conflicts
-        stranger.seen_again(now)
+    def add_conflict(self, found: ConflictingObject, now: dt.datetime) -> None:
+        """A conflicting object is there, or there still."""
+        conflict = self.conflicts.setdefault((found.kind, found.name), Conflict(found, now))
+        conflict.object = found
+        conflict.seen_again(now)
+
+
+class JobStates:
+    """The JobState of each job, and its spec as it was last parsed."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
+        self._states: dict[Key, JobState] = {}
+        self._parsed: dict[Key, tuple[str, int | None, api.DDPJob, list[validation.Problem]]] = {}
+
+    def __iter__(self) -> Iterator[tuple[Key, JobState]]:
+        return iter(self._states.items())
+
+    def get(self, key: Key) -> JobState | None:
+        """None: the job was not reconciled yet."""
+        return self._states.get(key)
+
+    def of(self, key: Key, uid: str) -> JobState:
+        """That of the job with this uid, new where there is none."""
+        state = self._states.get(key)
+        if state is None or state.uid != uid:
+            state = self._states[key] = JobState(uid)
+        return state
+
+    def forget(self, keys: Iterable[Key]) -> None:
+        """All of these jobs."""
+        for key in keys:
+            self._states.pop(key, None)
+            self._parsed.pop(key, None)
+
+    def pod_deleted(self, key: Key, pod: Pod) -> None:
+        """A pod's object is gone; `pod` is how it was last seen."""
+        state = self._states.get(key)
+        if state is not None and state.uid == pod.owner_uid:
+            state.deleted_pods = {n: p for n, p in state.deleted_pods.items() if p.attempt >= pod.attempt}
+            state.deleted_pods[pod.name] = pod
+
+    def spec(self, key: Key) -> api.Spec | None:
+        """As it was last parsed, because reports come far more often than it changes; None: unreadable, or no job."""
+        parsed, raw = self._parsed.get(key), self._jobs.get(key)
+        if parsed is None and raw is not None:
+            with contextlib.suppress(validation.UnreadableError):  # the reconcile reports it
+                return self.parse(key, raw)[0].spec
+        return None if parsed is None else parsed[2].spec
+
+    def parse(self, key: Key, raw: Mapping[str, Any]) -> tuple[api.DDPJob, list[validation.Problem]]:
+        """The spec is parsed once per generation: mostly the status alone is new. Raises UnreadableError."""
+        metadata, status = validation.stored_metadata(raw), validation.stored_status(raw)
+        known = self._parsed.get(key)
+        if known is None or known[:2] != (metadata.uid, metadata.generation):
+            job, problems = validation.parse(raw)
+            self._parsed[key] = (metadata.uid, metadata.generation, job, problems)
+            return job, problems
+        _, _, job, problems = known
+        return msgspec.structs.replace(job, metadata=metadata, status=status), problems

@@ -1,6 +1,6 @@
-"""Which of several operators acts: the one that holds a Lease, as client-go's leader election has it.
+"""Which of several operators acts: the one that holds a Lease, as with client-go's leader election.
 
-`Candidate` decides and holds no clock; `Leader` runs it with one. Nobody's wall clock is believed: a Lease is taken
+`Candidate` decides and has no clock; `Leader` runs it with one. No wall clock is trusted: a Lease is taken
 from its holder only when it has not changed for its whole duration by our own monotonic clock, and its holder has
 stopped before that by its own.
 """
@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-import logging
-import random
-import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_operator.job import api
 from ddpjob_operator.kube.client import ApiError, Client, Raw
 from ddpjob_operator.kube.limit import at_most
+from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 
-_LOGGER = logging.getLogger(__name__)
 API_VERSION = "coordination.k8s.io/v1"
 ADDRESS = f"{api.GROUP}/progress-address"
 """Annotation of the Lease: where its holder takes reports of progress, as host:port."""
@@ -36,28 +32,12 @@ class Durations:
     renew_seconds: float = 10.0
     """DDPJOB_LEASE_RENEW_SECONDS: its holder stops so long after the start of the last renewal that succeeded."""
     retry_seconds: float = 2.0
-    """DDPJOB_LEASE_RETRY_SECONDS: between two looks at it, and between two renewals."""
+    """DDPJOB_LEASE_RETRY_SECONDS: between two reads of it, and between two renewals."""
 
     @property
-    def turn_seconds(self) -> float:
-        """The time-out of a look with its renewal: two that hang fit in before the holder has to stop."""
+    def try_seconds(self) -> float:
+        """The time-out of a read with its renewal: two that hang fit in before the holder has to stop."""
         return (self.renew_seconds - 2 * self.retry_seconds) / 2
-
-    @staticmethod
-    def read(environment: Mapping[str, str]) -> Durations:
-        """From environment variables. Raises ValueError with the variable, its value and the mend."""
-        lease, renew, retry = (
-            _seconds(environment, f"DDPJOB_LEASE_{name}", default)
-            for name, default in (("SECONDS", 15.0), ("RENEW_SECONDS", 10.0), ("RETRY_SECONDS", 2.0))
-        )
-        if lease != int(lease):
-            raise ValueError(f'DDPJOB_LEASE_SECONDS: must be whole seconds, is "{lease:g}"')
-        if not 2 * retry < renew < lease:
-            raise ValueError(
-                f'DDPJOB_LEASE_RENEW_SECONDS: must be more than twice DDPJOB_LEASE_RETRY_SECONDS ("{retry:g}") and '
-                f'less than DDPJOB_LEASE_SECONDS ("{lease:g}"), is "{renew:g}"'
-            )
-        return Durations(int(lease), renew, retry)
 
 
 @dataclass(frozen=True)
@@ -67,7 +47,7 @@ class Lease:
     version: str
     """Its resourceVersion: another one means that it has changed."""
     holder: str
-    """Empty: nobody."""
+    """Empty: none."""
     seconds: float
     """What its holder has promised the others to wait; 0: nothing was promised."""
     address: str = ""
@@ -98,10 +78,10 @@ class Candidate:
         self.held_until = asked_at + self._durations.renew_seconds
 
     def may_take(self, now: float) -> bool:
-        """Whether to write our name into it: it is ours or free, or its holder has been silent for long enough."""
+        """Whether to write our name into it: it is ours or free, or its holder has not renewed it for long enough."""
         if self._lease is not None and self._lease.holder in ("", self.identity):
             return True
-        # A Lease that is not there was deleted by somebody, for the chart makes it: its holder may not know that yet.
+        # A missing Lease was deleted, because the chart creates it, and its holder may not know that yet.
         return self._changed_at is not None and now - self._changed_at >= self._wait_seconds()
 
     def leader(self, now: float) -> Lease | None:
@@ -113,6 +93,30 @@ class Candidate:
 
     def _wait_seconds(self) -> float:
         return (self._lease.seconds if self._lease is not None else 0.0) or self._durations.lease_seconds
+
+
+class LeaseObject:
+    """A Lease on the API server. Its methods raise ApiError."""
+
+    def __init__(self, client: Client, namespace: str, name: str) -> None:
+        self._client = client
+        self._collection = f"/apis/{API_VERSION}/namespaces/{namespace}/leases"
+        self._path = f"{self._collection}/{name}"
+
+    async def read(self) -> Raw | None:
+        """As it is; None: it does not exist."""
+        try:
+            return await self._client.get(self._path)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return None
+
+    async def write(self, seen: Raw | None, body: Raw) -> Lease:
+        """Create it, or replace the one that was seen."""
+        if seen is None:
+            return read(await self._client.create(self._collection, body))
+        return read(await self._client.replace(self._path, body))
 
 
 class Leader:
@@ -127,26 +131,27 @@ class Leader:
         durations: Durations,
         address: str = "",
         *,
-        clock: Callable[[], float] = time.monotonic,
+        runtime: Runtime = SYSTEM,
     ) -> None:
         """`client` is for the Lease alone, as the other may not write while we do not hold it."""
         self.what = f"the Lease {namespace}/{name}"
-        self._collection = f"/apis/{API_VERSION}/namespaces/{namespace}/leases"
+        self._object = LeaseObject(client, namespace, name)
         self._name, self._address = name, address
         self._client = client
         self._durations = durations
-        self._clock = clock
+        self._clock = runtime.clock
+        self._runtime = runtime
         self._candidate = Candidate(identity, durations)
-        self._turned = asyncio.Event()
-        self._said = ""
-        self._said_leader = ""
+        self._renewed = asyncio.Event()
+        self._logged = ""
+        self._logged_leader = ""
 
     def holds(self) -> bool:
         """Whether we may write at this moment."""
         return self._clock() < self._candidate.held_until
 
     def leader_address(self) -> str | None:
-        """Where the operator that leads takes reports; empty: nobody leads, or it does not say. None: it is us."""
+        """Where the operator that leads takes reports; empty: none is known. None: this one leads."""
         if self.holds():
             return None
         leader = self._candidate.leader(self._clock())
@@ -155,38 +160,40 @@ class Leader:
     async def gained(self) -> None:
         """Returns once the Lease is ours."""
         while not self.holds():
-            self._turned.clear()
-            await self._turned.wait()
-        _LOGGER.info("%s is ours: this operator leads", self.what)
+            self._renewed.clear()
+            await self._renewed.wait()
+        self._runtime.log.info("%s is ours: this operator leads", self.what)
 
     async def lost(self) -> None:
-        """Returns once it is not ours any more, at the moment when the last renewal runs out."""
+        """Returns once it is not ours any more, at the moment when the last renewal expires."""
         while (left := self._candidate.held_until - self._clock()) > 0:
-            self._turned.clear()
+            self._renewed.clear()
             try:
                 async with at_most(left):
-                    await self._turned.wait()
+                    await self._renewed.wait()
             except asyncio.TimeoutError:
                 continue
-        _LOGGER.warning("%s is lost: this operator stands by", self.what)
+        self._runtime.log.warning("%s is lost: this operator stands by", self.what)
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
             await self._try()
-            self._turned.set()
-            # Those who wait must not all ask in the same moment, when it becomes free.
-            spread = 1.0 if self.holds() else random.uniform(1.0, 1.2)  # noqa: S311
+            self._renewed.set()
+            # Spread, so that those that wait do not all try in the moment in which it becomes free.
+            spread = 1.0 if self.holds() else self._runtime.random.uniform(1.0, 1.2)
             await asyncio.sleep(self._durations.retry_seconds * spread)
 
     async def release(self) -> None:
-        """Another one may have it at once. Nothing of ours may be written any more; `run` has ended."""
+        """Another operator may have it at once. Call it when `run` has ended and nothing is written any more."""
         self._candidate.held_until = NEVER
         try:
-            async with at_most(self._durations.turn_seconds):
+            async with at_most(self._durations.try_seconds):
                 await self._release()
         except (ApiError, asyncio.TimeoutError) as error:
-            _LOGGER.info("%s was not released, so it runs out: %s", self.what, str(error) or "no answer in time")
+            self._runtime.log.info(
+                "%s was not released, so it runs out: %s", self.what, str(error) or "no answer in time"
+            )
 
     async def close(self) -> None:
         """Close all connections."""
@@ -194,57 +201,45 @@ class Leader:
 
     async def _try(self) -> None:
         try:
-            async with at_most(self._durations.turn_seconds):
-                await self._turn()
+            async with at_most(self._durations.try_seconds):
+                await self._read_and_renew()
         except asyncio.TimeoutError:
-            self._say("the API server did not answer in time")
+            self._report("the API server did not answer in time")
         except ApiError as error:
-            # 409: somebody was quicker, and the next look shows whom.
+            # 409: another one was quicker, and the next read shows which.
             if error.status != 409:
-                self._say(str(error))
+                self._report(str(error))
         else:
-            self._say("")
+            self._report("")
 
-    async def _turn(self) -> None:
-        raw = await self._look()
+    async def _read_and_renew(self) -> None:
+        raw = await self._object.read()
         self._candidate.saw(None if raw is None else read(raw), self._clock())
-        self._say_who_leads()
+        self._log_who_leads()
         if not self._candidate.may_take(self._clock()):
             return
-        body = claim(raw, self._name, self._candidate.identity, self._durations, self._address, _now())
+        body = claim(raw, self._name, self._candidate.identity, self._durations, self._address, self._runtime.utc())
         asked_at = self._clock()
-        if raw is None:
-            answer = await self._client.create(self._collection, body)
-        else:
-            answer = await self._client.replace(f"{self._collection}/{self._name}", body)
-        self._candidate.took(read(answer), asked_at)
-
-    async def _look(self) -> Raw | None:
-        try:
-            return await self._client.get(f"{self._collection}/{self._name}")
-        except ApiError as error:
-            if error.status != 404:
-                raise
-            return None
+        self._candidate.took(await self._object.write(raw, body), asked_at)
 
     async def _release(self) -> None:
-        raw = await self._look()
+        raw = await self._object.read()
         if raw is not None and read(raw).holder == self._candidate.identity:
-            await self._client.replace(f"{self._collection}/{self._name}", freed(raw, _now()))
-            _LOGGER.info("%s is released", self.what)
+            await self._object.write(raw, freed(raw, self._runtime.utc()))
+            self._runtime.log.info("%s is released", self.what)
 
-    def _say(self, trouble: str) -> None:
-        if trouble != self._said:
-            self._said = trouble
+    def _report(self, trouble: str) -> None:
+        if trouble != self._logged:
+            self._logged = trouble
             if trouble:
-                _LOGGER.warning("%s cannot be had, trying again: %s", self.what, trouble)
+                self._runtime.log.warning("%s cannot be read or renewed, trying again: %s", self.what, trouble)
 
-    def _say_who_leads(self) -> None:
+    def _log_who_leads(self) -> None:
         leader = self._candidate.leader(self._clock())
         holder = "" if leader is None else leader.holder
-        if holder and holder != self._said_leader:
-            _LOGGER.info("%s is held by %s: this operator stands by", self.what, holder)
-        self._said_leader = holder
+        if holder and holder != self._logged_leader:
+            self._runtime.log.info("%s is held by %s: this operator stands by", self.what, holder)
+        self._logged_leader = holder
 
 
 def read(raw: Raw) -> Lease:
@@ -292,19 +287,3 @@ def _lease(metadata: Raw, spec: Raw) -> Raw:
 def _text(time_: dt.datetime) -> str:
     """A MicroTime."""
     return time_.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-
-def _now() -> dt.datetime:
-    """For people who read the Lease: no decision depends on it."""
-    return dt.datetime.now(dt.timezone.utc)
-
-
-def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
-    text = environment.get(name, str(default))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 86_400:
-        raise ValueError(f'{name}: must be seconds above 0 and below a day, is "{text}"')
-    return seconds

@@ -1,4 +1,4 @@
-"""Lists, taken page by page: a raw object lives no longer than its page, and one that fails does not end the list."""
+"""Lists, taken page by page: a raw object is held no longer than its page, and one that fails does not end the list."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any, Protocol
 from ddpjob_operator.kube.client import Page
 from ddpjob_operator.kube.store import Place, Store, number
 
-_LOGGER = logging.getLogger(__name__)
-SAID_MAX = 10_000
+LOGGED_MAX = 10_000
 
 
 class Put(Protocol):
@@ -28,7 +27,7 @@ class Sink(Put, Protocol):
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """The object with this uid is gone."""
 
-    def one_look(self) -> AbstractContextManager[None]:
+    def one_observation(self) -> AbstractContextManager[None]:
         """While the pages of a list come."""
 
     def retain(self, named: Set[Place], list_version: int, namespace: str = "") -> None:
@@ -36,40 +35,41 @@ class Sink(Put, Protocol):
 
 
 class Careful:
-    """Puts objects into a sink; what it cannot take is told once, and everything else goes on."""
+    """Puts objects into a sink; what it cannot take is logged once, and everything else goes on."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, log: logging.Logger) -> None:
         self._what = what
-        self._said: collections.OrderedDict[str, None] = collections.OrderedDict()
+        self._log = log
+        self._logged: collections.OrderedDict[str, None] = collections.OrderedDict()
 
     def put(self, sink: Put, raw: Any) -> None:
         """An object that is new or newer."""
         try:
             sink.put(raw)
         except Exception:
-            # A mistake of ours in reading one object must not end the watch of all the others.
-            self._say(raw)
+            # A bug in reading one object must not end the watch of all the others.
+            self._report(raw)
 
     def remove(self, sink: Sink, raw: Any) -> None:
         """An object that is gone."""
         try:
             metadata = raw["metadata"]
             if isinstance(sink, Store):
-                sink.put(raw)  # its last word: how a pod ended may be told with its deletion, and not before
+                sink.put(raw)  # how a pod ended may come with its deletion, and not before
             sink.remove(metadata.get("namespace", ""), metadata["name"], metadata["uid"])
         except Exception:
-            self._say(raw)
+            self._report(raw)
 
-    def _say(self, raw: Any) -> None:
+    def _report(self, raw: Any) -> None:
         metadata = raw.get("metadata") if isinstance(raw, dict) else None
         known = metadata if isinstance(metadata, dict) else {}
         uid = str(known.get("uid"))
-        if uid not in self._said:
-            self._said[uid] = None
-            if len(self._said) > SAID_MAX:
-                self._said.popitem(last=False)
+        if uid not in self._logged:
+            self._logged[uid] = None
+            if len(self._logged) > LOGGED_MAX:
+                self._logged.popitem(last=False)
             name = f"{known.get('namespace', '')}/{known.get('name')}"
-            _LOGGER.exception("%s: %s cannot be taken, and is left out", self._what, name)
+            self._log.exception("%s: %s cannot be taken, and is left out", self._what, name)
 
 
 async def take(
@@ -77,13 +77,13 @@ async def take(
     put: Callable[[Any], None],
     retain: Callable[[Set[Place], int], None],
     check: Callable[[int], None] = lambda _: None,
-    one_look: Callable[[], AbstractContextManager[None]] = nullcontext,
+    one_observation: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> str:
     """Put all of a list and drop what it does not name; its version. check: asked before the first object is put.
-    one_look: what holds while the pages come, for a list tells of all its objects at once."""
+    one_observation: held while the pages come, because a list shows all its objects at once."""
     named: set[Place] = set()
     at = ""
-    with one_look():
+    with one_observation():
         async for items, at in pages:
             check(number(at))
             named |= {place for raw in items if (place := place_of(raw)) is not None}

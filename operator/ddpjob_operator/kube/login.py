@@ -1,4 +1,4 @@
-"""Who we are to the API server. Called by kopf's login handler and by our own client, so that both agree."""
+"""The operator's credentials. kopf's login handler and our own client both call it, so that they agree."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class LoginError(Exception):
-    """No usable credentials; the text says what was looked for."""
+    """No usable credentials; the text says where they were looked for."""
 
 
 def login() -> kopf.ConnectionInfo:
-    """Credentials, read anew: bound tokens are rotated in their file. Raises LoginError.
+    """Credentials, read again at each call, because bound tokens are rotated in their file. Raises LoginError.
 
     KUBECONFIG goes first where it is set, then the service account of the pod, then ~/.kube/config.
     """

@@ -18,11 +18,11 @@ from ddpjob_operator.observed.cluster import Node
 Raw = Mapping[str, Any]
 _LOGGER = logging.getLogger(__name__)
 READY = Node(ready=True)
-# When so many are not heard it is the control plane that does not hear; their trainers go on. The node controller
-# thinks the same and evicts nothing then (its unhealthy-zone-threshold is 0.55, and at least three nodes).
+# When so many do not report, the control plane does not receive, and their trainers go on. The node controller judges
+# alike and evicts nothing then (its unhealthy-zone-threshold is 0.55, and at least three nodes).
 DISRUPTED_SHARE, DISRUPTED_NODES = 0.55, 3
-# What stops to be heard at once is called not ready within a minute. Nodes that became so apart from each other have
-# reasons of their own, and those that are powered off for weeks say nothing of the one that dies today.
+# Nodes that stop to report together are called not ready within a minute. Those that became so apart from each other
+# have causes of their own, and those that have been powered off for weeks prove nothing about one that dies today.
 TOGETHER_SECONDS = 300.0
 
 
@@ -39,19 +39,19 @@ class Nodes:
         self._names: set[str] = set()
         self._not_ready: dict[str, Node] = {}
         self._turned: dict[str, float] = {}
-        """When those became so; before we looked, by the cluster's clock."""
+        """When those became so; by the cluster's clock where that was before the first list."""
         self._listed = False
-        self._said = False
+        self._disruption_logged = False
 
     def seen(self) -> dict[str, Node] | None:
         """Those that are not ready, by name; None while they were never listed: nothing is known then."""
         if not self._listed:
             return None
-        self._keep_time()
+        self._adjust_clock()
         return self._not_ready
 
-    def _keep_time(self) -> None:
-        """Our clock was perhaps set back: a node is not lost later for it."""
+    def _adjust_clock(self) -> None:
+        """Where our wall clock was set back, move all times as far, so that no node counts as lost later."""
         if by := self._clock.set_back(self._now()):
             self._not_ready = {
                 n: dataclasses.replace(node, since=node.since and node.since + by)
@@ -81,8 +81,8 @@ class Nodes:
         self._names.discard(name)
         self._set(name, READY)
 
-    def one_look(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing is kept of the order in which nodes were seen."""
+    def one_observation(self) -> contextlib.AbstractContextManager[None]:
+        """The order in which nodes were seen does not matter."""
         return contextlib.nullcontext()
 
     def retain(self, named: Set[Place], list_version: int, namespace: str = "") -> None:
@@ -112,7 +112,7 @@ class Nodes:
         self._not_ready = {**self._not_ready, **judged} if judged else self._not_ready
         for name in changed:
             self._changed(name)
-        self._say()
+        self._log_disruption()
 
     def _with_most(self) -> set[str]:
         """The nodes that most others have become not ready together with, of those that were ready until then."""
@@ -120,7 +120,7 @@ class Nodes:
             return set()
         names = sorted(self._turned, key=self._turned.__getitem__)
         times = [self._turned[name] for name in names]
-        found: set[str] = set()
+        together: set[str] = set()
         first = last = 0
         for name, at in zip(names, times, strict=True):
             while times[first] < at - TOGETHER_SECONDS:
@@ -129,13 +129,13 @@ class Nodes:
                 last += 1
             # Those before `first` were off already.
             if last - first >= max(DISRUPTED_NODES, DISRUPTED_SHARE * (len(self._names) - first)):
-                found.add(name)
-        return found
+                together.add(name)
+        return together
 
-    def _say(self) -> None:
-        if self.disrupted != self._said:
-            self._said = self.disrupted
-            if self._said:
+    def _log_disruption(self) -> None:
+        if self.disrupted != self._disruption_logged:
+            self._disruption_logged = self.disrupted
+            if self._disruption_logged:
                 text = "%d of %d nodes are not ready, most of them at once: those do not count as lost"
                 _LOGGER.warning(text, len(self._not_ready), len(self._names))
             else:

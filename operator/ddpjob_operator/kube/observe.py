@@ -19,7 +19,7 @@ Raw = Mapping[str, Any]
 T = TypeVar("T")
 # What we set as activeDeadlineSeconds of a pod that is to end and to stay: the least that there is.
 END_NOW_SECONDS = 1
-# Waiting for its turn: nothing is wrong with a container that says so.
+# With these reasons a container waits for its turn, and nothing is wrong.
 _IN_TURN = ("", "PodInitializing", "ContainerCreating")
 
 
@@ -30,7 +30,7 @@ class Service:
     name: str
     uid: str
     owner_uid: str
-    """uid of its controller; empty: nobody's."""
+    """uid of its controller; empty: none."""
     owner_job: str
     """Name of the DDPJob that controls it; empty: no DDPJob does."""
 
@@ -56,7 +56,7 @@ def pod(raw: Raw) -> Pod:
     labels = metadata.get("labels") or {}
     owner = controller(raw)
     phase = text(status.get("phase")) or "Pending"
-    mine = trainer(raw, phase)
+    trainer_state = trainer(raw, phase)
     return Pod(
         name=_word(metadata, "name"),
         uid=_word(metadata, "uid"),
@@ -71,11 +71,11 @@ def pod(raw: Raw) -> Pod:
         message=text(status.get("message")) if phase == "Failed" else "",
         disruption=_disruption(status),
         scheduled_at=_scheduled_at(status),
-        silent_since=_silent_since(status, mine),
+        silent_since=_silent_since(status, trainer_state),
         unschedulable=_unschedulable(status),
         deletion_requested_at=deletion_requested_at(metadata),
         deletion_deadline=time(metadata.get("deletionTimestamp")),
-        trainer=mine,
+        trainer=trainer_state,
         deadline_set=(raw.get("spec") or {}).get("activeDeadlineSeconds") == END_NOW_SECONDS,
         sidecars_run=_sidecars_run(raw),
     )
@@ -166,7 +166,7 @@ def _container(status: Raw) -> Container:
 
 
 def _never_ran(raw: Raw, seen: Container) -> Container:
-    """The pod failed, and its trainer says nothing of an end: evicted, lost, or an init container failed."""
+    """The pod failed, and its trainer has no end of its own: evicted, lost, or an init container failed."""
     status = raw.get("status") or {}
     listed = (raw.get("spec") or {}).get("initContainers") or ()
     # A sidecar never fails its pod; it is ended with it.
@@ -180,7 +180,7 @@ def _never_ran(raw: Raw, seen: Container) -> Container:
 
 
 def _stuck_before_it(status: Raw) -> Iterator[Container]:
-    """An init container that cannot start: the trainer's own status says only that it waits for its turn."""
+    """An init container that cannot start: the trainer's own status shows only that it waits for its turn."""
     for name, init in _init_containers(status):
         if init.state == "waiting" and init.reason not in _IN_TURN:
             yield Container("waiting", init.reason, f"init container {name}: {init.message}")
@@ -205,14 +205,14 @@ def _disruption(status: Raw) -> str:
     return ""
 
 
-def _silent_since(status: Raw, mine: Container) -> dt.datetime | None:
-    """When a node is not heard, the node controller calls its pods not ready, without a reason, and leaves all else as
-    it was (pkg/controller/nodelifecycle). A kubelet that lives gives a reason, or says the same of the containers."""
+def _silent_since(status: Raw, trainer_state: Container) -> dt.datetime | None:
+    """When a node does not report, the node controller calls its pods not ready, without a reason, and leaves all else
+    as it was (pkg/controller/nodelifecycle). A kubelet gives a reason, or calls the containers not ready as well."""
     conditions = {c.get("type"): c for c in status.get("conditions") or ()}
     ready = conditions.get("Ready") or {}
     by_the_controller = ready.get("status") == "False" and not ready.get("reason")
     containers_ready = (conditions.get("ContainersReady") or {}).get("status") == "True"
-    if mine.state == "running" and by_the_controller and containers_ready:
+    if trainer_state.state == "running" and by_the_controller and containers_ready:
         return time(ready.get("lastTransitionTime"))
     return None
 

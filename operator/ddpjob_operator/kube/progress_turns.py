@@ -1,7 +1,7 @@
 """Whose progress is written next: so many writes a second of all jobs together, the oldest figures first.
 
 Thousands of jobs that train would else take all of the API server's time for their step numbers, and a job that fails
-would wait behind them. Only writes that say nothing but progress wait here.
+would wait behind them. Only writes of nothing but progress wait here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import datetime as dt
 from ddpjob_operator.kube.store import Key
 
 WRITES_PER_SECOND = 10
-# Whoever does not come back in time (its job is gone, or its look hangs) must not hold up the others.
+# A job that does not come back in time (it is gone, or its reconcile hangs) must not hold up the others.
 ABSENT_SECONDS = 2.0
 _Entry = tuple[dt.datetime, Key]
 

@@ -1,8 +1,8 @@
-"""Which job to look at next. One look at a time per job; many wishes become one; failures wait longer each time.
+"""Which job is reconciled next. One reconcile at a time per job; many requests become one; failures back off.
 
-Namespaces take turns, and a look that takes long leaves its place to others: nobody waits for somebody else's job.
+Namespaces take turns, and a reconcile that takes long leaves its place to others, so that no job waits for another.
 
-`Schedule` decides and holds no clock; `Queue` runs it with one. A wish is a time: the earlier of two wins.
+`Schedule` decides and has no clock; `Queue` runs it with one. A request is a time: the earlier of two wins.
 """
 
 from __future__ import annotations
@@ -11,27 +11,26 @@ import asyncio
 import collections
 import heapq
 import itertools
-import logging
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
 from ddpjob_operator.kube.limit import at_most
+from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.shares import Place
 
 K = TypeVar("K", bound=Hashable)
-_LOGGER = logging.getLogger(__name__)
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 60.0
-# Looks at a time in one namespace, slow ones too. Each may wait for its turn to create a pod (shares.py): with 16 such
-# requests under way, each of 30 s at most, that turn comes within STUCK_SECONDS (app.py).
-LOOKS_OF_NAMESPACE_MAX = 128
-# A look that takes longer waits for one request, and the others need not wait with it.
+# At a time, slow ones too. Each may wait for its turn to create a pod (shares.py): with 16 such requests under way,
+# each of 30 s at most, that turn comes within STUCK_SECONDS (operator.py).
+OF_NAMESPACE_MAX = 128
+# A reconcile that takes longer waits for one request, and the others need not wait with it.
 QUICK_SECONDS = 1.0
 
 
 class Schedule(Generic[K]):
     """Times in seconds of any one clock."""
 
-    def __init__(self, *, of_namespace: int = LOOKS_OF_NAMESPACE_MAX) -> None:
+    def __init__(self, *, of_namespace: int = OF_NAMESPACE_MAX) -> None:
         self._of_namespace = of_namespace
         self._due: dict[K, float] = {}
         self._heaps: dict[Hashable, list[tuple[float, int, K]]] = {}
@@ -43,7 +42,7 @@ class Schedule(Generic[K]):
         self._not_before: dict[K, float] = {}
 
     def add(self, key: K, at: float) -> None:
-        """Look at `key` at `at`, or earlier if that was wished before; never before its back-off ends."""
+        """Reconcile `key` at `at`, or earlier if that was requested before; never before its back-off ends."""
         at = max(at, self._not_before.get(key, at))
         if at < self._due.get(key, float("inf")):
             self._due[key] = at
@@ -63,9 +62,9 @@ class Schedule(Generic[K]):
         while heap and heap[0][0] <= now:
             at, _, key = heapq.heappop(heap)
             if self._due.get(key) != at:
-                continue  # an earlier wish has taken its place
+                continue  # an earlier request has taken its place
             if key in self._busy:
-                self._due[key] = float("inf")  # said again by `done`
+                self._due[key] = float("inf")  # requested again by `done`
                 continue
             del self._due[key]
             self._busy[key] = now
@@ -77,18 +76,18 @@ class Schedule(Generic[K]):
         return None
 
     def progressed(self, key: K, now: float) -> None:
-        """The look that is going on at `key` has got an answer: it is not stuck, however long it takes."""
+        """The reconcile of `key` has got an answer: it is not stuck, however long it takes."""
         if key in self._busy:
             self._busy[key] = now
 
     def done(self, key: K, now: float, again_at: float | None = None) -> None:
-        """The look has succeeded. Wishes that came in the meantime are due now."""
+        """The reconcile has succeeded. What was requested meanwhile is due now."""
         self._failures.pop(key, None)
         self._not_before.pop(key, None)
         self._release(key, now, again_at)
 
     def failed(self, key: K, now: float, at_least: float = 0.0) -> float:
-        """The look has failed; returns the seconds until the next. at_least: what the server asked for."""
+        """The reconcile has failed; the seconds until the next. at_least: what the server asked for."""
         count = self._failures[key] = self._failures.get(key, 0) + 1
         # The exponent is bounded as well: 2.0 ** 1025 is an error.
         wait = max(at_least, min(BACK_OFF_SECONDS_MAX, BACK_OFF_SECONDS_FIRST * 2.0 ** min(count - 1, 10)))
@@ -97,16 +96,16 @@ class Schedule(Generic[K]):
         return wait
 
     def failures(self, key: K) -> int:
-        """How often in a row the looks at `key` have failed."""
+        """How often in a row `key` has failed."""
         return self._failures.get(key, 0)
 
     def next_at(self) -> float | None:
-        """When the next key that may be looked at is due; None: none is waiting."""
+        """When the next key that may be reconciled is due; None: none is waiting."""
         tops = [top for name in self._heaps if self._busy_in[name] < self._of_namespace and (top := self._top(name))]
         return min(tops)[0] if tops else None
 
     def stuck_seconds(self, now: float) -> float:
-        """How long the longest look has been going on without an answer."""
+        """How long the longest reconcile has been waiting for an answer."""
         return max((now - since for since in self._busy.values()), default=0.0)
 
     def __len__(self) -> int:
@@ -129,7 +128,7 @@ class Schedule(Generic[K]):
 
 
 class RetryError(Exception):
-    """A look that is to be repeated after a back-off. Its text is logged, once in a row of equal ones."""
+    """Reconcile again after a back-off. The text is logged, once in a row of equal ones."""
 
     def __init__(self, message: str, at_least_seconds: float = 0.0) -> None:
         super().__init__(message)
@@ -137,34 +136,35 @@ class RetryError(Exception):
 
 
 class Queue(Generic[K]):
-    """Runs `look(key)` for keys that are due; a look returns the seconds until the next one, or None."""
+    """Runs `reconcile(key)` for keys that are due; it returns the seconds until the next time, or None."""
 
     def __init__(
-        self, look: Callable[[K], Awaitable[float | None]], *, clock: Callable[[], float], looks_max: int = 32
+        self, reconcile: Callable[[K], Awaitable[float | None]], runtime: Runtime, *, at_a_time: int = 32
     ) -> None:
         self.schedule: Schedule[K] = Schedule()
-        self._look = look
-        self._clock = clock
-        self._free = looks_max
+        self._reconcile = reconcile
+        self._clock = runtime.clock
+        self._log = runtime.log
+        self._free = at_a_time
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._said: dict[K, str] = {}
+        self._logged: dict[K, str] = {}
 
     def add(self, key: K, in_seconds: float = 0.0) -> None:
-        """Look at `key` after `in_seconds`, or earlier if that was wished before."""
+        """Reconcile `key` after `in_seconds`, or earlier if that was requested before."""
         self.schedule.add(key, self._clock() + in_seconds)
         self._wake.set()
 
     def stuck_seconds(self) -> float:
-        """How long the longest look has been going on without an answer."""
+        """How long the longest reconcile has been waiting for an answer."""
         return self.schedule.stuck_seconds(self._clock())
 
     def progressed(self, key: K) -> None:
-        """The look that is going on at `key` has got an answer."""
+        """The reconcile of `key` has got an answer."""
         self.schedule.progressed(key, self._clock())
 
     async def run(self) -> None:
-        """Until cancelled; then the looks under way are cancelled too."""
+        """Until cancelled; then those under way are cancelled too."""
         try:
             while True:
                 self._wake.clear()
@@ -194,17 +194,17 @@ class Queue(Generic[K]):
     async def _one(self, key: K) -> None:
         place = Place(self._leave, QUICK_SECONDS)
         try:
-            again_in = await self._look(key)
+            again_in = await self._reconcile(key)
         except RetryError as error:
             wait = self.schedule.failed(key, self._clock(), error.at_least_seconds)
-            self._say(key, str(error), wait)
+            self._report(key, str(error), wait)
         except Exception:
-            # A bug in one look must not end the others; it is told with its stack, and backs off.
+            # A bug in one reconcile must not end the others; it is logged with its stack, and backs off.
             wait = self.schedule.failed(key, self._clock())
-            _LOGGER.exception("%s: looking at it failed, again in %.1f s", _name(key), wait)
+            self._log.exception("%s: the reconcile failed, again in %.1f s", _name(key), wait)
         else:
             now = self._clock()
-            self._said.pop(key, None)
+            self._logged.pop(key, None)
             self.schedule.done(key, now, None if again_in is None else now + again_in)
         finally:
             place.leave()
@@ -214,10 +214,10 @@ class Queue(Generic[K]):
         self._free += 1
         self._wake.set()
 
-    def _say(self, key: K, text: str, wait: float) -> None:
-        if self._said.get(key) != text:
-            self._said[key] = text
-            _LOGGER.warning("%s: %s; again in %.1f s", _name(key), text, wait)
+    def _report(self, key: K, text: str, wait: float) -> None:
+        if self._logged.get(key) != text:
+            self._logged[key] = text
+            self._log.warning("%s: %s; again in %.1f s", _name(key), text, wait)
 
 
 def _namespace(key: Hashable) -> Hashable:

@@ -1,4 +1,4 @@
-"""JSON of the API server as Python objects, bounded in depth and size: whoever may create an object writes it.
+"""JSON of the API server as Python objects, bounded in depth and size, because users write it.
 
 Seen on Kubernetes 1.36: a DDPJob whose template is nested 9,900 levels deep is stored, and Python's and kopf's JSON
 readers give up at about 1,000. A reader that gives up on one object would read none of its list, nor what follows it
@@ -8,10 +8,12 @@ in a watch. So what is nested too deep is cut off, and what is too large is left
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import orjson
+from aiohttp import StreamReader
 
 from ddpjob_operator.job import bounds
 
@@ -21,7 +23,7 @@ OBJECT_BYTES_MAX = 512 * 1024
 # From the object's root; deeper than a spec may be (bounds.DEPTH_MAX), so that validation still sees that it is.
 DEPTH_KEPT = 80
 _CUT = b'"..."'
-# Possessive: a pattern that may go back keeps 16 bytes for each sign of a text, 100 for each that is escaped.
+# Possessive: a pattern that may backtrack keeps 16 bytes for each character of a text, 100 for each escaped one.
 _TOKENS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
 _ODD_DATE = re.compile(r"(?:0\d|1[0-8]|9\d|\d{3,18})\d\d-\d\d-\d\dT")
 _GIVE_UP = (orjson.JSONDecodeError, msgspec.DecodeError, RecursionError, ValueError)
@@ -66,8 +68,22 @@ def page(content: bytes) -> Listed:
     )
 
 
+async def lines(content: StreamReader) -> AsyncIterator[bytes]:
+    """aiohttp's own lines end at 128 kB, and an object may be longer."""
+    parts: list[bytes] = []
+    async for chunk in content.iter_any():
+        *whole, rest = chunk.split(b"\n")
+        for line in whole:
+            parts.append(line)
+            if joined := b"".join(parts):
+                yield joined
+            parts = []
+        parts.append(rest)
+
+
 def jobs(content: bytes) -> Raw:
-    """A list of DDPJobs as the API server writes it, each cut; or another object as it is. Raises BadJsonError."""
+    """A list of DDPJobs for kopf, as the API server writes it, each cut; or another object as it is. Raises
+    BadJsonError."""
     listed = _decode(content, _List)  # once: a page may be some MB long
     if listed.items is None:
         return obj(content)
@@ -81,8 +97,8 @@ def jobs(content: bytes) -> Raw:
 
 def event(line: bytes) -> Raw:
     """An event of a watch. Raises BadJsonError."""
-    found = _decode(line, _Event)
-    return {"type": found.type, "object": obj(bytes(found.object))}
+    decoded = _decode(line, _Event)
+    return {"type": decoded.type, "object": obj(bytes(decoded.object))}
 
 
 def obj(content: bytes) -> Raw:
@@ -96,7 +112,7 @@ def obj(content: bytes) -> Raw:
 
 
 def job(raw: Raw) -> Raw:
-    """A DDPJob without what nobody could read: its template and its status may hold anything, to any depth."""
+    """A DDPJob without what is too deep or too large: its template and its status may hold anything."""
     if why := bounds.refused(raw.get("spec")):
         raw["spec"] = bounds.too_large(why)
     status = raw.get("status")
@@ -124,12 +140,12 @@ def shallow(content: bytes) -> bytes:
     depth = at = 0
     view = memoryview(content)  # nothing is copied twice
     for token in _TOKENS.finditer(content):
-        sign = content[token.start()]
-        if sign in b"[{":
+        character = content[token.start()]
+        if character in b"[{":
             depth += 1
             if depth == DEPTH_KEPT + 1:
                 kept += [view[at : token.start()], _CUT]
-        elif sign in b"]}":
+        elif character in b"]}":
             if depth == DEPTH_KEPT + 1:
                 at = token.end()
             depth -= 1
@@ -164,16 +180,16 @@ def _decode(content: bytes, kind: Any) -> Any:
 def _without_what_is_large(content: bytes) -> Raw:
     """An object whose spec or status is left out: never made, for in Python it may be 20 times as large."""
     parts = _decode(content, dict[str, msgspec.Raw])
-    found: Raw = {}
+    kept: Raw = {}
     for name, part in parts.items():
         if len(bytes(part)) <= OBJECT_BYTES_MAX // 2:
-            found[name] = _loads(bytes(part))
+            kept[name] = _loads(bytes(part))
         elif name == "metadata":
-            found[name] = _identity(bytes(part))
+            kept[name] = _identity(bytes(part))
         else:
             why = f"has {len(bytes(part))} bytes of JSON, and at most {OBJECT_BYTES_MAX // 2} are read."
-            found[name] = bounds.too_large(why)
-    return found
+            kept[name] = bounds.too_large(why)
+    return kept
 
 
 def _identity(metadata: bytes) -> Raw:

@@ -1,30 +1,27 @@
 """The receiver of progress in a cluster: what `ddpjob.progress()` in a pod posts to, on a port of its own.
 
 It speaks the same protocol as the local run's receiver, and Kubeflow Trainer's. Every pod of the cluster can reach the
-port, so nothing is believed without a token that proves the pod, and a peer that sends slowly, too much or too often
-is cut off. A report that is refused or lost is lost: no job is ever harmed by it. Started by `app.py`.
+port, so nothing is accepted without a token that proves the pod, and a peer that sends slowly, too much or too often
+is cut off. A report that is refused or lost is lost: no job is ever harmed by it. Started by `operator.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
-import datetime as dt
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from time import monotonic
 from typing import Any, NamedTuple, cast
 
 import msgspec
 from aiohttp import web
 
 from ddpjob_operator.kube.forward import NoLeaderError
+from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.tokens import BadTokenError, BoundPod, NoKeysError
 from ddpjob_operator.observed import kubeflow
-from ddpjob_operator.observed.reports import BadReportError, Report, read_report
-
-logger = logging.getLogger(__name__)
+from ddpjob_operator.observed.reports import BadReportError, Report
 
 PATH = "/v1/progress"
 BODY_BYTES_MAX = 8192  # a report with 16 metrics is below 1 kB
@@ -33,13 +30,13 @@ REQUEST_SECONDS = 10.0  # from there to the answer; the cluster's keys may have 
 IDLE_SECONDS = 60.0  # between two accepted reports on a connection; a trainer posts at most every 5 s
 CONNECTIONS_MAX = 1000  # one costs about 20 kB; our own sender closes after each report
 CONNECTIONS_PER_ADDRESS_MAX = 64  # hostNetwork pods share the address of their node
-# Per pod: a report every 5 s is the default; the burst is for several processes of one pod and the last word.
+# Per pod: a report every 5 s is the default; the burst is for several processes of one pod and the final report.
 REPORTS_PER_SECOND, REPORTS_BURST = 1.0, 5.0
 PODS_REMEMBERED = 10_000
 
 
 class Sender(NamedTuple):
-    """Which node of which job a pod is; attempt 0 is one that the caller does not tell."""
+    """Which node of which job a pod is; attempt 0: unknown."""
 
     namespace: str
     job: str
@@ -54,7 +51,7 @@ class Account:
     allowance: float
     updated: float
     total_steps: int | None = None
-    """As an earlier report in Kubeflow's protocol said."""
+    """From an earlier report in Kubeflow's protocol."""
 
 
 class Receiver:
@@ -63,7 +60,7 @@ class Receiver:
     verify     the pod that a token is bound to (`tokens.Verifier.pod`). Raises BadTokenError or NoKeysError.
     locate     the node of a job that a pod is; None for any other pod.
     on_report  takes a report that is proven to come from that node; its nodeRank and attempt are the pod's own. Raises
-               BadReportError where it speaks for a rank that is not the pod's.
+               BadReportError where it is for a rank that is not the pod's.
     forward    gives another operator's answer where that one leads, else None (`forward.Forwarder.forward`).
     """
 
@@ -72,13 +69,13 @@ class Receiver:
         verify: Callable[[str], Awaitable[BoundPod]],
         locate: Callable[[BoundPod], Sender | None],
         on_report: Callable[[Sender, Report], None],
-        clock: Callable[[], float] = monotonic,
+        runtime: Runtime = SYSTEM,
         forward: Callable[[web.BaseRequest, bytes], Awaitable[web.Response | None]] | None = None,
     ) -> None:
         self._verify = verify
         self._locate = locate
         self._on_report = on_report
-        self._clock = clock
+        self._runtime = runtime
         self._forward = forward
         self._accounts: dict[BoundPod, Account] = {}
         self._server: _Server | None = None
@@ -86,10 +83,10 @@ class Receiver:
 
     async def start(self, host: str | None, port: int) -> None:
         """Listen; host None is every address of the pod, port 0 any free one. Raises OSError where that is taken."""
-        silent = logging.getLogger(f"{__name__}.http")
-        silent.disabled = True  # aiohttp logs requests that it cannot read, token included
+        no_log = logging.getLogger(f"{__name__}.http")
+        no_log.disabled = True  # aiohttp logs requests that it cannot read, token included
         self._server = _Server(
-            self._answer, access_log=None, logger=silent, auto_decompress=False, lingering_time=1.0, tcp_keepalive=False
+            self._answer, access_log=None, logger=no_log, auto_decompress=False, lingering_time=1.0, tcp_keepalive=False
         )
         self._runner = web.ServerRunner(self._server, shutdown_timeout=1.0)
         await self._runner.setup()
@@ -115,8 +112,8 @@ class Receiver:
         except _RefusedError as refused:
             answer = refused.answer()
         except Exception:
-            # A mistake of ours. The traceback holds neither headers nor body: aiohttp's request shows method and path.
-            logger.exception("a progress report was lost")
+            # A bug. The traceback holds neither headers nor body: aiohttp's request shows method and path.
+            self._runtime.log.exception("a progress report was lost")
             answer = _RefusedError(500, "the receiver failed, which is no fault of the report").answer()
         self._server.allow(request.protocol, IDLE_SECONDS, busy=False)
         return answer
@@ -132,12 +129,12 @@ class Receiver:
         self._server.prove(request.protocol)
         account = self._charge(pod)
         body = await _read_body(request)
-        if (answer := await self._hand_on(request, body)) is not None:
+        if (answer := await self._forward_to_leader(request, body)) is not None:
             return answer
         kubeflows = kubeflow.speaks(body)
-        report = _read(body, account, kubeflows)
+        report = self._read(body, account)
         if report is not None:
-            # The token proves the pod, so the pod's place is taken from there, whatever the body says.
+            # The token proves the pod, so the node comes from there, whatever the body claims.
             attempt = sender.attempt or report.attempt
             try:
                 self._on_report(sender, msgspec.structs.replace(report, node_rank=sender.rank, attempt=attempt))
@@ -145,7 +142,15 @@ class Receiver:
                 raise _RefusedError(403, str(error)) from None
         return web.json_response({}) if kubeflows else web.Response(status=204)  # Kubeflow's SDK warns at all but 200
 
-    async def _hand_on(self, request: web.BaseRequest, body: bytes) -> web.Response | None:
+    def _read(self, body: bytes, account: Account) -> Report | None:
+        """None: the body reports nothing, which Kubeflow's protocol allows."""
+        try:
+            report, account.total_steps = kubeflow.read_body(body, self._runtime.utc(), account.total_steps)
+        except (BadReportError, UnicodeDecodeError, RecursionError) as error:
+            raise _RefusedError(400, str(error)[:200]) from None
+        return report
+
+    async def _forward_to_leader(self, request: web.BaseRequest, body: bytes) -> web.Response | None:
         if self._forward is None:
             return None
         try:
@@ -167,7 +172,7 @@ class Receiver:
 
     def _charge(self, pod: BoundPod) -> Account:
         """The pod's account, charged with a report. Raises when it reports too often."""
-        now = self._clock()
+        now = self._runtime.clock()
         account = self._accounts.get(pod)
         if account is None:
             if len(self._accounts) >= PODS_REMEMBERED:
@@ -199,8 +204,8 @@ class _Connection:
 class _Server(web.Server):
     """aiohttp's server with bounds of its own: it counts no connections, and a slow sender of headers keeps one.
 
-    Whoever opens connections and says nothing, from however many addresses, closes his own older ones: one that has
-    shown a token is never closed for one that has not.
+    A client that opens connections and sends nothing, from however many addresses, closes its own older ones, because
+    one that has shown a token is never closed for one that has not.
     """
 
     def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], **settings: Any) -> None:
@@ -215,7 +220,7 @@ class _Server(web.Server):
         return _Handler(self, loop=asyncio.get_running_loop(), **self._settings)
 
     def admits(self, transport: asyncio.Transport) -> bool:
-        """Whether there is room for a connection; where there is none it is made, if somebody can be asked to go."""
+        """Whether there is room for a connection, made by closing one without a token, or an idle one, if need be."""
         address = _address(transport)
         if self._addresses[address] >= CONNECTIONS_PER_ADDRESS_MAX and not self._drop(address):
             return False
@@ -248,19 +253,19 @@ class _Server(web.Server):
 
     def _busiest(self) -> str:
         """The address with the most connections that have shown no token; empty: all have."""
-        silent = collections.Counter(c.address for c in self._open.values() if not c.proven)
-        return silent.most_common(1)[0][0] if silent else ""
+        unproven = collections.Counter(c.address for c in self._open.values() if not c.proven)
+        return unproven.most_common(1)[0][0] if unproven else ""
 
     def _drop(self, address: str) -> bool:
         """Close the oldest connection of an address that has shown no token, else one that waits for its next report
         (a sender opens another); whether there was one."""
         of_address = [(h, c) for h, c in self._open.items() if address in ("", c.address)]
-        found = next((h for h, c in of_address if not c.proven), None)
-        found = found or next((h for h, c in of_address if not c.busy), None)
-        if found is None:
+        oldest = next((h for h, c in of_address if not c.proven), None)
+        oldest = oldest or next((h for h, c in of_address if not c.busy), None)
+        if oldest is None:
             return False
-        self._open[found].transport.abort()
-        self._forget(found)
+        self._open[oldest].transport.abort()
+        self._forget(oldest)
         return True
 
     def _forget(self, handler: web.RequestHandler) -> None:
@@ -318,7 +323,7 @@ class _RefusedError(Exception):
 
 def _check_request(request: web.BaseRequest) -> None:
     if request.path != PATH:
-        raise _RefusedError(404, f"{request.path[:80]}: only {PATH} is here")
+        raise _RefusedError(404, f"{request.path[:80]}: only {PATH} is served")
     if request.method != "POST":
         raise _RefusedError(405, f"{request.method[:20]}: only POST is taken")
     if (request.content_length or 0) > BODY_BYTES_MAX:
@@ -326,7 +331,7 @@ def _check_request(request: web.BaseRequest) -> None:
 
 
 async def _read_body(request: web.BaseRequest) -> bytes:
-    """The body, with or without a length told; never more than its bound is held."""
+    """The body, with or without a Content-Length; never more than its bound is held."""
     body = bytearray()
     try:
         while data := await request.content.readany():
@@ -341,21 +346,3 @@ async def _read_body(request: web.BaseRequest) -> bytes:
 
 def _too_large() -> _RefusedError:
     return _RefusedError(413, f"a report has at most {BODY_BYTES_MAX} bytes")
-
-
-def _read(body: bytes, account: Account, kubeflows: bool) -> Report | None:
-    """The report in a body; None where it says nothing, which Kubeflow's protocol allows."""
-    try:
-        if not kubeflows:
-            return read_report(body, _now())
-        status = kubeflow.read_status(body)
-        if status is None:
-            return None
-        account.total_steps = kubeflow.total_steps(status) or account.total_steps
-        return kubeflow.report(status, _now(), account.total_steps)
-    except (BadReportError, UnicodeDecodeError, RecursionError) as error:
-        raise _RefusedError(400, str(error)[:200]) from None
-
-
-def _now() -> dt.datetime:
-    return dt.datetime.now(dt.timezone.utc)

@@ -1,22 +1,19 @@
-"""A copy of a collection, kept by LIST and then WATCH. kopf's own costs 25 times as much per pod (DESIGN 2.2)."""
+"""A copy of a collection, kept by LIST and then WATCH. kopf's own costs 25 times as much per pod."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import random
-import time
 from collections.abc import Callable
 from typing import Any
 
 from ddpjob_operator.kube.client import ApiError, Client
 from ddpjob_operator.kube.listing import Careful, Sink, take
+from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.store import number
 
-_LOGGER = logging.getLogger(__name__)
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 30.0
-SAY_AGAIN_SECONDS = 300.0
-# A watch that lives this long has worked: what ends it then is the server's time-out, no error.
+LOG_AGAIN_SECONDS = 300.0
+# A watch that was open for so long has worked: what ends it then is the server's time-out, no error.
 HEALTHY_SECONDS = 10.0
 # A list older than what we saw comes from an API server that lags. It catches up in seconds, unless the whole
 # cluster was restored from a backup: then the old numbers are the truth.
@@ -34,29 +31,30 @@ class Reflector:
         selector: str,
         sink: Sink,
         *,
+        runtime: Runtime = SYSTEM,
         sleep: Callable[[float], Any] = asyncio.sleep,
     ) -> None:
         self.what = f"{plural} in {namespace or 'all namespaces'}"
         self.namespace = namespace
         self.synced = asyncio.Event()
-        self.lists = 0
-        self.tried_at = time.monotonic()
-        """When it last heard or tried something: an API server that is away is no reason to restart us."""
+        self.tried_at = runtime.clock()
+        """When it last tried or received something: an API server that is away is no reason for a restart."""
         self._client = client
         self._path = f"/api/v1/namespaces/{namespace}/{plural}" if namespace else f"/api/v1/{plural}"
         self._selector = selector
         self._sink = sink
+        self._runtime = runtime
         self._sleep = sleep
         self._version = self._newest = ""
         self._failures = 0
         self._stale_lists = 0
-        self._said = ("", 0.0)
-        self._careful = Careful(self.what)
+        self._logged = ("", 0.0)
+        self._careful = Careful(self.what, runtime.log)
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            started = self.tried_at = time.monotonic()
+            started = self.tried_at = self._runtime.clock()
             try:
                 if not self._version:
                     await self._list()
@@ -64,17 +62,17 @@ class Reflector:
             except ApiError as error:
                 self._handle(error)
             except Exception:
-                # The end of this task would end the operator, and what fails here would meet the next one as well.
-                _LOGGER.exception("%s: the watch failed, and starts anew with a list", self.what)
+                # The end of this task would end the operator, and the next one would fail at the same object.
+                self._runtime.log.exception("%s: the watch failed, and starts again with a list", self.what)
                 self._version = ""
-            if time.monotonic() - started >= HEALTHY_SECONDS:
+            if self._runtime.clock() - started >= HEALTHY_SECONDS:
                 self._failures = 0
                 continue
             # Also after a stream that ended without an error at once: a server or a proxy that closes every watch
             # must not make us ask in a tight loop.
             self._failures += 1
             wait = min(BACK_OFF_SECONDS_MAX, BACK_OFF_SECONDS_FIRST * 2.0 ** min(self._failures - 1, 10))
-            await self._sleep(wait * random.uniform(0.8, 1.2))  # noqa: S311
+            await self._sleep(wait * self._runtime.random.uniform(0.8, 1.2))
 
     async def _list(self) -> None:
         at = await take(
@@ -82,16 +80,15 @@ class Reflector:
             lambda raw: self._careful.put(self._sink, raw),
             lambda named, version: self._sink.retain(named, version, self.namespace),
             self._check,
-            self._sink.one_look,
+            self._sink.one_observation,
         )
         self._stale_lists = 0
         self._version = self._newest = at
-        self.lists += 1
         self.synced.set()
 
     def _check(self, version: int) -> None:
         """At each page. Raises ApiError where the list is older than what was seen."""
-        self.tried_at = time.monotonic()
+        self.tried_at = self._runtime.clock()
         seen = number(self._newest)
         if 0 < version < seen and self._stale_lists < STALE_LISTS_MAX:
             self._stale_lists += 1
@@ -99,12 +96,12 @@ class Reflector:
 
     async def _watch(self) -> None:
         async for event in self._client.watch(self._path, self._version, self._selector):
-            self.tried_at = time.monotonic()
+            self.tried_at = self._runtime.clock()
             self._failures = 0
-            if self._said[0]:
-                # Not when a list has worked: where only the right to watch is missing, that would be said each time.
-                _LOGGER.info("%s are watched again", self.what)
-                self._said = ("", 0.0)
+            if self._logged[0]:
+                # Not when a list has worked: where only the right to watch is missing, that would be logged each time.
+                self._runtime.log.info("%s are watched again", self.what)
+                self._logged = ("", 0.0)
             raw = event["object"]
             if event["type"] in ("ADDED", "MODIFIED"):
                 self._careful.put(self._sink, raw)
@@ -117,9 +114,9 @@ class Reflector:
             self._version = ""  # the next round lists
             return
         if error.status in (403, 404) or error.status >= 500:
-            # What happened while we were not allowed to look is better listed than guessed.
+            # What happened meanwhile is not in the events that a new watch brings.
             self._version = ""
-        text, at = str(error), time.monotonic()
-        if text != self._said[0] or at - self._said[1] >= SAY_AGAIN_SECONDS:
-            self._said = (text, at)
-            _LOGGER.warning("%s cannot be watched, trying again: %s", self.what, error)
+        text, at = str(error), self._runtime.clock()
+        if text != self._logged[0] or at - self._logged[1] >= LOG_AGAIN_SECONDS:
+            self._logged = (text, at)
+            self._runtime.log.warning("%s cannot be watched, trying again: %s", self.what, error)

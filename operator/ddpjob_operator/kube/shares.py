@@ -1,6 +1,6 @@
 """A fair share of the API server's time for each job: no job's slow requests hold up another's.
 
-Whoever waits is served in turn, namespace by namespace and within one job by job, so that a job with a thousand pods
+Those that wait are served in turn, namespace by namespace and within one job by job, so that a job with a thousand pods
 takes as long as it takes and a job beside it with one pod does not notice.
 """
 
@@ -20,7 +20,7 @@ class Bounds:
     """How many requests may be under way at a time."""
 
     total: int = 32
-    """Of all jobs, those that are slow not counted: the API server turns nobody away for so many, as its default share
+    """Of all jobs, those that are slow not counted: the API server refuses none for so many, as its default share
     for one service account is some tens."""
     of_namespace: int = 16
     """Slow ones too. A webhook acts on a whole namespace: what slows one job down slows down its neighbours."""
@@ -84,7 +84,7 @@ class Shares:
     def _hand_out(self) -> None:
         while self._quick < self.bounds.total and (key := self._next()) is not None:
             turn = self._waiting[key[0]][key][0]
-            if turn.done():  # cancelled, and its task has not run since: its place is nobody's
+            if turn.done():  # cancelled, and its task has not run since, so it takes no place
                 self._forget(key, turn)
                 continue
             self._waiting[key[0]][key].popleft()
@@ -102,7 +102,7 @@ class Shares:
         return None
 
     def _behind_the_others(self, key: Key) -> None:
-        """The dicts' own order is the line: who was served goes to its end."""
+        """The order of the dicts is the line: a job that was served goes to its end."""
         jobs = self._waiting.pop(key[0])
         turns = jobs.pop(key)
         if turns:

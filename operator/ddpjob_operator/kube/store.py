@@ -1,4 +1,5 @@
-"""What the watches have told us, by job. Answers to our own writes go in as well, so that we read what we wrote."""
+"""Our copy of the cluster, by job, from watches and lists. Answers to our own writes go in as well, so that
+the next plan sees them."""
 
 from __future__ import annotations
 
@@ -18,10 +19,26 @@ Key = tuple[str, str]
 Place = tuple[str, str]
 """Namespace and name of an object."""
 
-# An answer to a delete may arrive after the watch has said that the object is gone: as many are remembered as can be
-# under way by far.
+# An answer to a delete may arrive after the watch has shown that the object is gone; far fewer requests than this are
+# ever under way.
 TOMBSTONES_MAX = 10_000
 _LOGGER = logging.getLogger(__name__)
+
+
+class Tombstones:
+    """uids of objects that are gone, so that an older event or answer does not bring one back."""
+
+    def __init__(self) -> None:
+        self._uids: collections.OrderedDict[str, None] = collections.OrderedDict()
+
+    def __contains__(self, uid: str) -> bool:
+        return uid in self._uids
+
+    def add(self, uid: str) -> None:
+        """The oldest makes room."""
+        self._uids[uid] = None
+        while len(self._uids) > TOMBSTONES_MAX:
+            self._uids.popitem(last=False)
 
 
 @dataclass(frozen=True)
@@ -42,8 +59,8 @@ def newest(_: T | None, later: T, __: int) -> T:
 class Store(Generic[T]):
     """Objects of one kind. `changed(key, old, new)` is called for each difference that the cut value shows.
 
-    `merge(earlier, later, look)` is what is known of an object (by its uid) once it was seen again; each look has a
-    higher number.
+    `merge(earlier, later, observation)` is what is known of an object (by its uid) once it was seen again; each
+    observation has a higher number.
     """
 
     def __init__(
@@ -54,20 +71,20 @@ class Store(Generic[T]):
         merge: Callable[[T | None, T, int], T] = newest,
     ) -> None:
         self._merge = merge
-        self._look = 0
+        self._observation = 0
         self._listing = False
         self._cut = cut
         self._key_of = key_of
         self._changed = changed
         self._entries: dict[tuple[str, str], Entry[T]] = {}
         self._by_job: dict[Key, dict[str, Entry[T]]] = {}
-        self._tombstones: collections.OrderedDict[str, None] = collections.OrderedDict()
+        self._tombstones = Tombstones()
         self._unreadable: dict[tuple[str, str], tuple[Key, str, str]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, namespace: str, name: str) -> Entry[T] | None:
+    def entry(self, namespace: str, name: str) -> Entry[T] | None:
         """The object of this name."""
         return self._entries.get((namespace, name))
 
@@ -75,7 +92,7 @@ class Store(Generic[T]):
         """The objects of a job."""
         return [entry.value for entry in self._by_job.get(key, {}).values()]
 
-    def keys(self) -> set[Key]:
+    def jobs(self) -> set[Key]:
         """The jobs that have objects."""
         return set(self._by_job)
 
@@ -86,11 +103,11 @@ class Store(Generic[T]):
     def put(self, raw: Raw) -> None:
         """An object as it was at its resourceVersion. One that is older than what we have changes nothing.
 
-        One that cannot be read is left as it was last seen, and told once: nothing else may suffer from it.
+        One that cannot be read is left as it was last seen, and logged once; all others go on.
         """
         metadata = raw["metadata"]
         uid, at = metadata["uid"], version(metadata)
-        place = (metadata.get("namespace", ""), metadata["name"])
+        place = _place_of(raw)
         old = self._entries.get(place)
         if uid in self._tombstones or (old is not None and at < old.version) or (old and at == old.version != 0):
             return
@@ -98,17 +115,17 @@ class Store(Generic[T]):
         try:
             seen = self._cut(raw)
         except UnreadableError as error:
-            self._leave(key, place, uid, error)
+            self._set_unreadable(key, place, uid, error)
             return
         self._unreadable.pop(place, None)
-        self._look += not self._listing
+        self._observation += not self._listing
         known = old.value if old is not None and old.uid == uid else None
-        self._set(place, old, Entry(key, uid, at, self._merge(known, seen, self._look)))
+        self._set(place, old, Entry(key, uid, at, self._merge(known, seen, self._observation)))
 
     @contextlib.contextmanager
-    def one_look(self) -> Iterator[None]:
+    def one_observation(self) -> Iterator[None]:
         """For a list, whose pages come one after the other: what is put meanwhile was seen at once, in no order."""
-        self._look += 1
+        self._observation += 1
         self._listing = True
         try:
             yield
@@ -117,7 +134,7 @@ class Store(Generic[T]):
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """The object with this uid is gone, whatever else has its name by now."""
-        self._bury(uid)
+        self._tombstones.add(uid)
         if self._unreadable.get((namespace, name), ("", "", ""))[1] == uid:
             key, _, _ = self._unreadable.pop((namespace, name))
             self._changed(key, None, None)
@@ -138,7 +155,7 @@ class Store(Generic[T]):
             if (not namespace or place[0] == namespace) and key in (None, of) and place not in named:
                 self.remove(*place, uid)
 
-    def _leave(self, key: Key, place: Place, uid: str, error: UnreadableError) -> None:
+    def _set_unreadable(self, key: Key, place: Place, uid: str, error: UnreadableError) -> None:
         if self._unreadable.get(place, ("", "", ""))[1] != uid:
             _LOGGER.warning("%s: %s; it is left out, and all else goes on", "/".join(place), error)
         self._unreadable[place] = (key, uid, f"{place[1]}: {error}")
@@ -160,58 +177,25 @@ class Store(Generic[T]):
         if before != new.value:
             self._changed(new.key, before, new.value)
 
-    def _bury(self, uid: str) -> None:
-        self._tombstones[uid] = None
-        while len(self._tombstones) > TOMBSTONES_MAX:
-            self._tombstones.popitem(last=False)
 
-
-class Jobs:
+class Jobs(Store[Raw]):
     """The DDPJobs as they are stored, raw but for what `cut` takes out. `changed(key)` is called when one is new, newer
     or gone."""
 
     def __init__(self, changed: Callable[[Key], None], cut: Callable[[Any], Raw] = lambda raw: raw) -> None:
-        self._changed = changed
-        self._cut = cut
-        self._raw: dict[Key, Raw] = {}
-        self._tombstones: collections.OrderedDict[str, None] = collections.OrderedDict()
+        super().__init__(cut, _place_of, lambda key, _old, _new: changed(key))
 
     def __iter__(self) -> Iterator[Key]:
-        return iter(list(self._raw))
-
-    def __len__(self) -> int:
-        return len(self._raw)
+        return iter(list(self._entries))
 
     def get(self, key: Key) -> Raw | None:
         """The newest that we know."""
-        return self._raw.get(key)
+        entry = self._entries.get(key)
+        return None if entry is None else entry.value
 
-    def put(self, raw: Raw) -> None:
-        """A job as it was at its resourceVersion."""
-        metadata = raw["metadata"]
-        key = (metadata.get("namespace", ""), metadata["name"])
-        old = self._raw.get(key)
-        if metadata["uid"] in self._tombstones or (old is not None and version(metadata) <= version(old["metadata"])):
-            return
-        self._raw[key] = self._cut(raw)
-        self._changed(key)
 
-    def remove(self, key: Key, uid: str) -> None:
-        """The job with this uid is gone, whatever else has its name by now."""
-        self._tombstones[uid] = None
-        while len(self._tombstones) > TOMBSTONES_MAX:
-            self._tombstones.popitem(last=False)
-        old = self._raw.get(key)
-        if old is not None and old["metadata"]["uid"] == uid:
-            del self._raw[key]
-            self._changed(key)
-
-    def retain(self, named: Set[Place], list_version: int, namespace: str = "") -> None:
-        """The end of a list whose jobs were put: one that it did not name is a ghost, unless it is newer than it."""
-        for key, raw in list(self._raw.items()):
-            listed = not namespace or key[0] == namespace
-            if listed and key not in named and version(raw["metadata"]) <= list_version:
-                self.remove(key, raw["metadata"]["uid"])
+def _place_of(raw: Raw) -> Place:
+    return raw["metadata"].get("namespace", ""), raw["metadata"]["name"]
 
 
 def version(metadata: Raw) -> int:

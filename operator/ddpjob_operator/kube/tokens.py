@@ -1,4 +1,4 @@
-"""Whose token is it? Verifies a trainer's projected service-account token with the cluster's own published keys.
+"""Which pod sends: verifies a trainer's projected service-account token with the cluster's own published keys.
 
 The API server is asked for its keys, not for each token (a TokenReview would be a write to it per report, and a right
 that reaches every token of the cluster). What is trusted: the signature by a fixed family of algorithms, the issuer,
@@ -25,7 +25,7 @@ TOKEN_LENGTH_MAX = 4096  # a projected token has about 1,200 characters
 LEEWAY_SECONDS = 30.0  # between the API server's clock and ours; a token just issued must not come from the future
 KEYS_AGE_SECONDS = 3600.0  # a key that the cluster withdrew is believed no longer than this
 RETRY_SECONDS = 10.0  # between two fetches, however many tokens with unknown keys arrive
-HIDDEN_RETRY_SECONDS = 300.0  # while the cluster hides its keys: whoever mends that needs no restart of ours
+HIDDEN_RETRY_SECONDS = 300.0  # while the cluster hides its keys: a fix of that needs no restart of the operator
 
 Get = Callable[[str], Awaitable[dict[str, Any]]]
 """GET a path of the API server with the operator's credentials: the JSON object. Raises ApiError (`Client.get`)."""
@@ -40,7 +40,7 @@ class BoundPod(NamedTuple):
 
 
 class BadTokenError(Exception):
-    """The token is not one for us; the text says why, without the token."""
+    """The token is not accepted; the text says why, without the token."""
 
 
 class _OtherIssuerError(BadTokenError):
@@ -93,7 +93,7 @@ class Verifier:
         try:
             return self._bound_pod(token, keys, key_id)
         except _OtherIssuerError:
-            # The cluster may have changed its issuer and kept its key: look once more before refusing.
+            # The cluster may have changed its issuer and kept its key, so fetch the keys once before refusing.
             renewed = await self._renewed(keys)
             if renewed is keys:
                 raise
@@ -182,7 +182,7 @@ def _read_keys(issuer: dict[str, Any], published: dict[str, Any]) -> Keys:
             key = jwt.PyJWK(entry)
         except (jwt.PyJWTError, AttributeError, TypeError):
             continue  # of a kind that we do not know: its tokens are refused, the others' are not
-        # A symmetric key would be a published secret: whoever reads it could sign.
+        # A symmetric key would be a published secret: everybody who reads it could sign.
         if key.algorithm_name in ALGORITHMS and key.key_id:
             by_id[key.key_id] = key
     return Keys(name, by_id)
@@ -198,11 +198,11 @@ def _pod(claims: dict[str, Any]) -> BoundPod:
 
 
 def _reason(error: jwt.PyJWTError) -> str:
-    """What is wrong, in our words: PyJWT's may repeat parts of what it read."""
-    told: dict[type[jwt.PyJWTError], str] = {
+    """What is wrong, in our own words, because PyJWT's may repeat parts of the token."""
+    reasons: dict[type[jwt.PyJWTError], str] = {
         jwt.ExpiredSignatureError: "the token has expired",
         jwt.InvalidAudienceError: "the token is for another audience",
         jwt.ImmatureSignatureError: "the token is not valid yet",
         jwt.InvalidSignatureError: "the token's signature is wrong",
     }
-    return told.get(type(error), f"the token is not valid ({type(error).__name__})")
+    return reasons.get(type(error), f"the token is not valid ({type(error).__name__})")

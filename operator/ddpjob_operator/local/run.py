@@ -31,7 +31,7 @@ from ddpjob_operator.local import faults, gpus, pod_process, receive, run_folder
 from ddpjob_operator.local.cluster import LocalCluster, LocalPod
 from ddpjob_operator.manifest.yamlfile import Document, InputError
 from ddpjob_operator.observed import kubeflow
-from ddpjob_operator.observed.reports import BadReportError, Report, read_report
+from ddpjob_operator.observed.reports import BadReportError, Report
 from ddpjob_operator.plan.actions import Settings
 from ddpjob_operator.plan.plan import plan
 from ddpjob_operator.pods import build
@@ -258,7 +258,8 @@ class Runner:
     def _on_report(self, body: bytes) -> str | None:
         """Called by the receiver's threads."""
         try:
-            report = self._read(body, dt.datetime.now(dt.timezone.utc))
+            now = dt.datetime.now(dt.timezone.utc)
+            report, self._total_steps = kubeflow.read_body(body, now, self._total_steps)
         except BadReportError as error:
             return str(error)
         if report is None:
@@ -269,16 +270,6 @@ class Runner:
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._wake_write, b"r")
         return None
-
-    def _read(self, body: bytes, now: dt.datetime) -> Report | None:
-        """A report in our protocol or in Kubeflow's, which Hugging Face's Trainer speaks by itself."""
-        if not kubeflow.speaks(body):
-            return read_report(body, now)
-        status = kubeflow.read_status(body)
-        if status is None:
-            return None
-        self._total_steps = kubeflow.total_steps(status) or self._total_steps
-        return kubeflow.report(status, now, self._total_steps)
 
     def _forward_reports(self) -> None:
         while self._received:

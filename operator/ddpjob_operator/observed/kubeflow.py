@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 
 from ddpjob_operator.job.bounds import NOT_READABLE
-from ddpjob_operator.observed.reports import METRIC_LENGTH_MAX, METRICS_MAX, BadReportError, Report
+from ddpjob_operator.observed.reports import METRIC_LENGTH_MAX, METRICS_MAX, BadReportError, Report, read_report
 
 STEP, TOTAL_STEPS = "current_step", "total_steps"
 
@@ -47,6 +47,20 @@ def speaks(body: bytes) -> bool:
         return "trainerStatus" in msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except NOT_READABLE:
         return False
+
+
+def read_body(
+    body: bytes, received_at: dt.datetime, total_steps_before: int | None
+) -> tuple[Report | None, int | None]:
+    """The report in a request body of either protocol, None where it says nothing; and the steps of the whole training,
+    which a later body of the same sender may leave out. Raises BadReportError."""
+    if not speaks(body):
+        return read_report(body, received_at), total_steps_before
+    status = read_status(body)
+    if status is None:
+        return None, total_steps_before
+    total = total_steps(status) or total_steps_before
+    return report(status, received_at, total), total
 
 
 def read_status(body: bytes) -> TrainerStatus | None:

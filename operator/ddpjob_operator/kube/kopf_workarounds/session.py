@@ -1,8 +1,9 @@
-"""kopf's way to the API server: the same bounds for what it reads of DDPJobs as for what we read (reading.py).
+"""The session by which kopf reaches the API server: it reads DDPJobs within the bounds of our own client (reading.py).
 
-kopf gives what it watches to `json.loads`, and ends the process when that fails: a DDPJob whose template is nested
-1,000 levels deep would end every operator of the cluster, and each that is started after it (seen with kopf 1.45 on
-Kubernetes 1.36). Its own way to change that is a session of ours (kopf.AiohttpSession).
+kopf 1.45 gives what it watches to `json.loads`, and ends the process when that fails: a DDPJob whose template is nested
+1,000 levels deep would end every operator of the cluster, and each that is started after it (seen on Kubernetes 1.36).
+Handing in a session (kopf.AiohttpSession) is kopf's own way to change that. Can go when kopf leaves out an object that
+it cannot read and goes on.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from ddpjob_operator.kube import reading
 _LOGGER = logging.getLogger(__name__)
 
 
-def session(info: kopf.ConnectionInfo, **life: Any) -> kopf.AiohttpSession:
-    """What a login handler returns. life: kopf's `expiration`. To be called where the event loop runs."""
+def session(info: kopf.ConnectionInfo, **options: Any) -> kopf.AiohttpSession:
+    """What a login handler returns. options: kopf's, such as `expiration`. Called in the event loop."""
     opened = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
         headers=info.as_http_headers(),
@@ -31,21 +32,8 @@ def session(info: kopf.ConnectionInfo, **life: Any) -> kopf.AiohttpSession:
         response_class=_Response,
     )
     return kopf.AiohttpSession(
-        server=info.server, default_namespace=info.default_namespace, aiohttp_session=opened, **life
+        server=info.server, default_namespace=info.default_namespace, aiohttp_session=opened, **options
     )
-
-
-async def lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """aiohttp's own lines end at 128 kB, and an object may be longer."""
-    parts: list[bytes] = []
-    async for chunk in content.iter_any():
-        *whole, rest = chunk.split(b"\n")
-        for line in whole:
-            parts.append(line)
-            if found := b"".join(parts):
-                yield found
-            parts = []
-        parts.append(rest)
 
 
 class _Response(aiohttp.ClientResponse):
@@ -64,12 +52,12 @@ class _Response(aiohttp.ClientResponse):
             return reading.jobs(content)
         except reading.BadJsonError as error:
             if self.status >= 400:
-                raise json.JSONDecodeError(str(error), "", 0) from None  # kopf then tells the text
+                raise json.JSONDecodeError(str(error), "", 0) from None  # kopf then logs the text
             raise aiohttp.ClientPayloadError(str(error)) from None  # kopf then asks again
 
 
 class _Stream:
-    """A stream of watch events: each line is read, cut and written anew."""
+    """A stream of watch events: each line is read, cut and written again."""
 
     def __init__(self, stream: aiohttp.StreamReader) -> None:
         self._stream = stream
@@ -79,11 +67,11 @@ class _Stream:
 
     async def iter_chunked(self, _: int) -> AsyncIterator[bytes]:
         """How kopf reads a watch."""
-        async for line in lines(self._stream):
+        async for line in reading.lines(self._stream):
             try:
-                found = reading.event(line)
-                if found["type"] in ("ADDED", "MODIFIED", "DELETED"):
-                    found["object"] = reading.job(found["object"])
-                yield orjson.dumps(found) + b"\n"
+                event = reading.event(line)
+                if event["type"] in ("ADDED", "MODIFIED", "DELETED"):
+                    event["object"] = reading.job(event["object"])
+                yield orjson.dumps(event) + b"\n"
             except reading.BadJsonError as error:
                 _LOGGER.warning("an event of a DDPJob cannot be read, and is left out: %s", error)

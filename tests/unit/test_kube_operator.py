@@ -10,26 +10,30 @@ from typing import Any
 import pytest
 from worlds import START, UID, manifest
 
-from ddpjob_operator.kube.app import ErrorBackoffs, Operator, Settings
 from ddpjob_operator.kube.client import ApiError, Client
-from ddpjob_operator.kube.executor import is_absent, is_refusal
+from ddpjob_operator.kube.executor import is_refusal
 from ddpjob_operator.kube.job_state import REFUSED_SECONDS, JobState
+from ddpjob_operator.kube.kopf_workarounds.backoffs import ErrorBackoffs
 from ddpjob_operator.kube.lease import Durations, Leader
+from ddpjob_operator.kube.lookup import is_absent
+from ddpjob_operator.kube.operator import Operator
+from ddpjob_operator.kube.runtime import SYSTEM, Runtime
+from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.tokens import BoundPod
 from ddpjob_operator.observed.reports import Report
 
 
 def test_namespaces_are_a_list_with_commas_and_none_means_all() -> None:
-    assert Settings.read({}).namespaces == ()
-    assert Settings.read({"DDPJOB_WATCH_NAMESPACES": " a, b,,a "}).namespaces == ("a", "b")
+    assert OperatorSettings.read({}).namespaces == ()
+    assert OperatorSettings.read({"DDPJOB_WATCH_NAMESPACES": " a, b,,a "}).namespaces == ("a", "b")
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("DDPJOB_HEALTH_PORT", "http"), ("DDPJOB_STATUS_PORT", "70000"), ("DDPJOB_LOG_LEVEL", "LOUD")]
+    ("name", "value"), [("DDPJOB_HEALTH_PORT", "http"), ("DDPJOB_STATUS_PORT", "70000"), ("DDPJOB_LOG_LEVEL", "loud")]
 )
 def test_a_wrong_setting_is_named_with_its_value(name: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: must be .*{value}"):
-        Settings.read({name: value.lower()})
+        OperatorSettings.read({name: value})
 
 
 def test_kopf_may_ask_for_its_waits_again_and_again() -> None:
@@ -52,7 +56,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize(("error", "refused"), REFUSALS.values(), ids=REFUSALS)
-def test_only_what_the_user_can_mend_is_shown_as_refused(error: ApiError, refused: bool) -> None:
+def test_only_what_the_user_can_fix_is_shown_as_refused(error: ApiError, refused: bool) -> None:
     assert is_refusal(error) is refused
 
 
@@ -72,7 +76,7 @@ def test_the_pods_of_one_round_wait_for_the_same_time() -> None:
     assert {r.retry_at for r in memory.refusals.values()} == {START + dt.timedelta(seconds=1)}
 
 
-def test_a_create_that_succeeds_starts_the_waits_anew() -> None:
+def test_a_create_that_succeeds_starts_the_waits_from_the_shortest() -> None:
     memory = JobState("u")
     memory.refuse("digits-1-0", "no", START)
     memory.created("digits-1-0")
@@ -101,9 +105,9 @@ def pod(rank: int, owner: str = UID, version: int = 1, **status: Any) -> dict[st
     }
 
 
-def operator() -> Operator:
+def operator(runtime: Runtime = SYSTEM) -> Operator:
     """One that knows a job of two nodes and its pods."""
-    made = Operator(Settings(), Client())
+    made = Operator(OperatorSettings(), Client(), runtime=runtime)
     body = manifest()
     body["metadata"]["resourceVersion"] = "1"
     made.job_seen(None, body)
@@ -127,36 +131,31 @@ def test_only_a_pod_of_the_present_job_is_believed() -> None:
     asyncio.run(run())
 
 
-def due_in(made: Operator) -> float:
-    """Seconds until the job is looked at, after what was due at once is done."""
-    schedule = made._queue.schedule
-    at = schedule.next_at()
-    return float("inf") if at is None else round(at - made._queue._clock(), 1)
+def test_a_failure_is_reconciled_at_once_and_one_of_several_good_news_after_a_while() -> None:
+    """The rules of this are triggers.py's (test_kube_triggers.py)."""
 
+    def due_in() -> float:
+        at = made.queue.schedule.next_at()
+        return float("inf") if at is None else round(at - 1000.0, 1)
 
-def test_a_failure_is_looked_at_at_once_and_one_of_several_good_news_after_a_while() -> None:
-    async def run() -> None:
-        made = operator()
-        made._queue._clock = lambda: 1000.0
-        made_quiet(made)
-        made.caches.pods.put(pod(0, version=2, phase="Running", containerStatuses=[_state(running={})]))
-        assert due_in(made) == 3.0, "one of two runs"
-        made.caches.pods.put(pod(1, version=3, phase="Running", containerStatuses=[_state(running={})]))
-        assert due_in(made) == 0.1, "all run"
-        made_quiet(made)
-        ended = _state(terminated={"exitCode": 1})
-        made.caches.pods.put(pod(0, version=4, phase="Failed", containerStatuses=[ended]))
-        assert due_in(made) <= 0.0, "one has failed"
-        made_quiet(made)
-        made.caches.pods.remove("default", "digits-1-1", "uid-digits-1-1")
-        assert due_in(made) <= 0.0, "one is gone"
+    async def run() -> Operator:
+        return operator(Runtime(clock=lambda: 1000.0))
 
-    asyncio.run(run())
+    made = asyncio.run(run())
+    made_quiet(made)
+    made.caches.pods.put(pod(0, version=2, phase="Running", containerStatuses=[_state(running={})]))
+    assert due_in() == 3.0, "one of two runs"
+    ended = _state(terminated={"exitCode": 1})
+    made.caches.pods.put(pod(0, version=4, phase="Failed", containerStatuses=[ended]))
+    assert due_in() == 0.0, "one has failed"
+    made_quiet(made)
+    made.caches.pods.remove("default", "digits-1-1", "uid-digits-1-1")
+    assert due_in() == 0.0, "one is gone"
 
 
 def made_quiet(made: Operator) -> None:
-    """All looks that are due, now or later, are done."""
-    schedule = made._queue.schedule
+    """All that is due, now or later, is done."""
+    schedule = made.queue.schedule
     while (at := schedule.next_at()) is not None:
         key = schedule.pop(at)
         assert key is not None
@@ -175,11 +174,11 @@ def test_only_a_404_that_names_the_object_means_that_it_is_gone() -> None:
 
 def test_the_probe_names_a_watch_that_does_nothing_and_a_part_that_has_ended() -> None:
     async def run() -> None:
-        made = Operator(Settings(namespaces=("team",)), Client())
+        made = Operator(OperatorSettings(namespaces=("team",)), Client())
         assert made.unhealthy() == ""
-        made._reflectors[0].tried_at -= 3600
+        made.reflectors[0].tried_at -= 3600
         assert made.unhealthy() == "the watch of pods in team has done nothing for 3600 s"
-        made._run("events", asyncio.sleep(0))
+        made.run("events", asyncio.sleep(0))
         await asyncio.gather(*made._tasks)
         assert made.unhealthy() == "events has ended"
         assert made.broken, "and then the process ends"
@@ -187,24 +186,24 @@ def test_the_probe_names_a_watch_that_does_nothing_and_a_part_that_has_ended() -
     asyncio.run(run())
 
 
-def test_who_stands_by_queues_nothing_and_who_leads_looks_at_every_job() -> None:
+def test_who_stands_by_queues_nothing_and_who_leads_reconciles_every_job() -> None:
     async def run() -> None:
-        made = Operator(Settings(), Client(), Leader(Client(), "ops", "op", "a", Durations()))
+        made = Operator(OperatorSettings(), Client(), Leader(Client(), "ops", "op", "a", Durations()))
         body = manifest()
         body["metadata"]["resourceVersion"] = "1"
         made.job_seen(None, body)
         made.caches.pods.put(pod(0))
-        assert len(made._queue.schedule) == 0, "it would grow by every job that ever was"
-        made._begin_term()
-        assert len(made._queue.schedule) == 1
+        assert len(made.queue.schedule) == 0, "it would grow by every job that ever was"
+        made.lead()
+        assert len(made.queue.schedule) == 1
         await asyncio.sleep(0)
         assert made.unhealthy() == ""
-        first = made._queue
-        await made._end_term()
-        assert made.unhealthy() == "", "a term that has ended is no part that has died"
-        assert made._queue is not first, "no wait and no refusal of an older term is acted on"
+        first = made.queue
+        await made.stand_by()
+        assert made.unhealthy() == "", "a leadership that has ended is no task that has died"
+        assert made.queue is not first, "no wait and no refusal of the last leadership is acted on"
         made.caches.pods.put(pod(1))
-        assert len(made._queue.schedule) == 0
+        assert len(made.queue.schedule) == 0
 
     asyncio.run(run())
 
@@ -218,20 +217,23 @@ def test_the_probe_fails_when_what_was_done_while_leading_does_not_end() -> None
                 await enough.wait()
 
     async def run() -> None:
-        made = Operator(Settings(), Client(), Leader(Client(), "ops", "op", "a", Durations()))
-        made._term = [asyncio.create_task(deaf())]
+        nonlocal now
+        leader, runtime = Leader(Client(), "ops", "op", "a", Durations()), Runtime(clock=lambda: now)
+        made = Operator(OperatorSettings(), Client(), leader, runtime=runtime)
+        made._leading = [asyncio.create_task(deaf())]
         await asyncio.sleep(0)
-        ending = asyncio.create_task(made._end_term())
+        ending = asyncio.create_task(made.stand_by())
         await asyncio.sleep(0)
         assert made.unhealthy() == ""
-        assert made._ending_since is not None
-        made._ending_since -= 3600
-        assert made.unhealthy() == "it stopped leading 3600 s ago, and what it did then has not ended"
+        now += 601
+        assert made.unhealthy() == "it stopped leading 601 s ago, and its tasks have not ended"
+        for reflector in made.reflectors:
+            reflector.tried_at = now
         enough.set()
         await ending
         assert made.unhealthy() == ""
 
-    enough = asyncio.Event()
+    now, enough = 1000.0, asyncio.Event()
     asyncio.run(run())
 
 
@@ -242,8 +244,8 @@ def test_the_probe_fails_when_the_task_that_keeps_the_lease_has_died() -> None:
 
     async def run() -> None:
         leader = Broken(Client(), "ops", "op", "a", Durations())
-        made = Operator(Settings(), Client(), leader)
-        made._run("lease", leader.run())
+        made = Operator(OperatorSettings(), Client(), leader)
+        made.run("lease", leader.run())
         await asyncio.gather(*made._tasks, return_exceptions=True)
         assert made.unhealthy() == "lease has ended"
         assert made.broken
@@ -260,5 +262,5 @@ def test_the_probe_fails_when_the_task_that_keeps_the_lease_has_died() -> None:
         ("10.0.0.5", "0", ""),
     ],
 )
-def test_the_address_for_reports_is_told_only_where_there_is_one(ip: str, port: str, address: str) -> None:
-    assert Settings.read({"DDPJOB_POD_IP": ip, "DDPJOB_STATUS_PORT": port}).status_address == address
+def test_the_address_for_reports_is_published_only_where_there_is_one(ip: str, port: str, address: str) -> None:
+    assert OperatorSettings.read({"DDPJOB_POD_IP": ip, "DDPJOB_STATUS_PORT": port}).status_address == address

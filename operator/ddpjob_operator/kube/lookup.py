@@ -1,0 +1,101 @@
+"""Reads of the API server, where our copy may be behind or where no watch shows an object. Answers go into the copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ddpjob_operator.job import api
+from ddpjob_operator.kube import observe
+from ddpjob_operator.kube.client import ApiError, Client, Raw
+from ddpjob_operator.kube.job_state import JobState
+from ddpjob_operator.kube.listing import take
+from ddpjob_operator.kube.nodes import Nodes
+from ddpjob_operator.kube.runtime import Runtime
+from ddpjob_operator.kube.store import Jobs, Key, Store
+from ddpjob_operator.observed.cluster import Pod
+from ddpjob_operator.pods import naming
+
+JOBS_PATH = f"/apis/{api.GROUP}/{api.VERSION}/namespaces/{{}}/{api.PLURAL}"
+
+
+@dataclass
+class Caches:
+    """Our copy of the cluster."""
+
+    jobs: Jobs
+    pods: Store[Pod]
+    services: Store[observe.Service]
+    nodes: Nodes
+
+    def of_kind(self, kind: str) -> Store[Any]:
+        """Where a Pod or a Service is kept."""
+        return self.pods if kind == "Pod" else self.services
+
+
+@dataclass(eq=False)
+class Lookup:
+    """All of it raises ApiError."""
+
+    client: Client
+    caches: Caches
+    runtime: Runtime
+
+    async def reread(self, metadata: api.Metadata) -> None:
+        """The job as it is now."""
+        try:
+            raw = await self.client.get(f"{JOBS_PATH.format(metadata.namespace)}/{metadata.name}")
+        except ApiError as error:
+            if not is_absent(error, metadata.name):
+                raise
+            self.caches.jobs.remove(metadata.namespace, metadata.name, metadata.uid)
+            return
+        if raw["metadata"]["uid"] != metadata.uid:
+            self.caches.jobs.remove(metadata.namespace, metadata.name, metadata.uid)
+        self.caches.jobs.put(raw)
+
+    async def list_pods(self, key: Key) -> None:
+        """The pods of one job as they are now."""
+        pods = self.caches.pods
+        pages = self.client.pages(f"/api/v1/namespaces/{key[0]}/pods", f"{naming.LABEL_JOB}={key[1]}")
+        await take(
+            pages,
+            pods.put,
+            lambda named, version: pods.retain(named, version, key[0], key),
+            one_observation=pods.one_observation,
+        )
+
+    async def is_own(self, kind: str, name: str, job: api.DDPJob, state: JobState) -> bool:
+        """Whether there is an object of this name and the job owns it; where somebody else does, `state` keeps the
+        conflict until the object is gone."""
+        raw = await self._find(kind, job.metadata.namespace, name)
+        if raw is None:
+            state.conflicts.pop((kind, name), None)
+            return False
+        own = bool(observe.controller(raw).get("uid") == job.metadata.uid)
+        if own or observe.job_name(raw) == job.metadata.name:
+            # The watch shows it too, and also when it goes.
+            state.conflicts.pop((kind, name), None)
+            state.created(name)
+            self.caches.of_kind(kind).put(raw)
+        else:
+            state.add_conflict(observe.conflicts(kind, raw, job.metadata), self.runtime.now())
+        return own
+
+    async def _find(self, kind: str, namespace: str, name: str) -> Raw | None:
+        try:
+            return await self.client.get(f"{collection(kind, namespace)}/{name}")
+        except ApiError as error:
+            if is_absent(error, name):
+                return None
+            raise
+
+
+def is_absent(error: ApiError, name: str) -> bool:
+    """Whether the object is not there. A server that knows neither kind nor path says 404 as well, without the name."""
+    return error.status == 404 and f'"{name}"' in error.message
+
+
+def collection(kind: str, namespace: str) -> str:
+    """The path of the Pods or Services of a namespace."""
+    return f"/api/v1/namespaces/{namespace}/{'pods' if kind == 'Pod' else 'services'}"

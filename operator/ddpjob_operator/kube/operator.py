@@ -1,0 +1,283 @@
+"""The operator: its copy of the cluster, and the queue of jobs to reconcile. Every change only enqueues its job.
+
+kopf reports the DDPJobs (handlers.py); pods, Services and nodes come through our own reflectors. Of several operators
+the one that holds the Lease runs the queue, and the others keep their copies up to date.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from ddpjob_operator.job import api
+from ddpjob_operator.kube import access, observe, reading, triggers
+from ddpjob_operator.kube.claims import Claims
+from ddpjob_operator.kube.client import Client
+from ddpjob_operator.kube.events import Events
+from ddpjob_operator.kube.executor import Executor
+from ddpjob_operator.kube.forward import Forwarder
+from ddpjob_operator.kube.health import serve_health
+from ddpjob_operator.kube.job_state import JobStates
+from ddpjob_operator.kube.kopf_workarounds.sweep import sweep
+from ddpjob_operator.kube.lease import Leader
+from ddpjob_operator.kube.lookup import Caches, Lookup
+from ddpjob_operator.kube.nodes import Nodes
+from ddpjob_operator.kube.queue import Queue
+from ddpjob_operator.kube.receive import Receiver, Sender
+from ddpjob_operator.kube.reconcile import Reconciler
+from ddpjob_operator.kube.reflector import Reflector
+from ddpjob_operator.kube.reports import Reports
+from ddpjob_operator.kube.runtime import SYSTEM, Runtime
+from ddpjob_operator.kube.settings import OperatorSettings
+from ddpjob_operator.kube.store import Jobs, Key, Store
+from ddpjob_operator.kube.tokens import BoundPod, Verifier
+from ddpjob_operator.observed import facts
+from ddpjob_operator.observed.cluster import Pod
+from ddpjob_operator.observed.reports import Report
+from ddpjob_operator.pods import build, naming
+
+UNSYNCED_SECONDS = 0.2
+# Longer than any bounded request, with its retries, could take.
+STUCK_SECONDS = 600.0
+
+
+class Operator:
+    """All parts, wired. It runs from `start` to `stop`; `job_seen` takes every change of a DDPJob."""
+
+    def __init__(
+        self,
+        settings: OperatorSettings,
+        client: Client,
+        leader: Leader | None = None,
+        claims: Claims | None = None,
+        runtime: Runtime = SYSTEM,
+    ) -> None:
+        """`client` writes only while `leader` holds its Lease, and where `claims` hold; without them this operator is
+        the only one."""
+        self.settings = settings
+        self.broken = False
+        self.stop_flag = asyncio.Event()
+        self.leads = leader is None
+        self._client = client
+        self._leader = leader
+        self._claims = claims
+        self._runtime = runtime
+        self._leadership_lost_at: float | None = None
+        """Since when the tasks of the last leadership are being cancelled."""
+        self.caches = Caches(
+            Jobs(self._enqueue, reading.job),
+            Store(observe.pod, _job_of, self._pod_changed, facts.merge),
+            Store(observe.service, _job_of, lambda key, _old, _new: self._enqueue(key)),
+            Nodes(self._node_changed, runtime.now),
+        )
+        self._prepare_to_lead()
+        self.reflectors = [
+            Reflector(client, plural, namespace, naming.LABEL_JOB, sink, runtime=runtime)
+            for namespace in settings.watched
+            for plural, sink in (("pods", self.caches.pods), ("services", self.caches.services))
+        ]
+        # Only a ClusterRole can allow it; without it the pods themselves show that their node is lost.
+        nodes = [] if settings.namespaces else [Reflector(client, "nodes", "", "", self.caches.nodes, runtime=runtime)]
+        self._all_reflectors = [*self.reflectors, *nodes]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._leading: list[asyncio.Task[None]] = []
+        self._first_lists: asyncio.Task[None] | None = None
+        self._health: web.AppRunner | None = None
+        self._forwarder = Forwarder(leader.leader_address if leader else lambda: None)
+        verifier = Verifier(client.get, self._keys_hidden, clock=runtime.clock)
+        forward = self._forwarder.forward
+        self._receiver = Receiver(verifier.pod, self.locate, self.report, runtime=runtime, forward=forward)
+
+    def _prepare_to_lead(self) -> None:
+        """New at each leadership: refusals, reports and back-offs of the last one are no longer true."""
+        settings, runtime = self.settings, self._runtime
+        self.states = states = JobStates(self.caches.jobs)
+        lookup = Lookup(self._client, self.caches, runtime)
+        events = Events(self._client, runtime, instance=settings.host_name)
+        reporting = build.Reporting(settings.status_url) if settings.status_url else None
+        executor = Executor(self._client, self.caches, lookup, events, runtime, reporting, self._progressed)
+        self.reports = Reports(self.caches.jobs, states, runtime, settings.rules.progress_write_seconds)
+        self._events = events
+        self.reconciler = Reconciler(
+            self.caches, states, self.reports, lookup, executor, runtime, settings.rules, self._ready_in
+        )
+        self.queue: Queue[Key] = Queue(self.reconciler.reconcile, runtime)
+
+    async def start(self) -> None:
+        """Returns once the DDPJobs can be watched; waits for the CRD and the rights to do so."""
+        self._health = await serve_health(self.settings.health_port, self.unhealthy, self.standing_by)
+        if self.settings.status_port:
+            await self._receiver.start(None, self.settings.status_port)
+        for reflector in self._all_reflectors:
+            self.run(reflector.what, reflector.run())
+        if self._leader is None:
+            self.lead()
+        self._first_lists = asyncio.create_task(self._after_first_lists())
+        await access.wait_for_jobs(self._client, self.settings.watched, self._runtime.log)
+        await access.report_missing_rights(self._client, self.settings.watched, self._runtime.log)
+        self.run("sweep", sweep(self._client, self.caches.jobs, self.settings.watched, self._runtime))
+        if self._leader is not None:
+            # Not earlier: an operator that may not even see the jobs must not keep the Lease from one that may.
+            if self._claims is not None:
+                self.run("claims", self._claims.run(self._claims_changed))
+            self.run("lease", self._leader.run())
+            self.run("leadership", self._lead_while_held(self._leader))
+
+    async def stop(self) -> None:
+        """Nothing is written after this."""
+        tasks = [*self._tasks, *self._leading, *([self._first_lists] if self._first_lists else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._leader is not None:
+            await self._leader.release()
+            await self._leader.close()
+        if self._claims is not None:
+            await self._claims.close()
+        await self._receiver.stop()
+        await self._forwarder.close()
+        if self._health is not None:
+            await self._health.cleanup()
+        await self._client.close()
+
+    def job_seen(self, kind: str | None, raw: dict[str, Any]) -> None:
+        """A watch event of a DDPJob; kind None: it comes from a list."""
+        metadata = raw["metadata"]
+        if kind == "DELETED":
+            self.caches.jobs.remove(metadata["namespace"], metadata["name"], metadata["uid"])
+        else:
+            self.caches.jobs.put(raw)
+
+    def locate(self, bound: BoundPod) -> Sender | None:
+        """Which node of which job a pod is."""
+        entry = self.caches.pods.entry(bound.namespace, bound.name)
+        if entry is None or entry.uid != bound.uid:
+            return None
+        job = self.caches.jobs.get(entry.key)
+        if job is None or job["metadata"]["uid"] != entry.value.owner_uid:
+            return None
+        return Sender(*entry.key, rank=entry.value.rank, attempt=entry.value.attempt)
+
+    def report(self, sender: Sender, report: Report) -> None:
+        """A trainer's report."""
+        key = (sender.namespace, sender.job)
+        if (in_seconds := self.reports.take(key, report)) is not None:
+            self._enqueue(key, in_seconds)
+
+    def unhealthy(self) -> str:
+        """Why a restart would help, or nothing. An API server that is away is no such reason."""
+        for task in self._tasks:
+            if task.done():
+                return f"{task.get_name()} has ended"
+        if (stuck := self.queue.stuck_seconds()) > STUCK_SECONDS:
+            return f"the reconcile of a job has got no answer for {stuck:.0f} s"
+        now, lost_at = self._runtime.clock(), self._leadership_lost_at
+        if lost_at is not None and now - lost_at > STUCK_SECONDS:
+            return f"it stopped leading {now - lost_at:.0f} s ago, and its tasks have not ended"
+        for reflector in self.reflectors:
+            if (silent := now - reflector.tried_at) > STUCK_SECONDS:
+                return f"the watch of {reflector.what} has done nothing for {silent:.0f} s"
+        return ""
+
+    def standing_by(self) -> str:
+        """Which jobs another release has; that is no reason for a restart."""
+        return "; ".join(self._claims.standing_by()) if self._claims is not None else ""
+
+    def lead(self) -> None:
+        """Reconcile all jobs from now on."""
+        self.leads = True
+        parts = {"events": self._events.run(), "queue": self.queue.run(), "silence": self.reports.run()}
+        self._leading = [self.run(name, work) for name, work in parts.items()]
+        for key in self.caches.jobs:
+            self.queue.add(key)
+
+    async def stand_by(self) -> None:
+        """Returns once no write is under way: requests are cancelled, not waited for."""
+        self.leads = False
+        self._leadership_lost_at = self._runtime.clock()
+        self._tasks = [task for task in self._tasks if task not in self._leading]
+        for task in self._leading:
+            task.cancel()
+        await asyncio.gather(*self._leading, return_exceptions=True)
+        self._leadership_lost_at = None
+        self._prepare_to_lead()
+
+    def run(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task without which the operator cannot work."""
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._task_ended)
+        self._tasks.append(task)
+        return task
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            return
+        # Its tasks run for ever. Without one of them it would neglect jobs silently; without a process it is restarted.
+        self._runtime.log.error("%s has ended, so the operator ends", task.get_name(), exc_info=task.exception())
+        self.broken = True
+        self.stop_flag.set()
+
+    async def _lead_while_held(self, leader: Leader) -> None:
+        while True:
+            await leader.gained()
+            self.lead()
+            await leader.lost()
+            await self.stand_by()
+
+    async def _after_first_lists(self) -> None:
+        for reflector in self.reflectors:
+            await reflector.synced.wait()
+        pods, services = len(self.caches.pods), len(self.caches.services)
+        self._runtime.log.info("%d pods and %d services are known", pods, services)
+        self._runtime.freeze_heap()
+
+    def _enqueue(self, key: Key, in_seconds: float = 0.0) -> None:
+        # While another operator leads a queue would only grow, by the names of all jobs that ever were.
+        if self.leads:
+            self.queue.add(key, in_seconds)
+
+    def _keys_hidden(self, why: str) -> None:
+        self._runtime.log.warning("progress is off: %s", why)
+
+    def _progressed(self, key: Key) -> None:
+        self.queue.progressed(key)
+
+    def _ready_in(self, key: Key) -> float | None:
+        """Seconds until the job may be reconciled, 0: now; None: another release has it until claims change."""
+        if not self._may_act(key[0]):
+            return None
+        # Before both lists are there, a pod that is not in our copy would look as if it had vanished.
+        lists = (r.synced.is_set() for r in self.reflectors if r.namespace in ("", key[0]))
+        return 0.0 if all(lists) else UNSYNCED_SECONDS
+
+    def _may_act(self, namespace: str) -> bool:
+        return self._claims is None or self._claims.hold(namespace)
+
+    def _claims_changed(self) -> None:
+        # What was reported until then would look like a stall once this release has the job again.
+        self.states.forget([key for key, _ in self.states if not self._may_act(key[0])])
+        for key in self.caches.jobs:
+            if self._may_act(key[0]):
+                self._enqueue(key)
+
+    def _pod_changed(self, key: Key, old: Pod | None, new: Pod | None) -> None:
+        if new is None and old is not None:
+            self.states.pod_deleted(key, old)
+        nodes = ((self.caches.jobs.get(key) or {}).get("spec") or {}).get("nodes", 1)
+        if (in_seconds := triggers.pod_changed(old, new, self.caches.pods.of(key), nodes)) is not None:
+            self._enqueue(key, in_seconds)
+
+    def _node_changed(self, name: str) -> None:
+        for key in self.caches.pods.jobs():
+            if triggers.uses_node(name, self.caches.pods.of(key)):
+                self._enqueue(key)
+
+
+def _job_of(raw: Mapping[str, Any]) -> Key:
+    metadata = raw["metadata"]
+    owner = observe.controller(raw)
+    name = observe.job_name(raw) or (owner.get("name", "") if owner.get("kind") == api.KIND else "")
+    return metadata.get("namespace", ""), name

@@ -1,0 +1,130 @@
+"""How the operator's process runs: environment variables, which the chart sets, as OperatorSettings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from ddpjob_operator.kube.lease import Durations
+from ddpjob_operator.plan.actions import Settings as PlanSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class OperatorSettings:
+    """Under each field: its variable, its meaning and unit, its default and why."""
+
+    namespaces: tuple[str, ...] = ()
+    """DDPJOB_WATCH_NAMESPACES: the namespaces whose jobs are run, separated by commas. Empty, the default: all, which
+    needs a ClusterRole; with a list Roles are enough."""
+    health_port: int = 8080
+    """DDPJOB_HEALTH_PORT: port of /healthz. 0: none. 8080, because it needs no privilege."""
+    status_port: int = 0
+    """DDPJOB_STATUS_PORT: port on which trainers' reports are received. 0, the default: none, because every pod of the
+    cluster can reach it."""
+    status_url: str = ""
+    """DDPJOB_STATUS_URL: where trainers post their reports: the Service before `status_port`. Empty, the default: they
+    do not report."""
+    log_level: str = "INFO"
+    """DDPJOB_LOG_LEVEL: DEBUG, INFO, WARNING or ERROR. INFO says who leads and what is wrong, and nothing per job."""
+    rules: PlanSettings = dataclasses.field(default_factory=PlanSettings)
+    """DDPJOB_LOST_NODE_SECONDS: a node that has been NotReady for so many seconds is lost. 30, because Kubernetes takes
+    another 10 to 50 s to call it so, and a node that is back sooner has cost nothing.
+    DDPJOB_KEEP_LOG_TAIL: whether the last lines of a failed rank's log go into its job's status, where whoever may see
+    the job reads them. true, because they tell the cause; false leaves the exception alone."""
+    lease_namespace: str = ""
+    """DDPJOB_LEASE_NAMESPACE: namespace of the Lease that decides which of several operators acts. Empty, the default:
+    there is no Lease, and this operator always acts."""
+    lease_name: str = "ddpjob-operator"
+    """DDPJOB_LEASE_NAME: the same for all pods of a release."""
+    claim_namespace: str = "kube-system"
+    """DDPJOB_CLAIM_NAMESPACE: where releases that watch all namespaces find each other (claims.py). kube-system,
+    because every cluster has it; the same for all releases of a cluster."""
+    lease: Durations = dataclasses.field(default_factory=Durations)
+    """DDPJOB_LEASE_SECONDS, DDPJOB_LEASE_RENEW_SECONDS, DDPJOB_LEASE_RETRY_SECONDS: see Durations."""
+    pod_name: str = ""
+    """DDPJOB_POD_NAME: what the Lease calls its holder. Empty, the default: the name of the host."""
+    pod_ip: str = ""
+    """DDPJOB_POD_IP: where other operators forward reports to while this one leads. Empty, the default: they refuse
+    reports then."""
+    host_name: str = ""
+    """HOSTNAME: what Events call the operator that has sent them."""
+
+    @staticmethod
+    def read(environment: Mapping[str, str]) -> OperatorSettings:
+        """From environment variables. Raises ValueError with the variable, its value and the fix."""
+        names = [name.strip() for name in environment.get("DDPJOB_WATCH_NAMESPACES", "").split(",")]
+        levels, must = ("DEBUG", "INFO", "WARNING", "ERROR"), "DEBUG, INFO, WARNING or ERROR"
+        level = _checked(environment, "DDPJOB_LOG_LEVEL", "INFO", lambda text: text.upper() in levels, must).upper()
+        must = "whole seconds from 1 to 86400"
+        lost = _checked(environment, "DDPJOB_LOST_NODE_SECONDS", "30", _is_up_to_a_day, must)
+        tail = _checked(environment, "DDPJOB_KEEP_LOG_TAIL", "true", _is_switch, "true or false")
+        return OperatorSettings(
+            namespaces=tuple(dict.fromkeys(name for name in names if name)),
+            health_port=_port(environment, "DDPJOB_HEALTH_PORT", "8080"),
+            status_port=_port(environment, "DDPJOB_STATUS_PORT", "0"),
+            status_url=environment.get("DDPJOB_STATUS_URL", ""),
+            log_level=level,
+            rules=PlanSettings(lost_node_seconds=int(lost), keep_log_tail=tail.lower() == "true"),
+            lease_namespace=environment.get("DDPJOB_LEASE_NAMESPACE", ""),
+            lease_name=environment.get("DDPJOB_LEASE_NAME", "ddpjob-operator"),
+            claim_namespace=environment.get("DDPJOB_CLAIM_NAMESPACE", "kube-system"),
+            lease=_durations(environment),
+            pod_name=environment.get("DDPJOB_POD_NAME", ""),
+            pod_ip=environment.get("DDPJOB_POD_IP", ""),
+            host_name=environment.get("HOSTNAME", ""),
+        )
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """The namespaces to list and watch; "" is all of them."""
+        return self.namespaces or ("",)
+
+    @property
+    def status_address(self) -> str:
+        """Where other operators reach our receiver of reports; empty: nowhere."""
+        host = f"[{self.pod_ip}]" if ":" in self.pod_ip else self.pod_ip
+        return f"{host}:{self.status_port}" if host and self.status_port else ""
+
+
+def _durations(environment: Mapping[str, str]) -> Durations:
+    names = ("DDPJOB_LEASE_SECONDS", "DDPJOB_LEASE_RENEW_SECONDS", "DDPJOB_LEASE_RETRY_SECONDS")
+    must = "seconds above 0 and below a day"
+    lease, renew, retry = (
+        float(_checked(environment, name, default, lambda text: 0 < _number(text) < 86_400, must))
+        for name, default in zip(names, ("15", "10", "2"), strict=True)
+    )
+    if lease != int(lease):
+        raise ValueError(f'DDPJOB_LEASE_SECONDS: must be whole seconds, is "{lease:g}"')
+    if not 2 * retry < renew < lease:
+        raise ValueError(
+            f'DDPJOB_LEASE_RENEW_SECONDS: must be more than twice DDPJOB_LEASE_RETRY_SECONDS ("{retry:g}") and '
+            f'less than DDPJOB_LEASE_SECONDS ("{lease:g}"), is "{renew:g}"'
+        )
+    return Durations(int(lease), renew, retry)
+
+
+def _is_up_to_a_day(text: str) -> bool:
+    return text.isdecimal() and 1 <= int(text) <= 86_400
+
+
+def _is_switch(text: str) -> bool:
+    return text.lower() in ("true", "false")
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def _port(environment: Mapping[str, str], name: str, default: str) -> int:
+    must = "a port from 0 (off) to 65535"
+    return int(_checked(environment, name, default, lambda text: text.isdecimal() and int(text) <= 65535, must))
+
+
+def _checked(environment: Mapping[str, str], name: str, default: str, valid: Callable[[str], bool], must: str) -> str:
+    text = environment.get(name, default)
+    if not valid(text):
+        raise ValueError(f'{name}: must be {must}, is "{text}"')
+    return text

@@ -1,0 +1,63 @@
+"""Which changes of a pod or a node are worth a reconcile, and how soon."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from worlds import START
+
+from ddpjob_operator.kube.triggers import ALL_CHANGED_SECONDS, SOME_CHANGED_SECONDS, pod_changed, uses_node
+from ddpjob_operator.observed.cluster import Container, Pod
+
+RUNNING, WAITING = Container("running"), Container("waiting")
+FAILED, COMPLETED = Container("ended", exit_code=1), Container("ended", exit_code=0)
+
+
+def pod(rank: int = 0, trainer: Container = RUNNING, *, attempt: int = 1, replacement: int = 0, node: str = "") -> Pod:
+    name = f"digits-{attempt}-{rank}"
+    phase = "Running" if trainer.state != "ended" else "Failed" if trainer.exit_code else "Succeeded"
+    return Pod(
+        name=name,
+        uid=f"{name}-{replacement}",
+        owner_uid="u",
+        attempt=attempt,
+        rank=rank,
+        replacement=replacement,
+        node=node,
+        phase=phase,
+        trainer=trainer,
+    )
+
+
+STOPPING = dataclasses.replace(pod(), deletion_requested_at=START)
+CASES = {
+    # old, new, the other pods: seconds
+    "a pod that is gone": (pod(), None, [], 0.0),
+    "a trainer that failed": (pod(), pod(trainer=FAILED), [pod(1)], 0.0),
+    "a pod that is to stop": (pod(), STOPPING, [pod(1)], 0.0),
+    "the first of two trainers that runs": (pod(trainer=WAITING), pod(), [pod(1, WAITING)], SOME_CHANGED_SECONDS),
+    "the last of two trainers that runs": (pod(trainer=WAITING), pod(), [pod(1)], ALL_CHANGED_SECONDS),
+    "the last trainer that completes": (pod(), pod(trainer=COMPLETED), [pod(1, COMPLETED)], ALL_CHANGED_SECONDS),
+    "a new pod": (None, pod(trainer=WAITING), [pod(1, WAITING)], SOME_CHANGED_SECONDS),
+    "the only pod that is there yet": (pod(trainer=WAITING), pod(), [], SOME_CHANGED_SECONDS),
+    "a pod of an older attempt waits": (pod(trainer=WAITING), pod(), [pod(1), pod(1, WAITING, attempt=0)], 0.1),
+    "a replaced pod has failed": (pod(trainer=WAITING), pod(), [pod(1, FAILED), pod(1, replacement=1)], 0.1),
+    "a pod that was scheduled": (pod(trainer=WAITING), pod(trainer=WAITING, node="a"), [pod(1, WAITING)], None),
+    "nothing": (pod(), pod(), [pod(1)], None),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "others", "seconds"), CASES.values(), ids=CASES)
+def test_failures_and_deletions_are_reconciled_at_once_and_good_news_is_gathered(
+    old: Pod | None, new: Pod | None, others: list[Pod], seconds: float | None
+) -> None:
+    """Each reconcile may write the status; a failure that waits for others costs the user GPU time."""
+    pods = others if new is None else [new, *others]
+    assert pod_changed(old, new, pods, nodes=2) == seconds
+
+
+def test_a_node_concerns_the_jobs_that_have_a_live_pod_on_it() -> None:
+    assert uses_node("a", [pod(node="b"), pod(1, node="a")])
+    assert not uses_node("a", [pod(node="b")])
+    assert not uses_node("a", [pod(trainer=FAILED, node="a")])
