@@ -182,7 +182,9 @@ class Snapshot:
                 file.flush()
                 os.fsync(file.fileno())
             self._must_be_newest(writer)
-            os.rename(tmp, self.folder / f"step-{document['step']:012d}.writer-{writer:06d}.{_digest(file.sha256)}.pt")
+            os.rename(
+                tmp, self.folder / f"step-{document['step']:012d}.writer-{writer:06d}.{file.sha256.hexdigest():.16}.pt"
+            )
             _fsync_folder(self.folder)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -195,10 +197,9 @@ class Snapshot:
             self._must_be_newest(writer)
             entry.path.unlink(missing_ok=True)
         for name in os.listdir(self.folder):
-            if (match := _ALIVE_NAME.fullmatch(name)) and int(match[1]) < writer:
-                (self.folder / name).unlink(missing_ok=True)
-            # This process writes nothing now: a file of this writer or an older one is of a process that has ended.
-            if (match := _TMP_NAME.fullmatch(name)) and int(match[1]) <= writer:
+            alive, tmp = _ALIVE_NAME.fullmatch(name), _TMP_NAME.fullmatch(name)
+            # This process writes nothing now: a .tmp file of this writer or an older one is of an ended process.
+            if (alive and int(alive[1]) < writer) or (tmp and int(tmp[1]) <= writer):
                 (self.folder / name).unlink(missing_ok=True)
 
     # ---- who may write -------------------------------------------------------------------------------------
@@ -431,15 +432,10 @@ def _entries(folder: Path) -> list[_Entry]:
 
 def _read(entry: _Entry) -> bytes | None:
     """The file's bytes, or None where they are not there or not what was written."""
-    try:
+    with contextlib.suppress(OSError):
         data = entry.path.read_bytes()
-    except OSError:
-        return None
-    return data if _digest(hashlib.sha256(data)) == entry.digest else None
-
-
-def _digest(sha256: "hashlib._Hash") -> str:
-    return sha256.hexdigest()[:16]
+        return data if hashlib.sha256(data).hexdigest().startswith(entry.digest) else None
+    return None
 
 
 class _HashingFile(io.BufferedWriter):
