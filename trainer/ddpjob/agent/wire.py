@@ -23,7 +23,6 @@ from typing import Any
 
 LINE_BYTES_MAX = 1 << 16
 GREETING_BYTES_MAX = 1024  # before we know who speaks
-MAC_CHARACTERS = 64
 VERSION = 1
 
 
@@ -63,7 +62,6 @@ class Link:
         return self._heard > 0
 
     def fileno(self) -> int:
-        """To wait for."""
         return self._connection.fileno()
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -102,7 +100,6 @@ class Link:
             raise Refused(str(error)) from None
 
     def close(self) -> None:
-        """The end of it."""
         self._connection.close()
 
     def shut(self) -> None:
