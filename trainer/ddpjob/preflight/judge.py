@@ -62,7 +62,6 @@ class CheckResult(NamedTuple):
 
     @property
     def bad_nodes(self) -> list[int]:
-        """The worst first."""
         return list(dict.fromkeys(found.node for found in self.bad))
 
     @property
@@ -83,32 +82,22 @@ class NodeMeasures(NamedTuple):
 class Criterion(NamedTuple):
     """When a node is bad in one of them."""
 
-    of: Callable[[NodeMeasures], float]
+    measure: str
+    """The field of NodeMeasures."""
     factor: float
     factor_of_two: float
     """Where there are only two nodes, and the other is what is usual; 0: of a pair nobody can say whose fault it is."""
-    matters: Callable[[float, float], bool]
-    """Given its seconds, and the usual ones."""
     text: Callable[[float], str]
     what: str
-
-
-def _always(_value: float, _usual: float) -> bool:
-    return True
+    matters: Callable[[float, float], bool] = lambda _seconds, _usual: True
 
 
 CRITERIA = (
-    Criterion(lambda node: node.bandwidth, 2, 0, _always, lambda s: rate(s, "B/s"), "to its peers"),
-    Criterion(
-        lambda node: node.latency, 2, 0, lambda value, usual: value - usual >= LATENCY_SECONDS,
-        lambda s: duration(s), "to its peers",
-    ),
-    Criterion(lambda node: node.matmul, 2, 4, _always, lambda s: rate(s, "FLOP/s"), "in a matrix product"),
-    Criterion(
-        lambda node: node.disk, 4, 8, lambda value, _usual: value > DISK_SECONDS_PER_BYTE,
-        lambda s: rate(s, "B/s"), "to its disk",
-    ),
-)  # fmt: skip
+    Criterion("bandwidth", 2, 0, lambda s: rate(s, "B/s"), "to its peers"),
+    Criterion("latency", 2, 0, lambda s: duration(s), "to its peers", lambda s, usual: s - usual >= LATENCY_SECONDS),
+    Criterion("matmul", 2, 4, lambda s: rate(s, "FLOP/s"), "in a matrix product"),
+    Criterion("disk", 4, 8, lambda s: rate(s, "B/s"), "to its disk", lambda s, _usual: s > DISK_SECONDS_PER_BYTE),
+)
 
 
 def judge(measures: Sequence[RankMeasures]) -> CheckResult:
@@ -157,7 +146,7 @@ def best_of(one: RankMeasures, other: RankMeasures) -> RankMeasures:
 
 
 def _slow(criterion: Criterion, nodes: dict[int, NodeMeasures]) -> Iterator[SlowNode]:
-    seconds = {node: value for node, of in nodes.items() if (value := criterion.of(of)) > 0}
+    seconds = {node: value for node, of in nodes.items() if (value := getattr(of, criterion.measure)) > 0}
     if len(seconds) < 2:
         return
     several = len(seconds) > 2
