@@ -80,7 +80,6 @@ class Spent(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All restarts."""
         return sum(self)
 
 
@@ -115,12 +114,10 @@ class History(NamedTuple):
 
     @property
     def spent(self) -> Spent:
-        """The restarts alone."""
         return Spent(*self[:3])
 
     @property
     def total(self) -> int:
-        """All restarts."""
         return self.spent.total
 
 
@@ -341,9 +338,7 @@ def _with(
     """All but what is in a row: the back-off may be reset where what is free is not."""
     uncharged, lost_before = (0, 0) if made_a_new_step else (history.uncharged_in_a_row, history.peers_lost)
     return history._replace(
-        application=history.application + new.application,
-        infrastructure=history.infrastructure + new.infrastructure,
-        stall=history.stall + new.stall,
+        **{name: getattr(history, name) + getattr(new, name) for name in Spent._fields},
         charged_at=_times(history, new.application, limits, now),
         uncharged_in_a_row=uncharged + new.infrastructure,
         peers_lost=lost_before + peers_lost,
