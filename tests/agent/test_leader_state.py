@@ -6,26 +6,17 @@ import itertools
 from typing import Any
 
 import pytest
-from leads import taken
+from leads import failure, taken
 
-from ddpjob.agent.core.leader_state import RESUMABLE, End, Lead, Leave, Start, Stop, root_cause
-from ddpjob.core import budget, rules
+from ddpjob.agent.core.leader_state import End, Lead, Leave, Start, Stop
+from ddpjob.core import budget
 from ddpjob.core.budget import Budget, Grant, History, Known, Spent
 from ddpjob.core.failure_policy import PolicyRule
+from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
+from ddpjob.core.failures import Failure, root_cause
 
 JOIN_SECONDS = 600.0
 T0 = 7.25  # odd, so that a real clock would show
-
-
-def failure(rank: int = 0, code: int = 1, **known: Any) -> dict[str, Any]:
-    return {
-        "rank": rank,
-        "exitCode": code,
-        "signal": "",
-        "exception": "",
-        "symptom": False,
-        "resumable": code == 75,
-    } | known
 
 
 def lead(nodes: int, restarts: int = 3, **more: Any) -> Lead:
@@ -40,7 +31,7 @@ def running(nodes: int, restarts: int = 3, **more: Any) -> Lead:
     return found
 
 
-def stop(found: Lead, failures: list[dict[str, Any]], at: float = T0) -> None:
+def stop(found: Lead, failures: list[Failure], at: float = T0) -> None:
     """All nodes say that their ranks are gone."""
     (order,) = taken(found)
     assert isinstance(order, Stop)
@@ -64,10 +55,6 @@ def fail_twice(found: Lead) -> None:
         stop(found, [failure()])
         found.orders.clear()
     assert found.state == "pausing"
-
-
-def test_resumable_is_the_codes_own_number() -> None:
-    assert RESUMABLE == rules.RESUMABLE_EXIT_CODE
 
 
 def test_nothing_starts_before_every_node_is_here() -> None:
@@ -135,7 +122,7 @@ def test_the_budget_is_spent_to_the_last_and_not_overrun(restarts: int) -> None:
     found.failed(0, [failure(code=9)], at)
     stop(found, [failure(code=9)], at)
     (order,) = taken(found)
-    assert (order.code, order.failure["exitCode"]) == (9, 9)
+    assert (order.code, order.failure.exit_code) == (9, 9)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +191,7 @@ def test_a_program_that_one_node_does_not_have_is_looked_for_on_another() -> Non
     found.failed(0, [failure(code=127)], T0)
     stop(found, [failure(code=127)])
     (order,) = taken(found)
-    assert (order.code, order.failure["class"]) == (127, "infrastructure")
+    assert (order.code, order.failure.failure_class) == (127, "infrastructure")
 
 
 def test_a_program_that_no_node_has_is_not_tried_again() -> None:
@@ -214,7 +201,7 @@ def test_a_program_that_no_node_has_is_not_tried_again() -> None:
     for node in range(2):
         found.stopped(node, [failure(node, code=127)], T0)
     (order,) = taken(found)
-    assert (order.code, order.failure["class"]) == (127, "permanent")
+    assert (order.code, order.failure.failure_class) == (127, "permanent")
 
 
 def test_a_lost_node_stops_the_others_which_wait_for_it() -> None:
@@ -326,7 +313,7 @@ def test_a_job_without_ranks_that_is_told_to_stop_ends_at_once(waits_for: str) -
     ids=str,
 )
 def test_the_guilty_rank_is_the_first_that_has_a_reason_of_its_own(failures: list[Any], guilty: int) -> None:
-    assert root_cause(failures)["rank"] == guilty
+    assert root_cause(failures).rank == guilty
 
 
 def test_complaints_about_lost_peers_alone_are_free_once_and_not_for_ever() -> None:
@@ -374,7 +361,7 @@ def test_a_rank_that_ended_well_while_its_peer_complains_is_the_cause(whole_node
     said = "rank 0 ended with exit code 0 after step 20 while rank 1 was in step 21: the ranks make different numbers"
     assert found.said.startswith(said)
     assert "charged to application" in found.said
-    assert (found.charged[0]["rank"], found.charged[0]["early"]) == (0, True)
+    assert (found.charged[0].rank, found.charged[0].early) == (0, True)
 
 
 def test_a_lost_node_explains_a_complaint_beside_a_rank_that_ended_well() -> None:
@@ -485,7 +472,7 @@ def test_a_connection_that_is_lost_too_often_ends_the_job() -> None:
     lose(found, 1)
     found.joined(1, T0 + 1)
     (order,) = taken(found)
-    assert (order.code, order.failure["vanished"]) == (RESUMABLE, True)
+    assert (order.code, order.failure.vanished) == (RESUMABLE, True)
 
 
 def test_a_pod_that_has_been_replaced_cannot_come_back() -> None:
@@ -672,7 +659,7 @@ def test_the_users_failure_policy_decides_by_the_exit_code(code: int, order: typ
     found.failed(0, [failure(code=code)], T0)
     stop(found, [failure(code=code)])
     assert [type(one) for one in taken(found)] == [order]
-    assert [one["chargedTo"] for one in found.charged] == ([charged] if charged else [])
+    assert [one.charged_to for one in found.charged] == ([charged] if charged else [])
 
 
 def test_restarts_in_a_row_go_on_from_where_the_operators_stand() -> None:
@@ -695,5 +682,5 @@ def test_the_last_five_failures_are_kept_with_their_class_and_budget() -> None:
         at += 700  # long enough for each to be forgiven
         found.tick(at)
         taken(found)
-    assert [one["exitCode"] for one in found.charged] == [3, 4, 5, 6, 7]
-    assert {(one["class"], one["chargedTo"]) for one in found.charged} == {("application", "application")}
+    assert [one.exit_code for one in found.charged] == [3, 4, 5, 6, 7]
+    assert {(one.failure_class, one.charged_to) for one in found.charged} == {("application", "application")}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
+from leads import failure
 
 from ddpjob.agent.core.leader_state import End, Lead, Leave, Over, Start, Stop
 from ddpjob.core.budget import Budget
@@ -155,12 +156,6 @@ class World:
             elif pod is not None and pod.ranks in ("none", "finished") and self.lead is not None:
                 pod.ranks = "none"
                 self.lead.stopped(node, [], self.now)
-
-
-def failure(node: int, code: int) -> dict[str, Any]:
-    return {
-        "rank": node, "exitCode": code, "signal": "", "exception": "", "symptom": False, "resumable": code == 75,
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("first", range(0, 1000, 250))

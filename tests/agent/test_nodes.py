@@ -131,7 +131,7 @@ def test_nodes_that_are_not_met_in_time_leave_the_job_to_the_operator(launcher: 
     words = list(group(launcher, 2, "--rdzv-conf", "timeout=1", "--no-preload", launcher.script(TRAIN)))
     done = finish(launcher.ddprun(*words[node]))
     assert done.returncode == 75
-    assert ("nodes 1 did not come within 1 s" if node == 0 else "node 0 was not reached") in done.stderr
+    assert ("nodes 1 did not connect within 1 s" if node == 0 else "node 0 was not reached") in done.stderr
 
 
 @pytest.mark.parametrize("lost", [0, 1])

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from agents import Launcher, finish
 
-from ddpjob.agent.oom_kills import KILLED, Kills, counting_file
+from ddpjob.agent.oom_kills import Kills, counting_file
 from ddpjob.core import rules
+from ddpjob.core.failures import KILLED_BY_KERNEL
 
 EVENTS = "low 0\nhigh 0\nmax 31\noom 4\noom_kill {}\noom_group_kill 0\n"
 # As PID 1 of a container sees its own cgroup; the file is the tests'.
@@ -91,13 +92,13 @@ def test_a_rank_that_was_killed_for_its_memory_is_out_of_memory_in_the_log_and_i
     launcher: Launcher,
 ) -> None:
     said, message = ended(launcher, "(0, 1)")
-    assert f"restart 1: rank 0 ended with SIGKILL ({KILLED})" in said
-    assert (message["signal"], message["exception"]) == ("SIGKILL", KILLED)
+    assert f"restart 1: rank 0 ended with SIGKILL ({KILLED_BY_KERNEL})" in said
+    assert (message["signal"], message["exception"]) == ("SIGKILL", KILLED_BY_KERNEL)
     assert rules.classify(rules.Evidence(exit_code=137, exception=message["exception"])) == "outOfMemory"
 
 
 def test_a_rank_that_somebody_killed_is_not(launcher: Launcher) -> None:
     """Also not where one was out of memory in the generation before."""
     said, message = ended(launcher, "(0,)")
-    assert KILLED in said
+    assert KILLED_BY_KERNEL in said
     assert (message["signal"], message["exception"]) == ("SIGKILL", "")

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from agents import Launcher, finish, forget_torchs_own
-from leads import taken
+from leads import failure, taken
 
-from ddpjob.agent.core.leader_state import PREFLIGHT_SECONDS, RESUMABLE, Lead, Start, Stop
+from ddpjob.agent.core.leader_state import PREFLIGHT_SECONDS, Lead, Start, Stop
 from ddpjob.core.budget import Budget
+from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 
 JOIN_SECONDS, T0 = 600.0, 7.25
 ASKED = {"DDPJOB_PREFLIGHT": "1"}
@@ -43,11 +44,6 @@ def checking(nodes: int = 2, **more: Any) -> Lead:
     return found
 
 
-def failure(rank: int, code: int, **known: Any) -> dict[str, Any]:
-    about = {"rank": rank, "exitCode": code, "signal": "", "exception": "", "symptom": False, "resumable": code == 75}
-    return about | known
-
-
 def test_when_all_have_measured_the_first_generation_starts() -> None:
     found = checking()
     found.finished(0, T0)
@@ -65,12 +61,12 @@ def test_a_bad_node_ends_the_group_and_is_named_whoever_speaks_first(order: tupl
     found = checking()
     found.failed(1, [failure(1, 75)], T0)
     assert taken(found) == [Stop(frozenset({0, 1}), -1, patient=True)]
-    bad = failure(1, 75, exception="pre-flight: node 1 is slow", badNodes=[1], preflight=True)
+    bad = failure(1, 75, exception="pre-flight: node 1 is slow", bad_nodes=(1,), preflight=True)
     said = {0: [failure(0, 75), bad], 1: [failure(1, 75)]}
     for node in order:
         found.stopped(node, said[node], T0)
     (end,) = taken(found)
-    assert (end.code, end.failure["badNodes"], end.why) == (RESUMABLE, [1], "pre-flight: node 1 is slow")
+    assert (end.code, end.failure.bad_nodes, end.why) == (RESUMABLE, (1,), "pre-flight: node 1 is slow")
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["it fails", "it takes too long"])

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from leads import taken
+from leads import failure, taken
 
 from ddpjob.agent.core.leader_state import ANSWER_SECONDS, Ask, End, Lead, Over, Start, Stop
 from ddpjob.agent.core.stall_monitor import BY_STEPS, Word
 from ddpjob.agent.core.stall_rules import Position
 from ddpjob.core.budget import Budget
+from ddpjob.core.failures import Failure
 
 T0 = 7.25
 STANDS, GETS_ON = Word(BY_STEPS, True, 300.0, "train"), Word(BY_STEPS, False, 2.0, "train")
@@ -34,7 +33,7 @@ def stand(found: Lead, at: float) -> None:
     found.answered(1, STANDS, [Position(1, 41, where="train.py:41 in load_batch")], at + 1)
 
 
-def end(found: Lead, at: float, failures: list[dict[str, Any]] | None = None) -> None:
+def end(found: Lead, at: float, failures: list[Failure] | None = None) -> None:
     """The ranks of all nodes are gone."""
     orders = taken(found)
     assert any(isinstance(order, Stop) for order in orders)
@@ -53,15 +52,15 @@ def test_a_stall_is_charged_to_its_own_budget_and_names_the_rank_that_holds_the_
         "load_batch; charged to stall, waiting 0 s"
     )
     (charged,) = found.charged
-    assert (charged["rank"], charged["step"], charged["class"], charged["stalled"]) == (1, 41, "stall", True)
+    assert (charged.rank, charged.step, charged.failure_class, charged.stalled) == (1, 41, "stall", True)
 
 
 def test_how_the_stalled_rank_ends_when_it_is_stopped_is_not_what_it_is_blamed_for() -> None:
     found = running(2)
     stand(found, T0 + 300)
-    dying = {"rank": 1, "exitCode": 1, "signal": "", "exception": "SystemExit: 1", "symptom": False, "resumable": False}
+    dying = failure(1, exception="SystemExit: 1")
     end(found, T0 + 302, [dying])
-    assert found.charged[0]["exception"].startswith("made no step for 300 s")
+    assert found.charged[0].exception.startswith("made no step for 300 s")
 
 
 def test_without_a_stall_left_the_job_ends_with_it() -> None:
@@ -71,7 +70,7 @@ def test_without_a_stall_left_the_job_ends_with_it() -> None:
     (over,) = taken(found)
     assert isinstance(over, End)
     assert over.failure is not None
-    assert (over.code, over.failure["rank"], over.failure["stalled"]) == (75, 1, True)
+    assert (over.code, over.failure.rank, over.failure.stalled) == (75, 1, True)
 
 
 def test_an_agent_that_does_not_answer_is_waited_for_a_little_only() -> None:
@@ -120,20 +119,19 @@ def test_a_rank_that_fails_while_all_are_asked_is_the_cause() -> None:
     found.stood(0, STANDS, T0 + 300)
     found.stood(1, STANDS, T0 + 300)
     taken(found)
-    crash = {"rank": 0, "exitCode": 139, "signal": "SIGSEGV", "exception": "", "symptom": False, "resumable": False}
+    crash = failure(0, 139, signal="SIGSEGV")
     found.failed(0, [crash], T0 + 300.5)
     found.answered(1, STANDS, [Position(1, 41)], T0 + 301)
     end(found, T0 + 302)
-    assert found.charged[0]["class"] == "application"
+    assert found.charged[0].failure_class == "application"
 
 
 def test_steps_reset_the_back_off_and_their_absence_stops_the_job() -> None:
     found = running(2)
-    crash = {"rank": 1, "exitCode": 1, "signal": "", "exception": "", "symptom": False, "resumable": False}
 
     def fail(step: int) -> str:
         found.reached(step)
-        found.failed(1, [dict(crash)], T0)
+        found.failed(1, [failure(1)], T0)
         end(found, T0)
         return found.said.partition("; ")[2] if found.state != "over" else taken(found)[-1].why.partition("; ")[2]
 
@@ -154,7 +152,7 @@ def test_late_words_of_a_standstill_change_nothing(state: str) -> None:
         for node in (0, 1):
             found.finished(node, T0)
     else:
-        found.failed(0, [{"rank": 0, "exitCode": 1, "signal": "", "exception": "", "symptom": 0, "resumable": 0}], T0)
+        found.failed(0, [failure()], T0)
         found.lost(1, T0)
         found.stopped(0, [], T0)
     taken(found)

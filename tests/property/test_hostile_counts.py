@@ -16,9 +16,10 @@ from msgspec.structs import replace
 from worlds import START, World, digits, job
 
 from ddpjob.core import budget
+from ddpjob.core.failures import Failure
 from ddpjob_operator.failures import termination_message
 from ddpjob_operator.job import api, bounds
-from ddpjob_operator.observed.reports import Agent, AgentCounts, AgentFailure, BadReportError, read_report
+from ddpjob_operator.observed.reports import Agent, AgentCounts, BadReportError, read_report
 
 COUNTS = st.integers(0, bounds.IN_PLACE_MAX)
 AGENTS = st.builds(
@@ -82,7 +83,7 @@ def test_a_count_beyond_what_an_agent_could_live_to_see_costs_no_memory_and_no_t
 
 def test_a_rank_that_the_job_does_not_have_is_not_named_for_an_agents_failure() -> None:
     world = running()
-    failure = AgentFailure(rank=2**31 - 1, node_rank=1, failure_class="application", charged_to="application")
+    failure = Failure(rank=2**31 - 1, node_rank=1, failure_class="application", charged_to="application")
     world.agent = Agent(restarts=AgentCounts(application=1), failures=[failure])
     world.settle()
     assert world.job.status.last_failure is not None

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from worlds import START, World, digits, job
 
+from ddpjob.core.failures import Failure
 from ddpjob_operator.failures import termination_message
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api
 from ddpjob_operator.local.screen import PlainScreen, metric_parts
 from ddpjob_operator.observed.cluster import Refusal
-from ddpjob_operator.observed.reports import Agent, AgentCounts, AgentFailure, Report, read_report
+from ddpjob_operator.observed.reports import Agent, AgentCounts, Report, read_report
 from ddpjob_operator.plan.actions import Event
 from ddpjob_operator.pods import naming
 
@@ -71,7 +72,7 @@ def ways(text: str) -> Iterator[World]:
     told.reports = {0: report}
     yield told
     agents = World(job(container={"command": ["ddprun", "train.py"]})).running()
-    failure = AgentFailure(
+    failure = Failure(
         rank=0,
         node_rank=0,
         exception=text[:300],

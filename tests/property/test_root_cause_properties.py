@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from worlds import START
 
 from ddpjob.core import rules
-from ddpjob_operator.failures import root_cause, termination_message
+from ddpjob_operator.failures import root_cause, sentences, termination_message
 from ddpjob_operator.failures.redaction import mask
 from ddpjob_operator.job import api
 from ddpjob_operator.observed.cluster import Container, Pod
@@ -90,8 +90,8 @@ def test_any_end_of_an_attempt_has_a_cause_and_a_class(
     assert len(failure.log_tail.encode()) <= root_cause.LOG_TAIL_MAX
     assert len(failure.exception) <= root_cause.EXCEPTION_MAX
     assert msgspec.json.decode(msgspec.json.encode(failure), type=api.Failure) == failure, "the server takes it"
-    assert root_cause.sentence(failure).startswith(("rank ", "node "))
-    assert root_cause.short(failure)
+    assert sentences.sentence(failure).startswith(("rank ", "node "))
+    assert sentences.short(failure)
     assert not (root_cause.blames_node(failure) and found != "infrastructure")
 
 

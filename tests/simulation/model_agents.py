@@ -14,17 +14,17 @@ from model_training import HANGS, REPORT_SECONDS, SAVE_SECONDS, SYMPTOM, Failure
 
 from ddpjob.agent import leader as leading
 from ddpjob.agent import options, posting
-from ddpjob.agent.core.leader_state import RESUMABLE, End, Lead, Leave, Over, Start, Stop
-from ddpjob.agent.core.leader_state import Failure as Said
+from ddpjob.agent.core.leader_state import End, Lead, Leave, Over, Start, Stop
 from ddpjob.core.budget import Budget, Grant
 from ddpjob.core.failure_policy import PolicyRule
+from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
+from ddpjob.core.failures import Failure as RankFailure
 from ddpjob.reporting.termination import encode
 
 if TYPE_CHECKING:
     from model_training import Training
 
 RETRY_SECONDS = (0.3, 3.0)
-_STALLED = {"stalled": True, "resumable": False}
 # A gap in a rank's time that a TCP connection bridges: ranks of a node that is cut off for less go on.
 HELD_UP_SECONDS = 5.0
 
@@ -83,7 +83,7 @@ class Agent:
     """Whether it was to end its rank."""
     code: int | None = None
     """Its rank's."""
-    failures: list[Said] = field(default_factory=list)
+    failures: list[RankFailure] = field(default_factory=list)
     told: bool = False
     told_how: int = 143
     """What its rank ends with when it is told."""
@@ -259,16 +259,15 @@ class Agents:
             self._say(agent, lambda lead, now: lead.told(agent.node, now), of_now=False)
         self._turn(leader)
 
-    def _end(self, agent: Agent, code: int, failure: Said | None = None, *, ended: bool = False) -> None:
+    def _end(self, agent: Agent, code: int, failure: RankFailure | None = None, *, ended: bool = False) -> None:
         """It is over, with its last words."""
         if agent.over:
             return
         agent.over = True
-        is_mine = failure is not None and failure["rank"] == agent.node
+        is_mine = failure is not None and failure.rank == agent.node
         account = self._account(agent) if agent.lead is not None and (agent.lead.restarts or (code and ended)) else None
         group = ({"ended": True} if ended else {}) | ({"agent": account} if account else {})
-        said = {k: v for k, v in (failure or {}).items() if k not in ("node", "replacement", "vanished")}
-        said = said if is_mine and code else {}
+        said = failure.as_dict() if failure is not None and is_mine and code else {}
         message = encode({**said, **group}).decode() if said or (group and (code or account)) else ""
         if agent.lead is not None:
             self._post(agent, last=True)
@@ -338,7 +337,7 @@ class Agents:
             return
         leader.posts, leader.posting = leader.posts + 1, True
         account = self._account(leader)
-        failures = [leading._told(failure, 1) for failure in lead.charged]
+        failures = [leading.reported(failure, 1) for failure in lead.charged]
         place = {"attempt": leader.process.attempt, "rank": 0, "nodeRank": 0, "step": lead.furthest_step}
         body = posting.encode({**place, "agent": {**account, "failures": failures}})
         fault = self._faults.at("post")
@@ -422,7 +421,7 @@ class Agents:
         if code:
             self._breaks(agent)
         if code and not agent.stopped:
-            agent.failures = [_said(agent.node, code, exception, self._loop.time())]
+            agent.failures = [_failure(agent.node, code, exception, self._loop.time())]
             failures = agent.failures
             self._say(agent, lambda lead, now: lead.failed(agent.node, failures, now))
         if agent.over:  # its failure was the last
@@ -540,7 +539,8 @@ class Agents:
     def _found_hanging(self, life: Life) -> None:
         lead = life.leader.lead
         if lead is not None and not life.leader.over and lead.generation == life.generation and not life.broken:
-            lead.failed(0, [_said(0, RESUMABLE, "made no step", self._loop.time()) | _STALLED], self._loop.time())
+            stalled = RankFailure(0, exit_code=RESUMABLE, exception="made no step", stalled=True)
+            lead.failed(0, [stalled], self._loop.time())
             self._turn(life.leader)
 
     # ---------------------------------------------------------------- connections
@@ -617,17 +617,16 @@ class Agents:
         self._loop.call_later(self._random.uniform(low, high), call, *arguments)
 
 
-def _said(rank: int, code: int, exception: str, at: float) -> Said:
-    return {
-        "rank": rank,
-        "exitCode": code,
-        "signal": {137: "SIGKILL", 139: "SIGSEGV", 134: "SIGABRT", 143: "SIGTERM"}.get(code, ""),
-        "exception": exception,
-        "time": 1e9 + at,
-        "step": 0,
-        "resumable": code == RESUMABLE,
-        "symptom": exception == SYMPTOM,
-    }
+def _failure(rank: int, code: int, exception: str, at: float) -> RankFailure:
+    return RankFailure(
+        rank,
+        exit_code=code,
+        signal={137: "SIGKILL", 139: "SIGSEGV", 134: "SIGABRT", 143: "SIGTERM"}.get(code, ""),
+        exception=exception,
+        time=1e9 + at,
+        resumable=code == RESUMABLE,
+        symptom=exception == SYMPTOM,
+    )
 
 
 def _own_code(agent: Agent, order: End) -> int:
@@ -635,7 +634,7 @@ def _own_code(agent: Agent, order: End) -> int:
         return 0
     if agent.told:
         return agent.code_when_told
-    is_mine = order.failure is not None and order.failure["rank"] == agent.node
+    is_mine = order.failure is not None and order.failure.rank == agent.node
     return order.code if is_mine else RESUMABLE
 
 

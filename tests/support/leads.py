@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from ddpjob.agent.core.leader_state import Lead, Over
+from ddpjob.core.failures import RESUMABLE_EXIT_CODE, Failure
 
 
 def taken(found: Lead) -> list[Any]:
     """The orders that it has given since this was asked last; not that the watchdogs are told who has ended."""
     orders, found.orders[:] = [order for order in found.orders if not isinstance(order, Over)], []
     return orders
+
+
+def failure(rank: int | None = 0, code: int | None = 1, **known: Any) -> Failure:
+    """As a node reports that of one of its ranks."""
+    return Failure(rank, exit_code=code, **{"resumable": code == RESUMABLE_EXIT_CODE, **known})

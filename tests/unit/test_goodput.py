@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import World, digits
 
+from ddpjob.core.failures import Failure
 from ddpjob_operator.job import api
-from ddpjob_operator.observed.reports import Agent, AgentCounts, AgentFailure
+from ddpjob_operator.observed.reports import Agent, AgentCounts
 
 DDPRUN = {"command": ["ddprun", "train.py"]}
 
@@ -87,7 +88,7 @@ def test_from_the_last_step_to_the_first_after_a_restart_in_place_nothing_was_tr
     """Under ddprun the job is Running all the while: ten hangs of half an hour each would be a ratio of 1.0."""
     world = trains(digits(container=DDPRUN, stall={"timeoutSeconds": 60}).running(), *range(1, 11))
     hangs(world, 10, 60)
-    failure = AgentFailure(rank=1, node_rank=1, failure_class=kind, charged_to=kind, step=10)  # type: ignore[arg-type]
+    failure = Failure(rank=1, node_rank=1, failure_class=kind, charged_to=kind, step=10)  # type: ignore[arg-type]
     world.agent = Agent(generation=1, restarts=AgentCounts(**{kind: 1}), failures=[failure])
     world.settle().after(20)
     trains(world, *range(9, 19)).exits(0).exits(1).settle()
@@ -117,7 +118,7 @@ def test_no_second_is_counted_twice_or_forgotten(events: list[tuple[str, int]]) 
             world.reports_step(step)
         elif what == "in place":
             count += 1
-            failure = AgentFailure(rank=1, node_rank=1, failure_class="application", charged_to="application")
+            failure = Failure(rank=1, node_rank=1, failure_class="application", charged_to="application")
             world.agent = Agent(generation=count, restarts=AgentCounts(application=count), failures=[failure])
         elif what == "fail":
             count = 0

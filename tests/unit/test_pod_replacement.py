@@ -8,7 +8,8 @@ import pytest
 from msgspec.structs import replace
 from worlds import World, digits
 
-from ddpjob_operator.observed.reports import Agent, AgentCounts, AgentFailure
+from ddpjob.core.failures import Failure
+from ddpjob_operator.observed.reports import Agent, AgentCounts
 from ddpjob_operator.plan.actions import CreatePod, DeletePod
 from ddpjob_operator.pods import build
 
@@ -154,7 +155,7 @@ def test_a_suspended_job_stops_all_pods_and_begins_with_fresh_names() -> None:
 
 def charged(application: int = 0, *, infrastructure: int = 0, replacement: int = 0, in_a_row: int = 1) -> Agent:
     failures = [
-        AgentFailure(
+        Failure(
             rank=2,
             node_rank=2,
             exit_code=137,
@@ -204,8 +205,7 @@ def test_a_restart_in_place_that_only_complaints_explain_blames_nobody_and_says_
     world = trained()
     agent = charged(infrastructure=1)
     lost = "RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.4]:4711"
-    failure = replace(
-        agent.failures[0],
+    failure = agent.failures[0]._replace(
         exit_code=1,
         signal="",
         failure_class="infrastructure",

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from worlds import START
 
 from ddpjob.core import failure_policy, rules
-from ddpjob_operator.failures import root_cause
+from ddpjob_operator.failures import root_cause, sentences
 from ddpjob_operator.job import api
 from ddpjob_operator.observed.cluster import Container, Pod
 
@@ -137,7 +138,10 @@ CASES = {
         (pod(0, said=SHARD), pod(1, 255, word="Unknown", seconds=50)), 1, "infrastructure"
     ),
     "a disruption of a kind that nobody knows yet is one": Case(
-        (pod(0, 1),), 1, "infrastructure", recorded(1, "PreemptedByQueue")
+        (pod(0, 1),),
+        1,
+        "infrastructure",
+        recorded(1, "PreemptedByQueue", evidence=api.Evidence(precedence="NODE", disruption="PreemptedByQueue")),
     ),
     "only complaints about peers are nobody's fault": Case((pod(0, said=PEER), pod(1, said=PEER)), 0, "infrastructure"),
     "a database that refuses a connection is no lost peer": Case(
@@ -208,7 +212,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_the_cause_is_what_explains_the_others(case: Case) -> None:
     failure, found = settled(*case.pods, first=case.first)
-    assert (failure.node_rank, found) == (case.cause, case.found), root_cause.sentence(failure)
+    assert (failure.node_rank, found) == (case.cause, case.found), sentences.sentence(failure)
     again = settled(*reversed(case.pods), first=case.first)
     assert again == (failure, found), "the order of the pods changes nothing"
 
@@ -217,6 +221,33 @@ def test_the_cause_is_what_explains_the_others(case: Case) -> None:
 def test_the_cause_stays_what_it_is_when_its_pods_have_gone(case: Case) -> None:
     failure, found = settled(*case.pods, first=case.first)
     assert settled(first=failure)[1] == found, "the same failure would be charged to someone else"
+
+
+@pytest.mark.parametrize(
+    ("reason", "found"),
+    [
+        *dict.fromkeys(("NodeLost", "PodGone", "Evicted", "OutOfcpu", "Unknown", "EvictionByEvictionAPI",
+                        "StoppedFromOutside", "PreflightFailed", "ConnectionLost"), "infrastructure").items(),
+        ("OOMKilled", "outOfMemory"), ("DeadlineExceeded", "application"), ("Error", "application"),
+        ("PreemptedByQueue", "application"), ("", "application"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("evidence", [None, api.Evidence(precedence="OF_A_NEWER_OPERATOR")])
+def test_without_evidence_the_reason_decides_and_one_that_nobody_knows_is_not_free(
+    reason: str, found: rules.Class, evidence: api.Evidence | None
+) -> None:
+    """A status that an older operator has written is read; a word may not make each restart a free one."""
+    failure = recorded(1, reason, exit_code=3, evidence=evidence)
+    assert settled(first=failure)[1] == found
+    assert root_cause.from_outside(failure) == (found == "infrastructure")
+
+
+def test_the_evidence_is_read_back_and_not_rebuilt_from_the_reason() -> None:
+    """CRI-O, or a script, may use a word that Kubernetes has for something else."""
+    evidence = api.Evidence(precedence="OWN", raised=True, container_reason="Error")
+    failure = recorded(1, "Evicted", exit_code=3, exception="ValueError: x", evidence=evidence)
+    read = msgspec.json.decode(msgspec.json.encode(failure), type=api.Failure)
+    assert (settled(first=read)[1], root_cause.from_outside(read)) == ("application", False)
 
 
 def test_what_was_recorded_first_is_told_with_how_its_pod_ended() -> None:
@@ -242,7 +273,7 @@ def test_a_torchrun_that_only_waited_for_the_other_nodes_had_a_rank_that_ended_e
     waits = told(pod(0, code, said=said, seconds=22), 11)
     failure, found = settled(waits, pod(1, said=PEER), first=first_sign(pod(1, said=PEER)), **known)
     assert (failure.rank, failure.exit_code, found) == (0, 0, "application")
-    assert "ended with exit code 0 after step 20 while rank 1 was in step 21" in root_cause.sentence(failure)
+    assert "ended with exit code 0 after step 20 while rank 1 was in step 21" in sentences.sentence(failure)
     assert settled(first=failure)[1] == found, "also when its pods are gone"
     busy = told(pod(0, code, said=table("sigterm-to-torchrun"), seconds=12), 11)
     assert settled(busy, pod(1, said=PEER), first=first_sign(pod(1, said=PEER)), **known)[1] == "infrastructure"
@@ -274,7 +305,7 @@ def test_what_the_interpreter_says_of_a_script_that_is_not_there_is_the_cause(li
     pods = [pod(rank, 2, said=f"{line}\n{line}") for rank in range(3)]
     failure, found = settled(*pods, stepped=False)
     assert (failure.exception, found) == (line, "permanent")
-    assert line in root_cause.sentence(failure)
+    assert line in sentences.sentence(failure)
 
 
 def test_a_job_of_one_node_has_no_peers_to_blame() -> None:
@@ -361,8 +392,8 @@ def test_the_guilty_ranks_exit_code_is_known_under_plain_torchrun() -> None:
     ],
 )  # fmt: skip
 def test_a_failure_is_told_by_who_where_what_and_at_which_step(failure: api.Failure, text: str, short: str) -> None:
-    assert root_cause.sentence(failure) == text
-    assert root_cause.short(failure) == short
+    assert sentences.sentence(failure) == text
+    assert sentences.short(failure) == short
 
 
 def test_only_a_fault_of_the_node_itself_keeps_a_job_away_from_it() -> None:

@@ -11,7 +11,7 @@ from ddpjob.agent.core.stall_monitor import BY_COLLECTIVES, BY_START, BY_STEPS, 
 from ddpjob.agent.core.stall_rules import Position, Standstill, failure
 from ddpjob.agent.heartbeats import Beats
 from ddpjob.agent.watch_ranks import position
-from ddpjob.core import heartbeat, rules, stall_limits
+from ddpjob.core import heartbeat, stall_limits
 from ddpjob.reporting.watchdog import innermost, last_collective, stack, table
 
 # ---- one node ----------------------------------------------------------------------------------------------
@@ -131,7 +131,6 @@ STANDS, GETS_ON = Word(BY_STEPS, True, 300.0, "train"), Word(BY_STEPS, False, 2.
 
 
 def test_what_is_said_twice_to_import_less_is_the_same() -> None:
-    assert stall_rules.RESUMABLE == rules.RESUMABLE_EXIT_CODE
     assert set(stall_rules.DOES_NOT) == set(stall_limits.DOES_NOT) == set(heartbeat.PHASES) - {""}
 
 
@@ -171,7 +170,7 @@ def test_an_agent_that_does_not_answer_is_not_waited_for() -> None:
     assert not group.answered(0, STANDS, [Position(0, 42)], {0, 1})
     found = group.settle()
     assert found is not None
-    assert found["rank"] == 0
+    assert found.rank == 0
 
 
 def test_without_the_library_only_who_waits_for_another_rank_proves_a_hang() -> None:
@@ -197,7 +196,7 @@ def test_without_the_library_who_waits_for_nobody_proves_a_hang_by_doing_nothing
     failure = group.settle()
     assert (failure is not None) is found
     if failure is not None:
-        assert "rank 0 has ended its last collective, 8 (all_reduce), and does not end" in failure["exception"]
+        assert "rank 0 has ended its last collective, 8 (all_reduce), and does not end" in failure.exception
 
 
 def test_when_the_others_have_ended_a_short_training_was_one() -> None:
@@ -242,8 +241,8 @@ def at(rank: int, sequence: int = 0, *, step: int = 41, done: bool = False, wher
 )
 def test_the_rank_that_is_furthest_behind_is_named(positions: list[Position], rank: int, sentence: str) -> None:
     found = failure(positions, 300.4, "train")
-    assert (found["rank"], found["exception"]) == (rank, f"made no step for 300 s: {sentence}")
-    assert (found["stalled"], found["resumable"], found["symptom"]) == (True, False, False)
+    assert (found.rank, found.exception) == (rank, f"made no step for 300 s: {sentence}")
+    assert (found.stalled, found.resumable, found.symptom) == (True, False, False)
 
 
 # ---- what a rank answers -----------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""What a failure was: termination messages and logs read, and the root cause found."""
+"""What a failure was: reads termination messages and logs, finds the root cause, and says it in a sentence."""

@@ -1,7 +1,6 @@
-"""What a program says as it gives up where it has raised nothing: argparse's or click's error, `sys.exit("text")`.
+"""The last lines of a program that raised nothing: argparse's or click's error, `sys.exit("text")`.
 
-For the sentence alone. It decides nothing: any last line may stand there, also that of a rank that was told to stop.
-Pure.
+They are shown, and decide nothing, because any last line may stand there, also that of a rank that was stopped.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 LAST_LINE = "last line: "
-"""Before what is only the last line, and perhaps not why it ended."""
+"""The prefix of what is only the last line, and perhaps not why it ended."""
 # What Python gives for sys.exit("text"), argparse and click for options, a shell for what it cannot start. A program
 # that chooses another code means something by it, and its last line may be any.
 _CODES = (1, 2, 126, 127)
@@ -30,9 +29,9 @@ _REPORT_ENDS = re.compile(
 _LAUNCHERS_OWN = re.compile(
     r"^(?:[EWI]\d{4} \d\d:\d\d:\d\d.*torch/distributed/|ddprun: |\[\d{4}-[\d ,:-]{1,30}\] \[[A-Z]{1,9}\] \[launch\.py:)"
 )
-# What libraries say on the way out of any program: torch's C++ of a group that was not destroyed, wandb of its files,
+# What libraries print at the end of any program: torch's C++ of a group that was not destroyed, wandb of its files,
 # hydra of how to see more, Python's warnings with the line of code below each.
-_FAREWELL = re.compile(
+_SUMMARY = re.compile(
     r"^(?:\[[WI]\d{4} \d\d:\d\d:\d\d|wandb: |Set the environment variable HYDRA_FULL_ERROR=1"
     r"|[^\s:][^:]{0,300}:\d{1,9}: [A-Za-z_.]{0,60}Warning: )"
 )
@@ -44,7 +43,7 @@ _CUT_FROM = 2000
 
 
 def of(log: str, exit_code: int | None) -> str:
-    """The program's own sentence at the end of its log; "" where nothing speaks for one being there."""
+    """The program's own sentence at the end of its log; "" where the exit code does not suggest one."""
     if exit_code not in _CODES:
         return ""
     lines = _own_lines(log)
@@ -79,11 +78,11 @@ def _own_lines(log: str) -> list[str]:
 
 
 def _without_warnings(log: list[str]) -> Iterator[str]:
-    """Without a farewell, and the code below a warning of Python's."""
-    said = False
+    """Without the libraries' summaries, and the code below a warning of Python's."""
+    is_summary = False
     for line in (_PREFIX.sub("", line[:_LINE_MAX]) for line in log):
-        below, said = said and _CODE_BELOW.match(line), bool(_FAREWELL.match(line))
-        yield "" if below or said else line
+        below, is_summary = is_summary and _CODE_BELOW.match(line), bool(_SUMMARY.match(line))
+        yield "" if below or is_summary else line
 
 
 def _has_words(line: str) -> bool:

@@ -1,4 +1,4 @@
-"""Text of programs and strangers on its way into a status, an Event or a terminal: cleaned, and without credentials.
+"""Text of programs and clients on its way into a status, an Event or a terminal: cleaned, and without credentials.
 
 `shown` is what everything for people goes through (status.shown, plan.plan, the local run's screen), after whatever
 has decoded it: JSON makes an escape sequence of `\\u001b` long after a log was cleaned. A status is read by more people

@@ -1,35 +1,35 @@
-"""Which failure came first, what it was, and how to say it.
+"""Which failure explains the others, and what it was.
 
-What the kernel, the kubelet and the node controller found counts first, for what is ended from outside may say
-anything; then what a process did by itself; then time. Time alone proves little: the kubelet tells whole seconds, of
-clocks that differ from node to node.
+What the kernel, the kubelet and the node controller found counts first, because a process that is ended from outside
+may print anything; then what a process did by itself; then time. Time alone proves little: the kubelet has whole
+seconds, by clocks that differ from node to node.
 """
 
 from __future__ import annotations
 
 import datetime as dt
-import enum
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
-from ddpjob.core import rules
+from ddpjob.core import failures, rules
+from ddpjob.core.failures import Precedence
 from ddpjob_operator.failures import log_lines, termination_message
 from ddpjob_operator.failures.redaction import mask, shown
-from ddpjob_operator.failures.termination_message import Said, signal_name
+from ddpjob_operator.failures.termination_message import ContainerReport, signal_name
 from ddpjob_operator.job import api
 from ddpjob_operator.observed.cluster import Pod
 
 LOG_TAIL_MAX = 2048
 """Bytes of the log's end in the status."""
-EXCEPTION_MAX = 300
+EXCEPTION_MAX, WORD_MAX = 300, 128
 CLOCKS_DIFFER = dt.timedelta(seconds=2)
-# Nobody watches the clocks of nodes, and ten seconds are seen. Only where no observation shows which came first.
+# Clocks of nodes differ by up to ten seconds. For where no observation shows which came first.
 NODE_CLOCKS_DIFFER = dt.timedelta(seconds=12)
 # How long before its container a rank may have failed: torchrun waits for the others, and a rank for its debugger.
-SAID_BEFORE_MAX = dt.timedelta(hours=1)
+REPORTED_BEFORE_MAX = dt.timedelta(hours=1)
 RankOf = Callable[[int], "int | None"]
 """The rank of a node's only process; None where that is not known."""
 
@@ -48,8 +48,25 @@ DISRUPTIONS = {
     "DeletionByPodGC": "was deleted because its node is gone",
     "TerminationByKubelet": "was ended by the kubelet, which is short of a resource or shuts its node down",
 }
-# What only the kubelet, or the lack of one, does, and what is told when it is over: it may have begun before our stop.
+# Only the kubelet does these, or the node controller in its place, and they are reported when they are over: they may
+# have begun before the operator stopped the pod.
 _BY_KUBELET = frozenset(("TerminationByKubelet", "DeletionByPodGC"))
+_BY_REASON: dict[str, api.Evidence] = {
+    **dict.fromkeys((NODE_LOST, GONE), api.Evidence(precedence="NODE", vanished=True)),
+    **{word: api.Evidence(precedence="NODE", disruption=word) for word in (*DISRUPTIONS, UNFIT, CONNECTION_LOST)},
+    **{word: api.Evidence(precedence="NODE", pod_reason=word) for word in (*rules.NODE_REASONS, rules.POD_DEADLINE)},
+    **{word: api.Evidence(precedence="NODE", container_reason=word) for word in rules.LOST_CONTAINER},
+    **{
+        word: api.Evidence(precedence="KERNEL", container_reason=word, raised=True)
+        for word in ("OOMKilled", *rules.START_REASONS)
+    },
+    STOPPED: api.Evidence(precedence="DELETED", deletion_requested=True),
+    STALLED: api.Evidence(precedence="OWN", stalled=True),
+    RESUMABLE: api.Evidence(precedence="RESUMABLE", raised=True),
+    PEER_LOST: api.Evidence(precedence="SYMPTOM", raised=True),
+    # Found because of complaints, which a lost node may still explain.
+    ENDED_EARLY: api.Evidence(precedence="SYMPTOM"),
+}
 _NODES_OWN = frozenset((NODE_LOST, "UnexpectedAdmissionError", "DeletionByPodGC")) | rules.LOST_CONTAINER
 # The words of containers that say more than the exit code. A runtime has others (CRI-O: "seccomp killed"): they are no
 # disruption, which is what a recorded reason that nobody knows is taken for.
@@ -57,33 +74,16 @@ _CONTAINERS_OWN = frozenset(("", "Error", "Completed", "OOMKilled")) | rules.STA
 _KILLED, _ABORTED, _TERMINATED, _INTERRUPTED = 137, 134, 143, 130
 
 
-class Weight(enum.IntEnum):
-    """How much an end of a pod counts as the cause of all the others; less comes first."""
-
-    KERNEL = 0
-    """Out of memory, or never started: nothing outside the pod does that."""
-    NODE = 1
-    """Evicted, preempted, lost."""
-    TOLD = 2
-    """Deleted by someone else."""
-    OWN = 3
-    """An exception, a signal or an exit code that no lost peer explains."""
-    NODE_LATE = 4
-    """As NODE, and seen after we had told it to stop: the kubelet tells of an eviction when it is over."""
-    UNKNOWN = 5
-    """Exit code 1 without a word, or an abort: many ends look so."""
-    LATE = 6
-    """As OWN, and it ended after we had told it to stop: most likely it is what made the others fail."""
-    RESUMABLE = 7
-    """It saved and stopped since it was told: by whom is the question."""
-    SYMPTOM = 8
-    """A peer is gone, it says."""
-    STOPPED = 9
-    """We stopped it."""
-
-
+# What was deleted, or lost with its node, before or after the first sign.
+_ENDED_WITHOUT_ITSELF = (
+    Precedence.NODE,
+    Precedence.DELETED,
+    Precedence.NODE_LATE,
+    Precedence.LATE,
+    Precedence.STOPPED,
+)
 # Peers complain within a second; the cluster needs a minute to call the node not ready.
-_MAY_FOLLOW_A_LOST_NODE = (Weight.UNKNOWN, Weight.RESUMABLE, Weight.SYMPTOM, Weight.STOPPED)
+_MAY_FOLLOW_A_LOST_NODE = (Precedence.UNKNOWN, Precedence.RESUMABLE, Precedence.SYMPTOM, Precedence.STOPPED)
 
 
 @dataclass(frozen=True)
@@ -100,29 +100,32 @@ UNKNOWN_LAUNCH = Launched()
 
 @dataclass(frozen=True)
 class End:
-    """How one pod ended, weighed."""
+    """How one pod ended, beside the others."""
 
     failure: api.Failure
-    evidence: rules.Evidence
-    weight: Weight
-    told_at: dt.datetime | None = None
-    """When it was told to stop; None also for what ends without being told: a lost node, an eviction."""
+    deleted_at: dt.datetime | None = None
+    """When its deletion was requested; None also for what ends without that: a lost node, an eviction."""
     everywhere: bool = False
     """Whether it speaks for all nodes."""
     done: bool = False
     """Whether the ranks in it had all ended with 0 before it was stopped."""
     seen: int = 0
     """In which observation its end was first seen; 0: when its pod was."""
-    told_seen: int = 0
-    """Likewise that it was told to stop."""
+    deletion_seen: int = 0
+    """Likewise that its deletion was requested."""
 
-    def was_told_after(self, other: End) -> bool:
-        """Whether it was told to stop after the other had ended: by what was seen first, else by clocks."""
-        if self.told_at is None:
+    @property
+    def precedence(self) -> Precedence:
+        """As kept with the failure."""
+        return precedence_of(self.failure)
+
+    def was_deleted_after(self, other: End) -> bool:
+        """Whether its deletion was requested after the other had ended: by what was seen first, else by clocks."""
+        if self.deleted_at is None:
             return False
-        if other.seen != self.told_seen:
-            return other.seen < self.told_seen
-        return self.told_at > other.failure.time + NODE_CLOCKS_DIFFER
+        if other.seen != self.deletion_seen:
+            return other.seen < self.deletion_seen
+        return self.deleted_at > other.failure.time + NODE_CLOCKS_DIFFER
 
 
 def root_cause(
@@ -140,10 +143,10 @@ def root_cause(
     to the lower rank, so that the answer does not depend on the order of the pods.
     """
     ends = [_end(attempt, p, rank_of, now, outside=True, tail=keep_log_tail, launched=launched) for p in failed]
-    own = [e for e in ends if e.weight in (Weight.OWN, Weight.UNKNOWN)]
-    # What was told to stop when something had failed by itself already is not what made that fail.
-    late = [replace(e, weight=Weight.STOPPED) if any(e.was_told_after(o) for o in own) else e for e in ends]
-    return _first(late).failure
+    own = [e for e in ends if e.precedence in (Precedence.OWN, Precedence.UNKNOWN)]
+    # What was deleted when something had failed by itself already is not what made that fail.
+    earlier = [e for e in ends if not any(e.was_deleted_after(o) for o in own)]
+    return _first(earlier or ends).failure
 
 
 def settle(
@@ -186,15 +189,15 @@ def settle(
         return _classed(first, "stall")
     recorded = _recorded(first, ends)
     cause = _first([*recorded, *ends], first.pod)
-    if lost and cause.weight in _MAY_FOLLOW_A_LOST_NODE:
-        cause = _first([End(gone, _recorded_evidence(gone), Weight.NODE) for gone in lost])
+    if lost and cause.precedence in _MAY_FOLLOW_A_LOST_NODE:
+        cause = _first([End(gone) for gone in lost])
     early = early or next((end.failure for end in ends if end.done), None)
-    if cause.weight == Weight.SYMPTOM and (cause.failure.reason == ENDED_EARLY or early is not None):
+    if cause.precedence == Precedence.SYMPTOM and (cause.failure.reason == ENDED_EARLY or early is not None):
         return _classed(_ended_early(early, cause.failure, steps or {}), "application")
-    if nodes != 1 and cause.weight >= Weight.RESUMABLE:
+    if nodes != 1 and cause.precedence >= Precedence.RESUMABLE:
         return _classed(cause.failure, "infrastructure")
     if not cannot_start(cause.failure):
-        return _classed(cause.failure, rules.classify(cause.evidence))
+        return _classed(cause.failure, rules.classify(rules_evidence(cause.failure)))
     everywhere = _on_all_nodes([*recorded, *ends], nodes)
     return _classed(cause.failure, _of_no_start(cause, stepped=stepped, trained=trained, everywhere=everywhere))
 
@@ -207,9 +210,7 @@ def cannot_start(failure: api.Failure) -> bool:
 
 def from_outside(failure: api.Failure) -> bool:
     """Whether what is not in the pod ended it; no rule about exit codes speaks of that."""
-    if failure.reason in (UNFIT, CONNECTION_LOST):
-        return True
-    return rules.from_outside(_recorded_evidence(failure))
+    return rules.from_outside(rules_evidence(failure))
 
 
 def blames_node(failure: api.Failure) -> bool:
@@ -221,17 +222,59 @@ def blames_node(failure: api.Failure) -> bool:
     return failure.reason in _NODES_OWN or rules.DEVICE.search(failure.exception) is not None
 
 
-def weigh(recorded: api.Failure) -> Weight:
-    """How much a recorded failure counts as the cause of others."""
-    return _recorded_weight(recorded)
+def evidence_of(failure: api.Failure) -> api.Evidence:
+    """What was seen of a failure. Of one without, which only a reason is known of or an older operator has recorded, it
+    is what the reason proves: a reason that nobody knows proves nothing, so that the application is charged for it."""
+    if failure.evidence is not None and failure.evidence.precedence in Precedence.__members__:
+        return failure.evidence
+    if (known := _BY_REASON.get(failure.reason)) is not None:
+        return msgspec.structs.replace(known, pod_message=failure.exception) if known.pod_reason else known
+    if rules.is_of_node(failure.reason):
+        return api.Evidence(precedence="NODE", pod_reason=failure.reason, pod_message=failure.exception)
+    raised = "" if log_lines.is_last_line(failure.exception) else failure.exception
+    own = failures.Failure(
+        exit_code=failure.exit_code,
+        exception=raised,
+        symptom=rules.is_symptom(raised),
+        resumable=failure.exit_code == rules.RESUMABLE_EXIT_CODE,
+    )
+    return api.Evidence(precedence=own.precedence.name, raised=bool(raised))
 
 
-def is_a_cause(sign: api.Failure) -> bool:
+def precedence_of(failure: api.Failure) -> Precedence:
+    """How a failure ranks as the cause of others."""
+    return Precedence[evidence_of(failure).precedence]
+
+
+def rules_evidence(failure: api.Failure) -> rules.Evidence:
+    """What the class of a failure follows from."""
+    e = evidence_of(failure)
+    return rules.Evidence(
+        exit_code=failure.exit_code,
+        reason=e.container_reason,
+        pod_reason=e.pod_reason,
+        pod_message=e.pod_message,
+        disruption=e.disruption,
+        exception=failure.exception if e.raised else "",
+        deletion_requested=e.deletion_requested,
+        vanished=e.vanished,
+        stalled=e.stalled,
+    )
+
+
+def is_a_cause(first: api.Failure) -> bool:
     """Whether a first sign says why: an exception, a kill, a lost node. A lost peer, a pod that is gone and a bare exit
     code say only that something has happened."""
-    weight = _recorded_weight(sign)
-    says = bool(sign.exception or sign.signal) or weight < Weight.OWN
-    return says and weight <= Weight.OWN and sign.reason != GONE
+    precedence = precedence_of(first)
+    says = bool(first.exception or first.signal) or precedence not in (Precedence.OWN, Precedence.LATE)
+    return says and precedence not in _MAY_FOLLOW_A_LOST_NODE and first.reason != GONE
+
+
+def who(failure: api.Failure) -> str:
+    """rank 37"""
+    if failure.init_container:
+        return f'init container "{failure.init_container}" of {failure.pod}'
+    return f"rank {failure.rank}" if failure.rank is not None else f"node {failure.node_rank}"
 
 
 def own_lines(log: str) -> list[str]:
@@ -253,7 +296,7 @@ def log_tail(log: str) -> str:
 
 def tail_of(pod: Pod) -> str:
     """The end of the log of a pod that has ended, whatever ended it."""
-    return log_tail(_heard(pod, None).log)
+    return log_tail(_read(pod, None).log)
 
 
 # ---------------------------------------------------------------- weighing
@@ -264,7 +307,7 @@ def _of_no_start(cause: End, *, stepped: bool, trained: bool, everywhere: bool) 
     so. A missing ConfigMap is missing for all of them."""
     if cause.failure.reason not in rules.START_REASONS and stepped:
         return "application"  # it was there when this attempt began
-    if (found := rules.classify(cause.evidence)) == "infrastructure":
+    if (found := rules.classify(rules_evidence(cause.failure))) == "infrastructure":
         return found
     forever = everywhere or cause.failure.reason == CONFIG_ERROR
     return "permanent" if forever and not trained and not stepped else "infrastructure"
@@ -276,7 +319,7 @@ def _ended_early(early: api.Failure | None, complaint: api.Failure, steps: Mappi
         return complaint  # as it was recorded
     known = complaint.step if complaint.rank is None else steps.get(complaint.rank, complaint.step)
     step = early.step if early.rank is None else steps.get(early.rank, early.step)
-    said = rules.ended_early(step, _who(complaint), known)
+    said = rules.ended_early(step, who(complaint), known)
     return msgspec.structs.replace(
         early,
         reason=ENDED_EARLY,
@@ -285,148 +328,161 @@ def _ended_early(early: api.Failure | None, complaint: api.Failure, steps: Mappi
         exception=said,
         step=step or None,
         log_tail=complaint.log_tail,
+        evidence=_BY_REASON[ENDED_EARLY],
     )
 
 
 def _end(
     attempt: int, pod: Pod, rank_of: RankOf, now: dt.datetime, *, outside: bool, tail: bool, launched: Launched
 ) -> End:
-    said = _heard(pod, launched.port)
-    code = pod.trainer.exit_code if said.exit_code is None else said.exit_code
-    code = 0 if said.early else code
-    told = pod.deleted_first
-    weight = _weight(pod, said, code, outside=outside)
+    report = _read(pod, launched.port)
+    code = pod.trainer.exit_code if report.exit_code is None else report.exit_code
+    code = 0 if report.early else code
+    precedence = _precedence(pod, report, code, outside=outside)
+    reason = _own_reason(report, precedence) or _reason(pod, precedence)
     failure = api.Failure(
         attempt=attempt,
-        rank=_rank(pod, said, rank_of),
+        rank=_rank(pod, report, rank_of),
         node_rank=pod.rank,
         pod=pod.name,
         init_container=pod.trainer.init,
         node=pod.node,
         exit_code=code,
         signal=signal_name(code),
-        reason=_own_reason(said, weight) or _reason(pod, weight),
-        step=said.step,
-        exception=shown(
-            _detail(pod, said) or _runtimes_word(pod) or (log_lines.of(said.log, code) if tail else ""), EXCEPTION_MAX
-        ),
-        log_tail=log_tail(said.log) if tail else "",
-        time=_time(pod, said, now),
+        reason=reason,
+        step=report.step or None,
+        exception=shown(_text(pod, report, code, tail=tail), EXCEPTION_MAX),
+        log_tail=log_tail(report.log) if tail else "",
+        evidence=_evidence(pod, report, precedence, reason),
+        time=_time(pod, report, now),
     )
-    evidence = rules.Evidence(
-        exit_code=code,
-        reason=pod.trainer.reason,
-        pod_reason=pod.reason,
-        pod_message=pod.message,
-        disruption=pod.disruption,
-        exception=_detail(pod, said) if pod.trainer.reason in rules.START_REASONS else said.exception,
-        deletion_requested=told and weight != Weight.LATE,
-        stalled=said.stalled,
-    )
-    struck = weight == Weight.NODE and not pod.disruption
+    ended_by_node = precedence == Precedence.NODE and not pod.disruption
     return End(
         failure,
-        evidence,
-        weight,
-        told_at=None if struck else pod.deletion_requested_at,
-        everywhere=said.permanent,
-        done=_had_ended(said, code, weight, launched),
+        deleted_at=None if ended_by_node else pod.deletion_requested_at,
+        everywhere=report.permanent,
+        done=_had_ended(report, code, precedence, launched),
         seen=pod.ended_seen,
-        told_seen=pod.deletion_seen,
+        deletion_seen=pod.deletion_seen,
     )
 
 
-def _had_ended(said: Said, code: int | None, weight: Weight, launched: Launched) -> bool:
+def _text(pod: Pod, report: ContainerReport, code: int | None, *, tail: bool) -> str:
+    return _detail(pod, report) or _runtimes_word(pod) or (log_lines.of(report.log, code) if tail else "")
+
+
+def _evidence(pod: Pod, report: ContainerReport, precedence: Precedence, reason: str) -> api.Evidence:
+    """What counts beside the failure's own fields. Nothing outside a pod explains what the kernel has done in it."""
+    starts = pod.trainer.reason in rules.START_REASONS
+    own = api.Evidence(
+        precedence=precedence.name,
+        raised=starts or bool(report.exception),
+        container_reason=shown(pod.trainer.reason, WORD_MAX),
+        stalled=report.stalled,
+    )
+    if precedence == Precedence.KERNEL:
+        return own
+    return msgspec.structs.replace(
+        own,
+        pod_reason=shown(pod.reason, WORD_MAX),
+        pod_message=shown(pod.message, EXCEPTION_MAX),
+        disruption=UNFIT if reason == UNFIT else shown(pod.disruption, WORD_MAX),
+        deletion_requested=pod.deleted_first and precedence != Precedence.LATE,
+    )
+
+
+def _had_ended(report: ContainerReport, code: int | None, precedence: Precedence, launched: Launched) -> bool:
     """Whether only the launcher was left to be stopped. When its ranks have all ended with 0, torchrun waits for the
     other nodes in C++ code for up to five minutes, and SIGTERM does not reach it; at any other time it answers at once,
     with a line of its own."""
-    if weight != Weight.STOPPED or not launched.torchrun:
+    if precedence != Precedence.STOPPED or not launched.torchrun:
         return False
-    return said.done or (code == _KILLED and "death signal" not in said.log)
+    return report.done or (code == _KILLED and "death signal" not in report.log)
 
 
-def _rank(pod: Pod, said: Said, rank_of: RankOf) -> int | None:
-    if said.bad_nodes:
+def _rank(pod: Pod, report: ContainerReport, rank_of: RankOf) -> int | None:
+    if report.bad_nodes:
         return None  # one pod speaks for all, and no rank of it is to blame
-    return rank_of(pod.rank) if said.rank is None else said.rank
+    return rank_of(pod.rank) if report.rank is None else report.rank
 
 
-def _own_reason(said: Said, weight: Weight) -> str:
-    if weight != Weight.OWN:
+def _own_reason(report: ContainerReport, precedence: Precedence) -> str:
+    if precedence != Precedence.OWN:
         return ""
-    return STALLED if said.stalled else ENDED_EARLY if said.early else ""
+    return STALLED if report.stalled else ENDED_EARLY if report.early else ""
 
 
-def _heard(pod: Pod, port: int | None) -> Said:
+def _read(pod: Pod, port: int | None) -> ContainerReport:
     """What the pod says, as far as how its container ended leaves it true."""
-    said = termination_message.read(pod.trainer.message)
-    if pod.rank == 0 and not said.rank and port and rules.port_in_use(said.exception) == port:
-        said = replace(said, symptom=True)  # what we gave away was taken meanwhile; the next attempt gets another one
-    if said.symptom and _strikes(pod.trainer.exit_code):
-        # A rank complained, and then the container itself was struck down.
-        return replace(said, symptom=False, exit_code=pod.trainer.exit_code, rank=None, exception="")
-    return said
+    report = termination_message.read(pod.trainer.message)
+    if pod.rank == 0 and not report.rank and port and rules.port_in_use(report.exception) == port:
+        # Another process took the port that we had chosen; the next attempt gets another one.
+        report = replace(report, symptom=True)
+    if report.symptom and _was_killed(pod.trainer.exit_code):
+        # A rank complained, and then the container itself was killed.
+        return replace(report, symptom=False, exit_code=pod.trainer.exit_code, rank=None, exception="")
+    return report
 
 
-def _weight(pod: Pod, said: Said, code: int | None, *, outside: bool) -> Weight:
+def _precedence(pod: Pod, report: ContainerReport, code: int | None, *, outside: bool) -> Precedence:
     if pod.trainer.reason == "OOMKilled":
-        return Weight.KERNEL
+        return Precedence.KERNEL
     if pod.deleted_first and not outside:
-        return _weight_of_stopped(pod, said, code)
+        return _precedence_of_stopped(pod, report, code)
     if pod.disruption or pod.reason or (pod.trainer.is_lost and pod.trainer.ran):
-        return Weight.NODE
+        return Precedence.NODE
     if pod.deleted_first:
-        return Weight.TOLD
-    return Weight.KERNEL if pod.trainer.reason in rules.START_REASONS else _own_weight(said, code)
+        return Precedence.DELETED
+    return Precedence.KERNEL if pod.trainer.reason in rules.START_REASONS else _own_precedence(report, code)
 
 
-def _weight_of_stopped(pod: Pod, said: Said, code: int | None) -> Weight:
+def _precedence_of_stopped(pod: Pod, report: ContainerReport, code: int | None) -> Precedence:
     """We have told it to stop. Who drains its node or preempts it after that does nothing more to it, and of a
     container that is gone by then the kubelet knows nothing (ContainerStatusUnknown)."""
     if pod.reason or pod.disruption in _BY_KUBELET or pod.trainer.reason == "Unknown":
-        return Weight.NODE_LATE
-    return Weight.LATE if _failed_before_it_was_told(said, code) else Weight.STOPPED
+        return Precedence.NODE_LATE
+    return Precedence.LATE if _failed_before_its_deletion(report, code) else Precedence.STOPPED
 
 
-def _own_weight(said: Said, code: int | None) -> Weight:
-    if said.bad_nodes:
-        return Weight.NODE
-    if said.stalled or said.early:
-        return Weight.OWN
-    if said.resumable or code == rules.RESUMABLE_EXIT_CODE:
-        return Weight.RESUMABLE
-    if said.symptom:
-        return Weight.SYMPTOM
-    silent = not said.exception and code in (None, 1, _ABORTED)
-    return Weight.UNKNOWN if silent else Weight.OWN
+def _own_precedence(report: ContainerReport, code: int | None) -> Precedence:
+    resumable = report.resumable or code == rules.RESUMABLE_EXIT_CODE
+    return failures.Failure(
+        exit_code=code,
+        exception=report.exception,
+        resumable=resumable,
+        symptom=report.symptom,
+        stalled=report.stalled,
+        early=report.early,
+        bad_nodes=report.bad_nodes,
+    ).precedence
 
 
-def _failed_before_it_was_told(said: Said, code: int | None) -> bool:
+def _failed_before_its_deletion(report: ContainerReport, code: int | None) -> bool:
     """A pod whose rank has failed may live on for half a minute, while torchrun waits for its other ranks."""
-    if said.symptom or said.resumable or said.exception.startswith(("KeyboardInterrupt", "SystemExit")):
+    if report.symptom or report.resumable or report.exception.startswith(("KeyboardInterrupt", "SystemExit")):
         return False
     if code in (0, rules.RESUMABLE_EXIT_CODE, _INTERRUPTED, _KILLED, _TERMINATED):
         return False
     # No launcher and no interpreter answers SIGTERM with another code than these two.
-    return bool(said.exception) or said.exit_code is not None or code not in (None, 1, _ABORTED)
+    return bool(report.exception) or report.exit_code is not None or code not in (None, 1, _ABORTED)
 
 
-def _strikes(code: int | None) -> bool:
+def _was_killed(code: int | None) -> bool:
     """Whether a signal ended it that no lost peer explains: with NCCL, aborts follow a lost peer."""
     return bool(signal_name(code)) and code not in (_ABORTED, _TERMINATED, _INTERRUPTED)
 
 
-def _detail(pod: Pod, said: Said) -> str:
+def _detail(pod: Pod, report: ContainerReport) -> str:
     """The exception, or what the kubelet says of a container that it could not start, or of a pod that it ended."""
     if pod.trainer.reason in rules.START_REASONS:
         return pod.trainer.message.strip().rpartition("\n")[2]
     last = pod.trainer.message.strip().rpartition("\n")[2] if pod.trainer.init else ""
-    return said.exception or last or pod.message
+    return report.exception or last or pod.message
 
 
 def _ended_from_outside(first: api.Failure) -> bool:
     """Whether it is recorded as a pod that somebody else, or its node, was ending when all began."""
-    return _recorded_weight(first) in (Weight.NODE, Weight.TOLD)
+    return precedence_of(first) in (Precedence.NODE, Precedence.DELETED)
 
 
 def _as_recorded(pod: Pod, first: api.Failure) -> Pod:
@@ -434,29 +490,28 @@ def _as_recorded(pod: Pod, first: api.Failure) -> Pod:
     stop, also for an operator that sees both at once."""
     # Of one that ended early its ranks are recorded, and not what its launcher ended with.
     recorded = first.exit_code is not None and first.reason != ENDED_EARLY
-    ended = pod.name == first.pod and recorded and not _ended_from_outside(first)
+    ended = pod.name == first.pod and recorded and precedence_of(first) not in _ENDED_WITHOUT_ITSELF
     return replace(pod, ended_first=True) if ended else pod
 
 
 def _first(ends: Sequence[End], recorded: str = "") -> End:
     """The end that explains the others. recorded: the pod whose end was seen, and recorded, before all others."""
 
-    def order(end: End) -> tuple[Weight, bool, int, dt.datetime, int]:
+    def order(end: End) -> tuple[bool, int, dt.datetime, int]:
         failure = end.failure
-        return (end.weight, failure.pod != recorded, end.seen, failure.time, failure.node_rank)
+        return (failure.pod != recorded, end.seen, failure.time, failure.node_rank)
 
-    return min(ends, key=order)
+    return failures.root_cause(sorted(ends, key=order))
 
 
 def _recorded(first: api.Failure, ends: Sequence[End]) -> list[End]:
     """The first sign as an end of its own: its pod is gone, or no longer shows as much as was recorded."""
     now = next((e for e in ends if e.failure.pod == first.pod), None)
-    weight, evidence = _recorded_weight(first), _recorded_evidence(first)
     if now is None:
-        return [End(first, evidence, weight)]
-    if weight not in (Weight.NODE, Weight.TOLD):
-        # What is seen of it since we have told it to stop may say less: a container that was never made "exits" 137.
-        return [End(first, evidence, weight)] if now.weight > weight else []
+        return [End(first)]
+    if not _ended_from_outside(first):
+        # What is seen of it since we have deleted it may say less: a container that was never made "exits" 137.
+        return [End(first)] if now.precedence > precedence_of(first) else []
     merged = msgspec.structs.replace(
         first,
         exit_code=now.failure.exit_code,
@@ -464,53 +519,22 @@ def _recorded(first: api.Failure, ends: Sequence[End]) -> list[End]:
         step=first.step if now.failure.step is None else now.failure.step,
         exception=first.exception or now.failure.exception,
         log_tail=now.failure.log_tail,
+        evidence=evidence_of(first),
     )
-    struck = first.reason in (NODE_LOST, GONE) or first.reason in rules.NODE_REASONS
-    return [End(merged, evidence, weight, None if struck else now.told_at or first.time)]
-
-
-def _recorded_weight(first: api.Failure) -> Weight:
-    if first.reason == ENDED_EARLY:
-        return Weight.SYMPTOM  # found because of complaints, which a lost node may still explain
-    if first.reason == "OOMKilled" or first.reason in rules.START_REASONS:
-        return Weight.KERNEL
-    if first.reason in (STOPPED, PEER_LOST, RESUMABLE):
-        return {STOPPED: Weight.TOLD, PEER_LOST: Weight.SYMPTOM, RESUMABLE: Weight.RESUMABLE}[first.reason]
-    if first.reason in DISRUPTIONS or first.reason in rules.NODE_REASONS or first.reason == GONE:
-        return Weight.NODE
-    # Of what is left only these are containers' words; the rest is a disruption of a kind that we do not know.
-    if first.reason not in ("", "Error", "Completed"):
-        return Weight.NODE
-    raised = "" if log_lines.is_last_line(first.exception) else first.exception
-    said = Said(exception=raised, symptom=rules.is_symptom(raised))
-    return _own_weight(said, first.exit_code)
-
-
-def _recorded_evidence(first: api.Failure) -> rules.Evidence:
-    by_pod = first.reason in rules.NODE_REASONS or first.reason == rules.POD_DEADLINE
-    vanished = first.reason in (GONE, NODE_LOST)
-    by_node = _recorded_weight(first) == Weight.NODE and not (by_pod or vanished)
-    return rules.Evidence(
-        exit_code=first.exit_code,
-        reason=first.reason,
-        pod_reason=first.reason if by_pod else "",
-        pod_message=first.exception if by_pod else "",
-        disruption=first.reason if by_node else "",
-        exception=first.exception,
-        deletion_requested=first.reason == STOPPED,
-        vanished=vanished,
-    )
+    ended_by_node = first.reason in (NODE_LOST, GONE) or first.reason in rules.NODE_REASONS
+    return [End(merged, deleted_at=None if ended_by_node else now.deleted_at or first.time)]
 
 
 def _on_all_nodes(ends: Sequence[End], nodes: int | None) -> bool:
     """On one alone, that node may be the reason. Agents that have ended by agreement have compared theirs."""
     if any(end.everywhere for end in ends):
         return True
-    said = {end.failure.node_rank for end in ends if _says_no_start(end.evidence)}
-    return len(said) >= (len({end.failure.node_rank for end in ends}) if nodes is None else nodes)
+    unable = {end.failure.node_rank for end in ends if _shows_no_start(end.failure)}
+    return len(unable) >= (len({end.failure.node_rank for end in ends}) if nodes is None else nodes)
 
 
-def _says_no_start(e: rules.Evidence) -> bool:
+def _shows_no_start(failure: api.Failure) -> bool:
+    e = rules_evidence(failure)
     return rules.cannot_start(e.reason, e.exit_code, e.exception)
 
 
@@ -518,17 +542,18 @@ def _classed(failure: api.Failure, found: rules.Class) -> tuple[api.Failure, rul
     return msgspec.structs.replace(failure, failure_class=found), found
 
 
-def _reason(pod: Pod, weight: Weight) -> str:
-    if weight == Weight.KERNEL:
+def _reason(pod: Pod, precedence: Precedence) -> str:
+    if precedence == Precedence.KERNEL:
         return pod.trainer.reason
-    if weight in (Weight.NODE, Weight.NODE_LATE) and not (pod.reason or pod.disruption or pod.trainer.is_lost):
+    of_node = pod.reason or pod.disruption or pod.trainer.is_lost
+    if precedence in (Precedence.NODE, Precedence.NODE_LATE) and not of_node:
         return UNFIT
-    if weight in (Weight.RESUMABLE, Weight.SYMPTOM):
-        return RESUMABLE if weight == Weight.RESUMABLE else PEER_LOST
+    if precedence in (Precedence.RESUMABLE, Precedence.SYMPTOM):
+        return RESUMABLE if precedence == Precedence.RESUMABLE else PEER_LOST
     if pod.reason or pod.disruption:
         return pod.disruption or pod.reason
     word = "Error" if _runtimes_word(pod) else pod.trainer.reason
-    told = weight in (Weight.TOLD, Weight.STOPPED) and word in ("", "Completed", "Error")
+    told = precedence in (Precedence.DELETED, Precedence.STOPPED) and word in ("", "Completed", "Error")
     return STOPPED if told else word
 
 
@@ -538,98 +563,10 @@ def _runtimes_word(pod: Pod) -> str:
     return "" if known else pod.trainer.reason
 
 
-def _time(pod: Pod, said: Said, now: dt.datetime) -> dt.datetime:
+def _time(pod: Pod, report: ContainerReport, now: dt.datetime) -> dt.datetime:
     """The container may end long after the rank that failed; what a message claims beyond reason is not believed."""
     ended = pod.trainer.ended_at
     if ended is None:
         return pod.deletion_requested_at or now
-    if said.time is not None and dt.timedelta() <= ended + CLOCKS_DIFFER - said.time <= SAID_BEFORE_MAX:
-        return said.time
-    return ended
-
-
-# ---------------------------------------------------------------- sentences
-
-
-def sentence(failure: api.Failure) -> str:
-    """rank 37 (pod bert-1-4, node gpu-07) was killed by SIGSEGV at step 12840"""
-    if failure.init_container:
-        logs = f"kubectl logs {failure.pod} -c {failure.init_container}"
-        return f'init container "{failure.init_container}" of pod {failure.pod} {_what(failure)}, see {logs}'
-    where = f"pod {failure.pod}" + (f", node {failure.node}" if failure.node else "")
-    return f"{_who(failure)} ({where}) {_what(failure)}"
-
-
-def short(failure: api.Failure) -> str:
-    """A few words, as in "attempt 3 after …": SIGSEGV on rank 37."""
-    by_reason = {
-        NODE_LOST: f"node {failure.node or failure.node_rank} lost",
-        GONE: f"{failure.pod} vanished",
-        UNFIT: "a pre-flight that found a bad node",
-        CONNECTION_LOST: f"a lost connection to node {failure.node_rank}",
-        STALLED: f"stall of {_who(failure)}",
-        STOPPED: f"{failure.pod} was stopped from outside",
-        RESUMABLE: "a stop from outside",
-        PEER_LOST: f"{_who(failure)} lost its peers",
-        ENDED_EARLY: f"an early end of {_who(failure)}",
-        "PreemptionByScheduler": f"preemption of {failure.pod}",
-        "Evicted": f"eviction of {failure.pod}",
-        "EvictionByEvictionAPI": f"eviction of {failure.pod}",
-    }
-    if failure.reason in by_reason:
-        return by_reason[failure.reason]
-    if failure.reason == "OOMKilled" or failure.exit_code is None:
-        return f"{failure.reason or 'a failure'} on {_who(failure)}"
-    of = "of" if failure.init_container else "on"
-    return f"{failure.signal or f'exit code {failure.exit_code}'} {of} {_who(failure)}"
-
-
-def _who(failure: api.Failure) -> str:
-    if failure.init_container:
-        return f'init container "{failure.init_container}" of {failure.pod}'
-    return f"rank {failure.rank}" if failure.rank is not None else f"node {failure.node_rank}"
-
-
-def _what(failure: api.Failure) -> str:
-    at = "" if failure.step is None else f" at step {failure.step}"
-    why = f" ({failure.exception})" if failure.exception else ""
-    if failure.reason == ENDED_EARLY:
-        return failure.exception
-    if failure.reason == PEER_LOST and rules.port_in_use(failure.exception) is not None:
-        return f"could not listen at the address that it was given{why}"
-    if failure.reason == PEER_LOST:
-        return f"lost its peers{at}{why}, and none was seen that failed by itself: only peers' complaints"
-    if failure.reason == "OOMKilled":
-        limit = failure.exception.partition(";")[0].removeprefix(MEMORY)
-        known = f" of {limit} (resources.limits.memory)" if failure.exception.startswith(MEMORY) else ""
-        return f"was killed{at} because it used more memory than its limit{known} (OOMKilled)"
-    if failure.reason in _PHRASES:
-        what, colon, because = _PHRASES[failure.reason].format(code=_code(failure)).partition(":")
-        return what + at + colon + because + why
-    if failure.reason == STALLED:
-        return failure.exception or f"has made no step{at}"
-    if failure.reason in rules.START_REASONS and failure.exit_code is not None:
-        return f"could not be started: {failure.exception or failure.reason}"
-    if failure.exit_code is None:
-        return f"failed{at} ({failure.reason or 'no exit code'})" + (f": {failure.exception}" if why else "")
-    how = f"was killed by {failure.signal}" if failure.signal else f"ended with exit code {failure.exit_code}"
-    known = " (no out-of-memory kill was reported)" if failure.exit_code == _KILLED else ""
-    return how + at + known + why
-
-
-def _code(failure: api.Failure) -> str:
-    return "" if failure.exit_code is None else f" (exit code {failure.exit_code})"
-
-
-_PHRASES = {
-    GONE: "vanished while it ran: someone deleted the pod, or its node is gone",
-    NODE_LOST: "was lost with its node",
-    UNFIT: "did not begin to train",
-    CONNECTION_LOST: "lost its connection to node 0 and has come back",
-    **dict.fromkeys(rules.LOST_CONTAINER, "was lost{code}: its node was restarted"),
-    STOPPED: "was stopped from outside{code}: the pod was deleted, or its node drained",
-    RESUMABLE: "stopped in order{code} because a rank was told to stop",
-    "Evicted": "was evicted by the kubelet",
-    rules.POD_DEADLINE: "was ended{code}: the activeDeadlineSeconds of the pod's template are over",
-    **DISRUPTIONS,
-}
+    failed = dt.datetime.fromtimestamp(report.time, dt.timezone.utc)
+    return failed if dt.timedelta() <= ended + CLOCKS_DIFFER - failed <= REPORTED_BEFORE_MAX else ended

@@ -1,4 +1,4 @@
-"""What the end of a container says of itself: the trainer library's message, torchrun's table, a traceback, or nothing.
+"""Reads a container's termination message: the trainer library's, torchrun's table, a traceback, or nothing.
 
 The text is what the kubelet keeps: the termination message, or the last 2 kB of the log. It may be cut anywhere, hold
 the lines of several ranks, or be garbage: all of it is a log then.
@@ -6,17 +6,16 @@ the lines of several ranks, or be garbage: all of it is a log then.
 
 from __future__ import annotations
 
-import datetime as dt
 import re
 import signal as signals
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Any
 
 import msgspec
-from msgspec.structs import replace as replaced
 
 from ddpjob.core import rules
+from ddpjob.core.failures import Failure
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job.bounds import NOT_READABLE
 from ddpjob_operator.observed.reports import Agent
@@ -38,11 +37,11 @@ _TERMINATE = re.compile(r"^terminate called after throwing an instance of '(.+)'
 _WHAT = re.compile(r"^\s+what\(\):\s+(.*)$")
 # torch.multiprocessing.spawn names how the process ended that it gives up for.
 _SPAWNED = re.compile(r"ProcessExitedException: process \d+ terminated with (?:exit code (\d{1,3})|signal (\w+))")
-_SAYS_SO = re.compile(r"python|^exec |exec user process")
+_INTERPRETER = re.compile(r"python|^exec |exec user process")
 _TORCHS_OWN = re.compile(r"gloo|c10d|nccl|Dist\w*Error|Rendezvous", re.IGNORECASE)
 # Where torchrun waits for the other nodes when all its own ranks have ended with 0 (elastic/agent/server/api.py).
 _TORCHRUN_WAITED = "in _exit_barrier\n"
-_TORCHRUN_TOLD = re.compile(r"SignalException: Process \d+ got signal: (\d{1,2})$")
+_TORCHRUN_SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d{1,2})$")
 
 # torchrun's own summary at the end of its output (torch/distributed/elastic/multiprocessing/errors, 1.9 to 2.13).
 _SECTION = re.compile(r"^(?:Failures|Other Failures|Root Cause[^:]{0,60}):\s*$")
@@ -52,31 +51,23 @@ _BORDER = re.compile(r"^(?:={7,}|\*{7,}|-{7,})\s*$")
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a container's end says; all of it may be missing."""
+class ContainerReport:
+    """How a container's end reads; all of it may be missing. As in Failure, of the rank that failed first in it."""
 
     rank: int | None = None
-    """The rank that failed first in this container."""
     exit_code: int | None = None
-    """How that rank ended; 128 + n where signal n ended it."""
     exception: str = ""
-    symptom: bool = False
-    """Whether it only says that a peer is gone."""
+    step: int = 0
+    time: float = 0.0
     resumable: bool = False
-    """Whether it stopped because it was told to, with everything saved."""
+    symptom: bool = False
     stalled: bool = False
-    """Whether its agent ended it because the group had made no step for too long."""
-    step: int | None = None
-    time: dt.datetime | None = None
-    """When it failed, by the clock of its node."""
+    early: bool = False
+    bad_nodes: tuple[int, ...] = ()
     log: str = ""
     """What it printed."""
-    bad_nodes: tuple[int, ...] = ()
-    """Node ranks that a pre-flight found to be far slower than the others."""
     done: bool = False
     """Whether all its ranks had ended with 0, and only the launcher was still there to be stopped."""
-    early: bool = False
-    """Whether its rank ended with 0 while the others still waited for it."""
     permanent: bool = False
     """Whether agents have found that no other try helps, on any node."""
 
@@ -105,29 +96,15 @@ class Ended:
     """From the traceback of a script with @record."""
 
 
-class Message(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
+@dataclass(frozen=True)
+class Message:
     """What the trainer library, or an agent, writes as the container's termination message."""
 
-    ddpjob: Literal[1]
-    rank: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
-    exit_code: Annotated[int, msgspec.Meta(ge=-64, le=255)] | None = None
-    signal: str = ""
-    exception: str = ""
-    step: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] | None = None
-    time: Annotated[float, msgspec.Meta(gt=0, lt=1e11)] | None = None
-    resumable: bool = False
-    stalled: bool = False
-    symptom: bool = False
-    traceback: str = ""
+    failure: Failure
     ended: bool = False
-    """Whether an agent ended because the agents of the group had agreed on it: none that was lost says so."""
+    """Whether an agent ended because the agents of the group had agreed on it: none that was lost writes so."""
     agent: Agent | None = None
     """From node 0's agent: what it had restarted in place."""
-    early: bool = False
-    """Whether an agent has found that this rank ended with 0 while the others still waited for it."""
-    failure_class: str = msgspec.field(default="", name="class")
-    """What an agent has found it to be."""
-    bad_nodes: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]], msgspec.Meta(max_length=64)] = []
 
 
 def left(text: str) -> Message | None:
@@ -135,27 +112,28 @@ def left(text: str) -> Message | None:
     return _message(_clean(text))[0]
 
 
-def read(text: str) -> Said:
+def read(text: str) -> ContainerReport:
     """What a termination message or a log's end says. The library's exception counts before what the log shows."""
     message, log = _message(_clean(text))
-    said = _read_log(log)
+    of_log = _read_log(log)
     if message is None:
-        return said
-    code = _code(message.exit_code, message.signal)
-    lines = "\n".join(part for part in (message.traceback or message.exception, log) if part.strip())
-    return Said(
-        rank=said.rank if message.rank is None else message.rank,
-        exit_code=said.exit_code if code is None else code,
-        exception=message.exception.strip() or said.exception,
-        symptom=message.symptom or rules.is_symptom(message.exception),
-        resumable=not message.stalled and (message.resumable or code == rules.RESUMABLE_EXIT_CODE),
-        stalled=message.stalled,
-        step=message.step or None,  # the library says 0 before the first
-        time=_time(message.time),
+        return of_log
+    failure = message.failure
+    code = _code(failure.exit_code, failure.signal)
+    lines = "\n".join(part for part in (failure.traceback or failure.exception, log) if part.strip())
+    return ContainerReport(
+        rank=of_log.rank if failure.rank is None else failure.rank,
+        exit_code=of_log.exit_code if code is None else code,
+        exception=failure.exception.strip() or of_log.exception,
+        step=failure.step,
+        time=failure.time,
+        resumable=not failure.stalled and (failure.resumable or code == rules.RESUMABLE_EXIT_CODE),
+        symptom=failure.symptom or rules.is_symptom(failure.exception),
+        stalled=failure.stalled,
+        early=failure.early,
+        bad_nodes=failure.bad_nodes,
         log=lines,
-        bad_nodes=tuple(message.bad_nodes),
-        early=message.early,
-        permanent=message.ended and message.failure_class == "permanent",
+        permanent=message.ended and failure.failure_class == "permanent",
     )
 
 
@@ -251,42 +229,48 @@ def _of_chain(chain: list[Raised]) -> Raised:
     return next(r for r in reversed(chain) if not r.symptom)
 
 
-def _read_log(log: str) -> Said:
+def _read_log(log: str) -> ContainerReport:
     rows, exceptions = table(log), raised(log)
-    told = next((m for r in reversed(exceptions) if (m := _TORCHRUN_TOLD.search(r.line))), None)
-    if told is not None and not rows:
+    signalled = next((m for r in reversed(exceptions) if (m := _TORCHRUN_SIGNALLED.search(r.line))), None)
+    if signalled is not None and not rows:
         # torchrun ends with 1 when it is told to stop.
-        return Said(exit_code=128 + int(told[1]), exception="", log=log, done=_TORCHRUN_WAITED in log)
-    guilty = min(rows, key=lambda row: _innocence(row, exceptions), default=None)
-    rank = guilty.rank if guilty else None
-    of_rank = [r for r in exceptions if r.rank is not None and r.rank == rank]
-    first = (guilty.raised if guilty else None) or _true(of_rank) or _true(_not_of_others(exceptions, rank))
-    code = guilty.exit_code if guilty else _spawned(exceptions)
-    first = first or (_true(raised(_cut_table(log))) if not rows else None) or _cut_line(log)
-    first = first or _interpreters(log) or Raised("")
-    return Said(
-        rank=rank if rank is not None else first.rank,
+        return ContainerReport(exit_code=128 + int(signalled[1]), log=log, done=_TORCHRUN_WAITED in log)
+    culprit = min(rows, key=lambda row: _culprit_order(row, exceptions), default=None)
+    rank = culprit.rank if culprit else None
+    code = culprit.exit_code if culprit else _spawned(exceptions)
+    cause = next((found for found in _causes(log, culprit, exceptions) if found is not None), Raised(""))
+    return ContainerReport(
+        rank=rank if rank is not None else cause.rank,
         exit_code=code,
-        exception=first.line,
-        symptom=first.symptom,
+        exception=cause.line,
+        symptom=cause.symptom,
         resumable=code == rules.RESUMABLE_EXIT_CODE,
         log=log,
     )
 
 
-def _true(exceptions: list[Raised]) -> Raised | None:
+def _causes(log: str, culprit: Ended | None, exceptions: list[Raised]) -> Iterator[Raised | None]:
+    """What may have ended the culprit, the most certain first. An exception of another rank does not explain it."""
+    rank = culprit.rank if culprit else None
+    if culprit is not None:
+        yield culprit.raised
+    yield _cause([r for r in exceptions if r.rank is not None and r.rank == rank])
+    yield _cause([r for r in exceptions if rank is None or r.rank is None])
+    if culprit is None:
+        yield _cause(raised(_cut_table(log)))
+    yield _cut_line(log)
+    yield _interpreter_error(log)
+
+
+def _cause(exceptions: list[Raised]) -> Raised | None:
     """The last that is no symptom; where all are, the last."""
     return next((r for r in reversed(exceptions) if not r.symptom), exceptions[-1] if exceptions else None)
 
 
-def _not_of_others(exceptions: list[Raised], rank: int | None) -> list[Raised]:
-    return [r for r in exceptions if rank is None or r.rank is None]
-
-
-def _innocence(row: Ended, exceptions: Iterable[Raised]) -> tuple[bool, bool]:
-    """torchrun stops the others with SIGTERM, and looks ten times a second: two that failed in between are ordered
-    by their number, so that a symptom may be its root cause."""
-    own = row.raised or _true([r for r in exceptions if r.rank is not None and r.rank == row.rank])
+def _culprit_order(row: Ended, exceptions: Iterable[Raised]) -> tuple[bool, bool]:
+    """The culprit comes first. torchrun stops the others with SIGTERM, and looks ten times a second: it orders two that
+    failed in between by their number, so that what it calls the root cause may be a symptom."""
+    own = row.raised or _cause([r for r in exceptions if r.rank is not None and r.rank == row.rank])
     symptom = own is not None and own.symptom
     return (symptom or row.exit_code in (143, rules.RESUMABLE_EXIT_CODE), not row.root)
 
@@ -296,7 +280,7 @@ def _row(root: bool, fields: dict[str, str]) -> Ended | None:
     if code is None or code == 0:
         return None
     text = fields.get("traceback", fields.get("msg", ""))
-    found = _true(raised(text))
+    found = _cause(raised(text))
     rank = _integer(fields.get("rank", ""))
     rank = None if rank is None or rank < 0 else rank  # a log may hold any text; there is no rank -1
     found = None if found is None else replace(found, rank=rank)
@@ -323,21 +307,26 @@ def _cut_line(log: str) -> Raised | None:
     return None
 
 
-def _interpreters(log: str) -> Raised | None:
-    """`python nowhere.py` says so in a line of its own, without an exception; so does what starts containers."""
+def _interpreter_error(log: str) -> Raised | None:
+    """`python nowhere.py` prints a line of its own and raises nothing; so does the container runtime."""
     lines = (_PREFIX.sub("", line[:LINE_MAX]) for line in log.splitlines())
-    found = next((line for line in lines if _SAYS_SO.search(line) and rules.CANNOT_EVER_START.match(line)), None)
+    found = next((line for line in lines if _INTERPRETER.search(line) and rules.CANNOT_EVER_START.match(line)), None)
     return None if found is None else Raised(found.strip())
 
 
 def _message(text: str) -> tuple[Message | None, str]:
     first, _, rest = text.partition("\n")
     try:
-        said = msgspec.json.decode(first.encode(), type=Message)
-    except NOT_READABLE:
+        written = msgspec.json.decode(first.encode(), type=dict[str, Any])
+        failure = Failure.from_dict(written)
+        agent = msgspec.convert(written.get("agent"), Agent | None)
+    except (*NOT_READABLE, ValueError):
         return None, text
-    # Anew: JSON has made characters of \u001b that were none when the text was cleaned.
-    return replaced(said, exception=clean(said.exception), traceback=clean(said.traceback)), rest
+    if type(written.get("ddpjob")) is not int or written["ddpjob"] != 1:
+        return None, text
+    # Again: JSON has made characters of \u001b that were none when the text was cleaned.
+    failure = failure._replace(exception=clean(failure.exception), traceback=clean(failure.traceback))
+    return Message(failure, ended=written.get("ended") is True, agent=agent), rest
 
 
 def _clean(text: str) -> str:
@@ -355,10 +344,6 @@ def _code(exit_code: int | None, signal: str) -> int | None:
 def _spawned(exceptions: list[Raised]) -> int | None:
     found = next((m for r in reversed(exceptions) if (m := _SPAWNED.search(r.line))), None)
     return None if found is None else _code(int(found[1]) if found[1] else None, found[2] or "")
-
-
-def _time(seconds: float | None) -> dt.datetime | None:
-    return None if seconds is None else dt.datetime.fromtimestamp(seconds, dt.timezone.utc)
 
 
 def _number(found: re.Match[str] | None) -> int | None:

@@ -244,6 +244,29 @@ class Progress(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
     """When the report arrived."""
 
 
+class Evidence(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+    """Why a failure is the root cause, and of its class: kept because its pod may be gone when that is asked again."""
+
+    precedence: Annotated[str, Meta(max_length=16)]
+    """How it ranks as the cause of the others, from KERNEL (an out-of-memory kill) to STOPPED (by the operator)."""
+    raised: bool = False
+    """Whether the failure's exception is what a process raised, or why a container could not start."""
+    container_reason: Annotated[str, Meta(max_length=128)] = ""
+    """The kubelet's word for the container."""
+    pod_reason: Annotated[str, Meta(max_length=128)] = ""
+    """The pod's own reason."""
+    pod_message: Annotated[str, Meta(max_length=300)] = ""
+    """The sentence with it."""
+    disruption: Annotated[str, Meta(max_length=128)] = ""
+    """The reason of the pod's condition DisruptionTarget."""
+    deletion_requested: bool = False
+    """Whether somebody had asked for the pod's deletion before it ended."""
+    vanished: bool = False
+    """Whether its pod, or its node, is gone without a report."""
+    stalled: bool = False
+    """Whether it was stopped because it made no step."""
+
+
 class Failure(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
     """The root cause of a failure: the earliest that is not a symptom of a lost peer."""
 
@@ -275,6 +298,8 @@ class Failure(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=T
     """The exception's line, where the log has one."""
     log_tail: Annotated[str, Meta(max_length=2048)] = ""
     """The end of the log."""
+    evidence: Evidence | None = None
+    """What the operator has seen of it. Unset: its reason says all."""
     time: Time
     """When it happened."""
 

@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import datetime as dt
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
+from msgspec.structs import force_setattr
 
+from ddpjob.core import budget, rules
+from ddpjob.core.failures import Failure
 from ddpjob_operator.job import bounds
 from ddpjob_operator.job.bounds import NOT_READABLE
 
 METRICS_MAX = 16
-
-
 METRIC_LENGTH_MAX = 64
-
-
 Phase = Literal["start", "train", "save", "evaluate"]
-
-
 _Number = Annotated[int, msgspec.Meta(ge=0, le=bounds.COUNT_MAX)]
-
-
 _Restarts = Annotated[int, msgspec.Meta(ge=0, le=bounds.IN_PLACE_MAX)]
 
 
-_Node = Annotated[int, msgspec.Meta(ge=0, le=bounds.NODES_MAX)]
-
-
 _Turn = Annotated[int, msgspec.Meta(ge=0, le=bounds.TURNS_MAX)]
-
-
-AGENT_TEXT_MAX = 300
-
-
+_CLASSES = frozenset(get_args(rules.Class)) - {"permanent"}
 AGENT_FAILURES_MAX = 5
 
 
@@ -52,20 +40,6 @@ class AgentCounts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
         return self.application + self.infrastructure + self.stall
 
 
-class AgentFailure(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
-    """A failure that an agent has overcome."""
-
-    rank: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)]
-    """-1: of a node as a whole."""
-    node_rank: _Node
-    exit_code: Annotated[int, msgspec.Meta(ge=0, le=255)] | None = None
-    signal: Annotated[str, msgspec.Meta(max_length=16)] = ""
-    exception: Annotated[str, msgspec.Meta(max_length=AGENT_TEXT_MAX)] = ""
-    step: _Number | None = None
-    failure_class: Literal["application", "outOfMemory", "infrastructure", "stall"] = msgspec.field(name="class")
-    charged_to: Literal["application", "infrastructure", "stall"]
-
-
 class Agent(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
     """What node 0's `ddprun` says of the restarts in place that it has led."""
 
@@ -73,8 +47,12 @@ class Agent(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
     """Which pod of node 0 it runs in."""
     generation: _Turn = 0
     restarts: AgentCounts = AgentCounts()
-    failures: Annotated[list[AgentFailure], msgspec.Meta(max_length=AGENT_FAILURES_MAX)] = []
-    """The last ones, the oldest first."""
+    failures: Annotated[list[Any], msgspec.Meta(max_length=AGENT_FAILURES_MAX)] = []
+    """The last `Failure`s, the oldest first."""
+
+    def __post_init__(self) -> None:
+        """msgspec would read a dataclass by the names of its fields, and not by the keys of a report."""
+        force_setattr(self, "failures", [_failure(written) for written in self.failures])
 
 
 class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_defaults=True):
@@ -97,6 +75,21 @@ class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_def
     """Set: the report is not of a rank but of the agent of its pod."""
     received_at: dt.datetime | None = None
     """Set by the receiver: the sender's clock is not trusted."""
+
+
+def _failure(written: Any) -> Failure:
+    """A failure that an agent has overcome; rank -1 is that of a node as a whole. Raises ValueError."""
+    if isinstance(written, Failure):
+        return written
+    whole = isinstance(written, dict) and written.get("rank") == -1
+    failure = Failure.from_dict({**written, "rank": None} if whole else written)
+    if failure.node_rank is None or failure.node_rank > bounds.NODES_MAX or (failure.rank is None and not whole):
+        raise ValueError("a failure has a rank and a nodeRank")
+    if (failure.exit_code or 0) < 0:
+        raise ValueError("exitCode: 128 + n where signal n ended it")
+    if failure.failure_class not in _CLASSES or failure.charged_to not in get_args(budget.ChargedTo):
+        raise ValueError(f"class: {failure.failure_class}, chargedTo: {failure.charged_to}")
+    return failure
 
 
 class BadReportError(ValueError):

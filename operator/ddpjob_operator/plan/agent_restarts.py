@@ -10,12 +10,13 @@ from msgspec.structs import replace
 
 from ddpjob.core import rules
 from ddpjob.core.budget import Spent, newly_spent, with_newly_spent
-from ddpjob_operator.failures import root_cause, termination_message
+from ddpjob.core.failures import Failure
+from ddpjob_operator.failures import root_cause, sentences, termination_message
 from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.job import api, budgets, ranges, topology
 from ddpjob_operator.job.status import is_broken
 from ddpjob_operator.observed.cluster import Observed, Pod
-from ddpjob_operator.observed.reports import Agent, AgentFailure, Report
+from ddpjob_operator.observed.reports import Agent, Report
 from ddpjob_operator.plan import transitions
 from ddpjob_operator.pods import naming
 
@@ -56,7 +57,7 @@ def with_agent(
         return status  # what is being settled stays the last failure
     for reported in agent.failures[-number:]:
         failure = _failure(status, reported, job, mine, now)
-        status = transitions.with_failure(status, failure, root_cause.sentence(failure))
+        status = transitions.with_failure(status, failure, sentences.sentence(failure))
     return status
 
 
@@ -97,32 +98,33 @@ def count(status: api.Status) -> int:
 
 
 def _failure(
-    status: api.Status, said: AgentFailure, job: api.DDPJob, mine: Mapping[int, Pod], now: dt.datetime
+    status: api.Status, failure: Failure, job: api.DDPJob, mine: Mapping[int, Pod], now: dt.datetime
 ) -> api.Failure:
-    pod = mine.get(said.node_rank)
-    stalled = said.failure_class == "stall"
+    assert failure.node_rank is not None, "a report without it is refused"
+    pod = mine.get(failure.node_rank)
+    is_known = failure.rank is not None and failure.rank < topology.world_size(job.spec)
     return api.Failure(
         attempt=status.attempt,
-        rank=said.rank if 0 <= said.rank < topology.world_size(job.spec) else None,
-        node_rank=said.node_rank,
-        pod=naming.present_pod_name(job, status, said.node_rank),
+        rank=failure.rank if is_known else None,
+        node_rank=failure.node_rank,
+        pod=naming.present_pod_name(job, status, failure.node_rank),
         node=pod.node if pod is not None else "",
-        exit_code=None if stalled else said.exit_code,
-        signal=said.signal,
-        reason=_reason(said),
-        failure_class=said.failure_class,
-        charged_to=said.charged_to,
-        step=said.step or None,
-        exception=shown(said.exception, root_cause.EXCEPTION_MAX),
+        exit_code=None if failure.failure_class == "stall" else failure.exit_code,
+        signal=failure.signal,
+        reason=_reason(failure),
+        failure_class=failure.failure_class,
+        charged_to=failure.charged_to,
+        step=failure.step or None,
+        exception=shown(failure.exception, root_cause.EXCEPTION_MAX),
         time=now,
     )
 
 
-def _reason(said: AgentFailure) -> str:
-    if said.failure_class == "stall":
+def _reason(failure: Failure) -> str:
+    if failure.failure_class == "stall":
         return root_cause.STALLED
-    if said.rank < 0:
+    if failure.rank is None:
         return root_cause.CONNECTION_LOST
-    if said.failure_class == "infrastructure" and rules.is_symptom(said.exception):
+    if failure.failure_class == "infrastructure" and rules.is_symptom(failure.exception):
         return root_cause.PEER_LOST
-    return root_cause.ENDED_EARLY if said.exit_code == 0 else "Error"
+    return root_cause.ENDED_EARLY if failure.exit_code == 0 else "Error"

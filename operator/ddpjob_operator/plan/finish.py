@@ -10,7 +10,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from ddpjob_operator.failures import root_cause
+from ddpjob_operator.failures import sentences
 from ddpjob_operator.job import api, launcher, podspec, ranges, reasons
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import TERMINAL, apart_from_progress, find_condition, is_broken, is_of_this_attempt
@@ -175,7 +175,7 @@ def _of_agent_restarts(old: api.Status, new: api.Status) -> Iterator[Event]:
         # While another failure is being settled, that one is the last failure, and not what the agents have overcome.
         settling = is_broken(old) or is_broken(new)
         free = "" if failure.charged_to in ("", "application") else " (not charged to backoffLimit)"
-        what = "" if settling else f"{root_cause.sentence(failure)}{free}; "
+        what = "" if settling else f"{sentences.sentence(failure)}{free}; "
         text = f"{what}all ranks have started again in their pods (restart {count} in place)"
         yield _event(reasons.RESTARTED_IN_PLACE, text)
 

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from msgspec.structs import replace
 
 from ddpjob.core import budget, rules
-from ddpjob_operator.failures import root_cause
+from ddpjob_operator.failures import root_cause, sentences
+from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, reasons, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import TERMINAL, is_broken, unsettled_failure
@@ -54,7 +55,7 @@ def attempt_broken(view: View, status: api.Status) -> Decision | None:
     if trigger is None:
         return None
     reason, failure = trigger
-    text = root_cause.sentence(failure)
+    text = sentences.sentence(failure)
     status = with_failure(status, failure, text)
     agents_wait = launcher.restarts_in_place(view.spec)
     if not view.active and not agents_wait:
@@ -80,7 +81,7 @@ def restart_all(view: View, status: api.Status, first: api.Failure, settled: Set
     # A pod that is ended from outside gets its full grace to save, so its peers get theirs: they stop at one agreed
     # step.
     grace = None if view.recorded.reason == reasons.DISRUPTED.name else restart_grace_seconds(view.spec)
-    text = root_cause.sentence(settled.cause)
+    text = sentences.sentence(settled.cause)
     actions, again_at = _stop(view, first, view.active, grace)
     # The cause is recorded at each reconcile, because the evidence of a pod goes with its object.
     message = _ending(view, text, settled.cause)
@@ -128,7 +129,7 @@ def _next_attempt(view: View, status: api.Status, settled: Settled) -> Decision:
 def _triggers(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failure]]:
     """What shows that this attempt cannot go on, the strongest evidence first. The cause may be another one."""
     ended = (*_failed(view, status), *_gone(view, status))
-    yield from sorted(ended, key=lambda trigger: root_cause.weigh(trigger[1]))
+    yield from sorted(ended, key=lambda trigger: root_cause.precedence_of(trigger[1]))
     yield from _stopped_from_outside(view, status)
     yield from _never_configured(view, status)
     yield from _stalled(view, status)
@@ -160,7 +161,10 @@ def _gone(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failure]
 def _stopped_from_outside(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failure]]:
     for pod in view.active:
         if pod.deletion_requested_at is not None:
-            yield reasons.DISRUPTED, failure_of(view, status, pod.rank, pod.disruption or root_cause.STOPPED)
+            failure = failure_of(view, status, pod.rank, pod.disruption or root_cause.STOPPED)
+            word = shown(pod.disruption, root_cause.WORD_MAX)
+            evidence = api.Evidence(precedence="NODE", disruption=word) if word else None
+            yield reasons.DISRUPTED, replace(failure, evidence=evidence)
 
 
 def _never_configured(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failure]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ddpjob.core import budget, rules
-from ddpjob_operator.failures import root_cause, termination_message
+from ddpjob_operator.failures import root_cause, sentences, termination_message
 from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, topology
 from ddpjob_operator.plan.actions import Settings
 from ddpjob_operator.plan.transitions import with_failure
@@ -37,7 +37,7 @@ class Settled:
     @property
     def text(self) -> str:
         """Who and what."""
-        return root_cause.sentence(self.failure)
+        return sentences.sentence(self.failure)
 
     def status(self, view: View, status: api.Status) -> api.Status:
         """The status with it, and with what it costs."""
@@ -101,7 +101,7 @@ def _slow_nodes(view: View) -> list[str]:
     """The cluster nodes that the pre-flight has found bad."""
     pods = view.known_pods
     ended = [message for p in pods.values() if p.ended and (message := termination_message.left(p.trainer.message))]
-    ranks = {rank for message in ended for rank in message.bad_nodes}
+    ranks = {rank for message in ended for rank in message.failure.bad_nodes}
     return sorted({pods[rank].node for rank in ranks if rank in pods and pods[rank].node})
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ddpjob_operator.failures import root_cause
+from ddpjob_operator.failures import sentences
 from ddpjob_operator.job import api, podspec, ranges, reasons, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import is_restarted
@@ -148,7 +148,7 @@ def _waiting(
     """Not all nodes run yet. After a failure that is a restart until they do, and the message names the failure."""
     failure = status.last_failure
     if status.state == "Restarting":
-        after = f"after {root_cause.short(failure)}: " if failure is not None and is_restarted(status) else ""
+        after = f"after {sentences.short(failure)}: " if failure is not None and is_restarted(status) else ""
         state, text = "Restarting", f"{after}{text}"
     entered = enter(status, state, reason, text, view.now)
     return Decision(entered, actions, earliest(again_at, view.active_deadline(status), view.start_deadline(status)))

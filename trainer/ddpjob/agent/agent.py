@@ -16,21 +16,22 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ddpjob.agent import environment, processes
-from ddpjob.agent.core.leader_state import RESUMABLE, End, Failure
+from ddpjob.agent.core.leader_state import End
 from ddpjob.agent.environment import Life
 from ddpjob.agent.logs import TAIL_SECONDS, Folder
 from ddpjob.agent.node import Node, say
 from ddpjob.agent.options import Options
 from ddpjob.agent.preload import ForkServer
 from ddpjob.agent.watch_ranks import Watching
+from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
+from ddpjob.core.failures import Failure
 
 if TYPE_CHECKING:
-    from ddpjob.agent.follower import Following
-    from ddpjob.agent.leader import Leading
+    from ddpjob.agent.follower import Follower
+    from ddpjob.agent.leader import Leader
 
 INTERRUPTED = (signal.SIGINT,)
 USAGE = 2  # as argparse ends
-OURS_ALONE = frozenset(("node", "replacement", "vanished", "unstarted", "elsewhere"))
 WAIT_SECONDS_MAX = 3600.0  # poll takes no more than 24 days
 
 
@@ -58,30 +59,30 @@ class Agent:
     def __init__(self, options: Options, environ: Mapping[str, str], folder: Folder) -> None:
         self.options, self.environ, self.folder = options, environ, folder
         self.code: int | None = None
-        self.told = 0  # the signal that told us to end
+        self.told = 0  # the signal that asked this agent to end
         self._numbers = [getattr(signal, name) for name in options.signals if hasattr(signal, name)]
         self._signals = processes.listen_to_signals(self._numbers)
         self._poller = select.poll()
-        self._heard_by: dict[int, Callable[[], None]] = {}
+        self._callbacks: dict[int, Callable[[], None]] = {}
         self._server = _fork_server(options, environ)
         self.node = Node(options, environ, folder, self._server)
         self.watching = Watching(self)
-        self._told_of_failure = False
+        self._failure_reported = False
         self.settled = True  # whether nothing of the last generation is left here
-        self._behind = False  # whether ranks have written more than a turn copies
-        self.group: Leading | Following = _group(self)
+        self._has_backlog = False  # whether ranks have written more than a turn copies
+        self.group: Leader | Follower = _group(self)
 
     # ---- the loop ------------------------------------------------------------------------------------------
 
     def run(self) -> int:
         """Until it is over."""
-        self.watch(self._signals, self._hear_signals)
+        self.watch(self._signals, self._receive_signals)
         if self._server is not None:
-            self.watch(self._server.fileno(), self._hear_server)
+            self.watch(self._server.fileno(), self._receive_from_server)
         self.group.begin(time.monotonic())
         while self.code is None:
             for descriptor, _ in self._poller.poll(self._milliseconds()):
-                heard = self._heard_by.get(descriptor)
+                heard = self._callbacks.get(descriptor)
                 if heard is not None:
                     heard()
             self._turn()
@@ -90,11 +91,11 @@ class Agent:
     def watch(self, descriptor: int, heard: Callable[[], None], *, write: bool = False) -> None:
         """Call when there is something to read, or room to write."""
         self._poller.register(descriptor, select.POLLOUT if write else select.POLLIN)
-        self._heard_by[descriptor] = heard
+        self._callbacks[descriptor] = heard
 
     def unwatch(self, descriptor: int) -> None:
         """No longer."""
-        if self._heard_by.pop(descriptor, None) is not None:
+        if self._callbacks.pop(descriptor, None) is not None:
             self._poller.unregister(descriptor)
 
     def _turn(self) -> None:
@@ -108,7 +109,7 @@ class Agent:
             say("a rank does not end, although it was killed: the kernel holds it; this node is given up")
             return self.group.abandon()
         if self.folder.tails:
-            self._behind = not self.folder.copy()
+            self._has_backlog = not self.folder.copy()
         self._report(now)
         self.watching.turn(now)
         return self.group.turn(now)
@@ -117,8 +118,8 @@ class Agent:
         """Say how the ranks end: the first failure at once, and that all are gone."""
         if self.settled:
             return
-        if self.node.failed and not self._told_of_failure:
-            self._told_of_failure = True
+        if self.node.failed and not self._failure_reported:
+            self._failure_reported = True
             self.group.failed(self.node.failures, now)
         if self.node.running:
             return
@@ -139,23 +140,23 @@ class Agent:
         times = (self.node.deadline(now), self.group.deadline, self.watching.deadline)
         deadlines = [now + WAIT_SECONDS_MAX, *(at for at in times if at)]
         if self.folder.tails:
-            deadlines.append(now if self._behind else now + TAIL_SECONDS)
+            deadlines.append(now if self._has_backlog else now + TAIL_SECONDS)
         if not self.settled and not self.node.running:  # none could be started
             deadlines.append(now)
         return max(0.0, min(deadlines) - now) * 1000 + 1
 
-    def _hear_signals(self) -> None:
+    def _receive_signals(self) -> None:
         for number in os.read(self._signals, 4096):
             if number in self._numbers:
-                self._be_told(number)
+                self._terminate(number)
 
-    def _be_told(self, number: int) -> None:
-        """From outside, for instance by the kubelet: the ranks are told, and get the time that is left."""
+    def _terminate(self, number: int) -> None:
+        """A signal from outside, for instance the kubelet's: the ranks get it too, and the time that is left."""
         first, self.told = not self.told, self.told or number
         now = time.monotonic()
         if not first:
-            if number in INTERRUPTED:  # a second Ctrl-C is impatience
-                self.node.hurry(now)
+            if number in INTERRUPTED:  # a second Ctrl-C: the user does not want to wait
+                self.node.kill_now(now)
             return
         self.watching.end()
         if self.node.running:
@@ -164,7 +165,7 @@ class Agent:
             self.node.forget()
         self.group.told(now)
 
-    def _hear_server(self) -> None:
+    def _receive_from_server(self) -> None:
         assert self._server is not None, "only a server is heard"
         given_up = bool(self._server.refused)  # and said so
         self._server.hear()
@@ -181,7 +182,7 @@ class Agent:
 
     def start(self, life: Life) -> None:
         """Start the ranks of a generation."""
-        self.settled = self._told_of_failure = False
+        self.settled = self._failure_reported = False
         self.node.start(life)
         if not life.preflight and self.node.beats is not None:
             self.watching.begin(self.node.beats)
@@ -208,14 +209,13 @@ class Agent:
         ended: whether the whole group is at its end, by its leader's order; who goes alone is replaced alone.
         account: of the restarts that node 0 has led.
         """
-        said = self.node.last_words() if code != 0 else None
-        if code != 0 and self.is_mine(failure):
-            assert failure is not None, "it is mine"
-            words = said if said is not None and said.get("rank") == failure["rank"] else {}
-            said = {**self.node.trace_of(failure["rank"]), **words, **failure}
+        known = self.node.termination_message() if code != 0 else None
+        if code != 0 and failure is not None and failure.rank is not None and self.is_mine(failure):
+            known = failure._replace(traceback=self.node.traceback_of(failure.rank))
         group = ({"ended": True} if ended else {}) | ({"agent": account} if account else {})
-        if said is not None or (group and (code != 0 or account)):
-            leave_message(self.environ.get("DDPJOB_TERMINATION_LOG"), {**(said or {}), **group})
+        if known is not None or (group and (code != 0 or account)):
+            message = ({} if known is None else known.as_dict()) | group
+            leave_message(self.environ.get("DDPJOB_TERMINATION_LOG"), message)
         self.code = code
 
     def code_when_told(self) -> int:
@@ -232,19 +232,18 @@ class Agent:
 
     def is_mine(self, failure: Failure | None) -> bool:
         """Whether one of this node's ranks failed so."""
-        if failure is None:
-            return False
-        return bool(failure["rank"] >= 0 and failure["rank"] // self.options.nproc == self.options.node_rank)
+        rank = None if failure is None else failure.rank
+        return rank is not None and rank // self.options.nproc == self.options.node_rank
 
 
-def _group(agent: Agent) -> Leading | Following:
+def _group(agent: Agent) -> Leader | Follower:
     if agent.options.node_rank == 0:
-        from ddpjob.agent.leader import Leading
+        from ddpjob.agent.leader import Leader
 
-        return Leading(agent)
-    from ddpjob.agent.follower import Following
+        return Leader(agent)
+    from ddpjob.agent.follower import Follower
 
-    return Following(agent)
+    return Follower(agent)
 
 
 def _fork_server(options: Options, environ: Mapping[str, str]) -> ForkServer | None:
@@ -260,13 +259,13 @@ def _fork_server(options: Options, environ: Mapping[str, str]) -> ForkServer | N
         return None
 
 
-def leave_message(path: str | None, failure: Failure) -> None:
+def leave_message(path: str | None, message: dict[str, Any]) -> None:
     """The termination message of the pod, in place: its file is a mount of its own, and no rename goes over it."""
     if not path:
         return
     from ddpjob.reporting.termination import encode
 
-    body = encode({k: v for k, v in failure.items() if k not in OURS_ALONE})
+    body = encode(message)
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         try:

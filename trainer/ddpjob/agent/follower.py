@@ -1,4 +1,4 @@
-"""The side of the group on every node but node 0: keeps a connection to the leader, and does what it orders."""
+"""Every other node's side of the group: keeps a connection to node 0, and carries out its orders."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddpjob.agent import processes
-from ddpjob.agent.core.leader_state import RESUMABLE, End, Failure
+from ddpjob.agent.core.leader_state import End
 from ddpjob.agent.environment import Life
-from ddpjob.agent.leader import BEAT_SECONDS, SILENT_SECONDS
+from ddpjob.agent.leader import HEARTBEAT_SECONDS, SILENT_SECONDS
 from ddpjob.agent.node import say
 from ddpjob.agent.wire import Link, Refused, job_key
+from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
+from ddpjob.core.failures import Failure
 
 if TYPE_CHECKING:
     from ddpjob.agent.agent import Agent
@@ -23,110 +25,108 @@ if TYPE_CHECKING:
 
 POSITIONS_MAX = 64
 FAILURES_MAX = 24
-TEXT_CHARACTERS_MAX = 300
-_TOLD = ("rank", "exitCode", "time", "step", "resumable", "symptom")
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.05, 1.0
 CONNECT_SECONDS = 10.0
-SAID_AFTER_SECONDS = 30.0  # a pod that is a little later than its peers is nothing to speak of
+LOG_WAIT_AFTER_SECONDS = 30.0  # pods start within seconds of each other, which is not worth a line
 
 
-class Following:
-    """The group as another node has it."""
+class Follower:
+    """The connection to node 0."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent, self._options = agent, agent.options
         self._link: Link | None = None
         self._welcome = False
-        self._calling: socket.socket | None = None  # a connection that is being made
-        self._asking = -1  # the pipe of the child that asks for the leader's addresses
+        self._connecting: socket.socket | None = None  # a connection that is being made
+        self._lookup = -1  # the pipe of the child that resolves the leader's name
         self._addresses: list[tuple[int, Any]] = []
         self._generation = -1
         self._checking = False  # whether what runs, or ran last, is a pre-flight
-        self._alone_since = time.monotonic()
+        self._disconnected_since = time.monotonic()
         self._retry_at, self._pause = 0.0, RETRY_SECONDS
-        self._call_until = 0.0
-        self._heard_at = self._beat_at = 0.0
+        self._connect_until = 0.0
+        self._heard_at = self._heartbeat_at = 0.0
         self._done = False  # whether all our ranks have ended with 0
-        self._said_alone = False
+        self._wait_logged = False
 
     @property
     def deadline(self) -> float | None:
         """When `turn` has something to do."""
         if self._link is not None:
-            return min(self._beat_at, self._heard_at + SILENT_SECONDS)
-        give_up = self._alone_since + self._options.join_seconds
+            return min(self._heartbeat_at, self._heard_at + SILENT_SECONDS)
+        give_up = self._disconnected_since + self._options.join_seconds
         if not self._agent.settled:
             return give_up
-        return min(give_up, self._call_until if self._calling or self._asking >= 0 else self._retry_at)
+        return min(give_up, self._connect_until if self._connecting or self._lookup >= 0 else self._retry_at)
 
     def begin(self, now: float) -> None:
         """Look for the leader."""
-        self._alone_since = now
+        self._disconnected_since = now
         self.turn(now)
 
     def failed(self, failures: list[Failure], _now: float) -> None:
         """A rank of ours has failed."""
-        self._send({**self._about("failed"), "failures": _short_of(failures)})
+        self._send({**self._event("failed"), "failures": _encoded(failures)})
 
     def stopped(self, failures: list[Failure], _now: float) -> None:
         """No rank of ours runs any more."""
         ended = self._agent.node.ended_well
-        self._send({**self._about("stopped"), "failures": _short_of(failures), "ended": ended})
+        self._send({**self._event("stopped"), "failures": _encoded(failures), "ended": ended})
 
     def finished(self, _now: float) -> None:
         """All our ranks have ended with 0."""
         self._done = not self._checking
-        self._send({**self._about("finished"), "ended": self._agent.node.ended_well})
+        self._send({**self._event("finished"), "ended": self._agent.node.ended_well})
 
     def stood(self, word: Word, _now: float) -> None:
         """Our ranks get on, or stand still."""
-        self._send({**self._about("stood"), "word": word})
+        self._send({**self._event("stood"), "word": word})
 
     def answered(self, word: Word, positions: Sequence[Position], _now: float) -> None:
         """Where our ranks are: those that are furthest behind, as many as a line holds."""
         behind = sorted(positions, key=lambda p: (p.sequence, p.step))[:POSITIONS_MAX]
-        self._send({**self._about("answered"), "word": word, "positions": behind})
+        self._send({**self._event("answered"), "word": word, "positions": behind})
 
     def told(self, _now: float) -> None:
         """This node was told to end; it does so when its ranks have, or at once."""
-        self._send({"told": self._agent.told})
+        self._send({"terminating": self._agent.told})
         if self._agent.settled:
             self._agent.end(self._agent.code_when_told(), None)
 
     def turn(self, now: float) -> None:
         """What time asks for."""
         if self._link is not None:
-            self._keep(now)
+            self._keep_alive(now)
         elif self._agent.code is None:
-            self._look(now)
+            self._reconnect(now)
 
     # ---- with a leader -------------------------------------------------------------------------------------
 
-    def _keep(self, now: float) -> None:
+    def _keep_alive(self, now: float) -> None:
         if now > self._heard_at + SILENT_SECONDS:
-            return self._lose(f"it has been silent for {SILENT_SECONDS:g} s", now)
-        if now >= self._beat_at:
-            self._beat_at = now + BEAT_SECONDS
-            self._send({"beat": 1})
+            return self._disconnect(f"it has been silent for {SILENT_SECONDS:g} s", now)
+        if now >= self._heartbeat_at:
+            self._heartbeat_at = now + HEARTBEAT_SECONDS
+            self._send({"heartbeat": 1})
         return None
 
-    def _hear(self) -> None:
-        assert self._link is not None, "only a link is heard"
+    def _receive(self) -> None:
+        assert self._link is not None, "only a link is received from"
         self._heard_at = now = time.monotonic()
         try:
             for message in self._link.receive():
                 if self._agent.code is None:
-                    self._obey(message, now)
+                    self._handle(message, now)
         except (Refused, KeyError, TypeError, ValueError, ArithmeticError, AssertionError) as error:
-            self._lose(str(error), time.monotonic())
+            self._disconnect(str(error), time.monotonic())
 
-    def _obey(self, message: dict[str, Any], now: float) -> None:
+    def _handle(self, message: dict[str, Any], now: float) -> None:
         if "welcome" in message:
-            self._welcome, self._said_alone, self._pause = True, False, RETRY_SECONDS
+            self._welcome, self._wait_logged, self._pause = True, False, RETRY_SECONDS
             # A new pod has to tell it to the next leader if this one is lost before it starts anything here.
             self._generation = max(self._generation, int(message["generation"]))
             if self._agent.told:
-                self._send({"told": self._agent.told})
+                self._send({"terminating": self._agent.told})
         elif "start" in message:
             order = message["start"]
             life = Life(int(order["generation"]), int(order["port"]), order.get("preflight") is True)
@@ -151,25 +151,26 @@ class Following:
         self._agent.end(RESUMABLE, None)
 
     def _end(self, said: dict[str, Any]) -> None:
-        order = End(int(said["code"]), said["failure"], "")
+        failure = said["failure"]
+        order = End(int(said["code"]), None if failure is None else Failure.from_dict(failure), "")
         assert self._link is not None, "the leader said so"
         self._agent.unwatch(self._link.fileno())
         self._link.close()
         self._link = None
         self._agent.end(self._agent.own_code(order), order.failure, ended=True)
 
-    def _about(self, said: str) -> dict[str, Any]:
-        return {"said": said, "generation": self._generation, "step": self._agent.node.furthest_step}
+    def _event(self, name: str) -> dict[str, Any]:
+        return {"event": name, "generation": self._generation, "step": self._agent.node.furthest_step}
 
     def _send(self, message: dict[str, Any]) -> None:
-        if self._link is not None and self._welcome:  # before that nobody listens, and nothing can be proved
+        if self._link is not None and self._welcome:  # before that the other end has not authenticated
             try:
                 self._link.send(message)
             except Refused as error:
-                self._lose(str(error), time.monotonic())
+                self._disconnect(str(error), time.monotonic())
 
-    def _lose(self, why: str, now: float) -> None:
-        """Without its leader a node runs nothing: the others may have started again."""
+    def _disconnect(self, why: str, now: float) -> None:
+        """A node without its leader runs nothing, because the others may have started again."""
         if self._link is None:
             return
         known = self._welcome
@@ -178,31 +179,31 @@ class Following:
         self._link, self._welcome = None, False
         if known:
             say(f"node 0 is lost ({why}); waiting for it for {self._options.join_seconds:g} s")
-            self._alone_since = now
+            self._disconnected_since = now
         self._retry(now)
         self._agent.stop(now, patient=bool(self._agent.told) or self._agent.node.exit_code == RESUMABLE)
 
     # ---- without a leader ----------------------------------------------------------------------------------
 
-    def _look(self, now: float) -> None:
-        if now >= self._alone_since + self._options.join_seconds:
+    def _reconnect(self, now: float) -> None:
+        if now >= self._disconnected_since + self._options.join_seconds:
             where = f"{self._options.host}:{self._options.port}"
             say(f"node 0 was not reached at {where} for {self._options.join_seconds:g} s")
             self._agent.node.end()
-            # The others give up as well: a new pod for each, one by one, would meet nobody.
+            # `ended`: the others give up as well, and new pods for each, one by one, would find no peers.
             return self._agent.end(0 if self._done else RESUMABLE, None, ended=True)
-        if not self._said_alone and now >= self._alone_since + SAID_AFTER_SECONDS:
-            self._said_alone = True
+        if not self._wait_logged and now >= self._disconnected_since + LOG_WAIT_AFTER_SECONDS:
+            self._wait_logged = True
             say(f"waiting for node 0 at {self._options.host}:{self._options.port}")
-        if self._calling is not None or self._asking >= 0:
-            if now >= self._call_until:
-                self._hang_up(now)
+        if self._connecting is not None or self._lookup >= 0:
+            if now >= self._connect_until:
+                self._cancel(now)
         elif self._agent.settled and now >= self._retry_at:
-            self._ask(now)
+            self._look_up(now)
         return None
 
-    def _ask(self, now: float) -> None:
-        """In a child: the answer for a name that is not there yet may take half a minute, and SIGTERM must not wait."""
+    def _look_up(self, now: float) -> None:
+        """In a child: a name that does not resolve yet may take half a minute, and SIGTERM must not wait for it."""
         host, port = self._options.host, self._options.port
 
         def addresses() -> bytes:
@@ -212,50 +213,50 @@ class Following:
             return json.dumps([(family, address) for family, _, _, _, address in found]).encode()
 
         try:
-            _, self._asking = processes.call_in_child(addresses)
+            _, self._lookup = processes.call_in_child(addresses)
         except OSError:  # no process is left for it now
             return self._retry(now)
-        self._call_until = now + 6 * CONNECT_SECONDS
-        return self._agent.watch(self._asking, self._answered)
+        self._connect_until = now + 6 * CONNECT_SECONDS
+        return self._agent.watch(self._lookup, self._resolved)
 
-    def _answered(self) -> None:
+    def _resolved(self) -> None:
         import json
 
         try:
-            said = os.read(self._asking, 1 << 16)
+            said = os.read(self._lookup, 1 << 16)
         except BlockingIOError:
             return None
-        self._agent.unwatch(self._asking)
-        os.close(self._asking)
-        self._asking = -1
+        self._agent.unwatch(self._lookup)
+        os.close(self._lookup)
+        self._lookup = -1
         now = time.monotonic()
         try:
             self._addresses = [(family, tuple(address)) for family, address in json.loads(said)]
         except ValueError:  # the name does not resolve yet
             return self._retry(now)
-        return self._call(now)
+        return self._connect(now)
 
-    def _call(self, now: float) -> None:
+    def _connect(self, now: float) -> None:
         """Connect to the next of its addresses."""
         if not self._addresses:
             return self._retry(now)
         family, address = self._addresses.pop(0)
         try:
-            self._calling = socket.socket(family, socket.SOCK_STREAM)
+            self._connecting = socket.socket(family, socket.SOCK_STREAM)
         except OSError:  # an IPv6 address, and no IPv6 here
-            return self._call(now)
-        self._calling.setblocking(False)
-        self._call_until = now + CONNECT_SECONDS
-        if self._calling.connect_ex(address) not in (0, errno.EINPROGRESS):
-            return self._hang_up(now)
-        return self._agent.watch(self._calling.fileno(), self._connected, write=True)
+            return self._connect(now)
+        self._connecting.setblocking(False)
+        self._connect_until = now + CONNECT_SECONDS
+        if self._connecting.connect_ex(address) not in (0, errno.EINPROGRESS):
+            return self._cancel(now)
+        return self._agent.watch(self._connecting.fileno(), self._connected, write=True)
 
     def _connected(self) -> None:
         now = time.monotonic()
-        assert self._calling is not None, "somebody was called"
-        if self._calling.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0:
-            return self._hang_up(now)
-        connection, self._calling = self._calling, None
+        assert self._connecting is not None, "a connection is being made"
+        if self._connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0:
+            return self._cancel(now)
+        connection, self._connecting = self._connecting, None
         self._agent.unwatch(connection.fileno())
         about = {
             "preflight": self._options.preflight and self._generation < 0,
@@ -267,19 +268,19 @@ class Following:
         }
         key = job_key(self._options.run_id, self._agent.environ)
         self._link = Link(connection, key, node=self._options.node_rank, about=about)
-        self._heard_at, self._beat_at = now, now + BEAT_SECONDS
-        return self._agent.watch(connection.fileno(), self._hear)
+        self._heard_at, self._heartbeat_at = now, now + HEARTBEAT_SECONDS
+        return self._agent.watch(connection.fileno(), self._receive)
 
-    def _hang_up(self, now: float) -> None:
-        if self._asking >= 0:
-            self._agent.unwatch(self._asking)
-            os.close(self._asking)
-            self._asking = -1
-        if self._calling is not None:
-            self._agent.unwatch(self._calling.fileno())
-            self._calling.close()
-            self._calling = None
-            return self._call(now)
+    def _cancel(self, now: float) -> None:
+        if self._lookup >= 0:
+            self._agent.unwatch(self._lookup)
+            os.close(self._lookup)
+            self._lookup = -1
+        if self._connecting is not None:
+            self._agent.unwatch(self._connecting.fileno())
+            self._connecting.close()
+            self._connecting = None
+            return self._connect(now)
         return self._retry(now)
 
     def _retry(self, now: float) -> None:
@@ -287,12 +288,6 @@ class Following:
         self._pause = min(2 * self._pause, RETRY_SECONDS_MAX)
 
 
-def _short_of(failures: Sequence[Failure]) -> list[Failure]:
-    """The first ones: what more would fail for itself fails with them."""
-    return [_short(failure) for failure in failures[:FAILURES_MAX]]
-
-
-def _short(failure: Failure) -> Failure:
-    """For the line to the leader, which is short; the termination message is written here, with all of it."""
-    texts = {name: str(failure.get(name, ""))[:TEXT_CHARACTERS_MAX] for name in ("signal", "exception")}
-    return {name: failure[name] for name in _TOLD if name in failure} | texts
+def _encoded(failures: Sequence[Failure]) -> list[dict[str, Any]]:
+    """The first ones, because what more would fail for itself fails with them."""
+    return [failure.brief().as_dict() for failure in failures[:FAILURES_MAX]]

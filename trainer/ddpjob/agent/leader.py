@@ -1,4 +1,4 @@
-"""Node 0's side of the group: carries the events of all nodes to the `Lead`, and its orders to all nodes."""
+"""Node 0's side of the group: passes the events of all nodes to `Lead`, and its orders to all nodes."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddpjob.agent import ports
-from ddpjob.agent.core.leader_state import RESUMABLE, Ask, End, Ended, Failure, Lead, Leave, Over, Start, Stop
+from ddpjob.agent.core.leader_state import Ask, End, Ended, Lead, Leave, Over, Start, Stop
 from ddpjob.agent.core.stall_rules import Position
 from ddpjob.agent.environment import Life
 from ddpjob.agent.node import say
 from ddpjob.agent.posting import Posting
 from ddpjob.core.budget import Grant
+from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
+from ddpjob.core.failures import Failure
 
 if TYPE_CHECKING:
     from ddpjob.agent.agent import Agent
     from ddpjob.agent.core.stall_monitor import Word
     from ddpjob.agent.wire import Link
 
-BEAT_SECONDS = 5.0
-SILENT_SECONDS = 30.0  # an agent does nothing but answer: one that is silent for six beats is gone, or its node is
+HEARTBEAT_SECONDS = 5.0
+SILENT_SECONDS = 30.0  # an agent only answers: one that misses six heartbeats is gone, or its node is
 GREETING_SECONDS = 5.0
-STRANGERS_MAX = 64
-FAREWELL_SECONDS = 2.0
-TEXT_CHARACTERS_MAX = 300
-_TEXTS = {"signal": 16, "exception": 500}
+UNAUTHENTICATED_MAX = 64
+DRAIN_SECONDS = 2.0
 
 
-class Leading:
-    """The group as node 0 has it."""
+class Leader:
+    """The connections to all other nodes, and the decisions of `Lead`."""
 
     def __init__(self, agent: Agent) -> None:
         options = agent.options
@@ -49,17 +49,17 @@ class Leading:
         self._posting = Posting(agent)
         self._listener: socket.socket | None = None
         self._links: dict[int, Link] = {}  # by node
-        self._strangers: dict[Link, float] = {}  # connections that have not shown who they are, and since when
-        self._refused: set[str] = set()  # what was said of strangers: each of them comes again every second
+        self._unauthenticated: dict[Link, float] = {}  # connections that have not authenticated yet, and since when
+        self._refused: set[str] = set()  # refusals that are logged already: a refused agent tries again every second
         self._heard_at: dict[int, float] = {}
-        self._beat_at = 0.0
+        self._heartbeat_at = 0.0
         self._held: socket.socket | None = None  # the port of this generation
 
     @property
     def deadline(self) -> float | None:
         """When `turn` has something to do."""
-        beat_at = self._beat_at if self._links or self._strangers else None
-        times = [at for at in (self._lead.deadline, self._posting.deadline, beat_at) if at]
+        heartbeat_at = self._heartbeat_at if self._links or self._unauthenticated else None
+        times = [at for at in (self._lead.deadline, self._posting.deadline, heartbeat_at) if at]
         return min(times) if times else None
 
     def begin(self, now: float) -> None:
@@ -69,7 +69,7 @@ class Leading:
             try:
                 self._listener = ports.listen(self._options.port)
             except OSError as error:
-                say(f"port {self._options.port}, where the other nodes look for this one: {error.strerror}")
+                say(f"port {self._options.port}, where the other nodes connect to this one: {error.strerror}")
                 return self._agent.end(RESUMABLE, None, ended=True)  # another attempt has another port
             self._agent.watch(self._listener.fileno(), self._accept)
         self._lead.joined(0, now, replacement=self._options.replacement)
@@ -104,8 +104,8 @@ class Leading:
     def turn(self, now: float) -> None:
         """Do what the lead orders, and what time asks for."""
         self._lead.tick(now)
-        if self._links or self._strangers:
-            self._beat(now)
+        if self._links or self._unauthenticated:
+            self._send_heartbeats(now)
         while self._lead.orders and self._agent.code is None:
             order = self._lead.orders.pop(0)
             if isinstance(order, Start):
@@ -115,7 +115,7 @@ class Leading:
             elif isinstance(order, Ask):
                 self._ask(order, now)
             elif isinstance(order, Over):
-                self._tell(range(1, self._options.nodes), {"over": {"generation": order.generation}})
+                self._send(range(1, self._options.nodes), {"over": {"generation": order.generation}})
                 self._agent.watching.others_have_ended()
             elif isinstance(order, End):
                 self._end(order)
@@ -139,24 +139,25 @@ class Leading:
             say(f"no port for rank 0: {error}; this node is given up")
             return self.abandon()
         life = Life(order.generation, port, order.preflight)
-        self._tell(range(1, self._options.nodes), {"start": life._asdict()})
+        self._send(range(1, self._options.nodes), {"start": life._asdict()})
         return self._agent.start(life)
 
     def _stop(self, order: Stop, now: float) -> None:
-        self._tell(order.nodes, {"stop": {"generation": order.generation, "patient": order.patient}})
+        self._send(order.nodes, {"stop": {"generation": order.generation, "patient": order.patient}})
         if 0 in order.nodes:
             self._agent.stop(now, patient=order.patient)
 
     def _ask(self, order: Ask, now: float) -> None:
-        say("no rank gets on: each is asked where it stands")
-        self._tell(range(1, self._options.nodes), {"ask": {"generation": order.generation}})
+        say("no rank makes progress: each is asked for its position")
+        self._send(range(1, self._options.nodes), {"ask": {"generation": order.generation}})
         self._agent.watching.ask(now)
 
     def _end(self, order: End) -> None:
         if order.code != 0:
             say(order.why)
-        self._tell(list(self._links), {"end": {"code": order.code, "failure": order.failure}})
-        self._say_farewell()
+        failure = None if order.failure is None else order.failure.brief().as_dict()
+        self._send(list(self._links), {"end": {"code": order.code, "failure": failure}})
+        self._drain()
         account = self._account() if order.code != 0 or self._lead.restarts else None
         self._agent.end(self._agent.own_code(order), order.failure, ended=True, account=account)
         self._posting.finish(self._post())
@@ -188,7 +189,7 @@ class Leading:
         if not self._lead.charged:
             return None
         self._lead.reached(self._agent.node.furthest_step)
-        failures = [_told(failure, self._options.nproc) for failure in self._lead.charged]
+        failures = [reported(failure, self._options.nproc) for failure in self._lead.charged]
         return {"step": self._lead.furthest_step, "agent": {**self._account(), "failures": failures}}
 
     def _new_port(self, generation: int) -> int:
@@ -201,15 +202,15 @@ class Leading:
             before.close()
         return ports.number(self._held)
 
-    def _tell(self, nodes: Collection[int], message: dict[str, Any]) -> None:
+    def _send(self, nodes: Collection[int], message: dict[str, Any]) -> None:
         for node in nodes:
             link = self._links.get(node)
             if link is not None:
                 self._guard(link, lambda link=link: link.send(message))  # type: ignore[misc]
 
-    def _say_farewell(self) -> None:
-        """Until every agent has read the end: closing a socket with unread lines in it takes back what was sent."""
-        deadline = time.monotonic() + FAREWELL_SECONDS
+    def _drain(self) -> None:
+        """Wait until every agent has read the end: closing a socket with unread lines in it discards what was sent."""
+        deadline = time.monotonic() + DRAIN_SECONDS
         for link in self._links.values():
             link.shut()
         while self._links and time.monotonic() < deadline:
@@ -227,65 +228,65 @@ class Leading:
             connection, _ = self._listener.accept()
         except OSError:  # gone again
             return
-        if len(self._strangers) >= STRANGERS_MAX:
-            # Any of them goes: who holds all places, or takes them fast, shall not keep an agent of ours out.
-            self._drop(list(self._strangers)[os.urandom(1)[0] % STRANGERS_MAX])
+        if len(self._unauthenticated) >= UNAUTHENTICATED_MAX:
+            # A random one is dropped, so that a client that takes all places cannot keep an agent of the job out.
+            self._drop(list(self._unauthenticated)[os.urandom(1)[0] % UNAUTHENTICATED_MAX])
         try:
             link = Link(connection, job_key(self._options.run_id, self._agent.environ), node=None)
         except Refused:
             connection.close()
             return
-        self._strangers[link] = time.monotonic()
-        self._beat_at = min(self._beat_at or time.monotonic(), time.monotonic() + GREETING_SECONDS)
-        self._agent.watch(link.fileno(), lambda: self._hear(link))
+        self._unauthenticated[link] = time.monotonic()
+        self._heartbeat_at = min(self._heartbeat_at or time.monotonic(), time.monotonic() + GREETING_SECONDS)
+        self._agent.watch(link.fileno(), lambda: self._receive(link))
 
-    def _hear(self, link: Link) -> None:
+    def _receive(self, link: Link) -> None:
         now = time.monotonic()
         for message in self._guard(link, link.receive) or []:
-            if link in self._strangers:
+            if link in self._unauthenticated:
                 self._guard(link, lambda message=message: self._welcome(link, message, now))  # type: ignore[misc]
             elif self._links.get(link.node or 0) is link:
                 self._heard_at[link.node or 0] = now
-                self._guard(link, lambda message=message: self._obey(link.node or 0, message, now))  # type: ignore[misc]
+                self._guard(link, lambda message=message: self._handle(link.node or 0, message, now))  # type: ignore[misc]
 
     def _welcome(self, link: Link, message: dict[str, Any], now: float) -> None:
         from ddpjob.agent.wire import Refused
 
-        node, mine = link.node, (self._options.nodes, self._options.nproc)
-        theirs = (message.get("nodes"), message.get("nproc"))
+        node, own = link.node, (self._options.nodes, self._options.nproc)
+        other = (message.get("nodes"), message.get("nproc"))
         if node is None or not 0 < node < self._options.nodes:
             raise Refused(f"node {node} of {self._options.nodes}")
-        if theirs != mine:
-            say(f"node {node} has --nnodes, --nproc-per-node {theirs}, node 0 {mine}: it cannot join")
+        if other != own:
+            say(f"node {node} has --nnodes, --nproc-per-node {other}, node 0 {own}: it cannot join")
             raise Refused("another size")
         generation, replacement = int(message["generation"]), int(message.get("replacement", 0))
         grant = Grant.read(message["left"]) if message.get("left") else None
         if self._lead.is_outdated(node, replacement):
             raise Refused(f"node {node} comes as pod {replacement} of its attempt, and a newer one has been here")
-        del self._strangers[link]
+        del self._unauthenticated[link]
         if node in self._links:
             self._drop(self._links[node])
         self._links[node], self._heard_at[node] = link, now
         link.send({"welcome": node, "generation": self._lead.generation})
         self._lead.joined(node, now, generation, replacement, preflight=message.get("preflight") is True, grant=grant)
 
-    def _obey(self, node: int, message: dict[str, Any], now: float) -> None:
-        if "told" in message:
+    def _handle(self, node: int, message: dict[str, Any], now: float) -> None:
+        if "terminating" in message:
             self._lead.told(node, now)
         if message.get("generation") != self._lead.generation:
-            return  # a beat, or late news of a generation that is no more
-        failures = [checked(failure) for failure in message.get("failures", [])][: self._options.nproc]
-        said = message.get("said")
+            return  # a heartbeat, or a late event of an earlier generation
+        failures = [of_rank(failure) for failure in message.get("failures", [])][: self._options.nproc]
+        event = message.get("event")
         self._lead.reached(int(message.get("step", 0)))
-        if said == "failed":
+        if event == "failed":
             self._lead.failed(node, failures, now)
-        elif said == "stopped":
+        elif event == "stopped":
             self._lead.stopped(node, failures, now, self._ended(node, message))
-        elif said == "finished":
+        elif event == "finished":
             self._lead.finished(node, now, self._ended(node, message))
-        elif said == "stood":
+        elif event == "stood":
             self._lead.stood(node, word_of(message["word"]), now)
-        elif said == "answered":
+        elif event == "answered":
             positions = [position_of(position) for position in message["positions"]][: self._options.nproc]
             self._lead.answered(node, word_of(message["word"]), positions, now)
 
@@ -298,18 +299,18 @@ class Leading:
             raise ValueError(f"rank {rank} of node {node} at step {step}")
         return rank, step
 
-    def _beat(self, now: float) -> None:
-        if now < self._beat_at:
+    def _send_heartbeats(self, now: float) -> None:
+        if now < self._heartbeat_at:
             return
-        self._beat_at = now + BEAT_SECONDS
-        for link, since in list(self._strangers.items()):
+        self._heartbeat_at = now + HEARTBEAT_SECONDS
+        for link, since in list(self._unauthenticated.items()):
             if now > since + GREETING_SECONDS:
                 self._drop(link)
         for node, link in list(self._links.items()):
             if now > self._heard_at[node] + SILENT_SECONDS:
                 say(f"node {node} has been silent for {SILENT_SECONDS:g} s")
                 self._drop(link)
-        self._tell(list(self._links), {"beat": 1})
+        self._send(list(self._links), {"heartbeat": 1})
 
     def _guard(self, link: Link, work: Callable[[], Any]) -> Any:
         """Whatever goes wrong with a connection ends it, and nothing else."""
@@ -318,7 +319,7 @@ class Leading:
         try:
             return work()
         except (Refused, KeyError, TypeError, ValueError, ArithmeticError) as error:  # 1e999 is no number of steps
-            if link in self._strangers and link.node is not None and str(error) not in self._refused:
+            if link in self._unauthenticated and link.node is not None and str(error) not in self._refused:
                 self._refused.add(str(error))
                 say(f"a connection was refused: {error}")
             self._drop(link)
@@ -329,35 +330,24 @@ class Leading:
             return
         self._agent.unwatch(link.fileno())
         link.close()
-        self._strangers.pop(link, None)
+        self._unauthenticated.pop(link, None)
         if link.node is not None and self._links.get(link.node) is link:
             del self._links[link.node]
             self._lead.lost(link.node, time.monotonic())
 
 
-def _told(failure: Failure, nproc: int) -> dict[str, Any]:
-    """A charged failure as the status receiver reads it; rank -1 is a node whose connection was lost."""
-    rank = failure["rank"]
-    return {
-        "rank": rank,
-        "nodeRank": failure["node"] if rank < 0 else rank // nproc,
-        "exitCode": None if rank < 0 else 0 if failure.get("early") else failure["exitCode"],
-        "signal": failure["signal"],
-        "exception": failure["exception"][:TEXT_CHARACTERS_MAX],
-        "step": failure.get("step", 0),
-        "class": failure["class"],
-        "chargedTo": failure["chargedTo"],
-    }
+def reported(failure: Failure, nproc: int) -> dict[str, Any]:
+    """As a report has it; rank -1 is a node whose connection was lost."""
+    node_rank = failure.node_rank if failure.rank is None else failure.rank // nproc
+    return {"rank": -1, **failure.brief().as_dict(), "nodeRank": node_rank}
 
 
-def checked(failure: Any) -> Failure:
-    """A failure as another node tells it, with what is known of its fields. Raises KeyError, TypeError, ValueError."""
-    if not (type(failure["rank"]) is int and type(failure["exitCode"]) is int and 0 < failure["exitCode"] < 256):
-        raise ValueError("rank and exitCode are numbers")
-    texts = {name: str(failure.get(name, ""))[:length] for name, length in _TEXTS.items()}
-    flags = {name: failure.get(name) is True for name in ("symptom", "resumable", "unstarted")}
-    numbers = {"step": int(failure.get("step", 0)), "time": float(failure.get("time", 0.0))}
-    return {**{k: failure[k] for k in ("rank", "exitCode")}, **texts, **flags, **numbers}
+def of_rank(written: Any) -> Failure:
+    """A rank's failure as another node reports it. Raises ValueError."""
+    failure = Failure.from_dict(written)
+    if failure.rank is None or failure.exit_code is None or failure.exit_code <= 0:
+        raise ValueError("a failure has a rank and an exitCode")
+    return failure
 
 
 def word_of(said: Any) -> Word:

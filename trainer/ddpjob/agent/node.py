@@ -12,13 +12,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddpjob.agent import environment, processes
-from ddpjob.agent.core.leader_state import RESUMABLE, Ended, Failure
+from ddpjob.agent.core.leader_state import Ended
 from ddpjob.agent.environment import Life
 from ddpjob.agent.heartbeats import Beats
 from ddpjob.agent.logs import Files, Folder
-from ddpjob.agent.oom_kills import KILLED, Kills
+from ddpjob.agent.oom_kills import Kills
 from ddpjob.agent.options import Options
 from ddpjob.agent.preload import ForkServer
+from ddpjob.core.failures import EXCEPTION_MAX, KILLED_BY_KERNEL, Failure
+from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 
 LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel holds the process
 HELD_SECONDS = 60.0  # a driver that gives back the memory of a GPU, or of a large dataset, takes some of them
@@ -40,12 +42,11 @@ class Node:
         self.beats: Beats | None = None  # of this generation
         self.failures: list[Failure] = []  # of this generation, in their order
         self.stopped = False  # whether its ranks were ended for the group's sake
-        self._stopped_at = 0.0  # and when, by the clock that last words carry
+        self._stopped_at = 0.0  # and when, by the clock of termination messages
         self.kill_at: float | None = None
         self._killed_at: float | None = None  # first
         self.helpers: set[int] = set()  # children of the agent that are no rank's, and outlive a generation
         self._signals: set[int] = set()  # that its ranks have had
-        self._traces: dict[int, str] = {}  # by local rank, of those that have failed
         self.ended_well: Ended | None = None  # the first rank of this generation that has, by itself
 
     @property
@@ -81,7 +82,7 @@ class Node:
         assert not self.running, "one generation at a time"
         self._life, self._codes, self.failures = life, {}, []
         self.stopped, self.kill_at, self._killed_at, self._signals = False, None, None, set()
-        self.ended_well, self._traces = None, {}
+        self.ended_well = None
         self._kills.look()
         if self.beats is not None:
             self.beats.close()
@@ -128,7 +129,7 @@ class Node:
             self.failures.append(self._failure(0, -number))
         self._signal(number, grace_seconds, now)
 
-    def hurry(self, now: float) -> None:
+    def kill_now(self, now: float) -> None:
         """Their time is over."""
         if self.running:
             self.kill_at = now
@@ -172,7 +173,7 @@ class Node:
         self._end_tree(server | self.helpers)
         self._folder.copy_last()
         if self._life is not None:
-            self._add_last_words()
+            self._add_termination_message()
         self._blame_for_ports()
         return self.failures
 
@@ -182,14 +183,17 @@ class Node:
         self._end_tree(set())
         self._pids.clear()
 
-    def last_words(self) -> Failure | None:
-        """What the library has written for this node's ranks."""
-        return None if self._life is None else _document(self._folder.termination(self._life.name))
+    def termination_message(self) -> Failure | None:
+        """What the library has written for this node's ranks. A script may write into its file too, and anything."""
+        written = None if self._life is None else _document(self._folder.termination(self._life.name))
+        with contextlib.suppress(ValueError):
+            return None if written is None else Failure.from_dict(written)
+        return None
 
-    def trace_of(self, rank: int) -> dict[str, str]:
-        """What a rank of this node printed last, as far as it was recorded: for its termination message."""
-        trace = self._traces.get(rank - self._options.node_rank * self._options.nproc)
-        return {"traceback": trace} if trace else {}
+    def traceback_of(self, rank: int) -> str:
+        """Of a rank of this node, as far as it was recorded."""
+        known = [*self.failures, *([message] if (message := self.termination_message()) is not None else [])]
+        return next((failure.traceback for failure in known if failure.rank == rank and failure.traceback), "")
 
     def _start_or_fail(self, local_rank: int) -> None:
         """A rank that could not be started is not tried again in this generation: it may run, and we not know it."""
@@ -203,8 +207,9 @@ class Node:
 
     def _has_not_started(self, local_rank: int, error: OSError) -> None:
         # Not the application's, and no complaint about a peer.
-        lost = {"exception": f"not started: {error}", "resumable": False, "symptom": True, "unstarted": True}
-        self.failures.append(self._failure(local_rank, RESUMABLE) | lost)
+        failure = self._failure(local_rank, RESUMABLE)
+        text = f"not started: {error}"
+        self.failures.append(failure._replace(exception=text, resumable=False, symptom=True, unstarted=True))
 
     def _start_rank(self, local_rank: int) -> int:
         assert self._life is not None
@@ -230,20 +235,21 @@ class Node:
         return processes.start(argv, {**self._environ, **own}, stdout=files.stdout, stderr=files.stderr)
 
     def _failure(self, local_rank: int, code: int) -> Failure:
-        exception, self._traces[local_rank] = _recorded(self._files[local_rank].error)
+        exception, traceback = _recorded(self._files[local_rank].error)
         symptom = _is_symptom(exception)
         if code == -signal.SIGKILL and self._kills.another():
-            exception, symptom = KILLED, False
-        return {
-            "rank": self._rank(local_rank),
-            "exitCode": as_exit_code(code),
-            "signal": signal_name(-code) if code < 0 else "",
-            "exception": exception,
-            "time": time.time(),
-            "step": self._step(local_rank),
-            "resumable": code == RESUMABLE,
-            "symptom": symptom,
-        }
+            exception, symptom = KILLED_BY_KERNEL, False
+        return Failure(
+            self._rank(local_rank),
+            exit_code=as_exit_code(code),
+            signal=signal_name(-code) if code < 0 else "",
+            exception=exception,
+            step=self._step(local_rank),
+            time=time.time(),
+            resumable=code == RESUMABLE,
+            symptom=symptom,
+            traceback=traceback,
+        )
 
     def _rank(self, local_rank: int) -> int:
         return self._options.node_rank * self._options.nproc + local_rank
@@ -256,38 +262,37 @@ class Node:
         from ddpjob.core import rules
 
         port = 0 if self._life is None else self._life.port
-        for failure in self.failures:
-            if not port or rules.port_in_use(failure["exception"]) != port:
+        for i, failure in enumerate(self.failures):
+            if not port or rules.port_in_use(failure.exception) != port:
                 continue
-            if failure["rank"] == 0:
-                failure["symptom"] = True  # somebody was faster
+            if failure.rank == 0:
+                self.failures[i] = failure._replace(symptom=True)  # somebody was faster
             else:
-                failure["exception"] = (
-                    f"port {port} is in use: it is rank 0's, and rank {failure['rank']} took itself for rank 0 "
-                    f"({failure['exception']})"[:500]
+                text = (
+                    f"port {port} is in use: it is rank 0's, and rank {failure.rank} took itself for rank 0 "
+                    f"({failure.exception})"
                 )
+                self.failures[i] = failure._replace(exception=text[:EXCEPTION_MAX])
 
-    def _add_last_words(self) -> None:
-        """A rank knows better why it failed: also one that was stopped while it said so.
+    def _add_termination_message(self) -> None:
+        """A rank knows better why it failed: also one that was stopped while it wrote so.
 
-        What one said after that is what our signal has done to it: a DataLoader's worker that is gone, an exception
+        What one wrote after that is what our signal has done to it: a DataLoader's worker that is gone, an exception
         of the script's own handler.
         """
-        said = self.last_words()
-        if said is None or not isinstance(said.get("rank"), int) or not isinstance(said.get("exitCode"), int):
+        message = self.termination_message()
+        if message is None or message.rank is None or message.exit_code is None:
             return
         if not self.failures and not self.stopped:
-            return  # all have ended with 0: what one of them tells was overcome
-        mine = next((f for f in self.failures if f["rank"] == said["rank"]), None)
-        if mine is not None:
-            known = {k: mine[k] for k in ("rank", "exitCode", "signal")}
-            mine.update(said | known)
-        elif said.get("preflight") or not (said.get("symptom") or said.get("resumable") or self._is_late(said)):
-            self.failures.append({"signal": "", "exception": "", "symptom": False, "resumable": False} | said)
+            return  # all have ended with 0: what one of them wrote was overcome
+        known = next((i for i, failure in enumerate(self.failures) if failure.rank == message.rank), None)
+        if known is not None:
+            self.failures[known] = _with_message(self.failures[known], message)
+        elif message.preflight or not (message.symptom or message.resumable or self._is_late(message)):
+            self.failures.append(message)
 
-    def _is_late(self, said: Mapping[str, Any]) -> bool:
-        at = said.get("time")
-        return self.stopped and isinstance(at, int | float) and at > self._stopped_at
+    def _is_late(self, message: Failure) -> bool:
+        return self.stopped and message.time > self._stopped_at
 
     def _end_tree(self, spared: set[int]) -> None:
         """Kill until nothing of the ranks is left; orphans become our children, so none can hide."""
@@ -333,7 +338,18 @@ def _recorded(path: str) -> tuple[str, str]:
         return "", ""
     extra = message.get("extraInfo")
     trace = extra.get("py_callstack") if isinstance(extra, dict) else ""
-    return message["message"].strip().split("\n", 1)[0][:500], trace if isinstance(trace, str) else ""
+    return message["message"].strip().split("\n", 1)[0][:EXCEPTION_MAX], trace if isinstance(trace, str) else ""
+
+
+def _with_message(failure: Failure, message: Failure) -> Failure:
+    """How the process ended is seen here; what it wrote says why."""
+    return message._replace(
+        exit_code=failure.exit_code,
+        signal=failure.signal,
+        exception=message.exception or failure.exception,
+        traceback=message.traceback or failure.traceback,
+        symptom=message.symptom or failure.symptom,
+    )
 
 
 def _document(path: str) -> dict[str, Any] | None:

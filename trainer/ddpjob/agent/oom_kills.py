@@ -11,8 +11,6 @@ import contextlib
 import os
 from collections.abc import Iterable
 
-KILLED = "out of memory: killed by the kernel"  # rules.OUT_OF_MEMORY knows it
-
 
 class Kills:
     """How often the kernel has killed for memory, in the cgroup of this process and those below it."""

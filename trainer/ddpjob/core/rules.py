@@ -1,7 +1,8 @@
 """What a failure is, and when no other try is worth it; what it costs is in `budget.py`.
 
-One place for the operator and for what runs in the pods: standard library only, no I/O, no clock. `classify` names
-the class of a failure, `judge` charges it to a budget and says whether, and when, the group starts again.
+One place for the operator and for what runs in the pods; how failures rank as causes is in failures.py. Standard
+library only, no I/O, no clock. `classify` names the class of a failure, `judge` charges it to a budget and says
+whether, and when, the group starts again.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Literal
 from ddpjob.core import budget
 from ddpjob.core.budget import Attempt, ChargedTo, History, Limits, Stop
 from ddpjob.core.failure_policy import Action, PolicyRule
+from ddpjob.core.failures import CANNOT_RUN as CANNOT_RUN
+from ddpjob.core.failures import KILLED_BY_KERNEL, Failure
+from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE_EXIT_CODE
 
 Class = Literal["application", "outOfMemory", "infrastructure", "stall", "permanent"]
-# EX_TEMPFAIL of sysexits.h. A group that was told to stop has saved at one agreed step; those of its ranks whose own
-# pod was not told must end with something other than 0, or they would count as completed.
-RESUMABLE_EXIT_CODE = 75
 
 # A job that has never trained, and that something on a node keeps from starting: after so many tries on other nodes it
 # is the job itself.
@@ -27,7 +28,7 @@ STARTS_MAX = 10
 # Nobody saw a node, a pod or a connection go: once that may be the network, the second time it is the script.
 PEERS_LOST_FREE = 1
 
-# What a rank says when its peer is gone: true, and not the reason. Seen with torch 2.13 on gloo; the NCCL lines are
+# What a rank raises when its peer is gone: true, and not the reason. Seen with torch 2.13 on gloo; the NCCL lines are
 # from its documentation and were not run here (docs/measured.md, failures).
 SYMPTOMS = re.compile(
     r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Connection was likely closed"
@@ -40,9 +41,9 @@ SYMPTOMS = re.compile(
 )
 # Only torch speaks of peers: a database that refuses a connection is a ConnectionRefusedError, and no lost rank.
 FROM_TORCH = re.compile(r"(?:\w+(?:\.|::))*(?:RuntimeError|Dist\w*Error|Rendezvous\w*Error)\b|gloo::|c10d?::")
-# torch's, Python's, and the agent's of a SIGKILL by the kernel (agent/memory.py).
+# torch's, Python's, and the agent's of a SIGKILL by the kernel (agent/oom_kills.py).
 OUT_OF_MEMORY = re.compile(
-    r"OutOfMemoryError|^MemoryError|DefaultCPUAllocator: can't allocate memory|^out of memory: killed by the kernel"
+    rf"OutOfMemoryError|^MemoryError|DefaultCPUAllocator: can't allocate memory|^{KILLED_BY_KERNEL}"
 )
 # A GPU that has failed, and not the program on it. From NVIDIA's and PyTorch's texts; no such GPU was here.
 DEVICE = re.compile(
@@ -63,8 +64,6 @@ NO_SUCH_BACKEND = re.compile(
     r"^[\w.]+: (?:Unknown (?:c10d )?backend|Invalid backend|Distributed package doesn't have \w+ built in"
     r"|.*is none of auto, nccl, gloo|.*no published wheel has it|.*is not in this PyTorch)"
 )
-CANNOT_RUN = (126, 127)
-"""What a shell, and torchrun, end with where the program may not run, or is not there."""
 ADDRESS_IN_USE = re.compile(r"EADDRINUSE|\[Errno 98\]|address already in use", re.IGNORECASE)
 _PORT = re.compile(r"\bport[: ]+(\d{1,5})\b|\('[^']*', (\d{1,5})\)|:(\d{1,5})\b(?= .*in use)", re.IGNORECASE)
 # The kubelet's and the node controller's words for a pod that it ended for the node's sake.
@@ -84,10 +83,10 @@ OWN_LIMIT = re.compile(r"exceeds the (?:total )?limit|exceeded its local ephemer
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of the end of one process or pod; all of it may be missing."""
+    """What is known of the end of one process or pod; all of it may be missing. `classify` goes by it."""
 
     exit_code: int | None = None
-    """Of the guilty rank where it is known, else of the container; 128 + n where signal n ended it."""
+    """Of the culprit rank where it is known, else of the container; 128 + n where signal n ended it."""
     reason: str = ""
     """The kubelet's word for the container: OOMKilled, Error, StartError."""
     pod_reason: str = ""
@@ -99,9 +98,9 @@ class Evidence:
     exception: str = ""
     """The exception's line."""
     deletion_requested: bool = False
-    """Whether its deletion was asked for before it ended."""
+    """Whether its deletion was requested before it ended."""
     vanished: bool = False
-    """Whether its pod, or its node, is gone without a word."""
+    """Whether its pod, or its node, is gone without a report."""
     stalled: bool = False
     """Whether it was stopped because it made no step."""
 
@@ -119,6 +118,12 @@ class Verdict:
     """restart: before the next attempt starts."""
     stop: Stop = ""
     """not restart: why."""
+
+
+def evidence(failure: Failure) -> Evidence:
+    """What `classify` goes by, of a failure as its pod knows it."""
+    f = failure
+    return Evidence(exit_code=f.exit_code, exception=f.exception, vanished=f.vanished, stalled=f.stalled)
 
 
 def classify(evidence: Evidence) -> Class:
@@ -148,8 +153,13 @@ def classify(evidence: Evidence) -> Class:
 
 def from_outside(e: Evidence) -> bool:
     """Whether it was ended by what is not in it: its node, an eviction, somebody's delete."""
-    struck = e.disruption or e.deletion_requested or e.vanished or e.reason in LOST_CONTAINER
-    return bool(struck) or _ended_by_its_node(e)
+    killed = e.disruption or e.deletion_requested or e.vanished or e.reason in LOST_CONTAINER
+    return bool(killed) or _ended_by_its_node(e)
+
+
+def is_of_node(pod_reason: str) -> bool:
+    """Whether a pod's reason says that it was ended for the sake of its node."""
+    return pod_reason in NODE_REASONS or pod_reason.startswith(("OutOf", "Outof"))
 
 
 def is_symptom(exception: str) -> bool:
@@ -221,4 +231,4 @@ def judge(found: Class, history: History, attempt: Attempt, limits: Limits, now:
 def _ended_by_its_node(e: Evidence) -> bool:
     if OWN_LIMIT.search(e.pod_message):
         return False
-    return e.pod_reason in NODE_REASONS or e.pod_reason.startswith("OutOf") or e.pod_reason.startswith("Outof")
+    return is_of_node(e.pod_reason)

@@ -22,12 +22,11 @@ from typing import Any
 
 from ddpjob import process
 from ddpjob.core import rules
+from ddpjob.core.failures import BAD_NODES_MAX, EXCEPTION_MAX, Failure
 from ddpjob.errors import Stopped
 
-BYTES_MAX = 4096  # the kubelet reads no more
-EXCEPTION_CHARACTERS_MAX = 500  # at most 6 bytes each in JSON: the whole message always fits
+BYTES_MAX = 4096  # the kubelet reads no more; an exception of EXCEPTION_MAX characters, 6 bytes each in JSON, fits
 FRAMES_MAX = 40
-BAD_NODES_MAX = 64
 LOCK_SECONDS = 0.5  # the other ranks of this pod write 4 kB each
 
 
@@ -47,39 +46,39 @@ def tell(error: BaseException) -> None:
     """Write how this process fails; never raises, and waits at most 0.5 s for the other ranks of the pod."""
     with contextlib.suppress(Exception):
         code = exit_code(error)
-        if code == 0 or isinstance(error, Stopped):  # which has been said by tell_stopped or tell_unfit
+        if code == 0 or isinstance(error, Stopped):  # which tell_stopped or tell_unfit has written
             return
         # `except ValueError: sys.exit(1)`, which is also how torch.multiprocessing.spawn ends a child.
-        said = (error.__context__ or error) if isinstance(error, SystemExit) else error
-        if _is_symptom(said):
+        cause = (error.__context__ or error) if isinstance(error, SystemExit) else error
+        if _is_symptom(cause):
             # The kubelet takes the end of the log only where this file is empty, and torchrun's table in it names the
             # rank of this pod that crashed without a word.
             return
-        trace = "".join(traceback.format_exception(type(said), said, said.__traceback__, limit=-FRAMES_MAX))
-        _leave(
-            {
-                **_who(),
-                "exitCode": code,
-                "signal": "SIGINT" if isinstance(error, KeyboardInterrupt) else "",
-                "exception": exit_sentence(error) or exception_line(said),
-                "resumable": False,
-                "traceback": trace,
-            }
-        )
+        trace = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__, limit=-FRAMES_MAX))
+        signal = "SIGINT" if isinstance(error, KeyboardInterrupt) else ""
+        exception = exit_sentence(error) or exception_line(cause)
+        _leave(_of_rank()._replace(exit_code=code, signal=signal, exception=exception, traceback=trace))
 
 
 def tell_stopped(step: int) -> None:
     """Write that this process was told to stop and has saved this step; never raises."""
     with contextlib.suppress(Exception):
-        _leave({**_who(), "exitCode": rules.RESUMABLE_EXIT_CODE, "step": step, "resumable": True})
+        _leave(_of_rank()._replace(exit_code=rules.RESUMABLE_EXIT_CODE, step=step, resumable=True))
 
 
 def tell_unfit(rank: int, exception: str, bad_nodes: list[int]) -> None:
     """Write which nodes the pre-flight has found bad, for all of the job; never raises."""
     with contextlib.suppress(Exception):
-        said = {"exception": exception[:EXCEPTION_CHARACTERS_MAX], "badNodes": bad_nodes[:BAD_NODES_MAX]}
-        ended = {"exitCode": rules.RESUMABLE_EXIT_CODE, "signal": "", "resumable": True, "preflight": True}
-        _leave({**_who(), "rank": rank, **said, **ended})
+        _leave(
+            _of_rank()._replace(
+                rank=rank,
+                exit_code=rules.RESUMABLE_EXIT_CODE,
+                exception=exception[:EXCEPTION_MAX],
+                resumable=True,
+                preflight=True,
+                bad_nodes=tuple(bad_nodes[:BAD_NODES_MAX]),
+            )
+        )
 
 
 def ending() -> BaseException | None:
@@ -106,7 +105,7 @@ def exception_line(error: BaseException) -> str:
         kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
     )
     text = _text(error).strip().split("\n", 1)[0]
-    return (f"{name}: {text}" if text else name)[:EXCEPTION_CHARACTERS_MAX]
+    return (f"{name}: {text}" if text else name)[:EXCEPTION_MAX]
 
 
 def exit_sentence(error: BaseException) -> str:
@@ -115,7 +114,7 @@ def exit_sentence(error: BaseException) -> str:
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
         if frame.f_code.co_name == "exit" and frame.f_globals.get("__name__") == "argparse":
-            return str(frame.f_locals.get("message") or "").strip()[:EXCEPTION_CHARACTERS_MAX]
+            return str(frame.f_locals.get("message") or "").strip()[:EXCEPTION_MAX]
     return ""
 
 
@@ -147,8 +146,8 @@ def _tell_end_of_child() -> None:
         tell(error)
 
 
-def _who() -> dict[str, Any]:
-    return {"ddpjob": 1, "rank": process.place().rank, "time": time.time(), "step": process.latest_step()}
+def _of_rank() -> Failure:
+    return Failure(process.place().rank, time=time.time(), step=process.latest_step())
 
 
 def _text(error: BaseException) -> str:
@@ -168,14 +167,14 @@ def _is_symptom(error: BaseException) -> bool:
     return any(rules.is_symptom(f"{type(link).__name__}: {_text(link)}") for link in chain)
 
 
-def _leave(message: dict[str, Any]) -> None:
+def _leave(message: Failure) -> None:
     """In place, because the file of a pod is a mount of its own: a rename over it fails with EBUSY."""
     path = os.environ["DDPJOB_TERMINATION_LOG"]
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     try:
         _lock(descriptor)
         if not _stays(os.pread(descriptor, BYTES_MAX, 0), message):
-            body = encode(message)
+            body = encode(message.as_dict())
             os.pwrite(descriptor, body, 0)
             os.ftruncate(descriptor, len(body))
     finally:
@@ -191,18 +190,15 @@ def _lock(descriptor: int) -> None:
     raise TimeoutError
 
 
-def _stays(there: bytes, message: dict[str, Any]) -> bool:
-    """Whether what is there says more than this message."""
-    if not there.startswith(b'{"ddpjob"'):
-        return bool(there)  # the script's own words
+def _stays(written: bytes, message: Failure) -> bool:
+    """Whether what is in the file says more than this message."""
+    if not written.startswith(b'{"ddpjob"'):
+        return bool(written)  # by the script itself
     try:
-        return _weight(json.loads(there)) <= _weight(message)
-    except (ValueError, KeyError, TypeError):
+        earlier = Failure.from_dict(json.loads(written))
+    except ValueError:
         return False  # a rank was killed while it wrote
-
-
-def _weight(message: dict[str, Any]) -> tuple[int, float]:
-    return (1 if message["resumable"] else 0), float(message["time"])
+    return earlier.time > 0 and (earlier.resumable, earlier.time) <= (message.resumable, message.time)
 
 
 def encode(message: dict[str, Any]) -> bytes:

@@ -1,33 +1,35 @@
 """What node 0's agent decides for all: when a generation starts, stops, starts again, and when the job is over.
 
-Pure: events in with the time, orders out; `agent.py` carries them. The leader's own node is node 0 like any other,
-and a job of one node follows the same rules.
+Pure: events and the time come in, orders go out, and `leader.py` carries them out. The leader's own node is node 0
+like any other, and a job of one node follows the same rules.
 
-    gathering   until every node is here and nothing of the last generation runs anywhere
+    gathering   until every node is connected and nothing of the last generation runs anywhere
     running     until a rank fails, a node is lost, or all nodes have finished
-    stopping    until every node that is here has said that its ranks are gone
+    stopping    until every connected node has reported that its ranks are gone
     pausing     the back-off
     over
 
-Where an operator is there, it makes a new pod for one that is lost and charges for it; here is charged what needs none.
+An operator, where there is one, makes a new pod for one that is lost and charges for it; what needs no new pod is
+charged here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ddpjob.agent.core.stall_rules import Position, Standstill
 from ddpjob.core.budget import Attempt, Budget, Grant, History, Limits
 from ddpjob.core.failure_policy import PolicyRule
+from ddpjob.core.failures import CANNOT_RUN, Failure, Precedence, root_cause
+from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 
 if TYPE_CHECKING:
     from ddpjob.agent.core.stall_monitor import Word
     from ddpjob.core import rules
 
-Failure = dict[str, Any]  # a termination message (termination.py): rank, exitCode, signal, exception, time, …
 Ended = tuple[int, int]
-"""A rank that ended with 0 although nobody had told it to, and the last step that it made."""
+"""A rank that ended with 0 before it was stopped, and the last step that it made."""
 State = Literal["gathering", "running", "stopping", "pausing", "over"]
 
 
@@ -40,16 +42,16 @@ class Start(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """To these nodes: end your ranks, and say when they are gone."""
+    """To these nodes: end your ranks, and report when they are gone."""
 
     nodes: Collection[int]
     generation: int
     patient: bool
-    """Whether ranks may have something to save together: they were told to stop and have not lost each other."""
+    """Whether ranks may have something to save together: they were asked to stop and have not lost each other."""
 
 
 class Ask(NamedTuple):
-    """To every node: the group seems to stand still; let each rank say where it is."""
+    """To every node: the group seems stalled; each rank reports its position."""
 
     generation: int
 
@@ -64,19 +66,17 @@ class End(NamedTuple):
     """To every node: it is over."""
 
     code: int
-    """0, or how the guilty rank ended; 75 where nobody is guilty."""
+    """0, or how the culprit rank ended; 75 where there is none."""
     failure: Failure | None
     why: str
 
 
 class Leave(NamedTuple):
-    """To node 0 alone: it goes, for it was told to, and the others wait for its replacement."""
+    """To node 0 alone: it ends, because it was told to, and the others wait for its replacement."""
 
     why: str
 
 
-CANNOT_RUN = (126, 127)  # rules.CANNOT_RUN
-RESUMABLE = 75  # rules.RESUMABLE_EXIT_CODE; the rules are imported when ranks run, for a job waits for this import
 CHARGED_MAX = 5
 ANSWER_SECONDS = 3.0  # for what takes an agent one
 PREFLIGHT_SECONDS = 120.0  # it takes some, and as long as its imports
@@ -114,12 +114,11 @@ class Lead:
         self._finished: set[int] = set()
         self._ended: list[Ended] = []  # in this generation
         self._unable: set[int] = set()  # nodes that have no such program, in this generation
-        self._stopping: set[int] = set()  # nodes that have not yet said that their ranks are gone
-        self._going: set[int] = set()  # nodes that were told to end, and have no new agent yet
-        self._were_told: set[int] = set()  # since this generation began
-        self._told_first = False  # before anything failed: what failed then did because of it
+        self._stopping: set[int] = set()  # nodes whose ranks are not gone yet
+        self._terminations = Terminations(has_operator)
         self._replacements: dict[int, int] = {}  # by node: which of its pods was here last
-        self._unpaid: Failure | None = None  # a lost node; who is charged is known when it comes again
+        self._lost_pods: dict[int, int] = {}  # by node: which of its pods this generation has lost first
+        self._uncharged: Failure | None = None  # a lost node; who is charged is known when it comes again
         self._failures: list[Failure] = []  # as they came: clocks of nodes differ, and jump
         self.said = ""  # what the last failure was, and what it cost
         self._since = now  # of this state
@@ -158,7 +157,7 @@ class Lead:
         """An agent is here, no rank runs with it, and the last that did were of that generation."""
         assert node not in self._here, "a node is lost before it comes again"
         self._here.add(node)
-        self._going.discard(node)
+        self._terminations.leaving.discard(node)
         self._replacements[node] = replacement
         self._wants_preflight |= preflight
         if grant is not None:
@@ -173,7 +172,8 @@ class Lead:
         self._here.discard(node)
         self._stopping.discard(node)
         self._finished.discard(node)
-        vanished = _vanished(node, self._replacements[node])
+        self._lost_pods.setdefault(node, self._replacements[node])
+        vanished = Failure(node_rank=node, vanished=True)
         if self.state == "running":
             self._stop([vanished], now)
         elif self.state == "stopping":
@@ -190,16 +190,8 @@ class Lead:
         if self.state == "stopping" and node in self._stopping:
             self._stopping.discard(node)
             self._ended += [ended] if ended is not None else []
-            self._unable |= {node} if any(failure["exitCode"] in CANNOT_RUN for failure in failures) else set()
-            known = {failure["rank"]: failure for failure in self._failures}
-            for failure in failures:
-                if failure["rank"] in known:
-                    before = known[failure["rank"]]
-                    # How a rank ends says nothing where node 0 knows why: it was stopped, or found to be slow.
-                    if not before.get("stalled") and not before.get("preflight"):
-                        before.update(failure)
-                else:
-                    self._failures.append(failure)
+            self._unable |= {node} if any(failure.exit_code in CANNOT_RUN for failure in failures) else set()
+            self._failures = _merged(self._failures, failures)
             self._settle_if_all_have_stopped(now)
 
     def finished(self, node: int, now: float, ended: Ended | None = None) -> None:
@@ -235,17 +227,17 @@ class Lead:
 
     def told(self, node: int, now: float) -> None:
         """A node was told from outside to end, once its ranks have; without an operator the job ends with it."""
-        self._going.add(node)
-        self._were_told.add(node)
+        self._terminations.request(node)
         if self.state in ("gathering", "pausing"):
-            if self._must_go:
-                return self._go(now)
-            self._here.discard(node)
+            if self._terminations.include_leader:
+                self._leave(now)
+            else:
+                self._here.discard(node)
         elif self.state == "stopping":
             self._settle_if_all_have_stopped(now)
         elif node == 0 and node in self._finished:  # it must go, and the others have something to save
-            self._stop([_vanished(node, self._replacements[node])], now)
-        return None
+            self._lost_pods.setdefault(node, self._replacements[node])
+            self._stop([Failure(node_rank=node, vanished=True)], now)
 
     def tick(self, now: float) -> None:
         """Time has passed."""
@@ -258,7 +250,7 @@ class Lead:
             self._stop([_failed_check(f"took longer than {PREFLIGHT_SECONDS:g} s")], now)
         elif self.state == "gathering":
             missing = sorted(set(range(self._nodes)) - self._here)
-            why = f"nodes {', '.join(map(str, missing))} did not come within {self._join_seconds:g} s"
+            why = f"nodes {', '.join(map(str, missing))} did not connect within {self._join_seconds:g} s"
             self._end(RESUMABLE, None, why, now)
         elif self._standstill.asked:
             self._settle_standstill(now)
@@ -281,11 +273,11 @@ class Lead:
     def _go_on_if_all_are_here(self, now: float) -> None:
         if self.state != "gathering":
             return None
-        lost = self._unpaid
-        if lost is not None and lost["node"] in self._here:
-            self._unpaid = None
-            if self._replacements[lost["node"]] == lost["replacement"]:
-                return self._charge(lost, now)  # it was but its connection
+        lost = self._uncharged
+        if lost is not None and lost.node_rank in self._here:
+            self._uncharged = None
+            if self._replacements[lost.node_rank] == self._lost_pods[lost.node_rank]:
+                return self._charge(lost, now)  # its pod is the same one, so only the connection was lost
             self.said = f"{describe(lost)}, and a new pod is in its place"
         return self._start(now) if len(self._here) == self._nodes else None
 
@@ -296,8 +288,8 @@ class Lead:
 
     def _go_on_after_check(self, said: str, now: float) -> None:
         self.said, self._checking, self._wants_preflight = said, False, False
-        if self._must_go:
-            return self._go(now)
+        if self._terminations.include_leader:
+            return self._leave(now)
         self._enter("gathering", now, self._join_seconds)
         return self._go_on_if_all_are_here(now)
 
@@ -307,7 +299,8 @@ class Lead:
             self.generation += 1
         self._finished, self._failures = set(), []
         self._ended, self._unable = [], set()
-        self._were_told, self._told_first = set(), False
+        self._lost_pods = {}
+        self._terminations.begin_generation()
         self._standstill = Standstill()
         self._enter("running", now, PREFLIGHT_SECONDS if self._checking else None)
         self.orders.append(Start(self.generation, self._checking))
@@ -315,8 +308,8 @@ class Lead:
     def _stop(self, failures: list[Failure], now: float) -> None:
         self._failures += failures
         self._ran_seconds = now - self._since
-        self._told_first = bool(self._were_told)
-        patient = self._told_first or any(failure.get("resumable") for failure in failures)
+        self._terminations.group_stops()
+        patient = self._terminations.came_first or any(failure.resumable for failure in failures)
         self._stopping = set(self._here)
         self._enter("stopping", now, None)
         if self._stopping:
@@ -325,66 +318,59 @@ class Lead:
             self._settle_if_all_have_stopped(now)
 
     def _settle_if_all_have_stopped(self, now: float) -> None:
-        # A leader that goes need not wait for nodes that go as well: they end by themselves, in their own time.
-        leaves = self._has_operator and 0 in self._going
-        if self._stopping - (self._going - {0} if leaves else set()):
+        # A leader that leaves need not wait for nodes that leave as well: they end by themselves, in their own time.
+        leaving = self._terminations.leaving
+        if self._stopping - (leaving - {0} if self._has_operator and 0 in leaving else set()):
             return None
+        assert self._failures, "a generation is stopped for a failure"
         failure = explained(root_cause(self._failures), self._ended)
-        if self._is_consequence_of_being_told(failure):
-            self.said = " and ".join(f"node {node} was told to stop" for node in sorted(self._were_told))
+        if self._terminations.explain(failure):
+            self.said = str(self._terminations)
             return self._pause(0, now)
-        if failure.get("vanished") and self._has_operator:
-            self._unpaid = failure
+        if failure.vanished and self._has_operator:
+            self._uncharged = failure
             return self._pause(0, now)
         return self._charge(failure, now)
 
-    def _is_consequence_of_being_told(self, failure: Failure) -> bool:
-        if not self._has_operator:
-            return bool(self._were_told)
-        return self._told_first or (bool(self._were_told) and _weight(failure) > 0)
-
     def _settle_check(self, failure: Failure, now: float) -> None:
         """A node that was found bad ends the group, so that it starts without it; a pre-flight that fails, nothing."""
-        unfit = next((f for f in self._failures if f.get("preflight") and f.get("badNodes")), None)
-        if unfit is not None:
-            return self._end(RESUMABLE, unfit, str(unfit["exception"]), now)
-        why = str(failure["exception"]) if failure["rank"] < 0 else describe(failure)
-        self._here -= self._going
+        slow = next((f for f in self._failures if f.preflight and f.bad_nodes), None)
+        if slow is not None:
+            return self._end(RESUMABLE, slow, slow.exception, now)
+        why = failure.exception if failure.rank is None else describe(failure)
+        self._here -= self._terminations.leaving
         return self._go_on_after_check(f"the pre-flight failed: {why}; training starts without it", now)
 
     def _charge(self, failure: Failure, now: float) -> None:
-        if self._checking and not failure.get("vanished"):
+        if self._checking and not failure.vanished:
             return self._settle_check(failure, now)
-        verdict = self._judge(failure, now)
+        failure, verdict = self._judge(failure, now)
         if isinstance(verdict, str):
-            return self._end(int(failure["exitCode"]), failure, f"{describe(failure)}; {verdict}", now)
+            return self._end(_job_code(failure), failure, f"{describe(failure)}; {verdict}", now)
         self.said = f"{describe(failure)}; charged to {verdict.charged_to}, waiting {verdict.wait_seconds} s"
         self._budget = self._budget._replace(history=verdict.history)
-        self.charged = [*self.charged, {**failure, "chargedTo": verdict.charged_to}][-CHARGED_MAX:]
+        charged = failure._replace(charged_to=verdict.charged_to or "")
+        self.charged = [*self.charged, charged][-CHARGED_MAX:]
         return self._pause(verdict.wait_seconds, now)
 
     def _pause(self, seconds: float, now: float) -> None:
         """No rank runs; the next generation begins after that time, when every node is here."""
-        if self._must_go:
-            return self._go(now)
-        self._here -= self._going
+        if self._terminations.include_leader:
+            return self._leave(now)
+        self._here -= self._terminations.leaving
         self._enter("pausing", now, seconds)
         return self.tick(now)
 
-    @property
-    def _must_go(self) -> bool:
-        """Whether this agent ends because a node was told to: where nobody replaces that one, all do."""
-        return 0 in self._going if self._has_operator else bool(self._going)
-
-    def _go(self, now: float) -> None:
+    def _leave(self, now: float) -> None:
+        """This agent ends because of a termination: where no operator replaces the node, all nodes do."""
         if not self._has_operator:
             return self._end(RESUMABLE, None, "told to stop", now)
         self._enter("over", now, None)
         others = "; the other nodes wait for a new node 0" if self._nodes > 1 else ""
         return self.orders.append(Leave(f"told to stop{others}"))
 
-    def _judge(self, failure: Failure, now: float) -> rules.Verdict | str:
-        """The restart that follows, or why none does."""
+    def _judge(self, failure: Failure, now: float) -> tuple[Failure, rules.Verdict | str]:
+        """The failure with its class, and the restart that follows, or why none does."""
         import datetime as dt
 
         from ddpjob.core import rules
@@ -393,40 +379,37 @@ class Lead:
             made_a_new_step=self.furthest_step > self._furthest_before,
             reports_steps=self.furthest_step > 0,
             ran_seconds=self._ran_seconds,
-            only_complaints=bool(failure["symptom"]) and not failure.get("unstarted"),
+            only_complaints=failure.symptom and not failure.unstarted,
         )
         # Seconds of this agent, not of a clock that may jump: only their differences count.
         moment = dt.datetime.fromtimestamp(max(0.0, now), dt.timezone.utc)
         limits, history = Limits(backoff_limit=self._budget.application), self._budget.history
-        found = failure["class"] = self._class_of(failure, history, attempt)
+        found, is_elsewhere = self._class_of(failure, history, attempt)
+        failure = failure._replace(failure_class=found)
         self._furthest_before = self.furthest_step
         verdict = rules.judge(found, history, attempt, limits, moment)
-        if failure.get("elsewhere") and found == "infrastructure":
-            return "infrastructure: another node may have it"
+        if is_elsewhere and found == "infrastructure":
+            return failure, "infrastructure: another node may have it"
         if not verdict.restart:
-            return f"{found}: {verdict.stop}"
+            return failure, f"{found}: {verdict.stop}"
         if verdict.charged_to is None or not self._budget.allows(verdict.charged_to, verdict.history):
-            return f"{found}: no restart in place is left"
-        return verdict
+            return failure, f"{found}: no restart in place is left"
+        return failure, verdict
 
-    def _class_of(self, failure: Failure, history: History, attempt: Attempt) -> rules.Class:
-        """What it is, after what the user has said of its exit code."""
+    def _class_of(self, failure: Failure, history: History, attempt: Attempt) -> tuple[rules.Class, bool]:
+        """Its class after the user's failurePolicy, and whether only another node may have the program."""
         from ddpjob.core import rules
 
-        evidence = rules.Evidence(
-            exit_code=0 if failure.get("early") else failure["exitCode"],
-            exception=failure["exception"],
-            vanished=failure.get("vanished", False),
-            stalled=failure.get("stalled", False),
-        )
-        found = "infrastructure" if failure["symptom"] else rules.classify(evidence)
-        if found == "permanent" and evidence.exit_code in CANNOT_RUN:
+        code = failure.exit_code
+        evidence = rules.evidence(failure)
+        found = "infrastructure" if failure.symptom else rules.classify(evidence)
+        if found == "permanent" and code in CANNOT_RUN:
             found = self._class_of_no_start()
         found = rules.of_complaints(found, history, attempt)
-        ignored = any(rule.matches(evidence.exit_code) for rule in self._policy)
-        failure["elsewhere"] = found == "infrastructure" and evidence.exit_code in CANNOT_RUN and not ignored
-        outside = rules.from_outside(evidence) or bool(failure.get("unstarted"))
-        return rules.with_policy(found, evidence.exit_code, self._policy, from_outside=outside)
+        ignored = any(rule.matches(code) for rule in self._policy)
+        is_elsewhere = found == "infrastructure" and code in CANNOT_RUN and not ignored
+        outside = rules.from_outside(evidence) or failure.unstarted
+        return rules.with_policy(found, code, self._policy, from_outside=outside), is_elsewhere
 
     def _class_of_no_start(self) -> rules.Class:
         """As the operator's: for good only where the job has never trained, and no node has the program."""
@@ -443,53 +426,79 @@ class Lead:
         self._until = None if seconds is None else now + seconds
 
 
+class Terminations:
+    """Which nodes were told from outside to end. What fails because of that is charged to nobody."""
+
+    def __init__(self, has_operator: bool) -> None:
+        self._has_operator = has_operator
+        self._requested: set[int] = set()  # since this generation began
+        self.leaving: set[int] = set()  # the nodes that have no new agent yet
+        self.came_first = False  # before anything failed
+
+    @property
+    def include_leader(self) -> bool:
+        """Whether node 0's agent ends too: where nobody replaces a node that does, all nodes end."""
+        return 0 in self.leaving if self._has_operator else bool(self.leaving)
+
+    def request(self, node: int) -> None:
+        """A node was told to end."""
+        self.leaving.add(node)
+        self._requested.add(node)
+
+    def begin_generation(self) -> None:
+        """What ended a node before explains nothing from now on."""
+        self._requested, self.came_first = set(), False
+
+    def group_stops(self) -> None:
+        """Something has failed, or was told to end."""
+        self.came_first = bool(self._requested)
+
+    def explain(self, failure: Failure) -> bool:
+        """Whether the root cause of the stop follows from a termination."""
+        if not self._has_operator or self.came_first:
+            return bool(self._requested)
+        return bool(self._requested) and failure.precedence >= Precedence.RESUMABLE
+
+    def __str__(self) -> str:
+        return " and ".join(f"node {node} was told to stop" for node in sorted(self._requested))
+
+
+def _merged(known: list[Failure], news: list[Failure]) -> list[Failure]:
+    """The failures with what a node adds when its ranks have ended. Node 0's own finding stays, because a rank that was
+    stopped for a stall, or found to be slow, says nothing of that with its end."""
+    by_rank = {failure.rank: failure for failure in news}
+    ranks = {failure.rank for failure in known}
+    kept = [f if f.stalled or f.preflight else by_rank.get(f.rank, f) for f in known]
+    return kept + [failure for failure in news if failure.rank not in ranks]
+
+
 def _failed_check(why: str) -> Failure:
-    return {"rank": -1, "exitCode": RESUMABLE, "signal": "", "exception": why, "resumable": False, "symptom": True}
+    return Failure(exit_code=RESUMABLE, exception=why, symptom=True)
 
 
-def root_cause(failures: list[Failure]) -> Failure:
-    """The first that is not the mere symptom of another one, a lost node only where nothing else is known."""
-    assert failures, "a generation is stopped for a failure"
-    return min(failures, key=_weight)
+def _job_code(failure: Failure) -> int:
+    """What the job ends with. A rank that ended too early did so with 0, which would count as success."""
+    return failure.exit_code or (1 if failure.early else RESUMABLE)
 
 
 def explained(failure: Failure, ended: Sequence[Ended]) -> Failure:
     """The cause of what a rank complains of, where another one ended with 0: it makes fewer steps."""
-    if not failure["symptom"] or failure.get("unstarted") or not ended or failure["rank"] < 0:
+    if not failure.symptom or failure.unstarted or not ended or failure.rank is None:
         return failure
     from ddpjob.core import rules
 
     rank, step = min(ended)
-    said = rules.ended_early(step or None, f"rank {failure['rank']}", failure.get("step") or None)
-    return {**failure, "rank": rank, "exception": said, "step": step, "symptom": False, "early": True}
+    text = rules.ended_early(step or None, f"rank {failure.rank}", failure.step or None)
+    return failure._replace(rank=rank, exit_code=0, signal="", exception=text, step=step, symptom=False, early=True)
 
 
 def describe(failure: Failure) -> str:
     """rank 3 ended with exit code 7 (ValueError: no such shard: 7)"""
-    if failure.get("early"):
-        return f"rank {failure['rank']} {failure['exception']}"
-    if failure.get("vanished"):
-        return f"node {failure['node']} is lost"
-    if failure.get("stalled"):
-        return f"the group {failure['exception']}"
-    how = failure["signal"] or f"exit code {failure['exitCode']}"
-    return f"rank {failure['rank']} ended with {how}" + (f" ({failure['exception']})" if failure["exception"] else "")
-
-
-def _weight(failure: Failure) -> int:
-    """How little it says of a cause; 0 only where it has one of its own."""
-    return 2 if failure["symptom"] else 1 if failure.get("vanished") or failure["resumable"] else 0
-
-
-def _vanished(node: int, replacement: int) -> Failure:
-    return {
-        "rank": -1,
-        "node": node,
-        "replacement": replacement,
-        "exitCode": RESUMABLE,
-        "signal": "",
-        "exception": "",
-        "resumable": False,
-        "symptom": False,
-        "vanished": True,
-    }
+    if failure.early:
+        return f"rank {failure.rank} {failure.exception}"
+    if failure.vanished:
+        return f"node {failure.node_rank} is lost"
+    if failure.stalled:
+        return f"the group {failure.exception}"
+    how = failure.signal or f"exit code {failure.exit_code}"
+    return f"rank {failure.rank} ended with {how}" + (f" ({failure.exception})" if failure.exception else "")

@@ -8,12 +8,11 @@ else by its step.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ddpjob.agent.core.stall_monitor import BY_COLLECTIVES, Word
+from ddpjob.core.failures import EXCEPTION_MAX, RESUMABLE_EXIT_CODE, Failure
 
-Failure = dict[str, Any]
-RESUMABLE = 75
 DOES_NOT = {"start": "made no step", "train": "made no step", "save": "saved", "evaluate": "evaluated"}
 
 
@@ -102,16 +101,8 @@ def failure(positions: Sequence[Position], seconds: float, phase: str) -> Failur
     guilty = furthest_behind(positions)
     stood = f"{DOES_NOT.get(phase, DOES_NOT['train'])} for {seconds:.0f} s"
     doing = f"; in {guilty.where}" if guilty.where else ""
-    return {
-        "rank": guilty.rank,
-        "exitCode": RESUMABLE,
-        "signal": "",
-        "exception": f"{stood}: {_compared(guilty, positions)}{doing}"[:500],
-        "step": guilty.step,
-        "resumable": False,
-        "symptom": False,
-        "stalled": True,
-    }
+    exception = f"{stood}: {_compared(guilty, positions)}{doing}"[:EXCEPTION_MAX]
+    return Failure(guilty.rank, exit_code=RESUMABLE_EXIT_CODE, exception=exception, step=guilty.step, stalled=True)
 
 
 def furthest_behind(positions: Sequence[Position]) -> Position:

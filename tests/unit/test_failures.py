@@ -1,0 +1,85 @@
+"""One Failure for ranks, agents and operator: what one writes another reads, within bounds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpjob.core import failures, rules
+from ddpjob.core.failures import Failure, Precedence, root_cause
+
+CRASH = Failure(3, exit_code=139, signal="SIGSEGV", step=41, time=1796000000.5)
+FULL = Failure(
+    3, 1, 1, "SIGSEGV", "ValueError: x", 41, 1796000000.5, True, True, True, True, True, True, True, (1, 2), "trace",
+    "application", "stall",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("failure", [Failure(), CRASH, FULL, Failure(0, exit_code=0, early=True)], ids=str)
+def test_what_is_written_is_read_back_whole(failure: Failure) -> None:
+    assert Failure.from_dict(json.loads(json.dumps(failure.as_dict()))) == failure
+
+
+def test_every_field_has_a_key() -> None:
+    assert {name for name, _ in failures._KEYS.values()} == set(Failure._fields)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rank", -1), ("rank", True), ("rank", 2**31), ("rank", "3"), ("nodeRank", 1.0), ("exitCode", 256),
+        ("exitCode", -65), ("step", float("inf")), ("step", 2**53), ("time", float("nan")), ("time", -1),
+        ("exception", ["x"]), ("signal", 9), ("symptom", 1), ("resumable", "yes"), ("badNodes", 1),
+        ("badNodes", [True]), ("badNodes", list(range(65))), ("class", {}),
+    ],
+)  # fmt: skip
+def test_a_value_that_is_none_is_refused_by_its_key(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=key):
+        Failure.from_dict({"rank": 1, key: value})
+
+
+@given(st.none() | st.integers() | st.lists(st.integers()) | st.dictionaries(st.sampled_from(sorted(failures._KEYS)),
+       st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers())))  # fmt: skip
+def test_whatever_is_written_is_read_within_bounds_or_refused(written: Any) -> None:
+    try:
+        failure = Failure.from_dict(written)
+    except ValueError:
+        return
+    assert len(json.dumps(failure.brief().as_dict())) < 8192
+    assert isinstance(failure.precedence, Precedence)
+    assert rules.classify(rules.evidence(failure))
+
+
+def test_long_texts_are_cut() -> None:
+    failure = Failure.from_dict({"exception": "x" * 10_000, "signal": "y" * 100})
+    assert (len(failure.exception), len(failure.signal)) == (failures.EXCEPTION_MAX, 16)
+    assert len(failure.brief().exception) == failures.BRIEF_MAX
+
+
+@pytest.mark.parametrize(
+    ("failure", "precedence"),
+    [
+        (Failure(0, exit_code=137, exception=failures.KILLED_BY_KERNEL), "KERNEL"),
+        (Failure(1, exit_code=75, resumable=True, bad_nodes=(1,)), "NODE"),
+        (CRASH, "OWN"),
+        (Failure(0, exit_code=75, stalled=True), "OWN"),
+        (Failure(0, exit_code=1), "UNKNOWN"),
+        (Failure(0, exit_code=134), "UNKNOWN"),
+        (Failure(node_rank=1, vanished=True), "RESUMABLE"),
+        (Failure(0, exit_code=75, resumable=True), "RESUMABLE"),
+        (Failure(0, exit_code=1, exception="RuntimeError: Connection closed by peer", symptom=True), "SYMPTOM"),
+    ],
+    ids=str,
+)
+def test_what_a_process_shows_decides_how_it_ranks_as_a_cause(failure: Failure, precedence: str) -> None:
+    assert failure.precedence.name == precedence
+
+
+def test_among_equals_the_first_that_was_seen_is_the_cause() -> None:
+    later, symptom = Failure(0, exit_code=3), Failure(9, symptom=True)
+    assert root_cause([symptom, CRASH, later]) is CRASH
+    assert root_cause([symptom, later, CRASH]) is later

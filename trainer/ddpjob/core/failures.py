@@ -1,0 +1,191 @@
+"""A failure: what a rank, an agent and the operator know of it, and which of several is the root cause.
+
+Standard library only and cheap to import, because an agent that starts a job waits for it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    class HasPrecedence(Protocol):
+        """What can be a root cause."""
+
+        @property
+        def precedence(self) -> Precedence:
+            """Which of several explains the others."""
+
+
+# EX_TEMPFAIL of sysexits.h. A group that was asked to stop has saved at one agreed step; those of its ranks whose own
+# pod was not asked must end with something other than 0, or they would count as completed.
+RESUMABLE_EXIT_CODE = 75
+CANNOT_RUN = (126, 127)
+"""What a shell, and torchrun, end with where the program may not run, or is not there."""
+EXCEPTION_MAX = 500
+BRIEF_MAX = 300
+TRACEBACK_MAX = 65_536
+BAD_NODES_MAX = 64
+KILLED_BY_KERNEL = "out of memory: killed by the kernel"
+"""What an agent writes as the exception of a rank that the kernel has killed for its memory."""
+_ABORTED = 134
+
+
+class Precedence(enum.IntEnum):
+    """Which failure explains the others; the lowest is the root cause."""
+
+    KERNEL = 0
+    """Out of memory, or never started: nothing outside the pod does that."""
+    NODE = 1
+    """Evicted, preempted, or its node is lost or slow."""
+    DELETED = 2
+    """Deleted by someone else than the operator."""
+    OWN = 3
+    """An exception, a signal or an exit code that no lost peer explains."""
+    NODE_LATE = 4
+    """As NODE, and seen after the operator had stopped the pod: the kubelet reports an eviction when it is over."""
+    UNKNOWN = 5
+    """Exit code 1 without an exception, or an abort: many failures look so."""
+    LATE = 6
+    """As OWN, and it ended after the operator had stopped it: most likely it is what made the others fail."""
+    RESUMABLE = 7
+    """It saved and stopped because it was asked to, or an agent's connection is lost: the cause is elsewhere."""
+    SYMPTOM = 8
+    """It reports that a peer is gone."""
+    STOPPED = 9
+    """The operator stopped it."""
+
+
+F = TypeVar("F", bound="HasPrecedence")
+
+
+def root_cause(failures: Iterable[F]) -> F:
+    """The failure that explains the others: the first of the strongest precedence. failures: as they were seen."""
+    return min(failures, key=lambda failure: failure.precedence)
+
+
+class Failure(NamedTuple):
+    """How a rank, or a node as a whole, has failed, as far as it is known in its pod."""
+
+    rank: int | None = None
+    """The global rank. None: a node as a whole."""
+    node_rank: int | None = None
+    """The node, where it failed as a whole."""
+    exit_code: int | None = None
+    """128 + n where signal n ended it."""
+    signal: str = ""
+    """SIGSEGV."""
+    exception: str = ""
+    """The exception's line."""
+    step: int = 0
+    """The last step that it made."""
+    time: float = 0.0
+    """Seconds since 1970 by the clock of its node; 0: unknown."""
+    resumable: bool = False
+    """Whether it stopped because it was asked to, with everything saved."""
+    symptom: bool = False
+    """Whether it only reports that a peer is gone."""
+    stalled: bool = False
+    """Whether it was stopped because the group had made no step for too long."""
+    early: bool = False
+    """Whether it ended with 0 while others still waited for it."""
+    vanished: bool = False
+    """Whether the connection to the node's agent is lost."""
+    unstarted: bool = False
+    """Whether the process could not be started."""
+    preflight: bool = False
+    """Whether it is the result of a node check."""
+    bad_nodes: tuple[int, ...] = ()
+    """Node ranks that a node check found to be far slower than the others."""
+    traceback: str = ""
+    """Its last lines."""
+    failure_class: str = ""
+    """What an agent has found it to be (rules.Class)."""
+    charged_to: str = ""
+    """The budget that an agent has charged for it (rules.Budget)."""
+
+    @property
+    def precedence(self) -> Precedence:
+        """As far as the process shows it; the operator knows more of its pod."""
+        if self.bad_nodes:
+            return Precedence.NODE
+        if self.exception.startswith(KILLED_BY_KERNEL):
+            return Precedence.KERNEL
+        if self.stalled or self.early:
+            return Precedence.OWN
+        if self.resumable or self.vanished:
+            return Precedence.RESUMABLE
+        if self.symptom:
+            return Precedence.SYMPTOM
+        silent = not self.exception and self.exit_code in (None, 1, _ABORTED)
+        return Precedence.UNKNOWN if silent else Precedence.OWN
+
+    def brief(self) -> Failure:
+        """As much of it as a line between agents and a report hold."""
+        return self._replace(exception=self.exception[:BRIEF_MAX], traceback="")
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a termination message, a line between agents or a report; what is unknown or False is left out."""
+        known = {key: value for key, (name, _) in _KEYS.items() if (value := getattr(self, name))}
+        always = {"exitCode": self.exit_code, "signal": self.signal, "exception": self.exception, "step": self.step}
+        ranks = {} if self.rank is None else {"rank": self.rank}
+        return {**ranks, **always, "resumable": self.resumable, **known}
+
+    @classmethod
+    def from_dict(cls, written: Mapping[str, Any]) -> Failure:
+        """What another process has written. Raises ValueError with the key of a value that is none; texts are cut."""
+        if not isinstance(written, Mapping):
+            raise ValueError(f"{written!r:.80} is no object")
+        values = {}
+        for key, (name, read) in _KEYS.items():
+            if written.get(key) is not None:
+                values[name] = read(written[key])
+                if values[name] is None:
+                    raise ValueError(f"{key}: {written[key]!r:.80} cannot be read")
+        return cls(**values)
+
+
+def _number(value: Any, first: int, end: int) -> int | None:
+    return value if type(value) is int and first <= value < end else None
+
+
+def _text(value: Any, length: int) -> str | None:
+    return value[:length] if isinstance(value, str) else None
+
+
+def _flag(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _seconds(value: Any) -> float | None:
+    return float(value) if type(value) in (int, float) and 0 < value < 1e11 else None
+
+
+def _nodes(value: Any) -> tuple[int, ...] | None:
+    are_ranks = isinstance(value, list) and all(_number(rank, 0, 2**31) is not None for rank in value)
+    return tuple(value) if are_ranks and len(value) <= BAD_NODES_MAX else None
+
+
+_KEYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "rank": ("rank", lambda value: _number(value, 0, 2**31)),
+    "nodeRank": ("node_rank", lambda value: _number(value, 0, 2**31)),
+    "exitCode": ("exit_code", lambda value: _number(value, -64, 256)),
+    "signal": ("signal", lambda value: _text(value, 16)),
+    "exception": ("exception", lambda value: _text(value, EXCEPTION_MAX)),
+    "step": ("step", lambda value: _number(value, 0, 2**53)),
+    "time": ("time", _seconds),
+    "resumable": ("resumable", _flag),
+    "symptom": ("symptom", _flag),
+    "stalled": ("stalled", _flag),
+    "early": ("early", _flag),
+    "vanished": ("vanished", _flag),
+    "unstarted": ("unstarted", _flag),
+    "preflight": ("preflight", _flag),
+    "badNodes": ("bad_nodes", _nodes),
+    "traceback": ("traceback", lambda value: _text(value, TRACEBACK_MAX)),
+    "class": ("failure_class", lambda value: _text(value, 16)),
+    "chargedTo": ("charged_to", lambda value: _text(value, 16)),
+}
