@@ -1,7 +1,7 @@
-"""The memory in which the ranks of one generation say where they stand; `watchdog.py` is their side, and says how.
+"""The memory of the heartbeats of one generation's ranks; `watchdog.py` is the ranks' side.
 
 A file without a name, which ranks open through our descriptor of it: nothing is left behind, and nothing is on a disk
-that may be slow. A byte in the bell says that a rank has begun: until then there is nothing to look at.
+that may be slow. A byte in the notify pipe reports that a rank has begun: until then there is no heartbeat to read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Beats:
         return f"{os.getpid()}:{self._descriptor}:{self._rope}:{local_rank}"
 
     def of(self, local_rank: int) -> Beat:
-        """What this rank says now."""
+        """This rank's heartbeat now."""
         cells = self._cells[local_rank]
         pid, phase, step, collectives = cells[:4]  # PID, PHASE, STEP, COLLECTIVES
         return Beat(pid, PHASES[phase] if 0 <= phase < len(PHASES) else "", step, collectives, cells[OVER] == 1)
@@ -45,7 +45,7 @@ class Beats:
         return max((beat.step for beat in beats if beat.phase != "start"), default=0)
 
     def ask(self) -> None:
-        """Every rank shall say where it is, in the next half second."""
+        """Ask every rank where it is; it answers within half a second."""
         self._asked += 1
         for cells in self._cells:
             cells[ASKED] = self._asked

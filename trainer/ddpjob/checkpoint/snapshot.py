@@ -182,9 +182,8 @@ class Snapshot:
                 file.flush()
                 os.fsync(file.fileno())
             self._must_be_newest(writer)
-            os.rename(
-                tmp, self.folder / f"step-{document['step']:012d}.writer-{writer:06d}.{file.sha256.hexdigest():.16}.pt"
-            )
+            name = f"step-{document['step']:012d}.writer-{writer:06d}.{file.sha256.hexdigest():.16}.pt"
+            os.rename(tmp, self.folder / name)
             _fsync_folder(self.folder)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -307,7 +306,7 @@ class Snapshot:
         return None, None
 
     def _agreed(self) -> "tuple[_Entry | None, bytes | None]":
-        """Rank 0's choice, or its error, on all ranks, or ranks would wait for ever; rank 0 has its bytes too."""
+        """Rank 0's choice, or its error, on all ranks, otherwise they would wait for it; on rank 0 the bytes too."""
         answer: Any = None
         data = None
         if self.rank == 0:

@@ -321,9 +321,8 @@ def _join(
     except DDPJobError:
         raise
     except (RuntimeError, ValueError, OSError) as error:
-        # With the address, because not each version of torch names the port that is in use.
-        environ = os.environ
         problem = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        environ = os.environ  # with the address, because not each version of torch names the port that is in use
         address = f"{where}, {environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}" if where == "env://" else where
         raise RendezvousError(
             f"rank {place.rank} of {place.world_size} did not meet the others at {address} (backend {backend}, limit "

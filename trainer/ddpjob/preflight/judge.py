@@ -62,12 +62,12 @@ class CheckResult(NamedTuple):
 
     @property
     def bad_nodes(self) -> list[int]:
-        return list(dict.fromkeys(found.node for found in self.bad))
+        return list(dict.fromkeys(slow.node for slow in self.bad))
 
     @property
     def message(self) -> str:
         """pre-flight: node 3 is slow: 1.1 GB/s to its peers where the median is 9.8 GB/s"""
-        return "pre-flight: " + "; ".join(found.text for found in self.bad) if self.bad else ""
+        return "pre-flight: " + "; ".join(slow.text for slow in self.bad) if self.bad else ""
 
 
 class NodeMeasures(NamedTuple):
@@ -103,9 +103,9 @@ CRITERIA = (
 def judge(measures: Sequence[RankMeasures]) -> CheckResult:
     """The same on every rank, for all have the same measures."""
     nodes = by_node(measures)
-    found = sorted((found for criterion in CRITERIA for found in _slow(criterion, nodes)), key=lambda f: -f.times)
-    bad = list(dict.fromkeys(f.node for f in found))[: max(1, (len(nodes) - 1) // 2)]
-    return CheckResult(tuple(f for f in found if f.node in bad), tuple(_warnings(measures)))
+    slow = sorted((node for criterion in CRITERIA for node in _slow(criterion, nodes)), key=lambda s: -s.times)
+    bad = list(dict.fromkeys(s.node for s in slow))[: max(1, (len(nodes) - 1) // 2)]
+    return CheckResult(tuple(s for s in slow if s.node in bad), tuple(_warnings(measures)))
 
 
 def by_node(measures: Sequence[RankMeasures]) -> dict[int, NodeMeasures]:
