@@ -7,7 +7,7 @@ A mac is HMAC-SHA256 over direction, number of the line and its text, with a key
 key, both nonces and the node: a line from another job, another connection or another place is refused, and so is one
 that comes twice. The job's key is what its pods know: DDPJOB_AGENT_KEY, else the run id, which has the job's uid. That
 keeps out other machines on the network and agents of other jobs. It does not keep out who may read the job's pods
-through the API, and nothing is encrypted. Whoever gets in can start and stop ranks; no line carries a command or a path.
+through the API, and nothing is encrypted. Whoever gets in can start and stop ranks; no line has a command or a path.
 """
 
 from __future__ import annotations
