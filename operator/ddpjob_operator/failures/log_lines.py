@@ -13,8 +13,9 @@ LAST_LINE = "last line: "
 # What Python gives for sys.exit("text"), argparse and click for options, a shell for what it cannot start. A program
 # that chooses another code means something by it, and its last line may be any.
 _CODES = (1, 2, 126, 127)
-_LINE_MAX = 2000
-_PREFIX = re.compile(r"^(?:\[[A-Za-z]{0,20}\d{1,9}\]:\s?)+")
+LINE_MAX = 2000
+# `[rank1]: ` comes from torch, `[default0]:` (with the local rank) from torchrun --tee.
+PREFIX = re.compile(r"^(?:\[[A-Za-z]{0,20}\d{1,9}\]:\s?)+")
 _ARGPARSE = re.compile(r"^[^\s:][^:]{0,200}: error: \S")
 _CLICK = re.compile(r"^Error: \S")
 _BOX = re.compile(r"^[\u256d\u250c\u250f][\u2500\u2501] Error ")
@@ -80,7 +81,7 @@ def _own_lines(log: str) -> list[str]:
 def _without_warnings(log: list[str]) -> Iterator[str]:
     """Without the libraries' summaries, and the code below a warning of Python's."""
     is_summary = False
-    for line in (_PREFIX.sub("", line[:_LINE_MAX]) for line in log):
+    for line in (PREFIX.sub("", line[:LINE_MAX]) for line in log):
         below, is_summary = is_summary and _CODE_BELOW.match(line), bool(_SUMMARY.match(line))
         yield "" if below or is_summary else line
 

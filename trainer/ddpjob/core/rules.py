@@ -82,30 +82,6 @@ OWN_LIMIT = re.compile(r"exceeds the (?:total )?limit|exceeded its local ephemer
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What is known of the end of one process or pod; all of it may be missing. `classify` goes by it."""
-
-    exit_code: int | None = None
-    """Of the culprit rank where it is known, else of the container; 128 + n where signal n ended it."""
-    reason: str = ""
-    """The kubelet's word for the container: OOMKilled, Error, StartError."""
-    pod_reason: str = ""
-    """The pod's own reason: Evicted."""
-    pod_message: str = ""
-    """The sentence with it."""
-    disruption: str = ""
-    """The reason of its condition DisruptionTarget: PreemptionByScheduler."""
-    exception: str = ""
-    """The exception's line."""
-    deletion_requested: bool = False
-    """Whether its deletion was requested before it ended."""
-    vanished: bool = False
-    """Whether its pod, or its node, is gone without a report."""
-    stalled: bool = False
-    """Whether it was stopped because it made no step."""
-
-
-@dataclass(frozen=True)
 class Verdict:
     """What follows from a failure."""
 
@@ -120,41 +96,36 @@ class Verdict:
     """not restart: why."""
 
 
-def evidence(failure: Failure) -> Evidence:
-    """What `classify` goes by, of a failure as its pod knows it."""
-    f = failure
-    return Evidence(exit_code=f.exit_code, exception=f.exception, vanished=f.vanished, stalled=f.stalled)
-
-
-def classify(evidence: Evidence) -> Class:
+def classify(failure: Failure) -> Class:
     """The class of a failure that is not the mere symptom of another one.
 
-    Kubernetes' and the kernel's own findings come first: a process that is ended from outside may say anything.
+    What Kubernetes and the kernel report comes first, because a process that is ended from outside may print anything.
     """
-    e = evidence
-    if e.stalled:
+    f = failure
+    if f.stalled:
         return "stall"
-    if e.reason == "OOMKilled":
+    if f.container_reason == "OOMKilled":
         return "outOfMemory"
-    if e.pod_reason == POD_DEADLINE:
+    if f.pod_reason == POD_DEADLINE:
         return "application"
-    if from_outside(e):
+    if from_outside(f):
         return "infrastructure"
-    if e.reason in START_REASONS or e.exit_code in CANNOT_RUN:
-        return "infrastructure" if DEVICE.search(e.exception) else "permanent"
-    if NO_SUCH_BACKEND.search(e.exception):
+    if f.container_reason in START_REASONS or f.exit_code in CANNOT_RUN:
+        return "infrastructure" if DEVICE.search(f.exception) else "permanent"
+    if NO_SUCH_BACKEND.search(f.exception):
         return "permanent"
-    if OUT_OF_MEMORY.search(e.exception):
+    if OUT_OF_MEMORY.search(f.exception):
         return "outOfMemory"
-    if e.exit_code in (RESUMABLE_EXIT_CODE, 143) or DEVICE.search(e.exception):
+    if f.exit_code in (RESUMABLE_EXIT_CODE, 143) or DEVICE.search(f.exception):
         return "infrastructure"
     return "application"
 
 
-def from_outside(e: Evidence) -> bool:
-    """Whether it was ended by what is not in it: its node, an eviction, somebody's delete."""
-    killed = e.disruption or e.deletion_requested or e.vanished or e.reason in LOST_CONTAINER
-    return bool(killed) or _ended_by_its_node(e)
+def from_outside(f: Failure) -> bool:
+    """Whether something outside the pod ended it: its node, an eviction, a deletion."""
+    if f.disruption or f.deletion_requested or f.vanished or f.container_reason in LOST_CONTAINER:
+        return True
+    return is_of_node(f.pod_reason) and not OWN_LIMIT.search(f.pod_message)
 
 
 def is_of_node(pod_reason: str) -> bool:
@@ -226,9 +197,3 @@ def judge(found: Class, history: History, attempt: Attempt, limits: Limits, now:
     if stop:
         return Verdict(False, history, to, stop=stop)
     return Verdict(True, after, to, wait_seconds=budget.back_off_seconds(after.in_a_row))
-
-
-def _ended_by_its_node(e: Evidence) -> bool:
-    if OWN_LIMIT.search(e.pod_message):
-        return False
-    return is_of_node(e.pod_reason)
