@@ -22,9 +22,9 @@ from ddpjob_operator.failures.termination_message import ContainerReport, signal
 from ddpjob_operator.job import api
 from ddpjob_operator.observed.cluster import Pod
 
+EXCEPTION_MAX, WORD_MAX = 300, 128
 LOG_TAIL_MAX = 2048
 """Bytes of the log's end in the status."""
-EXCEPTION_MAX, WORD_MAX = 300, 128
 CLOCKS_DIFFER = dt.timedelta(seconds=2)
 # Clocks of nodes differ by up to ten seconds. For where no observation shows which came first.
 NODE_CLOCKS_DIFFER = dt.timedelta(seconds=12)
@@ -73,13 +73,7 @@ _KILLED, _ABORTED, _TERMINATED, _INTERRUPTED = 137, 134, 143, 130
 
 
 # What was deleted, or lost with its node, before or after the first sign.
-_ENDED_WITHOUT_ITSELF = (
-    Precedence.NODE,
-    Precedence.DELETED,
-    Precedence.NODE_LATE,
-    Precedence.LATE,
-    Precedence.STOPPED,
-)
+_ENDED_WITHOUT_ITSELF = (Precedence.NODE, Precedence.DELETED, Precedence.NODE_LATE, Precedence.LATE, Precedence.STOPPED)
 # Peers complain within a second; the cluster needs a minute to call the node not ready.
 _MAY_FOLLOW_A_LOST_NODE = (Precedence.UNKNOWN, Precedence.RESUMABLE, Precedence.SYMPTOM, Precedence.STOPPED)
 
@@ -186,8 +180,10 @@ def settle(
 
 def cannot_start(failure: api.Failure) -> bool:
     """Whether it ended before any of its own code ran: that may be the job's mistake, its node's, or the hour's."""
-    own = failure.reason in ("", "Error", *rules.START_REASONS)
-    return own and rules.cannot_start(failure.reason, failure.exit_code, failure.exception)
+    if failure.reason not in ("", "Error", *rules.START_REASONS):
+        return False
+    own = Failure(exit_code=failure.exit_code, exception=failure.exception, container_reason=failure.reason)
+    return rules.cannot_start(own)
 
 
 def from_outside(failure: api.Failure) -> bool:
@@ -213,7 +209,7 @@ def evidence_of(failure: api.Failure) -> api.Evidence:
         return msgspec.structs.replace(known, pod_message=failure.exception) if known.pod_reason else known
     if rules.is_of_node(failure.reason):
         return api.Evidence(precedence="NODE", pod_reason=failure.reason, pod_message=failure.exception)
-    raised = "" if log_lines.is_last_line(failure.exception) else failure.exception
+    raised = "" if failure.exception.startswith(log_lines.LAST_LINE) else failure.exception
     own = Failure(
         exit_code=failure.exit_code,
         exception=raised,
@@ -229,19 +225,11 @@ def precedence_of(failure: api.Failure) -> Precedence:
 
 
 def _with_evidence(failure: api.Failure) -> Failure:
-    """As the rules take it: what its class follows from."""
-    e = evidence_of(failure)
-    return Failure(
-        exit_code=failure.exit_code,
-        container_reason=e.container_reason,
-        pod_reason=e.pod_reason,
-        pod_message=e.pod_message,
-        disruption=e.disruption,
-        exception=failure.exception if e.raised else "",
-        deletion_requested=e.deletion_requested,
-        vanished=e.vanished,
-        stalled=e.stalled,
-    )
+    """What its class follows from, as the rules take it."""
+    fields = msgspec.structs.asdict(evidence_of(failure))
+    del fields["precedence"]
+    exception = failure.exception if fields.pop("raised") else ""
+    return Failure(exit_code=failure.exit_code, exception=exception, **fields)
 
 
 def is_a_cause(first: api.Failure) -> bool:
@@ -320,7 +308,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> End:
     code = pod.trainer.exit_code if own.exit_code is None else own.exit_code
     code = 0 if own.early else code
     precedence = _precedence(pod, own, code, outside=outside)
-    reason = _own_reason(own, precedence) or _reason(pod, precedence)
+    reason = _reason(pod, own, precedence)
     failure = api.Failure(
         attempt=context.attempt,
         rank=_rank(pod, own, context),
@@ -392,12 +380,6 @@ def _rank(pod: Pod, own: Failure, context: Context) -> int | None:
     if own.bad_nodes:
         return None  # one pod reports for all, and no rank of it is the culprit
     return context.rank_of(pod.rank) if own.rank is None else own.rank
-
-
-def _own_reason(own: Failure, precedence: Precedence) -> str:
-    if precedence != Precedence.OWN:
-        return ""
-    return STALLED if own.stalled else ENDED_EARLY if own.early else ""
 
 
 def _read(pod: Pod, port: int | None = None) -> ContainerReport:
@@ -499,32 +481,28 @@ def _on_all_nodes(ends: Sequence[End], nodes: int | None) -> bool:
     """On one alone, that node may be the reason. Agents that have ended by agreement have compared theirs."""
     if any(end.everywhere for end in ends):
         return True
-    unable = {end.failure.node_rank for end in ends if _shows_no_start(end.failure)}
+    unable = {end.failure.node_rank for end in ends if rules.cannot_start(_with_evidence(end.failure))}
     return len(unable) >= (len({end.failure.node_rank for end in ends}) if nodes is None else nodes)
-
-
-def _shows_no_start(failure: api.Failure) -> bool:
-    known = _with_evidence(failure)
-    return rules.cannot_start(known.container_reason, known.exit_code, known.exception)
 
 
 def _classed(failure: api.Failure, found: rules.Class) -> tuple[api.Failure, rules.Class]:
     return msgspec.structs.replace(failure, failure_class=found), found
 
 
-def _reason(pod: Pod, precedence: Precedence) -> str:
+def _reason(pod: Pod, own: Failure, precedence: Precedence) -> str:
+    if precedence == Precedence.OWN and (own.stalled or own.early):
+        return STALLED if own.stalled else ENDED_EARLY
     if precedence == Precedence.KERNEL:
         return pod.trainer.reason
-    of_node = pod.reason or pod.disruption or pod.trainer.is_lost
-    if precedence in (Precedence.NODE, Precedence.NODE_LATE) and not of_node:
-        return UNFIT
     if precedence in (Precedence.RESUMABLE, Precedence.SYMPTOM):
         return RESUMABLE if precedence == Precedence.RESUMABLE else PEER_LOST
     if pod.reason or pod.disruption:
         return pod.disruption or pod.reason
+    if precedence in (Precedence.NODE, Precedence.NODE_LATE) and not pod.trainer.is_lost:
+        return UNFIT
     word = "Error" if _runtimes_word(pod) else pod.trainer.reason
-    told = precedence in (Precedence.DELETED, Precedence.STOPPED) and word in ("", "Completed", "Error")
-    return STOPPED if told else word
+    was_deleted = precedence in (Precedence.DELETED, Precedence.STOPPED)
+    return STOPPED if was_deleted and word in ("", "Completed", "Error") else word
 
 
 def _runtimes_word(pod: Pod) -> str:

@@ -74,12 +74,12 @@ class Message:
 
 def read_message(text: str) -> Message | None:
     """The library's or agent's message alone, where there is one; the log below it is not read."""
-    return _message(_clean(text))[0]
+    return _message(text)[0]
 
 
 def read(text: str) -> ContainerReport:
     """What a termination message or a log's end shows. The library's exception counts before what the log shows."""
-    message, log = _message(_clean(text))
+    message, log = _message(text)
     report = _read_log(log)
     if message is None:
         return report
@@ -282,6 +282,7 @@ def _interpreter_error(log: str) -> Failure:
 
 
 def _message(text: str) -> tuple[Message | None, str]:
+    text = clean(text[-READ_MAX:])
     first, _, rest = text.partition("\n")
     try:
         written = msgspec.json.decode(first.encode(), type=dict[str, Any])
@@ -294,10 +295,6 @@ def _message(text: str) -> tuple[Message | None, str]:
     # Again: JSON has made characters of \u001b that were none when the text was cleaned.
     failure = failure._replace(exception=clean(failure.exception), traceback=clean(failure.traceback))
     return Message(failure, ended=written.get("ended") is True, agent=agent), rest
-
-
-def _clean(text: str) -> str:
-    return clean(text[-READ_MAX:])
 
 
 def _code(exit_code: int | None, signal: str) -> int | None:

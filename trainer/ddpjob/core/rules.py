@@ -141,9 +141,10 @@ def is_symptom(exception: str) -> bool:
     return FROM_TORCH.match(exception) is not None and SYMPTOMS.search(exception) is not None
 
 
-def cannot_start(reason: str, exit_code: int | None, exception: str) -> bool:
+def cannot_start(f: Failure) -> bool:
     """Whether none of the user's own code ran: the container, the program or a module is not there."""
-    return reason in START_REASONS or exit_code in CANNOT_RUN or CANNOT_EVER_START.search(exception) is not None
+    has_not_started = f.container_reason in START_REASONS or f.exit_code in CANNOT_RUN
+    return has_not_started or CANNOT_EVER_START.search(f.exception) is not None
 
 
 def port_in_use(exception: str) -> int | None:
@@ -173,9 +174,7 @@ def with_policy(
     if from_outside or found == "stall":
         return found
     rule = next((r for r in rules if r.matches(exit_code)), None)
-    if rule is None:
-        return found
-    return _CLASS_OF[rule.action]
+    return found if rule is None else _CLASS_OF[rule.action]
 
 
 def of_complaints(found: Class, history: History, attempt: Attempt) -> Class:
