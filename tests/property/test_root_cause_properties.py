@@ -85,7 +85,7 @@ def test_any_end_of_an_attempt_has_a_cause_and_a_class(
 ) -> None:
     failure, found = root_cause.settle(CONTEXT, first, ended, stepped=stepped, nodes=nodes)
     assert found in get_args(rules.Class)
-    assert failure.failure_class == found
+    assert failure.failure_class == first.failure_class, "the class is given once failurePolicy has been applied"
     assert len(failure.log_tail.encode()) <= root_cause.LOG_TAIL_MAX
     assert len(failure.exception) <= root_cause.EXCEPTION_MAX
     assert msgspec.json.decode(msgspec.json.encode(failure), type=api.Failure) == failure, "the server takes it"

@@ -1,6 +1,6 @@
 """Text of programs and clients on its way into a status, an Event or a terminal: cleaned, and without credentials.
 
-`shown` is what everything for people goes through (status.shown, plan.plan, the local run's screen), after whatever
+`shown` is what everything for people goes through (plan/redacted.py, the local run's screen), after whatever
 has decoded it: JSON makes an escape sequence of `\\u001b` long after a log was cleaned. A status is read by more people
 than a log. Names and sentences stay readable, numbers too: `password=***`, `max_tokens: 512`. Every repetition in the
 patterns is bounded or runs over what it consumes, so the time is linear in the text (a test has the times).
@@ -125,7 +125,7 @@ def mask(text: str) -> str:
 
 
 def shown(text: str, length: int) -> str:
-    """A text for people, in one line: a second one could look like one of ours. shown(shown(x)) == shown(x)."""
+    """A text in one line, because a second could pass for the operator's own. shown(shown(x)) == shown(x)."""
     lines = (line.strip() for line in clean(text).replace("\t", " ").split("\n"))
     return mask(" ".join(line for line in lines if line))[:length].rstrip()
 

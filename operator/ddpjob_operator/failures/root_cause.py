@@ -1,8 +1,8 @@
-"""Which failure explains the others, and what it was.
+"""Which failure of an attempt explains the others, and its class.
 
-What the kernel, the kubelet and the node controller found counts first, because a process that is ended from outside
-may print anything; then what a process did by itself; then time. Time alone proves little: the kubelet has whole
-seconds, by clocks that differ from node to node.
+What the kernel, the kubelet and the node controller report counts first, because a process that is ended from outside
+may print anything; then what a process did by itself; then time. Time alone proves little, because the kubelet has
+whole seconds, by clocks that differ from node to node.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CONNECTION_LOST = "ConnectionLost"
 UNFIT = "PreflightFailed"
 MEMORY = "resources.limits.memory: "
 CONFIG_ERROR = "CreateContainerConfigError"
-# Reasons of the condition DisruptionTarget, and what they say.
+# Reasons of the condition DisruptionTarget, and how they read in a sentence.
 DISRUPTIONS = {
     "PreemptionByScheduler": "was preempted by a pod of higher priority",
     "EvictionByEvictionAPI": "was evicted: its node is drained, or its place is wanted",
@@ -51,30 +51,29 @@ DISRUPTIONS = {
 _BY_KUBELET = frozenset(("TerminationByKubelet", "DeletionByPodGC"))
 _BY_REASON: dict[str, api.Evidence] = {
     **dict.fromkeys((NODE_LOST, GONE), api.Evidence(precedence="NODE", vanished=True)),
-    **{word: api.Evidence(precedence="NODE", disruption=word) for word in (*DISRUPTIONS, UNFIT, CONNECTION_LOST)},
-    **{word: api.Evidence(precedence="NODE", pod_reason=word) for word in (*rules.NODE_REASONS, rules.POD_DEADLINE)},
-    **{word: api.Evidence(precedence="NODE", container_reason=word) for word in rules.LOST_CONTAINER},
+    **{name: api.Evidence(precedence="NODE", disruption=name) for name in (*DISRUPTIONS, UNFIT, CONNECTION_LOST)},
+    **{name: api.Evidence(precedence="NODE", pod_reason=name) for name in (*rules.NODE_REASONS, rules.POD_DEADLINE)},
+    **{name: api.Evidence(precedence="NODE", container_reason=name) for name in rules.LOST_CONTAINER},
     **{
-        word: api.Evidence(precedence="KERNEL", container_reason=word, raised=True)
-        for word in ("OOMKilled", *rules.START_REASONS)
+        name: api.Evidence(precedence="KERNEL", container_reason=name, raised=True)
+        for name in ("OOMKilled", *rules.START_REASONS)
     },
     STOPPED: api.Evidence(precedence="DELETED", deletion_requested=True),
     STALLED: api.Evidence(precedence="OWN", stalled=True),
     RESUMABLE: api.Evidence(precedence="RESUMABLE", raised=True),
     PEER_LOST: api.Evidence(precedence="SYMPTOM", raised=True),
-    # Found because of complaints, which a lost node may still explain.
+    # It follows from complaints of peers, which a lost node may still explain.
     ENDED_EARLY: api.Evidence(precedence="SYMPTOM"),
 }
 _NODES_OWN = frozenset((NODE_LOST, "UnexpectedAdmissionError", "DeletionByPodGC")) | rules.LOST_CONTAINER
-# The words of containers that say more than the exit code. A runtime has others (CRI-O: "seccomp killed"): they are no
-# disruption, which is what a recorded reason that nobody knows is taken for.
+# Kubernetes' own reasons of a container. A runtime has others (CRI-O: "seccomp killed"); those only name an exit code.
 _CONTAINERS_OWN = frozenset(("", "Error", "Completed", "OOMKilled")) | rules.START_REASONS | rules.LOST_CONTAINER
 _KILLED, _ABORTED, _TERMINATED, _INTERRUPTED = 137, 134, 143, 130
 
 
-# What was deleted, or lost with its node, before or after the first sign.
+# Of a pod that was deleted, or lost with its node, before or after the first failure.
 _ENDED_WITHOUT_ITSELF = (Precedence.NODE, Precedence.DELETED, Precedence.NODE_LATE, Precedence.LATE, Precedence.STOPPED)
-# Peers complain within a second; the cluster needs a minute to call the node not ready.
+# Peers complain within a second; the node controller needs a minute to mark the node as not ready.
 _MAY_FOLLOW_A_LOST_NODE = (Precedence.UNKNOWN, Precedence.RESUMABLE, Precedence.SYMPTOM, Precedence.STOPPED)
 
 
@@ -101,7 +100,7 @@ class End:
     deleted_at: dt.datetime | None = None
     """When its deletion was requested; None also for what ends without that: a lost node, an eviction."""
     everywhere: bool = False
-    """Whether it speaks for all nodes."""
+    """Whether it holds for all nodes."""
     done: bool = False
     """Whether the ranks in it had all ended with 0 before it was stopped."""
     seen: int = 0
@@ -156,30 +155,30 @@ def settle(
     `failed`. lost: pods that are given up with their nodes. early: a node that has completed. steps: by rank, as
     reported.
     """
+    if first.reason == STALLED:
+        return first, "stall"
     outside = _ended_from_outside(first)
     ends = [
         _end(context, _as_recorded(pod, first), outside=outside and pod.name == first.pod)
         for pod in sorted(failed, key=lambda pod: (pod.rank, pod.uid))
     ]
-    if first.reason == STALLED:
-        return _classed(first, "stall")
     recorded = _recorded(first, ends)
     cause = _first([*recorded, *ends], first.pod)
     if lost and cause.precedence in _MAY_FOLLOW_A_LOST_NODE:
         cause = _first([End(gone) for gone in lost])
     early = early or next((end.failure for end in ends if end.done), None)
     if cause.precedence == Precedence.SYMPTOM and (cause.failure.reason == ENDED_EARLY or early is not None):
-        return _classed(_ended_early(early, cause.failure, steps or {}), "application")
+        return _ended_early(early, cause.failure, steps or {}), "application"
     if nodes != 1 and cause.precedence >= Precedence.RESUMABLE:
-        return _classed(cause.failure, "infrastructure")
+        return cause.failure, "infrastructure"
     if not cannot_start(cause.failure):
-        return _classed(cause.failure, rules.classify(_with_evidence(cause.failure)))
+        return cause.failure, rules.classify(_with_evidence(cause.failure))
     everywhere = _on_all_nodes([*recorded, *ends], nodes)
-    return _classed(cause.failure, _of_no_start(cause, stepped=stepped, trained=trained, everywhere=everywhere))
+    return cause.failure, _of_no_start(cause.failure, stepped=stepped, trained=trained, everywhere=everywhere)
 
 
 def cannot_start(failure: api.Failure) -> bool:
-    """Whether it ended before any of its own code ran: that may be the job's mistake, its node's, or the hour's."""
+    """Whether it ended before any of its own code ran: because of the job, its node or a passing fault."""
     if failure.reason not in ("", "Error", *rules.START_REASONS):
         return False
     own = Failure(exit_code=failure.exit_code, exception=failure.exception, container_reason=failure.reason)
@@ -187,7 +186,7 @@ def cannot_start(failure: api.Failure) -> bool:
 
 
 def from_outside(failure: api.Failure) -> bool:
-    """Whether what is not in the pod ended it; no rule about exit codes speaks of that."""
+    """Whether something outside the pod ended it; failurePolicy does not apply to that."""
     return rules.from_outside(_with_evidence(failure))
 
 
@@ -201,8 +200,8 @@ def blames_node(failure: api.Failure) -> bool:
 
 
 def evidence_of(failure: api.Failure) -> api.Evidence:
-    """What was seen of a failure. Of one without, which only a reason is known of or an older operator has recorded, it
-    is what the reason proves: a reason that nobody knows proves nothing, so that the application is charged for it."""
+    """The evidence of a failure. Where none is recorded (only a reason is known, or an older operator wrote it), what
+    the reason proves: an unknown reason proves nothing, so that the application is charged for it."""
     if failure.evidence is not None and failure.evidence.precedence in Precedence.__members__:
         return failure.evidence
     if (known := _BY_REASON.get(failure.reason)) is not None:
@@ -269,17 +268,14 @@ def tail_of(pod: Pod) -> str:
     return log_tail(_read(pod).log)
 
 
-# ---------------------------------------------------------------- weighing
-
-
-def _of_no_start(cause: End, *, stepped: bool, trained: bool, everywhere: bool) -> rules.Class:
-    """For good only where neither a node nor the hour can be the reason: the job has never trained, and every node says
-    so. A missing ConfigMap is missing for all of them."""
-    if cause.failure.reason not in rules.START_REASONS and stepped:
-        return "application"  # it was there when this attempt began
-    if (found := rules.classify(_with_evidence(cause.failure))) == "infrastructure":
-        return found
-    forever = everywhere or cause.failure.reason == CONFIG_ERROR
+def _of_no_start(cause: api.Failure, *, stepped: bool, trained: bool, everywhere: bool) -> rules.Class:
+    """Permanent only where neither a node nor the moment can be the reason: the job has never trained, and it fails so
+    on every node. A missing ConfigMap is missing for all of them."""
+    if cause.reason not in rules.START_REASONS and stepped:
+        return "application"  # the program was there when this attempt began
+    if rules.classify(_with_evidence(cause)) == "infrastructure":
+        return "infrastructure"
+    forever = everywhere or cause.reason == CONFIG_ERROR
     return "permanent" if forever and not trained and not stepped else "infrastructure"
 
 
@@ -289,13 +285,12 @@ def _ended_early(early: api.Failure | None, complaint: api.Failure, steps: Mappi
         return complaint  # as it was recorded
     known = complaint.step if complaint.rank is None else steps.get(complaint.rank, complaint.step)
     step = early.step if early.rank is None else steps.get(early.rank, early.step)
-    said = rules.ended_early(step, who(complaint), known)
     return msgspec.structs.replace(
         early,
         reason=ENDED_EARLY,
         exit_code=0,
         signal="",
-        exception=said,
+        exception=rules.ended_early(step, who(complaint), known),
         step=step or None,
         log_tail=complaint.log_tail,
         evidence=_BY_REASON[ENDED_EARLY],
@@ -346,7 +341,7 @@ def _text(pod: Pod, report: ContainerReport, code: int | None) -> str:
         known = last
     else:
         known = report.failure.exception or (last if pod.trainer.init else "") or pod.message
-    return known or _runtimes_word(pod) or log_lines.of(report.log, code)
+    return known or _runtime_reason(pod) or log_lines.of(report.log, code)
 
 
 def _evidence(pod: Pod, own: Failure, precedence: Precedence, reason: str) -> api.Evidence:
@@ -410,7 +405,7 @@ def _precedence(pod: Pod, own: Failure, code: int | None, *, outside: bool) -> P
 
 
 def _precedence_of_stopped(pod: Pod, own: Failure, code: int | None) -> Precedence:
-    """We have told it to stop. Who drains its node or preempts it after that does nothing more to it, and of a
+    """Of a pod that the operator has deleted. A drain or a preemption after that changes nothing for it, and of a
     container that is gone by then the kubelet knows nothing (ContainerStatusUnknown)."""
     if pod.reason or pod.disruption in _BY_KUBELET or pod.trainer.reason == "Unknown":
         return Precedence.NODE_LATE
@@ -433,13 +428,13 @@ def _was_killed(code: int | None) -> bool:
 
 
 def _ended_from_outside(first: api.Failure) -> bool:
-    """Whether it is recorded as a pod that somebody else, or its node, was ending when all began."""
+    """Whether it is recorded as a pod that somebody else had deleted, or that ended with its node."""
     return precedence_of(first) in (Precedence.NODE, Precedence.DELETED)
 
 
 def _as_recorded(pod: Pod, first: api.Failure) -> Pod:
-    """The pod, with the order that the record proves: what is recorded with its end had ended before we told it to
-    stop, also for an operator that sees both at once."""
+    """The pod, with the order of events that the record proves: a pod that was recorded with its exit code had ended
+    before the operator deleted it, also where an operator observes both at once."""
     # Of one that ended early its ranks are recorded, and not what its launcher ended with.
     recorded = first.exit_code is not None and first.reason != ENDED_EARLY
     ended = pod.name == first.pod and recorded and precedence_of(first) not in _ENDED_WITHOUT_ITSELF
@@ -457,12 +452,12 @@ def _first(ends: Sequence[End], recorded: str = "") -> End:
 
 
 def _recorded(first: api.Failure, ends: Sequence[End]) -> list[End]:
-    """The first sign as an end of its own: its pod is gone, or no longer shows as much as was recorded."""
+    """The first failure as an end of its own, where its pod is gone or no longer shows as much as was recorded."""
     now = next((e for e in ends if e.failure.pod == first.pod), None)
     if now is None:
         return [End(first)]
     if not _ended_from_outside(first):
-        # What is seen of it since we have deleted it may say less: a container that was never made "exits" 137.
+        # A pod that the operator has deleted since may show less: a container that was never made "exits" with 137.
         return [End(first)] if now.precedence > precedence_of(first) else []
     merged = msgspec.structs.replace(
         first,
@@ -473,20 +468,16 @@ def _recorded(first: api.Failure, ends: Sequence[End]) -> list[End]:
         log_tail=now.failure.log_tail,
         evidence=evidence_of(first),
     )
-    ended_by_node = first.reason in (NODE_LOST, GONE) or first.reason in rules.NODE_REASONS
-    return [End(merged, deleted_at=None if ended_by_node else now.deleted_at or first.time)]
+    return [End(merged)]
 
 
 def _on_all_nodes(ends: Sequence[End], nodes: int | None) -> bool:
-    """On one alone, that node may be the reason. Agents that have ended by agreement have compared theirs."""
+    """Whether no node could start it; if only one could not, that node may be the reason. Agents that have ended by
+    agreement have compared their nodes."""
     if any(end.everywhere for end in ends):
         return True
     unable = {end.failure.node_rank for end in ends if rules.cannot_start(_with_evidence(end.failure))}
     return len(unable) >= (len({end.failure.node_rank for end in ends}) if nodes is None else nodes)
-
-
-def _classed(failure: api.Failure, found: rules.Class) -> tuple[api.Failure, rules.Class]:
-    return msgspec.structs.replace(failure, failure_class=found), found
 
 
 def _reason(pod: Pod, own: Failure, precedence: Precedence) -> str:
@@ -500,19 +491,19 @@ def _reason(pod: Pod, own: Failure, precedence: Precedence) -> str:
         return pod.disruption or pod.reason
     if precedence in (Precedence.NODE, Precedence.NODE_LATE) and not pod.trainer.is_lost:
         return UNFIT
-    word = "Error" if _runtimes_word(pod) else pod.trainer.reason
+    reason = "Error" if _runtime_reason(pod) else pod.trainer.reason
     was_deleted = precedence in (Precedence.DELETED, Precedence.STOPPED)
-    return STOPPED if was_deleted and word in ("", "Completed", "Error") else word
+    return STOPPED if was_deleted and reason in ("", "Completed", "Error") else reason
 
 
-def _runtimes_word(pod: Pod) -> str:
-    """What the container runtime says of an exit code, in a word that is its own."""
+def _runtime_reason(pod: Pod) -> str:
+    """The reason that a container runtime has made up for an exit code."""
     known = pod.trainer.exit_code is None or pod.trainer.reason in _CONTAINERS_OWN
     return "" if known else pod.trainer.reason
 
 
 def _time(pod: Pod, own: Failure, now: dt.datetime) -> dt.datetime:
-    """The container may end long after the rank that failed; what a message claims beyond reason is not believed."""
+    """Of the rank that failed, because the container may end long after it; a time that is out of bounds is ignored."""
     ended = pod.trainer.ended_at
     if ended is None:
         return pod.deletion_requested_at or now

@@ -70,8 +70,8 @@ def _how_it_ended(failure: api.Failure) -> str:
     if failure.reason in rules.START_REASONS:
         return f"could not be started: {failure.exception or failure.reason}"
     how = f"was killed by {failure.signal}" if failure.signal else f"ended with exit code {failure.exit_code}"
-    unknown = " (no out-of-memory kill was reported)" if failure.exit_code == _SIGKILL else ""
-    return how + at + unknown + why
+    unreported = " (no out-of-memory kill was reported)" if failure.exit_code == _SIGKILL else ""
+    return how + at + unreported + why
 
 
 def _at(failure: api.Failure) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import signal as signals
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,7 +20,7 @@ from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job.bounds import NOT_READABLE
 from ddpjob_operator.observed.reports import Agent
 
-# The local run keeps 16 kB of log, the kubelet 2 to 4; whoever sends more has nothing to say.
+# The local run keeps 16 kB of log, the kubelet 2 to 4.
 READ_MAX = 65_536
 
 _RANK = re.compile(r"\[rank(\d{1,9})\]")
@@ -33,7 +32,7 @@ _TRACEBACK_END = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?::.*)?$")
 _GROUP = re.compile(r"\(\d+ sub-exceptions?\)$")
 _TERMINATE = re.compile(r"^terminate called after throwing an instance of '(.+)'")
 _WHAT = re.compile(r"^\s+what\(\):\s+(.*)$")
-# torch.multiprocessing.spawn names how the process ended that it gives up for.
+# torch.multiprocessing.spawn reports how the process ended because of which it stops.
 _SPAWNED = re.compile(r"ProcessExitedException: process \d+ terminated with (?:exit code (\d{1,3})|signal (\w+))")
 _INTERPRETER = re.compile(r"python|^exec |exec user process")
 _TORCHS_OWN = re.compile(r"gloo|c10d|nccl|Dist\w*Error|Rendezvous", re.IGNORECASE)
@@ -61,13 +60,12 @@ class ContainerReport(NamedTuple):
     """Whether agents have agreed that no other try helps, on any node."""
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """What the trainer library, or an agent, writes as the container's termination message."""
 
     failure: Failure
     ended: bool = False
-    """Whether an agent ended because the agents of the group had agreed on it: none that was lost writes so."""
+    """Whether an agent ended because the agents of the group had agreed on it; an agent that is lost writes none."""
     agent: Agent | None = None
     """From node 0's agent: what it had restarted in place."""
 
@@ -147,7 +145,7 @@ def signal_name(exit_code: int | None) -> str:
 
 
 class _Stream:
-    """The lines of one rank: tracebacks of several ranks of a pod are printed into each other."""
+    """The lines of one rank, because tracebacks of several ranks of a pod are interleaved."""
 
     def __init__(self, rank: int | None) -> None:
         self.rank = rank
@@ -292,7 +290,7 @@ def _message(text: str) -> tuple[Message | None, str]:
         return None, text
     if type(written.get("ddpjob")) is not int or written["ddpjob"] != 1:
         return None, text
-    # Again: JSON has made characters of \u001b that were none when the text was cleaned.
+    # Again, because JSON has decoded \u001b, which was harmless when the text was cleaned, into an escape character.
     failure = failure._replace(exception=clean(failure.exception), traceback=clean(failure.traceback))
     return Message(failure, ended=written.get("ended") is True, agent=agent), rest
 
