@@ -199,7 +199,7 @@ def _read_log(log: str) -> ContainerReport:
     rows, exceptions = table(log), raised(log)
     signalled = _last_match(_TORCHRUN_SIGNALLED, exceptions)
     if signalled is not None and not rows:
-        # torchrun ends with 1 when it is told to stop.
+        # torchrun ends with 1 when a signal stops it.
         return ContainerReport(Failure(exit_code=128 + int(signalled[1])), log, done=_TORCHRUN_WAITED in log)
     spawned = _last_match(_SPAWNED, exceptions)
     code = _code(int(spawned[1] or 0), spawned[2] or "") if spawned else None

@@ -1,4 +1,4 @@
-"""The one gate for text on its way into a status or an Event: `plan` lets everything through it, in every shell.
+"""The one place where text on its way into a status or an Event is cleaned and masked: `plan` sends all through it.
 
 What is for people (sentences, exceptions, logs, metrics) is cleaned and masked (redaction.py); names that machines read
 stay as they are.

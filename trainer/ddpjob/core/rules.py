@@ -151,8 +151,8 @@ def port_in_use(exception: str) -> int | None:
     """The port that an exception says is in use; 0 where it does not say which, None where it says no such thing."""
     if not ADDRESS_IN_USE.search(exception):
         return None
-    found = _PORT.search(exception)
-    return int(next(group for group in found.groups() if group)) if found else 0
+    match = _PORT.search(exception)
+    return int(next(group for group in match.groups() if group)) if match else 0
 
 
 def ended_early(step: int | None, peer: str, peers_step: int | None) -> str:
@@ -167,31 +167,31 @@ def ended_early(step: int | None, peer: str, peers_step: int | None) -> str:
 
 
 def with_policy(
-    found: Class, exit_code: int | None, rules: Sequence[PolicyRule], *, from_outside: bool = False
+    failure_class: Class, exit_code: int | None, rules: Sequence[PolicyRule], *, from_outside: bool = False
 ) -> Class:
     """The class after the user's failurePolicy; the first rule that matches decides. Rules are about exit codes, hence
     about what a process did by itself, also where that costs nothing without them; an eviction and a stall stay so."""
-    if from_outside or found == "stall":
-        return found
+    if from_outside or failure_class == "stall":
+        return failure_class
     rule = next((r for r in rules if r.matches(exit_code)), None)
-    return found if rule is None else _CLASS_OF[rule.action]
+    return failure_class if rule is None else _CLASS_OF[rule.action]
 
 
-def of_complaints(found: Class, history: History, attempt: Attempt) -> Class:
+def of_complaints(failure_class: Class, history: History, attempt: Attempt) -> Class:
     """The class of an attempt by what came before: complaints about lost peers alone are free once, until the job has
     made a new step, because the commonest mistakes (uneven data, a collective that only some ranks call) end so every
     time."""
     before = 0 if attempt.made_a_new_step else history.peers_lost
-    if found == "infrastructure" and attempt.only_complaints and before >= PEERS_LOST_FREE:
+    if failure_class == "infrastructure" and attempt.only_complaints and before >= PEERS_LOST_FREE:
         return "application"
-    return found
+    return failure_class
 
 
-def judge(found: Class, history: History, attempt: Attempt, limits: Limits, now: dt.datetime) -> Verdict:
+def judge(failure_class: Class, history: History, attempt: Attempt, limits: Limits, now: dt.datetime) -> Verdict:
     """Charge a failure, and decide whether the group starts again."""
-    if found == "permanent":
+    if failure_class == "permanent":
         return Verdict(False, history, None, stop="PermanentFailure")
-    to: ChargedTo = "application" if found == "outOfMemory" else found
+    to: ChargedTo = "application" if failure_class == "outOfMemory" else failure_class
     after = budget.charge(to, history, attempt, limits, now)
     stop = budget.exhausted(to, after, attempt, limits, now)
     if stop:

@@ -61,7 +61,7 @@ def tell(error: BaseException) -> None:
 
 
 def tell_stopped(step: int) -> None:
-    """Write that this process was told to stop and has saved this step; never raises."""
+    """Write that this process was asked to stop and has saved this step; never raises."""
     with contextlib.suppress(Exception):
         _leave(_of_rank()._replace(exit_code=rules.RESUMABLE_EXIT_CODE, step=step, resumable=True))
 
