@@ -11,7 +11,7 @@ from agents import Launcher, finish
 
 from ddpjob.agent.oom_kills import Kills, counting_file
 from ddpjob.core import rules
-from ddpjob.core.failures import KILLED_BY_KERNEL
+from ddpjob.core.failures import KILLED_BY_KERNEL, Failure
 
 EVENTS = "low 0\nhigh 0\nmax 31\noom 4\noom_kill {}\noom_group_kill 0\n"
 # As PID 1 of a container sees its own cgroup; the file is the tests'.
@@ -94,7 +94,7 @@ def test_a_rank_that_was_killed_for_its_memory_is_out_of_memory_in_the_log_and_i
     said, message = ended(launcher, "(0, 1)")
     assert f"restart 1: rank 0 ended with SIGKILL ({KILLED_BY_KERNEL})" in said
     assert (message["signal"], message["exception"]) == ("SIGKILL", KILLED_BY_KERNEL)
-    assert rules.classify(rules.Evidence(exit_code=137, exception=message["exception"])) == "outOfMemory"
+    assert rules.classify(Failure(exit_code=137, exception=message["exception"])) == "outOfMemory"
 
 
 def test_a_rank_that_somebody_killed_is_not(launcher: Launcher) -> None:

@@ -92,8 +92,8 @@ def test_a_rank_that_the_job_does_not_have_is_not_named_for_an_agents_failure() 
 
 @given(st.binary(max_size=300) | st.text(max_size=300).map(str.encode))
 def test_any_termination_message_is_read(text: bytes) -> None:
-    said = termination_message.read(text.decode(errors="surrogateescape"))
-    said.log.encode()
+    report = termination_message.read(text.decode(errors="surrogateescape"))
+    report.log.encode()
     world = digits().running().settle()
     world.exits(rank=0, code=1, message=text.decode(errors="replace"))
     todo = world.plan()

@@ -104,8 +104,8 @@ def test_the_ways_do_show_what_was_said() -> None:
 
 
 def test_an_escape_that_json_has_made_is_cleaned_after_it() -> None:
-    said = termination_message.read(json.dumps({"ddpjob": 1, "exitCode": 1, "exception": EVIL, "traceback": EVIL}))
-    assert "\x1b" not in said.exception + said.log
+    report = termination_message.read(json.dumps({"ddpjob": 1, "exitCode": 1, "exception": EVIL, "traceback": EVIL}))
+    assert "\x1b" not in report.failure.exception + report.log
 
 
 def test_a_status_that_is_shown_is_stable() -> None:

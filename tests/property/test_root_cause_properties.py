@@ -76,17 +76,16 @@ firsts = st.builds(
 NOW = START + dt.timedelta(seconds=90)
 
 
-def rank_of(node: int) -> int | None:
-    return node if node else None
+CONTEXT = root_cause.Context(1, lambda node: node or None, NOW)
 
 
 @given(firsts, st.lists(pods, max_size=4), st.booleans(), st.none() | st.integers(1, 4))
 def test_any_end_of_an_attempt_has_a_cause_and_a_class(
     first: api.Failure, ended: list[Pod], stepped: bool, nodes: int | None
 ) -> None:
-    failure, found = root_cause.settle(first, ended, rank_of, NOW, stepped=stepped, nodes=nodes)
+    failure, found = root_cause.settle(CONTEXT, first, ended, stepped=stepped, nodes=nodes)
     assert found in get_args(rules.Class)
-    assert failure.failure_class == found
+    assert failure.failure_class == first.failure_class, "the class is given once failurePolicy has been applied"
     assert len(failure.log_tail.encode()) <= root_cause.LOG_TAIL_MAX
     assert len(failure.exception) <= root_cause.EXCEPTION_MAX
     assert msgspec.json.decode(msgspec.json.encode(failure), type=api.Failure) == failure, "the server takes it"
@@ -99,7 +98,7 @@ def test_any_end_of_an_attempt_has_a_cause_and_a_class(
 def test_the_cause_does_not_depend_on_the_order_of_the_pods(first: api.Failure, ended: list[Pod], random: Any) -> None:
     distinct = list({(p.rank): p for p in ended}.values())
     shuffled = random.sample(distinct, len(distinct))
-    a, b = (root_cause.settle(first, some, rank_of, NOW, stepped=False) for some in (distinct, shuffled))
+    a, b = (root_cause.settle(CONTEXT, first, some, stepped=False) for some in (distinct, shuffled))
     assert a == b
 
 
@@ -107,22 +106,22 @@ def test_the_cause_does_not_depend_on_the_order_of_the_pods(first: api.Failure, 
 def test_a_cause_that_is_recorded_is_charged_alike_when_its_pods_are_gone(
     first: api.Failure, ended: list[Pod], nodes: int
 ) -> None:
-    failure, found = root_cause.settle(first, ended, rank_of, NOW, stepped=True, nodes=nodes)
-    assert root_cause.settle(failure, [], rank_of, NOW, stepped=True, nodes=nodes) == (failure, found)
+    failure, found = root_cause.settle(CONTEXT, first, ended, stepped=True, nodes=nodes)
+    assert root_cause.settle(CONTEXT, failure, [], stepped=True, nodes=nodes) == (failure, found)
 
 
 @given(st.lists(pods, min_size=1, max_size=4))
 def test_the_first_sign_is_one_of_the_pods(ended: list[Pod]) -> None:
-    failure = root_cause.root_cause(1, ended, rank_of, NOW)
+    failure = root_cause.root_cause(CONTEXT, ended)
     assert failure.pod in {p.name for p in ended}
 
 
 @given(st.text(st.characters(), max_size=300) | texts)
 def test_any_text_at_all_is_an_end(text: str) -> None:
-    said = termination_message.read(text)
-    said.log.encode()
-    assert said.exit_code is None or 0 < said.exit_code <= 255 or said.exit_code > 128
-    assert "\x1b" not in said.log + said.exception
+    report = termination_message.read(text)
+    report.log.encode()
+    assert report.failure.exit_code is None or 0 < report.failure.exit_code <= 255 or report.failure.exit_code > 128
+    assert "\x1b" not in report.log + report.failure.exception
 
 
 secrets = st.sampled_from(

@@ -26,6 +26,9 @@ def at(seconds: float) -> dt.datetime:
     return START + dt.timedelta(seconds=seconds)
 
 
+CONTEXT = root_cause.Context(1, int, at(60))
+
+
 def pod(rank: int, code: int | None = 1, said: str = "", seconds: float = 10, **more: Any) -> Pod:
     """A pod that ended; the kubelet's clock has whole seconds."""
     word = more.pop("word", "Completed" if code == 0 else "Error")
@@ -47,12 +50,14 @@ def table(name: str) -> str:
 
 
 def first_sign(*pods: Pod) -> api.Failure:
-    return root_cause.root_cause(1, pods, int, at(60))
+    return root_cause.root_cause(CONTEXT, pods)
 
 
 def settled(*pods: Pod, first: api.Failure | None = None, **more: Any) -> tuple[api.Failure, rules.Class]:
     first = first or first_sign(*pods)
-    return root_cause.settle(first, pods, int, at(60), **{"stepped": True, "nodes": 3, **more})
+    of_context = {key: more.pop(key) for key in ("torchrun", "keep_log_tail") if key in more}
+    context = replace(CONTEXT, **of_context)
+    return root_cause.settle(context, first, pods, **{"stepped": True, "nodes": 3, **more})
 
 
 def recorded(rank: int, reason: str, seconds: float = 20, **more: Any) -> api.Failure:
@@ -269,7 +274,7 @@ def test_an_import_error_on_all_nodes_before_the_first_step_is_permanent() -> No
 @pytest.mark.parametrize(("code", "said"), [(137, "rank 0 done"), (1, table("sigterm-to-torchrun-at-its-end"))])
 def test_a_torchrun_that_only_waited_for_the_other_nodes_had_a_rank_that_ended_early(code: int, said: str) -> None:
     """torchrun stays for five minutes when its ranks have ended with 0, so no pod completes beside the complaint."""
-    known: dict[str, Any] = {"steps": {0: 20, 1: 20}, "launched": root_cause.Launched(torchrun=True)}
+    known: dict[str, Any] = {"steps": {0: 20, 1: 20}, "torchrun": True}
     waits = told(pod(0, code, said=said, seconds=22), 11)
     failure, found = settled(waits, pod(1, said=PEER), first=first_sign(pod(1, said=PEER)), **known)
     assert (failure.rank, failure.exit_code, found) == (0, 0, "application")
@@ -309,9 +314,7 @@ def test_what_the_interpreter_says_of_a_script_that_is_not_there_is_the_cause(li
 
 
 def test_a_job_of_one_node_has_no_peers_to_blame() -> None:
-    failure, found = settled(pod(0, said=PEER), nodes=1)
-    assert found == "application", "it would restart for ever"
-    assert failure.failure_class == found
+    assert settled(pod(0, said=PEER), nodes=1)[1] == "application", "it would restart for ever"
 
 
 def test_the_guilty_ranks_exit_code_is_known_under_plain_torchrun() -> None:
@@ -421,7 +424,7 @@ def test_the_log_tail_is_the_last_2_kb_without_credentials_and_can_be_off() -> N
     assert len(failure.log_tail.encode()) <= 2048
     assert failure.log_tail.startswith("step ä\n"), "half a line may be half a credential"
     assert failure.log_tail.endswith("HF_TOKEN=***\nthe end")
-    assert root_cause.root_cause(1, [pod(0, said=log)], int, at(0), keep_log_tail=False).log_tail == ""
+    assert root_cause.root_cause(replace(CONTEXT, keep_log_tail=False), [pod(0, said=log)]).log_tail == ""
     assert settled(pod(0, said=log), keep_log_tail=False)[0].log_tail == ""
 
 

@@ -9,7 +9,7 @@ import pytest
 from ddpjob.core import budget, rules
 from ddpjob.core.budget import Attempt, History, Limits
 from ddpjob.core.failure_policy import Action, PolicyRule
-from ddpjob.core.rules import Evidence
+from ddpjob.core.failures import Failure
 
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 NOTHING, ALLOWED = History(), Limits()
@@ -40,63 +40,74 @@ def fails(
 
 # ---------------------------------------------------------------- classes
 
-CLASSES: dict[str, tuple[Evidence, rules.Class]] = {
-    "an exit code is the application's": (Evidence(exit_code=3, reason="Error"), "application"),
-    "an exception is the application's": (Evidence(exit_code=1, exception="ValueError: x"), "application"),
-    "a crash in C is the application's": (Evidence(exit_code=139), "application"),
-    "a kill that is not called out of memory": (Evidence(exit_code=137), "application"),
-    "nothing known is the application's": (Evidence(), "application"),
-    "the kernel's out of memory": (Evidence(exit_code=137, reason="OOMKilled"), "outOfMemory"),
+CLASSES: dict[str, tuple[Failure, rules.Class]] = {
+    "an exit code is the application's": (Failure(exit_code=3, container_reason="Error"), "application"),
+    "an exception is the application's": (Failure(exit_code=1, exception="ValueError: x"), "application"),
+    "a crash in C is the application's": (Failure(exit_code=139), "application"),
+    "a kill that is not called out of memory": (Failure(exit_code=137), "application"),
+    "nothing known is the application's": (Failure(), "application"),
+    "the kernel's out of memory": (Failure(exit_code=137, container_reason="OOMKilled"), "outOfMemory"),
     "one rank out of memory, as ddprun says it": (
-        Evidence(137, exception="out of memory: killed by the kernel"), "outOfMemory"
+        Failure(exit_code=137, exception="out of memory: killed by the kernel"), "outOfMemory"
     ),
-    "one rank out of memory, for which torchrun ends with 1": (Evidence(1, reason="OOMKilled"), "outOfMemory"),
-    "out of a GPU's memory": (Evidence(1, exception="torch.OutOfMemoryError: CUDA out of memory."), "outOfMemory"),
-    "out of a GPU's memory, in older words": (Evidence(exception="torch.cuda.OutOfMemoryError: x"), "outOfMemory"),
-    "out of memory in Python": (Evidence(exit_code=1, exception="MemoryError"), "outOfMemory"),
-    "out of memory while it was told to stop": (Evidence(reason="OOMKilled", deletion_requested=True), "outOfMemory"),
-    "preemption counts before an exception": (Evidence(disruption="x", exception="MemoryError"), "infrastructure"),
-    "preemption": (Evidence(exit_code=143, disruption="PreemptionByScheduler"), "infrastructure"),
-    "an eviction": (Evidence(pod_reason="Evicted", pod_message=LOW_ON_MEMORY), "infrastructure"),
+    "one rank out of memory, for which torchrun ends with 1": (
+        Failure(exit_code=1, container_reason="OOMKilled"), "outOfMemory"
+    ),
+    "out of a GPU's memory": (
+        Failure(exit_code=1, exception="torch.OutOfMemoryError: CUDA out of memory."), "outOfMemory"
+    ),
+    "out of a GPU's memory, in older words": (Failure(exception="torch.cuda.OutOfMemoryError: x"), "outOfMemory"),
+    "out of memory in Python": (Failure(exit_code=1, exception="MemoryError"), "outOfMemory"),
+    "out of memory while it was told to stop": (
+        Failure(container_reason="OOMKilled", deletion_requested=True), "outOfMemory"
+    ),
+    "preemption counts before an exception": (Failure(disruption="x", exception="MemoryError"), "infrastructure"),
+    "preemption": (Failure(exit_code=143, disruption="PreemptionByScheduler"), "infrastructure"),
+    "an eviction": (Failure(pod_reason="Evicted", pod_message=LOW_ON_MEMORY), "infrastructure"),
     "an eviction for the pod's own disk": (
-        Evidence(pod_reason="Evicted", pod_message='Usage of EmptyDir volume "shm" exceeds the limit "64Mi".'),
+        Failure(pod_reason="Evicted", pod_message='Usage of EmptyDir volume "shm" exceeds the limit "64Mi".'),
         "application",
     ),
-    "a node shut down": (Evidence(pod_reason="Terminated"), "infrastructure"),
-    "a node out of pods": (Evidence(pod_reason="OutOfpods"), "infrastructure"),
-    "a node that was restarted": (Evidence(exit_code=255, reason="Unknown"), "infrastructure"),
-    "a pod without a trace": (Evidence(vanished=True), "infrastructure"),
-    "a stop from outside": (Evidence(exit_code=1, deletion_requested=True), "infrastructure"),
-    "a SIGTERM of unknown origin": (Evidence(exit_code=143), "infrastructure"),
-    "a stop at an agreed step": (Evidence(exit_code=rules.RESUMABLE_EXIT_CODE), "infrastructure"),
-    "a broken GPU": (Evidence(1, exception="RuntimeError: CUDA error: uncorrectable ECC error"), "infrastructure"),
-    "no step": (Evidence(exit_code=143, stalled=True, deletion_requested=True), "stall"),
+    "a node shut down": (Failure(pod_reason="Terminated"), "infrastructure"),
+    "a node out of pods": (Failure(pod_reason="OutOfpods"), "infrastructure"),
+    "a node that was restarted": (Failure(exit_code=255, container_reason="Unknown"), "infrastructure"),
+    "a pod without a trace": (Failure(vanished=True), "infrastructure"),
+    "a stop from outside": (Failure(exit_code=1, deletion_requested=True), "infrastructure"),
+    "a SIGTERM of unknown origin": (Failure(exit_code=143), "infrastructure"),
+    "a stop at an agreed step": (Failure(exit_code=rules.RESUMABLE_EXIT_CODE), "infrastructure"),
+    "a broken GPU": (
+        Failure(exit_code=1, exception="RuntimeError: CUDA error: uncorrectable ECC error"), "infrastructure"
+    ),
+    "no step": (Failure(exit_code=143, stalled=True, deletion_requested=True), "stall"),
     "a backend that no torch has": (
-        Evidence(exit_code=1, exception="AssertionError: Unknown backend type foo"),
+        Failure(exit_code=1, exception="AssertionError: Unknown backend type foo"),
         "permanent",
     ),
     "a backend that this torch does not have": (
-        Evidence(exit_code=1, exception="RuntimeError: Distributed package doesn't have NCCL built in"),
+        Failure(exit_code=1, exception="RuntimeError: Distributed package doesn't have NCCL built in"),
         "permanent",
     ),
     "a backend that init does not know": (
-        Evidence(1, exception="ddpjob.errors.ConfigurationError: DDPJOB_BACKEND: 'foo' is none of auto, nccl, gloo."),
+        Failure(
+            exit_code=1,
+            exception="ddpjob.errors.ConfigurationError: DDPJOB_BACKEND: 'foo' is none of auto, nccl, gloo.",
+        ),
         "permanent",
     ),
     "a database whose backend is unknown": (
-        Evidence(exit_code=1, exception="RuntimeError: the feature store: Unknown backend redis"),
+        Failure(exit_code=1, exception="RuntimeError: the feature store: Unknown backend redis"),
         "application",
     ),
-    "a program that is not there": (Evidence(exit_code=127), "permanent"),
-    "a program that may not run": (Evidence(exit_code=126), "permanent"),
-    "a container that cannot start": (Evidence(exit_code=128, reason="StartError"), "permanent"),
-    "a configuration that is not there": (Evidence(reason="CreateContainerConfigError"), "permanent"),
+    "a program that is not there": (Failure(exit_code=127), "permanent"),
+    "a program that may not run": (Failure(exit_code=126), "permanent"),
+    "a container that cannot start": (Failure(exit_code=128, container_reason="StartError"), "permanent"),
+    "a configuration that is not there": (Failure(container_reason="CreateContainerConfigError"), "permanent"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("evidence", "found"), CLASSES.values(), ids=CLASSES.keys())
-def test_the_class_follows_from_what_kubernetes_and_the_process_say(evidence: Evidence, found: rules.Class) -> None:
-    assert rules.classify(evidence) == found
+@pytest.mark.parametrize(("failure", "found"), CLASSES.values(), ids=CLASSES.keys())
+def test_the_class_follows_from_what_kubernetes_and_the_process_say(failure: Failure, found: rules.Class) -> None:
+    assert rules.classify(failure) == found
 
 
 @pytest.mark.parametrize(

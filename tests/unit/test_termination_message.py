@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpjob.core.failures import Failure
 from ddpjob_operator.failures import termination_message
 from ddpjob_operator.failures.termination_message import ContainerReport
 
@@ -23,6 +24,10 @@ REFUSED = "ConnectionRefusedError: [Errno 111] Connection refused"
 WATCHDOG = "[PG ID 0 Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 600 ms"
 SPAWN = "torch.multiprocessing.spawn.ProcessRaisedException: \n\n-- Process 1 terminated with the following error:\n"
 NCCL = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:269, unhandled system error"
+
+
+def read(text: str) -> Failure:
+    return termination_message.read(text).failure
 
 
 def chained(first: str, second: str) -> str:
@@ -54,34 +59,36 @@ def of_rank(rank: int, log: str) -> str:
 def test_torchruns_end_tells_rank_code_and_exception(
     name: str, rank: int | None, code: int, exception: str, symptom: bool
 ) -> None:
-    said = termination_message.read((DATA / f"{name}.log").read_text())
-    assert (said.rank, said.exit_code, said.exception, said.symptom) == (rank, code, exception, symptom)
+    failure = read((DATA / f"{name}.log").read_text())
+    assert (failure.rank, failure.exit_code, failure.exception, failure.symptom) == (rank, code, exception, symptom)
 
 
 @pytest.mark.parametrize("name", ["peer-gone-record", "peer-gone"])
 def test_a_peers_complaint_is_known_also_where_the_kubelet_cut_its_head(name: str) -> None:
-    said = termination_message.read((DATA / f"{name}.log").read_text())
-    assert "Connection closed by peer" in said.exception
-    assert said.symptom
-    assert (said.rank, said.exit_code) == (0, 1)
+    failure = read((DATA / f"{name}.log").read_text())
+    assert "Connection closed by peer" in failure.exception
+    assert failure.symptom
+    assert (failure.rank, failure.exit_code) == (0, 1)
 
 
 def test_torchruns_root_cause_is_not_believed_where_it_is_a_symptom() -> None:
     whole = (DATA / "two-in-one-second.log").read_text()
     log = of_rank(0, FRAME + PEER) + of_rank(1, FRAME + SHARD) + whole
-    said = termination_message.read(log)
-    assert (said.rank, said.exit_code, said.exception) == (1, 5, SHARD), "it looks 10 times a second, then by number"
+    failure = read(log)
+    assert (failure.rank, failure.exit_code, failure.exception) == (1, 5, SHARD), (
+        "it checks 10 times a second, then by number"
+    )
 
 
 def test_what_torchrun_stopped_is_not_what_it_stopped_for() -> None:
     log = (DATA / "two-in-one-second.log").read_text().replace("exitcode  : 4", "exitcode  : -15")
-    assert termination_message.read(log).rank == 1
+    assert read(log).rank == 1
 
 
 @pytest.mark.parametrize("kept", [1900, 1200, 700, 300])
 def test_the_exception_of_a_recorded_script_survives_however_deep_its_traceback(kept: int) -> None:
     log = (DATA / "record.log").read_text()[-kept:]
-    assert termination_message.read(log).exception == SHARD
+    assert read(log).exception == SHARD
 
 
 def test_the_tables_of_older_torch_are_understood() -> None:
@@ -92,12 +99,12 @@ def test_the_tables_of_older_torch_are_understood() -> None:
         "=======================================\nOther Failures:\n[1]:\n  time: 2021-07-16_12:38:09\n"
         "  rank: 4 (local_rank: 0)\n  exitcode: 9 (pid: 2343)\n***************************************\n"
     )
-    assert (termination_message.read(log).rank, termination_message.read(log).exit_code) == (5, 7)
+    assert (read(log).rank, read(log).exit_code) == (5, 7)
 
 
 def test_the_last_table_counts() -> None:
     first, last = ((DATA / f"{name}.log").read_text() for name in ("exit-3", "sigsegv"))
-    assert termination_message.read(first + last).exit_code == 139
+    assert read(first + last).exit_code == 139
 
 
 # ---------------------------------------------------------------- the library's message
@@ -108,9 +115,10 @@ def test_the_librarys_message_is_read_whole() -> None:
         {"ddpjob": 1, "rank": 3, "exitCode": 1, "signal": "", "exception": SHARD, "step": 41, "time": 1796000000.5,
          "resumable": False, "symptom": False, "traceback": "the last lines\n" + SHARD}
     )  # fmt: skip
-    said = termination_message.read(text + "\n")
-    want = ContainerReport(3, exit_code=1, exception=SHARD, step=41, time=1796000000.5, log=f"the last lines\n{SHARD}")
-    assert said == want
+    report = termination_message.read(text + "\n")
+    failure = Failure(3, exit_code=1, exception=SHARD, step=41, time=1796000000.5)
+    want = ContainerReport(failure, log=f"the last lines\n{SHARD}")
+    assert report == want
 
 
 @pytest.mark.parametrize(
@@ -130,14 +138,14 @@ def test_the_librarys_message_is_read_whole() -> None:
 def test_every_field_of_the_librarys_message_may_be_missing(
     fields: dict[str, object], code: int | None, resumable: bool, symptom: bool
 ) -> None:
-    said = termination_message.read(json.dumps({"ddpjob": 1, **fields}))
-    assert (said.exit_code, said.resumable, said.symptom) == (code, resumable, symptom)
+    failure = read(json.dumps({"ddpjob": 1, **fields}))
+    assert (failure.exit_code, failure.resumable, failure.symptom) == (code, resumable, symptom)
 
 
 def test_the_librarys_exception_counts_before_the_logs_and_the_table_has_what_it_lacks() -> None:
     log = (DATA / "exit-3.log").read_text()
-    said = termination_message.read(json.dumps({"ddpjob": 1, "exception": SHARD}) + "\n" + log)
-    assert (said.rank, said.exit_code, said.exception) == (0, 3, SHARD)
+    failure = read(json.dumps({"ddpjob": 1, "exception": SHARD}) + "\n" + log)
+    assert (failure.rank, failure.exit_code, failure.exception) == (0, 3, SHARD)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +168,8 @@ def test_the_librarys_exception_counts_before_the_logs_and_the_table_has_what_it
     ],
 )
 def test_what_is_no_message_of_the_library_is_a_log(text: str) -> None:
-    said = termination_message.read(text)
-    assert said == ContainerReport(log=text.replace("\x00", ""))
+    report = termination_message.read(text)
+    assert report == ContainerReport(log=text.replace("\x00", ""))
 
 
 def test_a_megabyte_of_garbage_is_read_in_no_time_and_kept_short() -> None:
@@ -176,15 +184,15 @@ def test_a_megabyte_of_garbage_is_read_in_no_time_and_kept_short() -> None:
         FRAME,
     )
     for line in lines:
-        said = termination_message.read(line * (2**20 // len(line)))
-        assert len(said.log) <= termination_message.READ_MAX
-        assert said.exit_code is None
+        report = termination_message.read(line * (2**20 // len(line)))
+        assert len(report.log) <= termination_message.READ_MAX
+        assert report.failure.exit_code is None
 
 
 def test_what_plays_tricks_on_a_terminal_is_taken_out() -> None:
-    said = termination_message.read("10 %\r20 %\r\n\x1b[31mValueError: red\x1b[0m\x07 \udc80\n")
-    assert said.exception == "ValueError: red ?"
-    assert said.log == "10 %\n20 %\nValueError: red ?\n"
+    report = termination_message.read("10 %\r20 %\r\n\x1b[31mValueError: red\x1b[0m\x07 \udc80\n")
+    assert report.failure.exception == "ValueError: red ?"
+    assert report.log == "10 %\n20 %\nValueError: red ?\n"
 
 
 # ---------------------------------------------------------------- exceptions
@@ -231,8 +239,8 @@ def test_what_plays_tricks_on_a_terminal_is_taken_out() -> None:
     ],
 )  # fmt: skip
 def test_the_exception_is_the_last_that_is_no_symptom(log: str, exception: str, symptom: bool) -> None:
-    said = termination_message.read(log)
-    assert (said.exception, said.symptom) == (exception, symptom)
+    failure = read(log)
+    assert (failure.exception, failure.symptom) == (exception, symptom)
 
 
 def test_an_exception_group_is_known_by_the_exceptions_in_it() -> None:
@@ -247,22 +255,22 @@ def test_an_exception_group_is_known_by_the_exceptions_in_it() -> None:
     | ValueError: no such shard: 7
     +------------------------------------
 """
-    assert termination_message.read(group).exception == SHARD
+    assert read(group).exception == SHARD
     lost = group.replace(SHARD, PEER)
-    assert termination_message.read(lost).symptom
+    assert read(lost).symptom
 
 
 def test_ranks_that_print_into_each_other_are_told_apart_by_torchs_prefix() -> None:
     one, other = of_rank(3, FRAME + SHARD).splitlines(), of_rank(2, FRAME + PEER).splitlines()
     mixed = "\n".join(line for pair in zip(one, other, strict=True) for line in pair)
-    said = termination_message.read(mixed)
-    assert (said.rank, said.exception, said.symptom) == (3, SHARD, False)
+    failure = read(mixed)
+    assert (failure.rank, failure.exception, failure.symptom) == (3, SHARD, False)
 
 
 def test_a_process_that_spawn_gives_up_for_has_its_own_exit_code() -> None:
     line = "torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with "
-    assert termination_message.read(FRAME + line + "exit code 3").exit_code == 3
-    assert termination_message.read(FRAME + line + "signal SIGSEGV").exit_code == 139
+    assert termination_message.read(FRAME + line + "exit code 3").failure.exit_code == 3
+    assert termination_message.read(FRAME + line + "signal SIGSEGV").failure.exit_code == 139
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """The last lines of a program that raised nothing: argparse's or click's error, `sys.exit("text")`.
 
-They are shown, and decide nothing, because any last line may stand there, also that of a rank that was stopped.
+They are shown, and decide nothing, because any line may be the last, also that of a rank that was stopped.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -13,8 +14,9 @@ LAST_LINE = "last line: "
 # What Python gives for sys.exit("text"), argparse and click for options, a shell for what it cannot start. A program
 # that chooses another code means something by it, and its last line may be any.
 _CODES = (1, 2, 126, 127)
-_LINE_MAX = 2000
-_PREFIX = re.compile(r"^(?:\[[A-Za-z]{0,20}\d{1,9}\]:\s?)+")
+LINE_MAX = 2000
+# `[rank1]: ` comes from torch, `[default0]:` (with the local rank) from torchrun --tee.
+PREFIX = re.compile(r"^(?:\[[A-Za-z]{0,20}\d{1,9}\]:\s?)+")
 _ARGPARSE = re.compile(r"^[^\s:][^:]{0,200}: error: \S")
 _CLICK = re.compile(r"^Error: \S")
 _BOX = re.compile(r"^[\u256d\u250c\u250f][\u2500\u2501] Error ")
@@ -52,19 +54,13 @@ def of(log: str, exit_code: int | None) -> str:
     return LAST_LINE + lines[-1] if lines else ""
 
 
-def is_last_line(exception: str) -> bool:
-    """Whether the text is what stood last in a log, and no exception."""
-    return exception.startswith(LAST_LINE)
-
-
 def _refused(lines: list[str]) -> str:
     """Options that a parser did not take."""
-    found = next((line for line in reversed(lines) if _ARGPARSE.match(line)), "")
-    if not found and any(line.startswith("Usage: ") for line in lines):
-        found = next((line for line in reversed(lines) if _CLICK.match(line)), "")
-        boxes = [i for i, line in enumerate(lines[:-1]) if _BOX.match(line)]
-        found = found or (f"Error: {lines[boxes[-1] + 1]}" if boxes else "")
-    return found
+    error = next((line for line in reversed(lines) if _ARGPARSE.match(line)), "")
+    if error or not any(line.startswith("Usage: ") for line in lines):
+        return error
+    boxes = [f"Error: {text}" for line, text in itertools.pairwise(lines) if _BOX.match(line)]
+    return next((line for line in reversed(lines) if _CLICK.match(line)), boxes[-1] if boxes else "")
 
 
 def _own_lines(log: str) -> list[str]:
@@ -74,16 +70,12 @@ def _own_lines(log: str) -> list[str]:
     if begins is None and _REPORT_ENDS.search(log):
         return []
     first = 1 if len(lines) > 1 and len(log.encode()) >= _CUT_FROM else 0
-    return [line for line in lines[first:begins] if _has_words(line) and not _LAUNCHERS_OWN.match(line)]
+    return [line for line in lines[first:begins] if not _LAUNCHERS_OWN.match(line) and any(c.isalpha() for c in line)]
 
 
 def _without_warnings(log: list[str]) -> Iterator[str]:
     """Without the libraries' summaries, and the code below a warning of Python's."""
     is_summary = False
-    for line in (_PREFIX.sub("", line[:_LINE_MAX]) for line in log):
+    for line in (PREFIX.sub("", line[:LINE_MAX]) for line in log):
         below, is_summary = is_summary and _CODE_BELOW.match(line), bool(_SUMMARY.match(line))
         yield "" if below or is_summary else line
-
-
-def _has_words(line: str) -> bool:
-    return any(c.isalpha() for c in line)

@@ -1,6 +1,6 @@
 """Text of programs and clients on its way into a status, an Event or a terminal: cleaned, and without credentials.
 
-`shown` is what everything for people goes through (status.shown, plan.plan, the local run's screen), after whatever
+`shown` is what everything for people goes through (plan/redacted.py, the local run's screen), after whatever
 has decoded it: JSON makes an escape sequence of `\\u001b` long after a log was cleaned. A status is read by more people
 than a log. Names and sentences stay readable, numbers too: `password=***`, `max_tokens: 512`. Every repetition in the
 patterns is bounded or runs over what it consumes, so the time is linear in the text (a test has the times).
@@ -46,85 +46,67 @@ _VALUE = rf"(?:(?=[^\s\"',;&]{{0,200}}[0-9]){_ANY}|[\w+/=.~-]{{16,}})"
 _NUMBER = r"(?![-+]?[0-9][0-9.,:e+-]{0,30}(?![\w+/=~]))"
 _SCHEMES = r"(?:basic|bearer|oauth|digest|token|api-?key|key|negotiate|ntlm|splunk|aws4-hmac-sha256)"
 
+# The words of each, of which a text holds one or is none for the pattern: most hold none, and each pattern costs 0.1 us
+# a character. The one without words goes by the case of letters as well.
 _PATTERNS = (
     # A private key, also where its head or its end is cut off.
-    r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY(?: BLOCK)?-----(?P<key>.*?)(?:-----END [A-Z ]{0,40}PRIVATE KEY|\Z)",
-    r"\A(?P<cut>(?:[A-Za-z0-9+/=]{1,100}[\n ])+)-----END [A-Z ]{0,40}PRIVATE KEY",
+    ("private key", r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY(?: BLOCK)?-----(.*?)(?:-----END [A-Z ]{0,40}PRIVATE KEY|\Z)"),
+    ("private key", r"\A((?:[A-Za-z0-9+/=]{1,100}[\n ])+)-----END [A-Z ]{0,40}PRIVATE KEY"),
     # https://user:password@host up to the last @ (a password may hold one), https://token@host
-    r"://[^\s/:@\"']{0,200}:(?!\d{1,5}/)(?P<login>(?:(?!://)[^\s\"'<>]){1,200})@",
-    r"://(?P<user>[^\s/:@]{20,})@",
-    rf"\bauthorization[\"']?\s{{0,3}}[:=]\s{{0,3}}[\"']?{_SCHEMES}\s{{1,3}}(?P<header>[^\s\"',;]+)",
-    rf"\bauthorization[\"']?\s{{0,3}}[:=]\s{{0,3}}[\"']?(?P<bare>{_VALUE})",
-    rf"\bbearer\s{{1,3}}(?P<bearer>{_VALUE})",
-    r"\b(?:set-)?cookie[\"']?\s{0,3}[:=]\s{0,3}[\"']?(?P<cookie>[^\s\"'=;]{1,100}=[^\n\"']+)",
-    r"(?:jsessionid|phpsessid|(?<![a-z])sessionid)\s{0,3}=\s{0,3}(?P<session>[^\s\"',;&]{8,})",
+    ("://", r"://[^\s/:@\"']{0,200}:(?!\d{1,5}/)((?:(?!://)[^\s\"'<>]){1,200})@"),
+    ("://", r"://([^\s/:@]{20,})@"),
+    ("authorization", rf"\bauthorization[\"']?\s{{0,3}}[:=]\s{{0,3}}[\"']?{_SCHEMES}\s{{1,3}}([^\s\"',;]+)"),
+    ("authorization", rf"\bauthorization[\"']?\s{{0,3}}[:=]\s{{0,3}}[\"']?({_VALUE})"),
+    ("bearer", rf"\bbearer\s{{1,3}}({_VALUE})"),
+    ("cookie", r"\b(?:set-)?cookie[\"']?\s{0,3}[:=]\s{0,3}[\"']?([^\s\"'=;]{1,100}=[^\n\"']+)"),
+    ("sess", r"(?:jsessionid|phpsessid|(?<![a-z])sessionid)\s{0,3}=\s{0,3}([^\s\"',;&]{8,})"),
     # password=x, "password": "x", --password x, login u password x: whatever it is
-    rf"{_PASSWORD}[\"']?\s{{0,3}}[:=]\s{{0,3}}(?:\"(?P<double>[^\"\n]+)\"|'(?P<single>[^'\n]+)'"
-    r"|[\"']?(?P<plain>[^\s\"',;&]+))",
-    r"(?<!\S)--[\w-]{0,40}passw(?:or)?d\s{1,3}(?:\"(?P<asked_double>[^\"\n]+)\"|'(?P<asked_single>[^'\n]+)'|(?P<asked>[^\s-][^\s]*))",
-    r"\blogin\s{1,3}\S{1,100}\s{1,3}password\s{1,3}(?P<netrc>\S+)",
-    r"(?<!\S)(?:-u|--user)[\s=]{1,3}[^\s:]{1,100}:(?P<curl>\S+)",
+    (
+        "passw|passphrase|passcode|pwd",
+        rf"{_PASSWORD}[\"']?\s{{0,3}}[:=]\s{{0,3}}(?:\"([^\"\n]+)\"|'([^'\n]+)'"
+        r"|[\"']?([^\s\"',;&]+))",
+    ),
+    ("--", r"(?<!\S)--[\w-]{0,40}passw(?:or)?d\s{1,3}(?:\"([^\"\n]+)\"|'([^'\n]+)'|([^\s-][^\s]*))"),
+    ("login", r"\blogin\s{1,3}\S{1,100}\s{1,3}password\s{1,3}(\S+)"),
+    ("-u", r"(?<!\S)(?:-u|--user)[\s=]{1,3}[^\s:]{1,100}:(\S+)"),
     # docker login -p x, mysql -px
-    r"\b(?:(?:docker|podman|nerdctl|registry|oras|skopeo|crane|az)\s{1,3}login|mysql\w{0,10}|mariadb\w{0,10})\b[^\n]{0,200}?\s-p\s{0,3}(?P<short>[^\s-][^\s]*)",
-    r"\bsshpass\s{1,3}-p\s{0,3}(?P<ssh>\S+)",
-    r"\bwandb[\s.:]{1,3}(?:login|api|ai)[^\n]{0,40}?(?<![0-9a-f])(?P<wandb>[0-9a-f]{40})(?![0-9a-f])",
-    rf"{_STRONG}{_REST_OF_NAME}[:=]\s{{0,3}}[\"']?(?P<strong>{_NUMBER}{_ANY})",
-    rf"{_WEAK}{_REST_OF_NAME}=\s{{0,3}}[\"']?(?P<weak>{_NUMBER}{_ANY})",
-    rf"{_WEAK}{_REST_OF_NAME}[:=]\s{{0,3}}[\"']?(?P<value>{_NUMBER}{_VALUE})",
+    (
+        "-p",
+        r"\b(?:(?:docker|podman|nerdctl|registry|oras|skopeo|crane|az)\s{1,3}login|mysql\w{0,10}|mariadb\w{0,10})\b[^\n]{0,200}?\s-p\s{0,3}([^\s-][^\s]*)",
+    ),
+    ("sshpass", r"\bsshpass\s{1,3}-p\s{0,3}(\S+)"),
+    ("wandb", r"\bwandb[\s.:]{1,3}(?:login|api|ai)[^\n]{0,40}?(?<![0-9a-f])([0-9a-f]{40})(?![0-9a-f])"),
+    ("secret|credential|key", rf"{_STRONG}{_REST_OF_NAME}[:=]\s{{0,3}}[\"']?({_NUMBER}{_ANY})"),
+    ("token|sig|pass", rf"{_WEAK}{_REST_OF_NAME}=\s{{0,3}}[\"']?({_NUMBER}{_ANY})"),
+    ("token|sig|pass", rf"{_WEAK}{_REST_OF_NAME}[:=]\s{{0,3}}[\"']?({_NUMBER}{_VALUE})"),
     # kaggle.json, KAGGLE_KEY: a key of hexadecimal digits; .npmrc and .docker/config.json: a login in base64
-    r"(?<![a-z])key[\"']?\s{0,3}[:=]\s{0,3}[\"']?(?P<hex>[0-9a-f]{32,64})(?![\w-])",
-    rf"(?<![a-z])auth[\"']?\s{{0,3}}[:=]\s{{0,3}}[\"']?(?P<auth>{_NUMBER}{_VALUE})",
-    rf"(?<!\S)--[\w-]{{0,40}}{_NAMED}[\w-]{{0,20}}\s{{1,3}}(?P<option>{_NUMBER}{_VALUE})",
+    ("key", r"(?<![a-z])key[\"']?\s{0,3}[:=]\s{0,3}[\"']?([0-9a-f]{32,64})(?![\w-])"),
+    ("auth", rf"(?<![a-z])auth[\"']?\s{{0,3}}[:=]\s{{0,3}}[\"']?({_NUMBER}{_VALUE})"),
+    ("--", rf"(?<!\S)--[\w-]{{0,40}}{_NAMED}[\w-]{{0,20}}\s{{1,3}}({_NUMBER}{_VALUE})"),
     # Addresses that are a credential as a whole: who knows them may post.
-    r"(?:hooks\.slack\.com/(?:services|workflows|triggers)|discord(?:app)?\.com/api/webhooks"
-    r"|webhook\.office\.com/webhookb2|api\.telegram\.org)/(?P<hook>[^\s\"'<>]+)",
+    (
+        "slack.com/|webhook|telegram.org/",
+        r"(?:hooks\.slack\.com/(?:services|workflows|triggers)|discord(?:app)?\.com/api/webhooks"
+        r"|webhook\.office\.com/webhookb2|api\.telegram\.org)/([^\s\"'<>]+)",
+    ),
     # Tokens known by their looks. Clouds: AWS, Google, Azure, Alibaba, Tencent; code: GitHub, GitLab, npm, PyPI,
     # Docker; models and runs: Hugging Face, OpenAI, Anthropic, W&B, NVIDIA, Replicate, Groq, Databricks; others: Slack,
     # Stripe, SendGrid, Vault, Grafana, Shopify, DigitalOcean, Atlassian, Sentry, Telegram, age, JWT.
-    r"(?<![A-Za-z0-9])(?P<shape>(?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16,}|LTAI[A-Za-z0-9]{12,}|AKID[A-Za-z0-9]{13,}|AIza[\w-]{35,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}"
-    r"|\w{3}8Q~[\w.~-]{30,}|[A-Za-z0-9+/]{86}==|gh[oprsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|gl[a-z]{2,6}-[\w-]{16,}"
-    r"|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}|dckr_[a-z]{3}_[\w-]{20,}|(?:hf|api_org)_[A-Za-z0-9]{20,}|sk-[\w-]{20,}"
-    r"|wandb_v1_\w{20,}|nvapi-[\w-]{20,}|r8_[A-Za-z0-9]{30,}|(?:gsk|pplx|xai)[_-][A-Za-z0-9]{30,}|dapi[0-9a-f]{32}"
-    r"|xox[a-z]-[\w-]{10,}|xapp-[\w-]{10,}|(?:sk|rk)_(?:live|test)_\w{16,}|whsec_[\w+/=]{20,}"
-    r"|SG\.[\w-]{16,}\.[\w-]{16,}|hv[sbr]\.[\w-]{20,}|gl(?:sa|c)_[\w=]{20,}|shp(?:at|ss|ca|pa)_[0-9a-fA-F]{32}"
-    r"|do[opr]_v1_[0-9a-f]{40,}|AT[AC]TT3[\w=-]{20,}|sntry[su]_[\w+/=-]{20,}|\d{8,10}:AA[\w-]{30,}"
-    r"|AGE-SECRET-KEY-1[0-9A-Z]{20,}|eyJ[\w-]{8,200}\.[\w.-]{8,})",
+    (
+        "",
+        r"(?<![A-Za-z0-9])((?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16,}|LTAI[A-Za-z0-9]{12,}|AKID[A-Za-z0-9]{13,}|AIza[\w-]{35,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}"
+        r"|\w{3}8Q~[\w.~-]{30,}|[A-Za-z0-9+/]{86}==|gh[oprsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|gl[a-z]{2,6}-[\w-]{16,}"
+        r"|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}|dckr_[a-z]{3}_[\w-]{20,}|(?:hf|api_org)_[A-Za-z0-9]{20,}|sk-[\w-]{20,}"
+        r"|wandb_v1_\w{20,}|nvapi-[\w-]{20,}|r8_[A-Za-z0-9]{30,}|(?:gsk|pplx|xai)[_-][A-Za-z0-9]{30,}|dapi[0-9a-f]{32}"
+        r"|xox[a-z]-[\w-]{10,}|xapp-[\w-]{10,}|(?:sk|rk)_(?:live|test)_\w{16,}|whsec_[\w+/=]{20,}"
+        r"|SG\.[\w-]{16,}\.[\w-]{16,}|hv[sbr]\.[\w-]{20,}|gl(?:sa|c)_[\w=]{20,}|shp(?:at|ss|ca|pa)_[0-9a-fA-F]{32}"
+        r"|do[opr]_v1_[0-9a-f]{40,}|AT[AC]TT3[\w=-]{20,}|sntry[su]_[\w+/=-]{20,}|\d{8,10}:AA[\w-]{30,}"
+        r"|AGE-SECRET-KEY-1[0-9A-Z]{20,}|eyJ[\w-]{8,200}\.[\w.-]{8,})",
+    ),
 )
-# A text without one of these words is none for the pattern: most have none, and each costs 0.1 us a character.
-_WORDS = {
-    "key": ("private key",),
-    "cut": ("private key",),
-    "login": ("://",),
-    "user": ("://",),
-    "header": ("authorization",),
-    "bare": ("authorization",),
-    "bearer": ("bearer",),
-    "cookie": ("cookie",),
-    "session": ("sess",),
-    "double": ("passw", "passphrase", "passcode", "pwd"),
-    "asked_double": ("--",),
-    "netrc": ("login",),
-    "curl": ("-u",),
-    "short": ("-p",),
-    "hex": ("key",),
-    "auth": ("auth",),
-    "ssh": ("sshpass",),
-    "wandb": ("wandb",),
-    "strong": ("secret", "credential", "key"),
-    "weak": ("token", "sig", "pass"),
-    "value": ("token", "sig", "pass"),
-    "option": ("--",),
-    "hook": ("slack.com/", "webhook", "telegram.org/"),
-    "shape": ("",),
-}
-
-
-def _compiled(pattern: str) -> tuple[tuple[str, ...], re.Pattern[str]]:
-    compiled = re.compile(pattern, re.DOTALL | (0 if "(?P<shape>" in pattern else re.IGNORECASE))
-    return _WORDS[min(compiled.groupindex, key=lambda name: compiled.groupindex[name])], compiled
-
-
-_COMPILED = tuple(_compiled(pattern) for pattern in _PATTERNS)
+_COMPILED = tuple(
+    (words.split("|"), re.compile(pattern, re.DOTALL | (re.IGNORECASE if words else 0))) for words, pattern in _PATTERNS
+)
 
 
 def clean(text: str) -> str:
@@ -143,12 +125,12 @@ def mask(text: str) -> str:
 
 
 def shown(text: str, length: int) -> str:
-    """A text for people, in one line: a second one could look like one of ours. shown(shown(x)) == shown(x)."""
+    """A text in one line, because a second could pass for the operator's own. shown(shown(x)) == shown(x)."""
     lines = (line.strip() for line in clean(text).replace("\t", " ").split("\n"))
     return mask(" ".join(line for line in lines if line))[:length].rstrip()
 
 
 def _masked(match: re.Match[str]) -> str:
-    start, end = match.span(match.lastgroup or 0)
+    start, end = match.span(match.lastindex or 0)
     whole, offset = match[0], match.start()
     return whole[: start - offset] + MASK + whole[end - offset :]

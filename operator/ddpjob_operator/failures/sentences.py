@@ -3,20 +3,7 @@
 from __future__ import annotations
 
 from ddpjob.core import rules
-from ddpjob_operator.failures.root_cause import (
-    CONNECTION_LOST,
-    DISRUPTIONS,
-    ENDED_EARLY,
-    GONE,
-    MEMORY,
-    NODE_LOST,
-    PEER_LOST,
-    RESUMABLE,
-    STALLED,
-    STOPPED,
-    UNFIT,
-    who,
-)
+from ddpjob_operator.failures import root_cause
 from ddpjob_operator.job import api
 
 _SIGKILL = 137
@@ -28,21 +15,21 @@ def sentence(failure: api.Failure) -> str:
         logs = f"kubectl logs {failure.pod} -c {failure.init_container}"
         return f'init container "{failure.init_container}" of pod {failure.pod} {_what(failure)}, see {logs}'
     where = f"pod {failure.pod}" + (f", node {failure.node}" if failure.node else "")
-    return f"{who(failure)} ({where}) {_what(failure)}"
+    return f"{root_cause.who(failure)} ({where}) {_what(failure)}"
 
 
 def short(failure: api.Failure) -> str:
     """A few words, as in "attempt 3 after …": SIGSEGV on rank 37."""
     by_reason = {
-        NODE_LOST: f"node {failure.node or failure.node_rank} lost",
-        GONE: f"{failure.pod} vanished",
-        UNFIT: "a pre-flight that found a bad node",
-        CONNECTION_LOST: f"a lost connection to node {failure.node_rank}",
-        STALLED: f"stall of {who(failure)}",
-        STOPPED: f"{failure.pod} was stopped from outside",
-        RESUMABLE: "a stop from outside",
-        PEER_LOST: f"{who(failure)} lost its peers",
-        ENDED_EARLY: f"an early end of {who(failure)}",
+        root_cause.NODE_LOST: f"node {failure.node or failure.node_rank} lost",
+        root_cause.GONE: f"{failure.pod} vanished",
+        root_cause.UNFIT: "a pre-flight that found a bad node",
+        root_cause.CONNECTION_LOST: f"a lost connection to node {failure.node_rank}",
+        root_cause.STALLED: f"stall of {root_cause.who(failure)}",
+        root_cause.STOPPED: f"{failure.pod} was stopped from outside",
+        root_cause.RESUMABLE: "a stop from outside",
+        root_cause.PEER_LOST: f"{root_cause.who(failure)} lost its peers",
+        root_cause.ENDED_EARLY: f"an early end of {root_cause.who(failure)}",
         "PreemptionByScheduler": f"preemption of {failure.pod}",
         "Evicted": f"eviction of {failure.pod}",
         "EvictionByEvictionAPI": f"eviction of {failure.pod}",
@@ -50,25 +37,25 @@ def short(failure: api.Failure) -> str:
     if failure.reason in by_reason:
         return by_reason[failure.reason]
     if failure.reason == "OOMKilled" or failure.exit_code is None:
-        return f"{failure.reason or 'a failure'} on {who(failure)}"
+        return f"{failure.reason or 'a failure'} on {root_cause.who(failure)}"
     of = "of" if failure.init_container else "on"
-    return f"{failure.signal or f'exit code {failure.exit_code}'} {of} {who(failure)}"
+    return f"{failure.signal or f'exit code {failure.exit_code}'} {of} {root_cause.who(failure)}"
 
 
 def _what(failure: api.Failure) -> str:
     """What happened to it, by its reason where that says more than the exit code."""
     at, why = _at(failure), _why(failure)
-    if failure.reason == ENDED_EARLY:
+    if failure.reason == root_cause.ENDED_EARLY:
         return failure.exception
-    if failure.reason == STALLED:
+    if failure.reason == root_cause.STALLED:
         return failure.exception or f"has made no step{at}"
-    if failure.reason == PEER_LOST and rules.port_in_use(failure.exception) is not None:
+    if failure.reason == root_cause.PEER_LOST and rules.port_in_use(failure.exception) is not None:
         return f"could not listen at the address that it was given{why}"
-    if failure.reason == PEER_LOST:
+    if failure.reason == root_cause.PEER_LOST:
         return f"lost its peers{at}{why}, and none was seen that failed by itself: only peers' complaints"
     if failure.reason == "OOMKilled":
-        limit = failure.exception.partition(";")[0].removeprefix(MEMORY)
-        known = f" of {limit} (resources.limits.memory)" if failure.exception.startswith(MEMORY) else ""
+        limit = failure.exception.partition(";")[0].removeprefix(root_cause.MEMORY)
+        known = f" of {limit} (resources.limits.memory)" if failure.exception.startswith(root_cause.MEMORY) else ""
         return f"was killed{at} because it used more memory than its limit{known} (OOMKilled)"
     if failure.reason in _PHRASES:
         what, colon, because = _PHRASES[failure.reason].format(code=_code(failure)).partition(":")
@@ -83,8 +70,8 @@ def _how_it_ended(failure: api.Failure) -> str:
     if failure.reason in rules.START_REASONS:
         return f"could not be started: {failure.exception or failure.reason}"
     how = f"was killed by {failure.signal}" if failure.signal else f"ended with exit code {failure.exit_code}"
-    unknown = " (no out-of-memory kill was reported)" if failure.exit_code == _SIGKILL else ""
-    return how + at + unknown + why
+    unreported = " (no out-of-memory kill was reported)" if failure.exit_code == _SIGKILL else ""
+    return how + at + unreported + why
 
 
 def _at(failure: api.Failure) -> str:
@@ -100,14 +87,14 @@ def _code(failure: api.Failure) -> str:
 
 
 _PHRASES = {
-    GONE: "vanished while it ran: someone deleted the pod, or its node is gone",
-    NODE_LOST: "was lost with its node",
-    UNFIT: "did not begin to train",
-    CONNECTION_LOST: "lost its connection to node 0 and has come back",
+    root_cause.GONE: "vanished while it ran: someone deleted the pod, or its node is gone",
+    root_cause.NODE_LOST: "was lost with its node",
+    root_cause.UNFIT: "did not begin to train",
+    root_cause.CONNECTION_LOST: "lost its connection to node 0 and has come back",
     **dict.fromkeys(rules.LOST_CONTAINER, "was lost{code}: its node was restarted"),
-    STOPPED: "was stopped from outside{code}: the pod was deleted, or its node drained",
-    RESUMABLE: "stopped in order{code} because a rank was told to stop",
+    root_cause.STOPPED: "was stopped from outside{code}: the pod was deleted, or its node drained",
+    root_cause.RESUMABLE: "stopped in order{code} because a rank was told to stop",
     "Evicted": "was evicted by the kubelet",
     rules.POD_DEADLINE: "was ended{code}: the activeDeadlineSeconds of the pod's template are over",
-    **DISRUPTIONS,
+    **root_cause.DISRUPTIONS,
 }

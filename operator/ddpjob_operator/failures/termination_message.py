@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import re
 import signal as signals
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ddpjob.core import rules
 from ddpjob.core.failures import Failure
+from ddpjob_operator.failures.log_lines import LINE_MAX, PREFIX
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job.bounds import NOT_READABLE
 from ddpjob_operator.observed.reports import Agent
 
-# The local run keeps 16 kB of log, the kubelet 2 to 4; whoever sends more has nothing to say.
+# The local run keeps 16 kB of log, the kubelet 2 to 4.
 READ_MAX = 65_536
-LINE_MAX = 2000
 
-# `[rank1]: ` comes from torch, `[default0]:` (with the local rank) from torchrun --tee.
-_PREFIX = re.compile(r"^(?:\[[A-Za-z]{0,20}\d{1,9}\]:\s?)+")
 _RANK = re.compile(r"\[rank(\d{1,9})\]")
 _GUTTER = re.compile(r"^ {1,80}\| ")
 _CHAINED = re.compile(r"^(?:During handling of the above exception|The above exception was the direct cause)")
@@ -35,7 +32,7 @@ _TRACEBACK_END = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?::.*)?$")
 _GROUP = re.compile(r"\(\d+ sub-exceptions?\)$")
 _TERMINATE = re.compile(r"^terminate called after throwing an instance of '(.+)'")
 _WHAT = re.compile(r"^\s+what\(\):\s+(.*)$")
-# torch.multiprocessing.spawn names how the process ended that it gives up for.
+# torch.multiprocessing.spawn reports how the process ended because of which it stops.
 _SPAWNED = re.compile(r"ProcessExitedException: process \d+ terminated with (?:exit code (\d{1,3})|signal (\w+))")
 _INTERPRETER = re.compile(r"python|^exec |exec user process")
 _TORCHS_OWN = re.compile(r"gloo|c10d|nccl|Dist\w*Error|Rendezvous", re.IGNORECASE)
@@ -50,107 +47,75 @@ _FIELD = re.compile(r"^  (rank|exitcode|traceback|msg|time|host|error_file)\s{0,
 _BORDER = re.compile(r"^(?:={7,}|\*{7,}|-{7,})\s*$")
 
 
-@dataclass(frozen=True)
-class ContainerReport:
-    """How a container's end reads; all of it may be missing. As in Failure, of the rank that failed first in it."""
+class ContainerReport(NamedTuple):
+    """What a termination message or the end of a log shows."""
 
-    rank: int | None = None
-    exit_code: int | None = None
-    exception: str = ""
-    step: int = 0
-    time: float = 0.0
-    resumable: bool = False
-    symptom: bool = False
-    stalled: bool = False
-    early: bool = False
-    bad_nodes: tuple[int, ...] = ()
+    failure: Failure = Failure()
+    """Of the rank that failed first in the container."""
     log: str = ""
     """What it printed."""
     done: bool = False
     """Whether all its ranks had ended with 0, and only the launcher was still there to be stopped."""
     permanent: bool = False
-    """Whether agents have found that no other try helps, on any node."""
+    """Whether agents have agreed that no other try helps, on any node."""
 
 
-@dataclass(frozen=True)
-class Raised:
-    """An exception in a log."""
-
-    line: str
-    rank: int | None = None
-    """From the line's prefix."""
-    symptom: bool = False
-    """Whether it, or what it was raised for, only says that a peer is gone."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A row of torchrun's table: how a process ended."""
-
-    rank: int | None
-    exit_code: int
-    """128 + n where signal n ended it."""
-    root: bool
-    """Whether torchrun calls it the first; it knows only whole seconds."""
-    raised: Raised | None = None
-    """From the traceback of a script with @record."""
-
-
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """What the trainer library, or an agent, writes as the container's termination message."""
 
     failure: Failure
     ended: bool = False
-    """Whether an agent ended because the agents of the group had agreed on it: none that was lost writes so."""
+    """Whether an agent ended because the agents of the group had agreed on it; an agent that is lost writes none."""
     agent: Agent | None = None
     """From node 0's agent: what it had restarted in place."""
 
 
-def left(text: str) -> Message | None:
-    """The message alone, where there is one: its log is not looked into."""
-    return _message(_clean(text))[0]
+def read_message(text: str) -> Message | None:
+    """The library's or agent's message alone, where there is one; the log below it is not read."""
+    return _message(text)[0]
 
 
 def read(text: str) -> ContainerReport:
-    """What a termination message or a log's end says. The library's exception counts before what the log shows."""
-    message, log = _message(_clean(text))
-    of_log = _read_log(log)
+    """What a termination message or a log's end shows. The library's exception counts before what the log shows."""
+    message, log = _message(text)
+    report = _read_log(log)
     if message is None:
-        return of_log
-    failure = message.failure
+        return report
+    failure, of_log = message.failure, report.failure
     code = _code(failure.exit_code, failure.signal)
-    lines = "\n".join(part for part in (failure.traceback or failure.exception, log) if part.strip())
-    return ContainerReport(
+    merged = failure._replace(
         rank=of_log.rank if failure.rank is None else failure.rank,
         exit_code=of_log.exit_code if code is None else code,
         exception=failure.exception.strip() or of_log.exception,
-        step=failure.step,
-        time=failure.time,
         resumable=not failure.stalled and (failure.resumable or code == rules.RESUMABLE_EXIT_CODE),
         symptom=failure.symptom or rules.is_symptom(failure.exception),
-        stalled=failure.stalled,
-        early=failure.early,
-        bad_nodes=failure.bad_nodes,
-        log=lines,
-        permanent=message.ended and failure.failure_class == "permanent",
+        traceback="",
     )
+    lines = "\n".join(part for part in (failure.traceback or failure.exception, log) if part.strip())
+    return ContainerReport(merged, lines, permanent=message.ended and failure.failure_class == "permanent")
 
 
-def raised(log: str) -> list[Raised]:
-    """The exceptions in a log, in the order in which they end; those that belong together (a chain) as one."""
-    chains: list[list[Raised]] = []
+def raised(log: str) -> list[Failure]:
+    """The exceptions in a log, in the order in which they end; those that belong together (a chain) as one.
+
+    The rank is that of the line's prefix. A symptom says, or was raised for what says, that a peer is gone.
+    """
+    chains: list[list[Failure]] = []
     streams: dict[str, _Stream] = {}
     for raw in log.splitlines():
-        prefix = _PREFIX.match(raw[:200])
+        prefix = PREFIX.match(raw[:200])
         name = prefix[0] if prefix else ""
-        stream = streams.setdefault(name, _Stream(_number(_RANK.search(name))))
+        rank = _RANK.search(name)
+        stream = streams.setdefault(name, _Stream(int(rank[1]) if rank else None))
         stream.read(raw[len(name) :][:LINE_MAX], chains)
     return [_of_chain(chain) for chain in chains]
 
 
-def table(log: str) -> list[Ended]:
-    """The rows of the last failure table of torchrun in a log; what stands before the rows may be cut off."""
+def table(log: str) -> list[Failure]:
+    """The rows of the last failure table of torchrun in a log; what stands before the rows may be cut off.
+
+    What torchrun calls the root cause comes first. The exception is that of a script with @record.
+    """
     rows: list[tuple[bool, dict[str, str]]] = [(True, {})]
     root, field = True, ""
     for line in log.splitlines():
@@ -160,12 +125,13 @@ def table(log: str) -> list[Ended]:
         elif _ENTRY.match(line) or _BORDER.match(line):
             rows.append((root, {}))
             field = ""
-        elif rows and (found := _FIELD.match(line[:LINE_MAX])):
-            field = found[1]
-            rows[-1][1][field] = found[2] or ""
+        elif rows and (match := _FIELD.match(line[:LINE_MAX])):
+            field = match[1]
+            rows[-1][1][field] = match[2] or ""
         elif rows and field in ("traceback", "msg"):
             rows[-1][1][field] += "\n" + line.removeprefix("  ")
-    return [row for root, fields in rows if (row := _row(root, fields)) is not None]
+    rows.sort(key=lambda row: not row[0])
+    return [row for _, fields in rows if (row := _row(fields)) is not None]
 
 
 def signal_name(exit_code: int | None) -> str:
@@ -179,15 +145,15 @@ def signal_name(exit_code: int | None) -> str:
 
 
 class _Stream:
-    """The lines of one rank: tracebacks of several ranks of a pod are printed into each other."""
+    """The lines of one rank, because tracebacks of several ranks of a pod are interleaved."""
 
     def __init__(self, rank: int | None) -> None:
         self.rank = rank
         self.inside = self.chained = False
         self.thrown = ""
-        self.chain: list[Raised] = []
+        self.chain: list[Failure] = []
 
-    def read(self, line: str, chains: list[list[Raised]]) -> None:
+    def read(self, line: str, chains: list[list[Failure]]) -> None:
         line = _GUTTER.sub("", line)
         if not line.strip():
             return
@@ -200,29 +166,29 @@ class _Stream:
         elif self.thrown and (what := _WHAT.match(line)):
             self._add(f"{self.thrown}: {what[1]}", chains)
         elif line.startswith("nccl") and self.chain:
-            self.chain[-1] = self._raised(f"{self.chain[-1].line} {line}")
+            self.chain[-1] = self._raised(f"{self.chain[-1].exception} {line}")
         elif not line[0].isspace():
             self._unindented(line.rstrip(), chains)
 
-    def _unindented(self, line: str, chains: list[list[Raised]]) -> None:
+    def _unindented(self, line: str, chains: list[list[Failure]]) -> None:
         ends = _EXCEPTION.match(line) or (self.inside and _TRACEBACK_END.match(line))
         self.inside = False
         # torchrun's own error is not what happened, and a group is known by those in it.
         if ends and "ChildFailedError" not in line and not _GROUP.search(line):
             self._add(line, chains)
 
-    def _add(self, line: str, chains: list[list[Raised]]) -> None:
+    def _add(self, line: str, chains: list[list[Failure]]) -> None:
         if not (self.chained and self.chain):
             self.chain = []
             chains.append(self.chain)
         self.chained, self.thrown = False, ""
         self.chain.append(self._raised(line))
 
-    def _raised(self, line: str) -> Raised:
-        return Raised(line, self.rank, rules.is_symptom(line))
+    def _raised(self, line: str) -> Failure:
+        return Failure(self.rank, exception=line, symptom=rules.is_symptom(line))
 
 
-def _of_chain(chain: list[Raised]) -> Raised:
+def _of_chain(chain: list[Failure]) -> Failure:
     """What began with the loss of a peer is a symptom, whatever was raised for it; what came before it is not."""
     if chain[0].symptom:
         return chain[0]
@@ -231,60 +197,64 @@ def _of_chain(chain: list[Raised]) -> Raised:
 
 def _read_log(log: str) -> ContainerReport:
     rows, exceptions = table(log), raised(log)
-    signalled = next((m for r in reversed(exceptions) if (m := _TORCHRUN_SIGNALLED.search(r.line))), None)
+    signalled = _last_match(_TORCHRUN_SIGNALLED, exceptions)
     if signalled is not None and not rows:
-        # torchrun ends with 1 when it is told to stop.
-        return ContainerReport(exit_code=128 + int(signalled[1]), log=log, done=_TORCHRUN_WAITED in log)
-    culprit = min(rows, key=lambda row: _culprit_order(row, exceptions), default=None)
-    rank = culprit.rank if culprit else None
-    code = culprit.exit_code if culprit else _spawned(exceptions)
-    cause = next((found for found in _causes(log, culprit, exceptions) if found is not None), Raised(""))
+        # torchrun ends with 1 when a signal stops it.
+        return ContainerReport(Failure(exit_code=128 + int(signalled[1])), log, done=_TORCHRUN_WAITED in log)
+    spawned = _last_match(_SPAWNED, exceptions)
+    code = _code(int(spawned[1] or 0), spawned[2] or "") if spawned else None
+    culprit = min(rows, key=lambda row: _has_followed(row, exceptions), default=Failure(exit_code=code))
+    cause = next((c for c in _causes(log, culprit, exceptions, cut=not rows) if c.exception), culprit)
     return ContainerReport(
-        rank=rank if rank is not None else cause.rank,
-        exit_code=code,
-        exception=cause.line,
-        symptom=cause.symptom,
-        resumable=code == rules.RESUMABLE_EXIT_CODE,
-        log=log,
+        culprit._replace(
+            rank=cause.rank if culprit.rank is None else culprit.rank,
+            exception=cause.exception,
+            symptom=cause.symptom,
+            resumable=culprit.exit_code == rules.RESUMABLE_EXIT_CODE,
+        ),
+        log,
     )
 
 
-def _causes(log: str, culprit: Ended | None, exceptions: list[Raised]) -> Iterator[Raised | None]:
-    """What may have ended the culprit, the most certain first. An exception of another rank does not explain it."""
-    rank = culprit.rank if culprit else None
-    if culprit is not None:
-        yield culprit.raised
-    yield _cause([r for r in exceptions if r.rank is not None and r.rank == rank])
-    yield _cause([r for r in exceptions if rank is None or r.rank is None])
-    if culprit is None:
+def _causes(log: str, culprit: Failure, exceptions: list[Failure], *, cut: bool) -> Iterator[Failure]:
+    """What may have ended the culprit, the most certain first. An exception of another rank does not explain it.
+
+    cut: whether no row of a table is left.
+    """
+    yield culprit
+    yield _cause([r for r in exceptions if r.rank is not None and r.rank == culprit.rank])
+    yield _cause([r for r in exceptions if culprit.rank is None or r.rank is None])
+    if cut:
         yield _cause(raised(_cut_table(log)))
     yield _cut_line(log)
     yield _interpreter_error(log)
 
 
-def _cause(exceptions: list[Raised]) -> Raised | None:
+def _cause(exceptions: list[Failure]) -> Failure:
     """The last that is no symptom; where all are, the last."""
-    return next((r for r in reversed(exceptions) if not r.symptom), exceptions[-1] if exceptions else None)
+    return next((r for r in reversed(exceptions) if not r.symptom), exceptions[-1] if exceptions else Failure())
 
 
-def _culprit_order(row: Ended, exceptions: Iterable[Raised]) -> tuple[bool, bool]:
-    """The culprit comes first. torchrun stops the others with SIGTERM, and looks ten times a second: it orders two that
-    failed in between by their number, so that what it calls the root cause may be a symptom."""
-    own = row.raised or _cause([r for r in exceptions if r.rank is not None and r.rank == row.rank])
-    symptom = own is not None and own.symptom
-    return (symptom or row.exit_code in (143, rules.RESUMABLE_EXIT_CODE), not row.root)
+def _has_followed(row: Failure, exceptions: list[Failure]) -> bool:
+    """Whether it may have failed because of another one. torchrun stops the others with SIGTERM, and checks ten times a
+    second: it orders two that failed in between by their number, so that what it calls the root cause may be a symptom.
+    """
+    own = row if row.exception else _cause([r for r in exceptions if r.rank is not None and r.rank == row.rank])
+    return own.symptom or row.exit_code in (143, rules.RESUMABLE_EXIT_CODE)
 
 
-def _row(root: bool, fields: dict[str, str]) -> Ended | None:
-    code = _integer(fields.get("exitcode", ""))
-    if code is None or code == 0:
+def _row(fields: dict[str, str]) -> Failure | None:
+    code = _code(_integer(fields.get("exitcode", "")), "")
+    if code is None:
         return None
-    text = fields.get("traceback", fields.get("msg", ""))
-    found = _cause(raised(text))
     rank = _integer(fields.get("rank", ""))
-    rank = None if rank is None or rank < 0 else rank  # a log may hold any text; there is no rank -1
-    found = None if found is None else replace(found, rank=rank)
-    return Ended(rank, code if code > 0 else 128 - code, root, found)
+    cause = _cause(raised(fields.get("traceback", fields.get("msg", ""))))
+    # A log may hold any text; there is no rank -1.
+    return cause._replace(rank=None if rank is None or rank < 0 else rank, exit_code=code)
+
+
+def _last_match(pattern: re.Pattern[str], exceptions: list[Failure]) -> re.Match[str] | None:
+    return next((match for r in reversed(exceptions) if (match := pattern.search(r.exception))), None)
 
 
 def _cut_table(log: str) -> str:
@@ -292,29 +262,25 @@ def _cut_table(log: str) -> str:
     lines = log.rstrip().splitlines()
     if not lines or not _BORDER.match(lines[-1]):
         return ""
-    return "\n".join(_indented(lines[1:-1]))
+    return "\n".join(line.removeprefix("  ") for line in lines[1:-1] if line.startswith("  "))
 
 
-def _indented(lines: Iterable[str]) -> Iterator[str]:
-    return (line.removeprefix("  ") for line in lines if line.startswith("  "))
-
-
-def _cut_line(log: str) -> Raised | None:
+def _cut_line(log: str) -> Failure:
     """A peer's complaint whose head is cut off: gloo's line and torchrun's table are just longer than 2 kB."""
     line = log.partition("\n")[0]
-    if rules.SYMPTOMS.search(line) and _TORCHS_OWN.search(line):
-        return Raised(f"…{line}", symptom=True)
-    return None
+    is_complaint = rules.SYMPTOMS.search(line) and _TORCHS_OWN.search(line)
+    return Failure(exception=f"…{line}", symptom=True) if is_complaint else Failure()
 
 
-def _interpreter_error(log: str) -> Raised | None:
+def _interpreter_error(log: str) -> Failure:
     """`python nowhere.py` prints a line of its own and raises nothing; so does the container runtime."""
-    lines = (_PREFIX.sub("", line[:LINE_MAX]) for line in log.splitlines())
-    found = next((line for line in lines if _INTERPRETER.search(line) and rules.CANNOT_EVER_START.match(line)), None)
-    return None if found is None else Raised(found.strip())
+    lines = (PREFIX.sub("", line[:LINE_MAX]) for line in log.splitlines())
+    errors = (line for line in lines if _INTERPRETER.search(line) and rules.CANNOT_EVER_START.match(line))
+    return Failure(exception=next(errors, "").strip())
 
 
 def _message(text: str) -> tuple[Message | None, str]:
+    text = clean(text[-READ_MAX:])
     first, _, rest = text.partition("\n")
     try:
         written = msgspec.json.decode(first.encode(), type=dict[str, Any])
@@ -324,13 +290,9 @@ def _message(text: str) -> tuple[Message | None, str]:
         return None, text
     if type(written.get("ddpjob")) is not int or written["ddpjob"] != 1:
         return None, text
-    # Again: JSON has made characters of \u001b that were none when the text was cleaned.
+    # Again, because JSON has decoded \u001b, which was harmless when the text was cleaned, into an escape character.
     failure = failure._replace(exception=clean(failure.exception), traceback=clean(failure.traceback))
     return Message(failure, ended=written.get("ended") is True, agent=agent), rest
-
-
-def _clean(text: str) -> str:
-    return clean(text[-READ_MAX:])
 
 
 def _code(exit_code: int | None, signal: str) -> int | None:
@@ -341,15 +303,6 @@ def _code(exit_code: int | None, signal: str) -> int | None:
     return exit_code if exit_code > 0 else 128 - exit_code
 
 
-def _spawned(exceptions: list[Raised]) -> int | None:
-    found = next((m for r in reversed(exceptions) if (m := _SPAWNED.search(r.line))), None)
-    return None if found is None else _code(int(found[1]) if found[1] else None, found[2] or "")
-
-
-def _number(found: re.Match[str] | None) -> int | None:
-    return int(found[1]) if found else None
-
-
 def _integer(text: str) -> int | None:
-    found = re.match(r"-?\d{1,9}\b", text)
-    return int(found[0]) if found else None
+    match = re.match(r"-?\d{1,9}\b", text)
+    return int(match[0]) if match else None

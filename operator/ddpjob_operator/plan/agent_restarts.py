@@ -24,7 +24,7 @@ from ddpjob_operator.pods import naming
 def newest(mine: Mapping[int, Pod], deleted_pods: Mapping[int, Pod], seen: Observed) -> Agent | None:
     """The newest account of node 0's agent: its report, or its termination message where it could not report."""
     first = mine.get(0) or deleted_pods.get(0)
-    message = termination_message.left(first.trainer.message) if first is not None and first.ended else None
+    message = termination_message.read_message(first.trainer.message) if first is not None and first.ended else None
     agents = [agent for agent in (seen.agent, message.agent if message is not None else None) if agent is not None]
     # `max` takes the first of two with the same counts: the report, because it has the failures behind them.
     return max(agents, key=lambda a: (a.replacement, a.restarts.total), default=None)

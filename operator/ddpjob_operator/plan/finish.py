@@ -1,4 +1,4 @@
-"""What is written and sent of a decision: conditions, columns, redacted texts, events; progress now and then."""
+"""What of a decision is written and sent: conditions, columns, redacted texts, events; progress at intervals."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def finish(view: View, decision: Decision) -> Plan:
 def throttle(
     old: api.Status, new: api.Status, settings: Settings, now: dt.datetime
 ) -> tuple[api.Status, dt.datetime | None]:
-    """Progress alone is written now and then; with any other change it is written at once."""
+    """Progress alone is written every progress_write_seconds; with any other change it is written at once."""
     if old.progress is None or new.progress is None or old.progress.updated >= new.progress.updated:
         return new if old.progress is None or new.progress is None else replace(new, progress=old.progress), None
     due = old.progress.updated + dt.timedelta(seconds=settings.progress_write_seconds)
@@ -73,7 +73,7 @@ def throttle(
 
 
 def _document(view: View, old: api.Status, status: api.Status) -> api.Status:
-    """With what follows from the rest: printer columns, conditions, generation."""
+    """The status with what follows from the rest of it: printer columns, conditions, generation."""
     job = view.job
     new = replace(
         status,

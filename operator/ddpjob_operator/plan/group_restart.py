@@ -24,7 +24,7 @@ from ddpjob_operator.observed import stall
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import pending
 from ddpjob_operator.plan.actions import Decision, DeletePod, EndPod, restart_grace_seconds
-from ddpjob_operator.plan.settlement import Settled, failure_of, launched, rank_of, settle, with_last_step, with_limit
+from ddpjob_operator.plan.settlement import Settled, context, failure_of, settle, with_last_step, with_limit
 from ddpjob_operator.plan.transitions import enter, new_attempt, with_failure
 from ddpjob_operator.plan.view import View, name_pods
 
@@ -139,14 +139,7 @@ def _failed(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failur
     if failed := view.failed(status):
         # The operator has requested no deletion in this attempt: who else did may explain what failed.
         pods = [*failed, *(p for p in view.active if p.deletion_requested_at is not None)]
-        failure = root_cause.root_cause(
-            status.attempt,
-            pods,
-            rank_of(view),
-            view.now,
-            keep_log_tail=view.settings.keep_log_tail,
-            launched=launched(view, status),
-        )
+        failure = root_cause.root_cause(context(view, status), pods)
         yield reasons.RANK_FAILED, with_limit(view, with_last_step(status, failure))
 
 

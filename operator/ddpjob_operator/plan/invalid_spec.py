@@ -28,7 +28,7 @@ _WHOLE: frozenset[Path] = frozenset(((), ("spec",)))
 
 
 def sentence(problems: Sequence[Problem]) -> str:
-    """All that is wrong, one after the other."""
+    """All problems in one sentence."""
     return "; ".join(str(p) for p in problems)
 
 
@@ -46,14 +46,14 @@ def keeps_pods_from_being_made(problems: Sequence[Problem]) -> bool:
 
 
 def remark(problems: Sequence[Problem], *, goes_on: bool = True) -> str:
-    """What the message of a job adds that goes on all the same."""
+    """What the message of a job that goes on nevertheless says in addition."""
     text = sentence(problems)
     cut = text if len(text) <= _SENTENCE_MAX else text[:_SENTENCE_MAX] + "…"
     return f"the spec is invalid ({cut})" + ("; the job goes on as it was" if goes_on else "")
 
 
 def with_remark(status: api.Status, problems: Sequence[Problem]) -> api.Status:
-    """The status with the remark, where something goes on and the status does not explain it anyhow."""
+    """The status with the remark, unless its reason is the spec already or nothing goes on."""
     if not problems or is_explained(status):
         return status
     text = remark(problems, goes_on=status.state != "Suspended")

@@ -64,7 +64,7 @@ def _a_first_pod_waits(status: api.Status, waiting: set[int]) -> bool:
 
 def _group_ended(pod: Pod) -> bool:
     """Whether its agent ended because the group did: then no restart in place follows, and its peers end as well."""
-    message = termination_message.left(pod.trainer.message)
+    message = termination_message.read_message(pod.trainer.message)
     return message is not None and message.ended
 
 

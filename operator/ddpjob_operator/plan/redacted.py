@@ -1,4 +1,4 @@
-"""The one gate for text on its way into a status or an Event: `plan` lets everything through it, in every shell.
+"""The one place where text on its way into a status or an Event is cleaned and masked: `plan` sends all through it.
 
 What is for people (sentences, exceptions, logs, metrics) is cleaned and masked (redaction.py); names that machines read
 stay as they are.
@@ -12,15 +12,13 @@ from dataclasses import replace as replaced
 from msgspec.structs import replace
 
 from ddpjob_operator.failures.redaction import clean, mask, shown
+from ddpjob_operator.failures.root_cause import EXCEPTION_MAX, LOG_TAIL_MAX, WORD_MAX
 from ddpjob_operator.job import api
 from ddpjob_operator.observed.reports import METRIC_LENGTH_MAX
 from ddpjob_operator.plan.actions import Event
 from ddpjob_operator.plan.transitions import MESSAGE_MAX
 
-LINE_MAX = 300
-WORD_MAX = 128
 CONDITION_MAX = 1024
-LOG_TAIL_MAX = 2048
 
 
 def status(new: api.Status) -> api.Status:
@@ -30,8 +28,8 @@ def status(new: api.Status) -> api.Status:
         message=shown(new.message, MESSAGE_MAX),
         progress=_progress(new.progress),
         last_failure=_failure(new.last_failure),
-        failures=[replace(line, message=shown(line.message, LINE_MAX)) for line in new.failures],
-        avoided_nodes=[replace(node, message=shown(node.message, LINE_MAX)) for node in new.avoided_nodes],
+        failures=[replace(line, message=shown(line.message, EXCEPTION_MAX)) for line in new.failures],
+        avoided_nodes=[replace(node, message=shown(node.message, EXCEPTION_MAX)) for node in new.avoided_nodes],
         conditions=[replace(one, message=shown(one.message, CONDITION_MAX)) for one in new.conditions],
     )
 
@@ -55,6 +53,6 @@ def _failure(failure: api.Failure | None) -> api.Failure | None:
         failure,
         reason=shown(failure.reason, WORD_MAX),
         signal=shown(failure.signal, WORD_MAX),
-        exception=shown(failure.exception, LINE_MAX),
+        exception=shown(failure.exception, EXCEPTION_MAX),
         log_tail=mask(clean(failure.log_tail))[:LOG_TAIL_MAX],
     )

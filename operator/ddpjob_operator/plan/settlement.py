@@ -70,18 +70,15 @@ def _cause(view: View, status: api.Status, first: api.Failure) -> tuple[api.Fail
     """The cause by all that is known now: the failure recorded first, and every pod that has failed, gone or not."""
     lost = [rank for rank, pod in view.pods.items() if pod.uid in view.lost_by_node]
     failure, failure_class = root_cause.settle(
+        context(view, status),
         first,
         view.failed(status),
-        rank_of(view),
-        view.now,
         stepped=status.first_step_time is not None or _ran_seconds(view, status) >= budget.RESET_AFTER_SECONDS,
         trained=_has_trained_before(status),
         nodes=view.spec.nodes,
-        keep_log_tail=view.settings.keep_log_tail,
         lost=[failure_of(view, status, rank, root_cause.NODE_LOST) for rank in lost],
         early=_completed_early(view, status),
         steps={rank: tracker.step for rank, tracker in view.trackers.items()},
-        launched=launched(view, status),
     )
     failure = with_limit(view, _with_log(view, failure))
     return replace(with_last_step(status, failure), failure_class=""), failure_class
@@ -100,7 +97,9 @@ def _with_log(view: View, failure: api.Failure) -> api.Failure:
 def _slow_nodes(view: View) -> list[str]:
     """The cluster nodes that the pre-flight has found bad."""
     pods = view.known_pods
-    ended = [message for p in pods.values() if p.ended and (message := termination_message.left(p.trainer.message))]
+    ended = [
+        message for p in pods.values() if p.ended and (message := termination_message.read_message(p.trainer.message))
+    ]
     ranks = {rank for message in ended for rank in message.failure.bad_nodes}
     return sorted({pods[rank].node for rank in ranks if rank in pods and pods[rank].node})
 
@@ -201,13 +200,15 @@ def failure_of(view: View, status: api.Status, node_rank: int, reason: str) -> a
     return with_last_step(status, failure)
 
 
-def launched(view: View, status: api.Status) -> root_cause.Launched:
-    """What is known of how the ranks were started."""
+def context(view: View, status: api.Status) -> root_cause.Context:
+    """What is known of the attempt beside its pods."""
     port = status.master_addr.rpartition(":")[2]
     found = launcher.find(launcher.command_of(view.spec.template))
-    return root_cause.Launched(int(port) if port.isdecimal() else None, found is not None and found.name != "ddprun")
-
-
-def rank_of(view: View) -> root_cause.RankOf:
-    """The rank of each node's only process."""
-    return lambda node_rank: topology.rank_of_node(view.spec, node_rank)
+    return root_cause.Context(
+        attempt=status.attempt,
+        rank_of=lambda node_rank: topology.rank_of_node(view.spec, node_rank),
+        now=view.now,
+        keep_log_tail=view.settings.keep_log_tail,
+        port=int(port) if port.isdecimal() else None,
+        torchrun=found is not None and found.name != "ddprun",
+    )

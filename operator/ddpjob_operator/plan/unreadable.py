@@ -29,8 +29,8 @@ def is_reported(raw: Mapping[str, Any]) -> bool:
     """Whether the status reports already that it cannot be read."""
     status = raw.get("status")
     conditions = status.get("conditions") if isinstance(status, Mapping) else None
-    found = [c for c in conditions if _is_accepted(c)] if isinstance(conditions, list) else []
-    return any(c.get("reason") == reasons.UNREADABLE_STATUS.name for c in found)
+    accepted = [c for c in conditions if _is_accepted(c)] if isinstance(conditions, list) else []
+    return any(c.get("reason") == reasons.UNREADABLE_STATUS.name for c in accepted)
 
 
 def event(why: str) -> Event:

@@ -1,24 +1,13 @@
 """A failure: what a rank, an agent and the operator know of it, and which of several is the root cause.
 
-Standard library only and cheap to import, because an agent that starts a job waits for it.
+Standard library only and cheap to import, because a job starts only when its agent has imported it.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-
-if TYPE_CHECKING:
-    from typing import Protocol
-
-    class HasPrecedence(Protocol):
-        """What can be a root cause."""
-
-        @property
-        def precedence(self) -> Precedence:
-            """Which of several explains the others."""
-
+from typing import Any, NamedTuple
 
 # EX_TEMPFAIL of sysexits.h. A group that was asked to stop has saved at one agreed step; those of its ranks whose own
 # pod was not asked must end with something other than 0, or they would count as completed.
@@ -59,16 +48,8 @@ class Precedence(enum.IntEnum):
     """The operator stopped it."""
 
 
-F = TypeVar("F", bound="HasPrecedence")
-
-
-def root_cause(failures: Iterable[F]) -> F:
-    """The failure that explains the others: the first of the strongest precedence. failures: as they were seen."""
-    return min(failures, key=lambda failure: failure.precedence)
-
-
 class Failure(NamedTuple):
-    """How a rank, or a node as a whole, has failed, as far as it is known in its pod."""
+    """How a rank, or a node as a whole, has failed."""
 
     rank: int | None = None
     """The global rank. None: a node as a whole."""
@@ -93,7 +74,7 @@ class Failure(NamedTuple):
     early: bool = False
     """Whether it ended with 0 while others still waited for it."""
     vanished: bool = False
-    """Whether the connection to the node's agent is lost."""
+    """Whether its node, its pod or the connection to its agent is gone without a report."""
     unstarted: bool = False
     """Whether the process could not be started."""
     preflight: bool = False
@@ -103,13 +84,24 @@ class Failure(NamedTuple):
     traceback: str = ""
     """Its last lines."""
     failure_class: str = ""
-    """What an agent has found it to be (rules.Class)."""
+    """The rules.Class that an agent has given it."""
     charged_to: str = ""
-    """The budget that an agent has charged for it (rules.Budget)."""
+    """The budget that an agent has charged for it."""
+    # What Kubernetes knows of the pod; only the operator sets it, and no process sends it.
+    container_reason: str = ""
+    """Of the container's status: OOMKilled, Error, StartError."""
+    pod_reason: str = ""
+    """Of the pod's status: Evicted."""
+    pod_message: str = ""
+    """The sentence with it."""
+    disruption: str = ""
+    """The reason of the pod's condition DisruptionTarget: PreemptionByScheduler."""
+    deletion_requested: bool = False
+    """Whether the pod's deletion was requested before it ended."""
 
     @property
     def precedence(self) -> Precedence:
-        """As far as the process shows it; the operator knows more of its pod."""
+        """By what the process shows alone; root_cause.py of the operator adds what Kubernetes knows of the pod."""
         if self.bad_nodes:
             return Precedence.NODE
         if self.exception.startswith(KILLED_BY_KERNEL):
@@ -169,6 +161,11 @@ def _nodes(value: Any) -> tuple[int, ...] | None:
     return tuple(value) if are_ranks and len(value) <= BAD_NODES_MAX else None
 
 
+def root_cause(failures: Iterable[Failure]) -> Failure:
+    """The failure that explains the others: the first of the strongest precedence. failures: as they were seen."""
+    return min(failures, key=lambda failure: failure.precedence)
+
+
 _KEYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "rank": ("rank", lambda value: _number(value, 0, 2**31)),
     "nodeRank": ("node_rank", lambda value: _number(value, 0, 2**31)),
@@ -177,13 +174,7 @@ _KEYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "exception": ("exception", lambda value: _text(value, EXCEPTION_MAX)),
     "step": ("step", lambda value: _number(value, 0, 2**53)),
     "time": ("time", _seconds),
-    "resumable": ("resumable", _flag),
-    "symptom": ("symptom", _flag),
-    "stalled": ("stalled", _flag),
-    "early": ("early", _flag),
-    "vanished": ("vanished", _flag),
-    "unstarted": ("unstarted", _flag),
-    "preflight": ("preflight", _flag),
+    **{name: (name, _flag) for name in "resumable symptom stalled early vanished unstarted preflight".split()},
     "badNodes": ("bad_nodes", _nodes),
     "traceback": ("traceback", lambda value: _text(value, TRACEBACK_MAX)),
     "class": ("failure_class", lambda value: _text(value, 16)),

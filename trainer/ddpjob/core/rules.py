@@ -1,7 +1,7 @@
-"""What a failure is, and when no other try is worth it; what it costs is in `budget.py`.
+"""The class of a failure, and when another restart is not worth it; what it costs is in `budget.py`.
 
 One place for the operator and for what runs in the pods; how failures rank as causes is in failures.py. Standard
-library only, no I/O, no clock. `classify` names the class of a failure, `judge` charges it to a budget and says
+library only, no I/O, no clock. `classify` names the class of a failure, `judge` charges it to a budget and decides
 whether, and when, the group starts again.
 """
 
@@ -22,13 +22,13 @@ from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE_EXIT_CODE
 
 Class = Literal["application", "outOfMemory", "infrastructure", "stall", "permanent"]
 
-# A job that has never trained, and that something on a node keeps from starting: after so many tries on other nodes it
-# is the job itself.
+# How often a job that has never trained is tried on other nodes when something on a node keeps it from starting; after
+# that, the job itself is the reason.
 STARTS_MAX = 10
-# Nobody saw a node, a pod or a connection go: once that may be the network, the second time it is the script.
+# Lost peers without a lost node, pod or connection: once that may be the network, the second time it is the script.
 PEERS_LOST_FREE = 1
 
-# What a rank raises when its peer is gone: true, and not the reason. Seen with torch 2.13 on gloo; the NCCL lines are
+# What a rank raises when its peer is gone, which is no root cause. Seen with torch 2.13 on gloo; the NCCL lines are
 # from its documentation and were not run here (docs/measured.md, failures).
 SYMPTOMS = re.compile(
     r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Connection was likely closed"
@@ -39,7 +39,7 @@ SYMPTOMS = re.compile(
     r"|NCCL communicator was aborted|ncclRemoteError|ncclSystemError",
     re.IGNORECASE,
 )
-# Only torch speaks of peers: a database that refuses a connection is a ConnectionRefusedError, and no lost rank.
+# Only torch's errors are about peers: a database that refuses a connection is a ConnectionRefusedError.
 FROM_TORCH = re.compile(r"(?:\w+(?:\.|::))*(?:RuntimeError|Dist\w*Error|Rendezvous\w*Error)\b|gloo::|c10d?::")
 # torch's, Python's, and the agent's of a SIGKILL by the kernel (agent/oom_kills.py).
 OUT_OF_MEMORY = re.compile(
@@ -53,7 +53,7 @@ DEVICE = re.compile(
 )
 CANNOT_EVER_START = re.compile(
     r"^(?:ModuleNotFoundError|ImportError|SyntaxError|IndentationError|TabError)\b"
-    # The interpreter's own words: `python nowhere.py`, `python -m nowhere`.
+    # The interpreter's own messages: `python nowhere.py`, `python -m nowhere`.
     r"|^\S*python[\w.]*: (?:can't open file '|can't find '__main__' module in '|No module named )"
     r"|^\S*python[\w.]*: Error while finding module specification for '"
     # runc's and crun's, in the container's log: an image for another architecture, or an entry point that is none.
@@ -66,14 +66,14 @@ NO_SUCH_BACKEND = re.compile(
 )
 ADDRESS_IN_USE = re.compile(r"EADDRINUSE|\[Errno 98\]|address already in use", re.IGNORECASE)
 _PORT = re.compile(r"\bport[: ]+(\d{1,5})\b|\('[^']*', (\d{1,5})\)|:(\d{1,5})\b(?= .*in use)", re.IGNORECASE)
-# The kubelet's and the node controller's words for a pod that it ended for the node's sake.
+# The kubelet's and the node controller's reasons for a pod that was ended because of its node.
 NODE_REASONS = frozenset(
     "Evicted NodeLost NodeShutdown Shutdown Terminated Preempting NodeAffinity UnexpectedAdmissionError "
     "SupervisorLost".split()
 )
-# The word for a pod whose own activeDeadlineSeconds, the template's, are over: the next pod meets them as well.
+# Of a pod whose activeDeadlineSeconds, from the template, are over: the next pod would end so as well.
 POD_DEADLINE = "DeadlineExceeded"
-# What containerd and the kubelet write for a container that they have lost: its node was rebooted.
+# The reasons of containerd and the kubelet for a container that they have lost: its node was rebooted.
 LOST_CONTAINER = frozenset(("Unknown", "ContainerStatusUnknown"))
 START_REASONS = frozenset(("StartError", "ContainerCannotRun", "CreateContainerConfigError"))
 _CLASS_OF: dict[Action, Class] = {"FailJob": "permanent", "Ignore": "infrastructure", "Count": "application"}
@@ -82,36 +82,12 @@ OWN_LIMIT = re.compile(r"exceeds the (?:total )?limit|exceeded its local ephemer
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What is known of the end of one process or pod; all of it may be missing. `classify` goes by it."""
-
-    exit_code: int | None = None
-    """Of the culprit rank where it is known, else of the container; 128 + n where signal n ended it."""
-    reason: str = ""
-    """The kubelet's word for the container: OOMKilled, Error, StartError."""
-    pod_reason: str = ""
-    """The pod's own reason: Evicted."""
-    pod_message: str = ""
-    """The sentence with it."""
-    disruption: str = ""
-    """The reason of its condition DisruptionTarget: PreemptionByScheduler."""
-    exception: str = ""
-    """The exception's line."""
-    deletion_requested: bool = False
-    """Whether its deletion was requested before it ended."""
-    vanished: bool = False
-    """Whether its pod, or its node, is gone without a report."""
-    stalled: bool = False
-    """Whether it was stopped because it made no step."""
-
-
-@dataclass(frozen=True)
 class Verdict:
     """What follows from a failure."""
 
     restart: bool
     history: History
-    """restart: with this failure in it; else as it was, for it counts restarts."""
+    """restart: with this failure in it; else unchanged, because it counts restarts."""
     charged_to: ChargedTo | None
     """None: no budget; it is permanent."""
     wait_seconds: int = 0
@@ -120,45 +96,40 @@ class Verdict:
     """not restart: why."""
 
 
-def evidence(failure: Failure) -> Evidence:
-    """What `classify` goes by, of a failure as its pod knows it."""
-    f = failure
-    return Evidence(exit_code=f.exit_code, exception=f.exception, vanished=f.vanished, stalled=f.stalled)
-
-
-def classify(evidence: Evidence) -> Class:
+def classify(failure: Failure) -> Class:
     """The class of a failure that is not the mere symptom of another one.
 
-    Kubernetes' and the kernel's own findings come first: a process that is ended from outside may say anything.
+    What Kubernetes and the kernel report comes first, because a process that is ended from outside may print anything.
     """
-    e = evidence
-    if e.stalled:
+    f = failure
+    if f.stalled:
         return "stall"
-    if e.reason == "OOMKilled":
+    if f.container_reason == "OOMKilled":
         return "outOfMemory"
-    if e.pod_reason == POD_DEADLINE:
+    if f.pod_reason == POD_DEADLINE:
         return "application"
-    if from_outside(e):
+    if from_outside(f):
         return "infrastructure"
-    if e.reason in START_REASONS or e.exit_code in CANNOT_RUN:
-        return "infrastructure" if DEVICE.search(e.exception) else "permanent"
-    if NO_SUCH_BACKEND.search(e.exception):
+    if f.container_reason in START_REASONS or f.exit_code in CANNOT_RUN:
+        return "infrastructure" if DEVICE.search(f.exception) else "permanent"
+    if NO_SUCH_BACKEND.search(f.exception):
         return "permanent"
-    if OUT_OF_MEMORY.search(e.exception):
+    if OUT_OF_MEMORY.search(f.exception):
         return "outOfMemory"
-    if e.exit_code in (RESUMABLE_EXIT_CODE, 143) or DEVICE.search(e.exception):
+    if f.exit_code in (RESUMABLE_EXIT_CODE, 143) or DEVICE.search(f.exception):
         return "infrastructure"
     return "application"
 
 
-def from_outside(e: Evidence) -> bool:
-    """Whether it was ended by what is not in it: its node, an eviction, somebody's delete."""
-    killed = e.disruption or e.deletion_requested or e.vanished or e.reason in LOST_CONTAINER
-    return bool(killed) or _ended_by_its_node(e)
+def from_outside(f: Failure) -> bool:
+    """Whether something outside the pod ended it: its node, an eviction, a deletion."""
+    if f.disruption or f.deletion_requested or f.vanished or f.container_reason in LOST_CONTAINER:
+        return True
+    return is_of_node(f.pod_reason) and not OWN_LIMIT.search(f.pod_message)
 
 
 def is_of_node(pod_reason: str) -> bool:
-    """Whether a pod's reason says that it was ended for the sake of its node."""
+    """Whether a pod's reason means that it was ended because of its node."""
     return pod_reason in NODE_REASONS or pod_reason.startswith(("OutOf", "Outof"))
 
 
@@ -170,17 +141,18 @@ def is_symptom(exception: str) -> bool:
     return FROM_TORCH.match(exception) is not None and SYMPTOMS.search(exception) is not None
 
 
-def cannot_start(reason: str, exit_code: int | None, exception: str) -> bool:
+def cannot_start(f: Failure) -> bool:
     """Whether none of the user's own code ran: the container, the program or a module is not there."""
-    return reason in START_REASONS or exit_code in CANNOT_RUN or CANNOT_EVER_START.search(exception) is not None
+    has_not_started = f.container_reason in START_REASONS or f.exit_code in CANNOT_RUN
+    return has_not_started or CANNOT_EVER_START.search(f.exception) is not None
 
 
 def port_in_use(exception: str) -> int | None:
     """The port that an exception says is in use; 0 where it does not say which, None where it says no such thing."""
     if not ADDRESS_IN_USE.search(exception):
         return None
-    found = _PORT.search(exception)
-    return int(next(group for group in found.groups() if group)) if found else 0
+    match = _PORT.search(exception)
+    return int(next(group for group in match.groups() if group)) if match else 0
 
 
 def ended_early(step: int | None, peer: str, peers_step: int | None) -> str:
@@ -195,40 +167,33 @@ def ended_early(step: int | None, peer: str, peers_step: int | None) -> str:
 
 
 def with_policy(
-    found: Class, exit_code: int | None, rules: Sequence[PolicyRule], *, from_outside: bool = False
+    failure_class: Class, exit_code: int | None, rules: Sequence[PolicyRule], *, from_outside: bool = False
 ) -> Class:
-    """The class after the user's rules; the first that matches decides. They speak of exit codes, and so of all that a
-    process did by itself, also of what is free without them: an eviction stays one, and so does a stall."""
-    if from_outside or found == "stall":
-        return found
+    """The class after the user's failurePolicy; the first rule that matches decides. Rules are about exit codes, hence
+    about what a process did by itself, also where that costs nothing without them; an eviction and a stall stay so."""
+    if from_outside or failure_class == "stall":
+        return failure_class
     rule = next((r for r in rules if r.matches(exit_code)), None)
-    if rule is None:
-        return found
-    return _CLASS_OF[rule.action]
+    return failure_class if rule is None else _CLASS_OF[rule.action]
 
 
-def of_complaints(found: Class, history: History, attempt: Attempt) -> Class:
+def of_complaints(failure_class: Class, history: History, attempt: Attempt) -> Class:
     """The class of an attempt by what came before: complaints about lost peers alone are free once, until the job has
-    made a new step. Uneven data, a collective that only some ranks call: the commonest mistakes end so, every time."""
+    made a new step, because the commonest mistakes (uneven data, a collective that only some ranks call) end so every
+    time."""
     before = 0 if attempt.made_a_new_step else history.peers_lost
-    if found == "infrastructure" and attempt.only_complaints and before >= PEERS_LOST_FREE:
+    if failure_class == "infrastructure" and attempt.only_complaints and before >= PEERS_LOST_FREE:
         return "application"
-    return found
+    return failure_class
 
 
-def judge(found: Class, history: History, attempt: Attempt, limits: Limits, now: dt.datetime) -> Verdict:
-    """Charge a failure, and say whether the group starts again."""
-    if found == "permanent":
+def judge(failure_class: Class, history: History, attempt: Attempt, limits: Limits, now: dt.datetime) -> Verdict:
+    """Charge a failure, and decide whether the group starts again."""
+    if failure_class == "permanent":
         return Verdict(False, history, None, stop="PermanentFailure")
-    to: ChargedTo = "application" if found == "outOfMemory" else found
+    to: ChargedTo = "application" if failure_class == "outOfMemory" else failure_class
     after = budget.charge(to, history, attempt, limits, now)
     stop = budget.exhausted(to, after, attempt, limits, now)
     if stop:
         return Verdict(False, history, to, stop=stop)
     return Verdict(True, after, to, wait_seconds=budget.back_off_seconds(after.in_a_row))
-
-
-def _ended_by_its_node(e: Evidence) -> bool:
-    if OWN_LIMIT.search(e.pod_message):
-        return False
-    return is_of_node(e.pod_reason)

@@ -51,17 +51,17 @@ def tell(error: BaseException) -> None:
         # `except ValueError: sys.exit(1)`, which is also how torch.multiprocessing.spawn ends a child.
         cause = (error.__context__ or error) if isinstance(error, SystemExit) else error
         if _is_symptom(cause):
-            # The kubelet takes the end of the log only where this file is empty, and torchrun's table in it names the
-            # rank of this pod that crashed without a word.
+            # The kubelet takes the end of the log only where this file is empty, and torchrun's table there names the
+            # rank of this pod that crashed without an exception.
             return
-        trace = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__, limit=-FRAMES_MAX))
+        trace = "".join(traceback.format_exception(cause, limit=-FRAMES_MAX))
         signal = "SIGINT" if isinstance(error, KeyboardInterrupt) else ""
         exception = exit_sentence(error) or exception_line(cause)
         _leave(_of_rank()._replace(exit_code=code, signal=signal, exception=exception, traceback=trace))
 
 
 def tell_stopped(step: int) -> None:
-    """Write that this process was told to stop and has saved this step; never raises."""
+    """Write that this process was asked to stop and has saved this step; never raises."""
     with contextlib.suppress(Exception):
         _leave(_of_rank()._replace(exit_code=rules.RESUMABLE_EXIT_CODE, step=step, resumable=True))
 
@@ -82,7 +82,7 @@ def tell_unfit(rank: int, exception: str, bad_nodes: list[int]) -> None:
 
 
 def ending() -> BaseException | None:
-    """The exception by which this process ends, in what runs at its exit; sys.exit() of a script is not to be seen."""
+    """The exception by which this process ends, for what runs at its exit; sys.exit() of a script is not visible."""
     error = sys.exc_info()[1]  # multiprocessing: still on its way
     return error if error is not None else getattr(sys, "last_value", None)  # printed by the interpreter before atexit
 
@@ -101,11 +101,9 @@ def exit_code(error: BaseException) -> int:
 def exception_line(error: BaseException) -> str:
     """ValueError: no such shard: 7"""
     kind = type(error)
-    name = (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
     text = _text(error).strip().split("\n", 1)[0]
-    return (f"{name}: {text}" if text else name)[:EXCEPTION_MAX]
+    return f"{module}{kind.__qualname__}{': ' if text else ''}{text}"[:EXCEPTION_MAX]
 
 
 def exit_sentence(error: BaseException) -> str:
@@ -119,8 +117,8 @@ def exit_sentence(error: BaseException) -> str:
 
 
 def exit_words(error: SystemExit) -> tuple[str, str]:
-    """How an exit that is none with 0 is told, and what of it stands in the log: nothing where it says no more than its
-    code."""
+    """The line for an exit with another code than 0, and what of it stands in the log; both are empty where the code
+    is all that is known."""
     if exit_code(error) in (0, rules.RESUMABLE_EXIT_CODE):
         return "", ""
     printed = exit_sentence(error)
@@ -131,7 +129,7 @@ def exit_words(error: SystemExit) -> tuple[str, str]:
     cause = error.__context__  # `except ValueError: sys.exit(1)`
     if not isinstance(cause, Exception):
         return "", ""
-    return exception_line(cause), "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
+    return exception_line(cause), "".join(traceback.format_exception(cause))
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -168,7 +166,7 @@ def _is_symptom(error: BaseException) -> bool:
 
 
 def _leave(message: Failure) -> None:
-    """In place, because the file of a pod is a mount of its own: a rename over it fails with EBUSY."""
+    """Written in place, because the file of a pod is a mount of its own: a rename over it fails with EBUSY."""
     path = os.environ["DDPJOB_TERMINATION_LOG"]
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     try:
@@ -191,7 +189,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _stays(written: bytes, message: Failure) -> bool:
-    """Whether what is in the file says more than this message."""
+    """Whether what is in the file explains more than this message."""
     if not written.startswith(b'{"ddpjob"'):
         return bool(written)  # by the script itself
     try:

@@ -401,14 +401,13 @@ class Lead:
         from ddpjob.core import rules
 
         code = failure.exit_code
-        evidence = rules.evidence(failure)
-        found = "infrastructure" if failure.symptom else rules.classify(evidence)
+        found = "infrastructure" if failure.symptom else rules.classify(failure)
         if found == "permanent" and code in CANNOT_RUN:
             found = self._class_of_no_start()
         found = rules.of_complaints(found, history, attempt)
         ignored = any(rule.matches(code) for rule in self._policy)
         is_elsewhere = found == "infrastructure" and code in CANNOT_RUN and not ignored
-        outside = rules.from_outside(evidence) or failure.unstarted
+        outside = rules.from_outside(failure) or failure.unstarted
         return rules.with_policy(found, code, self._policy, from_outside=outside), is_elsewhere
 
     def _class_of_no_start(self) -> rules.Class:
