@@ -39,6 +39,7 @@ test: check ## All tests; those that need a cluster run where KUBECONFIG names o
 
 test-long: install ## What varies the promises of `make test` in hundreds of ways and takes hours: for the night.
 	$(PYTEST) -m long --durations 25
+	$(PYTEST) --quiet --hypothesis-profile night --timeout 1800 tests/property
 
 test-versions: install ## The library's and ddprun's tests with each Python from 3.10 on that is here, torch 2.4 and the newest (gigabytes).
 	$(BIN)/python tests/versions.py

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 
 # A busy machine, or a first run that has all sources to read, is no fault of what is tested.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("night", settings.get_profile("unhurried"), max_examples=1000)  # --hypothesis-profile=night
 settings.load_profile("unhurried")
 
 

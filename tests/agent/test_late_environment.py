@@ -50,7 +50,13 @@ def said(launcher: Launcher, imports: str, *start: str) -> tuple[list[Any], str]
     return [json.loads((launcher.folder / f"said-{r}").read_text()) for r in range(len(SETTINGS))], done.stderr
 
 
-@pytest.mark.parametrize("imports", ["", "from torch.utils.data import DataLoader; import ddpjob; ddpjob.Snapshot"])
+@pytest.mark.parametrize(
+    "imports",
+    [
+        pytest.param("", marks=pytest.mark.long),
+        "from torch.utils.data import DataLoader; import ddpjob; ddpjob.Snapshot",
+    ],
+)
 def test_threads_logs_and_debugging_are_what_the_script_has_asked_for(launcher: Launcher, imports: str) -> None:
     """Results differ by the number of threads, and logs that were asked for are missing."""
     forked, err = said(launcher, imports)

@@ -297,8 +297,15 @@ WORKS = "until = time.monotonic() + 12\n    while time.monotonic() < until: sum(
 END_LIMIT = {"DDPJOB_STALL_TIMEOUT": "3", "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("leave", ["", "dist.destroy_process_group()"])
+@pytest.mark.parametrize(
+    ("nodes", "leave"),
+    [
+        (1, "dist.destroy_process_group()"),
+        (2, ""),
+        pytest.param(1, "", marks=pytest.mark.long),
+        pytest.param(2, "dist.destroy_process_group()", marks=pytest.mark.long),
+    ],
+)
 def test_a_rank_that_hangs_after_its_last_collective_is_found_without_the_library(
     launcher: Launcher, nodes: int, leave: str
 ) -> None:

@@ -43,10 +43,10 @@ def uneven(cli: Cli, command: list[str], nodes: int, nproc: int, script: str = U
     ("command", "nodes", "nproc", "script"),
     [
         (["python", "train.py"], 2, 1, COMPLAINS),
-        (["python", "train.py"], 2, 1, UNEVEN),
+        pytest.param(["python", "train.py"], 2, 1, UNEVEN, marks=pytest.mark.long),
         (["torchrun", "train.py"], 2, 1, UNEVEN),
         (["ddprun", "train.py"], 2, 1, UNEVEN),
-        (["ddprun", "train.py"], 1, 2, UNEVEN),
+        pytest.param(["ddprun", "train.py"], 1, 2, UNEVEN, marks=pytest.mark.long),
     ],
     ids=["python 2x1, no torch", "python 2x1", "torchrun 2x1", "ddprun 2x1", "ddprun 1x2"],
 )

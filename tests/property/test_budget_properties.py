@@ -216,7 +216,7 @@ class Ledger(RuleBasedStateMachine):
 
 
 def test_each_restart_is_counted_once_and_both_sides_together_stay_within_the_limit() -> None:
-    run_state_machine_as_test(Ledger, settings=settings(max_examples=150, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(Ledger, settings=settings(stateful_step_count=30))
 
 
 def story() -> None:

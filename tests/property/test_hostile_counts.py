@@ -33,7 +33,7 @@ def running(**spec: object) -> World:
     return world.running().settle()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(st.lists(AGENTS, min_size=1, max_size=3), st.sampled_from([{}, WINDOWED, {"backoffLimit": 0}]))
 @example([AgentCounts(application=bounds.IN_PLACE_MAX)], WINDOWED)
 @example([AgentCounts(stall=bounds.IN_PLACE_MAX, in_a_row=bounds.IN_PLACE_MAX)], {})
@@ -90,7 +90,6 @@ def test_a_rank_that_the_job_does_not_have_is_not_named_for_an_agents_failure() 
     assert world.job.status.last_failure.rank is None
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=300) | st.text(max_size=300).map(str.encode))
 def test_any_termination_message_is_read(text: bytes) -> None:
     report = termination_message.read(text.decode(errors="surrogateescape"))

@@ -24,7 +24,7 @@ from ddpjob_operator.observed.cluster import Observed
 from ddpjob_operator.observed.reports import BadReportError, read_report
 from ddpjob_operator.plan.plan import plan
 
-FAST = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FAST = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12)
 ANY: Any = st.recursive(
     SCALARS,

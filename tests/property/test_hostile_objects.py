@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from worlds import START, UID, manifest
 
@@ -34,7 +34,6 @@ from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan.plan import plan
 from ddpjob_operator.pods import naming
 
-FAST = settings(max_examples=100, deadline=None)
 NUMBERS = st.integers() | st.sampled_from([0, -1, 2**31, 2**53, 2**63 - 1, 10**11, 10**400])
 DATES = st.sampled_from(
     "2031-03-05T07:11:13Z 9999-12-31T23:59:59Z 0001-01-01T00:00:00Z 12272-12-29T18:23:49Z 2031-03-05 x".split()
@@ -69,7 +68,6 @@ def beyond(year: str, grace: int) -> dict[str, Any]:
     return {"metadata": {"name": "p", "uid": "u"} | metadata}
 
 
-@FAST
 @given(st.fixed_dictionaries({}, optional={"metadata": ANY, "spec": ANY, "status": ANY}) | ANY)
 @example(POISON)
 @example(beyond("9999", 2**63 - 1))
@@ -87,7 +85,6 @@ def test_any_json_is_a_pod_a_service_and_a_node_or_an_error_that_says_so(raw: An
         assert found.rank <= bounds.NODES_MAX
 
 
-@FAST
 @given(ANY, ANY)
 @example({"containerStatuses": [{"name": "trainer", "state": {"terminated": {"exitCode": 2**31 - 1}}}]}, {})
 @example({}, {"deletionTimestamp": "9999-12-31T23:59:59Z", "deletionGracePeriodSeconds": 30})
@@ -109,7 +106,6 @@ def test_a_job_is_planned_whatever_its_pod_says(status: Any, metadata: Any) -> N
     msgspec.json.encode(todo.status)
 
 
-@FAST
 @given(ANY)
 @example({"terminationGracePeriodSeconds": 10**11})
 @example({"nproc": 2**70})

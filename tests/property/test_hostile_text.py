@@ -84,7 +84,7 @@ def ways(text: str) -> Iterator[World]:
     yield agents
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(PIECES)
 def test_whatever_is_said_no_status_and_no_event_holds_what_a_terminal_obeys(text: str) -> None:
     for world in ways(text):

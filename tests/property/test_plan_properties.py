@@ -8,7 +8,7 @@ from dataclasses import replace as replaced
 from typing import Any
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from worlds import START, UID, World, job
@@ -128,7 +128,6 @@ def jobs(draw: st.DrawFn) -> api.DDPJob:
 
 
 @given(jobs(), observed, times)
-@settings(max_examples=400)
 def test_any_world_gives_a_plan_and_the_same_world_the_same_plan(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
@@ -136,7 +135,6 @@ def test_any_world_gives_a_plan_and_the_same_world_the_same_plan(
 
 
 @given(jobs(), observed, times, st.randoms(use_true_random=False))
-@settings(max_examples=300)
 def test_the_order_in_which_things_are_seen_does_not_matter(
     what: api.DDPJob, seen: Observed, now: dt.datetime, shuffle: random.Random
 ) -> None:
@@ -147,7 +145,6 @@ def test_the_order_in_which_things_are_seen_does_not_matter(
 
 
 @given(jobs(), observed, times)
-@settings(max_examples=400)
 def test_nothing_that_belongs_to_someone_else_is_ever_deleted(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
@@ -162,7 +159,6 @@ def test_nothing_that_belongs_to_someone_else_is_ever_deleted(
 
 
 @given(jobs(), observed, times)
-@settings(max_examples=400)
 def test_a_pod_is_deleted_only_for_what_the_status_already_records(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
@@ -179,7 +175,6 @@ def test_a_pod_is_deleted_only_for_what_the_status_already_records(
 
 
 @given(jobs(), observed, times)
-@settings(max_examples=400)
 def test_no_pod_is_created_beside_a_live_one_of_the_same_rank(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
@@ -195,7 +190,6 @@ def test_no_pod_is_created_beside_a_live_one_of_the_same_rank(
 
 
 @given(jobs(), observed, times)
-@settings(max_examples=400)
 def test_what_is_counted_never_shrinks(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
     after = plan(what, seen, now).status
     before = what.status.restarts or api.Restarts()
@@ -205,7 +199,6 @@ def test_what_is_counted_never_shrinks(what: api.DDPJob, seen: Observed, now: dt
 
 
 @given(jobs(), observed, times)
-@settings(max_examples=400)
 def test_attempts_only_grow_and_a_terminal_state_is_final(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
     after = plan(what, seen, now).status
     if after is not None:
@@ -215,7 +208,6 @@ def test_attempts_only_grow_and_a_terminal_state_is_final(what: api.DDPJob, seen
 
 
 @given(jobs(), observed, times)
-@settings(max_examples=300)
 def test_when_a_plan_is_carried_out_and_nothing_else_happens_there_is_soon_nothing_to_do(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
@@ -230,7 +222,6 @@ def test_when_a_plan_is_carried_out_and_nothing_else_happens_there_is_soon_nothi
 
 
 @given(jobs(), observed, times)
-@settings(max_examples=400)
 def test_what_a_plan_writes_is_read_as_it_was_written(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
     """A status that the operator itself cannot read stops its job until somebody fixes it by hand."""
     status = plan(what, seen, now).status
@@ -240,7 +231,6 @@ def test_what_a_plan_writes_is_read_as_it_was_written(what: api.DDPJob, seen: Ob
 
 
 @given(observed, times, st.text(max_size=20))
-@settings(max_examples=100)
 def test_an_invalid_spec_creates_nothing(seen: Observed, now: dt.datetime, why: str) -> None:
     actions = plan(job(), seen, now, problems=[Problem(("spec",), why)]).actions
     assert not [a for a in actions if isinstance(a, (CreatePod, CreateService))]
@@ -272,7 +262,6 @@ FIELDS = [*api.Spec.__struct_fields__, "nprocPerNode", "template", "minNodes", "
         ),
     )
 )
-@settings(max_examples=500)
 def test_whatever_is_applied_is_a_job_or_a_list_of_named_problems_and_never_a_traceback(raw: Any) -> None:
     parsed, problems = validation.parse(raw)
     assert isinstance(parsed, api.DDPJob)
@@ -314,7 +303,6 @@ WRONG_SPECS = st.dictionaries(
 
 
 @given(jobs(), WRONG_SPECS, observed, times)
-@settings(max_examples=200)
 def test_whatever_a_spec_becomes_while_its_job_runs_there_is_a_plan(
     what: api.DDPJob, given_spec: dict[str, Any], seen: Observed, now: dt.datetime
 ) -> None:

@@ -14,7 +14,7 @@ from model_training import Failure
 from scenario import Deed, Scenario
 from simulation import Outcome, simulate
 
-pytestmark = pytest.mark.timeout(900)  # all is computing: a busy machine needs its time
+pytestmark = pytest.mark.timeout(900)  # CPU bound: a busy machine needs longer
 LIVES = {
     "one node trains": Scenario(spec={"nodes": 1}, training_seconds=5),
     "two nodes train": Scenario(training_seconds=5),
@@ -26,6 +26,14 @@ LIVES = {
         launcher="ddprun", training_seconds=9, failures={1: Failure(1, 1.0, 1)}, deeds=(Deed(6, "agent killed"),)
     ),
 }
+# The others are told by these too, in parts: one attempt, two attempts, a deletion (below, with slow requests).
+BY_DAY = (
+    "two nodes, a rank fails once",
+    "two nodes, suspended and resumed",
+    "a node is cut off and comes back",
+    "under ddprun a rank fails, then node 0's agent",
+)
+EACH_LIFE = [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.long) for name in LIVES]
 STALE_VERSIONS = (1, 2, 4, 6, 8, 11)
 STUBBORN = {"sigterm#0": "ignored", "sigterm#1": "ignored"}
 
@@ -48,7 +56,7 @@ def check(life: Scenario, only: dict[str, str]) -> None:
     assert outcome.end == "Succeeded", "\n".join([*outcome.story, f"with {only} it ends {outcome.end}"])
 
 
-@pytest.mark.parametrize("name", LIVES)
+@pytest.mark.parametrize("name", EACH_LIFE)
 def test_any_single_fault_at_any_place_leaves_a_job_that_ends_as_without_it(name: str) -> None:
     undisturbed = simulate(LIVES[name])
     assert not undisturbed.wrong
@@ -74,7 +82,7 @@ def old_states(name: str) -> Iterator[tuple[Scenario, dict[str, str]]]:
                 yield replace(LIVES[name], stale_by=behind), {**faults, **some}
 
 
-@pytest.mark.parametrize("name", LIVES)
+@pytest.mark.parametrize("name", EACH_LIFE)
 def test_an_operator_that_starts_again_after_any_write_and_is_shown_any_old_state_does_no_harm(name: str) -> None:
     for life, faults in old_states(name):
         check(life, faults)
@@ -85,24 +93,25 @@ def test_an_operator_that_believed_its_copy_after_a_start_would_be_found_out() -
         assert any(simulate(life, faults).wrong for life, faults in old_states("two nodes, suspended and resumed"))
 
 
-def requests_that_outlive_their_sender() -> Iterator[tuple[Scenario, dict[str, str]]]:
+def requests_that_outlive_their_sender(seeds: range) -> Iterator[tuple[Scenario, dict[str, str]]]:
     """Each write in turn is slow, and meanwhile its sender dies and the user deletes the job and applies it again."""
     deeds = (Deed(5, "suspend", seconds=60), Deed(5.3, "crash"), Deed(6, "delete and apply"))
-    for seed in range(24):
+    for seed in seeds:
         life = Scenario(seed=seed, spec={"nodes": 1}, training_seconds=30, deeds=deeds)
         undisturbed = simulate(life)
         for number in range(undisturbed.passed["write"]):
             yield life, {**planned(undisturbed), f"write#{number}": "slow"}
 
 
-def test_a_request_that_arrives_after_its_sender_has_died_does_no_harm() -> None:
-    for life, faults in requests_that_outlive_their_sender():
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 24), marks=pytest.mark.long)], ids=str)
+def test_a_request_that_arrives_after_its_sender_has_died_does_no_harm(seeds: range) -> None:
+    for life, faults in requests_that_outlive_their_sender(seeds):
         check(life, faults)
 
 
 def test_a_delete_that_names_no_uid_would_be_found_out() -> None:
     with mutants.delete_without_uid():
-        assert any(simulate(life, faults).wrong for life, faults in requests_that_outlive_their_sender())
+        assert any(simulate(life, faults).wrong for life, faults in requests_that_outlive_their_sender(range(24)))
 
 
 def parts_cut_off() -> Iterator[Scenario]:

@@ -20,8 +20,9 @@ def check(run: Doomed) -> Doomed:
 
 
 @pytest.mark.parametrize("failures", SCRIPTS.values(), ids=SCRIPTS.keys())
-@pytest.mark.parametrize("nodes", [2, 4])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(
+    ("nodes", "seed"), [(2, 1), *(pytest.param(*case, marks=pytest.mark.long) for case in ((2, 2), (4, 1), (4, 2)))]
+)
 def test_a_script_that_can_never_succeed_fails_its_job(failures: dict[int, object], nodes: int, seed: int) -> None:
     """Most of them restarted for ever, without a charge, on GPUs that others wait for."""
     run = check(live(scenario(nodes, seed=seed, failures=failures)))

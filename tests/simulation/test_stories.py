@@ -3,12 +3,11 @@
 The simulation runs the real operator in virtual time, so each story is the same on every machine. A change of the code
 that changes a story shows up as a diff of its file: read it, and if the new one is what users should get, write it with
 
-    DDPJOB_REFRESH_STORIES=1 pytest -n 0 tests/simulation/test_stories.py
+    pytest -n 0 tests/simulation/test_stories.py --refresh-goldens
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -30,10 +29,10 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_the_operator_acts_as_the_story_says(name: str) -> None:
+def test_the_operator_acts_as_the_story_says(name: str, request: pytest.FixtureRequest) -> None:
     lines, path = tell(Simulation(SCENARIOS[name])), STORIES / f"{name}.txt"
     assert len(lines) <= LINES_MAX, "nobody reads a longer one"
-    if os.environ.get("DDPJOB_REFRESH_STORIES"):
+    if request.config.getoption("--refresh-goldens"):
         path.write_text("\n".join(lines) + "\n")
     assert lines == path.read_text().splitlines()
 

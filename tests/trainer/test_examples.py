@@ -160,7 +160,7 @@ def test_digits_reads_97_of_100_unseen_digits_after_ten_epochs(run):
     assert run("digits", 2, *TEN).done["accuracy"] >= 0.97
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 4))])
 def test_digits_learns_the_same_on_any_number_of_processes(run, world_size):
     two, other = run("digits", 2, *TEN), run("digits", world_size, *TEN)
     assert other.done["accuracy"] == two.done["accuracy"]
@@ -168,7 +168,7 @@ def test_digits_learns_the_same_on_any_number_of_processes(run, world_size):
     assert other.done["world_size"] == world_size
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", [4, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3))])
 def test_byte_lm_learns_the_same_on_any_number_of_processes(run, world_size):
     two, other = run("byte_lm", 2, *TINY_LM), run("byte_lm", world_size, *TINY_LM)
     assert other.done["loss"] == pytest.approx(two.done["loss"], abs=2e-6)
@@ -196,7 +196,8 @@ def test_small_micro_batches_change_nothing(run):
 # ---- equal bits, also after an interruption --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", SHORT)
+# The interrupted runs below compare the bits of both by day.
+@pytest.mark.parametrize("script", ["byte_lm", pytest.param("digits", marks=pytest.mark.long)])
 def test_two_runs_at_the_same_world_size_end_with_equal_bits(run, tmp_path, script):
     again = train(tmp_path / "again", script, 2, *SHORT[script])
     assert again.done == run(script, 2, *SHORT[script]).done
