@@ -51,7 +51,7 @@ pods = st.builds(
     uid=st.text(max_size=2),
     owner_uid=st.just("job"),
     attempt=st.just(1),
-    rank=st.integers(0, 3),
+    place=st.integers(0, 3),
     reason=pod_words,
     message=st.text(max_size=10),
     disruption=st.sampled_from(["", "PreemptionByScheduler", "Other"]),
@@ -76,15 +76,15 @@ firsts = st.builds(
 NOW = START + dt.timedelta(seconds=90)
 
 
-def rank_of(node: int) -> int | None:
-    return node if node else None
+def numbers_of(place: int) -> tuple[int | None, int]:
+    return place or None, place
 
 
 @given(firsts, st.lists(pods, max_size=4), st.booleans(), st.none() | st.integers(1, 4))
 def test_any_end_of_an_attempt_has_a_cause_and_a_class(
     first: api.Failure, ended: list[Pod], stepped: bool, nodes: int | None
 ) -> None:
-    failure, found = root_cause.settle(first, ended, rank_of, NOW, stepped=stepped, nodes=nodes)
+    failure, found = root_cause.settle(first, ended, numbers_of, NOW, stepped=stepped, nodes=nodes)
     assert found in get_args(rules.Class)
     assert failure.failure_class == found
     assert len(failure.log_tail.encode()) <= root_cause.LOG_TAIL_MAX
@@ -97,9 +97,9 @@ def test_any_end_of_an_attempt_has_a_cause_and_a_class(
 
 @given(firsts, st.lists(pods, max_size=4), st.randoms(use_true_random=False))
 def test_the_cause_does_not_depend_on_the_order_of_the_pods(first: api.Failure, ended: list[Pod], random: Any) -> None:
-    distinct = list({(p.rank): p for p in ended}.values())
+    distinct = list({p.place: p for p in ended}.values())
     shuffled = random.sample(distinct, len(distinct))
-    a, b = (root_cause.settle(first, some, rank_of, NOW, stepped=False) for some in (distinct, shuffled))
+    a, b = (root_cause.settle(first, some, numbers_of, NOW, stepped=False) for some in (distinct, shuffled))
     assert a == b
 
 
@@ -107,13 +107,13 @@ def test_the_cause_does_not_depend_on_the_order_of_the_pods(first: api.Failure, 
 def test_a_cause_that_is_recorded_is_charged_alike_when_its_pods_are_gone(
     first: api.Failure, ended: list[Pod], nodes: int
 ) -> None:
-    failure, found = root_cause.settle(first, ended, rank_of, NOW, stepped=True, nodes=nodes)
-    assert root_cause.settle(failure, [], rank_of, NOW, stepped=True, nodes=nodes) == (failure, found)
+    failure, found = root_cause.settle(first, ended, numbers_of, NOW, stepped=True, nodes=nodes)
+    assert root_cause.settle(failure, [], numbers_of, NOW, stepped=True, nodes=nodes) == (failure, found)
 
 
 @given(st.lists(pods, min_size=1, max_size=4))
 def test_the_first_sign_is_one_of_the_pods(ended: list[Pod]) -> None:
-    failure = root_cause.root_cause(1, ended, rank_of, NOW)
+    failure = root_cause.root_cause(1, ended, numbers_of, NOW)
     assert failure.pod in {p.name for p in ended}
 
 

@@ -22,6 +22,11 @@ SHARD = "Traceback (most recent call last):\n  ...\nValueError: no such shard: 7
 PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:4242"
 
 
+def numbers_of(place: int) -> tuple[int, int]:
+    """Rank and node rank, where each node has one process."""
+    return place, place
+
+
 def at(seconds: float) -> dt.datetime:
     return START + dt.timedelta(seconds=seconds)
 
@@ -47,12 +52,12 @@ def table(name: str) -> str:
 
 
 def first_sign(*pods: Pod) -> api.Failure:
-    return root_cause.root_cause(1, pods, int, at(60))
+    return root_cause.root_cause(1, pods, numbers_of, at(60))
 
 
 def settled(*pods: Pod, first: api.Failure | None = None, **more: Any) -> tuple[api.Failure, rules.Class]:
     first = first or first_sign(*pods)
-    return root_cause.settle(first, pods, int, at(60), **{"stepped": True, "nodes": 3, **more})
+    return root_cause.settle(first, pods, numbers_of, at(60), **{"stepped": True, "nodes": 3, **more})
 
 
 def recorded(rank: int, reason: str, seconds: float = 20, **more: Any) -> api.Failure:
@@ -421,7 +426,7 @@ def test_the_log_tail_is_the_last_2_kb_without_credentials_and_can_be_off() -> N
     assert len(failure.log_tail.encode()) <= 2048
     assert failure.log_tail.startswith("step ä\n"), "half a line may be half a credential"
     assert failure.log_tail.endswith("HF_TOKEN=***\nthe end")
-    assert root_cause.root_cause(1, [pod(0, said=log)], int, at(0), keep_log_tail=False).log_tail == ""
+    assert root_cause.root_cause(1, [pod(0, said=log)], numbers_of, at(0), keep_log_tail=False).log_tail == ""
     assert settled(pod(0, said=log), keep_log_tail=False)[0].log_tail == ""
 
 

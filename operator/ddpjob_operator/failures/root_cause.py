@@ -30,8 +30,8 @@ CLOCKS_DIFFER = dt.timedelta(seconds=2)
 NODE_CLOCKS_DIFFER = dt.timedelta(seconds=12)
 # How long before its container a rank may have failed: torchrun waits for the others, and a rank for its debugger.
 REPORTED_BEFORE_MAX = dt.timedelta(hours=1)
-RankOf = Callable[[int], "int | None"]
-"""The rank of a node's only process; None where that is not known."""
+NumbersOf = Callable[[int], "tuple[int | None, int]"]
+"""The rank of a place's only process, None where that is not known, and its node rank."""
 
 PEER_LOST, RESUMABLE, STOPPED, GONE, STALLED = "PeerLost", "Resumable", "StoppedFromOutside", "PodGone", "Stalled"
 NODE_LOST = "NodeLost"
@@ -131,7 +131,7 @@ class End:
 def root_cause(
     attempt: int,
     failed: Iterable[Pod],
-    rank_of: RankOf,
+    numbers_of: NumbersOf,
     now: dt.datetime,
     *,
     keep_log_tail: bool = True,
@@ -142,7 +142,7 @@ def root_cause(
     `failed`: at least one pod of the attempt that ended badly, and those that somebody else has told to stop. Ties go
     to the lower rank, so that the answer does not depend on the order of the pods.
     """
-    ends = [_end(attempt, p, rank_of, now, outside=True, tail=keep_log_tail, launched=launched) for p in failed]
+    ends = [_end(attempt, p, numbers_of, now, outside=True, tail=keep_log_tail, launched=launched) for p in failed]
     own = [e for e in ends if e.precedence in (Precedence.OWN, Precedence.UNKNOWN)]
     # What was deleted when something had failed by itself already is not what made that fail.
     earlier = [e for e in ends if not any(e.was_deleted_after(o) for o in own)]
@@ -152,7 +152,7 @@ def root_cause(
 def settle(
     first: api.Failure,
     failed: Sequence[Pod],
-    rank_of: RankOf,
+    numbers_of: NumbersOf,
     now: dt.datetime,
     *,
     stepped: bool,
@@ -177,13 +177,13 @@ def settle(
         _end(
             first.attempt,
             _as_recorded(p, first),
-            rank_of,
+            numbers_of,
             now,
             outside=outside and p.name == first.pod,
             tail=keep_log_tail,
             launched=launched,
         )
-        for p in sorted(failed, key=lambda p: (p.rank, p.uid))
+        for p in sorted(failed, key=lambda p: (p.place, p.uid))
     ]
     if first.reason == STALLED:
         return _classed(first, "stall")
@@ -333,17 +333,18 @@ def _ended_early(early: api.Failure | None, complaint: api.Failure, steps: Mappi
 
 
 def _end(
-    attempt: int, pod: Pod, rank_of: RankOf, now: dt.datetime, *, outside: bool, tail: bool, launched: Launched
+    attempt: int, pod: Pod, numbers_of: NumbersOf, now: dt.datetime, *, outside: bool, tail: bool, launched: Launched
 ) -> End:
-    report = _read(pod, launched.port)
+    rank, node_rank = numbers_of(pod.place)
+    report = _read(pod, launched.port if node_rank == 0 else None)
     code = pod.trainer.exit_code if report.exit_code is None else report.exit_code
     code = 0 if report.early else code
     precedence = _precedence(pod, report, code, outside=outside)
     reason = _own_reason(report, precedence) or _reason(pod, precedence)
     failure = api.Failure(
         attempt=attempt,
-        rank=_rank(pod, report, rank_of),
-        node_rank=pod.rank,
+        rank=_rank(report, rank),
+        node_rank=node_rank,
         pod=pod.name,
         init_container=pod.trainer.init,
         node=pod.node,
@@ -400,10 +401,10 @@ def _had_ended(report: ContainerReport, code: int | None, precedence: Precedence
     return report.done or (code == _KILLED and "death signal" not in report.log)
 
 
-def _rank(pod: Pod, report: ContainerReport, rank_of: RankOf) -> int | None:
+def _rank(report: ContainerReport, rank_of_pod: int | None) -> int | None:
     if report.bad_nodes:
         return None  # one pod speaks for all, and no rank of it is to blame
-    return rank_of(pod.rank) if report.rank is None else report.rank
+    return rank_of_pod if report.rank is None else report.rank
 
 
 def _own_reason(report: ContainerReport, precedence: Precedence) -> str:
@@ -413,9 +414,9 @@ def _own_reason(report: ContainerReport, precedence: Precedence) -> str:
 
 
 def _read(pod: Pod, port: int | None) -> ContainerReport:
-    """What the pod says, as far as how its container ended leaves it true."""
+    """What the pod says, as far as how its container ended leaves it true. port: that of the store, where it has it."""
     report = termination_message.read(pod.trainer.message)
-    if pod.rank == 0 and not report.rank and port and rules.port_in_use(report.exception) == port:
+    if not report.rank and port and rules.port_in_use(report.exception) == port:
         # Another process took the port that we had chosen; the next attempt gets another one.
         report = replace(report, symptom=True)
     if report.symptom and _was_killed(pod.trainer.exit_code):
