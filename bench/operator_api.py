@@ -30,9 +30,8 @@ from clusters import Namespace, Operator, installed_crd, until  # noqa: E402
 from faulty_api import OWN_TOKEN, FaultyApi  # noqa: E402
 
 from ddpjob_operator.job import validation  # noqa: E402
-from ddpjob_operator.kube.client import Client  # noqa: E402
+from ddpjob_operator.kube.client import Client, collection  # noqa: E402
 from ddpjob_operator.kube.executor import STRICT  # noqa: E402
-from ddpjob_operator.kube.lookup import JOBS_PATH  # noqa: E402
 from ddpjob_operator.kube.shares import Bounds  # noqa: E402
 from ddpjob_operator.pods import build  # noqa: E402
 
@@ -86,7 +85,7 @@ async def bare_loop(namespace: str, pods: int) -> tuple[float, float]:
 
 async def create_jobs(namespace: str, count: int, nodes: int, run_for: str) -> None:
     async with client() as api:
-        path = JOBS_PATH.format(namespace)
+        path = collection("ddpjobs", namespace)
         await bounded(api.create(path, job(f"job-{i}", namespace, nodes, run_for)) for i in range(count))
 
 

@@ -1,12 +1,11 @@
-"""Writes docs/check.md from the table of the rules."""
+"""Writes docs/check.md from the rules."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 
-from ddpjob_operator.check.rule import Finding, Rule
-from ddpjob_operator.check.table import RULES
+from ddpjob_operator.check import RULES, Finding, Rule
 
 EXAMPLE = Finding(
     "train.py",
@@ -17,7 +16,7 @@ EXAMPLE = Finding(
     'init_process_group(rank=local_rank): on 2 nodes two processes get rank 0; use int(os.environ["RANK"])',
 )
 INTRO = f"""\
-<!-- Written from table.py by `python tools/check_page.py`. Change the rules, then run it again. -->
+<!-- Written from the rules by `python tools/check_page.py`. Change them, then run it again. -->
 # ddpjob check: mistakes that are found before they cost a GPU hour
 
 ```console

@@ -9,7 +9,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,6 +19,15 @@ from ddpjob_operator.local import receive
 from ddpjob_operator.local.receive import BODY_BYTES_MAX, CONNECTIONS_MAX, PATH, LocalReceiver
 
 BOUND_SECONDS = 10.0
+
+
+@contextmanager
+def serving(receiver: LocalReceiver) -> Iterator[LocalReceiver]:
+    receiver.start()
+    try:
+        yield receiver
+    finally:
+        receiver.stop()
 
 
 class World:
@@ -80,7 +89,7 @@ def until_closed(connection: socket.socket) -> bytes:
 def world(tmp_path: Path) -> Iterator[World]:
     world = World(tmp_path)
     before = threading.active_count()
-    with world.receiver:
+    with serving(world.receiver):
         yield world
     assert threading.active_count() == before, "a thread outlived the receiver"
 
@@ -157,7 +166,7 @@ def test_the_token_is_in_a_file_that_only_its_owner_reads_and_that_goes_with_the
     path = tmp_path / "token"
     path.write_text("of a former run, readable for all")
     path.chmod(0o644)
-    with LocalReceiver(lambda body: None, path) as receiver:
+    with serving(LocalReceiver(lambda _body: None, path)) as receiver:
         assert path.read_text() == receiver.token
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert [entry.name for entry in tmp_path.iterdir()] == ["token"]
@@ -165,7 +174,8 @@ def test_the_token_is_in_a_file_that_only_its_owner_reads_and_that_goes_with_the
 
 
 def test_two_receivers_have_different_tokens_and_ports(tmp_path: Path) -> None:
-    with LocalReceiver(lambda b: None, tmp_path / "a") as one, LocalReceiver(lambda b: None, tmp_path / "b") as two:
+    one, two = (LocalReceiver(lambda _body: None, tmp_path / name) for name in "ab")
+    with serving(one), serving(two):
         assert one.token != two.token
         assert one.url != two.url
 

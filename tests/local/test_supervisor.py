@@ -28,7 +28,6 @@ from ddpjob_operator.local.node import (
     Lingering,
     NodeProcess,
     NotStarted,
-    Order,
     Started,
     SupervisorLost,
 )
@@ -66,12 +65,12 @@ raise SystemExit(1)
 RUNNER = """
 import os, selectors, sys
 from ddpjob.agent.processes import become_subreaper
-from ddpjob_operator.local.node import NodeProcess, Order, SupervisorLost, kill_orphans
+from ddpjob_operator.local.node import NodeProcess, SupervisorLost, kill_orphans
 become_subreaper()
 selector, nodes = selectors.DefaultSelector(), [NodeProcess(0), NodeProcess(1)]
 for node in nodes:
     env = {**os.environ, "NODE": f"{os.environ['DDPJOB_TEST_TREE']}.{node.number}"}
-    node.start(Order(sys.argv[1:], env, os.getcwd(), 5))
+    node.start(sys.argv[1:], env, os.getcwd(), 5)
     print(f"{node.number} supervisor {node.pid}", flush=True)
     selector.register(node.output, selectors.EVENT_READ, ("output", node))
     selector.register(node.report, selectors.EVENT_READ, ("report", node))
@@ -169,7 +168,7 @@ class Watch:
 def started(
     node: NodeProcess, argv: list[str], *, cwd: str = "/", grace_seconds: float = 5, env: dict[str, str] | None = None
 ) -> Watch:
-    node.start(Order(argv, {"PATH": os.environ["PATH"], **(env or {})}, cwd, grace_seconds))
+    node.start(argv, {"PATH": os.environ["PATH"], **(env or {})}, cwd, grace_seconds)
     return Watch(node)
 
 

@@ -13,7 +13,7 @@ import datetime as dt
 import json
 import resource
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -24,7 +24,7 @@ from worlds import START, UID, manifest
 from ddpjob_operator.job import api, bounds, ranges, validation
 from ddpjob_operator.kube import observe, reading
 from ddpjob_operator.kube.client import Client, Page
-from ddpjob_operator.kube.listing import Careful
+from ddpjob_operator.kube.listing import Careful, Sink
 from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.reflector import Reflector
 from ddpjob_operator.kube.runtime import SYSTEM
@@ -302,10 +302,10 @@ def test_a_sink_with_a_mistake_of_ours_is_told_once_for_each_object(caplog: pyte
         def put(self, raw: Any) -> None:
             raise RuntimeError("a mistake of ours")
 
-    careful = Careful("pods in team", SYSTEM.log)
+    careful = Careful(cast(Sink, Broken()), "pods in team", SYSTEM.log)
     for _ in range(3):
-        careful.put(Broken(), pod("a", 1))
-    careful.put(Broken(), "no object at all")
+        careful.put(pod("a", 1))
+    careful.put("no object at all")
     assert len(caplog.records) == 2
 
 

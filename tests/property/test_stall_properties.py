@@ -94,7 +94,8 @@ def test_a_finding_speaks_of_ranks_that_are_heard_and_the_next_look_is_in_the_fu
     found, again = stall.find(trackers, spec(timeout), now), stall.requeue_at(trackers, spec(timeout), now)
     if found is not None:
         assert found.rank not in found.silent
-        assert found.idle_seconds > found.limit_seconds > 0
+        limit = found.limit.allowed if found.kind == "stall" else found.limit.expected
+        assert found.idle_seconds > limit > 0
         assert len(found.sentence()) < 1000, "an Event has 1024 characters"
         assert not (timeout and found.kind == "warning"), "who sets a limit means it"
     assert again is None or again > now

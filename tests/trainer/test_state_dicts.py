@@ -135,8 +135,8 @@ plain = st.one_of(
     st.text(),
     st.integers(-(2**2039) + 1, 2**2039 - 1),
     st.sampled_from([torch.device("cpu"), torch.device("cuda", 3), torch.Size([1, 2]), float("-0.0")]),
-    st.sampled_from([kind for kind in DTYPES if state_dicts.dtype_is_read(kind)]),
-    st.binary(min_size=1) if state_dicts.bytes_are_read() else st.none(),
+    st.sampled_from([kind for kind in DTYPES if state_dicts.is_read(kind)]),
+    st.binary(min_size=1) if state_dicts.is_read(b"a") else st.none(),
 )
 keys = st.recursive(
     st.one_of(st.text(), st.integers(), st.booleans(), st.none()), lambda k: st.tuples(k, k), max_leaves=3

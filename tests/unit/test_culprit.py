@@ -10,6 +10,8 @@ from worlds import World, digits, job
 
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.executor import Executor
+from ddpjob_operator.kube.job_state import JobState
+from ddpjob_operator.kube.runtime import SYSTEM
 from ddpjob_operator.observed.cluster import Container
 from ddpjob_operator.plan.actions import DeletePod, EndPod, Plan
 from ddpjob_operator.plan.group_restart import GRACE_SECONDS_MAX, KUBELET_SECONDS
@@ -118,8 +120,8 @@ def test_where_the_server_does_not_let_it_end_so_it_is_deleted(code: int) -> Non
 
     server, caches = Server(), Nothing()
     caches.pods = Nothing()  # type: ignore[attr-defined]
-    executor = Executor(server, caches, Nothing(), now=lambda: None)  # type: ignore[arg-type, return-value]
-    asyncio.run(executor._end(job(), EndPod("digits-1-0", "u")))
+    executor = Executor(server, caches, Nothing(), Nothing(), SYSTEM)  # type: ignore[arg-type]
+    asyncio.run(executor.execute(job(), Plan(actions=(EndPod("digits-1-0", "u"),)), JobState("u")))
     assert server.asked == ["/api/v1/namespaces/default/pods/digits-1-0", "u", 10]
 
 

@@ -72,18 +72,18 @@ def test_a_right_clock_changes_nothing_that_is_recorded() -> None:
 
 @pytest.mark.parametrize("seconds", JUMPS)
 def test_what_was_refused_is_tried_again_in_time(seconds: float) -> None:
-    memory, now = JobState("u"), START
-    memory.keep_time(now)
+    state, now = JobState("u"), START
+    state.adjust_clock(now)
     for _ in range(20):
-        memory.refuse("digits-1-0", "exceeded quota", now)
-        now = memory.refusals["digits-1-0"].retry_at
-        memory.keep_time(now)
-    memory.refuse("digits-1-0", "exceeded quota", now)
-    memory.take(ConflictingObject("Pod", "digits-1-0"), now)
+        state.refuse("digits-1-0", "exceeded quota", now)
+        now = state.refusals["digits-1-0"].retry_at
+        state.adjust_clock(now)
+    state.refuse("digits-1-0", "exceeded quota", now)
+    state.add_conflict(ConflictingObject("Pod", "digits-1-0"), now)
     now += dt.timedelta(seconds=seconds)
-    memory.keep_time(now)
-    assert memory.refusals["digits-1-0"].retry_at - now == dt.timedelta(seconds=300)
-    assert memory.strangers["Pod", "digits-1-0"].check_at - now <= dt.timedelta(seconds=30)
+    state.adjust_clock(now)
+    assert state.refusals["digits-1-0"].retry_at - now == dt.timedelta(seconds=300)
+    assert state.conflicts["Pod", "digits-1-0"].check_at - now <= dt.timedelta(seconds=30)
 
 
 @pytest.mark.parametrize("seconds", JUMPS)

@@ -54,19 +54,12 @@ __all__ = [
 ]
 
 _HOME = {
-    "Batch": "data",
-    "DataPartitioner": "data",
-    "GlobalBatchSampler": "data",
-    "Partition": "data",
-    "accumulate": "data",
-    "World": "group.join",
-    "init": "group.join",
+    **dict.fromkeys(["Batch", "DataPartitioner", "GlobalBatchSampler", "Partition", "accumulate"], "data"),
+    **dict.fromkeys(["World", "init"], "group.join"),
+    **dict.fromkeys(["ignore_sigterm", "should_stop"], "group.stop"),
+    **dict.fromkeys(["pause", "progress"], "reporting.progress"),
     "Snapshot": "checkpoint.snapshot",
-    "pause": "reporting.progress",
-    "progress": "reporting.progress",
     "check_replicas": "checkpoint.replicas",
-    "ignore_sigterm": "group.stop",
-    "should_stop": "group.stop",
 }
 
 

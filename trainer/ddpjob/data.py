@@ -239,11 +239,8 @@ class Partition(Sequence[Any]):
     """One part of a data set: item i is the i-th sample of this part, or its index where only a length was given."""
 
     def __init__(self, dataset: Any, members: torch.Tensor, seed: int, number: int) -> None:
-        self._dataset = dataset
-        self._members = members
-        self._seed = seed
-        self._number = number
-        self._order = members
+        self._dataset, self._members, self._order = dataset, members, members
+        self._seed, self._number = seed, number
 
     def set_epoch(self, epoch: int) -> None:
         """Another order of the same samples, from the seed and the epoch."""

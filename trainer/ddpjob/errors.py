@@ -1,14 +1,4 @@
-"""What can go wrong, as one tree, so that a caller can catch one level; and `Stopped`, which is no error.
-
-DDPJobError
-├── ConfigurationError      an argument or a variable of the environment cannot be right; the message names it
-│   └── UnsupportedError    what was asked for is not in this PyTorch or on this machine
-├── RendezvousError         the ranks did not find each other in time
-├── ReplicasDifferError     ranks do not hold the same bits; the message names the first tensor and the ranks
-└── StateError              what was saved does not fit what is to be continued
-    └── SnapshotError       a snapshot could not be written or read
-        └── Superseded      a newer attempt of the job owns the folder: this process must end
-"""
+"""What can go wrong, as one tree, so that a caller can catch one level; and `Stopped`, which is no error."""
 
 from collections.abc import Sequence
 

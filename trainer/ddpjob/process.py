@@ -4,6 +4,7 @@
 itself, its parent's threads are not there, and SIGTERM ends it. This is the library's only hook at a fork.
 """
 
+import atexit
 import contextlib
 import os
 import select
@@ -148,6 +149,13 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+
+
+def at_exit(action: Callable[[], object], priority: int) -> None:
+    """Run it once at the end of this process, also of a child of multiprocessing."""
+    atexit.unregister(action)  # a fork has inherited it
+    atexit.register(action)
+    at_exit_of_child(action, priority)
 
 
 def at_exit_of_child(action: Callable[[], object], priority: int) -> None:

@@ -2,14 +2,14 @@
 
     python trainer/examples/byte_lm.py                           # one process
     torchrun --nproc-per-node 2 trainer/examples/byte_lm.py      # two processes
-    ddpjob run examples/byte_lm.yaml                             # two nodes, here as local processes
+    ddpjob run examples/byte_lm.yaml                             # two nodes, as local processes
 
-The defaults suit two CPU cores. A GPU is busy with, for example:
+The defaults are for two CPU cores. To load a GPU, use for example:
     --layers 6 --width 384 --heads 6 --context 256 --global-batch 64 --epochs 12 --lr 1e-3
 
-What is learnt depends on the seed and the options, not on the number of processes: every rank starts from the same
+The result depends on the seed and the options, not on the number of processes: every rank starts from the same
 weights, a step always takes the same global batch however many ranks share it, and nothing draws random numbers
-(no dropout). What is left is the order of float additions.
+(no dropout). Only the order of float additions differs.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pydoc_data.topics import topics
 from time import perf_counter
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that every PyTorch script gives it
+import torch.nn.functional as F  # noqa: N812 - the usual name in PyTorch scripts
 from torch import Tensor, nn
 
 import ddpjob
@@ -56,8 +56,9 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        # No bias: the keys' has no effect, its gradient is rounding noise, and Adam makes full steps of that:
-        # after 204 steps 1 and 3 processes differed by 1.6e-4 of the parameters' length, without it by 3e-7.
+        # No bias, because the keys' bias has no effect: its gradient is rounding noise, which Adam scales to full
+        # steps. With it, 1 and 3 processes differed by 1.6e-4 of the parameters' length after 204 steps, without
+        # it by 3e-7.
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.project = nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -114,7 +115,7 @@ def held_out_loss(model: nn.Module, windows: Tensor, batch: int, bf16: bool) -> 
 
 
 def tell_the_end(model: nn.Module, steps: int, loss: float, world_size: int) -> None:
-    """The hash is of the weights' bits: two runs that trained the same have the same one."""
+    """The hash is of the weights' bits, so that two equal trainings have the same one."""
     weights = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters())
     sha256 = hashlib.sha256(weights).hexdigest()
     ddpjob.progress(step=steps, total=steps, loss=loss, params=sha256[:12])
@@ -164,15 +165,15 @@ def main(argv: Sequence[str] | None = None) -> None:  # noqa: C901 - one story, 
                 step += 1
                 metrics["loss"] = loss * world.world_size  # about the mean over all ranks
                 ddpjob.progress(step=step, total=total, samples=args.global_batch, **metrics)
-                stop = snapshot and step < total and ddpjob.should_stop(step)  # told to: all ranks at the same step
+                stop = snapshot and step < total and ddpjob.should_stop(step)  # on SIGTERM: all ranks at one step
                 if snapshot and (stop or step % args.snapshot_every == 0 or step == total):
                     snapshot.save(step, model=model, optimizer=optimizer, sampler=sampler)
                 if stop:
                     raise ddpjob.Stopped(step)
             if world.is_main and step > began_at:
-                float(metrics["loss"])  # a GPU works behind: wait for the last step before the clock is read
+                float(metrics["loss"])  # a GPU runs asynchronously: wait for the last step before the clock is read
                 speed = (step - began_at) * args.global_batch * args.context / (perf_counter() - began)
-                with ddpjob.pause("evaluate"):  # no step for a while, and no stall
+                with ddpjob.pause("evaluate"):  # no step for a while, which is not a stall
                     metrics["held_out_loss"] = held_out_loss(net, held_out, args.global_batch, bf16)
                 print(f"epoch {epoch + 1} loss {metrics['held_out_loss']:.3f}, {speed:,.0f} tokens/s", flush=True)
 

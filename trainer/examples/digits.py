@@ -2,11 +2,11 @@
 
     python trainer/examples/digits.py                            # one process
     torchrun --nproc-per-node 2 trainer/examples/digits.py       # two processes
-    ddpjob run examples/digits.yaml                              # two nodes, here as local processes
+    ddpjob run examples/digits.yaml                              # two nodes, as local processes
 
-What is learnt depends on the seed and the options, not on the number of processes: every rank starts from the same
+The result depends on the seed and the options, not on the number of processes: every rank starts from the same
 weights, a step always takes the same global batch however many ranks share it, and no layer mixes the samples of one
-rank (no BatchNorm) or draws random numbers (no dropout). What is left is the order of float additions.
+rank (no BatchNorm) or draws random numbers (no dropout). Only the order of float additions differs.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import os
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that every PyTorch script gives it
+import torch.nn.functional as F  # noqa: N812 - the usual name in PyTorch scripts
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -76,7 +76,7 @@ def accuracy_of(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def tell_the_end(model: nn.Module, steps: int, accuracy: float, world_size: int) -> None:
-    """The hash is of the weights' bits: two runs that trained the same have the same one."""
+    """The hash is of the weights' bits, so that two equal trainings have the same one."""
     weights = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters())
     sha256 = hashlib.sha256(weights).hexdigest()
     ddpjob.progress(step=steps, total=steps, accuracy=accuracy, params=sha256[:12])
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:  # noqa: C901 - one story, 
                 step += 1
                 metrics["loss"] = loss * world.world_size  # about the mean over all ranks
                 ddpjob.progress(step=step, total=total, samples=args.global_batch, **metrics)
-                stop = snapshot and step < total and ddpjob.should_stop(step)  # told to: all ranks at the same step
+                stop = snapshot and step < total and ddpjob.should_stop(step)  # on SIGTERM: all ranks at one step
                 if snapshot and (stop or step % args.snapshot_every == 0 or step == total):
                     snapshot.save(step, model=model, optimizer=optimizer, sampler=sampler)
                 if stop:

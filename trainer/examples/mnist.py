@@ -1,12 +1,12 @@
 """The usual CNN on MNIST with DistributedDataParallel, from the four files of the data set in a folder.
 
     torchrun --nproc-per-node 2 trainer/examples/mnist.py --data /data/mnist
-    ddpjob run examples/mnist.yaml                               # two nodes, here as local processes
+    ddpjob run examples/mnist.yaml                               # two nodes, as local processes
 
-It never downloads: a hundred ranks would, all at once. trainer/examples/README.md says where to put the files. They
-may be gzip or plain, and are read and checked before the ranks meet, so that a damaged one costs seconds.
+It never downloads, because all ranks would do so at once. trainer/examples/README.md describes where to put the files.
+They may be gzip or plain, and are read and checked before the rendezvous, so that a damaged file fails within seconds.
 
-What is learnt depends on the seed and the options, not on the number of processes, as in digits.py.
+The result depends on the seed and the options, not on the number of processes, as in digits.py.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that every PyTorch script gives it
+import torch.nn.functional as F  # noqa: N812 - the usual name in PyTorch scripts
 from torch import Tensor, nn
 
 import ddpjob
@@ -39,7 +39,7 @@ KNOWN = {
 
 
 class DataError(Exception):
-    """A file that is not what it must be: its name, what is wrong, and the mend."""
+    """A file is missing or damaged. The message has its name, the error, and the fix."""
 
 
 # ---- the data ----------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def read_idx(path: Path, magic: int) -> Tensor:
     """The bytes of an IDX file, plain or gzip, in its shape."""
     content = path.read_bytes()
     check_sum(path, content)
-    if content[:2] == b"\x1f\x8b":  # gzip, whatever the name says
+    if content[:2] == b"\x1f\x8b":  # gzip, whatever the file's name
         try:
             content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error) as error:
@@ -105,7 +105,7 @@ def read_idx(path: Path, magic: int) -> Tensor:
 
 
 def check_sum(path: Path, content: bytes) -> None:
-    """A file as long as the published one must be it; others (Fashion-MNIST, digits of your own) are as good."""
+    """A file of the published length must be the published file; others (such as Fashion-MNIST) are accepted."""
     size, md5 = KNOWN[path.name.removesuffix(".gz")]
     if len(content) == size and (found := hashlib.md5(content, usedforsecurity=False).hexdigest()) != md5:
         raise DataError(f"{path}: as long as MNIST's file, but its MD5 is {found}, not {md5}. Copy it again.")
@@ -155,7 +155,7 @@ def accuracy_of(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def tell_the_end(model: nn.Module, steps: int, accuracy: float, world_size: int) -> None:
-    """The hash is of the weights' bits: two runs that trained the same have the same one."""
+    """The hash is of the weights' bits, so that two equal trainings have the same one."""
     weights = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters())
     sha256 = hashlib.sha256(weights).hexdigest()
     ddpjob.progress(step=steps, total=steps, accuracy=accuracy, params=sha256[:12])
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:  # noqa: C901 - one story, 
     # More threads than cores would slow the ranks down, and the number of threads changes the last bits of a sum.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
     torch.backends.cudnn.deterministic = True
-    data = load_data(args.data)  # before the ranks meet: nobody waits for one that has no data
+    data = load_data(args.data)  # before the rendezvous, so that no rank waits for one without data
 
     with ddpjob.init() as world:
         images, labels, test_images, test_labels = (part.to(world.device) for part in data)
@@ -200,13 +200,13 @@ def main(argv: Sequence[str] | None = None) -> None:  # noqa: C901 - one story, 
                 step += 1
                 metrics["loss"] = loss * world.world_size  # about the mean over all ranks
                 ddpjob.progress(step=step, total=total, samples=args.global_batch, **metrics)
-                stop = snapshot and step < total and ddpjob.should_stop(step)  # told to: all ranks at the same step
+                stop = snapshot and step < total and ddpjob.should_stop(step)  # on SIGTERM: all ranks at one step
                 if snapshot and (stop or step % args.snapshot_every == 0 or step == total):
                     snapshot.save(step, model=model, optimizer=optimizer, sampler=sampler)
                 if stop:
                     raise ddpjob.Stopped(step)
             if world.is_main:
-                with ddpjob.pause("evaluate"):  # no step for a while, and no stall
+                with ddpjob.pause("evaluate"):  # no step for a while, which is not a stall
                     metrics["accuracy"] = accuracy_of(net, test_images, test_labels)
                 print(f"epoch {epoch + 1} accuracy {metrics['accuracy']:.4f}", flush=True)
 

@@ -1,6 +1,6 @@
 """`ddpjob check`: reads a training script, without running it, for the classic mistakes of DDP.
 
-A script is parsed once (script.py), and each rule (table.py) is a function of it and of what is known of its job
+A script is parsed once (script.py), and each rule is a function of it and of what is known of its job
 (rule.py, job.py). A rule that is not sure reports nothing, because a false finding costs more trust than a missed one.
 """
 
@@ -10,14 +10,17 @@ import re
 import warnings
 from collections.abc import Iterable
 
+from ddpjob_operator.check import checkpoints, data, gradients, groups, ranks, starting, steps
 from ddpjob_operator.check.rule import SYNTAX, Finding, Found, Job, Rule
 from ddpjob_operator.check.script import Script
-from ddpjob_operator.check.table import RULES
 
 __all__ = ["RULES", "Finding", "Found", "Job", "Rule", "check", "kept"]
 
 _IGNORE = re.compile(r"#\s*ddpjob:\s*ignore\[([\w\s,-]*)\]")
 _NOTHING_KNOWN = Job()
+_MODULES = (ranks, steps, gradients, data, checkpoints, groups, starting)
+RULES = tuple(r for module in _MODULES for r in vars(module).values() if isinstance(r, Rule))
+"""All rules, in the order of docs/check.md."""
 
 
 def check(file: str, text: str, job: Job = _NOTHING_KNOWN) -> list[Finding]:

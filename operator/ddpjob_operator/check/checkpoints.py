@@ -8,15 +8,20 @@ from collections.abc import Iterator
 from ddpjob_operator.check.groups import backends
 from ddpjob_operator.check.nodes import has_hidden_arguments, name_of
 from ddpjob_operator.check.ranks import at
-from ddpjob_operator.check.rule import Found, Job
+from ddpjob_operator.check.rule import Found, Job, rule
 from ddpjob_operator.check.script import DDP, Script
 
 _WRAPPERS = {DDP, "torch.nn.SyncBatchNorm.convert_sync_batchnorm", "torch.compile", "torch.nn.DataParallel"}
 _DEVICE_WORDS = ("cuda", "gpu", "device", "cpu")
 
 
+@rule(
+    "warning",
+    wrong='torch.save(model.module.state_dict(), "model.pt")',
+    right='if rank == 0:\n    torch.save(model.module.state_dict(), "model.pt")',
+)
 def save_on_every_rank(script: Script, job: Job) -> Iterator[Found]:
-    """torch.save(…) that all ranks reach."""
+    """All ranks hold the same parameters. If all write them into one file at once, the file may be damaged."""
     if not script.is_distributed or job.has_one_rank:
         return
     for call in script.calls_to("torch.save"):
@@ -31,8 +36,10 @@ def save_on_every_rank(script: Script, job: Job) -> Iterator[Found]:
             )
 
 
+@rule("warning", wrong='torch.save(model, "model.pt")', right='torch.save(model.module.state_dict(), "model.pt")')
 def save_whole_module(script: Script, job: Job) -> Iterator[Found]:
-    """torch.save(model, …)."""
+    """A pickled module names the classes of your files and holds the DDP wrapper: it loads only with
+    weights_only=False, and not after a rename."""
     if not script.is_distributed:
         return
     for call in script.calls_to("torch.save"):
@@ -75,9 +82,12 @@ def _makes_a_module(script: Script, origin: object) -> bool:
 _MOVES = {"to", "cuda", "cpu", "train", "eval", "half", "float", "double"}
 
 
+@rule("warning", wrong='state = torch.load("model.pt")', right='state = torch.load("model.pt", map_location="cpu")')
 def load_without_map_location(script: Script, job: Job) -> Iterator[Found]:
-    """torch.load(path) in a script that uses GPUs."""
-    if not script.is_distributed or job.gpus == 0 or job.has_one_rank or not _uses_gpus(script, job):
+    """torch.load puts tensors on the device that they were saved from: all ranks of a node load onto GPU 0, whose
+    memory may not suffice."""
+    uses_gpus = "nccl" in backends(script, job) or script.mentions("cuda", "device_ids") or job.gpus
+    if not script.is_distributed or job.gpus == 0 or job.has_one_rank or not uses_gpus:
         return
     for call in script.calls_to("torch.load"):
         path = script.argument(call, "f", 0)
@@ -91,10 +101,6 @@ def load_without_map_location(script: Script, job: Job) -> Iterator[Found]:
                 f"torch.load({script.text_of(path)}) without map_location puts the tensors of all ranks on the GPU "
                 'that saved them, mostly GPU 0; pass map_location="cpu", or this rank\'s device',
             )
-
-
-def _uses_gpus(script: Script, job: Job) -> bool:
-    return "nccl" in backends(script, job) or script.mentions("cuda", "device_ids") or bool(job.gpus)
 
 
 def _speaks_of_device(test: ast.expr) -> bool:

@@ -17,20 +17,10 @@ from ddpjob_operator.job import launcher
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*$")
 # Program → the words between it and its options.
 _FRAMEWORKS: dict[str, tuple[str, ...]] = {
-    "accelerate": ("launch",),
-    "colossalai": ("run",),
-    "composer": (),
-    "deepspeed": (),
-    "fabric": ("run", "model"),
-    "horovodrun": (),
-    "lightning": ("run", "model"),
-    "mpiexec": (),
-    "mpirun": (),
-    "orterun": (),
-    "ray": ("job", "submit"),
-    "srun": (),
-    "tune": ("run",),
-}
+    "accelerate": ("launch",), "colossalai": ("run",), "composer": (), "deepspeed": (), "fabric": ("run", "model"),
+    "horovodrun": (), "lightning": ("run", "model"), "mpiexec": (), "mpirun": (), "orterun": (),
+    "ray": ("job", "submit"), "srun": (), "tune": ("run",),
+}  # fmt: skip
 _MODULES = {
     "accelerate": "accelerate",
     "colossalai": "colossalai",
@@ -45,17 +35,7 @@ _WRAPPERS = set(
     "conda coverage dumb-init env exec gosu hatch ionice kernprof mamba micromamba ncu nice nohup nsys numactl pdm "
     "pipenv poetry py-spy rye setsid stdbuf strace su-exec sudo taskset time timeout tini uv viztracer xvfb-run".split()
 )
-_MODULE_WRAPPERS = {
-    "cProfile",
-    "coverage",
-    "debugpy",
-    "memory_profiler",
-    "pdb",
-    "profile",
-    "scalene",
-    "trace",
-    "viztracer",
-}
+_MODULE_WRAPPERS = set("cProfile coverage debugpy memory_profiler pdb profile scalene trace viztracer".split())
 _SHELL_WORDS = {"then", "do", "else", "!", "{", "(", "exec", "time", "env", "command", "nohup"}
 _SHELLS = ("sh", "bash", "dash", "zsh", "ash")
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ddpjob_operator.check.nodes import Function, Marker, has_hidden_arguments, name_of, words_of
+from ddpjob_operator.check.nodes import Function, Marker, has_hidden_arguments, is_method, is_true, name_of, words_of
 from ddpjob_operator.check.ranks import at
-from ddpjob_operator.check.rule import Found, Job
+from ddpjob_operator.check.rule import Found, Job, rule
 from ddpjob_operator.check.script import DDP, Kind, Script
 
 LOADER = "torch.utils.data.DataLoader"
 SAMPLER = "torch.utils.data.DistributedSampler"
 
 
+@rule(
+    "warning",
+    wrong="loader = DataLoader(dataset, batch_size=64, shuffle=True)",
+    right="loader = DataLoader(dataset, batch_size=64, sampler=DistributedSampler(dataset))",
+)
 def sampler_missing(script: Script, job: Job) -> Iterator[Found]:
-    """DataLoader(dataset, shuffle=True) in a script that trains with DDP."""
+    """Without a sampler each rank trains on all samples: four GPUs do four times the work of one in an epoch."""
     if not script.is_distributed or not script.calls_to(DDP) or job.has_one_rank:
         return
     for call in script.calls_to(LOADER):
@@ -39,10 +44,10 @@ def _samples_itself(script: Script, call: ast.Call) -> bool:
 def _is_for_training(script: Script, call: ast.Call) -> bool:
     """It shuffles, or its batches are followed by backward()."""
     shuffle = script.argument(call, "shuffle", 2)
-    if isinstance(shuffle, ast.Constant) and shuffle.value is True:
+    if is_true(shuffle):
         return True
     loops = [n for n in script.nodes if isinstance(n, ast.For) and call in script.origins(_iterated(script, n))]
-    return any(_is_backward(n) for loop in loops for statement in loop.body for n in ast.walk(statement))
+    return any(is_method(n, "backward") for loop in loops for statement in loop.body for n in ast.walk(statement))
 
 
 def _iterated(script: Script, loop: ast.For) -> ast.expr:
@@ -51,10 +56,6 @@ def _iterated(script: Script, loop: ast.For) -> ast.expr:
     while isinstance(inner, ast.Call) and inner.args and name_of(inner.func) in ("enumerate", "tqdm"):
         inner = inner.args[0]
     return inner
-
-
-def _is_backward(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward"
 
 
 def _is_chosen(script: Script, call: ast.Call) -> bool:
@@ -86,16 +87,20 @@ def _makes_whole(script: Script, call: ast.Call) -> bool:
     return full.startswith("torchvision.datasets.") or full in ("torch.utils.data.TensorDataset",)
 
 
+@rule(
+    "warning",
+    wrong="for epoch in range(epochs):\n    for batch in loader: …",
+    right="for epoch in range(epochs):\n    sampler.set_epoch(epoch)\n    for batch in loader: …",
+)
 def set_epoch_missing(script: Script, job: Job) -> Iterator[Found]:
-    """DistributedSampler in a loop of epochs, without set_epoch."""
+    """A DistributedSampler shuffles by seed and epoch. Without set_epoch all epochs have the same order."""
     if script.uses_a_framework or script.mentions("set_epoch") or job.has_one_rank:
         return
     if not any(_is_loop_of_epochs(n) for n in script.nodes):
         return
     for call in script.calls_to(SAMPLER):
         shuffle = script.argument(call, "shuffle", 3)
-        plain = shuffle is None or (isinstance(shuffle, ast.Constant) and shuffle.value is True)
-        if plain and not has_hidden_arguments(call):
+        if (shuffle is None or is_true(shuffle)) and not has_hidden_arguments(call):
             yield at(
                 call,
                 "DistributedSampler without set_epoch: every epoch has the same order; call "
@@ -113,15 +118,16 @@ def _is_loop_of_epochs(node: ast.AST) -> bool:
     )
 
 
+@rule("error", wrong="DataLoader(dataset, shuffle=True, sampler=sampler)", right="DataLoader(dataset, sampler=sampler)")
 def shuffle_with_sampler(script: Script, job: Job) -> Iterator[Found]:
-    """DataLoader(shuffle=True, sampler=…)."""
+    """A DataLoader takes its order from the sampler or shuffles itself: both together raise a ValueError."""
     for call in script.calls_to(LOADER):
         shuffle = script.argument(call, "shuffle", 2)
-        if not (isinstance(shuffle, ast.Constant) and shuffle.value is True):
+        if not is_true(shuffle):
             continue
         for name, position in (("sampler", 3), ("batch_sampler", 4)):
             given = script.argument(call, name, position)
-            if given is not None and any(_is_sampler(script, o) for o in script.origins(given)):
+            if given is not None and any(script.called(o).endswith("Sampler") for o in script.origins(given)):
                 yield at(
                     shuffle,
                     f"DataLoader(shuffle=True, {name}=…) is refused by torch with a ValueError; remove shuffle: the "
@@ -129,12 +135,13 @@ def shuffle_with_sampler(script: Script, job: Job) -> Iterator[Found]:
                 )
 
 
-def _is_sampler(script: Script, origin: object) -> bool:
-    return script.called(origin).rsplit(".", 1)[-1].endswith("Sampler")
-
-
+@rule(
+    "error",
+    wrong="DataLoader(dataset, batch_size=128 / world_size)",
+    right="DataLoader(dataset, batch_size=128 // world_size)",
+)
 def batch_size_is_float(script: Script, job: Job) -> Iterator[Found]:
-    """DataLoader(batch_size=128 / world_size)."""
+    """`/` gives a float, and DataLoader refuses it with a ValueError, after the job has been given its GPUs."""
     for call in script.calls_to(LOADER, "torch.utils.data.BatchSampler"):
         size = script.argument(call, "batch_size", 1)
         origins = script.origins(size) if size is not None else []
@@ -157,8 +164,14 @@ def _is_float(script: Script, origin: object) -> bool:
     return script.called(origin) == "float"
 
 
+@rule(
+    "warning",
+    wrong="DataLoader(dataset, batch_size=args.global_batch_size, sampler=sampler)",
+    right="DataLoader(dataset, batch_size=args.global_batch_size // dist.get_world_size(), sampler=sampler)",
+)
 def batch_size_not_divided(script: Script, job: Job) -> Iterator[Found]:
-    """DataLoader(batch_size=args.global_batch_size, sampler=DistributedSampler(…))."""
+    """DataLoader's batch size is that of one rank: a total that is not divided grows with the number of ranks, and the
+    learning rate no longer fits."""
     if not script.is_distributed or job.has_one_rank:
         return
     for call in script.calls_to(LOADER):
@@ -183,8 +196,14 @@ def _total_name(script: Script, size: ast.expr) -> str:
     return ""
 
 
+@rule(
+    "error",
+    wrong="indices = list(range(len(data)))\nRandom().shuffle(indices)\npart = indices[rank::world_size]",
+    right="parts = ddpjob.DataPartitioner(data, fractions, seed=7)\npart = parts.use(rank)",
+)
 def partitioner_unseeded(script: Script, job: Job) -> Iterator[Found]:
-    """Each rank shuffles by itself and takes its part: the parts overlap."""
+    """Each rank divides the data by itself. Without a common seed each divides it differently: some samples are in two
+    parts, others in none, and no error is raised."""
     for call in script.calls if script.uses_torch else ():
         if _draws_unseeded(script, call) and _is_in_partitioner(script, call):
             yield at(
@@ -259,13 +278,19 @@ _DOWNLOADS = {
 }  # fmt: skip
 
 
+@rule(
+    "warning",
+    wrong="dataset = datasets.MNIST(root, download=True)",
+    right="if local_rank == 0:\n    datasets.MNIST(root, download=True)\n"
+    "dist.barrier()\ndataset = datasets.MNIST(root)",
+)
 def download_on_every_rank(script: Script, job: Job) -> Iterator[Found]:
-    """datasets.MNIST(…, download=True) that all ranks reach."""
+    """All processes of a node download into one folder at once, and one may unpack what another is still writing."""
     if not script.is_distributed or job.nproc == 1:
         return
     for call in script.calls:
         wanted = script.argument(call, "download")
-        asks = isinstance(wanted, ast.Constant) and wanted.value is True
+        asks = is_true(wanted)
         if (asks or script.called(call) in _DOWNLOADS) and script.on_every_rank(call):
             yield at(
                 wanted if asks and wanted else call,

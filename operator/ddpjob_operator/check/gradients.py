@@ -7,12 +7,18 @@ from collections.abc import Iterator
 
 from ddpjob_operator.check.nodes import Function, leaves, name_of
 from ddpjob_operator.check.ranks import COLLECTIVES, at
-from ddpjob_operator.check.rule import Found, Job
+from ddpjob_operator.check.rule import Found, Job, rule
 from ddpjob_operator.check.script import Script
 
 
+@rule(
+    "error",
+    wrong="for param in model.parameters():\n    if type(param) is torch.Tensor:\n        dist.all_reduce(param.grad)",
+    right="for param in model.parameters():\n    dist.all_reduce(param.grad)",
+)
 def gradients_not_averaged(script: Script, job: Job) -> Iterator[Found]:
-    """for param in model.parameters(): if type(param) is torch.Tensor: all_reduce(param.grad)."""
+    """model.parameters() yields torch.nn.Parameter, so `type(param) is torch.Tensor` is never true: no gradient is
+    averaged, every rank trains a model of its own, and no error is raised."""
     if not any(script.called(c) in COLLECTIVES for c in script.calls):
         return
     for node in script.nodes:

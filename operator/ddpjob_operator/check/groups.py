@@ -9,15 +9,19 @@ from itertools import pairwise
 
 from ddpjob_operator.check.nodes import Function, before, has_hidden_arguments, is_main_guard, name_of, words_of
 from ddpjob_operator.check.ranks import at
-from ddpjob_operator.check.rule import Found, Job
+from ddpjob_operator.check.rule import Found, Job, rule
 from ddpjob_operator.check.script import INIT, Script
 from ddpjob_operator.job.launcher import NO_RENDEZVOUS_HOST
 
 _TORCHRUN_STORE = "torchrun's own store listens on the port that the job gave it, and nothing on this one"
 
 
+@rule(
+    "error", wrong='os.environ["MASTER_ADDR"] = "localhost"', right='os.environ.setdefault("MASTER_ADDR", "localhost")'
+)
 def master_overwritten(script: Script, job: Job) -> Iterator[Found]:
-    """os.environ["MASTER_ADDR"] = "localhost" in a job with several nodes; MASTER_PORT also under torchrun."""
+    """The job sets MASTER_ADDR and MASTER_PORT to the address of rank 0. A node with another address waits for itself,
+    and under torchrun nothing listens on another port."""
     several = job.several_nodes(script)
     for name, value, node in script.variables_set:
         texts = _fixed(script, value, node)
@@ -33,8 +37,9 @@ def master_overwritten(script: Script, job: Job) -> Iterator[Found]:
             yield at(node, message, "error" if job.by_torchrun else "warning")
 
 
+@rule("warning", wrong='os.environ["MASTER_PORT"] = "29500"', right='os.environ.setdefault("MASTER_PORT", "29500")')
 def master_port_fixed(script: Script, job: Job) -> Iterator[Found]:
-    """A literal port: two jobs on one machine want the same."""
+    """If two jobs on one machine use the same port, the second fails, or joins the group of the first."""
     if not (job.known or script.reads_launcher or job.nodes) or _port_hurts(job):
         return
     for name, value, node in script.variables_set:
@@ -72,9 +77,16 @@ def _plain(script: Script, value: ast.expr) -> list[ast.expr]:
     return plain
 
 
+@rule(
+    "error",
+    wrong='dist.init_process_group("gloo", init_method="tcp://node-0:23456", rank=rank, world_size=world_size)',
+    right='dist.init_process_group("gloo")',
+)
 def tcp_under_torchrun(script: Script, job: Job) -> Iterator[Found]:
-    """init_method="tcp://…" in processes that torchrun starts."""
-    if not job.by_torchrun and (job.launcher or not _is_started_by_torchrun(script)):
+    """torchrun tells its processes that its agent serves the store, so with tcp:// none of them opens one, and they
+    wait until the timeout (torch 2.13)."""
+    by_torchrun = any(script.variable_read(n) in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK") for n in script.nodes)
+    if not job.by_torchrun and (job.launcher or not by_torchrun):
         return
     for call, url in _methods(script, "tcp://"):
         where = "" if job.by_torchrun else "under torchrun "
@@ -88,12 +100,13 @@ def tcp_under_torchrun(script: Script, job: Job) -> Iterator[Found]:
             return
 
 
-def _is_started_by_torchrun(script: Script) -> bool:
-    return any(script.variable_read(n) in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK") for n in script.nodes)
-
-
+@rule(
+    "error",
+    wrong='dist.init_process_group("gloo", init_method="file:///tmp/meet", rank=rank, world_size=world_size)',
+    right='dist.init_process_group("gloo")',
+)
 def file_not_shared(script: Script, job: Job) -> Iterator[Found]:
-    """init_method="file://…" where the nodes share no such folder."""
+    """With file:// the rendezvous is a file: nodes that share no folder each wait at their own."""
     if (job.nodes or 1) == 1:
         return
     for _, url in _methods(script, "file://"):
@@ -149,8 +162,9 @@ def backends(script: Script, job: Job) -> set[str]:
     return known
 
 
+@rule("error", wrong='dist.init_process_group("mpi")', right='dist.init_process_group("gloo")')
 def backend_mpi(script: Script, job: Job) -> Iterator[Found]:
-    """init_process_group("mpi")."""
+    """The backend mpi needs a PyTorch that was built with MPI, which no published wheel is."""
     for call in script.inits:
         given = script.argument(call, "backend", 0)
         if given and [t.lower() for t in script.texts(given)] == ["mpi"] and not script.mentions("is_mpi_available"):
@@ -161,8 +175,13 @@ def backend_mpi(script: Script, job: Job) -> Iterator[Found]:
             )
 
 
+@rule(
+    "error",
+    wrong='dist.init_process_group("nccl")',
+    right='dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")',
+)
 def nccl_without_gpu(script: Script, job: Job) -> Iterator[Found]:
-    """backend nccl in a job whose pods have no GPU."""
+    """nccl moves data between GPUs only: in a job whose pods have none the group does not form."""
     if job.gpus != 0 or _other_backend_is_asked_for(job):
         return
     for call in script.inits:
@@ -194,21 +213,15 @@ def _asks_for_gpu(test: ast.expr) -> bool:
     return any(w in words for w in ("cuda", "gpu", "nccl", "device"))
 
 
-def monitored_barrier_on_nccl(script: Script, job: Job) -> Iterator[Found]:
-    """dist.monitored_barrier() in a group of nccl."""
-    if backends(script, job) != {"nccl"}:
-        return
-    for call in script.calls_to("torch.distributed.monitored_barrier"):
-        if script.argument(call, "group", 0) is None and not has_hidden_arguments(call):
-            yield at(
-                call,
-                "monitored_barrier() works with gloo only, and this group is nccl; make a group for it: "
-                'dist.new_group(backend="gloo")',
-            )
-
-
+@rule(
+    "warning",
+    wrong='dist.init_process_group("gloo")\nif rank == 0:\n    preprocess(data)\ndist.barrier()',
+    right='dist.init_process_group("gloo", timeout=timedelta(hours=6))\n'
+    "if rank == 0:\n    preprocess(data)\ndist.barrier()",
+)
 def barrier_without_timeout(script: Script, job: Job) -> Iterator[Found]:
-    """dist.barrier() in a group of gloo with the default timeout, while one rank prepares the data."""
+    """A barrier on gloo waits 30 minutes for a missing rank, and its error does not name it. That may be too short
+    while one rank prepares the data."""
     if backends(script, job) != {"gloo"} or (job.nodes is None and script.is_for_one_node):
         return
     inits = script.calls_to(INIT)
@@ -241,12 +254,34 @@ def _long_work_before(script: Script, barrier: ast.Call) -> ast.Call | None:
 _LONG_WORK = set("convert encode extract index prepare preprocess tokenize untar unpack unzip".split())
 
 
-def destroy_missing(script: Script, job: Job) -> Iterator[Found]:
-    """A function that destroys the group, and that is never called.
+@rule(
+    "error",
+    wrong='dist.init_process_group("nccl")\ndist.monitored_barrier()',
+    right='dist.init_process_group("nccl")\ncpu = dist.new_group(backend="gloo")\ndist.monitored_barrier(cpu)',
+)
+def monitored_barrier_on_nccl(script: Script, job: Job) -> Iterator[Found]:
+    """monitored_barrier needs send and recv on the CPU: it works with gloo only, and raises under nccl."""
+    if backends(script, job) != {"nccl"}:
+        return
+    for call in script.calls_to("torch.distributed.monitored_barrier"):
+        if script.argument(call, "group", 0) is None and not has_hidden_arguments(call):
+            yield at(
+                call,
+                "monitored_barrier() works with gloo only, and this group is nccl; make a group for it: "
+                'dist.new_group(backend="gloo")',
+            )
 
-    A script that ends without destroy_process_group is no mistake by itself, because collectives end well with the
-    process, also one that is not waited for (docs/measured.md, groups).
-    """
+
+@rule(
+    "warning",
+    wrong="def cleanup():\n    dist.destroy_process_group()\n\ntrain()",
+    right="try:\n    train()\nfinally:\n    cleanup()",
+)
+def destroy_missing(script: Script, job: Job) -> Iterator[Found]:
+    """A script that has a function to destroy the group, and never calls it, exits with the group open, and nccl warns
+    at each exit. A script without such a function is not reported."""
+    # A script that ends without destroy_process_group is no mistake by itself, because collectives end well with the
+    # process, also one that is not waited for (docs/measured.md, groups).
     if script.uses_a_framework or not any(script.on_every_rank(call) for call in script.inits):
         return
     functions = [script.function(call) for call in script.calls_to("torch.distributed.destroy_process_group")]
@@ -266,8 +301,10 @@ def _is_forgotten(script: Script, function: Function) -> bool:
     return not (inherits or special or script.mentions(function.name))
 
 
+@rule("warning", wrong="dist.isend(tensor, dst=1)", right="work = dist.isend(tensor, dst=1)\nwork.wait()")
 def isend_without_wait(script: Script, job: Job) -> Iterator[Found]:
-    """dist.isend(tensor, dst) whose Work is thrown away."""
+    """isend and irecv only begin a transfer: until wait() returns the tensor must not be used, and the message of a
+    rank that exits before is lost."""
     for call in script.calls_to(*(f"torch.distributed.{name}" for name in ("isend", "irecv", "batch_isend_irecv"))):
         if isinstance(script.parent(call), ast.Expr):
             yield at(

@@ -6,6 +6,7 @@ import ast
 import enum
 import re
 from collections.abc import Iterable, Iterator
+from typing import TypeGuard
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Scope = Function | ast.Lambda | ast.ClassDef | ast.Module
@@ -40,6 +41,16 @@ def leaves(body: list[ast.stmt]) -> bool:
 def is_main_guard(test: ast.expr) -> bool:
     """`if __name__ == "__main__":`"""
     return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
+
+
+def is_true(node: ast.AST | None) -> TypeGuard[ast.Constant]:
+    """The word True."""
+    return isinstance(node, ast.Constant) and node.value is True
+
+
+def is_method(node: ast.AST, name: str) -> bool:
+    """A call `….name(…)`, of whatever object."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name
 
 
 def words_of(identifier: str) -> set[str]:

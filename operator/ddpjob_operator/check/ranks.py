@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from ddpjob_operator.check.nodes import Function, before, has_hidden_arguments, leaves, name_of
-from ddpjob_operator.check.rule import Found, Job, Severity
+from ddpjob_operator.check.rule import Found, Job, Severity, rule
 from ddpjob_operator.check.script import DDP, INIT, Kind, Script
 
 # Every rank of the group must call these, otherwise those that do wait for ever. isend, send and recv are for two.
@@ -26,8 +26,14 @@ def at(node: ast.AST, message: str, severity: Severity | None = None) -> Found:
     return Found(getattr(node, "lineno", 1), message, severity, getattr(node, "col_offset", 0) + 1)
 
 
+@rule(
+    "error",
+    wrong='dist.init_process_group("nccl", rank=local_rank, world_size=world_size)',
+    right='dist.init_process_group("nccl", rank=int(os.environ["RANK"]), world_size=world_size)',
+)
 def rank_is_local_rank(script: Script, job: Job) -> Iterator[Found]:
-    """init_process_group(rank=local_rank)."""
+    """The local rank starts from 0 on every node, so several processes claim rank 0: the group never forms, or forms
+    once per node."""
     several = job.several_nodes(script)
     for call in script.inits if several else ():
         rank = script.argument(call, "rank", 4 if script.called(call) == INIT else None)
@@ -45,8 +51,13 @@ def rank_is_local_rank(script: Script, job: Job) -> Iterator[Found]:
             yield at(rank, f"{message}; use {right}", severity)
 
 
+@rule(
+    "error",
+    wrong='rank = int(os.environ["RANK"])\nmodel = DDP(model.to(rank), device_ids=[rank])',
+    right='local_rank = int(os.environ["LOCAL_RANK"])\nmodel = DDP(model.to(local_rank), device_ids=[local_rank])',
+)
 def device_is_global_rank(script: Script, job: Job) -> Iterator[Found]:
-    """device_ids=[rank], .to(rank), torch.device("cuda", rank) with the rank in the whole job."""
+    """GPUs are numbered from 0 on each node: rank 8 of a job with 8 GPUs per node belongs on GPU 0 of the second."""
     several = job.several_nodes(script)
     if several is None:
         return
@@ -96,13 +107,17 @@ def _is_cuda(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda:")
 
 
+@rule("warning", wrong="model.cuda()", right='torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\nmodel.cuda()')
 def set_device_missing(script: Script, job: Job) -> Iterator[Found]:
-    """.cuda() and "cuda" without a number, and nothing that says which GPU that is."""
+    """Without a current device, `.cuda()` of every process on a node means GPU 0: nccl refuses two ranks on one GPU, or
+    its memory runs out."""
     if not script.calls_to(INIT) or script.uses_a_framework or job.nproc == 1 or job.gpus == 0:
         return
     if script.mentions("set_device", "set_device_index", "set_default_device", "device_id", "device_index"):
         return
-    if _chooses_by_variable(script) or script.calls_to("torch.cuda.device"):
+    if any(name == "CUDA_VISIBLE_DEVICES" for name, _, _ in script.variables_set) or script.calls_to(
+        "torch.cuda.device"
+    ):
         return
     for call in script.calls:
         if _is_bare_cuda(script, call) and script.on_every_rank(call):
@@ -125,12 +140,13 @@ def _is_bare_cuda(script: Script, call: ast.Call) -> bool:
     return func.attr == "to" and bool(call.args) and script.texts(call.args[0]) == ["cuda"]
 
 
-def _chooses_by_variable(script: Script) -> bool:
-    return any(name == "CUDA_VISIBLE_DEVICES" for name, _, _ in script.variables_set)
-
-
+@rule(
+    "error",
+    wrong="if rank == 0:\n    dist.all_reduce(loss)\n    print(loss)",
+    right="dist.all_reduce(loss)\nif rank == 0:\n    print(loss)",
+)
 def collective_on_one_rank(script: Script, job: Job) -> Iterator[Found]:
-    """if rank == 0: dist.barrier()."""
+    """A collective ends when all ranks have called it. If only some call it, they wait until the timeout."""
     for call in script.calls:
         name = script.called(call)
         if name not in COLLECTIVES or has_group(script, call):

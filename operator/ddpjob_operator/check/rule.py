@@ -84,11 +84,24 @@ Find: TypeAlias = Callable[[Script, Job], Iterator[Found]]
 
 @dataclass(frozen=True)
 class Rule:
-    """One mistake: its name, why it matters in one sentence, the wrong and the right lines, and who finds it."""
+    """One mistake: who finds it, its severity, and the wrong and the right lines for docs/check.md."""
 
-    name: str
+    find: Find
     severity: Severity
-    why: str
     wrong: str
     right: str
-    find: Find
+
+    @property
+    def name(self) -> str:
+        """set-epoch-missing, for the function set_epoch_missing."""
+        return self.find.__name__.replace("_", "-")
+
+    @property
+    def why(self) -> str:
+        """The docstring of the function, as one line."""
+        return " ".join((self.find.__doc__ or "").split())
+
+
+def rule(severity: Severity, *, wrong: str, right: str) -> Callable[[Find], Rule]:
+    """Makes a rule of the function that finds a mistake; its docstring says why it is one."""
+    return lambda find: Rule(find, severity, wrong, right)

@@ -219,20 +219,6 @@ class Script(Values):
                 return True
         return False
 
-    def runs_in_started_process(self, node: ast.AST) -> bool:
-        """Whether a process that this script starts runs this."""
-        todo, seen = [self.function(node)], set()
-        while todo:
-            function = todo.pop()
-            if function is None or function in seen:
-                continue
-            seen.add(function)
-            for caller in self.callers(function):
-                if caller.starts_process:
-                    return True
-                todo.append(self.function(caller.call))
-        return False
-
     def enclosing_tests(self, node: ast.AST) -> Iterator[ast.expr]:
         """The conditions under which a node runs, within its function."""
         for child, parent in self.above(node):

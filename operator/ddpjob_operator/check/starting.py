@@ -5,20 +5,24 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ddpjob_operator.check.nodes import Function, has_hidden_arguments, is_main_guard, leaves, name_of
+from ddpjob_operator.check.nodes import Function, has_hidden_arguments, is_main_guard, is_true, leaves, name_of
 from ddpjob_operator.check.ranks import at
-from ddpjob_operator.check.rule import Found, Job, Severity
+from ddpjob_operator.check.rule import Found, Job, Severity, rule
 from ddpjob_operator.check.script import Script
 from ddpjob_operator.check.values import STARTERS
 
 _LAUNCH = "torch.distributed.launch"
 
 
+@rule("error", wrong="mp.spawn(train, nprocs=4)", right='if __name__ == "__main__":\n    mp.spawn(train, nprocs=4)')
 def spawn_without_main_guard(script: Script, job: Job) -> Iterator[Found]:
-    """mp.spawn(…), or a function that calls it, while the file is being imported."""
+    """A spawned process imports the script again. Without the guard it would spawn processes too, and Python raises a
+    RuntimeError."""
     spawning = _functions_that_spawn(script)
     for call in script.calls:
-        if script.function(call) is not None or _is_under_main_guard(script, call) or _is_in_lambda(script, call):
+        if script.function(call) is not None or isinstance(script.scope(call), ast.Lambda):
+            continue
+        if any(getattr(n, "id", "") == "__name__" for test in script.enclosing_tests(call) for n in ast.walk(test)):
             continue
         if script.called(call) in STARTERS or script.definition(call.func) in spawning:
             yield at(
@@ -41,18 +45,11 @@ def _functions_that_spawn(script: Script) -> list[object]:
     return spawning
 
 
-def _is_under_main_guard(script: Script, call: ast.Call) -> bool:
-    return any(
-        isinstance(n, ast.Name) and n.id == "__name__" for test in script.enclosing_tests(call) for n in ast.walk(test)
-    )
-
-
-def _is_in_lambda(script: Script, call: ast.Call) -> bool:
-    return isinstance(script.scope(call), ast.Lambda)
-
-
+@rule(
+    "error", wrong="def main(rank=0):\n    mp.spawn(main, nprocs=4)", right="def main():\n    mp.spawn(train, nprocs=4)"
+)
 def spawn_of_itself(script: Script, job: Job) -> Iterator[Found]:
-    """def main(): mp.spawn(main)."""
+    """A function that spawns itself never trains: each of its processes starts more, until the node is full."""
     for call in script.calls_to(*STARTERS):
         function = script.function(call)
         target = script.argument(call, "fn", 0)
@@ -74,8 +71,10 @@ def _always_comes(script: Script, call: ast.Call, function: Function) -> bool:
     return not any(isinstance(n, ast.If) and leaves(n.body) for s in before for n in ast.walk(s))
 
 
+@rule("error", wrong="def train(): …\nmp.spawn(train, nprocs=4)", right="def train(rank): …\nmp.spawn(train, nprocs=4)")
 def spawn_function_without_rank(script: Script, job: Job) -> Iterator[Found]:
-    """def train(): …; mp.spawn(train, nprocs=4)."""
+    """mp.spawn passes the number of the process as the first argument, before args: a function without a parameter for
+    it raises a TypeError in every process."""
     for call in script.calls_to(*STARTERS):
         target, args = script.argument(call, "fn", 0), script.argument(call, "args", 1)
         functions = script.functions_meant(target) if target is not None else []
@@ -99,8 +98,14 @@ def _positional_max(function: Function) -> int | None:
     return len(function.args.posonlyargs) + len(function.args.args)
 
 
+@rule(
+    "error",
+    wrong='parser.add_argument("--local-rank", int(os.environ["LOCAL_RANK"]))',
+    right='parser.add_argument("--local-rank", type=int, default=int(os.environ["LOCAL_RANK"]))',
+)
 def argument_value_for_name(script: Script, job: Job) -> Iterator[Found]:
-    """add_argument("--x", int(os.environ["X"])): a value where a name or type belongs."""
+    """What follows the name in add_argument is another name of the same option: a number or a type there raises an
+    error at the start."""
     if not script.mentions("argparse", "ArgumentParser"):
         return
     for call in script.methods_called("add_argument"):
@@ -127,8 +132,15 @@ def _is_value(script: Script, node: ast.expr) -> bool:
     return bool(script.variable_read(node)) or script.called(node) in ("int", "float", "bool")
 
 
+@rule(
+    "warning",
+    wrong='parser.add_argument("--local_rank", type=int)',
+    right='parser.add_argument("--local-rank", "--local_rank", type=int)',
+)
 def local_rank_one_spelling(script: Script, job: Job) -> Iterator[Found]:
-    """add_argument("--local_rank") without "--local-rank", which torch.distributed.launch passes."""
+    """torch.distributed.launch passes --local-rank since torch 2.0 and passed --local_rank before: a script with only
+    the old one, or with neither, exits with “unrecognized arguments” (exit code 2). The new one alone works with all
+    versions that DDPJob supports. torchrun passes none, so it must not be required there."""
     launched = job.launcher.startswith(_LAUNCH) or job.launcher == "launch.py"
     if launched and "use_env" not in job.launcher_options:
         yield from _refuses_what_is_passed(script)
@@ -162,8 +174,7 @@ def _requires_what_is_not_passed(script: Script, job: Job) -> Iterator[Found]:
         return
     for call in _options(script):
         required = script.argument(call, "required")
-        is_asked_for = isinstance(required, ast.Constant) and required.value is True
-        if is_asked_for and {"--local_rank", "--local-rank"} & set(_names(call)):
+        if is_true(required) and {"--local_rank", "--local-rank"} & set(_names(call)):
             yield at(
                 call,
                 f"--local-rank is required, and {job.launcher} does not pass it, so argparse exits with an error; use "
@@ -217,8 +228,13 @@ def _knows_all_options(script: Script, call: ast.Call) -> bool:
     return made_here and not (inherits or given_away or takes_the_rest)
 
 
+@rule(
+    "warning",
+    wrong="command: [python, -m, torch.distributed.launch, train.py]",
+    right='command: [torchrun, train.py]        # train.py reads os.environ["LOCAL_RANK"]',
+)
 def launch_deprecated(script: Script, job: Job) -> Iterator[Found]:
-    """subprocess.run(["python", "-m", "torch.distributed.launch", …]); a job's own command is read by job.py."""
+    """torch.distributed.launch warns at each start that it will be removed; torchrun takes the same options."""
     for node in script.nodes:
         imports = isinstance(node, ast.Import | ast.ImportFrom) and _imports_launch(node)
         if imports or (isinstance(node, ast.Constant) and _is_command(node.value) and _is_run(script, node)):

@@ -6,9 +6,9 @@ import ast
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from ddpjob_operator.check.nodes import Function, leaves, name_of
+from ddpjob_operator.check.nodes import Function, is_method, leaves, name_of
 from ddpjob_operator.check.ranks import COLLECTIVES, at, guard, has_group, is_for_some, is_rank
-from ddpjob_operator.check.rule import Found, Job
+from ddpjob_operator.check.rule import Found, Job, rule
 from ddpjob_operator.check.script import DDP, Kind, Script
 
 Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
@@ -18,8 +18,14 @@ _RANKS = {Kind.GLOBAL, Kind.LOCAL, Kind.INDEX}
 _ALLOWS_UNEVEN = ("join", "Join", "no_sync", "monitored_barrier")
 
 
+@rule(
+    "error",
+    wrong="for step in range(20 if rank == 0 else 30):\n    dist.all_reduce(loss)",
+    right="for step in range(20):\n    dist.all_reduce(loss)",
+)
 def uneven_steps(script: Script, job: Job) -> Iterator[Found]:
-    """for step in range(rank): all_reduce(…); a break on one rank."""
+    """Each step of DDP and each collective waits for all ranks. If one rank makes fewer of them, the others wait for it
+    until the timeout."""
     if job.has_one_rank:
         return
     for loop in (n for n in script.nodes if isinstance(n, _LOOPS)):
@@ -56,8 +62,7 @@ def _waits_for_all(script: Script, call: ast.Call) -> bool:
     defined = script.definition(call.func)
     if isinstance(defined, Function):
         return any(isinstance(n, ast.Call) and _is_collective(script, n) for n in ast.walk(defined))
-    is_backward = isinstance(call.func, ast.Attribute) and call.func.attr == "backward"
-    return is_backward and bool(script.calls_to(DDP)) and not script.uses_a_framework
+    return is_method(call, "backward") and bool(script.calls_to(DDP)) and not script.uses_a_framework
 
 
 def _is_collective(script: Script, call: ast.Call) -> bool:

@@ -23,6 +23,7 @@ from ddpjob_operator.check.nodes import (
     fields_declared,
     has_hidden_arguments,
     imports_in,
+    is_method,
     is_outside_the_body,
     leaves,
     name_of,
@@ -155,7 +156,7 @@ class Values:
 
     def methods_called(self, name: str) -> list[ast.Call]:
         """All calls `….name(…)`, of whatever object."""
-        return [c for c in self.calls if isinstance(c.func, ast.Attribute) and c.func.attr == name]
+        return [c for c in self.calls if is_method(c, name)]
 
     def definition(self, node: ast.AST) -> Function | ast.ClassDef | None:
         """The function or class of this file that a name means."""
@@ -239,7 +240,8 @@ class Values:
             return []
         own = [n for n in ast.walk(function) if self.function(n) is function]
         returns = [n.value for n in own if isinstance(n, ast.Return)]
-        if any(isinstance(n, ast.Yield | ast.YieldFrom) for n in own) or not _always_returns(function):
+        # A function that may run off its end gives None as well.
+        if any(isinstance(n, ast.Yield | ast.YieldFrom) for n in own) or not isinstance(function.body[-1], ast.Return):
             return []
         return [r for r in returns if r is not None] if None not in returns else []
 
@@ -286,7 +288,8 @@ class Values:
         """What all callers of this file give."""
         if not isinstance(scope, Function) or not self._callers.get(scope):
             return [Marker.UNKNOWN]
-        if any(name_of(_called_or_itself(d)) not in _KEEP_ARGUMENTS for d in scope.decorator_list):
+        names = [name_of(d.func if isinstance(d, ast.Call) else d) for d in scope.decorator_list]
+        if not _KEEP_ARGUMENTS.issuperset(names):
             return [Marker.UNKNOWN]  # click, typer and hydra call it with what stands on the command line
         positions = {p.arg: i for i, p in enumerate((*scope.args.posonlyargs, *scope.args.args))}
         if name not in positions:
@@ -393,10 +396,9 @@ class Values:
                 self._callers[function].append(_caller(call, skip))
         # Each pass knows more of what a parameter may be: def start(demo): mp.spawn(demo, …), and then
         # def init_process(rank, size, fn): fn(rank, size).
-        for call in self.calls:
-            for target, caller in filter(None, [self.started(call)]):
-                for function in self.functions_meant(target):
-                    self._callers[function].append(caller)
+        for target, caller in filter(None, map(self.started, self.calls)):
+            for function in self.functions_meant(target):
+                self._callers[function].append(caller)
         for call in self.calls:
             if isinstance(call.func, ast.Name) and self.definition(call.func) is None:
                 for function in self.functions_meant(call.func):
@@ -430,7 +432,7 @@ class Values:
         """The function that a call starts in processes of its own, and what it gives them."""
         spawns = self.called(call) in STARTERS
         target = self.argument(call, "fn", 0) if spawns else self.argument(call, "target")
-        if target is None or not (spawns or self._makes_a_process(call)):
+        if target is None or not (spawns or self.called(call).endswith("Process") or is_method(call, "Process")):
             return None
         given = self.argument(call, "args", 1) if spawns else self.argument(call, "args")
         plain = given is None or (
@@ -445,26 +447,12 @@ class Values:
         """for rank in range(n): Process(target=run, args=(rank, n))."""
         return Marker.INDEX if self.origins(value) == [Marker.COUNT] else value
 
-    def _makes_a_process(self, call: ast.Call) -> bool:
-        return self.full_name(call.func).endswith("Process") or (
-            isinstance(call.func, ast.Attribute) and call.func.attr == "Process"
-        )
-
-
-def _always_returns(function: ast.FunctionDef) -> bool:
-    """Whether the last statement is a return: a function that may run off its end gives None as well."""
-    return isinstance(function.body[-1], ast.Return)
-
 
 def _item(value: ast.expr, number: int, target: ast.Tuple | ast.List) -> Origin:
     """What the name at this place of `a, b = value` gets."""
     if any(isinstance(e, ast.Starred) for e in target.elts):
         return Marker.UNKNOWN
     return ast.copy_location(ast.Subscript(value, ast.Constant(number), ast.Load()), value)
-
-
-def _called_or_itself(node: ast.expr) -> ast.expr:
-    return node.func if isinstance(node, ast.Call) else node
 
 
 def _caller(call: ast.Call, skip: int) -> Caller:

@@ -16,6 +16,7 @@ from ddpjob_operator.check.job import known, mistakes
 from ddpjob_operator.check.rule import SYNTAX
 from ddpjob_operator.job import api, launcher
 from ddpjob_operator.job.podspec import trainer_container
+from ddpjob_operator.job.wording import count
 from ddpjob_operator.manifest.yamlfile import Document, InputError
 
 YAML_SUFFIXES = (".yaml", ".yml", ".json")
@@ -51,8 +52,8 @@ class CheckResult:
     def summary(self) -> str:
         """One line for people."""
         warnings = len(self.findings) - self.errors
-        counts = [_count(n, word) for n, word in ((self.errors, "error"), (warnings, "warning")) if n]
-        return f"{_count(self.files, 'file')} read: {', '.join(counts) or 'nothing found'}"
+        counts = [count(n, word) for n, word in ((self.errors, "error"), (warnings, "warning")) if n]
+        return f"{count(self.files, 'file')} read: {', '.join(counts) or 'nothing found'}"
 
 
 def is_job(path: str) -> bool:
@@ -121,17 +122,9 @@ def _script_of(path: str, job: api.DDPJob) -> list[str]:
 def _not_read(document: Document, job: api.DDPJob) -> str:
     """Why no script was read, because "nothing found" is then about the YAML alone."""
     started = command.read(launcher.command_of(job.spec.template))
-    by = f"{started.launcher}, and " if started.launcher not in ("", "python") else ""
-    why = (
-        f"the command starts {by}names no script that is plain to see"
-        if by
-        else ("the command names no script that is plain to see")
-    )
+    by = f"starts {started.launcher}, and " if started.launcher not in ("", "python") else ""
+    why = f"the command {by}names no script that is plain to see"
     if started.files:
         why = f"{started.script or f'the module {started.module}'} is not on this machine"
     where = document.place(("spec", "template", "spec", "containers"))
     return f"{where}: {why}, so only the job was read; name it: ddpjob check {document.source} SCRIPT"
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"

@@ -161,14 +161,12 @@ def _version() -> dict[str, Any]:
                 "labelSelectorPath": ".status.selector",
             },
         },
-        "additionalPrinterColumns": [_column(*column) for column in COLUMNS],
+        "additionalPrinterColumns": [
+            {"name": name, "type": kind, "jsonPath": path} | ({"priority": 1} if wide else {})
+            for name, kind, path, wide in COLUMNS
+        ],
         "schema": {"openAPIV3Schema": _root()},
     }
-
-
-def _column(name: str, kind: str, path: str, wide: bool) -> dict[str, Any]:
-    column: dict[str, Any] = {"name": name, "type": kind, "jsonPath": path}
-    return column | {"priority": 1} if wide else column
 
 
 def _root() -> Schema:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from ddpjob_operator.job import api, bounds
-from ddpjob_operator.job.podspec import command_path, gpus, mounts, trainer_container
+from ddpjob_operator.job.podspec import command_path, gpus, mappings, mounts, trainer_container
 
 Found = Iterator[tuple[tuple[str | int, ...], str]]
 
@@ -29,6 +29,7 @@ _OPTIONS = (
     "duplicate_stdout_filters duplicate_stderr_filters node_rank master_addr master_port local_addr logs_specs "
     "numa_binding signals_to_handle shutdown_timeout virtual_local_rank use_env help preload no_preload"
 ).split()
+_SHORT = {"m": "module", "r": "redirects", "t": "tee"}
 LAUNCHERS = ("torchrun", "ddprun")
 LAUNCHER_FILE = re.compile(r"torch/distributed/(run|launch)\.py$")
 MODULES = {"torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher"}
@@ -51,16 +52,13 @@ class Launcher:
 def find(command: list[str]) -> Launcher | None:
     """The launcher that `command` (command + args) starts, also inside `sh -c "…"`; None where there is none."""
     words = _words(command)
-    for i, word in enumerate(words):
+    for i, (word, following) in enumerate(pairwise([*words, ""])):
         name = word.rsplit("/", 1)[-1]
-        if name in LAUNCHERS:
-            return Launcher(name, _options(words[i + 1 :]))
-        if word == "-m" and words[i + 1 : i + 2] == ["ddpjob.agent"]:
-            return Launcher("ddprun", _options(words[i + 2 :]))
-        if word == "-m" and words[i + 1 : i + 2] and words[i + 1] in MODULES:
-            return Launcher(words[i + 1], _options(words[i + 2 :]))
-        if LAUNCHER_FILE.search(word):
-            return Launcher(name, _options(words[i + 1 :]))
+        # What follows the script belongs to the script.
+        if name in LAUNCHERS or LAUNCHER_FILE.search(word):
+            return Launcher(name, read_options(words[i + 1 :])[0])
+        if word == "-m" and (following in MODULES or following == "ddpjob.agent"):
+            return Launcher("ddprun" if following == "ddpjob.agent" else following, read_options(words[i + 2 :])[0])
     return None
 
 
@@ -147,13 +145,14 @@ def _several_nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
     if spec.nodes == 1:
         return
     options = launcher.options
+    own = [entry.get("name") for entry in mappings(trainer_container(spec.template) or {}, "env")]
     if "standalone" in options:
         yield f"--standalone is for one node, and spec.nodes is {spec.nodes}: each node would train alone. Remove it."
     if options.get("node_rank", "").isdecimal():
         rank = options["node_rank"]
         yield f"--node_rank={rank} gives all {spec.nodes} nodes the same rank. Remove it, or use $(NODE_RANK)."
     backend = options.get("rdzv_backend", "static")
-    if backend != "static" and not options.get("rdzv_endpoint") and not _sets(spec, "PET_RDZV_ENDPOINT"):
+    if backend != "static" and not options.get("rdzv_endpoint") and "PET_RDZV_ENDPOINT" not in own:
         yield (
             f"--rdzv_backend={backend} without --rdzv_endpoint: each of {spec.nodes} nodes waits at its own address. "
             "Add --rdzv_endpoint=$(MASTER_ADDR):$(MASTER_PORT)."
@@ -200,14 +199,8 @@ def _rendezvous_file(spec: api.Spec) -> Iterator[str]:
 
 
 def _may_be_shared(path: str, spec: api.Spec) -> bool:
-    shared = mounts(spec.template)
-    above = [mount for mount in shared if path.startswith(f"{mount}/")]
-    return bool(above) and shared[max(above, key=len)]
-
-
-def _sets(spec: api.Spec, name: str) -> bool:
-    env = (trainer_container(spec.template) or {}).get("env")
-    return any(isinstance(entry, dict) and entry.get("name") == name for entry in env or ())
+    above = {mount: shared for mount, shared in mounts(spec.template).items() if path.startswith(f"{mount}/")}
+    return bool(above) and above[max(above, key=len)]
 
 
 def _words(command: list[str]) -> list[str]:
@@ -220,11 +213,6 @@ def _words(command: list[str]) -> list[str]:
         except ValueError:  # an unclosed quote, which the shell reports
             words.append(part)
     return words
-
-
-def _options(words: list[str]) -> dict[str, str]:
-    """The launcher's options, up to the script: what follows the script belongs to the script."""
-    return read_options(words)[0]
 
 
 def _after_options(words: list[str]) -> list[str]:
@@ -249,13 +237,8 @@ def read_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
         if not word.startswith("-") or word == "--":
             return options, [*([] if word == "--" else [word]), *rest]
         name, has_value, value = word.lstrip("-").partition("=")
-        full = (
-            _full_name(name) if word.startswith("--") else {"m": "module", "r": "redirects", "t": "tee"}.get(name, name)
-        )
-        if full in _FLAGS:
-            options[full] = "1"
-        else:
-            options[full] = value if has_value else next(rest, "")
+        full = _full_name(name) if word.startswith("--") else _SHORT.get(name, name)
+        options[full] = "1" if full in _FLAGS else value if has_value else next(rest, "")
     return options, []
 
 

@@ -40,8 +40,7 @@ _SUFFIXES |= {f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTPE
 def containers(template: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The template's containers, or none where it is not a template."""
     pod = template.get("spec")
-    listed = pod.get("containers") if isinstance(pod, Mapping) else None
-    return [c for c in listed if isinstance(c, dict)] if isinstance(listed, list) else []
+    return mappings(pod, "containers") if isinstance(pod, Mapping) else []
 
 
 def trainer_container(template: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -65,12 +64,12 @@ def command_path(template: Mapping[str, Any]) -> tuple[str | int, ...]:
 def mounts(template: Mapping[str, Any]) -> dict[str, bool]:
     """mountPath of the trainer → whether all nodes may see the same files there."""
     pod, trainer = template.get("spec") or {}, trainer_container(template) or {}
-    kinds = {v.get("name"): next((k for k in v if k != "name"), "emptyDir") for v in _mappings(pod, "volumes")}
-    paths = ((str(m.get("mountPath", "")).rstrip("/"), m.get("name")) for m in _mappings(trainer, "volumeMounts"))
+    kinds = {v.get("name"): next((k for k in v if k != "name"), "emptyDir") for v in mappings(pod, "volumes")}
+    paths = ((str(m.get("mountPath", "")).rstrip("/"), m.get("name")) for m in mappings(trainer, "volumeMounts"))
     return {path: kinds.get(name, "emptyDir") not in _OWN_VOLUMES for path, name in paths}
 
 
-def _mappings(source: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+def mappings(source: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """The mappings of a list that may have any shape."""
     given = source.get(name)
     return [item for item in given if isinstance(item, dict)] if isinstance(given, list) else []
@@ -79,19 +78,15 @@ def _mappings(source: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 def restarts_of_the_kubelet(template: Mapping[str, Any]) -> list[tuple[dict[str, Any], str]]:
     """The fields of containers by which the kubelet would start the trainer again in its pod, whatever the pod's
     restartPolicy is (Kubernetes 1.34 and later): its own, and any rule that restarts all containers."""
-    pod = template.get("spec") or {}
-    others = [c for c in pod.get("initContainers") or () if isinstance(c, dict)] if isinstance(pod, Mapping) else []
-    trainer = trainer_container(template)
-    of_all = (c for c in (*containers(template), *others) if c is not trainer and _restarts_all(c))
-    own = trainer or {}
+    pod, own = template.get("spec") or {}, trainer_container(template) or {}
+    others = mappings(pod, "initContainers") if isinstance(pod, Mapping) else []
+    of_all = (
+        c
+        for c in (*containers(template), *others)
+        if c is not own and any(r.get("action") == "RestartAllContainers" for r in mappings(c, "restartPolicyRules"))
+    )
     names = [name for name in ("restartPolicy", "restartPolicyRules") if own.get(name) not in (None, "Never")]
     return [*((own, name) for name in names), *((c, "restartPolicyRules") for c in of_all)]
-
-
-def _restarts_all(container: Mapping[str, Any]) -> bool:
-    rules = container.get("restartPolicyRules")
-    listed = rules if isinstance(rules, list) else []
-    return any(isinstance(rule, Mapping) and rule.get("action") == "RestartAllContainers" for rule in listed)
 
 
 def grace_seconds(template: Mapping[str, Any]) -> int:

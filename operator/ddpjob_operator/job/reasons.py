@@ -14,65 +14,54 @@ class Reason:
     warning: bool = False
 
 
-INVALID_SPEC = Reason("InvalidSpec", "The spec cannot run; the message names the field and the fix.", warning=True)
-UNREADABLE_STATUS = Reason(
+def _warning(name: str, when: str) -> Reason:
+    return Reason(name, when, warning=True)
+
+
+INVALID_SPEC = _warning("InvalidSpec", "The spec cannot run; the message names the field and the fix.")
+UNREADABLE_STATUS = _warning(
     "UnreadableStatus",
     "Condition and event only: the operator cannot read a field of the status, and does nothing for the job.",
-    warning=True,
 )
-NAME_TAKEN = Reason("NameTaken", "An object with a name that the job needs belongs to someone else.", warning=True)
+NAME_TAKEN = _warning("NameTaken", "An object with a name that the job needs belongs to someone else.")
 WAITING_FOR_DELETED_JOB = Reason("WaitingForDeletedJob", "Pods of a deleted job of the same name are still there.")
 WAITING_FOR_OLD_PODS = Reason("WaitingForOldPods", "Pods of the attempt before must end before this one may start.")
-START_BACK_OFF = Reason(
-    "StartBackOff", "Not all nodes ran by startDeadlineSeconds; all were released, to try again later.", warning=True
+START_BACK_OFF = _warning(
+    "StartBackOff", "Not all nodes ran by startDeadlineSeconds; all were released, to try again later."
 )
-UNREADABLE = Reason(
-    "Unreadable", "Event only: an object of the job cannot be read; nothing is done until it can be.", warning=True
-)
+UNREADABLE = _warning("Unreadable", "Event only: an object of the job cannot be read; nothing is done until it can be.")
 CREATING_PODS = Reason("CreatingPods", "The Service and the pods are being created.")
-CREATE_REFUSED = Reason(
-    "CreateRefused", "The server refuses a pod or the Service: quota, PodSecurity, a typo.", warning=True
+CREATE_REFUSED = _warning("CreateRefused", "The server refuses a pod or the Service: quota, PodSecurity, a typo.")
+UNSCHEDULABLE = _warning("Unschedulable", "The scheduler finds no node for some pods; the message is its own.")
+CANNOT_START = _warning("CannotStart", "The kubelet cannot start a trainer: an image, a mount or a configuration.")
+WAITS_LONG = _warning(
+    "WaitsLong", "What the job waits for has taken more than ten minutes; the message says what it is."
 )
-UNSCHEDULABLE = Reason(
-    "Unschedulable", "The scheduler finds no node for some pods; the message is its own.", warning=True
-)
-CANNOT_START = Reason(
-    "CannotStart", "The kubelet cannot start a trainer: an image, a mount or a configuration.", warning=True
-)
-WAITS_LONG = Reason(
-    "WaitsLong", "What the job waits for has taken more than ten minutes; the message says what it is.", warning=True
-)
-OTHERS_COMPLETED = Reason(
-    "OthersCompleted", "Some nodes completed more than ten minutes ago, and others still run.", warning=True
-)
+OTHERS_COMPLETED = _warning("OthersCompleted", "Some nodes completed more than ten minutes ago, and others still run.")
 STARTING_TRAINERS = Reason("StartingTrainers", "All pods have a node; images are pulled and containers started.")
 ALL_NODES_RUN = Reason("AllNodesRun", "The trainers of all nodes run.")
-RANK_FAILED = Reason("RankFailed", "A trainer ended with an error, or its pod vanished.", warning=True)
-DISRUPTED = Reason(
-    "Disrupted", "A pod is being ended from outside: deleted, evicted, preempted, drained.", warning=True
-)
-NODE_LOST = Reason("NodeLost", "A node with a pod of the job is not ready for lostNodeSeconds.", warning=True)
-STALLED = Reason("Stalled", "A rank reports, and has made no step for too long.", warning=True)
-STALL_SUSPECTED = Reason("StallSuspected", "No step for unusually long; the job goes on.", warning=True)
+RANK_FAILED = _warning("RankFailed", "A trainer ended with an error, or its pod vanished.")
+DISRUPTED = _warning("Disrupted", "A pod is being ended from outside: deleted, evicted, preempted, drained.")
+NODE_LOST = _warning("NodeLost", "A node with a pod of the job is not ready for lostNodeSeconds.")
+STALLED = _warning("Stalled", "A rank reports, and has made no step for too long.")
+STALL_SUSPECTED = _warning("StallSuspected", "No step for unusually long; the job goes on.")
 RESTARTING = Reason("Restarting", "The cause is settled and charged; the whole group starts again.")
 REPLACING = Reason("Replacing", "The cause is settled and charged; only the lost pod is created again (ddprun).")
-RESTARTED_IN_PLACE = Reason(
-    "RestartedInPlace", "Event only: all ranks have started again in the pods that they had (ddprun).", warning=True
+RESTARTED_IN_PLACE = _warning(
+    "RestartedInPlace", "Event only: all ranks have started again in the pods that they had (ddprun)."
 )
-BACKOFF_LIMIT_EXCEEDED = Reason(
-    "BackoffLimitExceeded", "One more restart would be beyond backoffLimit; lastFailure says why.", warning=True
+BACKOFF_LIMIT_EXCEEDED = _warning(
+    "BackoffLimitExceeded", "One more restart would be beyond backoffLimit; lastFailure says why."
 )
-NO_PROGRESS = Reason("NoProgress", "Three charged restarts in a row brought no new step.", warning=True)
-PERMANENT_FAILURE = Reason(
-    "PermanentFailure", "Another try cannot help: failurePolicy, 126/127, a module that is missing.", warning=True
+NO_PROGRESS = _warning("NoProgress", "Three charged restarts in a row brought no new step.")
+PERMANENT_FAILURE = _warning(
+    "PermanentFailure", "Another try cannot help: failurePolicy, 126/127, a module that is missing."
 )
-TOO_MANY_INFRASTRUCTURE_FAILURES = Reason(
-    "TooManyInfrastructureFailures",
-    "A hundred restarts in a row for the nodes' sake, without a new step.",
-    warning=True,
+TOO_MANY_INFRASTRUCTURE_FAILURES = _warning(
+    "TooManyInfrastructureFailures", "A hundred restarts in a row for the nodes' sake, without a new step."
 )
-TOO_MANY_STALLS = Reason("TooManyStalls", "More than ten restarts because no step was made.", warning=True)
-DEADLINE_EXCEEDED = Reason("DeadlineExceeded", "The job was not finished within activeDeadlineSeconds.", warning=True)
+TOO_MANY_STALLS = _warning("TooManyStalls", "More than ten restarts because no step was made.")
+DEADLINE_EXCEEDED = _warning("DeadlineExceeded", "The job was not finished within activeDeadlineSeconds.")
 SUSPENDING = Reason("Suspending", "spec.suspend is true, and pods of the job are still stopping.")
 SUSPENDED = Reason("Suspended", "spec.suspend is true: all pods have ended, or were never started.")
 ALL_NODES_COMPLETED = Reason("AllNodesCompleted", "The trainers of all nodes ended with 0.")
@@ -80,10 +69,10 @@ RESTART_POLICY_CHANGED = Reason(
     "RestartPolicyChanged", "Event only: the template's restartPolicy becomes Never, its trainer's is left out."
 )
 GRACE_RAISED = Reason("GraceRaised", "Event only: the template's terminationGracePeriodSeconds of 0 becomes 1.")
-RENDEZVOUS_OVERRIDDEN = Reason(
-    "RendezvousOverridden", "Event only: the template sets variables that the rendezvous needs.", warning=True
+RENDEZVOUS_OVERRIDDEN = _warning(
+    "RendezvousOverridden", "Event only: the template sets variables that the rendezvous needs."
 )
-LAUNCHER_OPTION = Reason("LauncherOption", "Event only: an option of the launcher has a consequence.", warning=True)
+LAUNCHER_OPTION = _warning("LauncherOption", "Event only: an option of the launcher has a consequence.")
 
 ALL: dict[str, Reason] = {r.name: r for r in list(globals().values()) if isinstance(r, Reason)}
 

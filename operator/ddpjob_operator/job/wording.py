@@ -1,4 +1,4 @@
-"""Times and durations as messages show them."""
+"""Counts, times and durations as messages show them."""
 
 from __future__ import annotations
 
@@ -18,3 +18,9 @@ def duration(seconds: float) -> str:
 def clock(time: dt.datetime) -> str:
     """08:04:28 UTC: a time of today, which no reader has to count from."""
     return f"{time.astimezone(dt.timezone.utc):%H:%M:%S} UTC"
+
+
+def count(number: int, thing: str) -> str:
+    """1 node, 2 nodes, 3 processes."""
+    plural = "" if number == 1 else "es" if thing.endswith("s") else "s"
+    return f"{number} {thing}{plural}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube.client import ApiError, Client
+from ddpjob_operator.kube.client import ApiError, Client, collection
 
 WAIT_SECONDS = (1, 2, 5, 10, 15, 30)
 
@@ -90,7 +90,8 @@ async def missing_rights(client: Client, namespace: str) -> list[str]:
     There is no such review of the whole cluster.
     """
     needed = [(right, verb) for right in RIGHTS if not (right.cluster_wide and namespace) for verb in right.verbs]
-    rules = await _rules(client, namespace) if namespace else []
+    review = await _review(client, "SelfSubjectRulesReview", {"namespace": namespace}) if namespace else {}
+    rules = review.get("resourceRules") or ()
     unlisted = [(right, verb) for right, verb in needed if not any(_grants(rule, right, verb) for rule in rules)]
     allowed = await asyncio.gather(*(_may(client, right, verb, namespace) for right, verb in unlisted))
     return [
@@ -101,14 +102,11 @@ async def missing_rights(client: Client, namespace: str) -> list[str]:
     ]
 
 
-async def _rules(client: Client, namespace: str) -> list[dict[str, Any]]:
-    review = {
-        "apiVersion": "authorization.k8s.io/v1",
-        "kind": "SelfSubjectRulesReview",
-        "spec": {"namespace": namespace},
-    }
-    answer = await client.create("/apis/authorization.k8s.io/v1/selfsubjectrulesreviews", review)
-    return (answer.get("status") or {}).get("resourceRules") or []
+async def _review(client: Client, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
+    """The status of a review of our own rights."""
+    review = {"apiVersion": "authorization.k8s.io/v1", "kind": kind, "spec": spec}
+    answer = await client.create(f"/apis/authorization.k8s.io/v1/{kind.lower()}s", review)
+    return answer.get("status") or {}
 
 
 def _grants(rule: Mapping[str, Any], right: Right, verb: str) -> bool:
@@ -122,9 +120,8 @@ def _grants(rule: Mapping[str, Any], right: Right, verb: str) -> bool:
 
 
 async def _cannot_list(client: Client, namespace: str) -> str:
-    where = f"namespaces/{namespace}/" if namespace else ""
     try:
-        await client.get(f"/apis/{api.GROUP}/{api.VERSION}/{where}{api.PLURAL}", {"limit": "1"})
+        await client.get(collection(api.PLURAL, namespace), {"limit": "1"})
     except ApiError as error:
         if error.status == 404:
             return f"the CRD {api.PLURAL}.{api.GROUP} is not installed: kubectl apply -f charts/ddpjob-operator/crds"
@@ -134,17 +131,7 @@ async def _cannot_list(client: Client, namespace: str) -> str:
 
 async def _may(client: Client, right: Right, verb: str, namespace: str) -> bool:
     resource, _, subresource = right.resource.partition("/")
-    attributes = {
-        "group": right.group,
-        "resource": resource,
-        "subresource": subresource,
-        "verb": verb,
-        "namespace": namespace,
-    }
-    review = {
-        "apiVersion": "authorization.k8s.io/v1",
-        "kind": "SelfSubjectAccessReview",
-        "spec": {"resourceAttributes": attributes},
-    }
-    answer = await client.create("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review)
-    return bool((answer.get("status") or {}).get("allowed"))
+    attributes = {"group": right.group, "resource": resource, "subresource": subresource}
+    attributes |= {"verb": verb, "namespace": namespace}
+    review = await _review(client, "SelfSubjectAccessReview", {"resourceAttributes": attributes})
+    return bool(review.get("allowed"))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from ddpjob_operator.job import api
 from ddpjob_operator.kube import lease
-from ddpjob_operator.kube.client import ApiError, Client
+from ddpjob_operator.kube.client import ApiError, Client, Raw
 from ddpjob_operator.kube.lease import NEVER, Candidate, Durations
 from ddpjob_operator.kube.limit import at_most
 from ddpjob_operator.kube.runtime import SYSTEM, Runtime
@@ -51,19 +51,16 @@ def namespace_of(path: str) -> str:
     return path.partition("/namespaces/")[2].partition("/")[0]
 
 
-class Claim:
+class Claim(lease.Holder):
     """One of these Leases, held in the name of a release: any of its pods may renew it."""
 
     def __init__(self, client: Client, place: Place, release: str, durations: Durations, runtime: Runtime) -> None:
+        super().__init__(client, place.namespace, place.name, release, durations, runtime=runtime)
         self.place = place
-        self._object = lease.LeaseObject(client, place.namespace, place.name)
-        self._release, self._durations = release, durations
-        self._clock, self._runtime = runtime.clock, runtime
-        self._candidate = Candidate(release, durations)
+        self.what = f"the claim {place}"
         self._acts_from = NEVER
         self._unguarded = False
         self._was_there = False
-        self._logged = ""
 
     def holds(self) -> bool:
         """Whether the release may act there."""
@@ -75,57 +72,35 @@ class Claim:
         return "" if other is None else other.holder
 
     async def renew(self) -> None:
-        """One try to take it or to go on holding it; a failure is logged, and the next try comes soon."""
-        if (
-            self._candidate.held_until - self._clock()
-            > self._durations.renew_seconds - 2 * self._durations.retry_seconds
-        ):
-            return
-        try:
-            async with at_most(self._durations.try_seconds):
-                await self._read_and_renew()
-        except asyncio.TimeoutError:
-            self._report("the API server did not answer in time")
-        except ApiError as error:
-            if error.status == 403:
-                # An older chart gives no right to it, and jobs on which nobody acts would be worse.
-                self._unguarded = True
-                self._report(
-                    f"{error}; this operator acts on {self.place.what} and cannot see whether another one does"
-                )
-            elif error.status != 409:
-                self._report(str(error))
-        else:
-            self._unguarded = False
-            self._report("")
+        """Unless it was renewed lately."""
+        left, lately = self._candidate.held_until - self._clock(), self._durations.renew_seconds
+        if left <= lately - 2 * self._durations.retry_seconds:
+            await super().renew()
 
-    async def _read_and_renew(self) -> None:
-        raw = await self._object.read()
-        seen = None if raw is None else lease.read(raw)
-        self._candidate.saw(seen, self._clock())
+    def _refused(self, error: ApiError) -> None:
+        # An older chart gives no right to it, and jobs on which nobody acts would be worse.
+        self._unguarded = self._unguarded or error.status == 403
+        blind = f"; this operator acts on {self.place.what} and cannot see whether another one does"
+        self._report(f"{error}{blind if error.status == 403 else ''}")
+
+    def _report(self, trouble: str) -> None:
+        self._unguarded = self._unguarded and trouble != ""
+        super()._report(trouble)
+
+    def _may_take(self, raw: Raw | None) -> bool:
         # One that never existed is created at once; the holder of one that was deleted may not know that yet.
         first = raw is None and not self._was_there
         self._was_there = self._was_there or raw is not None
-        if not first and not self._candidate.may_take(self._clock()):
-            return
-        body = lease.claim(raw, self.place.name, self._release, self._durations, "", self._runtime.utc())
-        asked_at = self._clock()
-        written = await self._object.write(raw, body)
+        return first or super()._may_take(raw)
+
+    def _took(self, written: lease.Lease, asked_at: float) -> None:
         lapsed = self._candidate.held_until < asked_at
-        self._candidate.took(written, asked_at)
+        super()._took(written, asked_at)
         self._was_there = True
         if lapsed:
-            self._acts_from = asked_at + self._settling_seconds()
-
-    def _settling_seconds(self) -> float:
-        """A release for all namespaces may act on this one, until it asks for the claims of others the next time. Also
-        when this process has not renewed it for a while: another pod of the release may have done so."""
-        return 0.0 if self.place.name == ALL_CLAIM else float(self._durations.lease_seconds)
-
-    def _report(self, trouble: str) -> None:
-        if trouble and trouble != self._logged:
-            self._runtime.log.warning("the claim %s cannot be read or renewed: %s", self.place, trouble)
-        self._logged = trouble
+            # A release for all namespaces may act at once on this one, until it asks for the claims of others the next
+            # time. Also when this process has not renewed it for a while: another pod of the release may have done so.
+            self._acts_from = asked_at + (0.0 if self.place.name == ALL_CLAIM else self._durations.lease_seconds)
 
 
 class Claims:
@@ -180,7 +155,10 @@ class Claims:
             if "" in self._claims:
                 await self._read_other_claims()
             self._log_who_acts()
-            now = ([name for name, claim in self._claims.items() if claim.holds()], sorted(self._live_others()))
+            now = (
+                [name for name, claim in self._claims.items() if claim.holds()],
+                sorted(filter(self._holder_of, self._others)),
+            )
             if now != before:
                 before = now
                 changed()
@@ -194,9 +172,6 @@ class Claims:
         other = self._others.get(namespace)
         live = None if other is None else other.leader(self._clock())
         return "" if live is None else live.holder
-
-    def _live_others(self) -> list[str]:
-        return [name for name in self._others if self._holder_of(name)]
 
     async def _read_other_claims(self) -> None:
         asked_at = self._clock()

@@ -18,6 +18,7 @@ import aiohttp
 import kopf
 import orjson
 
+from ddpjob_operator.job import api
 from ddpjob_operator.kube import reading
 from ddpjob_operator.kube.login import LoginError, login
 
@@ -30,6 +31,12 @@ _JSON = {
     "User-Agent": "ddpjob-operator",
 }
 NO_ANSWER = 0
+
+
+def collection(plural: str, namespace: str = "") -> str:
+    """The path of DDPJobs, or of core objects such as pods, in a namespace; "": in all."""
+    group = f"/apis/{api.GROUP}/{api.VERSION}" if plural == api.PLURAL else "/api/v1"
+    return f"{group}/namespaces/{namespace}/{plural}" if namespace else f"{group}/{plural}"
 
 
 class ApiError(Exception):
@@ -141,8 +148,10 @@ class Client:
         params = {"labelSelector": selector} if selector else {}
         limit = self.limits.page
         while True:
+            # A single object is read whatever its length: etcd bounds it.
+            bytes_max = self.limits.page_bytes if limit > 1 else None
             try:
-                content = await self._request_bytes("GET", path, params | {"limit": str(limit)}, self._page_max(limit))
+                content = await self._request_bytes("GET", path, params | {"limit": str(limit)}, bytes_max)
             except TooLargeError:
                 limit = max(1, limit // 8)
                 continue
@@ -159,10 +168,6 @@ class Client:
                 return
             params["continue"] = token
             limit = min(self.limits.page, limit * 2)
-
-    def _page_max(self, limit: int) -> int | None:
-        """A single object is read whatever its length: etcd bounds it."""
-        return self.limits.page_bytes if limit > 1 else None
 
     async def watch(self, path: str, resource_version: str, selector: str = "") -> AsyncIterator[Raw]:
         """Events from `resource_version` on, bookmarks too, until the server ends the stream. Raises ApiError."""
@@ -201,12 +206,7 @@ class Client:
             raise _no_answer(method, path, error) from None
 
     async def _request_bytes(
-        self,
-        method: str,
-        path: str,
-        params: Mapping[str, str] | None,
-        bytes_max: int | None,
-        body: Raw | None = None,
+        self, method: str, path: str, params: Mapping[str, str] | None, bytes_max: int | None, body: Raw | None = None
     ) -> bytes:
         for attempt in range(1, self.limits.tries + 1):
             session, info = await self._session()

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import collections
-import contextlib
 import datetime as dt
 from dataclasses import dataclass
 
 from ddpjob_operator.job import api, reasons
 from ddpjob_operator.kube.client import ApiError, Client, Raw
-from ddpjob_operator.kube.limit import at_most
+from ddpjob_operator.kube.queue import Queue
 from ddpjob_operator.kube.runtime import Runtime
-from ddpjob_operator.kube.shares import Bounds, Shares
+from ddpjob_operator.kube.store import Key
 from ddpjob_operator.plan.actions import Event
 
 QUEUE_MAX = 1_000
 # Of one job; beyond this its newest are dropped. A job that restarts all the time must not leave no room for others.
 QUEUE_OF_JOB_MAX = 50
-# One at a time of each job, so that they arrive in their order.
-SENT_AT_A_TIME = Bounds(total=8, of_namespace=4, of_job=1)
 REPEAT_SECONDS = 300.0
 REMEMBERED_MAX = 5_000
 MESSAGE_MAX = 1_024  # the API server refuses a longer one
@@ -47,10 +43,9 @@ class Events:
         self._waiting: dict[str, collections.deque[_Waiting]] = {}
         """By the uid of the job, in their order."""
         self._count = 0
-        self._shares = Shares(SENT_AT_A_TIME)
-        self._sending: dict[str, asyncio.Task[None]] = {}
+        self._queue: Queue[Key] = Queue(self._send_next, runtime, at_a_time=8, of_namespace=4)
+        """Of jobs, by namespace and uid: one event at a time of each, so that they arrive in their order."""
         self._sent: collections.OrderedDict[tuple[str, str, str], float] = collections.OrderedDict()
-        self._wake = asyncio.Event()
         self._logged = ""
 
     def __len__(self) -> int:
@@ -66,26 +61,11 @@ class Events:
                     _Waiting(job, event, now, self._clock() + wait)
                 )
                 self._count += 1
-                self._wake.set()
+                self._queue.add((job.namespace, job.uid), wait)
 
     async def run(self) -> None:
         """Until cancelled; then those under way are cancelled too."""
-        try:
-            while True:
-                self._wake.clear()
-                now = self._clock()
-                for uid in [uid for uid in self._waiting if uid not in self._sending and self._due(uid) <= now]:
-                    self._sending[uid] = asyncio.create_task(self._send_all_of(uid))
-                nearest = min((self._due(uid) for uid in self._waiting if uid not in self._sending), default=None)
-                with contextlib.suppress(asyncio.TimeoutError):
-                    async with at_most(None if nearest is None else nearest - now):
-                        await self._wake.wait()
-        finally:
-            tasks = list(self._sending.values())
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._sending.clear()
+        await self._queue.run()
 
     def _has_room(self, job: api.Metadata) -> bool:
         """Where all is full, what waits in the fullest namespace makes room, unless that is the job's own."""
@@ -103,17 +83,6 @@ class Events:
         self._remove(max(those, key=len)[-1])
         return True
 
-    def _due(self, uid: str) -> float:
-        return min(waiting.due for waiting in self._waiting[uid])
-
-    def _take(self, uid: str) -> _Waiting | None:
-        """The first of a job that is due, out of the queue."""
-        now = self._clock()
-        ready = next((w for w in self._waiting.get(uid, ()) if w.due <= now), None)
-        if ready is not None:
-            self._remove(ready)
-        return ready
-
     def _remove(self, waiting: _Waiting) -> None:
         uid = waiting.job.uid
         self._waiting[uid].remove(waiting)
@@ -121,17 +90,14 @@ class Events:
         if not self._waiting[uid]:
             del self._waiting[uid]
 
-    async def _send_all_of(self, uid: str) -> None:
-        try:
-            while (ready := self._take(uid)) is not None:
-                async with self._shares.turn((ready.job.namespace, ready.job.name)):
-                    await self._post(ready)
-        except Exception:
-            # A bug in one event must not end the others.
-            self._runtime.log.exception("an event was not sent")
-        finally:
-            self._sending.pop(uid, None)
-            self._wake.set()
+    async def _send_next(self, key: Key) -> float | None:
+        """The first event of a job that is due; the seconds until its next is."""
+        _, uid = key
+        ready = next((w for w in self._waiting.get(uid, ()) if w.due <= self._clock()), None)
+        if ready is not None:
+            self._remove(ready)
+            await self._post(ready)
+        return min((max(0.0, w.due - self._clock()) for w in self._waiting.get(uid, ())), default=None)
 
     def _drop_passing(self, uid: str) -> None:
         for waiting in [w for w in self._waiting.get(uid, ()) if w.event.reason in PASSING]:

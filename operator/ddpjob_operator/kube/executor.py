@@ -12,10 +12,10 @@ import msgspec
 
 from ddpjob_operator.job import api
 from ddpjob_operator.kube import observe
-from ddpjob_operator.kube.client import ApiError, Client, Raw
+from ddpjob_operator.kube.client import ApiError, Client, Raw, collection
 from ddpjob_operator.kube.events import Events
 from ddpjob_operator.kube.job_state import JobState
-from ddpjob_operator.kube.lookup import JOBS_PATH, Caches, Lookup, collection, is_absent
+from ddpjob_operator.kube.lookup import Caches, Lookup, is_absent, of_kind
 from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.shares import Shares
 from ddpjob_operator.kube.store import Key
@@ -68,7 +68,7 @@ class Executor:
         What the server refuses to create is no error: it is in `state` then, for the next round to report.
         """
         if todo.status is not None:
-            await self._record(job, todo.status)
+            await self._replace_status(job.metadata, msgspec.to_builtins(todo.status))
             # A pod gets what is left of the budgets, and this status may be the first that counts a restart in place.
             job = msgspec.structs.replace(job, status=todo.status)
         # Events report what the status has recorded, so they do not wait for requests that come after it and may fail.
@@ -107,11 +107,8 @@ class Executor:
             self.runtime.log.warning("%s/%s: its condition was not written: %s", job.namespace, job.name, error)
         self.send_event(job, event)
 
-    async def _record(self, job: api.DDPJob, status: api.Status) -> None:
-        await self._replace_status(job.metadata, msgspec.to_builtins(status))
-
     async def _replace_status(self, metadata: api.Metadata, status: Raw) -> None:
-        path = f"{JOBS_PATH.format(metadata.namespace)}/{metadata.name}/status"
+        path = f"{collection(api.PLURAL, metadata.namespace)}/{metadata.name}/status"
         # The whole status, not a patch: what is unset must go, as startTime does on suspend. The server takes nothing
         # but the status from this body, and refuses it if the job has changed since it was observed.
         body = {
@@ -140,7 +137,7 @@ class Executor:
         if action.grace_seconds is not None:
             options["gracePeriodSeconds"] = action.grace_seconds
         try:
-            answer = await self.client.delete(f"/api/v1/namespaces/{namespace}/pods/{action.name}", options)
+            answer = await self.client.delete(f"{collection('pods', namespace)}/{action.name}", options)
         except ApiError as error:
             if error.status != 409 and not is_absent(error, action.name):
                 raise
@@ -156,7 +153,7 @@ class Executor:
             self.caches.pods.remove(namespace, action.name, action.uid)
 
     async def _end(self, job: api.DDPJob, action: EndPod) -> None:
-        path = f"/api/v1/namespaces/{job.metadata.namespace}/pods/{action.name}"
+        path = f"{collection('pods', job.metadata.namespace)}/{action.name}"
         body = {"metadata": {"uid": action.uid}, "spec": {"activeDeadlineSeconds": observe.END_NOW_SECONDS}}
         try:
             self.caches.pods.put(await self.client.patch(path, body))
@@ -169,7 +166,7 @@ class Executor:
 
     async def _delete_job(self, job: api.DDPJob, action: DeleteJob) -> None:
         metadata = job.metadata
-        path = f"{JOBS_PATH.format(metadata.namespace)}/{metadata.name}"
+        path = f"{collection(api.PLURAL, metadata.namespace)}/{metadata.name}"
         options = {"preconditions": {"uid": action.uid}, "propagationPolicy": "Background"}
         try:
             await self.client.delete(path, options)
@@ -251,7 +248,7 @@ class Executor:
         """Whether it is there now and the job's own. Raises ApiError where the server may create it later."""
         namespace, name = job.metadata.namespace, body["metadata"]["name"]
         try:
-            raw = await self.client.create(collection(kind, namespace), body, STRICT)
+            raw = await self.client.create(of_kind(kind, namespace), body, STRICT)
         except ApiError as error:
             if error.reason == "AlreadyExists":
                 return await self.lookup.is_own(kind, name, job, state)

@@ -36,9 +36,8 @@ class Forwarder:
         address = self._leader_address()
         if address is None:
             return None
-        if (
-            not address or FORWARDED in request.headers
-        ):  # otherwise two that take each other for the leader forward without end
+        # Forwarded once, otherwise two that take each other for the leader forward without end.
+        if not address or FORWARDED in request.headers:
             raise NoLeaderError("no operator leads just now")
         headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers} | {FORWARDED: "1"}
         url = f"http://{address}{request.path}"

@@ -10,8 +10,7 @@ from typing import Any
 import kopf
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube.kopf_workarounds import session
-from ddpjob_operator.kube.kopf_workarounds.backoffs import ErrorBackoffs, paced
+from ddpjob_operator.kube.kopf_workarounds import ErrorBackoffs, paced, session
 from ddpjob_operator.kube.login import login
 from ddpjob_operator.kube.operator import Operator
 
@@ -42,7 +41,7 @@ def handlers(operator: Operator) -> kopf.OperatorRegistry:
         # Read again before a rotated token expires (the kubelet rotates at 80 % of an hour). A time of its own also
         # makes each login differ: kopf never takes back credentials that are equal to refused ones, and would end.
         expiration = dt.datetime.now(dt.timezone.utc) + dt.timedelta(minutes=10)
-        return session.session(info, expiration=expiration)
+        return session(info, expiration=expiration)
 
     @kopf.on.event(api.GROUP, api.VERSION, api.PLURAL, registry=registry)
     async def job_changed(event: Mapping[str, Any], **_: Any) -> None:

@@ -31,11 +31,6 @@ class Conflict:
     check_at: dt.datetime
     checks: int = 0
 
-    def seen_again(self, now: dt.datetime) -> None:
-        """It is still there."""
-        self.check_at = now + dt.timedelta(seconds=CONFLICT_SECONDS[min(self.checks, len(CONFLICT_SECONDS) - 1)])
-        self.checks += 1
-
 
 @dataclass
 class JobState:
@@ -133,7 +128,8 @@ class JobState:
         """A conflicting object is there, or there still."""
         conflict = self.conflicts.setdefault((found.kind, found.name), Conflict(found, now))
         conflict.object = found
-        conflict.seen_again(now)
+        wait = CONFLICT_SECONDS[min(conflict.checks, len(CONFLICT_SECONDS) - 1)]
+        conflict.check_at, conflict.checks = now + dt.timedelta(seconds=wait), conflict.checks + 1
 
 
 class JobStates:

@@ -95,32 +95,8 @@ class Candidate:
         return (self._lease.seconds if self._lease is not None else 0.0) or self._durations.lease_seconds
 
 
-class LeaseObject:
-    """A Lease on the API server. Its methods raise ApiError."""
-
-    def __init__(self, client: Client, namespace: str, name: str) -> None:
-        self._client = client
-        self._collection = f"/apis/{API_VERSION}/namespaces/{namespace}/leases"
-        self._path = f"{self._collection}/{name}"
-
-    async def read(self) -> Raw | None:
-        """As it is; None: it does not exist."""
-        try:
-            return await self._client.get(self._path)
-        except ApiError as error:
-            if error.status != 404:
-                raise
-            return None
-
-    async def write(self, seen: Raw | None, body: Raw) -> Lease:
-        """Create it, or replace the one that was seen."""
-        if seen is None:
-            return read(await self._client.create(self._collection, body))
-        return read(await self._client.replace(self._path, body))
-
-
-class Leader:
-    """Takes and renews the Lease from a task of its own. Others ask `holds` right before they write."""
+class Holder:
+    """Takes a Lease on the API server, and renews it."""
 
     def __init__(
         self,
@@ -133,18 +109,75 @@ class Leader:
         *,
         runtime: Runtime = SYSTEM,
     ) -> None:
-        """`client` is for the Lease alone, as the other may not write while we do not hold it."""
         self.what = f"the Lease {namespace}/{name}"
-        self._object = LeaseObject(client, namespace, name)
-        self._name, self._address = name, address
-        self._client = client
-        self._durations = durations
-        self._clock = runtime.clock
-        self._runtime = runtime
+        self._client, self._name, self._address = client, name, address
+        self._collection = f"/apis/{API_VERSION}/namespaces/{namespace}/leases"
+        self._durations, self._runtime, self._clock = durations, runtime, runtime.clock
         self._candidate = Candidate(identity, durations)
         self._renewed = asyncio.Event()
         self._logged = ""
-        self._logged_leader = ""
+
+    async def renew(self) -> None:
+        """One try to take it or to go on holding it; a failure is logged, and the next try comes soon."""
+        try:
+            async with at_most(self._durations.try_seconds):
+                await self._read_and_renew()
+        except asyncio.TimeoutError:
+            self._report("the API server did not answer in time")
+        except ApiError as error:
+            # 409: another one was quicker, and the next read shows which.
+            if error.status != 409:
+                self._refused(error)
+        else:
+            self._report("")
+
+    async def _read_and_renew(self) -> None:
+        raw = await self._read()
+        self._candidate.saw(None if raw is None else read(raw), self._clock())
+        if not self._may_take(raw):
+            return
+        identity = self._candidate.identity
+        body = claim(raw, self._name, identity, self._durations, self._address, self._runtime.utc())
+        asked_at = self._clock()
+        self._took(await self._write(raw, body), asked_at)
+
+    def _may_take(self, raw: Raw | None) -> bool:  # noqa: ARG002
+        return self._candidate.may_take(self._clock())
+
+    def _took(self, lease: Lease, asked_at: float) -> None:
+        self._candidate.took(lease, asked_at)
+
+    def _refused(self, error: ApiError) -> None:
+        self._report(str(error))
+
+    def _report(self, trouble: str) -> None:
+        if trouble and trouble != self._logged:
+            self._runtime.log.warning("%s cannot be read or renewed, trying again: %s", self.what, trouble)
+        self._logged = trouble
+
+    async def _read(self) -> Raw | None:
+        """As it is; None: it does not exist. Raises ApiError."""
+        try:
+            return await self._client.get(f"{self._collection}/{self._name}")
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return None
+
+    async def _write(self, seen: Raw | None, body: Raw) -> Lease:
+        """Create it, or replace the one that was seen. Raises ApiError."""
+        if seen is None:
+            return read(await self._client.create(self._collection, body))
+        return read(await self._client.replace(f"{self._collection}/{self._name}", body))
+
+
+class Leader(Holder):
+    """Renews the Lease from a task of its own. Others ask `holds` right before they write.
+
+    Its client is for the Lease alone, as the other may not write while we do not hold it.
+    """
+
+    _logged_leader = ""
 
     def holds(self) -> bool:
         """Whether we may write at this moment."""
@@ -178,7 +211,7 @@ class Leader:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            await self._try()
+            await self.renew()
             self._renewed.set()
             # Spread, so that those that wait do not all try in the moment in which it becomes free.
             spread = 1.0 if self.holds() else self._runtime.random.uniform(1.0, 1.2)
@@ -199,40 +232,15 @@ class Leader:
         """Close all connections."""
         await self._client.close()
 
-    async def _try(self) -> None:
-        try:
-            async with at_most(self._durations.try_seconds):
-                await self._read_and_renew()
-        except asyncio.TimeoutError:
-            self._report("the API server did not answer in time")
-        except ApiError as error:
-            # 409: another one was quicker, and the next read shows which.
-            if error.status != 409:
-                self._report(str(error))
-        else:
-            self._report("")
-
-    async def _read_and_renew(self) -> None:
-        raw = await self._object.read()
-        self._candidate.saw(None if raw is None else read(raw), self._clock())
-        self._log_who_leads()
-        if not self._candidate.may_take(self._clock()):
-            return
-        body = claim(raw, self._name, self._candidate.identity, self._durations, self._address, self._runtime.utc())
-        asked_at = self._clock()
-        self._candidate.took(await self._object.write(raw, body), asked_at)
-
     async def _release(self) -> None:
-        raw = await self._object.read()
+        raw = await self._read()
         if raw is not None and read(raw).holder == self._candidate.identity:
-            await self._object.write(raw, freed(raw, self._runtime.utc()))
+            await self._write(raw, freed(raw, self._runtime.utc()))
             self._runtime.log.info("%s is released", self.what)
 
-    def _report(self, trouble: str) -> None:
-        if trouble != self._logged:
-            self._logged = trouble
-            if trouble:
-                self._runtime.log.warning("%s cannot be read or renewed, trying again: %s", self.what, trouble)
+    def _may_take(self, raw: Raw | None) -> bool:
+        self._log_who_leads()
+        return super()._may_take(raw)
 
     def _log_who_leads(self) -> None:
         leader = self._candidate.leader(self._clock())

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import collections
 import logging
 from collections.abc import AsyncIterator, Callable, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ddpjob_operator.kube.client import Page
-from ddpjob_operator.kube.store import Place, Store, number
-
-LOGGED_MAX = 10_000
+from ddpjob_operator.kube.store import Place, Store, Uids, number
 
 
-class Put(Protocol):
-    """Where objects are kept."""
+class Sink(Protocol):
+    """Where a copy of a collection is kept."""
 
     def put(self, raw: Any) -> None:
         """An object as it was at its resourceVersion."""
-
-
-class Sink(Put, Protocol):
-    """Where a copy of a collection is kept."""
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """The object with this uid is gone."""
@@ -37,26 +30,27 @@ class Sink(Put, Protocol):
 class Careful:
     """Puts objects into a sink; what it cannot take is logged once, and everything else goes on."""
 
-    def __init__(self, what: str, log: logging.Logger) -> None:
+    def __init__(self, sink: Sink, what: str, log: logging.Logger) -> None:
+        self._sink = sink
         self._what = what
         self._log = log
-        self._logged: collections.OrderedDict[str, None] = collections.OrderedDict()
+        self._logged = Uids()
 
-    def put(self, sink: Put, raw: Any) -> None:
+    def put(self, raw: Any) -> None:
         """An object that is new or newer."""
         try:
-            sink.put(raw)
+            self._sink.put(raw)
         except Exception:
             # A bug in reading one object must not end the watch of all the others.
             self._report(raw)
 
-    def remove(self, sink: Sink, raw: Any) -> None:
+    def remove(self, raw: Any) -> None:
         """An object that is gone."""
         try:
             metadata = raw["metadata"]
-            if isinstance(sink, Store):
-                sink.put(raw)  # how a pod ended may come with its deletion, and not before
-            sink.remove(metadata.get("namespace", ""), metadata["name"], metadata["uid"])
+            if isinstance(self._sink, Store):
+                self._sink.put(raw)  # how a pod ended may come with its deletion, and not before
+            self._sink.remove(metadata.get("namespace", ""), metadata["name"], metadata["uid"])
         except Exception:
             self._report(raw)
 
@@ -65,31 +59,29 @@ class Careful:
         known = metadata if isinstance(metadata, dict) else {}
         uid = str(known.get("uid"))
         if uid not in self._logged:
-            self._logged[uid] = None
-            if len(self._logged) > LOGGED_MAX:
-                self._logged.popitem(last=False)
+            self._logged.add(uid)
             name = f"{known.get('namespace', '')}/{known.get('name')}"
             self._log.exception("%s: %s cannot be taken, and is left out", self._what, name)
 
 
 async def take(
     pages: AsyncIterator[Page],
+    sink: Sink,
     put: Callable[[Any], None],
-    retain: Callable[[Set[Place], int], None],
     check: Callable[[int], None] = lambda _: None,
-    one_observation: Callable[[], AbstractContextManager[None]] = nullcontext,
+    **listed: Any,
 ) -> str:
     """Put all of a list and drop what it does not name; its version. check: asked before the first object is put.
-    one_observation: held while the pages come, because a list shows all its objects at once."""
+    listed: what was listed, as `sink.retain` takes it. A list shows all its objects at once, in one observation."""
     named: set[Place] = set()
     at = ""
-    with one_observation():
+    with sink.one_observation():
         async for items, at in pages:
             check(number(at))
             named |= {place for raw in items if (place := place_of(raw)) is not None}
             while items:  # each is dropped before the next is read
                 put(items.pop())
-    retain(named, number(at))
+    sink.retain(named, number(at), **listed)
     return at
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ddpjob_operator.job import api
 from ddpjob_operator.kube import observe
-from ddpjob_operator.kube.client import ApiError, Client, Raw
+from ddpjob_operator.kube.client import ApiError, Client, Raw, collection
 from ddpjob_operator.kube.job_state import JobState
 from ddpjob_operator.kube.listing import take
 from ddpjob_operator.kube.nodes import Nodes
@@ -15,8 +15,6 @@ from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.store import Jobs, Key, Store
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.pods import naming
-
-JOBS_PATH = f"/apis/{api.GROUP}/{api.VERSION}/namespaces/{{}}/{api.PLURAL}"
 
 
 @dataclass
@@ -44,7 +42,7 @@ class Lookup:
     async def reread(self, metadata: api.Metadata) -> None:
         """The job as it is now."""
         try:
-            raw = await self.client.get(f"{JOBS_PATH.format(metadata.namespace)}/{metadata.name}")
+            raw = await self.client.get(f"{collection(api.PLURAL, metadata.namespace)}/{metadata.name}")
         except ApiError as error:
             if not is_absent(error, metadata.name):
                 raise
@@ -57,13 +55,8 @@ class Lookup:
     async def list_pods(self, key: Key) -> None:
         """The pods of one job as they are now."""
         pods = self.caches.pods
-        pages = self.client.pages(f"/api/v1/namespaces/{key[0]}/pods", f"{naming.LABEL_JOB}={key[1]}")
-        await take(
-            pages,
-            pods.put,
-            lambda named, version: pods.retain(named, version, key[0], key),
-            one_observation=pods.one_observation,
-        )
+        pages = self.client.pages(collection("pods", key[0]), f"{naming.LABEL_JOB}={key[1]}")
+        await take(pages, pods, pods.put, namespace=key[0], key=key)
 
     async def is_own(self, kind: str, name: str, job: api.DDPJob, state: JobState) -> bool:
         """Whether there is an object of this name and the job owns it; where somebody else does, `state` keeps the
@@ -84,7 +77,7 @@ class Lookup:
 
     async def _find(self, kind: str, namespace: str, name: str) -> Raw | None:
         try:
-            return await self.client.get(f"{collection(kind, namespace)}/{name}")
+            return await self.client.get(f"{of_kind(kind, namespace)}/{name}")
         except ApiError as error:
             if is_absent(error, name):
                 return None
@@ -96,6 +89,6 @@ def is_absent(error: ApiError, name: str) -> bool:
     return error.status == 404 and f'"{name}"' in error.message
 
 
-def collection(kind: str, namespace: str) -> str:
+def of_kind(kind: str, namespace: str) -> str:
     """The path of the Pods or Services of a namespace."""
-    return f"/api/v1/namespaces/{namespace}/{'pods' if kind == 'Pod' else 'services'}"
+    return collection(f"{kind.lower()}s", namespace)

@@ -18,7 +18,7 @@ from ddpjob_operator.failures.redaction import clean, mask
 from ddpjob_operator.kube.claims import Claims, namespace_of
 from ddpjob_operator.kube.client import Client, Limits
 from ddpjob_operator.kube.handlers import handlers
-from ddpjob_operator.kube.kopf_workarounds.log_filter import without_kopfs_stack
+from ddpjob_operator.kube.kopf_workarounds import without_kopfs_stack
 from ddpjob_operator.kube.lease import Leader
 from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.settings import OperatorSettings

@@ -72,7 +72,9 @@ class Nodes:
         if observe.is_ready(raw):
             return self._set(name, READY)
         if name not in self._not_ready:
-            at = self._now() if known else min(_turned_at(raw) or self._now(), self._now())
+            # Since when the cluster calls it not ready, where it became so before the first list.
+            since = bounds.time(observe.condition(raw, "Ready").get("lastTransitionTime"))
+            at = self._now() if known else min(since or self._now(), self._now())
             self._turned[name] = at.timestamp()
         return self._set(name, self._not_ready.get(name) or Node(ready=False, since=self._now()))
 
@@ -140,9 +142,3 @@ class Nodes:
                 _LOGGER.warning(text, len(self._not_ready), len(self._names))
             else:
                 _LOGGER.info("most nodes are ready again")
-
-
-def _turned_at(raw: Raw) -> dt.datetime | None:
-    """Since when the cluster calls it not ready."""
-    conditions = (raw.get("status") or {}).get("conditions") or ()
-    return next((bounds.time(c.get("lastTransitionTime")) for c in conditions if c.get("type") == "Ready"), None)

@@ -57,6 +57,7 @@ def pod(raw: Raw) -> Pod:
     owner = controller(raw)
     phase = text(status.get("phase")) or "Pending"
     trainer_state = trainer(raw, phase)
+    disrupted, unscheduled = condition(raw, "DisruptionTarget", "True"), condition(raw, "PodScheduled", "False")
     return Pod(
         name=_word(metadata, "name"),
         uid=_word(metadata, "uid"),
@@ -69,10 +70,10 @@ def pod(raw: Raw) -> Pod:
         phase=phase,
         reason=text(status.get("reason")) if phase == "Failed" else "",
         message=text(status.get("message")) if phase == "Failed" else "",
-        disruption=_disruption(status),
-        scheduled_at=_scheduled_at(status),
-        silent_since=_silent_since(status, trainer_state),
-        unschedulable=_unschedulable(status),
+        disruption=(text(disrupted.get("reason")) or "DisruptionTarget") if disrupted else "",
+        scheduled_at=time(condition(raw, "PodScheduled", "True").get("lastTransitionTime")),
+        silent_since=_silent_since(raw, trainer_state),
+        unschedulable=text(unscheduled.get("message")) or text(unscheduled.get("reason")),
         deletion_requested_at=deletion_requested_at(metadata),
         deletion_deadline=time(metadata.get("deletionTimestamp")),
         trainer=trainer_state,
@@ -96,8 +97,7 @@ def service(raw: Raw) -> Service:
 @_total
 def is_ready(node: Raw) -> bool:
     """A node by its condition Ready; one without it has only just joined. Raises UnreadableError."""
-    conditions = (node.get("status") or {}).get("conditions") or ()
-    return not any(c.get("type") == "Ready" and c.get("status") != "True" for c in conditions)
+    return bool(condition(node, "Ready").get("status", "True") == "True")
 
 
 def conflicts(kind: str, raw: Raw, job: api.Metadata) -> ConflictingObject:
@@ -191,36 +191,18 @@ def _init_containers(status: Raw) -> Iterator[tuple[str, Container]]:
         yield text(one.get("name")), _container(one)
 
 
-def _unschedulable(status: Raw) -> str:
-    for condition in status.get("conditions") or ():
-        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            return text(condition.get("message")) or text(condition.get("reason"))
-    return ""
+def condition(raw: Raw, kind: str, holds: str | None = None) -> Raw:
+    """A condition of a pod or node, where it has the status `holds`; else an empty one."""
+    listed = (raw.get("status") or {}).get("conditions") or ()
+    return next((c for c in listed if c.get("type") == kind and holds in (None, c.get("status"))), {})
 
 
-def _disruption(status: Raw) -> str:
-    for condition in status.get("conditions") or ():
-        if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
-            return text(condition.get("reason")) or "DisruptionTarget"
-    return ""
-
-
-def _silent_since(status: Raw, trainer_state: Container) -> dt.datetime | None:
+def _silent_since(raw: Raw, trainer_state: Container) -> dt.datetime | None:
     """When a node does not report, the node controller calls its pods not ready, without a reason, and leaves all else
     as it was (pkg/controller/nodelifecycle). A kubelet gives a reason, or calls the containers not ready as well."""
-    conditions = {c.get("type"): c for c in status.get("conditions") or ()}
-    ready = conditions.get("Ready") or {}
-    by_the_controller = ready.get("status") == "False" and not ready.get("reason")
-    containers_ready = (conditions.get("ContainersReady") or {}).get("status") == "True"
-    if trainer_state.state == "running" and by_the_controller and containers_ready:
-        return time(ready.get("lastTransitionTime"))
-    return None
-
-
-def _scheduled_at(status: Raw) -> dt.datetime | None:
-    for condition in status.get("conditions") or ():
-        if condition.get("type") == "PodScheduled" and condition.get("status") == "True":
-            return time(condition.get("lastTransitionTime"))
+    unready = condition(raw, "Ready", "False")
+    if trainer_state.state == "running" and not unready.get("reason") and condition(raw, "ContainersReady", "True"):
+        return time(unready.get("lastTransitionTime"))
     return None
 
 

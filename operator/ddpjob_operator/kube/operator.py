@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -21,7 +22,7 @@ from ddpjob_operator.kube.executor import Executor
 from ddpjob_operator.kube.forward import Forwarder
 from ddpjob_operator.kube.health import serve_health
 from ddpjob_operator.kube.job_state import JobStates
-from ddpjob_operator.kube.kopf_workarounds.sweep import sweep
+from ddpjob_operator.kube.kopf_workarounds import sweep
 from ddpjob_operator.kube.lease import Leader
 from ddpjob_operator.kube.lookup import Caches, Lookup
 from ddpjob_operator.kube.nodes import Nodes
@@ -87,7 +88,7 @@ class Operator:
         self._first_lists: asyncio.Task[None] | None = None
         self._health: web.AppRunner | None = None
         self._forwarder = Forwarder(leader.leader_address if leader else lambda: None)
-        verifier = Verifier(client.get, self._keys_hidden, clock=runtime.clock)
+        verifier = Verifier(client.get, partial(runtime.log.warning, "progress is off: %s"), clock=runtime.clock)
         forward = self._forwarder.forward
         self._receiver = Receiver(verifier.pod, self.locate, self.report, runtime=runtime, forward=forward)
 
@@ -98,7 +99,9 @@ class Operator:
         lookup = Lookup(self._client, self.caches, runtime)
         events = Events(self._client, runtime, instance=settings.host_name)
         reporting = build.Reporting(settings.status_url) if settings.status_url else None
-        executor = Executor(self._client, self.caches, lookup, events, runtime, reporting, self._progressed)
+        executor = Executor(
+            self._client, self.caches, lookup, events, runtime, reporting, lambda key: self.queue.progressed(key)
+        )
         self.reports = Reports(self.caches.jobs, states, runtime, settings.rules.progress_write_seconds)
         self._events = events
         self.reconciler = Reconciler(
@@ -242,12 +245,6 @@ class Operator:
         # While another operator leads a queue would only grow, by the names of all jobs that ever were.
         if self.leads:
             self.queue.add(key, in_seconds)
-
-    def _keys_hidden(self, why: str) -> None:
-        self._runtime.log.warning("progress is off: %s", why)
-
-    def _progressed(self, key: Key) -> None:
-        self.queue.progressed(key)
 
     def _ready_in(self, key: Key) -> float | None:
         """Seconds until the job may be reconciled, 0: now; None: another release has it until claims change."""

@@ -139,9 +139,14 @@ class Queue(Generic[K]):
     """Runs `reconcile(key)` for keys that are due; it returns the seconds until the next time, or None."""
 
     def __init__(
-        self, reconcile: Callable[[K], Awaitable[float | None]], runtime: Runtime, *, at_a_time: int = 32
+        self,
+        reconcile: Callable[[K], Awaitable[float | None]],
+        runtime: Runtime,
+        *,
+        at_a_time: int = 32,
+        of_namespace: int = OF_NAMESPACE_MAX,
     ) -> None:
-        self.schedule: Schedule[K] = Schedule()
+        self.schedule: Schedule[K] = Schedule(of_namespace=of_namespace)
         self._reconcile = reconcile
         self._clock = runtime.clock
         self._log = runtime.log

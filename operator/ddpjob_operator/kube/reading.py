@@ -7,8 +7,10 @@ in a watch. So what is nested too deep is cut off, and what is too large is left
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -153,26 +155,20 @@ def shallow(content: bytes) -> bytes:
 
 
 def _loads(content: bytes) -> Any:
-    try:
-        return orjson.loads(content)
-    except orjson.JSONDecodeError:
-        pass  # no JSON, or nested deeper than 1,024 levels
-    try:
-        return orjson.loads(shallow(content))
-    except orjson.JSONDecodeError as error:
-        raise BadJsonError(str(error)) from None
+    return _read(content, orjson.loads)
 
 
 def _decode(content: bytes, kind: Any) -> Any:
     """As a type that leaves what it does not need as bytes."""
+    return _read(content, functools.partial(msgspec.json.decode, type=kind))
+
+
+def _read(content: bytes, read: Callable[[bytes], Any]) -> Any:
+    with contextlib.suppress(*_GIVE_UP):
+        return read(content)
+    # No JSON, or nested deeper than 1,024 levels.
     try:
-        return msgspec.json.decode(content, type=kind)
-    except RecursionError:
-        pass
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadJsonError(str(error)) from None
-    try:
-        return msgspec.json.decode(shallow(content), type=kind)
+        return read(shallow(content))
     except _GIVE_UP as error:
         raise BadJsonError(str(error)) from None
 

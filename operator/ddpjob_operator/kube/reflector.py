@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from ddpjob_operator.kube.client import ApiError, Client
+from ddpjob_operator.kube.client import ApiError, Client, collection
 from ddpjob_operator.kube.listing import Careful, Sink, take
 from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.store import number
@@ -40,7 +40,7 @@ class Reflector:
         self.tried_at = runtime.clock()
         """When it last tried or received something: an API server that is away is no reason for a restart."""
         self._client = client
-        self._path = f"/api/v1/namespaces/{namespace}/{plural}" if namespace else f"/api/v1/{plural}"
+        self._path = collection(plural, namespace)
         self._selector = selector
         self._sink = sink
         self._runtime = runtime
@@ -49,7 +49,7 @@ class Reflector:
         self._failures = 0
         self._stale_lists = 0
         self._logged = ("", 0.0)
-        self._careful = Careful(self.what, runtime.log)
+        self._careful = Careful(sink, self.what, runtime.log)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -75,13 +75,8 @@ class Reflector:
             await self._sleep(wait * self._runtime.random.uniform(0.8, 1.2))
 
     async def _list(self) -> None:
-        at = await take(
-            self._client.pages(self._path, self._selector),
-            lambda raw: self._careful.put(self._sink, raw),
-            lambda named, version: self._sink.retain(named, version, self.namespace),
-            self._check,
-            self._sink.one_observation,
-        )
+        pages = self._client.pages(self._path, self._selector)
+        at = await take(pages, self._sink, self._careful.put, self._check, namespace=self.namespace)
         self._stale_lists = 0
         self._version = self._newest = at
         self.synced.set()
@@ -104,9 +99,9 @@ class Reflector:
                 self._logged = ("", 0.0)
             raw = event["object"]
             if event["type"] in ("ADDED", "MODIFIED"):
-                self._careful.put(self._sink, raw)
+                self._careful.put(raw)
             elif event["type"] == "DELETED":
-                self._careful.remove(self._sink, raw)
+                self._careful.remove(raw)
             self._version = self._newest = raw["metadata"]["resourceVersion"]
 
     def _handle(self, error: ApiError) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from ddpjob_operator.kube.lease import Durations
 from ddpjob_operator.plan.actions import Settings as PlanSettings
@@ -56,8 +57,9 @@ class OperatorSettings:
         levels, must = ("DEBUG", "INFO", "WARNING", "ERROR"), "DEBUG, INFO, WARNING or ERROR"
         level = _checked(environment, "DDPJOB_LOG_LEVEL", "INFO", lambda text: text.upper() in levels, must).upper()
         must = "whole seconds from 1 to 86400"
-        lost = _checked(environment, "DDPJOB_LOST_NODE_SECONDS", "30", _is_up_to_a_day, must)
-        tail = _checked(environment, "DDPJOB_KEEP_LOG_TAIL", "true", _is_switch, "true or false")
+        lost = _checked(environment, "DDPJOB_LOST_NODE_SECONDS", "30", partial(_is_number, first=1, last=86_400), must)
+        either = ("true", "false")
+        tail = _checked(environment, "DDPJOB_KEEP_LOG_TAIL", "true", lambda t: t.lower() in either, "true or false")
         return OperatorSettings(
             namespaces=tuple(dict.fromkeys(name for name in names if name)),
             health_port=_port(environment, "DDPJOB_HEALTH_PORT", "8080"),
@@ -103,12 +105,8 @@ def _durations(environment: Mapping[str, str]) -> Durations:
     return Durations(int(lease), renew, retry)
 
 
-def _is_up_to_a_day(text: str) -> bool:
-    return text.isdecimal() and 1 <= int(text) <= 86_400
-
-
-def _is_switch(text: str) -> bool:
-    return text.lower() in ("true", "false")
+def _is_number(text: str, first: int, last: int) -> bool:
+    return text.isdecimal() and first <= int(text) <= last
 
 
 def _number(text: str) -> float:
@@ -119,8 +117,8 @@ def _number(text: str) -> float:
 
 
 def _port(environment: Mapping[str, str], name: str, default: str) -> int:
-    must = "a port from 0 (off) to 65535"
-    return int(_checked(environment, name, default, lambda text: text.isdecimal() and int(text) <= 65535, must))
+    valid = partial(_is_number, first=0, last=65_535)
+    return int(_checked(environment, name, default, valid, "a port from 0 (off) to 65535"))
 
 
 def _checked(environment: Mapping[str, str], name: str, default: str, valid: Callable[[str], bool], must: str) -> str:

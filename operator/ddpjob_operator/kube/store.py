@@ -3,7 +3,6 @@ the next plan sees them."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -21,15 +20,15 @@ Place = tuple[str, str]
 
 # An answer to a delete may arrive after the watch has shown that the object is gone; far fewer requests than this are
 # ever under way.
-TOMBSTONES_MAX = 10_000
+UIDS_MAX = 10_000
 _LOGGER = logging.getLogger(__name__)
 
 
-class Tombstones:
-    """uids of objects that are gone, so that an older event or answer does not bring one back."""
+class Uids:
+    """The UIDS_MAX that were added last."""
 
     def __init__(self) -> None:
-        self._uids: collections.OrderedDict[str, None] = collections.OrderedDict()
+        self._uids: dict[str, None] = {}
 
     def __contains__(self, uid: str) -> bool:
         return uid in self._uids
@@ -37,8 +36,8 @@ class Tombstones:
     def add(self, uid: str) -> None:
         """The oldest makes room."""
         self._uids[uid] = None
-        while len(self._uids) > TOMBSTONES_MAX:
-            self._uids.popitem(last=False)
+        if len(self._uids) > UIDS_MAX:
+            del self._uids[next(iter(self._uids))]
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,8 @@ class Store(Generic[T]):
         self._changed = changed
         self._entries: dict[tuple[str, str], Entry[T]] = {}
         self._by_job: dict[Key, dict[str, Entry[T]]] = {}
-        self._tombstones = Tombstones()
+        self._tombstones = Uids()
+        """Of objects that are gone, so that an older event or answer does not bring one back."""
         self._unreadable: dict[tuple[str, str], tuple[Key, str, str]] = {}
 
     def __len__(self) -> int:

@@ -190,7 +190,7 @@ class LocalCluster:
         termination_log.touch()
         process.env[environment.TERMINATION_LOG] = str(termination_log)
         node = nodes.NodeProcess(action.place)
-        node.start(nodes.Order(process.argv, process.env, process.cwd, grace_seconds(job.spec.template)))
+        node.start(process.argv, process.env, process.cwd, grace_seconds(job.spec.template))
         log = Log(self.folder / f"{name}.log")
         pod = LocalPod(action.attempt, action.place, action.replacement, name, node, log, termination_log)
         self.pods[name] = pod

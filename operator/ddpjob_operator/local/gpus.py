@@ -13,6 +13,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ddpjob_operator.job.wording import count
+
 DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU, once the driver is loaded
 NVIDIA_SMI_SECONDS = 20.0  # without its persistence daemon the driver first wakes each GPU, seconds for eight
 
@@ -28,10 +30,7 @@ def visible(environ: Mapping[str, str] | None = None) -> list[str]:
     """
     environ = os.environ if environ is None else environ
     allowed = environ.get("CUDA_VISIBLE_DEVICES")
-    if allowed is not None and allowed.strip() in (
-        "",
-        "-1",
-    ):  # the usual ways to allow none
+    if allowed is not None and allowed.strip() in ("", "-1"):  # the usual ways to allow none
         return []
     machine = installed(environ)
     return machine if allowed is None else permitted(allowed, machine)
@@ -110,13 +109,8 @@ def share(gpus: Sequence[str], nodes: int, per_node: int) -> list[list[str]]:
     wanted = nodes * per_node
     if wanted > len(gpus):
         raise TooFewGpusError(
-            f"the job asks for {wanted} {plural('GPU', wanted)} ({nodes} {plural('node', nodes)} x {per_node}), "
+            f"the job asks for {count(wanted, 'GPU')} ({count(nodes, 'node')} x {per_node}), "
             f"this machine has {len(gpus)} for it. Run it on the CPU with --cpu, or ask for fewer: --nodes, or the "
             "GPU limit of the trainer container."
         )
     return [list(gpus[node * per_node : (node + 1) * per_node]) for node in range(nodes)]
-
-
-def plural(word: str, count: int) -> str:
-    """`word` as it is said of `count` things."""
-    return word if count == 1 else word + "s"

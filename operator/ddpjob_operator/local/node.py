@@ -22,32 +22,10 @@ from ddpjob.agent import processes
 from ddpjob_operator.local import supervisor
 from ddpjob_operator.local.supervisor import read_available
 
-__all__ = [
-    "Event",
-    "Exited",
-    "Lingering",
-    "NodeProcess",
-    "NotStarted",
-    "Order",
-    "Started",
-    "SupervisorLost",
-    "kill_orphans",
-]
-
 # Isolated and without site-packages, because that starts in a fraction of the time; so both packages are pointed to.
 SUPERVISOR = "from ddpjob_operator.local.supervisor import main; main()"
 PACKAGES = [str(Path(supervisor.__file__).parents[2]), str(Path(processes.__file__).parents[2])]
 CLOSE_SECONDS = 10.0  # far above the milliseconds that an obedient supervisor needs to end its tree
-
-
-@dataclass(frozen=True)
-class Order:
-    """What a node runs: `env` is the trainer's whole environment and finds `argv[0]` by its PATH; `cwd` must exist."""
-
-    argv: Sequence[str]
-    env: Mapping[str, str]
-    cwd: str
-    grace_seconds: float  # between SIGTERM and SIGKILL when the supervisor itself is terminated
 
 
 @dataclass(frozen=True)
@@ -108,10 +86,11 @@ class NodeProcess:
         self._report = -1
         self._buffer = b""
 
-    def start(self, order: Order) -> None:
-        """Spawn the supervisor and send it the order; `handle_report` returns the result.
+    def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, grace_seconds: float) -> None:
+        """Spawn the supervisor and send it what to run; `handle_report` returns the result.
 
-        Raises OSError where no process can be made.
+        env: the trainer's whole environment, which finds `argv[0]` by its PATH. cwd: must exist. grace_seconds: between
+        SIGTERM and SIGKILL when the supervisor itself is terminated. Raises OSError where no process can be made.
         """
         assert self._process is None, "a node is started once; the next attempt is a new NodeProcess"
         self._report, report_write = os.pipe()
@@ -133,14 +112,7 @@ class NodeProcess:
         finally:
             os.close(report_write)
         os.set_blocking(self.output, False)
-        self._send(
-            {
-                "argv": list(order.argv),
-                "env": dict(order.env),
-                "cwd": order.cwd,
-                "grace_seconds": order.grace_seconds,
-            }
-        )
+        self._send({"argv": list(argv), "env": dict(env), "cwd": cwd, "grace_seconds": grace_seconds})
 
     @property
     def pid(self) -> int:
@@ -219,12 +191,7 @@ class NodeProcess:
 
 def parse(line: bytes) -> Event:
     """One line of a report as an event."""
-    kinds: dict[str, type[Event]] = {
-        "started": Started,
-        "lingering": Lingering,
-        "exited": Exited,
-        "failed": NotStarted,
-    }
+    kinds: dict[str, type[Event]] = {"started": Started, "lingering": Lingering, "exited": Exited, "failed": NotStarted}
     ((kind, fields),) = json.loads(line).items()
     return kinds[kind](**fields)
 
@@ -237,24 +204,20 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def kill_orphans(known_pids: set[int], timeout_seconds: float = 10.0) -> int:
-    """Kill and reap every child of this process that is not in `known_pids`, with all below it; returns how many.
+def kill_orphans(known_pids: set[int], timeout_seconds: float = 10.0) -> None:
+    """Kill and reap every child of this process that is not in `known_pids`, with all below it.
 
     For a subreaper these are what a supervisor left that was itself killed by SIGKILL. `known_pids` must name every
     child that the caller started and wants to keep. Returns after `timeout_seconds` even if one is stuck in the kernel.
     """
-    killed: set[int] = set()
     deadline, pause = time.monotonic() + timeout_seconds, 0.001
     while time.monotonic() < deadline:
         parent_of = processes.parents()
         orphans = {pid for pid, parent in parent_of.items() if parent == os.getpid()} - known_pids
         if not orphans:
-            break
-        left = orphans.union(*(processes.descendants(orphan, parent_of) for orphan in orphans))
-        processes.kill(left)
-        killed |= left
+            return
+        processes.kill(orphans.union(*(processes.descendants(orphan, parent_of) for orphan in orphans)))
         time.sleep(pause)  # the kernel ends them; one forked since /proc was read is found in the next round
         pause = min(2 * pause, 0.1)
         for orphan in orphans:
             os.waitpid(orphan, os.WNOHANG)
-    return len(killed)

@@ -131,7 +131,9 @@ def start_problems(pod: Body, slot: Slot) -> Iterator[Problem]:
         return
     program, script = planned.argv[0], launcher.script(planned.argv)
     if shutil.which(program, path=planned.env["PATH"]) is None and not _is_file(program, planned.cwd):
-        yield Problem((*at, "command"), f'"{program}" is not a program on this machine{_hint(program)}')
+        hint = ": install PyTorch (pip install 'ddpjob[trainer]'), or activate the environment that has it"
+        hint = hint if program in ("torchrun", "ddprun") else ""
+        yield Problem((*at, "command"), f'"{program}" is not a program on this machine{hint}')
     elif script is not None and not made and not os.path.exists(os.path.join(planned.cwd, script)):
         yield Problem((*at, "command"), f"there is no file {script} in {planned.cwd}")
 
@@ -282,9 +284,3 @@ def _kind_of(volume: Mapping[str, Any]) -> str:
 def _is_file(program: str, cwd: str) -> bool:
     path = os.path.join(cwd, program)
     return "/" in program and os.path.isfile(path) and os.access(path, os.X_OK)
-
-
-def _hint(program: str) -> str:
-    if program in ("torchrun", "ddprun"):
-        return ": install PyTorch (pip install 'ddpjob[trainer]'), or activate the environment that has it"
-    return ""

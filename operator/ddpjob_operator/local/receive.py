@@ -34,7 +34,7 @@ OnReport = Callable[[bytes], "str | None"]
 
 
 class LocalReceiver(ThreadingHTTPServer):
-    """Listens on a free port of 127.0.0.1; serves from `start` to `stop`, or as a context manager.
+    """Listens on a free port of 127.0.0.1; serves from `start` to `stop`.
 
     `on_report` gets the body of each authenticated report, in a thread of the receiver, one call at a time; it returns
     None, or the sentence why it refuses. `token_file` is written with mode 0600 and removed by `stop`.
@@ -72,13 +72,6 @@ class LocalReceiver(ThreadingHTTPServer):
             disconnect(connection)
         self.server_close()
         self.token_file.unlink(missing_ok=True)
-
-    def __enter__(self) -> LocalReceiver:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     def server_bind(self) -> None:
         """Without HTTPServer's look-up of the host name, which takes seconds where DNS is broken."""

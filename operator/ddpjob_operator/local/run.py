@@ -319,7 +319,8 @@ class Runner:
             self.screen.note("   ".join([f"✔ {name} Succeeded in {took}", *metrics, *screen.restart_parts(status)]))
             return SUCCEEDED
         if status.state == "Suspended":
-            lost = "; its emptyDir volumes are gone, a hostPath keeps them" if self._has_empty_dirs() else ""
+            has_volumes = any("emptyDir" in volume for volume in self.job.spec.template["spec"].get("volumes") or ())
+            lost = "; its emptyDir volumes are gone, a hostPath keeps them" if has_volumes else ""
             self.screen.note(f"■ {name} stopped after {took}{lost}")
             return INTERRUPTED
         self.screen.note(f"✖ {name} Failed after {took}: {status.message}")
@@ -331,14 +332,9 @@ class Runner:
         failure = self.job.status.last_failure
         if failure is not None and failure.attempt == self.job.status.attempt and failure.pod:
             yield f"  log: {self.folder.path / failure.pod}.log"
-            for line in () if failure.exception else root_cause.own_lines(self._tail_of(failure.pod))[-5:]:
+            pod = self.cluster.pods.get(failure.pod)
+            for line in root_cause.own_lines(pod.log.tail)[-5:] if pod and not failure.exception else ():
                 yield f"  | {mask(line)}"
-
-    def _tail_of(self, name: str) -> str:
-        return self.cluster.pods[name].log.tail if name in self.cluster.pods else ""
-
-    def _has_empty_dirs(self) -> bool:
-        return any("emptyDir" in volume for volume in self.job.spec.template["spec"].get("volumes") or ())
 
 
 def dry_run(job: api.DDPJob, cpu: bool) -> list[build.Body]:

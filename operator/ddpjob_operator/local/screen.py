@@ -151,9 +151,8 @@ def screen(job: api.DDPJob, plain: bool) -> PlainScreen:
 
 def title(job: api.DDPJob) -> str:
     """digits · 2 nodes × 1 process · gloo"""
-    nproc = topology.nproc_per_node(job.spec)
-    nodes = f"{job.spec.nodes} node{'s' if job.spec.nodes > 1 else ''}"
-    processes = f"{nproc} process{'es' if nproc > 1 else ''}"
+    nodes = wording.count(job.spec.nodes, "node")
+    processes = wording.count(topology.nproc_per_node(job.spec), "process")
     return f"{job.metadata.name} · {nodes} × {processes} · {topology.backend(job.spec)}"
 
 
@@ -165,13 +164,8 @@ def prefix_of(job: api.DDPJob, pod: LocalPod) -> str:
 
 def progress_line(status: api.Status) -> str:
     """Running  step 312/1125  28 %  24s left  5,210 samples/s  loss 0.412"""
-    parts = [status.state or "", *progress_parts(status)]
+    parts = [status.state or "", *step_parts(status), *pace_parts(status)]
     return "  ".join(part for part in parts if part)
-
-
-def progress_parts(status: api.Status) -> list[str]:
-    """The figures of the training, each as a text."""
-    return [*step_parts(status), *pace_parts(status)]
 
 
 def step_parts(status: api.Status) -> list[str]:
@@ -209,8 +203,8 @@ def restart_parts(status: api.Status) -> list[str]:
     if not total:
         return []
     lost = status.goodput.lost_steps if status.goodput else 0
-    repeated = f", {lost} step{'s' if lost > 1 else ''} repeated" if lost else ""
-    return [f"{total} restart{'s' if total > 1 else ''}{repeated}"]
+    repeated = f", {wording.count(lost, 'step')} repeated" if lost else ""
+    return [f"{wording.count(total, 'restart')}{repeated}"]
 
 
 def table(job: api.DDPJob, status: api.Status, pods: Sequence[LocalPod], width: int) -> RenderableType:

@@ -64,7 +64,7 @@ class Supervisor:
         poller.register(self.wakeup_fd, select.POLLIN)
         while not self.over():
             poller.poll(self.wait_milliseconds())  # without a deadline this sleeps for ever: no CPU at rest
-            signals = drain(self.wakeup_fd)
+            signals = read_available(self.wakeup_fd) or b""  # those that arrived since the last call, a byte each
             self.reap()  # before the orders: a trainer that had ended by then was not stopped
             self.read_control()
             if STOP_SIGNALS & set(signals):
@@ -149,7 +149,7 @@ class Supervisor:
                 reported = True
                 self.report({"lingering": {"pids": sorted(left), "time": time.time()}})
             poller.poll(pause_ms)  # a child's end wakes us; the time-out is for one forked between look and kill
-            drain(self.wakeup_fd)
+            read_available(self.wakeup_fd)
             pause_ms = min(2 * pause_ms, 1000)
 
     def exit_report(self, code: int, ended: float) -> dict[str, object]:
@@ -212,8 +212,3 @@ def read_available(fd: int) -> bytes | None:
         if not chunk:
             return data or None  # the next call sees the end again
         data += chunk
-
-
-def drain(fd: int) -> bytes:
-    """The signals that arrived since the last call, a byte each."""
-    return read_available(fd) or b""

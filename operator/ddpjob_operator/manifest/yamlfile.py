@@ -189,7 +189,9 @@ class _Walk:
             for i, value in enumerate(node.value):
                 self.visit(value, (*path, i))
         else:
-            self._visit_scalar(node)
+            self._check_text(node)
+            if node.tag in _NUMBERS:
+                self._check_number(node)
 
     def _visit_mapping(self, node: Any, path: FieldPath) -> None:
         """A key that comes twice is an error: YAML readers keep the last silently, and the API server refuses it."""
@@ -213,11 +215,6 @@ class _Walk:
         if key.tag == f"{_TAG}merge":
             return key
         return yaml.ScalarNode(f"{_TAG}str", key.value, key.start_mark, key.end_mark)
-
-    def _visit_scalar(self, node: Any) -> None:
-        self._check_text(node)
-        if node.tag in _NUMBERS:
-            self._check_number(node)
 
     def _check_text(self, node: Any) -> None:
         if "\0" in node.value:

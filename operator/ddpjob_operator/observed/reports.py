@@ -18,8 +18,6 @@ METRIC_LENGTH_MAX = 64
 Phase = Literal["start", "train", "save", "evaluate"]
 _Number = Annotated[int, msgspec.Meta(ge=0, le=bounds.COUNT_MAX)]
 _Restarts = Annotated[int, msgspec.Meta(ge=0, le=bounds.IN_PLACE_MAX)]
-
-
 _Turn = Annotated[int, msgspec.Meta(ge=0, le=bounds.TURNS_MAX)]
 _CLASSES = frozenset(get_args(rules.Class)) - {"permanent"}
 AGENT_FAILURES_MAX = 5

@@ -83,11 +83,6 @@ class StallFinding:
     silent: frozenset[int] = frozenset()
     """Those of them that no longer report."""
 
-    @property
-    def limit_seconds(self) -> float:
-        """What was exceeded."""
-        return self.limit.allowed if self.kind == "stall" else self.limit.expected
-
     def sentence(self) -> str:
         """Who, since when, how long is allowed. A warning has the same words as long as it stands."""
         return f"rank {self.rank} (node {self.node_rank}) {self.what()}"

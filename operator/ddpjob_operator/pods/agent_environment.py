@@ -17,14 +17,18 @@ def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
     """Nothing for other launchers."""
     if not launcher.restarts_in_place(job.spec):
         return {}
-    return {
-        "DDPJOB_REPLACEMENT": str(replacement),
+    spec = job.spec
+    rules = [{"action": r.action, "codes": sorted(r.codes), "notIn": r.inverted} for r in budgets.policy(spec)]
+    variables = {
+        "DDPJOB_REPLACEMENT": replacement,
         "DDPJOB_RESTARTS_LEFT": _grant(job).text(),
-        **_failure_policy(job.spec),
-        **_stall(job.spec),
-        **_restart_grace(job.spec),
-        **({"DDPJOB_PREFLIGHT": "1"} if wants_preflight(job.spec, job.status) else {}),
+        "DDPJOB_FAILURE_POLICY": json.dumps(rules) if rules else None,
+        "DDPJOB_STALL_TIMEOUT": spec.stall.timeout_seconds if spec.stall else None,
+        # Only where it is set: in place a broken group has nothing to save, and every second of it is lost.
+        "DDPJOB_RESTART_GRACE": spec.restart_grace_seconds,
+        "DDPJOB_PREFLIGHT": 1 if wants_preflight(spec, job.status) else None,
     }
+    return {name: str(value) for name, value in variables.items() if value is not None}
 
 
 def _grant(job: api.DDPJob) -> Grant:
@@ -37,22 +41,6 @@ def _grant(job: api.DDPJob) -> Grant:
         replaced=sum(status.replacements.values()),
         known=budgets.known(status),
     )
-
-
-def _failure_policy(spec: api.Spec) -> dict[str, str]:
-    wanted = [{"action": r.action, "codes": sorted(r.codes), "notIn": r.inverted} for r in budgets.policy(spec)]
-    return {"DDPJOB_FAILURE_POLICY": json.dumps(wanted)} if wanted else {}
-
-
-def _restart_grace(spec: api.Spec) -> dict[str, str]:
-    """Only where it is set: in place a broken group has nothing to save, and every second of it is lost."""
-    seconds = spec.restart_grace_seconds
-    return {} if seconds is None else {"DDPJOB_RESTART_GRACE": str(seconds)}
-
-
-def _stall(spec: api.Spec) -> dict[str, str]:
-    seconds = spec.stall.timeout_seconds if spec.stall else None
-    return {} if seconds is None else {"DDPJOB_STALL_TIMEOUT": str(seconds)}
 
 
 def wants_preflight(spec: api.Spec, status: api.Status) -> bool:

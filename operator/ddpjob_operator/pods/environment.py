@@ -6,7 +6,7 @@ Used by `build.py` for pods, and through those pods by the local run: both shell
 from __future__ import annotations
 
 from ddpjob_operator.job import api
-from ddpjob_operator.job.podspec import cpus, trainer_container
+from ddpjob_operator.job.podspec import cpus, mappings, trainer_container
 from ddpjob_operator.job.topology import backend, members, nproc_per_node, shutdown_timeout_seconds, termination_log
 from ddpjob_operator.pods.naming import Endpoint
 
@@ -48,8 +48,7 @@ def overridden(job: api.DDPJob) -> list[str]:
 
 def user_environment(container: dict[str, object]) -> list[dict[str, object]]:
     """The `env` entries of a container that have a name."""
-    env = container.get("env")
-    return [e for e in env if isinstance(e, dict) and isinstance(e.get("name"), str)] if isinstance(env, list) else []
+    return [e for e in mappings(container, "env") if isinstance(e.get("name"), str)]
 
 
 def _rendezvous(job: api.DDPJob, node_rank: int, nproc: int, rendezvous: Endpoint) -> dict[str, str]:

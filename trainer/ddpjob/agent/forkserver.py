@@ -116,30 +116,24 @@ def unsafe() -> str:
 
 def openblas_threads() -> int:
     """The threads of OpenBLAS, which ends them before a fork and starts them after it by itself."""
+    return sum(max(0, int(size()) - 1) for size in of_openblas("get"))
+
+
+def of_openblas(verb: str) -> Iterator[Any]:
+    """openblas_get_num_threads, or set, of each OpenBLAS library that is loaded."""
     with open("/proc/self/maps") as maps:
         paths = {line.split(None, 5)[5].strip() for line in maps if "openblas" in line}
-    return sum(max(0, openblas_size(path) - 1) for path in paths)
-
-
-def openblas_size(path: str) -> int:
-    try:
-        library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-    except OSError:
-        return 0
-    for prefix in ("scipy_", ""):
-        for suffix in ("64_", ""):
-            size = getattr(library, f"{prefix}openblas_get_num_threads{suffix}", None)
-            if size is not None:
-                return int(size())
-    return 0
+    names = [f"{p}openblas_{verb}_num_threads{s}" for p in ("scipy_", "") for s in ("64_", "")]
+    for path in paths:
+        with contextlib.suppress(OSError, StopIteration):
+            library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            yield next(getattr(library, name) for name in names if hasattr(library, name))
 
 
 def thread_name(task: str) -> str:
-    try:
-        with open(f"/proc/self/task/{task}/comm") as comm:
-            return comm.read().strip()
-    except OSError:
-        return "ended"
+    with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as comm:
+        return comm.read().strip()
+    return "ended"
 
 
 def serve(agent: socket.socket, agent_pid: int, run: dict[str, Any]) -> dict[str, Any] | None:
@@ -251,17 +245,15 @@ def watch_group() -> None:
         return
 
     def update_and_watch(group: Any) -> None:
-        if group is None:
-            with contextlib.suppress(Exception):
-                import ddpjob.reporting.watchdog
+        with contextlib.suppress(Exception):
+            from ddpjob.reporting import watchdog
 
-                ddpjob.reporting.watchdog.left()
+            if group is None:
+                watchdog.left()
         update(group)
-        if group is not None:
-            with contextlib.suppress(Exception):
-                import ddpjob.reporting.watchdog
-
-                ddpjob.reporting.watchdog.begin()
+        with contextlib.suppress(Exception):
+            if group is not None:
+                watchdog.begin()
 
     c10d._update_default_pg = update_and_watch
 
@@ -303,11 +295,9 @@ def run_source(path: str, source: bytes) -> None:
 
 
 def is_zip(path: str) -> bool:
-    try:
-        zipimport.zipimporter(path)
-    except ImportError:
-        return False
-    return True
+    with contextlib.suppress(ImportError):
+        return bool(zipimport.zipimporter(path))
+    return False
 
 
 def run_module() -> None:

@@ -1,7 +1,7 @@
-"""The memory in which the ranks of one generation say where they stand; `watchdog.py` is their side, and says how.
+"""The memory of the heartbeats of one generation's ranks; `watchdog.py` is the ranks' side.
 
 A file without a name, which ranks open through our descriptor of it: nothing is left behind, and nothing is on a disk
-that may be slow. A byte in the bell says that a rank has begun: until then there is nothing to look at.
+that may be slow. A byte in the notify pipe reports that a rank has begun: until then there is no heartbeat to read.
 """
 
 from __future__ import annotations
@@ -9,24 +9,21 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import struct
 from typing import Any
 
 from ddpjob.agent.core.stall_monitor import Beat
 from ddpjob.core.heartbeat import ANSWERED, ASKED, CELLS_BYTES, LENGTH, OVER, PAGE_BYTES, PHASES, PID
-
-_BEAT = struct.Struct("4q")  # PID, PHASE, STEP, COLLECTIVES
-_CELL = struct.Struct("q")
 
 
 class Beats:
     """The pages of this node's ranks."""
 
     def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
         self._descriptor = os.memfd_create("ddprun-beats")
         os.ftruncate(self._descriptor, ranks * PAGE_BYTES)
-        self._memory = mmap.mmap(self._descriptor, 0)
+        memory = memoryview(mmap.mmap(self._descriptor, 0))
+        self._pages = [memory[rank * PAGE_BYTES :][:PAGE_BYTES] for rank in range(ranks)]
+        self._cells = [page[:CELLS_BYTES].cast("q") for page in self._pages]
         self.bell, self._rope = os.pipe()
         os.set_blocking(self.bell, False)
         self._asked = 0
@@ -36,41 +33,37 @@ class Beats:
         return f"{os.getpid()}:{self._descriptor}:{self._rope}:{local_rank}"
 
     def of(self, local_rank: int) -> Beat:
-        """What this rank says now."""
-        pid, phase, step, collectives = _BEAT.unpack_from(self._memory, local_rank * PAGE_BYTES)
-        over = self._cell(local_rank * PAGE_BYTES, OVER) == 1
-        return Beat(pid, PHASES[phase] if 0 <= phase < len(PHASES) else "", step, collectives, over)
+        """This rank's heartbeat now."""
+        cells = self._cells[local_rank]
+        pid, phase, step, collectives = cells[:4]  # PID, PHASE, STEP, COLLECTIVES
+        return Beat(pid, PHASES[phase] if 0 <= phase < len(PHASES) else "", step, collectives, cells[OVER] == 1)
 
     @property
     def furthest_step(self) -> int:
         """That a rank has made; one that was only loaded is not made here."""
-        beats = [self.of(rank) for rank in range(self._ranks)]
+        beats = map(self.of, range(len(self._cells)))
         return max((beat.step for beat in beats if beat.phase != "start"), default=0)
 
     def ask(self) -> None:
-        """Every rank shall say where it is, in the next half second."""
+        """Ask every rank where it is; it answers within half a second."""
         self._asked += 1
-        for rank in range(self._ranks):
-            _CELL.pack_into(self._memory, rank * PAGE_BYTES + ASKED * _CELL.size, self._asked)
+        for cells in self._cells:
+            cells[ASKED] = self._asked
 
     def answer(self, local_rank: int) -> dict[str, Any] | None:
         """To the last question; None: it has not answered."""
-        page = local_rank * PAGE_BYTES
-        answered, length = (self._cell(page, cell) for cell in (ANSWERED, LENGTH))
-        if answered != self._asked or not 0 < length <= PAGE_BYTES - CELLS_BYTES or not self._cell(page, PID):
+        cells = self._cells[local_rank]
+        length = cells[LENGTH]
+        if cells[ANSWERED] != self._asked or not 0 < length <= PAGE_BYTES - CELLS_BYTES or not cells[PID]:
             return None
-        begin = page + CELLS_BYTES
         try:
-            read = json.loads(self._memory[begin : begin + length])
+            read = json.loads(bytes(self._pages[local_rank][CELLS_BYTES:][:length]))
         except ValueError:
             return None
         return read if isinstance(read, dict) else None
 
     def close(self) -> None:
         """No rank of this generation runs any more."""
-        self._memory.close()
+        self._cells, self._pages = [], []  # nothing else refers to the memory
         for descriptor in (self._descriptor, self.bell, self._rope):
             os.close(descriptor)
-
-    def _cell(self, page: int, cell: int) -> int:
-        return int(_CELL.unpack_from(self._memory, page + cell * _CELL.size)[0])

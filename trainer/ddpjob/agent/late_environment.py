@@ -89,52 +89,23 @@ def sentence(names: list[str]) -> str:
     )
 
 
+def _threads(*names: str) -> int:
+    """By the first of these variables that is set, else one for each CPU."""
+    asked = next((os.environ[name] for name in names if os.environ.get(name)), "")
+    return int(asked.split(",")[0]) if asked else len(os.sched_getaffinity(0))
+
+
 def _set_threads() -> None:
     import torch
 
-    environ = os.environ
-    by_mkl = environ.get("MKL_NUM_THREADS") if torch._C.has_mkl else None
-    asked = by_mkl or environ.get("OMP_NUM_THREADS")
-    threads = int(asked.split(",")[0]) if asked else len(os.sched_getaffinity(0))
-    torch.set_num_threads(threads)
+    torch.set_num_threads(_threads(*["MKL_NUM_THREADS"] * torch._C.has_mkl, "OMP_NUM_THREADS"))
 
 
 def _set_threads_of_numpy() -> None:
-    from ctypes import CDLL
+    from ddpjob.agent.forkserver import of_openblas
 
-    environ = os.environ
-    asked = next(
-        (environ[n] for n in ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS") if n in environ), ""
-    )
-    threads = int(asked.split(",")[0]) if asked else len(os.sched_getaffinity(0))
-    for path in openblas_paths():
-        library = CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        for name in _OPENBLAS:
-            setter = getattr(library, name, None)
-            if setter is not None:
-                setter(threads)
-                break
-
-
-_OPENBLAS = [f"{p}openblas_set_num_threads{s}" for p in ("scipy_", "") for s in ("64_", "")]
-
-
-def openblas_paths() -> set[str]:
-    """Paths of the OpenBLAS libraries that are loaded."""
-    with open("/proc/self/maps") as maps:
-        return {line.split(None, 5)[5].strip() for line in maps if "openblas" in line}
-
-
-def _set_logs() -> None:
-    from torch._logging import _internal
-
-    _internal._init_logs()
-
-
-def _set_debug_level() -> None:
-    from torch._C import _distributed_c10d
-
-    _distributed_c10d.set_debug_level_from_env()
+    for setter in of_openblas("set"):
+        setter(_threads("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"))
 
 
 def _forget_temporary_folder() -> None:
@@ -146,7 +117,10 @@ def _forget_temporary_folder() -> None:
 APPLIED: list[tuple[set[str], Callable[[], None]]] = [
     ({"OMP_NUM_THREADS", "MKL_NUM_THREADS"}, _set_threads),
     ({"OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"}, _set_threads_of_numpy),
-    ({"TORCH_LOGS", "TORCH_LOGS_OUT", "TORCH_LOGS_FORMAT"}, _set_logs),
-    ({"TORCH_DISTRIBUTED_DEBUG"}, _set_debug_level),
+    (
+        {"TORCH_LOGS", "TORCH_LOGS_OUT", "TORCH_LOGS_FORMAT"},
+        lambda: sys.modules["torch._logging._internal"]._init_logs(),
+    ),
+    ({"TORCH_DISTRIBUTED_DEBUG"}, lambda: sys.modules["torch._C._distributed_c10d"].set_debug_level_from_env()),
     ({"TMPDIR", "TEMP", "TMP"}, _forget_temporary_folder),
 ]

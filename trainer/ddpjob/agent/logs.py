@@ -87,14 +87,13 @@ class Folder:
         self._tails = []
 
     def remove(self) -> None:
-        """The end of the run."""
         if not self._kept:
             import shutil
 
             shutil.rmtree(self._run, ignore_errors=True)
         else:
             with contextlib.suppress(OSError):  # a file that stays is no reason for another exit code
-                for name in [name for name in os.listdir(self._run) if name.startswith("attempt_")]:
+                for name in os.listdir(self._run):
                     with contextlib.suppress(OSError):
                         os.unlink(os.path.join(self._run, name, "termination.json"))
 
@@ -158,9 +157,8 @@ class _Tail:
         self._waiting += b"".join(self._header + line for line in lines)
         chosen = b"".join(self._header + line for line in lines if any(word in line for word in self._words))
         if chosen:
-            with contextlib.suppress(
-                OSError
-            ):  # a full disk: the rank's own file is complete or shows it, and training goes on
+            # On a full disk the rank's own file is complete or shows it, and training goes on.
+            with contextlib.suppress(OSError):
                 os.write(self._filtered, chosen)
 
     def _write(self) -> bool:

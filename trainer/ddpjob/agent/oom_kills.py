@@ -33,11 +33,9 @@ class Kills:
         return True
 
     def _count(self) -> int:
-        try:
-            with open(self._path, "rb") as events:
-                return sum(int(line.split()[1]) for line in events if line.startswith(b"oom_kill "))
-        except (OSError, ValueError, IndexError):
-            return 0
+        with contextlib.suppress(OSError, ValueError, IndexError), open(self._path, "rb") as events:
+            return sum(int(line.split()[1]) for line in events if line.startswith(b"oom_kill "))
+        return 0
 
 
 def counting_file(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> str:

@@ -147,6 +147,8 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
     host, port = ("127.0.0.1", None) if read.standalone else _endpoint(read, nodes)
     conf, grant = _pairs(read.rdzv_conf), granted(environ)
     joined = conf.get("join_timeout") or conf.get("timeout")
+    shutdown = read.shutdown_timeout or environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    stall, grace = (environ.get(name) for name in ("DDPJOB_STALL_TIMEOUT", "DDPJOB_RESTART_GRACE"))
     return Options(
         nodes=nodes,
         place=_node_rank(read.node_rank, nodes),
@@ -161,10 +163,8 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
         has_operator=grant is not None,
         preflight=environ.get("DDPJOB_PREFLIGHT") == "1",
         replacement=_replacement(environ.get("DDPJOB_REPLACEMENT")),
-        stall_seconds=_seconds("DDPJOB_STALL_TIMEOUT", environ.get("DDPJOB_STALL_TIMEOUT"), None),
-        broken_grace_seconds=_seconds(
-            "DDPJOB_RESTART_GRACE", environ.get("DDPJOB_RESTART_GRACE"), BROKEN_GRACE_SECONDS
-        ),
+        stall_seconds=_seconds("DDPJOB_STALL_TIMEOUT", stall, None),
+        broken_grace_seconds=_seconds("DDPJOB_RESTART_GRACE", grace, BROKEN_GRACE_SECONDS),
         script=read.training_script,
         script_args=tuple(read.training_script_args),
         kind="program" if read.no_python else "module" if read.module else "script",
@@ -175,14 +175,10 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
         stdout_filters=_words(read.duplicate_stdout_filters),
         stderr_filters=_words(read.duplicate_stderr_filters),
         signals=_signals(read.signals_to_handle),
-        shutdown_seconds=_seconds(
-            "--shutdown-timeout",
-            read.shutdown_timeout or environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
-            SHUTDOWN_SECONDS,
-        ),
+        shutdown_seconds=_seconds("--shutdown-timeout", shutdown, SHUTDOWN_SECONDS),
         join_seconds=_seconds("--rdzv-conf: timeout", joined, JOIN_SECONDS),
         virtual_local_rank=read.virtual_local_rank,
-        preload=() if read.no_preload or read.no_python else _modules(read.preload),
+        preload=() if read.no_preload or read.no_python else PRELOAD if read.preload is None else _names(read.preload),
         preload_asked=read.preload is not None,
     )
 
@@ -344,16 +340,13 @@ def _words(text: str) -> tuple[str, ...]:
 
 def _signals(text: str) -> tuple[str, ...]:
     """Refused where no handler is possible, because the signal would end the node at once, with all its ranks."""
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    for name in names:
+    for name in (names := _names(text)):
         if name not in signal.Signals.__members__ or name in _SIGNALS_NOT_TAKEN:
             raise ValueError(f"--signals-to-handle: {name[:100]!r} is no signal that can be handled, such as SIGUSR1.")
     return names
 
 
-def _modules(text: str | None) -> tuple[str, ...]:
-    if text is None:
-        return PRELOAD
+def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 

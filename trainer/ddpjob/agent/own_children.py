@@ -21,31 +21,18 @@ OWN_SIGNALS = frozenset(getattr(signal, f"SIG{name}") for name in _OWN.split())
 def stand_apart() -> None:
     """From here on this process has no children but those that it starts. To be called while it has one thread,
     because only the thread that forks goes on in the child."""
-    if _has_others():
-        _continue_in_a_child()
-
-
-def _has_others() -> bool:
-    if os.getpid() == 1:
-        return True
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
-
-
-def _continue_in_a_child() -> None:
-    """Returns in the child."""
     parent = os.getpid()
+    if parent != 1:
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # it has none
+            return
     # Blocked across the fork, otherwise a signal that comes before the parent waits for it would end the parent.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - OWN_SIGNALS)
     child = os.fork()
     if child:
         _wait_and_end(child)
-    processes.prctl(processes.PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was killed before the line above, so that signal will never come
-        os._exit(128 + signal.SIGKILL)
+    processes.end_with(parent)
     # A group of its own, so that Ctrl-C reaches the parent alone, which passes it on: a second SIGINT means "at once".
     os.setpgid(0, 0)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # otherwise a terminal set to `tostop` stops it when it prints

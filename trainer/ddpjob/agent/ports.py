@@ -23,21 +23,17 @@ def hold() -> socket.socket:
 
 
 def number(held: socket.socket) -> int:
-    """Its port."""
     return int(held.getsockname()[1])
 
 
 def _bound(port: int) -> socket.socket:
+    dual = socket.has_dualstack_ipv6()
+    server = socket.socket(socket.AF_INET6 if dual else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        server = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
-        server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        everywhere = "::"
-    except OSError:  # no IPv6 here
-        server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        everywhere = "0.0.0.0"  # noqa: S104 - the other nodes must reach it
-    try:
+        if dual:
+            server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind((everywhere, port))
+        server.bind(("", port))
     except OSError:
         server.close()
         raise

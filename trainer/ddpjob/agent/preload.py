@@ -26,19 +26,13 @@ class ForkServer:
         self.refused = ""  # why it cannot be used
         self.failed: dict[str, str] = {}  # modules that the user named, and why they cannot be imported
         self._asked = options.preload_asked
-        self._unread = b""
-        ours, its = socket.socketpair()
-        self._socket = ours
+        self._socket, its = socket.socketpair()
+        self._lines = self._socket.makefile("rb")
         argv = [environment.python(environ), "-u", PROGRAM, str(its.fileno())]
         self.pid = processes.start(argv, environ, keep=[its.fileno()])
         its.close()
-        self._send(
-            {
-                "modules": list(options.preload),
-                "path0": environment.first_folder(options),
-                "hidden": {name: environ.get(name) for name in HIDDEN},
-            }
-        )
+        hidden = {name: environ.get(name) for name in HIDDEN}
+        self._send({"modules": options.preload, "path0": environment.first_folder(options), "hidden": hidden})
 
     @property
     def settled(self) -> bool:
@@ -46,7 +40,6 @@ class ForkServer:
         return self.ready or bool(self.refused)
 
     def fileno(self) -> int:
-        """For poll."""
         return self._socket.fileno()
 
     def hear(self) -> None:
@@ -77,21 +70,15 @@ class ForkServer:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket."""
+        self._lines.close()
         self._socket.close()
 
     def _send(self, message: Mapping[str, Any]) -> None:
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def _read(self) -> dict[str, Any] | None:
-        while b"\n" not in self._unread:
-            try:
-                data = self._socket.recv(65536)
-            except OSError:
-                return None
-            if not data:
-                return None
-            self._unread += data
-        line, _, self._unread = self._unread.partition(b"\n")
-        message = json.loads(line)
-        return message if isinstance(message, dict) else None
+        with contextlib.suppress(OSError):
+            line = self._lines.readline()
+            message = json.loads(line) if line.endswith(b"\n") else None
+            return message if isinstance(message, dict) else None
+        return None

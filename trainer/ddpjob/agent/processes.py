@@ -40,6 +40,13 @@ def prctl(option: int, value: int) -> None:
         raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")
 
 
+def end_with(parent: int) -> None:
+    """From now on the end of that parent kills this process."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above, so that signal will never come
+        os._exit(128 + signal.SIGKILL)
+
+
 def listen_to_signals(numbers: Iterable[int]) -> int:
     """The read end of a pipe that gets a byte, its number, for each SIGCHLD and each signal of `numbers`."""
     read_end, write_end = os.pipe()
@@ -87,9 +94,7 @@ def fork(work: Callable[[], None]) -> int:
         signal.set_wakeup_fd(-1)
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             signal.signal(number, signal.SIG_DFL)
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above, so that signal will never come
-            os._exit(127)
+        end_with(parent)
         os.setsid()
         work()
 
@@ -119,24 +124,20 @@ def call_in_child(work: Callable[[], bytes]) -> tuple[int, int]:
     """Do something that may block for long (a name that does not resolve) in a child: its pid, and the end of a pipe
     with what it returns. A thread would do, if a fork beside it were safe. Raises OSError where no process is left."""
     read_end, write_end = os.pipe()
+
+    def answer() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        _close_all_but(write_end)
+        os.write(write_end, work())
+        os._exit(0)
+
     try:
-        pid = os.fork()
+        pid = fork(answer)
     except OSError:
         os.close(read_end)
-        os.close(write_end)
         raise
-    if pid == 0:
-
-        def answer() -> None:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            _close_all_but(write_end)
-            os.write(write_end, work())
-            os._exit(0)
-
-        _in_child(answer)
-    os.close(write_end)
+    finally:
+        os.close(write_end)
     os.set_blocking(read_end, False)
     return pid, read_end
 
@@ -164,14 +165,9 @@ def _in_child(work: Callable[[], None]) -> None:
 
 def reaped() -> Iterable[tuple[int, int]]:
     """Every child that has ended: its pid, and its exit code or the negative of its signal."""
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        yield pid, os.waitstatus_to_exitcode(status)
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended[0], os.waitstatus_to_exitcode(ended[1])
 
 
 def signal_group(pid: int, number: int) -> None:
@@ -207,14 +203,10 @@ def descendants(root: int, parent_of: Mapping[int, int] | None = None) -> set[in
 def parents() -> dict[int, int]:
     """The parent of every process that we may see, zombies included."""
     parent_of = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat", "rb") as stat:
-                    line = stat.read()
-            except OSError:  # ended since listdir
-                continue
-            parent_of[int(name)] = int(line.rpartition(b")")[2].split()[1])  # the name before it may hold spaces
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:  # it may have ended since
+            after_name = stat.read().rpartition(b")")[2]  # which may hold spaces
+            parent_of[int(name)] = int(after_name.split()[1])
     return parent_of
 
 

@@ -6,8 +6,8 @@
 A mac is HMAC-SHA256 over direction, number of the line and its text, with a key of this connection, made from the job's
 key, both nonces and the node: a line from another job, another connection or another place is refused, and so is one
 that comes twice. The job's key is what its pods know: DDPJOB_AGENT_KEY, else the run id, which has the job's uid. That
-keeps out strangers on the network and agents of other jobs. It does not keep out who may read the job's pods through
-the API, and nothing is encrypted. Whoever gets in can start and stop ranks; no line carries a command or a path.
+keeps out other machines on the network and agents of other jobs. It does not keep out who may read the job's pods
+through the API, and nothing is encrypted. Whoever gets in can start and stop ranks; no line has a command or a path.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import Any
 
 LINE_BYTES_MAX = 1 << 16
 GREETING_BYTES_MAX = 1024  # before we know who speaks
-MAC_CHARACTERS = 64
 VERSION = 1
 
 
@@ -33,8 +32,8 @@ class Refused(Exception):  # noqa: N818 - it is no error that the other end goes
 
 def job_key(run_id: str, environ: Mapping[str, str]) -> bytes:
     """What the agents of this job have in common."""
-    said = environ.get("DDPJOB_AGENT_KEY") or f"{environ.get('DDPJOB_UID', '')}/{run_id}"
-    return hashlib.sha256(b"ddprun/" + said.encode()).digest()
+    secret = environ.get("DDPJOB_AGENT_KEY") or f"{environ.get('DDPJOB_UID', '')}/{run_id}"
+    return hashlib.sha256(b"ddprun/" + secret.encode()).digest()
 
 
 class Link:
@@ -43,7 +42,7 @@ class Link:
     def __init__(
         self, connection: socket.socket, key: bytes, *, node: int | None, about: Mapping[str, Any] | None = None
     ) -> None:
-        """node: of this end, where it is not the leader; about: what it says of itself with its greeting."""
+        """node: of this end, where it is not the leader; about: what it sends of itself with its greeting."""
         connection.setblocking(False)
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -63,19 +62,18 @@ class Link:
         return self._heard > 0
 
     def fileno(self) -> int:
-        """To wait for."""
         return self._connection.fileno()
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Say something, now or when the other end reads. Raises Refused where it never does."""
         text = json.dumps(message).encode()
-        assert self._session is not None, "nothing is said before the greeting"
+        assert self._session is not None, "no message is sent before the greeting"
         assert len(text) < LINE_BYTES_MAX, "a line is short"
         self._queue(self._mac(self._leads, self._sent, text) + b" " + text)
         self._sent += 1
 
     def receive(self) -> list[dict[str, Any]]:
-        """What has been said since. Raises Refused at the end, and for anything that no agent of this job says."""
+        """The messages since. Raises Refused at the end, and for anything that no agent of this job sends."""
         try:
             data = self._connection.recv(LINE_BYTES_MAX)
         except BlockingIOError:
@@ -102,11 +100,10 @@ class Link:
             raise Refused(str(error)) from None
 
     def close(self) -> None:
-        """The end of it."""
         self._connection.close()
 
     def shut(self) -> None:
-        """Nothing more will be said; what was said still arrives."""
+        """Send nothing more; what was sent still arrives."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
 
@@ -139,14 +136,14 @@ class Link:
         return _object(text)
 
     def _begin(self, leaders: str, nodes: str, node: int) -> None:
-        # Whatever stands in a stranger's nonce: JSON may hold half of a character pair, which UTF-8 has not.
-        said = f"{leaders}/{nodes}/{node}".encode(errors="surrogatepass")
-        self._session = hmac.digest(self._key, said, "sha256")
+        # An unauthenticated nonce may hold anything: JSON allows half of a surrogate pair, which UTF-8 does not.
+        both = f"{leaders}/{nodes}/{node}".encode(errors="surrogatepass")
+        self._session = hmac.digest(self._key, both, "sha256")
 
     def _mac(self, from_leader: bool, number: int, text: bytes) -> bytes:
         assert self._session is not None, "the greeting made the key"
-        said = b"leader" if from_leader else b"node"
-        return hmac.digest(self._session, b"%s/%d/%s" % (said, number, text), "sha256").hex().encode()
+        sender = b"leader" if from_leader else b"node"
+        return hmac.digest(self._session, b"%s/%d/%s" % (sender, number, text), "sha256").hex().encode()
 
 
 def _object(text: bytes) -> dict[str, Any]:

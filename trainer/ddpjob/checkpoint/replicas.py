@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpjob.checkpoint.state_dicts import described, not_whole, sharded
+from ddpjob.checkpoint.state_dicts import described, not_whole, sharded, unwrapped
 from ddpjob.errors import ReplicasDifferError, StateError
 from ddpjob.group import gather
 
@@ -86,18 +86,15 @@ def _read(model: Any, buffers: bool) -> tuple[list[str], torch.Tensor, Exception
 
 def _refuse(model: Any, found: Sequence[_Tensor]) -> None:
     """Before any of them is touched: an operation on a DTensor waits for the other ranks."""
-    problem = sharded(model.module if isinstance(model, DistributedDataParallel) else model)
-    if problem:
+    if problem := sharded(model):
         raise StateError(f"check_replicas: {problem}")
     for each in found:
-        wrong = not_whole(each.tensor)
-        if wrong:
+        if wrong := not_whole(each.tensor):
             raise StateError(f"check_replicas: {each.name}: {wrong} cannot be compared bit by bit.")
 
 
 def _tensors(model: Any, buffers: bool) -> Iterator[_Tensor]:
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
+    model = unwrapped(model)
     if isinstance(model, torch.nn.Module):
         yield from (_Tensor("parameter", name, tensor) for name, tensor in model.named_parameters())
         if buffers:
@@ -192,12 +189,12 @@ def _compare_layouts(layouts: list[list[str]], ranks: Sequence[int]) -> None:
     """Raise for the first place where ranks do not have the same kind of tensor."""
     for place in range(max(map(len, layouts))):
         kinds = [rank[place] if place < len(rank) else "no further tensor" for rank in layouts]
-        right, different = _vote(kinds)
+        right, alike, different = _vote(kinds)
         if different:
             raise ReplicasDifferError(
-                f"tensor {place} is not the same on all ranks: {_names(ranks, different)} {_have(different)} "
-                f"{kinds[different[0]]}, {_names(ranks, _others(kinds, different))} {_have(_others(kinds, different))} "
-                f"{right}. All ranks must make the same model, in the same order.",
+                f"tensor {place} is not the same on all ranks: {_names(ranks, different, 'has', 'have')} "
+                f"{kinds[different[0]]}, {_names(ranks, alike, 'has', 'have')} {right}. All "
+                f"ranks must make the same model, in the same order.",
                 tensor=next((name for text in (right, *kinds) if (name := _name(text))), ""),
                 ranks=[ranks[i] for i in different],
             )
@@ -209,12 +206,12 @@ def _compare_sums(layout: list[str], sums: torch.Tensor, ranks: Sequence[int]) -
     if not bad:
         return
     values = [tuple(row) for row in sums[:, bad[0]].tolist()]
-    _, different = _vote(values)
-    first, alike = layout[bad[0]], _others(values, different)
+    _, alike, different = _vote(values)
+    first = layout[bad[0]]
     reference = " (no value has most ranks: rank 0 is the reference)" if 2 * len(alike) <= len(values) else ""
     raise ReplicasDifferError(
-        f"{first} is not the same on all ranks: {_names(ranks, different)} "
-        f"{'differs' if len(different) == 1 else 'differ'} from {_names(ranks, alike)}{reference}. "
+        f"{first} is not the same on all ranks: {_names(ranks, different, 'differs', 'differ')} from "
+        f"{_names(ranks, alike)}{reference}. "
         f"{len(bad)} of {len(layout)} tensors {'differs' if len(bad) == 1 else 'differ'}. "
         f"{_REMEDY_BUFFER if first.startswith('buffer') else _REMEDY}",
         tensor=_name(first),
@@ -222,29 +219,23 @@ def _compare_sums(layout: list[str], sums: torch.Tensor, ranks: Sequence[int]) -
     )
 
 
-def _vote(values: Sequence[Hashable]) -> tuple[Any, list[int]]:
-    """What more than half hold, else what the first holds; and who does not."""
+def _vote(values: Sequence[Hashable]) -> tuple[Any, list[int], list[int]]:
+    """What more than half hold, else what the first holds; who does, and who does not."""
     value, count = Counter(values).most_common(1)[0]
     right = value if 2 * count > len(values) else values[0]
-    return right, [i for i, value in enumerate(values) if value != right]
+    alike = [i for i, value in enumerate(values) if value == right]
+    return right, alike, [i for i in range(len(values)) if i not in alike]
 
 
-def _others(values: Sequence[Any], some: list[int]) -> list[int]:
-    return [i for i in range(len(values)) if i not in some]
-
-
-def _names(ranks: Sequence[int], some: list[int]) -> str:
-    """rank 3; ranks 0, 1, 2"""
+def _names(ranks: Sequence[int], some: list[int], does: str = "", do: str = "") -> str:
+    """rank 3 differs; ranks 0, 1, 2 differ"""
+    verb = does if len(some) == 1 else do
     named = ", ".join(str(ranks[i]) for i in some[:_RANKS_NAMED_MAX])
     more = f" and {len(some) - _RANKS_NAMED_MAX} more" if len(some) > _RANKS_NAMED_MAX else ""
-    return f"{'rank' if len(some) == 1 else 'ranks'} {named}{more}"
+    return f"{'rank' if len(some) == 1 else 'ranks'} {named}{more} {verb}".rstrip()
 
 
 def _name(described: str) -> str:
     """fc.weight, of "parameter fc.weight (float32 [10, 64])"; nothing of what is no tensor."""
     kind, _, rest = described.partition(" ")
     return rest.rpartition(" (")[0] if kind in ("parameter", "buffer", "tensor") else ""
-
-
-def _have(some: list[int]) -> str:
-    return "has" if len(some) == 1 else "have"

@@ -34,18 +34,18 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ddpjob import process
 from ddpjob.checkpoint import writers
 from ddpjob.checkpoint.state_dicts import copied, refuse_sharded, restore, state_of
 from ddpjob.errors import ConfigurationError, SnapshotError, StateError, Superseded
+from ddpjob.group import gather
 from ddpjob.group.join import World, active, before_leaving, store_of
 from ddpjob.reporting.progress import pause, report_start
 
@@ -86,6 +86,7 @@ class Snapshot:
         self.folder = Path(folder)
         self.keep = keep
         self._world = world or active()
+        self.rank, self.world_size = (0, 1) if self._world is None else (self._world.rank, self._world.world_size)
         attempt = self._world.attempt if self._world is not None else int(os.environ.get("DDPJOB_ATTEMPT") or 1)
         generation = int(os.environ.get("DDPJOB_GENERATION") or 0)
         self._own_claim = _Claim(os.environ.get("DDPJOB_UID", ""), attempt, generation)
@@ -99,14 +100,6 @@ class Snapshot:
         self.state: dict[str, Any] = {}
         before_leaving(self.wait)
         atexit.register(_log_unraised, weakref.ref(self))
-
-    @property
-    def rank(self) -> int:
-        return 0 if self._world is None else self._world.rank
-
-    @property
-    def world_size(self) -> int:
-        return 1 if self._world is None else self._world.world_size
 
     # ---- save ----------------------------------------------------------------------------------------------
 
@@ -143,10 +136,8 @@ class Snapshot:
             "world_size": self.world_size,
             "state": {name: copied(state_of(value), name) for name, value in state.items()},
         }
-        rng = {0: _rng_state()}
-        repeat = self._repeats
         # Not a daemon: a script that ends without close() still gets its last state.
-        work = (writer, document, repeat, rng)
+        work = (writer, document, self._repeats, {0: _rng_state()})
         self._thread = threading.Thread(target=self._write_or_note, args=work, name="ddpjob-snapshot")
         self._thread.start()
 
@@ -186,13 +177,13 @@ class Snapshot:
         self._files += 1
         tmp = self.folder / f".tmp-{writer:06d}-{os.getpid()}-{self._files}"
         try:
-            with open(tmp, "xb") as file:
-                hashing = _HashingFile(file)
-                torch.save(document, hashing)  # type: ignore[arg-type]  # it appends and flushes, no more
+            with _HashingFile(tmp) as file:
+                torch.save(document, file)
                 file.flush()
                 os.fsync(file.fileno())
             self._must_be_newest(writer)
-            os.rename(tmp, self.folder / _state_name(document["step"], writer, hashing.digest()))
+            name = f"step-{document['step']:012d}.writer-{writer:06d}.{file.sha256.hexdigest():.16}.pt"
+            os.rename(tmp, self.folder / name)
             _fsync_folder(self.folder)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -205,10 +196,9 @@ class Snapshot:
             self._must_be_newest(writer)
             entry.path.unlink(missing_ok=True)
         for name in os.listdir(self.folder):
-            if (match := _ALIVE_NAME.fullmatch(name)) and int(match[1]) < writer:
-                (self.folder / name).unlink(missing_ok=True)
-            # This process writes nothing now: a file of this writer or an older one is of a process that has ended.
-            if (match := _TMP_NAME.fullmatch(name)) and int(match[1]) <= writer:
+            alive, tmp = _ALIVE_NAME.fullmatch(name), _TMP_NAME.fullmatch(name)
+            # This process writes nothing now: a .tmp file of this writer or an older one is of an ended process.
+            if (alive and int(alive[1]) < writer) or (tmp and int(tmp[1]) <= writer):
                 (self.folder / name).unlink(missing_ok=True)
 
     # ---- who may write -------------------------------------------------------------------------------------
@@ -217,7 +207,10 @@ class Snapshot:
         """The writer number of this attempt and generation: taken once, the next after the highest in the folder."""
         if self._writer is not None:
             return self._writer
-        _make_folder(self.folder)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SnapshotError(f"folder: {self.folder} cannot be made: {_reason(error)}.") from error
         while True:
             highest = _highest_writer(self.folder)
             claim = _claim_of(self.folder, highest)
@@ -271,12 +264,12 @@ class Snapshot:
         """
         refuse_sharded(objects)
         self.wait()
-        entry = self._agreed(self._choose_on_rank_0)
+        entry, data = self._agreed()
         if entry is None:
             return 0
-        data = self._read_everywhere(entry)
-        document = _decoded(data, entry.path)
-        before = self._job_before(entry)
+        document = _decoded(self._read_everywhere(entry, data), entry.path)
+        claim = _claim_of(self.folder, entry.writer)
+        before = claim.job if claim is not None and claim.job != self._own_claim.job else None
         restore(objects, document["state"], str(entry.path))
         self.state = document["state"]
         _restore_rng(document, self.rank, self.world_size)
@@ -285,12 +278,8 @@ class Snapshot:
         report_start(document["step"], **({"goesOnFrom": writers.named(before)} if before is not None else {}))
         return int(document["step"])
 
-    def _job_before(self, entry: "_Entry") -> str | None:
-        """The job whose state this is, where it is another one."""
-        claim = _claim_of(self.folder, entry.writer)
-        return claim.job if claim is not None and claim.job != self._own_claim.job else None
-
     def _log_origin(self, document: Mapping[str, Any], path: Path, before: str | None) -> None:
+        """before: the job whose state this is, where it is another one."""
         if before is not None:
             process.log(
                 f"goes on from the state of {writers.named(before)}, step {document['step']} in {path}. To begin "
@@ -304,72 +293,58 @@ class Snapshot:
                 f"seeded from rank 0's, the same way at each resume."
             )
 
-    def _choose_on_rank_0(self) -> "_Entry | None":
+    def _choose(self) -> "tuple[_Entry | None, bytes | None]":
         self._claim()
         for entry in _entries(self.folder):
             data = _read(entry)
             if data is not None:
-                self._chosen_bytes = data
-                return entry
+                return entry, data
             process.log(
                 f"snapshot {entry.path} is damaged (its bytes do not match the digest in its name): skipped, the one "
                 f"before it is used"
             )
-        return None
+        return None, None
 
-    def _agreed(self, choose: Callable[[], "_Entry | None"]) -> "_Entry | None":
-        """Rank 0's answer on all ranks; its error too, so that no rank waits for one that has stopped."""
+    def _agreed(self) -> "tuple[_Entry | None, bytes | None]":
+        """Rank 0's choice, or its error, on all ranks, otherwise they would wait for it; on rank 0 the bytes too."""
+        answer: Any = None
+        data = None
         if self.rank == 0:
             try:
-                answer: Any = choose()
+                answer, data = self._choose()
             except SnapshotError as error:
                 answer = error
-            except OSError as error:
-                answer = SnapshotError(f"{self.folder}: {_reason(error)}.")
             except Exception as error:  # whatever lies in the folder: the other ranks are waiting for an answer
-                answer = SnapshotError(f"{self.folder} cannot be read: {_reason(error)}.")
-        else:
-            answer = None
+                answer = SnapshotError(f"{self.folder}: {_reason(error)}.")
         answer = self._broadcast(answer)
         if isinstance(answer, SnapshotError):
             raise answer
-        return answer  # type: ignore[no-any-return]
+        return answer, data
 
-    def _read_everywhere(self, entry: "_Entry") -> bytes:
-        data = self._chosen_bytes if self.rank == 0 else _read(entry)
-        self._chosen_bytes = b""
-        if self.world_size > 1 and self._any_rank_lacks(data is None):
-            data = self._broadcast_bytes(data)
+    def _read_everywhere(self, entry: "_Entry", data: bytes | None) -> bytes:
+        if self.rank != 0:
+            data = _read(entry)
+        if self.world_size > 1 and gather.numbers(torch.tensor([int(data is None)])).any():
+            data = self._broadcast_bytes(data if self.rank == 0 else None)
         assert data is not None, "rank 0 has read what it chose"
         return data
-
-    def _any_rank_lacks(self, lacks: bool) -> bool:
-        flag = torch.tensor([int(lacks)], device=self._device)
-        dist.all_reduce(flag)
-        return bool(flag.item())
 
     def _broadcast(self, value: Any) -> Any:
         if self.world_size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=self._device)
+        dist.broadcast_object_list(box, src=0, device=gather.device_for(None))
         return box[0]
 
     def _broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes to all, in pieces, so that a large state needs no second copy on the device."""
-        size = self._broadcast(len(data) if self.rank == 0 and data is not None else 0)
-        received = bytearray(data if self.rank == 0 and data is not None else size)
-        whole = torch.frombuffer(received, dtype=torch.uint8)
-        for piece in torch.split(whole, BROADCAST_CHUNK_BYTES):
-            on_device = piece.to(self._device)
+        size = self._broadcast(None if data is None else len(data))
+        received = bytearray(size if data is None else data)
+        for piece in torch.split(torch.frombuffer(received, dtype=torch.uint8), BROADCAST_CHUNK_BYTES):
+            on_device = piece.to(gather.device_for(None))
             dist.broadcast(on_device, src=0)
             piece.copy_(on_device)
         return bytes(received)
-
-    @property
-    def _device(self) -> torch.device:
-        """Where collectives of this group take their tensors."""
-        return self._world.device if self._world is not None and self._world.backend == "nccl" else torch.device("cpu")
 
     # ---- random states of the other ranks ------------------------------------------------------------------
 
@@ -394,7 +369,7 @@ class Snapshot:
             return rng
         deadline = time.monotonic() + RNG_WAIT_SECONDS
         with contextlib.suppress(RuntimeError):  # the group is being left: the state is worth more than others' dice
-            silent = {rank for rank, key in self._late.items() if not _taken(store, key)}
+            silent = {rank for rank, key in self._late.items() if not (store.check([key]) and store.delete_key(key))}
             while missing:
                 for rank in [rank for rank, key in missing.items() if store.check([key])]:
                     key = missing.pop(rank)
@@ -405,11 +380,6 @@ class Snapshot:
                 time.sleep(0.005)
         self._late = missing
         return rng
-
-
-def _taken(store: Store, key: str) -> bool:
-    """Whether the key is there; it is not afterwards."""
-    return bool(store.check([key]) and store.delete_key(key))
 
 
 def _log_unraised(reference: "weakref.ref[Snapshot]") -> None:
@@ -459,46 +429,24 @@ def _entries(folder: Path) -> list[_Entry]:
     return sorted(entries, reverse=True)
 
 
-def _state_name(step: int, writer: int, digest: str) -> str:
-    return f"step-{step:012d}.writer-{writer:06d}.{digest}.pt"
-
-
 def _read(entry: _Entry) -> bytes | None:
     """The file's bytes, or None where they are not there or not what was written."""
-    try:
+    with contextlib.suppress(OSError):
         data = entry.path.read_bytes()
-    except OSError:
-        return None
-    return data if _digest(hashlib.sha256(data)) == entry.digest else None
+        return data if hashlib.sha256(data).hexdigest().startswith(entry.digest) else None
+    return None
 
 
-def _digest(sha256: "hashlib._Hash") -> str:
-    return sha256.hexdigest()[:16]
+class _HashingFile(io.BufferedWriter):
+    """A new file for torch.save, which only appends, so the digest of the file is known when it is written."""
 
-
-class _HashingFile:
-    """What torch.save writes to: it only appends, so the digest of the file is known when it is written."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._sha256 = hashlib.sha256()
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "x"))
+        self.sha256 = hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        self._sha256.update(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def digest(self) -> str:
-        return _digest(self._sha256)
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SnapshotError(f"folder: {folder} cannot be made: {_reason(error)}.") from error
+        self.sha256.update(data)
+        return super().write(data)
 
 
 def _highest_writer(folder: Path) -> int:
@@ -557,12 +505,9 @@ def create_exclusively(folder: Path, writer: int, content: str) -> bool:
 
 
 def create_exclusively_without_links(path: Path, content: str) -> bool:
-    try:
-        with open(path, "x") as file:
-            file.write(content)
-    except FileExistsError:
-        return False
-    return True
+    with contextlib.suppress(FileExistsError), open(path, "x") as file:
+        return bool(file.write(content))
+    return False
 
 
 def _fsync_folder(folder: Path) -> None:
@@ -614,7 +559,7 @@ def _rng_state() -> dict[str, Any]:
 def _restore_rng(document: Mapping[str, Any], rank: int, world_size: int) -> None:
     own = document["rng"].get(rank) if document["world_size"] == world_size else None
     if own is None:
-        _seed_all(_seed_from(document, rank))
+        _seed_all(document, rank)
         return
     random.setstate(own["python"])
     torch.set_rng_state(own["torch"])
@@ -625,14 +570,11 @@ def _restore_rng(document: Mapping[str, Any], rank: int, world_size: int) -> Non
         numpy.random.set_state(own["numpy"])
 
 
-def _seed_from(document: Mapping[str, Any], rank: int) -> int:
-    """Differs between ranks and steps, and is the same for every resume from the same file."""
+def _seed_all(document: Mapping[str, Any], rank: int) -> None:
+    """The seed differs between ranks and steps, and is the same for every resume from the same file."""
     sha256 = hashlib.sha256(document["rng"][0]["torch"].numpy().tobytes())
     sha256.update(f"{document['step']}/{rank}".encode())
-    return int.from_bytes(sha256.digest()[:4], "big")  # numpy takes 32 bits
-
-
-def _seed_all(seed: int) -> None:
+    seed = int.from_bytes(sha256.digest()[:4], "big")  # numpy takes 32 bits
     random.seed(seed)
     torch.manual_seed(seed)  # CUDA too
     numpy = sys.modules.get("numpy")

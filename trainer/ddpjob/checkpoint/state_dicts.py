@@ -21,14 +21,9 @@ NESTED_MAX = 100  # a list in a list in a list; what contains itself ends here t
 INTEGER_BITS_MAX = 2039  # torch.load(weights_only=True) knows no longer ones: pickle's LONG4
 
 _WHOLE_TYPES = (torch.Tensor, torch.nn.Parameter)
-_WHOLE_LAYOUTS = (
-    torch.strided,
-    torch.sparse_coo,
-    torch.sparse_csr,
-    torch.sparse_csc,
-    torch.sparse_bsr,
-    torch.sparse_bsc,
-)
+_WHOLE_LAYOUTS = [
+    getattr(torch, name) for name in "strided sparse_coo sparse_csr sparse_csc sparse_bsr sparse_bsc".split()
+]
 _SHARDED = "each rank holds a part of it only. Use torch.distributed.checkpoint for sharded models."
 _REMEDY = (
     "it would not be read back (weights_only=True). Save tensors, numbers, strings, and dicts, lists and tuples of "
@@ -38,11 +33,11 @@ _REMEDY = (
 
 def state_of(value: Any) -> Any:
     """What `value` is saved as."""
-    value = _unwrapped(value)
+    value = unwrapped(value)
     return value.state_dict() if hasattr(value, "state_dict") else value
 
 
-def _unwrapped(value: Any) -> Any:
+def unwrapped(value: Any) -> Any:
     """A DDP model's names begin with "module."; saved without it, the state also fits the plain model."""
     return value.module if isinstance(value, DistributedDataParallel) else value
 
@@ -69,6 +64,7 @@ def sharded(value: Any) -> str:
     Checked on every rank and before anything else: the state_dict() of such a model waits for all ranks, or gives each
     rank its part.
     """
+    value = unwrapped(value)
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
     if isinstance(value, torch.nn.Module) and any(isinstance(module, fsdp) for module in value.modules()):
         return f"a model in FullyShardedDataParallel: {_SHARDED}"
@@ -91,8 +87,7 @@ def _trained(value: Any) -> Iterator[tuple[str, Any]]:
 def refuse_sharded(objects: Mapping[str, Any]) -> None:
     """StateError for what no rank has all of, on every rank alike."""
     for name, value in objects.items():
-        problem = sharded(_unwrapped(value))
-        if problem:
+        if problem := sharded(value):
             raise StateError(f"{name}: {problem}")
 
 
@@ -127,15 +122,14 @@ def _is_plain(value: Any) -> bool:
     if kind is int:
         return bool(value.bit_length() <= INTEGER_BITS_MAX)
     if kind is bytes:
-        return value != b"" and bytes_are_read()  # pickle writes b"" as a call of the type
+        return value != b"" and is_read(b"a")  # pickle writes b"" as a call of the type
     if kind is torch.dtype:
-        return dtype_is_read(value)
+        return is_read(value)
     return value is None or kind in (bool, float, str, torch.device)
 
 
 def _copied_tensor(tensor: torch.Tensor, where: str) -> torch.Tensor:
-    problem = not_whole(tensor)
-    if problem:
+    if problem := not_whole(tensor):
         remedy = _SHARDED if _is_distributed(tensor) else _REMEDY
         raise StateError(f"{where}: {problem} cannot be saved: {remedy}")
     if not tensor_is_read(tensor.dtype):
@@ -171,25 +165,15 @@ def _key(key: Any, where: str, depth: int) -> Any:
 
 
 @functools.cache
-def bytes_are_read() -> bool:
-    return _is_read(b"a")
-
-
-@functools.cache
-def dtype_is_read(dtype: torch.dtype) -> bool:
-    return _is_read(dtype)
-
-
-@functools.cache
 def tensor_is_read(dtype: torch.dtype) -> bool:
     try:
-        sample = torch.zeros(16, dtype=torch.uint8).view(dtype).to("cpu", copy=True)
+        return is_read(torch.zeros(16, dtype=torch.uint8).view(dtype).to("cpu", copy=True))
     except (RuntimeError, TypeError):  # a dtype of less than a byte: torch cannot copy it
         return False
-    return _is_read(sample)
 
 
-def _is_read(value: Any) -> bool:
+@functools.cache
+def is_read(value: torch.dtype | bytes | torch.Tensor) -> bool:
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -207,10 +191,9 @@ def restore(objects: Mapping[str, Any], state: Mapping[str, Any], where: str) ->
     missing = sorted(set(objects) - set(state))
     if missing:
         raise StateError(f"{where}: has no {', '.join(missing)}; it has {', '.join(sorted(state)) or 'nothing'}.")
-    targets = {name: _unwrapped(target) for name, target in objects.items()}
+    targets = {name: unwrapped(target) for name, target in objects.items()}
     for name, target in targets.items():
-        problem = _does_not_fit(target, state[name])
-        if problem:
+        if problem := _does_not_fit(target, state[name]):
             raise StateError(f"{where}: {name}: {problem}")
     for name, target in targets.items():
         _restore_one(target, state[name])

@@ -30,7 +30,7 @@ def begin(owner: object, path: Path, is_newest: Callable[[], bool]) -> None:
     """Write heartbeats until the owner is gone, this process ends, or a newer writer has the folder."""
     stopped, pid = threading.Event(), os.getpid()
     with contextlib.suppress(OSError):
-        path.write_text(json.dumps({"process": _this_process()}))
+        path.write_text(json.dumps({"process": f"{process_namespace()}/{os.getpid()}/{_started('self')}"}))
     work = (path, stopped, is_newest)
     threading.Thread(target=_write_heartbeats, args=work, name="ddpjob-presence", daemon=True).start()
     leave = weakref.finalize(owner, _leave, path, stopped, pid)  # at the exit too, after the last state is written
@@ -78,19 +78,13 @@ def _seen(claim: Path, path: Path) -> tuple[str | None, int]:
     for file in (path, claim):  # a claim is made a moment before its first heartbeat
         with contextlib.suppress(OSError, ValueError), open(file) as opened:  # so that NFS asks its server again
             modified, text = os.fstat(opened.fileno()).st_mtime_ns, opened.read()
-            if file == claim:
-                return None, modified
-            return (_process_in(text) if text else ""), modified
+            process = None
+            with contextlib.suppress(
+                ValueError, TypeError, KeyError, RecursionError
+            ):  # something else was written there
+                process = json.loads(text)["process"] if text else ""
+            return (process if file == path and isinstance(process, str) else None), modified
     return "", 0
-
-
-def _process_in(text: str) -> str | None:
-    """None where something else has been written there."""
-    try:
-        process = json.loads(text)["process"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
-    return process if isinstance(process, str) else None
 
 
 def _age(folder: Path, modified: int) -> float:
@@ -111,10 +105,6 @@ def _runs_on_this_machine(process: str) -> bool | None:
     if not namespace or namespace != process_namespace():
         return None
     return _started(rest) == process.rpartition("/")[2]
-
-
-def _this_process() -> str:
-    return f"{process_namespace()}/{os.getpid()}/{_started('self')}"
 
 
 def process_namespace() -> str:

@@ -4,7 +4,7 @@ Two parties restart: the operator makes new pods, and the agent of node 0 starts
 there. They do not ask each other before, because a restart in place must not wait for a network. So each keeps its own
 counts, and what the other side has spent is known from three things that only grow:
 
-    Spent   what one agent has spent in its life. It says so again and again, in reports and in its last message.
+    Spent   what one agent has spent in its life. Repeated in each report and in its last message.
     Known   what of that the operator has counted. It is recorded in the status in the same write as the counts.
     Grant   in the environment of each new pod: what is left by the operator's counts, and its Known. An agent brings
             its own to node 0, whose agent goes by the one that was made last.
@@ -14,7 +14,7 @@ The invariant, for each budget that only grows (application without a window, st
     Nothing twice: the counts in the status are what the operator itself has charged + all that it was ever known of
     agents. A report adds only what exceeds Known, so one that is repeated, late or out of order adds nothing.
 
-    Nothing forgotten: an agent says all that it has spent, so the last of its reports is worth all of them. Lost is
+    Nothing forgotten: an agent reports all that it has spent, so the last of its reports is worth all of them. Lost is
     only what the agent in a pod of node 0 had not yet reported when the agent in the next pod of node 0 was counted.
 
     Together at most what the user gave: left + known = the limit - what the operator itself has charged - what earlier
@@ -80,7 +80,6 @@ class Spent(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All restarts."""
         return sum(self)
 
 
@@ -115,12 +114,10 @@ class History(NamedTuple):
 
     @property
     def spent(self) -> Spent:
-        """The restarts alone."""
         return Spent(*self[:3])
 
     @property
     def total(self) -> int:
-        """All restarts."""
         return self.spent.total
 
 
@@ -211,7 +208,7 @@ class Budget(NamedTuple):
 
     @property
     def report(self) -> dict[str, int]:
-        """What the agent says of it."""
+        """What the agent reports of it."""
         h = self.history
         return {**h.spent._asdict(), "inARow": h.in_a_row, "chargedInARow": h.charged_in_a_row}
 
@@ -247,7 +244,7 @@ def newly_spent(
         return Spent()
     most = (limits.backoff_limit + 1 - counted(history, limits, now), reported[1], STALLS_MAX + 1 - history.stall)
     counts = zip(reported, known.of(replacement), most, strict=True)
-    return Spent(*(max(0, min(told - before, bound)) for told, before, bound in counts))
+    return Spent(*(max(0, min(total - before, bound)) for total, before, bound in counts))
 
 
 def with_newly_spent(
@@ -341,9 +338,7 @@ def _with(
     """All but what is in a row: the back-off may be reset where what is free is not."""
     uncharged, lost_before = (0, 0) if made_a_new_step else (history.uncharged_in_a_row, history.peers_lost)
     return history._replace(
-        application=history.application + new.application,
-        infrastructure=history.infrastructure + new.infrastructure,
-        stall=history.stall + new.stall,
+        **{name: getattr(history, name) + getattr(new, name) for name in Spent._fields},
         charged_at=_times(history, new.application, limits, now),
         uncharged_in_a_row=uncharged + new.infrastructure,
         peers_lost=lost_before + peers_lost,

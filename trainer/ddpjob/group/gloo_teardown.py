@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import glob
 import os
 import sys
 import time
@@ -81,12 +82,8 @@ def settle(*, failed: bool, seconds_max: float | None = None) -> None:
 
 def threads_run() -> bool:
     """Whether one of them computes, or would if it had a CPU; those that wait for work or for a peer sleep."""
-    try:
-        threads = os.listdir("/proc/self/task")
-    except OSError:  # no Linux
-        return False
-    for thread in threads:
-        with contextlib.suppress(OSError, ValueError), open(f"/proc/self/task/{thread}/stat") as stat:
+    for path in glob.glob("/proc/self/task/*/stat"):  # none where there is no Linux
+        with contextlib.suppress(OSError, ValueError), open(path) as stat:
             name, _, rest = stat.read().partition("(")[2].rpartition(")")
             if name.startswith(_THREADS) and rest.split()[0] != "S":
                 return True

@@ -5,7 +5,6 @@ Works under torchrun and torch.distributed.launch, in processes of torch.multipr
 `init`: place, backend and device, rendezvous, agreement, group.
 """
 
-import atexit
 import contextlib
 import faulthandler
 import functools
@@ -159,7 +158,9 @@ def init(
     world = World(*place, chosen, backend, attempt, timeout_step_seconds)
     process.current.group = _Group(world, place, store)
     process.current.groups_joined += 1
-    _leave_at_exit()
+    if not process.current.leaves_at_exit:
+        process.current.leaves_at_exit = True
+        process.at_exit(_leave_at_exit, 10)
     report_start()
     return world
 
@@ -182,14 +183,12 @@ def default_timeout_seconds(environ: Mapping[str, str]) -> float:
 
 def active() -> World | None:
     """The World of this process, or None before `init`, after `close` and in a forked child."""
-    group: _Group | None = process.current.group
-    return None if group is None else group.world
+    return getattr(process.current.group, "world", None)
 
 
 def store_of(world: World | None) -> Store | None:
     """The key-value store of that world's group, while it is not left."""
-    group = _group_of(world)
-    return None if group is None else group.store
+    return getattr(_group_of(world), "store", None)
 
 
 def _group_of(world: World | None) -> "_Group | None":
@@ -310,7 +309,7 @@ def _join(
     init_method: str | None, place: Place, backend: str, device: torch.device, timeout: timedelta, longest: timedelta
 ) -> Store:
     """timeout: of the rendezvous; longest: of a collective, because gloo of torch 2.4 cannot change it later."""
-    where = init_method or _default_method(place, os.environ)
+    where = init_method or _default_method(place)
     try:
         store = _rendezvous(where, place, timeout)
         _agree(store, place, backend, device)
@@ -322,44 +321,36 @@ def _join(
     except DDPJobError:
         raise
     except (RuntimeError, ValueError, OSError) as error:
+        problem = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        environ = os.environ  # with the address, because not each version of torch names the port that is in use
+        address = f"{where}, {environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}" if where == "env://" else where
         raise RendezvousError(
-            f"rank {place.rank} of {place.world_size} did not meet the others at {_with_address(where)} (backend "
-            f"{backend}, limit {timeout.total_seconds():g} s): {_first_line(error)}. Check that all ranks run, and "
-            f"that the address is rank 0's, or the folder shared by all."
+            f"rank {place.rank} of {place.world_size} did not meet the others at {address} (backend {backend}, limit "
+            f"{timeout.total_seconds():g} s): {problem}. Check that all ranks run, and that the address is "
+            f"rank 0's, or the folder shared by all."
         ) from error
     return store
 
 
-def _default_method(place: Place, environ: Mapping[str, str]) -> str:
+def _default_method(place: Place) -> str:
     if place.world_size == 1:
         return "alone"
     for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if not environ.get(name):
+        if not os.environ.get(name):
             raise ConfigurationError(
                 f"{name} is not set, and rank {place.rank} of {place.world_size} must find the others. Start with "
                 f"torchrun, set MASTER_ADDR and MASTER_PORT, or pass init_method=."
             )
-    _integer(environ, "MASTER_PORT")
+    _integer(os.environ, "MASTER_PORT")
     return "env://"
 
 
-def _with_address(where: str) -> str:
-    """Because not each version of torch names the port that is in use."""
-    if where != "env://":
-        return where
-    return f"env://, {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-
-
-def _prefix(environ: Mapping[str, str]) -> str:
+def _prefix() -> str:
     """Keys of this attempt only: a process that survived from an earlier one must not find the new group.
 
-    And of this group only: the store of one that was closed may still run in this process.
+    Under ddprun of this generation; not by TORCHELASTIC_RESTART_COUNT, which torchrun counts on each node alone.
     """
-    return f"{_attempt_prefix(environ)}/{process.current.groups_joined}"
-
-
-def _attempt_prefix(environ: Mapping[str, str]) -> str:
-    """Under ddprun of this generation; not by TORCHELASTIC_RESTART_COUNT, which torchrun counts on each node alone."""
+    environ = os.environ
     generation = environ.get("DDPJOB_GENERATION", "0")
     attempt = environ.get("DDPJOB_ATTEMPT", "1") + (f".{generation}" if generation != "0" else "")
     return f"ddpjob/{environ.get('DDPJOB_UID', '')}/{attempt}"
@@ -369,15 +360,17 @@ def _rendezvous(where: str, place: Place, timeout: timedelta) -> Store:
     """The store of this group's keys."""
     if where == "alone":
         return HashStore()  # no port, so nothing to collide with
-    url = urlsplit(where)
-    if url.scheme == "tcp":
-        return PrefixStore(_prefix(os.environ), _store_at_port(where, place, timeout))
-    if url.scheme == "file":
-        return _store_in_file(where, url.path, place, timeout)
-    if url.scheme == "env":
-        found: tuple[Store, int, int] = next(rendezvous(where, place.rank, place.world_size, timeout=timeout))
-        return PrefixStore(_prefix(os.environ), found[0])
-    raise ConfigurationError(f"init_method: {where!r} is none of env://, tcp://host:port, file:///path.")
+    scheme = urlsplit(where).scheme
+    if scheme == "file":
+        return _store_in_file(where, place, timeout)
+    if scheme == "tcp":
+        store = _store_at_port(where, place, timeout)
+    elif scheme == "env":
+        store = next(rendezvous(where, place.rank, place.world_size, timeout=timeout))[0]
+    else:
+        raise ConfigurationError(f"init_method: {where!r} is none of env://, tcp://host:port, file:///path.")
+    # And keys of this group only, because the store of one that was closed may still run in this process.
+    return PrefixStore(f"{_prefix()}/{process.current.groups_joined}", store)
 
 
 def _store_at_port(where: str, place: Place, timeout: timedelta) -> Store:
@@ -389,27 +382,20 @@ def _store_at_port(where: str, place: Place, timeout: timedelta) -> Store:
     url = urlsplit(where)
     if url.hostname is None or url.port is None:
         raise ConfigurationError(f"init_method: {where!r} needs a host and a port, e.g. tcp://10.0.0.1:23456.")
-    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (
-        str(url.port) == os.environ.get("MASTER_PORT")
-    )
-    return TCPStore(
-        url.hostname,
-        url.port,
-        place.world_size,
-        is_master=place.rank == 0 and not agent_serves,
-        timeout=timeout,
-        multi_tenant=True,
-    )
+    has_agent, agents_port = (os.environ.get(name) for name in ("TORCHELASTIC_USE_AGENT_STORE", "MASTER_PORT"))
+    serves = place.rank == 0 and not (has_agent == "True" and str(url.port) == agents_port)
+    return TCPStore(url.hostname, url.port, place.world_size, serves, timeout, multi_tenant=True)
 
 
-def _store_in_file(where: str, path: str, place: Place, timeout: timedelta) -> Store:
+def _store_in_file(where: str, place: Place, timeout: timedelta) -> Store:
+    path = urlsplit(where).path
     if not path or not os.path.isdir(os.path.dirname(path)):
         raise ConfigurationError(f"init_method: {where!r}: the folder {os.path.dirname(path)!r} does not exist.")
     store = FileStore(path, place.world_size)
     store.set_timeout(timeout)
     # After a crash the file holds addresses of ended processes, and the next run would wait until the time-out for
     # them. So each run has keys of its own, and begins only where this rank has left the run before it in order.
-    own = PrefixStore(_attempt_prefix(os.environ), store)
+    own = PrefixStore(_prefix(), store)
     run = own.add(f"joined/{place.rank}", 1)
     if run > 1 and not PrefixStore(f"run/{run - 1}", own).check([_LEFT.format(place.rank)]):
         raise RendezvousError(
@@ -446,10 +432,6 @@ def _wait_for_all(store: Store, place: Place, timeout: timedelta) -> None:
     store.wait(["all met"], timeout)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
 # ---- leave in order ----------------------------------------------------------------------------------------
 
 
@@ -465,9 +447,13 @@ class _Group:
     time_out_logged: bool = False
 
     def use_step_timeout(self) -> None:
+        """For gloo and nccl, and for collectives that start from now on."""
         if not self.stepping:
             self.stepping = True
-            _set_timeout(self.world.timeout_step_seconds)
+            # The public way is there since torch 2.15, and the one before it warns there on every rank.
+            change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+            with contextlib.suppress(Exception):
+                change(timedelta(seconds=self.world.timeout_step_seconds))
 
     def log_time_out(self, error: BaseException | None) -> None:
         """torch's message names milliseconds and an operation, not what the limit is called and how to raise it."""
@@ -487,14 +473,6 @@ class _Group:
 _TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms")  # gloo's
 
 
-def _set_timeout(seconds: float) -> None:
-    """For gloo and nccl, and for collectives that start from now on."""
-    # The public way is there since torch 2.15, and the one before it warns there on every rank.
-    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    with contextlib.suppress(Exception):
-        change(timedelta(seconds=seconds))
-
-
 def before_leaving(action: Callable[[], None]) -> None:
     """Run the bound method when the group is left in order, while the store still answers (a snapshot in flight)."""
     process.current.before_leaving.append(weakref.WeakMethod(action))
@@ -502,32 +480,20 @@ def before_leaving(action: Callable[[], None]) -> None:
 
 def _leave_at_exit() -> None:
     """A script that never closes still leaves in order: a gloo group left to the interpreter's exit may abort it."""
-    if not process.current.leaves_at_exit:
-        process.current.leaves_at_exit = True
-        atexit.unregister(_leave_at_exit_now)  # a fork has inherited it
-        atexit.register(_leave_at_exit_now)
-        process.at_exit_of_child(_leave_at_exit_now, 10)
-
-
-def _leave_at_exit_now() -> None:
     group: _Group | None = process.current.group
     if group is None:
         return
-    if group.broken or _ends_by_error():
-        group.log_time_out(termination.ending())
+    error = termination.ending()
+    failed = error is not None and not isinstance(error, Stopped) and termination.exit_code(error) != 0
+    if group.broken or failed:  # its peers are in a collective then, and will not come
+        group.log_time_out(error)
         _end_soon()
         return
     try:
         _leave(group)
-    except Exception as error:  # nobody is left to raise it to
-        termination.tell(error)
-        process.log(str(error))
-
-
-def _ends_by_error() -> bool:
-    """Whether this process ends by an exception: its peers are in a collective then, and will not come."""
-    error = termination.ending()
-    return error is not None and not isinstance(error, Stopped) and termination.exit_code(error) != 0
+    except Exception as problem:  # nobody is left to raise it to
+        termination.tell(problem)
+        process.log(str(problem))
 
 
 def _end_soon() -> None:
@@ -543,20 +509,15 @@ def _end_soon() -> None:
 def _leave(group: _Group) -> None:
     stop.leave()
     process.current.group = None
+    actions, process.current.before_leaving = [method() for method in process.current.before_leaving], []
     try:
-        _run_before_leaving()
+        for action in filter(None, actions):
+            action()
     finally:
         if dist.is_initialized():
             wait_for_others(group, CLOSE_SECONDS if process.current.stopped_at is None else STOPPED_CLOSE_SECONDS)
             settle(failed=False)
             dist.destroy_process_group()
-
-
-def _run_before_leaving() -> None:
-    methods, process.current.before_leaving = process.current.before_leaving, []
-    for method in methods:
-        if (action := method()) is not None:
-            action()
 
 
 def wait_for_others(group: _Group, limit_seconds: float) -> None:
@@ -566,24 +527,22 @@ def wait_for_others(group: _Group, limit_seconds: float) -> None:
     """
     if group.store is None:
         return
+    world = group.world
+    with contextlib.suppress(RuntimeError):  # rank 0 serves the store and may be gone: then it had seen all of us
+        group.store.set(_LEFT.format(world.rank), "1")
+        if _all_counted(group.store, "leaving", world.world_size, limit_seconds):
+            # Rank 0 may serve the store, so it goes when the others have read from it for the last time. Otherwise
+            # torch prints 20 lines of "recvValue failed" on each of them, at the end of a training that went well.
+            _all_counted(group.store, "gone", world.world_size if world.is_main else 0, LEAVE_LAST_SECONDS)
+
+
+def _all_counted(store: Store, key: str, wanted: int, limit_seconds: float) -> bool:
+    """Count this rank, and wait until so many are counted, at most that long."""
     deadline = time.monotonic() + limit_seconds
     pause = POLL_SECONDS
-    with contextlib.suppress(RuntimeError):  # rank 0 serves the store and may be gone: then it had seen all of us
-        leaving = group.store.add("leaving", 1)
-        group.store.set(_LEFT.format(group.world.rank), "1")
-        while leaving < group.world.world_size and time.monotonic() < deadline and not stop.must_leave_now():
-            time.sleep(pause)
-            pause = min(1.2 * pause, POLL_SECONDS_MAX)
-            leaving = group.store.add("leaving", 0)
-        if leaving >= group.world.world_size:
-            _leave_last(group.store, group.world)
-
-
-def _leave_last(store: Store, world: World) -> None:
-    """Rank 0 may serve the store, so it goes when the others have read from it for the last time. Otherwise torch
-    prints 20 lines of "recvValue failed" on each of them, at the end of a training that went well."""
-    deadline = time.monotonic() + LEAVE_LAST_SECONDS
-    gone = store.add("gone", 0 if world.is_main else 1)
-    while world.is_main and gone < world.world_size - 1 and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-        gone = store.add("gone", 0)
+    count = store.add(key, 1)
+    while count < wanted and time.monotonic() < deadline and not stop.must_leave_now():
+        time.sleep(pause)
+        pause = min(1.2 * pause, POLL_SECONDS_MAX)
+        count = store.add(key, 0)
+    return count >= wanted

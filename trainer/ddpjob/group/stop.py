@@ -71,8 +71,7 @@ def ignore_sigterm(_worker_id: int = 0) -> None:
 
 def must_leave_now() -> bool:
     """Whether SIGTERM came once more, after `leave`: a rank that has stopped need not wait for one that is gone."""
-    sigterm = process.current.sigterm
-    return sigterm is not None and sigterm.received
+    return process.current.sigterm is not None and process.current.sigterm.received
 
 
 def leave() -> None:
@@ -145,15 +144,13 @@ class Agreement:
                 self._store.set(_REQUESTED, "1")
 
     def _decide_or_give_up(self) -> None:
-        if not self.promised and (self._sigterm_at is not None or self._is_requested()):
+        store = self._store
+        if not self.promised and (self._sigterm_at is not None or (store is not None and store.check([_REQUESTED]))):
             self._promise(None)
-        if self.promised and self._store is not None and self._store.check([_DECISION]):
-            self._decide(int(self._store.get(_DECISION)))
+        if self.promised and store is not None and store.check([_DECISION]):
+            self._decide(int(store.get(_DECISION)))
         elif self._sigterm_at is not None and time.monotonic() > self._sigterm_at + AGREE_SECONDS:
             self._give_up()
-
-    def _is_requested(self) -> bool:
-        return self._store is not None and bool(self._store.check([_REQUESTED]))
 
     def _promise(self, step: int | None) -> None:
         """Not to pass this step before the decision; by default that of the next call of `should_stop`."""
@@ -203,10 +200,9 @@ def _store() -> Any:
     group = process.current.group
     if group is not None and group.store is not None:
         return group.store
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_initialized():
-        return None
-    return dist.PrefixStore("ddpjob", dist.distributed_c10d._get_default_store())
+    dist: Any = sys.modules.get("torch.distributed")
+    made = process.torch_group() is not None
+    return dist.PrefixStore("ddpjob", dist.distributed_c10d._get_default_store()) if made else None
 
 
 # ---- the end -----------------------------------------------------------------------------------------------

@@ -62,13 +62,12 @@ class CheckResult(NamedTuple):
 
     @property
     def bad_nodes(self) -> list[int]:
-        """The worst first."""
-        return list(dict.fromkeys(found.node for found in self.bad))
+        return list(dict.fromkeys(slow.node for slow in self.bad))
 
     @property
     def message(self) -> str:
         """pre-flight: node 3 is slow: 1.1 GB/s to its peers where the median is 9.8 GB/s"""
-        return "pre-flight: " + "; ".join(found.text for found in self.bad) if self.bad else ""
+        return "pre-flight: " + "; ".join(slow.text for slow in self.bad) if self.bad else ""
 
 
 class NodeMeasures(NamedTuple):
@@ -83,40 +82,30 @@ class NodeMeasures(NamedTuple):
 class Criterion(NamedTuple):
     """When a node is bad in one of them."""
 
-    of: Callable[[NodeMeasures], float]
+    measure: str
+    """The field of NodeMeasures."""
     factor: float
     factor_of_two: float
     """Where there are only two nodes, and the other is what is usual; 0: of a pair nobody can say whose fault it is."""
-    matters: Callable[[float, float], bool]
-    """Given its seconds, and the usual ones."""
     text: Callable[[float], str]
     what: str
-
-
-def _always(_value: float, _usual: float) -> bool:
-    return True
+    matters: Callable[[float, float], bool] = lambda _seconds, _usual: True
 
 
 CRITERIA = (
-    Criterion(lambda node: node.bandwidth, 2, 0, _always, lambda s: rate(s, "B/s"), "to its peers"),
-    Criterion(
-        lambda node: node.latency, 2, 0, lambda value, usual: value - usual >= LATENCY_SECONDS,
-        lambda s: duration(s), "to its peers",
-    ),
-    Criterion(lambda node: node.matmul, 2, 4, _always, lambda s: rate(s, "FLOP/s"), "in a matrix product"),
-    Criterion(
-        lambda node: node.disk, 4, 8, lambda value, _usual: value > DISK_SECONDS_PER_BYTE,
-        lambda s: rate(s, "B/s"), "to its disk",
-    ),
-)  # fmt: skip
+    Criterion("bandwidth", 2, 0, lambda s: rate(s, "B/s"), "to its peers"),
+    Criterion("latency", 2, 0, lambda s: duration(s), "to its peers", lambda s, usual: s - usual >= LATENCY_SECONDS),
+    Criterion("matmul", 2, 4, lambda s: rate(s, "FLOP/s"), "in a matrix product"),
+    Criterion("disk", 4, 8, lambda s: rate(s, "B/s"), "to its disk", lambda s, _usual: s > DISK_SECONDS_PER_BYTE),
+)
 
 
 def judge(measures: Sequence[RankMeasures]) -> CheckResult:
     """The same on every rank, for all have the same measures."""
     nodes = by_node(measures)
-    found = sorted((found for criterion in CRITERIA for found in _slow(criterion, nodes)), key=lambda f: -f.times)
-    bad = list(dict.fromkeys(f.node for f in found))[: max(1, (len(nodes) - 1) // 2)]
-    return CheckResult(tuple(f for f in found if f.node in bad), tuple(_warnings(measures)))
+    slow = sorted((node for criterion in CRITERIA for node in _slow(criterion, nodes)), key=lambda s: -s.times)
+    bad = list(dict.fromkeys(s.node for s in slow))[: max(1, (len(nodes) - 1) // 2)]
+    return CheckResult(tuple(s for s in slow if s.node in bad), tuple(_warnings(measures)))
 
 
 def by_node(measures: Sequence[RankMeasures]) -> dict[int, NodeMeasures]:
@@ -157,7 +146,7 @@ def best_of(one: RankMeasures, other: RankMeasures) -> RankMeasures:
 
 
 def _slow(criterion: Criterion, nodes: dict[int, NodeMeasures]) -> Iterator[SlowNode]:
-    seconds = {node: value for node, of in nodes.items() if (value := criterion.of(of)) > 0}
+    seconds = {node: value for node, of in nodes.items() if (value := getattr(of, criterion.measure)) > 0}
     if len(seconds) < 2:
         return
     several = len(seconds) > 2

@@ -32,7 +32,7 @@ from ddpjob.reporting import termination
 JOIN_SECONDS = 60.0  # for a collective as well: a node that is so slow is lost
 ROUNDS_MAX = 16  # of exchanges: with more than 17 nodes each has 16 of the others as its peers
 CONFIRMATIONS = 2  # what is slow three times is slow
-PINGS = 20
+PINGS, CLOCK_TRIALS = 20, 4
 PROBES, PROBE_BYTES = 4, 64 * 1024
 # A process waits some milliseconds for a busy processor: an exchange must take longer than that to mean something.
 PAYLOADS, PAYLOAD_SECONDS, PAYLOAD_BYTES_MIN, PAYLOAD_BYTES_MAX = 6, 0.02, 256 * 1024, 64 * MIB
@@ -66,7 +66,6 @@ def run(folder: str = "") -> CheckResult:
 
 
 def main() -> None:
-    """As a program, which every rank is."""
     parser = argparse.ArgumentParser(
         "python -m ddpjob.preflight", description="Is a node too slow to train with the others?"
     )
@@ -91,26 +90,21 @@ def survey(world: World, folder: str = "") -> list[RankMeasures]:
 
 def _of_node(own: RankMeasures, world: World, first_ranks: dict[int, int], folder: str) -> RankMeasures:
     """What one rank measures for its node."""
-    peers = tuple(_measure_links(world, first_ranks))
-    skew = skew_seconds(world, first_ranks)
-    trouble, disk = "", 0.0
-    try:
-        disk = disk_seconds_per_byte(folder)
-    except OSError as error:
-        trouble = f"the disk was not measured: {error}"
-    return own._replace(
-        peers=peers,
-        skew_seconds=skew,
-        disk_seconds_per_byte=disk,
+    own = own._replace(
+        peers=tuple(_measure_links(world, first_ranks)),
+        skew_seconds=skew_seconds(world, first_ranks),
         resolve_seconds=resolve_seconds(os.environ.get("MASTER_ADDR", "")),
         shm_bytes=_free_bytes("/dev/shm"),  # noqa: S108 - nothing is written there
-        trouble=trouble,
     )
+    try:
+        return own._replace(disk_seconds_per_byte=disk_seconds_per_byte(folder))
+    except OSError as error:
+        return own._replace(trouble=f"the disk was not measured: {error}")
 
 
 def _decoded(fields: list[Any]) -> RankMeasures:
-    measures = RankMeasures(*fields)
-    return measures._replace(peers=tuple(Peer(*peer) for peer in measures.peers))
+    *values, peers = fields
+    return RankMeasures._make([*values, tuple(Peer(*peer) for peer in peers)])
 
 
 def _measure_links(world: World, first_ranks: dict[int, int]) -> Iterator[Peer]:
@@ -175,7 +169,7 @@ def skew_seconds(world: World, first_ranks: dict[int, int]) -> float:
     return 0.0
 
 
-def _clock_less_that_of(peer: int, device: torch.device, trials: int = 4) -> float:
+def _clock_less_that_of(peer: int, device: torch.device) -> float:
     """As NTP does it: the message that seems least late had the least to wait, and ways are as long forth as back."""
     on_device = gather.device_for(None, device)
     theirs = torch.empty(1, dtype=torch.float64, device=on_device)
@@ -184,7 +178,9 @@ def _clock_less_that_of(peer: int, device: torch.device, trials: int = 4) -> flo
         swap(peer, torch.tensor([value], dtype=torch.float64, device=on_device), theirs)
         return theirs.item()
 
-    late = min(-swapped(time.time()) + time.time() for _ in range(trials))  # its way, plus our clock less the peer's
+    late = min(
+        -swapped(time.time()) + time.time() for _ in range(CLOCK_TRIALS)
+    )  # its way, plus our clock less the peer's
     return (late - swapped(late)) / 2
 
 
@@ -237,26 +233,22 @@ def _least_seconds(work: Callable[[], None], least: int, seconds: float, most: i
 
 def _machine() -> str:
     """The kernel's name for this boot of it: the same in all containers of a machine."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return socket.gethostname()
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+    return socket.gethostname()
 
 
 def _free_bytes(folder: str) -> int | None:
-    try:
+    with contextlib.suppress(OSError):
         system = os.statvfs(folder)
-    except OSError:
-        return None
-    return system.f_bavail * system.f_frsize
+        return system.f_bavail * system.f_frsize
+    return None
 
 
 # ---- report ------------------------------------------------------------------------------------------------
 
 
 def table(measures: Sequence[RankMeasures], result: CheckResult, backend: str, seconds: float) -> list[str]:
-    """The lines for the log."""
     nodes = judge.by_node(measures)
     first_ranks = {rank.node: rank for rank in reversed(measures)}
     lines = [

@@ -19,8 +19,9 @@ from ddpjob import process
 
 
 class Fault(NamedTuple):
-    """What happens to this rank at that step."""
+    """What happens to this rank, in this attempt and generation, at that step."""
 
+    of: tuple[Any, str, str]
     step: int
     kind: str
     value: Any
@@ -40,7 +41,7 @@ def ordered(environ: Mapping[str, str], rank: int) -> list[Fault]:
         )
     generation = environ.get("DDPJOB_GENERATION") or environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
     own = (rank, environ.get("DDPJOB_ATTEMPT") or "1", generation)
-    return [fault for entry, fault in read if fault and _belongs_to(entry) == own]
+    return [fault for _, fault in read if fault and fault.of == own]
 
 
 def obey(faults: list[Fault], step: int) -> list[Fault]:
@@ -49,10 +50,6 @@ def obey(faults: list[Fault], step: int) -> list[Fault]:
     for fault in due:
         _break(fault)
     return [fault for fault in faults if fault not in due]
-
-
-def _belongs_to(entry: dict[str, Any]) -> tuple[Any, str, str]:
-    return entry["rank"], str(entry.get("attempt", 1)), str(entry.get("generation", 0))
 
 
 def _entries(text: str) -> list[Any]:
@@ -67,8 +64,8 @@ def _fault(entry: Any) -> Fault | None:
     """None for what is no fault."""
     try:
         (kind,) = set(entry) - {"rank", "step", "attempt", "generation"}
-        entry["rank"]
-        return Fault(int(entry["step"]), kind, _value(kind, entry[kind]))
+        of = entry["rank"], str(entry.get("attempt", 1)), str(entry.get("generation", 0))
+        return Fault(of, int(entry["step"]), kind, _value(kind, entry[kind]))
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
 

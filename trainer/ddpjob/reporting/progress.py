@@ -14,7 +14,6 @@ phase: "start" before the first step (step is then the one that was loaded, or 0
 absent while training.
 """
 
-import atexit
 import collections
 import contextlib
 import json
@@ -155,15 +154,8 @@ def _post_now() -> None:
             state.reporter.news.set()
         elif url and process.place().local_rank == 0:
             state.reporter = Reporter(url, os.environ)
-            _flush_at_exit()
-            state.reporter.start()
-
-
-def _flush_at_exit() -> None:
-    """The last values are sent at the end, also in a child of multiprocessing, which never runs atexit."""
-    atexit.unregister(flush)  # a fork has inherited it
-    atexit.register(flush)
-    process.at_exit_of_child(flush, 20)
+            process.at_exit(flush, 20)
+            threading.Thread(target=state.reporter.run, name="ddpjob-progress", daemon=True).start()
 
 
 def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
@@ -188,15 +180,12 @@ class Reporter:
         self.finishing = threading.Event()
         self.finished = threading.Event()
 
-    def start(self) -> None:
-        threading.Thread(target=self._run, name="ddpjob-progress", daemon=True).start()
-
     def finish(self, timeout_seconds: float) -> None:
         self.finishing.set()
         self.news.set()
         self.finished.wait(timeout_seconds)
 
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
             while not self.finishing.is_set():
                 self._post(final=False)

@@ -24,27 +24,14 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from ddpjob import process
-from ddpjob.core.heartbeat import (
-    ANSWERED,
-    ASKED,
-    CELLS_BYTES,
-    COLLECTIVES,
-    LENGTH,
-    OVER,
-    PAGE_BYTES,
-    PHASE,
-    PID,
-    STACKS_SIGNAL,
-    STEP,
-)
+from ddpjob.core import heartbeat
+from ddpjob.core.heartbeat import ANSWERED, ASKED, CELLS_BYTES, COLLECTIVES, OVER, PAGE_BYTES, PHASE, PID, STEP
 
 T = TypeVar("T")
 TEXT_CHARACTERS_MAX = 120
 POLL_SECONDS = 0.25
 END_SECONDS = 1.0  # it answers in milliseconds, unless nobody reads what it writes
 THREADS_MAX, FRAMES_MAX, COLLECTIVES_MAX = 64, 40, 8
-
-
 _LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _FORK_SERVER = os.path.join(_LIBRARY, "agent", "forkserver.py")
 
@@ -68,17 +55,14 @@ def left() -> None:
 def _share(where: str) -> None:
     """where: the agent's process, its descriptors of the memory and of the notify pipe, and the page."""
     agent, memory, notify, page_number = map(int, where.split(":"))
-    descriptor = os.open(f"/proc/{agent}/fd/{memory}", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        page = memoryview(mmap.mmap(descriptor, 0))[page_number * PAGE_BYTES :][:PAGE_BYTES]
-    finally:
-        os.close(descriptor)
+    with open(f"/proc/{agent}/fd/{memory}", "r+b", buffering=0) as file:
+        page = memoryview(mmap.mmap(file.fileno(), 0))[page_number * PAGE_BYTES :][:PAGE_BYTES]
     cells = page[:CELLS_BYTES].cast("q")
     if cells[PID] not in (0, os.getpid()) and os.path.exists(f"/proc/{cells[PID]}"):
         return  # the script has started processes of its own, and another one reports for the rank
     cells[PHASE] = cells[STEP] = cells[COLLECTIVES] = cells[OVER] = 0
     cells[PID] = os.getpid()
-    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+    faulthandler.register(heartbeat.STACKS_SIGNAL, file=2, all_threads=True)
     threading.Thread(target=_serve, args=(page, cells), name="ddpjob-watchdog", daemon=True).start()
     _notify(f"/proc/{agent}/fd/{notify}")
     process.current.cells = cells
@@ -116,14 +100,14 @@ def _serve(page: memoryview, cells: memoryview) -> None:
 def _of_torch(call: Callable[[], T]) -> T | None:
     """What torch knows; None at the end of the process, or where this torch has other names."""
     in_torch = process.current.in_torch
-    if not in_torch.acquire(blocking=False):
-        return None
-    try:
-        with contextlib.suppress(Exception):
+    if in_torch.acquire(blocking=False):
+        try:
             return call()
-        return None
-    finally:
-        in_torch.release()
+        except Exception:
+            return None
+        finally:
+            in_torch.release()
+    return None
 
 
 def _keep_out_of_torch() -> None:
@@ -152,7 +136,7 @@ def _answer(page: memoryview, cells: memoryview) -> None:
     answer = {"step": cells[STEP], "where": innermost(frames.get(main or 0)), **last_collective(recorded)}
     body = json.dumps(answer).encode()[: PAGE_BYTES - CELLS_BYTES]
     page[CELLS_BYTES : CELLS_BYTES + len(body)] = body
-    cells[LENGTH], cells[ANSWERED] = len(body), cells[ASKED]
+    cells[heartbeat.LENGTH], cells[ANSWERED] = len(body), cells[ASKED]
     os.write(2, _stacks(cells, frames, recorded).encode("utf-8", "replace"))
 
 

@@ -1,5 +1,5 @@
-"""The backends: gloo works everywhere, also for tensors on a GPU; nccl wants a GPU for each process; mpi a PyTorch
-that was built with it, which no published one is. ddpjob.init() says so before anyone waits for anyone.
+"""The backends: gloo works everywhere, also for tensors on a GPU; nccl needs a GPU for each process; mpi needs
+a PyTorch that was built with it, which no published one is. ddpjob.init() reports both before a rank waits for another.
 """
 
 import argparse

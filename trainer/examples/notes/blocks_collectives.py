@@ -48,7 +48,7 @@ def main() -> None:
     assert torch.equal(torch.stack(everywhere), torch.stack(parts)), "all_gather gives all of them to every rank"
     say(f"all_gather: one of them from each -> {[part.tolist() for part in everywhere]} on every rank")
 
-    dist.barrier()  # nobody goes on before all are here
+    dist.barrier()  # no rank continues before all have arrived
     say("barrier: all are here")
 
 

@@ -19,7 +19,7 @@ def main() -> None:
     loader = DataLoader(data, batch_size=2, sampler=sampler, num_workers=2)
 
     seen = []
-    for epoch in (0, 0, 1):  # set_epoch once forgotten: the second run of an epoch has the same order
+    for epoch in (0, 0, 1):  # as if set_epoch were forgotten once: epoch 0 twice has the same order
         sampler.set_epoch(epoch)
         seen.append(torch.cat([batch for (batch,) in loader]))
     assert torch.equal(seen[0], seen[1]), "without another set_epoch the order is the same"
@@ -28,7 +28,7 @@ def main() -> None:
     shares = [torch.empty_like(seen[2]) for _ in range(world_size)]
     dist.all_gather(shares, seen[2])
     together = sorted(torch.cat(shares).tolist())
-    # 24 samples divide by 2, 3 and 4 ranks. Where they do not, the sampler repeats some, or drops with drop_last=True.
+    # 24 samples divide by 2, 3 and 4 ranks. Otherwise the sampler repeats some, or drops some with drop_last=True.
     assert together == list(range(SAMPLES)), "the shares of all ranks are the whole data set, each sample once"
     print(f"rank {rank}: epoch 0 {seen[0].tolist()}, epoch 1 {seen[2].tolist()}", flush=True)
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class TwoHeads(nn.Module):
-    """One of the two is not used: a real model's auxiliary head, or a layer that is skipped."""
+    """One of the two is not used, like an auxiliary head of a real model, or a layer that is skipped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class TwoHeads(nn.Module):
 
 
 def devices() -> None:
-    """A GPU's model names its GPU, by the local rank; a CPU's model must not name any."""
+    """A model on a GPU gets that GPU as device_ids, by the local rank; a model on the CPU must get none."""
     if torch.cuda.is_available():
         local = dist.get_rank() % torch.cuda.device_count()  # on one node; on several it is LOCAL_RANK
         on_gpu = DistributedDataParallel(nn.Linear(2, 2).to(local), device_ids=[local], output_device=local)
@@ -38,7 +38,7 @@ def devices() -> None:
 
 
 def unused_parameters() -> None:
-    """DDP waits for the gradient of every parameter; for one that never comes it must know."""
+    """DDP waits for the gradient of every parameter, so it needs this option for a parameter without one."""
     x = torch.ones(4, 16)
     ignorant = DistributedDataParallel(TwoHeads())
     ignorant(x).sum().backward()

@@ -1,4 +1,4 @@
-"""Process groups: who am I, how many are we, and a group of some of us.
+"""Process groups: the rank, the world size, and a group of some ranks.
 
 torchrun --nproc-per-node 3 trainer/examples/notes/blocks_groups.py
 """
@@ -12,7 +12,7 @@ def main() -> None:
     assert dist.is_initialized(), "init_process_group has not been called"
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
-    # All ranks make all groups, in the same order, also those that they are not in.
+    # All ranks call new_group for all groups, in the same order, also for groups that they do not belong to.
     even = dist.new_group(list(range(0, world_size, 2)))
     odd = dist.new_group(list(range(1, world_size, 2)))
     mine = odd if rank % 2 else even

@@ -1,4 +1,4 @@
-"""monitored_barrier(timeout): who does not come is named by rank 0, where barrier() waits for half an hour.
+"""monitored_barrier(timeout): rank 0 names the rank that is missing, while barrier() waits for half an hour.
 
 It is gloo's. In a job on nccl make a gloo group for it, as here.
 
@@ -15,7 +15,7 @@ SECONDS = 1
 def main() -> None:
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     group = dist.new_group(backend="gloo")
-    dist.monitored_barrier(group, timeout=timedelta(seconds=30))  # all are here: it returns
+    dist.monitored_barrier(group, timeout=timedelta(seconds=30))  # all ranks have arrived: it returns
     if rank != last:
         try:
             dist.monitored_barrier(group, timeout=timedelta(seconds=SECONDS))
@@ -26,7 +26,7 @@ def main() -> None:
                 print(f"monitored_barrier without rank {last}: {first}", flush=True)
         else:
             raise AssertionError(f"rank {last} did not come")
-    dist.barrier()  # of the other group, which knows nothing of it
+    dist.barrier()  # of the other group, which is not affected
 
 
 if __name__ == "__main__":

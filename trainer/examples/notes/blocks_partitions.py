@@ -1,7 +1,7 @@
 """When the number of processes changes: DataPartitioner gives similar results, GlobalBatchSampler equal ones.
 
-A partition by fractions gives each process a lasting part of the data, and a step takes a batch of each part: other
-samples together for another number of processes. GlobalBatchSampler takes the same samples for any number.
+A partition by fractions gives each process a fixed part of the data, and a step takes a batch of each part, so the
+samples of a step depend on the number of processes. GlobalBatchSampler takes the same samples for any number.
 
     torchrun --nproc-per-node 3 trainer/examples/notes/blocks_partitions.py
 """
@@ -35,7 +35,7 @@ def by_global_batch(rank: int, ranks: int) -> Iterator[list[int]]:
 
 
 def trained(shares: Shares, group: dist.ProcessGroup, rank: int) -> tuple[float, torch.Tensor]:
-    """Loss on all samples (1: as good as their mean, 0: all is learnt), and the parameters."""
+    """Loss on all samples (1: as good as their mean, 0: all learnt), and the parameters."""
     torch.manual_seed(SEED)
     inputs = torch.randn(SAMPLES, 6)
     targets = torch.sin(inputs[:, :1] + inputs[:, 1:2])

@@ -1,4 +1,4 @@
-"""Every rank holds the same parameters: DDP starts all from rank 0's, and each step changes all alike.
+"""Every rank holds the same parameters: DDP copies rank 0's at the start, and each step changes all equally.
 
 torchrun --nproc-per-node 2 trainer/examples/notes/blocks_same_parameters.py
 """

@@ -1,4 +1,4 @@
-"""Rank 0 saves, all load: a state dict with map_location, and a whole module with what torch.load then wants.
+"""Rank 0 saves, all load: a state dict with map_location, and a whole module with the options that it needs.
 
 torchrun --nproc-per-node 2 trainer/examples/notes/blocks_save_load.py
 """
@@ -26,7 +26,7 @@ def main() -> None:
     if rank == 0:  # one writer: several at one path damage the file
         torch.save(model.state_dict(), state)
         torch.save(model, whole)  # ddpjob: ignore[save-whole-module]
-    dist.barrier()  # nobody reads before it is written
+    dist.barrier()  # no rank reads before it is written
     # Without map_location every rank would put the tensors on the GPU that rank 0 saved from.
     model.load_state_dict(torch.load(state, map_location=device, weights_only=True))
     loaded = nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -36,7 +36,7 @@ def main() -> None:
     assert rank == 0 or not torch.equal(loaded, saved), "and not what they had before"
 
     # A whole module is a pickle of its class: since 2.6 torch.load refuses it, unless the class is named as safe,
-    # or weights_only=False says that the file's author may run code here.
+    # or weights_only=False, with which the file may run code here.
     try:
         torch.load(whole, map_location=device)
     except pickle.UnpicklingError as error:

@@ -1,4 +1,4 @@
-"""What all notes share: a tiny model, its data, and four steps of DDP. How the processes start is each script's own.
+"""What all notes share: a tiny model, its data, and four steps of DDP. Each script starts the processes in its own way.
 
 Every number is a binary fraction with few digits, so that each sum is exact in whatever order it is made: on 1, 2 or 4
 processes, on a CPU or a GPU, the parameters are equal to the bit. In a real training the last bits differ.
@@ -36,7 +36,7 @@ def tiny_data() -> TensorDataset:
 
 
 def train(device: torch.device | str = "cpu") -> None:
-    """Train in the process group that is there. Rank 0 prints the parameters' hash and the number of processes."""
+    """Train in the existing process group. Rank 0 prints the parameters' hash and the number of processes."""
     model = DistributedDataParallel(tiny_model().to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     data = tiny_data()
@@ -50,11 +50,12 @@ def train(device: torch.device | str = "cpu") -> None:
             optimizer.step()
     if dist.get_rank() == 0:
         print(f"PARAMS {params_sha256(model)} world {dist.get_world_size()}", flush=True)
-    # A gloo group that is left right after its last all-reduce may abort or hang (2.13; docs/measured.md, groups): its
-    # threads are not done with it. A real training evaluates and saves meanwhile; ddpjob.init() sees to it itself.
+    # A process that ends right after the last all-reduce of a gloo group may abort or hang (2.13; docs/measured.md,
+    # Groups), because gloo's threads still work on it. A real training evaluates and saves meanwhile; ddpjob.init()
+    # waits for these threads itself.
     time.sleep(0.1)
 
 
 def params_sha256(model: nn.Module) -> str:
-    """Of the parameters' bits."""
+    """The hash of the parameters' bits."""
     return hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())).hexdigest()

@@ -1,4 +1,4 @@
-"""init_method="file:///folder/file": the ranks meet in a file, on a folder that all of them share.
+"""init_method="file:///folder/file": the rendezvous uses a file in a folder that all ranks share.
 
 torch never cleans the file after a crash, and the next run through it would wait for the dead: a new name for each run
 (the job's DDPJOB_UID and DDPJOB_ATTEMPT) makes that impossible.

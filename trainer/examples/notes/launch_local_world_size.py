@@ -1,4 +1,4 @@
-"""A script that is told its number of processes on this node, --local_world_size, as PyTorch's own DDP example was.
+"""A script that takes the number of processes on its node, --local_world_size, as PyTorch's own DDP example did.
 
 It cuts the node's GPUs into equal shares with it. The job knows the number: --local_world_size=$(NPROC_PER_NODE).
 """

@@ -1,4 +1,4 @@
-"""A script from before PyTorch 2.0 that knows --local_rank only.
+"""A script from before PyTorch 2.0 that accepts only --local_rank.
 
 torch.distributed.launch now says --local-rank, which argparse does not take for it: "unrecognized arguments", or "the
 following arguments are required". Unchanged, the script still runs: torchrun --no-python starts a shell for each

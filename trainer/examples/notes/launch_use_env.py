@@ -1,4 +1,4 @@
-"""torch.distributed.launch --use-env hands over no option: the local rank is in LOCAL_RANK, as under torchrun."""
+"""torch.distributed.launch --use-env passes no option: the local rank is in LOCAL_RANK, as under torchrun."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A script that wants everything as options: --world_size, --node_rank, --master_addr, --master_port.
+"""A script that takes everything as options: --world_size, --node_rank, --master_addr, --master_port.
 
 The command takes them from the job: --world_size=$(NNODES) --node_rank=$(NODE_RANK) ….
 """

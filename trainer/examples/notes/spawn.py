@@ -1,4 +1,4 @@
-"""torch.multiprocessing.spawn on one node: the script starts its own processes; each gets its number first.
+"""torch.multiprocessing.spawn on one node: the script starts its own processes; each gets its number as first argument.
 
 Rank and world size are arguments. Address and port are this machine's: with spec.nodes: 1 any free port does. On
 several nodes see spawn_nodes.py.

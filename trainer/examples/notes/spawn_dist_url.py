@@ -1,4 +1,4 @@
-"""The options of PyTorch's imagenet example: --world-size counts nodes, --rank is the node's, --dist-url the address.
+"""The options of PyTorch's imagenet example: --world-size counts nodes, --rank is the node rank, --dist-url an address.
 
 The script multiplies both by the processes per node, and spawns them.
 """
