@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from leads import failure, taken
+from leads import failure, start, taken
 
 from ddpjob.agent.core.leader_state import End, Lead, Leave, Start, Stop
 from ddpjob.core import budget
@@ -14,20 +14,21 @@ from ddpjob.core.budget import Budget, Grant, History, Known, Spent
 from ddpjob.core.failure_policy import PolicyRule
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob.core.failures import Failure, root_cause
+from ddpjob.core.members import Members
 
 JOIN_SECONDS = 600.0
 T0 = 7.25  # odd, so that a real clock would show
 
 
 def lead(nodes: int, restarts: int = 3, **more: Any) -> Lead:
-    return Lead(nodes, Budget(restarts, restarts, restarts, restarts), JOIN_SECONDS, T0, **more)
+    return Lead(Members(range(nodes)), Budget(restarts, restarts, restarts, restarts), JOIN_SECONDS, T0, **more)
 
 
 def running(nodes: int, restarts: int = 3, **more: Any) -> Lead:
     found = lead(nodes, restarts, **more)
     for node in range(nodes):
         found.joined(node, T0)
-    assert taken(found) == [Start(0)]
+    assert taken(found) == [start(found, 0)]
     return found
 
 
@@ -63,7 +64,7 @@ def test_nothing_starts_before_every_node_is_here() -> None:
     found.joined(2, T0 + 100)
     assert taken(found) == []
     found.joined(1, T0 + 500)
-    assert taken(found) == [Start(0)]
+    assert taken(found) == [start(found, 0)]
 
 
 def test_nodes_that_do_not_come_end_the_job_as_infrastructure_and_are_named() -> None:
@@ -86,7 +87,7 @@ def test_a_failure_stops_every_node_once_and_starts_all_again_when_the_last_rank
     found.stopped(0, [], T0)
     assert taken(found) == [], "node 2 may still run a rank of the old generation"
     found.stopped(2, [failure(rank=2)], T0)
-    assert taken(found) == [Start(1)]
+    assert taken(found) == [start(found, 1)]
 
 
 def test_a_node_that_has_finished_starts_again_with_the_others() -> None:
@@ -95,7 +96,7 @@ def test_a_node_that_has_finished_starts_again_with_the_others() -> None:
     found.finished(0, T0)
     found.failed(1, [failure(rank=1)], T0)
     stop(found, [failure(rank=1)])
-    assert taken(found) == [Start(1)]
+    assert taken(found) == [start(found, 1)]
     found.finished(1, T0)
     assert taken(found) == [], "what node 0 finished was the generation before"
     found.finished(0, T0)
@@ -118,7 +119,7 @@ def test_the_budget_is_spent_to_the_last_and_not_overrun(restarts: int) -> None:
         stop(found, [failure(code=9)], at)
         at += budget.back_off_seconds(generation)
         found.tick(at)
-        assert taken(found) == [Start(generation)]
+        assert taken(found) == [start(found, generation)]
     found.failed(0, [failure(code=9)], at)
     stop(found, [failure(code=9)], at)
     (order,) = taken(found)
@@ -140,12 +141,12 @@ def test_what_the_operator_has_charged_meanwhile_comes_with_a_new_pod(grant: Gra
     found = running(2, restarts=3, has_operator=True)
     found.failed(0, [failure()], T0)
     stop(found, [failure()])
-    assert taken(found) == [Start(1)]
+    assert taken(found) == [start(found, 1)]
     found.lost(1, T0)
     stop(found, [])
     found.joined(1, T0, 1, 1, grant=grant)
-    assert taken(found) == [Start(2)]
-    fails(found, T0 + 1000, Start(3) if restarts else End)
+    assert taken(found) == [start(found, 2)]
+    fails(found, T0 + 1000, start(found, 3) if restarts else End)
 
 
 def test_a_pod_that_was_made_earlier_knows_nothing_new_of_the_budget() -> None:
@@ -154,9 +155,9 @@ def test_a_pod_that_was_made_earlier_knows_nothing_new_of_the_budget() -> None:
         found.lost(1, T0)
         stop(found, [])
         found.joined(1, T0, number - 1, number, grant=grant)
-        assert taken(found) == [Start(number)]
+        assert taken(found) == [start(found, number)]
     for number in (3, 4, 5):
-        fails(found, T0 + number * 1000, Start(number))
+        fails(found, T0 + number * 1000, start(found, number))
 
 
 def test_infrastructure_has_its_own_limit_too() -> None:
@@ -213,7 +214,7 @@ def test_a_lost_node_stops_the_others_which_wait_for_it() -> None:
     found.stopped(1, [], T0)
     assert taken(found) == []
     found.joined(2, T0 + 60)
-    assert taken(found) == [Start(1)]
+    assert taken(found) == [start(found, 1)]
 
 
 def test_a_node_that_is_lost_while_all_stop_is_not_waited_for_until_the_next_start() -> None:
@@ -223,14 +224,14 @@ def test_a_node_that_is_lost_while_all_stop_is_not_waited_for_until_the_next_sta
     found.stopped(0, [failure()], T0)
     found.lost(1, T0)
     found.joined(1, T0 + 1)
-    assert taken(found) == [Start(1)]
+    assert taken(found) == [start(found, 1)]
 
 
 def test_a_new_leader_knows_how_far_the_job_had_come() -> None:
     """A checkpoint that crashes every start makes no step again, also under an agent that has seen none."""
     found = running(1, restarts=9, furthest_step=100)
     for number in (1, 2):
-        fails(found, T0 + number * 1000, Start(number))
+        fails(found, T0 + number * 1000, start(found, number))
     fails(found, T0 + 5000, End)
 
 
@@ -238,21 +239,21 @@ def test_steps_that_were_made_before_a_pod_was_lost_are_progress_all_the_same() 
     """Else a job that trains for days between its failures ends as one that makes no step."""
     found = running(2, restarts=9, has_operator=True)
     found.reached(5)
-    fails(found, T0 + 1000, Start(1))
+    fails(found, T0 + 1000, start(found, 1))
     found.reached(5000)
     found.lost(1, T0 + 2000)
     stop(found, [])
     found.joined(1, T0 + 2000, 1, 1)
-    assert taken(found) == [Start(2)]
+    assert taken(found) == [start(found, 2)]
     for number in (3, 4, 5):
-        fails(found, T0 + number * 10_000, Start(number))
+        fails(found, T0 + number * 10_000, start(found, number))
     fails(found, T0 + 90_000, End)
 
 
 def test_restarts_in_a_row_go_on_from_what_a_newer_pod_was_told_and_what_nobody_had_heard() -> None:
     found = running(2, restarts=9, has_operator=True)
     for number in (1, 2):
-        fails(found, T0 + number * 1000, Start(number))
+        fails(found, T0 + number * 1000, start(found, number))
     found.lost(1, T0)
     stop(found, [])
     heard_of_one = Grant(9, 90, 9, 4, 3, replaced=1, known=Known(0, Spent(1)))
@@ -328,7 +329,7 @@ def test_complaints_about_lost_peers_alone_are_free_once_and_not_for_ever() -> N
 
 
 def test_the_operator_says_whether_complaints_were_free_already() -> None:
-    found = Lead(1, Budget(9, 9, 9, 9, History(peers_lost=1)), JOIN_SECONDS, T0)
+    found = Lead(Members(range(1)), Budget(9, 9, 9, 9, History(peers_lost=1)), JOIN_SECONDS, T0)
     found.joined(0, T0)
     taken(found)
     found.failed(0, [failure(symptom=True)], T0)
@@ -381,7 +382,7 @@ def test_a_new_leader_goes_on_from_the_generation_that_the_others_have_seen() ->
     found.joined(0, T0)
     found.joined(1, T0, 4)
     found.joined(2, T0, 3)
-    assert taken(found) == [Start(5)]
+    assert taken(found) == [start(found, 5)]
 
 
 # ---- with an operator, which replaces lost pods --------------------------------------------------------------
@@ -425,7 +426,7 @@ def test_a_lost_node_is_charged_here_only_where_its_own_pod_comes_back(comes: in
     lose(found, 2)
     assert (taken(found), found.restarts) == ([], 0), "who is charged is not known yet"
     found.joined(2, T0 + 60, 0, comes)
-    assert taken(found) == [Start(1)]
+    assert taken(found) == [start(found, 1)]
     assert (found.restarts, found.counts["infrastructure"]) == (charged, charged)
     assert why in found.said
 
@@ -435,7 +436,7 @@ def test_without_an_operator_a_lost_node_is_charged_at_once() -> None:
     lose(found, 1)
     assert found.counts["infrastructure"] == 1
     found.joined(1, T0 + 60, 0, 1)
-    assert (taken(found), found.restarts) == ([Start(1)], 1)
+    assert (taken(found), found.restarts) == ([start(found, 1)], 1)
 
 
 def test_a_node_that_comes_back_before_the_others_have_stopped_is_charged_too() -> None:
@@ -445,7 +446,7 @@ def test_a_node_that_comes_back_before_the_others_have_stopped_is_charged_too() 
     found.joined(1, T0)
     assert (taken(found), found.restarts) == ([], 0), "node 0 may still run a rank of the old generation"
     found.stopped(0, [], T0)
-    assert (taken(found), found.restarts) == ([Start(1)], 1)
+    assert (taken(found), found.restarts) == ([start(found, 1)], 1)
 
 
 def test_two_nodes_that_are_lost_together_cost_one_restart() -> None:
@@ -453,7 +454,7 @@ def test_two_nodes_that_are_lost_together_cost_one_restart() -> None:
     lose(found, 1, 2)
     found.joined(1, T0 + 1)
     found.joined(2, T0 + 2)
-    assert (taken(found), found.restarts) == ([Start(1)], 1)
+    assert (taken(found), found.restarts) == ([start(found, 1)], 1)
 
 
 def test_a_rank_that_had_failed_before_its_node_was_lost_is_charged_as_ever() -> None:
@@ -464,7 +465,7 @@ def test_a_rank_that_had_failed_before_its_node_was_lost_is_charged_as_ever() ->
     found.lost(1, T0)
     assert found.counts["application"] == 1
     found.joined(1, T0 + 60, 0, 1)
-    assert (taken(found), found.restarts) == ([Start(1)], 1)
+    assert (taken(found), found.restarts) == ([start(found, 1)], 1)
 
 
 def test_a_connection_that_is_lost_too_often_ends_the_job() -> None:
@@ -489,7 +490,7 @@ def test_when_one_node_is_told_the_others_save_and_wait_for_its_replacement(node
     told(found, node)
     assert (taken(found), found.state, found.restarts) == ([], "gathering", 0)
     found.joined(node, T0 + 60, 0, 1)
-    assert taken(found) == [Start(1)]
+    assert taken(found) == [start(found, 1)]
     assert f"node {node} was told to stop" in found.said
 
 
@@ -531,7 +532,7 @@ def test_a_told_node_that_is_still_here_is_not_started_with() -> None:
     assert (taken(found), found.state) == ([], "gathering")
     found.lost(1, T0)
     found.joined(1, T0 + 60, 0, 1)
-    assert taken(found) == [Start(1)]
+    assert taken(found) == [start(found, 1)]
 
 
 @pytest.mark.parametrize("waits_for", ["peers", "back-off"])
@@ -633,7 +634,7 @@ def test_the_replacement_may_come_before_the_others_have_stopped() -> None:
     found.stopped(0, [failure(0, 75)], T0)
     assert taken(found) == []
     found.stopped(2, [failure(2, 75)], T0)
-    assert (taken(found), found.restarts) == ([Start(1)], 0)
+    assert (taken(found), found.restarts) == ([start(found, 1)], 0)
     assert found.said == "node 1 was told to stop"
 
 
@@ -664,7 +665,7 @@ def test_the_users_failure_policy_decides_by_the_exit_code(code: int, order: typ
 
 def test_restarts_in_a_row_go_on_from_where_the_operators_stand() -> None:
     """Else each new pod would begin again without a back-off."""
-    found = Lead(1, Budget(9, 9, 9, 9, History(in_a_row=4, charged_in_a_row=2)), JOIN_SECONDS, T0)
+    found = Lead(Members(range(1)), Budget(9, 9, 9, 9, History(in_a_row=4, charged_in_a_row=2)), JOIN_SECONDS, T0)
     found.joined(0, T0)
     taken(found)
     assert (found.counts["inARow"], found.counts["chargedInARow"], found.restarts) == (4, 2, 0)
@@ -684,3 +685,50 @@ def test_the_last_five_failures_are_kept_with_their_class_and_budget() -> None:
         taken(found)
     assert [one.exit_code for one in found.charged] == [3, 4, 5, 6, 7]
     assert {(one.failure_class, one.charged_to) for one in found.charged} == {("application", "application")}
+
+
+# ---- members that are not all places, in order ---------------------------------------------------------------
+
+
+def led(*places: int, restarts: int = 3, **more: Any) -> Lead:
+    found = Lead(Members(places), Budget(restarts, restarts, restarts, restarts), JOIN_SECONDS, T0, **more)
+    for place in sorted(places):
+        assert taken(found) == []
+        found.joined(place, T0)
+    return found
+
+
+def test_a_generation_starts_when_its_members_are_here_and_not_when_as_many_others_are() -> None:
+    found = Lead(Members((0, 2)), Budget(3, 3, 3, 3), JOIN_SECONDS, T0)
+    found.joined(0, T0)
+    found.tick(T0 + JOIN_SECONDS)
+    (order,) = taken(found)
+    assert order.why.startswith("nodes 2 did not connect")
+    assert taken(led(0, 2)) == [Start(0, Members((0, 2)))]
+
+
+def test_a_lost_pod_is_reported_by_its_node_rank_and_waited_for_in_its_place() -> None:
+    found = led(0, 2, has_operator=True)
+    found.orders.clear()
+    found.lost(2, T0)
+    assert taken(found) == [Stop(frozenset({0}), 0, patient=False)]
+    found.stopped(0, [], T0)
+    assert not found.charged, "who is charged is known when it comes again"
+    found.joined(2, T0)
+    assert [failure.node_rank for failure in found.charged] == [1], "the same pod: only its connection was lost"
+
+
+def test_the_leader_is_the_first_member_and_need_not_be_at_place_0() -> None:
+    found = led(3, 1, has_operator=True)
+    found.orders.clear()
+    found.told(1, T0)
+    found.failed(1, [failure(rank=1, code=143)], T0)
+    found.stopped(1, [failure(rank=1, code=143)], T0)
+    found.stopped(3, [], T0)
+    assert found.state == "gathering", "the leader goes on, and waits for another pod at place 1"
+    found = led(3, 1, has_operator=True)
+    found.told(3, T0)
+    found.failed(3, [failure(code=143)], T0)
+    found.stopped(3, [failure(code=143)], T0)
+    found.stopped(1, [], T0)
+    assert isinstance(taken(found)[-1], Leave)

@@ -10,6 +10,7 @@ from leads import failure
 
 from ddpjob.agent.core.leader_state import End, Lead, Leave, Over, Start, Stop
 from ddpjob.core.budget import Budget
+from ddpjob.core.members import Members
 
 NODES = 3
 PLENTY = Budget(10**6, 10**6, 10**6, 10**6)
@@ -56,7 +57,7 @@ class World:
         self.pods[node] = Pod(self.next_replacement[node])
         self.next_replacement[node] += 1
         if node == 0:
-            self.lead = Lead(NODES, PLENTY, JOIN_SECONDS, self.now, has_operator=True)
+            self.lead = Lead(Members(range(NODES)), PLENTY, JOIN_SECONDS, self.now, has_operator=True)
             for other in sorted(self.pods):
                 self.join(other)
         elif self.lead is not None:

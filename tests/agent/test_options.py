@@ -45,9 +45,9 @@ def test_variables_count_where_the_command_line_is_silent() -> None:
     environ = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "4", "PET_RDZV_ID": "uid-1",
                "PET_MASTER_ADDR": "job-0.job.ns", "PET_MASTER_PORT": "23001", "PET_SHUTDOWN_TIMEOUT": "25"}  # fmt: skip
     found = options("train.py", **environ)
-    assert (found.nodes, found.node_rank, found.nproc, found.world_size) == (2, 1, 4, 8)
+    assert (found.members, found.place, found.nproc) == ((0, 1), 1, 4)
     assert (found.host, found.port, found.run_id, found.shutdown_seconds) == ("job-0.job.ns", 23001, "uid-1", 25.0)
-    assert options("--node-rank 0 --nproc 1 train.py", **environ).node_rank == 0
+    assert options("--node-rank 0 --nproc 1 train.py", **environ).place == 0
 
 
 @pytest.mark.parametrize("flag", ["", "0", "1"])

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from agents import Launcher, finish, forget_torchs_own
-from leads import failure, taken
+from leads import failure, start, taken
 
-from ddpjob.agent.core.leader_state import PREFLIGHT_SECONDS, Lead, Start, Stop
+from ddpjob.agent.core.leader_state import PREFLIGHT_SECONDS, Lead, Stop
 from ddpjob.core.budget import Budget
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
+from ddpjob.core.members import Members
 
 JOIN_SECONDS, T0 = 600.0, 7.25
 ASKED = {"DDPJOB_PREFLIGHT": "1"}
@@ -37,10 +38,10 @@ assert os.environ["CHECK"] == "well"
 
 
 def checking(nodes: int = 2, **more: Any) -> Lead:
-    found = Lead(nodes, Budget(3, 3, 3, 3), JOIN_SECONDS, T0, preflight=True, **more)
+    found = Lead(Members(range(nodes)), Budget(3, 3, 3, 3), JOIN_SECONDS, T0, preflight=True, **more)
     for node in range(nodes):
         found.joined(node, T0)
-    assert taken(found) == [Start(-1, preflight=True)], "no generation is spent on it"
+    assert taken(found) == [start(found, -1, preflight=True)], "no generation is spent on it"
     return found
 
 
@@ -49,7 +50,7 @@ def test_when_all_have_measured_the_first_generation_starts() -> None:
     found.finished(0, T0)
     assert taken(found) == []
     found.finished(1, T0)
-    assert taken(found) == [Start(0)]
+    assert taken(found) == [start(found, 0)]
     found.finished(0, T0)
     found.finished(1, T0)
     (order,) = taken(found)
@@ -81,7 +82,7 @@ def test_a_preflight_that_fails_itself_costs_no_restart_and_the_training_starts(
     taken(found)
     for node in range(2):
         found.stopped(node, [], T0)
-    assert taken(found) == [Start(0)]
+    assert taken(found) == [start(found, 0)]
     assert found.restarts == 0
     assert ("took longer than 120 s" if late else "No module named 'torch'") in found.said
 
@@ -93,17 +94,17 @@ def test_a_node_that_is_lost_meanwhile_is_waited_for_and_all_measure_again() -> 
     found.stopped(0, [], T0)
     assert taken(found) == []
     found.joined(1, T0 + 5, replacement=1)
-    assert taken(found) == [Start(-1, preflight=True)]
+    assert taken(found) == [start(found, -1, preflight=True)]
 
 
 def test_a_new_pod_that_was_asked_to_makes_all_measure() -> None:
-    found = Lead(2, Budget(3, 3, 3, 3), JOIN_SECONDS, T0)
+    found = Lead(Members(range(2)), Budget(3, 3, 3, 3), JOIN_SECONDS, T0)
     found.joined(0, T0)
     found.joined(1, T0, generation=4, preflight=True)
-    assert taken(found) == [Start(4, preflight=True)]
+    assert taken(found) == [start(found, 4, preflight=True)]
     found.finished(0, T0)
     found.finished(1, T0)
-    assert taken(found) == [Start(5)]
+    assert taken(found) == [start(found, 5)]
 
 
 @pytest.fixture

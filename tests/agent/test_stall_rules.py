@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import pytest
-from leads import failure, taken
+from leads import failure, start, taken
 
-from ddpjob.agent.core.leader_state import ANSWER_SECONDS, Ask, End, Lead, Over, Start, Stop
+from ddpjob.agent.core.leader_state import ANSWER_SECONDS, Ask, End, Lead, Over, Stop
 from ddpjob.agent.core.stall_monitor import BY_STEPS, Word
 from ddpjob.agent.core.stall_rules import Position
 from ddpjob.core.budget import Budget
 from ddpjob.core.failures import Failure
+from ddpjob.core.members import Members
 
 T0 = 7.25
 STANDS, GETS_ON = Word(BY_STEPS, True, 300.0, "train"), Word(BY_STEPS, False, 2.0, "train")
 
 
 def running(nodes: int, stalls: int = 10, application: int = 9) -> Lead:
-    found = Lead(nodes, Budget(application, 9, stalls, 99), 600.0, T0)
+    found = Lead(Members(range(nodes)), Budget(application, 9, stalls, 99), 600.0, T0)
     for node in range(nodes):
         found.joined(node, T0)
-    assert taken(found) == [Start(0)]
+    assert taken(found) == [start(found, 0)]
     return found
 
 
@@ -45,7 +46,7 @@ def test_a_stall_is_charged_to_its_own_budget_and_names_the_rank_that_holds_the_
     found = running(2)
     stand(found, T0 + 300)
     end(found, T0 + 302)
-    assert taken(found) == [Start(1)]
+    assert taken(found) == [start(found, 1)]
     assert found.counts["stall"] == 1
     assert found.said == (
         "the group made no step for 300 s: rank 1 stands at step 41, the others are at 42; in train.py:41 in "

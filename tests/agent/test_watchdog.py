@@ -214,7 +214,7 @@ class Loses:
 
     def __init__(self) -> None:
         self.options = parse(["train.py"], {"DDPJOB_STALL_TIMEOUT": "2"})
-        self.node = types.SimpleNamespace(running_ranks={0}, ended_well=None)
+        self.node = types.SimpleNamespace(running_ranks={0}, ended_well=None, rank=int)
         self.watching = Watching(cast(Any, self))
         self.group = self
         self.words: list[object] = []

@@ -25,10 +25,10 @@ def world(tmp_path: Path) -> Iterator[LocalCluster]:
 
 
 def test_the_paces_of_the_present_attempt_are_seen_and_no_others(world: LocalCluster) -> None:
-    world.take(Report(step=41, rank=0, attempt=1, received_at=START))
+    world.take(Report(step=41, rank=0, attempt=1, received_at=START), 0)
     assert world.observe().trackers == {}, "it is over, and what it did stops nothing"
-    world.take(Report(step=1, rank=0, attempt=2, received_at=START))
-    world.take(Report(step=1, rank=1, attempt=2, received_at=START + dt.timedelta(seconds=0.5)))
+    world.take(Report(step=1, rank=0, attempt=2, received_at=START), 0)
+    world.take(Report(step=1, rank=1, attempt=2, received_at=START + dt.timedelta(seconds=0.5)), 1)
     assert {rank: pace.heard_at for rank, pace in world.observe().trackers.items()} == {
         0: START,
         1: START + dt.timedelta(seconds=0.5),
@@ -36,7 +36,7 @@ def test_the_paces_of_the_present_attempt_are_seen_and_no_others(world: LocalClu
 
 
 def test_a_report_that_does_not_say_its_attempt_is_of_the_present_one(world: LocalCluster) -> None:
-    world.take(Report(step=7, received_at=START))
+    world.take(Report(step=7, received_at=START), 0)
     assert world.observe().trackers[0].attempt == 2
-    world.take(Report(step=8, phase=None, received_at=START))
+    world.take(Report(step=8, phase=None, received_at=START), 0)
     assert world.observe().trackers[0].step == 7, "a sender that speaks only when it gets on proves nothing"

@@ -84,17 +84,17 @@ class Story:
         self.log.append(("MODIFIED", new))
 
     def create(self, action: CreatePod) -> None:
-        if action.rank in self.pods:
+        if action.place in self.pods:
             return  # AlreadyExists
-        name = naming.pod_name(self.job, action.attempt, action.rank)
-        labels = {naming.LABEL_JOB: "digits", naming.LABEL_ATTEMPT: "1", naming.LABEL_RANK: str(action.rank)}
+        name = naming.pod_name(self.job, action.attempt, action.place)
+        labels = {naming.LABEL_JOB: "digits", naming.LABEL_ATTEMPT: "1", naming.LABEL_RANK: str(action.place)}
         owner = {"kind": "DDPJob", "name": "digits", "uid": self.job.metadata.uid, "controller": True}
         metadata = {"name": name, "namespace": "team", "uid": f"uid-{name}", "labels": labels}
         self.version += 1
         metadata |= {"ownerReferences": [owner], "resourceVersion": str(self.version)}
-        spec = {"nodeName": f"node-{action.rank}", "containers": [{"name": "trainer"}]}
-        self.pods[action.rank] = {"metadata": metadata, "spec": spec, "status": {"phase": "Pending"}}
-        self.log.append(("ADDED", self.pods[action.rank]))
+        spec = {"nodeName": f"node-{action.place}", "containers": [{"name": "trainer"}]}
+        self.pods[action.place] = {"metadata": metadata, "spec": spec, "status": {"phase": "Pending"}}
+        self.log.append(("ADDED", self.pods[action.place]))
 
     def delete(self, rank: int, grace_seconds: int) -> None:
         """By whomever. A pod whose phase is the last one goes at once."""
@@ -181,7 +181,7 @@ class Story:
                 self.read_answer(rank)
             elif isinstance(action, CreatePod) and action.attempt == 1:
                 self.create(action)
-                self.read_answer(action.rank)
+                self.read_answer(action.place)
 
     def read_answer(self, rank: int) -> None:
         """What a write answers goes into the copy as well, before the watch tells of what was there before."""
@@ -340,7 +340,7 @@ pods = st.builds(
     uid=st.just("u"),
     owner_uid=st.just("job"),
     attempt=st.just(1),
-    rank=st.just(0),
+    place=st.just(0),
     phase=st.sampled_from(["Pending", "Running", "Succeeded", "Failed"]),
     reason=st.sampled_from(["", "Evicted"]),
     disruption=st.sampled_from(["", "EvictionByEvictionAPI"]),

@@ -72,7 +72,7 @@ def test_a_count_beyond_what_an_agent_could_live_to_see_costs_no_memory_and_no_t
     world = running(**WINDOWED)
     tracemalloc.start()
     begun = time.process_time()
-    world.exits(rank=0, code=1, message=text)
+    world.exits(0, code=1, message=text)
     for _ in range(5):
         world.step()
     assert time.process_time() - begun < 2.0
@@ -95,7 +95,7 @@ def test_any_termination_message_is_read(text: bytes) -> None:
     report = termination_message.read(text.decode(errors="surrogateescape"))
     report.log.encode()
     world = digits().running().settle()
-    world.exits(rank=0, code=1, message=text.decode(errors="replace"))
+    world.exits(0, code=1, message=text.decode(errors="replace"))
     todo = world.plan()
     assert todo.status is not None
     assert replace(todo.status) == todo.status

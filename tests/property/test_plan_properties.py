@@ -54,7 +54,7 @@ pods = st.builds(
     uid=st.uuids().map(str),
     owner_uid=st.sampled_from([UID, UID, UID, "", "someone-else"]),
     attempt=st.integers(0, 3),
-    rank=st.integers(-1, NODES_MAX),
+    place=st.integers(-1, NODES_MAX),
     replacement=st.sampled_from([0, 0, 1, 2]),
     job=st.sampled_from(["digits", ""]),
     node=st.sampled_from(["", "node-a"]),
@@ -138,7 +138,7 @@ def test_any_world_gives_a_plan_and_the_same_world_the_same_plan(
 def test_the_order_in_which_things_are_seen_does_not_matter(
     what: api.DDPJob, seen: Observed, now: dt.datetime, shuffle: random.Random
 ) -> None:
-    mixed = list({(p.attempt, p.rank, p.replacement): p for p in seen.pods}.values())
+    mixed = list({(p.attempt, p.place, p.replacement): p for p in seen.pods}.values())
     one = replaced(seen, pods=tuple(mixed))
     shuffle.shuffle(mixed)
     assert plan(what, replaced(seen, pods=tuple(mixed)), now) == plan(what, one, now)
@@ -170,7 +170,7 @@ def test_a_pod_is_deleted_only_for_what_the_status_already_records(
             if pod.owner_uid != UID:
                 continue
             stopping = recorded.state in ("Failing", "Suspended", "Succeeded", "Failed") or is_broken(recorded)
-            newest = (recorded.attempt, naming.replacement(recorded, pod.rank))
+            newest = (recorded.attempt, naming.replacement(recorded, pod.place))
             assert stopping or (pod.attempt, pod.replacement) < newest
 
 
@@ -181,8 +181,8 @@ def test_no_pod_is_created_beside_a_live_one_of_the_same_rank(
     """Two live pods of a rank would be two writers of one checkpoint."""
     todo = plan(what, seen, now)
     given_up = {a.uid for a in todo.actions if isinstance(a, DeletePod) and a.grace_seconds == 0}
-    live = {p.rank for p in seen.pods if p.owner_uid == UID and p.live and p.uid not in given_up}
-    made = [a.rank for a in todo.actions if isinstance(a, CreatePod)]
+    live = {p.place for p in seen.pods if p.owner_uid == UID and p.live and p.uid not in given_up}
+    made = [a.place for a in todo.actions if isinstance(a, CreatePod)]
     assert not live & set(made)
     assert len(made) == len(set(made))
     status = todo.status or what.status
@@ -214,7 +214,7 @@ def test_when_a_plan_is_carried_out_and_nothing_else_happens_there_is_soon_nothi
     world = World(what)
     world.now, world.service, world.conflicts = now, seen.service, list(seen.conflicts)
     # The API server holds one pod by a name, and a pod of ours carries the name that its identity gives it.
-    own = {naming.pod_name(what, p.attempt, p.rank, p.replacement): p for p in seen.pods if p.owner_uid == UID}
+    own = {naming.pod_name(what, p.attempt, p.place, p.replacement): p for p in seen.pods if p.owner_uid == UID}
     world.pods = {name: replaced(p, name=name) for name, p in own.items()}
     world.conflicting_pods = [p for p in seen.pods if p.owner_uid != UID and p.name not in own]
     world.reports, world.agent = dict(seen.reports), seen.agent

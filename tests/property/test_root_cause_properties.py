@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from worlds import START
 
 from ddpjob.core import rules
+from ddpjob.core.members import Members
 from ddpjob_operator.failures import root_cause, sentences, termination_message
 from ddpjob_operator.failures.redaction import mask
 from ddpjob_operator.job import api
@@ -51,7 +52,7 @@ pods = st.builds(
     uid=st.text(max_size=2),
     owner_uid=st.just("job"),
     attempt=st.just(1),
-    rank=st.integers(0, 3),
+    place=st.integers(0, 3),
     reason=pod_words,
     message=st.text(max_size=10),
     disruption=st.sampled_from(["", "PreemptionByScheduler", "Other"]),
@@ -76,7 +77,7 @@ firsts = st.builds(
 NOW = START + dt.timedelta(seconds=90)
 
 
-CONTEXT = root_cause.Context(1, lambda node: node or None, NOW)
+CONTEXT = root_cause.Context(1, Members(range(9)), lambda place: place or None, NOW)
 
 
 @given(firsts, st.lists(pods, max_size=4), st.booleans(), st.none() | st.integers(1, 4))
@@ -96,7 +97,7 @@ def test_any_end_of_an_attempt_has_a_cause_and_a_class(
 
 @given(firsts, st.lists(pods, max_size=4), st.randoms(use_true_random=False))
 def test_the_cause_does_not_depend_on_the_order_of_the_pods(first: api.Failure, ended: list[Pod], random: Any) -> None:
-    distinct = list({(p.rank): p for p in ended}.values())
+    distinct = list({p.place: p for p in ended}.values())
     shuffled = random.sample(distinct, len(distinct))
     a, b = (root_cause.settle(CONTEXT, first, some, stepped=False) for some in (distinct, shuffled))
     assert a == b

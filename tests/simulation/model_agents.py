@@ -19,6 +19,7 @@ from ddpjob.core.budget import Budget, Grant
 from ddpjob.core.failure_policy import PolicyRule
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob.core.failures import Failure as RankFailure
+from ddpjob.core.members import Members
 from ddpjob.reporting.termination import encode
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ class Agents:
         if agent.node:
             return self._look(agent)
         agent.lead = Lead(
-            agent.process.nodes,
+            Members(range(agent.process.nodes)),
             agent.budget,
             options.JOIN_SECONDS,
             now,

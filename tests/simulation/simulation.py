@@ -389,7 +389,7 @@ class Simulation:
         """A rank reports to the operator that leads, if it reaches one."""
         for one, sender in self._receivers(process):
             # The receiver takes the node from the token.
-            place = {"rank": process.rank, "node_rank": sender.rank}
+            place = {"rank": process.rank, "node_rank": sender.node_rank}
             report = Report(step=step, attempt=sender.attempt, received_at=one.now(), **place)
             one.operator.report(sender, report)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpjob.agent.core.leader_state import Lead, Over
+from ddpjob.agent.core.leader_state import Lead, Over, Start
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE, Failure
 
 
@@ -12,6 +12,11 @@ def taken(found: Lead) -> list[Any]:
     """The orders that it has given since this was asked last; not that the watchdogs are told who has ended."""
     orders, found.orders[:] = [order for order in found.orders if not isinstance(order, Over)], []
     return orders
+
+
+def start(found: Lead, generation: int, *, preflight: bool = False) -> Start:
+    """The order to start this generation of all its members."""
+    return Start(generation, found.members, preflight)
 
 
 def failure(rank: int | None = 0, code: int | None = 1, **known: Any) -> Failure:

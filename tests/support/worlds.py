@@ -123,7 +123,7 @@ class World:
             assert not self.service, "the Service is there already"
             self.service = True
         elif isinstance(action, CreatePod):
-            name = f"{self.job.metadata.name}-{action.attempt}-{action.rank}"
+            name = f"{self.job.metadata.name}-{action.attempt}-{action.place}"
             name += f"-r{action.replacement}" if action.replacement else ""
             assert name not in self.pods, f"{name} is there already"
             self._made += 1
@@ -132,7 +132,7 @@ class World:
                 uid=f"pod-{self._made}",
                 owner_uid=self.job.metadata.uid,
                 attempt=action.attempt,
-                rank=action.rank,
+                place=action.place,
                 replacement=action.replacement,
                 job=self.job.metadata.name,
             )
@@ -179,36 +179,36 @@ class World:
         self.settle()
         return self.runs(*range(self.job.spec.nodes)).settle()
 
-    def runs(self, *ranks: int) -> World:
+    def runs(self, *places: int) -> World:
         """These trainers start."""
-        for rank in ranks:
+        for place in places:
             running = Container("running", ready=True)
-            self._change(rank, node=f"node-{rank}", phase="Running", trainer=running, scheduled_at=self.now)
+            self._change(place, node=f"node-{place}", phase="Running", trainer=running, scheduled_at=self.now)
         return self
 
-    def waits(self, rank: int, reason: str, message: str = "") -> World:
+    def waits(self, place: int, reason: str, message: str = "") -> World:
         """The kubelet cannot start a trainer."""
         waiting = Container("waiting", reason, message)
-        return self._change(rank, node=f"node-{rank}", scheduled_at=self.now, trainer=waiting)
+        return self._change(place, node=f"node-{place}", scheduled_at=self.now, trainer=waiting)
 
-    def unschedulable(self, rank: int, why: str) -> World:
+    def unschedulable(self, place: int, why: str) -> World:
         """The scheduler finds no node."""
-        return self._change(rank, unschedulable=why)
+        return self._change(place, unschedulable=why)
 
-    def exits(self, rank: int, code: int = 0, *, message: str = "", reason: str = "", phase: str = "") -> World:
+    def exits(self, place: int, code: int = 0, *, message: str = "", reason: str = "", phase: str = "") -> World:
         """A trainer ends by itself."""
         ended = Container("ended", reason or ("Completed" if code == 0 else "Error"), message, False, code, self.now)
         if phase == "Running":  # a sidecar goes on
-            return self._change(rank, phase=phase, trainer=ended, sidecars_run=True)
-        return self._change(rank, phase=phase or ("Succeeded" if code == 0 else "Failed"), trainer=ended)
+            return self._change(place, phase=phase, trainer=ended, sidecars_run=True)
+        return self._change(place, phase=phase or ("Succeeded" if code == 0 else "Failed"), trainer=ended)
 
-    def evicted(self, rank: int, reason: str) -> World:
+    def evicted(self, place: int, reason: str) -> World:
         """The kubelet evicts a pod."""
-        return self._change(rank, phase="Failed", reason=reason)
+        return self._change(place, phase="Failed", reason=reason)
 
-    def stops(self, rank: int, code: int = 143) -> World:
+    def stops(self, place: int, code: int = 143) -> World:
         """A pod whose deletion was requested ends, and its object goes."""
-        pod = self._pod(rank)
+        pod = self._pod(place)
         assert pod.deletion_requested_at is not None, "nobody requested its deletion"
         del self.pods[pod.name]
         return self
@@ -226,20 +226,22 @@ class World:
         """What is to stop stops, and the next attempt is there."""
         return self.settle().stops_all().settle()
 
-    def node_lost(self, rank: int) -> World:
+    def node_lost(self, place: int) -> World:
         """The cluster no longer hears the node of a pod."""
         assert self.nodes is not None, "this world cannot read nodes"
-        self.nodes[self._pod(rank).node] = Node(ready=False, since=self.now)
+        self.nodes[self._pod(place).node] = Node(ready=False, since=self.now)
         return self
 
-    def vanishes(self, rank: int) -> World:
+    def vanishes(self, place: int) -> World:
         """A pod's object goes, and nothing of its end is known."""
-        del self.pods[self._pod(rank).name]
+        del self.pods[self._pod(place).name]
         return self
 
-    def deleted_first(self, rank: int) -> World:
+    def deleted_first(self, place: int) -> World:
         """Someone deletes a pod from outside."""
-        return self._change(rank, deletion_requested_at=self.now, deletion_deadline=self.now + dt.timedelta(seconds=30))
+        return self._change(
+            place, deletion_requested_at=self.now, deletion_deadline=self.now + dt.timedelta(seconds=30)
+        )
 
     def after(self, seconds: float) -> World:
         """Time passes."""
@@ -264,15 +266,15 @@ class World:
 
     def conflicting_pod(self, name: str, *, label: str = "", owner: str = "") -> World:
         """A pod that is not the job's."""
-        self.conflicting_pods.append(Pod(name=name, uid=f"uid-{name}", owner_uid=owner, attempt=1, rank=0, job=label))
+        self.conflicting_pods.append(Pod(name=name, uid=f"uid-{name}", owner_uid=owner, attempt=1, place=0, job=label))
         return self
 
-    def _pod(self, rank: int) -> Pod:
-        found = [p for p in self.pods.values() if p.rank == rank]
+    def _pod(self, place: int) -> Pod:
+        found = [p for p in self.pods.values() if p.place == place]
         return max(found, key=lambda p: (p.attempt, p.replacement))
 
-    def _change(self, rank: int, **fields: Any) -> World:
-        pod = self._pod(rank)
+    def _change(self, place: int, **fields: Any) -> World:
+        pod = self._pod(place)
         self._see(replaced(pod, **fields))
         return self
 

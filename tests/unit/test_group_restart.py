@@ -696,7 +696,7 @@ def test_a_rank_whose_pod_was_never_made_is_made_although_others_have_completed_
     world.step()
     world.vanishes(1).exits(0)
     assert world.status.reason == "CreatingPods"
-    assert any(isinstance(action, CreatePod) and action.rank == 1 for action in world.plan().actions)
+    assert any(isinstance(action, CreatePod) and action.place == 1 for action in world.plan().actions)
 
 
 def test_a_pod_that_is_slow_to_stop_does_not_explain_what_was_wrong_before() -> None:

@@ -146,7 +146,7 @@ def test_progress_of_many_jobs_is_written_ten_times_a_second_and_nothing_waits_b
         def all_report(step: int) -> None:
             now = START + dt.timedelta(seconds=int(asyncio.get_running_loop().time()))
             for number in range(300):
-                sender = Sender("team", f"job-{number}", rank=0, attempt=1)
+                sender = Sender("team", f"job-{number}", node_rank=0, attempt=1)
                 town.operator.report(sender, Report(step=step, attempt=1, received_at=now))
 
         all_report(2)  # the first report of an attempt says more than progress: how long the start took

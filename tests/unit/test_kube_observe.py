@@ -112,7 +112,7 @@ def test_the_trainer_is_the_first_container_where_none_has_the_name() -> None:
 def test_whose_pod_it_is_and_where() -> None:
     seen = observe.pod(pod({"phase": "Running"}))
     assert (seen.name, seen.uid, seen.owner_uid, seen.job) == ("digits-2-3", "u", "job-1", "digits")
-    assert (seen.attempt, seen.rank, seen.node, seen.phase) == (2, 3, "gpu-7", "Running")
+    assert (seen.attempt, seen.place, seen.node, seen.phase) == (2, 3, "gpu-7", "Running")
 
 
 @pytest.mark.parametrize("references", [None, [], [{**OWNER, "controller": False}]])
@@ -123,7 +123,7 @@ def test_a_pod_without_a_controller_is_nobodys(references: Any) -> None:
 @pytest.mark.parametrize("labels", [None, {}, {"training.ddpjob.io/rank": "-1", "training.ddpjob.io/attempt": "x"}])
 def test_labels_that_are_not_ours_are_no_rank_and_no_attempt(labels: Any) -> None:
     seen = observe.pod(pod(labels=labels))
-    assert (seen.attempt, seen.rank) == (-1, -1)
+    assert (seen.attempt, seen.place) == (-1, -1)
 
 
 def test_a_deletion_was_asked_for_a_grace_period_before_its_timestamp() -> None:

@@ -121,7 +121,7 @@ def test_only_a_pod_of_the_present_job_is_believed() -> None:
         made = operator()
         found = made.locate(BoundPod("default", "digits-1-1", "uid-digits-1-1"))
         assert found is not None
-        assert (found.namespace, found.job, found.rank, found.attempt) == ("default", "digits", 1, 1)
+        assert (found.namespace, found.job, found.node_rank, found.attempt) == ("default", "digits", 1, 1)
         assert made.locate(BoundPod("default", "digits-1-1", "another uid")) is None
         assert made.locate(BoundPod("other", "digits-1-1", "uid-digits-1-1")) is None
         made.caches.pods.put(pod(1, owner="the uid of a deleted job", version=2))

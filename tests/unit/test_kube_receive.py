@@ -133,7 +133,7 @@ def test_a_report_arrives_with_the_place_of_its_pod(world: World) -> None:
 def test_the_place_in_a_body_is_not_believed_for_the_token_proves_another(world: World) -> None:
     world.post({"step": 7, "attempt": 9, "nodeRank": 0}, "token-of-rank-1")
     ((sender, report),) = world.reports
-    assert (sender.rank, report.node_rank, report.attempt) == (1, 1, 3)
+    assert (sender.node_rank, report.node_rank, report.attempt) == (1, 1, 3)
 
 
 def test_the_trainer_librarys_own_sender_is_understood(world: World, tmp_path: Path) -> None:

@@ -142,17 +142,19 @@ def test_the_queue_gets_one_reconcile_for_all_that_is_reported_in_ten_seconds() 
         schedule, key = made.queue.schedule, ("default", "digits")
         made.states.of(key, UID)
         for step in range(2):
-            made.report(Sender(*key, rank=0, attempt=1), Report(step=step, attempt=1, received_at=START))
+            made.report(Sender(*key, node_rank=0, attempt=1), Report(step=step, attempt=1, received_at=START))
             while (at := schedule.next_at()) is not None and schedule.pop(at) is not None:
                 schedule.done(key, at)
         for rank in range(100):
             seconds = dt.timedelta(seconds=rank / 10)
-            made.report(Sender(*key, rank=0, attempt=1), Report(step=2 + rank, attempt=1, received_at=START + seconds))
+            made.report(
+                Sender(*key, node_rank=0, attempt=1), Report(step=2 + rank, attempt=1, received_at=START + seconds)
+            )
         due = schedule.next_at()
         assert due is not None
         assert 9 < due - 1000.0 <= 10
         assert len(schedule) == 1
-        made.report(Sender("default", "another", rank=0), Report(step=1))
+        made.report(Sender("default", "another", node_rank=0), Report(step=1))
         assert len(schedule) == 1, "a job that nobody has looked at yet"
 
     asyncio.run(run())

@@ -22,7 +22,7 @@ def pod(rank: int = 0, trainer: Container = RUNNING, *, attempt: int = 1, replac
         uid=f"{name}-{replacement}",
         owner_uid="u",
         attempt=attempt,
-        rank=rank,
+        place=rank,
         replacement=replacement,
         node=node,
         phase=phase,

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import digits
 
+from ddpjob.core.members import Members
 from ddpjob_operator.failures import log_lines, root_cause, sentences
 
 DATA = Path(__file__).parent / "data/logs"
@@ -114,7 +115,7 @@ def test_a_last_line_of_a_rank_that_was_told_to_stop_is_none_of_its_own_failure(
 
 def test_where_logs_stay_out_of_the_status_last_lines_do_too() -> None:
     world = digits(backoffLimit=0).running().exits(1, code=1, message="patient 4711 has no image")
-    context = root_cause.Context(1, int, world.now, keep_log_tail=False)
+    context = root_cause.Context(1, Members(range(2)), int, world.now, keep_log_tail=False)
     found = root_cause.root_cause(context, list(world.pods.values())[1:])
     assert "4711" not in sentences.sentence(found)
 

@@ -20,7 +20,7 @@ def deleted(plan: Plan) -> list[tuple[str, int | None]]:
 
 
 def created(plan: Plan) -> list[tuple[int, int]]:
-    return [(a.attempt, a.rank) for a in plan.actions if isinstance(a, CreatePod)]
+    return [(a.attempt, a.place) for a in plan.actions if isinstance(a, CreatePod)]
 
 
 # ---------------------------------------------------------------- start

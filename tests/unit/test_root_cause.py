@@ -13,6 +13,7 @@ import pytest
 from worlds import START
 
 from ddpjob.core import failure_policy, rules
+from ddpjob.core.members import Members
 from ddpjob_operator.failures import root_cause, sentences
 from ddpjob_operator.job import api
 from ddpjob_operator.observed.cluster import Container, Pod
@@ -26,7 +27,7 @@ def at(seconds: float) -> dt.datetime:
     return START + dt.timedelta(seconds=seconds)
 
 
-CONTEXT = root_cause.Context(1, int, at(60))
+CONTEXT = root_cause.Context(1, Members(range(9)), int, at(60))
 
 
 def pod(rank: int, code: int | None = 1, said: str = "", seconds: float = 10, **more: Any) -> Pod:

@@ -266,8 +266,8 @@ def test_the_script_is_known_only_where_it_is_plain_to_see(words: str, expected:
 def test_a_dynamic_rendezvous_numbers_the_nodes_itself_and_no_rank_is_claimed() -> None:
     """torchrun says that it ignores the node rank: naming rank 1 for node 1 would blame the wrong one."""
     spec = job(container={"command": ["torchrun", "--rdzv_backend=c10d", "--rdzv_endpoint=a:1", "x.py"]}).spec
-    assert topology.rank_of_node(spec, 1) is None
-    assert topology.rank_of_node(job().spec, 1) == 1
+    assert topology.rank_of_place(spec, 1) is None
+    assert topology.rank_of_place(job().spec, 1) == 1
     assert launcher.warnings(spec)
 
 

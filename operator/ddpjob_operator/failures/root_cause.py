@@ -16,6 +16,7 @@ import msgspec
 
 from ddpjob.core import rules
 from ddpjob.core.failures import Failure, Precedence
+from ddpjob.core.members import Members
 from ddpjob_operator.failures import log_lines, termination_message
 from ddpjob_operator.failures.redaction import mask, shown
 from ddpjob_operator.failures.termination_message import ContainerReport, signal_name
@@ -82,8 +83,9 @@ class Context:
     """What is known of an attempt beside its pods."""
 
     attempt: int
+    members: Members
     rank_of: Callable[[int], int | None]
-    """The rank of a node's only process; None where that is not known."""
+    """The rank of a place's only process; None where that is not known."""
     now: dt.datetime
     keep_log_tail: bool = True
     port: int | None = None
@@ -160,7 +162,7 @@ def settle(
     outside = _ended_from_outside(first)
     ends = [
         _end(context, _as_recorded(pod, first), outside=outside and pod.name == first.pod)
-        for pod in sorted(failed, key=lambda pod: (pod.rank, pod.uid))
+        for pod in sorted(failed, key=lambda pod: (pod.place, pod.uid))
     ]
     recorded = _recorded(first, ends)
     cause = _first([*recorded, *ends], first.pod)
@@ -298,7 +300,7 @@ def _ended_early(early: api.Failure | None, complaint: api.Failure, steps: Mappi
 
 
 def _end(context: Context, pod: Pod, *, outside: bool) -> End:
-    report = _read(pod, context.port)
+    report = _read(pod, context.port if pod.place == context.members.leader else None)
     own = report.failure
     code = pod.trainer.exit_code if own.exit_code is None else own.exit_code
     code = 0 if own.early else code
@@ -307,7 +309,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> End:
     failure = api.Failure(
         attempt=context.attempt,
         rank=_rank(pod, own, context),
-        node_rank=pod.rank,
+        node_rank=context.members.node_rank(pod.place),
         pod=pod.name,
         init_container=pod.trainer.init,
         node=pod.node,
@@ -374,14 +376,14 @@ def _had_ended(report: ContainerReport, code: int | None) -> bool:
 def _rank(pod: Pod, own: Failure, context: Context) -> int | None:
     if own.bad_nodes:
         return None  # one pod reports for all, and no rank of it is the culprit
-    return context.rank_of(pod.rank) if own.rank is None else own.rank
+    return context.rank_of(pod.place) if own.rank is None else own.rank
 
 
 def _read(pod: Pod, port: int | None = None) -> ContainerReport:
-    """The pod's report, corrected by how its container ended. port: that rank 0 was given."""
+    """The pod's report, corrected by how its container ended. port: of the rendezvous, where this pod holds it."""
     report = termination_message.read(pod.trainer.message)
     own = report.failure
-    if pod.rank == 0 and not own.rank and port and rules.port_in_use(own.exception) == port:
+    if not own.rank and port and rules.port_in_use(own.exception) == port:
         # Another process took the port that the operator had chosen; the next attempt gets another one.
         own = own._replace(symptom=True)
     if own.symptom and _was_killed(pod.trainer.exit_code):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ddpjob.core.members import Members
 from ddpjob_operator.job import api, bounds, launcher
 from ddpjob_operator.job.podspec import gpus, grace_seconds, trainer_container
 
@@ -15,7 +16,16 @@ def nproc_per_node(spec: api.Spec) -> int:
 
 def world_size(spec: api.Spec) -> int:
     """Ranks of the whole job."""
-    return spec.nodes * nproc_per_node(spec)
+    return members(spec).world_size(nproc_per_node(spec))
+
+
+def members(spec: api.Spec) -> Members:
+    """The members of every generation: all places of the job, in order.
+
+    The one translation between places and node ranks. Pods, and startedNodes, completedNodes and replacements of a
+    status, go by place; reports and failures go by node rank.
+    """
+    return Members(range(spec.nodes))
 
 
 def ranks_follow_nodes(spec: api.Spec) -> bool:
@@ -35,9 +45,9 @@ def not_its_rank(spec: api.Spec, rank: int, node_rank: int | None) -> str:
     return ""
 
 
-def rank_of_node(spec: api.Spec, node_rank: int) -> int | None:
-    """The rank of a node's only process; None where it has several, or which it is cannot be known."""
-    return node_rank if nproc_per_node(spec) == 1 and ranks_follow_nodes(spec) else None
+def rank_of_place(spec: api.Spec, place: int) -> int | None:
+    """The rank of a pod's only process; None where it has several, or which it is cannot be known."""
+    return members(spec).node_rank(place) if nproc_per_node(spec) == 1 and ranks_follow_nodes(spec) else None
 
 
 def backend(spec: api.Spec) -> str:

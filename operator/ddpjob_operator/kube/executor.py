@@ -237,7 +237,7 @@ class Executor:
         body = build.pod(
             job,
             action.attempt,
-            action.rank,
+            action.place,
             reporting=self.reporting,
             avoid=action.avoid,
             replacement=action.replacement,

@@ -63,7 +63,7 @@ def pod(raw: Raw) -> Pod:
         uid=_word(metadata, "uid"),
         owner_uid=text(owner.get("uid")),
         attempt=bounds.number(labels.get(naming.LABEL_ATTEMPT), bounds.TURNS_MAX),
-        rank=bounds.number(labels.get(naming.LABEL_RANK), bounds.NODES_MAX),
+        place=bounds.number(labels.get(naming.LABEL_RANK), bounds.NODES_MAX),
         replacement=max(0, bounds.number(labels.get(naming.LABEL_REPLACEMENT, "0"), bounds.TURNS_MAX)),
         job=job_name(raw),
         node=text((raw.get("spec") or {}).get("nodeName")),

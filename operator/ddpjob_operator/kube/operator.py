@@ -13,7 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-from ddpjob_operator.job import api
+from ddpjob_operator.job import api, topology
 from ddpjob_operator.kube import access, observe, reading, triggers
 from ddpjob_operator.kube.claims import Claims
 from ddpjob_operator.kube.client import Client
@@ -162,7 +162,11 @@ class Operator:
         job = self.caches.jobs.get(entry.key)
         if job is None or job["metadata"]["uid"] != entry.value.owner_uid:
             return None
-        return Sender(*entry.key, rank=entry.value.rank, attempt=entry.value.attempt)
+        spec, place = self.states.spec(entry.key), entry.value.place
+        if spec is None:
+            return Sender(*entry.key, node_rank=0)  # no report of a job that cannot be read is kept
+        members = topology.members(spec)
+        return Sender(*entry.key, members.node_rank(place), entry.value.attempt) if place in members else None
 
     def report(self, sender: Sender, report: Report) -> None:
         """A trainer's report."""

@@ -40,7 +40,7 @@ class Sender(NamedTuple):
 
     namespace: str
     job: str
-    rank: int
+    node_rank: int
     attempt: int = 0
 
 
@@ -137,7 +137,7 @@ class Receiver:
             # The token proves the pod, so the node comes from there, whatever the body claims.
             attempt = sender.attempt or report.attempt
             try:
-                self._on_report(sender, msgspec.structs.replace(report, node_rank=sender.rank, attempt=attempt))
+                self._on_report(sender, msgspec.structs.replace(report, node_rank=sender.node_rank, attempt=attempt))
             except BadReportError as error:
                 raise _RefusedError(403, str(error)) from None
         return web.json_response({}) if kubeflows else web.Response(status=204)  # Kubeflow's SDK warns at all but 200

@@ -146,7 +146,7 @@ class Reconciler:
         if job.metadata.deletion_timestamp is not None or status.state in ("Succeeded", "Failed", "Suspended"):
             return
         ran = ranges.parse(status.started_nodes) - ranges.parse(status.completed_nodes)
-        names = {naming.present_pod_name(job, status, rank) for rank in ran}
+        names = {naming.present_pod_name(job, status, place) for place in ran}
         missing = names - {pod.name for pod in self.caches.pods.of(key)} - state.confirmed_gone
         if missing:
             await self.lookup.list_pods(key)

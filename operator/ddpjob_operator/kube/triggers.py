@@ -30,6 +30,6 @@ def uses_node(name: str, pods: Iterable[Pod]) -> bool:
 def _all_changed(new: Pod, pods: Iterable[Pod], nodes: int) -> bool:
     """Whether the trainers of all nodes have come to the same state, and are done with waiting."""
     by_replacement = sorted(pods, key=lambda pod: pod.replacement)
-    of_attempt = {pod.rank: pod for pod in by_replacement if pod.attempt == new.attempt}
+    of_attempt = {pod.place: pod for pod in by_replacement if pod.attempt == new.attempt}
     alike = all(pod.trainer.state == new.trainer.state for pod in of_attempt.values())
     return alike and new.trainer.state != "waiting" and len(of_attempt) >= nodes

@@ -41,7 +41,7 @@ class LocalPod:
     """One pod: a node's process, its log, and its state."""
 
     attempt: int
-    rank: int
+    place: int
     replacement: int
     name: str
     node: nodes.NodeProcess
@@ -128,10 +128,10 @@ class LocalCluster:
     def body(self, job: api.DDPJob, action: CreatePod) -> build.Body:
         """The pod as in a cluster, except for the address of the rendezvous."""
         rendezvous = naming.Endpoint(pod_process.LOOPBACK, self._port(action.attempt))
-        return build.pod(job, action.attempt, action.rank, rendezvous, self._reporting, replacement=action.replacement)
+        return build.pod(job, action.attempt, action.place, rendezvous, self._reporting, replacement=action.replacement)
 
-    def take(self, report: Report) -> None:
-        """Keep a report of the present attempt; one without an attempt counts as such."""
+    def take(self, report: Report, place: int | None) -> None:
+        """Keep a report from this place of the present attempt; one without an attempt counts as such."""
         if report.agent is not None:
             self.agent = agent_restarts.latest(self.agent, report)
             return
@@ -143,7 +143,7 @@ class LocalCluster:
         if pace is not None:
             self.trackers[report.rank] = pace
         for pod in self.pods.values():
-            if pod.rank == report.node_rank:
+            if pod.place == place:
                 pod.step = report.step
 
     def handle(self, key: selectors.SelectorKey) -> None:
@@ -154,10 +154,10 @@ class LocalCluster:
         else:
             self._read_output(pod)
 
-    def lose_node(self, rank: int) -> None:
+    def lose_node(self, place: int) -> None:
         """End a node as a power cut does: nothing of it is left, and no reason is reported."""
         for pod in self._live():
-            if pod.rank == rank:
+            if pod.place == place:
                 os.kill(pod.node.pid, signal.SIGKILL)
 
     def kill(self) -> None:
@@ -180,7 +180,7 @@ class LocalCluster:
     def _create(self, job: api.DDPJob, action: CreatePod) -> None:
         body = self.body(job, action)
         name = body["metadata"]["name"]
-        base = self._slots[action.rank]
+        base = self._slots[action.place]
         slot = pod_process.Slot(base.cwd, self.folder / "volumes" / name, base.environment, base.gpus)
         process = pod_process.process(body, slot)
         for folder in process.folders:
@@ -189,10 +189,10 @@ class LocalCluster:
         termination_log.parent.mkdir(parents=True, exist_ok=True)
         termination_log.touch()
         process.env[environment.TERMINATION_LOG] = str(termination_log)
-        node = nodes.NodeProcess(action.rank)
+        node = nodes.NodeProcess(action.place)
         node.start(process.argv, process.env, process.cwd, grace_seconds(job.spec.template))
         log = Log(self.folder / f"{name}.log")
-        pod = LocalPod(action.attempt, action.rank, action.replacement, name, node, log, termination_log)
+        pod = LocalPod(action.attempt, action.place, action.replacement, name, node, log, termination_log)
         self.pods[name] = pod
         for fd in (node.output, node.report):
             pod.open.add(fd)
@@ -228,7 +228,7 @@ class LocalCluster:
             uid=pod.name,
             owner_uid=self.folder.name,
             attempt=pod.attempt,
-            rank=pod.rank,
+            place=pod.place,
             replacement=pod.replacement,
             job="",
             node=os.uname().nodename,

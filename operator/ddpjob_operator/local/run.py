@@ -126,7 +126,7 @@ def on_cpu(job: api.DDPJob) -> api.DDPJob:
 
 def check(document: Document, job: api.DDPJob, slots: Sequence[pod_process.Slot], options: Options) -> list[str]:
     """Refuse what a local process cannot have before anything starts; returns notes for the user. Raises InputError."""
-    pods = [build.pod(job, 1, rank) for rank in range(job.spec.nodes)]
+    pods = [build.pod(job, 1, place) for place in topology.members(job.spec)]
     # The template as the user wrote it, because what the builder adds is no mistake of the user.
     template = {**pods[0], "spec": job.spec.template["spec"]}
     refused = list(pod_process.problems(template))
@@ -275,7 +275,7 @@ class Runner:
         while self._received:
             report = self._received.popleft()
             if report.attempt in (0, self.job.status.attempt):
-                self.cluster.take(report)
+                self.cluster.take(report, topology.members(self.job.spec).place(report.node_rank))
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         """Note it only, because the interpreter may be in the middle of a print; a second signal kills at once."""
@@ -285,7 +285,7 @@ class Runner:
 
     def _inject_faults(self) -> None:
         # A fault waits until its node runs.
-        running = {pod.rank for pod in self.cluster.pods.values() if pod.live}
+        running = {pod.place for pod in self.cluster.pods.values() if pod.live}
         for fault in [f for f in self._node_faults if self._seconds_until(f) <= 0 and f.node in running]:
             self._node_faults.remove(fault)
             self.screen.note(f"{fault.option}: node {fault.node} dies now")
@@ -341,7 +341,7 @@ def dry_run(job: api.DDPJob, cpu: bool) -> list[build.Body]:
     """The Service and the pods that a cluster would get."""
     job = on_cpu(job) if cpu else job
     job = replace(job, metadata=replace(job.metadata, uid=job.metadata.uid or "00000000-0000-0000-0000-000000000000"))
-    return [build.service(job), *(build.pod(job, 1, rank) for rank in range(job.spec.nodes))]
+    return [build.service(job), *(build.pod(job, 1, place) for place in topology.members(job.spec))]
 
 
 def write_atomically(path: Path, data: bytes) -> None:

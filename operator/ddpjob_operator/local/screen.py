@@ -158,8 +158,8 @@ def title(job: api.DDPJob) -> str:
 
 def prefix_of(job: api.DDPJob, pod: LocalPod) -> str:
     """[node:rank] where the node is one rank, else [node]: which of its processes printed a line is not known."""
-    rank = topology.rank_of_node(job.spec, pod.rank)
-    return f"[{pod.rank}] " if rank is None else f"[{pod.rank}:{rank}] "
+    rank = topology.rank_of_place(job.spec, pod.place)
+    return f"[{pod.place}] " if rank is None else f"[{pod.place}:{rank}] "
 
 
 def progress_line(status: api.Status) -> str:
@@ -227,7 +227,7 @@ def table(job: api.DDPJob, status: api.Status, pods: Sequence[LocalPod], width: 
         bar = Table.grid()  # a bar by itself does not end its line
         bar.add_row(ProgressBar(total=100, completed=status.progress.percent, width=min(60, width)))
         rows.append(bar)
-    cells = [node_cells(job, pod) for pod in sorted(pods, key=lambda p: p.rank)[:16]]
+    cells = [node_cells(job, pod) for pod in sorted(pods, key=lambda p: p.place)[:16]]
     # Aligned by hand: a grid would cut every cell of a narrow terminal a little, and none could be read.
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
@@ -241,8 +241,8 @@ def table(job: api.DDPJob, status: api.Status, pods: Sequence[LocalPod], width: 
 def node_cells(job: api.DDPJob, pod: LocalPod) -> list[str]:
     """node 1 | rank 1 | Running | step 312 | pid 4313; the step where the node reports"""
     nproc = topology.nproc_per_node(job.spec)
-    first = pod.rank * nproc
-    ranks = f"rank {first}" if nproc == 1 else f"ranks {first}-{first + nproc - 1}"
+    own = topology.members(job.spec).ranks(pod.place, nproc)
+    ranks = f"rank {own[0]}" if nproc == 1 else f"ranks {own[0]}-{own[-1]}"
     if not topology.ranks_follow_nodes(job.spec):
         ranks = f"{nproc} of {topology.world_size(job.spec)} ranks"
     state = {"waiting": "Starting", "running": "Running"}.get(pod.trainer.state)
@@ -251,4 +251,4 @@ def node_cells(job: api.DDPJob, pod: LocalPod) -> list[str]:
     if pod.deletion_requested_at and pod.live:
         state = "Stopping"
     step = "" if pod.step is None else f"step {pod.step}"
-    return [f"  node {pod.rank}", ranks, state, step, f"pid {pod.pid}" if pod.pid else ""]
+    return [f"  node {pod.place}", ranks, state, step, f"pid {pod.pid}" if pod.pid else ""]

@@ -46,9 +46,10 @@ class Pod:
     owner_uid: str
     """uid of the controller that made it; empty: there is none."""
     attempt: int
-    rank: int
+    place: int
+    """Its number in the job, as in its name. Which ranks it has `topology.members` says."""
     replacement: int = 0
-    """Which pod of its rank in its attempt it is: one that is replaced alone gets a new pod, the first is 0."""
+    """Which pod of its place in its attempt it is: one that is replaced alone gets a new pod, the first is 0."""
     job: str = ""
     """The name of the job in its label."""
     node: str = ""

@@ -15,14 +15,14 @@ class CreateService:
 
 @dataclass(frozen=True)
 class CreatePod:
-    """Create the pod of a node. Its body follows from the job alone: pods are known by identity, never by content."""
+    """Create the pod of a place. Its body follows from the job alone: pods are known by identity, never by content."""
 
     attempt: int
-    rank: int
+    place: int
     avoid: tuple[str, ...] = ()
     """Cluster nodes that it must not run on."""
     replacement: int = 0
-    """Which pod of this rank in this attempt it is."""
+    """Which pod of this place in this attempt it is."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
-"""Restarts without new pods: what the agent of node 0 reports of them becomes part of the status, by the ledger in
+"""Restarts without new pods: what the leader's agent reports of them becomes part of the status, by the ledger in
 `ddpjob.core.budget`."""
 
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Mapping
 
 from msgspec.structs import replace
 
@@ -15,23 +14,23 @@ from ddpjob_operator.failures import root_cause, sentences, termination_message
 from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.job import api, budgets, ranges, topology
 from ddpjob_operator.job.status import is_broken
-from ddpjob_operator.observed.cluster import Observed, Pod
 from ddpjob_operator.observed.reports import Agent, Report
 from ddpjob_operator.plan import transitions
+from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import naming
 
 
-def newest(mine: Mapping[int, Pod], deleted_pods: Mapping[int, Pod], seen: Observed) -> Agent | None:
-    """The newest account of node 0's agent: its report, or its termination message where it could not report."""
-    first = mine.get(0) or deleted_pods.get(0)
-    message = termination_message.read_message(first.trainer.message) if first is not None and first.ended else None
-    agents = [agent for agent in (seen.agent, message.agent if message is not None else None) if agent is not None]
+def _newest(view: View) -> Agent | None:
+    """The newest account of the leader's agent: its report, or its termination message where it could not report."""
+    leader = view.known_pods.get(view.members.leader)
+    message = termination_message.read_message(leader.trainer.message) if leader is not None and leader.ended else None
+    agents = [agent for agent in (view.seen.agent, message.agent if message is not None else None) if agent is not None]
     # `max` takes the first of two with the same counts: the report, because it has the failures behind them.
     return max(agents, key=lambda a: (a.replacement, a.restarts.total), default=None)
 
 
 def latest(known: Report | None, new: Report) -> Report | None:
-    """The report that counts: each has all that its agent has spent so far, and only node 0's agent spends."""
+    """The report that counts: each has all that its agent has spent so far, and only node rank 0's spends."""
     return known if new.node_rank != 0 or (known is not None and _age(new) < _age(known)) else new
 
 
@@ -40,23 +39,22 @@ def _age(report: Report) -> tuple[int, int, int]:
     return (report.attempt, agent.replacement, agent.restarts.total) if agent is not None else (0, 0, 0)
 
 
-def with_agent(
-    status: api.Status, agent: Agent | None, job: api.DDPJob, mine: Mapping[int, Pod], now: dt.datetime
-) -> api.Status:
-    """The status with what the agent has spent since it was last counted."""
-    counted, number = (status, 0) if agent is None else _counted(status, agent, job, now)
+def with_agent(status: api.Status, view: View) -> api.Status:
+    """The status with what the leader's agent has spent since it was last counted."""
+    agent, leader = _newest(view), view.members.leader
+    counted, number = (status, 0) if agent is None else _counted(status, agent, view.job, view.now)
     if agent is None or not number:
         return status
     status = transitions.with_idle(counted, _last_step_time(counted))
-    if agent.replacement == naming.replacement(status, 0):
+    if agent.replacement == naming.replacement(status, leader):
         # Its pod has run: a second pod of this name would count from 0, and be taken for the first.
-        status = replace(status, started_nodes=ranges.text(ranges.parse(status.started_nodes) | {0}))
+        status = replace(status, started_nodes=ranges.text(ranges.parse(status.started_nodes) | {leader}))
     # The agent has judged these restarts by the steps until now, so they are no progress for the next verdict.
     status = replace(status, furthest_step=budgets.furthest(status))
     if is_broken(status):
         return status  # what is being settled stays the last failure
     for reported in agent.failures[-number:]:
-        failure = _failure(status, reported, job, mine, now)
+        failure = _failure(status, reported, view)
         status = transitions.with_failure(status, failure, sentences.sentence(failure))
     return status
 
@@ -97,17 +95,16 @@ def count(status: api.Status) -> int:
     return 0 if done is None else done.earlier + done.application + done.infrastructure + done.stall
 
 
-def _failure(
-    status: api.Status, failure: Failure, job: api.DDPJob, mine: Mapping[int, Pod], now: dt.datetime
-) -> api.Failure:
+def _failure(status: api.Status, failure: Failure, view: View) -> api.Failure:
     assert failure.node_rank is not None, "a report without it is refused"
-    pod = mine.get(failure.node_rank)
-    is_known = failure.rank is not None and failure.rank < topology.world_size(job.spec)
+    place = view.members.place(failure.node_rank)
+    pod = None if place is None else view.pods.get(place)
+    is_known = failure.rank is not None and failure.rank < topology.world_size(view.spec)
     return api.Failure(
         attempt=status.attempt,
         rank=failure.rank if is_known else None,
         node_rank=failure.node_rank,
-        pod=naming.present_pod_name(job, status, failure.node_rank),
+        pod="" if place is None else naming.present_pod_name(view.job, status, place),
         node=pod.node if pod is not None else "",
         exit_code=None if failure.failure_class == "stall" else failure.exit_code,
         signal=failure.signal,
@@ -116,7 +113,7 @@ def _failure(
         charged_to=failure.charged_to,
         step=failure.step or None,
         exception=shown(failure.exception, root_cause.EXCEPTION_MAX),
-        time=now,
+        time=view.now,
     )
 
 

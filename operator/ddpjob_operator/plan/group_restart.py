@@ -144,17 +144,17 @@ def _failed(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failur
 
 
 def _gone(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failure]]:
-    for pod in sorted((p for p in view.pods.values() if p.uid in view.lost), key=lambda p: p.rank):
-        yield reasons.NODE_LOST, failure_of(view, status, pod.rank, root_cause.NODE_LOST)
+    for pod in sorted((p for p in view.pods.values() if p.uid in view.lost), key=lambda p: p.place):
+        yield reasons.NODE_LOST, failure_of(view, status, pod.place, root_cause.NODE_LOST)
     ran = ranges.parse(status.started_nodes) - ranges.parse(status.completed_nodes)
-    for rank in sorted(ran - set(view.pods)):
-        yield reasons.RANK_FAILED, failure_of(view, status, rank, root_cause.GONE)
+    for place in sorted(ran.intersection(view.members) - set(view.pods)):
+        yield reasons.RANK_FAILED, failure_of(view, status, place, root_cause.GONE)
 
 
 def _stopped_from_outside(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failure]]:
     for pod in view.active:
         if pod.deletion_requested_at is not None:
-            failure = failure_of(view, status, pod.rank, pod.disruption or root_cause.STOPPED)
+            failure = failure_of(view, status, pod.place, pod.disruption or root_cause.STOPPED)
             word = shown(pod.disruption, root_cause.WORD_MAX)
             evidence = api.Evidence(precedence="NODE", disruption=word) if word else None
             yield reasons.DISRUPTED, replace(failure, evidence=evidence)
@@ -163,17 +163,18 @@ def _stopped_from_outside(view: View, status: api.Status) -> Iterator[tuple[Reas
 def _never_configured(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failure]]:
     for pod in view.active:
         if is_past(_config_error_at(view, pod), view.now):
-            failure = failure_of(view, status, pod.rank, root_cause.CONFIG_ERROR)
+            failure = failure_of(view, status, pod.place, root_cause.CONFIG_ERROR)
             yield reasons.RANK_FAILED, replace(failure, exception=pod.trainer.message[: root_cause.EXCEPTION_MAX])
 
 
 def _stalled(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failure]]:
     finding = view.stall_finding
-    if finding is None or finding.kind == "warning" or finding.node_rank not in view.pods:
+    place = None if finding is None else view.members.place(finding.node_rank)
+    if finding is None or finding.kind == "warning" or place is None or place not in view.pods:
         return
     if launcher.restarts_in_place(view.spec) and view.now < finding.until + AGENT_FIRST:
         return
-    failure = failure_of(view, status, finding.node_rank, root_cause.STALLED)
+    failure = failure_of(view, status, place, root_cause.STALLED)
     what = finding.what()[: root_cause.EXCEPTION_MAX]
     yield reasons.STALLED, replace(failure, rank=finding.rank, step=finding.step, exception=what)
 

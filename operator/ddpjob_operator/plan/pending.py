@@ -67,7 +67,7 @@ def completed_long_ago(view: View, status: api.Status) -> tuple[str, dt.datetime
     """
     done, running_time = ranges.parse(status.completed_nodes), status.running_time
     pods = view.known_pods
-    ended = [pods[rank].trainer.ended_at or running_time for rank in done if rank in pods]
+    ended = [pods[place].trainer.ended_at or running_time for place in done if place in pods]
     times = [at for at in ended if at is not None] or ([running_time] if running_time else [])
     if not done or not times:
         return "", None
@@ -75,7 +75,7 @@ def completed_long_ago(view: View, status: api.Status) -> tuple[str, dt.datetime
     long = last + dt.timedelta(seconds=LONG_SECONDS)
     if view.now < long:
         return "", long
-    rest = sorted(set(range(view.spec.nodes)) - done)
+    rest = sorted(set(view.members) - done)
     verb = "run" if len(rest) > 1 else "runs"
     log = f"kubectl logs --namespace {view.job.metadata.namespace} {naming.present_pod_name(view.job, status, rest[0])}"
     text = (
@@ -89,7 +89,7 @@ def completed_long_ago(view: View, status: api.Status) -> tuple[str, dt.datetime
 def unreachable_nodes(view: View) -> str:
     """The part of a message about pods on nodes that are not ready."""
     parts = [
-        f"; node {u.pod.node} (node {u.pod.rank}) is not ready since {_time(u.since)}; "
+        f"; node {u.pod.node} (node {u.pod.place}) is not ready since {_time(u.since)}; "
         + (f"given up at {_time(u.lost_at)}" if u.lost_at else "so are most others, and none of them is given up")
         for u in view.unreachable[:3]
     ]
@@ -99,15 +99,15 @@ def unreachable_nodes(view: View) -> str:
 
 def _slowest(status: api.Status, pods: Sequence[Pod]) -> tuple[Pod, dt.datetime] | None:
     created = [p for p in pods if p.node and not p.unschedulable and p.trainer.reason in _BEING_CREATED]
-    begun = [(at, p.rank, p) for p in created if (at := p.scheduled_at or status.attempt_time) is not None]
+    begun = [(at, p.place, p) for p in created if (at := p.scheduled_at or status.attempt_time) is not None]
     if not begun:
         return None
     since, _, pod = min(begun, key=lambda begin: begin[:2])
     return pod, since
 
 
-def _nodes(ranks: Sequence[int]) -> str:
-    return f"node{'s' if len(ranks) > 1 else ''} {ranges.for_people(ranks)}"
+def _nodes(places: Sequence[int]) -> str:
+    return f"node{'s' if len(places) > 1 else ''} {ranges.for_people(places)}"
 
 
 def _time(at: dt.datetime) -> str:

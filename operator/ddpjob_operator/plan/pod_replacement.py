@@ -34,7 +34,7 @@ def replacing(view: View, status: api.Status) -> Decision | None:
     settled = settle(view, status, first)
     if not settled.verdict.restart:
         return group_restart.restart_all(view, status, first, settled)  # stops the others too, then the job fails
-    ending = [p for rank in lost if (p := view.pods.get(rank)) and p.live and p.uid not in view.lost]
+    ending = [p for place in lost if (p := view.pods.get(place)) and p.live and p.uid not in view.lost]
     if ending:
         message = f"{settled.text}; {name_pods(ending)} still stopping, the other nodes wait"
         return Decision(replace(with_failure(status, settled.cause, settled.text), message=message))
@@ -42,13 +42,13 @@ def replacing(view: View, status: api.Status) -> Decision | None:
 
 
 def lost_alone(view: View, status: api.Status, first: api.Failure) -> list[int]:
-    """The nodes whose pods are lost while agents elsewhere wait for new ones; none where all have to start again."""
+    """The places whose pods are lost while agents elsewhere wait for new ones; none where all have to start again."""
     if not launcher.restarts_in_place(view.spec) or first.reason in _OF_ALL_PODS or status.completed_nodes:
         return []
-    waiting = {p.rank for p in view.active if p.deletion_requested_at is None}
+    waiting = {p.place for p in view.active if p.deletion_requested_at is None}
     known = set(view.pods) | ranges.parse(status.started_nodes)
-    lost = sorted(rank for rank in known - waiting if rank < view.spec.nodes)
-    ended = [p for p in view.known_pods.values() if p.rank in lost and p.ended]
+    lost = sorted((known - waiting).intersection(view.members))
+    ended = [p for p in view.known_pods.values() if p.place in lost and p.ended]
     return lost if _a_first_pod_waits(status, waiting) and not any(_group_ended(p) for p in ended) else []
 
 
@@ -59,7 +59,7 @@ def _a_first_pod_waits(status: api.Status, waiting: set[int]) -> bool:
     And without it no older group is whole: in a part of the network that is cut off nodes are given up one after the
     other, while their ranks have never lost each other and go on writing.
     """
-    return any(naming.replacement(status, rank) == 0 for rank in waiting)
+    return any(naming.replacement(status, place) == 0 for place in waiting)
 
 
 def _group_ended(pod: Pod) -> bool:
@@ -71,7 +71,7 @@ def _group_ended(pod: Pod) -> bool:
 def _replaced(view: View, status: api.Status, settled: Settled, lost: list[int]) -> api.Status:
     status = settled.status(view, status)
     wait = settled.verdict.wait_seconds
-    numbers = {str(rank): naming.replacement(status, rank) + 1 for rank in lost}
+    numbers = {str(place): naming.replacement(status, place) + 1 for place in lost}
     status = replace(
         status,
         replacements={**status.replacements, **numbers},
@@ -81,7 +81,7 @@ def _replaced(view: View, status: api.Status, settled: Settled, lost: list[int])
         first_step_time=None,
         furthest_step=budgets.furthest(status),
     )
-    names = ", ".join(naming.pod_name(view.job, status.attempt, rank, numbers[str(rank)]) for rank in lost[:3])
+    names = ", ".join(naming.pod_name(view.job, status.attempt, place, numbers[str(place)]) for place in lost[:3])
     more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
     when = f" in {wording.duration(wait)}" if wait else ""
     others = view.spec.nodes - len(lost)

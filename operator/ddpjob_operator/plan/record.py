@@ -30,19 +30,18 @@ def record(view: View, status: api.Status) -> api.Status:
     status = transitions.with_idle(status, stall.idle_since(view.trackers, view.spec.stall, view.now))
     # An attempt that begins in this reconcile has no agent yet: the reports are of the one before, and counted there.
     has_agent = 0 < status.attempt == view.recorded.attempt
-    agent = agent_restarts.newest(view.pods, view.deleted_pods, view.seen) if has_agent else None
-    return agent_restarts.with_agent(status, agent, view.job, view.pods, view.now)
+    return agent_restarts.with_agent(status, view) if has_agent else status
 
 
 def _with_nodes(view: View, status: api.Status) -> api.Status:
     # A pod's name is used once: a pod that had a node may have run, and may still run where it cannot be observed.
-    ran = {r for r, p in view.pods.items() if p.trainer.state != "waiting" and not p.trainer.init}
-    started = ran | {r for r, p in view.deleted_pods.items() if p.node}
-    completed = {r for r, p in view.known_pods.items() if p.has_completed}
+    ran = {p.place for p in view.pods.values() if p.trainer.state != "waiting" and not p.trainer.init}
+    started = ran | {p.place for p in view.deleted_pods.values() if p.node}
+    completed = {p.place for p in view.known_pods.values() if p.has_completed}
     if (completed or status.completed_nodes) and status.reason in _ALL_PODS_WERE_MADE:
         # A pod that is missing now has run, because the others could not have completed without it. A new pod in its
         # place would wait for them for ever.
-        started |= set(range(view.spec.nodes)) - set(view.pods)
+        started |= set(view.members) - set(view.pods)
     ready = sum(p.trainer.state == "running" and p.trainer.ready and p.live for p in view.pods.values())
     observed_address = view.seen.master_addr
     address = str(naming.endpoint(view.job, status.attempt)) if observed_address is None else observed_address

@@ -68,7 +68,7 @@ def settle(view: View, status: api.Status, first: api.Failure) -> Settled:
 
 def _cause(view: View, status: api.Status, first: api.Failure) -> tuple[api.Failure, rules.Class]:
     """The cause by all that is known now: the failure recorded first, and every pod that has failed, gone or not."""
-    lost = [rank for rank, pod in view.pods.items() if pod.uid in view.lost_by_node]
+    lost = [place for place, pod in view.pods.items() if pod.uid in view.lost_by_node]
     failure, failure_class = root_cause.settle(
         context(view, status),
         first,
@@ -76,7 +76,7 @@ def _cause(view: View, status: api.Status, first: api.Failure) -> tuple[api.Fail
         stepped=status.first_step_time is not None or _ran_seconds(view, status) >= budget.RESET_AFTER_SECONDS,
         trained=_has_trained_before(status),
         nodes=view.spec.nodes,
-        lost=[failure_of(view, status, rank, root_cause.NODE_LOST) for rank in lost],
+        lost=[failure_of(view, status, place, root_cause.NODE_LOST) for place in lost],
         early=_completed_early(view, status),
         steps={rank: tracker.step for rank, tracker in view.trackers.items()},
     )
@@ -86,7 +86,8 @@ def _cause(view: View, status: api.Status, first: api.Failure) -> tuple[api.Fail
 
 def _with_log(view: View, failure: api.Failure) -> api.Failure:
     """With the end of the log of the pod that was ended for it."""
-    pod = view.known_pods.get(failure.node_rank) if failure.node_rank is not None else None
+    place = view.members.place(failure.node_rank)
+    pod = None if place is None else view.known_pods.get(place)
     if failure.reason != root_cause.STALLED or failure.log_tail or not view.settings.keep_log_tail or pod is None:
         return failure
     if pod.name != failure.pod or not pod.ended:
@@ -100,8 +101,9 @@ def _slow_nodes(view: View) -> list[str]:
     ended = [
         message for p in pods.values() if p.ended and (message := termination_message.read_message(p.trainer.message))
     ]
-    ranks = {rank for message in ended for rank in message.failure.bad_nodes}
-    return sorted({pods[rank].node for rank in ranks if rank in pods and pods[rank].node})
+    node_ranks = {node_rank for message in ended for node_rank in message.failure.bad_nodes}
+    slow = (pods.get(place) for node_rank, place in enumerate(view.members) if node_rank in node_ranks)
+    return sorted({pod.node for pod in slow if pod is not None and pod.node})
 
 
 def avoided(
@@ -121,16 +123,18 @@ def avoided(
 
 def _completed_early(view: View, status: api.Status) -> api.Failure | None:
     """The first node that has completed in this attempt, as what explains the complaints of its peers."""
-    ranks = ranges.parse(status.completed_nodes)
-    if not ranks:
+    places = ranges.parse(status.completed_nodes).intersection(view.members)
+    if not places:
         return None
     pods = view.known_pods
-    ends = {rank: pods[rank].trainer.ended_at or view.now for rank in ranks if rank in pods}
-    first = min(ranks, key=lambda rank: (ends.get(rank, view.now), rank))
+    ends = {place: pods[place].trainer.ended_at or view.now for place in places if place in pods}
+    first = min(places, key=lambda place: (ends.get(place, view.now), place))
     failure = failure_of(view, status, first, root_cause.ENDED_EARLY)
     node = pods[first].node if first in pods else ""
     # The step in the status is rank 0's; of another rank only its own reports show anything.
-    return replace(failure, node=node, step=failure.step if first == 0 else None, time=ends.get(first, view.now))
+    return replace(
+        failure, node=node, step=failure.step if first == view.members.leader else None, time=ends.get(first, view.now)
+    )
 
 
 def _has_trained_before(status: api.Status) -> bool:
@@ -185,14 +189,14 @@ def with_last_step(status: api.Status, failure: api.Failure) -> api.Failure:
     return replace(failure, step=progress.step)
 
 
-def failure_of(view: View, status: api.Status, node_rank: int, reason: str) -> api.Failure:
+def failure_of(view: View, status: api.Status, place: int, reason: str) -> api.Failure:
     """A failure that is seen from outside the pod, which may be gone."""
-    pod = view.pods.get(node_rank)
+    pod = view.pods.get(place)
     failure = api.Failure(
         attempt=status.attempt,
-        rank=topology.rank_of_node(view.spec, node_rank),
-        node_rank=node_rank,
-        pod=pod.name if pod else naming.present_pod_name(view.job, status, node_rank),
+        rank=topology.rank_of_place(view.spec, place),
+        node_rank=view.members.node_rank(place),
+        pod=pod.name if pod else naming.present_pod_name(view.job, status, place),
         node=pod.node if pod else "",
         reason=reason,
         time=view.now,
@@ -206,7 +210,8 @@ def context(view: View, status: api.Status) -> root_cause.Context:
     found = launcher.find(launcher.command_of(view.spec.template))
     return root_cause.Context(
         attempt=status.attempt,
-        rank_of=lambda node_rank: topology.rank_of_node(view.spec, node_rank),
+        members=view.members,
+        rank_of=lambda place: topology.rank_of_place(view.spec, place),
         now=view.now,
         keep_log_tail=view.settings.keep_log_tail,
         port=int(port) if port.isdecimal() else None,

@@ -88,7 +88,7 @@ def name_taken(view: View, status: api.Status) -> Decision | None:
 def create_refused(view: View, status: api.Status) -> Decision | None:
     """The API server refuses an object; its own sentence is shown, and another try follows after a while."""
     wanted = [a for a in _to_create(view, status) if isinstance(a, CreatePod)]
-    names = {naming.pod_name(view.job, a.attempt, a.rank, a.replacement) for a in wanted}
+    names = {naming.pod_name(view.job, a.attempt, a.place, a.replacement) for a in wanted}
     names |= set() if view.seen.service else {view.job.metadata.name}
     refused = [r for r in view.seen.refusals if r.name in names and r.retry_at > view.now]
     if not refused:
@@ -100,7 +100,7 @@ def create_refused(view: View, status: api.Status) -> Decision | None:
 
 
 def nodes_missing(view: View, status: api.Status) -> Decision | None:
-    """Create what is missing; a rank that has run is never created again in its attempt."""
+    """Create what is missing; the pod of a node that has run is never created again in its attempt."""
     missing = _to_create(view, status)
     if not missing:
         return None
@@ -127,7 +127,7 @@ def avoidance_over(view: View, status: api.Status) -> Decision | None:
 
 def waiting_for_nodes(view: View, status: api.Status) -> Decision | None:
     """Some trainers do not run yet."""
-    not_running = [view.pods[r] for r in sorted(view.pods) if view.pods[r].trainer.state == "waiting"]
+    not_running = [pod for _, pod in sorted(view.pods.items()) if pod.trainer.state == "waiting"]
     if not not_running:
         return None
     avoided = earliest(*(a.until for a in status.avoided_nodes if a.until > view.now))
@@ -157,8 +157,8 @@ def _waiting(
 def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
     known = ranges.parse(status.started_nodes) | set(view.pods)
     avoid = tuple(sorted(a.node for a in status.avoided_nodes if a.until > view.now))
-    missing = (rank for rank in range(view.spec.nodes) if rank not in known)
-    pods = [CreatePod(status.attempt, rank, avoid, naming.replacement(status, rank)) for rank in missing]
+    missing = (place for place in view.members if place not in known)
+    pods = [CreatePod(status.attempt, place, avoid, naming.replacement(status, place)) for place in missing]
     return (*(() if view.seen.service else (CreateService(),)), *pods)
 
 
@@ -174,8 +174,8 @@ def _why_waiting(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[a
         first = stuck[0]
         why = f"{first.trainer.reason}: {first.trainer.message}"
         return "Pending", reasons.CANNOT_START, f"{len(stuck)} of {total} pods cannot start: {first.name}: {why}"
-    ranks, plural = ranges.for_people([p.rank for p in pods]), "s" if len(pods) > 1 else ""
-    text = f"{total - len(pods)} of {total} nodes run; waiting for node{plural} {ranks}"
+    places, plural = ranges.for_people([p.place for p in pods]), "s" if len(pods) > 1 else ""
+    text = f"{total - len(pods)} of {total} nodes run; waiting for node{plural} {places}"
     creating, is_long = pending.creating(view, status, pods)
     if creating and is_long:
         return "Pending", reasons.CANNOT_START, f"{text}; {creating}"

@@ -6,10 +6,12 @@ import datetime as dt
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replaced
+from functools import cached_property
 
 from msgspec.structs import replace
 
-from ddpjob_operator.job import api, podspec, ranges, times
+from ddpjob.core.members import Members
+from ddpjob_operator.job import api, podspec, ranges, times, topology
 from ddpjob_operator.job.times import after, earliest, is_past
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.observed import stall
@@ -48,9 +50,9 @@ class View:
     now: dt.datetime
     settings: Settings
     pods: dict[int, Pod]
-    """The pods of the present attempt by rank; of a rank whose pod was replaced alone, the newest."""
+    """The pods of the present attempt by place; of a place whose pod was replaced alone, the newest."""
     deleted_pods: dict[int, Pod]
-    """Pods of the present attempt that are gone, as they were last seen."""
+    """Pods of the present attempt that are gone, by place, as they were last seen."""
     older: tuple[Pod, ...]
     """Active pods of earlier attempts, or replaced ones, those on lost nodes excepted."""
     garbage: tuple[Pod, ...]
@@ -67,12 +69,17 @@ class View:
     trackers: Mapping[int, stall.StepTracker]
     """The steps of each rank of this attempt that reports."""
     unreachable: tuple[Unreachable, ...]
-    """Its active pods on nodes that are not ready and not given up, by rank."""
+    """Its active pods on nodes that are not ready and not given up, by place."""
 
     @property
     def spec(self) -> api.Spec:
         """The job's spec."""
         return self.job.spec
+
+    @cached_property
+    def members(self) -> Members:
+        """The places of the job's nodes, by node rank."""
+        return topology.members(self.spec)
 
     @property
     def recorded(self) -> api.Status:
@@ -81,7 +88,7 @@ class View:
 
     @property
     def known_pods(self) -> dict[int, Pod]:
-        """The pods of the present attempt by rank, those that are gone included."""
+        """The pods of the present attempt by place, those that are gone included."""
         return {**self.deleted_pods, **self.pods}
 
     @property
@@ -100,14 +107,14 @@ class View:
         return stall.find(self.trackers, self.spec.stall, self.now)
 
     def failed(self, status: api.Status) -> list[Pod]:
-        """The pods of the present attempt that ended otherwise than completed, those that are gone included. A rank
+        """The pods of the present attempt that ended otherwise than completed, those that are gone included. A node
         that is recorded as completed stays so, whatever becomes of its pod."""
         completed = ranges.parse(status.completed_nodes)
-        return [p for p in self.known_pods.values() if p.has_failed and p.rank not in completed]
+        return [p for p in self.known_pods.values() if p.has_failed and p.place not in completed]
 
     def is_missing_in(self, nodes: str) -> bool:
         """Whether a node of the job is not in these ranges."""
-        return not ranges.parse(nodes) >= set(range(self.spec.nodes))
+        return not ranges.parse(nodes).issuperset(self.members)
 
     def stop(self, pods: Sequence[Pod], grace_seconds: int | None) -> tuple[DeletePod, ...]:
         """Delete these pods. One that is terminating is left alone; one on a lost node goes at once, since its kubelet
@@ -166,7 +173,8 @@ def _sorted(
     on_lost_nodes = [p for p in seen.pods if p.live and is_past(lost_at(p, seen.nodes, settings), now)]
     lost = frozenset(p.uid for p in on_lost_nodes if is_own(p, job))
     proven = frozenset(p.uid for p in on_lost_nodes if seen.nodes is not None or p.silent_since is not None)
-    pods = {p.rank: p for p in own if is_present(p, status) and 0 <= p.rank < job.spec.nodes}
+    places = set(topology.members(job.spec))
+    pods = {p.place: p for p in own if is_present(p, status) and p.place in places}
     others = sorted((p for p in own if not is_present(p, status)), key=by_identity)
     leaked = (p for p in on_lost_nodes if is_of_deleted_job(p, job) and p.deletion_requested_at)
     conflicts = (*seen.conflicts, *_conflicting_pods(job, seen, status))
@@ -178,7 +186,9 @@ def _sorted(
         now=now,
         settings=settings,
         pods=pods,
-        deleted_pods={p.rank: p for p in seen.deleted_pods if is_own(p, job) and is_present(p, status)},
+        deleted_pods={
+            p.place: p for p in seen.deleted_pods if is_own(p, job) and is_present(p, status) and p.place in places
+        },
         older=tuple(p for p in others if p.live and p.uid not in lost),
         garbage=tuple(p for p in others if p.uid in lost or (not p.live and _is_long_ago(p, status))),
         leaked=tuple(sorted(leaked, key=by_identity)),
@@ -191,27 +201,27 @@ def _sorted(
 
 
 def is_present(pod: Pod, status: api.Status) -> bool:
-    """Whether it is the pod that counts of its rank, in the present attempt."""
-    return _number(pod) == _present_number(status, pod.rank)
+    """Whether it is the pod that counts of its place, in the present attempt."""
+    return _number(pod) == _present_number(status, pod.place)
 
 
 def is_over(pod: Pod, status: api.Status) -> bool:
     """Whether another pod has taken its place."""
-    return _number(pod) < _present_number(status, pod.rank)
+    return _number(pod) < _present_number(status, pod.place)
 
 
 def _number(pod: Pod) -> tuple[int, int]:
-    """Which of the pods of its rank it is, over all attempts."""
+    """Which of the pods of its place it is, over all attempts."""
     return (pod.attempt, pod.replacement)
 
 
-def _present_number(status: api.Status, rank: int) -> tuple[int, int]:
-    return (status.attempt, naming.replacement(status, rank))
+def _present_number(status: api.Status, place: int) -> tuple[int, int]:
+    return (status.attempt, naming.replacement(status, place))
 
 
 def _is_long_ago(pod: Pod, status: api.Status) -> bool:
     if pod.attempt == status.attempt:
-        return pod.replacement <= naming.replacement(status, pod.rank) - ATTEMPTS_KEPT
+        return pod.replacement <= naming.replacement(status, pod.place) - ATTEMPTS_KEPT
     return pod.attempt <= status.attempt - ATTEMPTS_KEPT
 
 
@@ -275,7 +285,7 @@ def is_stale(job: api.DDPJob, seen: Observed) -> bool:
     An empty status is not old but lost, or a write that follows will conflict, which costs nothing.
     """
     status = job.status
-    return status.state is not None and any(_number(p) > _present_number(status, p.rank) for p in owned(job, seen))
+    return status.state is not None and any(_number(p) > _present_number(status, p.place) for p in owned(job, seen))
 
 
 def owned(job: api.DDPJob, seen: Observed) -> list[Pod]:
@@ -295,7 +305,7 @@ def is_of_deleted_job(pod: Pod, job: api.DDPJob) -> bool:
 
 def by_identity(pod: Pod) -> tuple[int, int, int, str]:
     """A key to sort pods by."""
-    return (pod.attempt, pod.rank, pod.replacement, pod.uid)
+    return (pod.attempt, pod.place, pod.replacement, pod.uid)
 
 
 def name_pods(pods: Sequence[Pod]) -> str:
@@ -306,7 +316,7 @@ def name_pods(pods: Sequence[Pod]) -> str:
 
 
 def _conflicting_pods(job: api.DDPJob, seen: Observed, status: api.Status) -> Iterator[ConflictingObject]:
-    names = {naming.present_pod_name(job, status, rank) for rank in range(job.spec.nodes)}
+    names = {naming.present_pod_name(job, status, place) for place in topology.members(job.spec)}
     for pod in seen.pods:
         if is_own(pod, job):
             continue

@@ -62,15 +62,15 @@ def service(job: api.DDPJob) -> Body:
 def pod(
     job: api.DDPJob,
     attempt: int,
-    rank: int,
+    place: int,
     rendezvous: naming.Endpoint | None = None,
     reporting: Reporting | None = None,
     avoid: Sequence[str] = (),
     replacement: int = 0,
 ) -> Body:
-    """The pod of node `rank` in `attempt`. rendezvous: its address; None is the Service's name, as in a cluster.
+    """The pod of a place in `attempt`. rendezvous: its address; None is the Service's name, as in a cluster.
 
-    avoid: cluster nodes that it must not run on. replacement: which pod of this rank in this attempt it is.
+    avoid: cluster nodes that it must not run on. replacement: which pod of this place in this attempt it is.
     """
     rendezvous = rendezvous or naming.endpoint(job, attempt)
     template = _as_given(job.spec.template)
@@ -80,19 +80,21 @@ def pod(
         **(given.get("labels") or {}),
         **naming.labels(job),
         naming.LABEL_ATTEMPT: str(attempt),
-        naming.LABEL_RANK: str(rank),
+        naming.LABEL_RANK: str(place),
         **({naming.LABEL_REPLACEMENT: str(replacement)} if replacement else {}),
     }
-    metadata = _metadata(job, naming.pod_name(job, attempt, rank, replacement), labels)
+    metadata = _metadata(job, naming.pod_name(job, attempt, place, replacement), labels)
     metadata["annotations"] = {**KEEP_FROM_CONSOLIDATION, **(given.get("annotations") or {})}
     for container, field in restarts_of_the_kubelet(template):
         del container[field]
-    spec.update(restartPolicy="Never", hostname=naming.hostname(job, rank), subdomain=job.metadata.name)
+    spec.update(restartPolicy="Never", hostname=naming.hostname(job, place), subdomain=job.metadata.name)
     spec.setdefault("enableServiceLinks", False)
     if spec.get("terminationGracePeriodSeconds") == 0:
         # With 0 whoever deletes a pod makes the API server forget it before its kubelet has ended anything.
         spec["terminationGracePeriodSeconds"] = 1
-    environment = contract.environment(job, attempt, rank, rendezvous) | agent_environment.environment(job, replacement)
+    environment = contract.environment(job, attempt, place, rendezvous) | agent_environment.environment(
+        job, replacement
+    )
     _trainer(environment | (reporting.environment() if reporting else {}), spec)
     for container in spec.get("initContainers") or ():
         container.setdefault("terminationMessagePolicy", _LOG_AS_MESSAGE)

@@ -1,4 +1,4 @@
-"""The environment contract: the names, labels, addresses and variables that a trainer meets, in every shell.
+"""The environment contract: the names, labels, addresses and variables that a trainer gets, in every shell.
 
 Used by `build.py` for pods, and through those pods by the local run: both shells give byte-equal names.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ddpjob_operator.job import api
 from ddpjob_operator.job.podspec import cpus, mappings, trainer_container
-from ddpjob_operator.job.topology import backend, nproc_per_node, shutdown_timeout_seconds, termination_log
+from ddpjob_operator.job.topology import backend, members, nproc_per_node, shutdown_timeout_seconds, termination_log
 from ddpjob_operator.pods.naming import Endpoint
 
 TERMINATION_LOG = "DDPJOB_TERMINATION_LOG"
@@ -20,13 +20,13 @@ BREAKS_RENDEZVOUS = frozenset(
 )
 
 
-def environment(job: api.DDPJob, attempt: int, rank: int, meet: Endpoint) -> dict[str, str]:
-    """The variables of node `rank` in `attempt`, where all ranks meet at `meet`. The user's own come on top."""
-    nproc = nproc_per_node(job.spec)
+def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint) -> dict[str, str]:
+    """The variables of a place's pod in `attempt`. rendezvous: the address of rank 0. The user's own come on top."""
+    nproc, node_rank = nproc_per_node(job.spec), members(job.spec).node_rank(place)
     return {
-        **_rendezvous(job, rank, nproc, meet),
-        **(_single_process(job, rank) if nproc == 1 else {}),
-        **_torchrun(job, attempt, rank, nproc, meet),
+        **_rendezvous(job, node_rank, nproc, rendezvous),
+        **(_single_process(job, node_rank) if nproc == 1 else {}),
+        **_torchrun(job, attempt, node_rank, nproc, rendezvous),
         "DDPJOB_NAME": job.metadata.name,
         "DDPJOB_NAMESPACE": job.metadata.namespace,
         "DDPJOB_UID": job.metadata.uid,
@@ -41,7 +41,7 @@ def environment(job: api.DDPJob, attempt: int, rank: int, meet: Endpoint) -> dic
 
 
 def overridden(job: api.DDPJob) -> list[str]:
-    """The variables that the user's template sets and that all ranks need to meet: they win, and are named."""
+    """The variables that the user's template sets and that the rendezvous needs: they win, and are named."""
     trainer = trainer_container(job.spec.template) or {}
     return sorted({e["name"] for e in user_environment(trainer) if e["name"] in BREAKS_RENDEZVOUS})
 
@@ -51,30 +51,30 @@ def user_environment(container: dict[str, object]) -> list[dict[str, object]]:
     return [e for e in mappings(container, "env") if isinstance(e.get("name"), str)]
 
 
-def _rendezvous(job: api.DDPJob, rank: int, nproc: int, meet: Endpoint) -> dict[str, str]:
+def _rendezvous(job: api.DDPJob, node_rank: int, nproc: int, rendezvous: Endpoint) -> dict[str, str]:
     return {
-        "MASTER_ADDR": meet.host,
-        "MASTER_PORT": str(meet.port),
+        "MASTER_ADDR": rendezvous.host,
+        "MASTER_PORT": str(rendezvous.port),
         "NNODES": str(job.spec.nodes),
-        "NODE_RANK": str(rank),
+        "NODE_RANK": str(node_rank),
         "NPROC_PER_NODE": str(nproc),
-        "DDPJOB_WORLD_SIZE": str(job.spec.nodes * nproc),
+        "DDPJOB_WORLD_SIZE": str(members(job.spec).world_size(nproc)),
     }
 
 
-def _single_process(job: api.DDPJob, rank: int) -> dict[str, str]:
+def _single_process(job: api.DDPJob, node_rank: int) -> dict[str, str]:
     """For scripts without a launcher. Only where a node has one process: with more they mislead those that start
     their own (the imagenet example multiplies WORLD_SIZE by its GPUs)."""
-    return {"RANK": str(rank), "WORLD_SIZE": str(job.spec.nodes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return {"RANK": str(node_rank), "WORLD_SIZE": str(job.spec.nodes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
-def _torchrun(job: api.DDPJob, attempt: int, rank: int, nproc: int, meet: Endpoint) -> dict[str, str]:
+def _torchrun(job: api.DDPJob, attempt: int, node_rank: int, nproc: int, rendezvous: Endpoint) -> dict[str, str]:
     return {
         "PET_NNODES": str(job.spec.nodes),
         "PET_NPROC_PER_NODE": str(nproc),
-        "PET_NODE_RANK": str(rank),
-        "PET_MASTER_ADDR": meet.host,
-        "PET_MASTER_PORT": str(meet.port),
+        "PET_NODE_RANK": str(node_rank),
+        "PET_MASTER_ADDR": rendezvous.host,
+        "PET_MASTER_PORT": str(rendezvous.port),
         # torch prefixes its store with the run id: a process of an older attempt can reach the port and still not join.
         "PET_RDZV_ID": f"{job.metadata.uid}-{attempt}",
         "PET_MAX_RESTARTS": "0",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from ddpjob_operator.job import api
+from ddpjob_operator.job import api, topology
 
 LABEL_JOB = f"{api.GROUP}/job"
 LABEL_ATTEMPT = f"{api.GROUP}/attempt"
@@ -39,29 +39,29 @@ def selector(job: api.DDPJob) -> str:
     return ",".join(f"{k}={v}" for k, v in labels(job).items())
 
 
-def pod_name(job: api.DDPJob, attempt: int, rank: int, replacement: int = 0) -> str:
+def pod_name(job: api.DDPJob, attempt: int, place: int, replacement: int = 0) -> str:
     """The pod's name holds the attempt, so that no pod of an old attempt is ever taken for a new one.
 
     digits-1-3-r2 is the second that has replaced digits-1-3 alone. The r keeps it apart from the pods of a job that is
     named digits-1.
     """
-    name = f"{job.metadata.name}-{attempt}-{rank}"
+    name = f"{job.metadata.name}-{attempt}-{place}"
     return f"{name}-r{replacement}" if replacement else name
 
 
-def replacement(status: api.Status, rank: int) -> int:
-    """The number of a rank's current pod in the present attempt."""
-    return status.replacements.get(str(rank), 0)
+def replacement(status: api.Status, place: int) -> int:
+    """How many pods of a place were replaced alone in the present attempt."""
+    return status.replacements.get(str(place), 0)
 
 
-def present_pod_name(job: api.DDPJob, status: api.Status, rank: int) -> str:
-    """The name of a rank's current pod."""
-    return pod_name(job, status.attempt, rank, replacement(status, rank))
+def present_pod_name(job: api.DDPJob, status: api.Status, place: int) -> str:
+    """The name of a place's current pod."""
+    return pod_name(job, status.attempt, place, replacement(status, place))
 
 
-def hostname(job: api.DDPJob, rank: int) -> str:
-    """The DNS name of a rank is the same in every attempt."""
-    return f"{job.metadata.name}-{rank}"
+def hostname(job: api.DDPJob, place: int) -> str:
+    """The DNS name of a place is the same in every attempt."""
+    return f"{job.metadata.name}-{place}"
 
 
 def endpoint(job: api.DDPJob, attempt: int) -> Endpoint:
@@ -71,7 +71,10 @@ def endpoint(job: api.DDPJob, attempt: int) -> Endpoint:
     on a lost node still resolves the stable DNS name, and must not reach the store of a newer attempt.
     """
     name = job.metadata.name
-    return Endpoint(f"{hostname(job, 0)}.{name}.{job.metadata.namespace}", port(job.metadata.uid, attempt))
+    return Endpoint(
+        f"{hostname(job, topology.members(job.spec).leader)}.{name}.{job.metadata.namespace}",
+        port(job.metadata.uid, attempt),
+    )
 
 
 def port(uid: str, attempt: int) -> int:

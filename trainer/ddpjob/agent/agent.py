@@ -19,7 +19,7 @@ from ddpjob.agent import environment, processes
 from ddpjob.agent.core.leader_state import End
 from ddpjob.agent.environment import Life
 from ddpjob.agent.logs import TAIL_SECONDS, Folder
-from ddpjob.agent.node import Node, say
+from ddpjob.agent.node import LocalRanks, say
 from ddpjob.agent.options import Options
 from ddpjob.agent.preload import ForkServer
 from ddpjob.agent.watch_ranks import Watching
@@ -65,8 +65,9 @@ class Agent:
         self._poller = select.poll()
         self._callbacks: dict[int, Callable[[], None]] = {}
         self._server = _fork_server(options, environ)
-        self.node = Node(options, environ, folder, self._server)
+        self.node = LocalRanks(options, environ, folder, self._server)
         self.watching = Watching(self)
+        self.members = options.members  # of the last generation
         self._failure_reported = False
         self.settled = True  # whether nothing of the last generation is left here
         self._has_backlog = False  # whether ranks have written more than a turn copies
@@ -126,7 +127,7 @@ class Agent:
         self.settled = True
         self.watching.end()
         failures = self.node.settle()
-        if self.told and self.options.node_rank != 0:
+        if self.told and self.options.place != self.members.leader:
             if not failures and not self.node.stopped:
                 self.group.finished(now)  # perhaps the last that the job waited for
             self.end(self.code_when_told(), None)
@@ -183,6 +184,7 @@ class Agent:
     def start(self, life: Life) -> None:
         """Start the ranks of a generation."""
         self.settled = self._failure_reported = False
+        self.members = life.members
         self.node.start(life)
         if not life.preflight and self.node.beats is not None:
             self.watching.begin(self.node.beats)
@@ -232,12 +234,13 @@ class Agent:
 
     def is_mine(self, failure: Failure | None) -> bool:
         """Whether one of this node's ranks failed so."""
-        rank = None if failure is None else failure.rank
-        return rank is not None and rank // self.options.nproc == self.options.node_rank
+        if failure is None or failure.rank is None:
+            return False
+        return self.members.place_of_rank(failure.rank, self.options.nproc) == self.options.place
 
 
 def _group(agent: Agent) -> Leader | Follower:
-    if agent.options.node_rank == 0:
+    if agent.options.place == agent.options.members.leader:
         from ddpjob.agent.leader import Leader
 
         return Leader(agent)

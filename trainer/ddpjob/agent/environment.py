@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ddpjob.agent.options import Options
+from ddpjob.core.members import Members
 
 PREFLIGHT = "ddpjob.preflight"
 
@@ -16,6 +17,7 @@ class Life(NamedTuple):
 
     generation: int
     """0, 1, …: how often the ranks have been started again."""
+    members: Members
     port: int
     """Where rank 0 serves the store; another one in each generation, so that nothing old can join."""
     preflight: bool = False
@@ -42,17 +44,18 @@ def of_rank(options: Options, life: Life, local_rank: int, environ: Mapping[str,
     TORCHELASTIC_USE_AGENT_STORE is False: rank 0 itself serves the store at MASTER_PORT, and so also where a script
     meets by tcp:// (docs/ddprun.md).
     """
-    rank = options.node_rank * options.nproc + local_rank
+    members = life.members
+    rank, world_size = members.ranks(options.place, options.nproc)[local_rank], members.world_size(options.nproc)
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
-        "GROUP_RANK": str(options.node_rank),
+        "GROUP_RANK": str(members.node_rank(options.place)),
         "ROLE_RANK": str(rank),
         "ROLE_NAME": options.role,
         "LOCAL_WORLD_SIZE": str(options.nproc),
-        "WORLD_SIZE": str(options.world_size),
-        "GROUP_WORLD_SIZE": str(options.nodes),
-        "ROLE_WORLD_SIZE": str(options.world_size),
+        "WORLD_SIZE": str(world_size),
+        "GROUP_WORLD_SIZE": str(len(members)),
+        "ROLE_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": options.host,
         "MASTER_PORT": str(life.port),
         "TORCHELASTIC_RESTART_COUNT": str(life.generation),

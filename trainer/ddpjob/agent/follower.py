@@ -17,6 +17,7 @@ from ddpjob.agent.node import say
 from ddpjob.agent.wire import Link, Refused, job_key
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob.core.failures import Failure
+from ddpjob.core.members import Members
 
 if TYPE_CHECKING:
     from ddpjob.agent.agent import Agent
@@ -129,7 +130,10 @@ class Follower:
                 self._send({"terminating": self._agent.told})
         elif "start" in message:
             order = message["start"]
-            life = Life(int(order["generation"]), int(order["port"]), order.get("preflight") is True)
+            members = Members.read(str(order["members"]))
+            if self._options.place not in members:
+                raise ValueError(f"members {members.text}: this node is none of them")
+            life = Life(int(order["generation"]), members, int(order["port"]), order.get("preflight") is True)
             self._generation, self._checking, self._done = life.generation, life.preflight, False
             self._agent.start(life)
         elif "stop" in message:
@@ -267,7 +271,7 @@ class Follower:
             "left": self._agent.environ.get("DDPJOB_RESTARTS_LEFT", ""),
         }
         key = job_key(self._options.run_id, self._agent.environ)
-        self._link = Link(connection, key, node=self._options.node_rank, about=about)
+        self._link = Link(connection, key, node=self._options.place, about=about)
         self._heard_at, self._heartbeat_at = now, now + HEARTBEAT_SECONDS
         return self._agent.watch(connection.fileno(), self._receive)
 

@@ -37,7 +37,7 @@ class Leader:
         options = agent.options
         self._agent, self._options = agent, options
         self._lead = Lead(
-            options.nodes,
+            options.members,
             options.budget,
             options.join_seconds,
             time.monotonic(),
@@ -72,34 +72,34 @@ class Leader:
                 say(f"port {self._options.port}, where the other nodes connect to this one: {error.strerror}")
                 return self._agent.end(RESUMABLE, None, ended=True)  # another attempt has another port
             self._agent.watch(self._listener.fileno(), self._accept)
-        self._lead.joined(0, now, replacement=self._options.replacement)
+        self._lead.joined(self._options.place, now, replacement=self._options.replacement)
         return self.turn(now)
 
     def failed(self, failures: list[Failure], now: float) -> None:
         """A rank of node 0 has failed."""
         self._lead.reached(self._agent.node.furthest_step)
-        self._lead.failed(0, failures, now)
+        self._lead.failed(self._options.place, failures, now)
 
     def stopped(self, failures: list[Failure], now: float) -> None:
         """No rank of node 0 runs any more."""
         self._lead.reached(self._agent.node.furthest_step)
-        self._lead.stopped(0, failures, now, self._agent.node.ended_well)
+        self._lead.stopped(self._options.place, failures, now, self._agent.node.ended_well)
 
     def finished(self, now: float) -> None:
         """All ranks of node 0 have ended with 0."""
-        self._lead.finished(0, now, self._agent.node.ended_well)
+        self._lead.finished(self._options.place, now, self._agent.node.ended_well)
 
     def stood(self, word: Word, now: float) -> None:
         """The ranks of node 0 get on, or stand still."""
-        self._lead.stood(0, word, now)
+        self._lead.stood(self._options.place, word, now)
 
     def answered(self, word: Word, positions: Sequence[Position], now: float) -> None:
         """Where the ranks of node 0 are."""
-        self._lead.answered(0, word, positions, now)
+        self._lead.answered(self._options.place, word, positions, now)
 
     def told(self, now: float) -> None:
         """Node 0 was told to end."""
-        self._lead.told(0, now)
+        self._lead.told(self._options.place, now)
 
     def turn(self, now: float) -> None:
         """Do what the lead orders, and what time asks for."""
@@ -115,7 +115,7 @@ class Leader:
             elif isinstance(order, Ask):
                 self._ask(order, now)
             elif isinstance(order, Over):
-                self._send(range(1, self._options.nodes), {"over": {"generation": order.generation}})
+                self._send(self._lead.members, {"over": {"generation": order.generation}})
                 self._agent.watching.others_have_ended()
             elif isinstance(order, End):
                 self._end(order)
@@ -138,18 +138,18 @@ class Leader:
         except OSError as error:
             say(f"no port for rank 0: {error}; this node is given up")
             return self.abandon()
-        life = Life(order.generation, port, order.preflight)
-        self._send(range(1, self._options.nodes), {"start": life._asdict()})
+        life = Life(order.generation, order.members, port, order.preflight)
+        self._send(order.members, {"start": {**life._asdict(), "members": life.members.text}})
         return self._agent.start(life)
 
     def _stop(self, order: Stop, now: float) -> None:
         self._send(order.nodes, {"stop": {"generation": order.generation, "patient": order.patient}})
-        if 0 in order.nodes:
+        if self._options.place in order.nodes:
             self._agent.stop(now, patient=order.patient)
 
     def _ask(self, order: Ask, now: float) -> None:
         say("no rank makes progress: each is asked for its position")
-        self._send(range(1, self._options.nodes), {"ask": {"generation": order.generation}})
+        self._send(self._lead.members, {"ask": {"generation": order.generation}})
         self._agent.watching.ask(now)
 
     def _end(self, order: End) -> None:
@@ -254,7 +254,7 @@ class Leader:
 
         node, own = link.node, (self._options.nodes, self._options.nproc)
         other = (message.get("nodes"), message.get("nproc"))
-        if node is None or not 0 < node < self._options.nodes:
+        if node is None or node == self._options.place or node not in self._options.members:
             raise Refused(f"node {node} of {self._options.nodes}")
         if other != own:
             say(f"node {node} has --nnodes, --nproc-per-node {other}, node 0 {own}: it cannot join")
@@ -295,7 +295,7 @@ class Leader:
         if message.get("ended") is None:
             return None
         rank, step = map(int, message["ended"])
-        if rank // self._options.nproc != node or not 0 <= step < 1 << 53:
+        if self._lead.members.place_of_rank(rank, self._options.nproc) != node or not 0 <= step < 1 << 53:
             raise ValueError(f"rank {rank} of node {node} at step {step}")
         return rank, step
 

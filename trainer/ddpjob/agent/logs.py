@@ -13,7 +13,7 @@ import contextlib
 import os
 import select
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ddpjob.agent.options import Options
@@ -52,20 +52,20 @@ class Folder:
         """The file for the termination message of this node's ranks."""
         return os.path.join(self._attempt(life), "termination.json")
 
-    def prepare(self, life: str) -> list[Files]:
-        """The files of the ranks; their folders are made."""
+    def prepare(self, life: str, ranks: Sequence[int]) -> list[Files]:
+        """The files of these ranks, by local rank; their folders are made."""
         options, attempt = self._options, self._attempt(life)
         os.makedirs(self._run, 0o700, exist_ok=True)  # somebody may have emptied /tmp
         os.mkdir(attempt)  # generations only grow, also under a new leader
         files = []
-        for rank in range(options.nproc):
+        for rank in range(len(ranks)):
             folder = os.path.join(attempt, str(rank))
             os.mkdir(folder)
             to_file = options.redirects[rank] | options.tee[rank]
             hidden = os.devnull if options.shown is not None and rank not in options.shown else ""
             out, err = (os.path.join(folder, f"{name}.log") if to_file & bit else hidden for name, bit in STREAMS)
             files.append(Files(out, err, os.path.join(folder, "error.json")))
-        self._tails = list(self._make_tails(attempt, files))
+        self._tails = list(self._make_tails(attempt, files, ranks))
         return files
 
     @property
@@ -100,25 +100,24 @@ class Folder:
     def _attempt(self, life: str) -> str:
         return os.path.join(self._run, f"attempt_{life}")
 
-    def _make_tails(self, attempt: str, files: list[Files]) -> Iterable[_Tail]:
+    def _make_tails(self, attempt: str, files: list[Files], ranks: Sequence[int]) -> Iterable[_Tail]:
         options = self._options
         prefix = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
         for (name, bit), words in zip(STREAMS, (options.stdout_filters, options.stderr_filters), strict=True):
             filtered = os.path.join(attempt, f"filtered_{name}.log") if words else ""
-            for rank in range(options.nproc):
-                if options.tee[rank] & bit and (options.shown is None or rank in options.shown):
-                    header = _header(prefix, options, rank)
-                    path = files[rank].stdout if bit == 1 else files[rank].stderr
+            for local_rank, rank in enumerate(ranks):
+                if options.tee[local_rank] & bit and (options.shown is None or local_rank in options.shown):
+                    header = _header(prefix, options.role, rank, local_rank)
+                    path = files[local_rank].stdout if bit == 1 else files[local_rank].stderr
                     yield _Tail(path, header.encode(), bit, filtered, [word.encode() for word in words])
 
 
-def _header(template: str | None, options: Options, local_rank: int) -> str:
+def _header(template: str | None, role: str, rank: int, local_rank: int) -> str:
     if not template:
-        return f"[{options.role}{local_rank}]:"
+        return f"[{role}{local_rank}]:"
     import string
 
-    rank = options.node_rank * options.nproc + local_rank
-    return string.Template(template).safe_substitute(role_name=options.role, rank=rank, local_rank=local_rank)
+    return string.Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank)
 
 
 class _Tail:

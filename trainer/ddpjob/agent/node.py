@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddpjob.agent import environment, processes
@@ -28,12 +28,13 @@ KILL_AGAIN_SECONDS = 0.05
 FILE_BYTES_MAX = 1 << 16
 
 
-class Node:
-    """One generation of ranks at a time."""
+class LocalRanks:
+    """The ranks of this pod, one generation at a time."""
 
     def __init__(self, options: Options, environ: Mapping[str, str], folder: Folder, server: ForkServer | None) -> None:
         self._options, self._environ, self._folder, self._server = options, environ, folder, server
         self._life: Life | None = None
+        self._ranks: Sequence[int] = ()  # of this generation, by local rank
         self._waiting = False  # for the fork server
         self._pids: dict[int, int] = {}  # by local rank, of those that run
         self._codes: dict[int, int] = {}  # by local rank, of those that have ended; negative: a signal
@@ -59,6 +60,10 @@ class Node:
         """The local ranks that run."""
         return set(self._pids)
 
+    def rank(self, local_rank: int) -> int:
+        """The rank of a local rank, in this generation."""
+        return self._ranks[local_rank]
+
     @property
     def furthest_step(self) -> int:
         """That a rank of this generation has made, as far as one says it."""
@@ -81,6 +86,7 @@ class Node:
         """Start all ranks; at once, or as soon as the fork server has its imports."""
         assert not self.running, "one generation at a time"
         self._life, self._codes, self.failures = life, {}, []
+        self._ranks = life.members.ranks(self._options.place, self._options.nproc)
         self.stopped, self.kill_at, self._killed_at, self._signals = False, None, None, set()
         self.ended_well = None
         self._kills.look()
@@ -89,7 +95,7 @@ class Node:
         self.beats = None
         try:
             self.beats = Beats(self._options.nproc)
-            self._files = self._folder.prepare(life.name)
+            self._files = self._folder.prepare(life.name, self._ranks)
         except OSError as error:  # no descriptor, a full disk, or somebody has emptied /tmp
             self._files = [Files("", "", "")] * self._options.nproc
             self._has_not_started(0, error)
@@ -113,7 +119,7 @@ class Node:
         del self._pids[local_rank]
         self._codes[local_rank] = code
         if code == 0 and not self._signals and self.ended_well is None:
-            self.ended_well = (self._rank(local_rank), self._step(local_rank))
+            self.ended_well = (self.rank(local_rank), self._step(local_rank))
         if code != 0 and not self.stopped:
             self.failures.append(self._failure(local_rank, code))
 
@@ -240,7 +246,7 @@ class Node:
         if code == -signal.SIGKILL and self._kills.another():
             exception, symptom = KILLED_BY_KERNEL, False
         return Failure(
-            self._rank(local_rank),
+            self.rank(local_rank),
             exit_code=as_exit_code(code),
             signal=signal_name(-code) if code < 0 else "",
             exception=exception,
@@ -250,9 +256,6 @@ class Node:
             symptom=symptom,
             traceback=traceback,
         )
-
-    def _rank(self, local_rank: int) -> int:
-        return self._options.node_rank * self._options.nproc + local_rank
 
     def _step(self, local_rank: int) -> int:
         return 0 if self.beats is None else self.beats.of(local_rank).step

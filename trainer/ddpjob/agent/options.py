@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ddpjob.core.budget import Budget, Grant, natural
 from ddpjob.core.failure_policy import PolicyRule
+from ddpjob.core.members import Members
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ class Options(NamedTuple):
     """What one agent does."""
 
     nodes: int
-    node_rank: int
+    place: int
     nproc: int
     host: str
     port: int | None  # None: any free one; only where the job has one node
@@ -67,9 +68,9 @@ class Options(NamedTuple):
     preload_asked: bool  # whether the user has named the modules
 
     @property
-    def world_size(self) -> int:
-        """Ranks of the whole job."""
-        return self.nodes * self.nproc
+    def members(self) -> Members:
+        """The places of the job's nodes, which all take part in every generation."""
+        return Members(range(self.nodes))
 
 
 def parse(words: Sequence[str], environ: Mapping[str, str]) -> Options:
@@ -150,7 +151,7 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
     stall, grace = (environ.get(name) for name in ("DDPJOB_STALL_TIMEOUT", "DDPJOB_RESTART_GRACE"))
     return Options(
         nodes=nodes,
-        node_rank=_node_rank(read.node_rank, nodes),
+        place=_node_rank(read.node_rank, nodes),
         nproc=nproc,
         host=host,
         port=port,

@@ -159,8 +159,7 @@ class Watching:
 
     def _position(self, local_rank: int) -> Position:
         assert self._beats is not None, "a rank that runs has a page"
-        options = self._agent.options
-        rank = options.node_rank * options.nproc + local_rank
+        rank = self._agent.node.rank(local_rank)
         return position(rank, self._beats.of(local_rank).step, self._beats.answer(local_rank))
 
 

@@ -23,6 +23,7 @@ from ddpjob.core.budget import Attempt, Budget, Grant, History, Limits
 from ddpjob.core.failure_policy import PolicyRule
 from ddpjob.core.failures import CANNOT_RUN, Failure, Precedence, root_cause
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
+from ddpjob.core.members import Members
 
 if TYPE_CHECKING:
     from ddpjob.agent.core.stall_monitor import Word
@@ -37,6 +38,7 @@ class Start(NamedTuple):
     """To every node: start your ranks."""
 
     generation: int
+    members: Members
     preflight: bool = False
     """Not the script's: they measure the nodes, under the number of the generation before."""
 
@@ -88,7 +90,7 @@ class Lead:
 
     def __init__(
         self,
-        nodes: int,
+        members: Members,
         budget: Budget,
         join_seconds: float,
         now: float,
@@ -105,7 +107,7 @@ class Lead:
         self.charged: list[Failure] = []  # the last that cost a restart here, the oldest first
         self._furthest_before = furthest_step  # the last failure that was charged here
         self._standstill = Standstill()
-        self._nodes, self._budget, self._policy = nodes, budget, policy
+        self.members, self._budget, self._policy = members, budget, policy
         self._has_operator = has_operator
         self._wants_preflight = preflight
         self._checking = False  # whether it is a pre-flight that runs
@@ -115,7 +117,7 @@ class Lead:
         self._ended: list[Ended] = []  # in this generation
         self._unable: set[int] = set()  # nodes that have no such program, in this generation
         self._stopping: set[int] = set()  # nodes whose ranks are not gone yet
-        self._terminations = Terminations(has_operator)
+        self._terminations = Terminations(members.leader, has_operator)
         self._replacements: dict[int, int] = {}  # by node: which of its pods was here last
         self._lost_pods: dict[int, int] = {}  # by node: which of its pods this generation has lost first
         self._uncharged: Failure | None = None  # a lost node; who is charged is known when it comes again
@@ -161,7 +163,7 @@ class Lead:
         self._replacements[node] = replacement
         self._wants_preflight |= preflight
         if grant is not None:
-            self._budget = self._budget.renewed(grant, self._replacements[0])
+            self._budget = self._budget.renewed(grant, self._replacements[self.members.leader])
         self.generation = max(self.generation, generation)  # a leader that replaces another one goes on from there
         self._go_on_if_all_are_here(now)
 
@@ -173,7 +175,7 @@ class Lead:
         self._stopping.discard(node)
         self._finished.discard(node)
         self._lost_pods.setdefault(node, self._replacements[node])
-        vanished = Failure(node_rank=node, vanished=True)
+        vanished = self._vanished(node)
         if self.state == "running":
             self._stop([vanished], now)
         elif self.state == "stopping":
@@ -202,7 +204,7 @@ class Lead:
             wait = self._standstill.forget(node)
             if wait is not None and not self._standstill.asked:
                 self._until = now + wait
-            if len(self._finished) == self._nodes:
+            if len(self._finished) == len(self.members):
                 self._all_have_finished(now)
             elif len(self._finished) == 1:
                 self.orders.append(Over(self.generation))
@@ -235,9 +237,11 @@ class Lead:
                 self._here.discard(node)
         elif self.state == "stopping":
             self._settle_if_all_have_stopped(now)
-        elif node == 0 and node in self._finished:  # it must go, and the others have something to save
+        elif (
+            node == self.members.leader and node in self._finished
+        ):  # it must go, and the others have something to save
             self._lost_pods.setdefault(node, self._replacements[node])
-            self._stop([Failure(node_rank=node, vanished=True)], now)
+            self._stop([self._vanished(node)], now)
 
     def tick(self, now: float) -> None:
         """Time has passed."""
@@ -249,7 +253,7 @@ class Lead:
         elif self.state == "running" and self._checking:
             self._stop([_failed_check(f"took longer than {PREFLIGHT_SECONDS:g} s")], now)
         elif self.state == "gathering":
-            missing = sorted(set(range(self._nodes)) - self._here)
+            missing = sorted(set(self.members) - self._here)
             why = f"nodes {', '.join(map(str, missing))} did not connect within {self._join_seconds:g} s"
             self._end(RESUMABLE, None, why, now)
         elif self._standstill.asked:
@@ -258,6 +262,9 @@ class Lead:
             self._ask(now)
         else:
             self._until = None
+
+    def _vanished(self, place: int) -> Failure:
+        return Failure(node_rank=self.members.node_rank(place), vanished=True)
 
     def _ask(self, now: float) -> None:
         self._standstill.ask()
@@ -274,12 +281,13 @@ class Lead:
         if self.state != "gathering":
             return None
         lost = self._uncharged
-        if lost is not None and lost.node_rank in self._here:
+        place = None if lost is None else self.members.place(lost.node_rank)
+        if lost is not None and place is not None and place in self._here:
             self._uncharged = None
-            if self._replacements[lost.node_rank] == self._lost_pods[lost.node_rank]:
+            if self._replacements[place] == self._lost_pods[place]:
                 return self._charge(lost, now)  # its pod is the same one, so only the connection was lost
             self.said = f"{describe(lost)}, and a new pod is in its place"
-        return self._start(now) if len(self._here) == self._nodes else None
+        return self._start(now) if len(self._here) == len(self.members) else None
 
     def _all_have_finished(self, now: float) -> None:
         if not self._checking:
@@ -303,7 +311,7 @@ class Lead:
         self._terminations.begin_generation()
         self._standstill = Standstill()
         self._enter("running", now, PREFLIGHT_SECONDS if self._checking else None)
-        self.orders.append(Start(self.generation, self._checking))
+        self.orders.append(Start(self.generation, self.members, self._checking))
 
     def _stop(self, failures: list[Failure], now: float) -> None:
         self._failures += failures
@@ -319,8 +327,8 @@ class Lead:
 
     def _settle_if_all_have_stopped(self, now: float) -> None:
         # A leader that leaves need not wait for nodes that leave as well: they end by themselves, in their own time.
-        leaving = self._terminations.leaving
-        if self._stopping - (leaving - {0} if self._has_operator and 0 in leaving else set()):
+        leaving, leader = self._terminations.leaving, self.members.leader
+        if self._stopping - (leaving - {leader} if self._has_operator and leader in leaving else set()):
             return None
         assert self._failures, "a generation is stopped for a failure"
         failure = explained(root_cause(self._failures), self._ended)
@@ -366,7 +374,7 @@ class Lead:
         if not self._has_operator:
             return self._end(RESUMABLE, None, "told to stop", now)
         self._enter("over", now, None)
-        others = "; the other nodes wait for a new node 0" if self._nodes > 1 else ""
+        others = "; the other nodes wait for a new node 0" if len(self.members) > 1 else ""
         return self.orders.append(Leave(f"told to stop{others}"))
 
     def _judge(self, failure: Failure, now: float) -> tuple[Failure, rules.Verdict | str]:
@@ -414,7 +422,7 @@ class Lead:
         """As the operator's: for good only where the job has never trained, and no node has the program."""
         if self.furthest_step or self.generation > 0:
             return "application"
-        return "permanent" if len(self._unable) == self._nodes or not self._has_operator else "infrastructure"
+        return "permanent" if len(self._unable) == len(self.members) or not self._has_operator else "infrastructure"
 
     def _end(self, code: int, failure: Failure | None, why: str, now: float) -> None:
         self._enter("over", now, None)
@@ -428,8 +436,8 @@ class Lead:
 class Terminations:
     """Which nodes were told from outside to end. What fails because of that is charged to nobody."""
 
-    def __init__(self, has_operator: bool) -> None:
-        self._has_operator = has_operator
+    def __init__(self, leader: int, has_operator: bool) -> None:
+        self._leader, self._has_operator = leader, has_operator
         self._requested: set[int] = set()  # since this generation began
         self.leaving: set[int] = set()  # the nodes that have no new agent yet
         self.came_first = False  # before anything failed
@@ -437,7 +445,7 @@ class Terminations:
     @property
     def include_leader(self) -> bool:
         """Whether node 0's agent ends too: where nobody replaces a node that does, all nodes end."""
-        return 0 in self.leaving if self._has_operator else bool(self.leaving)
+        return self._leader in self.leaving if self._has_operator else bool(self.leaving)
 
     def request(self, node: int) -> None:
         """A node was told to end."""

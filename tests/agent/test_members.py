@@ -1,0 +1,41 @@
+"""An agent takes its ranks from the members of the generation: here some of whose places are left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddpjob.agent import environment
+from ddpjob.agent.environment import Life
+from ddpjob.agent.logs import Folder
+from ddpjob.agent.node import LocalRanks
+from ddpjob.agent.options import Options, parse
+from ddpjob.core.members import Members
+
+LATER = Members((0, 2))
+
+
+def at_place_2(*options: str) -> Options:
+    return parse(["--nnodes", "3", "--node-rank", "2", "--nproc-per-node", "2", *options, "--no-python", "true"], {})
+
+
+def test_a_rank_is_started_with_the_ranks_and_sizes_of_its_generation() -> None:
+    options, life = at_place_2("--rdzv-endpoint", "head:29400"), Life(1, LATER, 23001)
+    environ = [environment.of_rank(options, life, local_rank, {}) for local_rank in (0, 1)]
+    assert [(e["RANK"], e["LOCAL_RANK"], e["GROUP_RANK"]) for e in environ] == [("2", "0", "1"), ("3", "1", "1")]
+    assert (environ[0]["WORLD_SIZE"], environ[0]["GROUP_WORLD_SIZE"]) == ("4", "2")
+
+
+def test_its_failures_and_lines_carry_the_rank_of_the_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}/${local_rank}]")
+    options = at_place_2("--rdzv-endpoint", "head:29400", "--log-dir", str(tmp_path), "--tee", "3")
+    folder = Folder(options)
+    ranks = LocalRanks(options, {"PATH": "/nowhere"}, folder, None)
+    ranks.start(Life(0, LATER, 23001))
+    assert [ranks.rank(local_rank) for local_rank in (0, 1)] == [2, 3]
+    ranks.end()
+    assert {tail._header for tail in folder._tails} == {b"[2/0]", b"[3/1]"}
+    assert {failure.rank for failure in ranks.failures} <= {2, 3}
