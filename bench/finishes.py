@@ -197,8 +197,8 @@ def import_all(preload: str) -> None:
     """What a fork server would."""
     for name in (preload or "torch,torch._dynamo").split(","):
         __import__(name)
-    import ddpjob.agent.agent
-    import ddpjob.agent.options  # noqa: F401
+    import ddpjob.agent.options
+    import ddpjob.agent.run  # noqa: F401
 
     gc.collect()
     gc.freeze()

@@ -6,7 +6,8 @@ It starts the ranks of its node with torchrun's environment, forked from a proce
 a rank fails, all ranks of the job start again on a new port, led by node 0's agent, without a new pod.
 
     options.py         torchrun's options                 environment.py  what a rank is started with
-    agent.py           the loop: signals, sockets, time   wire.py         the line between agents
+    run.py             puts an agent together             wire.py         the line between agents
+    agent.py           the loop: signals, sockets, time   logs.py         files, tee, filters
     leader.py          node 0's side of the line          follower.py     the side of the others
     node.py            the ranks of this node              processes.py    fork, exec, signals, the tree
     forkserver.py      the process with torch in it       preload.py      the agent's end of it
@@ -32,7 +33,7 @@ def main() -> None:
     from ddpjob.agent import own_children
 
     own_children.stand_apart()  # before much is imported: the process that stays behind needs none of it
-    from ddpjob.agent.agent import run
+    from ddpjob.agent.run import run
 
     code = run(options, os.environ)
     for stream in (sys.stdout, sys.stderr):

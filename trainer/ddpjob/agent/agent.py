@@ -12,51 +12,67 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ddpjob.agent import environment, processes
+from ddpjob.agent import processes
 from ddpjob.agent.core.leader_state import End
 from ddpjob.agent.environment import Life
 from ddpjob.agent.logs import TAIL_SECONDS, Folder
 from ddpjob.agent.node import LocalRanks, say
 from ddpjob.agent.options import Options
 from ddpjob.agent.preload import ForkServer
-from ddpjob.agent.watch_ranks import Watching
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob.core.failures import Failure
 
 if TYPE_CHECKING:
-    from ddpjob.agent.follower import Follower
-    from ddpjob.agent.leader import Leader
+    from ddpjob.agent.core.stall_monitor import Word
+    from ddpjob.agent.core.stall_rules import Position
+    from ddpjob.agent.heartbeats import Beats
 
 INTERRUPTED = (signal.SIGINT,)
-USAGE = 2  # as argparse ends
 WAIT_SECONDS_MAX = 3600.0  # poll takes no more than 24 days
 
 
-def run(options: Options, environ: Mapping[str, str]) -> int:
-    """Do all that the options ask; the exit code."""
-    processes.become_subreaper()
-    processes.close_to_children()
-    prepared = environment.prepare(options, environ)
-    try:
-        folder = Folder(options)
-    except OSError as error:
-        say(f"no folder for the ranks' files: {error.filename}: {error.strerror}. Name one: --log-dir, or TMPDIR.")
-        return USAGE
-    agent = Agent(options, prepared, folder)
-    try:
-        return agent.run()
-    finally:
-        agent.node.end()
-        folder.remove()
+class Group(Protocol):
+    """The agent's part in the group: it leads, or follows the leader."""
+
+    @property
+    def deadline(self) -> float | None:
+        """When `turn` has something to do."""
+
+    def begin(self, now: float, /) -> None: ...
+    def turn(self, now: float, /) -> None: ...
+    def failed(self, failures: list[Failure], now: float, /) -> None: ...
+    def stopped(self, failures: list[Failure], now: float, /) -> None: ...
+    def finished(self, now: float, /) -> None: ...
+    def told(self, now: float, /) -> None: ...
+    def abandon(self) -> None: ...
+    def stood(self, word: Word, now: float, /) -> None: ...
+    def answered(self, word: Word, positions: Sequence[Position], now: float, /) -> None: ...
+
+
+class Watchdog(Protocol):
+    """Finds out whether the ranks of this node are stalled."""
+
+    @property
+    def deadline(self) -> float | None:
+        """When `turn` has something to do."""
+
+    def begin(self, beats: Beats, /) -> None: ...
+    def turn(self, now: float, /) -> None: ...
+    def ask(self, now: float, /) -> None: ...
+    def others_have_ended(self) -> None: ...
+    def end(self) -> None: ...
 
 
 class Agent:
     """One node of a job."""
 
-    def __init__(self, options: Options, environ: Mapping[str, str], folder: Folder) -> None:
+    group: Group
+    watching: Watchdog
+
+    def __init__(self, options: Options, environ: Mapping[str, str], folder: Folder, server: ForkServer | None) -> None:
         self.options, self.environ, self.folder = options, environ, folder
         self.code: int | None = None
         self.told = 0  # the signal that asked this agent to end
@@ -64,14 +80,12 @@ class Agent:
         self._signals = processes.listen_to_signals(self._numbers)
         self._poller = select.poll()
         self._callbacks: dict[int, Callable[[], None]] = {}
-        self._server = _fork_server(options, environ)
-        self.node = LocalRanks(options, environ, folder, self._server)
-        self.watching = Watching(self)
+        self._server = server
+        self.node = LocalRanks(options, environ, folder, server)
         self.members = options.members  # of the last generation
         self._failure_reported = False
         self.settled = True  # whether nothing of the last generation is left here
         self._has_backlog = False  # whether ranks have written more than a turn copies
-        self.group: Leader | Follower = _group(self)
 
     # ---- the loop ------------------------------------------------------------------------------------------
 
@@ -237,29 +251,6 @@ class Agent:
         if failure is None or failure.rank is None:
             return False
         return self.members.place_of_rank(failure.rank, self.options.nproc) == self.options.place
-
-
-def _group(agent: Agent) -> Leader | Follower:
-    if agent.options.place == agent.options.members.leader:
-        from ddpjob.agent.leader import Leader
-
-        return Leader(agent)
-    from ddpjob.agent.follower import Follower
-
-    return Follower(agent)
-
-
-def _fork_server(options: Options, environ: Mapping[str, str]) -> ForkServer | None:
-    """Where there is something to import, and a script that can be run in it."""
-    if not options.preload or options.kind == "program":
-        return None
-    if options.kind == "script" and not os.path.isfile(options.script):  # a folder, a zip, a mistake
-        return None
-    try:
-        return ForkServer(options, environ)
-    except OSError as error:
-        say(f"no fork server: {error}; every rank is a new process")
-        return None
 
 
 def leave_message(path: str | None, message: dict[str, Any]) -> None:

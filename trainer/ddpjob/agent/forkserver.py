@@ -116,18 +116,9 @@ def unsafe() -> str:
 
 def openblas_threads() -> int:
     """The threads of OpenBLAS, which ends them before a fork and starts them after it by itself."""
+    from ddpjob.agent.late_environment import of_openblas
+
     return sum(max(0, int(size()) - 1) for size in of_openblas("get"))
-
-
-def of_openblas(verb: str) -> Iterator[Any]:
-    """openblas_get_num_threads, or set, of each OpenBLAS library that is loaded."""
-    with open("/proc/self/maps") as maps:
-        paths = {line.split(None, 5)[5].strip() for line in maps if "openblas" in line}
-    names = [f"{p}openblas_{verb}_num_threads{s}" for p in ("scipy_", "") for s in ("64_", "")]
-    for path in paths:
-        with contextlib.suppress(OSError, StopIteration):
-            library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-            yield next(getattr(library, name) for name in names if hasattr(library, name))
 
 
 def thread_name(task: str) -> str:

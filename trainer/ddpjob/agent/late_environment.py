@@ -9,9 +9,10 @@ temporary folder); for the others one line on stderr names the variables that ha
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -102,10 +103,19 @@ def _set_threads() -> None:
 
 
 def _set_threads_of_numpy() -> None:
-    from ddpjob.agent.forkserver import of_openblas
-
     for setter in of_openblas("set"):
         setter(_threads("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"))
+
+
+def of_openblas(verb: str) -> Iterator[Any]:
+    """openblas_get_num_threads, or set, of each OpenBLAS library that is loaded."""
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(None, 5)[5].strip() for line in maps if "openblas" in line}
+    names = [f"{p}openblas_{verb}_num_threads{s}" for p in ("scipy_", "") for s in ("64_", "")]
+    for path in paths:
+        with contextlib.suppress(OSError, StopIteration):
+            library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            yield next(getattr(library, name) for name in names if hasattr(library, name))
 
 
 def _forget_temporary_folder() -> None:

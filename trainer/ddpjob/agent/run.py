@@ -1,0 +1,58 @@
+"""Puts an agent together from its parts, and runs it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from ddpjob.agent import environment, processes
+from ddpjob.agent.agent import Agent, Group
+from ddpjob.agent.logs import Folder
+from ddpjob.agent.node import say
+from ddpjob.agent.options import Options
+from ddpjob.agent.preload import ForkServer
+from ddpjob.agent.watch_ranks import Watching
+
+USAGE = 2  # as argparse ends
+
+
+def run(options: Options, environ: Mapping[str, str]) -> int:
+    """Do all that the options ask; the exit code."""
+    processes.become_subreaper()
+    processes.close_to_children()
+    prepared = environment.prepare(options, environ)
+    try:
+        folder = Folder(options)
+    except OSError as error:
+        say(f"no folder for the ranks' files: {error.filename}: {error.strerror}. Name one: --log-dir, or TMPDIR.")
+        return USAGE
+    agent = Agent(options, prepared, folder, _fork_server(options, prepared))
+    agent.watching, agent.group = Watching(agent), _group(agent)
+    try:
+        return agent.run()
+    finally:
+        agent.node.end()
+        folder.remove()
+
+
+def _group(agent: Agent) -> Group:
+    if agent.options.place == agent.options.members.leader:
+        from ddpjob.agent.leader import Leader
+
+        return Leader(agent)
+    from ddpjob.agent.follower import Follower
+
+    return Follower(agent)
+
+
+def _fork_server(options: Options, environ: Mapping[str, str]) -> ForkServer | None:
+    """Where there is something to import, and a script that can be run in it."""
+    if not options.preload or options.kind == "program":
+        return None
+    if options.kind == "script" and not os.path.isfile(options.script):  # a folder, a zip, a mistake
+        return None
+    try:
+        return ForkServer(options, environ)
+    except OSError as error:
+        say(f"no fork server: {error}; every rank is a new process")
+        return None
