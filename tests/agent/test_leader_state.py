@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from leads import failure, start, taken
 
-from ddpjob.agent.core.leader_state import End, Lead, Leave, Start, Stop
+from ddpjob.agent.core.leader_state import End, LeaderState, Leave, Start, Stop
 from ddpjob.core import budget
 from ddpjob.core.budget import Budget, Grant, History, Known, Spent
 from ddpjob.core.failure_policy import PolicyRule
@@ -20,11 +20,11 @@ JOIN_SECONDS = 600.0
 T0 = 7.25  # odd, so that a real clock would show
 
 
-def lead(nodes: int, restarts: int = 3, **more: Any) -> Lead:
-    return Lead(Members(range(nodes)), Budget(restarts, restarts, restarts, restarts), JOIN_SECONDS, T0, **more)
+def lead(nodes: int, restarts: int = 3, **more: Any) -> LeaderState:
+    return LeaderState(Members(range(nodes)), Budget(restarts, restarts, restarts, restarts), JOIN_SECONDS, T0, **more)
 
 
-def running(nodes: int, restarts: int = 3, **more: Any) -> Lead:
+def running(nodes: int, restarts: int = 3, **more: Any) -> LeaderState:
     found = lead(nodes, restarts, **more)
     for node in range(nodes):
         found.joined(node, T0)
@@ -32,7 +32,7 @@ def running(nodes: int, restarts: int = 3, **more: Any) -> Lead:
     return found
 
 
-def stop(found: Lead, failures: list[Failure], at: float = T0) -> None:
+def stop(found: LeaderState, failures: list[Failure], at: float = T0) -> None:
     """All nodes say that their ranks are gone."""
     (order,) = taken(found)
     assert isinstance(order, Stop)
@@ -40,7 +40,7 @@ def stop(found: Lead, failures: list[Failure], at: float = T0) -> None:
         found.stopped(node, failures if node == 0 else [], at)
 
 
-def fails(found: Lead, at: float, then: Start | type[End]) -> None:
+def fails(found: LeaderState, at: float, then: Start | type[End]) -> None:
     """A rank does, after a long time."""
     found.failed(0, [failure(code=9)], at)
     stop(found, [failure(code=9)], at)
@@ -49,7 +49,7 @@ def fails(found: Lead, at: float, then: Start | type[End]) -> None:
     assert order == then or type(order) is then
 
 
-def fail_twice(found: Lead) -> None:
+def fail_twice(found: LeaderState) -> None:
     """It waits a second then."""
     for _ in range(2):
         found.failed(0, [failure()], T0)
@@ -329,7 +329,7 @@ def test_complaints_about_lost_peers_alone_are_free_once_and_not_for_ever() -> N
 
 
 def test_the_operator_says_whether_complaints_were_free_already() -> None:
-    found = Lead(Members(range(1)), Budget(9, 9, 9, 9, History(peers_lost=1)), JOIN_SECONDS, T0)
+    found = LeaderState(Members(range(1)), Budget(9, 9, 9, 9, History(peers_lost=1)), JOIN_SECONDS, T0)
     found.joined(0, T0)
     taken(found)
     found.failed(0, [failure(symptom=True)], T0)
@@ -388,11 +388,11 @@ def test_a_new_leader_goes_on_from_the_generation_that_the_others_have_seen() ->
 # ---- with an operator, which replaces lost pods --------------------------------------------------------------
 
 
-def with_operator(nodes: int, restarts: int = 3) -> Lead:
+def with_operator(nodes: int, restarts: int = 3) -> LeaderState:
     return running(nodes, restarts, has_operator=True)
 
 
-def lose(found: Lead, *lost: int, at: float = T0) -> None:
+def lose(found: LeaderState, *lost: int, at: float = T0) -> None:
     """These nodes are gone, and all others stop."""
     for node in lost:
         found.lost(node, at)
@@ -402,7 +402,7 @@ def lose(found: Lead, *lost: int, at: float = T0) -> None:
         found.stopped(node, [], at)
 
 
-def told(found: Lead, node: int, at: float = T0) -> None:
+def told(found: LeaderState, node: int, at: float = T0) -> None:
     """A node is told to end, its ranks do, and all others stop with it; its agent leaves."""
     found.told(node, at)
     found.failed(node, [failure(node, 143)], at)
@@ -665,7 +665,9 @@ def test_the_users_failure_policy_decides_by_the_exit_code(code: int, order: typ
 
 def test_restarts_in_a_row_go_on_from_where_the_operators_stand() -> None:
     """Else each new pod would begin again without a back-off."""
-    found = Lead(Members(range(1)), Budget(9, 9, 9, 9, History(in_a_row=4, charged_in_a_row=2)), JOIN_SECONDS, T0)
+    found = LeaderState(
+        Members(range(1)), Budget(9, 9, 9, 9, History(in_a_row=4, charged_in_a_row=2)), JOIN_SECONDS, T0
+    )
     found.joined(0, T0)
     taken(found)
     assert (found.counts["inARow"], found.counts["chargedInARow"], found.restarts) == (4, 2, 0)
@@ -690,8 +692,8 @@ def test_the_last_five_failures_are_kept_with_their_class_and_budget() -> None:
 # ---- members that are not all places, in order ---------------------------------------------------------------
 
 
-def led(*places: int, restarts: int = 3, **more: Any) -> Lead:
-    found = Lead(Members(places), Budget(restarts, restarts, restarts, restarts), JOIN_SECONDS, T0, **more)
+def led(*places: int, restarts: int = 3, **more: Any) -> LeaderState:
+    found = LeaderState(Members(places), Budget(restarts, restarts, restarts, restarts), JOIN_SECONDS, T0, **more)
     for place in sorted(places):
         assert taken(found) == []
         found.joined(place, T0)
@@ -699,7 +701,7 @@ def led(*places: int, restarts: int = 3, **more: Any) -> Lead:
 
 
 def test_a_generation_starts_when_its_members_are_here_and_not_when_as_many_others_are() -> None:
-    found = Lead(Members((0, 2)), Budget(3, 3, 3, 3), JOIN_SECONDS, T0)
+    found = LeaderState(Members((0, 2)), Budget(3, 3, 3, 3), JOIN_SECONDS, T0)
     found.joined(0, T0)
     found.tick(T0 + JOIN_SECONDS)
     (order,) = taken(found)

@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 from leads import failure
 
-from ddpjob.agent.core.leader_state import End, Lead, Leave, Over, Start, Stop
+from ddpjob.agent.core.leader_state import End, LeaderState, Leave, Over, Start, Stop
 from ddpjob.core.budget import Budget
 from ddpjob.core.members import Members
 
@@ -36,7 +36,7 @@ class World:
         self.now = 7.25
         self.pods: dict[int, Pod] = {}
         self.next_replacement = [0] * NODES
-        self.lead: Lead | None = None
+        self.lead: LeaderState | None = None
         self.succeeded = False
         self.story: list[str] = []
 
@@ -57,7 +57,7 @@ class World:
         self.pods[node] = Pod(self.next_replacement[node])
         self.next_replacement[node] += 1
         if node == 0:
-            self.lead = Lead(Members(range(NODES)), PLENTY, JOIN_SECONDS, self.now, has_operator=True)
+            self.lead = LeaderState(Members(range(NODES)), PLENTY, JOIN_SECONDS, self.now, has_operator=True)
             for other in sorted(self.pods):
                 self.join(other)
         elif self.lead is not None:

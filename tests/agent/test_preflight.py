@@ -10,7 +10,7 @@ import pytest
 from agents import Launcher, finish, forget_torchs_own
 from leads import failure, start, taken
 
-from ddpjob.agent.core.leader_state import PREFLIGHT_SECONDS, Lead, Stop
+from ddpjob.agent.core.leader_state import PREFLIGHT_SECONDS, LeaderState, Stop
 from ddpjob.core.budget import Budget
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob.core.members import Members
@@ -37,8 +37,8 @@ assert os.environ["CHECK"] == "well"
 """
 
 
-def checking(nodes: int = 2, **more: Any) -> Lead:
-    found = Lead(Members(range(nodes)), Budget(3, 3, 3, 3), JOIN_SECONDS, T0, preflight=True, **more)
+def checking(nodes: int = 2, **more: Any) -> LeaderState:
+    found = LeaderState(Members(range(nodes)), Budget(3, 3, 3, 3), JOIN_SECONDS, T0, preflight=True, **more)
     for node in range(nodes):
         found.joined(node, T0)
     assert taken(found) == [start(found, -1, preflight=True)], "no generation is spent on it"
@@ -98,7 +98,7 @@ def test_a_node_that_is_lost_meanwhile_is_waited_for_and_all_measure_again() -> 
 
 
 def test_a_new_pod_that_was_asked_to_makes_all_measure() -> None:
-    found = Lead(Members(range(2)), Budget(3, 3, 3, 3), JOIN_SECONDS, T0)
+    found = LeaderState(Members(range(2)), Budget(3, 3, 3, 3), JOIN_SECONDS, T0)
     found.joined(0, T0)
     found.joined(1, T0, generation=4, preflight=True)
     assert taken(found) == [start(found, 4, preflight=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from leads import failure, start, taken
 
-from ddpjob.agent.core.leader_state import ANSWER_SECONDS, Ask, End, Lead, Over, Stop
+from ddpjob.agent.core.leader_state import ANSWER_SECONDS, Ask, End, LeaderState, Over, Stop
 from ddpjob.agent.core.stall_monitor import BY_STEPS, Word
 from ddpjob.agent.core.stall_rules import Position
 from ddpjob.core.budget import Budget
@@ -16,15 +16,15 @@ T0 = 7.25
 STANDS, GETS_ON = Word(BY_STEPS, True, 300.0, "train"), Word(BY_STEPS, False, 2.0, "train")
 
 
-def running(nodes: int, stalls: int = 10, application: int = 9) -> Lead:
-    found = Lead(Members(range(nodes)), Budget(application, 9, stalls, 99), 600.0, T0)
+def running(nodes: int, stalls: int = 10, application: int = 9) -> LeaderState:
+    found = LeaderState(Members(range(nodes)), Budget(application, 9, stalls, 99), 600.0, T0)
     for node in range(nodes):
         found.joined(node, T0)
     assert taken(found) == [start(found, 0)]
     return found
 
 
-def stand(found: Lead, at: float) -> None:
+def stand(found: LeaderState, at: float) -> None:
     """All nodes say that they stand, and where."""
     found.stood(1, GETS_ON, T0)
     found.stood(0, STANDS, at)
@@ -34,7 +34,7 @@ def stand(found: Lead, at: float) -> None:
     found.answered(1, STANDS, [Position(1, 41, where="train.py:41 in load_batch")], at + 1)
 
 
-def end(found: Lead, at: float, failures: list[Failure] | None = None) -> None:
+def end(found: LeaderState, at: float, failures: list[Failure] | None = None) -> None:
     """The ranks of all nodes are gone."""
     orders = taken(found)
     assert any(isinstance(order, Stop) for order in orders)

@@ -43,7 +43,7 @@ class Pod(NamedTuple):
 
 
 class Agent:
-    """Node 0's, as `Lead` uses the budget."""
+    """Node 0's, as `LeaderState` uses the budget."""
 
     def __init__(self, turn: Turn, pod: Pod, max_restarts: int | None) -> None:
         self.turn, self.pod = turn, pod

@@ -1,7 +1,7 @@
 """A model of `ddprun` in the pods: an agent over the rank of each node, that leads the others on node 0.
 
-What node 0's agent decides is the real `leader_state.Lead`, with the budgets of its pod's environment, and what it
-says are the real words: its posts and its termination message. Modelled is what surrounds it: ranks, connections, time.
+What node 0's agent decides is the real `LeaderState`, with the budgets of its pod's environment, and its reports are
+the real ones: its posts and its termination message. The model has what surrounds it: ranks, connections, time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from model_training import HANGS, REPORT_SECONDS, SAVE_SECONDS, SYMPTOM, Failure
 
 from ddpjob.agent import leader as leading
 from ddpjob.agent import options, posting
-from ddpjob.agent.core.leader_state import End, Lead, Leave, Over, Start, Stop
+from ddpjob.agent.core.leader_state import End, LeaderState, Leave, Over, Start, Stop
 from ddpjob.core.budget import Budget, Grant
 from ddpjob.core.failure_policy import PolicyRule
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
@@ -73,7 +73,7 @@ class Agent:
     policy: tuple[PolicyRule, ...]
     grant: Grant | None
     """What the operator has told its pod."""
-    lead: Lead | None = None
+    lead: LeaderState | None = None
     """Of node 0's."""
     links: dict[int, Link] = field(default_factory=dict)
     """By node."""
@@ -212,7 +212,7 @@ class Agents:
         now = agent.alone_since = self._loop.time()
         if agent.node:
             return self._look(agent)
-        agent.lead = Lead(
+        agent.lead = LeaderState(
             Members(range(agent.process.nodes)),
             agent.budget,
             options.JOIN_SECONDS,
@@ -546,7 +546,7 @@ class Agents:
 
     # ---------------------------------------------------------------- connections
 
-    def _say(self, agent: Agent, what: Callable[[Lead, float], None], *, of_now: bool = True) -> None:
+    def _say(self, agent: Agent, what: Callable[[LeaderState, float], None], *, of_now: bool = True) -> None:
         """To the leader, which may be itself. of_now: it is of no interest in a later generation."""
         if agent.lead is not None:
             what(agent.lead, self._loop.time())

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpjob.agent.core.leader_state import Lead, Over, Start
+from ddpjob.agent.core.leader_state import LeaderState, Over, Start
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE, Failure
 
 
-def taken(found: Lead) -> list[Any]:
+def taken(found: LeaderState) -> list[Any]:
     """The orders that it has given since this was asked last; not that the watchdogs are told who has ended."""
     orders, found.orders[:] = [order for order in found.orders if not isinstance(order, Over)], []
     return orders
 
 
-def start(found: Lead, generation: int, *, preflight: bool = False) -> Start:
+def start(found: LeaderState, generation: int, *, preflight: bool = False) -> Start:
     """The order to start this generation of all its members."""
     return Start(generation, found.members, preflight)
 

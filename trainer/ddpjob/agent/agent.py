@@ -1,6 +1,6 @@
 """The agent: one loop over signals, sockets and time. It decides nothing that `core/` decides, and never blocks.
 
-Node 0's agent leads: it has the `Lead`, and the others follow it over one connection each. An agent that loses its
+The leader's agent has the `LeaderState`, and the others follow it over one connection each. An agent that loses its
 leader, and a leader that loses an agent, ends its ranks at once: without each other they cannot go on, and a connection
 that comes back brings an agent that runs nothing.
 """

@@ -1,4 +1,4 @@
-"""Node 0's side of the group: passes the events of all nodes to `Lead`, and its orders to all nodes."""
+"""Node 0's side of the group: passes the events of all nodes to `LeaderState`, and its orders to all nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddpjob.agent import ports
-from ddpjob.agent.core.leader_state import Ask, End, Ended, Lead, Leave, Over, Start, Stop
+from ddpjob.agent.core.leader_state import Ask, End, Ended, LeaderState, Leave, Over, Start, Stop
 from ddpjob.agent.core.stall_rules import Position
 from ddpjob.agent.environment import Life
 from ddpjob.agent.node import say
@@ -31,12 +31,12 @@ DRAIN_SECONDS = 2.0
 
 
 class Leader:
-    """The connections to all other nodes, and the decisions of `Lead`."""
+    """The connections to all other nodes, and the decisions of `LeaderState`."""
 
     def __init__(self, agent: Agent) -> None:
         options = agent.options
         self._agent, self._options = agent, options
-        self._lead = Lead(
+        self._lead = LeaderState(
             options.members,
             options.budget,
             options.join_seconds,

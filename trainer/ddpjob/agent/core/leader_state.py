@@ -85,7 +85,7 @@ PREFLIGHT_SECONDS = 120.0  # it takes some, and as long as its imports
 Order = Start | Stop | Ask | Over | End | Leave
 
 
-class Lead:
+class LeaderState:
     """The state of one job, as its leader knows it."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""When the group stands still, and which rank holds it: node 0's part of the watchdog. Pure; `Lead` has one.
+"""When the group stands still, and which rank holds it: node 0's part of the watchdog. Pure; `LeaderState` has one.
 
 A group stands still when every node whose ranks count says so. Then all ranks are asked where they are, and the one
 that is furthest behind is named: by the collective that it began last, because the others wait in the next one for it;
