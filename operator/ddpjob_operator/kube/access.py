@@ -41,14 +41,6 @@ RIGHTS = (
     Right("", "events", ("create",), "what kubectl describe shows"),
     Right("", "nodes", ("list", "watch"), "to see which are lost", cluster_wide=True),
 )
-# In the operator's own namespace alone, get and update for its one Lease. Not asked for at the start: the task that
-# keeps the Lease logs what is missing.
-LEASE_RIGHT = Right("coordination.k8s.io", "leases", ("get", "create", "update"), "which of several operators acts")
-
-# In each watched namespace, or in one of them all, for one name; list, where all namespaces are watched, for the other.
-CLAIM_RIGHT = Right(
-    "coordination.k8s.io", "leases", ("get", "create", "update", "list"), "which of several releases acts"
-)
 
 
 async def wait_for_jobs(client: Client, namespaces: Sequence[str], log: logging.Logger) -> None:

@@ -233,7 +233,9 @@ class Client:
         url = info.server.rstrip("/") + path
         data = None if body is None else _dumps(method, path, body)
         headers = self._headers | ({"Content-Type": "application/merge-patch+json"} if method == "PATCH" else {})
-        if _changes_something(method, path) and not self._may_write(path):
+        # Reviews are questions, though they are asked by POST.
+        changes_something = method != "GET" and not path.startswith("/apis/authorization.k8s.io/")
+        if changes_something and not self._may_write(path):
             raise ApiError(NO_ANSWER, "NotLeading", f"{method} {path}: not sent, for another operator may lead by now")
         try:
             async with session.request(method, url, params=params, data=data, headers=headers) as response:
@@ -291,11 +293,6 @@ class Client:
             proxy=info.proxy_url,
             auto_decompress=True,
         )
-
-
-def _changes_something(method: str, path: str) -> bool:
-    """Reviews are questions, though they are asked by POST."""
-    return method != "GET" and not path.startswith("/apis/authorization.k8s.io/")
 
 
 def _endpoint(info: kopf.ConnectionInfo) -> kopf.ConnectionInfo:

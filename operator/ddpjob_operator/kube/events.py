@@ -54,7 +54,8 @@ class Events:
     def send(self, job: api.Metadata, events: tuple[Event, ...], now: dt.datetime) -> None:
         """Never blocks and never fails. The same message about the same job is sent once in REPEAT_SECONDS."""
         for event in events:
-            self._drop_passing(job.uid)
+            for passing in [w for w in self._waiting.get(job.uid, ()) if w.event.reason in PASSING]:
+                self._remove(passing)
             if self._has_room(job) and not self._is_repeated(job, event):
                 wait = PASSING_SECONDS if event.reason in PASSING else 0.0
                 self._waiting.setdefault(job.uid, collections.deque()).append(
@@ -98,10 +99,6 @@ class Events:
             self._remove(ready)
             await self._post(ready)
         return min((max(0.0, w.due - self._clock()) for w in self._waiting.get(uid, ())), default=None)
-
-    def _drop_passing(self, uid: str) -> None:
-        for waiting in [w for w in self._waiting.get(uid, ()) if w.event.reason in PASSING]:
-            self._remove(waiting)
 
     def _is_repeated(self, job: api.Metadata, event: Event) -> bool:
         now, key = self._clock(), (job.uid, event.reason, event.message)

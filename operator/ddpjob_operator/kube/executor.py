@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -180,7 +179,9 @@ class Executor:
 
         What the server refuses for one pod it mostly refuses for all, so the others are not tried.
         """
-        service = [partial(self._create_service, job, state) for a in actions if isinstance(a, CreateService)]
+        service = (
+            [partial(self._create, "Service", build.service(job), job, state)] if CreateService() in actions else []
+        )
         pods = [partial(self._create_pod, job, a, state) for a in actions if isinstance(a, CreatePod)]
         known = state.unfinished
         state.unfinished = False
@@ -227,11 +228,12 @@ class Executor:
                         await call()
                 self.progressed(key)
 
-        await _all(work() for _ in range(min(len(calls), shares.bounds.of_job)))
+        workers = (work() for _ in range(min(len(calls), shares.bounds.of_job)))
+        # All of them to their end, then the first error, so that none goes on unnoticed.
+        for error in await asyncio.gather(*workers, return_exceptions=True):
+            if error is not None:
+                raise error
         return given_up() or next(left, None) is None
-
-    async def _create_service(self, job: api.DDPJob, state: JobState) -> bool:
-        return await self._create("Service", build.service(job), job, state)
 
     async def _create_pod(self, job: api.DDPJob, action: CreatePod, state: JobState) -> bool:
         body = build.pod(
@@ -267,13 +269,4 @@ def is_refusal(error: ApiError) -> bool:
 
     Quota, PodSecurity and admission give 403, a bad field 400 or 422; a webhook that is down gives 500.
     """
-    if error.status in (400, 403, 404, 405, 413, 422):
-        return True
-    return error.status == 500 and "webhook" in error.message
-
-
-async def _all(calls: Iterable[Awaitable[Any]]) -> None:
-    """All of them to their end, then the first error, so that none goes on unnoticed."""
-    for result in await asyncio.gather(*calls, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result
+    return error.status in (400, 403, 404, 405, 413, 422) or (error.status == 500 and "webhook" in error.message)

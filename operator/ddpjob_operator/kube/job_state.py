@@ -89,20 +89,17 @@ class JobState:
     def by_own_clock(self, pods: Sequence[Pod], now: dt.datetime) -> list[Pod]:
         """The pods with the times that show a lost node as we saw them: the API server's clock may be minutes off ours,
         and a healthy node would be given up at once."""
-        seen = {(p.uid, "silent") for p in pods if p.silent_since} | {
-            (p.uid, "stopping") for p in pods if p.deletion_deadline
-        }
+        seen = {(p.uid, "silent") for p in pods if p.silent_since}
+        seen |= {(p.uid, "stopping") for p in pods if p.deletion_deadline}
         seen |= {(p.uid, "done") for p in pods if p.done_beside_sidecars}
         self.first_seen = {key: self.first_seen.get(key, now) for key in seen}
         return [self._by_own_clock(p) for p in pods]
 
     def _by_own_clock(self, pod: Pod) -> Pod:
         stopping = self.first_seen.get((pod.uid, "stopping"))
-        grace = (
-            pod.deletion_deadline - pod.deletion_requested_at
-            if pod.deletion_deadline and pod.deletion_requested_at
-            else dt.timedelta()
-        )
+        grace = dt.timedelta()
+        if pod.deletion_deadline and pod.deletion_requested_at:
+            grace = pod.deletion_deadline - pod.deletion_requested_at
         return replace(
             pod,
             silent_since=self.first_seen.get((pod.uid, "silent")),

@@ -222,32 +222,25 @@ class Leader(Holder):
         self._candidate.held_until = NEVER
         try:
             async with at_most(self._durations.try_seconds):
-                await self._release()
+                raw = await self._read()
+                if raw is not None and read(raw).holder == self._candidate.identity:
+                    await self._write(raw, freed(raw, self._runtime.utc()))
+                    self._runtime.log.info("%s is released", self.what)
         except (ApiError, asyncio.TimeoutError) as error:
-            self._runtime.log.info(
-                "%s was not released, so it runs out: %s", self.what, str(error) or "no answer in time"
-            )
+            why = str(error) or "no answer in time"
+            self._runtime.log.info("%s was not released, so it runs out: %s", self.what, why)
 
     async def close(self) -> None:
         """Close all connections."""
         await self._client.close()
 
-    async def _release(self) -> None:
-        raw = await self._read()
-        if raw is not None and read(raw).holder == self._candidate.identity:
-            await self._write(raw, freed(raw, self._runtime.utc()))
-            self._runtime.log.info("%s is released", self.what)
-
     def _may_take(self, raw: Raw | None) -> bool:
-        self._log_who_leads()
-        return super()._may_take(raw)
-
-    def _log_who_leads(self) -> None:
         leader = self._candidate.leader(self._clock())
         holder = "" if leader is None else leader.holder
         if holder and holder != self._logged_leader:
             self._runtime.log.info("%s is held by %s: this operator stands by", self.what, holder)
         self._logged_leader = holder
+        return super()._may_take(raw)
 
 
 def read(raw: Raw) -> Lease:

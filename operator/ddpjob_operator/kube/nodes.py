@@ -6,16 +6,14 @@ import contextlib
 import dataclasses
 import datetime as dt
 import logging
-from collections.abc import Callable, Mapping, Set
-from typing import Any
+from collections.abc import Callable, Set
 
 from ddpjob_operator.job import bounds
 from ddpjob_operator.job.times import Clock
 from ddpjob_operator.kube import observe
-from ddpjob_operator.kube.store import Place
+from ddpjob_operator.kube.store import Place, Raw
 from ddpjob_operator.observed.cluster import Node
 
-Raw = Mapping[str, Any]
 _LOGGER = logging.getLogger(__name__)
 READY = Node(ready=True)
 # When so many do not report, the control plane does not receive, and their trainers go on. The node controller judges
@@ -137,7 +135,7 @@ class Nodes:
     def _log_disruption(self) -> None:
         if self.disrupted != self._disruption_logged:
             self._disruption_logged = self.disrupted
-            if self._disruption_logged:
+            if self.disrupted:
                 text = "%d of %d nodes are not ready, most of them at once: those do not count as lost"
                 _LOGGER.warning(text, len(self._not_ready), len(self._names))
             else:

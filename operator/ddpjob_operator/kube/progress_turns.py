@@ -29,7 +29,8 @@ class ProgressTurns:
 
     def ask(self, key: Key, written: dt.datetime, now: float) -> float:
         """0: write it now; else the seconds until it is worth to ask again. written: when it was written last."""
-        self._drop_absent(now)
+        while self._line and self._comes_at.get(self._line[0][1], now) + ABSENT_SECONDS < now:
+            self.forget(self._line[0][1])
         entry = (written, key)
         if self._entries.get(key) != entry:
             self.forget(key)
@@ -50,7 +51,3 @@ class ProgressTurns:
         self._comes_at.pop(key, None)
         if entry is not None:
             del self._line[bisect.bisect_left(self._line, entry)]
-
-    def _drop_absent(self, now: float) -> None:
-        while self._line and self._comes_at.get(self._line[0][1], now) + ABSENT_SECONDS < now:
-            self.forget(self._line[0][1])

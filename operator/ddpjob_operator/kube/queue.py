@@ -51,10 +51,8 @@ class Schedule(Generic[K]):
     def pop(self, now: float) -> K | None:
         """The key of the next namespace that has been due longest, which is busy from now on; None: nothing is due."""
         for namespace in list(self._heaps):
-            if self._busy_in[namespace] < self._of_namespace:
-                key = self._pop_of(namespace, now)
-                if key is not None:
-                    return key
+            if self._busy_in[namespace] < self._of_namespace and (key := self._pop_of(namespace, now)) is not None:
+                return key
         return None
 
     def _pop_of(self, namespace: Hashable, now: float) -> K | None:

@@ -75,7 +75,8 @@ class Reconciler:
         complete = await self.executor.execute(job, todo, state)
         if not complete or self.runtime.clock() > ends:
             return 0.0  # the other jobs that are due come first
-        if _only_creates(todo) and not state.refusals and not state.conflicts:
+        only_creates = all(isinstance(action, (CreateService, CreatePod)) for action in todo.actions)
+        if todo.actions and only_creates and not state.refusals and not state.conflicts:
             # The status that was just written describes it, and the new pods' own changes come soon enough.
             return CREATED_SECONDS
         return None
@@ -167,7 +168,8 @@ class Reconciler:
     def _wait_for_turn(self, key: Key, job: api.DDPJob, todo: Plan) -> float:
         """Seconds that a write of progress alone has to wait for those of other jobs."""
         old, new = job.status, todo.status
-        if not todo.actions and new is not None and old.progress is not None and _only_progress(old, new):
+        only_progress = new is not None and apart_from_progress(old) == apart_from_progress(new)
+        if only_progress and not todo.actions and old.progress is not None:
             return self._progress_turns.ask(key, old.progress.updated, self.runtime.clock())
         self._progress_turns.forget(key)
         return 0.0
@@ -177,11 +179,3 @@ class Reconciler:
         if todo.requeue_at is not None:
             times.append(todo.requeue_at)
         return max(0.05, (min(times) - self.runtime.now()).total_seconds()) if times else None
-
-
-def _only_progress(old: api.Status, new: api.Status) -> bool:
-    return apart_from_progress(old) == apart_from_progress(new)
-
-
-def _only_creates(todo: Plan) -> bool:
-    return bool(todo.actions) and all(isinstance(action, (CreateService, CreatePod)) for action in todo.actions)

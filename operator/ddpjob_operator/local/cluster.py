@@ -31,8 +31,6 @@ from ddpjob_operator.pods import build, environment, naming
 
 TERMINATION_MESSAGE_BYTES = 4096
 READ_BYTES = 1 << 18  # four times what a pipe holds: one read empties it
-
-
 CREATING = Container("waiting", reason="ContainerCreating")
 
 
@@ -94,7 +92,7 @@ class LocalCluster:
 
     def observe(self) -> Observed:
         """The present state. A deleted pod whose end has been observed before is removed."""
-        for name in [n for n, p in self.pods.items() if p.seen_ended and p.deletion_requested_at and not p.open]:
+        for name in self.ended_pods():
             del self.pods[name]
         self._observations += 1
         for pod in self.pods.values():
@@ -112,6 +110,10 @@ class LocalCluster:
             trackers={rank: pace for rank, pace in self.trackers.items() if pace.attempt == newest},
             master_addr=rendezvous,
         )
+
+    def ended_pods(self) -> list[str]:
+        """The deleted pods whose end has been observed: the next observation removes them."""
+        return [n for n, p in self.pods.items() if p.seen_ended and p.deletion_requested_at and not p.open]
 
     def execute(self, job: api.DDPJob, actions: tuple[Action, ...]) -> None:
         """Carry out a plan's actions. Raises OSError where the machine refuses a process, a port or a folder."""
@@ -137,10 +139,8 @@ class LocalCluster:
             return
         self.reports[report.rank] = report
         dated = replace(report, attempt=report.attempt or max(self._ports, default=0))
-        pace = stall.update(
-            self.trackers.get(report.rank), dated, report.received_at or dt.datetime.now(dt.timezone.utc)
-        )
-        if pace is not None:
+        now = report.received_at or dt.datetime.now(dt.timezone.utc)
+        if (pace := stall.update(self.trackers.get(report.rank), dated, now)) is not None:
             self.trackers[report.rank] = pace
         for pod in self.pods.values():
             if pod.place == place:
@@ -219,9 +219,8 @@ class LocalCluster:
         return ports.number(self._ports[attempt])
 
     def _view(self, pod: LocalPod) -> Pod:
-        ended = pod.trainer.state == "ended"
         phase = "Running" if pod.trainer.state == "running" else "Pending"
-        if ended:
+        if pod.trainer.state == "ended":
             phase = "Succeeded" if pod.trainer.exit_code == 0 else "Failed"
         return Pod(
             name=pod.name,

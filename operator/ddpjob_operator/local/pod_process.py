@@ -201,11 +201,10 @@ def _unsupported_variables(trainer: Mapping[str, Any], at: FieldPath) -> Iterato
             continue
         kind = next(iter(source), "")
         optional = isinstance(source.get(kind), Mapping) and source[kind].get("optional")
-        if kind == "fieldRef" or optional:
-            continue
-        name = entry.get("name")
-        text = f"{name} comes from a {kind}, which does not exist locally. Set it with --env {name}=…"
-        yield Problem((*at, "env", i), text)
+        if kind != "fieldRef" and not optional:
+            name = entry.get("name")
+            text = f"{name} comes from a {kind}, which does not exist locally. Set it with --env {name}=…"
+            yield Problem((*at, "env", i), text)
 
 
 def _unsupported_volumes(spec: Body, base: FieldPath) -> Iterator[Problem]:

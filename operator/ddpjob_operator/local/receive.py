@@ -30,8 +30,6 @@ CONNECTIONS_MAX = 32  # rank 0 alone reports; the others are another user's, or 
 DISCARD_BYTES_MAX = 1 << 20  # of a refused body, because closing on unread data resets the connection with the answer
 CHECK_SECONDS = 0.5  # between two checks of the time limits
 
-OnReport = Callable[[bytes], "str | None"]
-
 
 class LocalReceiver(ThreadingHTTPServer):
     """Listens on a free port of 127.0.0.1; serves from `start` to `stop`.
@@ -43,7 +41,7 @@ class LocalReceiver(ThreadingHTTPServer):
     daemon_threads = False  # so that stop() waits for them: the runner takes no report after it
     request_queue_size = 128
 
-    def __init__(self, on_report: OnReport, token_file: Path) -> None:
+    def __init__(self, on_report: Callable[[bytes], str | None], token_file: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}{PATH}"
         self.on_report = on_report

@@ -87,9 +87,8 @@ def assign_slots(
     notes = []
     requested = podspec.gpus(job.spec.template)
     if options.cpu and requested:
-        notes.append(
-            f"--cpu: {requested} GPUs on each node are not used; {topology.world_size(job.spec)} ranks train with gloo"
-        )
+        ranks = topology.world_size(job.spec)
+        notes.append(f"--cpu: {requested} GPUs on each node are not used; {ranks} ranks train with gloo")
     if options.cpu:
         job = on_cpu(job)
         requested = 0
@@ -130,16 +129,12 @@ def check(document: Document, job: api.DDPJob, slots: Sequence[pod_process.Slot]
     # The template as the user wrote it, because what the builder adds is no mistake of the user.
     template = {**pods[0], "spec": job.spec.template["spec"]}
     refused = list(pod_process.problems(template))
-    notes = []
     if refused and not options.allow_unsupported:
         raise document.error(refused)
-    if refused:
-        notes = [f"ignored: {dotted(problem.path)}: {problem.message.partition('. ')[0]}" for problem in refused]
-    cannot_start = list(pod_process.start_problems(pods[0], slots[0]))
-    if cannot_start:
+    notes = [f"ignored: {dotted(problem.path)}: {problem.message.partition('. ')[0]}" for problem in refused]
+    if cannot_start := list(pod_process.start_problems(pods[0], slots[0])):
         raise document.error(cannot_start)
-    ignored = [name for name in pod_process.ignored(template) if name not in ("image", "resources")]
-    if ignored:
+    if ignored := [name for name in pod_process.ignored(template) if name not in ("image", "resources")]:
         notes.append(f"without effect on local processes: {', '.join(ignored)}")
     return notes
 
@@ -211,7 +206,7 @@ class Runner:
             self.cluster.execute(self.job, todo.actions)
             for event in todo.events if self.job.status.state not in TERMINAL else ():
                 self.screen.event(event)  # the summary says how it ended
-            if todo.status is None and not todo.actions and not _has_more(self.cluster):
+            if todo.status is None and not todo.actions and not self.cluster.ended_pods():
                 return None if todo.requeue_at is None else max(0.0, (todo.requeue_at - now).total_seconds())
 
     def _wait(self, seconds: float | None) -> None:
@@ -227,8 +222,7 @@ class Runner:
 
     def _is_done(self) -> bool:
         ended = self.job.status.state in (*TERMINAL, *(("Suspended",) if self._stop_reasons else ()))
-        quiet = all(not pod.live and not pod.open for pod in self.cluster.pods.values())
-        return ended and quiet
+        return ended and all(not pod.live and not pod.open for pod in self.cluster.pods.values())
 
     def _record(self, status: api.Status) -> None:
         """Remember the status, and write it for others; a full disk costs the file, never the job."""
@@ -377,11 +371,5 @@ def _run_folder(name: str, options: Options) -> run_folder.RunFolder:
     try:
         return run_folder.RunFolder(name, options.folder)
     except OSError as error:
-        raise InputError(
-            f"{error.filename}: {error.strerror}: cannot hold the logs; choose a folder with --logs"
-        ) from None
-
-
-def _has_more(cluster: LocalCluster) -> bool:
-    """Whether a deleted pod has just been observed to end: the next observation removes it."""
-    return any(pod.seen_ended and pod.deletion_requested_at and not pod.open for pod in cluster.pods.values())
+        text = f"{error.filename}: {error.strerror}: cannot hold the logs; choose a folder with --logs"
+        raise InputError(text) from None

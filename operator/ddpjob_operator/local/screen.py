@@ -60,10 +60,9 @@ class PlainScreen:
 
     def event(self, event: Event) -> None:
         """Show a change of state, except for steps that take no time locally."""
-        if event.reason in _QUIET:
-            return
-        mark = "! " if event.type == "Warning" else ""
-        self.note(f"{mark}{event.reason}: {event.message}")
+        if event.reason not in _QUIET:
+            mark = "! " if event.type == "Warning" else ""
+            self.note(f"{mark}{event.reason}: {event.message}")
 
     def draw(self, status: api.Status, pods: Sequence[LocalPod]) -> None:
         """Show the present state, if it is due."""
@@ -110,8 +109,7 @@ class LiveScreen(PlainScreen):
         prefix = prefix_of(self.job, pod)
         room = LINES_A_DRAWING - len(self._pending)
         self._pending += [prefix + line for line in lines[: max(0, room)]]
-        hidden = max(0, len(lines) - max(0, room))
-        if hidden:
+        if hidden := max(0, len(lines) - max(0, room)):
             self._hidden, self._last = self._hidden + hidden, str(pod.log.path)
 
     def draw(self, status: api.Status, pods: Sequence[LocalPod]) -> None:
@@ -214,9 +212,8 @@ def table(job: api.DDPJob, status: api.Status, pods: Sequence[LocalPod], width: 
     from rich.table import Table
     from rich.text import Text
 
-    style = {"Running": "green", "Failing": "red", "Failed": "red", "Succeeded": "green"}.get(
-        status.state or "", "yellow"
-    )
+    styles = {"Running": "green", "Failing": "red", "Failed": "red", "Succeeded": "green"}
+    style = styles.get(status.state or "", "yellow")
     head = Text(no_wrap=True, overflow="ellipsis")
     head.append(f"{status.state or 'Pending'}", style=f"bold {style}")
     head.append("  " + ("  ".join(step_parts(status)) or status.message))

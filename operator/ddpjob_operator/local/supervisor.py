@@ -110,11 +110,10 @@ class Supervisor:
         assert not self.main_pid, "one order for each supervisor"
         self.grace_seconds = order["grace_seconds"]
         self.main_pid, failure = start_trainer(order)
-        if failure is None:
-            self.report({"started": {"pid": self.main_pid, "time": time.time()}})
-            return
-        self.report({"failed": failure})
-        sys.exit(0)
+        if failure is not None:
+            self.report({"failed": failure})
+            sys.exit(0)
+        self.report({"started": {"pid": self.main_pid, "time": time.time()}})
 
     def stop(self, grace_seconds: float) -> None:
         """Ask the trainer's first process to end, as the kubelet asks PID 1; a later call can only shorten its time."""

@@ -99,8 +99,9 @@ class StallFinding:
     def _suspected(self) -> str:
         fix = "Declare long pauses with ddpjob.pause(), or set" if self.phase == "train" else "The limit is"
         return (
-            f" since {_time(self.since)} ({self._where()}), longer than the {duration(self.limit.expected)} expected; "
-            f"if that lasts until {_time(self.until)}, the group restarts. {fix} spec.stall.timeoutSeconds"
+            f" since {self.since:%Y-%m-%dT%H:%M:%SZ} ({self._where()}), "
+            f"longer than the {duration(self.limit.expected)} expected; "
+            f"if that lasts until {self.until:%Y-%m-%dT%H:%M:%SZ}, the group restarts. {fix} spec.stall.timeoutSeconds"
         )
 
     def _where(self) -> str:
@@ -132,9 +133,8 @@ def update(
     if heard and (tracker.step, tracker.phase) == (report.step, report.phase):
         return dataclasses.replace(tracker, heard_at=now)
     # Ranks that were started again teach nothing: the time before them may have been a hang that the agents ended.
-    learned = (
-        _learn(tracker, report, now) if heard and not is_first and report.step >= tracker.step else tracker.learned
-    )
+    teaches = heard and not is_first and report.step >= tracker.step
+    learned = _learn(tracker, report, now) if teaches else tracker.learned
     return dataclasses.replace(new, attempt=tracker.attempt, measured=heard, learned=learned)
 
 
@@ -178,10 +178,7 @@ def requeue_at(trackers: Mapping[int, StepTracker], stall: api.Stall | None, now
     """When `find` may return something else although no rank reports anything new; None: never."""
     timeout = None if stall is None else stall.timeout_seconds
     ranks = {} if timeout == 0 else _counted(trackers, now)
-    due = [
-        tracker.advanced_at + dt.timedelta(seconds=_next(tracker, limit(tracker, timeout)))
-        for tracker in ranks.values()
-    ]
+    due = [t.advanced_at + dt.timedelta(seconds=_next(t, limit(t, timeout))) for t in ranks.values()]
     if not due:
         return None
     # Past its time a rank waits for the others: for their time, or until they fall silent.
@@ -236,7 +233,3 @@ def _learn(tracker: StepTracker, report: Report, now: dt.datetime) -> Learned:
 
 def _next(tracker: StepTracker, limits: Limit) -> float:
     return limits.expected if tracker.idle_seconds <= limits.expected else limits.allowed
-
-
-def _time(at: dt.datetime) -> str:
-    return f"{at:%Y-%m-%dT%H:%M:%SZ}"

@@ -45,7 +45,9 @@ def with_agent(status: api.Status, view: View) -> api.Status:
     counted, number = (status, 0) if agent is None else _counted(status, agent, view.job, view.now)
     if agent is None or not number:
         return status
-    status = transitions.with_idle(counted, _last_step_time(counted))
+    made = counted.progress
+    last_step_time = made.updated if made is not None and made.attempt == counted.attempt else None
+    status = transitions.with_idle(counted, last_step_time)
     if agent.replacement == naming.replacement(status, leader):
         # Its pod has run: a second pod of this name would count from 0, and be taken for the first.
         status = replace(status, started_nodes=ranges.text(ranges.parse(status.started_nodes) | {leader}))
@@ -81,12 +83,6 @@ def _counted(status: api.Status, agent: Agent, job: api.DDPJob, now: dt.datetime
     )
     known = replace(known, **{name: getattr(known, name) + n for name, n in new._asdict().items()})
     return replace(status, restarts=budgets.restarts(history), in_place=known), new.total
-
-
-def _last_step_time(status: api.Status) -> dt.datetime | None:
-    """When the last new step of the ranks that have ended was reported."""
-    made = status.progress
-    return made.updated if made is not None and made.attempt == status.attempt else None
 
 
 def count(status: api.Status) -> int:

@@ -47,8 +47,7 @@ def decide(view: View, status: api.Status) -> Decision:
         if decision is None:
             continue
         if not decision.begins_attempt:
-            by_time = (next_loss(view), group_restart.next_check(view, status))
-            again_at = earliest(decision.requeue_at, *by_time)
+            again_at = earliest(decision.requeue_at, next_loss(view), group_restart.next_check(view, status))
             return replace(decision, actions=(*garbage(view), *decision.actions), requeue_at=again_at)
         view = in_attempt(view, decision.status)
         status = record(view, decision.status)

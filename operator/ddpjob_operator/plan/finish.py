@@ -34,9 +34,7 @@ _ALWAYS_SHOWN = ("Accepted", "Running")
 _CONDITIONS = (*_ALWAYS_SHOWN, "Suspended", "FailureTarget", "Complete", "Failed")
 _BREAKS_THE_GROUP = "the kubelet's own restarts would break the group"
 # Steps on the way back have no event, because there is one when the job restarts and one when it runs again.
-_ON_THE_WAY = frozenset(
-    r.name for r in (reasons.CREATING_PODS, reasons.STARTING_TRAINERS, reasons.WAITING_FOR_OLD_PODS)
-)
+_ON_THE_WAY = (reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name, reasons.WAITING_FOR_OLD_PODS.name)
 # [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]
 _BUILD_PATH = re.compile(r"\[(?:[\w.-]*/){2,40}[\w.-]+:\d{1,6}\] ?")
 _PICTURES = re.compile(r"(?: ?GLHF!)? ?[\U0001f000-\U0001ffff\u2600-\u27bf\ufe0f\u200d]+")
@@ -184,16 +182,14 @@ def _advisories(job: api.DDPJob) -> Iterator[Event]:
     """What the user set and the job changes, or what may keep the ranks apart; sent once, with the first attempt."""
     policy = job.spec.template["spec"].get("restartPolicy", "Never")
     if policy != "Never":
-        text = f"restartPolicy: {policy} becomes Never: {_BREAKS_THE_GROUP}"
-        yield _event(reasons.RESTART_POLICY_CHANGED, text)
+        yield _event(reasons.RESTART_POLICY_CHANGED, f"restartPolicy: {policy} becomes Never: {_BREAKS_THE_GROUP}")
     for container, field in podspec.restarts_of_the_kubelet(job.spec.template):
         text = f"{field} of container {container.get('name')} is left out: {_BREAKS_THE_GROUP}"
         yield _event(reasons.RESTART_POLICY_CHANGED, text)
     if podspec.grace_seconds(job.spec.template) == 0:
         text = "terminationGracePeriodSeconds: 0 becomes 1: with 0 a pod is forgotten before its processes have ended"
         yield _event(reasons.GRACE_RAISED, text)
-    names = ", ".join(environment.overridden(job))
-    if names:
+    if names := ", ".join(environment.overridden(job)):
         text = f"{names}: your value and not the job's; the ranks meet only if it is right on every node"
         yield _event(reasons.RENDEZVOUS_OVERRIDDEN, text)
     for text in launcher.warnings(job.spec):

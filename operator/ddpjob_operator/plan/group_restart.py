@@ -98,7 +98,8 @@ def _stop(
     grace, SIGKILL), as Failed with the reason DeadlineExceeded, and stays. The API server takes that field also for a
     pod that runs, as long as it becomes less (pkg/apis/core/validation, ValidatePodUpdate).
     """
-    hanging = next((p for p in pods if _hangs(p, first)), None)
+    stalled = first.pod if first.reason == root_cause.STALLED else None
+    hanging = next((p for p in pods if p.name == stalled and p.deletion_requested_at is None), None)
     # The clock may have been set back since it was recorded; times.py keeps that of the state from being ahead.
     until = min(first.time, view.recorded.state_time or first.time) + dt.timedelta(
         seconds=KUBELET_SECONDS + min(podspec.grace_seconds(view.spec.template), GRACE_SECONDS_MAX)
@@ -108,10 +109,6 @@ def _stop(
         return view.stop(pods, restart_grace_seconds(view.spec) if hanging else grace_seconds), None
     others = view.stop([p for p in pods if p is not hanging], grace_seconds)
     return (*others, *(() if hanging.deadline_set else (EndPod(hanging.name, hanging.uid),))), until
-
-
-def _hangs(pod: Pod, first: api.Failure) -> bool:
-    return first.reason == root_cause.STALLED and pod.name == first.pod and pod.deletion_requested_at is None
 
 
 def _next_attempt(view: View, status: api.Status, settled: Settled) -> Decision:
@@ -183,8 +180,8 @@ def next_check(view: View, status: api.Status) -> dt.datetime | None:
     """When time alone may break this attempt."""
     if status.state in (*TERMINAL, "Failing", "Suspended") or is_broken(status):
         return None
-    times = [*(_config_error_at(view, p) for p in view.active)]
-    times.append(stall.requeue_at(view.trackers, view.spec.stall, view.now))
+    stalls_at = stall.requeue_at(view.trackers, view.spec.stall, view.now)
+    times = (stalls_at, *(_config_error_at(view, p) for p in view.active))
     return min((t for t in times if t is not None and t > view.now), default=None)
 
 

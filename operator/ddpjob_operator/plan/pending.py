@@ -89,8 +89,8 @@ def completed_long_ago(view: View, status: api.Status) -> tuple[str, dt.datetime
 def unreachable_nodes(view: View) -> str:
     """The part of a message about pods on nodes that are not ready."""
     parts = [
-        f"; node {u.pod.node} (node {u.pod.place}) is not ready since {_time(u.since)}; "
-        + (f"given up at {_time(u.lost_at)}" if u.lost_at else "so are most others, and none of them is given up")
+        f"; node {u.pod.node} (node {u.pod.place}) is not ready since {u.since:%H:%M:%S}; "
+        + (f"given up at {u.lost_at:%H:%M:%S}" if u.lost_at else "so are most others, and none of them is given up")
         for u in view.unreachable[:3]
     ]
     more = len(view.unreachable) - 3
@@ -108,7 +108,3 @@ def _slowest(status: api.Status, pods: Sequence[Pod]) -> tuple[Pod, dt.datetime]
 
 def _nodes(places: Sequence[int]) -> str:
     return f"node{'s' if len(places) > 1 else ''} {ranges.for_people(places)}"
-
-
-def _time(at: dt.datetime) -> str:
-    return f"{at:%H:%M:%S}"

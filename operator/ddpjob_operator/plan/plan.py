@@ -33,15 +33,9 @@ def plan(
     settings: Settings = _SETTINGS,
 ) -> Plan:
     """What to do next for `job`. problems: what validation found in its spec."""
-    if is_left_alone(job, seen):
+    if job.metadata.deletion_timestamp is not None or job.spec.managed_by or is_stale(job, seen):
         return Plan()
     view = sort(job, seen, now, tuple(problems), settings)
     status = record(view, view.recorded)
     decision = decide(view, status)
     return finish(view, decision)
-
-
-def is_left_alone(job: api.DDPJob, seen: Observed) -> bool:
-    """Whether nothing may be planned: the job is being deleted, another controller manages it, or the status that was
-    read is older than the pods."""
-    return job.metadata.deletion_timestamp is not None or bool(job.spec.managed_by) or is_stale(job, seen)

@@ -11,16 +11,13 @@ from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import naming
 
 # Reasons that a status has only once no pod of its attempt is still to be made.
-_ALL_PODS_WERE_MADE = frozenset(
-    reason.name
-    for reason in (
-        reasons.UNSCHEDULABLE,
-        reasons.CANNOT_START,
-        reasons.STARTING_TRAINERS,
-        reasons.ALL_NODES_RUN,
-        reasons.STALL_SUSPECTED,
-        reasons.OTHERS_COMPLETED,
-    )
+_ALL_PODS_WERE_MADE = (
+    reasons.UNSCHEDULABLE.name,
+    reasons.CANNOT_START.name,
+    reasons.STARTING_TRAINERS.name,
+    reasons.ALL_NODES_RUN.name,
+    reasons.STALL_SUSPECTED.name,
+    reasons.OTHERS_COMPLETED.name,
 )
 
 
@@ -43,8 +40,8 @@ def _with_nodes(view: View, status: api.Status) -> api.Status:
         # place would wait for them for ever.
         started |= set(view.members) - set(view.pods)
     ready = sum(p.trainer.state == "running" and p.trainer.ready and p.live for p in view.pods.values())
-    observed_address = view.seen.master_addr
-    address = str(naming.endpoint(view.job, status.attempt)) if observed_address is None else observed_address
+    known = view.seen.master_addr
+    address = str(naming.endpoint(view.job, status.attempt)) if known is None else known
     return replace(
         status,
         started_nodes=ranges.text(ranges.parse(status.started_nodes) | started),

@@ -58,8 +58,7 @@ def settle(view: View, status: api.Status, first: api.Failure) -> Settled:
     if failure_class == "infrastructure" and _never_starts(status, cause, history):
         failure_class = "permanent"
     failure_class = rules.of_complaints(failure_class, history, attempt)
-    outside = root_cause.from_outside(cause)
-    policy = budgets.policy(view.spec)
+    policy, outside = budgets.policy(view.spec), root_cause.from_outside(cause)
     failure_class = rules.with_policy(failure_class, cause.exit_code, policy, from_outside=outside)
     verdict = rules.judge(failure_class, history, attempt, budgets.limits(view.spec), view.now)
     charged_to = (verdict.charged_to or "") if verdict.restart else ""
@@ -98,10 +97,8 @@ def _with_log(view: View, failure: api.Failure) -> api.Failure:
 def _slow_nodes(view: View) -> list[str]:
     """The cluster nodes that the pre-flight has found bad."""
     pods = view.known_pods
-    ended = [
-        message for p in pods.values() if p.ended and (message := termination_message.read_message(p.trainer.message))
-    ]
-    node_ranks = {node_rank for message in ended for node_rank in message.failure.bad_nodes}
+    messages = (termination_message.read_message(p.trainer.message) for p in pods.values() if p.ended)
+    node_ranks = {node_rank for message in messages if message for node_rank in message.failure.bad_nodes}
     slow = (pods.get(place) for node_rank, place in enumerate(view.members) if node_rank in node_ranks)
     return sorted({pod.node for pod in slow if pod is not None and pod.node})
 
@@ -132,9 +129,8 @@ def _completed_early(view: View, status: api.Status) -> api.Failure | None:
     failure = failure_of(view, status, first, root_cause.ENDED_EARLY)
     node = pods[first].node if first in pods else ""
     # The step in the status is rank 0's; of another rank only its own reports show anything.
-    return replace(
-        failure, node=node, step=failure.step if first == view.members.leader else None, time=ends.get(first, view.now)
-    )
+    step = failure.step if first == view.members.leader else None
+    return replace(failure, node=node, step=step, time=ends.get(first, view.now))
 
 
 def _has_trained_before(status: api.Status) -> bool:
@@ -149,9 +145,8 @@ def _has_trained_before(status: api.Status) -> bool:
 
 def _never_starts(status: api.Status, failure: api.Failure, history: budget.History) -> bool:
     """Whether other nodes were tried often enough, for a job that has never trained."""
-    if not root_cause.cannot_start(failure) or _has_trained_before(status):
-        return False
-    return history.uncharged_in_a_row >= rules.STARTS_MAX
+    tried_often = history.uncharged_in_a_row >= rules.STARTS_MAX
+    return tried_often and root_cause.cannot_start(failure) and not _has_trained_before(status)
 
 
 def _attempt(view: View, status: api.Status, failure: api.Failure) -> budget.Attempt:

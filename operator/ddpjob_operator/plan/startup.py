@@ -164,13 +164,11 @@ def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
 
 def _why_waiting(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[api.State, Reason, str]:
     total = view.spec.nodes
-    unschedulable = [p for p in pods if p.unschedulable]
-    if unschedulable:
+    if unschedulable := [p for p in pods if p.unschedulable]:
         where = "; onePodPerNode keeps them apart" if total > 1 and podspec.gpus(view.spec.template) else ""
         text = f"Unschedulable: {len(unschedulable)} of {total} pods: {unschedulable[0].unschedulable}{where}"
         return "Pending", reasons.UNSCHEDULABLE, text
-    stuck = [p for p in pods if p.trainer.reason in CANNOT_START]
-    if stuck:
+    if stuck := [p for p in pods if p.trainer.reason in CANNOT_START]:
         first = stuck[0]
         why = f"{first.trainer.reason}: {first.trainer.message}"
         return "Pending", reasons.CANNOT_START, f"{len(stuck)} of {total} pods cannot start: {first.name}: {why}"

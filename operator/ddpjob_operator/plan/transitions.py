@@ -21,12 +21,9 @@ MESSAGE_MAX = 4096
 
 def enter(status: api.Status, state: api.State, reason: Reason, message: str, now: dt.datetime) -> api.Status:
     """The status in `state`; when the state changes, the time in the one before is added to the goodput."""
-    message = message[:MESSAGE_MAX]
-    if status.state == state:
-        return replace(status, reason=reason.name, message=message)
-    return replace(
-        status, state=state, reason=reason.name, message=message, state_time=now, goodput=goodput(status, now)
-    )
+    if status.state != state:
+        status = replace(status, state=state, state_time=now, goodput=goodput(status, now))
+    return replace(status, reason=reason.name, message=message[:MESSAGE_MAX])
 
 
 def new_attempt(status: api.Status, at: dt.datetime) -> api.Status:

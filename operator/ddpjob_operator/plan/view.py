@@ -169,7 +169,7 @@ def _sorted(
     problems: tuple[Problem, ...],
     settings: Settings,
 ) -> View:
-    own = [_with_outlived(p, job, now) for p in owned(job, seen)]
+    own = [replaced(p, outlived=True) if is_past(outlived_at(p, job.spec), now) else p for p in owned(job, seen)]
     on_lost_nodes = [p for p in seen.pods if p.live and is_past(lost_at(p, seen.nodes, settings), now)]
     lost = frozenset(p.uid for p in on_lost_nodes if is_own(p, job))
     proven = frozenset(p.uid for p in on_lost_nodes if seen.nodes is not None or p.silent_since is not None)
@@ -252,10 +252,6 @@ def _unreachable(
         since = pod.silent_since if seen.nodes is None else node.since if node is not None and not node.ready else None
         if pod.live and pod.uid not in lost and since is not None:
             yield Unreachable(pod, since, lost_at(pod, seen.nodes, settings))
-
-
-def _with_outlived(pod: Pod, job: api.DDPJob, now: dt.datetime) -> Pod:
-    return replaced(pod, outlived=True) if is_past(outlived_at(pod, job.spec), now) else pod
 
 
 def outlived_at(pod: Pod, spec: api.Spec) -> dt.datetime | None:
