@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
 import time
@@ -204,8 +205,6 @@ class Follower:
         host, port = self._options.host, self._options.port
 
         def addresses() -> bytes:
-            import json
-
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             return json.dumps([(family, address) for family, _, _, _, address in found]).encode()
 
@@ -217,8 +216,6 @@ class Follower:
         return self._agent.watch(self._lookup, self._resolved)
 
     def _resolved(self) -> None:
-        import json
-
         try:
             said = os.read(self._lookup, 1 << 16)
         except BlockingIOError:

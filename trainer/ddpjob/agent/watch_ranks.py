@@ -141,8 +141,7 @@ class Watching:
         running = sorted(self._agent.node.running_ranks)
         # One that never beats cannot answer, and is not to blame for that where others do.
         beating = [rank for rank in running if self._beats.of(rank).pid]
-        idle = {rank for rank in beating if self._is_idle(rank, now)}
-        positions = [self._position(rank)._replace(idle=rank in idle) for rank in beating or running]
+        positions = [self._position(rank)._replace(idle=self._is_idle(rank, now)) for rank in beating or running]
         report = stall_monitor.stall_report(self._paces, self.timeout, now)
         self._paces, self._reported = stall_monitor.restart_clocks(self._paces, now), report._replace(stalled=False)
         self._agent.group.answered(report, positions, now)

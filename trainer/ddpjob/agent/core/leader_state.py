@@ -440,7 +440,6 @@ class Terminations:
         return self._leader in self.leaving if self._has_operator else bool(self.leaving)
 
     def request(self, node: int) -> None:
-        """A node was told to end."""
         self.leaving.add(node)
         self._requested.add(node)
 

@@ -119,17 +119,15 @@ def furthest_behind(positions: Sequence[Position]) -> Position:
 
 
 def _compared(culprit: Position, positions: Sequence[Position]) -> str:
-    """Where it stands, and where the others do."""
     who, others = f"rank {culprit.rank}", [position for position in positions if position.rank != culprit.rank]
+    collective = f"{culprit.sequence} ({culprit.op})"
     if culprit.idle and culprit.done:
-        last = (
-            f"has ended its last collective, {culprit.sequence} ({culprit.op})," if culprit.sequence else "has trained"
-        )
+        last = f"has ended its last collective, {collective}," if culprit.sequence else "has trained"
         return f"{who} {last} and does not end" + ("" if culprit.answers else ", nor answer")
     if not culprit.answers:
         return f"{who} stands at step {culprit.step} and does not answer, the others wait"
     if culprit.sequence:
-        name = f"collective {culprit.sequence} ({culprit.op})"
+        name = f"collective {collective}"
         known = sorted({position.sequence for position in others if position.sequence})
         stands = "has ended" if culprit.done else "stands in"
     else:
