@@ -62,14 +62,14 @@ def should_stop_calls(calls: int = 2_000) -> int:
 def looks(calls: int = 200) -> int:
     """The agent's look at eight ranks that get on."""
     from ddpjob.agent.core import stall_monitor
-    from ddpjob.agent.heartbeats import Beat
+    from ddpjob.agent.heartbeats import Heartbeat
 
     trackers: dict[int, stall_monitor.StepTracker] = {}
     for now in range(calls):
-        beats = {rank: Beat(1, "train", now, 0) for rank in range(8)}
+        beats = {rank: Heartbeat(1, "train", now, 0) for rank in range(8)}
         folded = {rank: stall_monitor.update(trackers.get(rank), beat, float(now)) for rank, beat in beats.items()}
         trackers = {rank: pace for rank, pace in folded.items() if pace is not None}
-        stall_monitor.word(trackers, None, float(now))
+        stall_monitor.stall_report(trackers, None, float(now))
     return calls
 
 
@@ -119,11 +119,11 @@ def check_replicas_seconds(world_size: int = 2, layers: int = 160, width: int = 
 def with_beats() -> float:
     """As in a rank of ddprun, with the thread of the watchdog."""
     from ddpjob import process
-    from ddpjob.agent.heartbeats import Beats
+    from ddpjob.agent.heartbeats import Heartbeats
     from ddpjob.reporting.progress import flush
 
     flush()
-    beats = Beats(1)
+    beats = Heartbeats(1)
     os.environ["DDPJOB_BEATS"] = beats.where(0)
     process.replace()  # as in a process that has not reported yet
     seconds = best_seconds(progress_calls)

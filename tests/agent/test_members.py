@@ -37,5 +37,5 @@ def test_its_failures_and_lines_carry_the_rank_of_the_generation(
     ranks.start(Life(0, LATER, 23001))
     assert [ranks.rank(local_rank) for local_rank in (0, 1)] == [2, 3]
     ranks.end()
-    assert {tail._header for tail in folder._tails} == {b"[2/0]", b"[3/1]"}
+    assert {tail._header for tail in folder.tails} == {b"[2/0]", b"[3/1]"}
     assert {failure.rank for failure in ranks.failures} <= {2, 3}

@@ -6,14 +6,14 @@ import pytest
 from leads import failure, start, taken
 
 from ddpjob.agent.core.leader_state import ANSWER_SECONDS, Ask, End, LeaderState, Over, Stop
-from ddpjob.agent.core.stall_monitor import BY_STEPS, Word
+from ddpjob.agent.core.stall_monitor import BY_STEPS, StallReport
 from ddpjob.agent.core.stall_rules import Position
 from ddpjob.core.budget import Budget
 from ddpjob.core.failures import Failure
 from ddpjob.core.members import Members
 
 T0 = 7.25
-STANDS, GETS_ON = Word(BY_STEPS, True, 300.0, "train"), Word(BY_STEPS, False, 2.0, "train")
+STANDS, GETS_ON = StallReport(BY_STEPS, True, 300.0, "train"), StallReport(BY_STEPS, False, 2.0, "train")
 
 
 def running(nodes: int, stalls: int = 10, application: int = 9) -> LeaderState:

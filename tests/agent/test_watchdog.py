@@ -16,7 +16,7 @@ import pytest
 from agents import Launcher, finish, forget_torchs_own
 from shell import eventually
 
-from ddpjob.agent.heartbeats import Beats
+from ddpjob.agent.heartbeats import Heartbeats
 from ddpjob.agent.options import parse
 from ddpjob.agent.watch_ranks import ANSWER_SECONDS, Watching
 
@@ -234,10 +234,10 @@ class Loses:
 
 def test_an_agent_that_loses_node_0_while_its_ranks_are_asked_says_no_more() -> None:
     agent = Loses()
-    beats = Beats(1)
+    beats = Heartbeats(1)
     agent.watching.begin(beats)
     agent.watching.ask(100.0)
-    agent.watching.turn(100.0 + ANSWER_SECONDS)
+    agent.watching.tick(100.0 + ANSWER_SECONDS)
     assert len(agent.words) == 1, "it was cut short"
     assert agent.watching.deadline is None
     beats.close()

@@ -7,9 +7,17 @@ from typing import Any
 import pytest
 
 from ddpjob.agent.core import stall_monitor, stall_rules
-from ddpjob.agent.core.stall_monitor import BY_COLLECTIVES, BY_START, BY_STEPS, NOTHING, Beat, StepTracker, Word
+from ddpjob.agent.core.stall_monitor import (
+    BY_COLLECTIVES,
+    BY_START,
+    BY_STEPS,
+    NOTHING,
+    Heartbeat,
+    StallReport,
+    StepTracker,
+)
 from ddpjob.agent.core.stall_rules import Position, Standstill, failure
-from ddpjob.agent.heartbeats import Beats
+from ddpjob.agent.heartbeats import Heartbeats
 from ddpjob.agent.watch_ranks import position
 from ddpjob.core import heartbeat, stall_limits
 from ddpjob.reporting.watchdog import innermost, last_collective, stack, table
@@ -22,15 +30,15 @@ class Ranks:
 
     def __init__(self, timeout: float | None = None) -> None:
         self.timeout, self.now = timeout, 1000.0
-        self.beats: dict[int, Beat] = {}
+        self.beats: dict[int, Heartbeat] = {}
         self.trackers: dict[int, StepTracker] = {}
 
     def say(self, rank: int = 0, phase: Any = "train", step: int = 0, collectives: int = 0) -> Ranks:
         """From now on this rank says so."""
-        self.beats[rank] = Beat(4711, phase, step, collectives)
+        self.beats[rank] = Heartbeat(4711, phase, step, collectives)
         return self
 
-    def look(self, seconds: int = 1) -> Word:
+    def look(self, seconds: int = 1) -> StallReport:
         """So many looks; what the last one proves."""
         for _ in range(seconds):
             self.now += 1.0
@@ -38,12 +46,12 @@ class Ranks:
                 rank: stall_monitor.update(self.trackers.get(rank), beat, self.now) for rank, beat in self.beats.items()
             }
             self.trackers = {rank: pace for rank, pace in folded.items() if pace is not None}
-        return stall_monitor.word(self.trackers, self.timeout, self.now)
+        return stall_monitor.stall_report(self.trackers, self.timeout, self.now)
 
     def train(self, steps: int, seconds: int = 1) -> Ranks:
         """Rank 0 makes so many steps of so many seconds."""
         for _ in range(steps):
-            before = self.beats.get(0, Beat(1, "train", 0, 0))
+            before = self.beats.get(0, Heartbeat(1, "train", 0, 0))
             self.say(step=before.step + 1)
             self.look(seconds)
         return self
@@ -55,15 +63,15 @@ def test_nothing_is_known_of_ranks_that_say_nothing() -> None:
 
 def test_a_rank_stands_when_its_limit_is_over_and_at_the_next_look() -> None:
     ranks = Ranks(10.0).train(5)
-    assert ranks.look(10).stands is False
+    assert ranks.look(10).stalled is False
     said = ranks.look()
-    assert (said.level, said.stands, said.seconds, said.phase) == (BY_STEPS, True, 11.0, "train")
+    assert (said.level, said.stalled, said.seconds, said.phase) == (BY_STEPS, True, 11.0, "train")
 
 
 def test_without_a_limit_set_the_operators_are_the_limits() -> None:
     ranks = Ranks().train(20)
-    assert ranks.look(int(stall_limits.UNSEEN_TRAIN_SECONDS)).stands is False
-    assert ranks.look(2).stands is True
+    assert ranks.look(int(stall_limits.UNSEEN_TRAIN_SECONDS)).stalled is False
+    assert ranks.look(2).stalled is True
 
 
 def test_a_pause_that_was_survived_is_learned() -> None:
@@ -77,57 +85,57 @@ def test_a_node_gets_on_as_long_as_one_of_its_ranks_does() -> None:
     ranks = Ranks(10.0).train(3).say(rank=1, step=3)
     for step in range(4, 40):
         ranks.say(rank=0, step=step)
-        assert ranks.look().stands is False
+        assert ranks.look().stalled is False
 
 
 def test_a_rank_that_never_says_a_step_counts_only_where_none_does() -> None:
     ranks = Ranks(10.0).train(3).say(rank=1, phase="start")
-    assert ranks.look(12).stands is True
+    assert ranks.look(12).stalled is True
     alone = Ranks(10.0).say(rank=1, phase="start")
-    assert alone.look(100) == Word(BY_START, False, 99.0, "start")
+    assert alone.look(100) == StallReport(BY_START, False, 99.0, "start")
 
 
 def test_before_the_first_step_collectives_show_that_it_gets_on() -> None:
     ranks = Ranks(10.0)
     for begun in range(3000):
-        assert ranks.say(phase="start", collectives=begun).look().stands is False
-    assert ranks.look(1800).stands is False
-    assert ranks.look(2).stands is True
+        assert ranks.say(phase="start", collectives=begun).look().stalled is False
+    assert ranks.look(1800).stalled is False
+    assert ranks.look(2).stalled is True
 
 
 def test_a_declared_pause_has_the_limit_of_a_pause() -> None:
     ranks = Ranks(10.0).train(3).say(phase="save", step=3)
-    assert ranks.look(1700).stands is False
+    assert ranks.look(1700).stalled is False
     assert ranks.look(110).phase == "save"
-    assert ranks.look().stands is True
+    assert ranks.look().stalled is True
 
 
 def test_a_script_without_the_library_is_known_by_its_collectives() -> None:
     ranks = Ranks(10.0)
     for begun in range(5, 65, 10):
         said = ranks.say(phase="", collectives=begun).look()
-    assert (said.level, said.stands) == (BY_COLLECTIVES, False)
-    assert ranks.look(11).stands is True
+    assert (said.level, said.stalled) == (BY_COLLECTIVES, False)
+    assert ranks.look(11).stalled is True
 
 
 def test_a_script_that_has_only_made_its_model_may_compile_for_long() -> None:
     ranks = Ranks(10.0).say(phase="", collectives=3)
     ranks.look()
-    assert ranks.say(phase="", collectives=6).look(1000).stands is False
+    assert ranks.say(phase="", collectives=6).look(1000).stalled is False
 
 
 def test_after_a_gap_in_our_looks_all_is_counted_anew() -> None:
     ranks = Ranks(10.0).train(3)
     ranks.look(9)
     ranks.now += 3600.0
-    ranks.trackers = stall_monitor.anew(ranks.trackers, ranks.now)
-    assert ranks.look(10).stands is False
-    assert ranks.look(1).stands is True
+    ranks.trackers = stall_monitor.restart_clocks(ranks.trackers, ranks.now)
+    assert ranks.look(10).stalled is False
+    assert ranks.look(1).stalled is True
 
 
 # ---- the group ---------------------------------------------------------------------------------------------
 
-STANDS, GETS_ON = Word(BY_STEPS, True, 300.0, "train"), Word(BY_STEPS, False, 2.0, "train")
+STANDS, GETS_ON = StallReport(BY_STEPS, True, 300.0, "train"), StallReport(BY_STEPS, False, 2.0, "train")
 
 
 def test_what_is_said_twice_to_import_less_is_the_same() -> None:
@@ -138,7 +146,7 @@ def test_the_group_stands_still_when_all_nodes_that_count_do() -> None:
     group = Standstill()
     assert not group.heard(0, GETS_ON)
     assert not group.heard(1, STANDS)
-    assert not group.heard(2, Word(BY_START, False, 9.0, "start"))
+    assert not group.heard(2, StallReport(BY_START, False, 9.0, "start"))
     assert group.heard(0, STANDS), "node 2 says no steps, and does not count"
 
 
@@ -174,24 +182,24 @@ def test_an_agent_that_does_not_answer_is_not_waited_for() -> None:
 
 
 def test_without_the_library_only_who_waits_for_another_rank_proves_a_hang() -> None:
-    stands = Word(BY_COLLECTIVES, True, 300.0, "train")
+    stalled = StallReport(BY_COLLECTIVES, True, 300.0, "train")
     for waits in (False, True):
         group = Standstill()
-        group.heard(0, stands)
+        group.heard(0, stalled)
         group.ask()
-        group.answered(0, stands, [Position(0, 0, 8, "all_reduce", not waits), Position(1, 0, 7, "all_reduce")], {0})
+        group.answered(0, stalled, [Position(0, 0, 8, "all_reduce", not waits), Position(1, 0, 7, "all_reduce")], {0})
         assert (group.settle() is not None) is waits
 
 
 @pytest.mark.parametrize(("idle", "found"), [([True, True], True), ([True, False], False), ([False, False], False)])
 def test_without_the_library_who_waits_for_nobody_proves_a_hang_by_doing_nothing(idle: list[bool], found: bool) -> None:
     """A rank that hangs in its last save keeps its nodes for ever; one that evaluates must not be ended."""
-    stands = Word(BY_COLLECTIVES, True, 300.0, "train")
+    stalled = StallReport(BY_COLLECTIVES, True, 300.0, "train")
     group = Standstill()
-    group.heard(0, stands)
+    group.heard(0, stalled)
     group.ask()
     group.answered(
-        0, stands, [Position(rank, 0, 8, "all_reduce", idle=is_idle) for rank, is_idle in enumerate(idle)], {0}
+        0, stalled, [Position(rank, 0, 8, "all_reduce", idle=is_idle) for rank, is_idle in enumerate(idle)], {0}
     )
     failure = group.settle()
     assert (failure is not None) is found
@@ -202,10 +210,10 @@ def test_without_the_library_who_waits_for_nobody_proves_a_hang_by_doing_nothing
 def test_when_the_others_have_ended_a_short_training_was_one() -> None:
     """A script of some seconds that hangs at its end would have the half hour of a start."""
     ranks = Ranks(10.0).say(phase="", collectives=3)
-    assert ranks.look(100).stands is False
+    assert ranks.look(100).stalled is False
     ranks.beats[0] = ranks.beats[0]._replace(over=True)
-    assert ranks.look(10).stands is False, "from then on"
-    assert ranks.look(2).stands is True
+    assert ranks.look(10).stalled is False, "from then on"
+    assert ranks.look(2).stalled is True
 
 
 def at(rank: int, sequence: int = 0, *, step: int = 41, done: bool = False, where: str = "") -> Position:
@@ -284,9 +292,9 @@ def test_an_answer_is_bounded_and_none_is_an_answer_too(answer: dict[str, Any] |
 
 
 def test_the_memory_of_a_node_is_one_page_for_each_rank_and_answers_are_to_the_last_question() -> None:
-    beats = Beats(3)
+    beats = Heartbeats(3)
     try:
-        assert [beats.of(rank) for rank in range(3)] == [Beat(0, "", 0, 0)] * 3
+        assert [beats.of(rank) for rank in range(3)] == [Heartbeat(0, "", 0, 0)] * 3
         assert beats.furthest_step == 0
         beats.ask()
         assert beats.answer(1) is None

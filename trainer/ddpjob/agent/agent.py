@@ -26,30 +26,30 @@ from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob.core.failures import Failure
 
 if TYPE_CHECKING:
-    from ddpjob.agent.core.stall_monitor import Word
+    from ddpjob.agent.core.stall_monitor import StallReport
     from ddpjob.agent.core.stall_rules import Position
-    from ddpjob.agent.heartbeats import Beats
+    from ddpjob.agent.heartbeats import Heartbeats
 
-INTERRUPTED = (signal.SIGINT,)
 WAIT_SECONDS_MAX = 3600.0  # poll takes no more than 24 days
 
 
 class Group(Protocol):
-    """The agent's part in the group: it leads, or follows the leader."""
+    """The agent's part in the group: it leads, or follows the leader. What it is told concerns this node's ranks:
+    one has failed, none runs any more, all have ended with 0; the node was told to end, or is given up."""
 
     @property
     def deadline(self) -> float | None:
-        """When `turn` has something to do."""
+        """When `tick` has something to do."""
 
     def begin(self, now: float, /) -> None: ...
-    def turn(self, now: float, /) -> None: ...
+    def tick(self, now: float, /) -> None: ...
     def failed(self, failures: list[Failure], now: float, /) -> None: ...
     def stopped(self, failures: list[Failure], now: float, /) -> None: ...
     def finished(self, now: float, /) -> None: ...
     def told(self, now: float, /) -> None: ...
     def abandon(self) -> None: ...
-    def stood(self, word: Word, now: float, /) -> None: ...
-    def answered(self, word: Word, positions: Sequence[Position], now: float, /) -> None: ...
+    def stood(self, report: StallReport, now: float, /) -> None: ...
+    def answered(self, report: StallReport, positions: Sequence[Position], now: float, /) -> None: ...
 
 
 class Watchdog(Protocol):
@@ -57,10 +57,10 @@ class Watchdog(Protocol):
 
     @property
     def deadline(self) -> float | None:
-        """When `turn` has something to do."""
+        """When `tick` has something to do."""
 
-    def begin(self, beats: Beats, /) -> None: ...
-    def turn(self, now: float, /) -> None: ...
+    def begin(self, beats: Heartbeats, /) -> None: ...
+    def tick(self, now: float, /) -> None: ...
     def ask(self, now: float, /) -> None: ...
     def others_have_ended(self) -> None: ...
     def end(self) -> None: ...
@@ -90,7 +90,6 @@ class Agent:
     # ---- the loop ------------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Until it is over."""
         self.watch(self._signals, self._receive_signals)
         if self._server is not None:
             self.watch(self._server.fileno(), self._receive_from_server)
@@ -109,7 +108,6 @@ class Agent:
         self._callbacks[descriptor] = heard
 
     def unwatch(self, descriptor: int) -> None:
-        """No longer."""
         if self._callbacks.pop(descriptor, None) is not None:
             self._poller.unregister(descriptor)
 
@@ -126,14 +124,14 @@ class Agent:
         if self.folder.tails:
             self._has_backlog = not self.folder.copy()
         self._report(now)
-        self.watching.turn(now)
-        return self.group.turn(now)
+        self.watching.tick(now)
+        return self.group.tick(now)
 
     def _report(self, now: float) -> None:
         """Say how the ranks end: the first failure at once, and that all are gone."""
         if self.settled:
             return
-        if self.node.failed and not self._failure_reported:
+        if self.node.failures and not self._failure_reported:
             self._failure_reported = True
             self.group.failed(self.node.failures, now)
         if self.node.running:
@@ -170,7 +168,7 @@ class Agent:
         first, self.told = not self.told, self.told or number
         now = time.monotonic()
         if not first:
-            if number in INTERRUPTED:  # a second Ctrl-C: the user does not want to wait
+            if number == signal.SIGINT:  # a second Ctrl-C: the user does not want to wait
                 self.node.kill_now(now)
             return
         self.watching.end()

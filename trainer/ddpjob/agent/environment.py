@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -79,8 +80,6 @@ def argv_of_rank(options: Options, life: Life, local_rank: int, environ: Mapping
 
 def python(environ: Mapping[str, str]) -> str:
     """The interpreter of the ranks."""
-    import sys
-
     return environ.get("PYTHON_EXEC") or sys.executable
 
 

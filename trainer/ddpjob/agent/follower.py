@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
 import time
@@ -21,7 +22,7 @@ from ddpjob.core.members import Members
 
 if TYPE_CHECKING:
     from ddpjob.agent.agent import Agent
-    from ddpjob.agent.core.stall_monitor import Word
+    from ddpjob.agent.core.stall_monitor import StallReport
     from ddpjob.agent.core.stall_rules import Position
 
 POSITIONS_MAX = 64
@@ -52,7 +53,7 @@ class Follower:
 
     @property
     def deadline(self) -> float | None:
-        """When `turn` has something to do."""
+        """When `tick` has something to do."""
         if self._link is not None:
             return min(self._heartbeat_at, self._heard_at + SILENT_SECONDS)
         give_up = self._disconnected_since + self._options.join_seconds
@@ -61,32 +62,27 @@ class Follower:
         return min(give_up, self._connect_until if self._connecting or self._lookup >= 0 else self._retry_at)
 
     def begin(self, now: float) -> None:
-        """Look for the leader."""
         self._disconnected_since = now
-        self.turn(now)
+        self.tick(now)
 
     def failed(self, failures: list[Failure], _now: float) -> None:
-        """A rank of ours has failed."""
         self._send({**self._event("failed"), "failures": _encoded(failures)})
 
     def stopped(self, failures: list[Failure], _now: float) -> None:
-        """No rank of ours runs any more."""
         ended = self._agent.node.ended_well
         self._send({**self._event("stopped"), "failures": _encoded(failures), "ended": ended})
 
     def finished(self, _now: float) -> None:
-        """All our ranks have ended with 0."""
         self._done = not self._checking
         self._send({**self._event("finished"), "ended": self._agent.node.ended_well})
 
-    def stood(self, word: Word, _now: float) -> None:
-        """Our ranks get on, or stand still."""
-        self._send({**self._event("stood"), "word": word})
+    def stood(self, report: StallReport, _now: float) -> None:
+        self._send({**self._event("stood"), "word": report})
 
-    def answered(self, word: Word, positions: Sequence[Position], _now: float) -> None:
+    def answered(self, report: StallReport, positions: Sequence[Position], _now: float) -> None:
         """Where our ranks are: those that are furthest behind, as many as a line holds."""
         behind = sorted(positions, key=lambda p: (p.sequence, p.step))[:POSITIONS_MAX]
-        self._send({**self._event("answered"), "word": word, "positions": behind})
+        self._send({**self._event("answered"), "word": report, "positions": behind})
 
     def told(self, _now: float) -> None:
         """This node was told to end; it does so when its ranks have, or at once."""
@@ -94,8 +90,7 @@ class Follower:
         if self._agent.settled:
             self._agent.end(self._agent.code_when_told(), None)
 
-    def turn(self, now: float) -> None:
-        """What time asks for."""
+    def tick(self, now: float) -> None:
         if self._link is not None:
             self._keep_alive(now)
         elif self._agent.code is None:
@@ -151,7 +146,6 @@ class Follower:
         return self._agent.watching.ask(now) if order == "ask" else self._agent.watching.others_have_ended()
 
     def abandon(self) -> None:
-        """This node is given up; the others wait for another one in its place."""
         self._agent.end(RESUMABLE, None)
 
     def _end(self, said: dict[str, Any]) -> None:
@@ -211,8 +205,6 @@ class Follower:
         host, port = self._options.host, self._options.port
 
         def addresses() -> bytes:
-            import json
-
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             return json.dumps([(family, address) for family, _, _, _, address in found]).encode()
 
@@ -224,8 +216,6 @@ class Follower:
         return self._agent.watch(self._lookup, self._resolved)
 
     def _resolved(self) -> None:
-        import json
-
         try:
             said = os.read(self._lookup, 1 << 16)
         except BlockingIOError:

@@ -11,11 +11,11 @@ import mmap
 import os
 from typing import Any
 
-from ddpjob.agent.core.stall_monitor import Beat
+from ddpjob.agent.core.stall_monitor import Heartbeat
 from ddpjob.core.heartbeat import ANSWERED, ASKED, CELLS_BYTES, LENGTH, OVER, PAGE_BYTES, PHASES, PID
 
 
-class Beats:
+class Heartbeats:
     """The pages of this node's ranks."""
 
     def __init__(self, ranks: int) -> None:
@@ -24,19 +24,19 @@ class Beats:
         memory = memoryview(mmap.mmap(self._descriptor, 0))
         self._pages = [memory[rank * PAGE_BYTES :][:PAGE_BYTES] for rank in range(ranks)]
         self._cells = [page[:CELLS_BYTES].cast("q") for page in self._pages]
-        self.bell, self._rope = os.pipe()
-        os.set_blocking(self.bell, False)
+        self.notify_read, self._notify_write = os.pipe()
+        os.set_blocking(self.notify_read, False)
         self._asked = 0
 
     def where(self, local_rank: int) -> str:
         """What DDPJOB_BEATS is for this rank."""
-        return f"{os.getpid()}:{self._descriptor}:{self._rope}:{local_rank}"
+        return f"{os.getpid()}:{self._descriptor}:{self._notify_write}:{local_rank}"
 
-    def of(self, local_rank: int) -> Beat:
+    def of(self, local_rank: int) -> Heartbeat:
         """This rank's heartbeat now."""
         cells = self._cells[local_rank]
         pid, phase, step, collectives = cells[:4]  # PID, PHASE, STEP, COLLECTIVES
-        return Beat(pid, PHASES[phase] if 0 <= phase < len(PHASES) else "", step, collectives, cells[OVER] == 1)
+        return Heartbeat(pid, PHASES[phase] if 0 <= phase < len(PHASES) else "", step, collectives, cells[OVER] == 1)
 
     @property
     def furthest_step(self) -> int:
@@ -65,5 +65,5 @@ class Beats:
     def close(self) -> None:
         """No rank of this generation runs any more."""
         self._cells, self._pages = [], []  # nothing else refers to the memory
-        for descriptor in (self._descriptor, self.bell, self._rope):
+        for descriptor in (self._descriptor, self.notify_read, self._notify_write):
             os.close(descriptor)

@@ -81,7 +81,6 @@ def apply_late(changed: set[str], read: set[str]) -> None:
 
 
 def sentence(names: list[str]) -> str:
-    """One line."""
     others = len(names) - NAMES_MAX
     listed = ", ".join(names[:NAMES_MAX]) + (f" and {others} more" if others > 0 else "")
     return (

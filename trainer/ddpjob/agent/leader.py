@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddpjob.agent import ports
-from ddpjob.agent.core.leader_state import Ask, End, Ended, LeaderState, Leave, Over, Start, Stop
+from ddpjob.agent.core.leader_state import Ask, End, Ended, LeaderState, Over, Start, Stop
+from ddpjob.agent.core.stall_monitor import StallReport
 from ddpjob.agent.core.stall_rules import Position
 from ddpjob.agent.environment import Life
 from ddpjob.agent.node import say
@@ -20,7 +21,6 @@ from ddpjob.core.failures import Failure
 
 if TYPE_CHECKING:
     from ddpjob.agent.agent import Agent
-    from ddpjob.agent.core.stall_monitor import Word
     from ddpjob.agent.wire import Link
 
 HEARTBEAT_SECONDS = 5.0
@@ -57,13 +57,12 @@ class Leader:
 
     @property
     def deadline(self) -> float | None:
-        """When `turn` has something to do."""
+        """When `tick` has something to do."""
         heartbeat_at = self._heartbeat_at if self._links or self._unauthenticated else None
         times = [at for at in (self._lead.deadline, self._posting.deadline, heartbeat_at) if at]
         return min(times) if times else None
 
     def begin(self, now: float) -> None:
-        """Wait for the others."""
         if self._options.nodes > 1:
             assert self._options.port is not None, "several nodes have a port to meet at"
             try:
@@ -73,35 +72,29 @@ class Leader:
                 return self._agent.end(RESUMABLE, None, ended=True)  # another attempt has another port
             self._agent.watch(self._listener.fileno(), self._accept)
         self._lead.joined(self._options.place, now, replacement=self._options.replacement)
-        return self.turn(now)
+        return self.tick(now)
 
     def failed(self, failures: list[Failure], now: float) -> None:
-        """A rank of node 0 has failed."""
         self._lead.reached(self._agent.node.furthest_step)
         self._lead.failed(self._options.place, failures, now)
 
     def stopped(self, failures: list[Failure], now: float) -> None:
-        """No rank of node 0 runs any more."""
         self._lead.reached(self._agent.node.furthest_step)
         self._lead.stopped(self._options.place, failures, now, self._agent.node.ended_well)
 
     def finished(self, now: float) -> None:
-        """All ranks of node 0 have ended with 0."""
         self._lead.finished(self._options.place, now, self._agent.node.ended_well)
 
-    def stood(self, word: Word, now: float) -> None:
-        """The ranks of node 0 get on, or stand still."""
-        self._lead.stood(self._options.place, word, now)
+    def stood(self, report: StallReport, now: float) -> None:
+        self._lead.stood(self._options.place, report, now)
 
-    def answered(self, word: Word, positions: Sequence[Position], now: float) -> None:
-        """Where the ranks of node 0 are."""
-        self._lead.answered(self._options.place, word, positions, now)
+    def answered(self, report: StallReport, positions: Sequence[Position], now: float) -> None:
+        self._lead.answered(self._options.place, report, positions, now)
 
     def told(self, now: float) -> None:
-        """Node 0 was told to end."""
         self._lead.told(self._options.place, now)
 
-    def turn(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Do what the lead orders, and what time asks for."""
         self._lead.tick(now)
         if self._links or self._unauthenticated:
@@ -120,9 +113,10 @@ class Leader:
             elif isinstance(order, End):
                 self._end(order)
             else:
-                self._leave(order)
+                say(order.why)
+                self._go(self._agent.code_when_told())
         if self._agent.code is None:
-            self._posting.turn(now, self._post())
+            self._posting.tick(now, self._post())
 
     # ---- orders --------------------------------------------------------------------------------------------
 
@@ -162,12 +156,7 @@ class Leader:
         self._agent.end(self._agent.own_code(order), order.failure, ended=True, account=account)
         self._posting.finish(self._post())
 
-    def _leave(self, order: Leave) -> None:
-        say(order.why)
-        self._go(self._agent.code_when_told())
-
     def abandon(self) -> None:
-        """This node is given up; the others wait for another one in its place."""
         self._go(RESUMABLE)
 
     def _go(self, code: int) -> None:
@@ -285,10 +274,10 @@ class Leader:
         elif event == "finished":
             self._lead.finished(node, now, self._ended(node, message))
         elif event == "stood":
-            self._lead.stood(node, word_of(message["word"]), now)
+            self._lead.stood(node, stall_report_of(message["word"]), now)
         elif event == "answered":
             positions = [position_of(position) for position in message["positions"]][: self._options.nproc]
-            self._lead.answered(node, word_of(message["word"]), positions, now)
+            self._lead.answered(node, stall_report_of(message["word"]), positions, now)
 
     def _ended(self, node: int, message: dict[str, Any]) -> Ended | None:
         """Raises TypeError, ValueError."""
@@ -350,12 +339,10 @@ def of_rank(written: Any) -> Failure:
     return failure
 
 
-def word_of(said: Any) -> Word:
+def stall_report_of(written: Any) -> StallReport:
     """How another node's ranks get on, as it tells it. Raises TypeError, ValueError."""
-    from ddpjob.agent.core.stall_monitor import Word
-
-    level, stands, seconds, phase = said
-    return Word(int(level), stands is True, float(seconds), str(phase)[:16])  # type: ignore[arg-type]  # shown, no more
+    level, stalled, seconds, phase = written
+    return StallReport(int(level), stalled is True, float(seconds), str(phase)[:16])  # type: ignore[arg-type]  # shown, no more
 
 
 def position_of(said: Any) -> Position:

@@ -46,7 +46,7 @@ class Folder:
         name = f"{options.run_id.replace('/', '_')}_{os.urandom(4).hex()}"
         self._run = os.path.join(base, name if self._kept else f"ddprun_{name}")
         os.mkdir(self._run, 0o700)
-        self._tails: list[_Tail] = []
+        self.tails: list[_Tail] = []  # the files that are copied to the console
 
     def termination(self, life: str) -> str:
         """The file for the termination message of this node's ranks."""
@@ -65,26 +65,21 @@ class Folder:
             hidden = os.devnull if options.shown is not None and rank not in options.shown else ""
             out, err = (os.path.join(folder, f"{name}.log") if to_file & bit else hidden for name, bit in STREAMS)
             files.append(Files(out, err, os.path.join(folder, "error.json")))
-        self._tails = list(self._make_tails(attempt, files, ranks))
+        self.tails = list(self._make_tails(attempt, files, ranks))
         return files
-
-    @property
-    def tails(self) -> bool:
-        """Whether a file is copied to the console."""
-        return bool(self._tails)
 
     def copy(self) -> bool:
         """Copy what ranks have written since, up to 1 MiB of each; whether no rank has written more."""
-        return None not in [tail.copy(chunks=CHUNKS_MAX) for tail in self._tails]
+        return None not in [tail.copy(chunks=CHUNKS_MAX) for tail in self.tails]
 
     def copy_last(self) -> None:
         """Copy the rest of a generation, also a last line without its end; waits 5 s for a slow console."""
         deadline = time.monotonic() + LAST_LINES_SECONDS
-        for tail in self._tails:
+        for tail in self.tails:
             while not tail.copy(last=True) and time.monotonic() < deadline:
                 time.sleep(0.01)
             tail.close()
-        self._tails = []
+        self.tails = []
 
     def remove(self) -> None:
         if not self._kept:

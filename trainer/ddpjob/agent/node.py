@@ -14,7 +14,7 @@ from typing import Any
 from ddpjob.agent import environment, processes
 from ddpjob.agent.core.leader_state import Ended
 from ddpjob.agent.environment import Life
-from ddpjob.agent.heartbeats import Beats
+from ddpjob.agent.heartbeats import Heartbeats
 from ddpjob.agent.logs import Files, Folder
 from ddpjob.agent.oom_kills import Kills
 from ddpjob.agent.options import Options
@@ -40,8 +40,8 @@ class LocalRanks:
         self._codes: dict[int, int] = {}  # by local rank, of those that have ended; negative: a signal
         self._files: list[Files] = []
         self._kills = Kills()
-        self.beats: Beats | None = None  # of this generation
-        self.failures: list[Failure] = []  # of this generation, in their order
+        self.beats: Heartbeats | None = None  # of this generation
+        self.failures: list[Failure] = []  # of this generation, in their order; not of ranks that were stopped
         self.stopped = False  # whether its ranks were ended for the group's sake
         self._stopped_at = 0.0  # and when, by the clock of termination messages
         self.kill_at: float | None = None
@@ -70,11 +70,6 @@ class LocalRanks:
         return 0 if self.beats is None else self.beats.furthest_step
 
     @property
-    def failed(self) -> bool:
-        """Whether a rank has ended with something else than 0, and was not stopped."""
-        return bool(self.failures)
-
-    @property
     def exit_code(self) -> int | None:
         """What its ranks together ended with: 0 only if all did; None where none has trained."""
         if not self._codes or (self._life is not None and self._life.preflight):
@@ -94,7 +89,7 @@ class LocalRanks:
             self.beats.close()
         self.beats = None
         try:
-            self.beats = Beats(self._options.nproc)
+            self.beats = Heartbeats(self._options.nproc)
             self._files = self._folder.prepare(life.name, self._ranks)
         except OSError as error:  # no descriptor, a full disk, or somebody has emptied /tmp
             self._files = [Files("", "", "")] * self._options.nproc
@@ -241,8 +236,10 @@ class LocalRanks:
         return processes.start(argv, {**self._environ, **own}, stdout=files.stdout, stderr=files.stderr)
 
     def _failure(self, local_rank: int, code: int) -> Failure:
+        from ddpjob.core import rules
+
         exception, traceback = _recorded(self._files[local_rank].error)
-        symptom = _is_symptom(exception)
+        symptom = rules.is_symptom(exception)
         if code == -signal.SIGKILL and self._kills.another():
             exception, symptom = KILLED_BY_KERNEL, False
         return Failure(
@@ -291,11 +288,10 @@ class LocalRanks:
         known = next((i for i, failure in enumerate(self.failures) if failure.rank == message.rank), None)
         if known is not None:
             self.failures[known] = _with_message(self.failures[known], message)
-        elif message.preflight or not (message.symptom or message.resumable or self._is_late(message)):
+            return
+        is_late = self.stopped and message.time > self._stopped_at
+        if message.preflight or not (message.symptom or message.resumable or is_late):
             self.failures.append(message)
-
-    def _is_late(self, message: Failure) -> bool:
-        return self.stopped and message.time > self._stopped_at
 
     def _end_tree(self, spared: set[int]) -> None:
         """Kill until nothing of the ranks is left; orphans become our children, so none can hide."""
@@ -320,7 +316,6 @@ def as_exit_code(code: int) -> int:
 
 
 def signal_name(number: int) -> str:
-    """SIGSEGV."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -328,7 +323,6 @@ def signal_name(number: int) -> str:
 
 
 def say(sentence: str) -> None:
-    """A word of the agent itself."""
     with contextlib.suppress(OSError, AttributeError):  # closed when we began, it is None
         sys.stderr.write(f"ddprun: {sentence}\n")
         sys.stderr.flush()
@@ -362,9 +356,3 @@ def _document(path: str) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return read if isinstance(read, dict) else None
-
-
-def _is_symptom(exception: str) -> bool:
-    from ddpjob.core import rules
-
-    return rules.is_symptom(exception)

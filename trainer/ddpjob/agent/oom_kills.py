@@ -18,8 +18,7 @@ class Kills:
     def __init__(self, path: str = "") -> None:
         """path: the file with the count; where there is none, no SIGKILL is taken for an OOM kill."""
         self._path = path or counting_file()
-        self._accounted = 0
-        self.look()
+        self._accounted = self._count()
 
     def look(self) -> None:
         """Leave out the kills until now: they were none of the ranks that start now."""

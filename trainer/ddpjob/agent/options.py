@@ -328,9 +328,7 @@ def _streams(name: str, text: str, nproc: int) -> dict[int, int]:
 
 
 def _ranks(text: str) -> frozenset[int] | None:
-    if not text:
-        return None
-    return frozenset(_number("local-ranks-filter", part, 0) for part in text.split(","))
+    return frozenset(_number("local-ranks-filter", part, 0) for part in text.split(",")) if text else None
 
 
 def _words(text: str) -> tuple[str, ...]:

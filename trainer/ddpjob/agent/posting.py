@@ -42,10 +42,10 @@ class Posting:
 
     @property
     def deadline(self) -> float | None:
-        """When `turn` has something to do."""
+        """When `tick` has something to do."""
         return (self._until if self._pipe >= 0 else self._at) or None
 
-    def turn(self, now: float, document: Mapping[str, Any] | None) -> None:
+    def tick(self, now: float, document: Mapping[str, Any] | None) -> None:
         """Post it, where it is new or its time has come. document: the counts in "agent"; None: nothing was charged."""
         if document is None or not self._url:
             return

@@ -1,6 +1,6 @@
-"""The watchdog of one node: looks at the beats of its ranks, says how they get on, and asks them where they stand.
+"""The watchdog of one node: reads the heartbeats of its ranks, reports their progress, and asks their positions.
 
-It looks once a second, and not at all before a rank beats. `core/stall_monitor.py` says what the beats prove, and
+It looks once a second, and not at all before a rank has a heartbeat. `core/stall_monitor.py` says what they prove, and
 node 0 decides for all nodes (`core/stall_rules.py`).
 """
 
@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ddpjob.agent import processes
-from ddpjob.agent.core.stall_monitor import Beat
+from ddpjob.agent.core import stall_monitor
+from ddpjob.agent.core.stall_monitor import Heartbeat, StallReport, StepTracker
 from ddpjob.agent.core.stall_rules import Position
-from ddpjob.agent.heartbeats import Beats
+from ddpjob.agent.heartbeats import Heartbeats
 from ddpjob.core.heartbeat import STACKS_SIGNAL
 
 if TYPE_CHECKING:
     from ddpjob.agent.agent import Agent
-    from ddpjob.agent.core.stall_monitor import StepTracker, Word
 
 SIGNAL_SECONDS = 0.6  # a rank that has not answered by then is asked by a signal, which no interpreter can hold up
 ANSWER_SECONDS = 1.0
@@ -33,11 +33,11 @@ class Watching:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self.timeout = agent.options.stall_seconds
-        self._beats: Beats | None = None
+        self._beats: Heartbeats | None = None
         self._paces: dict[int, StepTracker] = {}
-        self._said: Word | None = None
+        self._reported: StallReport | None = None
         self._over = False  # whether all ranks of another node have ended well
-        self._cpu: dict[int, tuple[float, float]] = {}  # by rank: since when it stands, and what it had used by then
+        self._cpu: dict[int, tuple[float, float]] = {}  # by rank: since when it is stalled, and its CPU seconds by then
         self._looked_at = 0.0
         self._look_at: float | None = None  # None: nobody beats
         self._signals: list[int] = []  # ranks that are asked by a signal unless they answer
@@ -46,24 +46,23 @@ class Watching:
 
     @property
     def deadline(self) -> float | None:
-        """When `turn` has something to do."""
+        """When `tick` has something to do."""
         times = [at for at in (self._look_at, self._signal_at, self._answer_at) if at is not None]
         return min(times) if times else None
 
-    def begin(self, beats: Beats) -> None:
+    def begin(self, beats: Heartbeats) -> None:
         """A generation starts."""
         self._beats = beats
-        self._paces, self._said, self._over, self._cpu = {}, None, False, {}
-        self._agent.watch(beats.bell, self._hear_bell)
+        self._paces, self._reported, self._over, self._cpu = {}, None, False, {}
+        self._agent.watch(beats.notify_read, self._read_notification)
 
     def end(self) -> None:
         """No rank runs any more, or all shall end."""
         if self._beats is not None:
-            self._agent.unwatch(self._beats.bell)
+            self._agent.unwatch(self._beats.notify_read)
         self._beats = self._look_at = self._signal_at = self._answer_at = None
 
-    def turn(self, now: float) -> None:
-        """What time asks for."""
+    def tick(self, now: float) -> None:
         if self._look_at is not None and now >= self._look_at:
             self._look(now)
         if self._signal_at is not None and now >= self._signal_at:
@@ -83,15 +82,13 @@ class Watching:
         self._signals = sorted(self._agent.node.running_ranks)
         self._signal_at, self._answer_at = now + SIGNAL_SECONDS, now + ANSWER_SECONDS
 
-    def _hear_bell(self) -> None:
-        assert self._beats is not None, "only a bell that is there rings"
-        os.read(self._beats.bell, 4096)
+    def _read_notification(self) -> None:
+        assert self._beats is not None, "only an open pipe is read"
+        os.read(self._beats.notify_read, 4096)
         if self._look_at is None and self.timeout != 0:
             self._looked_at = self._look_at = time.monotonic()
 
     def _look(self, now: float) -> None:
-        from ddpjob.agent.core import stall_monitor
-
         assert self._beats is not None, "only beats are looked at"
         over = self._over or self._agent.node.ended_well is not None
         found = {rank: self._beats.of(rank) for rank in self._agent.node.running_ranks}
@@ -99,17 +96,17 @@ class Watching:
         seen = {rank: beat for rank, beat in beats.items() if _lives(beat.pid)}
         # Also where a rank has ended: it got on, and what the others wait for may be another thing now.
         if now - self._looked_at > stall_monitor.GAP_SECONDS or self._paces.keys() - seen.keys():
-            self._paces = stall_monitor.anew(self._paces, now)
+            self._paces = stall_monitor.restart_clocks(self._paces, now)
         self._looked_at, self._look_at = now, now + stall_monitor.LOOK_SECONDS
         folded = {rank: stall_monitor.update(self._paces.get(rank), beat, now) for rank, beat in seen.items()}
         self._paces = {rank: pace for rank, pace in folded.items() if pace is not None}
         self._note_cpu(beats)
-        word = self._word(now)
-        if self._said is None or (word.level, word.stands) != (self._said.level, self._said.stands):
-            self._said = word
-            self._agent.group.stood(word, now)
+        report = stall_monitor.stall_report(self._paces, self.timeout, now)
+        if self._reported is None or (report.level, report.stalled) != (self._reported.level, self._reported.stalled):
+            self._reported = report
+            self._agent.group.stood(report, now)
 
-    def _note_cpu(self, beats: Mapping[int, Beat]) -> None:
+    def _note_cpu(self, beats: Mapping[int, Heartbeat]) -> None:
         """What ranks had used when they began to stand, where it will be asked for."""
         self._cpu = {
             rank: known
@@ -126,11 +123,6 @@ class Watching:
         since, before = known
         return cpu_seconds(self._beats.of(local_rank).pid) - before < IDLE_MAX * (now - since)
 
-    def _word(self, now: float) -> Word:
-        from ddpjob.agent.core import stall_monitor
-
-        return stall_monitor.word(self._paces, self.timeout, now)
-
     def _signal_next(self, now: float) -> None:
         assert self._beats is not None, "only ranks that may beat are asked"
         self._signal_at = None
@@ -141,8 +133,6 @@ class Watching:
                 return
 
     def _answer(self, now: float) -> None:
-        from ddpjob.agent.core import stall_monitor
-
         assert self._beats is not None, "only ranks that may beat are asked"
         self._answer_at = self._signal_at = None
         self._look(now)  # they may have got on since they were asked
@@ -151,11 +141,10 @@ class Watching:
         running = sorted(self._agent.node.running_ranks)
         # One that never beats cannot answer, and is not to blame for that where others do.
         beating = [rank for rank in running if self._beats.of(rank).pid]
-        idle = {rank for rank in beating if self._is_idle(rank, now)}
-        positions = [self._position(rank)._replace(idle=rank in idle) for rank in beating or running]
-        word = self._word(now)
-        self._paces, self._said = stall_monitor.anew(self._paces, now), word._replace(stands=False)
-        self._agent.group.answered(word, positions, now)
+        positions = [self._position(rank)._replace(idle=self._is_idle(rank, now)) for rank in beating or running]
+        report = stall_monitor.stall_report(self._paces, self.timeout, now)
+        self._paces, self._reported = stall_monitor.restart_clocks(self._paces, now), report._replace(stalled=False)
+        self._agent.group.answered(report, positions, now)
 
     def _position(self, local_rank: int) -> Position:
         assert self._beats is not None, "a rank that runs has a page"
@@ -178,7 +167,7 @@ def _own_cpu_seconds(pid: int) -> float:
 
 
 def position(rank: int, step: int, answer: Mapping[str, Any] | None) -> Position:
-    """Where a rank stands, by what it or another node's agent says. Raises TypeError, ValueError for nonsense."""
+    """A rank's position, as it or another node's agent reports it. Raises TypeError, ValueError for nonsense."""
     if answer is None:
         return Position(rank, step, answers=False)
     sequence, op, where = int(answer.get("sequence", 0)), str(answer.get("op", "")), str(answer.get("where", ""))

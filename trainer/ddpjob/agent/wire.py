@@ -88,8 +88,9 @@ class Link:
             raise Refused("a line without end")
         return messages
 
-    def flush(self) -> None:
+    def _queue(self, line: bytes) -> None:
         """Send what waits, as far as it goes. Raises Refused where the other end is gone."""
+        self._unsent += line + b"\n"
         try:
             while self._unsent:
                 self._unsent = self._unsent[self._connection.send(self._unsent) :]
@@ -106,10 +107,6 @@ class Link:
         """Send nothing more; what was sent still arrives."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
-
-    def _queue(self, line: bytes) -> None:
-        self._unsent += line + b"\n"
-        self.flush()
 
     def _read(self, line: bytes) -> dict[str, Any] | None:
         if self._session is None and not self._leads:

@@ -26,7 +26,7 @@ from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob.core.members import Members
 
 if TYPE_CHECKING:
-    from ddpjob.agent.core.stall_monitor import Word
+    from ddpjob.agent.core.stall_monitor import StallReport
     from ddpjob.core import rules
 
 Ended = tuple[int, int]
@@ -125,7 +125,7 @@ class LeaderState:
         self.said = ""  # what the last failure was, and what it cost
         self._since = now  # of this state
         self._ran_seconds = 0.0  # the last generation
-        self._until: float | None = now + join_seconds
+        self.deadline: float | None = now + join_seconds  # when `tick` has something to do
 
     @property
     def restarts(self) -> int:
@@ -136,11 +136,6 @@ class LeaderState:
     def counts(self) -> dict[str, int]:
         """What was charged here, and how many in a row, from where the operator's count stood."""
         return self._budget.report
-
-    @property
-    def deadline(self) -> float | None:
-        """When `tick` has something to do."""
-        return self._until
 
     def is_outdated(self, node: int, replacement: int) -> bool:
         """Whether a newer pod of this node has been here: it has its place, and this one is on its way out."""
@@ -174,8 +169,7 @@ class LeaderState:
         self._here.discard(node)
         self._stopping.discard(node)
         self._finished.discard(node)
-        self._lost_pods.setdefault(node, self._replacements[node])
-        vanished = self._vanished(node)
+        vanished = self._lose(node)
         if self.state == "running":
             self._stop([vanished], now)
         elif self.state == "stopping":
@@ -203,9 +197,11 @@ class LeaderState:
             self._ended += [ended] if ended is not None else []
             wait = self._standstill.forget(node)
             if wait is not None and not self._standstill.asked:
-                self._until = now + wait
-            if len(self._finished) == len(self.members):
-                self._all_have_finished(now)
+                self.deadline = now + wait
+            if len(self._finished) == len(self.members) and self._checking:
+                self._go_on_after_check("", now)
+            elif len(self._finished) == len(self.members):
+                self._end(0, None, "all ranks have ended", now)
             elif len(self._finished) == 1:
                 self.orders.append(Over(self.generation))
 
@@ -213,18 +209,18 @@ class LeaderState:
         """A rank of this generation has made this step."""
         self.furthest_step = max(self.furthest_step, step)
 
-    def stood(self, node: int, word: Word, now: float) -> None:
+    def stood(self, node: int, report: StallReport, now: float) -> None:
         """The ranks of this node get on, or stand still, from now on."""
         if self.state == "running" and node in self._here:
-            stands = self._standstill.heard(node, word)
-            if stands and self._until is None:
+            stalled = self._standstill.heard(node, report)
+            if stalled and self.deadline is None:
                 self._ask(now)
 
-    def answered(self, node: int, word: Word, positions: Sequence[Position], now: float) -> None:
+    def answered(self, node: int, report: StallReport, positions: Sequence[Position], now: float) -> None:
         """Where the ranks of this node are."""
         if self.state == "running" and node in self._here:
             running = self._here - self._finished
-            if self._standstill.answered(node, word, positions, running):
+            if self._standstill.answered(node, report, positions, running):
                 self._settle_standstill(now)
 
     def told(self, node: int, now: float) -> None:
@@ -237,42 +233,41 @@ class LeaderState:
                 self._here.discard(node)
         elif self.state == "stopping":
             self._settle_if_all_have_stopped(now)
-        elif (
-            node == self.members.leader and node in self._finished
-        ):  # it must go, and the others have something to save
-            self._lost_pods.setdefault(node, self._replacements[node])
-            self._stop([self._vanished(node)], now)
+        elif node == self.members.leader and node in self._finished:
+            self._stop([self._lose(node)], now)  # it must go, and the others have something to save
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        if self._until is None or now < self._until:
+        if self.deadline is None or now < self.deadline:
             return
         if self.state == "pausing":
             self._enter("gathering", now, self._join_seconds)
             self._go_on_if_all_are_here(now)
         elif self.state == "running" and self._checking:
-            self._stop([_failed_check(f"took longer than {PREFLIGHT_SECONDS:g} s")], now)
+            why = f"took longer than {PREFLIGHT_SECONDS:g} s"
+            self._stop([Failure(exit_code=RESUMABLE, exception=why, symptom=True)], now)
         elif self.state == "gathering":
             missing = sorted(set(self.members) - self._here)
             why = f"nodes {', '.join(map(str, missing))} did not connect within {self._join_seconds:g} s"
             self._end(RESUMABLE, None, why, now)
         elif self._standstill.asked:
             self._settle_standstill(now)
-        elif self._standstill.stands:
+        elif self._standstill.stalled:
             self._ask(now)
         else:
-            self._until = None
+            self.deadline = None
 
-    def _vanished(self, place: int) -> Failure:
+    def _lose(self, place: int) -> Failure:
+        self._lost_pods.setdefault(place, self._replacements[place])
         return Failure(node_rank=self.members.node_rank(place), vanished=True)
 
     def _ask(self, now: float) -> None:
         self._standstill.ask()
-        self._until = now + ANSWER_SECONDS
+        self.deadline = now + ANSWER_SECONDS
         self.orders.append(Ask(self.generation))
 
     def _settle_standstill(self, now: float) -> None:
-        self._until = None
+        self.deadline = None
         found = self._standstill.settle()
         if found is not None:
             self._stop([found], now)
@@ -288,11 +283,6 @@ class LeaderState:
                 return self._charge(lost, now)  # its pod is the same one, so only the connection was lost
             self.said = f"{describe(lost)}, and a new pod is in its place"
         return self._start(now) if len(self._here) == len(self.members) else None
-
-    def _all_have_finished(self, now: float) -> None:
-        if not self._checking:
-            return self._end(0, None, "all ranks have ended", now)
-        return self._go_on_after_check("", now)
 
     def _go_on_after_check(self, said: str, now: float) -> None:
         self.said, self._checking, self._wants_preflight = said, False, False
@@ -354,7 +344,9 @@ class LeaderState:
             return self._settle_check(failure, now)
         failure, verdict = self._judge(failure, now)
         if isinstance(verdict, str):
-            return self._end(_job_code(failure), failure, f"{describe(failure)}; {verdict}", now)
+            # A rank that ended too early did so with 0, which would count as success.
+            code = failure.exit_code or (1 if failure.early else RESUMABLE)
+            return self._end(code, failure, f"{describe(failure)}; {verdict}", now)
         self.said = f"{describe(failure)}; charged to {verdict.charged_to}, waiting {verdict.wait_seconds} s"
         self._budget = self._budget._replace(history=verdict.history)
         charged = failure._replace(charged_to=verdict.charged_to or "")
@@ -430,7 +422,7 @@ class LeaderState:
 
     def _enter(self, state: State, now: float, seconds: float | None) -> None:
         self.state, self._since = state, now
-        self._until = None if seconds is None else now + seconds
+        self.deadline = None if seconds is None else now + seconds
 
 
 class Terminations:
@@ -448,7 +440,6 @@ class Terminations:
         return self._leader in self.leaving if self._has_operator else bool(self.leaving)
 
     def request(self, node: int) -> None:
-        """A node was told to end."""
         self.leaving.add(node)
         self._requested.add(node)
 
@@ -477,15 +468,6 @@ def _merged(known: list[Failure], news: list[Failure]) -> list[Failure]:
     ranks = {failure.rank for failure in known}
     kept = [f if f.stalled or f.preflight else by_rank.get(f.rank, f) for f in known]
     return kept + [failure for failure in news if failure.rank not in ranks]
-
-
-def _failed_check(why: str) -> Failure:
-    return Failure(exit_code=RESUMABLE, exception=why, symptom=True)
-
-
-def _job_code(failure: Failure) -> int:
-    """What the job ends with. A rank that ended too early did so with 0, which would count as success."""
-    return failure.exit_code or (1 if failure.early else RESUMABLE)
 
 
 def explained(failure: Failure, ended: Sequence[Ended]) -> Failure:

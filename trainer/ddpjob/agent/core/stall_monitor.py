@@ -1,8 +1,8 @@
-"""Whether the ranks of one node stand still: what their beats prove. `watch_ranks.py` looks, `stall_rules.py` decides.
+"""Whether the ranks of one node are stalled: what their heartbeats prove. `watch_ranks.py` reads them.
 
-The rules are the operator's (`observed.stall`), the limits the same (`stall_limits.py`): the group stands still, not
+The rules are the operator's (`observed.stall`), the limits the same (`stall_limits.py`): the group is stalled, not
 a rank, so a rank that never says a step does not count where another one does. Here a rank is seen, not heard of, so
-its silence is no question; a gap in our own looks is: then all is counted anew, because the ranks may have been held
+its silence is no question; a gap in our own looks is: then all clocks start again, because the ranks may have been held
 as we were.
 
 Pure. Times are seconds of the agent's monotonic clock.
@@ -24,7 +24,7 @@ BY_COLLECTIVES, BY_START, BY_STEPS = 1, 2, 3
 LOOKS_UNTIL_TRAINING = 5
 
 
-class Beat(NamedTuple):
+class Heartbeat(NamedTuple):
     """What a rank says."""
 
     pid: int
@@ -55,22 +55,22 @@ class StepTracker(NamedTuple):
         return limit(self.phase, self.mark, self.learned, timeout)
 
 
-class Word(NamedTuple):
+class StallReport(NamedTuple):
     """What a node says of its ranks together."""
 
     level: int
     """0: no rank beats."""
-    stands: bool
-    """Whether each of those that count stands for longer than it may."""
+    stalled: bool
+    """Whether each of those that count has made no progress for longer than it may."""
     seconds: float
     """For how long all of them do."""
     phase: Phase
 
 
-NOTHING = Word(0, False, 0.0, "start")
+NOTHING = StallReport(0, False, 0.0, "start")
 
 
-def update(pace: StepTracker | None, beat: Beat, now: float) -> StepTracker | None:
+def update(pace: StepTracker | None, beat: Heartbeat, now: float) -> StepTracker | None:
     """The pace of a rank after a look; None as long as it says nothing."""
     level, phase, mark = _where(pace, beat)
     if level == 0:
@@ -79,29 +79,28 @@ def update(pace: StepTracker | None, beat: Beat, now: float) -> StepTracker | No
         return StepTracker(level, phase, mark, now, phase == "start", Learned() if pace is None else pace.learned, 0)
     if (pace.phase, pace.mark) == (phase, mark):
         return pace
-    learned = learn(
-        pace.learned, pace.phase, pace.mark, mark - pace.mark, now - pace.advanced_at, measured=pace.measured
-    )
+    steps, seconds = mark - pace.mark, now - pace.advanced_at
+    learned = learn(pace.learned, pace.phase, pace.mark, steps, seconds, measured=pace.measured)
     return StepTracker(level, phase, mark, now, True, learned, pace.moves + 1)
 
 
-def anew(trackers: Mapping[int, StepTracker], now: float) -> dict[int, StepTracker]:
+def restart_clocks(trackers: Mapping[int, StepTracker], now: float) -> dict[int, StepTracker]:
     """The trackers after a gap in our looks: who stood, may have been held."""
     return {rank: pace._replace(advanced_at=now, measured=False) for rank, pace in trackers.items()}
 
 
-def word(trackers: Mapping[int, StepTracker], timeout: float | None, now: float) -> Word:
+def stall_report(trackers: Mapping[int, StepTracker], timeout: float | None, now: float) -> StallReport:
     """What these trackers prove."""
     level = max((pace.level for pace in trackers.values()), default=0)
     counting = [pace for pace in trackers.values() if pace.level == level]
     if not counting:
         return NOTHING
-    stands = all(now - pace.advanced_at > pace.limit(timeout).allowed for pace in counting)
+    stalled = all(now - pace.advanced_at > pace.limit(timeout).allowed for pace in counting)
     slowest = max(counting, key=lambda pace: pace.advanced_at)
-    return Word(level, stands, now - slowest.advanced_at, slowest.phase)
+    return StallReport(level, stalled, now - slowest.advanced_at, slowest.phase)
 
 
-def _where(pace: StepTracker | None, beat: Beat) -> tuple[int, Phase, int]:
+def _where(pace: StepTracker | None, beat: Heartbeat) -> tuple[int, Phase, int]:
     if beat.phase == "start":
         return BY_START, "start", beat.collectives
     if beat.phase:

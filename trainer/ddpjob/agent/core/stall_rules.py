@@ -1,6 +1,6 @@
-"""When the group stands still, and which rank holds it: node 0's part of the watchdog. Pure; `LeaderState` has one.
+"""When the group is stalled, and which rank is the culprit: node 0's part of the watchdog. Pure; `LeaderState` has one.
 
-A group stands still when every node whose ranks count says so. Then all ranks are asked where they are, and the one
+A group is stalled when every node whose ranks count reports it. Then all ranks are asked where they are, and the one
 that is furthest behind is named: by the collective that it began last, because the others wait in the next one for it;
 else by its step.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from ddpjob.agent.core.stall_monitor import BY_COLLECTIVES, Word
+from ddpjob.agent.core.stall_monitor import BY_COLLECTIVES, StallReport
 from ddpjob.core.failures import EXCEPTION_MAX, RESUMABLE_EXIT_CODE, Failure
 
 DOES_NOT = {"start": "made no step", "train": "made no step", "save": "saved", "evaluate": "evaluated"}
@@ -30,14 +30,14 @@ class Position(NamedTuple):
     answers: bool = True
     """False: nothing in it could speak. Its step is known all the same."""
     idle: bool = False
-    """Whether it needs no other rank any more, and has used no CPU since it stands."""
+    """Whether it needs no other rank any more, and has used no CPU since it is stalled."""
 
 
 class Standstill:
     """What the nodes have said in this generation."""
 
     def __init__(self) -> None:
-        self._words: dict[int, Word] = {}
+        self._reports: dict[int, StallReport] = {}
         self._positions: dict[int, list[Position]] | None = None  # by node, of those that have answered
 
     @property
@@ -45,64 +45,64 @@ class Standstill:
         """Whether the ranks were asked where they are."""
         return self._positions is not None
 
-    def heard(self, node: int, word: Word) -> bool:
+    def heard(self, node: int, report: StallReport) -> bool:
         """A node's ranks get on, or stand still; whether this is the moment to ask."""
-        self._words[node] = word
-        return not self.asked and self.stands
+        self._reports[node] = report
+        return not self.asked and self.stalled
 
     def forget(self, node: int) -> float | None:
         """Its ranks have ended, and so got on: for how long the others may stand from now on, if they do."""
-        self._words.pop(node, None)
-        return max(word.seconds for word in self._counting) if self.stands else None
+        self._reports.pop(node, None)
+        return max(report.seconds for report in self._counting) if self.stalled else None
 
     def ask(self) -> None:
         """From now on answers are waited for."""
         self._positions = {}
 
-    def answered(self, node: int, word: Word, positions: Sequence[Position], nodes: Collection[int]) -> bool:
+    def answered(self, node: int, report: StallReport, positions: Sequence[Position], nodes: Collection[int]) -> bool:
         """A node says where its ranks are; whether all of these nodes have."""
         if self._positions is None:
             return False
-        self._words[node] = word
+        self._reports[node] = report
         self._positions[node] = list(positions)
         return set(nodes) <= set(self._positions)
 
     def settle(self) -> Failure | None:
-        """What is found, if the group stands still after all; the next answer is to another question."""
+        """What is found, if the group is stalled after all; the next answer is to another question."""
         positions = [position for node in sorted(self._positions or {}) for position in (self._positions or {})[node]]
         counting, self._positions = self._counting, None
-        stands = self.stands
-        # The nodes count anew after each question.
-        self._words = {node: word._replace(stands=False) for node, word in self._words.items()}
-        if not stands or not positions:
+        stalled = self.stalled
+        # The nodes restart their clocks after each question.
+        self._reports = {node: report._replace(stalled=False) for node, report in self._reports.items()}
+        if not stalled or not positions:
             return None
         # Without the library nobody can say "I evaluate": only who waits in a collective for another one proves a hang,
         # or who has no more collectives to come and does nothing.
         in_none = all(position.done for position in positions)
         if counting[0].level == BY_COLLECTIVES and in_none and not all(position.idle for position in positions):
             return None
-        seconds = min(word.seconds for word in counting)
-        phase = min(counting, key=lambda word: word.seconds).phase
+        seconds = min(report.seconds for report in counting)
+        phase = min(counting, key=lambda report: report.seconds).phase
         return failure(positions, seconds, phase)
 
     @property
-    def _counting(self) -> list[Word]:
-        level = max((word.level for word in self._words.values()), default=0)
-        return [word for word in self._words.values() if word.level == level and level > 0]
+    def _counting(self) -> list[StallReport]:
+        level = max((report.level for report in self._reports.values()), default=0)
+        return [report for report in self._reports.values() if report.level == level and level > 0]
 
     @property
-    def stands(self) -> bool:
+    def stalled(self) -> bool:
         """Whether no rank that counts gets on."""
-        return bool(self._counting) and all(word.stands for word in self._counting)
+        return bool(self._counting) and all(report.stalled for report in self._counting)
 
 
 def failure(positions: Sequence[Position], seconds: float, phase: str) -> Failure:
     """made no step for 300 s: rank 3 stands after collective 1041 (all_reduce), the others at 1042; in train.py:41 …"""
-    guilty = furthest_behind(positions)
+    culprit = furthest_behind(positions)
     stood = f"{DOES_NOT.get(phase, DOES_NOT['train'])} for {seconds:.0f} s"
-    doing = f"; in {guilty.where}" if guilty.where else ""
-    exception = f"{stood}: {_compared(guilty, positions)}{doing}"[:EXCEPTION_MAX]
-    return Failure(guilty.rank, exit_code=RESUMABLE_EXIT_CODE, exception=exception, step=guilty.step, stalled=True)
+    doing = f"; in {culprit.where}" if culprit.where else ""
+    exception = f"{stood}: {_compared(culprit, positions)}{doing}"[:EXCEPTION_MAX]
+    return Failure(culprit.rank, exit_code=RESUMABLE_EXIT_CODE, exception=exception, step=culprit.step, stalled=True)
 
 
 def furthest_behind(positions: Sequence[Position]) -> Position:
@@ -118,22 +118,22 @@ def furthest_behind(positions: Sequence[Position]) -> Position:
     return min(told or positions, key=lambda p: (p.sequence, not p.done, p.step, p.rank))
 
 
-def _compared(guilty: Position, positions: Sequence[Position]) -> str:
-    """Where it stands, and where the others do."""
-    who, others = f"rank {guilty.rank}", [position for position in positions if position.rank != guilty.rank]
-    if guilty.idle and guilty.done:
-        last = f"has ended its last collective, {guilty.sequence} ({guilty.op})," if guilty.sequence else "has trained"
-        return f"{who} {last} and does not end" + ("" if guilty.answers else ", nor answer")
-    if not guilty.answers:
-        return f"{who} stands at step {guilty.step} and does not answer, the others wait"
-    if guilty.sequence:
-        name = f"collective {guilty.sequence} ({guilty.op})"
+def _compared(culprit: Position, positions: Sequence[Position]) -> str:
+    who, others = f"rank {culprit.rank}", [position for position in positions if position.rank != culprit.rank]
+    collective = f"{culprit.sequence} ({culprit.op})"
+    if culprit.idle and culprit.done:
+        last = f"has ended its last collective, {collective}," if culprit.sequence else "has trained"
+        return f"{who} {last} and does not end" + ("" if culprit.answers else ", nor answer")
+    if not culprit.answers:
+        return f"{who} stands at step {culprit.step} and does not answer, the others wait"
+    if culprit.sequence:
+        name = f"collective {collective}"
         known = sorted({position.sequence for position in others if position.sequence})
-        stands = "has ended" if guilty.done else "stands in"
+        stands = "has ended" if culprit.done else "stands in"
     else:
-        name, stands = f"step {guilty.step}", "stands at"
+        name, stands = f"step {culprit.step}", "stands at"
         known = sorted({position.step for position in others})
-    if known and known[-1] == (guilty.sequence or guilty.step):
+    if known and known[-1] == (culprit.sequence or culprit.step):
         return f"{who} {stands} {name}, as the others do"
     return f"{who} {stands} {name}" + (f", the others are at {_span(known)}" if known else "")
 
