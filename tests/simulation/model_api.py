@@ -17,7 +17,7 @@ from ddpjob_operator.job import api
 
 Raw = dict[str, Any]
 Answer = tuple[int, Raw]
-Place = tuple[str, str]
+ObjectKey = tuple[str, str]
 """Namespace and name."""
 
 
@@ -74,7 +74,7 @@ class ModelApi:
         self._clock, self._now = clock, now
         self.first_version = 1000
         self._version, self._uids = self.first_version, 0
-        self.objects: dict[str, dict[Place, Raw]] = {plural: {} for plural in KINDS}
+        self.objects: dict[str, dict[ObjectKey, Raw]] = {plural: {} for plural in KINDS}
         self.log: dict[str, list[Change]] = {plural: [] for plural in KINDS}
         self.listeners: list[Callable[[Kind, Change], None]] = []
         """Called after each change, before its answer."""
@@ -142,7 +142,7 @@ class ModelApi:
 
     def at_version(self, plural: str, version: int) -> list[Raw]:
         """The objects as they were: what a server that lags would list."""
-        then: dict[Place, Raw] = {}
+        then: dict[ObjectKey, Raw] = {}
         for change in self.log[plural]:
             if change.version > version:
                 break
@@ -192,7 +192,7 @@ class ModelApi:
             raw["status"] = {"phase": "Pending"}
         return 201, self._store(kind, place, None, raw, actor)
 
-    def _replace(self, kind: Kind, place: Place, subresource: str, body: Raw, actor: str) -> Answer:
+    def _replace(self, kind: Kind, place: ObjectKey, subresource: str, body: Raw, actor: str) -> Answer:
         old = self.objects[kind.plural].get(place)
         if old is None:
             return _not_found(kind, place[1])
@@ -214,7 +214,7 @@ class ModelApi:
         stored = self._store(kind, place, old, new, actor)
         return 200, self._drop_if_released(kind, place, stored, actor)
 
-    def _patch(self, kind: Kind, place: Place, body: Raw, actor: str) -> Answer:
+    def _patch(self, kind: Kind, place: ObjectKey, body: Raw, actor: str) -> Answer:
         """activeDeadlineSeconds of a pod: nothing else is ever patched."""
         old = self.objects[kind.plural].get(place)
         if old is None:
@@ -236,7 +236,7 @@ class ModelApi:
             new["metadata"]["generation"] = old["metadata"]["generation"] + 1
         return new
 
-    def _delete(self, kind: Kind, place: Place, options: Raw, actor: str) -> Answer:
+    def _delete(self, kind: Kind, place: ObjectKey, options: Raw, actor: str) -> Answer:
         old = self.objects[kind.plural].get(place)
         if old is None:
             return _not_found(kind, place[1])
@@ -257,7 +257,7 @@ class ModelApi:
         gone = self._drop(kind, place, old, actor)
         return 200, gone if kind.plural == "pods" else {"kind": "Status", "apiVersion": "v1", "status": "Success"}
 
-    def _ask_to_stop(self, kind: Kind, place: Place, old: Raw, seconds: int, actor: str) -> Raw:
+    def _ask_to_stop(self, kind: Kind, place: ObjectKey, old: Raw, seconds: int, actor: str) -> Raw:
         before = old["metadata"].get("deletionGracePeriodSeconds")
         if before is not None and before <= seconds:
             return old
@@ -267,21 +267,21 @@ class ModelApi:
 
     # ---------------------------------------------------------------- storing
 
-    def _store(self, kind: Kind, place: Place, old: Raw | None, new: Raw, actor: str) -> Raw:
+    def _store(self, kind: Kind, place: ObjectKey, old: Raw | None, new: Raw, actor: str) -> Raw:
         self._version += 1
         new = {**new, "metadata": {**new["metadata"], "resourceVersion": str(self._version)}}
         self.objects[kind.plural][place] = new
         self._tell(kind, Change(self._version, self._clock(), old, new, actor))
         return new
 
-    def _drop(self, kind: Kind, place: Place, old: Raw, actor: str) -> Raw:
+    def _drop(self, kind: Kind, place: ObjectKey, old: Raw, actor: str) -> Raw:
         self._version += 1
         last = {**old, "metadata": {**old["metadata"], "resourceVersion": str(self._version)}}
         del self.objects[kind.plural][place]
         self._tell(kind, Change(self._version, self._clock(), last, None, actor))
         return last
 
-    def _drop_if_released(self, kind: Kind, place: Place, raw: Raw, actor: str) -> Raw:
+    def _drop_if_released(self, kind: Kind, place: ObjectKey, raw: Raw, actor: str) -> Raw:
         metadata = raw["metadata"]
         waits = metadata.get("finalizers") or metadata.get("deletionGracePeriodSeconds", 0)
         return self._drop(kind, place, raw, actor) if "deletionTimestamp" in metadata and not waits else raw
@@ -351,7 +351,7 @@ def stamp(at: dt.datetime) -> str:
     return at.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _place(raw: Raw) -> Place:
+def _place(raw: Raw) -> ObjectKey:
     return raw["metadata"].get("namespace", ""), raw["metadata"]["name"]
 
 

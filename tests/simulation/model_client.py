@@ -12,7 +12,7 @@ from model_api import ModelApi, Raw, event_of, matching, parse
 from virtual_time import VirtualLoop
 
 from ddpjob_operator.job import api as types
-from ddpjob_operator.kube.client import NO_ANSWER, ApiError, Limits, Page, _error_of
+from ddpjob_operator.kube.client import NO_ANSWER, ApiError, Page, RequestLimits, _error_of
 
 LATENCY_SECONDS = (0.002, 0.03)
 TIME_OUT_SECONDS = 30.0
@@ -24,7 +24,7 @@ class ModelClient:
     """One process's connection. `crash` kills that process; whatever it still waits for never comes."""
 
     def __init__(self, api: ModelApi, loop: VirtualLoop, faults: Faults, actor: str, crash: Callable[[], None]) -> None:
-        self.limits = Limits()
+        self.limits = RequestLimits()
         self.actor = actor
         self.dead = False
         self.stale_by = 0

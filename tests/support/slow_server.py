@@ -10,7 +10,7 @@ from typing import Any
 from virtual_time import VirtualLoop
 from worlds import manifest
 
-from ddpjob_operator.kube.client import NO_ANSWER, ApiError, Limits
+from ddpjob_operator.kube.client import NO_ANSWER, ApiError, RequestLimits
 from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.settings import OperatorSettings
@@ -22,7 +22,7 @@ class SlowServer:
     """The methods of kube.client.Client. `delay(verb, path)` is how long a request takes; above 30 s it times out."""
 
     def __init__(self, delay: Callable[[str, str], float]) -> None:
-        self.limits = Limits()
+        self.limits = RequestLimits()
         self.delay = delay
         self.version = 100
         self.under_way = 0

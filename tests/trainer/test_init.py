@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import ddpjob
 from ddpjob.core import stall_limits
-from ddpjob.core.place import Place
+from ddpjob.core.rank_info import RankInfo
 from ddpjob.group import join
 
 TRAINER = str(Path(ddpjob.__file__).parents[1])
@@ -118,17 +118,17 @@ def test_backend_and_device_follow_from_what_is_said_and_what_is_there(
     monkeypatch, gpus, local_rank, backend, device, environ, expected
 ):
     pretend_gpus(monkeypatch, gpus)
-    chosen = join.choose(backend, device, Place(local_rank, 4, local_rank, 4, 0), environ)
+    chosen = join.choose(backend, device, RankInfo(local_rank, 4, local_rank, 4, 0), environ)
     assert (chosen[0], str(chosen[1])) == expected
 
 
 def test_more_processes_than_gpus_and_nccl_without_a_gpu_are_refused(monkeypatch):
     pretend_gpus(monkeypatch, 2)
     with pytest.raises(ddpjob.UnsupportedError, match=r"LOCAL_RANK: 2 .* sees 2\. Start at most 2"):
-        join.choose("nccl", None, Place(2, 4, 2, 4, 0), {})
+        join.choose("nccl", None, RankInfo(2, 4, 2, 4, 0), {})
     pretend_gpus(monkeypatch, 0)
     with pytest.raises(ddpjob.UnsupportedError, match=r"DDPJOB_BACKEND.*no CUDA device"):
-        join.choose(None, None, Place(0, 1, 0, 1, 0), {"DDPJOB_BACKEND": "nccl"})
+        join.choose(None, None, RankInfo(0, 1, 0, 1, 0), {"DDPJOB_BACKEND": "nccl"})
 
 
 def summed(**arguments: Any) -> tuple[float, int, int]:

@@ -11,12 +11,12 @@ import kopf
 import pytest
 from aiohttp import web
 
-from ddpjob_operator.kube.client import ApiError, Client, Limits, Page
+from ddpjob_operator.kube.client import ApiError, Client, Page, RequestLimits
 from ddpjob_operator.kube.login import LoginError, login
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
-PATIENT = Limits(request_seconds=30, silence_seconds=30, retry_after_seconds_max=0.5)
-IMPATIENT = Limits(request_seconds=0.5, silence_seconds=0.2)
+PATIENT = RequestLimits(request_seconds=30, silence_seconds=30, retry_after_seconds_max=0.5)
+IMPATIENT = RequestLimits(request_seconds=0.5, silence_seconds=0.2)
 
 
 def status(code: int, message: str = "no", reason: str = "Forbidden", **headers: str) -> web.Response:
@@ -29,7 +29,7 @@ def talk(
     use: Callable[[Client], Awaitable[Any]],
     tokens: list[str] | None = None,
     may_write: Callable[[str], bool] = lambda _path: True,
-    limits: Limits = PATIENT,
+    limits: RequestLimits = PATIENT,
 ) -> Any:
     """What `use` gets from a server that answers so."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ddpjob_operator.kube.client import ApiError, Page
 from ddpjob_operator.kube.reflector import STALE_LISTS_MAX, Reflector
-from ddpjob_operator.kube.store import Place
+from ddpjob_operator.kube.store import ObjectKey
 
 
 def event(kind: str, name: str, version: int) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Copy:
     def one_observation(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def retain(self, named: Set[Place], list_version: int, namespace: str = "") -> None:
+    def retain(self, named: Set[ObjectKey], list_version: int, namespace: str = "") -> None:
         self.calls.append(f"retain {sorted(name for _, name in named)}")
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ddpjob.core.heartbeat import CELLS_BYTES
-from ddpjob.core.place import Place, on_node
+from ddpjob.core.rank_info import RankInfo, on_node
 
 
 class Process:
@@ -169,7 +169,7 @@ def at_exit_of_child(action: Callable[[], object], priority: int) -> None:
         util.Finalize(None, action, exitpriority=priority)
 
 
-def place() -> Place:
+def place() -> RankInfo:
     """Where this process is: by its group, else by the environment, else alone. Never raises."""
     if current.group is not None:
         return current.group.place  # type: ignore[no-any-return]

@@ -31,7 +31,7 @@ ALL_CLAIM = f"all.{api.GROUP}"
 
 
 @dataclass(frozen=True)
-class Place:
+class ClaimName:
     """Where a claim is."""
 
     namespace: str
@@ -54,7 +54,7 @@ def namespace_of(path: str) -> str:
 class Claim(lease.Holder):
     """One of these Leases, held in the name of a release: any of its pods may renew it."""
 
-    def __init__(self, client: Client, place: Place, release: str, durations: Durations, runtime: Runtime) -> None:
+    def __init__(self, client: Client, place: ClaimName, release: str, durations: Durations, runtime: Runtime) -> None:
         super().__init__(client, place.namespace, place.name, release, durations, runtime=runtime)
         self.place = place
         self.what = f"the claim {place}"
@@ -118,7 +118,7 @@ class Claims:
         runtime: Runtime = SYSTEM,
     ) -> None:
         """namespaces: those that are watched; none: all. everywhere: the namespace of the claim for all of them."""
-        places = [Place(name, NAMESPACE_CLAIM) for name in namespaces] or [Place(everywhere, ALL_CLAIM)]
+        places = [ClaimName(name, NAMESPACE_CLAIM) for name in namespaces] or [ClaimName(everywhere, ALL_CLAIM)]
         self._client, self._release, self._durations = client, release, durations
         self._clock, self._runtime = runtime.clock, runtime
         claims = [Claim(client, place, release, durations, runtime) for place in places]
@@ -140,7 +140,7 @@ class Claims:
     def standing_by(self) -> list[str]:
         """A sentence for each place in which another release acts."""
         claimed = [(claim.place, claim.holder()) for claim in self._claims.values()]
-        claimed += [(Place(n, NAMESPACE_CLAIM), self._holder_of(n)) for n in self._others]
+        claimed += [(ClaimName(n, NAMESPACE_CLAIM), self._holder_of(n)) for n in self._others]
         return [
             f"the jobs of {place.what} are the release {holder}'s (Lease {place}); this one leaves them alone"
             for place, holder in claimed

@@ -65,7 +65,7 @@ class Page(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """How long anything may take."""
 
     connect_seconds: float = 5.0
@@ -90,7 +90,7 @@ class Client:
     def __init__(
         self,
         log_in: Callable[[], kopf.ConnectionInfo] = login,
-        limits: Limits = Limits(),
+        limits: RequestLimits = RequestLimits(),
         may_write: Callable[[str], bool] = lambda _path: True,
     ) -> None:
         """may_write: asked with the path right before each try of a write, which is not sent where it returns False."""

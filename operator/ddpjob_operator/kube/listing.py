@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ddpjob_operator.kube.client import Page
-from ddpjob_operator.kube.store import Place, Store, Uids, number
+from ddpjob_operator.kube.store import ObjectKey, Store, Uids, number
 
 
 class Sink(Protocol):
@@ -23,7 +23,7 @@ class Sink(Protocol):
     def one_observation(self) -> AbstractContextManager[None]:
         """While the pages of a list come."""
 
-    def retain(self, named: Set[Place], list_version: int, namespace: str = "") -> None:
+    def retain(self, named: Set[ObjectKey], list_version: int, namespace: str = "") -> None:
         """The end of a list: all that it named was put."""
 
 
@@ -73,7 +73,7 @@ async def take(
 ) -> str:
     """Put all of a list and drop what it does not name; its version. check: asked before the first object is put.
     listed: what was listed, as `sink.retain` takes it. A list shows all its objects at once, in one observation."""
-    named: set[Place] = set()
+    named: set[ObjectKey] = set()
     at = ""
     with sink.one_observation():
         async for items, at in pages:
@@ -85,7 +85,7 @@ async def take(
     return at
 
 
-def place_of(raw: Any) -> Place | None:
+def place_of(raw: Any) -> ObjectKey | None:
     """Namespace and name; None where it has none."""
     metadata = raw.get("metadata") if isinstance(raw, dict) else None
     if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str):

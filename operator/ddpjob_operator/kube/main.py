@@ -16,7 +16,7 @@ import uvloop
 
 from ddpjob_operator.failures.redaction import clean, mask
 from ddpjob_operator.kube.claims import Claims, namespace_of
-from ddpjob_operator.kube.client import Client, Limits
+from ddpjob_operator.kube.client import Client, RequestLimits
 from ddpjob_operator.kube.handlers import handlers
 from ddpjob_operator.kube.kopf_workarounds import without_kopfs_stack
 from ddpjob_operator.kube.lease import Leader
@@ -78,7 +78,7 @@ def _claims(settings: OperatorSettings) -> Claims:
 
 def _client_for_leases(settings: OperatorSettings) -> Client:
     seconds = settings.lease.try_seconds
-    return Client(limits=Limits(connect_seconds=seconds, request_seconds=seconds, tries=2))
+    return Client(limits=RequestLimits(connect_seconds=seconds, request_seconds=seconds, tries=2))
 
 
 def _set_up_log(level: str) -> None:

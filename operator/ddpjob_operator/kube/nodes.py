@@ -11,7 +11,7 @@ from collections.abc import Callable, Set
 from ddpjob_operator.job import bounds
 from ddpjob_operator.job.times import Clock
 from ddpjob_operator.kube import observe
-from ddpjob_operator.kube.store import Place, Raw
+from ddpjob_operator.kube.store import ObjectKey, Raw
 from ddpjob_operator.observed.cluster import Node
 
 _LOGGER = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Nodes:
         """The order in which nodes were seen does not matter."""
         return contextlib.nullcontext()
 
-    def retain(self, named: Set[Place], list_version: int, namespace: str = "") -> None:
+    def retain(self, named: Set[ObjectKey], list_version: int, namespace: str = "") -> None:
         """The end of a list: all that it named was put."""
         self._listed = True
         for name in self._names - {name for _, name in named}:

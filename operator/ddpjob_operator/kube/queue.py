@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from ddpjob_operator.kube.limit import at_most
 from ddpjob_operator.kube.runtime import Runtime
-from ddpjob_operator.kube.shares import Place
+from ddpjob_operator.kube.shares import Turn
 
 K = TypeVar("K", bound=Hashable)
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 60.0
@@ -195,7 +195,7 @@ class Queue(Generic[K]):
             return
 
     async def _one(self, key: K) -> None:
-        place = Place(self._leave, QUICK_SECONDS)
+        place = Turn(self._leave, QUICK_SECONDS)
         try:
             again_in = await self._reconcile(key)
         except RetryError as error:

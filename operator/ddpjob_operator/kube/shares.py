@@ -31,8 +31,8 @@ class Bounds:
     `total` to the others, else a few namespaces with slow webhooks would take all of it."""
 
 
-class Place:
-    """A place among a few, given back once: when it is left, or by itself when it was held for long."""
+class Turn:
+    """A turn among a few, given back once: when it is left, or by itself when it was held for long."""
 
     def __init__(self, give_back: Callable[[], None], seconds: float) -> None:
         self._give_back: Callable[[], None] | None = give_back
@@ -60,7 +60,7 @@ class Shares:
     async def turn(self, key: Key) -> AsyncIterator[None]:
         """Its body runs when it is this job's turn."""
         await self._wait(key)
-        place = Place(self._leave, self.bounds.quick_seconds)
+        place = Turn(self._leave, self.bounds.quick_seconds)
         try:
             yield
         finally:

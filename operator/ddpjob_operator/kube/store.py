@@ -15,7 +15,7 @@ T = TypeVar("T")
 Raw = Mapping[str, Any]
 Key = tuple[str, str]
 """Namespace and name of a job."""
-Place = tuple[str, str]
+ObjectKey = tuple[str, str]
 """Namespace and name of an object."""
 
 # An answer to a delete may arrive after the watch has shown that the object is gone; far fewer requests than this are
@@ -142,7 +142,7 @@ class Store(Generic[T]):
         if old is not None and old.uid == uid:
             self._set((namespace, name), old, None)
 
-    def retain(self, named: Set[Place], list_version: int, namespace: str = "", key: Key | None = None) -> None:
+    def retain(self, named: Set[ObjectKey], list_version: int, namespace: str = "", key: Key | None = None) -> None:
         """The end of a list whose objects were put: what it did not name is gone, unless it is newer than the list.
 
         namespace: the one that was listed, empty for all. key: the job that was listed, None for all.
@@ -155,7 +155,7 @@ class Store(Generic[T]):
             if (not namespace or place[0] == namespace) and key in (None, of) and place not in named:
                 self.remove(*place, uid)
 
-    def _set_unreadable(self, key: Key, place: Place, uid: str, error: UnreadableError) -> None:
+    def _set_unreadable(self, key: Key, place: ObjectKey, uid: str, error: UnreadableError) -> None:
         if self._unreadable.get(place, ("", "", ""))[1] != uid:
             _LOGGER.warning("%s: %s; it is left out, and all else goes on", "/".join(place), error)
         self._unreadable[place] = (key, uid, f"{place[1]}: {error}")
@@ -194,7 +194,7 @@ class Jobs(Store[Raw]):
         return None if entry is None else entry.value
 
 
-def _place_of(raw: Raw) -> Place:
+def _place_of(raw: Raw) -> ObjectKey:
     return raw["metadata"].get("namespace", ""), raw["metadata"]["name"]
 
 

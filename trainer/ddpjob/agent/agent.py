@@ -237,7 +237,7 @@ class Agent:
         return 128 + self.told if self.node.exit_code is None else self.node.exit_code
 
     def own_code(self, order: End) -> int:
-        """What this agent ends with: the guilty rank's code with its node, else that it can be resumed."""
+        """What this agent ends with: the culprit rank's code with its node, else that it can be resumed."""
         if order.code == 0:
             return 0
         if self.told:

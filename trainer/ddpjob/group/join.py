@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob import process
 from ddpjob.core import stall_limits
-from ddpjob.core.place import Place, on_node
+from ddpjob.core.rank_info import RankInfo, on_node
 from ddpjob.errors import ConfigurationError, DDPJobError, RendezvousError, Stopped, UnsupportedError
 from ddpjob.group import stop
 from ddpjob.group.gloo_teardown import never_destroy, settle
@@ -205,7 +205,7 @@ def find_place(
     rank: int | None = None,
     world_size: int | None = None,
     local_rank: int | None = None,
-) -> Place:
+) -> RankInfo:
     """The place from the arguments, else from the URL's query, else from the environment, else alone."""
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -259,7 +259,7 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
 
 
 def choose(
-    backend: str | None, device: str | None, place: Place, environ: Mapping[str, str]
+    backend: str | None, device: str | None, place: RankInfo, environ: Mapping[str, str]
 ) -> tuple[str, torch.device]:
     """Backend and device of this process; the device is made the current one."""
     source = "backend" if backend else "DDPJOB_BACKEND"
@@ -306,7 +306,7 @@ def _refuse_unavailable(source: str, backend: str, device: str | None, gpus: int
 
 
 def _join(
-    init_method: str | None, place: Place, backend: str, device: torch.device, timeout: timedelta, longest: timedelta
+    init_method: str | None, place: RankInfo, backend: str, device: torch.device, timeout: timedelta, longest: timedelta
 ) -> Store:
     """timeout: of the rendezvous; longest: of a collective, because gloo of torch 2.4 cannot change it later."""
     where = init_method or _default_method(place)
@@ -332,7 +332,7 @@ def _join(
     return store
 
 
-def _default_method(place: Place) -> str:
+def _default_method(place: RankInfo) -> str:
     if place.world_size == 1:
         return "alone"
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -356,7 +356,7 @@ def _prefix() -> str:
     return f"ddpjob/{environ.get('DDPJOB_UID', '')}/{attempt}"
 
 
-def _rendezvous(where: str, place: Place, timeout: timedelta) -> Store:
+def _rendezvous(where: str, place: RankInfo, timeout: timedelta) -> Store:
     """The store of this group's keys."""
     if where == "alone":
         return HashStore()  # no port, so nothing to collide with
@@ -373,7 +373,7 @@ def _rendezvous(where: str, place: Place, timeout: timedelta) -> Store:
     return PrefixStore(f"{_prefix()}/{process.current.groups_joined}", store)
 
 
-def _store_at_port(where: str, place: Place, timeout: timedelta) -> Store:
+def _store_at_port(where: str, place: RankInfo, timeout: timedelta) -> Store:
     """Rank 0 serves, the others connect.
 
     torch.distributed's own tcp:// makes every rank a client under torchrun (TORCHELASTIC_USE_AGENT_STORE in
@@ -387,7 +387,7 @@ def _store_at_port(where: str, place: Place, timeout: timedelta) -> Store:
     return TCPStore(url.hostname, url.port, place.world_size, serves, timeout, multi_tenant=True)
 
 
-def _store_in_file(where: str, place: Place, timeout: timedelta) -> Store:
+def _store_in_file(where: str, place: RankInfo, timeout: timedelta) -> Store:
     path = urlsplit(where).path
     if not path or not os.path.isdir(os.path.dirname(path)):
         raise ConfigurationError(f"init_method: {where!r}: the folder {os.path.dirname(path)!r} does not exist.")
@@ -405,7 +405,7 @@ def _store_in_file(where: str, place: Place, timeout: timedelta) -> Store:
     return PrefixStore(f"run/{run}", own)
 
 
-def _agree(store: Store, place: Place, backend: str, device: torch.device) -> None:
+def _agree(store: Store, place: RankInfo, backend: str, device: torch.device) -> None:
     """All ranks must use rank 0's backend, and under nccl a GPU each; otherwise they wait for each other in vain."""
     if place.rank == 0:
         store.set("backend", backend)
@@ -422,7 +422,7 @@ def _agree(store: Store, place: Place, backend: str, device: torch.device) -> No
         )
 
 
-def _wait_for_all(store: Store, place: Place, timeout: timedelta) -> None:
+def _wait_for_all(store: Store, place: RankInfo, timeout: timedelta) -> None:
     """Wait for all ranks, because in torch the wait for one that never comes has the time-out of a collective."""
     if store.add(f"rank {place.rank}", 1) > 1:
         # With torch's own time-out for collectives, gloo would wait for the missing rank for hours.
@@ -440,7 +440,7 @@ class _Group:
     """The one process group of this process, and what changes while it exists."""
 
     world: World
-    place: Place
+    place: RankInfo
     store: Store | None  # None where the script made the group itself
     stepping: bool = False
     broken: bool = False

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
+class RankInfo(NamedTuple):
     """Where a process is in its group and on its node."""
 
     rank: int
@@ -14,7 +14,7 @@ class Place(NamedTuple):
     node_rank: int
 
 
-def on_node(rank: int, world_size: int, number: Callable[[str, int], int], local_rank: int | None = None) -> Place:
+def on_node(rank: int, world_size: int, number: Callable[[str, int], int], local_rank: int | None = None) -> RankInfo:
     """The place of that rank: launchers name its node; of a process that a script starts itself the rank tells it.
 
     number: the variable of the environment as a number, else the default.
@@ -27,4 +27,4 @@ def on_node(rank: int, world_size: int, number: Callable[[str, int], int], local
     if local_rank is None:
         local_rank = number("LOCAL_RANK", rank % per_node) if of_this_rank else rank % per_node
     node_rank = number("NODE_RANK", number("GROUP_RANK", rank // per_node))
-    return Place(rank, world_size, local_rank, per_node, node_rank)
+    return RankInfo(rank, world_size, local_rank, per_node, node_rank)
