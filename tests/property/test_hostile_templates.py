@@ -43,7 +43,7 @@ POD = {
 
 
 def whole() -> dict[str, Any]:
-    raw = manifest(container=TRAINER)
+    raw = manifest(container=copy.deepcopy(TRAINER))
     raw["spec"]["template"]["metadata"] = {"labels": {"a": "b"}, "annotations": {"c": "d"}}
     raw["spec"]["template"]["spec"].update(copy.deepcopy(POD))
     return raw

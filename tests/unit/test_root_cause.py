@@ -262,6 +262,26 @@ def test_what_was_recorded_first_is_told_with_how_its_pod_ended() -> None:
     assert (failure.reason, failure.exit_code, failure.step) == ("StoppedFromOutside", 0, 41)
 
 
+@pytest.mark.parametrize(
+    ("said", "found", "reason"),
+    [
+        ({"exitCode": 0, "exception": "ended with exit code 0 while rank 1 still waited", "early": True},
+         "application", root_cause.ENDED_EARLY),
+        ({"exception": "has made no step for 30 s", "stalled": True}, "stall", root_cause.STALLED),
+    ],
+    ids=["early", "stalled"],
+)  # fmt: skip
+def test_what_the_agents_agreed_on_is_the_cause_also_where_node_0_ends_last(
+    said: dict[str, Any], found: rules.Class, reason: str
+) -> None:
+    """Node 1's pod ended half a second before node 0's, and the operator stopped that one: the job restarted for ever,
+    charged to nobody."""
+    leader = pod(0, 1 if found == "application" else 75, library(rank=0, ended=True, **said), seconds=11)
+    peer = pod(1, 75, library(ended=True))
+    cause, its_class = settled(told(leader, 10.5), peer, first=first_sign(peer))
+    assert (cause.rank, cause.pod, cause.reason, its_class) == (0, "bert-1-0", reason, found)
+
+
 def test_an_import_error_on_all_nodes_before_the_first_step_is_permanent() -> None:
     pods = [pod(rank, said="ModuleNotFoundError: No module named 'timm'") for rank in range(3)]
     assert settled(*pods, stepped=False)[1] == "permanent"

@@ -416,6 +416,8 @@ def _precedence_of_stopped(pod: Pod, own: Failure, code: int | None) -> Preceden
 
 def _failed_before_its_deletion(own: Failure, code: int | None) -> bool:
     """A pod whose rank has failed may live on for half a minute, while torchrun waits for its other ranks."""
+    if own.stalled or own.early:
+        return True  # the agents have agreed on it; node 0's may be the last to end, and none says so of a SIGTERM
     if own.symptom or own.resumable or own.exception.startswith(("KeyboardInterrupt", "SystemExit")):
         return False
     if code in (0, rules.RESUMABLE_EXIT_CODE, _INTERRUPTED, _KILLED, _TERMINATED):
@@ -483,7 +485,7 @@ def _on_all_nodes(ends: Sequence[End], nodes: int | None) -> bool:
 
 
 def _reason(pod: Pod, own: Failure, precedence: Precedence) -> str:
-    if precedence == Precedence.OWN and (own.stalled or own.early):
+    if precedence in (Precedence.OWN, Precedence.LATE) and (own.stalled or own.early):
         return STALLED if own.stalled else ENDED_EARLY
     if precedence == Precedence.KERNEL:
         return pod.trainer.reason
