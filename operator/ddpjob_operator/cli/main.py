@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ddpjob_operator.cli import runs
+
 if TYPE_CHECKING:
     from ddpjob_operator.job import api
     from ddpjob_operator.manifest.yamlfile import Document
@@ -122,6 +124,10 @@ def crd() -> int:
     from ddpjob_operator.job.crd import to_yaml
 
     return answer(to_yaml())
+
+
+cli.add_command(runs.list_runs)
+cli.add_command(runs.logs)
 
 
 def load(
