@@ -22,6 +22,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ddpjob.agent import processes
+from ddpjob_operator.describe import ending
 from ddpjob_operator.failures import root_cause
 from ddpjob_operator.failures.redaction import mask
 from ddpjob_operator.job import api, podspec, topology, wording
@@ -302,22 +303,21 @@ class Runner:
 
     def _summarize(self) -> int:
         """Show how the job ended and where the logs are; the exit code."""
-        took = wording.duration(time.monotonic() - self._started_at)
+        took = time.monotonic() - self._started_at
         status, name = self.job.status, self.job.metadata.name
         self.screen.close()
         for fault in self.options.faults:
             if not faults.happened(fault, status):
                 self.screen.note(f"{fault.option}: did not happen; {fault.wants}")
         if status.state == "Succeeded":
-            metrics = screen.metric_parts(status.progress) if status.progress else []
-            self.screen.note("   ".join([f"✔ {name} Succeeded in {took}", *metrics, *screen.restart_parts(status)]))
+            self.screen.note(ending.succeeded(name, status, took))
             return SUCCEEDED
         if status.state == "Suspended":
             has_volumes = any("emptyDir" in volume for volume in self.job.spec.template["spec"].get("volumes") or ())
             lost = "; its emptyDir volumes are gone, a hostPath keeps them" if has_volumes else ""
-            self.screen.note(f"■ {name} stopped after {took}{lost}")
+            self.screen.note(f"■ {name} stopped after {wording.duration(took)}{lost}")
             return INTERRUPTED
-        self.screen.note(f"✖ {name} Failed after {took}: {status.message}")
+        self.screen.note(ending.failed(name, status, took))
         for line in self._log_excerpt():
             self.screen.note(line)
         return FAILED
