@@ -58,6 +58,7 @@ def cli() -> None:
 )
 @click.option("--cpu", is_flag=True, help="Train on the CPU with gloo, whatever GPUs the job asks for.")
 @click.option("--allow-unsupported", is_flag=True, help="Ignore fields that have no counterpart on one machine.")
+@click.option("--no-check", is_flag=True, help="Start also where `ddpjob check` finds an error.")
 @click.option("--plain", is_flag=True, help="Plain lines also on a terminal.")
 @click.option("--dry-run", is_flag=True, help="Print the Service and the pods that a cluster would get, and stop.")
 def run(
@@ -71,6 +72,7 @@ def run(
     failures: tuple[str, ...],
     cpu: bool,
     allow_unsupported: bool,
+    no_check: bool,
     plain: bool,
     dry_run: bool,
 ) -> int:
@@ -80,6 +82,7 @@ def run(
     Exit codes: 0 succeeded, 1 the job failed, 2 wrong input, 130 interrupted.
     """
     from ddpjob.agent import own_children
+    from ddpjob_operator.cli import check_files
     from ddpjob_operator.local import faults
     from ddpjob_operator.local.run import Options
     from ddpjob_operator.local.run import run as run_locally
@@ -91,6 +94,12 @@ def run(
     faults.check(broken, parsed)
     if dry_run:
         return print_objects(parsed, cpu)
+    if not no_check:
+        lines, is_refused = check_files.before_run(document, parsed, cpu=cpu)
+        for line in lines:
+            click.echo(line, err=True)
+        if is_refused:
+            return 2
     own_children.stand_apart()
     return run_locally(document, parsed, Options(status, cpu, allow_unsupported, plain, logs, broken))
 
@@ -109,7 +118,7 @@ def check(paths: tuple[str, ...], nodes: int | None, nproc: int | None, job: str
     """Find the classic DDP mistakes in scripts, or in a DDPJob's YAML and its script, without running them.
 
     \b
-    docs/check.md has each rule. To suppress one: `# ddpjob: ignore[rule]` on its line, or on the line above.
+    To suppress a finding: `# ddpjob: ignore[rule]` on its line or on the line above.
     Exit codes: 0 nothing or warnings, 1 errors, 2 wrong input.
     """
     from ddpjob_operator.cli import check_files
@@ -118,9 +127,10 @@ def check(paths: tuple[str, ...], nodes: int | None, nproc: int | None, job: str
     wanted = str(nodes) if nodes else None
     jobs = {path: load(path, job, wanted, settings, ()) for path in paths if check_files.is_job(path)}
     result = check_files.check_all(paths, jobs, nodes, nproc)
+    code = answer(result.to_json() if form == "json" else result.to_text())
     for line in (*result.unread, result.summary()):
         click.echo(line, err=True)
-    return answer(result.to_json() if form == "json" else result.to_text()) or result.exit_code
+    return code or result.exit_code
 
 
 @cli.command(epilog="Example: ddpjob crd | kubectl apply -f -")
@@ -150,6 +160,8 @@ def load(
     for variable in variables:
         override.set_variable(document, variable)
     parsed, problems = validation.parse(document.data)
+    named = {p.path for p in problems}
+    problems += [p for p in validation.strict(parsed.spec) if p.path not in named]
     if problems:
         raise document.error(problems)
     return document, parsed
