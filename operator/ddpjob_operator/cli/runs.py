@@ -18,7 +18,7 @@ FOLDER = click.option(
 )  # fmt: skip
 
 
-@click.command("list", epilog="Example: ddpjob list -o wide")
+@click.command("list", short_help="List the runs of this machine.", epilog="Example: ddpjob list -o wide")
 @click.option("-o", "--output", type=click.Choice(["text", "wide", "json"]), default="text", help="How it is shown.")
 @FOLDER
 def list_runs(output: str, folder: Path | None) -> int:
@@ -26,7 +26,7 @@ def list_runs(output: str, folder: Path | None) -> int:
     import datetime as dt
     import json
 
-    from ddpjob_operator.cli.main import answer
+    from ddpjob_operator.cli.output import answer
     from ddpjob_operator.local import runs
 
     now = dt.datetime.now(dt.timezone.utc)
@@ -39,7 +39,9 @@ def list_runs(output: str, folder: Path | None) -> int:
     return answer(columns([row(run, now, wide=output == "wide") for run in found]))
 
 
-@click.command(epilog="Example: ddpjob logs digits --rank 1 --follow")
+@click.command(
+    short_help="Print what the nodes of a run have printed.", epilog="Example: ddpjob logs digits --rank 1 --follow"
+)
 @click.argument("job", required=False)
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Of the node on which this rank runs.")
 @click.option("--node", type=click.IntRange(min=0), metavar="N", help="Of this node.")
@@ -69,6 +71,9 @@ def logs(
         raise click.UsageError("--rank and --node exclude each other.")
     source = run_logs.LocalLogs(runs.find(job, folder))
     return shown.show(source, rank, node, attempt, previous=previous, follow=follow)
+
+
+COMMANDS = (list_runs, logs)
 
 
 def row(run: Run, now: dt.datetime, *, wide: bool) -> dict[str, str]:
