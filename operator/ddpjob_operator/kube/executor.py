@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube import observe
+from ddpjob_operator.kube import decisions, observe
 from ddpjob_operator.kube.client import ApiError, Client, Raw, collection
 from ddpjob_operator.kube.events import Events
 from ddpjob_operator.kube.job_state import JobState
@@ -55,6 +55,7 @@ class Executor:
     reporting: build.Reporting | None = None
     progressed: Callable[[Key], None] = lambda _key: None
     """Called for a job whenever a request for it has its turn or its answer."""
+    keep_from_autoscalers: bool = True
     # Apart, so that slow creates hold up no delete.
     creates: Shares = field(default_factory=Shares)
     deletes: Shares = field(default_factory=Shares)
@@ -66,10 +67,13 @@ class Executor:
 
         What the server refuses to create is no error: it is in `state` then, for the next round to report.
         """
+        decided = list(decisions.lines(job, todo))
         if todo.status is not None:
             await self._replace_status(job.metadata, msgspec.to_builtins(todo.status))
             # A pod gets what is left of the budgets, and this status may be the first that counts a restart in place.
             job = msgspec.structs.replace(job, status=todo.status)
+        for line in decided:
+            self.runtime.log.info("%s", line)
         # Events report what the status has recorded, so they do not wait for requests that come after it and may fail.
         self.events.send(job.metadata, todo.events, self.runtime.now())
         deletes = [partial(self._delete, job, a) for a in todo.actions if isinstance(a, DeletePod)]
@@ -243,6 +247,7 @@ class Executor:
             reporting=self.reporting,
             avoid=action.avoid,
             replacement=action.replacement,
+            keep_from_autoscalers=self.keep_from_autoscalers,
         )
         return await self._create("Pod", body, job, state)
 
