@@ -10,6 +10,7 @@ import msgspec
 from msgspec import inspect as types
 
 from ddpjob_operator.job import api, crd, reasons, validation
+from ddpjob_operator.job.wording import say
 
 INTRO = f"""\
 <!-- Written from api.py by `python tools/reference_page.py`. Change the types, then run it again. -->
@@ -58,7 +59,7 @@ def _default(owner: type, field: types.Field) -> str:
     if crd.is_required(owner, field):
         return "required"
     value = crd.default(field)
-    return "unset" if value is None else f"`{validation.say(value).strip(chr(34))}`"
+    return "unset" if value is None else f"`{say(value).strip(chr(34))}`"
 
 
 def _without_none(kind: types.Type) -> types.Type:

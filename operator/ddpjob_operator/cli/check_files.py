@@ -7,7 +7,7 @@ import json
 import os
 import tokenize
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ddpjob_operator import check
@@ -20,6 +20,7 @@ from ddpjob_operator.job.wording import count
 from ddpjob_operator.manifest.yamlfile import Document, InputError
 
 YAML_SUFFIXES = (".yaml", ".yml", ".json")
+WARNINGS_SHOWN = 3  # before a run, whose own lines matter more
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,26 @@ def check_all(
     return CheckResult(sorted(set(findings)), unread, len({*jobs, *(script for script, _ in read)}))
 
 
+def before_run(document: Document, job: api.DDPJob, *, cpu: bool = False) -> tuple[list[str], bool]:
+    """The lines to show before a local run, and whether an error forbids it.
+
+    A script that is not found is not checked: the run itself says what is not there. cpu: no GPU is used.
+    """
+    context = replace(known(job), gpus=0) if cpu else known(job)
+    own = _script_of(document.source, job)
+    findings = sorted({*_of_job(document.source, document, job), *(f for s in own for f in _of_script(s, context))})
+    errors = [f for f in findings if f.severity == "error"]
+    warnings = [f for f in findings if f.severity != "error"]
+    lines = [str(f) for f in errors] if errors else [str(f) for f in warnings[:WARNINGS_SHOWN]]
+    name = " ".join((document.source, *own))
+    if errors:
+        fix = "fix it" if len(errors) == 1 else "fix them"
+        lines.append(f"not started: {count(len(errors), 'error')}; {fix}, or run with --no-check")
+    elif len(warnings) > WARNINGS_SHOWN:
+        lines.append(f"and {count(len(warnings) - WARNINGS_SHOWN, 'more warning')}: ddpjob check {name}")
+    return lines, bool(errors)
+
+
 def _of_script(path: str, context: Job) -> list[Finding]:
     """A file that is no text is a finding, as one that is not valid Python."""
     try:
@@ -108,7 +129,15 @@ def _of_job(path: str, document: Document, job: api.DDPJob) -> list[Finding]:
     findings = [
         Finding(path, document.line(field), 1, rule, severities[rule], text) for field, rule, text in mistakes(job)
     ]
-    return check.kept(findings, Path(path).read_text(encoding="utf-8")) if findings else []
+    return check.kept(findings, _text_of(path)) if findings else []
+
+
+def _text_of(path: str) -> str:
+    """Nothing for a job that comes from no file."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def _script_of(path: str, job: api.DDPJob) -> list[str]:

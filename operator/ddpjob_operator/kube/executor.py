@@ -55,6 +55,7 @@ class Executor:
     reporting: build.Reporting | None = None
     progressed: Callable[[Key], None] = lambda _key: None
     """Called for a job whenever a request for it has its turn or its answer."""
+    keep_from_autoscalers: bool = True
     # Apart, so that slow creates hold up no delete.
     creates: Shares = field(default_factory=Shares)
     deletes: Shares = field(default_factory=Shares)
@@ -243,6 +244,7 @@ class Executor:
             reporting=self.reporting,
             avoid=action.avoid,
             replacement=action.replacement,
+            keep_from_autoscalers=self.keep_from_autoscalers,
         )
         return await self._create("Pod", body, job, state)
 

@@ -1,4 +1,4 @@
-"""The program `ddpjob-operator`, also `python -m ddpjob_operator`: settings, log, and kopf around the Operator.
+"""What `ddpjob-operator` runs (program.py starts it): settings, log, and kopf around the Operator.
 
 In a cluster it uses the pod's service account, elsewhere KUBECONFIG.
 """

@@ -100,7 +100,14 @@ class Operator:
         events = Events(self._client, runtime, instance=settings.host_name)
         reporting = build.Reporting(settings.status_url) if settings.status_url else None
         executor = Executor(
-            self._client, self.caches, lookup, events, runtime, reporting, lambda key: self.queue.progressed(key)
+            self._client,
+            self.caches,
+            lookup,
+            events,
+            runtime,
+            reporting,
+            lambda key: self.queue.progressed(key),
+            keep_from_autoscalers=settings.keep_from_autoscalers,
         )
         self.reports = Reports(self.caches.jobs, states, runtime, settings.rules.progress_write_seconds)
         self._events = events

@@ -32,6 +32,10 @@ class OperatorSettings:
     another 10 to 50 s to call it so, and a node that is back sooner has cost nothing.
     DDPJOB_KEEP_LOG_TAIL: whether the last lines of a failed rank's log go into its job's status, where whoever may see
     the job reads them. true, because they tell the cause; false leaves the exception alone."""
+    keep_from_autoscalers: bool = True
+    """DDPJOB_KEEP_FROM_AUTOSCALERS: whether pods carry the annotations that keep autoscalers from removing their nodes.
+    true, because a node that is removed costs a training all steps since its last snapshot; false leaves it to the
+    template."""
     lease_namespace: str = ""
     """DDPJOB_LEASE_NAMESPACE: namespace of the Lease that decides which of several operators acts. Empty, the default:
     there is no Lease, and this operator always acts."""
@@ -58,15 +62,14 @@ class OperatorSettings:
         level = _checked(environment, "DDPJOB_LOG_LEVEL", "INFO", lambda text: text.upper() in levels, must).upper()
         must = "whole seconds from 1 to 86400"
         lost = _checked(environment, "DDPJOB_LOST_NODE_SECONDS", "30", partial(_is_number, first=1, last=86_400), must)
-        either = ("true", "false")
-        tail = _checked(environment, "DDPJOB_KEEP_LOG_TAIL", "true", lambda t: t.lower() in either, "true or false")
         return OperatorSettings(
             namespaces=tuple(dict.fromkeys(name for name in names if name)),
             health_port=_port(environment, "DDPJOB_HEALTH_PORT", "8080"),
             status_port=_port(environment, "DDPJOB_STATUS_PORT", "0"),
             status_url=environment.get("DDPJOB_STATUS_URL", ""),
             log_level=level,
-            rules=PlanSettings(lost_node_seconds=int(lost), keep_log_tail=tail.lower() == "true"),
+            rules=PlanSettings(lost_node_seconds=int(lost), keep_log_tail=_flag(environment, "DDPJOB_KEEP_LOG_TAIL")),
+            keep_from_autoscalers=_flag(environment, "DDPJOB_KEEP_FROM_AUTOSCALERS"),
             lease_namespace=environment.get("DDPJOB_LEASE_NAMESPACE", ""),
             lease_name=environment.get("DDPJOB_LEASE_NAME", "ddpjob-operator"),
             claim_namespace=environment.get("DDPJOB_CLAIM_NAMESPACE", "kube-system"),
@@ -119,6 +122,11 @@ def _number(text: str) -> float:
 def _port(environment: Mapping[str, str], name: str, default: str) -> int:
     valid = partial(_is_number, first=0, last=65_535)
     return int(_checked(environment, name, default, valid, "a port from 0 (off) to 65535"))
+
+
+def _flag(environment: Mapping[str, str], name: str) -> bool:
+    either = ("true", "false")
+    return _checked(environment, name, "true", lambda text: text.lower() in either, "true or false").lower() == "true"
 
 
 def _checked(environment: Mapping[str, str], name: str, default: str, valid: Callable[[str], bool], must: str) -> str:

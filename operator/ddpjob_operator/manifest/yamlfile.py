@@ -9,8 +9,9 @@ from typing import Any
 import yaml
 
 from ddpjob_operator.job import api
-from ddpjob_operator.job.validation import NOT_A_JOB, Problem, say, suggestion
+from ddpjob_operator.job.validation import NOT_A_JOB, Problem, suggestion
 from ddpjob_operator.job.validation import Path as FieldPath
+from ddpjob_operator.job.wording import say
 from ddpjob_operator.manifest import yamlbounds, yamlvalues
 
 _TAG = yamlvalues.TAG
