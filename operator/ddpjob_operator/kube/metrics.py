@@ -45,7 +45,7 @@ def _of_jobs(jobs: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     for job in jobs:
         status = _mapping(job, "status")
         state = status.get("state")
-        states[state if state in STATES else NO_STATE] += 1
+        states[str(state) if state in STATES else NO_STATE] += 1
         for name in CLASSES:
             restarts[name] += _count(_mapping(status, "restarts"), name)
         for name in USES:
