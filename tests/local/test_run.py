@@ -426,7 +426,7 @@ def test_an_active_deadline_stops_a_local_job_too(cli: Cli) -> None:
     assert "not finished within activeDeadlineSeconds: 1" in done.stderr
 
 
-def test_of_a_run_only_the_logs_stay(cli: Cli) -> None:
+def test_of_a_run_only_the_logs_and_its_record_stay(cli: Cli) -> None:
     mount = {"volumeMounts": [{"name": "d", "mountPath": "/data"}], "command": ["touch", "/data/x"]}
     body = cli.file("", container=mount)
     document = yaml.safe_load(body.read_text())
@@ -434,7 +434,10 @@ def test_of_a_run_only_the_logs_stay(cli: Cli) -> None:
     body.write_text(yaml.safe_dump(document))
     assert cli.run("run", body).returncode == 0
     left = [p.name for p in (cli.folder / "state").rglob("*") if p.is_file()]
-    assert sorted(left) == [".ddpjob-run", "job-1-0.log", "job-1-1.log"], "the mark lets a later run remove them"
+    record = ["history.json", "run.json", "status.json"]
+    assert sorted(left) == [".ddpjob-run", *record[:1], "job-1-0.log", "job-1-1.log", *record[1:]], (
+        "a later run removes them"
+    )
 
 
 def test_a_process_that_was_there_before_outlives_the_run(cli: Cli) -> None:

@@ -5,12 +5,14 @@ Imports stand inside the commands: `ddpjob --help` must not wait for what it doe
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from ddpjob_operator.cli import runs, shell
+from ddpjob_operator.cli.output import answer
 
 if TYPE_CHECKING:
     from ddpjob_operator.job import api
@@ -25,7 +27,10 @@ def cli() -> None:
     """PyTorch DDP jobs: one YAML, on Kubernetes or as processes on this machine."""
 
 
-@cli.command(epilog="Example: ddpjob run examples/digits.yaml --nodes 3 --set spec.nprocPerNode=2 --status status.json")
+@cli.command(
+    short_help="Run a DDPJob on this machine.",
+    epilog="Example: ddpjob run examples/digits.yaml --nodes 3 --set spec.nprocPerNode=2 --status status.json",
+)
 @click.argument("file", type=click.Path(dir_okay=False))
 @click.option("--job", metavar="NAME", help="Which DDPJob, where the file has several.")
 @click.option("--nodes", metavar="N", help="Run this many nodes instead of spec.nodes.")
@@ -99,7 +104,9 @@ def run(
     return run_locally(document, parsed, Options(status, cpu, allow_unsupported, plain, logs, broken))
 
 
-@cli.command(epilog="Example: ddpjob check train.py --nodes 2")
+@cli.command(
+    short_help="Find DDP mistakes without running anything.", epilog="Example: ddpjob check train.py --nodes 2"
+)
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path())
 @click.option("--nodes", metavar="N", type=click.IntRange(min=1), help="Check for this many nodes.")
 @click.option("--nproc", metavar="N", type=click.IntRange(min=1), help="Check for this many processes a node.")
@@ -132,6 +139,10 @@ def crd() -> int:
     from ddpjob_operator.job.crd import to_yaml
 
     return answer(to_yaml())
+
+
+for command in (*runs.COMMANDS, *shell.COMMANDS):
+    cli.add_command(command)
 
 
 def load(
@@ -170,20 +181,6 @@ def print_objects(job: api.DDPJob, cpu: bool) -> int:
 
     objects = dry_run(job, cpu)
     return answer(yaml.dump_all(objects, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10_000))
-
-
-def answer(text: str) -> int:
-    """Write an answer to stdout; the exit code. A reader that has closed it (`| head`) is no error."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except OSError as error:
-        # Python flushes once more at exit, and would fail once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        if not isinstance(error, BrokenPipeError):
-            click.echo(f"stdout: {error.strerror}", err=True)
-            return 1
-    return 0
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The program `ddpjob-operator`, also `python -m ddpjob_operator`: settings, log, and kopf around the Operator.
+"""What `ddpjob-operator` runs (program.py starts it): settings, log, and kopf around the Operator.
 
 In a cluster it uses the pod's service account, elsewhere KUBECONFIG.
 """
@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import uuid
+from importlib import metadata
 
 import kopf
 import uvloop
@@ -34,6 +35,7 @@ def main() -> None:
         print(error, file=sys.stderr)
         sys.exit(2)
     _set_up_log(settings.log_level)
+    _LOGGER.info("ddpjob-operator %s %s", metadata.version("ddpjob"), settings.summary())
     sys.exit(uvloop.run(_serve(settings)))
 
 
