@@ -343,6 +343,17 @@ def test_jobs_on_the_hosts_network_can_be_let_through_by_address() -> None:
     assert policy["spec"]["ingress"][0]["from"][-1] == {"ipBlock": {"cidr": "10.0.0.0/16"}}
 
 
+def test_only_who_is_named_reads_metrics_through_a_network_policy() -> None:
+    named = r"networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.kubernetes\.io/metadata\.name=monitoring"
+    (policy,) = of_kind("NetworkPolicy", "networkPolicy.enabled=true", named)
+    health, status = policy["spec"]["ingress"]
+    peer = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+    assert health == {"ports": [{"port": "health"}], "from": [peer]}
+    assert status["ports"] == [{"port": "status"}]
+    (alone,) = of_kind("NetworkPolicy", "networkPolicy.enabled=true", "progress.enabled=false", named)
+    assert alone["spec"]["ingress"] == [health]
+
+
 def notes(folder: Path, *arguments: str) -> str:
     """What helm says at the end. `helm template` leaves it out, so a copy of the chart renders it as a value."""
     copy = Path(shutil.copytree(CHART, folder / "ddpjob-operator", dirs_exist_ok=True))
