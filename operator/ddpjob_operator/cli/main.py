@@ -93,6 +93,8 @@ def run(
     document, parsed = load(file, job, nodes, settings, variables)
     faults.check(broken, parsed)
     if dry_run:
+        for line in check_files.for_a_cluster(document, parsed):
+            click.echo(line, err=True)
         return print_objects(parsed, cpu)
     if not no_check:
         lines, is_refused = check_files.before_run(document, parsed, cpu=cpu)
@@ -115,22 +117,23 @@ def run(
     "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How it is shown."
 )
 def check(paths: tuple[str, ...], nodes: int | None, nproc: int | None, job: str | None, form: str) -> int:
-    """Find the classic DDP mistakes in scripts, or in a DDPJob's YAML and its script, without running them.
+    """Find the classic DDP mistakes in scripts, notebooks, a DDPJob's YAML with its script, or all in a folder.
 
     \b
+    Nothing is run or imported.
     To suppress a finding: `# ddpjob: ignore[rule]` on its line or on the line above.
     Exit codes: 0 nothing or warnings, 1 errors, 2 wrong input.
     """
-    from ddpjob_operator.cli import check_files
+    from ddpjob_operator.cli import check_files, check_folder
 
     settings = (f"spec.nprocPerNode={nproc}",) if nproc else ()
     wanted = str(nodes) if nodes else None
-    jobs = {path: load(path, job, wanted, settings, ()) for path in paths if check_files.is_job(path)}
-    result = check_files.check_all(paths, jobs, nodes, nproc)
+    found = check_folder.targets(paths, job, lambda path, name: load(path, name, wanted, settings, ()))
+    result = check_files.check_all(found.scripts, found.jobs, nodes, nproc, apart=found.apart)
     code = answer(result.to_json() if form == "json" else result.to_text())
-    for line in (*result.unread, result.summary()):
+    for line in (*found.wrong, *result.unread, result.summary()):
         click.echo(line, err=True)
-    return code or result.exit_code
+    return code or (2 if found.wrong else result.exit_code)
 
 
 @cli.command(epilog="Example: ddpjob crd | kubectl apply -f -")
