@@ -29,6 +29,7 @@ check: install ## Style, types, layers, and that generated files are what the co
 	$(BIN)/python tools/pod_types.py | diff -u operator/ddpjob_operator/job/pod_types.py - || (echo "make generate"; exit 1)
 	$(BIN)/ddpjob crd | diff -u $(CRD) - || (echo "the CRD differs from the types: make generate"; exit 1)
 	$(BIN)/python tools/reference_page.py | diff -u docs/reference.md - || (echo "make generate"; exit 1)
+	$(BIN)/python tools/messages_page.py | diff -u docs/messages.md - || (echo "make generate"; exit 1)
 	$(BIN)/python tools/check_page.py | diff -u docs/check.md - || (echo "make generate"; exit 1)
 	$(BIN)/ddpjob schema | diff -u docs/ddpjob.schema.json - || (echo "make generate"; exit 1)
 
@@ -68,6 +69,7 @@ generate: install ## Write the CRD and the reference from the types.
 	$(BIN)/python tools/pod_types.py > operator/ddpjob_operator/job/pod_types.py
 	$(BIN)/ddpjob crd > $(CRD)
 	$(BIN)/python tools/reference_page.py > docs/reference.md
+	$(BIN)/python tools/messages_page.py > docs/messages.md
 	$(BIN)/python tools/check_page.py > docs/check.md
 	$(BIN)/ddpjob schema > docs/ddpjob.schema.json
 

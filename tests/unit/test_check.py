@@ -82,6 +82,8 @@ CHANGES = [
     ("multigpu", "def main(rank: int, world_size", "def main(world_size", {"spawn-function-without-rank"}),
     ("multigpu", "ckp = self.model.module.state_dict()", "ckp = self.model.module", {"save-whole-module"}),
     ("multinode", "    destroy_process_group()\n", "", set()),
+    ("multigpu", "DDP(model, device_ids=[gpu_id])", "model", {"model-not-wrapped"}),
+    ("multigpu", "output = self.model(source)", "output = self.model.module(source)", {"forward-around-ddp"}),
     ("multinode", ", map_location=loc", "", {"load-without-map-location"}),
     (
         "multinode",
@@ -101,7 +103,7 @@ CHANGES = [
         "nodes_by_hand",
         "batch_size=100, shuffle=False, num_workers=0, sampler=sampler",
         "batch_size=100, shuffle=True",
-        {"sampler-missing"},
+        {"sampler-unused"},
     ),
     ("nodes_by_hand", "    torch.cuda.set_device(gpu)\n", "", {"set-device-missing"}),
     ("both_sides_of_the_barrier", "    if dist.get_rank() != 0:\n        return\n", "", {"save-on-every-rank"}),
@@ -151,7 +153,8 @@ def snippets() -> list[Any]:
 
 @pytest.mark.parametrize(("lines", "rules"), snippets())
 def test_what_is_certain_is_said_and_what_is_not_is_not(lines: str, rules: set[str]) -> None:
-    assert rules_in(HEAD + lines) == rules
+    """The lines are parts of scripts, so it is no news that most of them form no group."""
+    assert rules_in(HEAD + lines) - ({"init-missing"} - rules) == rules
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ddpjob_operator.cli import runs, shell
+from ddpjob_operator.cli import convert, runs, shell
 from ddpjob_operator.cli.output import answer
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def crd() -> int:
     return answer(to_yaml())
 
 
-for command in (*runs.COMMANDS, *shell.COMMANDS):
+for command in (*runs.COMMANDS, *shell.COMMANDS, convert.convert):
     cli.add_command(command)
 
 

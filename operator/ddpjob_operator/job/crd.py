@@ -51,6 +51,10 @@ COLUMNS = (
     ("Message", "string", ".status.message", True),
 )
 
+# For `kubectl get ddp --field-selector status.state=Failed`, and for watches of some jobs only.
+# From Kubernetes 1.31 on; an older API server drops the list.
+SELECTABLE = (".status.state", ".status.reason")
+
 # CEL knows only metadata.name of the metadata. The messages cannot hold the value: `messageExpression` with a name is
 # over the cost budget, whatever its maxLength.
 NAME_RULES = (
@@ -165,6 +169,7 @@ def _version() -> dict[str, Any]:
             {"name": name, "type": kind, "jsonPath": path} | ({"priority": 1} if wide else {})
             for name, kind, path, wide in COLUMNS
         ],
+        "selectableFields": [{"jsonPath": path} for path in SELECTABLE],
         "schema": {"openAPIV3Schema": _root()},
     }
 

@@ -26,7 +26,8 @@ class OperatorSettings:
     """DDPJOB_STATUS_URL: where trainers post their reports: the Service before `status_port`. Empty, the default: they
     do not report."""
     log_level: str = "INFO"
-    """DDPJOB_LOG_LEVEL: DEBUG, INFO, WARNING or ERROR. INFO says who leads and what is wrong, and nothing per job."""
+    """DDPJOB_LOG_LEVEL: DEBUG, INFO, WARNING or ERROR. INFO says who leads, what is wrong, and a
+    line for each decision about a job."""
     rules: PlanSettings = dataclasses.field(default_factory=PlanSettings)
     """DDPJOB_LOST_NODE_SECONDS: a node that has been NotReady for so many seconds is lost. 30, because Kubernetes takes
     another 10 to 50 s to call it so, and a node that is back sooner has cost nothing.
@@ -84,11 +85,38 @@ class OperatorSettings:
         """The namespaces to list and watch; "" is all of them."""
         return self.namespaces or ("",)
 
+    def summary(self) -> str:
+        """What is watched, and which settings have another value than their default, for the log."""
+        where = f"namespaces {', '.join(self.namespaces)}" if self.namespaces else "all namespaces"
+        rules, lease = PlanSettings(), Durations()
+        told = (
+            ("DDPJOB_LOG_LEVEL", self.log_level, OperatorSettings.log_level),
+            ("DDPJOB_LOST_NODE_SECONDS", self.rules.lost_node_seconds, rules.lost_node_seconds),
+            ("DDPJOB_KEEP_LOG_TAIL", self.rules.keep_log_tail, rules.keep_log_tail),
+            ("DDPJOB_KEEP_FROM_AUTOSCALERS", self.keep_from_autoscalers, True),
+            ("DDPJOB_CLAIM_NAMESPACE", self.claim_namespace, OperatorSettings.claim_namespace),
+            ("DDPJOB_LEASE_SECONDS", self.lease.lease_seconds, lease.lease_seconds),
+            ("DDPJOB_LEASE_RENEW_SECONDS", self.lease.renew_seconds, lease.renew_seconds),
+            ("DDPJOB_LEASE_RETRY_SECONDS", self.lease.retry_seconds, lease.retry_seconds),
+        )
+        changed = ", ".join(f"{name}={_as_text(value)}" for name, value, default in told if value != default)
+        lease_name = f"{self.lease_namespace}/{self.lease_name}" if self.lease_namespace else "none"
+        return (
+            f"watches {where}; Lease: {lease_name}; progress: {self.status_url or 'off'}; "
+            f"settings other than the defaults: {changed or 'none'}"
+        )
+
     @property
     def status_address(self) -> str:
         """Where other operators reach our receiver of reports; empty: nowhere."""
         host = f"[{self.pod_ip}]" if ":" in self.pod_ip else self.pod_ip
         return f"{host}:{self.status_port}" if host and self.status_port else ""
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _durations(environment: Mapping[str, str]) -> Durations:

@@ -68,13 +68,14 @@ def settle(view: View, status: api.Status, first: api.Failure) -> Settled:
 
 def _cause(view: View, status: api.Status, first: api.Failure) -> tuple[api.Failure, rules.Class]:
     """The cause by all that is known now: the failure recorded first, and every pod that has failed, gone or not."""
-    lost = [place for place, pod in view.pods.items() if pod.uid in view.lost_by_node]
+    lost, ran = [p for p, pod in view.pods.items() if pod.uid in view.lost_by_node], _ran_seconds(view, status)
     failure, failure_class = root_cause.settle(
         context(view, status),
         first,
         view.failed(status),
-        stepped=status.first_step_time is not None or _ran_seconds(view, status) >= budget.RESET_AFTER_SECONDS,
+        stepped=status.first_step_time is not None or ran >= budget.RESET_AFTER_SECONDS,
         trained=_has_trained_before(status),
+        untried=status.first_step_time is None and not _has_trained_before(status) and ran < TRAINED_SECONDS,
         nodes=view.spec.nodes,
         lost=[failure_of(view, status, place, root_cause.NODE_LOST) for place in lost],
         early=_completed_early(view, status),
