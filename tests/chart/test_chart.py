@@ -343,6 +343,17 @@ def test_jobs_on_the_hosts_network_can_be_let_through_by_address() -> None:
     assert policy["spec"]["ingress"][0]["from"][-1] == {"ipBlock": {"cidr": "10.0.0.0/16"}}
 
 
+def test_only_who_is_named_reads_metrics_through_a_network_policy() -> None:
+    named = r"networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.kubernetes\.io/metadata\.name=monitoring"
+    (policy,) = of_kind("NetworkPolicy", "networkPolicy.enabled=true", named)
+    health, status = policy["spec"]["ingress"]
+    peer = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+    assert health == {"ports": [{"port": "health"}], "from": [peer]}
+    assert status["ports"] == [{"port": "status"}]
+    (alone,) = of_kind("NetworkPolicy", "networkPolicy.enabled=true", "progress.enabled=false", named)
+    assert alone["spec"]["ingress"] == [health]
+
+
 def notes(folder: Path, *arguments: str) -> str:
     """What helm says at the end. `helm template` leaves it out, so a copy of the chart renders it as a value."""
     copy = Path(shutil.copytree(CHART, folder / "ddpjob-operator", dirs_exist_ok=True))
@@ -444,6 +455,21 @@ def test_every_document_installs_under_one_name() -> None:
     named = re.findall(r"helm (?:install|upgrade|template|uninstall|test|status|get values) ([\w-]+)", text)
     assert len(named) > 5
     assert set(named) == {"ddpjob-operator"}
+
+
+def test_values_from_before_a_setting_was_there_give_the_same_objects() -> None:
+    """`helm upgrade --reuse-values` has none of the settings that are new in a chart."""
+    new = (
+        "nameOverride",
+        "fullnameOverride",
+        "serviceAccount.create",
+        "keepFromAutoscalers",
+        "extraEnv",
+        "claimNamespace",
+    )
+    policy = ("networkPolicy.enabled=true",)
+    settings = [f"{name}=null" for name in (*new, "networkPolicy.metricsFrom")]
+    assert objects(*settings, *policy) == objects(*policy)
 
 
 def test_a_service_account_of_ones_own_gets_the_roles_and_is_not_created() -> None:

@@ -703,6 +703,17 @@ def test_a_rank_whose_pod_was_never_made_is_made_although_others_have_completed_
     assert any(isinstance(action, CreatePod) and action.place == 1 for action in world.plan().actions)
 
 
+def test_a_rank_that_starts_after_a_peer_has_ended_does_not_prove_that_the_peer_ended_early() -> None:
+    """Its first pod had completed and was deleted before the operator had recorded it, so it is made again and waits in
+    vain. The user would pay a restart for a script that is right."""
+    world = digits(backoffLimit=0)
+    world.step()
+    world.vanishes(1).runs(0).after(30).exits(0).after(5).step()
+    assert (world.status.reason, world.names()) == ("CreatingPods", ["digits-1-0", "digits-1-1"])
+    world.runs(1).settle().after(600).exits(1, code=1, message=PEER_GONE).settle()
+    assert (charges(world), cause(world).node_rank, cause(world).reason) == ((0, 1, 0), 1, "PeerLost")
+
+
 def test_a_pod_that_is_slow_to_stop_does_not_explain_what_was_wrong_before() -> None:
     """Where nodes cannot be read, a pod that stays beyond its grace is given up. Its deletion was requested
     because a rank had ended early: that rank would never be named, and the mistake be free."""

@@ -5,13 +5,14 @@ Imports stand inside the commands: `ddpjob --help` must not wait for what it doe
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ddpjob_operator.cli import runs, shell
+from ddpjob_operator.cli import cluster, convert, runs, shell, submit
 from ddpjob_operator.cli.output import answer
 
 if TYPE_CHECKING:
@@ -94,30 +95,29 @@ def run(
     \b
     Exit codes: 0 succeeded, 1 the job failed, 2 wrong input, 130 interrupted.
     """
-    from ddpjob_operator.cli import sources
+    from ddpjob_operator.cli import check_files, sources
     from ddpjob_operator.local import faults, gpus
     from ddpjob_operator.local.run import Options
 
-    given = (file, filename) if module is None else (module,)
-    named = [name for name in given if name is not None]
-    if module is not None and file is not None:
-        arguments = (file, *arguments)
-    if len(named) != 1:
+    if filename is not None or module is not None:  # the first word is then one of ARGS
+        file, arguments = filename, (*([] if file is None else [file]), *arguments)
+    if (file is None) == (module is None):
         raise click.UsageError("name what to run: a YAML, a script, - for stdin, or -m MODULE")
     broken = tuple(faults.parse(text) for text in failures)
     if broken:
         variables = (*variables, f"{faults.VARIABLE}={faults.variable(broken)}")
-    source = sources.Source(
-        None if module else named[0], module, job, nodes, nproc, settings, variables, arguments, bool(gpus.visible())
-    )
+    has_gpus = bool(gpus.visible())
+    source = sources.Source(file, module, job, nodes, nproc, settings, variables, arguments, has_gpus)
     with sources.as_file(source) as source:
         document, parsed = sources.load(source)
         faults.check(broken, parsed)
         if dry_run:
+            for line in check_files.for_a_cluster(document, parsed):
+                click.echo(line, err=True)
             return print_objects(parsed, cpu)
         if warning := sources.warn_of_size(parsed, allowed=yes):
             click.echo(warning, err=True)
-        options = Options(status, cpu, allow_unsupported, plain, logs, broken)
+        options = Options(status, cpu, allow_unsupported, plain, logs, broken, os.getpgrp())
         return start(document, parsed, options, checked=not no_check)
 
 
@@ -153,22 +153,23 @@ def init(
     "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How it is shown."
 )
 def check(paths: tuple[str, ...], nodes: int | None, nproc: int | None, job: str | None, form: str) -> int:
-    """Find the classic DDP mistakes in scripts, or in a DDPJob's YAML and its script, without running them.
+    """Find the classic DDP mistakes in scripts, notebooks, a DDPJob's YAML with its script, or all in a folder.
 
     \b
+    Nothing is run or imported.
     To suppress a finding: `# ddpjob: ignore[rule]` on its line or on the line above.
     Exit codes: 0 nothing or warnings, 1 errors, 2 wrong input.
     """
-    from ddpjob_operator.cli import check_files
+    from ddpjob_operator.cli import check_files, check_folder
 
     settings = (f"spec.nprocPerNode={nproc}",) if nproc else ()
     wanted = str(nodes) if nodes else None
-    jobs = {path: load(path, job, wanted, settings, ()) for path in paths if check_files.is_job(path)}
-    result = check_files.check_all(paths, jobs, nodes, nproc)
+    found = check_folder.targets(paths, job, lambda path, name: load(path, name, wanted, settings, ()))
+    result = check_files.check_all(found.scripts, found.jobs, nodes, nproc, apart=found.apart)
     code = answer(result.to_json() if form == "json" else result.to_text())
-    for line in (*result.unread, result.summary()):
+    for line in (*found.wrong, *result.unread, result.summary()):
         click.echo(line, err=True)
-    return code or result.exit_code
+    return code or (2 if found.wrong else result.exit_code)
 
 
 @cli.command(epilog="Example: ddpjob crd | kubectl apply -f -")
@@ -179,7 +180,7 @@ def crd() -> int:
     return answer(to_yaml())
 
 
-for command in (*runs.COMMANDS, *shell.COMMANDS):
+for command in (submit.submit, *cluster.COMMANDS, *runs.COMMANDS, *shell.COMMANDS, convert.convert):
     cli.add_command(command)
 
 
@@ -227,16 +228,25 @@ def print_objects(job: api.DDPJob, cpu: bool) -> int:
     return code
 
 
-def main() -> None:
+def kubectl_plugin() -> None:
+    """The program `kubectl-ddp`, which kubectl starts for `kubectl ddp …`."""
+    main("kubectl ddp")
+
+
+def main(name: str = "ddpjob") -> None:
     """The program `ddpjob`."""
+    from ddpjob_operator.client.errors import ClusterError
     from ddpjob_operator.failures.redaction import clean
     from ddpjob_operator.manifest.yamlfile import InputError
 
     try:
-        code = cli.main(prog_name="ddpjob", standalone_mode=False)
+        code = cli.main(prog_name=name, standalone_mode=False)
     except InputError as error:
         click.echo(clean(str(error)), err=True)
         code = 2
+    except ClusterError as error:
+        click.echo(clean(str(error)), err=True)
+        code = 1
     except click.ClickException as error:
         error.show()
         code = 2

@@ -15,6 +15,7 @@ from typing import Any
 
 from ddpjob_operator.check import command
 from ddpjob_operator.cli.from_script import Start, job_yaml
+from ddpjob_operator.cli.options import applied
 from ddpjob_operator.job import api, launcher, topology, validation
 from ddpjob_operator.job.podspec import command_path, trainer_container
 from ddpjob_operator.manifest import override, yamlfile
@@ -45,19 +46,9 @@ def load(source: Source) -> tuple[Document, api.DDPJob]:
     """The job. Raises InputError."""
     _refuse_two_values(source)
     document, is_made = _document(source)
-    if source.nodes is not None and not is_made:
-        override.set_field(document, f"spec.nodes={source.nodes}", "--nodes")
     if source.nproc is not None and not is_made:
         override.set_field(document, f"spec.nprocPerNode={source.nproc}", "--nproc-per-node")
-    for setting in source.settings:
-        override.set_field(document, setting, f"--set {setting}")
-    for variable in source.variables:
-        override.set_variable(document, variable)
-    parsed, problems = validation.parse(document.data)
-    named = {p.path for p in problems}
-    problems += [p for p in validation.strict(parsed.spec) if p.path not in named]
-    if problems:
-        raise document.error(problems)
+    document, parsed = applied(document, None if is_made else source.nodes, source.settings, source.variables)
     if source.arguments and not is_made:
         _replace_arguments(document, parsed, source.arguments)
         parsed, _ = validation.parse(document.data)
