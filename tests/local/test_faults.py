@@ -101,7 +101,7 @@ def test_a_script_that_always_fails_ends_the_job_after_its_budget(cli: Cli) -> N
 
 def test_a_mistake_that_all_ranks_make_is_not_tried_again_and_shown_once(cli: Cli) -> None:
     """A typo cost four attempts, 36 s and 334 lines."""
-    done, status, told = run(cli, script="def main():\n    [].apend(1)\nmain()")
+    done, status, told = run(cli, script="def main():\n    [].apend(1)\nmain()", nodes=1)
     assert (done.returncode, status["reason"], status["attempt"]) == (1, "PermanentFailure", 1)
     assert "in train.py:2 (AttributeError: " in told.splitlines()[-1]
     assert done.stdout.count("Traceback") == 1
