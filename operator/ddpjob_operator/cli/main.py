@@ -45,6 +45,9 @@ def cli() -> None:
     "--status", type=click.Path(dir_okay=False, path_type=Path), help="Keep the status document (JSON) in this file."
 )
 @click.option(
+    "--report", type=click.Path(dir_okay=False, path_type=Path), help="Write a report (HTML) into this file at the end."
+)
+@click.option(
     "--logs",
     type=click.Path(file_okay=False, path_type=Path),
     help="Where logs are kept: DIR/JOB/RUN, the last ten runs.  [~/.local/state/ddpjob]",
@@ -69,6 +72,7 @@ def run(
     settings: tuple[str, ...],
     variables: tuple[str, ...],
     status: Path | None,
+    report: Path | None,
     logs: Path | None,
     failures: tuple[str, ...],
     cpu: bool,
@@ -105,7 +109,7 @@ def run(
             return 2
     group = os.getpgrp()
     own_children.stand_apart()
-    return run_locally(document, parsed, Options(status, cpu, allow_unsupported, plain, logs, broken, group))
+    return run_locally(document, parsed, Options(status, cpu, allow_unsupported, plain, logs, broken, report, group))
 
 
 @cli.command(

@@ -28,7 +28,19 @@ from ddpjob_operator.failures.redaction import mask
 from ddpjob_operator.job import api, podspec, topology, wording
 from ddpjob_operator.job.status import TERMINAL, ranks_since
 from ddpjob_operator.job.validation import dotted
-from ddpjob_operator.local import faults, files, gpus, pod_process, receive, record, run_folder, screen, table
+from ddpjob_operator.local import (
+    faults,
+    files,
+    gpus,
+    pod_process,
+    receive,
+    record,
+    report,
+    run_folder,
+    runs,
+    screen,
+    table,
+)
 from ddpjob_operator.local.cluster import LocalCluster, LocalPod
 from ddpjob_operator.manifest.yamlfile import Document, InputError
 from ddpjob_operator.observed import kubeflow
@@ -57,6 +69,8 @@ class Options:
     """The parent of the runs' folders; None is the user's state folder."""
     faults: tuple[faults.Fault, ...] = ()
     """Faults to inject."""
+    report: Path | None = None
+    """Where the report is written once the run has ended."""
     process_group: int | None = None
     """That in which the command was started, where the run has one of its own."""
 
@@ -69,8 +83,9 @@ def run(document: Document, job: api.DDPJob, options: Options) -> int:
     if job.spec.managed_by:
         text = f'spec.managedBy: "{job.spec.managed_by}" runs this job, and not ddpjob. Remove the field.'
         raise InputError(f"{document.place(('spec', 'managedBy'))}: {text}")
-    if options.status is not None and not Path(os.path.realpath(options.status)).parent.is_dir():
-        raise InputError(f"--status {options.status}: there is no such folder")
+    for option, path in (("--status", options.status), ("--report", options.report)):
+        if path is not None and not Path(os.path.realpath(path)).parent.is_dir():
+            raise InputError(f"{option} {path}: there is no such folder")
     job, slots, notes = assign_slots(document, job, options)
     notes += check(document, job, slots, options)
     folder = _run_folder(job.metadata.name, options)
@@ -332,6 +347,7 @@ class Runner:
     def _summarize(self) -> int:
         """Show how the job ended and where the logs are; the exit code."""
         took = time.monotonic() - self._started_at
+        self._write_report()
         status, name = self.job.status, self.job.metadata.name
         self.screen.close()
         for fault in self.options.faults:
@@ -349,6 +365,16 @@ class Runner:
         for line in self._log_excerpt():
             self.screen.note(line)
         return FAILED
+
+    def _write_report(self) -> None:
+        if self.options.report is None:
+            return
+        run = runs.Run(self.folder.path, self.record.facts, self.job.status, running=False)
+        try:
+            text = report.page(run, self.record.history, dt.datetime.now(dt.timezone.utc))
+            files.write_atomically(self.options.report, text.encode())
+        except OSError as error:
+            self._note_once(f"--report {self.options.report}: {error.strerror}; ddpjob report prints it")
 
     def _log_excerpt(self) -> Iterator[str]:
         failure = self.job.status.last_failure
