@@ -32,7 +32,7 @@ h3 { font-size: 1rem; margin: .5rem 0 0 }
 table { border-collapse: collapse; width: 100% } caption { text-align: left }
 th, td { text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid var(--edge) }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
-.wide { overflow-x: auto } td { overflow-wrap: break-word; max-width: 40rem }
+.wide { overflow-x: auto } .wide svg { min-width: 640px } td { overflow-wrap: break-word; max-width: 40rem }
 pre { overflow-x: auto; padding: .75rem; border: 1px solid var(--edge); border-radius: 6px; white-space: pre-wrap }
 .curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 1rem }
 svg { width: 100%; height: auto; display: block } svg text { font-size: 12px; fill: var(--ink) }
@@ -169,8 +169,9 @@ def _timeline(report: Report) -> Markup:
     if report.history.changes_left_out:
         cells.insert(len(cells) // 4, ("…", f"{report.history.changes_left_out:,} changes are left out", "", ""))
     table = _table("Every change of state", ["time (UTC)", "state", "of", "message"], cells)
+    drawn = element("div", timeline(lives[left_out:], report.seconds), class_="wide")
     details = element("details", element("summary", f"{count(len(changes), 'change')} of state"), table)
-    return joined([element("h2", "Timeline"), note, timeline(lives[left_out:], report.seconds), details])
+    return joined([element("h2", "Timeline"), note, drawn, details])
 
 
 def _failures(report: Report) -> Markup:
