@@ -457,6 +457,21 @@ def test_every_document_installs_under_one_name() -> None:
     assert set(named) == {"ddpjob-operator"}
 
 
+def test_values_from_before_a_setting_was_there_give_the_same_objects() -> None:
+    """`helm upgrade --reuse-values` has none of the settings that are new in a chart."""
+    new = (
+        "nameOverride",
+        "fullnameOverride",
+        "serviceAccount.create",
+        "keepFromAutoscalers",
+        "extraEnv",
+        "claimNamespace",
+    )
+    policy = ("networkPolicy.enabled=true",)
+    settings = [f"{name}=null" for name in (*new, "networkPolicy.metricsFrom")]
+    assert objects(*settings, *policy) == objects(*policy)
+
+
 def test_a_service_account_of_ones_own_gets_the_roles_and_is_not_created() -> None:
     """Helm refuses to import an account that is there already, as one for a workload identity is."""
     own = ("serviceAccount.create=false", "serviceAccount.name=training")

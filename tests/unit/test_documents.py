@@ -57,9 +57,9 @@ def commands() -> list[tuple[str, list[str]]]:
     found = []
     for block in documents.blocks("console", "bash", "sh"):
         for line in block.text.replace("\\\n", " ").splitlines():
-            words = line.removeprefix("$").strip()
-            if words.startswith("ddpjob "):
-                found.append((str(block), shlex.split(re.split(r" [|>&]{1,2}( |$)| < ", words)[0], comments=True)[1:]))
+            for part in re.split(r"; | && | \|\|? | >+ | < | &$", line.removeprefix("$").partition(" #")[0]):
+                if part.strip().startswith("ddpjob "):
+                    found.append((str(block), shlex.split(part)[1:]))
     return found
 
 

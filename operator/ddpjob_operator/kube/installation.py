@@ -33,7 +33,9 @@ async def crd(client: Client) -> str:
     try:
         served = {resource["name"] for resource in (await client.get(path)).get("resources") or ()}
     except ApiError as error:
-        raise BrokenError(f"{api.GROUP}/{api.VERSION} is not served ({error}): {fix}") from None
+        if error.status != 404:
+            raise
+        raise BrokenError(f"{api.GROUP}/{api.VERSION} is not served: {fix}") from None
     if missing := {api.PLURAL, f"{api.PLURAL}/status", f"{api.PLURAL}/scale"} - served:
         raise BrokenError(f"the CRD has no {', '.join(sorted(missing))}: {fix}")
     return f"the CRD {api.PLURAL}.{api.GROUP} is served with {api.VERSION}"

@@ -19,7 +19,7 @@ from ddpjob_operator.failures.redaction import clean, mask
 from ddpjob_operator.kube.claims import Claims, namespace_of
 from ddpjob_operator.kube.client import Client, RequestLimits
 from ddpjob_operator.kube.handlers import handlers
-from ddpjob_operator.kube.kopf_workarounds import without_kopfs_stack
+from ddpjob_operator.kube.kopf_workarounds import RetriesNowAndThen, without_kopfs_stack
 from ddpjob_operator.kube.lease import Leader
 from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.settings import OperatorSettings
@@ -91,6 +91,7 @@ def _set_up_log(level: str) -> None:
         for noisy in ("kopf", "asyncio", "aiohttp.access"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
         handler.addFilter(without_kopfs_stack)
+        handler.addFilter(RetriesNowAndThen())
 
 
 class _Formatter(logging.Formatter):
