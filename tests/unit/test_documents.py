@@ -57,9 +57,8 @@ def commands() -> list[tuple[str, list[str]]]:
     found = []
     for block in documents.blocks("console", "bash", "sh"):
         for line in block.text.replace("\\\n", " ").splitlines():
-            for part in re.split(r"; | && | \|\|? | >+ | < | &$", line.removeprefix("$").partition(" #")[0]):
-                if part.strip().startswith("ddpjob "):
-                    found.append((str(block), shlex.split(part)[1:]))
+            parts = re.split(r"; | && | \|\|? | >+ | < | & *$", line.removeprefix("$").partition(" #")[0])
+            found += [(str(block), shlex.split(p)[1:]) for p in parts if p.strip().startswith("ddpjob ")]
     return found
 
 
