@@ -5,13 +5,14 @@ Imports stand inside the commands: `ddpjob --help` must not wait for what it doe
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ddpjob_operator.cli import convert, runs, shell
+from ddpjob_operator.cli import cluster, convert, runs, shell, submit
 from ddpjob_operator.cli.output import answer
 
 if TYPE_CHECKING:
@@ -102,8 +103,9 @@ def run(
             click.echo(line, err=True)
         if is_refused:
             return 2
+    group = os.getpgrp()
     own_children.stand_apart()
-    return run_locally(document, parsed, Options(status, cpu, allow_unsupported, plain, logs, broken))
+    return run_locally(document, parsed, Options(status, cpu, allow_unsupported, plain, logs, broken, group))
 
 
 @cli.command(
@@ -144,7 +146,7 @@ def crd() -> int:
     return answer(to_yaml())
 
 
-for command in (*runs.COMMANDS, *shell.COMMANDS, convert.convert):
+for command in (submit.submit, *cluster.COMMANDS, *runs.COMMANDS, *shell.COMMANDS, convert.convert):
     cli.add_command(command)
 
 
@@ -152,22 +154,10 @@ def load(
     file: str, job: str | None, nodes: str | None, settings: tuple[str, ...], variables: tuple[str, ...]
 ) -> tuple[Document, api.DDPJob]:
     """The job of a file with the options applied. Raises InputError."""
-    from ddpjob_operator.job import validation
-    from ddpjob_operator.manifest import override, yamlfile
+    from ddpjob_operator.cli.options import applied
+    from ddpjob_operator.manifest import yamlfile
 
-    document = yamlfile.read_job(file, job)
-    if nodes is not None:
-        override.set_field(document, f"spec.nodes={nodes}", "--nodes")
-    for setting in settings:
-        override.set_field(document, setting, f"--set {setting}")
-    for variable in variables:
-        override.set_variable(document, variable)
-    parsed, problems = validation.parse(document.data)
-    named = {p.path for p in problems}
-    problems += [p for p in validation.strict(parsed.spec) if p.path not in named]
-    if problems:
-        raise document.error(problems)
-    return document, parsed
+    return applied(yamlfile.read_job(file, job), nodes, settings, variables)
 
 
 def print_objects(job: api.DDPJob, cpu: bool) -> int:
@@ -186,16 +176,25 @@ def print_objects(job: api.DDPJob, cpu: bool) -> int:
     return answer(yaml.dump_all(objects, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10_000))
 
 
-def main() -> None:
+def kubectl_plugin() -> None:
+    """The program `kubectl-ddp`, which kubectl starts for `kubectl ddp …`."""
+    main("kubectl ddp")
+
+
+def main(name: str = "ddpjob") -> None:
     """The program `ddpjob`."""
+    from ddpjob_operator.client.errors import ClusterError
     from ddpjob_operator.failures.redaction import clean
     from ddpjob_operator.manifest.yamlfile import InputError
 
     try:
-        code = cli.main(prog_name="ddpjob", standalone_mode=False)
+        code = cli.main(prog_name=name, standalone_mode=False)
     except InputError as error:
         click.echo(clean(str(error)), err=True)
         code = 2
+    except ClusterError as error:
+        click.echo(clean(str(error)), err=True)
+        code = 1
     except click.ClickException as error:
         error.show()
         code = 2
