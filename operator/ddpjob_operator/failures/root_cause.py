@@ -241,6 +241,11 @@ def is_a_cause(first: api.Failure) -> bool:
     return is_explained and precedence not in _MAY_FOLLOW_A_LOST_NODE and first.reason != GONE
 
 
+def is_own(failure: api.Failure) -> bool:
+    """Whether a process of the pod has ended by itself: not by the kernel, for the loss of a peer or from outside."""
+    return precedence_of(failure) in (Precedence.OWN, Precedence.UNKNOWN, Precedence.LATE)
+
+
 def who(failure: api.Failure) -> str:
     """rank 37"""
     if failure.init_container:

@@ -40,6 +40,10 @@ WAITS_LONG = _warning(
 OTHERS_COMPLETED = _warning("OthersCompleted", "Some nodes completed more than ten minutes ago, and others still run.")
 STARTING_TRAINERS = Reason("StartingTrainers", "All pods have a node; images are pulled and containers started.")
 ALL_NODES_RUN = Reason("AllNodesRun", "The trainers of all nodes run.")
+ENOUGH_NODES_RUN = Reason(
+    "EnoughNodesRun", "At least minNodes trainers run; the message says what the others wait for."
+)
+RESCALED = Reason("Rescaled", "spec.nodes of an elastic job has changed; the group starts again with that many nodes.")
 RANK_FAILED = _warning("RankFailed", "A trainer ended with an error, or its pod vanished.")
 DISRUPTED = _warning("Disrupted", "A pod is being ended from outside: deleted, evicted, preempted, drained.")
 NODE_LOST = _warning("NodeLost", "A node with a pod of the job is not ready for lostNodeSeconds.")

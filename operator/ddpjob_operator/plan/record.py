@@ -16,6 +16,7 @@ _ALL_PODS_WERE_MADE = (
     reasons.CANNOT_START.name,
     reasons.STARTING_TRAINERS.name,
     reasons.ALL_NODES_RUN.name,
+    reasons.ENOUGH_NODES_RUN.name,
     reasons.STALL_SUSPECTED.name,
     reasons.OTHERS_COMPLETED.name,
 )
@@ -33,9 +34,10 @@ def record(view: View, status: api.Status) -> api.Status:
 def _with_nodes(view: View, status: api.Status) -> api.Status:
     # A pod's name is used once: a pod that had a node may have run, and may still run where it cannot be observed.
     ran = {p.place for p in view.pods.values() if p.trainer.state != "waiting" and not p.trainer.init}
+    ran = {place for place in ran if not view.comes_too_late(status, place)}
     started = ran | {p.place for p in view.deleted_pods.values() if p.node}
     completed = {p.place for p in view.known_pods.values() if p.has_completed}
-    if (completed or status.completed_nodes) and status.reason in _ALL_PODS_WERE_MADE:
+    if (completed or status.completed_nodes) and status.reason in _ALL_PODS_WERE_MADE and not view.is_elastic:
         # A pod that is missing now has run, because the others could not have completed without it. A new pod in its
         # place would wait for them for ever.
         started |= set(view.members) - set(view.pods)
@@ -46,6 +48,7 @@ def _with_nodes(view: View, status: api.Status) -> api.Status:
         status,
         started_nodes=ranges.text(ranges.parse(status.started_nodes) | started),
         completed_nodes=ranges.text(ranges.parse(status.completed_nodes) | completed),
+        attempt_nodes=(status.attempt_nodes or view.spec.nodes) if view.is_elastic and status.attempt else None,
         nodes=api.Nodes(total=view.spec.nodes, ready=ready),
         master_addr=address if status.attempt else "",
     )

@@ -60,9 +60,20 @@ def settle(view: View, status: api.Status, first: api.Failure) -> Settled:
     failure_class = rules.of_complaints(failure_class, history, attempt)
     policy, outside = budgets.policy(view.spec), root_cause.from_outside(cause)
     failure_class = rules.with_policy(failure_class, cause.exit_code, policy, from_outside=outside)
+    if failure_class == "application" and _torchrun_gave_up(view, cause):
+        history = budget.with_application_spent(history, budgets.limits(view.spec), view.now)
     verdict = rules.judge(failure_class, history, attempt, budgets.limits(view.spec), view.now)
     charged_to = (verdict.charged_to or "") if verdict.restart else ""
     return Settled(cause, replace(cause, failure_class=failure_class, charged_to=charged_to), verdict)
+
+
+def _torchrun_gave_up(view: View, cause: api.Failure) -> bool:
+    """Whether the torchrun of an elastic job ended by itself because of a failed rank: it does so with 1, when it has
+    restarted its ranks as often as it may (PET_MAX_RESTARTS: all that the application had left)."""
+    place = view.members.place(cause.node_rank)
+    pod = None if place is None else view.known_pods.get(place)
+    gave_up = pod is not None and pod.name == cause.pod and pod.trainer.exit_code == 1
+    return view.is_elastic and gave_up and root_cause.is_own(cause)
 
 
 def _cause(view: View, status: api.Status, first: api.Failure) -> tuple[api.Failure, rules.Class]:
@@ -74,7 +85,7 @@ def _cause(view: View, status: api.Status, first: api.Failure) -> tuple[api.Fail
         view.failed(status),
         stepped=status.first_step_time is not None or _ran_seconds(view, status) >= budget.RESET_AFTER_SECONDS,
         trained=_has_trained_before(status),
-        nodes=view.spec.nodes,
+        nodes=len(view.participants(status)) or view.spec.nodes,
         lost=[failure_of(view, status, place, root_cause.NODE_LOST) for place in lost],
         early=_completed_early(view, status),
         steps={rank: tracker.step for rank, tracker in view.trackers.items()},
