@@ -93,6 +93,13 @@ def test_the_group_trains_with_minNodes_and_says_what_the_others_wait_for() -> N
     assert world.status.display.nodes == "2/3"
 
 
+def test_pods_that_start_within_torchruns_last_call_are_waited_for() -> None:
+    """Else each start has an event of one node too few, and another of all."""
+    world = elastic().started().runs(0, 1).after(29).settle()
+    assert (world.status.state, world.status.message) == ("Starting", "waiting for node 2")
+    assert world.after(1).settle().status.state == "Running"
+
+
 def test_fewer_than_minNodes_or_a_group_without_node_0_do_not_train() -> None:
     """Node 0's torchrun holds the store at which the others meet."""
     assert elastic().started().runs(0).settle().status.state == "Starting"
@@ -100,7 +107,9 @@ def test_fewer_than_minNodes_or_a_group_without_node_0_do_not_train() -> None:
 
 
 def test_a_node_that_comes_later_joins_without_a_restart() -> None:
-    world = elastic().started().runs(0, 1).settle().after(600).runs(2).settle()
+    world = elastic().started().runs(0, 1).after(31).settle().after(600).settle()
+    assert (world.status.state, world.status.message) == ("Running", "2 of 3 nodes run, attempt 1; waiting for node 2")
+    world.runs(2).settle()
     assert (world.status.state, world.status.reason, world.status.attempt) == ("Running", "AllNodesRun", 1)
     assert world.status.started_nodes == "0-2"
 
@@ -109,11 +118,12 @@ def test_a_lost_pod_restarts_the_group_which_starts_with_those_that_are_there() 
     """A new pod in a running rendezvous hung, or failed, in 6 of 12 trials."""
     world = elastic().running().exits(1, code=137).restarted()
     assert world.status.attempt == 2
-    assert world.runs(0, 2).settle().status.message.startswith("2 of 3 nodes run, attempt 2")
+    assert world.runs(0, 2).settle().status.state == "Restarting"
+    assert world.after(31).settle().status.message == "2 of 3 nodes run, attempt 2; waiting for node 1"
 
 
 def test_a_pod_that_never_ran_may_be_deleted_without_a_restart() -> None:
-    world = elastic().started().runs(0, 1).settle().vanishes(2).settle()
+    world = elastic().started().runs(0, 1).after(31).settle().vanishes(2).settle()
     assert (world.status.attempt, world.status.state) == (1, "Running")
     assert "digits-1-2" in world.pods
 
@@ -121,7 +131,7 @@ def test_a_pod_that_never_ran_may_be_deleted_without_a_restart() -> None:
 def test_a_quota_that_refuses_the_last_pod_does_not_stop_the_others() -> None:
     from ddpjob_operator.observed.cluster import Refusal
 
-    world = elastic().started().runs(0, 1).settle().vanishes(2)
+    world = elastic().started().runs(0, 1).after(31).settle().vanishes(2)
     world.refusals.append(Refusal("digits-1-2", "exceeded quota: gpus", world.after(0).now.replace(year=2032)))
     world.settle()
     assert (world.status.state, world.status.reason) == ("Running", "EnoughNodesRun")
@@ -130,7 +140,7 @@ def test_a_quota_that_refuses_the_last_pod_does_not_stop_the_others() -> None:
 
 def test_it_succeeds_when_those_that_trained_have_completed() -> None:
     """The pod that still waits for a node would find no group to join."""
-    world = elastic().started().runs(0, 1).settle().exits(0).exits(1).settle()
+    world = elastic().started().runs(0, 1).after(31).settle().exits(0).exits(1).settle()
     assert (world.status.state, world.status.reason) == ("Succeeded", "AllNodesCompleted")
     assert world.status.message == "2 of 3 nodes trained, and completed"
     assert "digits-1-2" not in world.stops_all().pods
@@ -138,13 +148,15 @@ def test_it_succeeds_when_those_that_trained_have_completed() -> None:
 
 def test_a_node_that_starts_when_the_training_has_ended_fails_nothing() -> None:
     """It finds no store, and ends with 1 while the last of the others completes."""
-    world = elastic().started().runs(0, 1).settle().exits(0).settle().runs(2).settle().exits(2, code=1).settle()
+    world = (
+        elastic().started().runs(0, 1).after(31).settle().exits(0).settle().runs(2).settle().exits(2, code=1).settle()
+    )
     assert world.status.state == "Running"
     assert world.exits(1).settle().status.state == "Succeeded"
 
 
 def test_startDeadlineSeconds_is_met_by_minNodes() -> None:
-    world = elastic(startDeadlineSeconds=60).started().runs(0, 1).settle().after(61).settle()
+    world = elastic(startDeadlineSeconds=60).started().runs(0, 1).after(31).settle().after(61).settle()
     assert world.status.state == "Running"
     late = elastic(startDeadlineSeconds=60).started().runs(0).settle().after(61).settle()
     assert late.status.reason == "StartBackOff"

@@ -12,7 +12,7 @@ from ddpjob_operator.failures import sentences
 from ddpjob_operator.job import api, podspec, ranges, reasons, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import is_restarted
-from ddpjob_operator.job.times import earliest, is_past, start_back_off_seconds
+from ddpjob_operator.job.times import after, earliest, is_past, start_back_off_seconds
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import invalid_spec, lifecycle, pending
 from ddpjob_operator.plan.actions import Action, CreatePod, CreateService, Decision, restart_grace_seconds
@@ -26,6 +26,9 @@ CANNOT_START = frozenset(
     "ErrImagePull ImagePullBackOff ErrImageNeverPull InvalidImageName RegistryUnavailable ImageInspectError "
     "CreateContainerConfigError CreateContainerError RunContainerError CrashLoopBackOff".split()
 )
+
+# How long torchrun waits for more nodes once the least are there (last_call_timeout of its c10d rendezvous).
+LAST_CALL_SECONDS = 30
 
 
 def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
@@ -160,15 +163,17 @@ def _waiting(
     again_at: dt.datetime | None = None,
 ) -> Decision:
     """Not all nodes run yet. After a failure that is a restart until they do, and the message names the failure."""
-    if view.trains_with_fewer(status):
+    last_call_at = after(status.attempt_time, LAST_CALL_SECONDS) if view.trains_with_fewer(status) else None
+    if last_call_at is not None and (state != "Starting" or status.running_time or view.now >= last_call_at):
         decision = lifecycle.running(view, status, text)
         return replaced(decision, actions=actions, requeue_at=earliest(again_at, decision.requeue_at))
     failure = status.last_failure
     if status.state == "Restarting":
-        after = f"after {sentences.short(failure)}: " if failure is not None and is_restarted(status) else ""
-        state, text = "Restarting", f"{after}{text}"
+        cause = f"after {sentences.short(failure)}: " if failure is not None and is_restarted(status) else ""
+        state, text = "Restarting", f"{cause}{text}"
     entered = enter(status, state, reason, text, view.now)
-    return Decision(entered, actions, earliest(again_at, view.active_deadline(status), view.start_deadline(status)))
+    deadlines = (view.active_deadline(status), view.start_deadline(status))
+    return Decision(entered, actions, earliest(again_at, last_call_at, *deadlines))
 
 
 def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
@@ -192,7 +197,9 @@ def _why_waiting(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[a
         why = f"{first.trainer.reason}: {first.trainer.message}"
         return "Pending", reasons.CANNOT_START, f"{len(stuck)} of {total} pods cannot start: {first.name}: {why}"
     places, plural = ranges.for_people([p.place for p in pods]), "s" if len(pods) > 1 else ""
-    text = f"{total - len(pods)} of {total} nodes run; waiting for node{plural} {places}"
+    text = f"waiting for node{plural} {places}"
+    if not view.trains_with_fewer(status):
+        text = f"{total - len(pods)} of {total} nodes run; {text}"
     creating, is_long = pending.creating(view, status, pods)
     if creating and is_long:
         return "Pending", reasons.CANNOT_START, f"{text}; {creating}"

@@ -28,7 +28,7 @@ def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint)
     return {
         **_rendezvous(job, node_rank, nproc, rendezvous),
         **(_single_process(job, node_rank) if nproc == 1 and least is None else {}),
-        **_torchrun(job, attempt, node_rank, nproc, rendezvous),
+        **_torchrun(job, attempt, node_rank if least is None else None, nproc, rendezvous),
         **({} if least is None else _elastic(job, least, node_rank, rendezvous)),
         "DDPJOB_NAME": job.metadata.name,
         "DDPJOB_NAMESPACE": job.metadata.namespace,
@@ -71,11 +71,12 @@ def _single_process(job: api.DDPJob, node_rank: int) -> dict[str, str]:
     return {"RANK": str(node_rank), "WORLD_SIZE": str(job.spec.nodes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
-def _torchrun(job: api.DDPJob, attempt: int, node_rank: int, nproc: int, rendezvous: Endpoint) -> dict[str, str]:
+def _torchrun(job: api.DDPJob, attempt: int, node_rank: int | None, nproc: int, rendezvous: Endpoint) -> dict[str, str]:
+    """node_rank: None where torchrun numbers the nodes itself, and warns of a number that it is given."""
     return {
         "PET_NNODES": str(job.spec.nodes),
         "PET_NPROC_PER_NODE": str(nproc),
-        "PET_NODE_RANK": str(node_rank),
+        **({} if node_rank is None else {"PET_NODE_RANK": str(node_rank)}),
         "PET_MASTER_ADDR": rendezvous.host,
         "PET_MASTER_PORT": str(rendezvous.port),
         # torch prefixes its store with the run id: a process of an older attempt can reach the port and still not join.
