@@ -33,7 +33,8 @@ def test_torchrun_is_told_the_range_and_where_the_nodes_meet() -> None:
     assert first["PET_NNODES"] == "2:3"
     assert first["PET_RDZV_BACKEND"] == "c10d"
     assert first["PET_RDZV_ENDPOINT"] == second["PET_RDZV_ENDPOINT"] == str(naming.endpoint(what, 1))
-    assert (first["PET_RDZV_CONF"], second["PET_RDZV_CONF"]) == ("is_host=1", "is_host=0")
+    limits = "join_timeout=900,read_timeout=900"
+    assert (first["PET_RDZV_CONF"], second["PET_RDZV_CONF"]) == (f"is_host=1,{limits}", f"is_host=0,{limits}")
     assert first["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert first["PET_MAX_RESTARTS"] == "3"
     assert "RANK" not in first

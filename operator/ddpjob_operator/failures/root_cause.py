@@ -91,7 +91,7 @@ class Context:
     port: int | None = None
     """That rank 0 was given."""
     torchrun: bool = False
-    """Whether torchrun, or another launcher that is not ddprun, starts the ranks."""
+    """Whether torchrun, or another launcher that is not ddprun, has started all ranks."""
 
 
 @dataclass(frozen=True)

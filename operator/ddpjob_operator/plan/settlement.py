@@ -85,7 +85,7 @@ def _cause(view: View, status: api.Status, first: api.Failure) -> tuple[api.Fail
         view.failed(status),
         stepped=status.first_step_time is not None or _ran_seconds(view, status) >= budget.RESET_AFTER_SECONDS,
         trained=_has_trained_before(status),
-        nodes=len(view.participants(status)) or view.spec.nodes,
+        nodes=view.spec.nodes,
         lost=[failure_of(view, status, place, root_cause.NODE_LOST) for place in lost],
         early=_completed_early(view, status),
         steps={rank: tracker.step for rank, tracker in view.trackers.items()},
@@ -167,7 +167,8 @@ def _attempt(view: View, status: api.Status, failure: api.Failure) -> budget.Att
         made_a_new_step=step > (status.furthest_step or 0),
         reports_steps=budgets.furthest(status) is not None,
         ran_seconds=_ran_seconds(view, status),
-        only_complaints=failure.reason == root_cause.PEER_LOST,
+        # Where too few nodes have run nobody has failed: a rank has waited in vain for one that has no GPU yet.
+        only_complaints=failure.reason == root_cause.PEER_LOST and view.is_enough(status.started_nodes),
     )
 
 
@@ -221,5 +222,6 @@ def context(view: View, status: api.Status) -> root_cause.Context:
         now=view.now,
         keep_log_tail=view.settings.keep_log_tail,
         port=int(port) if port.isdecimal() else None,
-        torchrun=found is not None and found.name != "ddprun",
+        # Where not all have run together none has ended its training: SIGKILL then says only that it took long to stop.
+        torchrun=found is not None and found.name != "ddprun" and status.running_time is not None,
     )

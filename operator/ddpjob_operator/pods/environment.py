@@ -93,7 +93,9 @@ def _elastic(job: api.DDPJob, least: int, node_rank: int, rendezvous: Endpoint) 
         "PET_RDZV_BACKEND": "c10d",
         "PET_RDZV_ENDPOINT": str(rendezvous),
         # Who holds the store is said, because torchrun guesses it by comparing the endpoint with its own host's names.
-        "PET_RDZV_CONF": f"is_host={int(node_rank == 0)}",
+        # Its time limits are those of the static rendezvous: with 60 s for the store a node fails whose node 0 is still
+        # pulling its image.
+        "PET_RDZV_CONF": f"is_host={int(node_rank == 0)},join_timeout=900,read_timeout=900",
         # A node that joins makes torchrun start all ranks again in their pods. With gloo in torch 2.13 they otherwise
         # read the addresses of the ranks before them from the store that both share (docs/measured.md, launchers).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
