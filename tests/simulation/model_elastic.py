@@ -176,9 +176,9 @@ class Elastic:
     def _rejoins(self, group: Rendezvous, process: Process) -> None:
         """One whose ranks have failed, or that was cut off."""
         host = group.there[0]
-        if group.closed or not process.alive or process in group.training:
+        if not process.alive or process in group.training:
             return
-        if not host.alive or not self._training.connected(host, process):
+        if group.closed or not host.alive or not self._training.connected(host, process):
             self._end_soon(process, STORE_LOST)
         elif group.training:
             self._again(group)

@@ -132,8 +132,8 @@ def avoided(
 def _completed_early(view: View, status: api.Status) -> api.Failure | None:
     """The first node that has completed in this attempt, as what explains the complaints of its peers."""
     places = ranges.parse(status.completed_nodes).intersection(view.members)
-    if not places:
-        return None
+    if not places or (view.is_elastic and view.is_enough(status.completed_nodes)):
+        return None  # an elastic group may have ended its training without a node that it had lost
     pods = view.known_pods
     ends = {place: pods[place].trainer.ended_at or view.now for place in places if place in pods}
     first = min(places, key=lambda place: (ends.get(place, view.now), place))
