@@ -26,9 +26,12 @@ check: install ## Style, types, layers, and that generated files are what the co
 	$(BIN)/ruff format --quiet --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/pod_types.py | diff -u operator/ddpjob_operator/job/pod_types.py - || (echo "make generate"; exit 1)
 	$(BIN)/ddpjob crd | diff -u $(CRD) - || (echo "the CRD differs from the types: make generate"; exit 1)
 	$(BIN)/python tools/reference_page.py | diff -u docs/reference.md - || (echo "make generate"; exit 1)
+	$(BIN)/python tools/messages_page.py | diff -u docs/messages.md - || (echo "make generate"; exit 1)
 	$(BIN)/python tools/check_page.py | diff -u docs/check.md - || (echo "make generate"; exit 1)
+	$(BIN)/ddpjob schema | diff -u docs/ddpjob.schema.json - || (echo "make generate"; exit 1)
 
 quick: check ## Style, types, and the tests that start no process: what a change in the core or the chart needs first.
 	$(PYTEST) --quiet -m "not long" tests/unit tests/property tests/chart
@@ -63,9 +66,12 @@ format: install ## Bring the code into shape.
 	$(BIN)/ruff format --quiet .
 
 generate: install ## Write the CRD and the reference from the types.
+	$(BIN)/python tools/pod_types.py > operator/ddpjob_operator/job/pod_types.py
 	$(BIN)/ddpjob crd > $(CRD)
 	$(BIN)/python tools/reference_page.py > docs/reference.md
+	$(BIN)/python tools/messages_page.py > docs/messages.md
 	$(BIN)/python tools/check_page.py > docs/check.md
+	$(BIN)/ddpjob schema > docs/ddpjob.schema.json
 
 clean: ## Remove what was made here.
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

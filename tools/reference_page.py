@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 from msgspec import inspect as types
 
-from ddpjob_operator.job import api, crd, reasons, validation
+from ddpjob_operator.job import api, crd, validation
+from ddpjob_operator.job.wording import say
 
 INTRO = f"""\
 <!-- Written from api.py by `python tools/reference_page.py`. Change the types, then run it again. -->
@@ -27,19 +28,16 @@ yet, or has nothing to say.
 """
 
 REASONS = """\
-## Reasons
-
-`status.reason` and the events say why in one of these words; `status.message` says it in a sentence.
+`status.reason` and the events say why in one word; [messages.md](messages.md) lists them all.
 """
 
 
 def to_markdown() -> str:
     """docs/reference.md."""
-    spec = _table(("Field", "Type", "Default", "Meaning"), _fields(api.Spec, "", with_default=True))
-    status = _table(("Field", "Type", "Meaning"), _fields(api.Status, "", with_default=False))
-    why = _table(("Reason", "Event", "When"), (_reason(r) for r in reasons.ALL.values()))
+    spec = table(("Field", "Type", "Default", "Meaning"), _fields(api.Spec, "", with_default=True))
+    status = table(("Field", "Type", "Meaning"), _fields(api.Status, "", with_default=False))
     rules = "".join(f"- {line}\n" for line in _rules())
-    return "\n".join((INTRO, "## spec\n", spec, "### Rules\n", rules, STATUS, status, _columns(), REASONS, why))
+    return "\n".join((INTRO, "## spec\n", spec, "### Rules\n", rules, STATUS, status, _columns(), REASONS))
 
 
 def _fields(owner: type[msgspec.Struct], prefix: str, *, with_default: bool) -> Iterator[tuple[str, ...]]:
@@ -48,7 +46,7 @@ def _fields(owner: type[msgspec.Struct], prefix: str, *, with_default: bool) -> 
         kind = _without_none(field.type)
         path = f"{prefix}{name}"
         default = (_default(owner, field),) if with_default else ()
-        yield (f"`{path}`", _say(kind), *default, _escaped(crd.meaning(owner, field)))
+        yield (f"`{path}`", _say(kind), *default, escaped(crd.meaning(owner, field)))
         inner, dot = (kind.item_type, "[].") if isinstance(kind, types.ListType) else (kind, ".")
         if isinstance(inner, types.StructType):
             yield from _fields(inner.cls, path + dot, with_default=with_default)
@@ -58,7 +56,7 @@ def _default(owner: type, field: types.Field) -> str:
     if crd.is_required(owner, field):
         return "required"
     value = crd.default(field)
-    return "unset" if value is None else f"`{validation.say(value).strip(chr(34))}`"
+    return "unset" if value is None else f"`{say(value).strip(chr(34))}`"
 
 
 def _without_none(kind: types.Type) -> types.Type:
@@ -103,11 +101,11 @@ def _between(low: Any, high: Any) -> str:
 def _rules() -> Iterator[str]:
     """What must hold beyond the types: the sentences that the API server answers with."""
     for _, message in crd.NAME_RULES:
-        yield f"`metadata.name` {_escaped(message)}"
+        yield f"`metadata.name` {escaped(message)}"
     for rule in validation.RULES:
-        yield f"`spec.{rule.field}`: {_escaped(rule.message)}"
+        yield f"`spec.{rule.field}`: {escaped(rule.message)}"
     *first, last = (f"`spec.{name}`" for name in crd.UNCHANGED)
-    yield f"{', '.join(first)} and {last}: each {_escaped(crd.STOP_FIRST)}"
+    yield f"{', '.join(first)} and {last}: each {escaped(crd.STOP_FIRST)}"
 
 
 def _columns() -> str:
@@ -116,16 +114,13 @@ def _columns() -> str:
     return f"`kubectl get ddp` shows {shown}; `-o wide` also {more}.\n"
 
 
-def _reason(reason: reasons.Reason) -> tuple[str, str, str]:
-    return f"`{reason.name}`", "Warning" if reason.warning else "Normal", _escaped(reason.when)
-
-
-def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    """A table in Markdown."""
     lines = [head, tuple("---" for _ in head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """A cell ends at a bar, and a browser takes `<job>` for a tag."""
     return text.replace("|", "\\|").replace("<", "&lt;")
 

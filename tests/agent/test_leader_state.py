@@ -186,6 +186,31 @@ def test_what_can_never_start_is_not_tried_again() -> None:
     assert taken(found)[0].code == 127
 
 
+TYPO = "NameError: name 'modle' is not defined"
+
+
+@pytest.mark.parametrize("exception", [TYPO, "python: can't open file '/app/trian.py': [Errno 2] No such file"])
+def test_a_mistake_that_all_nodes_make_before_the_first_step_is_not_tried_again(exception: str) -> None:
+    """`ddprun trian.py` was tried four times."""
+    found = running(2, has_operator=True)
+    found.failed(0, [failure(exception=exception)], T0)
+    taken(found)
+    for node in range(2):
+        found.stopped(node, [failure(node, exception=exception)], T0)
+    (order,) = taken(found)
+    assert order.failure.failure_class == "permanent"
+
+
+@pytest.mark.parametrize(("step", "at"), [(1, T0), (0, T0 + 61)])
+def test_a_mistake_is_tried_again_once_the_job_has_trained(step: int, at: float) -> None:
+    """A rare batch may raise what the next try does not."""
+    found = running(1)
+    found.reached(step)
+    found.failed(0, [failure(exception=TYPO)], at)
+    stop(found, [failure(exception=TYPO)], at)
+    assert isinstance(taken(found)[0], Start)
+
+
 def test_a_program_that_one_node_does_not_have_is_looked_for_on_another() -> None:
     """One node whose volume is not mounted would fail the job for good."""
     found = running(2, has_operator=True)

@@ -188,11 +188,17 @@ def test_a_program_that_cannot_be_started_is_not_tried_again(launcher: Launcher)
     assert done.stderr.count("no-such-program") == 1
 
 
-@STARTS
-def test_a_script_that_is_missing_ends_as_python_ends(launcher: Launcher, start: str) -> None:
-    done = launcher.done(start, "--max-restarts", 0, "missing.py")
+def test_a_script_that_is_missing_is_one_line_with_the_one_that_may_be_meant(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """A typo cost three restarts with their back-off, and the line with the name stood above all of them."""
+    (tmp_path / "train.py").write_text("")
+    done = launcher.done(tmp_path / "trian.py")
     assert done.returncode == 2
-    assert "can't open file" in done.stderr
+    there_is_none, *others = done.stderr.splitlines()
+    assert others == []
+    assert there_is_none.startswith(f"ddprun: there is no file {tmp_path}/trian.py in ")
+    assert there_is_none.endswith(f"; did you mean {tmp_path}/train.py?")
 
 
 # ---- told to stop ------------------------------------------------------------------------------------------

@@ -220,3 +220,32 @@ def test_a_damaged_word_of_the_operator_is_refused_with_what_it_should_be(
     found = refusal(capsys, "train.py", **{name: text})
     assert name in found
     assert said in found.replace("\n", " ")
+
+
+def test_a_wrong_option_is_answered_in_two_lines(capsys: Any) -> None:
+    """Seventeen lines of usage stood above the one that said which option was wrong."""
+    first, second = refusal(capsys, "--nprocs-per-node 2 train.py").splitlines()
+    assert "--nprocs-per-node" in first or "training_script" in first
+    assert second == "(ddprun --help has all options)"
+
+
+def test_the_help_has_each_option_once_under_a_heading_and_ends_with_an_example(capsys: Any) -> None:
+    """torchrun's users look for an option by what it is for, and copy the example."""
+    with pytest.raises(SystemExit) as ended:
+        options("--help")
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 112
+    assert [line for line in lines if line.endswith(":")][1:-1] == [
+        "nodes and ranks:", "the script:", "restarts and signals:", "output:", "accepted without effect, or refused:",
+        "what to run:",
+    ]  # fmt: skip
+    assert sum("--nproc-per-node N " in line for line in lines) == 1
+    assert "train.py" in lines[-1]
+
+
+def test_the_version_can_be_asked_for(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        options("--version")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("ddprun ")

@@ -491,6 +491,22 @@ def test_get_shows_a_job_that_nobody_has_looked_at_yet(cluster: Cluster) -> None
     assert cluster("get", "ddp", name).splitlines()[1].split()[0] == name
 
 
+def test_jobs_can_be_listed_by_state_and_reason(cluster: Cluster) -> None:
+    """Of a thousand jobs those that failed could not be listed: `field label not supported`."""
+    server = json.loads(cluster("version", "-o", "json"))["serverVersion"]
+    if int(server["minor"].rstrip("+")) < 31:
+        pytest.skip("the API server selects by fields of a CRD from Kubernetes 1.31 on")
+    failed, runs = cluster.create(job("fails")), cluster.create(job("runs"))
+    cluster.set_status(failed, state="Failed", reason="NoProgress")
+    cluster.set_status(runs, state="Running", reason="NoProgress")
+    listed = ("get", "ddp", "-o", "name", "--field-selector")
+    kind = "ddpjob.training.ddpjob.io"
+    shown = cluster(*listed, "status.state=Failed").split()
+    assert f"{kind}/{failed}" in shown
+    assert f"{kind}/{runs}" not in shown
+    assert {f"{kind}/{failed}", f"{kind}/{runs}"} <= set(cluster(*listed, "status.reason=NoProgress").split())
+
+
 def test_get_all_shows_whose_pods_these_are(cluster: Cluster) -> None:
     name = cluster.create(job())
     assert f"ddpjob.training.ddpjob.io/{name}" in cluster("get", "all")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "ddpjob-operator"
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+Golden = Callable[[str, str], None]
 OLDEST = "1.29.0"
 # In the operator's own namespace alone, get and update for its one Lease. Not asked for at the start: the task that
 # keeps the Lease logs what is missing.
@@ -44,7 +47,9 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def template(*settings: str, kube_version: str = OLDEST) -> subprocess.CompletedProcess[str]:
     sets = [word for setting in settings for word in ("--set", setting)]
-    return helm("template", "ops", str(CHART), "--namespace", "ddpjob", "--kube-version", kube_version, *sets)
+    return helm(
+        "template", "ops", str(CHART), "--namespace", "ddpjob", "--kube-version", kube_version, "--skip-tests", *sets
+    )
 
 
 @functools.cache
@@ -275,7 +280,7 @@ def test_the_operator_learns_its_name_and_address_from_its_pod() -> None:
 
 OTHERWISE = (
     *(NAMESPACED, "healthPort=9000", "progress.port=9001", "logLevel=DEBUG"),
-    *("lostNodeSeconds=90", "keepLogTail=false"),
+    *("lostNodeSeconds=90", "keepLogTail=false", "keepFromAutoscalers=false"),
 )
 
 
@@ -290,6 +295,7 @@ def test_the_operator_understands_what_the_chart_tells_it(settings: tuple[str, .
     assert (read.lease_namespace, read.lease_name) == ("ddpjob", told["DDPJOB_LEASE_NAME"])
     wanted = (90, False) if settings else (VALUES["lostNodeSeconds"], VALUES["keepLogTail"])
     assert (read.rules.lost_node_seconds, read.rules.keep_log_tail) == wanted
+    assert read.keep_from_autoscalers is (not settings)
 
 
 def test_trainers_are_told_the_service_that_leads_to_the_receiver() -> None:
@@ -335,6 +341,17 @@ def test_jobs_on_the_hosts_network_can_be_let_through_by_address() -> None:
     settings = ("networkPolicy.enabled=true", "networkPolicy.extraFrom[0].ipBlock.cidr=10.0.0.0/16")
     (policy,) = of_kind("NetworkPolicy", *settings)
     assert policy["spec"]["ingress"][0]["from"][-1] == {"ipBlock": {"cidr": "10.0.0.0/16"}}
+
+
+def test_only_who_is_named_reads_metrics_through_a_network_policy() -> None:
+    named = r"networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.kubernetes\.io/metadata\.name=monitoring"
+    (policy,) = of_kind("NetworkPolicy", "networkPolicy.enabled=true", named)
+    health, status = policy["spec"]["ingress"]
+    peer = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+    assert health == {"ports": [{"port": "health"}], "from": [peer]}
+    assert status["ports"] == [{"port": "status"}]
+    (alone,) = of_kind("NetworkPolicy", "networkPolicy.enabled=true", "progress.enabled=false", named)
+    assert alone["spec"]["ingress"] == [health]
 
 
 def notes(folder: Path, *arguments: str) -> str:
@@ -397,6 +414,149 @@ def test_names_stay_within_a_dns_label_whatever_the_release_is_called() -> None:
     assert max(map(len, names)) <= 63
 
 
+@pytest.mark.parametrize(
+    ("release", "settings", "name"),
+    [
+        ("ddpjob-operator", (), "ddpjob-operator"),
+        ("ops", (), "ops-ddpjob-operator"),
+        ("my.release", (), "my-release-ddpjob-operator"),
+        ("ops", ("nameOverride=training",), "ops-training"),
+        ("9lives", ("fullnameOverride=training",), "training"),
+    ],
+)
+def test_all_objects_have_one_name_and_who_installs_may_choose_it(
+    release: str, settings: tuple[str, ...], name: str
+) -> None:
+    """A release with a dot in its name was installed without its Service, and no job showed progress."""
+    sets = [word for setting in settings for word in ("--set", setting)]
+    done = helm("template", release, str(CHART), "--kube-version", OLDEST, *sets)
+    assert done.returncode == 0, done.stderr
+    documents = [document for document in yaml.safe_load_all(done.stdout) if document]
+    names = {document["metadata"]["name"] for document in documents} - {"ddpjob-edit", "ddpjob-view"}
+    assert names == {name} | {f"{name}-{suffix}" for suffix in ("claim", "lease", "status", "test")}
+    (deployment,) = [document for document in documents if document["kind"] == "Deployment"]
+    told = {
+        entry["name"]: entry.get("value") for entry in deployment["spec"]["template"]["spec"]["containers"][0]["env"]
+    }
+    assert told["DDPJOB_LEASE_NAME"] == name
+    assert f"//{name}-status." in told["DDPJOB_STATUS_URL"]
+
+
+def test_a_name_that_no_service_may_have_is_refused_with_the_way_out() -> None:
+    done = helm("template", "9lives", str(CHART), "--kube-version", OLDEST)
+    assert done.returncode != 0
+    assert "set fullnameOverride" in done.stderr
+
+
+def test_every_document_installs_under_one_name() -> None:
+    """Installed by one page and upgraded by another, `helm upgrade` found no release."""
+    pages = [ROOT / "README.md", CHART / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "\n".join(page.read_text() for page in pages)
+    named = re.findall(r"helm (?:install|upgrade|template|uninstall|test|status|get values) ([\w-]+)", text)
+    assert len(named) > 5
+    assert set(named) == {"ddpjob-operator"}
+
+
+def test_values_from_before_a_setting_was_there_give_the_same_objects() -> None:
+    """`helm upgrade --reuse-values` has none of the settings that are new in a chart."""
+    new = (
+        "nameOverride",
+        "fullnameOverride",
+        "serviceAccount.create",
+        "keepFromAutoscalers",
+        "extraEnv",
+        "claimNamespace",
+    )
+    policy = ("networkPolicy.enabled=true",)
+    settings = [f"{name}=null" for name in (*new, "networkPolicy.metricsFrom")]
+    assert objects(*settings, *policy) == objects(*policy)
+
+
+def test_a_service_account_of_ones_own_gets_the_roles_and_is_not_created() -> None:
+    """Helm refuses to import an account that is there already, as one for a workload identity is."""
+    own = ("serviceAccount.create=false", "serviceAccount.name=training")
+    assert of_kind("ServiceAccount", *own) == []
+    assert pod(*own)["spec"]["serviceAccountName"] == "training"
+    bindings = [*of_kind("ClusterRoleBinding", *own), *of_kind("RoleBinding", *own)]
+    assert {subject["name"] for binding in bindings for subject in binding["subjects"]} == {"training"}
+
+
+def test_variables_of_ones_own_reach_the_operator() -> None:
+    """The durations of the Lease could not be set by Helm, although the documents name them."""
+    own = ("extraEnv[0].name=DDPJOB_LEASE_SECONDS", "extraEnv[0].value=60s", "extraEnv[1].name=A")
+    assert container(*own)["env"][-2:] == [{"name": "DDPJOB_LEASE_SECONDS", "value": "60s"}, {"name": "A"}]
+
+
+def test_no_variable_of_the_chart_can_be_set_a_second_time() -> None:
+    for name in {entry["name"] for entry in container()["env"]}:
+        done = template(f"extraEnv[0].name={name}")
+        assert done.returncode != 0, name
+        assert f"extraEnv: {name} is set by the chart" in done.stderr
+
+
+def test_an_autoscaler_may_remove_a_node_with_an_operator_unless_the_values_say_otherwise() -> None:
+    """A volume of the pod's own, which /tmp is, keeps the cluster autoscaler from it by default."""
+    key = "cluster-autoscaler.kubernetes.io/safe-to-evict"
+    assert pod()["metadata"]["annotations"] == {key: "true"}
+    escaped = key.replace(".", r"\.")
+    assert pod(f"podAnnotations.{escaped}=never")["metadata"]["annotations"] == {key: "never"}
+
+
+def hooks(*settings: str) -> dict[str, dict[str, Any]]:
+    """What `helm test` creates, by kind."""
+    sets = [word for setting in settings for word in ("--set", setting)]
+    shown = ("-s", "templates/tests/installation.yaml")
+    done = helm("template", "ops", str(CHART), "--namespace", "ddpjob", "--kube-version", OLDEST, *shown, *sets)
+    assert done.returncode == 0, done.stderr
+    return {document["kind"]: document for document in yaml.safe_load_all(done.stdout) if document}
+
+
+def test_helm_test_may_read_two_objects_and_nothing_else() -> None:
+    made = hooks()
+    assert made.keys() == {"ServiceAccount", "Role", "RoleBinding", "Pod"}
+    assert all(document["metadata"]["annotations"]["helm.sh/hook"] == "test" for document in made.values())
+    name = {"DDPJOB_LEASE_NAME": variables()["DDPJOB_LEASE_NAME"]}
+    assert [(rule["resources"], rule["resourceNames"], rule["verbs"]) for rule in made["Role"]["rules"]] == [
+        (["deployments"], [*name.values()], ["get"]),
+        (["leases"], [*name.values()], ["get"]),
+    ]
+    (test,) = made["Pod"]["spec"]["containers"]
+    assert made["Pod"]["spec"]["serviceAccountName"] == made["ServiceAccount"]["metadata"]["name"]
+    told = {entry["name"]: entry["value"] for entry in test["env"]}
+    same = ("DDPJOB_LEASE_NAMESPACE", "DDPJOB_LEASE_NAME", "DDPJOB_STATUS_URL")
+    assert told == {key: variables()[key] for key in same}
+    assert test["image"] == container()["image"]
+    assert test["securityContext"]["allowPrivilegeEscalation"] is False
+    assert importlib.util.find_spec(test["command"][-1]) is not None
+
+
+def test_the_pod_of_helm_test_is_taken_for_no_operator() -> None:
+    labels = hooks()["Pod"]["metadata"]["labels"]
+    (service,) = of_kind("Service")
+    assert not service["spec"]["selector"].items() <= labels.items()
+
+
+@pytest.mark.parametrize("closed", ["progress.enabled=false", "networkPolicy.enabled=true"])
+def test_helm_test_asks_for_no_report_where_none_would_arrive(closed: str) -> None:
+    (test,) = hooks(closed)["Pod"]["spec"]["containers"]
+    assert "DDPJOB_STATUS_URL" not in {entry["name"] for entry in test["env"]}
+
+
+OTHERWISE_AS_A_WHOLE = (
+    *(NAMESPACED, "progress.enabled=false", "networkPolicy.enabled=true", "replicas=1", "fullnameOverride=training"),
+    *("serviceAccount.create=false", "serviceAccount.name=own", "extraEnv[0].name=A", "extraEnv[0].value=b"),
+    *("priorityClassName=system-cluster-critical", "podLabels.team=infra", "podAnnotations.note=x"),
+    *("nodeSelector.pool=system", "tolerations[0].operator=Exists", "imagePullSecrets[0].name=registry"),
+)
+
+
+@pytest.mark.parametrize(("name", "settings"), [("as-it-comes", ()), ("otherwise", OTHERWISE_AS_A_WHOLE)])
+def test_the_objects_of_a_release_as_a_whole(name: str, settings: tuple[str, ...], golden: Golden) -> None:
+    """Read the diff: it is what an upgrade changes in a cluster."""
+    documents = [*objects(*settings), *hooks(*settings).values()]
+    golden(f"{name}.yaml", yaml.safe_dump_all(documents, sort_keys=False))
+
+
 REFUSED = {
     "a misspelled value": ("watchNamespace={a}", "watchNamespace"),
     "a misspelled value inside another": ("image.repo=x", "repo"),
@@ -413,6 +573,29 @@ REFUSED = {
     "no operator": ("replicas=0", "replicas"),
     "a node that is lost at once": ("lostNodeSeconds=0", "lostNodeSeconds"),
     "a switch as text": ("keepLogTail=off", "keepLogTail"),
+    "one port for two servers": ("healthPort=8081", "healthPort and progress.port: must differ"),
+    "an image with a space": ("image.repository=a b", "/image/repository"),
+    "an image with its tag": ("image.repository=ddpjob-operator:1", "/image/repository"),
+    "a tag with a slash": ("image.tag=a/b", "/image/tag"),
+    "a quantity in words": ("resources.requests.cpu=lots", "/resources/requests/cpu"),
+    "a quantity below nothing": ("resources.limits.memory=-1", "/resources/limits/memory"),
+    "an account that nobody has named": ("serviceAccount.create=false", "serviceAccount.name: must be set"),
+    "an account with a capital": ("serviceAccount.name=Training", "/serviceAccount/name"),
+    "a name with a dot": ("fullnameOverride=a.b", "/fullnameOverride"),
+    "a variable that is a number": ("extraEnv[0].name=A,extraEnv[0].value=5", "/extraEnv/0/value"),
+    "a variable twice": ("extraEnv[0].name=A,extraEnv[1].name=A", "extraEnv: A is there twice"),
+    "a label that finds the pods": (
+        r"podLabels.app\.kubernetes\.io/name=x",
+        "app.kubernetes.io/name belongs to the chart",
+    ),
+    "a label with a space": ("podLabels.team=a b", "/podLabels/team"),
+    "a toleration with a typo": ("tolerations[0].efect=NoSchedule", "efect"),
+    "an affinity with a typo": ("affinity.node=x", "node"),
+    "a class with a capital": ("priorityClassName=High", "/priorityClassName"),
+    "a pull secret in capitals": ("imagePullSecrets[0].name=A_B", "/imagePullSecrets/0/name"),
+    "a peer of no kind": ("networkPolicy.extraFrom[0].cidr=10.0.0.0/8", "/networkPolicy/extraFrom/0"),
+    "a section taken away": ("progress=null", "progress"),
+    "a value taken away": ("logLevel=null", "logLevel"),
 }
 
 
@@ -434,7 +617,10 @@ def test_a_cluster_that_is_too_old_is_refused_and_a_managed_one_is_not() -> None
 def test_the_schema_knows_every_value_and_the_values_have_every_setting() -> None:
     def same(values: Any, schema: dict[str, Any], where: str) -> None:
         known = schema.get("properties")
-        if known and where != "resources":  # Kubernetes' own field; nothing is set where nothing is meant
+        if known and where not in (
+            "resources",
+            "affinity",
+        ):  # Kubernetes' own fields; nothing is set where nothing is meant
             assert values.keys() == known.keys() - {"global"}, where
             for name, value in values.items():
                 same(value, known[name], name)

@@ -147,7 +147,7 @@ CASES = {
         breaks("raise ValueError('no such shard: 7')", once=False),
         {"class": "application", "exception": "ValueError: no such shard: 7", "attempt": 2, "chargedTo": None},
         CHARGED,
-        "backoffLimit: 1 allows no more",
+        "(backoffLimit: 1)",
         end="BackoffLimitExceeded",
         spec={"backoffLimit": 1},
     ),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from clusters import kubectl, until
-from pods import RELEASE, ROOT, Space, job
+from pods import RELEASE, ROOT, Space, helm, job
 from shell import Cli
 
 SLEEP = "import time; time.sleep(1000)"
@@ -130,6 +130,11 @@ def test_an_invalid_job_says_why_and_starts_nothing(space: Space) -> None:
     assert status["reason"] == "InvalidSpec"
     assert "--standalone is for one node" in status["message"]
     assert space.pods("apart") == {}
+
+
+def test_helm_test_says_that_the_installation_works(operator: str) -> None:
+    done = helm("test", RELEASE, "--namespace", operator, "--logs", "--timeout", "120s")
+    assert done.count("ok    ") == 4, done
 
 
 def test_suspend_gives_every_trainer_time_to_save_and_resume_is_a_new_attempt(space: Space) -> None:

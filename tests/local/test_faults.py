@@ -47,7 +47,7 @@ def test_a_rank_that_breaks_at_a_step_restarts_the_group_which_goes_on_from_what
     done, status, told = run(cli, "--fail", f"rank=1,step=25,{how}")
     assert done.returncode == 0, told
     assert re.search(words, told), told
-    assert "all 2 nodes restart as attempt 2 (restart 1 of 3)" in told
+    assert "restarting all 2 nodes: attempt 2, restart 1 of 3" in told
     assert "[1:1] done after 30 steps in attempt 2" in done.stdout
     assert re.search(r"✔ job Succeeded in .* 1 restart(, \d+ steps? repeated)?\n", told), told
     assert (status["restarts"]["application"], status["restarts"]["total"]) == (1, 1)
@@ -96,7 +96,7 @@ def test_a_script_that_always_fails_ends_the_job_after_its_budget(cli: Cli) -> N
     assert time.monotonic() - began < 20
     assert (status["state"], status["reason"], status["attempt"]) == ("Failed", "BackoffLimitExceeded", 2)
     assert "ValueError: no such shard: 7" in status["message"]
-    assert "restarted once: backoffLimit: 1 allows no more" in told
+    assert "gave up after 1 restart (backoffLimit: 1)" in told
 
 
 def test_a_fault_that_did_not_happen_is_told(cli: Cli) -> None:

@@ -84,7 +84,7 @@ def test_a_script_that_always_fails_ends_the_job_with_its_budget(cli: Cli) -> No
     assert (status["state"], status["reason"], status["attempt"]) == ("Failed", "BackoffLimitExceeded", 1)
     assert status["restarts"]["application"] == 1
     assert "ValueError: no such shard: 7" in status["message"]
-    assert "restarted once: backoffLimit: 1 allows no more" in told
+    assert "gave up after 1 restart (backoffLimit: 1)" in told
 
 
 def test_a_code_for_which_the_user_says_failjob_is_not_tried_again(cli: Cli) -> None:

@@ -265,7 +265,11 @@ def test_set_nodes_and_env_change_the_job(cli: Cli) -> None:
         ({"container": {"command": ["trochrun", "x.py"]}}, [], '"trochrun" is not a program on this machine'),
         ({"container": {"command": ["torchrun", "--standalone", "x"]}}, [], "torchrun --standalone is for one node"),
         ({"container": {"resources": {"limits": {"nvidia.com/gpu": 64}}}}, [], "--cpu"),
-        ({"backend": "nccl"}, ["--env", "CUDA_VISIBLE_DEVICES="], '"nccl" needs a GPU, and this machine has none'),
+        (
+            {"backend": "nccl"},
+            ["--env", "CUDA_VISIBLE_DEVICES="],
+            "error[nccl-without-gpu]: nccl needs a GPU in each process",
+        ),
         ({"container": {"command": "python -c 1"}}, [], 'must be a list of words, is "python -c 1"'),
         ({"container": {"command": None, "args": ["--epochs"]}}, [], "has args and no command"),
         ({"container": {"command": ["python3", "-u", "nowhere.py"]}}, [], "there is no file nowhere.py in "),
@@ -279,6 +283,57 @@ def test_wrong_input_ends_with_2_before_anything_starts(
     assert done.returncode == 2
     assert sentence in done.stderr
     assert done.stdout == ""
+
+
+NCCL = """
+import torch.distributed as dist
+
+print("started", flush=True)
+dist.init_process_group("nccl")
+"""
+WARNED = """
+import os
+import sys
+
+if "torch" in sys.modules:  # never: what is checked need not be imported
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    torch.save(torch.nn.Linear(1, 1), "model.pt")
+print("started", os.environ["RANK"], flush=True)
+"""
+
+
+def test_an_error_that_check_knows_stops_a_run_before_anything_starts(cli: Cli) -> None:
+    """Such a job started four times, and failed each time for what `ddpjob check` says in 0.2 seconds."""
+    job = cli.file(NCCL)
+    done = cli.run("run", job)
+    assert (done.returncode, done.stdout) == (2, "")
+    first, last = done.stderr.splitlines()
+    assert first.startswith("train.py:5: error[nccl-without-gpu]: ")
+    assert last == "not started: 1 error; fix it, or run with --no-check"
+
+
+def test_a_script_that_is_not_valid_python_is_not_started(cli: Cli) -> None:
+    done = cli.run("run", cli.file("print('started')\nif True\n"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "train.py:2: error[syntax]: not valid Python: " in done.stderr
+
+
+def test_no_check_starts_it_all_the_same(cli: Cli) -> None:
+    """A rule may be wrong, and then it must not be in the way."""
+    done = cli.run("run", cli.file(NCCL.replace("import torch.distributed as dist", ""), backoffLimit=0), "--no-check")
+    assert done.returncode == 1
+    assert "started" in done.stdout
+    assert "nccl-without-gpu" not in done.stderr
+
+
+def test_a_warning_is_shown_and_the_job_runs(cli: Cli) -> None:
+    done = cli.run("run", cli.file(WARNED))
+    assert done.returncode == 0
+    assert done.stdout.count("started") == 2
+    assert re.match(r"train.py:\d+: warning\[save-on-every-rank\]: ", done.stderr.splitlines()[0])
 
 
 def test_a_value_of_the_user_that_may_keep_the_ranks_apart_wins_and_is_named_once(cli: Cli) -> None:
@@ -371,7 +426,7 @@ def test_an_active_deadline_stops_a_local_job_too(cli: Cli) -> None:
     assert "not finished within activeDeadlineSeconds: 1" in done.stderr
 
 
-def test_of_a_run_only_the_logs_stay(cli: Cli) -> None:
+def test_of_a_run_only_the_logs_and_its_record_stay(cli: Cli) -> None:
     mount = {"volumeMounts": [{"name": "d", "mountPath": "/data"}], "command": ["touch", "/data/x"]}
     body = cli.file("", container=mount)
     document = yaml.safe_load(body.read_text())
@@ -379,7 +434,10 @@ def test_of_a_run_only_the_logs_stay(cli: Cli) -> None:
     body.write_text(yaml.safe_dump(document))
     assert cli.run("run", body).returncode == 0
     left = [p.name for p in (cli.folder / "state").rglob("*") if p.is_file()]
-    assert sorted(left) == [".ddpjob-run", "job-1-0.log", "job-1-1.log"], "the mark lets a later run remove them"
+    record = ["history.json", "run.json", "status.json"]
+    assert sorted(left) == [".ddpjob-run", *record[:1], "job-1-0.log", "job-1-1.log", *record[1:]], (
+        "a later run removes them"
+    )
 
 
 def test_a_process_that_was_there_before_outlives_the_run(cli: Cli) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shell import Cli
 
-from ddpjob_operator.local.run_folder import MARK, RUNS_KEPT, RunFolder
+from ddpjob_operator.local.run_folder import LATEST, MARK, RUNS_KEPT, RunFolder
 
 RUNS = RUNS_KEPT + 5
 
@@ -28,6 +28,11 @@ def fill(folder: Path) -> None:
         (folder / name / "x.png").write_text("precious")
     for name in ("lock", "token", "job-1-0.log", "status.json"):
         (folder / name).write_text("precious")
+
+
+def runs_of(job: Path) -> list[Path]:
+    """The folders of its runs, without the link to the latest."""
+    return [path for path in job.iterdir() if path.name != LATEST]
 
 
 def run_often(base: Path, times: int = RUNS) -> None:
@@ -70,7 +75,7 @@ def test_nothing_outside_is_removed_through_a_link(tmp_path: Path) -> None:
     before = files_below(outside)
     base = tmp_path / "base"
     run_often(base, 2)
-    for run in (base / "job").iterdir():
+    for run in runs_of(base / "job"):
         (run / "volumes").symlink_to(outside)
         (run / "token").symlink_to(outside / "token")
         (run / "lock").symlink_to(outside / "lock")
@@ -83,7 +88,7 @@ def test_nothing_outside_is_removed_through_a_link(tmp_path: Path) -> None:
 def test_a_marked_folder_that_is_only_linked_to_is_not_removed(tmp_path: Path) -> None:
     """A user who has moved a run away, and left a link, loses it."""
     run_often(tmp_path, 1)
-    (run,) = (tmp_path / "job").iterdir()
+    (run,) = runs_of(tmp_path / "job")
     (run / "job-1-0.log").write_text("the one that mattered")
     moved = tmp_path / run.name
     run.rename(moved)
@@ -95,7 +100,7 @@ def test_a_marked_folder_that_is_only_linked_to_is_not_removed(tmp_path: Path) -
 def test_a_copy_of_a_run_is_the_users(tmp_path: Path) -> None:
     """A user who keeps a copy of a run beside it loses it after ten more runs."""
     run_often(tmp_path, 1)
-    (run,) = (tmp_path / "job").iterdir()
+    (run,) = runs_of(tmp_path / "job")
     (run / "job-1-0.log").write_text("the one that mattered")
     copy = tmp_path / "job" / "kept"
     shutil.copytree(run, copy, symlinks=True)
@@ -111,7 +116,7 @@ def test_a_copy_of_a_run_is_the_users(tmp_path: Path) -> None:
 def test_what_a_user_puts_into_the_folder_of_a_run_stays_when_its_logs_go(tmp_path: Path) -> None:
     """A user loses notes and checkpoints that were put beside the logs."""
     run_often(tmp_path, 1)
-    (run,) = (tmp_path / "job").iterdir()
+    (run,) = runs_of(tmp_path / "job")
     (run / "job-1-0.log").write_text("log")
     (run / "job-12-3-r1.log").write_text("log")
     (run / "notes.txt").write_text("precious")
@@ -132,7 +137,7 @@ def test_old_runs_go_and_a_run_that_was_killed_leaves_no_volume(tmp_path: Path) 
     assert (first.path / "job-1-0.log").exists()
     run_often(tmp_path)
     assert not first.path.exists()
-    assert len(list((tmp_path / "job").iterdir())) == RUNS_KEPT
+    assert len(runs_of(tmp_path / "job")) == RUNS_KEPT
 
 
 def test_a_run_that_runs_is_not_cleared(tmp_path: Path) -> None:
@@ -143,6 +148,26 @@ def test_a_run_that_runs_is_not_cleared(tmp_path: Path) -> None:
     assert (running.path / "volumes" / "job-1-0").exists()
     running.close()
     assert not (running.path / "volumes").exists()
+
+
+def test_latest_points_to_the_newest_run_and_what_a_user_has_called_so_stays(tmp_path: Path) -> None:
+    """A user looks for a log among folders with random names, or loses a file by the name of the link."""
+    for _ in range(2):
+        newest = RunFolder("job", tmp_path)
+        newest.close()
+        assert (tmp_path / "job" / LATEST).resolve() == newest.path
+    for job, make in (
+        ("file", lambda path: path.write_text("precious")),
+        ("folder", lambda path: path.mkdir()),
+        ("link", lambda path: path.symlink_to("../job")),
+        ("sibling", lambda path: path.symlink_to("best")),
+    ):
+        theirs = tmp_path / job / LATEST
+        theirs.parent.mkdir()
+        make(theirs)
+        before = os.readlink(theirs) if theirs.is_symlink() else theirs.is_dir()
+        RunFolder(job, tmp_path).close()
+        assert before == (os.readlink(theirs) if theirs.is_symlink() else theirs.is_dir()), job
 
 
 @pytest.mark.parametrize("kind", ["file", "dangling", "link to a file"])

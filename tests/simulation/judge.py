@@ -34,6 +34,8 @@ class Judge:
         """What each operator has heard of agents, by job uid, attempt and replacement, and when."""
         self.disturbed: set[tuple[str, int]] = set()
         """(job uid, attempt) whose pods or nodes somebody has touched: what ended first there is a question of time."""
+        self.ends_seen: dict[str, set[tuple[str, int, int]]] = {}
+        """By operator, (job uid, attempt, rank) of the pods that it was shown after they had ended."""
         self._spent_twice: Counter[str] = Counter()
         """By job uid, how many charges to the application an operator did not know of when it made its own."""
         self._cluster, self._training, self._jobs = cluster, training, jobs
@@ -136,7 +138,7 @@ class Judge:
             self.wrong.append(f"a job that was {old['state']} became {new.get('state')}")
         self._check_ranks(uid, old, new)
         self._check_restarts(uid, old, new, change.new["spec"])
-        self._check_cause(uid, old, new)
+        self._check_cause(uid, old, new, change.actor)
         self._check_in_place(uid, old, new)
         self._check_heard(uid, new, change.actor)
 
@@ -181,7 +183,7 @@ class Judge:
         if after.get("stall", 0) > hung:
             self.wrong.append(f"{after['stall']} restarts are charged to stalls, and it hung {hung} times")
 
-    def _check_cause(self, uid: str, old: Raw, new: Raw) -> None:
+    def _check_cause(self, uid: str, old: Raw, new: Raw, operator: str) -> None:
         """Where one rank has failed by itself and nobody has touched anything, that rank is the cause and pays."""
         failure = new.get("lastFailure") or {}
         place = (uid, failure.get("attempt", 0))
@@ -191,11 +193,32 @@ class Judge:
             return
         if place in self._training.early and culprit not in ranges.parse(old.get("completedNodes", "")):
             return  # it was told to stop before it was known that it had ended: exit 0 proves nothing then
+        if self._is_unknown(place, culprit, old.get("lastFailure") or {}, operator):
+            return
         if failure["nodeRank"] != culprit or failure["class"] not in ("application", "outOfMemory"):
             self.wrong.append(
                 f"rank {culprit} failed by itself in attempt {place[1]}, and rank {failure['nodeRank']} is blamed "
                 f"({failure['class']}): {new.get('message', '')[:200]}"
             )
+
+    def _is_unknown(self, place: tuple[str, int], rank: int, recorded: Raw, operator: str) -> bool:
+        """Whether its pod has ended and gone while no operator was there that could record it: it was told to stop
+        because a peer complained first, and nothing of it is left."""
+        is_recorded = (recorded.get("attempt"), recorded.get("nodeRank")) == (place[1], rank)
+        is_seen = (*place, rank) in self.ends_seen.get(operator, ())
+        is_there = any((owner_uid(p), _attempt(p), _rank(p)) == (*place, rank) for p in self._cluster.pods())
+        return not (is_recorded or is_seen or is_there)
+
+    def shown(self, operator: str, raw: Raw) -> None:
+        """An operator is shown an object, by a list or a watch."""
+        ends = [c["state"].get("terminated") for c in raw.get("status", {}).get("containerStatuses", ())]
+        if any(ends):
+            self.ends_seen.setdefault(operator, set()).add((owner_uid(raw), _attempt(raw), _rank(raw)))
+
+    def forget(self, operator: str) -> None:
+        """An operator starts anew."""
+        self.words.pop(operator, None)
+        self.ends_seen.pop(operator, None)
 
     def _check_in_place(self, uid: str, old: Raw, new: Raw) -> None:
         """Each restart counts once: those in place as their agent charges them, and one for each new pod or attempt."""

@@ -37,6 +37,8 @@ class ModelClient:
         """Asked right before a write is sent, as Client's own."""
         self.on_event: Callable[[Raw], None] = lambda body: None
         """Called with each Event; no fault happens to it, because no decision hangs on it."""
+        self.on_shown: Callable[[Raw], None] = lambda raw: None
+        """Called with each object that a list or a watch of this process has brought."""
         self._api, self._loop, self._faults, self._crash = api, loop, faults, crash
         self._random = random.Random(f"{faults.seed} {actor}")
 
@@ -63,10 +65,13 @@ class ModelClient:
     async def list(self, path: str, selector: str = "") -> tuple[list[Raw], str]:
         answer = await self._request("GET", path, {"labelSelector": selector} if selector else {})
         # A reflector's list; the question about one job is always answered with the newest.
+        items, version = answer["items"], answer["metadata"]["resourceVersion"]
         if "=" not in selector and self._faults.at("list") == "stale":
             plural, namespace, _, _ = parse(path)
-            return self._stale(plural, matching(selector, namespace))
-        return answer["items"], answer["metadata"]["resourceVersion"]
+            items, version = self._stale(plural, matching(selector, namespace))
+        for raw in items:
+            self.on_shown(raw)
+        return items, version
 
     def _stale(self, plural: str, matches: Callable[[Raw], bool]) -> tuple[list[Raw], str]:
         """What a server that lags would list."""
@@ -108,6 +113,7 @@ class ModelClient:
                 raise _error_of({"code": 410 if fault == "gone" else 500, "reason": "Expired", "message": "model"})
             if self.dead:
                 await self._for_ever()
+            self.on_shown(event["object"])
             yield event
             if fault == "twice":
                 yield event

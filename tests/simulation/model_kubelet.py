@@ -225,7 +225,8 @@ class Cluster:
             self._later(2, 8, self._schedule, uid)
             return
         node = self._random.choice(fitting)
-        status = {**raw["status"], "conditions": [{"type": "PodScheduled", "status": "True"}]}
+        scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": stamp(self._loop.now())}
+        status = {**raw["status"], "conditions": [scheduled]}
         self._api.change("pods", raw, "scheduler", spec={**raw["spec"], "nodeName": node.name}, status=status)
 
     def _fits(self, raw: Raw, node: Node) -> bool:

@@ -112,7 +112,7 @@ class Failure:
     after_seconds: float
     code: int
     reason: str = "Error"
-    message: str = "Traceback (most recent call last):\nValueError: no such shard: 7"
+    message: str = "Traceback (most recent call last):\nOSError: no such shard: 7"
 
     @property
     def blames(self) -> bool:

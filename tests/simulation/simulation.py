@@ -93,6 +93,7 @@ class OperatorProcess:
         self.lease_client = ModelClient(simulation.api, loop, simulation.faults, f"{name} lease", self.crash)
         self.client.stale_by = scenario.stale_by
         self.client.on_event = simulation.event
+        self.client.on_shown = lambda raw: simulation.judge.shown(name, raw)
         settings = OperatorSettings(namespaces=() if scenario.clusterwide else ("default",), health_port=0)
         runtime = Runtime(loop.time, self.now, simulation.chance, simulation.log, lambda: None)
         client: Any = self.client
@@ -370,7 +371,7 @@ class Simulation:
 
     def _start_operator(self, name: str, dead: OperatorProcess | None = None) -> None:
         process = OperatorProcess(self, name)
-        self.judge.words.pop(name, None)
+        self.judge.forget(name)
         self.operators = [o for o in self.operators if o is not dead] + [process]
         if dead is not None:
             process.skew = dead.skew

@@ -127,7 +127,7 @@ class World:
             name += f"-r{action.replacement}" if action.replacement else ""
             assert name not in self.pods, f"{name} is there already"
             self._made += 1
-            self.pods[name] = Pod(
+            pod = Pod(
                 name=name,
                 uid=f"pod-{self._made}",
                 owner_uid=self.job.metadata.uid,
@@ -136,6 +136,7 @@ class World:
                 replacement=action.replacement,
                 job=self.job.metadata.name,
             )
+            self._see(pod)
         elif isinstance(action, DeletePod):
             pod = self.pods[action.name]
             assert pod.uid == action.uid, "a delete carries the uid that was seen"

@@ -104,6 +104,15 @@ def test_autoscalers_are_told_not_to_move_a_training_unless_the_user_says_otherw
     assert pod(what)["metadata"]["annotations"]["karpenter.sh/do-not-disrupt"] == "false"
 
 
+def test_a_cluster_may_leave_that_to_the_template() -> None:
+    """An administrator whose jobs are short and cheap could never consolidate nodes."""
+    what = job()
+    assert build.pod(what, 1, 0, keep_from_autoscalers=False)["metadata"]["annotations"] == {}
+    what.spec.template["metadata"] = {"annotations": {"karpenter.sh/do-not-disrupt": "true"}}
+    given = build.pod(what, 1, 0, keep_from_autoscalers=False)["metadata"]["annotations"]
+    assert given == {"karpenter.sh/do-not-disrupt": "true"}
+
+
 def test_gpu_jobs_get_one_pod_per_node_beside_the_users_own_affinity() -> None:
     own = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "rack"}]}}
     what = job(container={"resources": {"limits": {"nvidia.com/gpu": 1}}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime as dt
+import logging
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from worlds import START, UID, manifest
 from ddpjob_operator.kube.client import ApiError, Client
 from ddpjob_operator.kube.executor import is_refusal
 from ddpjob_operator.kube.job_state import REFUSED_SECONDS, JobState
-from ddpjob_operator.kube.kopf_workarounds import ErrorBackoffs
+from ddpjob_operator.kube.kopf_workarounds import ErrorBackoffs, RetriesNowAndThen
 from ddpjob_operator.kube.lease import Durations, Leader
 from ddpjob_operator.kube.lookup import is_absent
 from ddpjob_operator.kube.operator import Operator
@@ -41,6 +42,25 @@ def test_kopf_may_ask_for_its_waits_again_and_again() -> None:
     for _ in range(2):
         again = iter(waits)
         assert [next(again) for _ in range(7)] == [1, 2, 4, 8, 16, 30, 30]
+
+
+def record(name: str, text: str) -> logging.LogRecord:
+    return logging.LogRecord(name, logging.ERROR, "", 0, text, None, None)
+
+
+def test_an_api_server_that_is_away_is_one_line_a_minute_of_kopfs_and_all_else_is_logged() -> None:
+    """An outage of half a minute filled the log of each pod with twenty lines."""
+    now = [100.0]
+    logs = RetriesNowAndThen(lambda: now[0])
+    retry = record(
+        "kopf._cogs.clients.api", "Request attempt #5 failed; will retry: GET https://10.0.0.1/ -> OSError()"
+    )
+    assert logs(retry)
+    assert not logs(retry)
+    assert logs(record("kopf._cogs.clients.api", "Request attempt #6 failed; escalating: GET https://10.0.0.1/"))
+    assert logs(record("ddpjob_operator", "a job; will retry: now"))
+    now[0] += 60
+    assert logs(retry)
 
 
 REFUSALS = {

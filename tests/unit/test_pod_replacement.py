@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -211,6 +212,7 @@ def test_a_restart_in_place_that_only_complaints_explain_blames_nobody_and_says_
         failure_class="infrastructure",
         charged_to="infrastructure",
         exception=lost,
+        symptom=True,
     )
     world.agent = replace(agent, failures=[failure])
     world.settle()
@@ -221,6 +223,36 @@ def test_a_restart_in_place_that_only_complaints_explain_blames_nobody_and_says_
     world.agent = charged(1)
     world.settle()
     assert "not charged" not in world.events[-1].message
+
+
+LOST = "RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.4]:4711"
+TAKEN = "torch.distributed.DistNetworkError: The server socket has failed to listen, port: 4711, EADDRINUSE"
+
+
+@pytest.mark.parametrize(
+    ("known", "reason"),
+    [
+        ({"symptom": True, "exception": "c10::DistBackendError: words that no list holds"}, "PeerLost"),
+        ({"symptom": True, "exception": LOST, "failure_class": "application"}, "PeerLost"),
+        ({"symptom": True, "exception": TAKEN}, "PeerLost"),
+        ({"symptom": False, "exception": LOST}, "Error"),
+        ({"symptom": True, "unstarted": True, "exception": "OSError: [Errno 11] no process left"}, "Error"),
+        ({"early": True, "exit_code": 0, "exception": "ended with exit code 0 while rank 1 waited"}, "EndedEarly"),
+        ({"stalled": True, "exit_code": 75, "failure_class": "stall", "exception": "made no step"}, "Stalled"),
+        ({"rank": None, "symptom": True, "exception": LOST}, "ConnectionLost"),
+    ],
+)
+def test_what_an_agent_knows_of_a_failure_names_it_and_not_the_words_of_its_exception(
+    known: dict[str, Any], reason: str
+) -> None:
+    """The words differ by backend and release of torch: a user would debug the rank that only lost its peer."""
+    world = trained()
+    agent = charged(infrastructure=1)
+    failure = agent.failures[0]._replace(**{"exit_code": 1, "signal": "", "failure_class": "infrastructure", **known})
+    world.agent = replace(agent, failures=[failure._replace(charged_to="infrastructure")])
+    world.settle()
+    assert world.status.last_failure is not None
+    assert world.status.last_failure.reason == reason
 
 
 def test_what_is_said_again_costs_nothing_and_only_more_than_was_known_counts() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import reference_page
-from ddpjob_operator.job import api, crd, reasons
+from ddpjob_operator.job import api, crd
 
 CHECKED_IN = Path(__file__).parents[2] / "docs/reference.md"
 
@@ -28,12 +28,6 @@ def test_fields_inside_fields_have_their_whole_path() -> None:
     text = reference_page.to_markdown()
     assert "| `failurePolicy.rules[].onExitCodes.values` | list of: whole number 1–255 | " in text
     assert "| `conditions[].lastTransitionTime` | time | " in text
-
-
-def test_each_reason_stands_in_it_and_says_when_it_is_met() -> None:
-    text = reference_page.to_markdown()
-    for reason in reasons.ALL.values():
-        assert f"| `{reason.name}` | {'Warning' if reason.warning else 'Normal'} | {reason.when} |" in text
 
 
 def test_no_row_of_a_table_has_a_cell_too_many() -> None:

@@ -292,6 +292,43 @@ def test_an_import_error_on_all_nodes_before_the_first_step_is_permanent() -> No
     assert settled(pods[0], stepped=False, nodes=1)[1] == "permanent"
 
 
+MISTAKE = (
+    'Traceback (most recent call last):\n  File "/app/train.py", line 41, in <module>\n    main()\n'
+    '  File "/usr/lib/python3.11/site-packages/torch/nn/linear.py", line 9, in forward\n    return f(x)\n'
+    "AttributeError: 'Tensor' object has no attribute 'backwrd'\n"
+)
+
+
+def test_a_mistake_that_every_node_makes_before_the_first_step_is_permanent() -> None:
+    """`loss.backwrd()` cost four attempts and half a minute."""
+    pods = [pod(rank, said=MISTAKE) for rank in range(2)]
+    assert settled(*pods, nodes=2, untried=True)[1] == "permanent"
+    assert settled(*pods, nodes=2, untried=False)[1] == "application", (
+        "the job has trained, so the same lines have worked"
+    )
+    assert settled(*pods, nodes=3, untried=True)[1] == "application", "the third node has not made it"
+    assert settled(pods[0], pod(1, said=SHARD), nodes=2, untried=True)[1] == "application", "two nodes, two exceptions"
+    passing = MISTAKE.replace("AttributeError: 'Tensor' object has no", "ConnectionError: data server has no")
+    assert settled(*(pod(rank, said=passing) for rank in range(2)), nodes=2, untried=True)[1] == "application"
+    chosen = [pod(rank, 3, said=MISTAKE) for rank in range(2)]
+    assert settled(*chosen, nodes=2, untried=True)[1] == "application", "who ends with 3 means something by it"
+
+
+def test_a_mistake_counts_for_a_node_that_was_stopped_right_after_it() -> None:
+    """The operator stops the other pods at once, so their exit code is that of the SIGTERM."""
+    stopped = told(pod(1, 143, said=MISTAKE + "SignalException: Process 7 got signal: 15\n", seconds=11), 10.5)
+    failed = pod(0, said=MISTAKE)
+    assert settled(failed, stopped, first=first_sign(failed), nodes=2, untried=True)[1] == "permanent"
+
+
+def test_a_failure_names_the_line_of_the_script_that_raised_it_and_no_librarys() -> None:
+    failure, _ = settled(pod(0, said=MISTAKE))
+    assert failure.where == "train.py:41"
+    assert "ended with exit code 1 in train.py:41 (AttributeError: " in sentences.sentence(failure)
+    by_library = library(rank=0, exitCode=1, exception="ValueError: x", traceback=MISTAKE)
+    assert settled(pod(0, said=by_library))[0].where == "train.py:41"
+
+
 @pytest.mark.parametrize(("code", "said"), [(137, "rank 0 done"), (1, table("sigterm-to-torchrun-at-its-end"))])
 def test_a_torchrun_that_only_waited_for_the_other_nodes_had_a_rank_that_ended_early(code: int, said: str) -> None:
     """torchrun stays for five minutes when its ranks have ended with 0, so no pod completes beside the complaint."""

@@ -1,16 +1,36 @@
-{{/* The name of everything: the release's, with the chart's where it does not hold it. At most 56 characters, so that
-     the longest suffix still fits into a DNS label. */}}
+{{/* The chart's name, or nameOverride. */}}
+{{- define "ddpjob.chart" -}}
+{{- .Values.nameOverride | default .Chart.Name -}}
+{{- end }}
+
+{{/* The name of everything: the release's, with the chart's where it does not contain it, or fullnameOverride. At most 56
+     characters, so that the longest suffix still fits into a DNS label. A release may have dots in its name, and a
+     Service may not. */}}
 {{- define "ddpjob.name" -}}
-{{- $name := ternary .Release.Name (printf "%s-%s" .Release.Name .Chart.Name) (contains .Chart.Name .Release.Name) -}}
-{{- $name | trunc 56 | trimSuffix "-" -}}
+{{- $chart := include "ddpjob.chart" . -}}
+{{- $release := .Release.Name | replace "." "-" -}}
+{{- $name := ternary $release (printf "%s-%s" $release $chart) (contains $chart $release) -}}
+{{- $name = .Values.fullnameOverride | default $name | trunc 56 | trimSuffix "-" -}}
+{{- if not (regexMatch "^[a-z]" $name) -}}
+{{- fail (printf "the release %q gives the name %q, and a Service's name must start with a letter: set fullnameOverride" .Release.Name $name) -}}
+{{- end -}}
+{{- $name -}}
+{{- end }}
+
+{{/* Not `.create`: the values of an older release (--reuse-values) do not have it. */}}
+{{- define "ddpjob.createsServiceAccount" -}}
+{{- if ne (toString .Values.serviceAccount.create) "false" }}true{{ end -}}
 {{- end }}
 
 {{- define "ddpjob.serviceAccount" -}}
+{{- if not (or .Values.serviceAccount.name (include "ddpjob.createsServiceAccount" .)) -}}
+{{- fail "serviceAccount.name: must be set where serviceAccount.create is false, because the roles are bound to it" -}}
+{{- end -}}
 {{- .Values.serviceAccount.name | default (include "ddpjob.name" .) -}}
 {{- end }}
 
 {{- define "ddpjob.selector" -}}
-app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/name: {{ include "ddpjob.chart" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
@@ -31,6 +51,46 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 
 {{- define "ddpjob.statusURL" -}}
 {{- .Values.progress.url | default (printf "http://%s-status.%s.svc:%v/v1/progress" (include "ddpjob.name" .) .Release.Namespace .Values.progress.port) -}}
+{{- end }}
+
+{{/* The variables that the chart sets, with the value that says it. */}}
+{{- define "ddpjob.variables" -}}
+DDPJOB_LEASE_NAMESPACE: the namespace of the release
+DDPJOB_LEASE_NAME: fullnameOverride
+DDPJOB_CLAIM_NAMESPACE: claimNamespace
+DDPJOB_POD_NAME: the pod's own
+DDPJOB_POD_IP: the pod's own
+DDPJOB_WATCH_NAMESPACES: watchNamespaces
+DDPJOB_HEALTH_PORT: healthPort
+DDPJOB_STATUS_PORT: progress.port
+DDPJOB_STATUS_URL: progress.url
+DDPJOB_LOST_NODE_SECONDS: lostNodeSeconds
+DDPJOB_KEEP_LOG_TAIL: keepLogTail
+DDPJOB_KEEP_FROM_AUTOSCALERS: keepFromAutoscalers
+DDPJOB_LOG_LEVEL: logLevel
+{{- end }}
+
+{{/* What values.schema.json cannot say, because it concerns two values. */}}
+{{- define "ddpjob.check" -}}
+{{- if and .Values.progress.enabled (eq (int .Values.healthPort) (int .Values.progress.port)) -}}
+{{- fail (printf "healthPort and progress.port: must differ, both are %d" (int .Values.healthPort)) -}}
+{{- end -}}
+{{- $set := include "ddpjob.variables" . | fromYaml -}}
+{{- $seen := dict -}}
+{{- range .Values.extraEnv -}}
+{{- if hasKey $set .name -}}
+{{- fail (printf "extraEnv: %s is set by the chart (%s)" .name (get $set .name)) -}}
+{{- end -}}
+{{- if hasKey $seen .name -}}
+{{- fail (printf "extraEnv: %s is there twice" .name) -}}
+{{- end -}}
+{{- $_ := set $seen .name true -}}
+{{- end -}}
+{{- range $name, $_ := .Values.podLabels -}}
+{{- if hasPrefix "app.kubernetes.io/" $name -}}
+{{- fail (printf "podLabels: %s belongs to the chart, which finds its pods by such labels" $name) -}}
+{{- end -}}
+{{- end -}}
 {{- end }}
 
 {{/* What the operator may do, in a namespace or in all. The reason for each verb stands in docs/operations.md. */}}

@@ -44,7 +44,7 @@ def save_whole_module(script: Script, job: Job) -> Iterator[Found]:
         return
     for call in script.calls_to("torch.save"):
         what = script.argument(call, "obj", 0)
-        if what is not None and _is_module(script, what):
+        if what is not None and is_module(script, what):
             yield at(
                 call,
                 f"torch.save({script.text_of(what)}, …) saves the whole module: loading it needs weights_only=False "
@@ -52,7 +52,7 @@ def save_whole_module(script: Script, job: Job) -> Iterator[Found]:
             )
 
 
-def _is_module(script: Script, value: ast.expr) -> bool:
+def is_module(script: Script, value: ast.expr) -> bool:
     """Whether a value is certainly an nn.Module: made by a class of torch or of this file, then perhaps moved."""
     todo, seen = [value], set[object]()
     while todo:
@@ -76,7 +76,11 @@ def _makes_a_module(script: Script, origin: object) -> bool:
     if isinstance(defined, ast.ClassDef):
         return any(script.full_name(b) == "torch.nn.Module" for b in defined.bases)
     name = script.called(origin)
-    return name in _WRAPPERS or (name.startswith("torch.nn.") and name.count(".") == 2 and name[9:10].isupper())
+    return (
+        name in _WRAPPERS
+        or name.startswith("torchvision.models.")
+        or (name.startswith("torch.nn.") and name.count(".") == 2 and name[9:10].isupper())
+    )
 
 
 _MOVES = {"to", "cuda", "cpu", "train", "eval", "half", "float", "double"}

@@ -21,7 +21,7 @@ SAMPLER = "torch.utils.data.DistributedSampler"
 )
 def sampler_missing(script: Script, job: Job) -> Iterator[Found]:
     """Without a sampler each rank trains on all samples: four GPUs do four times the work of one in an epoch."""
-    if not script.is_distributed or not script.calls_to(DDP) or job.has_one_rank:
+    if not script.is_distributed or not script.calls_to(DDP) or job.has_one_rank or any(_unused(script)):
         return
     for call in script.calls_to(LOADER):
         if _samples_itself(script, call) or not _is_for_training(script, call) or _is_chosen(script, call):
@@ -94,7 +94,7 @@ def _makes_whole(script: Script, call: ast.Call) -> bool:
 )
 def set_epoch_missing(script: Script, job: Job) -> Iterator[Found]:
     """A DistributedSampler shuffles by seed and epoch. Without set_epoch all epochs have the same order."""
-    if script.uses_a_framework or script.mentions("set_epoch") or job.has_one_rank:
+    if script.uses_a_framework or script.mentions("set_epoch") or job.has_one_rank or any(_unused(script)):
         return
     if not any(_is_loop_of_epochs(n) for n in script.nodes):
         return
@@ -116,6 +116,35 @@ def _is_loop_of_epochs(node: ast.AST) -> bool:
         and "epoch" in words_of(node.target.id)
         and not (isinstance(node.iter, ast.Tuple | ast.List) and len(node.iter.elts) == 1)
     )
+
+
+@rule(
+    "warning",
+    wrong="sampler = DistributedSampler(dataset)\nloader = DataLoader(dataset, shuffle=True)",
+    right="sampler = DistributedSampler(dataset)\nloader = DataLoader(dataset, sampler=sampler)",
+)
+def sampler_unused(script: Script, job: Job) -> Iterator[Found]:
+    """A DistributedSampler does nothing by itself: a loader that does not get it gives every rank all samples."""
+    if script.uses_a_framework or job.has_one_rank or not script.calls_to(LOADER):
+        return
+    for call in _unused(script):
+        yield at(
+            call,
+            "DistributedSampler(…) is given to no DataLoader, so every rank trains on all samples; pass sampler=… to "
+            "the loader, and leave shuffle out",
+        )
+
+
+def _unused(script: Script) -> Iterator[ast.Call]:
+    """The samplers that get a name, and are certainly not used by it: for set_epoch(), at most."""
+    for call in script.calls_to(SAMPLER):
+        place = script.parent(call)
+        if isinstance(place, ast.Assign) and len(place.targets) == 1 and isinstance(place.targets[0], ast.Name):
+            name = place.targets[0].id
+            uses = [n for n in script.nodes if isinstance(n, ast.Name) and n.id == name and n is not place.targets[0]]
+            parents = [script.parent(use) for use in uses]
+            if all(isinstance(p, ast.Attribute) and p.attr == "set_epoch" for p in parents):
+                yield call
 
 
 @rule("error", wrong="DataLoader(dataset, shuffle=True, sampler=sampler)", right="DataLoader(dataset, sampler=sampler)")

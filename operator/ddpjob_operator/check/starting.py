@@ -98,6 +98,34 @@ def _positional_max(function: Function) -> int | None:
     return len(function.args.posonlyargs) + len(function.args.args)
 
 
+@rule("error", wrong="command: [python, train.py]", right="command: [torchrun, train.py]")
+def launcher_missing(script: Script, job: Job) -> Iterator[Found]:
+    """With several processes per node a launcher starts them and tells each its rank. `python train.py` starts one,
+    which has no RANK, and init_process_group raises a ValueError."""
+    if job.launcher != "python" or (job.nproc or 1) == 1 or script.starts or script.mentions(*_STARTS_OTHERWISE):
+        return
+    if script.uses_a_framework or any(name == "RANK" for name, _, _ in script.variables_set):
+        return
+    for call in script.inits:
+        methods = script.texts(script.argument(call, "init_method", 1)) or ["env://"]
+        own = any(script.argument(call, name, None) is not None for name in ("rank", "store"))
+        asks = any(not is_main_guard(test) for test in script.enclosing_tests(call))
+        hidden = has_hidden_arguments(call) or len(call.args) > 2
+        if methods == ["env://"] and not (own or asks or hidden) and script.on_every_rank(call):
+            yield at(
+                call,
+                f"{script.text_of(call.func)}(…): the job has {job.nproc} processes per node, and its command starts "
+                f"one, without RANK; start it with torchrun: command: [torchrun, train.py]",
+            )
+            return
+
+
+_STARTS_OTHERWISE = (
+    "subprocess", "Popen", "system", "fork", "forkserver", "execv", "execvp", "execve", "spawnv", "elastic_launch",
+    "launch_agent", "notebook_launcher", "Process", "Pool", "ProcessPoolExecutor", "start_processes", "spawn",
+)  # fmt: skip
+
+
 @rule(
     "error",
     wrong='parser.add_argument("--local-rank", int(os.environ["LOCAL_RANK"]))',

@@ -158,6 +158,14 @@ class Values:
         """All calls `….name(…)`, of whatever object."""
         return [c for c in self.calls if is_method(c, name)]
 
+    def calls_in(self, function: Function | None) -> list[ast.Call]:
+        """The calls of a function's own body; None: of the file outside all functions."""
+        return [c for c in self.calls if self.function(c) is function]
+
+    def methods_named(self, name: str) -> list[Function]:
+        """The methods of this file's classes with this name, or with the last part of a dotted one."""
+        return self._methods.get(name.rpartition(".")[2], [])
+
     def definition(self, node: ast.AST) -> Function | ast.ClassDef | None:
         """The function or class of this file that a name means."""
         if not isinstance(node, ast.Name):

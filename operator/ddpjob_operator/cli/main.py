@@ -5,12 +5,14 @@ Imports stand inside the commands: `ddpjob --help` must not wait for what it doe
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from ddpjob_operator.cli import cluster, convert, runs, shell, submit
+from ddpjob_operator.cli.output import answer
 
 if TYPE_CHECKING:
     from ddpjob_operator.job import api
@@ -25,7 +27,10 @@ def cli() -> None:
     """PyTorch DDP jobs: one YAML, on Kubernetes or as processes on this machine."""
 
 
-@cli.command(epilog="Example: ddpjob run examples/digits.yaml --nodes 3 --set spec.nprocPerNode=2 --status status.json")
+@cli.command(
+    short_help="Run a DDPJob on this machine.",
+    epilog="Example: ddpjob run examples/digits.yaml --nodes 3 --set spec.nprocPerNode=2 --status status.json",
+)
 @click.argument("file", type=click.Path(dir_okay=False))
 @click.option("--job", metavar="NAME", help="Which DDPJob, where the file has several.")
 @click.option("--nodes", metavar="N", help="Run this many nodes instead of spec.nodes.")
@@ -53,6 +58,7 @@ def cli() -> None:
 )
 @click.option("--cpu", is_flag=True, help="Train on the CPU with gloo, whatever GPUs the job asks for.")
 @click.option("--allow-unsupported", is_flag=True, help="Ignore fields that have no counterpart on one machine.")
+@click.option("--no-check", is_flag=True, help="Start also where `ddpjob check` finds an error.")
 @click.option("--plain", is_flag=True, help="Plain lines also on a terminal.")
 @click.option("--dry-run", is_flag=True, help="Print the Service and the pods that a cluster would get, and stop.")
 def run(
@@ -66,6 +72,7 @@ def run(
     failures: tuple[str, ...],
     cpu: bool,
     allow_unsupported: bool,
+    no_check: bool,
     plain: bool,
     dry_run: bool,
 ) -> int:
@@ -75,6 +82,7 @@ def run(
     Exit codes: 0 succeeded, 1 the job failed, 2 wrong input, 130 interrupted.
     """
     from ddpjob.agent import own_children
+    from ddpjob_operator.cli import check_files
     from ddpjob_operator.local import faults
     from ddpjob_operator.local.run import Options
     from ddpjob_operator.local.run import run as run_locally
@@ -85,12 +93,22 @@ def run(
     document, parsed = load(file, job, nodes, settings, variables)
     faults.check(broken, parsed)
     if dry_run:
+        for line in check_files.for_a_cluster(document, parsed):
+            click.echo(line, err=True)
         return print_objects(parsed, cpu)
+    if not no_check:
+        lines, is_refused = check_files.before_run(document, parsed, cpu=cpu)
+        for line in lines:
+            click.echo(line, err=True)
+        if is_refused:
+            return 2
     own_children.stand_apart()
     return run_locally(document, parsed, Options(status, cpu, allow_unsupported, plain, logs, broken))
 
 
-@cli.command(epilog="Example: ddpjob check train.py --nodes 2")
+@cli.command(
+    short_help="Find DDP mistakes without running anything.", epilog="Example: ddpjob check train.py --nodes 2"
+)
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path())
 @click.option("--nodes", metavar="N", type=click.IntRange(min=1), help="Check for this many nodes.")
 @click.option("--nproc", metavar="N", type=click.IntRange(min=1), help="Check for this many processes a node.")
@@ -99,21 +117,23 @@ def run(
     "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How it is shown."
 )
 def check(paths: tuple[str, ...], nodes: int | None, nproc: int | None, job: str | None, form: str) -> int:
-    """Find the classic DDP mistakes in scripts, or in a DDPJob's YAML and its script, without running them.
+    """Find the classic DDP mistakes in scripts, notebooks, a DDPJob's YAML with its script, or all in a folder.
 
     \b
-    docs/check.md has each rule. To suppress one: `# ddpjob: ignore[rule]` on its line, or on the line above.
+    Nothing is run or imported.
+    To suppress a finding: `# ddpjob: ignore[rule]` on its line or on the line above.
     Exit codes: 0 nothing or warnings, 1 errors, 2 wrong input.
     """
-    from ddpjob_operator.cli import check_files
+    from ddpjob_operator.cli import check_files, check_folder
 
     settings = (f"spec.nprocPerNode={nproc}",) if nproc else ()
     wanted = str(nodes) if nodes else None
-    jobs = {path: load(path, job, wanted, settings, ()) for path in paths if check_files.is_job(path)}
-    result = check_files.check_all(paths, jobs, nodes, nproc)
-    for line in (*result.unread, result.summary()):
+    found = check_folder.targets(paths, job, lambda path, name: load(path, name, wanted, settings, ()))
+    result = check_files.check_all(found.scripts, found.jobs, nodes, nproc, apart=found.apart)
+    code = answer(result.to_json() if form == "json" else result.to_text())
+    for line in (*found.wrong, *result.unread, result.summary()):
         click.echo(line, err=True)
-    return answer(result.to_json() if form == "json" else result.to_text()) or result.exit_code
+    return code or (2 if found.wrong else result.exit_code)
 
 
 @cli.command(epilog="Example: ddpjob crd | kubectl apply -f -")
@@ -124,24 +144,18 @@ def crd() -> int:
     return answer(to_yaml())
 
 
+for command in (submit.submit, *cluster.COMMANDS, *runs.COMMANDS, *shell.COMMANDS, convert.convert):
+    cli.add_command(command)
+
+
 def load(
     file: str, job: str | None, nodes: str | None, settings: tuple[str, ...], variables: tuple[str, ...]
 ) -> tuple[Document, api.DDPJob]:
     """The job of a file with the options applied. Raises InputError."""
-    from ddpjob_operator.job import validation
-    from ddpjob_operator.manifest import override, yamlfile
+    from ddpjob_operator.cli.options import applied
+    from ddpjob_operator.manifest import yamlfile
 
-    document = yamlfile.read_job(file, job)
-    if nodes is not None:
-        override.set_field(document, f"spec.nodes={nodes}", "--nodes")
-    for setting in settings:
-        override.set_field(document, setting, f"--set {setting}")
-    for variable in variables:
-        override.set_variable(document, variable)
-    parsed, problems = validation.parse(document.data)
-    if problems:
-        raise document.error(problems)
-    return document, parsed
+    return applied(yamlfile.read_job(file, job), nodes, settings, variables)
 
 
 def print_objects(job: api.DDPJob, cpu: bool) -> int:
@@ -160,30 +174,25 @@ def print_objects(job: api.DDPJob, cpu: bool) -> int:
     return answer(yaml.dump_all(objects, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10_000))
 
 
-def answer(text: str) -> int:
-    """Write an answer to stdout; the exit code. A reader that has closed it (`| head`) is no error."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except OSError as error:
-        # Python flushes once more at exit, and would fail once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        if not isinstance(error, BrokenPipeError):
-            click.echo(f"stdout: {error.strerror}", err=True)
-            return 1
-    return 0
+def kubectl_plugin() -> None:
+    """The program `kubectl-ddp`, which kubectl starts for `kubectl ddp …`."""
+    main("kubectl ddp")
 
 
-def main() -> None:
+def main(name: str = "ddpjob") -> None:
     """The program `ddpjob`."""
+    from ddpjob_operator.client.errors import ClusterError
     from ddpjob_operator.failures.redaction import clean
     from ddpjob_operator.manifest.yamlfile import InputError
 
     try:
-        code = cli.main(prog_name="ddpjob", standalone_mode=False)
+        code = cli.main(prog_name=name, standalone_mode=False)
     except InputError as error:
         click.echo(clean(str(error)), err=True)
         code = 2
+    except ClusterError as error:
+        click.echo(clean(str(error)), err=True)
+        code = 1
     except click.ClickException as error:
         error.show()
         code = 2

@@ -103,6 +103,8 @@ class End:
     """When its deletion was requested; None also for what ends without that: a lost node, an eviction."""
     everywhere: bool = False
     """Whether it holds for all nodes."""
+    raised: frozenset[str] = frozenset()
+    """All exceptions in its log, also those of a rank that was stopped after it."""
     done: bool = False
     """Whether the ranks in it had all ended with 0 before it was stopped."""
     seen: int = 0
@@ -144,6 +146,7 @@ def settle(
     *,
     stepped: bool,
     trained: bool = False,
+    untried: bool = False,
     nodes: int | None = None,
     lost: Sequence[api.Failure] = (),
     early: api.Failure | None = None,
@@ -153,7 +156,8 @@ def settle(
 
     first: as root_cause() gave it when nothing was stopped yet; its pod may be gone. failed: the attempt's pods that
     did not complete. If one of them was deleted, then by the operator, or too late to matter, unless it is `first`.
-    stepped: whether the attempt made a step; trained: whether an earlier one did. nodes: of the job; None: as many as
+    stepped: whether the attempt made a step; trained: whether an earlier one did; untried: whether the script has shown
+    nowhere that it can train. nodes: of the job; None: as many as
     `failed`. lost: pods that are given up with their nodes. early: a node that has completed. steps: by rank, as
     reported.
     """
@@ -174,7 +178,9 @@ def settle(
     if nodes != 1 and cause.precedence >= Precedence.RESUMABLE:
         return cause.failure, "infrastructure"
     if not cannot_start(cause.failure):
-        return cause.failure, rules.classify(_with_evidence(cause.failure))
+        found = rules.classify(_with_evidence(cause.failure))
+        repeats = found == "application" and untried and _repeats(cause, [*recorded, *ends], nodes)
+        return cause.failure, "permanent" if repeats else found
     everywhere = _on_all_nodes([*recorded, *ends], nodes)
     return cause.failure, _of_no_start(cause.failure, stepped=stepped, trained=trained, everywhere=everywhere)
 
@@ -323,6 +329,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> End:
         reason=reason,
         step=own.step or None,
         exception=shown(_text(pod, report, code if context.keep_log_tail else None), EXCEPTION_MAX),
+        where=shown(own.where, WORD_MAX),
         log_tail=log_tail(report.log) if context.keep_log_tail else "",
         evidence=_evidence(pod, own, precedence, reason),
         time=_time(pod, own, context.now),
@@ -332,6 +339,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> End:
         failure,
         deleted_at=None if ended_by_node else pod.deletion_requested_at,
         everywhere=report.permanent,
+        raised=frozenset(shown(r.exception, EXCEPTION_MAX) for r in termination_message.raised(report.log)),
         done=context.torchrun and precedence == Precedence.STOPPED and _had_ended(report, code),
         seen=pod.ended_seen,
         deletion_seen=pod.deletion_seen,
@@ -487,6 +495,17 @@ def _on_all_nodes(ends: Sequence[End], nodes: int | None) -> bool:
         return True
     unable = {end.failure.node_rank for end in ends if rules.cannot_start(_with_evidence(end.failure))}
     return len(unable) >= (len({end.failure.node_rank for end in ends}) if nodes is None else nodes)
+
+
+def _repeats(cause: End, ends: Sequence[End], nodes: int | None) -> bool:
+    """Whether another try would end as this one did: a mistake of the script that was made on all nodes."""
+    exception = cause.failure.exception
+    is_own = evidence_of(cause.failure).raised and cause.failure.exit_code == 1  # any other code was chosen
+    if not is_own or not rules.is_mistake(exception):
+        return False
+    alike = {e.failure.node_rank for e in ends if exception in (e.failure.exception, *e.raised)}
+    all_nodes = len({e.failure.node_rank for e in ends}) if nodes is None else nodes
+    return cause.everywhere or len(alike) >= all_nodes
 
 
 def _reason(pod: Pod, own: Failure, precedence: Precedence) -> str:

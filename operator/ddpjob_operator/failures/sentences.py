@@ -71,7 +71,7 @@ def _how_it_ended(failure: api.Failure) -> str:
         return f"could not be started: {failure.exception or failure.reason}"
     how = f"was killed by {failure.signal}" if failure.signal else f"ended with exit code {failure.exit_code}"
     unreported = " (no out-of-memory kill was reported)" if failure.exit_code == _SIGKILL else ""
-    return how + at + unreported + why
+    return how + at + (f" in {failure.where}" if failure.where else "") + unreported + why
 
 
 def _at(failure: api.Failure) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ddpjob.core import rules
-from ddpjob.core.failures import Failure
+from ddpjob.core.failures import Failure, where_of
 from ddpjob_operator.failures.log_lines import LINE_MAX, PREFIX
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job.bounds import NOT_READABLE
@@ -83,12 +83,14 @@ def read(text: str) -> ContainerReport:
         return report
     failure, of_log = message.failure, report.failure
     code = _code(failure.exit_code, failure.signal)
+    same = failure.exception.strip() in ("", of_log.exception)
     merged = failure._replace(
         rank=of_log.rank if failure.rank is None else failure.rank,
         exit_code=of_log.exit_code if code is None else code,
         exception=failure.exception.strip() or of_log.exception,
         resumable=not failure.stalled and (failure.resumable or code == rules.RESUMABLE_EXIT_CODE),
         symptom=failure.symptom or rules.is_symptom(failure.exception),
+        where=failure.where or where_of(failure.traceback.splitlines()) or (of_log.where if same else ""),
         traceback="",
     )
     lines = "\n".join(part for part in (failure.traceback or failure.exception, log) if part.strip())
@@ -151,6 +153,7 @@ class _Stream:
         self.rank = rank
         self.inside = self.chained = False
         self.thrown = ""
+        self.where = ""
         self.chain: list[Failure] = []
 
     def read(self, line: str, chains: list[list[Failure]]) -> None:
@@ -158,7 +161,7 @@ class _Stream:
         if not line.strip():
             return
         if "Traceback (most recent call last):" in line:
-            self.inside = True
+            self.inside, self.where = True, ""
         elif _CHAINED.match(line):
             self.chained = True
         elif thrown := _TERMINATE.match(line):
@@ -167,7 +170,9 @@ class _Stream:
             self._add(f"{self.thrown}: {what[1]}", chains)
         elif line.startswith("nccl") and self.chain:
             self.chain[-1] = self._raised(f"{self.chain[-1].exception} {line}")
-        elif not line[0].isspace():
+        elif line[0].isspace():
+            self.where = where_of([line]) or self.where
+        else:
             self._unindented(line.rstrip(), chains)
 
     def _unindented(self, line: str, chains: list[list[Failure]]) -> None:
@@ -183,9 +188,10 @@ class _Stream:
             chains.append(self.chain)
         self.chained, self.thrown = False, ""
         self.chain.append(self._raised(line))
+        self.where = ""
 
     def _raised(self, line: str) -> Failure:
-        return Failure(self.rank, exception=line, symptom=rules.is_symptom(line))
+        return Failure(self.rank, exception=line, symptom=rules.is_symptom(line), where=self.where)
 
 
 def _of_chain(chain: list[Failure]) -> Failure:
@@ -209,6 +215,7 @@ def _read_log(log: str) -> ContainerReport:
         culprit._replace(
             rank=cause.rank if culprit.rank is None else culprit.rank,
             exception=cause.exception,
+            where=cause.where,
             symptom=cause.symptom,
             resumable=culprit.exit_code == rules.RESUMABLE_EXIT_CODE,
         ),

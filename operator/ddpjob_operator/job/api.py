@@ -300,6 +300,8 @@ class Failure(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=T
     """The last step that the training had reported."""
     exception: str = ""
     """The exception's line, where the log has one."""
+    where: Annotated[str, Meta(max_length=128)] = ""
+    """The line of the script that raised it, where the log has its traceback: train.py:41."""
     log_tail: Annotated[str, Meta(max_length=2048)] = ""
     """The end of the log."""
     evidence: Evidence | None = None

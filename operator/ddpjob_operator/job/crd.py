@@ -10,15 +10,15 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
 import yaml
 from msgspec import inspect as types
 
-from ddpjob_operator.job import api, validation
-from ddpjob_operator.job.podspec import CONTAINER_FIELDS, POD_FIELDS
+from ddpjob_operator.job import api, template, validation
+from ddpjob_operator.job.wording import say
 
 Schema = dict[str, Any]
 
@@ -50,6 +50,10 @@ COLUMNS = (
     ("Reason", "string", ".status.reason", True),
     ("Message", "string", ".status.message", True),
 )
+
+# For `kubectl get ddp --field-selector status.state=Failed`, and for watches of some jobs only.
+# From Kubernetes 1.31 on; an older API server drops the list.
+SELECTABLE = (".status.state", ".status.reason")
 
 # CEL knows only metadata.name of the metadata. The messages cannot hold the value: `messageExpression` with a name is
 # over the cost budget, whatever its maxLength.
@@ -113,7 +117,7 @@ UNCHANGED = {
 QUANTITY: Schema = {
     "nullable": True,
     "x-kubernetes-preserve-unknown-fields": True,
-    "pattern": r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?$",
+    "pattern": template.QUANTITY,
 }
 # Printable ASCII but =, as a pod takes it since Kubernetes 1.34; an older one says what it does not like.
 ENV_NAME = "^[ -<>-~]+$"
@@ -169,6 +173,7 @@ def _version() -> dict[str, Any]:
             {"name": name, "type": kind, "jsonPath": path} | ({"priority": 1} if wide else {})
             for name, kind, path, wide in COLUMNS
         ],
+        "selectableFields": [{"jsonPath": path} for path in SELECTABLE],
         "schema": {"openAPIV3Schema": _root()},
     }
 
@@ -323,7 +328,7 @@ def _template() -> Schema:
     strings = {"type": "object", "nullable": True, "additionalProperties": {"type": "string"}}
     metadata = {"type": "object", "nullable": True, **_open({"labels": strings, "annotations": strings})}
     listed = {
-        "containers": _containers(_known(CONTAINER_FIELDS)) | {"minItems": 1},
+        "containers": _containers(_known(template.fields("Container"))) | {"minItems": 1},
         "initContainers": _containers({}) | {"nullable": True},
         # Unbounded it gives a deletionTimestamp beyond all dates.
         "terminationGracePeriodSeconds": {
@@ -334,7 +339,7 @@ def _template() -> Schema:
             "maximum": api.SECONDS_MAX,
         },
     }
-    pod = {"type": "object", "required": ["containers"], **_open(_known(POD_FIELDS) | listed)}
+    pod = {"type": "object", "required": ["containers"], **_open(_known(template.fields("PodSpec")) | listed)}
     return {"type": "object", "required": ["spec"], **_open({"metadata": metadata, "spec": pod})}
 
 
@@ -370,7 +375,7 @@ def _open(properties: dict[str, Schema]) -> Schema:
     return {"x-kubernetes-preserve-unknown-fields": True} | ({"properties": properties} if properties else {})
 
 
-def _known(names: list[str]) -> dict[str, Schema]:
+def _known(names: Iterable[str]) -> dict[str, Schema]:
     """Fields whose name is all that we know: for the comparison in UNCHANGED, and for `kubectl explain`.
 
     nullable: templates made by Helm hold `resources: null`, which a pod takes as unset.
@@ -403,7 +408,7 @@ def describe(owner: type, field: types.Field) -> str:
     value = default(field)
     if owner is not api.Spec or value is None:
         return text
-    return f"{text} Default: {validation.say(value).strip(chr(34))}."
+    return f"{text} Default: {say(value).strip(chr(34))}."
 
 
 def meaning(owner: type, field: types.Field) -> str:

@@ -56,13 +56,21 @@ class Launcher:
 def find(command: list[str]) -> Launcher | None:
     """The launcher that `command` (command + args) starts, also inside `sh -c "…"`; None where there is none."""
     words = _words(command)
+    begin = options_begin(words)
+    if begin is None:
+        return None
+    # What follows the script belongs to the script.
+    name = words[begin - 1] if words[begin - 1] in MODULES else words[begin - 1].rsplit("/", 1)[-1]
+    return Launcher("ddprun" if name == "ddpjob.agent" else name, read_options(words[begin:])[0])
+
+
+def options_begin(words: list[str]) -> int | None:
+    """The index of the first word after the launcher's name; None where there is no launcher."""
     for i, (word, following) in enumerate(pairwise([*words, ""])):
-        name = word.rsplit("/", 1)[-1]
-        # What follows the script belongs to the script.
-        if name in LAUNCHERS or LAUNCHER_FILE.search(word):
-            return Launcher(name, read_options(words[i + 1 :])[0])
+        if word.rsplit("/", 1)[-1] in LAUNCHERS or LAUNCHER_FILE.search(word):
+            return i + 1
         if word == "-m" and (following in MODULES or following == "ddpjob.agent"):
-            return Launcher("ddprun" if following == "ddpjob.agent" else following, read_options(words[i + 2 :])[0])
+            return i + 2
     return None
 
 
@@ -279,15 +287,28 @@ def after_python_options(words: list[str]) -> list[str]:
 
 def read_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """torchrun's options by their full names, and what follows them."""
-    options: dict[str, str] = {}
+    groups, rest = split_options(words)
+    return {name: _value(name, group) for name, group in groups}, rest
+
+
+def split_options(words: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    """Each of torchrun's options with its words, `--nnodes 2` or `--nnodes=2`, and what follows them."""
+    options: list[tuple[str, list[str]]] = []
     rest = iter(words)
     for word in rest:
         if not word.startswith("-") or word == "--":
             return options, [*([] if word == "--" else [word]), *rest]
-        name, has_value, value = word.lstrip("-").partition("=")
+        name, has_value, _ = word.lstrip("-").partition("=")
         full = _full_name(name) if word.startswith("--") else _SHORT.get(name, name)
-        options[full] = "1" if full in _FLAGS else value if has_value else next(rest, "")
+        value = [] if full in _FLAGS or has_value else [following for following in [next(rest, None)] if following]
+        options.append((full, [word, *value]))
     return options, []
+
+
+def _value(name: str, group: list[str]) -> str:
+    if name in _FLAGS:
+        return "1"
+    return group[1] if len(group) > 1 else group[0].partition("=")[2]
 
 
 def _full_name(name: str) -> str:

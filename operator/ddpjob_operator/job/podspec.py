@@ -1,33 +1,15 @@
-"""Reads a pod template: its trainer, GPUs, CPUs and volumes, and misspelled fields.
+"""Reads a pod template: its trainer, GPUs, CPUs and volumes.
 
 Templates stay raw mappings, because a typed model would drop or refuse the pod fields of a newer Kubernetes.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 TRAINER = "trainer"
-
-# PodSpec and Container of Kubernetes 1.36 (core/v1). Only used to name a typo: an unknown field that resembles none
-# of these is left to the API server, which may be newer than this list.
-POD_FIELDS = (
-    "activeDeadlineSeconds affinity automountServiceAccountToken containers dnsConfig dnsPolicy enableServiceLinks "
-    "ephemeralContainers hostAliases hostIPC hostNetwork hostPID hostUsers hostname hostnameOverride imagePullSecrets "
-    "initContainers nodeName nodeSelector os overhead preemptionPolicy priority priorityClassName readinessGates "
-    "resourceClaims resources restartPolicy runtimeClassName schedulerName schedulingGates securityContext "
-    "serviceAccount serviceAccountName setHostnameAsFQDN shareProcessNamespace subdomain "
-    "terminationGracePeriodSeconds tolerations topologySpreadConstraints volumes workloadRef"
-).split()
-CONTAINER_FIELDS = (
-    "args command env envFrom image imagePullPolicy lifecycle livenessProbe name ports readinessProbe resizePolicy "
-    "resources restartPolicy restartPolicyRules securityContext startupProbe stdin stdinOnce terminationMessagePath "
-    "terminationMessagePolicy tty volumeDevices volumeMounts workingDir"
-).split()
-_RESEMBLES = 0.8  # "comand" is 0.92 like "command"; "hostUsers" is 0.67 like "hostAliases"
 
 # Volumes that are a pod's own; any other may be the same folder on all nodes, also a hostPath: a network file system
 # may be mounted on it.
@@ -132,18 +114,3 @@ def quantity(value: object) -> float:
                 continue
             return number if math.isfinite(number) else 0.0
     return 0.0
-
-
-def misspelled(pod: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Fields of a pod and its containers that are unknown and look like a known one, with the suggestion."""
-    yield from (((name,), text) for name, text in _typos(pod, POD_FIELDS))
-    for i, container in enumerate(pod.get("containers") or ()):
-        if isinstance(container, Mapping):
-            yield from ((("containers", i, name), text) for name, text in _typos(container, CONTAINER_FIELDS))
-
-
-def _typos(given: Mapping[str, Any], known: list[str]) -> Iterator[tuple[str, str]]:
-    for name in map(str, given):
-        close = [] if name in known else difflib.get_close_matches(name, known, n=1, cutoff=_RESEMBLES)
-        if close:
-            yield name, f"unknown field; did you mean {close[0]}?"

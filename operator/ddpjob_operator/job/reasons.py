@@ -7,76 +7,177 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Reason:
-    """One word, and its sentence for the reference. warning: its event is a Warning."""
+    """One word, when a user meets it, and what to do then (empty: nothing). warning: its event is a Warning."""
 
     name: str
     when: str
+    todo: str = ""
     warning: bool = False
 
 
-def _warning(name: str, when: str) -> Reason:
-    return Reason(name, when, warning=True)
+def _warning(name: str, when: str, todo: str) -> Reason:
+    return Reason(name, when, todo, warning=True)
 
 
-INVALID_SPEC = _warning("InvalidSpec", "The spec cannot run; the message names the field and the fix.")
+INVALID_SPEC = _warning(
+    "InvalidSpec",
+    "The spec cannot run; the message names the field and the fix.",
+    "Change the field that the message names: `kubectl edit ddp NAME`, or apply the corrected file.",
+)
 UNREADABLE_STATUS = _warning(
     "UnreadableStatus",
     "Condition and event only: the operator cannot read a field of the status, and does nothing for the job.",
+    "Run the newer operator, or fix the field: `kubectl edit ddp NAME --subresource=status`.",
 )
-NAME_TAKEN = _warning("NameTaken", "An object with a name that the job needs belongs to someone else.")
-WAITING_FOR_DELETED_JOB = Reason("WaitingForDeletedJob", "Pods of a deleted job of the same name are still there.")
-WAITING_FOR_OLD_PODS = Reason("WaitingForOldPods", "Pods of the attempt before must end before this one may start.")
+ACCEPTED = Reason("Accepted", "Event only: the spec is valid, or the status can be read, and was not before.")
+NAME_TAKEN = _warning(
+    "NameTaken",
+    "An object with a name that the job needs belongs to someone else.",
+    "Delete or rename the object that the message names, or give the job another name.",
+)
+WAITING_FOR_DELETED_JOB = Reason(
+    "WaitingForDeletedJob",
+    "Pods of a deleted job of the same name are still there.",
+    "Wait for their grace period. One that stays: `kubectl describe pod` shows its finalizers and its node.",
+)
+WAITING_FOR_OLD_PODS = Reason(
+    "WaitingForOldPods",
+    "Pods of the attempt before must end before this one may start.",
+    "Wait for their grace period. One that stays: `kubectl describe pod` shows its finalizers and its node.",
+)
 START_BACK_OFF = _warning(
-    "StartBackOff", "Not all nodes ran by startDeadlineSeconds; all were released, to try again later."
+    "StartBackOff",
+    "Not all nodes ran by startDeadlineSeconds; all were released, to try again later.",
+    "Nothing, if the cluster is only full; the message says when the next try is. Else see `Unschedulable`.",
 )
-UNREADABLE = _warning("Unreadable", "Event only: an object of the job cannot be read; nothing is done until it can be.")
+UNREADABLE = _warning(
+    "Unreadable",
+    "Event only: an object of the job cannot be read; nothing is done until it can be.",
+    "Fix or delete the object that the message names.",
+)
 CREATING_PODS = Reason("CreatingPods", "The Service and the pods are being created.")
-CREATE_REFUSED = _warning("CreateRefused", "The server refuses a pod or the Service: quota, PodSecurity, a typo.")
-UNSCHEDULABLE = _warning("Unschedulable", "The scheduler finds no node for some pods; the message is its own.")
-CANNOT_START = _warning("CannotStart", "The kubelet cannot start a trainer: an image, a mount or a configuration.")
-WAITS_LONG = _warning(
-    "WaitsLong", "What the job waits for has taken more than ten minutes; the message says what it is."
+CREATE_REFUSED = _warning(
+    "CreateRefused",
+    "The server refuses a pod or the Service: quota, PodSecurity, a typo.",
+    "Do what the server's sentence asks: raise the quota, change the template. It is tried again by itself.",
 )
-OTHERS_COMPLETED = _warning("OthersCompleted", "Some nodes completed more than ten minutes ago, and others still run.")
+UNSCHEDULABLE = _warning(
+    "Unschedulable",
+    "The scheduler finds no node for some pods; the message is its own.",
+    "Free or add nodes, or request less. `kubectl describe pod` has the scheduler's count of nodes.",
+)
+CANNOT_START = _warning(
+    "CannotStart",
+    "The kubelet cannot start a trainer: an image, a mount or a configuration.",
+    "`kubectl describe pod` names the image, the volume or the ConfigMap. It is tried again by itself.",
+)
+WAITS_LONG = _warning(
+    "WaitsLong",
+    "What the job waits for has taken more than ten minutes; the message says what it is.",
+    "Do what the message says of the pods and nodes that it names.",
+)
+OTHERS_COMPLETED = _warning(
+    "OthersCompleted",
+    "Some nodes completed more than ten minutes ago, and others still run.",
+    "`kubectl logs` of the pods that still run: their ranks may wait in a collective for ranks that have ended.",
+)
 STARTING_TRAINERS = Reason("StartingTrainers", "All pods have a node; images are pulled and containers started.")
 ALL_NODES_RUN = Reason("AllNodesRun", "The trainers of all nodes run.")
 ENOUGH_NODES_RUN = Reason(
-    "EnoughNodesRun", "At least minNodes trainers run; the message says what the others wait for."
+    "EnoughNodesRun",
+    "At least minNodes trainers run; the message says what the others wait for.",
+    "Nothing: a node that comes later joins. To free what the others ask for: `kubectl scale ddp NAME --replicas N`.",
 )
 RESCALED = Reason("Rescaled", "spec.nodes of an elastic job has changed; the group starts again with that many nodes.")
-RANK_FAILED = _warning("RankFailed", "A trainer ended with an error, or its pod vanished.")
-DISRUPTED = _warning("Disrupted", "A pod is being ended from outside: deleted, evicted, preempted, drained.")
-NODE_LOST = _warning("NodeLost", "A node with a pod of the job is not ready for lostNodeSeconds.")
-STALLED = _warning("Stalled", "A rank reports, and has made no step for too long.")
-STALL_SUSPECTED = _warning("StallSuspected", "No step for unusually long; the job goes on.")
+RANK_FAILED = _warning(
+    "RankFailed",
+    "A trainer ended with an error, or its pod vanished.",
+    "Read the message: it names rank, pod and cause. The group restarts by itself.",
+)
+DISRUPTED = _warning(
+    "Disrupted",
+    "A pod is being ended from outside: deleted, evicted, preempted, drained.",
+    "Nothing: the restart is not charged to backoffLimit.",
+)
+NODE_LOST = _warning(
+    "NodeLost",
+    "A node with a pod of the job is not ready for lostNodeSeconds.",
+    "Nothing: the restart is not charged to backoffLimit. The node itself wants a look.",
+)
+STALLED = _warning(
+    "Stalled",
+    "A rank reports, and has made no step for too long.",
+    "Look for the line where the rank stands still: `kubectl logs` of the pod that the message names.",
+)
+STALL_SUSPECTED = _warning(
+    "StallSuspected",
+    "No step for unusually long; the job goes on.",
+    "Nothing, if a step may take so long: declare it with `ddpjob.pause`, or raise `stall.timeoutSeconds`.",
+)
 RESTARTING = Reason("Restarting", "The cause is settled and charged; the whole group starts again.")
 REPLACING = Reason("Replacing", "The cause is settled and charged; only the lost pod is created again (ddprun).")
 RESTARTED_IN_PLACE = _warning(
-    "RestartedInPlace", "Event only: all ranks have started again in the pods that they had (ddprun)."
+    "RestartedInPlace",
+    "Event only: all ranks have started again in the pods that they had (ddprun).",
+    "Read the cause in the message. Training has gone on.",
 )
 BACKOFF_LIMIT_EXCEEDED = _warning(
-    "BackoffLimitExceeded", "One more restart would be beyond backoffLimit; lastFailure says why."
+    "BackoffLimitExceeded",
+    "One more restart would be beyond backoffLimit; lastFailure says why.",
+    "Fix the cause in `status.lastFailure`, then delete the job and apply it again.",
 )
-NO_PROGRESS = _warning("NoProgress", "Three charged restarts in a row brought no new step.")
+NO_PROGRESS = _warning(
+    "NoProgress",
+    "Three charged restarts in a row brought no new step.",
+    "Fix the cause in `status.lastFailure`: it comes back before the first new step.",
+)
 PERMANENT_FAILURE = _warning(
-    "PermanentFailure", "Another try cannot help: failurePolicy, 126/127, a module that is missing."
+    "PermanentFailure",
+    "Another try cannot help: failurePolicy, 126/127, a module that is missing.",
+    "Fix command, image or script, then delete the job and apply it again.",
 )
 TOO_MANY_INFRASTRUCTURE_FAILURES = _warning(
-    "TooManyInfrastructureFailures", "A hundred restarts in a row for the nodes' sake, without a new step."
+    "TooManyInfrastructureFailures",
+    "A hundred restarts in a row for the nodes' sake, without a new step.",
+    "Look at the nodes in `status.failures`: jobs do not survive on them.",
 )
-TOO_MANY_STALLS = _warning("TooManyStalls", "More than ten restarts because no step was made.")
-DEADLINE_EXCEEDED = _warning("DeadlineExceeded", "The job was not finished within activeDeadlineSeconds.")
+TOO_MANY_STALLS = _warning(
+    "TooManyStalls",
+    "More than ten restarts because no step was made.",
+    "Look for the line where ranks stand still; `ddprun` writes their stacks to the log.",
+)
+DEADLINE_EXCEEDED = _warning(
+    "DeadlineExceeded",
+    "The job was not finished within activeDeadlineSeconds.",
+    "Raise `activeDeadlineSeconds`, or give the job more nodes.",
+)
 SUSPENDING = Reason("Suspending", "spec.suspend is true, and pods of the job are still stopping.")
-SUSPENDED = Reason("Suspended", "spec.suspend is true: all pods have ended, or were never started.")
+SUSPENDED = Reason(
+    "Suspended",
+    "spec.suspend is true: all pods have ended, or were never started.",
+    "Set `spec.suspend` to false to go on.",
+)
 ALL_NODES_COMPLETED = Reason("AllNodesCompleted", "The trainers of all nodes ended with 0.")
 RESTART_POLICY_CHANGED = Reason(
-    "RestartPolicyChanged", "Event only: the template's restartPolicy becomes Never, its trainer's is left out."
+    "RestartPolicyChanged",
+    "Event only: the template's restartPolicy becomes Never, its trainer's is left out.",
+    "Leave `restartPolicy` out of the template.",
 )
-GRACE_RAISED = Reason("GraceRaised", "Event only: the template's terminationGracePeriodSeconds of 0 becomes 1.")
+GRACE_RAISED = Reason(
+    "GraceRaised",
+    "Event only: the template's terminationGracePeriodSeconds of 0 becomes 1.",
+    "Set `terminationGracePeriodSeconds` to at least 1.",
+)
 RENDEZVOUS_OVERRIDDEN = _warning(
-    "RendezvousOverridden", "Event only: the template sets variables that the rendezvous needs."
+    "RendezvousOverridden",
+    "Event only: the template sets variables that the rendezvous needs.",
+    "Remove these variables from the template, unless the script needs other values than the job's.",
 )
-LAUNCHER_OPTION = _warning("LauncherOption", "Event only: an option of the launcher has a consequence.")
+LAUNCHER_OPTION = _warning(
+    "LauncherOption",
+    "Event only: an option of the launcher has a consequence.",
+    "Read the message; it names the option and what to write in its place.",
+)
 
 ALL: dict[str, Reason] = {r.name: r for r in list(globals().values()) if isinstance(r, Reason)}
 

@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct, inspect
 
-from ddpjob_operator.job import api, bounds, launcher
+from ddpjob_operator.job import api, bounds, launcher, template
 from ddpjob_operator.job.bounds import NOT_READABLE
-from ddpjob_operator.job.podspec import misspelled
+from ddpjob_operator.job.wording import say
 
 Path = tuple[str | int, ...]
 
@@ -52,6 +52,7 @@ NOT_A_JOB = "a DDPJob is a mapping with apiVersion, kind, metadata and spec"
 MPI_REFUSED = '"mpi" needs a PyTorch built with MPI, and no published wheel is. Use gloo (CPU) or nccl (GPU).'
 
 WINDOWED_LIMIT_MAX = 100
+_RESEMBLES = 0.8  # "comand" is 0.92 like "command"
 
 RULES = (
     Rule("backend", "!has(self.backend) || self.backend != 'mpi'", lambda s: s.backend == "mpi", MPI_REFUSED),
@@ -148,7 +149,7 @@ def check(spec: api.Spec) -> Iterator[Problem]:
     yield from (Problem(("spec", name), message) for name, message in wrong.items())
     misshapen = [*_template(spec.template)]
     yield from misshapen
-    if not misshapen:
+    if not any(p.unreadable for p in misshapen):
         yield from (Problem(path, text) for path, text in launcher.contradictions(spec))
 
 
@@ -158,21 +159,6 @@ def dotted(path: Path) -> str:
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text
-
-
-def say(value: object) -> str:
-    """A value as in YAML, cut to the length of a line."""
-    if value is None:
-        return "empty"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return f'"{value[:60]}"' + ("…" if len(value) > 60 else "")
-    if isinstance(value, Mapping):
-        return "a mapping"
-    if isinstance(value, (list, tuple)):
-        return "a list"
-    return str(value)[:60]
 
 
 def suggestion(name: str, known: typing.Iterable[str]) -> str:
@@ -209,16 +195,29 @@ def _name(raw: Mapping[Any, Any]) -> Iterator[Problem]:
         yield Problem(("metadata", "name"), why)
 
 
-def _template(template: Mapping[str, Any]) -> Iterator[Problem]:
-    yield from (replace(problem, unreadable=True) for problem in _shape_of(template))
+def strict(spec: api.Spec) -> Iterator[Problem]:
+    """What else is wrong in a template for the API server that this version knows; a newer one may accept it."""
+    found = template.deviations(spec.template)
+    yield from (Problem(("spec", "template", *d.path), d.message) for d in found if d.kind == "misspelled")
 
 
-def _shape_of(template: Mapping[str, Any]) -> Iterator[Problem]:
+def _template(given: Mapping[str, Any]) -> Iterator[Problem]:
+    misshapen = [replace(problem, unreadable=True) for problem in _shape_of(given)]
+    yield from misshapen
+    # What is not read here cannot keep a pod from being made: the API server refuses it, in words of its own.
+    named = {p.path for p in misshapen}
+    for deviation in template.deviations(given):
+        path: Path = ("spec", "template", *deviation.path)
+        if deviation.kind == "wrong" and not any(path[: len(n)] == n for n in named):
+            yield Problem(path, deviation.message)
+
+
+def _shape_of(given: Mapping[str, Any]) -> Iterator[Problem]:
     path: Path = ("spec", "template", "spec")
-    pod = template.get("spec")
-    yield from _shapes(template, {"metadata": "mapping"}, path[:2])
-    if isinstance(template.get("metadata"), Mapping):
-        yield from _shapes(template["metadata"], _METADATA_SHAPES, (*path[:2], "metadata"))
+    pod = given.get("spec")
+    yield from _shapes(given, {"metadata": "mapping"}, path[:2])
+    if isinstance(given.get("metadata"), Mapping):
+        yield from _shapes(given["metadata"], _METADATA_SHAPES, (*path[:2], "metadata"))
     if not isinstance(pod, Mapping):
         yield Problem(path[: 3 if pod is not None else 2], "needs a spec with at least one container")
         return
@@ -237,7 +236,18 @@ def _shape_of(template: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem((*where, "name") if "name" in container else where, "needs a name, such as trainer")
         else:
             yield from _container(container, where)
-    yield from (Problem((*path, *where), text) for where, text in misspelled(pod))
+    yield from _typos(pod, "PodSpec", path)
+    for i, container in enumerate(containers):
+        if isinstance(container, Mapping):
+            yield from _typos(container, "Container", (*path, "containers", i))
+
+
+def _typos(given: Mapping[Any, Any], kind: str, path: Path) -> Iterator[Problem]:
+    """Only what resembles a known field very much: an API server that is newer may know the others."""
+    known = template.fields(kind)
+    for name in map(str, given):
+        if name not in known and (close := template.resembling(name, known, _RESEMBLES)):
+            yield Problem((*path, name), f"unknown field; did you mean {close}?")
 
 
 def _shapes(given: Mapping[str, Any], shapes: Mapping[str, str], path: Path) -> Iterator[Problem]:

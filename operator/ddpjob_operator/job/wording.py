@@ -1,8 +1,9 @@
-"""Counts, times and durations as messages show them."""
+"""Counts, times, durations and values as messages show them."""
 
 from __future__ import annotations
 
 import datetime as dt
+from collections.abc import Mapping
 
 
 def duration(seconds: float) -> str:
@@ -24,3 +25,18 @@ def count(number: int, thing: str) -> str:
     """1 node, 2 nodes, 3 processes."""
     plural = "" if number == 1 else "es" if thing.endswith("s") else "s"
     return f"{number} {thing}{plural}"
+
+
+def say(value: object) -> str:
+    """A value as in YAML, cut to the length of a line."""
+    if value is None:
+        return "empty"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f'"{value[:60]}"' + ("…" if len(value) > 60 else "")
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    return str(value)[:60]

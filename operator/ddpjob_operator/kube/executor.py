@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube import observe
+from ddpjob_operator.kube import decisions, observe
 from ddpjob_operator.kube.client import ApiError, Client, Raw, collection
 from ddpjob_operator.kube.events import Events
 from ddpjob_operator.kube.job_state import JobState
@@ -40,7 +40,7 @@ RECONCILE_SECONDS = 5.0
 
 
 class ConflictError(Exception):
-    """The job has changed since it was observed: observe it again."""
+    """The job, or the node of a pod, has changed since it was observed: observe it again."""
 
 
 @dataclass(eq=False)
@@ -55,6 +55,7 @@ class Executor:
     reporting: build.Reporting | None = None
     progressed: Callable[[Key], None] = lambda _key: None
     """Called for a job whenever a request for it has its turn or its answer."""
+    keep_from_autoscalers: bool = True
     # Apart, so that slow creates hold up no delete.
     creates: Shares = field(default_factory=Shares)
     deletes: Shares = field(default_factory=Shares)
@@ -62,14 +63,17 @@ class Executor:
     async def execute(self, job: api.DDPJob, todo: Plan, state: JobState) -> bool:
         """As much of a plan as RECONCILE_SECONDS allow; whether that was all.
 
-        Raises ConflictError where the job has changed, ApiError where the server cannot do it now.
+        Raises ConflictError where the job or a node has changed, ApiError where the server cannot do it now.
 
         What the server refuses to create is no error: it is in `state` then, for the next round to report.
         """
+        decided = list(decisions.lines(job, todo))
         if todo.status is not None:
             await self._replace_status(job.metadata, msgspec.to_builtins(todo.status))
             # A pod gets what is left of the budgets, and this status may be the first that counts a restart in place.
             job = msgspec.structs.replace(job, status=todo.status)
+        for line in decided:
+            self.runtime.log.info("%s", line)
         # Events report what the status has recorded, so they do not wait for requests that come after it and may fail.
         self.events.send(job.metadata, todo.events, self.runtime.now())
         deletes = [partial(self._delete, job, a) for a in todo.actions if isinstance(a, DeletePod)]
@@ -131,6 +135,8 @@ class Executor:
 
     async def _delete(self, job: api.DDPJob, action: DeletePod) -> None:
         namespace = job.metadata.namespace
+        if action.grace_seconds == 0 and await self.lookup.is_on_ready_node(namespace, action.name):
+            raise ConflictError  # its node has come back: the object would go, and the container run beside the next
         # By uid, because meanwhile another pod may have got the name.
         options: Raw = {"preconditions": {"uid": action.uid}}
         if action.grace_seconds is not None:
@@ -243,6 +249,7 @@ class Executor:
             reporting=self.reporting,
             avoid=action.avoid,
             replacement=action.replacement,
+            keep_from_autoscalers=self.keep_from_autoscalers,
         )
         return await self._create("Pod", body, job, state)
 

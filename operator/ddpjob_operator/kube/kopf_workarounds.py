@@ -13,7 +13,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -152,3 +152,27 @@ def without_kopfs_stack(record: logging.LogRecord) -> bool:
     if type(error).__module__.partition(".")[0] in ("kopf", "aiohttp"):
         record.exc_info = record.exc_text = None
     return True
+
+
+# kopf 1.45 logs each try of a request that fails as an error; the watches of pods and Services have said already that
+# the API server is away. Not left out altogether: an error of the DDPJobs' own watch is seen nowhere else. Can go when
+# kopf has a setting for it.
+
+RETRY_SECONDS = 60.0
+
+
+class RetriesNowAndThen:
+    """A filter of a log handler: one of kopf's records about a retry in RETRY_SECONDS."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = float("-inf")
+
+    def __call__(self, record: logging.LogRecord) -> bool:
+        """Whether the record is logged."""
+        if not (record.name.startswith("kopf") and "; will retry: " in str(record.msg)):
+            return True
+        if self._clock() - self._last < RETRY_SECONDS:
+            return False
+        self._last = self._clock()
+        return True

@@ -1,4 +1,4 @@
-"""The program `ddpjob-operator`, also `python -m ddpjob_operator`: settings, log, and kopf around the Operator.
+"""What `ddpjob-operator` runs (program.py starts it): settings, log, and kopf around the Operator.
 
 In a cluster it uses the pod's service account, elsewhere KUBECONFIG.
 """
@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import uuid
+from importlib import metadata
 
 import kopf
 import uvloop
@@ -18,7 +19,7 @@ from ddpjob_operator.failures.redaction import clean, mask
 from ddpjob_operator.kube.claims import Claims, namespace_of
 from ddpjob_operator.kube.client import Client, RequestLimits
 from ddpjob_operator.kube.handlers import handlers
-from ddpjob_operator.kube.kopf_workarounds import without_kopfs_stack
+from ddpjob_operator.kube.kopf_workarounds import RetriesNowAndThen, without_kopfs_stack
 from ddpjob_operator.kube.lease import Leader
 from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.settings import OperatorSettings
@@ -34,6 +35,7 @@ def main() -> None:
         print(error, file=sys.stderr)
         sys.exit(2)
     _set_up_log(settings.log_level)
+    _LOGGER.info("ddpjob-operator %s %s", metadata.version("ddpjob"), settings.summary())
     sys.exit(uvloop.run(_serve(settings)))
 
 
@@ -89,6 +91,7 @@ def _set_up_log(level: str) -> None:
         for noisy in ("kopf", "asyncio", "aiohttp.access"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
         handler.addFilter(without_kopfs_stack)
+        handler.addFilter(RetriesNowAndThen())
 
 
 class _Formatter(logging.Formatter):

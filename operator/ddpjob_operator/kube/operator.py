@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Mapping
 from functools import partial
+from importlib import metadata
 from typing import Any
 
 from aiohttp import web
 
 from ddpjob_operator.job import api, topology
-from ddpjob_operator.kube import access, observe, reading, triggers
+from ddpjob_operator.kube import access, metrics, observe, reading, triggers
 from ddpjob_operator.kube.claims import Claims
 from ddpjob_operator.kube.client import Client
 from ddpjob_operator.kube.events import Events
@@ -100,7 +101,14 @@ class Operator:
         events = Events(self._client, runtime, instance=settings.host_name)
         reporting = build.Reporting(settings.status_url) if settings.status_url else None
         executor = Executor(
-            self._client, self.caches, lookup, events, runtime, reporting, lambda key: self.queue.progressed(key)
+            self._client,
+            self.caches,
+            lookup,
+            events,
+            runtime,
+            reporting,
+            lambda key: self.queue.progressed(key),
+            keep_from_autoscalers=settings.keep_from_autoscalers,
         )
         self.reports = Reports(self.caches.jobs, states, runtime, settings.rules.progress_write_seconds)
         self._events = events
@@ -111,7 +119,7 @@ class Operator:
 
     async def start(self) -> None:
         """Returns once the DDPJobs can be watched; waits for the CRD and the rights to do so."""
-        self._health = await serve_health(self.settings.health_port, self.unhealthy, self.standing_by)
+        self._health = await serve_health(self.settings.health_port, self.unhealthy, self.standing_by, self.measured)
         if self.settings.status_port:
             await self._receiver.start(None, self.settings.status_port)
         for reflector in self._all_reflectors:
@@ -192,6 +200,12 @@ class Operator:
     def standing_by(self) -> str:
         """Which jobs another release has; that is no reason for a restart."""
         return "; ".join(self._claims.standing_by()) if self._claims is not None else ""
+
+    def measured(self) -> str:
+        """The text of /metrics."""
+        jobs = (raw for key in self.caches.jobs if self._may_act(key[0]) and (raw := self.caches.jobs.get(key)))
+        oldest, version = self.queue.stuck_seconds(), metadata.version("ddpjob")
+        return metrics.text(jobs, leads=self.leads, oldest_reconcile_seconds=oldest, version=version)
 
     def lead(self) -> None:
         """Reconcile all jobs from now on."""

@@ -26,12 +26,17 @@ class OperatorSettings:
     """DDPJOB_STATUS_URL: where trainers post their reports: the Service before `status_port`. Empty, the default: they
     do not report."""
     log_level: str = "INFO"
-    """DDPJOB_LOG_LEVEL: DEBUG, INFO, WARNING or ERROR. INFO says who leads and what is wrong, and nothing per job."""
+    """DDPJOB_LOG_LEVEL: DEBUG, INFO, WARNING or ERROR. INFO says who leads, what is wrong, and a
+    line for each decision about a job."""
     rules: PlanSettings = dataclasses.field(default_factory=PlanSettings)
     """DDPJOB_LOST_NODE_SECONDS: a node that has been NotReady for so many seconds is lost. 30, because Kubernetes takes
     another 10 to 50 s to call it so, and a node that is back sooner has cost nothing.
     DDPJOB_KEEP_LOG_TAIL: whether the last lines of a failed rank's log go into its job's status, where whoever may see
     the job reads them. true, because they tell the cause; false leaves the exception alone."""
+    keep_from_autoscalers: bool = True
+    """DDPJOB_KEEP_FROM_AUTOSCALERS: whether pods carry the annotations that keep autoscalers from removing their nodes.
+    true, because a node that is removed costs a training all steps since its last snapshot; false leaves it to the
+    template."""
     lease_namespace: str = ""
     """DDPJOB_LEASE_NAMESPACE: namespace of the Lease that decides which of several operators acts. Empty, the default:
     there is no Lease, and this operator always acts."""
@@ -58,15 +63,14 @@ class OperatorSettings:
         level = _checked(environment, "DDPJOB_LOG_LEVEL", "INFO", lambda text: text.upper() in levels, must).upper()
         must = "whole seconds from 1 to 86400"
         lost = _checked(environment, "DDPJOB_LOST_NODE_SECONDS", "30", partial(_is_number, first=1, last=86_400), must)
-        either = ("true", "false")
-        tail = _checked(environment, "DDPJOB_KEEP_LOG_TAIL", "true", lambda t: t.lower() in either, "true or false")
         return OperatorSettings(
             namespaces=tuple(dict.fromkeys(name for name in names if name)),
             health_port=_port(environment, "DDPJOB_HEALTH_PORT", "8080"),
             status_port=_port(environment, "DDPJOB_STATUS_PORT", "0"),
             status_url=environment.get("DDPJOB_STATUS_URL", ""),
             log_level=level,
-            rules=PlanSettings(lost_node_seconds=int(lost), keep_log_tail=tail.lower() == "true"),
+            rules=PlanSettings(lost_node_seconds=int(lost), keep_log_tail=_flag(environment, "DDPJOB_KEEP_LOG_TAIL")),
+            keep_from_autoscalers=_flag(environment, "DDPJOB_KEEP_FROM_AUTOSCALERS"),
             lease_namespace=environment.get("DDPJOB_LEASE_NAMESPACE", ""),
             lease_name=environment.get("DDPJOB_LEASE_NAME", "ddpjob-operator"),
             claim_namespace=environment.get("DDPJOB_CLAIM_NAMESPACE", "kube-system"),
@@ -81,11 +85,38 @@ class OperatorSettings:
         """The namespaces to list and watch; "" is all of them."""
         return self.namespaces or ("",)
 
+    def summary(self) -> str:
+        """What is watched, and which settings have another value than their default, for the log."""
+        where = f"namespaces {', '.join(self.namespaces)}" if self.namespaces else "all namespaces"
+        rules, lease = PlanSettings(), Durations()
+        told = (
+            ("DDPJOB_LOG_LEVEL", self.log_level, OperatorSettings.log_level),
+            ("DDPJOB_LOST_NODE_SECONDS", self.rules.lost_node_seconds, rules.lost_node_seconds),
+            ("DDPJOB_KEEP_LOG_TAIL", self.rules.keep_log_tail, rules.keep_log_tail),
+            ("DDPJOB_KEEP_FROM_AUTOSCALERS", self.keep_from_autoscalers, True),
+            ("DDPJOB_CLAIM_NAMESPACE", self.claim_namespace, OperatorSettings.claim_namespace),
+            ("DDPJOB_LEASE_SECONDS", self.lease.lease_seconds, lease.lease_seconds),
+            ("DDPJOB_LEASE_RENEW_SECONDS", self.lease.renew_seconds, lease.renew_seconds),
+            ("DDPJOB_LEASE_RETRY_SECONDS", self.lease.retry_seconds, lease.retry_seconds),
+        )
+        changed = ", ".join(f"{name}={_as_text(value)}" for name, value, default in told if value != default)
+        lease_name = f"{self.lease_namespace}/{self.lease_name}" if self.lease_namespace else "none"
+        return (
+            f"watches {where}; Lease: {lease_name}; progress: {self.status_url or 'off'}; "
+            f"settings other than the defaults: {changed or 'none'}"
+        )
+
     @property
     def status_address(self) -> str:
         """Where other operators reach our receiver of reports; empty: nowhere."""
         host = f"[{self.pod_ip}]" if ":" in self.pod_ip else self.pod_ip
         return f"{host}:{self.status_port}" if host and self.status_port else ""
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _durations(environment: Mapping[str, str]) -> Durations:
@@ -119,6 +150,11 @@ def _number(text: str) -> float:
 def _port(environment: Mapping[str, str], name: str, default: str) -> int:
     valid = partial(_is_number, first=0, last=65_535)
     return int(_checked(environment, name, default, valid, "a port from 0 (off) to 65535"))
+
+
+def _flag(environment: Mapping[str, str], name: str) -> bool:
+    either = ("true", "false")
+    return _checked(environment, name, "true", lambda text: text.lower() in either, "true or false").lower() == "true"
 
 
 def _checked(environment: Mapping[str, str], name: str, default: str, valid: Callable[[str], bool], must: str) -> str:

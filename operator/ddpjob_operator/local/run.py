@@ -22,12 +22,13 @@ import msgspec
 from msgspec.structs import replace
 
 from ddpjob.agent import processes
+from ddpjob_operator.describe import ending
 from ddpjob_operator.failures import root_cause
 from ddpjob_operator.failures.redaction import mask
 from ddpjob_operator.job import api, podspec, topology, wording
 from ddpjob_operator.job.status import TERMINAL
 from ddpjob_operator.job.validation import dotted
-from ddpjob_operator.local import faults, gpus, pod_process, receive, run_folder, screen
+from ddpjob_operator.local import faults, files, gpus, pod_process, receive, record, run_folder, screen
 from ddpjob_operator.local.cluster import LocalCluster, LocalPod
 from ddpjob_operator.manifest.yamlfile import Document, InputError
 from ddpjob_operator.observed import kubeflow
@@ -150,6 +151,7 @@ class Runner:
         self.folder = folder
         self.screen = screen.screen(self.job, options.plain)
         self._started_at = time.monotonic()
+        self.record = record.Record(self.job, folder, dt.datetime.now(dt.timezone.utc))
         self._node_faults = [f for f in options.faults if isinstance(f, faults.NodeFault)]
         self._stop_reasons: list[str] = []
         self._noted: set[str] = set()
@@ -227,10 +229,11 @@ class Runner:
     def _record(self, status: api.Status) -> None:
         """Remember the status, and write it for others; a full disk costs the file, never the job."""
         self.job = replace(self.job, status=status)
+        self._note_once(self.record.take(status, dt.datetime.now(dt.timezone.utc)))
         if self.options.status is None:
             return
         try:
-            write_atomically(self.options.status, msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n")
+            files.write_atomically(self.options.status, record.document(status))
         except OSError as error:
             self._note_once(f"--status {self.options.status}: {error.strerror}; the job goes on without it")
 
@@ -302,22 +305,21 @@ class Runner:
 
     def _summarize(self) -> int:
         """Show how the job ended and where the logs are; the exit code."""
-        took = wording.duration(time.monotonic() - self._started_at)
+        took = time.monotonic() - self._started_at
         status, name = self.job.status, self.job.metadata.name
         self.screen.close()
         for fault in self.options.faults:
             if not faults.happened(fault, status):
                 self.screen.note(f"{fault.option}: did not happen; {fault.wants}")
         if status.state == "Succeeded":
-            metrics = screen.metric_parts(status.progress) if status.progress else []
-            self.screen.note("   ".join([f"✔ {name} Succeeded in {took}", *metrics, *screen.restart_parts(status)]))
+            self.screen.note(ending.succeeded(name, status, took))
             return SUCCEEDED
         if status.state == "Suspended":
             has_volumes = any("emptyDir" in volume for volume in self.job.spec.template["spec"].get("volumes") or ())
             lost = "; its emptyDir volumes are gone, a hostPath keeps them" if has_volumes else ""
-            self.screen.note(f"■ {name} stopped after {took}{lost}")
+            self.screen.note(f"■ {name} stopped after {wording.duration(took)}{lost}")
             return INTERRUPTED
-        self.screen.note(f"✖ {name} Failed after {took}: {status.message}")
+        self.screen.note(ending.failed(name, status, took))
         for line in self._log_excerpt():
             self.screen.note(line)
         return FAILED
@@ -336,28 +338,6 @@ def dry_run(job: api.DDPJob, cpu: bool) -> list[build.Body]:
     job = on_cpu(job) if cpu else job
     job = replace(job, metadata=replace(job.metadata, uid=job.metadata.uid or "00000000-0000-0000-0000-000000000000"))
     return [build.service(job), *(build.pod(job, 1, place) for place in topology.members(job.spec))]
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file so that a reader sees the old content or the new, never half of it. Raises OSError.
-
-    A link stays a link, and what is no regular file (/dev/stdout, a pipe) is written to and never replaced.
-    """
-    path = Path(os.path.realpath(path))
-    if path.exists() and not path.is_file():
-        with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), "wb", buffering=0) as there:
-            there.write(data)  # a pipe that nobody reads must not hold the job
-        return
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def _runner(job: api.DDPJob, slots: list[pod_process.Slot], folder: run_folder.RunFolder, options: Options) -> Runner:

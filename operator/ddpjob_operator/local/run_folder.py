@@ -18,9 +18,14 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from ddpjob_operator.local import files
+
 RUNS_KEPT = 10
 MARK = ".ddpjob-run"
+LATEST = "latest"
+STATUS, FACTS, HISTORY = "status.json", "run.json", "history.json"
 _MARK_BYTES_MAX = 4096
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class RunFolder:
@@ -37,9 +42,14 @@ class RunFolder:
         self.lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
         _mark(self.path, job)  # after the lock, so that a marked folder without a lock has ended
+        _point_latest_to(self.path)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replace a file of the run. Raises OSError."""
+        files.write_atomically(self.path / name, data)
 
     def close(self) -> None:
-        """Remove all but the logs."""
+        """Remove all but the logs and the status."""
         if _is_marked(self.path, self._job):
             _remove_what_ends_with_a_run(self.path)
         os.close(self.lock)
@@ -51,10 +61,33 @@ def state_home() -> Path:
     return Path(given) if given.startswith("/") else Path.home() / ".local" / "state"
 
 
+def folders(base: Path | None = None) -> Iterator[tuple[str, Path]]:
+    """The job and the folder of each run below the parent of the runs' folders; nothing where there is none."""
+    with contextlib.suppress(OSError):
+        for jobs in sorted((base or state_home() / "ddpjob").absolute().iterdir()):
+            with contextlib.suppress(OSError):  # a file of the user's, or a folder that is being removed
+                yield from ((jobs.name, run) for run in _runs(jobs, jobs.name))
+
+
+def is_running(run: Path) -> bool:
+    """Whether the process that runs a job in this folder lives."""
+    try:
+        lock = os.open(run / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 def _clear_old(jobs: Path, job: str) -> None:
     """Keep the newest runs. A run that was killed left its volumes and its lock file, but the lock is free."""
     for i, run in enumerate(_runs(jobs, job)):
-        if _is_running(run):
+        if is_running(run):
             continue
         _remove_what_ends_with_a_run(run)
         if i >= RUNS_KEPT - 1:
@@ -62,13 +95,22 @@ def _clear_old(jobs: Path, job: str) -> None:
 
 
 def _runs(jobs: Path, job: str) -> Iterator[Path]:
-    """The folders of this job's runs, the newest first."""
+    """The folders of this job's runs, the newest first. A link is none: `latest` points to one of them."""
     ages = []
     for run in jobs.iterdir():
         with contextlib.suppress(OSError):  # another run clears here as well
             if _is_marked(run, job):
                 ages.append((run.lstat().st_mtime, run))
     return (run for _, run in sorted(ages, reverse=True))
+
+
+def _point_latest_to(run: Path) -> None:
+    """`latest` is the newest run. What has that name and is no link to a run is the user's, and stays."""
+    link = run.parent / LATEST
+    with contextlib.suppress(OSError):  # another run does the same, or the file system has no links
+        if link.is_symlink() and _UUID.fullmatch(os.readlink(link)):
+            link.unlink()
+        link.symlink_to(run.name)
 
 
 def _mark(run: Path, job: str) -> None:
@@ -94,16 +136,18 @@ def _is_marked(run: Path, job: str) -> bool:
 
 
 def _remove_what_ends_with_a_run(run: Path) -> None:
-    """Remove all but the logs. No link is followed: rmtree refuses it, and unlink removes the link alone."""
+    """Remove all but the logs and the record. No link is followed: rmtree refuses it, unlink removes the link alone."""
     shutil.rmtree(run / "volumes", ignore_errors=True)
     for leftover in ("token", "lock"):
         _unlink(run / leftover)
 
 
 def _remove_run(run: Path, job: str) -> None:
-    """Remove the logs, and the folder if it is empty then; otherwise it stays, unmarked, for the user's files."""
+    """Remove what a run writes, and the folder if it is empty then; otherwise it stays, unmarked, for the user's
+    files."""
+    written = (STATUS, FACTS, HISTORY)
     for path in list(run.iterdir()):
-        if re.fullmatch(rf"{re.escape(job)}-\d+-\d+(-r\d+)?\.log", path.name):
+        if path.name in written or re.fullmatch(rf"{re.escape(job)}-\d+-\d+(-r\d+)?\.log", path.name):
             _unlink(path)
     _unlink(run / MARK)
     with contextlib.suppress(OSError):
@@ -113,17 +157,3 @@ def _remove_run(run: Path, job: str) -> None:
 def _unlink(path: Path) -> None:
     with contextlib.suppress(OSError):  # removed already; or a folder of that name, which no run has made
         path.unlink()
-
-
-def _is_running(run: Path) -> bool:
-    try:
-        lock = os.open(run / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(lock)
-    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 import yaml
 
 from ddpjob_operator.job import api
-from ddpjob_operator.job.validation import NOT_A_JOB, Problem, say, suggestion
+from ddpjob_operator.job.validation import NOT_A_JOB, Problem, suggestion
 from ddpjob_operator.job.validation import Path as FieldPath
+from ddpjob_operator.job.wording import say
 from ddpjob_operator.manifest import yamlbounds, yamlvalues
 
 _TAG = yamlvalues.TAG
 _NUMBERS = (f"{_TAG}int", f"{_TAG}float")
+# Kinds that `ddpjob convert` reads; tests/unit/test_convert.py holds this to the room's own list.
+CONVERTED = ("PyTorchJob", "TrainJob")
 PROBLEMS_MAX = 20  # a list of 10,000 wrong containers is one mistake
 
 
@@ -105,15 +109,20 @@ def read_job(path: str, job: str | None = None) -> Document:
         return _choose(path, jobs, job)
     if len(jobs) > 1:
         names = ", ".join(f"{d.name} (line {d.line(())})" for d in jobs)
+        if len({d.name for d in jobs}) < len(jobs):
+            raise InputError(f"{path}: {len(jobs)} DDPJobs: {names}. Two have the same name; names must differ.")
         raise InputError(f"{path}: {len(jobs)} DDPJobs: {names}. Choose one with --job NAME.")
     return jobs[0]
 
 
 def read(path: str) -> Iterator[Document]:
-    """All documents of a file. Raises InputError with the line where it is not valid YAML."""
+    """All documents of a file, `-` for stdin. Raises InputError with the line where it is not valid YAML."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(yamlbounds.BYTES_MAX + 1)
+        if path == "-":
+            path, data = "stdin", sys.stdin.buffer.read(yamlbounds.BYTES_MAX + 1)
+        else:
+            with open(path, "rb") as file:
+                data = file.read(yamlbounds.BYTES_MAX + 1)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
     except ValueError:  # a NUL in its name
@@ -254,4 +263,5 @@ def _not_a_job(document: Document) -> str:
     if not isinstance(document.data, Mapping):
         return f"{document.source}:{document.line(())}: {NOT_A_JOB}, not {say(document.data)}"
     kind = document.data.get("kind")
-    return f"{document.source}:{document.line(('kind',))}: kind: must be {api.KIND}, is {say(kind)}"
+    hint = f"; `ddpjob convert {document.source}` makes one of it" if kind in CONVERTED else ""
+    return f"{document.source}:{document.line(('kind',))}: kind: must be {api.KIND}, is {say(kind)}{hint}"

@@ -83,8 +83,10 @@ class Pod:
     """Whether it was ever seen to have completed; what ends the pod after that changes nothing."""
     ended_first: bool = False
     """Whether its trainer was seen to have ended before its deletion was seen to be requested."""
+    first_seen: int = 0
+    """In which observation (facts.py counts them) the pod itself was first seen."""
     ended_seen: int = 0
-    """In which observation (facts.py counts them) its end was first seen; 0: when the pod was."""
+    """In which one its end was first seen; 0: when the pod was."""
     deletion_seen: int = 0
     """In which one it was first seen that its deletion was requested; 0: when the pod was."""
 

@@ -23,6 +23,7 @@ def merge(earlier: Pod | None, later: Pod, number: int = 0) -> Pod:
     ends_now = earlier is not None and not earlier.ended and ended
     known = replace(
         known,
+        first_seen=number if earlier is None else earlier.first_seen,
         sidecars_run=known.sidecars_run and known.phase not in ("Succeeded", "Failed"),
         deletion_seen=number if stops_now else known.deletion_seen,
         ended_seen=number if ends_now else known.ended_seen,

@@ -7,7 +7,6 @@ import datetime as dt
 
 from msgspec.structs import replace
 
-from ddpjob.core import rules
 from ddpjob.core.budget import Spent, newly_spent, with_newly_spent
 from ddpjob.core.failures import Failure
 from ddpjob_operator.failures import root_cause, sentences, termination_message
@@ -78,7 +77,7 @@ def _counted(status: api.Status, agent: Agent, job: api.DDPJob, now: dt.datetime
         now,
         in_a_row=counts.in_a_row,
         charged_in_a_row=counts.charged_in_a_row,
-        peers_lost=sum(f.charged_to == "infrastructure" and rules.is_symptom(f.exception) for f in failures),
+        peers_lost=sum(f.charged_to == "infrastructure" and _only_complains(f) for f in failures),
         made_a_new_step=(budgets.furthest(status) or 0) > (status.furthest_step or 0),
     )
     known = replace(known, **{name: getattr(known, name) + n for name, n in new._asdict().items()})
@@ -102,7 +101,7 @@ def _failure(status: api.Status, failure: Failure, view: View) -> api.Failure:
         node_rank=failure.node_rank,
         pod="" if place is None else naming.present_pod_name(view.job, status, place),
         node=pod.node if pod is not None else "",
-        exit_code=None if failure.failure_class == "stall" else failure.exit_code,
+        exit_code=None if failure.stalled else failure.exit_code,
         signal=failure.signal,
         reason=_reason(failure),
         failure_class=failure.failure_class,
@@ -114,10 +113,16 @@ def _failure(status: api.Status, failure: Failure, view: View) -> api.Failure:
 
 
 def _reason(failure: Failure) -> str:
-    if failure.failure_class == "stall":
+    if failure.stalled:
         return root_cause.STALLED
     if failure.rank is None:
         return root_cause.CONNECTION_LOST
-    if failure.failure_class == "infrastructure" and rules.is_symptom(failure.exception):
+    if _only_complains(failure):
         return root_cause.PEER_LOST
-    return root_cause.ENDED_EARLY if failure.exit_code == 0 else "Error"
+    return root_cause.ENDED_EARLY if failure.early else "Error"
+
+
+def _only_complains(failure: Failure) -> bool:
+    """Whether its rank ran, and says no more than that a peer is gone. By what the agent has found, because words
+    differ by backend and release of torch."""
+    return failure.symptom and not failure.unstarted

@@ -159,7 +159,7 @@ def _of_acceptance(view: View, old: api.Status, new: api.Status) -> Iterator[Eve
         yield _event(reasons.INVALID_SPEC, invalid_spec.remark(view.problems, goes_on=new.state != "Suspended"))
     elif after.status == "True" and before is not None and not _is_news(old, new):
         what = "status can be read" if before.reason == reasons.UNREADABLE_STATUS.name else "spec is valid"
-        yield Event("Normal", "Accepted", f"the {what} now")
+        yield _event(reasons.ACCEPTED, f"the {what} now")
 
 
 def _is_news(old: api.Status, new: api.Status) -> bool:

@@ -35,7 +35,7 @@ KUBELET_SECONDS = 10
 # A job whose pods may take an hour to save must not wait so long for one that hangs.
 GRACE_SECONDS_MAX = 60
 _WHY_IT_STOPS: dict[budget.Stop, tuple[Reason, str]] = {
-    "BackoffLimitExceeded": (reasons.BACKOFF_LIMIT_EXCEEDED, "{restarts}backoffLimit: {limit} allows no {more}"),
+    "BackoffLimitExceeded": (reasons.BACKOFF_LIMIT_EXCEEDED, "{gave_up}"),
     "NoProgress": (
         reasons.NO_PROGRESS,
         "{charged} charged failures in a row without a new step, so the job is not retried",
@@ -202,14 +202,14 @@ def _ending(view: View, text: str, failure: api.Failure) -> str:
 
 
 def _open_question(failure: api.Failure) -> str:
-    return "" if root_cause.is_a_cause(failure) else "; cause not yet known"
+    return "" if root_cause.is_a_cause(failure) else "; waiting for the other ranks before deciding the cause"
 
 
 def _going_on(view: View, settled: Settled, attempt: int) -> str:
     wait = settled.verdict.wait_seconds
-    who = f"all {view.spec.nodes} nodes restart" if view.spec.nodes > 1 else "the node restarts"
+    who = f"all {view.spec.nodes} nodes" if view.spec.nodes > 1 else "the node"
     when = f" in {wording.duration(wait)}" if wait else ""
-    return f"{settled.text}; {who}{when} as attempt {attempt} ({charge(view, settled.verdict)})"
+    return f"{settled.text}; restarting {who}{when}: attempt {attempt}, {charge(view, settled.verdict)}"
 
 
 def charge(view: View, verdict: rules.Verdict) -> str:
@@ -229,11 +229,10 @@ def _why_it_stops(view: View, failure: api.Failure, verdict: rules.Verdict) -> t
         r.action == "FailJob" and r.matches(failure.exit_code) for r in budgets.policy(view.spec)
     ):
         return reason, "failurePolicy says FailJob for this exit code"
-    used = budget.counted(verdict.history, budgets.limits(view.spec), view.now)
+    used, limit = budget.counted(verdict.history, budgets.limits(view.spec), view.now), view.spec.backoff_limit
+    gave_up = f"gave up after {wording.count(used, 'restart')} (backoffLimit: {limit})"
     return reason, text.format(
-        restarts=("" if not used else "restarted once: " if used == 1 else f"restarted {used} times: "),
-        limit=view.spec.backoff_limit,
-        more="more" if used else "restart",
+        gave_up=gave_up if used else f"backoffLimit: {limit} allows no restart",
         charged=verdict.history.charged_in_a_row + 1,
         stalls=verdict.history.stall,
         uncharged=verdict.history.uncharged_in_a_row,

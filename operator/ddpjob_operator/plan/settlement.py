@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from ddpjob.core import budget, rules
 from ddpjob_operator.failures import root_cause, sentences, termination_message
 from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, topology
+from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan.actions import Settings
 from ddpjob_operator.plan.transitions import with_failure
 from ddpjob_operator.plan.view import View
@@ -78,13 +79,14 @@ def _torchrun_gave_up(view: View, cause: api.Failure) -> bool:
 
 def _cause(view: View, status: api.Status, first: api.Failure) -> tuple[api.Failure, rules.Class]:
     """The cause by all that is known now: the failure recorded first, and every pod that has failed, gone or not."""
-    lost = [place for place, pod in view.pods.items() if pod.uid in view.lost_by_node]
+    lost, ran = [p for p, pod in view.pods.items() if pod.uid in view.lost_by_node], _ran_seconds(view, status)
     failure, failure_class = root_cause.settle(
         context(view, status),
         first,
         view.failed(status),
-        stepped=status.first_step_time is not None or _ran_seconds(view, status) >= budget.RESET_AFTER_SECONDS,
+        stepped=status.first_step_time is not None or ran >= budget.RESET_AFTER_SECONDS,
         trained=_has_trained_before(status),
+        untried=status.first_step_time is None and not _has_trained_before(status) and ran < TRAINED_SECONDS,
         nodes=view.spec.nodes,
         lost=[failure_of(view, status, place, root_cause.NODE_LOST) for place in lost],
         early=_completed_early(view, status),
@@ -130,18 +132,31 @@ def avoided(
 
 
 def _completed_early(view: View, status: api.Status) -> api.Failure | None:
-    """The first node that has completed in this attempt, as what explains the complaints of its peers."""
-    places = ranges.parse(status.completed_nodes).intersection(view.members)
-    if not places or (view.is_elastic and view.is_enough(status.completed_nodes)):
+    """The first node that has completed in this attempt beside the others, as what explains the complaints of its
+    peers. It explains none of a peer whose pod was made after that, because those two were never in one group."""
+    if view.is_elastic and view.is_enough(status.completed_nodes):
         return None  # an elastic group may have ended its training without a node that it had lost
-    pods = view.known_pods
-    ends = {place: pods[place].trainer.ended_at or view.now for place in places if place in pods}
-    first = min(places, key=lambda place: (ends.get(place, view.now), place))
+    pods, completed = view.known_pods, ranges.parse(status.completed_nodes).intersection(view.members)
+    peers = [pod for place, pod in pods.items() if place not in completed]
+    places = [n for n in completed if n not in pods or not any(_was_made_after(peer, pods[n]) for peer in peers)]
+    if not places:
+        return None
+    ends = {place: (place in pods and pods[place].trainer.ended_at) or view.now for place in places}
+    first = min(places, key=lambda place: (ends[place], place))
     failure = failure_of(view, status, first, root_cause.ENDED_EARLY)
     node = pods[first].node if first in pods else ""
     # The step in the status is rank 0's; of another rank only its own reports show anything.
     step = failure.step if first == view.members.leader else None
-    return replace(failure, node=node, step=step, time=ends.get(first, view.now))
+    return replace(failure, node=node, step=step, time=ends[first])
+
+
+def _was_made_after(pod: Pod, ended: Pod) -> bool:
+    """Whether a pod was made when another had ended: by what was seen first, or by clocks that differ by more than
+    those of nodes do."""
+    if (ended.ended_seen or ended.first_seen) < pod.first_seen:
+        return True
+    at, end = pod.scheduled_at, ended.trainer.ended_at
+    return at is not None and end is not None and at > end + root_cause.NODE_CLOCKS_DIFFER
 
 
 def _has_trained_before(status: api.Status) -> bool:

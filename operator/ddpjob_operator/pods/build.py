@@ -18,7 +18,7 @@ Body = dict[str, Any]
 # 64 MiB, the container runtime's default, breaks DataLoader workers and NCCL.
 SHM_BYTES_DEFAULT = 2 * 2**30
 _LOG_AS_MESSAGE = "FallbackToLogsOnError"
-KEEP_FROM_CONSOLIDATION = {
+KEEP_FROM_AUTOSCALERS = {
     "karpenter.sh/do-not-disrupt": "true",
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
 }
@@ -67,10 +67,13 @@ def pod(
     reporting: Reporting | None = None,
     avoid: Sequence[str] = (),
     replacement: int = 0,
+    *,
+    keep_from_autoscalers: bool = True,
 ) -> Body:
     """The pod of a place in `attempt`. rendezvous: its address; None is the Service's name, as in a cluster.
 
     avoid: cluster nodes that it must not run on. replacement: which pod of this place in this attempt it is.
+    keep_from_autoscalers: whether it asks them not to remove its node; the template's annotations outrank that.
     """
     rendezvous = rendezvous or naming.endpoint(job, attempt)
     template = _as_given(job.spec.template)
@@ -84,7 +87,9 @@ def pod(
         **({naming.LABEL_REPLACEMENT: str(replacement)} if replacement else {}),
     }
     metadata = _metadata(job, naming.pod_name(job, attempt, place, replacement), labels)
-    metadata["annotations"] = {**KEEP_FROM_CONSOLIDATION, **(given.get("annotations") or {})}
+    metadata["annotations"] = (KEEP_FROM_AUTOSCALERS if keep_from_autoscalers else {}) | (
+        given.get("annotations") or {}
+    )
     for container, field in restarts_of_the_kubelet(template):
         del container[field]
     spec.update(restartPolicy="Never", hostname=naming.hostname(job, place), subdomain=job.metadata.name)

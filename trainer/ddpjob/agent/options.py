@@ -12,7 +12,7 @@ import json
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ddpjob.core.budget import Budget, Grant, natural
 from ddpjob.core.failure_policy import PolicyRule
@@ -83,61 +83,133 @@ def parse(words: Sequence[str], environ: Mapping[str, str]) -> Options:
         parser.error(str(error))
 
 
+EXAMPLE = """\
+examples:
+  ddprun --nproc-per-node 4 train.py --lr 0.1                      four ranks on this machine
+  ddprun --nnodes 2 --node-rank 0 --master-addr node-0 train.py    node 0 of two; a DDPJob sets these by itself
+"""
+
+
 class _Parser(argparse.ArgumentParser):
     def _get_option_tuples(self, option_string: str) -> Any:
         """Two spellings of one option do not make its abbreviation ambiguous, unlike in argparse before 3.12.3."""
-        return list({id(match[0]): match for match in super()._get_option_tuples(option_string)}.values())
+        found = super()._get_option_tuples(option_string)
+        return list({match[0].dest: match for match in reversed(found)}.values())[::-1]
+
+    def error(self, message: str) -> NoReturn:
+        """Without the usage: its 17 lines of options push the one that counts off the screen."""
+        if "training_script" in message:
+            message = "training_script is missing: what every rank runs, as in `ddprun train.py`"
+        self.exit(2, f"{self.prog}: error: {message}\n(ddprun --help has all options)\n")
+
+
+class _Version(argparse.Action):
+    """Reads the version only when it is asked for: importlib.metadata takes longer to import than argparse."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib import metadata
+
+        print(f"{parser.prog} {metadata.version('ddpjob')}")
+        parser.exit()
+
+
+class _Group:
+    """Options under one heading, each in both spellings, with its PET_ variable as the default."""
+
+    def __init__(self, parser: argparse.ArgumentParser, title: str, environ: Mapping[str, str]) -> None:
+        self._group, self._environ = parser.add_argument_group(title), environ
+
+    def value(self, name: str, shown: str, about: str, default: str | None = None, *short: str) -> None:
+        """An option with a value; `shown` stands for the value in the help."""
+        fallback = self._environ.get(_variable(name), default)
+        self._group.add_argument(*short, f"--{name}", default=fallback, help=about, metavar=shown)
+        self._second_spelling(name, "store", fallback)
+
+    def flag(self, name: str, about: str, *short: str) -> None:
+        """An option without a value."""
+        fallback = self._environ.get(_variable(name), "0") not in ("", "0")
+        self._group.add_argument(*short, f"--{name}", action="store_true", default=fallback, help=about)
+        self._second_spelling(name, "store_true", fallback)
+
+    def _second_spelling(self, name: str, action: str, fallback: object) -> None:
+        if "-" in name:
+            underscored = name.replace("-", "_")
+            self._group.add_argument(f"--{underscored}", action=action, default=fallback, help=argparse.SUPPRESS)
+
+
+def _variable(name: str) -> str:
+    return f"PET_{name.replace('-', '_').upper()}"
 
 
 def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    parser = _Parser(prog="ddprun", description="Start the ranks of a distributed training on this node.")
-
-    def value(name: str, about: str, default: str | None = None, *short: str) -> None:
-        spelled = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
-        fallback = environ.get(f"PET_{name.replace('-', '_').upper()}", default)
-        parser.add_argument(*short, *spelled, default=fallback, help=about)
-
-    def flag(name: str, about: str, *short: str) -> None:
-        spelled = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
-        fallback = environ.get(f"PET_{name.replace('-', '_').upper()}", "0") not in ("", "0")
-        parser.add_argument(*short, *spelled, action="store_true", default=fallback, help=about)
-
-    value("nnodes", "number of nodes", "1")
-    value("nproc-per-node", "ranks on this node: a number, cpu, gpu or auto", "1")
-    value("node-rank", "which of the nodes this is")
-    value("master-addr", "host name or address of node 0", "127.0.0.1")
-    value("master-port", "the port of node 0 for the rendezvous")
-    value("rdzv-backend", "static or c10d; both rendezvous at node 0", "static")
-    value("rdzv-endpoint", "host:port of node 0", "")
-    value("rdzv-id", "the name of this run", "none")
-    value("rdzv-conf", "key=value,…; timeout and join_timeout (seconds to wait for the others) are read", "")
-    flag("standalone", "one node, any free port")
-    value("max-restarts", f"restarts in place, at most; DDPJOB_RESTARTS_LEFT bounds them too; else {RESTARTS_MAX}")
+    parser = _Parser(
+        prog="ddprun",
+        usage="ddprun [options] training_script [arguments of the script]",
+        description="Start the ranks of a distributed training on this node, with torchrun's options.",
+        epilog=EXAMPLE,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=110),
+    )
+    parser.add_argument("--version", nargs=0, action=_Version, help="show the version and exit")
+    _add_nodes(_Group(parser, "nodes and ranks", environ))
+    _add_script(_Group(parser, "the script", environ))
+    _add_restarts(_Group(parser, "restarts and signals", environ))
     parser.set_defaults(max_restarts=None)  # PET_MAX_RESTARTS comes after DDPJOB_RESTARTS_LEFT, not before
-    value("role", "the name before each line of --tee", "default")
-    flag("module", "the script is a module, as for python -m", "-m")
-    flag("no-python", "the script is a program")
-    flag("run-path", "as without it")
-    value("log-dir", "folder for the files of --redirects and --tee")
-    value("redirects", "streams into files: 1 stdout, 2 stderr, 3 both; or 0:1,1:3 by local rank", "0", "-r")
-    value("tee", "streams into files and to the console", "0", "-t")
-    value("local-ranks-filter", "only these local ranks are shown on the console: 0,1", "")
-    value("duplicate-stdout-filters", "lines of --tee with one of these words also go to filtered_stdout.log", "")
-    value("duplicate-stderr-filters", "likewise for stderr", "")
-    value("signals-to-handle", "signals that end the job", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
-    value("shutdown-timeout", "seconds between SIGTERM and SIGKILL (30)")
-    flag("virtual-local-rank", "LOCAL_RANK is 0 everywhere, CUDA_VISIBLE_DEVICES one GPU")
-    value("preload", f"modules imported once, before ranks are forked from them ({','.join(PRELOAD)})")
-    flag("no-preload", "every rank is a new Python process")
-    value("monitor-interval", "no effect: a rank's end is noticed at once")
-    value("start-method", "no effect")
-    value("local-addr", "no effect: node 0 is found by its name")
-    value("event-log-handler", "refused", "null")
-    value("logs-specs", "refused")
-    value("numa-binding", "refused")
-    parser.add_argument("training_script", help="what every rank runs")
-    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
+    _add_logs(_Group(parser, "output", environ))
+    _add_others(_Group(parser, "accepted without effect, or refused", environ))
+    what = parser.add_argument_group("what to run")
+    what.add_argument("training_script", help="what every rank runs")
+    what.add_argument("training_script_args", nargs=argparse.REMAINDER, help="the script's own arguments")
     return parser
+
+
+def _add_nodes(group: _Group) -> None:
+    group.value("nnodes", "N", "number of nodes", "1")
+    group.value("nproc-per-node", "N", "ranks on this node: a number, cpu, gpu or auto", "1")
+    group.value("node-rank", "N", "which of the nodes this is")
+    group.value("master-addr", "HOST", "host name or address of node 0", "127.0.0.1")
+    group.value("master-port", "PORT", "the port of node 0 for the rendezvous")
+    group.value("rdzv-backend", "NAME", "static or c10d; both rendezvous at node 0", "static")
+    group.value("rdzv-endpoint", "HOST:PORT", "node 0", "")
+    group.value("rdzv-id", "ID", "the name of this run", "none")
+    group.value("rdzv-conf", "K=V,…", "timeout and join_timeout (seconds to wait for the others) are read", "")
+    group.flag("standalone", "one node, any free port")
+    group.flag("virtual-local-rank", "LOCAL_RANK is 0 everywhere, CUDA_VISIBLE_DEVICES one GPU")
+
+
+def _add_script(group: _Group) -> None:
+    group.flag("module", "the script is a module, as for python -m", "-m")
+    group.flag("no-python", "the script is a program")
+    group.value("preload", "NAMES", f"modules imported once, before ranks are forked ({','.join(PRELOAD)})")
+    group.flag("no-preload", "every rank is a new Python process")
+
+
+def _add_restarts(group: _Group) -> None:
+    group.value(
+        "max-restarts", "N", f"restarts in place, at most; DDPJOB_RESTARTS_LEFT bounds them too ({RESTARTS_MAX})"
+    )
+    group.value("signals-to-handle", "NAMES", "signals that end the job", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+    group.value("shutdown-timeout", "SECONDS", "time between SIGTERM and SIGKILL (30)")
+
+
+def _add_logs(group: _Group) -> None:
+    group.value("role", "NAME", "the name before each line of --tee", "default")
+    group.value("log-dir", "DIR", "folder for the files of --redirects and --tee")
+    group.value("redirects", "N", "streams into files: 1 stdout, 2 stderr, 3 both; or 0:1,1:3 by local rank", "0", "-r")
+    group.value("tee", "N", "streams into files and to the console", "0", "-t")
+    group.value("local-ranks-filter", "RANKS", "only these local ranks are shown on the console: 0,1", "")
+    filtered = "lines of --tee with one of these words also go to filtered_stdout.log"
+    group.value("duplicate-stdout-filters", "WORDS", filtered, "")
+    group.value("duplicate-stderr-filters", "WORDS", "likewise for stderr", "")
+
+
+def _add_others(group: _Group) -> None:
+    group.flag("run-path", "no effect: the script is run by its path in any case")
+    group.value("monitor-interval", "S", "no effect: a rank's end is noticed at once")
+    group.value("start-method", "NAME", "no effect")
+    group.value("local-addr", "HOST", "no effect: node 0 is found by its name")
+    group.value("event-log-handler", "NAME", "refused: ddprun has no torch events", "null")
+    group.value("logs-specs", "NAME", "refused: a class of torch")
+    group.value("numa-binding", "NAME", "refused: ddprun binds no process to CPUs")
 
 
 def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:

@@ -18,6 +18,9 @@ USAGE = 2  # as argparse ends
 
 def run(options: Options, environ: Mapping[str, str]) -> int:
     """Do all that the options ask; the exit code."""
+    if missing := _missing_script(options):
+        say(missing)
+        return USAGE
     processes.become_subreaper()
     processes.close_to_children()
     prepared = environment.prepare(options, environ)
@@ -33,6 +36,20 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     finally:
         agent.node.end()
         folder.remove()
+
+
+def _missing_script(options: Options) -> str:
+    """A script that is not there is not worth a restart. Only where this agent is alone: agents of other nodes would
+    wait for one that has ended."""
+    if options.nodes > 1 or options.kind != "script" or os.path.exists(options.script):
+        return ""
+    from difflib import get_close_matches  # only where it is needed: a job waits for imports
+
+    folder, name = os.path.split(options.script)
+    there = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+    close = get_close_matches(name, there, n=1)
+    hint = f"; did you mean {os.path.join(folder, close[0])}?" if close else ""
+    return f"there is no file {options.script} in {os.getcwd()}{hint}"
 
 
 def _group(agent: Agent) -> Group:

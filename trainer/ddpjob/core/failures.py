@@ -16,6 +16,7 @@ CANNOT_RUN = (126, 127)
 """What a shell, and torchrun, end with where the program may not run, or is not there."""
 EXCEPTION_MAX = 500
 BRIEF_MAX = 300
+WHERE_MAX = 128
 TRACEBACK_MAX = 65_536
 BAD_NODES_MAX = 64
 KILLED_BY_KERNEL = "out of memory: killed by the kernel"
@@ -83,6 +84,8 @@ class Failure(NamedTuple):
     """Node ranks that a node check found to be far slower than the others."""
     traceback: str = ""
     """Its last lines."""
+    where: str = ""
+    """The line of the script that raised it: train.py:41."""
     failure_class: str = ""
     """The rules.Class that an agent has given it."""
     charged_to: str = ""
@@ -117,7 +120,8 @@ class Failure(NamedTuple):
 
     def brief(self) -> Failure:
         """As much of it as a line between agents and a report hold."""
-        return self._replace(exception=self.exception[:BRIEF_MAX], traceback="")
+        where = self.where or where_of(self.traceback.splitlines())
+        return self._replace(exception=self.exception[:BRIEF_MAX], traceback="", where=where)
 
     def as_dict(self) -> dict[str, Any]:
         """For a termination message, a line between agents or a report; what is unknown or False is left out."""
@@ -166,6 +170,25 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
     return min(failures, key=lambda failure: failure.precedence)
 
 
+def where_of(trace: Iterable[str]) -> str:
+    """The last line of a traceback that is the user's own and no library's: train.py:41. "" where there is none."""
+    found = ""
+    for line in trace:
+        before, is_frame, rest = line.partition('File "')
+        path, has_line, number = rest.partition('", line ')
+        if not is_frame or not has_line or before.strip(" |+-") or _is_library(path):
+            continue
+        folder, _, name = path.rpartition("/")
+        name = f"{folder.rpartition('/')[2]}/{name}" if name in ("__init__.py", "__main__.py") else name
+        found = f"{name}:{number.partition(',')[0].strip()}"[:WHERE_MAX]
+    return found
+
+
+def _is_library(path: str) -> bool:
+    """Installed, of Python itself, or of no file."""
+    return "-packages/" in path or "/lib/python" in path or path.startswith("<") or path.endswith("/bin/torchrun")
+
+
 _KEYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "rank": ("rank", lambda value: _number(value, 0, 2**31)),
     "nodeRank": ("node_rank", lambda value: _number(value, 0, 2**31)),
@@ -177,6 +200,7 @@ _KEYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     **{name: (name, _flag) for name in "resumable symptom stalled early vanished unstarted preflight".split()},
     "badNodes": ("bad_nodes", _nodes),
     "traceback": ("traceback", lambda value: _text(value, TRACEBACK_MAX)),
+    "where": ("where", lambda value: _text(value, WHERE_MAX)),
     "class": ("failure_class", lambda value: _text(value, 16)),
     "chargedTo": ("charged_to", lambda value: _text(value, 16)),
 }

@@ -64,6 +64,18 @@ NO_SUCH_BACKEND = re.compile(
     r"^[\w.]+: (?:Unknown (?:c10d )?backend|Invalid backend|Distributed package doesn't have \w+ built in"
     r"|.*is none of auto, nccl, gloo|.*no published wheel has it|.*is not in this PyTorch)"
 )
+# What Python raises for a mistake in the script: the same lines would raise it again. A network, a disk or a GPU raises
+# others (OSError, ConnectionError, TimeoutError), or a RuntimeError that names it.
+_MISTAKE = re.compile(
+    r"^(?:AttributeError|TypeError|NameError|UnboundLocalError|KeyError|IndexError|ValueError|ZeroDivisionError"
+    r"|AssertionError|NotImplementedError|RecursionError|FileNotFoundError|NotADirectoryError|IsADirectoryError"
+    r"|RuntimeError)\b"
+)
+_MAY_PASS = re.compile(
+    r"^(?:RuntimeError|AssertionError)\b.*(?:CUDA|cuDNN|cublas|\bHIP\b|\bNCCL\b.*(?:error|abort)|nvidia|connect"
+    r"|time[d -]{0,2}out|unavailable|temporar|retry|download|socket|rendezvous|gloo|c10d|DataLoader worker)",
+    re.IGNORECASE,
+)
 ADDRESS_IN_USE = re.compile(r"EADDRINUSE|\[Errno 98\]|address already in use", re.IGNORECASE)
 _PORT = re.compile(r"\bport[: ]+(\d{1,5})\b|\('[^']*', (\d{1,5})\)|:(\d{1,5})\b(?= .*in use)", re.IGNORECASE)
 # The kubelet's and the node controller's reasons for a pod that was ended because of its node.
@@ -145,6 +157,11 @@ def cannot_start(f: Failure) -> bool:
     """Whether none of the user's own code ran: the container, the program or a module is not there."""
     has_not_started = f.container_reason in START_REASONS or f.exit_code in CANNOT_RUN
     return has_not_started or CANNOT_EVER_START.search(f.exception) is not None
+
+
+def is_mistake(exception: str) -> bool:
+    """Whether an exception is one that the same script raises again, wherever it runs."""
+    return _MISTAKE.match(exception) is not None and _MAY_PASS.match(exception) is None
 
 
 def port_in_use(exception: str) -> int | None:

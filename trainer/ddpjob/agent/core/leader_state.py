@@ -80,6 +80,7 @@ class Leave(NamedTuple):
 
 
 CHARGED_MAX = 5
+TRAINED_SECONDS = 60.0  # as the operator's: mistakes that keep a script from training show before
 ANSWER_SECONDS = 3.0  # for what takes an agent one
 PREFLIGHT_SECONDS = 120.0  # it takes some, and as long as its imports
 Order = Start | Stop | Ask | Over | End | Leave
@@ -116,6 +117,8 @@ class LeaderState:
         self._finished: set[int] = set()
         self._ended: list[Ended] = []  # in this generation
         self._unable: set[int] = set()  # nodes that have no such program, in this generation
+        self._raised: dict[str, set[int]] = {}  # the nodes that raised an exception, in this generation
+        self._has_trained = False  # or ran as long as only a script does that can
         self._stopping: set[int] = set()  # nodes whose ranks are not gone yet
         self._terminations = Terminations(members.leader, has_operator)
         self._replacements: dict[int, int] = {}  # by node: which of its pods was here last
@@ -179,6 +182,7 @@ class LeaderState:
     def failed(self, node: int, failures: list[Failure], now: float) -> None:
         """A rank of this node has ended with something else than 0."""
         if self.state == "running" and node in self._here:
+            self._note_raised(node, failures)
             self._stop(failures, now)
 
     def stopped(self, node: int, failures: list[Failure], now: float, ended: Ended | None = None) -> None:
@@ -187,6 +191,7 @@ class LeaderState:
             self._stopping.discard(node)
             self._ended += [ended] if ended is not None else []
             self._unable |= {node} if any(failure.exit_code in CANNOT_RUN for failure in failures) else set()
+            self._note_raised(node, failures)
             self._failures = _merged(self._failures, failures)
             self._settle_if_all_have_stopped(now)
 
@@ -257,6 +262,10 @@ class LeaderState:
         else:
             self.deadline = None
 
+    def _note_raised(self, node: int, failures: list[Failure]) -> None:
+        for failure in failures:
+            self._raised.setdefault(failure.exception, set()).add(node)
+
     def _lose(self, place: int) -> Failure:
         self._lost_pods.setdefault(place, self._replacements[place])
         return Failure(node_rank=self.members.node_rank(place), vanished=True)
@@ -296,7 +305,7 @@ class LeaderState:
         if not self._checking:
             self.generation += 1
         self._finished, self._failures = set(), []
-        self._ended, self._unable = [], set()
+        self._ended, self._unable, self._raised = [], set(), {}
         self._lost_pods = {}
         self._terminations.begin_generation()
         self._standstill = Standstill()
@@ -306,6 +315,7 @@ class LeaderState:
     def _stop(self, failures: list[Failure], now: float) -> None:
         self._failures += failures
         self._ran_seconds = now - self._since
+        self._has_trained |= self.furthest_step > 0 or self._ran_seconds >= TRAINED_SECONDS
         self._terminations.group_stops()
         patient = self._terminations.came_first or any(failure.resumable for failure in failures)
         self._stopping = set(self._here)
@@ -404,11 +414,22 @@ class LeaderState:
         found = "infrastructure" if failure.symptom else rules.classify(failure)
         if found == "permanent" and code in CANNOT_RUN:
             found = self._class_of_no_start()
+        if found == "application" and self._repeats(failure):
+            found = "permanent"
         found = rules.of_complaints(found, history, attempt)
         ignored = any(rule.matches(code) for rule in self._policy)
         is_elsewhere = found == "infrastructure" and code in CANNOT_RUN and not ignored
         outside = rules.from_outside(failure) or failure.unstarted
         return rules.with_policy(found, code, self._policy, from_outside=outside), is_elsewhere
+
+    def _repeats(self, failure: Failure) -> bool:
+        """As the operator's: a mistake of the script that was made on all nodes before the first step. Also a script or
+        a module that is not there: what starts the ranks raises for it."""
+        from ddpjob.core import rules
+
+        wrong = (failure.exit_code == 1 and rules.is_mistake(failure.exception)) or rules.cannot_start(failure)
+        on_all_nodes = len(self._raised.get(failure.exception, ())) == len(self.members)
+        return wrong and on_all_nodes and not self._has_trained
 
     def _class_of_no_start(self) -> rules.Class:
         """As the operator's: for good only where the job has never trained, and no node has the program."""

@@ -1,0 +1,118 @@
+"""`ddpjob convert`: reads documents of other tools, prints DDPJobs, and says on stderr what has no counterpart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import click
+
+from ddpjob_operator.cli.output import answer
+
+if TYPE_CHECKING:
+    from ddpjob_operator.convert.fields import ConvertError
+    from ddpjob_operator.convert.result import Converted, Path, Remark
+    from ddpjob_operator.manifest.yamlfile import Document
+
+EPILOG = """\b
+Examples:
+  ddpjob convert pytorchjob.yaml > job.yaml
+  ddpjob convert trainjob.yaml runtime.yaml > job.yaml
+  ddpjob convert --image IMAGE -- torchrun --nnodes 2 --nproc-per-node 8 train.py"""
+
+
+@click.command(
+    short_help="Make a DDPJob from a PyTorchJob, a TrainJob or a command.",
+    epilog=EPILOG,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.option("--image", help="The image, where a command is converted.")
+@click.option("--name", help="The job's name, where a command is converted.")
+@click.argument("source", metavar="FILE... | - | COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
+def convert(source: tuple[str, ...], image: str | None, name: str | None) -> int:
+    """Make DDPJobs from Kubeflow's PyTorchJob or TrainJob, or from a command line of torchrun or accelerate.
+
+    A TrainJob needs its TrainingRuntime or ClusterTrainingRuntime among the files. Each field without a counterpart is
+    named on stderr with its line and the reason; the DDPJobs go to stdout.
+    """
+    from ddpjob_operator.convert import command
+    from ddpjob_operator.convert.fields import ConvertError
+    from ddpjob_operator.manifest.yamlfile import InputError
+
+    if not command.is_command(source[0]):
+        for option in (w for w in (("--image", image), ("--name", name)) if w[1]):
+            raise InputError(f"{option[0]}: only where a command is converted; the file has its own")
+        return answer("---\n".join(_from_files(source)))
+    try:
+        converted = command.convert(source, name, image)
+    except ConvertError as error:
+        raise InputError(f"command: {error}") from None
+    for remark in converted.remarks:
+        click.echo(f"command: {remark.text}", err=True)
+    return answer(_checked(converted, "command"))
+
+
+def _from_files(paths: tuple[str, ...]) -> Iterator[str]:
+    from ddpjob_operator.convert import KINDS
+    from ddpjob_operator.manifest import yamlfile
+
+    documents = [d for path in paths for d in yamlfile.read(path) if isinstance(d.data, Mapping)]
+    jobs = [d for d in documents if d.data.get("kind") in KINDS]
+    if not jobs:
+        there = ", ".join(f"{d.data.get('kind')} (line {d.line(())})" for d in documents) or "nothing"
+        raise yamlfile.InputError(f"{paths[0]}: no PyTorchJob and no TrainJob in it; there: {there}")
+    return iter([_converted(job, documents) for job in jobs])
+
+
+def _converted(job: Document, documents: list[Document]) -> str:
+    from ddpjob_operator.convert import convert as to_job
+    from ddpjob_operator.convert.fields import ConvertError
+    from ddpjob_operator.manifest.yamlfile import InputError
+
+    others = [d.data for d in documents]
+    try:
+        result = to_job(job.data, others)
+    except ConvertError as error:
+        raise InputError(_place(error, job, documents) + f": {error}") from None
+    for remark in sorted(result.remarks, key=lambda r: _order(r, job, result, documents)):
+        click.echo(_line(remark, job, result, documents), err=True)
+    return _checked(result, job.place(()))
+
+
+def _line(remark: Remark, job: Document, result: Converted, documents: list[Document]) -> str:
+    document, path = _home(remark.path, job, result.runtime, documents)
+    return f"{document.place(path)}: {_dotted(path)}: {remark.text}"
+
+
+def _order(remark: Remark, job: Document, result: Converted, documents: list[Document]) -> tuple[bool, int]:
+    document, path = _home(remark.path, job, result.runtime, documents)
+    return document is not job, document.line(path)
+
+
+def _place(error: ConvertError, job: Document, documents: list[Document]) -> str:
+    document, path = _home(error.path, job, error.runtime, documents)
+    return f"{document.place(path)}: {_dotted(path)}"
+
+
+def _home(path: Path, job: Document, runtime: object, documents: list[Document]) -> tuple[Document, Path]:
+    """The document that a path is of: one that begins with `runtime` is the runtime's."""
+    if path[:1] != ("runtime",):
+        return job, path
+    return next(d for d in documents if d.data is runtime), path[1:]
+
+
+def _dotted(path: Path) -> str:
+    from ddpjob_operator.job.validation import dotted
+
+    return dotted(path)
+
+
+def _checked(result: Converted, place: str) -> str:
+    """The YAML. Raises InputError where it is no valid DDPJob, as when the source itself is wrong."""
+    from ddpjob_operator.job import validation
+    from ddpjob_operator.manifest.yamlfile import InputError
+
+    problems = validation.parse(result.data)[1]
+    if problems:
+        raise InputError("\n".join(f"{place}: the DDPJob would not be valid: {problem}" for problem in problems))
+    return result.to_yaml()

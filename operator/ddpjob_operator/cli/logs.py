@@ -1,0 +1,115 @@
+"""`ddpjob logs`: what the nodes of a job have printed, from wherever its logs are."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection, Iterator
+from typing import Protocol
+
+from ddpjob_operator.job.wording import count
+from ddpjob_operator.manifest.yamlfile import InputError
+
+
+class Source(Protocol):
+    """Where the logs of one job are: on this machine, or in a cluster. Nodes are numbered as in the job, from 0."""
+
+    name: str
+    """The job, as a message names it."""
+
+    def attempts(self) -> list[int]:
+        """The attempts that have logs, in order."""
+        ...
+
+    def nodes(self, attempt: int) -> list[int]:
+        """The nodes that have a log in an attempt, in order."""
+        ...
+
+    def node_of_rank(self, rank: int) -> int:
+        """The node on which a rank runs. Raises InputError where there is no such rank, or where it is not known."""
+        ...
+
+    def prefix(self, node: int) -> str:
+        """What stands before a line where several nodes are shown: `[1:1] `."""
+        ...
+
+    def read(self, attempt: int, node: int) -> Iterator[bytes]:
+        """What a node has printed up to now, in pieces of any size."""
+        ...
+
+    def follow(self, attempt: int, nodes: Collection[int] | None, *, later: bool) -> Iterator[tuple[int, bytes]]:
+        """What nodes print from the beginning of an attempt until the job ends, as (node, piece); None is all nodes.
+
+        later: with the attempts that follow it.
+        """
+        ...
+
+
+class Lines:
+    """Whole lines on stdout, each with its prefix where several nodes are shown."""
+
+    def __init__(self, source: Source, several: bool) -> None:
+        self._source = source
+        self._several = several
+        self._rest: dict[int, bytes] = {}
+
+    def write(self, node: int, piece: bytes) -> None:
+        """Write what is complete; the begin of a line waits for its end, or lines of two nodes would mix."""
+        if not self._several:
+            _write(piece)
+            return
+        *lines, self._rest[node] = (self._rest.get(node, b"") + piece).split(b"\n")
+        prefix = self._source.prefix(node).encode()
+        _write(b"".join(prefix + line + b"\n" for line in lines))
+
+    def close(self) -> None:
+        """Write the last lines of those that ended without an end of line."""
+        for node, rest in self._rest.items():
+            if rest:
+                _write(self._source.prefix(node).encode() + rest + b"\n")
+
+
+def show(
+    source: Source, rank: int | None, node: int | None, attempt: int | None, *, previous: bool, follow: bool
+) -> int:
+    """Write logs to stdout; the exit code. Without a choice: all nodes of the last attempt. Raises InputError."""
+    wanted = source.node_of_rank(rank) if rank is not None else node
+    chosen = _choose(source, attempt, previous, wait=follow)
+    nodes = source.nodes(chosen) if wanted is None else [wanted]
+    if not follow and wanted is not None and wanted not in source.nodes(chosen):
+        raise InputError(f"{source.name}: node {wanted} has no log in attempt {chosen}")
+    lines = Lines(source, several=wanted is None and (follow or len(nodes) > 1))
+    try:
+        if follow:
+            later = attempt is None and not previous
+            for of_node, piece in source.follow(chosen, None if wanted is None else nodes, later=later):
+                lines.write(of_node, piece)
+        else:
+            for of_node in nodes:
+                for piece in source.read(chosen, of_node):
+                    lines.write(of_node, piece)
+        lines.close()
+    except BrokenPipeError:  # `| head` has what it wanted; Python would flush once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return 0
+
+
+def _choose(source: Source, attempt: int | None, previous: bool, *, wait: bool) -> int:
+    """The attempt that is shown; the last one without a wish."""
+    known = source.attempts()
+    if not known:
+        if wait:
+            return attempt or 1
+        raise InputError(f"{source.name}: no node has a log yet")
+    if attempt is None:
+        if previous and len(known) == 1:
+            raise InputError(f"--previous: {source.name} has {count(1, 'attempt')}")
+        return known[-2] if previous else known[-1]
+    if attempt not in known:
+        raise InputError(f"--attempt {attempt}: {source.name} has logs of {', '.join(map(str, known))}")
+    return attempt
+
+
+def _write(data: bytes) -> None:
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()

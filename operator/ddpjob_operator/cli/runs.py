@@ -1,0 +1,174 @@
+"""The commands on the runs of this machine: `ddpjob list`, `ddpjob report`; and `ddpjob logs`, also of a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ddpjob_operator.cli.cluster import Connect, cluster_options, say
+
+if TYPE_CHECKING:
+    import datetime as dt
+
+    from ddpjob_operator.cli.logs import Source
+    from ddpjob_operator.local.runs import Run
+
+FOLDER = click.option(
+    "--dir", "folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path),
+    help="The --logs of the runs.  [~/.local/state/ddpjob]",
+)  # fmt: skip
+
+
+@click.command("list", short_help="List the runs of this machine.", epilog="Example: ddpjob list -o wide")
+@click.option("-o", "--output", type=click.Choice(["text", "wide", "json"]), default="text", help="How it is shown.")
+@FOLDER
+def list_runs(output: str, folder: Path | None) -> int:
+    """List the runs of this machine, the newest first; of each job the last ten are kept."""
+    import datetime as dt
+    import json
+
+    from ddpjob_operator.cli.output import answer
+    from ddpjob_operator.local import runs
+
+    now = dt.datetime.now(dt.timezone.utc)
+    found = runs.find_all(folder)
+    if output == "json":
+        return answer(json.dumps([as_json(run, now) for run in found], indent=2) + "\n")
+    if not found:
+        click.echo("no run is kept here; start one with ddpjob run", err=True)
+        return 0
+    return answer(columns([row(run, now, wide=output == "wide") for run in found]))
+
+
+@click.command(
+    short_help="Print what the nodes of a run have printed.", epilog="Example: ddpjob logs digits --rank 1 --follow"
+)
+@click.argument("job", required=False)
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Of the node on which this rank runs.")
+@click.option("--node", type=click.IntRange(min=0), metavar="N", help="Of this node.")
+@click.option("--attempt", type=click.IntRange(min=1), metavar="A", help="Of this attempt.  [the last]")
+@click.option("-p", "--previous", is_flag=True, help="Of the attempt before the last.")
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job ends, through its restarts.")
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="The last N lines; in a cluster.")
+@click.option("--cluster", "in_cluster", is_flag=True, help="Of a job in a cluster, as -n and --context say, too.")
+@FOLDER
+@cluster_options
+def logs(
+    connect: Connect,
+    job: str | None,
+    rank: int | None,
+    node: int | None,
+    attempt: int | None,
+    previous: bool,
+    follow: bool,
+    folder: Path | None,
+    tail: int | None,
+    in_cluster: bool,
+) -> int:
+    """Print what the nodes of JOB's last run have printed; without JOB, of the last run of any job.
+
+    With -n, --context or --cluster, or if this machine has no run of JOB: of the JOB in the cluster.
+    The ranks of a node share a log. A line of several nodes begins with [node:rank], as in ddpjob run.
+    """
+    from ddpjob_operator.cli import logs as shown
+
+    if previous and attempt is not None:
+        raise click.UsageError("--previous and --attempt exclude each other.")
+    if rank is not None and node is not None:
+        raise click.UsageError("--rank and --node exclude each other.")
+    in_cluster = in_cluster or connect.is_chosen or tail is not None or _is_plugin()
+    source = _logs_in_cluster(connect, job, tail) if in_cluster else _logs_here(connect, job, folder)
+    return shown.show(source, rank, node, attempt, previous=previous, follow=follow)
+
+
+COMMANDS = (list_runs, logs)
+
+
+def _logs_here(connect: Connect, job: str | None, folder: Path | None) -> Source:
+    """Those of the last run on this machine, or of a job in the cluster, where there is no such run."""
+    from ddpjob_operator.local import run_logs, runs
+
+    if job is not None and folder is None and all(run.facts.job != job for run in runs.find_all(folder)):
+        from ddpjob_operator.client.connection import has_kubeconfig
+
+        if has_kubeconfig():
+            say(f"no run of {job} is kept on this machine: looking in the cluster")
+            return _logs_in_cluster(connect, job, None)
+    return run_logs.LocalLogs(runs.find(job, folder))
+
+
+def _logs_in_cluster(connect: Connect, job: str | None, tail: int | None) -> Source:
+    from ddpjob_operator.client import jobs
+    from ddpjob_operator.client.logs import ClusterLogs
+
+    if job is None:
+        raise click.UsageError("Missing argument 'JOB': which job of the cluster.")
+    cluster = connect()
+    return ClusterLogs(cluster, jobs.find(cluster, job), say, tail=tail)
+
+
+def _is_plugin() -> bool:
+    return click.get_current_context().find_root().info_name == "kubectl ddp"
+
+
+def row(run: Run, now: dt.datetime, *, wide: bool) -> dict[str, str]:
+    """A run by its columns."""
+    from ddpjob_operator.job.wording import duration
+    from ddpjob_operator.local.runs import age, took
+
+    status, progress = run.status, run.status.progress
+    total = f"/{progress.total_steps}" if progress and progress.total_steps else ""
+    took_seconds = took(run, now)
+    cells = {
+        "JOB": run.facts.job,
+        "STATE": run.state,
+        "AGE": duration(age(run, now)),
+        "ATTEMPTS": str(status.attempt),
+        "RESTARTS": str(status.restarts.total if status.restarts else 0),
+        "STEP": f"{progress.step}{total}" if progress else "",
+    }
+    if wide:
+        cells["NODES"] = f"{run.facts.nodes} x {run.facts.nproc_per_node}"
+        cells["TOOK"] = "" if took_seconds is None else duration(took_seconds)
+    return {**cells, "FOLDER": short(run.folder)}
+
+
+def as_json(run: Run, now: dt.datetime) -> dict[str, Any]:
+    """A run as `-o json` has it; the whole status is in its folder."""
+    from ddpjob_operator.local.runs import age, took
+
+    status, progress = run.status, run.status.progress
+    took_seconds = took(run, now)
+    return {
+        "job": run.facts.job,
+        "run": run.facts.run,
+        "state": run.state,
+        "started": run.facts.started.isoformat(),
+        "ageSeconds": round(age(run, now)),
+        "tookSeconds": None if took_seconds is None else round(took_seconds),
+        "attempts": status.attempt,
+        "restarts": status.restarts.total if status.restarts else 0,
+        "step": progress.step if progress else None,
+        "totalSteps": progress.total_steps if progress else None,
+        "nodes": run.facts.nodes,
+        "nprocPerNode": run.facts.nproc_per_node,
+        "message": status.message,
+        "folder": str(run.folder),
+    }
+
+
+def columns(rows: list[dict[str, str]]) -> str:
+    """Rows under their headings, each column as wide as its widest cell; the last is not filled up."""
+    lines = [{name: name for name in rows[0]}, *rows]
+    widths = {name: max(len(line[name]) for line in lines) for name in rows[0]}
+    return "".join("   ".join(line[n].ljust(widths[n]) for n in widths).rstrip() + "\n" for line in lines)
+
+
+def short(path: Path) -> str:
+    """A path, with ~ for the user's own folder."""
+    try:
+        return f"~/{path.relative_to(Path.home())}"
+    except (ValueError, RuntimeError):
+        return str(path)

@@ -1,0 +1,30 @@
+"""Jobs of other tools as DDPJobs: documents in, a DDPJob and remarks out. `cli/convert.py` reads and prints.
+
+Nothing is dropped silently: a field that was read says what it became, any other gets a remark (`fields.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ddpjob_operator.convert import pytorchjob, trainjob
+from ddpjob_operator.convert.fields import ConvertError
+from ddpjob_operator.convert.result import Converted
+
+KINDS = ("PyTorchJob", "TrainJob")
+RUNTIMES = ("ClusterTrainingRuntime", "TrainingRuntime")
+
+
+def convert(document: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> Converted:
+    """The DDPJob of one PyTorchJob or TrainJob. `others` are all documents, among them the TrainJob's runtime.
+
+    Raises ConvertError with the path of what cannot be converted.
+    """
+    kind = document.get("kind")
+    if kind == "PyTorchJob":
+        return pytorchjob.convert(document)
+    if kind == "TrainJob":
+        runtimes = [other for other in others if other.get("kind") in RUNTIMES]
+        return trainjob.convert(document, runtimes)
+    raise ConvertError(("kind",), f"can convert {' and '.join(KINDS)}, not {kind}")

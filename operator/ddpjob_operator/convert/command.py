@@ -1,0 +1,166 @@
+"""A command line of torchrun, torch.distributed.launch, ddprun or accelerate as a DDPJob."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ddpjob_operator.convert import common
+from ddpjob_operator.convert.fields import ConvertError
+from ddpjob_operator.convert.result import Converted
+from ddpjob_operator.job import launcher
+from ddpjob_operator.job.podspec import TRAINER
+
+IMAGE = "your-image"
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_PROGRAMS = re.compile(r"(.*/)?(torchrun|ddprun|accelerate|python[\d.]*)")
+
+# accelerate's options without a value (accelerate 1.15), as far as they may stand before a script for DDP.
+_ACCELERATE_FLAGS = {
+    "multi_gpu", "cpu", "use_cpu", "same_network", "module", "no_python", "debug", "quiet", "enable_cpu_affinity",
+    "dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation",
+}  # fmt: skip
+# What accelerate's launcher sets for its ranks: `Accelerator()` reads these under any launcher.
+_ACCELERATE_VARIABLES = {
+    "mixed_precision": "ACCELERATE_MIXED_PRECISION",
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "dynamo_backend": "ACCELERATE_DYNAMO_BACKEND",
+    "dynamo_mode": "ACCELERATE_DYNAMO_MODE",
+    "num_cpu_threads_per_process": "OMP_NUM_THREADS",
+    "cpu": "ACCELERATE_USE_CPU",
+    "use_cpu": "ACCELERATE_USE_CPU",
+    "debug": "ACCELERATE_DEBUG_MODE",
+    "enable_cpu_affinity": "ACCELERATE_CPU_AFFINITY",
+}
+_ACCELERATE_IDENTITY = {
+    "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "rdzv_conf", "same_network",
+}  # fmt: skip
+_ACCELERATE_KEPT = {"max_restarts", "tee", "log_dir", "role", "monitor_interval", "module", "no_python"}
+_NOT_DDP = ("deepspeed", "fsdp", "megatron", "zero", "parallelism", "tpu", "tp_")
+
+
+def is_command(word: str) -> bool:
+    """Whether the first word of the arguments begins a command line, and is no file with a job."""
+    return bool(_PROGRAMS.fullmatch(word) or _ASSIGNMENT.fullmatch(word))
+
+
+def convert(words: Sequence[str], name: str | None = None, image: str | None = None) -> Converted:
+    """The DDPJob that runs a command line on all its nodes. Raises ConvertError; a remark's path is ("command",)."""
+    variables, command = _variables(list(words))
+    result = Converted("Converted from a command line by `ddpjob convert`.", {"name": "train"})
+    if not command:
+        raise ConvertError(("command",), "is empty: give a command, as in `ddpjob convert -- torchrun train.py`")
+    if command[0].rsplit("/", 1)[-1] == "accelerate":
+        command, more = _accelerate(command, result)
+        variables |= more
+    else:
+        command = _torchrun(command, result)
+    script = launcher.script(command) or command[-1]
+    result.metadata["name"] = name or common.job_name(script)
+    container: dict[str, Any] = {"name": TRAINER, "image": image or IMAGE, "command": command}
+    if variables:
+        container["env"] = [{"name": key, "value": value} for key, value in variables.items()]
+    if not image:
+        result.remark(("command",), f"image: {IMAGE} stands for the image with your script; --image sets it")
+    result.set("template", {"spec": {"containers": [container]}})
+    return result
+
+
+def _variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """NAME=VALUE before the program."""
+    found = {}
+    while words and (match := _ASSIGNMENT.fullmatch(words[0])):
+        found[match[1]] = match[2]
+        del words[0]
+    return found, words
+
+
+def _torchrun(words: list[str], result: Converted) -> list[str]:
+    begin = launcher.options_begin(words)
+    if begin is None:
+        result.set("nodes", 1, "no launcher says how many")
+        return words
+    groups, rest = launcher.split_options(words[begin:])
+    options, _ = launcher.read_options(words[begin:])
+    _nodes(options.get("nnodes", "1"), result)
+    nproc = options.get("nproc_per_node", "")
+    if nproc == "gpu":
+        result.remark(("command",), f"{nproc}: a rank for each GPU of the pod: set them in resources.limits")
+    elif nproc != "cpu" and nproc:
+        template = {"spec": {"containers": [{"name": TRAINER, "command": words}]}}
+        common.set_processes(nproc, ("command",), template, result)
+    taken = common.IDENTITY | {"max_restarts"} | (set() if nproc == "cpu" else {"nproc_per_node"})
+    kept = [word for name, group in groups if name not in taken for word in group]
+    _say_dropped((word for name, group in groups if name in common.IDENTITY - {"nnodes"} for word in group), result)
+    if options.get("max_restarts", "").isdecimal():
+        result.set("backoffLimit", int(options["max_restarts"]), "--max-restarts: the job restarts all nodes itself")
+    return [*words[:begin], *kept, *rest]
+
+
+def _nodes(text: str, result: Converted) -> None:
+    low, _, high = text.partition(":")
+    if not low.isdecimal() or int(low) < 1 or (high and not high.isdecimal()):
+        raise ConvertError(("command",), f"--nnodes={text}: must be a number of nodes")
+    if high and high != low:
+        result.remark(("command",), f"--nnodes={text}: {common.NO_ELASTIC}; {high} taken")
+    result.set("nodes", int(high or low), "--nnodes")
+
+
+def _accelerate(words: list[str], result: Converted) -> tuple[list[str], dict[str, str]]:
+    """torchrun for `accelerate launch`: `Accelerator()` reads the same variables under both."""
+    if words[1:2] != ["launch"]:
+        raise ConvertError(("command",), "accelerate: only `accelerate launch` starts a training")
+    groups, rest = _accelerate_options(words[2:])
+    options = {name: group[1] if len(group) > 1 else group[0].partition("=")[2] or "true" for name, group in groups}
+    machines = _count("num_machines", options.get("num_machines", "1"))
+    result.set("nodes", machines, "--num_machines")
+    if "num_processes" in options:
+        processes = _count("num_processes", options["num_processes"])
+        if processes % machines:
+            text = f"--num_processes={processes} is for all machines, and no multiple of --num_machines={machines}"
+            raise ConvertError(("command",), text)
+        result.set("nprocPerNode", processes // machines, f"--num_processes={processes} of all machines together")
+    variables = {_ACCELERATE_VARIABLES[name]: value for name, value in options.items() if name in _ACCELERATE_VARIABLES}
+    known = {"num_machines", "num_processes", "multi_gpu", "quiet", *_ACCELERATE_VARIABLES, *_ACCELERATE_IDENTITY}
+    _say_dropped((word for name, group in groups if name in _ACCELERATE_IDENTITY for word in group), result)
+    for name, group in groups:
+        if name not in known | _ACCELERATE_KEPT:
+            result.remark(
+                ("command",), f"{' '.join(group)}: {_REASONS.get(name, 'torchrun has no such option; dropped')}"
+            )
+    kept = [word for name, group in groups if name in _ACCELERATE_KEPT for word in group]
+    return ["torchrun", *kept, *rest], variables
+
+
+_BY_HAND = "--num_machines=$(NNODES) --machine_rank=$(NODE_RANK) --main_process_ip=$(MASTER_ADDR)"
+_REASONS = {
+    "config_file": "is not read: give what it says as options, or keep `accelerate launch` with " + _BY_HAND,
+    "gpu_ids": "a pod has its own GPUs: set them in resources.limits",
+}
+
+
+def _accelerate_options(words: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    groups: list[tuple[str, list[str]]] = []
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith("-"):
+            return groups, [word, *rest]
+        name, has_value, _ = word.lstrip("-").partition("=")
+        full = {"m": "module"}.get(name, name.replace("-", "_"))
+        if any(part in full for part in _NOT_DDP):
+            raise ConvertError(("command",), f"{word} is not DDP: keep `accelerate launch`, with {_BY_HAND}")
+        value = [] if full in _ACCELERATE_FLAGS or has_value else [v for v in [next(rest, None)] if v is not None]
+        groups.append((full, [word, *value]))
+    raise ConvertError(("command",), "has no script: what does it launch?")
+
+
+def _count(name: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConvertError(("command",), f"--{name}={text}: must be a number of at least 1")
+    return int(text)
+
+
+def _say_dropped(words: Iterator[str], result: Converted) -> None:
+    if dropped := " ".join(words):
+        result.remark(("command",), f"{dropped}: {common.SET_BY_THE_JOB}")

@@ -1,0 +1,102 @@
+"""What the converters share: metadata, the trainer's container, processes per node, names."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ddpjob_operator.convert.fields import ConvertError, Fields
+from ddpjob_operator.convert.result import Converted, Path
+from ddpjob_operator.job import api, launcher
+from ddpjob_operator.job.podspec import TRAINER, containers, gpus
+
+NO_GANG = "gang scheduling is not available yet; startDeadlineSeconds releases the pods if not all of them start"
+NO_ELASTIC = "elastic jobs are not available yet: the job always has spec.nodes nodes"
+SET_BY_THE_JOB = "not needed: the job sets the rendezvous of each node"
+KUEUE = "Kueue does not queue DDPJobs yet: the label stays, without effect"
+
+_KEPT = ("name", "generateName", "namespace", "labels", "annotations")
+_OF_THE_SERVER = "kubectl.kubernetes.io/last-applied-configuration"
+# Options of torchrun that say which machine it runs on: the job sets them for each node.
+IDENTITY = {
+    "nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf",
+    "standalone", "local_addr",
+}  # fmt: skip
+
+
+def begin(document: Mapping[str, Any]) -> tuple[Converted, Fields]:
+    """An empty DDPJob with the source's metadata, and the source's spec."""
+    source = Fields(document, ())
+    given = source.fields("metadata").given
+    metadata = {name: copy.deepcopy(given[name]) for name in _KEPT if given.get(name)}
+    annotations = metadata.get("annotations")
+    if isinstance(annotations, dict) and annotations.pop(_OF_THE_SERVER, None) and not annotations:
+        del metadata["annotations"]
+    kind, name = document.get("kind"), metadata.get("name", "-")
+    result = Converted(f"Converted from the {kind} {name} by `ddpjob convert`.", metadata)
+    labels = metadata.get("labels")
+    if isinstance(labels, dict) and "kueue.x-k8s.io/queue-name" in labels:
+        result.remark(("metadata", "labels", "kueue.x-k8s.io/queue-name"), KUEUE)
+    return result, source.fields("spec")
+
+
+def name_trainer(template: dict[str, Any], usual: str, path: Path, result: Converted) -> dict[str, Any]:
+    """The trainer's container, renamed from what the source calls it. Raises ConvertError where there is none."""
+    listed = containers(template)
+    if not listed:
+        raise ConvertError((*path, "spec", "containers"), "is missing: the trainer's container")
+    trainer = next((c for c in listed if c.get("name") in (usual, TRAINER)), listed[0])
+    trainer["name"] = TRAINER
+    pod = template["spec"]
+    if pod.get("restartPolicy") is not None:
+        pod.pop("restartPolicy")  # a DDPJob sets Never; what it meant is said at the source's own restartPolicy
+    _strip_launcher(trainer, path, result)
+    return trainer
+
+
+def _strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> None:
+    """Options of torchrun that identify the machine, in a command that is a list of words."""
+    for part in ("command", "args"):
+        words = trainer.get(part)
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            continue
+        kept, dropped = without_identity(words)
+        if dropped:
+            trainer[part] = kept
+            result.remark((*path, "spec", "containers"), f"{' '.join(dropped)}: {SET_BY_THE_JOB}; removed")
+
+
+def without_identity(words: list[str]) -> tuple[list[str], list[str]]:
+    """A launcher's command without the options that identify the machine, and those."""
+    begin = launcher.options_begin(words)
+    if begin is None:
+        return words, []
+    options, rest = launcher.split_options(words[begin:])
+    kept = [word for name, group in options if name not in IDENTITY for word in group]
+    return [*words[:begin], *kept, *rest], [word for name, group in options if name in IDENTITY for word in group]
+
+
+def set_processes(value: Any, path: Path, template: dict[str, Any], result: Converted) -> None:
+    """nprocPerNode from auto, cpu, gpu or a number."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if value in (None, "auto", "gpu"):
+        command = launcher.command_of(template)
+        # Where nothing starts several processes, the source means one process, which sees all GPUs of its pod.
+        if value != "gpu" and command and launcher.find(command) is None and gpus(template) > 1:
+            result.set("nprocPerNode", 1, "no launcher starts more: RANK and WORLD_SIZE count nodes, as before")
+    elif value == "cpu":
+        result.remark(path, "cpu means a process for each CPU: set spec.nprocPerNode to their number")
+    elif isinstance(value, str) and value.isdecimal() and int(value) > 0:
+        result.set("nprocPerNode", int(value))
+    else:
+        raise ConvertError(path, f"must be auto, cpu, gpu or a number, is {value}")
+
+
+def job_name(text: str) -> str:
+    """A name for a job from a file's name: train_gpt.py is train-gpt."""
+    stem = text.rsplit("/", 1)[-1].removesuffix(".py").rsplit(".", 1)[-1].lower()
+    name = re.sub(r"^[^a-z]+|[^a-z0-9]+$", "", re.sub(r"[^a-z0-9]+", "-", stem))
+    return name[: api.NAME_LENGTH_MAX].rstrip("-") or "train"

@@ -1,0 +1,147 @@
+"""A PyTorchJob (kubeflow.org/v1, Kubeflow Training Operator v1) as a DDPJob."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddpjob_operator.convert import common
+from ddpjob_operator.convert.fields import ConvertError, Fields
+from ddpjob_operator.convert.result import Converted, Path
+from ddpjob_operator.job.podspec import TRAINER
+from ddpjob_operator.job.validation import dotted
+
+RESUMABLE = 75  # what a rank that has saved ends with: no failure, so no rule is for it
+_CONTAINER = "pytorch"
+_PORT = "pytorchjob-port"
+_DIFFERENCES_MAX = 10
+
+_ELASTIC = {
+    "minReplicas": common.NO_ELASTIC,
+    "maxReplicas": common.NO_ELASTIC,
+    "metrics": "no HorizontalPodAutoscaler is made: " + common.NO_ELASTIC,
+    **dict.fromkeys(("rdzvBackend", "rdzvHost", "rdzvPort", "rdzvId", "rdzvConf", "standalone"), common.SET_BY_THE_JOB),
+}
+_SCHEDULING = {
+    "minAvailable": common.NO_GANG,
+    "minResources": common.NO_GANG,
+    "queue": "a DDPJob has no queue; " + common.NO_GANG,
+}
+
+
+def convert(document: Mapping[str, Any]) -> Converted:
+    """The DDPJob. Raises ConvertError."""
+    result, spec = common.begin(document)
+    replicas = spec.fields("pytorchReplicaSpecs")
+    master, worker = replicas.take("Master"), replicas.take("Worker")
+    for kind in replicas.given.keys() - {"Master", "Worker"}:
+        raise ConvertError((*replicas.path, kind), "a PyTorchJob has the replicas Master and Worker")
+    groups = [Fields(g, (*replicas.path, n)) for n, g in (("Master", master), ("Worker", worker)) if g is not None]
+    if not groups:
+        raise ConvertError(replicas.path, "is empty: there is neither a Master nor a Worker")
+    _nodes(groups, result)
+    template = _template(groups, result)
+    policy, elastic = spec.fields("runPolicy"), spec.fields("elasticPolicy")
+    nproc = spec.take("nprocPerNode")
+    where = (*spec.path, "nprocPerNode")
+    if nproc is None and (nproc := elastic.take("nProcPerNode")) is not None:
+        where = (*elastic.path, "nProcPerNode")
+    common.set_processes(nproc, where, template, result)
+    _restarts(groups, policy, elastic, result)
+    _run_policy(policy, template, result)
+    elastic.rest(result, _ELASTIC)
+    policy.rest(result)
+    spec.rest(result)
+    result.set("template", template)
+    return result
+
+
+def _nodes(groups: list[Fields], result: Converted) -> None:
+    counts = []
+    for group in groups:
+        count = group.number("replicas")
+        counts.append(1 if count is None else count)
+    if sum(counts) < 1:
+        raise ConvertError((*groups[0].path, "replicas"), "there is no replica: a DDPJob has at least one node")
+    names = " + ".join(f"{count} {group.path[-1]}" for count, group in zip(counts, groups, strict=True))
+    result.set("nodes", sum(counts), f"{names}; the Master is node 0")
+
+
+def _template(groups: list[Fields], result: Converted) -> dict[str, Any]:
+    """The first group's template, with a remark on what the other has otherwise."""
+    first, *others = groups
+    given = [copy.deepcopy(dict(group.fields("template").given)) for group in groups]
+    path = (*first.path, "template")
+    for group, other in zip(others, given[1:], strict=True):
+        for where in _differences(given[0], other, (*group.path, "template")):
+            result.remark(where, f"differs from {first.path[-1]}, whose value all nodes get: a DDPJob has one template")
+    template = given[0]
+    trainer = common.name_trainer(template, _CONTAINER, path, result)
+    ports = trainer.get("ports")
+    if isinstance(ports, list):
+        trainer["ports"] = [p for p in ports if not (isinstance(p, dict) and p.get("name") == _PORT)]
+        if not trainer["ports"]:
+            del trainer["ports"]
+    if not trainer.get("command") and not trainer.get("args"):
+        result.remark((*path, "spec", "containers"), f"{TRAINER} has no command: the image's own entrypoint is run")
+    return template
+
+
+def _differences(first: Any, other: Any, path: Path) -> Iterator[Path]:
+    """Where two templates differ: the deepest mappings and lists of the same shape are compared one by one."""
+    found = list(_walk(first, other, path))
+    yield from found[:_DIFFERENCES_MAX]
+
+
+def _walk(first: Any, other: Any, path: Path) -> Iterator[Path]:
+    if isinstance(first, dict) and isinstance(other, dict):
+        for name in dict.fromkeys((*first, *other)):
+            yield from _walk(first.get(name), other.get(name), (*path, name))
+    elif isinstance(first, list) and isinstance(other, list) and len(first) == len(other):
+        for i, (one, two) in enumerate(zip(first, other, strict=True)):
+            yield from _walk(one, two, (*path, i))
+    elif first != other and dotted(path).rsplit(".", 1)[-1] != "restartPolicy":
+        yield path
+
+
+def _restarts(groups: list[Fields], policy: Fields, elastic: Fields, result: Converted) -> None:
+    words = [group.text("restartPolicy") or "OnFailure" for group in groups]
+    path = (*groups[0].path, "restartPolicy")
+    if len(set(words)) > 1:
+        result.remark((*groups[1].path, "restartPolicy"), f"the whole group restarts: {words[0]} counts for all nodes")
+    limit, restarts = policy.number("backoffLimit"), elastic.number("maxRestarts")
+    if words[0] == "Never":
+        result.set("backoffLimit", 0, "restartPolicy: Never")
+    elif limit is not None:
+        result.set("backoffLimit", limit, "restarts of the whole group; lost nodes and evictions are not charged")
+    elif restarts is not None:
+        result.set("backoffLimit", restarts, "elasticPolicy.maxRestarts")
+    elif words[0] in ("OnFailure", "Always"):
+        result.remark(path, f"{words[0]} restarts one pod, without limit; a DDPJob restarts all nodes, backoffLimit: 3")
+    if words[0] == "ExitCode":
+        codes = [code for code in range(1, 128) if code != RESUMABLE]
+        rule = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": codes}}
+        comment = f"restartPolicy: ExitCode. {RESUMABLE} is missing: a rank that has saved in order ends with it"
+        result.set("failurePolicy", {"rules": [rule]}, comment)
+
+
+def _run_policy(policy: Fields, template: dict[str, Any], result: Converted) -> None:
+    if clean := policy.text("cleanPodPolicy"):
+        result.set("cleanPodPolicy", clean)
+    if (seconds := policy.number("activeDeadlineSeconds", 1)) is not None:
+        result.set("activeDeadlineSeconds", seconds)
+    if (seconds := policy.number("ttlSecondsAfterFinished")) is not None:
+        result.set("ttlSecondsAfterFinished", seconds)
+    if (suspend := policy.take("suspend")) is not None:
+        result.set("suspend", suspend)
+    manager = policy.text("managedBy")
+    if manager and manager != "kubeflow.org/training-operator":
+        result.set("managedBy", manager)
+    scheduling = policy.fields("schedulingPolicy")
+    if priority := scheduling.text("priorityClass"):
+        template["spec"].setdefault("priorityClassName", priority)
+    if seconds := scheduling.number("scheduleTimeoutSeconds"):
+        comment = "schedulingPolicy.scheduleTimeoutSeconds: all nodes run by then, else all pods are released"
+        result.set("startDeadlineSeconds", seconds, comment)
+    scheduling.rest(result, _SCHEDULING)

@@ -1,0 +1,85 @@
+"""What a conversion gives: a DDPJob with a comment for each field, and remarks on what has no counterpart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from ddpjob_operator.job import api
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Remark:
+    """A field of the source, and what a reader must know about it."""
+
+    path: Path
+    text: str
+
+
+@dataclass
+class Converted:
+    """A DDPJob in the making; `comments` explains fields of its spec by their name. The path of a remark that begins
+    with `runtime` is one of that document."""
+
+    title: str
+    metadata: dict[str, Any]
+    spec: dict[str, Any] = field(default_factory=dict)
+    comments: dict[str, str] = field(default_factory=dict)
+    remarks: list[Remark] = field(default_factory=list)
+    runtime: Mapping[str, Any] | None = None
+
+    def set(self, name: str, value: Any, comment: str = "") -> None:
+        """A field of the spec, and where it comes from."""
+        self.spec[name] = value
+        if comment:
+            self.comments[name] = comment
+
+    def remark(self, path: Path, text: str) -> None:
+        """Something without a counterpart, or with another meaning."""
+        self.remarks.append(Remark(path, text))
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The DDPJob as a mapping; the template last, because it is the longest."""
+        spec = {name: value for name, value in self.spec.items() if name != "template"}
+        return {
+            "apiVersion": api.API_VERSION,
+            "kind": api.KIND,
+            "metadata": self.metadata,
+            "spec": spec | {"template": self.spec.get("template", {})},
+        }
+
+    def to_yaml(self) -> str:
+        """The DDPJob as commented YAML."""
+        data = self.data
+        lines = [f"# {self.title}", *_dumped({k: v for k, v in data.items() if k != "spec"}), "spec:"]
+        for name, value in data["spec"].items():
+            if name in self.comments:
+                lines.append(f"  # {self.comments[name]}")
+            lines += (f"  {line}" for line in _dumped({name: value}))
+        return "\n".join(lines) + "\n"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Lists of words and numbers on one line, as commands are written; no anchors."""
+
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
+        """Called by PyYAML for each list."""
+        items = list(sequence)
+        plain = all(isinstance(item, (str, int)) and "\n" not in str(item) for item in items)
+        return super().represent_sequence(tag, items, flow_style=plain or flow_style)
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - the signature is PyYAML's
+        """Without anchors: kubectl reads them, people do not."""
+        return True
+
+
+def _dumped(data: dict[str, Any]) -> list[str]:
+    # libyaml is not used: the text is short, and this dumper can be told what a list looks like.
+    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    return text.splitlines()

@@ -1,0 +1,186 @@
+"""A TrainJob (trainer.kubeflow.org/v1alpha1, Kubeflow Trainer v2) with its runtime as a DDPJob."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ddpjob_operator.convert import common
+from ddpjob_operator.convert.fields import ConvertError, Fields
+from ddpjob_operator.convert.result import Converted
+from ddpjob_operator.convert.strategic import merge
+
+_STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
+_CONTAINER = "node"
+_OWN_CONTROLLER = "trainer.kubeflow.org/trainjob-controller"
+_PATCHES = ("podTemplateOverrides", "podSpecOverrides")
+
+_JOB_FIELDS = {
+    "parallelism": "the number of nodes is spec.nodes",
+    "completions": "the number of nodes is spec.nodes",
+    "backoffLimit": "restarts pods one by one; a DDPJob restarts all nodes: set spec.backoffLimit",
+}
+_JOB_SPEC = {
+    "initializer": "no initializer Job is made: download in an init container, or mount a volume that has the data",
+    "labels": "set them in metadata.labels of the template",
+    "annotations": "set them in metadata.annotations of the template",
+}
+
+
+def convert(document: Mapping[str, Any], runtimes: Sequence[Mapping[str, Any]]) -> Converted:
+    """The DDPJob. Raises ConvertError. A path that begins with `runtime` is one of the runtime."""
+    result, spec = common.begin(document)
+    runtime = result.runtime = _runtime(spec, runtimes, result)
+    try:
+        return _convert(spec, runtime, result)
+    except ConvertError as error:
+        raise ConvertError(error.path, str(error), runtime) from None
+
+
+def _convert(spec: Fields, runtime: Mapping[str, Any], result: Converted) -> Converted:
+    own = Fields(runtime.get("spec") or {}, ("runtime", "spec"))
+    policy = own.fields("mlPolicy")
+    torch, trainer = policy.fields("torch"), spec.fields("trainer")
+    for other in policy.given.keys() - {"numNodes", "torch"}:
+        raise ConvertError((*policy.path, other), f"mlPolicy.{other} is not PyTorch DDP: a DDPJob runs DDP alone")
+    template = _template(own, spec, trainer, result)
+    nodes = trainer.number("numNodes", 1) or policy.number("numNodes", 1) or 1
+    result.set("nodes", nodes, "numNodes")
+    nproc, path = trainer.take("numProcPerNode"), (*trainer.path, "numProcPerNode")
+    if nproc is None:
+        nproc, path = torch.take("numProcPerNode"), (*torch.path, "numProcPerNode")
+    common.set_processes(nproc, path, template, result)
+    _elastic(torch, result)
+    if (seconds := spec.number("activeDeadlineSeconds", 1)) is not None:
+        result.set("activeDeadlineSeconds", seconds)
+    if (suspend := spec.take("suspend")) is not None:
+        result.set("suspend", suspend)
+    manager = spec.text("managedBy")
+    if manager and manager != _OWN_CONTROLLER:
+        result.set("managedBy", manager)
+    _gang(own, result)
+    for fields in (trainer, spec, torch, own):
+        fields.rest(result, _JOB_SPEC)
+    result.set("template", template)
+    return result
+
+
+def _runtime(spec: Fields, runtimes: Sequence[Mapping[str, Any]], result: Converted) -> Mapping[str, Any]:
+    reference = spec.fields("runtimeRef")
+    name, kind = reference.text("name"), reference.text("kind") or "ClusterTrainingRuntime"
+    for runtime in runtimes:
+        if runtime.get("kind") == kind and (runtime.get("metadata") or {}).get("name") == name:
+            result.title = f"{result.title[:-1]}, with the {kind} {name}."
+            return runtime
+    raise ConvertError(
+        (*reference.path, "name"),
+        f"the {kind} {name} has the pod template, and is not among the files. "
+        f"kubectl get {kind.lower()} {name} -o yaml > runtime.yaml, and give runtime.yaml too.",
+    )
+
+
+def _template(own: Fields, spec: Fields, trainer: Fields, result: Converted) -> dict[str, Any]:
+    """The pod template of the runtime's trainer, with the TrainJob's own values."""
+    job_set = own.fields("template").fields("spec")
+    job = _trainer_job(job_set, result)
+    job_spec = job.fields("template").fields("spec")
+    _job_policies(job_set, job_spec, result)
+    path = (*job_spec.path, "template")
+    template = copy.deepcopy(dict(job_spec.fields("template").given))
+    for patch in _patches(spec, job.text("name"), result):
+        template = merge(template, patch)
+    container = common.name_trainer(template, _CONTAINER, path, result)
+    for name in ("image", "command", "args"):
+        if (value := trainer.take(name)) is not None:
+            container[name] = copy.deepcopy(value)
+    if (resources := trainer.take("resourcesPerNode")) is not None:
+        container["resources"] = copy.deepcopy(resources)
+    if (env := trainer.take("env")) is not None:
+        container["env"] = merge({"env": container.get("env") or []}, {"env": env})["env"]
+    job_spec.rest(result, _JOB_FIELDS)
+    return template
+
+
+def _trainer_job(job_set: Fields, result: Converted) -> Fields:
+    """The replicated job whose pods train."""
+    jobs = list(job_set.mappings("replicatedJobs"))
+
+    def step(job: Fields) -> Any:
+        metadata = (job.given.get("template") or {}).get("metadata") or {}
+        return (metadata.get("labels") or {}).get(_STEP)
+
+    found = next((j for j in jobs if step(j) == "trainer"), None) or next(
+        (j for j in jobs if j.given.get("name") == "node"), None
+    )
+    if found is None:
+        raise ConvertError((*job_set.path, "replicatedJobs"), f"none has the label {_STEP}: trainer")
+    for job in jobs:
+        if job is not found:
+            reason = f"the Job {job.given.get('name')} is not made: download in an init container, or mount a volume"
+            result.remark(job.path, reason)
+    return found
+
+
+def _job_policies(job_set: Fields, job_spec: Fields, result: Converted) -> None:
+    failure = job_set.fields("failurePolicy")
+    if (restarts := failure.number("maxRestarts")) is not None:
+        result.set("backoffLimit", restarts, "the JobSet's failurePolicy.maxRestarts")
+    if (seconds := job_set.number("ttlSecondsAfterFinished")) is not None:
+        result.set("ttlSecondsAfterFinished", seconds)
+    rules = [r for rule in job_spec.fields("podFailurePolicy").mappings("rules") if (r := _rule(rule, result))]
+    if rules:
+        result.set("failurePolicy", {"rules": rules}, "podFailurePolicy of the Job")
+    failure.rest(result)
+    job_set.rest(result)
+
+
+def _rule(rule: Fields, result: Converted) -> dict[str, Any] | None:
+    codes = rule.take("onExitCodes")
+    action = rule.text("action")
+    if not isinstance(codes, dict) or action not in ("FailJob", "Ignore", "Count"):
+        result.remark(rule.path, "a rule of a DDPJob's failurePolicy is for exit codes: FailJob, Ignore or Count")
+        return None
+    return {"action": action, "onExitCodes": {k: codes[k] for k in ("operator", "values") if k in codes}}
+
+
+def _patches(spec: Fields, job: str, result: Converted) -> Iterator[Mapping[str, Any]]:
+    """What the TrainJob changes in the runtime's pod template, by any version of the field."""
+    for patch in spec.mappings("runtimePatches"):
+        job_set = patch.fields("trainingRuntimeSpec").fields("template").fields("spec")
+        for replicated in job_set.mappings("replicatedJobs"):
+            if replicated.text("name") == job:
+                yield replicated.fields("template").fields("spec").fields("template").given
+            else:
+                result.remark(replicated.path, f"is for another Job than {job}")
+    for name in _PATCHES:
+        for override in spec.mappings(name):
+            targets = [target.text("name") for target in override.mappings("targetJobs")]
+            if job in targets:
+                given = {k: v for k, v in override.given.items() if k in ("metadata", "spec")}
+                # podSpecOverrides has the pod's fields beside targetJobs, without a spec around them.
+                yield (
+                    given
+                    if name == _PATCHES[0]
+                    else {"spec": {k: v for k, v in override.given.items() if k != "targetJobs"}}
+                )
+            else:
+                result.remark(override.path, f"is for another Job than {job}")
+
+
+def _elastic(torch: Fields, result: Converted) -> None:
+    elastic = torch.fields("elasticPolicy")
+    if (restarts := elastic.number("maxRestarts")) is not None:
+        result.set("backoffLimit", restarts, "elasticPolicy.maxRestarts")
+    if (most := elastic.number("maxNodes", 1)) is not None:
+        result.set("nodes", most, "elasticPolicy.maxNodes")
+    elastic.rest(result, dict.fromkeys(("minNodes", "metrics"), common.NO_ELASTIC))
+
+
+def _gang(own: Fields, result: Converted) -> None:
+    group = own.fields("podGroupPolicy")
+    seconds = group.fields("coscheduling").number("scheduleTimeoutSeconds")
+    if seconds:
+        result.set("startDeadlineSeconds", seconds, "scheduleTimeoutSeconds: all nodes run by then, or are released")
+    for name in group.given:
+        result.remark((*group.path, name), common.NO_GANG)

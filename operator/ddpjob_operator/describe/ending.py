@@ -1,0 +1,38 @@
+"""The one line that says how a job ended, in a cluster as in a local run."""
+
+from __future__ import annotations
+
+from ddpjob_operator.describe import progress
+from ddpjob_operator.job import api, wording
+
+
+def succeeded(name: str, status: api.Status, took: float) -> str:
+    """✔ digits Succeeded in 38s   accuracy 0.978   1 restart, 20 steps repeated
+
+    took: seconds.
+    """
+    metrics = progress.metric_parts(status.progress) if status.progress else []
+    return "   ".join([f"✔ {name} Succeeded in {wording.duration(took)}", *metrics, *progress.restart_parts(status)])
+
+
+def failed(name: str, status: api.Status, took: float) -> str:
+    """✖ digits Failed after 38s: restarted 3 times …; took: seconds."""
+    return f"✖ {name} Failed after {wording.duration(took)}: {status.message}"
+
+
+def of_job(job: api.DDPJob) -> str:
+    """The line of a job that has ended in a cluster, or a line of its state."""
+    status, name = job.status, job.metadata.name
+    took = seconds_taken(status)
+    if status.state == "Succeeded":
+        return succeeded(name, status, took)
+    if status.state == "Failed":
+        return failed(name, status, took)
+    return f"{name} {status.state or 'Pending'}: {status.message or 'no operator has seen it yet'}"
+
+
+def seconds_taken(status: api.Status) -> float:
+    """From the (last) start to the end; 0 where either is not known."""
+    if status.start_time is None or status.completion_time is None:
+        return 0.0
+    return (status.completion_time - status.start_time).total_seconds()

@@ -1,0 +1,42 @@
+"""The program `ddpjob-operator`: what it answers without starting, and what it needs to start.
+
+It imports kopf and uvloop only to start, so that a missing extra is one line and `--help` starts nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+# What the extra `operator` installs, as far as the operator cannot start without it.
+NEEDED = ("aiohttp", "jwt", "kopf", "kubernetes", "orjson", "uvloop")
+
+ABOUT = """Run the operator for DDPJobs until SIGTERM. It has no options: the chart sets its environment variables
+(charts/ddpjob-operator/README.md). In a cluster it uses the pod's service account, elsewhere KUBECONFIG."""
+EXAMPLE = """example: helm install ddpjob charts/ddpjob-operator --namespace ddpjob --create-namespace"""
+
+
+def main() -> None:
+    """The console script: runs the operator. Ends with 2 where an argument is wrong or a package is missing."""
+    sys.exit(start(sys.argv[1:]))
+
+
+def start(arguments: Sequence[str]) -> int:
+    """Answer --help and --version, or run the operator; the exit code. Raises SystemExit, as argparse and the operator
+    do."""
+    parser = argparse.ArgumentParser(
+        "ddpjob-operator", "ddpjob-operator", ABOUT, EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"ddpjob-operator {metadata.version('ddpjob')}")
+    parser.parse_args(arguments)
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"ddpjob-operator: {missing[0]} is not installed: pip install 'ddpjob[operator]'", file=sys.stderr)
+        return 2
+    from ddpjob_operator.kube.main import main as run
+
+    run()
+    return 0

@@ -1,0 +1,115 @@
+"""Finding a run again: `ddpjob list`, and `ddpjob logs` with the choices that kubectl users know."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+from shell import Cli, eventually
+
+FAILS_ONCE = """
+    import os, sys
+    attempt, rank = os.environ["DDPJOB_ATTEMPT"], os.environ["RANK"]
+    print(f"attempt {attempt} rank {rank}", flush=True)
+    sys.exit(3 if attempt == "1" and rank == "1" else 0)
+"""
+
+
+def listed(cli: Cli, *words: str) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = json.loads(cli.run("list", "-o", "json", *words).stdout)
+    return found
+
+
+def test_list_shows_what_became_of_each_run_the_newest_first(cli: Cli) -> None:
+    """A user who comes back after lunch does not know which run is which, nor how it ended."""
+    cli.run("run", cli.file("print(1)", "first"))
+    cli.run("run", cli.file(FAILS_ONCE, "second", backoffLimit=2))
+    text = cli.run("list").stdout.splitlines()
+    assert text[0].split() == ["JOB", "STATE", "AGE", "ATTEMPTS", "RESTARTS", "STEP", "FOLDER"]
+    assert text[1].split()[:2] == ["second", "Succeeded"]
+    assert text[1].split()[3:5] == ["2", "1"]
+    assert text[2].split()[:2] == ["first", "Succeeded"]
+    assert "NODES" in cli.run("list", "-o", "wide").stdout
+    second, first = listed(cli)
+    assert (second["job"], second["attempts"], second["restarts"]) == ("second", 2, 1)
+    status = json.loads((Path(str(first["folder"])) / "status.json").read_text())
+    assert status["state"] == "Succeeded"
+
+
+def test_a_run_whose_process_was_killed_is_not_listed_as_running(cli: Cli) -> None:
+    """A user waits for a training that nothing runs any more."""
+    ready = cli.folder / "ready"
+    with cli.start("run", cli.file(f"open({str(ready)!r}, 'w'); import time; time.sleep(1000)")) as process:
+        eventually(lambda: ready.exists() and listed(cli)[0]["state"] == "Running")
+        os.kill(process.pid, signal.SIGKILL)
+    eventually(lambda: not cli.marked())
+    assert listed(cli)[0]["state"] == "Killed"
+
+
+def test_without_any_run_list_and_logs_say_so(cli: Cli) -> None:
+    """A new user reads an empty line, or a traceback."""
+    done = cli.run("list")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "no run is kept" in done.stderr
+    assert listed(cli) == []
+    done = cli.run("logs")
+    assert done.returncode == 2
+    assert "start one with ddpjob run" in done.stderr
+
+
+def test_logs_shows_the_last_run_by_attempt_and_by_rank(cli: Cli) -> None:
+    """A user looks for the log of the rank that failed in a folder with a random name."""
+    cli.run("run", cli.file(FAILS_ONCE, backoffLimit=2))
+    assert cli.run("logs").stdout == "[0:0] attempt 2 rank 0\n[1:1] attempt 2 rank 1\n"
+    assert cli.run("logs", "job", "--rank", 1).stdout == "attempt 2 rank 1\n"
+    assert cli.run("logs", "job", "--rank", 1, "--previous").stdout == "attempt 1 rank 1\n"
+    assert cli.run("logs", "job", "--node", 0, "--attempt", 1).stdout == "attempt 1 rank 0\n"
+
+
+def test_a_wish_that_no_log_fulfils_is_refused_with_what_there_is(cli: Cli) -> None:
+    """A user takes an empty answer for an empty log."""
+    cli.run("run", cli.file("print(1)"))
+    for words, why in (
+        (["other"], "there are runs of: job"),
+        (["--rank", "2"], "has the ranks 0 to 1"),
+        (["--node", "7"], "node 7 has no log in attempt 1"),
+        (["--attempt", "5"], "has logs of 1"),
+        (["--previous"], "has 1 attempt"),
+        (["--previous", "--attempt", "1"], "exclude each other"),
+        (["--rank", "0", "--node", "1"], "exclude each other"),
+    ):
+        done = cli.run("logs", *words)
+        assert done.returncode == 2, words
+        assert why in done.stderr, words
+        assert done.stdout == ""
+
+
+def test_follow_goes_on_through_a_restart_until_the_job_ends(cli: Cli) -> None:
+    """A user's tail -f stays at the log of a pod that is gone."""
+    script = FAILS_ONCE.replace(
+        "sys.exit(", "import time\n    while not os.path.exists('go'): time.sleep(0.02)\n    sys.exit("
+    )
+    with cli.start("run", cli.file(script, backoffLimit=2)) as run:
+        eventually(lambda: listed(cli) and "attempt 1" in cli.run("logs", "--node", 0).stdout)
+        with cli.start("logs", "--follow") as follower:
+            assert follower.stdout is not None
+            first = follower.stdout.readline()
+            (cli.folder / "go").touch()
+            rest = follower.stdout.read()
+        run.communicate(timeout=60)
+    shown = [f"[{rank}:{rank}] attempt {attempt} rank {rank}" for attempt in (1, 2) for rank in (0, 1)]
+    assert sorted((first + rest).splitlines()) == sorted(shown)
+
+
+def test_a_reader_that_has_enough_ends_logs_quietly(cli: Cli) -> None:
+    """`ddpjob logs | head -1` ends in a traceback."""
+    cli.run("run", cli.file("for i in range(100000): print(i)", nodes=1))
+    with cli.start("logs") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "0\n"
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+        assert process.wait() == 0

@@ -1,0 +1,170 @@
+"""What the programs say about themselves: help, versions, completion, the schema for editors."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from ddpjob_operator.cli.main import cli
+from ddpjob_operator.job import schema
+from ddpjob_operator.kube import program
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
+
+
+def said(*arguments: str, **environ: str) -> str:
+    result = CliRunner().invoke(cli, arguments, env=environ, prog_name="ddpjob")
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_help_and_version_work_as_words_too() -> None:
+    """Whoever knows git or kubectl types them first, and was told that there is no such command."""
+    assert said("help") == said("--help")
+    assert said("help", "check").splitlines()[1:] == said("check", "--help").splitlines()[1:]
+    assert said("version").startswith("ddpjob ")
+
+
+def test_help_of_an_unknown_command_says_where_the_commands_are() -> None:
+    result = CliRunner().invoke(cli, ["help", "chekc"], prog_name="ddpjob")
+    assert result.exit_code == 2
+    assert "ddpjob help lists them" in result.output
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_script_asks_ddpjob_for_its_words(shell: str) -> None:
+    assert f"_DDPJOB_COMPLETE={shell}_complete" in said("completion", shell)
+
+
+def test_a_shell_that_loads_the_script_is_offered_the_commands_and_options() -> None:
+    program_ = [sys.executable, "-m", "ddpjob_operator.cli"]
+    for typed, offered in {"ddpjob comp": "plain,completion", "ddpjob check --for": "plain,--format"}.items():
+        environ = os.environ | {
+            "_DDPJOB_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))
+        }  # fmt: skip
+        done = subprocess.run(program_, env=environ, capture_output=True, text=True, timeout=60, check=False)
+        assert done.stdout.splitlines() == [offered], done.stderr
+
+
+# ---- the schema for editors
+
+
+def wrong(value: Any, rule: dict[str, Any], path: str = "") -> list[str]:
+    """Where a value breaks a JSON Schema, as far as ours uses the dialect."""
+    kinds = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool}
+    types = [rule["type"]] if isinstance(rule.get("type"), str) else rule.get("type", [])
+    if types and not any(value is None if t == "null" else isinstance(value, kinds[t]) for t in types):
+        return [f"{path}: {value!r} is no {types}"]
+    if value not in rule.get("enum", [value]) or value != rule.get("const", value):
+        return [f"{path}: {value!r}"]
+    if "oneOf" in rule and sum(not wrong(value, one, path) for one in rule["oneOf"]) != 1:
+        return [f"{path}: {value!r} fits none"]
+    found = [f"{path}.{name} is missing" for name in rule.get("required", ()) if name not in value]
+    if isinstance(value, dict):
+        more = rule.get("additionalProperties", True)
+        for name, inner in value.items():
+            known = rule.get("properties", {}).get(name, more)
+            found += [f"{path}.{name}: unknown"] if known is False else []
+            found += wrong(inner, known, f"{path}.{name}") if isinstance(known, dict) else []
+    if isinstance(value, list) and "items" in rule:
+        found += [problem for i, item in enumerate(value) for problem in wrong(item, rule["items"], f"{path}[{i}]")]
+    if isinstance(value, str) and not re.search(rule.get("pattern", ""), value):
+        found.append(f"{path}: {value!r} does not match")
+    if isinstance(value, int) and not rule.get("minimum", value) <= value <= rule.get("maximum", value):
+        found.append(f"{path}: {value} is out of range")
+    return found
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_editor_finds_the_schema_by_the_first_line_of_each_example_and_marks_nothing_in_it(path: Path) -> None:
+    """A red line below a sound field teaches people to ignore red lines."""
+    first, *_ = path.read_text(encoding="utf-8").splitlines()
+    relative = first.removeprefix("# yaml-language-server: $schema=")
+    found = json.loads((path.parent / relative).read_text(encoding="utf-8"))
+    assert wrong(yaml.safe_load(path.read_text(encoding="utf-8")), found) == []
+
+
+def job(**spec: Any) -> dict[str, Any]:
+    container = {"name": "trainer", "image": "i", **spec.pop("container", {})}
+    template = {"spec": {"containers": [container]}}
+    return {
+        "apiVersion": "training.ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": "mine"},
+        "spec": {"nodes": 1, "template": template, **spec},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "marked"),
+    [
+        (job(replicas=2), ".spec.replicas: unknown"),
+        (job(nodes=0), ".spec.nodes: 0 is out of range"),
+        (job(nprocPerNode="all"), ".spec.nprocPerNode: 'all' fits none"),
+        (job(nprocPerNode=0), ".spec.nprocPerNode: 0 fits none"),
+        (job(backend="smoke-signs"), ".spec.backend: 'smoke-signs'"),
+        (job(container={"command": "torchrun train.py"}),
+         ".spec.template.spec.containers[0].command: 'torchrun train.py' is no ['array', 'null']"),
+        (job(container={"env": [{"name": "A", "valeu": "b"}]}),
+         ".spec.template.spec.containers[0].env[0].valeu: unknown"),
+        (job(container={"resources": {"limits": {"cpu": "lots"}}}),
+         ".spec.template.spec.containers[0].resources.limits.cpu: 'lots' does not match"),
+    ],
+)  # fmt: skip
+def test_an_editor_marks_a_mistake_at_its_field(body: dict[str, Any], marked: str) -> None:
+    assert wrong(body, schema.schema()) == [marked]
+
+
+def test_an_editor_leaves_sound_jobs_alone() -> None:
+    for sound in (
+        job(nprocPerNode="auto", onePodPerNode=True, stall={"timeoutSeconds": 0}),
+        job(
+            container={"resources": {"limits": {"cpu": 0.5, "memory": "2Gi", "nvidia.com/gpu": 8}}, "future": {"a": 1}}
+        ),
+    ):
+        assert wrong(sound, schema.schema()) == []
+
+
+def test_the_schema_that_is_checked_in_is_the_one_that_is_printed() -> None:
+    assert (ROOT / "docs/ddpjob.schema.json").read_text(encoding="utf-8") == said("schema") == schema.to_json()
+
+
+# ---- ddpjob-operator
+
+
+def test_the_operators_help_and_version_start_nothing(capsys: Any) -> None:
+    """`ddpjob-operator --help` ran an operator until it was killed."""
+    for option, begin in {"--help": "usage: ddpjob-operator", "--version": "ddpjob-operator "}.items():
+        with pytest.raises(SystemExit) as ended:
+            program.start([option])
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.startswith(begin)
+
+
+def test_the_operator_refuses_an_argument_that_it_does_not_have(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        program.start(["--namespace", "team-a"])
+    assert ended.value.code == 2
+    assert "--namespace" in capsys.readouterr().err
+
+
+def test_without_its_packages_the_operator_names_what_to_install() -> None:
+    """Whoever installed the command line alone saw a traceback that ends in: No module named 'kopf'."""
+    only_the_base = (
+        "import importlib.util, sys; find = importlib.util.find_spec;"
+        "importlib.util.find_spec = lambda name: None if name == 'kopf' else find(name);"
+        "from ddpjob_operator.kube.program import start; sys.exit(start([]))"
+    )
+    command = [sys.executable, "-c", only_the_base]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (
+        2, "ddpjob-operator: kopf is not installed: pip install 'ddpjob[operator]'\n"
+    )  # fmt: skip

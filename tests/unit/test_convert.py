@@ -1,0 +1,421 @@
+"""`ddpjob convert`: jobs of Kubeflow and command lines become DDPJobs, and nothing is dropped silently."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from ddpjob_operator import convert as room
+from ddpjob_operator.cli.main import cli
+from ddpjob_operator.convert import command
+from ddpjob_operator.convert.fields import ConvertError
+from ddpjob_operator.convert.result import Converted
+from ddpjob_operator.job import validation
+from ddpjob_operator.manifest import yamlfile
+
+PYTORCHJOB = """\
+apiVersion: kubeflow.org/v1
+kind: PyTorchJob
+metadata: {name: mnist, namespace: team-a}
+spec:
+  nprocPerNode: "4"
+  pytorchReplicaSpecs:
+    Master:
+      replicas: 1
+      restartPolicy: OnFailure
+      template: &pod
+        spec:
+          containers:
+          - name: pytorch
+            image: registry.example/mnist:1
+            command: [torchrun, train.py, --epochs, "5"]
+            resources: {limits: {nvidia.com/gpu: 4}}
+    Worker:
+      replicas: 3
+      restartPolicy: OnFailure
+      template: *pod
+"""
+
+TRAINJOB = """\
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainJob
+metadata: {name: gpt}
+spec:
+  runtimeRef: {name: torch-distributed}
+  trainer:
+    numNodes: 4
+    numProcPerNode: 8
+    image: registry.example/gpt:1
+    command: [torchrun, train.py]
+    args: [--epochs, "5"]
+    env: [{name: NCCL_DEBUG, value: WARN}, {name: LR, value: "0.1"}]
+    resourcesPerNode: {limits: {nvidia.com/gpu: 8}}
+"""
+
+RUNTIME = """\
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: ClusterTrainingRuntime
+metadata: {name: torch-distributed}
+spec:
+  mlPolicy: {numNodes: 1, torch: {numProcPerNode: auto}}
+  podGroupPolicy: {coscheduling: {scheduleTimeoutSeconds: 120}}
+  template:
+    spec:
+      failurePolicy: {maxRestarts: 2}
+      replicatedJobs:
+      - name: node
+        template:
+          metadata: {labels: {trainer.kubeflow.org/trainjob-ancestor-step: trainer}}
+          spec:
+            template:
+              spec:
+                tolerations: [{key: gpu, operator: Exists}]
+                containers:
+                - name: node
+                  image: pytorch/pytorch:2.7.1
+                  env: [{name: NCCL_DEBUG, value: INFO}, {name: HOME, value: /tmp}]
+"""
+
+
+def pytorchjob(**spec: Any) -> dict[str, Any]:
+    body: dict[str, Any] = copy.deepcopy(yaml.safe_load(PYTORCHJOB))
+    body["spec"] |= spec
+    return body
+
+
+def trainjob(runtime: str = RUNTIME, **spec: Any) -> Converted:
+    body = yaml.safe_load(TRAINJOB)
+    body["spec"] |= spec
+    return checked(room.convert(body, [yaml.safe_load(runtime)]))
+
+
+def checked(result: Converted) -> Converted:
+    """Each result is read back from its YAML, comments and all, and must be a valid DDPJob."""
+    data = yaml.safe_load(result.to_yaml())
+    assert data == result.data
+    assert [str(problem) for problem in validation.parse(data)[1]] == []
+    return result
+
+
+def converted(**spec: Any) -> Converted:
+    return checked(room.convert(pytorchjob(**spec), []))
+
+
+def of_command(line: str) -> Converted:
+    return checked(command.convert(line.split()))
+
+
+def remarks(result: Converted) -> dict[str, str]:
+    return {validation.dotted(remark.path): remark.text for remark in result.remarks}
+
+
+def trainer(result: Converted) -> dict[str, Any]:
+    (container,) = result.spec["template"]["spec"]["containers"]
+    return dict(container)
+
+
+# ---- PyTorchJob
+
+
+def test_a_pytorchjob_becomes_a_job_of_all_its_replicas() -> None:
+    """One who moves over must not count Master and Worker by hand, nor find out that the trainer has another name."""
+    result = converted()
+    assert result.metadata == {"name": "mnist", "namespace": "team-a"}
+    assert (result.spec["nodes"], result.spec["nprocPerNode"]) == (4, 4)
+    assert (trainer(result)["name"], trainer(result)["image"]) == ("trainer", "registry.example/mnist:1")
+    assert trainer(result)["command"] == ["torchrun", "train.py", "--epochs", "5"]
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ({"cleanPodPolicy": "None"}, {"cleanPodPolicy": "None"}),
+        ({"backoffLimit": 7}, {"backoffLimit": 7}),
+        ({"ttlSecondsAfterFinished": 0}, {"ttlSecondsAfterFinished": 0}),
+        ({"activeDeadlineSeconds": 60}, {"activeDeadlineSeconds": 60}),
+        ({"suspend": True}, {"suspend": True}),
+        ({"managedBy": "kubeflow.org/training-operator"}, {}),
+        ({"managedBy": "kueue.x-k8s.io/multikueue"}, {"managedBy": "kueue.x-k8s.io/multikueue"}),
+        ({"schedulingPolicy": {"scheduleTimeoutSeconds": 90}}, {"startDeadlineSeconds": 90}),
+    ],
+)
+def test_a_field_of_run_policy_becomes_the_field_with_its_meaning(given: Any, made: dict[str, Any]) -> None:
+    result = converted(runPolicy=given)
+    found = {k: v for k, v in result.spec.items() if k not in ("nodes", "nprocPerNode", "template")}
+    assert found == made
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        ({"runPolicy": {"schedulingPolicy": {"minAvailable": 4}}}, "spec.runPolicy.schedulingPolicy.minAvailable"),
+        ({"runPolicy": {"schedulingPolicy": {"queue": "a"}}}, "spec.runPolicy.schedulingPolicy.queue"),
+        ({"runPolicy": {"frobnicate": 1}}, "spec.runPolicy.frobnicate"),
+        ({"elasticPolicy": {"minReplicas": 1}}, "spec.elasticPolicy.minReplicas"),
+        ({"elasticPolicy": {"metrics": [{}]}}, "spec.elasticPolicy.metrics"),
+        ({"elasticPolicy": {"rdzvBackend": "c10d"}}, "spec.elasticPolicy.rdzvBackend"),
+        ({"nprocPerNode": "cpu"}, "spec.nprocPerNode"),
+        ({"future": {"a": 1}}, "spec.future"),
+    ],
+)
+def test_a_field_without_a_counterpart_is_named(spec: dict[str, Any], named: str) -> None:
+    """A field that is dropped silently is found when the job does something else at night."""
+    assert named in remarks(converted(**spec))
+
+
+def replicas(policy: str | None = None, **container: Any) -> dict[str, Any]:
+    given: dict[str, Any] = pytorchjob()["spec"]["pytorchReplicaSpecs"]
+    for group in given.values():
+        group["restartPolicy"] = policy or group["restartPolicy"]
+        group["template"]["spec"]["containers"][0] |= container
+    return given
+
+
+def test_restart_policies_become_limits_and_rules() -> None:
+    assert converted(pytorchReplicaSpecs=replicas("Never")).spec["backoffLimit"] == 0
+    assert "backoffLimit" not in converted().spec
+    assert "backoffLimit: 3" in remarks(converted())["spec.pytorchReplicaSpecs.Master.restartPolicy"]
+    (rule,) = converted(pytorchReplicaSpecs=replicas("ExitCode")).spec["failurePolicy"]["rules"]
+    codes = set(rule["onExitCodes"]["values"])
+    assert rule["action"] == "FailJob"
+    assert (1 in codes, 127 in codes, 128 in codes, 137 in codes) == (True, True, False, False)
+    assert 75 not in codes, "a rank that has saved its state ends with it, and must be resumed"
+
+
+def test_elastic_restarts_count_where_there_is_no_backoff_limit() -> None:
+    assert converted(elasticPolicy={"maxRestarts": 9}).spec["backoffLimit"] == 9
+    assert converted(elasticPolicy={"maxRestarts": 9}, runPolicy={"backoffLimit": 1}).spec["backoffLimit"] == 1
+
+
+def test_a_worker_that_differs_from_the_master_is_named_field_by_field() -> None:
+    """A DDPJob has one template: whoever gave workers another image must hear of it before the job runs."""
+    given = replicas()
+    given["Worker"]["template"] = copy.deepcopy(given["Master"]["template"])
+    given["Worker"]["template"]["spec"]["containers"][0]["image"] = "registry.example/mnist:2"
+    named = [name for name in remarks(converted(pytorchReplicaSpecs=given)) if "template" in name]
+    assert named == ["spec.pytorchReplicaSpecs.Worker.template.spec.containers[0].image"]
+
+
+def test_options_that_identify_the_machine_are_removed_from_the_command() -> None:
+    """--nnodes=1:3 would be refused, and a rendezvous at a fixed address would wait for ever."""
+    words = "torchrun --nnodes=1:3 --rdzv-backend c10d --rdzv_endpoint=h:1 --tee 3 train.py --nnodes 9".split()
+    result = converted(pytorchReplicaSpecs=replicas(command=words))
+    assert trainer(result)["command"] == ["torchrun", "--tee", "3", "train.py", "--nnodes", "9"]
+    assert any("--nnodes=1:3 --rdzv-backend c10d" in text for text in remarks(result).values())
+
+
+def test_plain_python_with_several_gpus_stays_one_process_a_node() -> None:
+    """There RANK counts nodes; with a process for each GPU the script would find no RANK at all."""
+    result = converted(nprocPerNode=None, pytorchReplicaSpecs=replicas(command=["python", "train.py"]))
+    assert result.spec["nprocPerNode"] == 1
+    assert "nprocPerNode" not in converted(nprocPerNode=None).spec
+
+
+@pytest.mark.parametrize(
+    ("spec", "path", "sentence"),
+    [
+        ({"pytorchReplicaSpecs": {}}, "spec.pytorchReplicaSpecs", "neither a Master nor a Worker"),
+        ({"pytorchReplicaSpecs": {"PS": {}}}, "spec.pytorchReplicaSpecs.PS", "Master and Worker"),
+        (
+            {"runPolicy": {"backoffLimit": "x"}},
+            "spec.runPolicy.backoffLimit",
+            'must be a whole number of at least 0, is "x"',
+        ),
+        ({"runPolicy": []}, "spec.runPolicy", "must be a mapping, is a list"),
+        ({"nprocPerNode": "many"}, "spec.nprocPerNode", "must be auto, cpu, gpu or a number"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused_at_its_field(spec: dict[str, Any], path: str, sentence: str) -> None:
+    with pytest.raises(ConvertError, match=sentence) as raised:
+        converted(**spec)
+    assert validation.dotted(raised.value.path) == path
+
+
+# ---- TrainJob
+
+
+def test_a_trainjob_and_its_runtime_become_one_job() -> None:
+    result = trainjob()
+    assert (result.spec["nodes"], result.spec["nprocPerNode"], result.spec["backoffLimit"]) == (4, 8, 2)
+    assert result.spec["startDeadlineSeconds"] == 120
+    container = trainer(result)
+    assert (container["name"], container["image"]) == ("trainer", "registry.example/gpt:1")
+    assert container["command"] + container["args"] == ["torchrun", "train.py", "--epochs", "5"]
+    assert {entry["name"]: entry["value"] for entry in container["env"]} == {
+        "NCCL_DEBUG": "WARN", "HOME": "/tmp", "LR": "0.1"
+    }  # fmt: skip
+    assert result.spec["template"]["spec"]["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
+
+
+def _patched(pod: dict[str, Any], name: str = "node") -> Iterator[dict[str, Any]]:
+    job = {"name": name, "template": {"spec": {"template": {"spec": pod}}}}
+    template = {"spec": {"replicatedJobs": [job]}}
+    yield {"runtimePatches": [{"manager": "me", "trainingRuntimeSpec": {"template": template}}]}
+    yield {"podTemplateOverrides": [{"targetJobs": [{"name": name}], "spec": pod}]}
+    yield {"podSpecOverrides": [{"targetJobs": [{"name": name}], **pod}]}
+
+
+def test_patches_of_every_version_change_the_pod_as_kubernetes_merges() -> None:
+    """A volume with a patch of its own must not take the place of the runtime's containers."""
+    volume = {"name": "data", "persistentVolumeClaim": {"claimName": "data"}}
+    mount = {"name": "data", "mountPath": "/data"}
+    pod = {"volumes": [volume], "containers": [{"name": "node", "volumeMounts": [mount]}], "nodeSelector": {"a": "b"}}
+    for spec in _patched(pod):
+        made = trainjob(**spec).spec["template"]["spec"]
+        (container,) = made["containers"]
+        assert (made["volumes"], made["nodeSelector"]) == ([volume], {"a": "b"})
+        assert (container["volumeMounts"], container["image"]) == ([mount], "registry.example/gpt:1")
+
+
+def test_a_patch_of_another_job_is_named_and_not_applied() -> None:
+    for spec in _patched({"nodeSelector": {"a": "b"}}, "dataset-initializer"):
+        result = trainjob(**spec)
+        assert "nodeSelector" not in result.spec["template"]["spec"]
+        assert any("another Job" in text for text in remarks(result).values())
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        ({"initializer": {"dataset": {"storageUri": "hf://x"}}}, "spec.initializer"),
+        ({"labels": {"a": "b"}}, "spec.labels"),
+        ({"future": 1}, "spec.future"),
+        ({}, "runtime.spec.podGroupPolicy.coscheduling"),
+    ],
+)
+def test_what_a_trainjob_has_and_a_ddpjob_not_is_named(spec: dict[str, Any], named: str) -> None:
+    assert named in remarks(trainjob(**spec))
+
+
+def test_a_trainjob_without_its_runtime_says_how_to_get_it() -> None:
+    with pytest.raises(ConvertError, match="kubectl get clustertrainingruntime torch-distributed -o yaml"):
+        room.convert(yaml.safe_load(TRAINJOB), [])
+
+
+def test_a_runtime_for_something_else_is_refused() -> None:
+    with pytest.raises(ConvertError, match="mpi is not PyTorch DDP"):
+        trainjob(RUNTIME.replace("torch: {numProcPerNode: auto}", "mpi: {numProcPerNode: 2}"))
+
+
+# ---- command lines
+
+
+@pytest.mark.parametrize(
+    ("line", "nodes", "nproc", "made"),
+    [
+        ("torchrun --nnodes 2 --nproc-per-node=4 train.py --lr 1", 2, 4, "torchrun train.py --lr 1"),
+        ("torchrun --nnodes=1:4 --rdzv-backend=c10d --rdzv-endpoint=h:29400 train.py", 4, None, "torchrun train.py"),
+        ("torchrun --standalone --nproc_per_node=gpu train.py", 1, None, "torchrun train.py"),
+        ("python -m torch.distributed.launch --nnodes=2 --node_rank=0 --master_addr=h train.py", 2, None,
+         "python -m torch.distributed.launch train.py"),
+        ("ddprun --nnodes 2 --node-rank 1 -m package.train", 2, None, "ddprun -m package.train"),
+        ("python train.py --epochs 5", 1, None, "python train.py --epochs 5"),
+        ("accelerate launch --multi_gpu --num_machines 2 --num_processes 8 --machine_rank 0 train.py x", 2, 4,
+         "torchrun train.py x"),
+        ("accelerate launch train.py", 1, None, "torchrun train.py"),
+    ],
+)  # fmt: skip
+def test_a_command_line_keeps_all_but_what_identifies_the_machine(
+    line: str, nodes: int, nproc: int | None, made: str
+) -> None:
+    result = of_command(line)
+    assert (result.spec["nodes"], result.spec.get("nprocPerNode")) == (nodes, nproc)
+    assert trainer(result)["command"] == made.split()
+
+
+def test_what_accelerate_would_tell_its_ranks_is_told_by_variables() -> None:
+    """torchrun knows no --mixed_precision: without the variable the training would silently be in float32."""
+    line = "NCCL_DEBUG=INFO accelerate launch --mixed_precision bf16 --gradient_accumulation_steps=4 train.py"
+    assert trainer(of_command(line))["env"] == [
+        {"name": "NCCL_DEBUG", "value": "INFO"},
+        {"name": "ACCELERATE_MIXED_PRECISION", "value": "bf16"},
+        {"name": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "value": "4"},
+    ]
+
+
+def test_the_job_is_named_after_the_script() -> None:
+    names = {"torchrun my/Train_GPT.py": "train-gpt", "torchrun -m pack.train_it": "train-it", "torchrun 1.py": "train"}
+    assert {line: of_command(line).metadata["name"] for line in names} == names
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("accelerate launch --use_deepspeed train.py", "--use_deepspeed is not DDP"),
+        ("accelerate launch --num_machines 2 --num_processes 3 train.py", "no multiple"),
+        ("accelerate launch --num_machines 2", "has no script"),
+        ("accelerate config", "only `accelerate launch`"),
+        ("torchrun --nnodes=many train.py", "must be a number of nodes"),
+        ("A=b", "is empty"),
+    ],
+)
+def test_a_command_line_that_cannot_be_converted_is_refused(line: str, sentence: str) -> None:
+    with pytest.raises(ConvertError, match=sentence):
+        of_command(line)
+
+
+# ---- the command
+
+
+def run(*arguments: str, stdin: str = "") -> Any:
+    return CliRunner().invoke(cli, ["convert", *arguments], input=stdin, prog_name="ddpjob", standalone_mode=False)
+
+
+def test_the_answer_is_yaml_on_stdout_and_each_remark_has_its_line_on_stderr(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(PYTORCHJOB + "  runPolicy:\n    schedulingPolicy: {queue: research}\n")
+    result = run(str(file))
+    assert yaml.safe_load(result.stdout)["kind"] == "DDPJob"
+    assert result.stdout.startswith("# Converted from the PyTorchJob mnist by `ddpjob convert`.\n")
+    assert f"{file}:22: spec.runPolicy.schedulingPolicy.queue: a DDPJob has no queue; " in result.stderr
+
+
+def test_a_pipe_with_several_jobs_gives_several_documents() -> None:
+    result = run("-", stdin=f"{PYTORCHJOB}---\n{TRAINJOB}---\n{RUNTIME}")
+    assert [job["metadata"]["name"] for job in yaml.safe_load_all(result.stdout)] == ["mnist", "gpt"]
+    assert "stdin:" in result.stderr
+
+
+def test_a_remark_on_the_runtime_has_the_line_of_the_runtime(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(TRAINJOB)
+    (tmp_path / "runtime.yaml").write_text(RUNTIME)
+    result = run(str(tmp_path / "job.yaml"), str(tmp_path / "runtime.yaml"))
+    assert f"{tmp_path}/runtime.yaml:6: spec.podGroupPolicy.coscheduling: gang scheduling" in result.stderr
+
+
+def test_a_command_is_taken_with_and_without_dashes() -> None:
+    with_dashes = run("--image", "my-image", "--", "torchrun", "--nnodes", "2", "train.py")
+    assert run("--image", "my-image", "torchrun", "--nnodes", "2", "train.py").stdout == with_dashes.stdout
+    assert yaml.safe_load(with_dashes.stdout)["spec"]["template"]["spec"]["containers"][0]["image"] == "my-image"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("kind: Deployment\n", "no PyTorchJob and no TrainJob in it; there: Deployment (line 1)"),
+        ("", "no PyTorchJob and no TrainJob in it; there: nothing"),
+        ("a: [", "stdin:"),
+        (TRAINJOB, "stdin:5: spec.runtimeRef.name: the ClusterTrainingRuntime torch-distributed"),
+        (PYTORCHJOB.replace("name: mnist", "name: Mnist"), "the DDPJob would not be valid: metadata.name"),
+    ],
+)
+def test_wrong_input_is_a_line_with_its_place_and_prints_nothing(text: str, sentence: str) -> None:
+    result = run("-", stdin=text)
+    assert isinstance(result.exception, yamlfile.InputError)
+    assert sentence in str(result.exception)
+    assert result.stdout == ""
+
+
+def test_run_and_check_name_the_command_that_converts(tmp_path: Path) -> None:
+    """`kind: must be DDPJob` alone left users of Kubeflow with nothing."""
+    assert yamlfile.CONVERTED == room.KINDS
+    file = tmp_path / "job.yaml"
+    file.write_text(PYTORCHJOB)
+    with pytest.raises(yamlfile.InputError, match=f"`ddpjob convert {file}` makes one of it"):
+        yamlfile.read_job(str(file))

@@ -1,0 +1,109 @@
+"""The operator's log, as an administrator reads it a day later: what was decided about a job, and why."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+
+import pytest
+from slow_server import SlowServer, Town, play
+from worlds import World, digits
+
+from ddpjob_operator.kube import decisions
+from ddpjob_operator.kube.settings import OperatorSettings
+
+
+def told(world: World) -> list[str]:
+    """Plans and acts until there is nothing to do; the lines of that."""
+    lines: list[str] = []
+    for _ in range(10):
+        job = world.job
+        todo = world.step()
+        lines += decisions.lines(job, todo)
+        if todo.status is None and not todo.actions:
+            return lines
+    raise AssertionError(lines)
+
+
+def test_a_job_that_starts_and_runs_has_two_lines() -> None:
+    """In ten minutes with 45 jobs the log had three lines, and not one about a job."""
+    world = digits()
+    assert told(world) == ["default/digits attempt 1: Pending, CreatingPods: attempt 1: creating 2 of 2 pods"]
+    assert told(world.runs(0, 1)) == [
+        "default/digits attempt 1: Starting → Running, AllNodesRun: 2 of 2 nodes run, attempt 1"
+    ]
+
+
+def test_a_failure_and_its_restart_have_a_line_each_with_the_cause() -> None:
+    world = digits().running()
+    (failed,) = told(world.exits(1, 3, message="ValueError: no such shard"))
+    assert failed.startswith("default/digits attempt 1: Running → Restarting, RankFailed: rank 1 (pod digits-1-1, ")
+    assert "ValueError: no such shard" in failed
+    (restarted,) = told(world.stops_all())
+    assert restarted.startswith("default/digits attempt 1 → 2: Restarting, Restarting: rank 1 ")
+    (running,) = told(world.runs(0, 1))
+    assert running.startswith("default/digits attempt 2: Restarting → Running")
+
+
+def test_progress_and_a_look_without_news_have_no_line() -> None:
+    world = digits().running()
+    assert told(world) == []
+    assert told(world.reports_step(100).after(60)) == []
+
+
+def test_what_programs_print_makes_no_second_line_and_shows_no_password() -> None:
+    """A line break in a termination message could pass for a line of the operator."""
+    world = digits().running()
+    (line,) = told(world.exits(1, 3, message="ValueError: password=hunter2\n2026 INFO default/other: deleted"))
+    assert "\n" not in line
+    assert "hunter2" not in line
+
+
+def test_a_job_that_is_removed_by_its_ttl_is_said_to_be_so() -> None:
+    world = digits(ttlSecondsAfterFinished=10).running()
+    told(world.exits(0).exits(1))
+    assert told(world.after(11))[-1] == (
+        "default/digits: deleted with its pods, because ttlSecondsAfterFinished is over"
+    )
+
+
+def test_the_lines_are_in_the_log_at_the_level_that_it_comes_with(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        town = Town(SlowServer(lambda _verb, _path: 0.01))
+        town.apply("team", "digits", 2)
+        await town.until(lambda: town.pods("team", "digits") == 2, 10)
+        await asyncio.sleep(5)
+
+    with caplog.at_level(OperatorSettings().log_level, "ddpjob_operator"):
+        play(story)
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert [line for line in lines if "team/digits" in line] == [
+        "team/digits attempt 1: Pending, CreatingPods: attempt 1: creating 2 of 2 pods"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, "watches all namespaces; Lease: none; progress: off; settings other than the defaults: none"),
+        ({"DDPJOB_WATCH_NAMESPACES": "a,b"}, "watches namespaces a, b;"),
+        ({"DDPJOB_LEASE_NAMESPACE": "ddpjob"}, "Lease: ddpjob/ddpjob-operator;"),
+        ({"DDPJOB_STATUS_URL": "http://here/v1/progress"}, "progress: http://here/v1/progress;"),
+        (
+            {"DDPJOB_LOST_NODE_SECONDS": "60", "DDPJOB_KEEP_LOG_TAIL": "false", "DDPJOB_LEASE_SECONDS": "60"},
+            "DDPJOB_LOST_NODE_SECONDS=60, DDPJOB_KEEP_LOG_TAIL=false, DDPJOB_LEASE_SECONDS=60",
+        ),
+    ],
+    ids=str,
+)
+def test_the_first_line_says_what_is_watched_and_what_was_set(variables: dict[str, str], said: str) -> None:
+    assert said in OperatorSettings.read(variables).summary()
+
+
+def test_every_setting_that_an_administrator_may_change_is_in_the_first_line() -> None:
+    values = {"DDPJOB_LOG_LEVEL": "DEBUG", "DDPJOB_LOST_NODE_SECONDS": "1", "DDPJOB_KEEP_LOG_TAIL": "false"}
+    values |= {"DDPJOB_KEEP_FROM_AUTOSCALERS": "false", "DDPJOB_CLAIM_NAMESPACE": "ops", "DDPJOB_LEASE_SECONDS": "60"}
+    values |= {"DDPJOB_LEASE_RENEW_SECONDS": "40", "DDPJOB_LEASE_RETRY_SECONDS": "5"}
+    said = OperatorSettings.read(values).summary()
+    assert dict(re.findall(r"(DDPJOB_\w+)=([^,]+)", said)) == values

@@ -1,0 +1,62 @@
+"""The glossary of messages says what the code says, and nothing that a user meets is left out of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import messages_page
+from ddpjob_operator.job import reasons
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_that_is_checked_in_is_the_one_that_the_reasons_give() -> None:
+    checked_in = (ROOT / "docs/messages.md").read_text(encoding="utf-8")
+    assert checked_in == messages_page.to_markdown(), "docs/messages.md differs from job/reasons.py: `make generate`"
+
+
+def test_each_reason_stands_in_it_and_says_when_it_is_met_and_what_to_do() -> None:
+    text = messages_page.to_markdown()
+    for reason in reasons.ALL.values():
+        kind = "Warning" if reason.warning else "Normal"
+        assert f"| `{reason.name}` | {kind} | {reason.when} | {reason.todo or '–'} |" in text
+
+
+def test_no_warning_leaves_a_user_without_a_next_step() -> None:
+    assert [reason.name for reason in reasons.ALL.values() if reason.warning and not reason.todo] == []
+
+
+def test_no_event_has_a_word_that_the_page_does_not_know() -> None:
+    """A user searches for the word of an Event that is in nobody's list."""
+    source = "\n".join(file.read_text() for file in (ROOT / "operator").rglob("*.py"))
+    assert set(re.findall(r'Event\("(?:Normal|Warning)", "(\w+)"', source)) == set()
+
+
+def test_every_link_of_the_pages_for_help_leads_somewhere() -> None:
+    """Who is in trouble follows a link to nowhere."""
+    pages = [
+        ROOT / "README.md",
+        *(ROOT / "docs" / f"{n}.md" for n in ("stuck", "troubleshooting", "messages", "compatibility")),
+    ]
+    for page in pages:
+        for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+            file, _, anchor = link.partition("#")
+            target = page.parent / file if file else page
+            assert target.exists(), f"{page.name}: {link}"
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.M) if anchor else []
+            anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert not anchor or anchor in anchors, f"{page.name}: {link}"
+
+
+def test_the_page_about_stuck_jobs_knows_every_reason_to_wait() -> None:
+    text = (ROOT / "docs/stuck.md").read_text()
+    waits = (
+        reasons.UNSCHEDULABLE,
+        reasons.CANNOT_START,
+        reasons.CREATE_REFUSED,
+        reasons.INVALID_SPEC,
+        reasons.NAME_TAKEN,
+    )
+    waits += (reasons.WAITING_FOR_OLD_PODS, reasons.WAITING_FOR_DELETED_JOB, reasons.START_BACK_OFF, reasons.WAITS_LONG)
+    assert [reason.name for reason in waits if f"`{reason.name}`" not in text] == []
