@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from worlds import World, digits, job, manifest
 
+from ddpjob_operator.cli import options
 from ddpjob_operator.job import api, launcher, validation
+from ddpjob_operator.manifest import yamlfile
 from ddpjob_operator.pods import build, environment, naming
 
 
@@ -173,7 +177,7 @@ def test_an_exception_ends_the_job_because_torchrun_has_used_all_its_restarts() 
         world.exits(1, code=1, message="ValueError: no such shard: 7\n").exits(0, code=1).exits(2, code=1).restarted()
     )
     assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
-    assert "restarted 3 times: backoffLimit: 3 allows no more" in world.status.message
+    assert "gave up after 3 restarts (backoffLimit: 3)" in world.status.message
 
 
 def test_a_lost_node_costs_nothing_and_leaves_torchrun_its_restarts() -> None:
@@ -222,3 +226,20 @@ def test_suspend_and_resume_take_the_number_of_now() -> None:
 def test_a_static_job_keeps_its_number_of_nodes() -> None:
     """Its spec.nodes is frozen by the API server while it runs; nothing of it is kept in the status."""
     assert digits().running().status.attempt_nodes is None
+
+
+@pytest.mark.parametrize(
+    ("given", "least", "most"), [("1:3", 1, 3), ("2:2", 2, 2), ("4", None, 4)], ids=["range", "equal", "number"]
+)
+def test_nodes_on_the_command_line_may_be_a_range(given: str, least: int | None, most: int, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(json.dumps(manifest()))
+    _, read = options.applied(yamlfile.read_job(str(file), None), given, (), ())
+    assert (read.spec.min_nodes, read.spec.nodes) == (least, most)
+
+
+def test_a_range_that_is_none_is_refused_by_the_option(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(json.dumps(manifest()))
+    with pytest.raises(yamlfile.InputError, match="minNodes"):
+        options.applied(yamlfile.read_job(str(file), None), "3:1", (), ())
