@@ -5,6 +5,7 @@ Imports stand inside the commands: `ddpjob --help` must not wait for what it doe
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,8 +103,9 @@ def run(
             click.echo(line, err=True)
         if is_refused:
             return 2
+    group = os.getpgrp()
     own_children.stand_apart()
-    return run_locally(document, parsed, Options(status, cpu, allow_unsupported, plain, logs, broken))
+    return run_locally(document, parsed, Options(status, cpu, allow_unsupported, plain, logs, broken, group))
 
 
 @cli.command(
