@@ -5,13 +5,14 @@ Imports stand inside the commands: `ddpjob --help` must not wait for what it doe
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ddpjob_operator.cli import convert, runs, shell
+from ddpjob_operator.cli import cluster, convert, runs, shell, submit
 from ddpjob_operator.cli.output import answer
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ def run(
     document, parsed = load(file, job, nodes, settings, variables)
     faults.check(broken, parsed)
     if dry_run:
+        for line in check_files.for_a_cluster(document, parsed):
+            click.echo(line, err=True)
         return print_objects(parsed, cpu)
     if not no_check:
         lines, is_refused = check_files.before_run(document, parsed, cpu=cpu)
@@ -100,8 +103,9 @@ def run(
             click.echo(line, err=True)
         if is_refused:
             return 2
+    group = os.getpgrp()
     own_children.stand_apart()
-    return run_locally(document, parsed, Options(status, cpu, allow_unsupported, plain, logs, broken))
+    return run_locally(document, parsed, Options(status, cpu, allow_unsupported, plain, logs, broken, group))
 
 
 @cli.command(
@@ -115,22 +119,23 @@ def run(
     "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How it is shown."
 )
 def check(paths: tuple[str, ...], nodes: int | None, nproc: int | None, job: str | None, form: str) -> int:
-    """Find the classic DDP mistakes in scripts, or in a DDPJob's YAML and its script, without running them.
+    """Find the classic DDP mistakes in scripts, notebooks, a DDPJob's YAML with its script, or all in a folder.
 
     \b
+    Nothing is run or imported.
     To suppress a finding: `# ddpjob: ignore[rule]` on its line or on the line above.
     Exit codes: 0 nothing or warnings, 1 errors, 2 wrong input.
     """
-    from ddpjob_operator.cli import check_files
+    from ddpjob_operator.cli import check_files, check_folder
 
     settings = (f"spec.nprocPerNode={nproc}",) if nproc else ()
     wanted = str(nodes) if nodes else None
-    jobs = {path: load(path, job, wanted, settings, ()) for path in paths if check_files.is_job(path)}
-    result = check_files.check_all(paths, jobs, nodes, nproc)
+    found = check_folder.targets(paths, job, lambda path, name: load(path, name, wanted, settings, ()))
+    result = check_files.check_all(found.scripts, found.jobs, nodes, nproc, apart=found.apart)
     code = answer(result.to_json() if form == "json" else result.to_text())
-    for line in (*result.unread, result.summary()):
+    for line in (*found.wrong, *result.unread, result.summary()):
         click.echo(line, err=True)
-    return code or result.exit_code
+    return code or (2 if found.wrong else result.exit_code)
 
 
 @cli.command(epilog="Example: ddpjob crd | kubectl apply -f -")
@@ -141,7 +146,7 @@ def crd() -> int:
     return answer(to_yaml())
 
 
-for command in (*runs.COMMANDS, *shell.COMMANDS, convert.convert):
+for command in (submit.submit, *cluster.COMMANDS, *runs.COMMANDS, *shell.COMMANDS, convert.convert):
     cli.add_command(command)
 
 
@@ -149,22 +154,10 @@ def load(
     file: str, job: str | None, nodes: str | None, settings: tuple[str, ...], variables: tuple[str, ...]
 ) -> tuple[Document, api.DDPJob]:
     """The job of a file with the options applied. Raises InputError."""
-    from ddpjob_operator.job import validation
-    from ddpjob_operator.manifest import override, yamlfile
+    from ddpjob_operator.cli.options import applied
+    from ddpjob_operator.manifest import yamlfile
 
-    document = yamlfile.read_job(file, job)
-    if nodes is not None:
-        override.set_field(document, f"spec.nodes={nodes}", "--nodes")
-    for setting in settings:
-        override.set_field(document, setting, f"--set {setting}")
-    for variable in variables:
-        override.set_variable(document, variable)
-    parsed, problems = validation.parse(document.data)
-    named = {p.path for p in problems}
-    problems += [p for p in validation.strict(parsed.spec) if p.path not in named]
-    if problems:
-        raise document.error(problems)
-    return document, parsed
+    return applied(yamlfile.read_job(file, job), nodes, settings, variables)
 
 
 def print_objects(job: api.DDPJob, cpu: bool) -> int:
@@ -183,16 +176,25 @@ def print_objects(job: api.DDPJob, cpu: bool) -> int:
     return answer(yaml.dump_all(objects, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10_000))
 
 
-def main() -> None:
+def kubectl_plugin() -> None:
+    """The program `kubectl-ddp`, which kubectl starts for `kubectl ddp …`."""
+    main("kubectl ddp")
+
+
+def main(name: str = "ddpjob") -> None:
     """The program `ddpjob`."""
+    from ddpjob_operator.client.errors import ClusterError
     from ddpjob_operator.failures.redaction import clean
     from ddpjob_operator.manifest.yamlfile import InputError
 
     try:
-        code = cli.main(prog_name="ddpjob", standalone_mode=False)
+        code = cli.main(prog_name=name, standalone_mode=False)
     except InputError as error:
         click.echo(clean(str(error)), err=True)
         code = 2
+    except ClusterError as error:
+        click.echo(clean(str(error)), err=True)
+        code = 1
     except click.ClickException as error:
         error.show()
         code = 2

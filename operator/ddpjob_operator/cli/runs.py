@@ -1,4 +1,4 @@
-"""The commands on the runs of this machine: `ddpjob list`, `ddpjob logs`, `ddpjob report`."""
+"""The commands on the runs of this machine: `ddpjob list`, `ddpjob report`; and `ddpjob logs`, also of a cluster."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ddpjob_operator.cli.cluster import Connect, cluster_options, say
+
 if TYPE_CHECKING:
     import datetime as dt
 
+    from ddpjob_operator.cli.logs import Source
     from ddpjob_operator.local.runs import Run
 
 FOLDER = click.option(
@@ -48,8 +51,12 @@ def list_runs(output: str, folder: Path | None) -> int:
 @click.option("--attempt", type=click.IntRange(min=1), metavar="A", help="Of this attempt.  [the last]")
 @click.option("-p", "--previous", is_flag=True, help="Of the attempt before the last.")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends, through its restarts.")
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="The last N lines; in a cluster.")
+@click.option("--cluster", "in_cluster", is_flag=True, help="Of a job in a cluster, as -n and --context say, too.")
 @FOLDER
+@cluster_options
 def logs(
+    connect: Connect,
     job: str | None,
     rank: int | None,
     node: int | None,
@@ -57,23 +64,53 @@ def logs(
     previous: bool,
     follow: bool,
     folder: Path | None,
+    tail: int | None,
+    in_cluster: bool,
 ) -> int:
     """Print what the nodes of JOB's last run have printed; without JOB, of the last run of any job.
 
+    With -n, --context or --cluster, or if this machine has no run of JOB: of the JOB in the cluster.
     The ranks of a node share a log. A line of several nodes begins with [node:rank], as in ddpjob run.
     """
     from ddpjob_operator.cli import logs as shown
-    from ddpjob_operator.local import run_logs, runs
 
     if previous and attempt is not None:
         raise click.UsageError("--previous and --attempt exclude each other.")
     if rank is not None and node is not None:
         raise click.UsageError("--rank and --node exclude each other.")
-    source = run_logs.LocalLogs(runs.find(job, folder))
+    in_cluster = in_cluster or connect.is_chosen or tail is not None or _is_plugin()
+    source = _logs_in_cluster(connect, job, tail) if in_cluster else _logs_here(connect, job, folder)
     return shown.show(source, rank, node, attempt, previous=previous, follow=follow)
 
 
 COMMANDS = (list_runs, logs)
+
+
+def _logs_here(connect: Connect, job: str | None, folder: Path | None) -> Source:
+    """Those of the last run on this machine, or of a job in the cluster, where there is no such run."""
+    from ddpjob_operator.local import run_logs, runs
+
+    if job is not None and folder is None and all(run.facts.job != job for run in runs.find_all(folder)):
+        from ddpjob_operator.client.connection import has_kubeconfig
+
+        if has_kubeconfig():
+            say(f"no run of {job} is kept on this machine: looking in the cluster")
+            return _logs_in_cluster(connect, job, None)
+    return run_logs.LocalLogs(runs.find(job, folder))
+
+
+def _logs_in_cluster(connect: Connect, job: str | None, tail: int | None) -> Source:
+    from ddpjob_operator.client import jobs
+    from ddpjob_operator.client.logs import ClusterLogs
+
+    if job is None:
+        raise click.UsageError("Missing argument 'JOB': which job of the cluster.")
+    cluster = connect()
+    return ClusterLogs(cluster, jobs.find(cluster, job), say, tail=tail)
+
+
+def _is_plugin() -> bool:
+    return click.get_current_context().find_root().info_name == "kubectl ddp"
 
 
 def row(run: Run, now: dt.datetime, *, wide: bool) -> dict[str, str]:

@@ -1,0 +1,244 @@
+"""The commands on jobs in a cluster; each is thin, and client/ does the work."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ddpjob_operator.cli.output import answer
+
+if TYPE_CHECKING:
+    from ddpjob_operator.client.connection import Cluster
+    from ddpjob_operator.client.jobs import Stored
+
+
+class Seconds(click.ParamType[float]):
+    """30, 30s, 15m, 2h30m."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Seconds."""
+        if isinstance(value, (int, float)):
+            return float(value)
+        found = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", value)
+        if not value or found is None or len(value) > 12:
+            self.fail(f"{value!r} is not a duration such as 30s, 15m or 2h30m", param, ctx)
+        return float(sum(int(n or 0) * unit for n, unit in zip(found.groups(), (86400, 3600, 60, 1), strict=True)))
+
+
+@dataclass(frozen=True)
+class Connect:
+    """The options of a cluster; called, it connects."""
+
+    context: str | None
+    namespace: str | None
+    seconds: float
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the user has named a cluster or a namespace."""
+        return self.context is not None or self.namespace is not None
+
+    def __call__(self, namespace: str | None = None) -> Cluster:
+        """The cluster, in the given namespace, else that of the options. Raises InputError, ClusterError."""
+        from ddpjob_operator.client.connection import Target, connect
+
+        return connect(Target(self.context, namespace or self.namespace, self.seconds))
+
+
+def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds --namespace, --context and --request-timeout, and gives them to the command as a Connect."""
+
+    @click.option("-n", "--namespace", metavar="NS", help="The namespace.  [that of the context]")
+    @click.option("--context", metavar="NAME", help="The context of the kubeconfig.  [the current one]")
+    @click.option(
+        "--request-timeout", type=Seconds(), metavar="TIME", default="10s", show_default=True,
+        help="How long the API server may take to answer.",
+    )  # fmt: skip
+    @functools.wraps(command)
+    def with_cluster(
+        *args: Any, namespace: str | None, context: str | None, request_timeout: float, **more: Any
+    ) -> Any:
+        return command(Connect(context, namespace, request_timeout), *args, **more)
+
+    return with_cluster
+
+
+JOB = click.argument("job")
+
+
+@click.command(short_help="List the jobs of a cluster, or show one.", epilog="Example: ddpjob get -A -o wide")
+@click.argument("job", required=False)
+@click.option("-o", "--output", type=click.Choice(["text", "wide", "name", "json", "yaml"]), default="text")
+@click.option("-A", "--all-namespaces", is_flag=True, help="Of all namespaces.")
+@cluster_options
+def get(connect: Connect, job: str | None, output: str, all_namespaces: bool) -> int:
+    """List the DDPJobs of a namespace, or show one, in the columns of kubectl."""
+    from ddpjob_operator.client import jobs, output_forms
+
+    if job and all_namespaces:
+        raise click.UsageError("JOB and --all-namespaces exclude each other.")
+    cluster = connect()
+    found = [jobs.find(cluster, job).raw] if job else jobs.items(cluster, all_namespaces=all_namespaces)
+    if not found and output in ("text", "wide"):
+        where = "the cluster" if all_namespaces else f"namespace {cluster.namespace}"
+        click.echo(f"no DDPJob in {where}; start one with ddpjob submit", err=True)
+        return 0
+    return answer(output_forms.of_jobs(found, output, one=job is not None, namespaces=all_namespaces))
+
+
+@click.command(short_help="Show a job in full.", epilog="Example: ddpjob describe digits")
+@JOB
+@cluster_options
+def describe(connect: Connect, job: str) -> int:
+    """Show state, progress, restarts, the last failure with the end of its log, pods and Events of JOB."""
+    from ddpjob_operator.client import jobs, output_forms
+
+    cluster = connect()
+    return answer(output_forms.in_full(cluster, jobs.find(cluster, job), say))
+
+
+@click.command(short_help="Show the Events of a job.", epilog="Example: ddpjob events digits --pods")
+@JOB
+@click.option("--pods", is_flag=True, help="Those of its pods as well.")
+@cluster_options
+def events(connect: Connect, job: str, pods: bool) -> int:
+    """Show the Events of JOB, the newest last. A cluster keeps them for an hour."""
+    from ddpjob_operator.client import jobs, output_forms
+
+    cluster = connect()
+    found = jobs.events(cluster, jobs.find(cluster, job), of_pods=pods)
+    if not found:
+        click.echo(f"{job} has no Events: a cluster keeps them for an hour", err=True)
+        return 0
+    return answer(output_forms.of_events(found))
+
+
+@click.command(
+    "wait",
+    short_help="Wait until a job has ended, or is in a state.",
+    epilog="Example: ddpjob wait digits --timeout 2h",
+)
+@JOB
+@click.option("--for", "wanted", metavar="STATE", default="Succeeded", show_default=True,
+              help="A state or condition: Running, Succeeded, Complete, Suspended …; ended; deleted.")  # fmt: skip
+@click.option("--timeout", type=Seconds(), metavar="TIME", help="How long: 30s, 15m, 2h.  [no limit]")
+@cluster_options
+def wait_for(connect: Connect, job: str, wanted: str, timeout: float | None) -> int:
+    """Wait until JOB is in a state, and end with 1 as soon as it can no longer be, or after --timeout."""
+    from ddpjob_operator.client import actions
+
+    return 0 if actions.wait(connect(), job, wanted, timeout, say) else 1
+
+
+@click.command(short_help="Stop a job's pods, and keep the job.", epilog="Example: ddpjob suspend digits")
+@JOB
+@cluster_options
+def suspend(connect: Connect, job: str) -> int:
+    """Stop all pods of JOB, with their grace period to save; `ddpjob resume` goes on."""
+    from ddpjob_operator.client import actions
+
+    actions.suspend(connect(), job, say)
+    return 0
+
+
+@click.command(short_help="Go on with a suspended job.", epilog="Example: ddpjob resume digits")
+@JOB
+@cluster_options
+def resume(connect: Connect, job: str) -> int:
+    """Start the pods of a suspended JOB again, as a new attempt."""
+    from ddpjob_operator.client import actions
+
+    actions.resume(connect(), job, say)
+    return 0
+
+
+STOP_TIMEOUT = click.option(
+    "--timeout",
+    type=Seconds(),
+    metavar="TIME",
+    default="10m",
+    show_default=True,
+    help="How long its pods may take to end.",
+)
+
+
+@click.command(short_help="Stop a job's pods, and start new ones.", epilog="Example: ddpjob restart digits")
+@JOB
+@STOP_TIMEOUT
+@cluster_options
+def restart(connect: Connect, job: str, timeout: float) -> int:
+    """Stop all pods of JOB with their grace period, then start a new attempt; backoffLimit is not charged."""
+    from ddpjob_operator.client import actions
+
+    actions.restart(connect(), job, timeout, say)
+    return 0
+
+
+@click.command(short_help="Change the number of nodes.", epilog="Example: ddpjob scale digits --nodes 4")
+@JOB
+@click.option("--nodes", type=click.IntRange(min=1), metavar="N", required=True, help="The new number of nodes.")
+@STOP_TIMEOUT
+@cluster_options
+def scale(connect: Connect, job: str, nodes: int, timeout: float) -> int:
+    """Change the number of nodes of JOB. A job that runs is stopped first, and started with the new number."""
+    from ddpjob_operator.client import actions
+
+    actions.scale(connect(), job, nodes, timeout, say)
+    return 0
+
+
+@click.command(short_help="Delete jobs.", epilog="Example: ddpjob delete digits")
+@click.argument("jobs", metavar="JOB...", nargs=-1, required=True)
+@click.option("--no-wait", is_flag=True, help="Do not wait until it is gone.")
+@click.option("--timeout", type=Seconds(), metavar="TIME", default="1m", show_default=True, help="How long to wait.")
+@cluster_options
+def delete(connect: Connect, jobs: tuple[str, ...], no_wait: bool, timeout: float) -> int:
+    """Delete each JOB with its pods, which get their grace period, and the code that submit has stored."""
+    from ddpjob_operator.client import actions
+
+    cluster = connect()
+    for job in jobs:
+        actions.delete(cluster, job, wait=not no_wait, seconds=timeout)
+        say(f"{job} is deleted" if not no_wait else f"{job} is being deleted")
+    return 0
+
+
+@click.command(short_help="Watch the progress of all jobs.", epilog="Example: ddpjob top -A")
+@click.option("-A", "--all-namespaces", is_flag=True, help="Of all namespaces.")
+@click.option("--once", is_flag=True, help="Print the table once, as where stdout is no terminal.")
+@cluster_options
+def top(connect: Connect, all_namespaces: bool, once: bool) -> int:
+    """Show the state and progress of all jobs, again every two seconds, until Ctrl-C."""
+    from ddpjob_operator.client import top as live
+
+    cluster = connect()
+    if once or not sys.stdout.isatty():
+        return answer(live.text(cluster, all_namespaces=all_namespaces))
+    live.show(cluster, all_namespaces=all_namespaces)
+    return 0
+
+
+def say(text: str) -> None:
+    """A sentence to stderr, without what a terminal would obey."""
+    from ddpjob_operator.failures.redaction import clean
+
+    click.echo(clean(text), err=True)
+
+
+def end_of(stored: Stored) -> int:
+    """Say how a job has ended; the exit code."""
+    from ddpjob_operator.describe import ending
+
+    say(ending.of_job(stored.job))
+    return 0 if stored.job.status.state == "Succeeded" else 1
+
+
+COMMANDS = (get, describe, events, wait_for, suspend, resume, restart, scale, delete, top)

@@ -1,0 +1,25 @@
+"""Options that change a job, as `run` and `submit` have them."""
+
+from __future__ import annotations
+
+from ddpjob_operator.job import api, validation
+from ddpjob_operator.manifest import override
+from ddpjob_operator.manifest.yamlfile import Document
+
+
+def applied(
+    document: Document, nodes: str | None, settings: tuple[str, ...], variables: tuple[str, ...]
+) -> tuple[Document, api.DDPJob]:
+    """A job with the options applied, and read. Raises InputError."""
+    if nodes is not None:
+        override.set_field(document, f"spec.nodes={nodes}", "--nodes")
+    for setting in settings:
+        override.set_field(document, setting, f"--set {setting}")
+    for variable in variables:
+        override.set_variable(document, variable)
+    parsed, problems = validation.parse(document.data)
+    named = {p.path for p in problems}
+    problems += [p for p in validation.strict(parsed.spec) if p.path not in named]
+    if problems:
+        raise document.error(problems)
+    return document, parsed

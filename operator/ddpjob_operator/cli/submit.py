@@ -1,0 +1,216 @@
+"""`ddpjob submit`: a script with its folder, or a DDPJob's YAML, becomes a job in a cluster."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ddpjob_operator.cli.cluster import Connect, cluster_options, end_of, say
+from ddpjob_operator.cli.output import answer
+
+if TYPE_CHECKING:
+    from ddpjob_operator.client.connection import Cluster, Raw
+    from ddpjob_operator.client.jobs import Stored
+    from ddpjob_operator.client.pack import Archive
+    from ddpjob_operator.job import api
+    from ddpjob_operator.manifest.yamlfile import Document
+
+IMAGE = "ddpjob-trainer"
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The options that change the job."""
+
+    job: str | None
+    name: str | None
+    namespace: str | None
+    image: str | None
+    nodes: int | None
+    nproc: int | None
+    gpus: int | None
+    settings: tuple[str, ...]
+    variables: tuple[str, ...]
+    code: Path | None
+    no_code: bool
+
+
+@click.command(
+    short_help="Run a script or a DDPJob in a cluster.",
+    epilog="Example: ddpjob submit train.py --nodes 2 --nproc-per-node 4 --follow -- --epochs 5",
+)
+@click.argument("file", type=click.Path(dir_okay=False))
+@click.argument("words", metavar="[-- ARGS...]", nargs=-1)
+@click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="How many nodes (pods).")
+@click.option("--nproc-per-node", "nproc", type=click.IntRange(min=1), metavar="P", help="Processes on each node.")
+@click.option("--gpus", type=click.IntRange(min=1), metavar="G", help="GPUs of each node (nvidia.com/gpu).")
+@click.option("--image", metavar="IMAGE", help=f"The trainer's image.  [{IMAGE}, or the file's]")
+@click.option("--name", metavar="NAME", help="The job's name.  [the script's, or the file's]")
+@click.option("--job", metavar="NAME", help="Which DDPJob, if the file has several.")
+@click.option("--set", "settings", metavar="PATH=VALUE", multiple=True, help="Set a field, as in ddpjob run.")
+@click.option("--env", "variables", metavar="NAME=VALUE", multiple=True, help="Set a variable of the trainer.")
+@click.option(
+    "--code", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
+    help="The folder that goes with the job.  [the script's; none for YAML]",
+)  # fmt: skip
+@click.option("--no-code", is_flag=True, help="The image has the script already.")
+@click.option("--no-check", is_flag=True, help="Submit also what `ddpjob check` finds an error in.")
+@click.option("-f", "--follow", is_flag=True, help="Show the logs until the job ends.")
+@click.option("--dry-run", is_flag=True, help="Print the objects, and create nothing.")
+@cluster_options
+def submit(
+    connect: Connect,
+    file: str,
+    words: tuple[str, ...],
+    no_check: bool,
+    follow: bool,
+    dry_run: bool,
+    **options: Any,
+) -> int:
+    """Run FILE in a cluster: a script, with the folder it is in, or a DDPJob's YAML.
+
+    \b
+    The folder (900 kB packed at most; .gitignore applies) is stored as a ConfigMap that is
+    deleted with the job. For more: docs/your-code.md.
+    Exit codes: 0 done, 1 the job failed, or the cluster refused or did not answer,
+    2 wrong input, 130 interrupted (the job goes on).
+    """
+    from ddpjob_operator.client import output_forms
+    from ddpjob_operator.client.submit import objects
+    from ddpjob_operator.client.submit import submit as create
+
+    document, archive = prepare(file, words, Wishes(namespace=connect.namespace, **options))
+    if not no_check and not _passes_check(file, document, options["nodes"], options["nproc"]):
+        return 2
+    for remark in archive.remarks if archive else ():
+        say(remark)
+    if dry_run:
+        return answer(output_forms.documents(objects(document.data, archive)))
+    cluster = connect(document.data["metadata"].get("namespace"))
+    made = create(cluster, document.data, archive)
+    packed = f", with {archive.files} files ({len(archive.data) / 1000:.3g} kB)" if archive else ""
+    say(f"{made.job.metadata.name} is submitted to namespace {cluster.namespace}{packed}")
+    if follow:
+        return show_until_end(cluster, made)
+    say(f"ddpjob logs -f {made.job.metadata.name} shows its output, ddpjob describe {made.job.metadata.name} its state")
+    return 0
+
+
+def prepare(file: str, words: tuple[str, ...], wishes: Wishes) -> tuple[Document, Archive | None]:
+    """The job with all options applied, and its code. Raises InputError."""
+    from ddpjob_operator.cli.check_files import is_job
+    from ddpjob_operator.cli.options import applied
+    from ddpjob_operator.client import pack
+    from ddpjob_operator.manifest.yamlfile import InputError
+
+    if wishes.code and wishes.no_code:
+        raise InputError("--code and --no-code exclude each other")
+    root: Path | None
+    if is_job(file):
+        if words:
+            raise InputError(f"{file}: a YAML file has its arguments in spec.template; change its command there")
+        document, root = _of_yaml(file, wishes), wishes.code
+    else:
+        root = wishes.code or Path(file).parent
+        document = _of_script(file, root, words, wishes)
+        root = None if wishes.no_code else root
+    _apply(document.data, wishes)
+    settings = wishes.settings if wishes.nproc is None else (f"spec.nprocPerNode={wishes.nproc}", *wishes.settings)
+    document, _ = applied(document, None if wishes.nodes is None else str(wishes.nodes), settings, wishes.variables)
+    return document, pack.pack(root) if root else None
+
+
+def show_until_end(cluster: Cluster, made: Stored) -> int:
+    """The logs of all nodes on stdout and changes of state on stderr, until the job ends; the exit code."""
+    from ddpjob_operator.client.logs import ClusterLogs
+    from ddpjob_operator.client.watch import StateLines
+
+    source = ClusterLogs(cluster, made, say, on_look=StateLines(say).see)
+    name = made.job.metadata.name
+    try:
+        for node, piece in source.follow(1, None, later=True):
+            sys.stdout.buffer.write(source.prefix(node).encode() + piece)
+            sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at exit
+        say(f"{name} goes on in the cluster")
+        return 0
+    except KeyboardInterrupt:
+        say(
+            f"{name} goes on in the cluster: ddpjob logs -f {name} follows it, ddpjob suspend or delete {name} stops it"
+        )
+        return 130
+    return end_of(source.stored)
+
+
+def _of_yaml(file: str, wishes: Wishes) -> Document:
+    from ddpjob_operator.manifest import yamlfile
+
+    document = yamlfile.read_job(file, wishes.job)
+    metadata = document.data.get("metadata")
+    own = metadata.get("namespace") if isinstance(metadata, dict) else None
+    if own and wishes.namespace and own != wishes.namespace:
+        place = document.place(("metadata", "namespace"))
+        raise yamlfile.InputError(
+            f"{place}: metadata.namespace is {own}, and --namespace {wishes.namespace}: remove one"
+        )
+    return document
+
+
+def _of_script(file: str, root: Path, words: tuple[str, ...], wishes: Wishes) -> Document:
+    from ddpjob_operator.client import script
+    from ddpjob_operator.manifest.yamlfile import Document, InputError
+
+    if wishes.no_code:
+        below = file
+    elif not Path(file).is_file():
+        raise InputError(f"{file}: no such file")
+    else:
+        try:
+            below = Path(file).resolve().relative_to(root.resolve()).as_posix()
+        except ValueError:
+            raise InputError(f"{file}: is not in the folder --code {root}") from None
+    return Document(file, script.document(below, words))
+
+
+def _apply(job: Raw, wishes: Wishes) -> None:
+    """Options that set fields of a document, which may still be wrong in any way."""
+    from ddpjob_operator.job.podspec import trainer_container
+
+    if wishes.name and isinstance(job.get("metadata"), dict):
+        job["metadata"]["name"] = wishes.name
+    spec = job.get("spec")
+    trainer = trainer_container(spec.get("template") or {}) if isinstance(spec, dict) else None
+    if trainer is None:
+        return
+    if wishes.image:
+        trainer["image"] = wishes.image
+    if wishes.gpus:
+        limits = trainer.setdefault("resources", {}).setdefault("limits", {})
+        limits["nvidia.com/gpu"] = wishes.gpus
+
+
+def _passes_check(file: str, document: Document, nodes: int | None, nproc: int | None) -> bool:
+    """Show what `ddpjob check` finds; whether no error is among it. A script that is in the image is not read."""
+    from ddpjob_operator.cli import check_files
+    from ddpjob_operator.job import validation
+
+    if check_files.is_job(file):
+        job: api.DDPJob = validation.parse(document.data)[0]
+        lines, refused = check_files.before_run(document, job)
+        for line in lines:
+            say(line)
+        return not refused
+    if not Path(file).is_file():
+        return True
+    result = check_files.check_all([file], {}, nodes, nproc)
+    for finding in result.findings:
+        say(str(finding))
+    if result.errors:
+        say("not submitted: fix it, or use --no-check")
+    return not result.errors

@@ -1,0 +1,139 @@
+"""What users do to a job: suspend, resume, restart, scale, delete, wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ddpjob_operator.client import jobs, watch
+from ddpjob_operator.client.connection import Cluster
+from ddpjob_operator.client.errors import NotFoundError
+from ddpjob_operator.client.watch import Say, Watch
+from ddpjob_operator.job import podspec, wording
+from ddpjob_operator.job.status import TERMINAL, find_condition
+from ddpjob_operator.job.validation import suggestion
+from ddpjob_operator.manifest.yamlfile import InputError
+
+CONDITIONS = ("Complete", "Failed", "FailureTarget", "Running", "Suspended", "Accepted")
+STATES = ("Pending", "Starting", "Running", "Restarting", "Failing", "Suspended", "Succeeded", "Failed")
+
+
+def suspend(cluster: Cluster, name: str, say: Say) -> None:
+    """Stop all pods of a job with their full grace period, and keep it."""
+    stored = _unfinished(cluster, name, "suspended")
+    if stored.job.spec.suspend:
+        say(f"{name} is suspended already")
+        return
+    jobs.patch(cluster, name, {"suspend": True})
+    grace = podspec.grace_seconds(stored.job.spec.template)
+    say(f"{name} is suspended: its pods get SIGTERM and up to {grace} s to save. To go on: ddpjob resume {name}")
+
+
+def resume(cluster: Cluster, name: str, say: Say) -> None:
+    """Start a suspended job again, as a new attempt."""
+    if not _unfinished(cluster, name, "resumed").job.spec.suspend:
+        say(f"{name} is not suspended")
+        return
+    jobs.patch(cluster, name, {"suspend": False})
+    say(f"{name} is resumed")
+
+
+def restart(cluster: Cluster, name: str, seconds: float, say: Say) -> None:
+    """Suspend, wait until all pods have ended, resume. Nothing is charged to backoffLimit."""
+    _stop(cluster, _unfinished(cluster, name, "restarted"), seconds, say)
+    jobs.patch(cluster, name, {"suspend": False})
+    say(f"{name} starts again")
+
+
+def scale(cluster: Cluster, name: str, nodes: int, seconds: float, say: Say) -> None:
+    """Change the number of nodes: a job that runs is stopped first, and started with the new number."""
+    stored = _unfinished(cluster, name, "scaled")
+    before = stored.job.spec.nodes
+    if before == nodes:
+        say(f"{name} has {wording.count(nodes, 'node')} already")
+        return
+    was_suspended = stored.job.spec.suspend
+    _stop(cluster, stored, seconds, say)
+    jobs.patch(cluster, name, {"nodes": nodes, "suspend": was_suspended})
+    still = "; it is still suspended" if was_suspended else ""
+    say(f"{name} has {wording.count(nodes, 'node')} now, before {before}{still}")
+
+
+def delete(cluster: Cluster, name: str, *, wait: bool, seconds: float) -> None:
+    """Delete a job; its pods get their grace period. Raises InputError where it is not there."""
+    stored = jobs.find(cluster, name)
+    try:
+        cluster.delete(jobs.path_of(cluster, name))
+    except NotFoundError:
+        return
+    end = time.monotonic() + seconds
+    while wait:
+        try:
+            jobs.again(cluster, stored)
+        except jobs.JobGoneError:
+            return
+        if time.monotonic() > end:
+            raise watch.TooLateError(f"{name} is being deleted, and still there after {wording.duration(seconds)}")
+        time.sleep(0.2)
+
+
+def wait(cluster: Cluster, name: str, wanted: str, seconds: float | None, say: Say) -> bool:
+    """Wait for a state, a condition, `ended` or `deleted`. Whether it has come true; False: it no longer can.
+
+    Raises InputError for a word that is none of these, TooLateError.
+    """
+    true = _condition(wanted)
+    stored = jobs.find(cluster, name)
+    try:
+        over = true if wanted == "deleted" else lambda job: true(job) or watch.ended(job)
+        done = Watch(cluster, stored, say).until(over, wanted, seconds)
+    except jobs.JobGoneError:
+        if wanted == "deleted":
+            return True
+        raise
+    if not true(done):
+        say(f"{name} can no longer be {wanted}: it has {done.job.status.state}")
+    return true(done)
+
+
+def _condition(wanted: str) -> Callable[[jobs.Stored], bool]:
+    words = {word.lower(): word for word in ("ended", "deleted", *CONDITIONS, *STATES)}
+    word = words.get(wanted.lower().removeprefix("condition="))
+    if word is None:
+        raise InputError(
+            f"--for {wanted}: unknown{suggestion(wanted, words.values())} (known: {', '.join(words.values())})"
+        )
+    if word == "ended":
+        return watch.ended
+    if word == "deleted":
+        return lambda _: False
+
+    def holds(stored: jobs.Stored) -> bool:
+        condition = find_condition(stored.job.status, word)
+        return stored.job.status.state == word or (condition is not None and condition.status == "True")
+
+    return holds
+
+
+def _stop(cluster: Cluster, stored: jobs.Stored, seconds: float, say: Say) -> None:
+    """Suspend a job and wait until all its pods have ended: the spec of what runs cannot be changed."""
+    name = stored.job.metadata.name
+    if not stored.job.spec.suspend:
+        stored = jobs.patch(cluster, name, {"suspend": True})
+    if watch.stopped(stored):
+        return
+    say(f"{name} is being stopped: waiting for its pods to save and end")
+    try:
+        Watch(cluster, stored, say).until(watch.stopped, "stopped", seconds)
+    except BaseException as error:
+        if not isinstance(error, jobs.JobGoneError):
+            say(f"{name} stays suspended; to start it again: ddpjob resume {name}")
+        raise
+
+
+def _unfinished(cluster: Cluster, name: str, what: str) -> jobs.Stored:
+    stored = jobs.find(cluster, name)
+    if stored.job.status.state in TERMINAL:
+        state = stored.job.status.state
+        raise InputError(f"{name} has {state} and cannot be {what}: delete it and submit it again")
+    return stored

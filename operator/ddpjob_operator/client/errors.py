@@ -1,0 +1,113 @@
+"""What a cluster refuses or does not answer, as one sentence. The command line ends with exit code 1."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddpjob_operator.job import api
+
+_VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
+JOBS = f"{api.PLURAL}.{api.GROUP}"
+NO_OPERATOR = (
+    f"the cluster has no {JOBS}: install the operator "
+    "(helm install ddpjob-operator charts/ddpjob-operator --namespace ddpjob --create-namespace; docs/operations.md)"
+)
+
+
+class ClusterError(Exception):
+    """A request that a cluster has not carried out; the text says why and what helps."""
+
+
+class NoAnswerError(ClusterError):
+    """The API server cannot be reached, or takes too long; the same request may succeed later."""
+
+
+class NotFoundError(ClusterError):
+    """The object of a request is not there."""
+
+
+class ExistsError(ClusterError):
+    """An object of this name is there already."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request in the words of RBAC."""
+
+    verb: str
+    resource: str
+    """pods, pods/log, ddpjobs.training.ddpjob.io"""
+    namespace: str = ""
+    name: str = ""
+
+    def __str__(self) -> str:
+        name = f" {self.name}" if self.name else ""
+        where = f" in namespace {self.namespace}" if self.namespace else ""
+        return f"{self.verb} {self.resource}{name}{where}"
+
+
+def read(method: str, path: str) -> Asked:
+    """The verb, resource, namespace and name of a request."""
+    parts = path.strip("/").split("/")
+    group = parts[1] if parts[0] == "apis" and len(parts) > 2 else ""
+    parts = parts[3:] if group else parts[2:]
+    namespace = ""
+    if len(parts) > 2 and parts[0] == "namespaces":
+        namespace, parts = parts[1], parts[2:]
+    resource, name, below = [*parts, "", "", ""][:3]
+    full = f"{resource}.{group}" if group else resource
+    verb = _VERBS.get(method) or ("get" if name else "list")
+    return Asked(verb, f"{full}/{below}" if below else full, namespace, name)
+
+
+def of_answer(asked: Asked, code: int, body: bytes, context: str) -> ClusterError:
+    """The error for an answer of the API server that is not 2xx."""
+    status = _status(body)
+    message = str(status.get("message") or body[:300].decode(errors="replace").strip() or f"HTTP {code}")
+    if code == 401:
+        return ClusterError(f"{context}: the credentials are not accepted (401 Unauthorized); log in again")
+    if code == 403 and (found := re.search(r'User "([^"]*)" cannot ', message)):
+        where = f"namespace {asked.namespace}" if asked.namespace else "the cluster"
+        role = f"; the ClusterRole ddpjob-{'view' if asked.verb in ('get', 'list') else 'edit'} allows it"
+        return ClusterError(
+            f"{found[1]} may not {asked.verb} {asked.resource} in {where} ({context})"
+            f"{role if asked.resource == JOBS else ''}. Ask an administrator for this right."
+        )
+    if code == 404:
+        return _not_found(asked, status, context)
+    if code == 409 and status.get("reason") == "AlreadyExists":
+        return ExistsError(f"{asked.resource} {asked.name} is there already in namespace {asked.namespace}")
+    if code in (429, 500, 502, 503, 504):
+        return NoAnswerError(f"{context} is overloaded or not ready ({code}): {message}")
+    return ClusterError(f"{context} refuses to {asked}: {_causes(status) or message}")
+
+
+def _not_found(asked: Asked, status: Mapping[str, Any], context: str) -> ClusterError:
+    details = status.get("details") or {}
+    kind = details.get("kind") if isinstance(details, Mapping) else None
+    if asked.resource == JOBS and kind != api.PLURAL and kind != "namespaces":
+        return ClusterError(f"{context}: {NO_OPERATOR}")
+    if kind == "namespaces":
+        return ClusterError(f"{context} has no namespace {details.get('name') or asked.namespace}")
+    return NotFoundError(f"{asked.resource} {asked.name} is not in namespace {asked.namespace} ({context})")
+
+
+def _status(body: bytes) -> Mapping[str, Any]:
+    """The Status object of a failure, or nothing."""
+    try:
+        status = json.loads(body)
+    except ValueError:
+        return {}
+    return status if isinstance(status, dict) and status.get("kind") == "Status" else {}
+
+
+def _causes(status: Mapping[str, Any]) -> str:
+    """The fields that are refused, one sentence each."""
+    details = status.get("details")
+    listed = details.get("causes") if isinstance(details, Mapping) else None
+    causes = [c for c in listed or () if isinstance(c, Mapping) and c.get("message")]
+    return "; ".join(f"{c['field']}: {c['message']}" if c.get("field") else str(c["message"]) for c in causes)

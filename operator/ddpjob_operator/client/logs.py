@@ -1,0 +1,213 @@
+"""The logs of a job's pods; of a pod that is gone, the end that the job's status keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+
+from ddpjob_operator.client import jobs, watch
+from ddpjob_operator.client.connection import Cluster, Raw
+from ddpjob_operator.client.errors import ClusterError, NoAnswerError, NotFoundError
+from ddpjob_operator.job import api, topology
+from ddpjob_operator.manifest.yamlfile import InputError
+
+DRAIN_SECONDS = 10.0  # the rest of a log after the job's end
+_RETRY_SECONDS = 1.0
+_QUEUE_MAX = 10_000  # lines that wait for a reader of stdout that is slower than the job
+
+Say = Callable[[str], None]
+
+
+class ClusterLogs:
+    """The source of `ddpjob logs` for a job in a cluster. on_look is called with the job at each look of follow()."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        stored: jobs.Stored,
+        say: Say,
+        *,
+        tail: int | None = None,
+        on_look: Callable[[jobs.Stored], None] = lambda _: None,
+    ) -> None:
+        self.name = stored.job.metadata.name
+        self.stored = stored
+        """The job at the last look."""
+        self._cluster, self._say, self._tail, self._on_look = cluster, say, tail, on_look
+        self._pods = [pod for pod in jobs.pods(cluster, self.name) if _has_log(pod, stored.trainer)]
+
+    def attempts(self) -> list[int]:
+        """The attempts that have logs, in order."""
+        failure = self._kept()
+        return sorted({*map(jobs.attempt_of, self._pods), *([failure.attempt] if failure else [])})
+
+    def nodes(self, attempt: int) -> list[int]:
+        """The nodes that have a log in an attempt, in order."""
+        failure = self._kept()
+        kept = {failure.node_rank} if failure and failure.attempt == attempt else set()
+        return sorted({jobs.place_of(pod) for pod in self._pods if jobs.attempt_of(pod) == attempt} | kept)
+
+    def node_of_rank(self, rank: int) -> int:
+        """The node on which a rank runs. Raises InputError."""
+        spec = self.stored.job.spec
+        world = topology.world_size(spec)
+        if rank >= world:
+            raise InputError(f"--rank {rank}: {self.name} has ranks 0 to {world - 1}")
+        if not topology.ranks_follow_nodes(spec):
+            raise InputError(f"--rank {rank}: torchrun numbers the nodes as they arrive; choose by --node")
+        return rank // topology.nproc_per_node(spec)
+
+    def prefix(self, node: int) -> str:
+        """[1:1] where a node is one rank, else [1]."""
+        rank = topology.rank_of_place(self.stored.job.spec, node)
+        return f"[{node}] " if rank is None else f"[{node}:{rank}] "
+
+    def read(self, attempt: int, node: int) -> Iterator[bytes]:
+        """What a node has printed up to now."""
+        pods = [pod for pod in self._pods if (jobs.attempt_of(pod), jobs.place_of(pod)) == (attempt, node)]
+        more = {} if self._tail is None else {"tailLines": str(self._tail)}
+        for pod in pods:
+            text = self._cluster.text(_log_path(pod), container=self.stored.trainer, **more)
+            yield text.encode() + (b"" if text.endswith("\n") or not text else b"\n")
+        failure = self._kept()
+        if not pods and failure and (failure.attempt, failure.node_rank) == (attempt, node):
+            self._say(f"pod {failure.pod} is gone; this is the end of its log, as the job's status keeps it")
+            yield failure.log_tail.rstrip("\n").encode() + b"\n"
+
+    def follow(self, attempt: int, nodes: Collection[int] | None, *, later: bool) -> Iterator[tuple[int, bytes]]:
+        """What nodes print until the job ends, or the attempt where `later` is false, as (node, lines).
+
+        Raises JobGoneError where the job is deleted meanwhile.
+        """
+        streams = _Streams(self._cluster, self.stored.trainer, self._tail)
+        seen = watch.Watch(self._cluster, self.stored, self._say)
+        try:
+            while True:
+                self._look_for_pods(streams, attempt, nodes, later)
+                over = watch.ended(seen.now) or (not later and seen.now.job.status.attempt > attempt)
+                if over:
+                    yield from streams.rest()
+                    return
+                yield from streams.until(seen.due_in())
+                self.stored = seen.look()
+                self._on_look(self.stored)
+        finally:
+            streams.close()
+
+    def _look_for_pods(self, streams: _Streams, attempt: int, nodes: Collection[int] | None, later: bool) -> None:
+        try:
+            pods = jobs.pods(self._cluster, self.name)
+        except NoAnswerError:
+            return  # the look at the job says so
+        for pod in pods:
+            of = jobs.attempt_of(pod)
+            right_attempt = of >= attempt if later else of == attempt
+            if right_attempt and (nodes is None or jobs.place_of(pod) in nodes) and _has_log(pod, self.stored.trainer):
+                streams.add(pod)
+
+    def _kept(self) -> api.Failure | None:
+        """The failure whose log the status keeps, where its pod is gone."""
+        failure = self.stored.job.status.last_failure
+        there = {pod["metadata"]["name"] for pod in self._pods}
+        return failure if failure and failure.log_tail and failure.pod not in there else None
+
+
+class _Streams:
+    """A thread for each pod, which reads its log to the end, again where the connection breaks."""
+
+    def __init__(self, cluster: Cluster, container: str, tail: int | None) -> None:
+        self._cluster, self._container, self._tail = cluster, container, tail
+        self._lines: queue.Queue[tuple[int, bytes]] = queue.Queue(_QUEUE_MAX)
+        self._threads: dict[str, threading.Thread] = {}
+        self._closed = threading.Event()
+
+    def add(self, pod: Raw) -> None:
+        """Follow a pod, if it is not followed yet."""
+        uid = pod["metadata"]["uid"]
+        if uid not in self._threads:
+            self._threads[uid] = threading.Thread(target=self._read, args=(pod,), daemon=True)
+            self._threads[uid].start()
+
+    def until(self, seconds: float) -> Iterator[tuple[int, bytes]]:
+        """The lines that come within so many seconds."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                yield self._lines.get(timeout=left)
+
+    def rest(self) -> Iterator[tuple[int, bytes]]:
+        """All lines until every pod has ended, within some seconds."""
+        end = time.monotonic() + DRAIN_SECONDS
+        while time.monotonic() < end and any(thread.is_alive() for thread in self._threads.values()):
+            yield from self.until(0.1)
+        while not self._lines.empty():
+            yield self._lines.get()
+
+    def close(self) -> None:
+        """Stop reading; the threads end with their connections or the program."""
+        self._closed.set()
+
+    def _read(self, pod: Raw) -> None:
+        place, last = jobs.place_of(pod), ""
+        while not self._closed.is_set():
+            try:
+                last = self._read_once(pod, place, last)
+                if self._has_ended(pod):
+                    return
+            except NoAnswerError:
+                pass
+            except ClusterError as error:
+                if not isinstance(error, NotFoundError):
+                    self._put(place, f"ddpjob: {error}\n".encode())
+                return
+            self._closed.wait(_RETRY_SECONDS)
+
+    def _read_once(self, pod: Raw, place: int, last: str) -> str:
+        """Read from the time of the last line on; the time of the last line then."""
+        params = {"container": self._container, "follow": "true", "timestamps": "true"}
+        if last:
+            params["sinceTime"] = last.partition(".")[0].rstrip("Z") + "Z"  # whole seconds: what was read comes again
+        elif self._tail is not None:
+            params["tailLines"] = str(self._tail)
+        before = last
+        for line in self._cluster.lines(_log_path(pod), **params):
+            at, _, text = line.partition(" ")
+            if at <= before:
+                continue
+            last = at
+            self._put(place, text.encode() + b"\n")
+        return last
+
+    def _has_ended(self, pod: Raw) -> bool:
+        path = _log_path(pod).removesuffix("/log")
+        now = self._cluster.get(path)
+        return now["metadata"]["uid"] != pod["metadata"]["uid"] or not _runs(now, self._container)
+
+    def _put(self, place: int, line: bytes) -> None:
+        while not self._closed.is_set():
+            with contextlib.suppress(queue.Full):
+                self._lines.put((place, line), timeout=1)
+                break
+
+
+def _log_path(pod: Raw) -> str:
+    metadata = pod["metadata"]
+    return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/log"
+
+
+def _has_log(pod: Raw, container: str) -> bool:
+    """Whether the trainer runs, or has run."""
+    state = _state(pod, container)
+    return "running" in state or "terminated" in state
+
+
+def _runs(pod: Raw, container: str) -> bool:
+    return "running" in _state(pod, container)
+
+
+def _state(pod: Raw, container: str) -> Raw:
+    statuses = (pod.get("status") or {}).get("containerStatuses") or ()
+    return next((s.get("state") or {} for s in statuses if s.get("name") == container), {})

@@ -1,0 +1,239 @@
+"""An API server as far as the command line needs one, in a thread: objects by path, patches, dry runs, pods' logs."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.parse
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from ddpjob_operator.client.errors import read
+
+Raw = dict[str, Any]
+USER = "jane"
+KINDS = {"ddpjobs": ("training.ddpjob.io", "ddpjobs.training.ddpjob.io"), "configmaps": ("", "configmaps")}
+
+
+class FakeCluster:
+    """`objects` may be read and changed at any time; what a test adds is there at the next request."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Raw] = {}
+        self.logs: dict[str, list[str]] = {}
+        """The lines of a pod's log, by its name; a followed log ends when the pod does."""
+        self.requests: list[str] = []
+        """Verb and resource of each request, with (dry run)."""
+        self.forbidden: set[str] = set()
+        """`create configmaps`"""
+        self.answers: dict[str, tuple[int, Raw]] = {}
+        """What is answered to `create ddpjobs.training.ddpjob.io` instead of carrying it out."""
+        self.seconds = 0.0
+        self.crd = True
+        self.on_patch: Callable[[Raw], None] = lambda _: None
+        """Called with a job that was patched: what an operator would do."""
+
+    def add(self, plural: str, body: Raw, namespace: str = "default") -> Raw:
+        """An object, as if it were created; it gets a uid and a time."""
+        group = "/apis/training.ddpjob.io/v1alpha1" if plural == "ddpjobs" else "/api/v1"
+        path = f"{group}/namespaces/{namespace}/{plural}/{body['metadata']['name']}"
+        metadata = {"namespace": namespace, "uid": uuid.uuid4().hex, "creationTimestamp": "2026-01-01T00:00:00Z"}
+        self.objects[path] = {**body, "metadata": metadata | body["metadata"]}
+        return self.objects[path]
+
+    def find(self, plural: str, name: str = "", namespace: str = "default") -> Any:
+        """An object by its name, or the only one; None where it is not there."""
+        found = [raw for path, raw in self.objects.items() if f"/{namespace}/{plural}/{name}" in path]
+        return found[0] if found else None
+
+    # ------------------------------------------------------------------ requests
+
+    def handle(self, method: str, raw_path: str, body: Any) -> tuple[int, Any]:
+        url = urllib.parse.urlsplit(raw_path)
+        query = dict(urllib.parse.parse_qsl(url.query))
+        asked = read(method, url.path)
+        what = f"{asked.verb} {asked.resource}"
+        self.requests.append(f"{what} (dry run)" if "dryRun" in query else what)
+        time.sleep(self.seconds)
+        if what in self.forbidden:
+            group = asked.resource.partition(".")[2]
+            text = (
+                f'{asked.resource} is forbidden: User "{USER}" cannot {asked.verb} resource "{asked.resource}" in API '
+                f'group "{group}" in the namespace "{asked.namespace}"'
+            )
+            return _failure(403, "Forbidden", text)
+        if what in self.answers:
+            return self.answers[what]
+        if asked.resource.startswith("ddpjobs") and not self.crd:
+            return 404, "404 page not found\n"
+        return self._carry_out(method, url.path, query, body)
+
+    def _carry_out(self, method: str, path: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
+        asked = read(method, path)
+        plural = asked.resource.partition(".")[0]
+        if asked.verb == "list":
+            return 200, {"kind": "List", "items": self._selected(path, plural, query)}
+        if asked.verb == "create":
+            at = f"{path}/{body['metadata']['name']}"
+            if at in self.objects:
+                return _failure(409, "AlreadyExists", f"{plural} already exists")
+            if "dryRun" in query:
+                return 201, body
+            return 201, self.add(plural, body, asked.namespace)
+        if path not in self.objects:
+            return _failure(404, "NotFound", "not found", {"kind": plural, "name": asked.name})
+        if asked.verb == "delete":
+            self._remove(path)
+            return 200, {"kind": "Status"}
+        if asked.verb == "patch":
+            _patch(self.objects[path], body)
+            self.on_patch(self.objects[path])
+        return 200, self.objects[path]
+
+    def _selected(self, path: str, plural: str, query: dict[str, str]) -> list[Raw]:
+        everywhere = "/namespaces/" not in path
+        found = [
+            raw for at, raw in self.objects.items()
+            if at.startswith(f"{path}/") or (everywhere and f"/{plural}/" in at)
+        ]  # fmt: skip
+        if "labelSelector" in query:
+            key, _, value = query["labelSelector"].partition("=")
+            found = [raw for raw in found if (raw["metadata"].get("labels") or {}).get(key) == value]
+        for part in filter(None, query.get("fieldSelector", "").split(",")):
+            key, _, value = part.partition("=")
+            found = [raw for raw in found if raw["involvedObject"][key.partition(".")[2]] == value]
+        return found
+
+    def _remove(self, path: str) -> None:
+        uid = self.objects.pop(path)["metadata"]["uid"]
+        for at, raw in list(self.objects.items()):
+            owners = [o for o in raw["metadata"].get("ownerReferences") or () if o["uid"] != uid]
+            if "ownerReferences" in raw["metadata"] and not owners:
+                del self.objects[at]
+
+    def log_lines(self, name: str, *, follow: bool) -> Iterator[str]:
+        """What a pod has printed; with `follow`, until it has ended."""
+        sent = 0
+        while True:
+            pod = self.find("pods", name)
+            lines = self.logs.get(name, [])
+            yield from lines[sent:]
+            sent = len(lines)
+            state = pod["status"]["containerStatuses"][0]["state"] if pod else {}
+            if not follow or "running" not in state:
+                yield from self.logs.get(name, [])[sent:]
+                return
+            time.sleep(0.02)
+
+
+def pod(job: str, attempt: int = 1, place: int = 0, *, exit_code: int | None = None, node: str = "n1") -> Raw:
+    """A pod of a job: it runs, or has ended."""
+    state: Raw = {"running": {}} if exit_code is None else {"terminated": {"exitCode": exit_code}}
+    phase = "Running" if exit_code is None else "Failed" if exit_code else "Succeeded"
+    prefix = "training.ddpjob.io"
+    labels = {f"{prefix}/job": job, f"{prefix}/attempt": str(attempt), f"{prefix}/rank": str(place)}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": f"{job}-{attempt}-{place}", "labels": labels},
+        "spec": {"nodeName": node},
+        "status": {"phase": phase, "containerStatuses": [{"name": "trainer", "state": state}]},
+    }
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, *_: Any) -> None:
+        """A client that has gone is no news."""
+
+
+@contextmanager
+def fake_cluster(folder: Path, namespace: str = "") -> Iterator[tuple[FakeCluster, Path]]:
+    """A server on loopback, and a kubeconfig for it with one context `test`."""
+    cluster = FakeCluster()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _any(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(length)) if length else None
+            path = urllib.parse.urlsplit(self.path)
+            query = dict(urllib.parse.parse_qsl(path.query))
+            if path.path.endswith("/log") and "get pods/log" not in cluster.forbidden:
+                self._log(path.path.split("/")[-2], query)
+                return
+            code, answer = cluster.handle(self.command, self.path, body)
+            data = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def _log(self, name: str, query: dict[str, str]) -> None:
+            self.send_response(200)
+            self.send_header("Connection", "close")
+            self.end_headers()
+            for number, line in enumerate(cluster.log_lines(name, follow=query.get("follow") == "true")):
+                stamp = f"2026-01-01T00:00:00.{number:09d}Z " if "timestamps" in query else ""
+                self.wfile.write(f"{stamp}{line}\n".encode())
+                self.wfile.flush()
+            self.close_connection = True
+
+        do_GET = do_POST = do_PATCH = do_DELETE = _any  # noqa: N815
+
+        def log_message(self, *_: Any) -> None:
+            """Silent."""
+
+    server = _Server(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield cluster, kubeconfig(folder, f"http://127.0.0.1:{server.server_address[1]}", namespace)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)
+
+
+def kubeconfig(folder: Path, url: str, namespace: str = "") -> Path:
+    """A kubeconfig with one context `test`."""
+    context = {"cluster": "test", "user": USER} | ({"namespace": namespace} if namespace else {})
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "test",
+        "clusters": [{"name": "test", "cluster": {"server": url}}],
+        "users": [{"name": USER, "user": {"token": "secret"}}],
+        "contexts": [{"name": "test", "context": context}],
+    }
+    path = folder / "kubeconfig"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def _patch(raw: Raw, body: Any) -> None:
+    """A merge patch, or a JSON patch that appends."""
+    if isinstance(body, list):
+        for change in body:
+            *parents, last = change["path"].strip("/").split("/")
+            place: Any = raw
+            for part in parents:
+                place = place[part]
+            assert last == "-"
+            place.append(change["value"])
+        return
+    for key, value in body.items():
+        if isinstance(value, dict):
+            _patch(raw.setdefault(key, {}), value)
+        else:
+            raw[key] = value
+
+
+def _failure(code: int, reason: str, message: str, details: Raw | None = None) -> tuple[int, Raw]:
+    return code, {"kind": "Status", "code": code, "reason": reason, "message": message, "details": details or {}}

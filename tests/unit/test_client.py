@@ -1,0 +1,487 @@
+"""The command line against an API server: what users get printed, and what a cluster gets asked for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fake_cluster import FakeCluster, fake_cluster, kubeconfig, pod
+from worlds import manifest
+
+from ddpjob_operator.cli.main import main
+
+Ddpjob = Callable[..., "Done"]
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
+    with fake_cluster(tmp_path) as (made, config):
+        monkeypatch.setenv("KUBECONFIG", str(config))
+        yield made
+
+
+@pytest.fixture
+def ddpjob(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Ddpjob:
+    """`ddpjob …` in this process."""
+
+    def run(*words: object, name: str = "ddpjob") -> Done:
+        monkeypatch.setattr(sys, "argv", ["ddpjob", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main(name)
+        out, err = capfd.readouterr()
+        assert "Traceback" not in err, err
+        return Done(int(ended.value.code or 0), out, err)
+
+    return run
+
+
+def stored(name: str = "digits", state: str | None = "Running", **status: Any) -> dict[str, Any]:
+    """A job with the status that an operator has written."""
+    body = manifest(name)
+    del body["metadata"]["uid"], body["metadata"]["namespace"]
+    full = {"state": state, "reason": "AllNodesRun", "message": "2 of 2 nodes run", "attempt": 1} | status
+    return {**body, "status": full if state else {}}
+
+
+SUSPENDED = {
+    "type": "Suspended",
+    "status": "True",
+    "reason": "Suspended",
+    "message": "",
+    "lastTransitionTime": "2026-01-01T00:00:00Z",
+}
+FAILURE = {
+    "attempt": 1,
+    "rank": 1,
+    "nodeRank": 1,
+    "pod": "digits-1-1",
+    "node": "gpu-07",
+    "exitCode": 1,
+    "exception": "ValueError: no such shard",
+    "class": "application",
+    "chargedTo": "application",
+    "step": 312,
+    "logTail": "Traceback …\nValueError: no such shard",
+    "time": "2026-01-01T00:10:00Z",
+}
+
+
+# -------------------------------------------------------------------- connecting
+
+
+def test_a_context_that_is_not_there_is_named_with_one_that_is(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """A typo must not be sent to another cluster."""
+    done = ddpjob("get", "--context", "tets")
+    assert done.code == 2
+    assert "--context tets" in done.err
+    assert "did you mean test?" in done.err
+
+
+def test_a_server_that_does_not_answer_costs_no_more_than_the_request_timeout(
+    cluster: FakeCluster, ddpjob: Ddpjob
+) -> None:
+    """A VPN that is down must not hang the terminal."""
+    cluster.seconds = 5
+    began = time.monotonic()
+    done = ddpjob("get", "--request-timeout", "1s")
+    assert done.code == 1
+    assert time.monotonic() - began < 3
+    assert done.err.startswith("context test (http://127.0.0.1:")
+    assert "does not answer within 1 s" in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_a_server_that_is_not_there_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpjob: Ddpjob
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, "http://127.0.0.1:9")))
+    done = ddpjob("get")
+    assert done.code == 1
+    assert "does not answer" in done.err
+    assert "refused" in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_without_a_kubeconfig_the_local_run_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpjob: Ddpjob
+) -> None:
+    """Someone without a cluster has come to the wrong command."""
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    done = ddpjob("get")
+    assert done.code == 2
+    assert "ddpjob run" in done.err
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2]", "a: [", "contexts: 5", "\0", "current-context: x\ncontexts: []"])
+def test_a_broken_kubeconfig_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpjob: Ddpjob, content: str
+) -> None:
+    path = tmp_path / "broken"
+    path.write_text(content)
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    done = ddpjob("get")
+    assert done.code == 2
+    assert done.err.startswith(f"{path}: the kubeconfig cannot be used")
+    assert done.err.count("\n") == 1
+
+
+def test_a_cluster_without_the_operator_says_how_to_install_it(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    cluster.crd = False
+    for words in (["get"], ["describe", "digits"], ["get", "-A"]):
+        done = ddpjob(*words)
+        assert done.code == 1
+        assert "install the operator" in done.err
+
+
+def test_a_missing_right_is_named_by_verb_resource_and_namespace(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """The user sends this line to an administrator."""
+    cluster.forbidden = {"list ddpjobs.training.ddpjob.io"}
+    done = ddpjob("get", "-n", "team-a")
+    assert done.code == 1
+    assert "jane may not list ddpjobs.training.ddpjob.io in namespace team-a" in done.err
+    assert "ddpjob-view" in done.err
+
+
+@pytest.mark.parametrize("code", [401, 429, 500, 503])
+def test_other_refusals_are_one_line(cluster: FakeCluster, ddpjob: Ddpjob, code: int) -> None:
+    cluster.answers["list ddpjobs.training.ddpjob.io"] = code, {"kind": "Status", "message": "no"}
+    done = ddpjob("get")
+    assert done.code == 1
+    assert str(code) in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_what_needs_no_cluster_does_not_import_its_client() -> None:
+    """`ddpjob --help` and the local run start at once, also where the Kubernetes client is not installed."""
+    slow = "{'kubernetes', 'urllib3', 'pathspec', 'torch', 'yaml', 'rich'}"
+    look = f"import sys; print({slow} & set(sys.modules))"
+    text = f"import ddpjob_operator.cli.main, ddpjob_operator.client.errors; {look}"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+# -------------------------------------------------------------------- looking
+
+
+def test_get_shows_the_columns_of_kubectl(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    cluster.add("ddpjobs", stored(display={"nodes": "2/2", "step": "312/1125", "progress": "28%", "eta": "24s"}))
+    cluster.add("ddpjobs", stored("other"), namespace="team-b")
+    head, row = ddpjob("get").out.splitlines()
+    assert head.split() == ["NAME", "STATE", "NODES", "RESTARTS", "STEP", "PROGRESS", "ETA", "AGE"]
+    assert row.split()[:6] == ["digits", "Running", "2/2", "312/1125", "28%", "24s"]
+    assert "team-b" in ddpjob("get", "-A").out
+    assert "2 of 2 nodes run" in ddpjob("get", "digits", "-o", "wide").out
+    assert ddpjob("get", "-o", "name").out == "ddpjob.training.ddpjob.io/digits\n"
+    assert json.loads(ddpjob("get", "digits", "-o", "json").out)["metadata"]["name"] == "digits"
+    assert yaml.safe_load(ddpjob("get", "-o", "yaml").out)["items"][0]["status"]["state"] == "Running"
+
+
+def test_an_empty_namespace_prints_nothing_to_a_pipe(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    done = ddpjob("get", "-n", "empty")
+    assert (done.code, done.out) == (0, "")
+    assert "no DDPJob in namespace empty" in done.err
+    assert json.loads(ddpjob("get", "-o", "json").out)["items"] == []
+
+
+def test_a_job_that_is_not_there_is_answered_with_the_closest_name(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    cluster.add("ddpjobs", stored())
+    for words in (
+        ["describe", "digit"],
+        ["get", "digit"],
+        ["suspend", "digit"],
+        ["delete", "digit"],
+        ["wait", "digit"],
+    ):
+        done = ddpjob(*words)
+        assert done.code == 2
+        assert "did you mean digits?" in done.err
+
+
+def test_a_name_that_is_a_path_is_no_name(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """`../../` would be another object of the API."""
+    for name in ("../pods/x", "a/b", "A", "a?dryRun=All"):
+        assert ddpjob("delete", name).code == 2
+    assert cluster.requests == []
+
+
+def test_describe_says_who_failed_where_and_why(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """The sentence is that of a local run."""
+    restarts = {"application": 1, "total": 1}
+    cluster.add("ddpjobs", stored(state="Restarting", lastFailure=FAILURE, restarts=restarts, attempt=2))
+    cluster.add("pods", pod("digits", 2, 0, node="gpu-01"))
+    about = {"kind": "DDPJob", "name": "digits"}
+    event = {"involvedObject": about, "type": "Warning", "reason": "RankFailed", "message": "rank 1", "metadata": {}}
+    cluster.add("events", {**event, "metadata": {"name": "e"}, "lastTimestamp": "2026-01-01T00:10:00Z"})
+    text = ddpjob("describe", "digits").out
+    sentence = "rank 1 (pod digits-1-1, node gpu-07) ended with exit code 1 at step 312 (ValueError: no such shard)"
+    assert sentence in text
+    assert "class application, charged to application" in text
+    assert "| ValueError: no such shard" in text
+    assert "Restarts:   1 (1 application); backoffLimit 3" in text
+    assert "digits-2-0   gpu-01   Running" in text
+    assert "RankFailed" in text
+
+
+def test_describe_without_the_right_to_see_pods_shows_the_rest(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    cluster.add("ddpjobs", stored())
+    cluster.forbidden = {"list pods", "list events"}
+    done = ddpjob("describe", "digits")
+    assert done.code == 0
+    assert "Running" in done.out
+    assert "may not list pods" in done.err
+
+
+def test_describe_obeys_no_escape_sequence_of_a_job(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """Whoever may create a job may write anything into an exception."""
+    cluster.add("ddpjobs", stored(message="\x1b]0;owned\x07hello", lastFailure=FAILURE | {"exception": "\x1b[2J"}))
+    text = ddpjob("describe", "digits").out
+    assert "hello" in text
+    assert "\x1b" not in text
+
+
+def test_describe_of_a_job_that_no_operator_has_seen_says_so(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    cluster.add("ddpjobs", stored(state=None))
+    assert "no operator has seen the job" in ddpjob("describe", "digits").out
+
+
+def test_events_are_shown_with_those_of_pods_where_wanted(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    cluster.add("ddpjobs", stored())
+    cluster.add("pods", pod("digits"))
+    for kind, name, reason in (
+        ("DDPJob", "digits", "AllNodesRun"),
+        ("Pod", "digits-1-0", "FailedMount"),
+        ("Pod", "x", "No"),
+    ):
+        about = {"kind": kind, "name": name}
+        cluster.add("events", {"metadata": {"name": reason.lower()}, "involvedObject": about, "reason": reason})
+    assert "FailedMount" not in ddpjob("events", "digits").out
+    text = ddpjob("events", "digits", "--pods").out
+    assert "pod/digits-1-0" in text
+    assert "No" not in text.split()
+
+
+# -------------------------------------------------------------------- acting
+
+
+def test_suspend_and_resume_change_one_field(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    job = cluster.add("ddpjobs", stored())
+    done = ddpjob("suspend", "digits")
+    assert "up to 30 s to save" in done.err
+    assert job["spec"]["suspend"] is True
+    assert "suspended already" in ddpjob("suspend", "digits").err
+    assert ddpjob("resume", "digits").code == 0
+    assert job["spec"]["suspend"] is False
+    assert "is not suspended" in ddpjob("resume", "digits").err
+
+
+def test_a_job_that_has_ended_is_not_suspended(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """The API server would accept it, and nothing would happen."""
+    cluster.add("ddpjobs", stored(state="Succeeded"))
+    for words in (["suspend", "digits"], ["restart", "digits"], ["scale", "digits", "--nodes", 3]):
+        done = ddpjob(*words)
+        assert done.code == 2
+        assert "has Succeeded" in done.err
+
+
+def _stops(job: dict[str, Any]) -> None:
+    """What the operator makes of a suspension."""
+    if job["spec"].get("suspend"):
+        job["status"] = {"state": "Suspended", "attempt": 1, "conditions": [SUSPENDED]}
+
+
+def test_scale_stops_a_running_job_first_and_starts_it_with_the_new_number(
+    cluster: FakeCluster, ddpjob: Ddpjob
+) -> None:
+    """The nodes of a job that runs cannot be changed."""
+    job = cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
+    seen: list[tuple[Any, Any]] = []
+
+    def patched(raw: dict[str, Any]) -> None:
+        seen.append((raw["spec"].get("suspend"), raw["spec"]["nodes"]))
+        _stops(raw)
+
+    cluster.on_patch = patched
+    assert ddpjob("scale", "digits", "--nodes", 4).code == 0
+    assert seen == [(True, 2), (False, 4)]
+    assert ddpjob("scale", "digits", "--nodes", 4).err == "digits has 4 nodes already\n"
+    assert job["spec"]["nodes"] == 4
+
+
+def test_scale_leaves_a_suspended_job_suspended(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    job = cluster.add("ddpjobs", stored(state="Suspended", conditions=[SUSPENDED]))
+    job["spec"]["suspend"] = True
+    assert "still suspended" in ddpjob("scale", "digits", "--nodes", 4).err
+    assert job["spec"]["suspend"] is True
+
+
+def test_restart_waits_until_all_pods_have_ended(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """Suspended and resumed at once would change nothing."""
+    job = cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
+    cluster.on_patch = _stops
+    assert ddpjob("restart", "digits").code == 0
+    assert job["spec"]["suspend"] is False
+
+
+def test_a_restart_that_takes_too_long_says_that_the_job_stays_suspended(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
+    done = ddpjob("restart", "digits", "--timeout", "1s")
+    assert done.code == 1
+    assert "not stopped within 1s" in done.err
+    assert "ddpjob resume digits" in done.err
+
+
+def test_delete_removes_jobs_and_waits_until_they_are_gone(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    cluster.add("ddpjobs", stored())
+    cluster.add("ddpjobs", stored("other"))
+    assert ddpjob("delete", "digits", "other").code == 0
+    assert cluster.find("ddpjobs") is None
+
+
+@pytest.mark.parametrize(
+    ("state", "wanted", "code"),
+    [("Succeeded", "Succeeded", 0), ("Failed", "Succeeded", 1), ("Failed", "failed", 0), ("Failed", "ended", 0),
+     ("Running", "Running", 0), ("Succeeded", "Running", 1)],
+)  # fmt: skip
+def test_wait_ends_as_soon_as_the_answer_is_known(
+    cluster: FakeCluster, ddpjob: Ddpjob, state: str, wanted: str, code: int
+) -> None:
+    """`kubectl wait --for=condition=Complete` waits for ever for a job that has failed."""
+    cluster.add("ddpjobs", stored(state=state))
+    assert ddpjob("wait", "digits", "--for", wanted).code == code
+
+
+def test_wait_ends_after_its_timeout_and_says_how_the_job_is(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    cluster.add("ddpjobs", stored(state="Pending", message="13 nodes have them free"))
+    done = ddpjob("wait", "digits", "--timeout", "1s")
+    assert done.code == 1
+    assert "digits is Pending: 13 nodes have them free" in done.err
+    assert ddpjob("wait", "digits", "--for", "Suceeded").err.count("did you mean Succeeded?") == 1
+    assert ddpjob("wait", "digits", "--timeout", "soon").code == 2
+
+
+def test_wait_tells_a_job_that_is_deleted_meanwhile_from_one_that_has_ended(
+    cluster: FakeCluster, ddpjob: Ddpjob
+) -> None:
+    cluster.add("ddpjobs", stored())
+    threading.Timer(0.3, cluster.objects.clear).start()
+    done = ddpjob("wait", "digits")
+    assert (done.code, done.err) == (1, "digits was deleted\n")
+    cluster.add("ddpjobs", stored())
+    threading.Timer(0.3, cluster.objects.clear).start()
+    assert ddpjob("wait", "digits", "--for", "deleted").code == 0
+
+
+def test_a_wait_survives_an_api_server_that_is_away(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """An upgrade of the control plane must not end a script that waits for a training."""
+    job = cluster.add("ddpjobs", stored())
+    unavailable = (503, {"kind": "Status", "message": "shutting down"})
+
+    def away() -> None:
+        cluster.answers["get ddpjobs.training.ddpjob.io"] = unavailable
+        threading.Timer(1.5, back).start()
+
+    def back() -> None:
+        job["status"]["state"] = "Succeeded"
+        cluster.answers.clear()
+
+    threading.Timer(0.3, away).start()
+    done = ddpjob("wait", "digits")
+    assert done.code == 0
+    assert done.err.count("still trying") == 1
+
+
+def test_top_prints_one_table_where_there_is_no_terminal(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    cluster.add("ddpjobs", stored("done", state="Succeeded"))
+    cluster.add("ddpjobs", stored())
+    lines = ddpjob("top").out.splitlines()
+    assert lines[0] == "2 DDPJobs: 1 Running, 1 Succeeded"
+    assert [line.split()[0] for line in lines[2:]] == ["digits", "done"], "what runs comes first"
+
+
+# -------------------------------------------------------------------- logs
+
+
+def test_logs_of_all_nodes_carry_the_node_and_those_of_one_do_not(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    cluster.add("ddpjobs", stored())
+    for place in (0, 1):
+        cluster.add("pods", pod("digits", 1, place))
+        cluster.logs[f"digits-1-{place}"] = ["epoch 1", "epoch 2"]
+    assert (
+        ddpjob("logs", "digits", "-n", "default").out == "[0:0] epoch 1\n[0:0] epoch 2\n[1:1] epoch 1\n[1:1] epoch 2\n"
+    )
+    assert ddpjob("logs", "digits", "--cluster", "--rank", 1).out == "epoch 1\nepoch 2\n"
+    assert ddpjob("logs", "digits", "--cluster", "--rank", 2).code == 2
+    assert ddpjob("logs", "digits", "--cluster", "--node", 0).out == "epoch 1\nepoch 2\n"
+    assert ddpjob("logs", "digits", name="kubectl ddp").out.count("epoch") == 4
+
+
+def test_logs_of_a_job_that_this_machine_has_not_run_come_from_the_cluster(
+    cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    cluster.add("ddpjobs", stored())
+    cluster.add("pods", pod("digits"))
+    cluster.logs["digits-1-0"] = ["epoch 1"]
+    done = ddpjob("logs", "digits")
+    assert done.out == "epoch 1\n"
+    assert "looking in the cluster" in done.err
+
+
+def test_logs_of_a_pod_that_is_gone_are_the_end_that_the_status_keeps(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """The pod may have been deleted with its node; why it failed must not go with it."""
+    cluster.add("ddpjobs", stored(state="Running", attempt=2, lastFailure=FAILURE))
+    cluster.add("pods", pod("digits", 2, 0))
+    cluster.logs["digits-2-0"] = ["new"]
+    assert ddpjob("logs", "digits", "--cluster").out == "new\n"
+    done = ddpjob("logs", "digits", "--cluster", "--previous")
+    assert done.out == "Traceback …\nValueError: no such shard\n"
+    assert "pod digits-1-1 is gone" in done.err
+    assert ddpjob("logs", "digits", "--cluster", "--attempt", 7).code == 2
+
+
+def test_followed_logs_go_on_with_the_next_attempt(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    job = cluster.add("ddpjobs", stored(nodes={"total": 1, "ready": 1}))
+    first = cluster.add("pods", pod("digits", 1, 0))
+    cluster.logs["digits-1-0"] = ["before"]
+
+    def restarts() -> None:
+        first["status"]["containerStatuses"][0]["state"] = {"terminated": {"exitCode": 1}}
+        second = cluster.add("pods", pod("digits", 2, 0))
+        cluster.logs["digits-2-0"] = ["after"]
+        job["status"]["attempt"] = 2
+        time.sleep(1.5)  # a look at the pods is once a second
+        second["status"]["containerStatuses"][0]["state"] = {"terminated": {"exitCode": 0}}
+        job["status"]["state"] = "Succeeded"
+
+    threading.Timer(0.3, restarts).start()
+    done = ddpjob("logs", "digits", "--cluster", "-f")
+    assert done.out == "[0:0] before\n[0:0] after\n"
+
+
+def test_the_logs_of_a_container_that_has_not_started_are_not_there_yet(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    cluster.add("ddpjobs", stored(state="Pending"))
+    waiting = pod("digits")
+    waiting["status"]["containerStatuses"][0]["state"] = {"waiting": {"reason": "ErrImagePull"}}
+    cluster.add("pods", waiting)
+    done = ddpjob("logs", "digits", "--cluster")
+    assert done.code == 2
+    assert "no node has a log yet" in done.err
+    assert "digits-1-0   n1     Running (ErrImagePull)" in ddpjob("describe", "digits").out

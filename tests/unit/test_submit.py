@@ -1,0 +1,422 @@
+"""`ddpjob submit`: what goes with a job, what is left out, and what a cluster gets."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from fake_cluster import FakeCluster, fake_cluster, pod
+
+from ddpjob_operator.cli.main import cli, main
+from ddpjob_operator.client import pack
+from ddpjob_operator.job import validation
+from ddpjob_operator.manifest.yamlfile import InputError
+
+SOUND = "import torch.distributed as dist\nprint('trains')\n"
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+Ddpjob = Callable[..., Done]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's folder with a script, and the working folder."""
+    path = tmp_path / "my project"
+    path.mkdir()
+    (path / "train.py").write_text(SOUND)
+    monkeypatch.chdir(path)
+    return path
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
+    with fake_cluster(tmp_path) as (made, config):
+        monkeypatch.setenv("KUBECONFIG", str(config))
+        yield made
+
+
+@pytest.fixture
+def ddpjob(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Ddpjob:
+    """`ddpjob …` in this process."""
+
+    def run(*words: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["ddpjob", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capfd.readouterr()
+        assert "Traceback" not in err, err
+        return Done(int(ended.value.code or 0), out, err)
+
+    return run
+
+
+def unpacked(data: bytes) -> dict[str, str]:
+    """Path → content, or where a link leads."""
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        found = {}
+        for member in tar:
+            file = tar.extractfile(member) if member.isreg() else None
+            found[member.name] = file.read().decode() if file else f"-> {member.linkname}"
+    return found
+
+
+def code_of(config_map: dict[str, Any]) -> dict[str, str]:
+    """The files in a ConfigMap."""
+    return unpacked(base64.b64decode(config_map["binaryData"]["code.tar.gz"]))
+
+
+def trainer_of(job: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = job["spec"]["template"]["spec"]["containers"][0]
+    return found
+
+
+# -------------------------------------------------------------------- the folder
+
+
+def test_a_folder_is_packed_with_its_names_programs_and_links(folder: Path) -> None:
+    """What ran locally runs there."""
+    (folder / "übung mit leer").mkdir()
+    (folder / "übung mit leer" / "größe.txt").write_text("ä")
+    (folder / "run.sh").write_text("#!/bin/sh\n")
+    (folder / "run.sh").chmod(0o755)
+    (folder / "latest.py").symlink_to(folder / "train.py")
+    packed = pack.pack(folder)
+    assert unpacked(packed.data) == {
+        "train.py": SOUND,
+        "übung mit leer/größe.txt": "ä",
+        "run.sh": "#!/bin/sh\n",
+        "latest.py": "-> train.py",
+    }
+    with tarfile.open(fileobj=io.BytesIO(packed.data)) as tar:
+        assert tar.getmember("run.sh").mode & 0o100
+    assert packed.files == 4
+
+
+def test_the_same_files_are_the_same_archive(folder: Path) -> None:
+    """Its name follows from its content: times, owners and the order of the file system must not count."""
+    before = pack.pack(folder).digest
+    os.utime(folder / "train.py", (1, 1))
+    assert pack.pack(folder).digest == before
+    (folder / "train.py").write_text(SOUND + "#")
+    assert pack.pack(folder).digest != before
+
+
+def test_what_git_ignores_and_what_is_no_program_stays_here(folder: Path) -> None:
+    """An environment of 5 GB lies in many folders."""
+    (folder / ".gitignore").write_text("data/\n*.log\n/only-here\n!keep.log\n")
+    for path in ("data/x.bin", "a.log", "keep.log", "only-here", "lib/only-here", ".git/config", "__pycache__/a.pyc"):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text("x")
+    (folder / "lib/.gitignore").write_text("!b.log\n")
+    (folder / "lib/b.log").write_text("x")
+    (folder / "env").mkdir()
+    (folder / "env/pyvenv.cfg").write_text("")
+    found = set(unpacked(pack.pack(folder).data))
+    assert found == {".gitignore", "train.py", "keep.log", "lib/only-here", "lib/.gitignore", "lib/b.log"}
+
+
+def test_gitignore_means_what_it_means_to_git(folder: Path) -> None:
+    """git itself is asked."""
+    (folder / ".gitignore").write_text("*.tmp\nbuild/\n!important.tmp\ndocs/**/gen\n# no\n\\#yes\nspace\\ \n")
+    (folder / "sub").mkdir()
+    (folder / "sub/.gitignore").write_text("/local\n!x.tmp\n")
+    names = "a.tmp important.tmp build/x docs/a/b/gen docs/gen #yes sub/local sub/x.tmp sub/deep/local sub/build/y"
+    for path in names.split():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(path)
+    subprocess.run(["git", "init", "-q"], check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--others", "--exclude-standard"], check=True, capture_output=True, text=True
+    )
+    assert set(unpacked(pack.pack(folder).data)) == set(filter(None, listed.stdout.split("\0")))
+
+
+def test_credentials_stay_here_and_are_named(folder: Path) -> None:
+    """Whoever may read ConfigMaps could read them."""
+    (folder / "deploy").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n")
+    (folder / "keys").mkdir()
+    for name in (".env", "prod.env", "keys/id_rsa", "tls.pem", ".netrc"):
+        (folder / name).write_text("PASSWORD=1")
+    packed = pack.pack(folder)
+    assert set(unpacked(packed.data)) == {"train.py"}
+    (remark,) = packed.remarks
+    assert remark.startswith("left out, because they look like credentials: ")
+    assert "and 1 more file" in remark
+
+
+def test_links_that_lead_out_in_a_circle_or_nowhere_are_left_out_and_named(folder: Path) -> None:
+    (folder / "outside").symlink_to("/etc/hostname")
+    (folder / "loop").symlink_to("loop")
+    (folder / "nowhere").symlink_to("not-there")
+    (folder / "sub").mkdir()
+    (folder / "sub/up").symlink_to("..")
+    os.mkfifo(folder / "pipe")
+    packed = pack.pack(folder)
+    assert unpacked(packed.data) == {"train.py": SOUND, "sub/up": "-> .."}
+    assert "loop, nowhere, outside" in packed.remarks[0]
+
+
+def test_a_folder_of_2_gb_is_refused_at_once_with_what_is_large_in_it(folder: Path) -> None:
+    """Nothing of it is read: the file is sparse, and a reader would take minutes."""
+    (folder / "data").mkdir()
+    with (folder / "data/train.bin").open("wb") as file:
+        file.truncate(2 << 30)
+    began = time.monotonic()
+    with pytest.raises(InputError) as refused:
+        pack.pack(folder)
+    assert time.monotonic() - began < 1
+    assert "2.15 GB" in str(refused.value)
+    assert "data/ 2.15 GB" in str(refused.value)
+    assert "docs/your-code.md" in str(refused.value)
+
+
+def test_what_does_not_fit_packed_and_too_many_files_are_refused(folder: Path) -> None:
+    (folder / "noise.bin").write_bytes(os.urandom(1_000_000))
+    with pytest.raises(InputError, match="1 MB packed, and at most 900 kB"):
+        pack.pack(folder)
+    (folder / "noise.bin").unlink()
+    for number in range(pack.FILES_MAX + 1):
+        (folder / f"{number}.txt").touch()
+    with pytest.raises(InputError, match="more than 5,000 files"):
+        pack.pack(folder)
+
+
+# -------------------------------------------------------------------- what the cluster gets
+
+
+def test_a_script_becomes_a_job_that_owns_its_code(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """No image of one's own, and nothing is left in the namespace when the job is deleted."""
+    done = ddpjob("submit", "train.py", "--nodes", 2, "--nproc-per-node", 4, "--", "--epochs", "5")
+    assert done.code == 0, done.err
+    job, config_map = cluster.find("ddpjobs", "train"), cluster.find("configmaps")
+    trainer = trainer_of(job)
+    assert (job["spec"]["nodes"], job["spec"]["nprocPerNode"]) == (2, 4)
+    assert trainer["command"][-3:] == ["train.py", "--epochs", "5"]
+    assert code_of(config_map) == {"train.py": SOUND}
+    assert config_map["immutable"] is True
+    assert config_map["metadata"]["ownerReferences"][0]["uid"] == job["metadata"]["uid"]
+    assert ddpjob("delete", "train").code == 0
+    assert cluster.find("configmaps") is None
+
+
+def test_the_job_is_valid_and_meets_the_restricted_profile(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    ddpjob("submit", "train.py", "--gpus", 8)
+    job = cluster.find("ddpjobs", "train")
+    parsed, problems = validation.parse(job)
+    assert not problems
+    assert not list(validation.strict(parsed.spec))
+    spec = job["spec"]["template"]["spec"]
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    for container in (*spec["containers"], *spec["initContainers"]):
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert trainer_of(job)["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert spec["initContainers"][0]["resources"] == {"limits": {}}, "a GPU is not needed to unpack"
+
+
+def test_two_jobs_with_the_same_code_share_it_until_the_last_is_deleted(
+    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
+) -> None:
+    assert ddpjob("submit", "train.py", "--name", "a").code == 0
+    assert ddpjob("submit", "train.py", "--name", "b").code == 0
+    assert len(cluster.find("configmaps")["metadata"]["ownerReferences"]) == 2
+    assert len([path for path in cluster.objects if "configmaps" in path]) == 1
+
+
+def test_code_of_the_same_name_with_another_content_is_refused(
+    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
+) -> None:
+    """Somebody has put it there: it would be run as the user's own."""
+    ddpjob("submit", "train.py", "--name", "a")
+    cluster.find("configmaps")["binaryData"]["code.tar.gz"] = "AAAA"
+    done = ddpjob("submit", "train.py", "--name", "b")
+    assert done.code == 1
+    assert "has not this code" in done.err
+    assert cluster.find("ddpjobs", "b") is None, "a job that waits for its code for ever is not left behind"
+
+
+def test_what_the_cluster_refuses_leaves_nothing_behind(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    cluster.forbidden = {"create configmaps"}
+    done = ddpjob("submit", "train.py")
+    assert done.code == 1
+    assert "jane may not create configmaps in namespace default" in done.err
+    assert cluster.objects == {}
+
+
+def test_a_refusal_names_the_fields_as_the_server_does(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    causes = [{"field": "spec.nodes", "message": "must be at most 3"}]
+    status = {"kind": "Status", "message": "invalid", "details": {"causes": causes}}
+    cluster.answers["create ddpjobs.training.ddpjob.io"] = 422, status
+    done = ddpjob("submit", "train.py")
+    assert done.code == 1
+    assert "spec.nodes: must be at most 3" in done.err
+
+
+def test_a_name_that_is_taken_is_said_with_the_state_of_the_other(
+    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
+) -> None:
+    ddpjob("submit", "train.py")
+    done = ddpjob("submit", "train.py")
+    assert done.code == 2
+    assert "--name train-2" in done.err
+    assert "ddpjob delete train" in done.err
+
+
+def test_a_dry_run_needs_no_cluster_and_prints_what_kubectl_can_apply(
+    folder: Path, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", "/not/there")
+    done = ddpjob("submit", "train.py", "--dry-run")
+    assert done.code == 0, done.err
+    config_map, job = yaml.safe_load_all(done.out)
+    volumes = job["spec"]["template"]["spec"]["volumes"]
+    assert {"name": config_map["metadata"]["name"]} in [v.get("configMap") for v in volumes]
+    assert code_of(config_map) == {"train.py": SOUND}
+
+
+def test_a_yaml_file_is_submitted_as_it_is_and_with_code_where_wanted(
+    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
+) -> None:
+    trainer = {"name": "trainer", "image": "mine", "command": ["torchrun", "train.py"], "workingDir": "/app"}
+    spec = {"nodes": 2, "template": {"spec": {"containers": [trainer]}}}
+    kind = {"apiVersion": "training.ddpjob.io/v1alpha1", "kind": "DDPJob"}
+    (folder / "job.yaml").write_text(yaml.safe_dump({**kind, "metadata": {"name": "mine"}, "spec": spec}))
+    assert ddpjob("submit", "job.yaml", "--nodes", 3).code == 0
+    job = cluster.find("ddpjobs", "mine")
+    assert job["spec"] == {**spec, "nodes": 3}
+    assert cluster.find("configmaps") is None
+    assert ddpjob("submit", "job.yaml", "--name", "second", "--code", ".").code == 0
+    mounts = trainer_of(cluster.find("ddpjobs", "second"))["volumeMounts"]
+    assert mounts[-1]["mountPath"] == "/app", "where the command looks for it"
+
+
+def test_namespaces_that_contradict_each_other_are_refused(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    (folder / "job.yaml").write_text(
+        "apiVersion: training.ddpjob.io/v1alpha1\nkind: DDPJob\nmetadata: {name: a, namespace: team-a}\n"
+        "spec: {template: {spec: {containers: [{name: t, image: i, command: [torchrun, train.py]}]}}}\n"
+    )
+    done = ddpjob("submit", "job.yaml", "-n", "team-b")
+    assert done.code == 2
+    assert "job.yaml:3: metadata.namespace is team-a" in done.err
+    assert ddpjob("submit", "job.yaml").code == 0
+    assert cluster.find("ddpjobs", "a", "team-a") is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["trian.py"], "trian.py"),
+        (["train.py", "--code", "sub"], "not in the folder"),
+        (["train.py", "--code", "nowhere"], "not in the folder"),
+        (["train.py", "--code", ".", "--no-code"], "exclude each other"),
+        (["train.py", "--name", "Not_A_Name"], "metadata.name"),
+        (["train.py", "--nodes", "0"], "--nodes"),
+        (["job.yaml"], "job.yaml"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, words: list[str], says: str
+) -> None:
+    (folder / "sub").mkdir()
+    done = ddpjob("submit", *words)
+    assert done.code == 2
+    assert says in done.err
+    assert cluster.requests == []
+
+
+def test_a_mistake_that_check_finds_is_not_submitted(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """It would cost a queue, an image pull and GPUs to find out."""
+    (folder / "train.py").write_text(
+        "import os, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', rank=int(os.environ['LOCAL_RANK']), world_size=4)\n"
+    )
+    done = ddpjob("submit", "train.py", "--nodes", 2)
+    assert done.code == 2
+    assert "rank-is-local-rank" in done.err
+    assert cluster.objects == {}
+    assert ddpjob("submit", "train.py", "--nodes", 2, "--no-check").code == 0
+
+
+# -------------------------------------------------------------------- --follow
+
+
+def _operator(cluster: FakeCluster, state: str, lines: list[str]) -> None:
+    """What operator and kubelets do: two pods run, print, and end."""
+    while (job := cluster.find("ddpjobs", "train")) is None:
+        time.sleep(0.01)
+    pods = [cluster.add("pods", pod("train", 1, place)) for place in (0, 1)]
+    job["status"] = {"state": "Running", "reason": "AllNodesRun", "message": "2 of 2 nodes run", "attempt": 1}
+    for place in (0, 1):
+        cluster.logs[f"train-1-{place}"] = [f"{line} {place}" for line in lines]
+    time.sleep(1.5)  # a look at the job is once a second, and it has to be seen running
+    for one in pods:
+        one["status"]["containerStatuses"][0]["state"] = {"terminated": {"exitCode": 0}}
+    times = {"startTime": "2026-01-01T00:00:00Z", "completionTime": "2026-01-01T00:00:38Z"}
+    job["status"] = {"state": state, "reason": "x", "message": "gave up", "attempt": 1, **times}
+
+
+@pytest.mark.parametrize(("state", "code", "says"), [("Succeeded", 0, "✔ train Succeeded in 38s"), ("Failed", 1, "✖")])
+def test_follow_shows_the_logs_of_all_nodes_and_ends_with_the_job(
+    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, state: str, code: int, says: str
+) -> None:
+    operator = threading.Thread(target=_operator, args=(cluster, state, ["epoch 1", "epoch 2"]))
+    operator.start()
+    done = ddpjob("submit", "train.py", "--nodes", 2, "--nproc-per-node", 1, "--follow")
+    operator.join()
+    assert done.code == code
+    assert sorted(done.out.splitlines()) == ["[0:0] epoch 1 0", "[0:0] epoch 2 0", "[1:1] epoch 1 1", "[1:1] epoch 2 1"]
+    assert "Running: 2 of 2 nodes run" in done.err
+    assert says in done.err
+
+
+def test_a_job_that_is_deleted_while_it_is_followed_is_said(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    threading.Timer(1.0, cluster.objects.clear).start()
+    done = ddpjob("submit", "train.py", "--follow")
+    assert done.code == 1
+    assert done.err.endswith("train was deleted\n")
+
+
+# -------------------------------------------------------------------- documents
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_each_job_of_the_page_on_code_is_valid(number: int) -> None:
+    """It is copied as it is."""
+    page = (Path(__file__).parents[2] / "docs/your-code.md").read_text()
+    jobs = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)]
+    parsed, problems = validation.parse(jobs[number])
+    assert not [*problems, *validation.strict(parsed.spec)]
+
+
+def test_each_command_of_the_page_on_the_command_line_exists_with_its_options() -> None:
+    page = (Path(__file__).parents[2] / "docs/cli.md").read_text()
+    lines = set(re.findall(r"`(ddpjob \w+ [^`…]*)`", page))
+    assert len(lines) > 15
+    for line in lines:
+        _, name, *words = shlex.split(line)
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None, line
+        if "NAME" not in words:
+            command.make_context(name, words, resilient_parsing=False)
