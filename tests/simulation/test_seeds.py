@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from scenario import scenario
-from simulate import failing, report, shrink
+from scenario import elastic_scenario, scenario
+from simulate import Life, failing, report, shrink
 from simulation import simulate
 
 pytestmark = pytest.mark.timeout(900)  # CPU bound: a busy machine needs longer
@@ -34,11 +34,11 @@ def first_of_this_tree() -> int:
     return 1_000_000 + int.from_bytes(digest.digest()[:4], "big")
 
 
-def check(seeds: range | tuple[int, ...]) -> None:
+def check(seeds: range | tuple[int, ...], life: Life = scenario) -> None:
     started = time.monotonic()
-    bad = failing(seeds)
+    bad = failing(seeds, life)
     print(f"{len(seeds) / (time.monotonic() - started):.0f} seeds/s")
-    assert not bad, report(shrink(min(bad, key=lambda outcome: len(outcome.taken))))
+    assert not bad, report(shrink(min(bad, key=lambda outcome: len(outcome.taken)), life))
 
 
 @pytest.mark.parametrize("first", [*FIXED, *(pytest.param(first, marks=pytest.mark.long) for first in LONG)])
@@ -51,6 +51,12 @@ def test_seeds_that_only_these_sources_walk_show_nothing_wrong_either(first: int
     """What they find first may be older than the change that walks them: put the seed into ONCE_FAILED with its fix."""
     first += first_of_this_tree()
     check(range(first, first + BLOCK))
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in LONG)])
+def test_elastic_jobs_train_with_those_that_are_there_and_end_as_they_should(first: int) -> None:
+    """Nodes that come late, go, or never come, and a number of nodes that changes meanwhile."""
+    check(range(first, first + BLOCK), elastic_scenario)
 
 
 def test_seeds_that_have_failed_once_stay_fixed() -> None:

@@ -34,7 +34,7 @@ def cli() -> None:
 )
 @click.argument("file", type=click.Path(dir_okay=False))
 @click.option("--job", metavar="NAME", help="Which DDPJob, where the file has several.")
-@click.option("--nodes", metavar="N", help="Run this many nodes instead of spec.nodes.")
+@click.option("--nodes", metavar="N", help="Run this many nodes instead of spec.nodes; MIN:MAX: an elastic job.")
 @click.option(
     "--set", "settings", metavar="PATH=VALUE", multiple=True, help="Set a field: spec.nprocPerNode=2. Repeatable."
 )
