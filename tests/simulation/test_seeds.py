@@ -1,4 +1,4 @@
-"""Five hundred lives of a job, each with its own faults. `make simulate SEEDS=100000` for more."""
+"""A thousand lives of a job, each with its own faults. `make simulate SEEDS=100000` for more."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from scenario import scenario
-from simulate import failing, report, shrink
+from scenario import elastic_scenario, scenario
+from simulate import Life, failing, report, shrink
 from simulation import simulate
 
 pytestmark = pytest.mark.timeout(900)  # CPU bound: a busy machine needs longer
@@ -34,11 +34,11 @@ def first_of_this_tree() -> int:
     return 1_000_000 + int.from_bytes(digest.digest()[:4], "big")
 
 
-def check(seeds: range | tuple[int, ...]) -> None:
+def check(seeds: range | tuple[int, ...], life: Life = scenario) -> None:
     started = time.monotonic()
-    bad = failing(seeds)
+    bad = failing(seeds, life)
     print(f"{len(seeds) / (time.monotonic() - started):.0f} seeds/s")
-    assert not bad, report(shrink(min(bad, key=lambda outcome: len(outcome.taken))))
+    assert not bad, report(shrink(min(bad, key=lambda outcome: len(outcome.taken)), life))
 
 
 @pytest.mark.parametrize("first", [*FIXED, *(pytest.param(first, marks=pytest.mark.long) for first in LONG)])
@@ -46,11 +46,17 @@ def test_whatever_goes_wrong_no_two_groups_train_and_the_job_ends_as_it_should(f
     check(range(first, first + BLOCK))
 
 
-@pytest.mark.long  # what they find first is a fault to look into, and no reason to stop an unrelated change
 @pytest.mark.parametrize("first", OF_THIS_TREE)
 def test_seeds_that_only_these_sources_walk_show_nothing_wrong_either(first: int) -> None:
+    """What they find first may be older than the change that walks them: put the seed into ONCE_FAILED with its fix."""
     first += first_of_this_tree()
     check(range(first, first + BLOCK))
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in LONG)])
+def test_elastic_jobs_train_with_those_that_are_there_and_end_as_they_should(first: int) -> None:
+    """Nodes that come late, go, or never come, and a number of nodes that changes meanwhile."""
+    check(range(first, first + BLOCK), elastic_scenario)
 
 
 def test_seeds_that_have_failed_once_stay_fixed() -> None:

@@ -38,7 +38,7 @@ def cli() -> None:
 @click.option("-f", "--filename", metavar="FILE", type=click.Path(dir_okay=False, allow_dash=True), help="As FILE.")
 @click.option("-m", "--module", metavar="MODULE", help="Run a module in place of a file.")
 @click.option("--job", metavar="NAME", help="Which DDPJob, where the file has several.")
-@click.option("--nodes", metavar="N", help="Run this many nodes instead of spec.nodes.")
+@click.option("--nodes", metavar="N", help="Run this many nodes instead of spec.nodes; MIN:MAX: an elastic job.")
 @click.option("--nproc-per-node", "nproc", metavar="N", help="Processes on each node instead of spec.nprocPerNode.")
 @click.option(
     "--set", "settings", metavar="PATH=VALUE", multiple=True, help="Set a field: spec.nprocPerNode=2. Repeatable."
@@ -48,6 +48,9 @@ def cli() -> None:
 )
 @click.option(
     "--status", type=click.Path(dir_okay=False, path_type=Path), help="Keep the status document (JSON) in this file."
+)
+@click.option(
+    "--report", type=click.Path(dir_okay=False, path_type=Path), help="Write a report (HTML) into this file at the end."
 )
 @click.option(
     "--logs",
@@ -79,6 +82,7 @@ def run(
     settings: tuple[str, ...],
     variables: tuple[str, ...],
     status: Path | None,
+    report: Path | None,
     logs: Path | None,
     failures: tuple[str, ...],
     cpu: bool,
@@ -117,7 +121,7 @@ def run(
             return print_objects(parsed, cpu)
         if warning := sources.warn_of_size(parsed, allowed=yes):
             click.echo(warning, err=True)
-        options = Options(status, cpu, allow_unsupported, plain, logs, broken, os.getpgrp())
+        options = Options(status, cpu, allow_unsupported, plain, logs, broken, report, os.getpgrp())
         return start(document, parsed, options, checked=not no_check)
 
 

@@ -48,7 +48,7 @@ def load(source: Source) -> tuple[Document, api.DDPJob]:
     document, is_made = _document(source)
     if source.nproc is not None and not is_made:
         override.set_field(document, f"spec.nprocPerNode={source.nproc}", "--nproc-per-node")
-    document, parsed = applied(document, None if is_made else source.nodes, source.settings, source.variables)
+    document, parsed = applied(document, source.nodes, source.settings, source.variables)
     if source.arguments and not is_made:
         _replace_arguments(document, parsed, source.arguments)
         parsed, _ = validation.parse(document.data)
@@ -57,7 +57,8 @@ def load(source: Source) -> tuple[Document, api.DDPJob]:
 
 def to_yaml(source: Source) -> str:
     """The YAML for a script or a module: what `ddpjob init` prints. Raises InputError."""
-    start = Start(source.file or "", nodes=source.nodes, nproc=source.nproc, arguments=source.arguments)
+    nodes = None if ":" in (source.nodes or "") else source.nodes  # of an elastic job: the option says it
+    start = Start(source.file or "", nodes=nodes, nproc=source.nproc, arguments=source.arguments)
     start = replace(start, gpus=source.gpus)
     if source.module is not None:
         return job_yaml(replace(start, script=source.module, module=True), None)

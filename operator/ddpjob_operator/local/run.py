@@ -33,7 +33,9 @@ from ddpjob_operator.local import (
     pod_process,
     receive,
     record,
+    report,
     run_folder,
+    runs,
     screen,
     script,
     table,
@@ -68,6 +70,8 @@ class Options:
     """The parent of the runs' folders; None is the user's state folder."""
     faults: tuple[faults.Fault, ...] = ()
     """Faults to inject."""
+    report: Path | None = None
+    """Where the report is written once the run has ended."""
     process_group: int | None = None
     """That in which the command was started, where the run has one of its own."""
 
@@ -80,8 +84,9 @@ def run(document: Document, job: api.DDPJob, options: Options) -> int:
     if job.spec.managed_by:
         text = f'spec.managedBy: "{job.spec.managed_by}" runs this job, and not ddpjob. Remove the field.'
         raise InputError(f"{document.place(('spec', 'managedBy'))}: {text}")
-    if options.status is not None and not Path(os.path.realpath(options.status)).parent.is_dir():
-        raise InputError(f"--status {options.status}: there is no such folder")
+    for option, path in (("--status", options.status), ("--report", options.report)):
+        if path is not None and not Path(os.path.realpath(path)).parent.is_dir():
+            raise InputError(f"{option} {path}: there is no such folder")
     job, slots, notes = assign_slots(document, job, options)
     notes += check(document, job, slots, options)
     folder = _run_folder(job.metadata.name, options)
@@ -379,6 +384,7 @@ class Runner:
     def _summarize(self) -> int:
         """Show how the job ended and where the logs are; the exit code."""
         took = time.monotonic() - self._started_at
+        self._write_report()
         status, name = self.job.status, self.job.metadata.name
         failed = status.state in ("Failing", "Failed")
         self.teller.explain(status.last_failure if failed else None)
@@ -395,6 +401,16 @@ class Runner:
             return INTERRUPTED
         self.screen.note(ending.failed(name, told.local_status(status), took))
         return FAILED
+
+    def _write_report(self) -> None:
+        if self.options.report is None:
+            return
+        run = runs.Run(self.folder.path, self.record.facts, self.job.status, running=False)
+        try:
+            text = report.page(run, self.record.history, dt.datetime.now(dt.timezone.utc))
+            files.write_atomically(self.options.report, text.encode())
+        except OSError as error:
+            self._note_once(f"--report {self.options.report}: {error.strerror}; ddpjob report prints it")
 
 
 def dry_run(job: api.DDPJob, cpu: bool) -> Iterator[build.Body]:
