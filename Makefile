@@ -6,7 +6,7 @@ CRD    := charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml
 # One pytest process a core; tests that share something name their group.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
 
-.PHONY: install demo quick test test-long test-versions simulate test-kind check format generate clean help
+.PHONY: install demo quick test test-long test-versions test-frameworks docs simulate test-kind check format generate clean help
 
 help: ## What can be made.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,6 +46,14 @@ test-long: install ## What varies the promises of `make test` in hundreds of way
 
 test-versions: install ## The library's and ddprun's tests with each Python from 3.10 on that is here, torch 2.4 and the newest (gigabytes).
 	$(BIN)/python tests/versions.py
+
+test-frameworks: install ## The examples with Hugging Face, Accelerate and Lightning, which it installs (220 MB).
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[frameworks]'
+	$(BIN)/python -m pytest -n 0 tests/local/test_frameworks.py
+
+docs: install ## The documents as a site in site/, where mkdocs is installed: pip install -e '.[docs]'.
+	@if [ -x $(BIN)/mkdocs ]; then $(BIN)/mkdocs build --quiet --strict --site-dir site; \
+	  else echo "mkdocs is not installed: $(BIN)/pip install -e '.[docs]'"; exit 1; fi
 
 SEEDS ?= 20000
 simulate: install ## SEEDS=20000 lives of a job on a model of a cluster, with everything that can go wrong.

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from ddpjob_operator.check import RULES, Finding, Rule
+from ddpjob_operator.check.job import YAML_RULES
 
 EXAMPLE = Finding(
     "train.py",
@@ -24,6 +25,8 @@ $ ddpjob check train.py --nodes 2
 {EXAMPLE}
 $ ddpjob check job.yaml                 # the job, and the script that its command starts
 $ ddpjob check job.yaml src/train.py    # the script lies elsewhere here than in the image
+$ ddpjob check .                        # all scripts, notebooks and DDPJobs here that git does not ignore
+$ ddpjob check train.ipynb              # code cells: train.ipynb:cell 3:2: error[…]
 $ ddpjob check train.py --format json   # findings (file, line, column, rule, severity, message), errors, warnings
 ```
 
@@ -38,8 +41,18 @@ the address of its rendezvous counts as one for one node, as the tutorials are.
 
 Exit codes: 0 nothing or warnings only, 1 errors, 2 wrong input (no such file, no valid job, no valid Python).
 
+`ddpjob run` checks the same before it starts anything. An error stops it with exit code 2, unless `--no-check` is
+given.
+
 To suppress a finding: `# ddpjob: ignore[rule]`, with several rules between commas, at the end of its line or alone on
 the line above, in Python and in YAML.
+"""
+
+YAML = """\
+## In the YAML
+
+Fields of the wrong type, misspelled fields, and quantities that are none (`cpu: lots`) are refused with their line by
+`check`, `run` and `run --dry-run` alike. In addition:
 """
 
 TAIL = """\
@@ -56,7 +69,14 @@ def to_markdown() -> str:
     """docs/check.md."""
     rows = "".join(f"| [`{r.name}`](#{r.name}) | {r.severity} |\n" for r in RULES)
     table = f"| rule | severity |\n|---|---|\n{rows}"
-    return "\n".join((INTRO, "## The rules\n", table, *(part for rule in RULES for part in _rule(rule)), TAIL))
+    return "\n".join(
+        (INTRO, "## The rules\n", table, *(part for rule in RULES for part in _rule(rule)), YAML, _of_yaml(), TAIL)
+    )
+
+
+def _of_yaml() -> str:
+    rows = "".join(f"| `{r.name}` | {r.severity} | {r.why} |\n" for r in YAML_RULES)
+    return f"| rule | severity | meaning |\n|---|---|---|\n{rows}"
 
 
 def _rule(rule: Rule) -> Iterator[str]:

@@ -11,8 +11,10 @@ from agents import Launcher, finish, forget_torchs_own
 
 from ddpjob.agent import late_environment
 
+Settings = list[dict[str, "str | None"]]
+
 # Each rank sets something else, and says what torch makes of it.
-SETTINGS: list[dict[str, str | None]] = [
+EACH_ALONE: Settings = [
     {},
     {"OMP_NUM_THREADS": "1"},
     {"OMP_NUM_THREADS": "2"},
@@ -25,6 +27,12 @@ SETTINGS: list[dict[str, str | None]] = [
     {"TMPDIR": "/var/tmp"},
     {"CUDA_VISIBLE_DEVICES": "", "NCCL_DEBUG": "INFO", "MY_OWN": "1"},
 ]
+# The same settings in three ranks: under --no-preload each rank imports torch, for seconds.
+TOGETHER: Settings = [
+    {name: value for setting in EACH_ALONE for name, value in setting.items() if value is not None},
+    {"OMP_NUM_THREADS": "1"},
+    {"OMP_NUM_THREADS": None},
+]
 SCRIPT = """
 import json, os, sys
 rank = int(os.environ["RANK"])
@@ -35,33 +43,39 @@ for name, value in {settings}[rank].items():
 {imports}
 import torch, logging, tempfile, torch.distributed as dist
 assert torch is sys.modules["torch"] and torch.__spec__.origin.endswith("__init__.py")
-said = {{"threads": torch.get_num_threads(), "log": logging.getLogger("torch._dynamo").getEffectiveLevel(),
+seen = {{"threads": torch.get_num_threads(), "log": logging.getLogger("torch._dynamo").getEffectiveLevel(),
         "debug": str(dist.get_debug_level()), "folder": tempfile.gettempdir(),
         "hidden": [type(f).__name__ for f in sys.meta_path if "idden" in type(f).__name__]}}
-with open(f"said-{{rank}}", "w") as file: json.dump(said, file)
+with open(f"seen-{{rank}}", "w") as file: json.dump(seen, file)
 """
+IMPORTS = "from torch.utils.data import DataLoader; import ddpjob; ddpjob.Snapshot"
 
 
-def said(launcher: Launcher, imports: str, *start: str) -> tuple[list[Any], str]:
-    script = launcher.script(SCRIPT.format(settings=SETTINGS, imports=imports))
-    done = finish(launcher.ddprun(*start, "--nproc", len(SETTINGS), "--max-restarts", 0, script), 150)
+def seen(launcher: Launcher, settings: Settings, imports: str, *start: str) -> tuple[list[Any], str]:
+    """What torch makes of the settings of each rank, and stderr."""
+    script = launcher.script(SCRIPT.format(settings=settings, imports=imports))
+    done = finish(launcher.ddprun(*start, "--nproc", len(settings), "--max-restarts", 0, script), 150)
     assert done.returncode == 0, done.stderr
     forget_torchs_own(launcher)
-    return [json.loads((launcher.folder / f"said-{r}").read_text()) for r in range(len(SETTINGS))], done.stderr
+    return [json.loads((launcher.folder / f"seen-{r}").read_text()) for r in range(len(settings))], done.stderr
 
 
 @pytest.mark.parametrize(
-    "imports",
+    ("settings", "imports"),
     [
-        pytest.param("", marks=pytest.mark.long),
-        "from torch.utils.data import DataLoader; import ddpjob; ddpjob.Snapshot",
+        pytest.param(EACH_ALONE, "", marks=pytest.mark.long),
+        pytest.param(EACH_ALONE, IMPORTS, marks=pytest.mark.long),
+        (TOGETHER, IMPORTS),
     ],
+    ids=["each alone", "each alone, with imports", "together, with imports"],
 )
-def test_threads_logs_and_debugging_are_what_the_script_has_asked_for(launcher: Launcher, imports: str) -> None:
+def test_threads_logs_and_debugging_are_what_the_script_has_asked_for(
+    launcher: Launcher, settings: Settings, imports: str
+) -> None:
     """Results differ by the number of threads, and logs that were asked for are missing."""
-    forked, err = said(launcher, imports)
-    fresh, _ = said(launcher, imports, "--no-preload")
-    assert [(s, a) for s, a, b in zip(SETTINGS, forked, fresh, strict=True) if a != b] == []
+    forked, err = seen(launcher, settings, imports)
+    fresh, _ = seen(launcher, settings, imports, "--no-preload")
+    assert [(s, a) for s, a, b in zip(settings, forked, fresh, strict=True) if a != b] == []
     assert "ddprun:" not in err, "what holds needs no words"
 
 

@@ -61,15 +61,25 @@ dist.destroy_process_group()
 """
 
 
-def test_a_killed_rank_of_two_nodes_trains_on_and_to_the_same_parameters_as_under_torchrun(launcher: Launcher) -> None:
+@pytest.mark.parametrize(
+    "other",
+    [
+        "ddpjob.agent",
+        # Three more imports of torch. By day the launch matrix compares the launchers' parameters.
+        pytest.param("torch.distributed.run", marks=pytest.mark.long),
+    ],
+)
+def test_a_killed_rank_of_two_nodes_trains_on_and_to_the_same_parameters_as_an_undisturbed_run_on_one(
+    launcher: Launcher, other: str
+) -> None:
     script = launcher.script(TRAIN.replace("FAIL", "os.environ.get('FAIL')"))
     agents = launcher.nodes(2, "--nproc", 1, script, FAIL="1", OMP_NUM_THREADS="1")
     done = [finish(agent, 150) for agent in agents]
     assert [d.returncode for d in done] == [0, 0], done[0].stderr + done[1].stderr
     ours = [d.stdout.split() for d in done]
     assert [(rank, life) for rank, life, _, _ in ours] == [("0", "1"), ("1", "1")]
-    torchrun = finish(launcher.ddprun("--nproc-per-node", 2, script, module="torch.distributed.run"), 150)
-    theirs = sorted(line.split() for line in torchrun.stdout.splitlines())
+    undisturbed = finish(launcher.ddprun("--nproc-per-node", 2, script, module=other, OMP_NUM_THREADS="1"), 150)
+    theirs = sorted(line.split() for line in undisturbed.stdout.splitlines())
     assert [words[2:] for words in ours] == [words[2:] for words in theirs], "threads, and the hash of the parameters"
     forget_torchs_own(launcher)
 

@@ -56,7 +56,8 @@ def test_a_rank_that_breaks_at_a_step_restarts_the_group_which_goes_on_from_what
 
 
 def test_a_rank_that_hangs_is_found_named_and_restarted(cli: Cli) -> None:
-    done, status, told = run(cli, "--fail", "rank=0,step=25,hang", stall={"timeoutSeconds": 3})
+    grace = "spec.template.spec.terminationGracePeriodSeconds=2"  # it does not end by itself: else 30 s
+    done, status, told = run(cli, "--fail", "rank=0,step=25,hang", "--set", grace, stall={"timeoutSeconds": 3})
     assert done.returncode == 0
     assert "Stalled" in told
     assert status["restarts"]["stall"] == 1

@@ -1,7 +1,9 @@
 """Every common way to launch runs as a DDPJob and trains the same; what cannot work is refused, with the reason.
 
 The hash that each way prints is of exact numbers (trainer/examples/notes/common.py): equal means the same samples in
-the same steps. Each process here imports torch: the ways that a script can go one after the other share a run.
+the same steps. Each process that imports torch costs 2 s of CPU, and 2 s more for its first DDP. So by day the ways
+that a script can go one after the other share a run, and a script without torch tells the ranks' places under the other
+ways to start torch's launcher. At night each note trains.
 """
 
 from __future__ import annotations
@@ -20,10 +22,17 @@ from shell import Cli
 
 ROOT = Path(__file__).parents[2]
 NOTES = sorted(path.stem for path in (ROOT / "examples/notes").glob("*.yaml"))
-# These differ in launcher and in how ranks find each other; the others are variants in spelling, which run at night.
-EACH_KIND = frozenset(
-    "ddprun launch-by-path launch-underscore plain process-list spawn-nodes torchrun-c10d torchrun-standalone".split()
-)
+# What is no variant in spelling of LAUNCHERS below: how torch's launcher is started, and how its agents meet.
+LAUNCHED_OTHERWISE = "launch-by-path", "launch-underscore", "torchrun-c10d", "torchrun-standalone"
+# Stands for a note's script.
+PLACE = """
+import os, sys
+names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
+given = [word.partition("=")[2] for word in sys.argv if word.replace("-", "_").startswith("__local_rank=")]
+assert given in ([], [os.environ["LOCAL_RANK"]]), sys.argv
+assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
+os.write(1, ("PLACE " + " ".join(os.environ[name] for name in names) + "\\n").encode())
+"""
 SECONDS_MAX = 170  # a torch process takes seconds to start, and here are six; in a restart once more
 
 LAUNCHERS: dict[str, list[str]] = {
@@ -75,9 +84,21 @@ def alone() -> str:
     return found[1]
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in EACH_KIND else pytest.param(name, marks=pytest.mark.long) for name in NOTES]
-)
+@pytest.mark.parametrize("name", LAUNCHED_OTHERWISE)
+def test_each_way_to_start_torchs_launcher_gives_each_rank_its_place(cli: Cli, name: str) -> None:
+    """A variable of the job that contradicts an option ends the launcher, or leaves two ranks with the same number."""
+    text = (ROOT / f"examples/notes/{name}.yaml").read_text()
+    script = cli.folder / "place.py"
+    script.write_text(PLACE)
+    spec = yaml.safe_load(text)["spec"]
+    (cli.folder / "job.yaml").write_text(re.sub(r"trainer/examples/notes/\w+\.py", str(script), text))
+    nodes, nproc = spec["nodes"], spec["nprocPerNode"]
+    ranks = {f"PLACE {n * nproc + k} {k} {nodes * nproc} {nproc} {n}" for n in range(nodes) for k in range(nproc)}
+    assert lines_of(cli, "job.yaml", "PLACE", "--cpu") == ranks
+
+
+@pytest.mark.long  # up to six processes with torch and DDP each: 8 to 25 s of CPU
+@pytest.mark.parametrize("name", NOTES)
 def test_each_note_trains_in_one_world_and_ends_with_the_same_parameters(cli: Cli, alone: str, name: str) -> None:
     text = (ROOT / f"examples/notes/{name}.yaml").read_text().replace("23456", str(free_port()))
     spec = yaml.safe_load(text)["spec"]
@@ -89,15 +110,17 @@ def test_each_note_trains_in_one_world_and_ends_with_the_same_parameters(cli: Cl
 
 @pytest.mark.parametrize("how", LAUNCHERS)
 def test_under_each_launcher_ranks_meet_by_env_tcp_and_file(cli: Cli, alone: str, how: str) -> None:
-    nproc = 1 if how == "plain" else 2
-    job = cli.file(EVERY_METHOD, nprocPerNode=nproc)
+    # As few processes as tell it: torchrun and mp.spawn import torch beside their ranks. At night the notes have more.
+    nodes, nproc = {"spawn": (1, 2), "ddprun": (2, 2)}.get(how, (2, 1))
+    job = cli.file(EVERY_METHOD, nodes=nodes, nprocPerNode=nproc)
     body = yaml.safe_load(job.read_text())
     trainer = body["spec"]["template"]["spec"]["containers"][0]
     trainer["command"] = [*LAUNCHERS[how], "train.py", how, str(cli.folder), str(free_port()), str(free_port())]
     job.write_text(yaml.safe_dump(body))
-    assert trained(cli, job) == {f"PARAMS {alone} world {2 * nproc}"}
+    assert trained(cli, job) == {f"PARAMS {alone} world {nodes * nproc}"}
 
 
+@pytest.mark.long  # by day ranks of two nodes meet in a file above, and a hostPath is one folder in test_pod_process.py
 def test_nodes_that_share_a_folder_meet_in_a_file_there(cli: Cli, alone: str) -> None:
     text = (ROOT / "examples/notes/init-file.yaml").read_text()
     (cli.folder / "meet").mkdir()
@@ -170,7 +193,12 @@ def test_what_only_the_script_can_know_it_refuses_before_anyone_waits(cli: Cli, 
 def trained(cli: Cli, job: Path | str, *options: str) -> set[str]:
     """What rank 0 printed of its parameters."""
     os.symlink(ROOT / "trainer", cli.folder / "trainer")
+    return lines_of(cli, job, "PARAMS", *options)
+
+
+def lines_of(cli: Cli, job: Path | str, word: str, *options: str) -> set[str]:
+    """What the job's ranks printed that begins with the word, once the job has succeeded."""
     with cli.start("run", job, *options) as process:
         out, err = process.communicate(timeout=SECONDS_MAX)
     assert process.returncode == 0, f"{err}\n{out}"
-    return set(re.findall(r"^\[[\d:]+\] (PARAMS .*)$", out, re.MULTILINE))
+    return set(re.findall(rf"^\[[\d:]+\] ({word} .*)$", out, re.MULTILINE))

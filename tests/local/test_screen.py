@@ -27,7 +27,11 @@ SCRIPT = """
     if os.environ["RANK"] == "0":
         report(312)
         print("a line of the training " + "x" * 100 + " its end")
-    while not os.path.exists("go"): time.sleep(0.02)
+    while not os.path.exists("go"):
+        time.sleep(0.02)
+        if os.path.exists("report") and os.environ["RANK"] == "0":
+            os.remove("report")
+            report(313)
 """
 
 
@@ -48,18 +52,29 @@ def job(tmp_path: Path) -> Path:
 class Terminal:
     """`ddpjob run` on a terminal of a given width; `text` is what stands on it now."""
 
-    def __init__(self, job: Path, columns: int, **environment: str) -> None:
+    def __init__(self, job: Path, columns: int, shell: bool = False, **environment: str) -> None:
         self.screen = pyte.Screen(columns, 24)
         self._stream = pyte.ByteStream(self.screen)
         env = {**os.environ, "TERM": "xterm-256color", "XDG_STATE_HOME": str(job.parent / "state"), **environment}
         env.pop("COLUMNS", None)
         argv = ["-m", "ddpjob_operator.cli", "run", str(job)]
         self.raw = b""
-        self.child = pexpect.spawn(sys.executable, argv, cwd=job.parent, env=env, dimensions=(24, columns))
+        argv, program = (["--norc", "-i"], "bash") if shell else (argv, sys.executable)
+        env["PS1"] = "$ "
+        self.child = pexpect.spawn(program, argv, cwd=job.parent, env=env, dimensions=(24, columns))
 
     @property
     def text(self) -> str:
         return "\n".join(line.rstrip() for line in self.screen.display).rstrip()
+
+    def type(self, text: str, end: str = "\n") -> None:
+        """Type at the keyboard."""
+        self.child.send(text + end)
+
+    def resize(self, columns: int) -> None:
+        """Another width; pyte cuts the lines that stand there, as xterm does."""
+        self.screen.resize(24, columns)
+        self.child.setwinsize(24, columns)
 
     def until(self, shown: Callable[[str], object], seconds: float = 30) -> str:
         """Read until the screen shows something; its text."""
@@ -80,11 +95,12 @@ class Terminal:
 
 def test_the_table_shows_state_steps_pace_and_each_node_and_the_lines_scroll_above_it(job: Path) -> None:
     terminal = Terminal(job, columns=110)
-    text = terminal.until(lambda t: "step 312" in t and "its end" in t and t.count("pid") == 2)
-    assert re.search(r"^Running  step 312/1125  27 %  24s left$", text, re.M)
+    text = terminal.until(lambda t: "step 312" in t and "its end" in t and t.count(" MB") == 2)
+    assert re.search(r"^Running  step 312/1125  27 %  24s left  attempt 1  elapsed \d+s$", text, re.M)
     assert re.search(r"^5,210 samples/s  loss 0\.412$", text, re.M)
-    assert re.search(r"^ +node 0 +rank 0 +Running +step 312 +pid \d+$", text, re.M)
-    assert re.search(r"^ +node 1 +rank 1 +Running +pid \d+$", text, re.M)
+    assert re.search(r"^━{29,30}─{79,80}$", text, re.M), "the bar is as wide as the screen"
+    assert re.search(r"^ +node 0 +rank 0 +Running +step 312 +pid \d+ +CPU +\d+ % +[\d.]+ MB$", text, re.M)
+    assert re.search(r"^ +node 1 +rank 1 +Running +pid \d+ +CPU +\d+ % +[\d.]+ MB$", text, re.M)
     assert text.index("a line of the training") < text.index("Running  step")
     (job.parent / "go").touch()
     text = terminal.until(lambda t: "Succeeded" in t)
@@ -102,6 +118,41 @@ def test_a_terminal_of_40_columns_shows_the_same_cut_and_never_wrapped(job: Path
     assert len(long) <= 40
     (job.parent / "go").touch()
     terminal.until(lambda t: "Succeeded" in t)
+
+
+def test_a_terminal_that_shrinks_to_20_columns_and_grows_again_keeps_one_table(job: Path) -> None:
+    """A user who tiles windows finds the screen full of halves of old tables."""
+    terminal = Terminal(job, columns=100)
+    terminal.until(lambda t: "Running  step 312" in t and "node 1" in t)
+    for columns in (20, 100):
+        terminal.resize(columns)
+        text = terminal.until(lambda t: len([line for line in t.splitlines() if "─" in line]) == 1 and "node 1" in t)
+        assert max(map(len, text.splitlines())) <= columns
+    (job.parent / "go").touch()
+    text = terminal.until(lambda t: "Succeeded" in t)
+    assert "node 0" not in text
+    assert terminal.child.wait() == 0
+
+
+def test_in_the_background_there_are_plain_lines_and_the_table_comes_with_fg(job: Path) -> None:
+    """A user's prompt is overwritten by the table of `ddpjob run … &`, or after Ctrl-Z and bg."""
+    shell = Terminal(job, columns=100, shell=True)
+    shell.type(f"{sys.executable} -m ddpjob_operator.cli run {job.name}")
+    shell.until(lambda t: "Running  step 312" in t and "━" in t and "node 1" in t)
+    shell.type("\x1a", end="")
+    text = shell.until(lambda t: "Stopped" in t and t.endswith("$"))
+    assert "━" not in text, "the table gives the terminal back"
+    assert "the training goes on" in text
+    shell.type("bg")
+    shell.type("touch report")
+    text = shell.until(lambda t: "Running  step 313/1125" in t)
+    assert "━" not in text
+    shell.type("fg")
+    shell.until(lambda t: "━" in t and "node 1" in t and "step 313" in t)
+    (job.parent / "go").touch()
+    shell.until(lambda t: "Succeeded" in t)
+    shell.type("exit")
+    shell.child.wait()
 
 
 def test_no_color_is_obeyed(job: Path) -> None:

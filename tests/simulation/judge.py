@@ -156,8 +156,14 @@ class Judge:
             self.wrong.append(f"rank {untrue} of attempt {attempt} is said to have completed, and has not")
         if new.get("state") == "Succeeded" and old.get("state") != "Succeeded":
             nodes = (new.get("nodes") or {}).get("total", 0)
+            if new.get("attemptNodes"):  # elastic: those that trained
+                nodes = max(len(ranges.parse(new.get("startedNodes", ""))), self._min_nodes(uid))
             if len(completed) < nodes:
                 self.wrong.append(f"the job Succeeded with {len(completed)} of {nodes} nodes completed")
+
+    def _min_nodes(self, uid: str) -> int:
+        job = next((j for j in self._jobs() if j["metadata"]["uid"] == uid), None)
+        return 0 if job is None else int(job["spec"].get("minNodes", 0))
 
     def _check_restarts(self, uid: str, old: Raw, new: Raw, spec: Raw) -> None:
         before, after = old.get("restarts") or {}, new.get("restarts") or {}

@@ -15,6 +15,7 @@ from ddpjob_operator.pods import naming
 
 if TYPE_CHECKING:
     from model_agents import Agents
+    from model_elastic import Elastic
 
 SYMPTOM = "RuntimeError: [/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.7]:31234"
 NOBODY_CAME = "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined."
@@ -90,6 +91,11 @@ class Process:
         return bool(self.pod["spec"]["containers"][0]["command"][0] == "ddprun")
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether it is a torchrun that trains with a changing number of nodes."""
+        return ":" in self.environ["PET_NNODES"]
+
+    @property
     def replacement(self) -> int:
         """Which pod of its rank in its attempt it is."""
         return int(self.environ.get("DDPJOB_REPLACEMENT", 0))
@@ -151,6 +157,8 @@ class Training:
     ) -> None:
         self.ends: Callable[[Process, int, str, str], None] = lambda *_: None
         self.agents: Agents
+        self.elastic: Elastic
+        self.connected: Callable[[Process, Process], bool] = lambda one, other: True
         self.reports: Callable[[Process, int], None] | None = None
         """Takes a rank's word about its step, every REPORT_SECONDS; None: the ranks say nothing."""
         self.wrong: list[str] = []
@@ -192,6 +200,8 @@ class Training:
         """A process starts and looks for its peers."""
         if process.is_agent:
             return self.agents.begin(process)
+        if process.is_elastic:
+            return self.elastic.joins(process)
         group = self.groups.setdefault(process.run, Group())
         if not any(p.alive for p in group.ranks.values()):
             group = self.groups[process.run] = Group()
@@ -215,6 +225,8 @@ class Training:
             self.completed.add((process.job_uid, process.attempt, process.rank))
         if process.is_agent:
             return self.agents.left(process)
+        if process.is_elastic:
+            return self.elastic.left(process, code)
         group = self.groups[process.run]
         if code == 0 and not process.told:
             return None

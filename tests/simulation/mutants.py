@@ -56,11 +56,11 @@ def writes_unread() -> contextlib.AbstractContextManager[Any]:
         def remove(self, *_: Any) -> None:
             """Not heard."""
 
-    def executor(client: Any, caches: Any, _: Any, events: Any, runtime: Any, *others: Any) -> Any:
+    def executor(client: Any, caches: Any, _: Any, events: Any, runtime: Any, *others: Any, **named: Any) -> Any:
         pods, services = Deaf(caches.pods), Deaf(caches.services)
         deaf: Any = lookup.Caches(caches.jobs, pods, services, caches.nodes)  # type: ignore[arg-type]
         deaf_lookup = lookup.Lookup(client, deaf, runtime)
-        return execute.Executor(client, deaf, deaf_lookup, events, runtime, *others)
+        return execute.Executor(client, deaf, deaf_lookup, events, runtime, *others, **named)
 
     return mock.patch.object(kube_operator, "Executor", executor)
 

@@ -105,6 +105,29 @@ def scenario(seed: int) -> Scenario:
     return _with_edits(random.Random(f"{seed} edits"), found)
 
 
+def elastic_scenario(seed: int) -> Scenario:
+    """A job that trains with minNodes to nodes, in a cluster that may have fewer, and is scaled now and then."""
+    found, rng = _under_torchrun(seed), random.Random(f"{seed} elastic")
+    nodes = max(2, found.spec["nodes"])
+    least = rng.randrange(1, nodes + 1)
+    spec = {**found.spec, "nodes": nodes, "minNodes": least, "onePodPerNode": True}
+    spec.pop("stall", None)
+    failures = {life: _failure(rng, nodes, False) for life in range(1, 9) if rng.random() < rng.choice((0, 0.3, 0.8))}
+    deeds = [
+        Deed(
+            rng.uniform(0, 0.7 * FAULTS_SECONDS), rng.choice((*PODS, *NODES[:3], *["scaled"] * 6)), rng.randrange(6), 10
+        )
+        for _ in range(rng.choice((0, 1, 2, 4)))
+    ]
+    return replace(
+        found,
+        spec=spec,
+        cluster_nodes=least + rng.randrange(1, nodes - least + 3),
+        failures=failures,
+        deeds=tuple(sorted((*found.deeds, *deeds), key=lambda deed: deed.at)),
+    )
+
+
 def _with_edits(rng: random.Random, found: Scenario) -> Scenario:
     if rng.random() >= EDITS_SHARE:
         return found

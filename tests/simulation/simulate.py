@@ -8,23 +8,25 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
-from scenario import scenario
+from scenario import Scenario, elastic_scenario, scenario
 from simulation import Outcome, simulate
 
 SHRINK_RUNS_MAX = 400
 BLOCK = 50
+Life = Callable[[int], Scenario]
 
 
-def shrink(outcome: Outcome) -> Outcome:
+def shrink(outcome: Outcome, life: Life = scenario) -> Outcome:
     """The same seed with as few of its faults as still show something wrong."""
     best, runs = outcome, 0
     size = max(1, len(best.taken) // 2)
     while size and runs < SHRINK_RUNS_MAX:
         for part in _parts(list(best.taken), size):
             runs += 1
-            found = simulate(scenario(best.seed), {k: v for k, v in best.taken.items() if k not in part})
+            found = simulate(life(best.seed), {k: v for k, v in best.taken.items() if k not in part})
             if found.wrong and len(found.taken) < len(best.taken):
                 best = found
                 break
@@ -43,12 +45,12 @@ def report(outcome: Outcome) -> str:
 
 def repeat(outcome: Outcome) -> str:
     """The command that shows it again."""
-    return f"repeat: python tests/simulation/simulate.py --seed {outcome.seed}"
+    return f"repeat: python tests/simulation/simulate.py --seed {outcome.seed} (an elastic job: --elastic)"
 
 
-def failing(seeds: Sequence[int]) -> list[Outcome]:
+def failing(seeds: Sequence[int], life: Life = scenario) -> list[Outcome]:
     """Those of the seeds that show something wrong, as they are."""
-    return [outcome for seed in seeds if (outcome := simulate(scenario(seed))).wrong]
+    return [outcome for seed in seeds if (outcome := simulate(life(seed))).wrong]
 
 
 def _parts(keys: Sequence[str], size: int) -> Iterator[set[str]]:
@@ -56,12 +58,14 @@ def _parts(keys: Sequence[str], size: int) -> Iterator[set[str]]:
         yield set(keys[start : start + size])
 
 
-def _many(first: int, count: int) -> int:
+def _many(first: int, count: int, life: Life) -> int:
     blocks = [range(n, min(n + BLOCK, first + count)) for n in range(first, first + count, BLOCK)]
     started = time.monotonic()
     bad: list[Outcome] = []
     with multiprocessing.Pool(os.cpu_count()) as pool:
-        for done, found in zip(itertools.count(1), pool.imap_unordered(failing, blocks), strict=False):
+        for done, found in zip(
+            itertools.count(1), pool.imap_unordered(partial(failing, life=life), blocks), strict=False
+        ):
             bad += found
             for outcome in found:
                 print(f"seed {outcome.seed}: {outcome.wrong[0]}", flush=True)
@@ -70,14 +74,14 @@ def _many(first: int, count: int) -> int:
     seconds = time.monotonic() - started
     print(f"{count} seeds from {first} on in {seconds:.0f} s: {count / seconds:.0f} seeds/s, {len(bad)} show a fault")
     if bad:
-        print(report(shrink(min(bad, key=lambda outcome: len(outcome.taken)))))
+        print(report(shrink(min(bad, key=lambda outcome: len(outcome.taken)), life)))
     return 1 if bad else 0
 
 
-def _one(seed: int, whole: bool) -> int:
-    outcome = simulate(scenario(seed))
+def _one(seed: int, whole: bool, life: Life) -> int:
+    outcome = simulate(life(seed))
     if outcome.wrong and not whole:
-        outcome = shrink(outcome)
+        outcome = shrink(outcome, life)
     print(report(outcome) if outcome.wrong else "\n".join([*outcome.story, f"seed {seed}: {outcome.end}"]))
     return 1 if outcome.wrong else 0
 
@@ -89,8 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, help="this one alone, with its story; what fails is made small first")
     parser.add_argument("--whole", action="store_true", help="with all its faults")
+    parser.add_argument("--elastic", action="store_true", help="lives of elastic jobs")
     given = parser.parse_args(arguments)
-    return _many(given.first, given.seeds) if given.seed is None else _one(given.seed, given.whole)
+    life = elastic_scenario if given.elastic else scenario
+    return _many(given.first, given.seeds, life) if given.seed is None else _one(given.seed, given.whole, life)
 
 
 if __name__ == "__main__":

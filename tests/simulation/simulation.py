@@ -19,6 +19,7 @@ from judge import TERMINAL, Judge, summary
 from model_agents import Agents
 from model_api import Change, Kind, ModelApi, Raw
 from model_client import ModelClient
+from model_elastic import Elastic
 from model_kubelet import Cluster
 from model_training import Process, Training
 from msgspec.structs import replace
@@ -187,6 +188,7 @@ class Simulation:
         self.api = ModelApi(self.loop.time, self.loop.now)
         self.training = Training(self.loop, self.faults, scenario.training_seconds, self._failure_of, self._reachable)
         self.training.agents = agents = Agents(self.training, self._connected)
+        self.training.elastic, self.training.connected = Elastic(self.training), self._connected
         agents.heard = self._hear_agent
         agents.has_name = lambda process: self.cluster.has_name(process)
         self.cluster = Cluster(self.loop, self.api, self.faults, self.training, scenario.cluster_nodes)
@@ -484,6 +486,8 @@ class Simulation:
             return
         if deed.what == "touch":
             self.api.change(api.PLURAL, job, "user", metadata={"annotations": {"touched": str(deed.at)}})
+        elif deed.what == "scaled":
+            self._scale(job, deed.number)
         elif deed.what == "status edited":
             self._edit_status(deed)
         elif deed.what == "spec made invalid":
@@ -495,6 +499,12 @@ class Simulation:
             self.api.request("DELETE", f"{JOBS}/{NAME}", None, {}, "user")
             if deed.what == "delete and apply":
                 self.loop.call_later(deed.seconds if deed.number % 2 else 0.0, self._apply)
+
+    def _scale(self, job: Raw, number: int) -> None:
+        least = self.scenario.spec["minNodes"]
+        nodes = least + number % (self.scenario.cluster_nodes - least + 2)
+        self.tell("user", f"scales to {nodes}")
+        self.api.request("PUT", f"{JOBS}/{NAME}", None, {**job, "spec": {**job["spec"], "nodes": nodes}}, "user")
 
     def _edit_status(self, deed: Deed) -> None:
         """A hand writes what no operator can read, and after a while sets it right again."""
@@ -513,12 +523,12 @@ class Simulation:
         same. Who resumes a job sets its spec right."""
         status = job.get("status") or {}
         if status.get("attempt") and status.get("state") != "Suspended" and not job["spec"].get("suspend"):
-            self.api.request("PUT", f"{JOBS}/{NAME}", None, {**job, "spec": {**job["spec"], "minNodes": 1}}, "user")
+            self.api.request("PUT", f"{JOBS}/{NAME}", None, {**job, "spec": {**job["spec"], "gang": "native"}}, "user")
 
     def _suspend(self, yes: bool) -> None:
         job = self.api.find(api.PLURAL, NAME)
         if job is not None:
-            kept = {k: v for k, v in job["spec"].items() if yes or k != "minNodes"}
+            kept = {k: v for k, v in job["spec"].items() if yes or k != "gang"}
             body = {**job, "spec": {**kept, "suspend": yes}}
             self.tell("user", "suspends" if yes else "resumes")
             self.on_deed(f"user {'suspends' if yes else 'resumes'} the job")

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from scenario import scenario
-from simulate import failing, report, shrink
+from scenario import elastic_scenario, scenario
+from simulate import Life, failing, report, shrink
 from simulation import simulate
 
 pytestmark = pytest.mark.timeout(900)  # CPU bound: a busy machine needs longer
@@ -22,7 +22,7 @@ ONCE_FAILED = (
     *(22, 42, 63, 69, 91, 150, 191, 233, 335, 534, 812),
     *(11287, 12110, 12128, 12139, 14037, 15831, 16161, 16498, 16636),
     *(453, 6825, 8338, 4767),  # under ddprun
-    *(2307567595, 2496038223),
+    *(5000170, 2307567595, 2496038223),
 )
 
 
@@ -34,11 +34,11 @@ def first_of_this_tree() -> int:
     return 1_000_000 + int.from_bytes(digest.digest()[:4], "big")
 
 
-def check(seeds: range | tuple[int, ...]) -> None:
+def check(seeds: range | tuple[int, ...], life: Life = scenario) -> None:
     started = time.monotonic()
-    bad = failing(seeds)
+    bad = failing(seeds, life)
     print(f"{len(seeds) / (time.monotonic() - started):.0f} seeds/s")
-    assert not bad, report(shrink(min(bad, key=lambda outcome: len(outcome.taken))))
+    assert not bad, report(shrink(min(bad, key=lambda outcome: len(outcome.taken)), life))
 
 
 @pytest.mark.parametrize("first", [*FIXED, *(pytest.param(first, marks=pytest.mark.long) for first in LONG)])
@@ -51,6 +51,12 @@ def test_whatever_goes_wrong_no_two_groups_train_and_the_job_ends_as_it_should(f
 def test_seeds_that_only_these_sources_walk_show_nothing_wrong_either(first: int) -> None:
     first += first_of_this_tree()
     check(range(first, first + BLOCK))
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in LONG)])
+def test_elastic_jobs_train_with_those_that_are_there_and_end_as_they_should(first: int) -> None:
+    """Nodes that come late, go, or never come, and a number of nodes that changes meanwhile."""
+    check(range(first, first + BLOCK), elastic_scenario)
 
 
 def test_seeds_that_have_failed_once_stay_fixed() -> None:

@@ -157,18 +157,22 @@ def distance(one: Run, other: Run) -> float:
 
 
 def test_digits_reads_97_of_100_unseen_digits_after_ten_epochs(run):
-    assert run("digits", 2, *TEN).done["accuracy"] >= 0.97
+    assert run("digits", 1, *TEN).done["accuracy"] >= 0.97
 
 
-@pytest.mark.parametrize("world_size", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 4))])
-def test_digits_learns_the_same_on_any_number_of_processes(run, world_size):
-    two, other = run("digits", 2, *TEN), run("digits", world_size, *TEN)
+# By day over two epochs: each rank more costs as much again.
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [(3, SHORT["digits"]), *(pytest.param(n, TEN, marks=pytest.mark.long) for n in (1, 3, 4))],
+)
+def test_digits_learns_the_same_on_any_number_of_processes(run, world_size, options):
+    two, other = run("digits", 2, *options), run("digits", world_size, *options)
     assert other.done["accuracy"] == two.done["accuracy"]
     assert distance(two, other) <= TOLERANCE
     assert other.done["world_size"] == world_size
 
 
-@pytest.mark.parametrize("world_size", [4, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3))])
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 4))])
 def test_byte_lm_learns_the_same_on_any_number_of_processes(run, world_size):
     two, other = run("byte_lm", 2, *TINY_LM), run("byte_lm", world_size, *TINY_LM)
     assert other.done["loss"] == pytest.approx(two.done["loss"], abs=2e-6)
@@ -302,6 +306,7 @@ class Launchers(Recorded):
                 node.communicate()
 
 
+@pytest.mark.long  # two launchers and two ranks with torch, 17 s of CPU; by day one SIGTERM stops forked ranks, above
 def test_sigterm_to_the_launcher_of_one_node_stops_both_in_order_and_the_losses_go_on(run, tmp_path, free_port):
     """As a preempted pod: torchrun hands the signal on, and gives its workers their time to save."""
     step = random.randrange(2, 30)
@@ -323,13 +328,14 @@ def test_sigterm_to_the_launcher_of_one_node_stops_both_in_order_and_the_losses_
     assert resumed.done == run("digits", 2, *SHORT["digits"]).done
 
 
-def test_a_job_that_was_stopped_by_ctrl_c_goes_on_when_it_is_run_again_with_equal_losses(run, tmp_path):
+def test_a_job_that_was_stopped_by_ctrl_c_goes_on_from_its_snapshot_with_equal_losses(run, tmp_path):
     step, recorded = random.randrange(2, 30), Recorded(tmp_path)
     options = (*SHORT["digits"], "--snapshot", str(tmp_path / "snapshots"), "--snapshot-every", "1000")
     cli = Cli(tmp_path)
-    job = cli.file(
-        recorded.script.read_text(), container={"command": [sys.executable, "-u", str(recorded.script), *options]}
-    )
+    # Under ddprun the two ranks share the import of torch.
+    preload = "--preload=torch,torch._dynamo,sklearn.datasets"
+    command = {"command": ["ddprun", preload, str(recorded.script), *options]}
+    job = cli.file(recorded.script.read_text(), container=command, nodes=1, nprocPerNode=2)
     process = cli.start("run", job)
     try:
         recorded.wait_for_step(step)
@@ -340,10 +346,9 @@ def test_a_job_that_was_stopped_by_ctrl_c_goes_on_when_it_is_run_again_with_equa
             left.kill()
     assert process.returncode == 130, said
     assert len(recorded.losses()) < 90, "it was stopped in the middle"
-    again = cli.run("run", job)
-    assert again.returncode == 0, again.stderr
-    assert recorded.losses() == losses(run("digits", 2, *SHORT["digits"])), step
-    assert run("digits", 2, *SHORT["digits"]).done["params_sha256"] in again.stdout
+    resumed = train(tmp_path / "resumed", "digits", 2, *options)
+    assert [*recorded.losses(), *losses(resumed)] == losses(run("digits", 2, *SHORT["digits"])), step
+    assert resumed.done == run("digits", 2, *SHORT["digits"]).done
 
 
 def test_a_run_started_again_after_its_end_says_the_same_and_trains_no_step(run, tmp_path):

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -319,11 +320,14 @@ def finish(script: Callable[[int], None], world_size: int) -> dict[int, tuple[in
     runs, the objects are destroyed.
     """
     begin, ranks, ended = time.monotonic(), {}, {}
+    # Else each rank's exit collects all that this process has imported, for a second. ddprun's fork server freezes too.
+    gc.freeze()
     for rank in range(world_size):
         pid = os.fork()
         if pid == 0:
             _run_as_a_script(script, rank)
         ranks[pid] = rank
+    gc.unfreeze()
     for pid in ranks:
         for _ in range(3000):
             done, status = os.waitpid(pid, os.WNOHANG)

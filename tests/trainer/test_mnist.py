@@ -25,6 +25,7 @@ assert spec.loader is not None
 mnist = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(mnist)
 
+EPOCHS = 5  # measured: 97 of 100 are read after four
 TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 
 
@@ -132,11 +133,11 @@ def test_the_cnn_reads_97_of_100_unseen_digits_from_files_of_scikit_learns_digit
         place = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
         os.environ.update({name: str(value) for name, value in place.items()}, CUDA_VISIBLE_DEVICES="")
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            mnist.main(["--data", str(tmp_path), "--epochs", "10"])
+            mnist.main(["--data", str(tmp_path), "--epochs", str(EPOCHS)])
         return out.getvalue()
 
     of_rank_0, of_rank_1 = run_ranks(rank_main, 2)
     done = json.loads(of_rank_0.splitlines()[-1])
-    assert (done["steps"], done["world_size"]) == (10 * (1440 // 64), 2)
+    assert (done["steps"], done["world_size"]) == (EPOCHS * (1440 // 64), 2)
     assert done["accuracy"] >= 0.97
     assert of_rank_1 == ""

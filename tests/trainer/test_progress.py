@@ -214,6 +214,13 @@ def test_metrics_become_short_strings_and_what_cannot_be_said_is_left_out():
     assert len(progress_file.as_text({f"m{i}": i for i in range(40)})) == 16
 
 
+def test_a_loss_with_a_gradient_is_a_metric_without_a_warning(recwarn):
+    """Frameworks give the loss as it is, and torch 2.13 printed four lines of warning on each rank."""
+    loss = torch.tensor([2.5], requires_grad=True).sum()
+    assert progress_file.as_text({"loss": loss}) == {"loss": "2.5"}
+    assert list(recwarn) == []
+
+
 def test_a_post_is_at_most_8_kibibytes_of_valid_json():
     metrics = progress_file.as_text({f"{i:02}" + "é漢𝄞"[i % 3] * 100: "𝄞" * 100 for i in range(16)})
     body = progress_file.encode({"step": 1, "metrics": metrics})

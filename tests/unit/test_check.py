@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ddpjob_operator import check
 from ddpjob_operator.check import Finding, Job
 from ddpjob_operator.check.command import read
 from ddpjob_operator.check.job import known
+from ddpjob_operator.check.notebook import parts as read_notebook
 from ddpjob_operator.cli import check_files, main
 from ddpjob_operator.job import validation
 from ddpjob_operator.manifest import yamlfile
@@ -626,6 +628,122 @@ def test_a_job_that_cannot_run_is_wrong_input(job_file) -> None:
 def test_a_script_beside_two_jobs_is_refused(job_file) -> None:
     one, two = job_file("", name="one.yaml"), job_file("", name="two.yaml")
     assert "one by one" in str(ran(one, two, "train.py").exception)
+
+
+# ---------------------------------------------------------------- notebooks and folders
+
+ON_ONE_RANK = ["import torch.distributed as dist\n", "if dist.get_rank() == 0:\n", "    dist.all_reduce(loss)"]
+
+
+def notebook(*cells: str | list[str]) -> str:
+    """A notebook of these code cells, with a text before them."""
+    code = [{"cell_type": "code", "source": cell, "outputs": []} for cell in cells]
+    return json.dumps({"cells": [{"cell_type": "markdown", "source": "# rank"}, *code], "nbformat": 4})
+
+
+@pytest.mark.parametrize(
+    ("cells", "place"),
+    [
+        (["dist = 1", ON_ONE_RANK], "cell 2:3"),
+        (["%matplotlib inline\n!pip install torch\nx = !ls\nfiles?", "".join(ON_ONE_RANK)], "cell 2:3"),
+        (["%%time\n" + "".join(ON_ONE_RANK)], "cell 1:4"),
+        (["%%bash\nfor i in 1 2; do ls; done", "%%writefile train.py\n" + "".join(ON_ONE_RANK)], "cell 2:4"),
+    ],
+)
+def test_the_code_cells_of_a_notebook_are_checked_and_the_cell_is_named(
+    tmp_path: Path, cells: list[Any], place: str
+) -> None:
+    """JSON is valid Python, so every notebook was said to have no mistake."""
+    path = tmp_path / "train.ipynb"
+    path.write_text(notebook("import torch.distributed as dist\ndist.init_process_group('gloo')", *cells))
+    cell, line = place.removeprefix("cell ").split(":")
+    result = ran(path)
+    assert result.return_value == 1
+    assert f"{path}:cell {int(cell) + 1}:{line}: error[collective-on-one-rank]: " in result.stdout
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "", "[" * 100_000, '{"cells": 3}'])
+def test_what_is_no_notebook_ends_with_2(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.ipynb").write_text(text)
+    result = ran(tmp_path / "x.ipynb")
+    assert result.return_value == 2
+    assert "error[syntax]: not a valid notebook: " in result.stdout
+
+
+@given(st.recursive(st.none() | st.integers() | st.text(max_size=9), lambda inner: st.lists(inner, max_size=3)))
+def test_any_cells_are_read_without_a_traceback(source: Any) -> None:
+    cells = [{"cell_type": "code", "source": source}, source]
+    for part in read_notebook(json.dumps({"cells": cells})):
+        assert part.place(99)[0] == 1
+
+
+def test_a_folder_is_checked_without_what_is_ignored_hidden_or_installed(job_file, tmp_path: Path) -> None:
+    """`check .` ended with "Is a directory"."""
+    wrong = (FIXTURES / "mistakes/backend-mpi.py").read_text()
+    job_file("import os\n")
+    for name in ("old/a.py", "env/lib/b.py", ".hidden/c.py", "ignored/d.py", "e.ipynb"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(notebook(wrong) if name.endswith("ipynb") else wrong)
+    (tmp_path / "env/pyvenv.cfg").touch()
+    (tmp_path / "values.yaml").write_text("replicas: {{ .Values.n }}\n")
+    (tmp_path / ".gitignore").write_text("ignored/\n")
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    result = ran(".")
+    assert [line.split(": ")[0] for line in result.stdout.splitlines()] == ["e.ipynb:cell 1:3", "old/a.py:3"]
+    assert result.stderr == "4 files read: 2 errors\n"
+
+
+def test_the_script_of_a_job_in_a_folder_is_checked_as_the_jobs_and_the_others_are_not(job_file, tmp_path) -> None:
+    text = (FIXTURES / "mistakes/rank-is-local-rank.py").read_text()
+    job_file(text, nodes=2, container={"resources": {"limits": {"nvidia.com/gpu": 4}}})
+    (tmp_path / "other.py").write_text(text)
+    found = ran(tmp_path).stdout
+    assert f"{tmp_path}/train.py:13: error[rank-is-local-rank]" in found or "train.py:13: error" in found
+    assert f"{tmp_path}/other.py:13: warning[rank-is-local-rank]" in found
+
+
+def test_a_broken_job_in_a_folder_does_not_hide_the_rest(job_file, tmp_path: Path) -> None:
+    job_file((FIXTURES / "mistakes/backend-mpi.py").read_text())
+    job_file((FIXTURES / "mistakes/backend-mpi.py").read_text(), name="broken.yaml", nodes=0)
+    result = ran(".")
+    assert result.return_value == 2
+    assert "error[backend-mpi]" in result.stdout
+    assert "spec.nodes: must be at least 1, is 0" in result.stderr
+
+
+def test_a_folder_without_anything_to_check_is_wrong_input(tmp_path: Path) -> None:
+    assert "no Python script" in str(ran(tmp_path).exception)
+
+
+# ---------------------------------------------------------------- the YAML alone
+
+
+def test_a_job_without_an_image_is_for_this_machine_only(job_file) -> None:
+    path = job_file("")
+    text = Path(path).read_text()
+    Path(path).write_text(re.sub(r" *image: .*\n", "", text))
+    result = ran(path)
+    assert result.return_value == 0
+    assert re.search(r"job.yaml:\d+: warning\[image-missing\]", result.stdout)
+
+
+def test_a_field_that_no_api_server_is_known_to_have_is_a_warning(job_file) -> None:
+    result = ran(job_file("", container={"quantumEntanglement": True}))
+    assert "warning[unknown-field]: quantumEntanglement: unknown field of a Container" in result.stdout
+
+
+def test_a_script_that_is_not_here_is_said_with_the_line_of_the_command(job_file) -> None:
+    path = job_file("", "python", "other.py")
+    lines = Path(path).read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, start=1) if "command" in text)
+    assert ran(path).stderr.startswith(f"{path}:{line}: other.py is not on this machine")
+
+
+def test_two_jobs_of_one_name_in_a_file_cannot_be_chosen_from(job_file) -> None:
+    """The answer was to choose one by its name."""
+    path = job_file("")
+    Path(path).write_text("---\n".join([Path(path).read_text()] * 2))
+    assert "Two have the same name; names must differ" in str(ran(path).exception)
 
 
 # ---------------------------------------------------------------- docs/check.md

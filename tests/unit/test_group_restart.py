@@ -13,6 +13,7 @@ from ddpjob_operator.observed.cluster import Node
 from ddpjob_operator.plan.actions import CreatePod, DeletePod, Plan
 
 PEER_GONE = "RuntimeError: [..] Connection closed by peer [127.0.0.1]:4242"
+NOBODY_CAME = "torch.distributed.DistStoreError: Timed out after 901 seconds waiting for clients. 1/2 clients joined."
 
 
 def deleted(plan: Plan) -> list[tuple[str, int | None]]:
@@ -734,3 +735,18 @@ def test_a_container_runtimes_own_word_for_an_exit_code_is_no_disruption(word: s
     assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
     assert f"({word})" in world.status.message
     assert cause(world).reason == "Error"
+
+
+@pytest.mark.parametrize("min_nodes", [None, 2])
+def test_a_rank_that_waited_in_vain_for_a_node_without_a_gpu_costs_the_application_nothing(
+    min_nodes: int | None,
+) -> None:
+    """torch gives up after 15 minutes: an hour in a full cluster ended in BackoffLimitExceeded."""
+    elastic = {} if min_nodes is None else {"minNodes": min_nodes}
+    world = digits(backoffLimit=1, **elastic).started()
+    for _ in range(5):
+        world.runs(0).unschedulable(1, "0/2 nodes are available: 1 Insufficient nvidia.com/gpu").settle().after(900)
+        world.exits(0, code=1, message=f"{NOBODY_CAME}\n").restarted().after(300).settle()
+        assert (world.status.state, world.status.reason) == ("Restarting", "StartingTrainers")
+    assert world.status.restarts is not None
+    assert (world.status.restarts.application, world.status.restarts.infrastructure) == (0, 5)

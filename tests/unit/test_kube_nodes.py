@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from lists import taken
+from worlds import job
 
+from ddpjob_operator.kube import observe
+from ddpjob_operator.kube.client import Client
+from ddpjob_operator.kube.events import Events
+from ddpjob_operator.kube.executor import ConflictError, Executor
+from ddpjob_operator.kube.job_state import JobState
+from ddpjob_operator.kube.lookup import Caches, Lookup
 from ddpjob_operator.kube.nodes import Nodes
+from ddpjob_operator.kube.runtime import Runtime
+from ddpjob_operator.kube.store import Jobs, Store
+from ddpjob_operator.plan.actions import DeletePod, Plan
 
 NOW = dt.datetime(2031, 3, 5, 7, 40, tzinfo=dt.timezone.utc)
 
@@ -141,3 +152,58 @@ def test_a_control_plane_that_hears_nobody_for_hours_kills_nothing(timed: Nodes,
 def test_in_a_cluster_of_two_one_node_can_be_lost_and_both(nodes: Nodes) -> None:
     taken(nodes, [node("a", "Unknown"), node("b", "Unknown")], 1)
     assert lost(nodes) == ["a", "b"]
+
+
+class Server:
+    """An API server with these nodes."""
+
+    def __init__(self, *nodes: dict[str, Any]) -> None:
+        self.nodes, self.deleted = nodes, 0
+
+    async def get(self, path: str, params: dict[str, str]) -> dict[str, Any]:
+        assert (path, params) == ("/api/v1/nodes", {"fieldSelector": "metadata.name=gpu-1"})
+        return {"items": [*self.nodes]}
+
+    async def delete(self, _path: str, _options: dict[str, Any]) -> dict[str, Any]:
+        self.deleted += 1
+        return {"kind": "Status"}
+
+
+def gives_up_its_pod(server: Server, nodes: Nodes) -> None:
+    """The pod on gpu-1 is deleted with a grace period of 0."""
+    pods: Store[Any] = Store(observe.pod, lambda _: ("default", "digits"), lambda *_: None)
+    pods.put({"metadata": {"name": "digits-1-0", "namespace": "default", "uid": "u"}, "spec": {"nodeName": "gpu-1"}})
+    services: Store[Any] = Store(observe.service, lambda _: ("", ""), lambda *_: None)
+    caches, client, runtime = Caches(Jobs(lambda _: None), pods, services, nodes), cast(Client, server), Runtime()
+    executor = Executor(client, caches, Lookup(client, caches, runtime), cast(Events, AnyEvents()), runtime)
+    asyncio.run(executor.execute(job(), Plan(actions=(DeletePod("digits-1-0", "u", 0),)), JobState("u")))
+
+
+class AnyEvents:
+    def send(self, *_: Any) -> None:
+        """No event matters here."""
+
+
+def test_a_node_that_is_back_before_its_watch_says_so_keeps_its_pod(nodes: Nodes) -> None:
+    """The object would go at once and the container live on for its grace: two groups would train into one folder."""
+    taken(nodes, [node("gpu-1", "Unknown")], 1)
+    server = Server(node("gpu-1"))
+    with pytest.raises(ConflictError):
+        gives_up_its_pod(server, nodes)
+    assert (server.deleted, nodes.seen()) == (0, {}), "the next reconcile plans with a node that is ready"
+
+
+@pytest.mark.parametrize("there", [(), (node("gpu-1", "Unknown"),)], ids=["gone", "not ready"])
+def test_a_pod_of_a_node_that_is_still_lost_is_given_up(nodes: Nodes, there: tuple[dict[str, Any], ...]) -> None:
+    """Nobody else ever deletes it, and its name is needed."""
+    taken(nodes, [node("gpu-1", "Unknown")], 1)
+    server = Server(*there)
+    gives_up_its_pod(server, nodes)
+    assert server.deleted == 1
+
+
+def test_an_operator_that_may_not_read_nodes_asks_for_none(nodes: Nodes) -> None:
+    """It goes by what the node controller does to the pods, and a refusal would keep the job waiting for ever."""
+    server = Server(node("gpu-1"))
+    gives_up_its_pod(server, nodes)
+    assert server.deleted == 1

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from collections.abc import AsyncIterator, Set
 from typing import Any
 
 from ddpjob_operator.kube.client import ApiError, Page
+from ddpjob_operator.kube.listing import take
 from ddpjob_operator.kube.reflector import STALE_LISTS_MAX, Reflector
 from ddpjob_operator.kube.store import ObjectKey
 
@@ -131,3 +133,28 @@ def test_a_cluster_restored_from_a_backup_is_believed_in_the_end() -> None:
 def test_a_cluster_restored_from_a_backup_is_not_believed_too_soon() -> None:
     server, _, _ = follow([(["a"], 100), (["old"], 50)], [[GONE]])
     assert server.asked.count("list") == 1 + STALE_LISTS_MAX + 1
+
+
+class Held(dict[str, Any]):
+    """An object of which it can be asked whether somebody still has it."""
+
+
+def test_an_object_of_a_list_is_held_no_longer_than_it_takes_to_put_it() -> None:
+    """Ten thousand pods at once are more memory than the operator has: it would end at each of its starts."""
+    listed: list[weakref.ref[Held]] = []
+    held: list[int] = []
+
+    async def pages() -> AsyncIterator[Page]:
+        for number in range(3):
+            items = [Held(event("", f"pod-{number}-{i}", 1)["object"]) for i in range(4)]
+            listed.extend(map(weakref.ref, items))
+            page = Page(items, "1")
+            del items
+            yield page
+            del page
+
+    def put(_: Any) -> None:
+        held.append(sum(raw() is not None for raw in listed))
+
+    asyncio.run(take(pages(), Copy(), put))
+    assert held == [4, 3, 2, 1] * 3

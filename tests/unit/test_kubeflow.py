@@ -43,6 +43,18 @@ def test_the_trainers_steps_and_metrics_become_ours() -> None:
     )
 
 
+def test_a_fraction_has_six_digits_as_in_our_own_reports() -> None:
+    """`loss 0.48397613525390626` took half of a line of the terminal, and of `kubectl describe`."""
+    given = {"loss": "0.48397613525390626", "learning_rate": "1.220703125e-06", "epoch": "5.0", "n": "12345678901",
+             "digest": "1.5e99x", "nothing": "nan"}  # fmt: skip
+    report = read(body({"current_step": 1} | given))
+    assert report is not None
+    assert report.metrics == {
+        "loss": "0.483976", "learning_rate": "1.2207e-06", "epoch": "5", "n": "12345678901", "digest": "1.5e99x",
+        "nothing": "nan",
+    }  # fmt: skip
+
+
 def test_the_trainers_last_word_has_no_step_and_still_ends_at_the_last_one() -> None:
     report = read(body({"loss": 0.1}, progressPercentage=100, estimatedRemainingSeconds=0), total_steps_before=400)
     assert report is not None

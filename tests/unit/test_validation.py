@@ -37,8 +37,8 @@ def command(*words: str, **spec: Any) -> list[str]:
             "spec.ttlSecondsAfterFinish: unknown field; did you mean ttlSecondsAfterFinished?",
         ),
         ({"gang": "native"}, "spec.gang: gang scheduling is not available yet. Remove it."),
-        ({"minNodes": 3}, "spec.minNodes: elastic jobs are not available yet. Remove it."),
-        ({"minNodes": 1}, "spec.minNodes: elastic jobs are not available yet. Remove it."),
+        ({"minNodes": 3}, "spec.minNodes: must be at most spec.nodes. Lower minNodes, or raise nodes."),
+        ({"minNodes": 0}, "spec.minNodes: must be at least 1, is 0"),
         (
             {"backoffWindowSeconds": 60, "backoffLimit": 101},
             "spec.backoffWindowSeconds: needs a backoffLimit of at most 100: the status keeps the time of each. "
@@ -146,7 +146,11 @@ def test_a_name_that_cannot_name_a_service_is_refused(name: str) -> None:
         (["torchrun", "--standalone", "x.py"], 2, "--standalone is for one node, and spec.nodes is 2"),
         (["torchrun", "--nnodes=1", "x.py"], 2, "--nnodes=1 contradicts spec.nodes: 2"),
         (["torchrun", "--nnode", "1", "x.py"], 2, "--nnodes=1 contradicts spec.nodes: 2"),
-        (["torchrun", "--nnodes=1:4", "x.py"], 2, "asks for an elastic job, which is not available yet"),
+        (["torchrun", "--nnodes=3:4", "x.py"], 2, "--nnodes=3:4 contradicts spec.nodes: 2"),
+        (["torchrun", "--nnodes=1:2", "x.py"], 3, "--nnodes=1:2 contradicts spec.nodes: 3"),
+        (["torchrun", "--nnodes=2:1", "x.py"], 2, "--nnodes=2:1 contradicts spec.nodes: 2"),
+        (["ddprun", "--nnodes=1:2", "x.py"], 2, "ddprun cannot train with a changing number of nodes yet"),
+        (["torchrun", "--nnodes=1:2", "--rdzv-backend=static", "x.py"], 2, "an elastic job meet by c10d. Remove it"),
         (["python", "-m", "torch.distributed.launch", "--node_rank=0", "x.py"], 2, "gives all 2 nodes the same rank"),
         (
             ["python3", "-m", "torch.distributed.run", "--master-addr", "localhost", "x.py"],

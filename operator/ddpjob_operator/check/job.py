@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_operator.check import command
-from ddpjob_operator.check.rule import Job
+from ddpjob_operator.check.rule import Job, Severity
 from ddpjob_operator.check.starting import DEPRECATED
 from ddpjob_operator.job import api, launcher, topology
-from ddpjob_operator.job.podspec import command_path, gpus, mounts, trainer_container
+from ddpjob_operator.job import template as templates
+from ddpjob_operator.job.podspec import command_path, gpus, mounts, trainer_container, trainer_path
 
 FieldPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class YamlRule:
+    """A rule about the YAML alone."""
+
+    name: str
+    severity: Severity
+    why: str
+
+
+YAML_RULES = (
+    YamlRule(
+        "image-missing",
+        "warning",
+        "A container without an image runs locally, where none is used; a cluster refuses the job.",
+    ),
+    YamlRule(
+        "unknown-field",
+        "warning",
+        "A field of the pod template that the API does not have, and that resembles none: an API server refuses it, "
+        "unless it is newer than the list of fields in this version. What resembles a field is refused at once.",
+    ),
+)
+CLUSTER_ONLY = frozenset(rule.name for rule in YAML_RULES)
+"""What is of no account to a local run."""
 
 
 def known(job: api.DDPJob) -> Job:
@@ -36,6 +64,15 @@ def mistakes(job: api.DDPJob) -> Iterator[tuple[FieldPath, str, str]]:
     """(field, rule, message) of what is wrong in the YAML itself and yet a valid job."""
     template = job.spec.template
     by = launcher.in_template(template)
+    if not (trainer_container(template) or {}).get("image"):
+        yield (
+            trainer_path(template),
+            "image-missing",
+            "the trainer has no image, and a cluster refuses the job; add image",
+        )
+    for deviation in templates.deviations(template):
+        if deviation.kind == "unknown":
+            yield ("spec", "template", *deviation.path), "unknown-field", f"{deviation.path[-1]}: {deviation.message}"
     if by and by.name in ("torch.distributed.launch", "launch.py"):
         yield command_path(template), "launch-deprecated", DEPRECATED
     if job.spec.backend == "nccl" and _gpus(template) == 0:

@@ -92,11 +92,9 @@ def _exchanges(script: Script, call: ast.Call) -> bool:
 def _varies_or_leaves(script: Script, call: ast.Call, model: ast.expr) -> bool:
     """Whether the ranks mean to train different models, or a function of another file may wrap this one."""
     makers = set(script.origins(model))
-    if script.depends_on_rank(call, by_arguments=True):
-        return True
-    if any(
-        isinstance(m, ast.expr) and script.depends_on_rank(m, by_arguments=True) and _has_numbers(m) for m in makers
-    ):
+    others = [*call.args[1:], *(k.value for k in call.keywords if k.arg != "params")]
+    made_from = [*others, *(_unmoved(m) for m in makers if isinstance(m, ast.expr))]
+    if any(script.depends_on_rank(value, by_arguments=True) for value in made_from):
         return True
     return any(
         not makers.isdisjoint(script.origins(given)) and not _keeps(script, other)
@@ -106,9 +104,11 @@ def _varies_or_leaves(script: Script, call: ast.Call, model: ast.expr) -> bool:
     )
 
 
-def _has_numbers(maker: ast.expr) -> bool:
-    """`Net(width[rank])`; `Net().to(rank)` is only moved."""
-    return isinstance(maker, ast.Call) and name_of(maker.func) not in ("to", "cuda")
+def _unmoved(maker: ast.expr) -> ast.expr:
+    """`Net()` for `Net().to(rank)`: on another device it is the same model."""
+    while isinstance(maker, ast.Call) and isinstance(maker.func, ast.Attribute) and maker.func.attr in ("to", "cuda"):
+        maker = maker.func.value
+    return maker
 
 
 def _keeps(script: Script, call: ast.Call) -> bool:

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ddpjob_operator import check
-from ddpjob_operator.check import Finding, Job, command
-from ddpjob_operator.check.job import known, mistakes
+from ddpjob_operator.check import Finding, Job, command, notebook
+from ddpjob_operator.check.job import CLUSTER_ONLY, YAML_RULES, known, mistakes
 from ddpjob_operator.check.rule import SYNTAX
 from ddpjob_operator.job import api, launcher
-from ddpjob_operator.job.podspec import trainer_container
+from ddpjob_operator.job.podspec import command_path, trainer_container
 from ddpjob_operator.job.wording import count
 from ddpjob_operator.manifest.yamlfile import Document, InputError
 
@@ -67,27 +67,33 @@ def check_all(
     jobs: Mapping[str, tuple[Document, api.DDPJob]],
     nodes: int | None = None,
     nproc: int | None = None,
+    *,
+    apart: bool = False,
 ) -> CheckResult:
     """Check scripts, and jobs with the scripts that they run. Raises InputError for a file that cannot be read.
 
     A script beside one job is checked as that job's; so a script can be named that lies in an image under another path.
+    apart: scripts and jobs were found in a folder, so that a script is a job's only where its command names it.
     nodes, nproc: the context of scripts without a job.
     """
-    scripts = [path for path in paths if path not in jobs]
-    if scripts and len(jobs) > 1:
+    sources = {document.source for document, _ in jobs.values()}
+    scripts = [path for path in paths if path not in sources]
+    if scripts and len(jobs) > 1 and not apart:
         raise InputError(
             f"{scripts[0]}: belongs to one of {len(jobs)} jobs, and which is not known. Check the jobs one by one."
         )
-    findings = [finding for path, (document, job) in jobs.items() for finding in _of_job(path, document, job)]
+    findings = [finding for document, job in jobs.values() for finding in _of_job(document, job)]
     unread: list[str] = []
-    read = [(script, Job(nodes=nodes, nproc=nproc)) for script in scripts]
-    for path, (document, job) in jobs.items():
-        own = scripts or _script_of(path, job)
-        read = [*(() if scripts else read), *((script, known(job)) for script in own)]
+    read: list[tuple[str, Job]] = []
+    for document, job in jobs.values():
+        own = _script_of(document.source, job) if apart or not scripts else scripts
+        read += [(script, known(job)) for script in own]
         unread += [] if own else [_not_read(document, job)]
+    started = {os.path.realpath(script) for script, _ in read}
+    read += [(s, Job(nodes=nodes, nproc=nproc)) for s in scripts if os.path.realpath(s) not in started]
     for script, context in read:
         findings += _of_script(script, context)
-    return CheckResult(sorted(set(findings)), unread, len({*jobs, *(script for script, _ in read)}))
+    return CheckResult(sorted(set(findings)), unread, len({*sources, *(script for script, _ in read)}))
 
 
 def before_run(document: Document, job: api.DDPJob, *, cpu: bool = False) -> tuple[list[str], bool]:
@@ -97,7 +103,8 @@ def before_run(document: Document, job: api.DDPJob, *, cpu: bool = False) -> tup
     """
     context = replace(known(job), gpus=0) if cpu else known(job)
     own = _script_of(document.source, job)
-    findings = sorted({*_of_job(document.source, document, job), *(f for s in own for f in _of_script(s, context))})
+    of_job = [f for f in _of_job(document, job) if f.rule not in CLUSTER_ONLY]
+    findings = sorted({*of_job, *(f for s in own for f in _of_script(s, context))})
     errors = [f for f in findings if f.severity == "error"]
     warnings = [f for f in findings if f.severity != "error"]
     lines = [str(f) for f in errors] if errors else [str(f) for f in warnings[:WARNINGS_SHOWN]]
@@ -121,11 +128,31 @@ def _of_script(path: str, context: Job) -> list[Finding]:
         text = raw.decode(encoding)
     except (UnicodeDecodeError, SyntaxError, LookupError) as error:  # "coding: rot13" is known, and of no text
         return [Finding(path, 1, 1, SYNTAX, "error", f"not valid Python: {error}")]
-    return check.check(path, text, context)
+    return _of_notebook(path, text, context) if path.endswith(".ipynb") else check.check(path, text, context)
 
 
-def _of_job(path: str, document: Document, job: api.DDPJob) -> list[Finding]:
-    severities = {rule.name: rule.severity for rule in check.RULES}
+def for_a_cluster(document: Document, job: api.DDPJob) -> list[str]:
+    """What a cluster would say of the YAML alone."""
+    return [str(finding) for finding in _of_job(document, job)]
+
+
+def _of_notebook(path: str, text: str, context: Job) -> list[Finding]:
+    """A finding's file is `PATH:cell N`, and its line the one in that cell."""
+    try:
+        parts = notebook.parts(text)
+    except (ValueError, RecursionError) as error:
+        return [Finding(path, 1, 1, SYNTAX, "error", f"not a valid notebook: {error}")]
+    findings = []
+    for part in parts:
+        for found in check.check(path, part.text, context):
+            cell, line = part.place(found.line)
+            findings.append(replace(found, file=f"{path}:cell {cell}", line=line))
+    return [f for f in findings if f.rule != "spawn-without-main-guard"]  # a notebook is not imported
+
+
+def _of_job(document: Document, job: api.DDPJob) -> list[Finding]:
+    severities = {rule.name: rule.severity for rule in check.RULES} | {r.name: r.severity for r in YAML_RULES}
+    path = document.source
     findings = [
         Finding(path, document.line(field), 1, rule, severities[rule], text) for field, rule, text in mistakes(job)
     ]
@@ -155,5 +182,5 @@ def _not_read(document: Document, job: api.DDPJob) -> str:
     why = f"the command {by}names no script that is plain to see"
     if started.files:
         why = f"{started.script or f'the module {started.module}'} is not on this machine"
-    where = document.place(("spec", "template", "spec", "containers"))
+    where = document.place(command_path(job.spec.template))
     return f"{where}: {why}, so only the job was read; name it: ddpjob check {document.source} SCRIPT"

@@ -5,6 +5,7 @@ Imports stand inside the commands: `ddpjob --help` must not wait for what it doe
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ def cli() -> None:
 )
 @click.argument("file", type=click.Path(dir_okay=False))
 @click.option("--job", metavar="NAME", help="Which DDPJob, where the file has several.")
-@click.option("--nodes", metavar="N", help="Run this many nodes instead of spec.nodes.")
+@click.option("--nodes", metavar="N", help="Run this many nodes instead of spec.nodes; MIN:MAX: an elastic job.")
 @click.option(
     "--set", "settings", metavar="PATH=VALUE", multiple=True, help="Set a field: spec.nprocPerNode=2. Repeatable."
 )
@@ -42,6 +43,9 @@ def cli() -> None:
 )
 @click.option(
     "--status", type=click.Path(dir_okay=False, path_type=Path), help="Keep the status document (JSON) in this file."
+)
+@click.option(
+    "--report", type=click.Path(dir_okay=False, path_type=Path), help="Write a report (HTML) into this file at the end."
 )
 @click.option(
     "--logs",
@@ -68,6 +72,7 @@ def run(
     settings: tuple[str, ...],
     variables: tuple[str, ...],
     status: Path | None,
+    report: Path | None,
     logs: Path | None,
     failures: tuple[str, ...],
     cpu: bool,
@@ -93,6 +98,8 @@ def run(
     document, parsed = load(file, job, nodes, settings, variables)
     faults.check(broken, parsed)
     if dry_run:
+        for line in check_files.for_a_cluster(document, parsed):
+            click.echo(line, err=True)
         return print_objects(parsed, cpu)
     if not no_check:
         lines, is_refused = check_files.before_run(document, parsed, cpu=cpu)
@@ -100,8 +107,9 @@ def run(
             click.echo(line, err=True)
         if is_refused:
             return 2
+    group = os.getpgrp()
     own_children.stand_apart()
-    return run_locally(document, parsed, Options(status, cpu, allow_unsupported, plain, logs, broken))
+    return run_locally(document, parsed, Options(status, cpu, allow_unsupported, plain, logs, broken, report, group))
 
 
 @cli.command(
@@ -115,22 +123,23 @@ def run(
     "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How it is shown."
 )
 def check(paths: tuple[str, ...], nodes: int | None, nproc: int | None, job: str | None, form: str) -> int:
-    """Find the classic DDP mistakes in scripts, or in a DDPJob's YAML and its script, without running them.
+    """Find the classic DDP mistakes in scripts, notebooks, a DDPJob's YAML with its script, or all in a folder.
 
     \b
+    Nothing is run or imported.
     To suppress a finding: `# ddpjob: ignore[rule]` on its line or on the line above.
     Exit codes: 0 nothing or warnings, 1 errors, 2 wrong input.
     """
-    from ddpjob_operator.cli import check_files
+    from ddpjob_operator.cli import check_files, check_folder
 
     settings = (f"spec.nprocPerNode={nproc}",) if nproc else ()
     wanted = str(nodes) if nodes else None
-    jobs = {path: load(path, job, wanted, settings, ()) for path in paths if check_files.is_job(path)}
-    result = check_files.check_all(paths, jobs, nodes, nproc)
+    found = check_folder.targets(paths, job, lambda path, name: load(path, name, wanted, settings, ()))
+    result = check_files.check_all(found.scripts, found.jobs, nodes, nproc, apart=found.apart)
     code = answer(result.to_json() if form == "json" else result.to_text())
-    for line in (*result.unread, result.summary()):
+    for line in (*found.wrong, *result.unread, result.summary()):
         click.echo(line, err=True)
-    return code or result.exit_code
+    return code or (2 if found.wrong else result.exit_code)
 
 
 @cli.command(epilog="Example: ddpjob crd | kubectl apply -f -")

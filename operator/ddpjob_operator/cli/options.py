@@ -10,9 +10,12 @@ from ddpjob_operator.manifest.yamlfile import Document
 def applied(
     document: Document, nodes: str | None, settings: tuple[str, ...], variables: tuple[str, ...]
 ) -> tuple[Document, api.DDPJob]:
-    """A job with the options applied, and read. Raises InputError."""
+    """A job with the options applied, and read. nodes: a number, or MIN:MAX as torchrun's. Raises InputError."""
     if nodes is not None:
-        override.set_field(document, f"spec.nodes={nodes}", "--nodes")
+        least, _, most = nodes.rpartition(":")
+        override.set_field(document, f"spec.nodes={most}", "--nodes")
+        if least:
+            override.set_field(document, f"spec.minNodes={least}", "--nodes")
     for setting in settings:
         override.set_field(document, setting, f"--set {setting}")
     for variable in variables:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ddpjob_operator.describe import figures
 from ddpjob_operator.job import api, wording
 
 _SHOWN_METRICS = ("loss", "accuracy", "params")
@@ -31,9 +32,9 @@ def pace_parts(status: api.Status) -> list[str]:
 
 
 def metric_parts(progress: api.Progress) -> list[str]:
-    """The metrics, the common ones first."""
+    """The metrics, the common ones first, rounded."""
     order = [*(m for m in _SHOWN_METRICS if m in progress.metrics), *sorted(progress.metrics)]
-    return [f"{name} {progress.metrics[name]}" for name in dict.fromkeys(order)][:4]
+    return [f"{name} {figures.metric(progress.metrics[name])}" for name in dict.fromkeys(order)][:4]
 
 
 def restart_parts(status: api.Status) -> list[str]:

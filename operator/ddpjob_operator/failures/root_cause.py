@@ -91,7 +91,7 @@ class Context:
     port: int | None = None
     """That rank 0 was given."""
     torchrun: bool = False
-    """Whether torchrun, or another launcher that is not ddprun, starts the ranks."""
+    """Whether torchrun, or another launcher that is not ddprun, has started all ranks."""
 
 
 @dataclass(frozen=True)
@@ -245,6 +245,11 @@ def is_a_cause(first: api.Failure) -> bool:
     precedence = precedence_of(first)
     is_explained = bool(first.exception or first.signal) or precedence not in (Precedence.OWN, Precedence.LATE)
     return is_explained and precedence not in _MAY_FOLLOW_A_LOST_NODE and first.reason != GONE
+
+
+def is_own(failure: api.Failure) -> bool:
+    """Whether a process of the pod has ended by itself: not by the kernel, for the loss of a peer or from outside."""
+    return precedence_of(failure) in (Precedence.OWN, Precedence.UNKNOWN, Precedence.LATE)
 
 
 def who(failure: api.Failure) -> str:

@@ -41,9 +41,11 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     """The desired state, written by the user."""
 
     nodes: Annotated[int, Meta(ge=1, le=NODES_MAX)] = 1
-    """Pods of the job, one per node. Changes only while the job is suspended. The scale subresource sets it."""
+    """Pods of the job, one per node. Changes only while the job is suspended, or with minNodes set. The scale
+    subresource sets it."""
     min_nodes: Annotated[int, Meta(ge=1, le=NODES_MAX)] | None = None
-    """Not available yet: elastic jobs that go on with at least this many nodes."""
+    """Elastic: trains with this many nodes to `nodes`, as torchrun's --nnodes=MIN:MAX. Needs torchrun in the command.
+    `nodes` may then change while the job runs."""
     nproc_per_node: Annotated[int, Meta(ge=1, le=bounds.NPROC_MAX)] | Literal["auto"] = "auto"
     """Processes per node. auto: as the launcher in the command says, else a rank a GPU, else 1."""
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
@@ -131,7 +133,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     attempt_time: Time | None = None
     """When the pods of this attempt were (or, in the future, will be) created."""
     running_time: Time | None = None
-    """When the trainers of all nodes ran in this attempt for the first time."""
+    """When the trainers of all nodes (of an elastic job, of minNodes) ran in this attempt for the first time."""
     first_step_time: Time | None = None
     """When this attempt reported its first step."""
     start_retries: Count = 0
@@ -140,6 +142,8 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """Restarts so far, by what they are charged to."""
     nodes: Nodes | None = None
     """How many nodes the job wants, and how many run now."""
+    attempt_nodes: Count | None = None
+    """spec.nodes when this attempt began; only of an elastic job, whose spec.nodes may have changed since."""
     started_nodes: str = ""
     """Node ranks whose trainer has run in this attempt, as ranges: 0-5,8."""
     replacements: dict[str, Count] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ddpjob.core import budget
 from ddpjob.core.budget import History, Known, Limits, Spent
 from ddpjob.core.failure_policy import PolicyRule
 from ddpjob_operator.job import api, validation
@@ -38,6 +39,12 @@ def limits(spec: api.Spec) -> Limits:
     if spec.backoff_window_seconds is None:
         return Limits(spec.backoff_limit)
     return Limits(min(spec.backoff_limit, validation.WINDOWED_LIMIT_MAX), spec.backoff_window_seconds)
+
+
+def application_left(spec: api.Spec, status: api.Status) -> int:
+    """Restarts that may still be charged to the application, for pods that are made by this status."""
+    allowed = limits(spec)
+    return max(0, allowed.backoff_limit - budget.counted(history(status), allowed, status.attempt_time))
 
 
 def policy(spec: api.Spec) -> list[PolicyRule]:

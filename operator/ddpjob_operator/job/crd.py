@@ -98,7 +98,11 @@ NEVER_CHANGES = "never changes. Delete the job, and apply the new one."
 # under template, template.metadata, template.spec or an entry of its containers, one is replaced by the other in one
 # update while nothing else changes. The operator must see that itself.
 UNCHANGED = {
-    "nodes": "self.spec.nodes == oldSelf.spec.nodes",
+    "nodes": "has(self.spec.minNodes) || self.spec.nodes == oldSelf.spec.nodes",
+    # Unset and set are not the same job: the pods of a static one were made for all nodes.
+    "minNodes": (
+        "(has(self.spec.minNodes) ? self.spec.minNodes : 0) == (has(oldSelf.spec.minNodes) ? oldSelf.spec.minNodes : 0)"
+    ),
     # Unset is auto: writing the default out changes nothing. The ternary, not `.?nprocPerNode.orValue('auto')`: that
     # is estimated at more than 100 times the cost budget.
     "nprocPerNode": (

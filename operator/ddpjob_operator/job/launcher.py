@@ -37,6 +37,10 @@ MODULES = {"torch.distributed.run", "torch.distributed.launch", "torch.distribut
 NO_RENDEZVOUS_HOST = re.compile(
     r"^(localhost|\$\{?HOSTNAME\}?|\$\(hostname\)?|\d+\.\d+\.\d+\.\d+|\[?[0-9a-fA-F:]*::[0-9a-fA-F:]*\]?)$"
 )
+NEEDS_TORCHRUN = (
+    "{what} cannot train with a changing number of nodes, torchrun can. Start the script with torchrun, or remove "
+    "minNodes."
+)
 # How users' scripts name the option for init_method.
 _INIT_METHOD_OPTION = re.compile(r"^--(?:dist|init)[-_](?:url|method)(?:=|$)")
 
@@ -88,6 +92,18 @@ def restarts_in_place(spec: api.Spec) -> bool:
     return launcher is not None and launcher.name == "ddprun"
 
 
+def min_nodes(spec: api.Spec) -> int | None:
+    """The least nodes with which an elastic job trains: minNodes, or MIN of the command's --nnodes=MIN:MAX. None: it
+    trains with all."""
+    if spec.min_nodes is not None:
+        return spec.min_nodes
+    launcher = in_template(spec.template)
+    if launcher is None or launcher.name == "ddprun":
+        return None
+    least, most = _range(launcher)
+    return least if 0 < least < most else None
+
+
 def nproc_per_node(template: dict[str, Any]) -> int | None:
     """--nproc-per-node of the command where it is a number."""
     launcher = in_template(template)
@@ -103,6 +119,8 @@ def warnings(spec: api.Spec) -> list[str]:
     options, notes = launcher.options if launcher else {}, []
     if spec.preflight == "Always":
         notes.append("preflight: Always needs ddprun, or ddpjob.preflight.run() in the script")
+    if min_nodes(spec) is not None:
+        return [*notes, *_elastic_notes(options, spec)]
     if options.get("max_restarts", "0") != "0":
         notes.append(f"--max-restarts={options['max_restarts']}: torchrun's own restart hangs when a node is lost")
     if options.get("rdzv_backend", "static") != "static":
@@ -132,6 +150,8 @@ def contradictions(spec: api.Spec) -> Found:
     path = command_path(spec.template)
     yield from ((path, sentence) for sentence in _rendezvous_file(spec))
     launcher = in_template(spec.template)
+    if spec.min_nodes is not None and (launcher is None or launcher.name == "ddprun"):
+        yield ("spec", "minNodes"), NEEDS_TORCHRUN.format(what="ddprun" if launcher else "this command")
     if launcher is None:
         return
     for sentence in (*_nodes(launcher, spec), *_several_nodes(launcher, spec), *_processes(launcher, spec)):
@@ -140,17 +160,44 @@ def contradictions(spec: api.Spec) -> Found:
 
 def _nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
     wanted = launcher.options.get("nnodes", "")
-    if ":" in wanted and len(set(wanted.split(":"))) > 1:
-        yield f"--nnodes={wanted} asks for an elastic job, which is not available yet. Remove --nnodes."
-    elif wanted.split(":")[0].isdecimal() and _number(wanted.split(":")[0]) != spec.nodes:
+    least, most = _range(launcher)
+    if least != most and launcher.name == "ddprun":
+        yield f"--nnodes={wanted}: ddprun cannot train with a changing number of nodes yet. Use torchrun or one number."
+    elif wanted and spec.min_nodes is not None and least != spec.min_nodes:
+        yield f"--nnodes={wanted} contradicts spec.minNodes: {spec.min_nodes}. Remove --nnodes: the job sets it."
+    elif least >= 0 and not (least == spec.nodes if least == most else 0 < least <= spec.nodes <= most):
         yield f"--nnodes={wanted} contradicts spec.nodes: {spec.nodes}. Remove --nnodes: the job sets it."
+    backend = launcher.options.get("rdzv_backend", "c10d")
+    if min_nodes(spec) is not None and backend != "c10d":
+        yield f"--rdzv_backend={backend}: the nodes of an elastic job meet by c10d. Remove it: the job sets it."
     rank = launcher.options.get("node_rank", "")
     if spec.nodes == 1 and _number(rank) > 0:
         yield f"--node_rank={rank} waits for node 0, and spec.nodes: 1 has no other. Remove it: the job sets it."
 
 
+def _range(launcher: Launcher) -> tuple[int, int]:
+    """MIN and MAX of --nnodes; the same number twice where it is one, -1 for what is none."""
+    first, _, last = launcher.options.get("nnodes", "").partition(":")
+    return _number(first), _number(last or first)
+
+
+def _elastic_notes(options: dict[str, str], spec: api.Spec) -> Iterator[str]:
+    most = _number(options.get("nnodes", "").rpartition(":")[2])
+    if most > spec.nodes:
+        yield (
+            f"--nnodes={options['nnodes']} with spec.nodes: {spec.nodes}: each start waits torchrun's last call (30 s) "
+            "for nodes that do not come"
+        )
+    if _number(options.get("max_restarts", "0")) > spec.backoff_limit:
+        yield (
+            f"--max-restarts={options['max_restarts']} is more than backoffLimit: {spec.backoff_limit}, and torchrun "
+            "counts its restarts itself"
+        )
+
+
 def _several_nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
-    if spec.nodes == 1:
+    is_elastic = min_nodes(spec) is not None
+    if spec.nodes == 1 and not is_elastic:
         return
     options = launcher.options
     own = [entry.get("name") for entry in mappings(trainer_container(spec.template) or {}, "env")]
@@ -160,7 +207,8 @@ def _several_nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
         rank = options["node_rank"]
         yield f"--node_rank={rank} gives all {spec.nodes} nodes the same rank. Remove it, or use $(NODE_RANK)."
     backend = options.get("rdzv_backend", "static")
-    if backend != "static" and not options.get("rdzv_endpoint") and "PET_RDZV_ENDPOINT" not in own:
+    has_endpoint = is_elastic or options.get("rdzv_endpoint") or "PET_RDZV_ENDPOINT" in own
+    if backend != "static" and not has_endpoint:
         yield (
             f"--rdzv_backend={backend} without --rdzv_endpoint: each of {spec.nodes} nodes waits at its own address. "
             "Add --rdzv_endpoint=$(MASTER_ADDR):$(MASTER_PORT)."

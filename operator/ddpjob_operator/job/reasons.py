@@ -83,6 +83,12 @@ OTHERS_COMPLETED = _warning(
 )
 STARTING_TRAINERS = Reason("StartingTrainers", "All pods have a node; images are pulled and containers started.")
 ALL_NODES_RUN = Reason("AllNodesRun", "The trainers of all nodes run.")
+ENOUGH_NODES_RUN = Reason(
+    "EnoughNodesRun",
+    "At least minNodes trainers run; the message says what the others wait for.",
+    "Nothing: a node that comes later joins. To free what the others ask for: `kubectl scale ddp NAME --replicas N`.",
+)
+RESCALED = Reason("Rescaled", "spec.nodes of an elastic job has changed; the group starts again with that many nodes.")
 RANK_FAILED = _warning(
     "RankFailed",
     "A trainer ended with an error, or its pod vanished.",

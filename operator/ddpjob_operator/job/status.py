@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime as dt
+
 from msgspec.structs import replace
 
 from ddpjob_operator.job import api
@@ -32,6 +34,22 @@ def is_of_this_attempt(status: api.Status, progress: api.Progress) -> bool:
     """Whether the progress is that of the ranks that train now, and not of those before a restart."""
     since = status.attempt_time
     return progress.attempt == status.attempt and (since is None or progress.updated >= since)
+
+
+def ranks_since(status: api.Status) -> dt.datetime | None:
+    """Since when the ranks that train now were started: the begin of the attempt, or the last failure in it."""
+    times = [status.attempt_time, *(f.time for f in status.failures if f.attempt == status.attempt)]
+    return max((time for time in times if time is not None), default=None)
+
+
+def present_progress(status: api.Status) -> api.Progress | None:
+    """The progress of the ranks that train now; None until they have made a step, and while none trains."""
+    progress, since = status.progress, ranks_since(status)
+    if progress is None or status.state not in ("Running", *TERMINAL) or progress.attempt != status.attempt:
+        return None
+    if not progress.step or (since is not None and progress.updated < since):
+        return None
+    return progress
 
 
 def apart_from_progress(status: api.Status) -> api.Status:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from ddpjob.core.members import Members
 from ddpjob_operator.job import api, bounds, launcher
 from ddpjob_operator.job.podspec import gpus, grace_seconds, trainer_container
@@ -28,10 +30,22 @@ def members(spec: api.Spec) -> Members:
     return Members(range(spec.nodes))
 
 
+def is_enough(spec: api.Spec, places: Set[int]) -> bool:
+    """Whether the group trains with these places: all of them, or those that an elastic job wants at least.
+
+    Node 0 is always one of them, because its torchrun holds the store at which the others meet.
+    """
+    wanted, least = members(spec), launcher.min_nodes(spec)
+    present = places & set(wanted)
+    return len(present) == len(wanted) if least is None else len(present) >= least and wanted.leader in present
+
+
 def ranks_follow_nodes(spec: api.Spec) -> bool:
     """Whether node k has the ranks from k × nproc on. Under a dynamic rendezvous (c10d, etcd) torchrun numbers the
     nodes in the order of their arrival, and ignores the node rank."""
     started = launcher.in_template(spec.template)
+    if launcher.min_nodes(spec) is not None:
+        return False
     return started is None or started.name == "ddprun" or started.options.get("rdzv_backend", "static") == "static"
 
 

@@ -99,7 +99,6 @@ _CONTAINER_SHAPES = {
 
 # Fields that are not implemented are refused where they are set, because to ignore them would mislead the user.
 NOT_YET: dict[str, tuple[Callable[[api.Spec], bool], str]] = {
-    "minNodes": (lambda s: s.min_nodes is not None, "elastic jobs are not available yet. Remove it."),
     "gang": (lambda s: s.gang is not None, "gang scheduling is not available yet. Remove it."),
 }
 

@@ -40,7 +40,7 @@ RECONCILE_SECONDS = 5.0
 
 
 class ConflictError(Exception):
-    """The job has changed since it was observed: observe it again."""
+    """The job, or the node of a pod, has changed since it was observed: observe it again."""
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class Executor:
     async def execute(self, job: api.DDPJob, todo: Plan, state: JobState) -> bool:
         """As much of a plan as RECONCILE_SECONDS allow; whether that was all.
 
-        Raises ConflictError where the job has changed, ApiError where the server cannot do it now.
+        Raises ConflictError where the job or a node has changed, ApiError where the server cannot do it now.
 
         What the server refuses to create is no error: it is in `state` then, for the next round to report.
         """
@@ -135,6 +135,8 @@ class Executor:
 
     async def _delete(self, job: api.DDPJob, action: DeletePod) -> None:
         namespace = job.metadata.namespace
+        if action.grace_seconds == 0 and await self.lookup.is_on_ready_node(namespace, action.name):
+            raise ConflictError  # its node has come back: the object would go, and the container run beside the next
         # By uid, because meanwhile another pod may have got the name.
         options: Raw = {"preconditions": {"uid": action.uid}}
         if action.grace_seconds is not None:

@@ -58,6 +58,19 @@ class Lookup:
         pages = self.client.pages(collection("pods", key[0]), f"{naming.LABEL_JOB}={key[1]}")
         await take(pages, pods, pods.put, namespace=key[0], key=key)
 
+    async def is_on_ready_node(self, namespace: str, name: str) -> bool:
+        """Whether the node of this pod is ready now, where nodes are watched: that watch may be late."""
+        entry = self.caches.pods.entry(namespace, name)
+        node = entry.value.node if entry is not None else ""
+        if not node or self.caches.nodes.seen() is None:
+            return False
+        # A list of one, because the role allows lists.
+        listed = await self.client.get("/api/v1/nodes", {"fieldSelector": f"metadata.name={node}"})
+        ready = [raw for raw in listed["items"] if raw["metadata"]["name"] == node and observe.is_ready(raw)]
+        for raw in ready:
+            self.caches.nodes.put(raw)
+        return bool(ready)
+
     async def is_own(self, kind: str, name: str, job: api.DDPJob, state: JobState) -> bool:
         """Whether there is an object of this name and the job owns it; where somebody else does, `state` keeps the
         conflict until the object is gone."""

@@ -44,6 +44,8 @@ class LocalPod:
     name: str
     node: nodes.NodeProcess
     log: Log
+    gpus: tuple[str, ...]
+    """The devices that its processes see, as CUDA_VISIBLE_DEVICES names them."""
     termination_log: Path
     """The file to which the trainer may write why it ended."""
     trainer: Container = CREATING
@@ -51,6 +53,8 @@ class LocalPod:
     pid: int | None = None
     step: int | None = None
     """The last step that it reported."""
+    step_at: dt.datetime | None = None
+    """When that came."""
     deletion_requested_at: dt.datetime | None = None
     ended_first: bool = False
     """Whether it had ended before its supervisor was requested to stop it."""
@@ -143,8 +147,15 @@ class LocalCluster:
         if (pace := stall.update(self.trackers.get(report.rank), dated, now)) is not None:
             self.trackers[report.rank] = pace
         for pod in self.pods.values():
-            if pod.place == place:
-                pod.step = report.step
+            # Not a pod that has ended: a rank that was killed would seem to train on with the one in its place.
+            if pod.place == place and pod.live and pod.attempt == dated.attempt:
+                pod.step, pod.step_at = report.step or None, now
+
+    def initialized(self) -> dt.datetime | None:
+        """Since when the ranks that train now report without having made a step; None while none reports so."""
+        newest = max(self._ports, default=0)
+        times = [t.advanced_at for t in self.trackers.values() if t.attempt == newest and t.phase == "start"]
+        return min(times, default=None)
 
     def handle(self, key: selectors.SelectorKey) -> None:
         """A node has printed or reported something."""
@@ -192,7 +203,8 @@ class LocalCluster:
         node = nodes.NodeProcess(action.place)
         node.start(process.argv, process.env, process.cwd, grace_seconds(job.spec.template))
         log = Log(self.folder / f"{name}.log")
-        pod = LocalPod(action.attempt, action.place, action.replacement, name, node, log, termination_log)
+        devices = base.gpus or ()
+        pod = LocalPod(action.attempt, action.place, action.replacement, name, node, log, devices, termination_log)
         self.pods[name] = pod
         for fd in (node.output, node.report):
             pod.open.add(fd)

@@ -26,9 +26,21 @@ from ddpjob_operator.describe import ending
 from ddpjob_operator.failures import root_cause
 from ddpjob_operator.failures.redaction import mask
 from ddpjob_operator.job import api, podspec, topology, wording
-from ddpjob_operator.job.status import TERMINAL
+from ddpjob_operator.job.status import TERMINAL, ranks_since
 from ddpjob_operator.job.validation import dotted
-from ddpjob_operator.local import faults, files, gpus, pod_process, receive, record, run_folder, screen
+from ddpjob_operator.local import (
+    faults,
+    files,
+    gpus,
+    pod_process,
+    receive,
+    record,
+    report,
+    run_folder,
+    runs,
+    screen,
+    table,
+)
 from ddpjob_operator.local.cluster import LocalCluster, LocalPod
 from ddpjob_operator.manifest.yamlfile import Document, InputError
 from ddpjob_operator.observed import kubeflow
@@ -57,6 +69,10 @@ class Options:
     """The parent of the runs' folders; None is the user's state folder."""
     faults: tuple[faults.Fault, ...] = ()
     """Faults to inject."""
+    report: Path | None = None
+    """Where the report is written once the run has ended."""
+    process_group: int | None = None
+    """That in which the command was started, where the run has one of its own."""
 
 
 def run(document: Document, job: api.DDPJob, options: Options) -> int:
@@ -67,8 +83,9 @@ def run(document: Document, job: api.DDPJob, options: Options) -> int:
     if job.spec.managed_by:
         text = f'spec.managedBy: "{job.spec.managed_by}" runs this job, and not ddpjob. Remove the field.'
         raise InputError(f"{document.place(('spec', 'managedBy'))}: {text}")
-    if options.status is not None and not Path(os.path.realpath(options.status)).parent.is_dir():
-        raise InputError(f"--status {options.status}: there is no such folder")
+    for option, path in (("--status", options.status), ("--report", options.report)):
+        if path is not None and not Path(os.path.realpath(path)).parent.is_dir():
+            raise InputError(f"{option} {path}: there is no such folder")
     job, slots, notes = assign_slots(document, job, options)
     notes += check(document, job, slots, options)
     folder = _run_folder(job.metadata.name, options)
@@ -149,11 +166,12 @@ class Runner:
         self.job = replace(job, metadata=replace(job.metadata, uid=folder.uid, generation=1), status=api.Status())
         self.options = options
         self.folder = folder
-        self.screen = screen.screen(self.job, options.plain)
+        self.screen = screen.screen(self.job, options.plain, options.process_group)
         self._started_at = time.monotonic()
         self.record = record.Record(self.job, folder, dt.datetime.now(dt.timezone.utc))
         self._node_faults = [f for f in options.faults if isinstance(f, faults.NodeFault)]
         self._stop_reasons: list[str] = []
+        self._pause_asked = False
         self._noted: set[str] = set()
         self._total_steps: int | None = None
         self._received: collections.deque[Report] = collections.deque()
@@ -170,6 +188,7 @@ class Runner:
         """Start to listen to signals, and to draw."""
         processes.become_subreaper()
         self._signals = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        self._signals[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_stop_key)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self.screen.start()
         return self
@@ -194,8 +213,17 @@ class Runner:
             # Before the wait: what ended last may have been the last that could wake us.
             if self._is_done():
                 return self._summarize()
-            self.screen.draw(self.job.status, list(self.cluster.pods.values()))
+            self._pause()
+            self.screen.draw(self._moment(), list(self.cluster.pods.values()))
             self._wait(wait)
+
+    def _moment(self) -> table.Moment:
+        """The run as it is now, for the screen."""
+        status, since, initialized = self.job.status, ranks_since(self.job.status), self.cluster.initialized()
+        if initialized is not None and since is not None and initialized < since:
+            initialized = None
+        now = dt.datetime.now(dt.timezone.utc)
+        return table.Moment(self.job, status, self.record.history, self.record.facts.started, now, initialized)
 
     def _reconcile(self) -> float | None:
         """Plan and act until there is nothing to do; returns the seconds until the plan is to run again."""
@@ -274,6 +302,19 @@ class Runner:
             if report.attempt in (0, self.job.status.attempt):
                 self.cluster.take(report, topology.members(self.job.spec).place(report.node_rank))
 
+    def _pause(self) -> None:
+        """Stop as Ctrl-Z wants it, with the terminal as the shell expects it; returns when the process goes on."""
+        if self._pause_asked:
+            self._pause_asked = False
+            self.screen.pause()
+            # The signal itself, and not SIGSTOP: the kernel drops it where no shell could make us go on.
+            handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTSTP)
+            signal.signal(signal.SIGTSTP, handler)
+
+    def _on_stop_key(self, _number: int, _frame: Any) -> None:
+        self._pause_asked = True
+
     def _on_signal(self, number: int, _frame: Any) -> None:
         """Note it only, because the interpreter may be in the middle of a print; a second signal kills at once."""
         self._stop_reasons.append(signal.Signals(number).name)
@@ -306,6 +347,7 @@ class Runner:
     def _summarize(self) -> int:
         """Show how the job ended and where the logs are; the exit code."""
         took = time.monotonic() - self._started_at
+        self._write_report()
         status, name = self.job.status, self.job.metadata.name
         self.screen.close()
         for fault in self.options.faults:
@@ -323,6 +365,16 @@ class Runner:
         for line in self._log_excerpt():
             self.screen.note(line)
         return FAILED
+
+    def _write_report(self) -> None:
+        if self.options.report is None:
+            return
+        run = runs.Run(self.folder.path, self.record.facts, self.job.status, running=False)
+        try:
+            text = report.page(run, self.record.history, dt.datetime.now(dt.timezone.utc))
+            files.write_atomically(self.options.report, text.encode())
+        except OSError as error:
+            self._note_once(f"--report {self.options.report}: {error.strerror}; ddpjob report prints it")
 
     def _log_excerpt(self) -> Iterator[str]:
         failure = self.job.status.last_failure

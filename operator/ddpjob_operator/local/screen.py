@@ -9,20 +9,19 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from ddpjob_operator.describe.progress import pace_parts, step_parts
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, reasons, topology, wording
+from ddpjob_operator.job.status import present_progress, ranks_since
+from ddpjob_operator.local import board, table
 from ddpjob_operator.local.cluster import LocalPod
+from ddpjob_operator.local.usage import Seen, Usages
 from ddpjob_operator.plan.actions import Event
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.live import Live
-
 PLAIN_SECONDS = 5.0  # between two progress lines where there is no terminal
+WAIT_SECONDS = 10.0  # before the first line of a wait; each later one comes after twice the time
 LIVE_SECONDS = 0.5  # between two drawings of the table: what a person can follow, at under 1 % of a CPU
+TICK_SECONDS = 1.0  # the clocks of the table go on while nothing happens
 LINES_A_DRAWING = 200  # more lines than that between two drawings cannot be read on a terminal; the file has them
 _QUIET = (reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name)
 
@@ -38,6 +37,8 @@ class PlainScreen:
         self.job = job
         self._next = 0.0
         self._drawn = api.Status()
+        self._waiting: tuple[object, ...] = ()
+        self._pause = WAIT_SECONDS
 
     def start(self) -> None:
         """Show the title."""
@@ -64,45 +65,62 @@ class PlainScreen:
             mark = "! " if event.type == "Warning" else ""
             self.note(f"{mark}{event.reason}: {event.message}")
 
-    def draw(self, status: api.Status, pods: Sequence[LocalPod]) -> None:
+    def draw(self, moment: table.Moment, pods: Sequence[LocalPod]) -> None:
         """Show the present state, if it is due."""
-        if self.due_in(status) == 0.0:
-            self._drawn, self._next = status, time.monotonic() + PLAIN_SECONDS
-            self.note(progress_line(status))
+        status = moment.status
+        wait = (status.state, status.attempt, status.reason) if present_progress(status) is None else ()
+        if wait != self._waiting:
+            self._waiting, self._pause = wait, WAIT_SECONDS
+            self._next = time.monotonic() + (WAIT_SECONDS if wait else 0.0)
+        if PlainScreen.due_in(self, status) == 0.0:
+            self._drawn = status
+            self._pause *= 2 if wait else 1
+            self._next = time.monotonic() + (self._pause if wait else PLAIN_SECONDS)
+            self.note(table.summary(moment))
 
     def due_in(self, status: api.Status) -> float | None:
         """Seconds until draw() has something to show, 0.0 for now; None while it has nothing."""
-        if status.state != "Running" or status.progress is None or status.progress == self._drawn.progress:
+        if status.state not in ("Starting", "Running"):
+            return None
+        if present_progress(status) is not None and status.progress == self._drawn.progress:
             return None
         return max(0.0, self._next - time.monotonic())
+
+    def pause(self) -> None:
+        """The process is about to be stopped (Ctrl-Z)."""
+        self.note("stopped; the training goes on until it has filled its output: fg shows it again, bg lets it run")
 
     def close(self) -> None:
         """Nothing to give back."""
 
 
 class LiveScreen(PlainScreen):
-    """A table at the bottom of the terminal, redrawn in place; the nodes' lines scroll above it."""
+    """A table at the bottom of the terminal, redrawn in place; the nodes' lines scroll above it.
 
-    def __init__(self, job: api.DDPJob) -> None:
+    While another process group has the terminal (`ddpjob run … &`), plain lines. groups: those that are ours.
+    """
+
+    def __init__(self, job: api.DDPJob, groups: frozenset[int]) -> None:
         super().__init__(job)
         from rich.console import Console
-        from rich.live import Live
 
         self._console = Console(stderr=True)
-        self._live: Live = Live(console=self._console, auto_refresh=False, transient=True, vertical_overflow="crop")
+        self._board = board.Board(self._console)
+        self._groups = groups
+        self._foreground = board.has_terminal(groups)
+        self._usages = Usages()
         self._pending: list[str] = []
         self._hidden = 0
         self._last = ""
-
-    def start(self) -> None:
-        """Show the title and the table."""
-        self.note(title(self.job))
-        self._live.start()
+        self._table_at = 0.0
+        self._in_table = api.Status()
 
     def note(self, text: str) -> None:
         """Show a sentence above the table."""
-        self._flush()
-        self._console.print(clean(text), markup=False, highlight=False, soft_wrap=True)
+        with self._console:
+            self._flush()
+            self._board.erase()
+            self._console.print(clean(text), markup=False, highlight=False, soft_wrap=True)
 
     def log(self, pod: LocalPod, lines: Sequence[str]) -> None:
         """Take lines that a node printed; the next drawing shows them."""
@@ -112,23 +130,41 @@ class LiveScreen(PlainScreen):
         if hidden := max(0, len(lines) - max(0, room)):
             self._hidden, self._last = self._hidden + hidden, str(pod.log.path)
 
-    def draw(self, status: api.Status, pods: Sequence[LocalPod]) -> None:
+    def draw(self, moment: table.Moment, pods: Sequence[LocalPod]) -> None:
         """Show what came since the last drawing, and the table below it."""
-        if self.due_in(status) == 0.0:
-            self._drawn, self._next = status, time.monotonic() + LIVE_SECONDS
+        if self.due_in(moment.status) != 0.0:
+            return
+        self._in_table, self._table_at = moment.status, time.monotonic()
+        if self._foreground != board.has_terminal(self._groups):
+            self._foreground = not self._foreground
+            self._board.forget()
+        if not self._foreground:
             self._flush()
-            self._live.update(table(self.job, status, pods, self._console.width), refresh=True)
+            super().draw(moment, pods)
+            return
+        present = present_pods(pods)
+        self._usages.look({pod.node.pid: pod.gpus for pod in present if pod.live})
+        nodes = [node_of(self.job, moment.status, pod, self._usages.seen.get(pod.node.pid)) for pod in present]
+        width, height = self._console.size
+        with self._console:
+            self._flush()
+            self._board.draw(table.lines(moment, nodes, width - 1, height - 2))
 
     def due_in(self, status: api.Status) -> float | None:
         """Seconds until the table or the lines above it are to be drawn again."""
-        if status == self._drawn and not self._pending and not self._hidden:
-            return None
-        return max(0.0, self._next - time.monotonic())
+        new = status != self._in_table or self._pending or self._hidden
+        return max(0.0, self._table_at + (LIVE_SECONDS if new else TICK_SECONDS) - time.monotonic())
+
+    def pause(self) -> None:
+        """Give the terminal to the shell."""
+        super().pause()
+        self._board.leave()
 
     def close(self) -> None:
         """Remove the table."""
         self._flush()
-        self._live.stop()
+        self._board.leave()
+        self._usages.close()
 
     def _flush(self) -> None:
         from rich.text import Text
@@ -137,14 +173,19 @@ class LiveScreen(PlainScreen):
             self._pending.append(f"… {self._hidden:,} lines more in {self._last}")
         if self._pending:
             # One print for all: each costs a redraw of the table.
+            self._board.erase()
             self._console.print(Text.from_ansi("\n".join(self._pending)), soft_wrap=True)
         self._pending, self._hidden = [], 0
 
 
-def screen(job: api.DDPJob, plain: bool) -> PlainScreen:
-    """The table where both stdout and stderr are a terminal that can redraw lines, else plain lines."""
+def screen(job: api.DDPJob, plain: bool, group: int | None = None) -> PlainScreen:
+    """The table where both stdout and stderr are a terminal that can redraw lines, else plain lines.
+
+    group: the process group in which the command was started, where this process has one of its own.
+    """
     terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-    return PlainScreen(job) if plain or not terminal else LiveScreen(job)
+    groups = frozenset({os.getpgrp()} if group is None else {os.getpgrp(), group})
+    return PlainScreen(job) if plain or not terminal else LiveScreen(job, groups)
 
 
 def title(job: api.DDPJob) -> str:
@@ -160,53 +201,38 @@ def prefix_of(job: api.DDPJob, pod: LocalPod) -> str:
     return f"[{pod.place}] " if rank is None else f"[{pod.place}:{rank}] "
 
 
-def progress_line(status: api.Status) -> str:
-    """Running  step 312/1125  28 %  24s left  5,210 samples/s  loss 0.412"""
-    parts = [status.state or "", *step_parts(status), *pace_parts(status)]
-    return "  ".join(part for part in parts if part)
+def present_pods(pods: Sequence[LocalPod]) -> list[LocalPod]:
+    """The pods of the newest attempt, of each place the newest: the others have ended, or are about to."""
+    newest = max((pod.attempt for pod in pods), default=0)
+    by_place: dict[int, LocalPod] = {}
+    for pod in sorted(pods, key=lambda p: p.replacement):
+        if pod.attempt == newest:
+            by_place[pod.place] = pod
+    return [by_place[place] for place in sorted(by_place)]
 
 
-def table(job: api.DDPJob, status: api.Status, pods: Sequence[LocalPod], width: int) -> RenderableType:
-    """State, progress bar and figures, then a line for each node; cut to the width, never wrapped."""
-    from rich.console import Group
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-    from rich.text import Text
-
-    styles = {"Running": "green", "Failing": "red", "Failed": "red", "Succeeded": "green"}
-    style = styles.get(status.state or "", "yellow")
-    head = Text(no_wrap=True, overflow="ellipsis")
-    head.append(f"{status.state or 'Pending'}", style=f"bold {style}")
-    head.append("  " + ("  ".join(step_parts(status)) or status.message))
-    rows: list[RenderableType] = [head]
-    if pace := "  ".join(pace_parts(status)):
-        rows.append(Text(pace, no_wrap=True, overflow="ellipsis"))
-    if status.progress is not None and status.progress.percent is not None:
-        bar = Table.grid()  # a bar by itself does not end its line
-        bar.add_row(ProgressBar(total=100, completed=status.progress.percent, width=min(60, width)))
-        rows.append(bar)
-    cells = [node_cells(job, pod) for pod in sorted(pods, key=lambda p: p.place)[:16]]
-    # Aligned by hand: a grid would cut every cell of a narrow terminal a little, and none could be read.
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width)
-        rows.append(Text(line.rstrip(), no_wrap=True, overflow="ellipsis"))
-    if len(pods) > 16:
-        rows.append(Text(f"  and {len(pods) - 16} nodes more"))
-    return Group(*rows)
+def node_of(job: api.DDPJob, status: api.Status, pod: LocalPod, seen: Seen | None) -> table.Node:
+    """A pod as the table shows it."""
+    since = ranks_since(status)
+    is_stale = since is not None and pod.step_at is not None and pod.step_at < since
+    pids = seen.pids if seen is not None and seen.pids else (pod.pid,) if pod.pid else ()
+    return table.Node(
+        place=pod.place,
+        ranks=table.ranks_text(job, pod.place),
+        state=_state(status, pod),
+        step=pod.step if pod.live and not is_stale else None,
+        pids=pids if pod.live else (),
+        usage=seen.usage if seen is not None and pod.live else None,
+    )
 
 
-def node_cells(job: api.DDPJob, pod: LocalPod) -> list[str]:
-    """node 1 | rank 1 | Running | step 312 | pid 4313; the step where the node reports"""
-    nproc = topology.nproc_per_node(job.spec)
-    own = topology.members(job.spec).ranks(pod.place, nproc)
-    ranks = f"rank {own[0]}" if nproc == 1 else f"ranks {own[0]}-{own[-1]}"
-    if not topology.ranks_follow_nodes(job.spec):
-        ranks = f"{nproc} of {topology.world_size(job.spec)} ranks"
-    state = {"waiting": "Starting", "running": "Running"}.get(pod.trainer.state)
-    if state is None:
-        state = "Completed" if pod.trainer.exit_code == 0 else f"Failed ({pod.trainer.exit_code})"
-    if pod.deletion_requested_at and pod.live:
-        state = "Stopping"
-    step = "" if pod.step is None else f"step {pod.step}"
-    return [f"  node {pod.place}", ranks, state, step, f"pid {pod.pid}" if pod.pid else ""]
+def _state(status: api.Status, pod: LocalPod) -> str:
+    if pod.live:
+        return "Stopping" if pod.deletion_requested_at else "Running" if pod.pid else "Starting"
+    failure = status.last_failure
+    if failure is not None and failure.pod == pod.name:
+        # The launcher's code says that a rank failed, and not how.
+        return f"Failed ({failure.signal or failure.exit_code or failure.reason})"
+    if pod.trainer.exit_code == 0:
+        return "Completed"
+    return "Stopped" if pod.deletion_requested_at else f"Failed ({pod.trainer.exit_code})"

@@ -109,6 +109,8 @@ def read_job(path: str, job: str | None = None) -> Document:
         return _choose(path, jobs, job)
     if len(jobs) > 1:
         names = ", ".join(f"{d.name} (line {d.line(())})" for d in jobs)
+        if len({d.name for d in jobs}) < len(jobs):
+            raise InputError(f"{path}: {len(jobs)} DDPJobs: {names}. Two have the same name; names must differ.")
         raise InputError(f"{path}: {len(jobs)} DDPJobs: {names}. Choose one with --job NAME.")
     return jobs[0]
 

@@ -9,6 +9,7 @@ Called by the receivers of progress.
 from __future__ import annotations
 
 import datetime as dt
+import re
 from typing import Annotated
 
 import msgspec
@@ -17,6 +18,8 @@ from ddpjob_operator.job.bounds import NOT_READABLE
 from ddpjob_operator.observed.reports import METRIC_LENGTH_MAX, METRICS_MAX, BadReportError, Report, read_report
 
 STEP, TOTAL_STEPS = "current_step", "total_steps"
+
+_FRACTION = re.compile(r"-?[0-9]{1,20}\.[0-9]{1,40}(e-?[0-9]{1,3})?")
 
 Percent = Annotated[int, msgspec.Meta(ge=0, le=100)]
 Seconds = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
@@ -103,7 +106,12 @@ def total_steps(status: TrainerStatus) -> int | None:
 def _metrics(values: dict[str, str]) -> dict[str, str]:
     """The first 16, cut to length: the protocol allows 256, and a long one is no reason to refuse the step."""
     others = [(name, value) for name, value in values.items() if name not in (STEP, TOTAL_STEPS)]
-    return {name[:METRIC_LENGTH_MAX]: value[:METRIC_LENGTH_MAX] for name, value in others[:METRICS_MAX]}
+    return {name[:METRIC_LENGTH_MAX]: _short(value)[:METRIC_LENGTH_MAX] for name, value in others[:METRICS_MAX]}
+
+
+def _short(value: str) -> str:
+    """A fraction with six digits, as our own reports have it: transformers writes 0.48397613525390626."""
+    return f"{float(value):.6g}" if _FRACTION.fullmatch(value) else value
 
 
 def _count(text: str | None) -> int | None:

@@ -28,6 +28,7 @@ RULES: tuple[Rule, ...] = (
     pod_replacement.replacing,
     group_restart.restarting,
     group_restart.attempt_broken,
+    startup.rescaled,
     startup.start_overdue,
     startup.backing_off,
     startup.no_pod_can_be_made,

@@ -148,8 +148,14 @@ def _gone(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failure]
         yield reasons.RANK_FAILED, failure_of(view, status, place, root_cause.GONE)
 
 
+def _needed(view: View, status: api.Status) -> list[Pod]:
+    """The active pods without which the attempt cannot go on."""
+    only = view.participants(status) if view.trains_with_fewer(status) else set(view.members)
+    return [p for p in view.active if p.place in only]
+
+
 def _stopped_from_outside(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failure]]:
-    for pod in view.active:
+    for pod in _needed(view, status):
         if pod.deletion_requested_at is not None:
             failure = failure_of(view, status, pod.place, pod.disruption or root_cause.STOPPED)
             word = shown(pod.disruption, root_cause.WORD_MAX)
@@ -158,7 +164,7 @@ def _stopped_from_outside(view: View, status: api.Status) -> Iterator[tuple[Reas
 
 
 def _never_configured(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failure]]:
-    for pod in view.active:
+    for pod in _needed(view, status):
         if is_past(_config_error_at(view, pod), view.now):
             failure = failure_of(view, status, pod.place, root_cause.CONFIG_ERROR)
             yield reasons.RANK_FAILED, replace(failure, exception=pod.trainer.message[: root_cause.EXCEPTION_MAX])

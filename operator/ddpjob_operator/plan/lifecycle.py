@@ -42,9 +42,11 @@ def completed(view: View, status: api.Status) -> Decision | None:
     """All trainers ended with 0, also those whose pods have vanished since."""
     # Of a suspended job spec.nodes may have changed since: the ranks that completed were ranks of another group.
     unfit = not status.attempt or status.state in ("Failing", "Suspended")
-    if unfit or view.is_missing_in(status.completed_nodes):
+    nodes = view.participants(status)
+    if unfit or not view.is_enough(status.completed_nodes) or not ranges.parse(status.completed_nodes) >= nodes:
         return None
-    text = f"all {view.spec.nodes} nodes completed" if view.spec.nodes > 1 else "the node completed"
+    text = f"all {len(nodes)} nodes completed" if view.spec.nodes > 1 else "the node completed"
+    text = f"{len(nodes)} of {view.spec.nodes} nodes trained, and completed" if len(nodes) < view.spec.nodes else text
     succeeded = enter(status, "Succeeded", reasons.ALL_NODES_COMPLETED, text, view.now)
     return Decision(replace(succeeded, completion_time=view.now))
 
@@ -100,10 +102,12 @@ def past_deadline(view: View, status: api.Status) -> Decision | None:
     return Decision(enter(status, "Failing", reasons.DEADLINE_EXCEEDED, text, view.now))
 
 
-def running(view: View, status: api.Status) -> Decision | None:
-    """The trainers of all nodes run, or have completed."""
+def running(view: View, status: api.Status, missing: str = "") -> Decision:
+    """The trainers of all nodes run, or have completed. missing: why others of an elastic job do not run."""
     last_report = report_age.last_report_at(status, view.seen)
     reason, text = reasons.ALL_NODES_RUN, _how_many_run(view, status)
+    if missing:
+        reason, text = reasons.ENOUGH_NODES_RUN, f"{text}; {missing}"
     long_completed, again_at = pending.completed_long_ago(view, status)
     if long_completed:
         reason, text = reasons.OTHERS_COMPLETED, long_completed
@@ -118,11 +122,11 @@ def running(view: View, status: api.Status) -> Decision | None:
 
 
 def _how_many_run(view: View, status: api.Status) -> str:
-    count, nodes = len(ranges.parse(status.completed_nodes)), view.spec.nodes
+    count, nodes = len(ranges.parse(status.completed_nodes)), len(view.participants(status))
     done = f" and {count} completed" if count else ""
     restarts = agent_restarts.count(status)
     times = f", restarted in place {restarts} time{'s' if restarts > 1 else ''}" if restarts else ""
-    return f"{nodes - count} of {nodes} nodes run{done}, attempt {status.attempt}{times}"
+    return f"{nodes - count} of {view.spec.nodes} nodes run{done}, attempt {status.attempt}{times}"
 
 
 def _why_suspended(view: View) -> tuple[Reason, str]:

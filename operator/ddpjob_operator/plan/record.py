@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ddpjob_operator.job import api, ranges, reasons
+from ddpjob_operator.job import api, ranges, reasons, topology
 from ddpjob_operator.observed import stall
 from ddpjob_operator.plan import agent_restarts, transitions
 from ddpjob_operator.plan.view import View
@@ -16,6 +16,7 @@ _ALL_PODS_WERE_MADE = (
     reasons.CANNOT_START.name,
     reasons.STARTING_TRAINERS.name,
     reasons.ALL_NODES_RUN.name,
+    reasons.ENOUGH_NODES_RUN.name,
     reasons.STALL_SUSPECTED.name,
     reasons.OTHERS_COMPLETED.name,
 )
@@ -35,10 +36,8 @@ def _with_nodes(view: View, status: api.Status) -> api.Status:
     ran = {p.place for p in view.pods.values() if p.trainer.state != "waiting" and not p.trainer.init}
     started = ran | {p.place for p in view.deleted_pods.values() if p.node}
     completed = {p.place for p in view.known_pods.values() if p.has_completed}
-    if (completed or status.completed_nodes) and status.reason in _ALL_PODS_WERE_MADE:
-        # A pod that is missing now has run, because the others could not have completed without it. A new pod in its
-        # place would wait for them for ever.
-        started |= set(view.members) - set(view.pods)
+    if completed or status.completed_nodes:
+        started = _with_the_group(view, status, started, completed)
     ready = sum(p.trainer.state == "running" and p.trainer.ready and p.live for p in view.pods.values())
     known = view.seen.master_addr
     address = str(naming.endpoint(view.job, status.attempt)) if known is None else known
@@ -46,6 +45,17 @@ def _with_nodes(view: View, status: api.Status) -> api.Status:
         status,
         started_nodes=ranges.text(ranges.parse(status.started_nodes) | started),
         completed_nodes=ranges.text(ranges.parse(status.completed_nodes) | completed),
+        attempt_nodes=(status.attempt_nodes or view.spec.nodes) if view.is_elastic and status.attempt else None,
         nodes=api.Nodes(total=view.spec.nodes, ready=ready),
         master_addr=address if status.attempt else "",
     )
+
+
+def _with_the_group(view: View, status: api.Status, started: set[int], completed: set[int]) -> set[int]:
+    """The places that have started, where some have completed: none could have without its group."""
+    known = ranges.parse(status.started_nodes) | completed
+    if view.is_elastic and topology.is_enough(view.spec, known):
+        # The first nodes that complete make room for pods that waited: those find no group to join any more.
+        return started & known
+    # A pod that is missing now has run. A new pod in its place would wait for the others for ever.
+    return started | (set(view.members) - set(view.pods) if status.reason in _ALL_PODS_WERE_MADE else set())

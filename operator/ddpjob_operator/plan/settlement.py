@@ -61,9 +61,20 @@ def settle(view: View, status: api.Status, first: api.Failure) -> Settled:
     failure_class = rules.of_complaints(failure_class, history, attempt)
     policy, outside = budgets.policy(view.spec), root_cause.from_outside(cause)
     failure_class = rules.with_policy(failure_class, cause.exit_code, policy, from_outside=outside)
+    if failure_class == "application" and _torchrun_gave_up(view, cause):
+        history = budget.with_application_spent(history, budgets.limits(view.spec), view.now)
     verdict = rules.judge(failure_class, history, attempt, budgets.limits(view.spec), view.now)
     charged_to = (verdict.charged_to or "") if verdict.restart else ""
     return Settled(cause, replace(cause, failure_class=failure_class, charged_to=charged_to), verdict)
+
+
+def _torchrun_gave_up(view: View, cause: api.Failure) -> bool:
+    """Whether the torchrun of an elastic job ended by itself because of a failed rank: it does so with 1, when it has
+    restarted its ranks as often as it may (PET_MAX_RESTARTS: all that the application had left)."""
+    place = view.members.place(cause.node_rank)
+    pod = None if place is None else view.known_pods.get(place)
+    gave_up = pod is not None and pod.name == cause.pod and pod.trainer.exit_code == 1
+    return view.is_elastic and gave_up and root_cause.is_own(cause)
 
 
 def _cause(view: View, status: api.Status, first: api.Failure) -> tuple[api.Failure, rules.Class]:
@@ -123,6 +134,8 @@ def avoided(
 def _completed_early(view: View, status: api.Status) -> api.Failure | None:
     """The first node that has completed in this attempt beside the others, as what explains the complaints of its
     peers. It explains none of a peer whose pod was made after that, because those two were never in one group."""
+    if view.is_elastic and view.is_enough(status.completed_nodes):
+        return None  # an elastic group may have ended its training without a node that it had lost
     pods, completed = view.known_pods, ranges.parse(status.completed_nodes).intersection(view.members)
     peers = [pod for place, pod in pods.items() if place not in completed]
     places = [n for n in completed if n not in pods or not any(_was_made_after(peer, pods[n]) for peer in peers)]
@@ -169,7 +182,8 @@ def _attempt(view: View, status: api.Status, failure: api.Failure) -> budget.Att
         made_a_new_step=step > (status.furthest_step or 0),
         reports_steps=budgets.furthest(status) is not None,
         ran_seconds=_ran_seconds(view, status),
-        only_complaints=failure.reason == root_cause.PEER_LOST,
+        # Where too few nodes have run nobody has failed: a rank has waited in vain for one that has no GPU yet.
+        only_complaints=failure.reason == root_cause.PEER_LOST and view.is_enough(status.started_nodes),
     )
 
 
@@ -223,5 +237,6 @@ def context(view: View, status: api.Status) -> root_cause.Context:
         now=view.now,
         keep_log_tail=view.settings.keep_log_tail,
         port=int(port) if port.isdecimal() else None,
-        torchrun=found is not None and found.name != "ddprun",
+        # Where not all have run together none has ended its training: SIGKILL then says only that it took long to stop.
+        torchrun=found is not None and found.name != "ddprun" and status.running_time is not None,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Sequence
+from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
@@ -11,9 +12,9 @@ from ddpjob_operator.failures import sentences
 from ddpjob_operator.job import api, podspec, ranges, reasons, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import is_restarted
-from ddpjob_operator.job.times import earliest, is_past, start_back_off_seconds
+from ddpjob_operator.job.times import after, earliest, is_past, start_back_off_seconds
 from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.plan import invalid_spec, pending
+from ddpjob_operator.plan import invalid_spec, lifecycle, pending
 from ddpjob_operator.plan.actions import Action, CreatePod, CreateService, Decision, restart_grace_seconds
 from ddpjob_operator.plan.transitions import enter, new_attempt
 from ddpjob_operator.plan.view import View, is_over, name_pods
@@ -25,6 +26,9 @@ CANNOT_START = frozenset(
     "ErrImagePull ImagePullBackOff ErrImageNeverPull InvalidImageName RegistryUnavailable ImageInspectError "
     "CreateContainerConfigError CreateContainerError RunContainerError CrashLoopBackOff".split()
 )
+
+# How long torchrun waits for more nodes once the least are there (last_call_timeout of its c10d rendezvous).
+LAST_CALL_SECONDS = 30
 
 
 def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
@@ -40,6 +44,18 @@ def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
     of = "of the attempt before " if any(p.attempt < status.attempt for p in view.older) else ""
     text = f"attempt {status.attempt} waits for {name_pods(view.older)} {of}to stop"
     return _waiting(view, status, "Pending", reasons.WAITING_FOR_OLD_PODS, text, (*soft, *hard))
+
+
+def rescaled(view: View, status: api.Status) -> Decision | None:
+    """spec.nodes of an elastic job has changed: its pods stop with their full grace, as for a suspension, and the next
+    attempt has the new number. A running torchrun cannot take in more nodes than it was told of, and one whose peers
+    are taken away may hang."""
+    if view.wanted_nodes == view.spec.nodes or view.problems:
+        return None
+    later = new_attempt(status, view.now)
+    was = f"spec.nodes is {view.wanted_nodes}, and attempt {status.attempt} has {view.spec.nodes}"
+    text = f"{was}: all nodes stop, and start again as attempt {later.attempt}"
+    return Decision(enter(later, "Restarting", reasons.RESCALED, text, view.now))
 
 
 def start_overdue(view: View, status: api.Status) -> Decision | None:
@@ -118,7 +134,8 @@ def avoidance_over(view: View, status: api.Status) -> Decision | None:
     the affinity of a pod never changes."""
     since = status.attempt_time
     over = [a.node for a in status.avoided_nodes if since is not None and since < a.until <= view.now]
-    if not over or not any(p.trainer.state == "waiting" and p.unschedulable for p in view.pods.values()):
+    waiting = [p for p in view.pods.values() if p.trainer.state == "waiting" and p.unschedulable]
+    if not over or not waiting or view.trains_with_fewer(status):
         return None
     text = f"{', '.join(over)} is no longer avoided: all pods are created again"
     later = new_attempt(status, view.now)
@@ -146,15 +163,22 @@ def _waiting(
     again_at: dt.datetime | None = None,
 ) -> Decision:
     """Not all nodes run yet. After a failure that is a restart until they do, and the message names the failure."""
+    last_call_at = after(status.attempt_time, LAST_CALL_SECONDS) if view.trains_with_fewer(status) else None
+    if last_call_at is not None and (state != "Starting" or status.running_time or view.now >= last_call_at):
+        decision = lifecycle.running(view, status, text)
+        return replaced(decision, actions=actions, requeue_at=earliest(again_at, decision.requeue_at))
     failure = status.last_failure
     if status.state == "Restarting":
-        after = f"after {sentences.short(failure)}: " if failure is not None and is_restarted(status) else ""
-        state, text = "Restarting", f"{after}{text}"
+        cause = f"after {sentences.short(failure)}: " if failure is not None and is_restarted(status) else ""
+        state, text = "Restarting", f"{cause}{text}"
     entered = enter(status, state, reason, text, view.now)
-    return Decision(entered, actions, earliest(again_at, view.active_deadline(status), view.start_deadline(status)))
+    deadlines = (view.active_deadline(status), view.start_deadline(status))
+    return Decision(entered, actions, earliest(again_at, last_call_at, *deadlines))
 
 
 def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
+    if view.is_elastic and status.completed_nodes:
+        return ()  # the training has ended: a new node would find no group to join
     known = ranges.parse(status.started_nodes) | set(view.pods)
     avoid = tuple(sorted(a.node for a in status.avoided_nodes if a.until > view.now))
     missing = (place for place in view.members if place not in known)
@@ -173,7 +197,9 @@ def _why_waiting(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[a
         why = f"{first.trainer.reason}: {first.trainer.message}"
         return "Pending", reasons.CANNOT_START, f"{len(stuck)} of {total} pods cannot start: {first.name}: {why}"
     places, plural = ranges.for_people([p.place for p in pods]), "s" if len(pods) > 1 else ""
-    text = f"{total - len(pods)} of {total} nodes run; waiting for node{plural} {places}"
+    text = f"waiting for node{plural} {places}"
+    if not view.trains_with_fewer(status):
+        text = f"{total - len(pods)} of {total} nodes run; {text}"
     creating, is_long = pending.creating(view, status, pods)
     if creating and is_long:
         return "Pending", reasons.CANNOT_START, f"{text}; {creating}"

@@ -32,6 +32,7 @@ def new_attempt(status: api.Status, at: dt.datetime) -> api.Status:
         status,
         attempt=status.attempt + 1,
         attempt_time=at,
+        attempt_nodes=None,
         started_nodes="",
         completed_nodes="",
         replacements={},

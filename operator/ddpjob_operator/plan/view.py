@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from functools import cached_property
@@ -11,7 +11,7 @@ from functools import cached_property
 from msgspec.structs import replace
 
 from ddpjob.core.members import Members
-from ddpjob_operator.job import api, podspec, ranges, times, topology
+from ddpjob_operator.job import api, launcher, podspec, ranges, times, topology
 from ddpjob_operator.job.times import after, earliest, is_past
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.observed import stall
@@ -41,7 +41,9 @@ class View:
     """The job and what is observed, sorted once for all rules."""
 
     job: api.DDPJob
-    """Its status is `recorded`."""
+    """Its status is `recorded`. Of an elastic job spec.nodes is what its attempt began with."""
+    wanted_nodes: int
+    """spec.nodes as it is now: that of the next attempt."""
     stored: api.Status
     """The status exactly as the API server has it."""
     seen: Observed
@@ -110,11 +112,30 @@ class View:
         """The pods of the present attempt that ended otherwise than completed, those that are gone included. A node
         that is recorded as completed stays so, whatever becomes of its pod."""
         completed = ranges.parse(status.completed_nodes)
-        return [p for p in self.known_pods.values() if p.has_failed and p.place not in completed]
+        failed = [p for p in self.known_pods.values() if p.has_failed and p.place not in completed]
+        return [p for p in failed if not self.comes_too_late(status, p.place)]
 
-    def is_missing_in(self, nodes: str) -> bool:
-        """Whether a node of the job is not in these ranges."""
-        return not ranges.parse(nodes).issuperset(self.members)
+    @cached_property
+    def is_elastic(self) -> bool:
+        """Whether the group trains with fewer nodes than all."""
+        return launcher.min_nodes(self.spec) is not None
+
+    def is_enough(self, nodes: str) -> bool:
+        """Whether the group trains with the nodes in these ranges."""
+        return topology.is_enough(self.spec, ranges.parse(nodes))
+
+    def trains_with_fewer(self, status: api.Status) -> bool:
+        """Whether an elastic job has enough nodes: it waits for no other, and no other that ends breaks it."""
+        return self.is_elastic and self.is_enough(status.started_nodes)
+
+    def participants(self, status: api.Status) -> Set[int]:
+        """The places that the training needs: all, or those of an elastic job that have started."""
+        return ranges.parse(status.started_nodes).intersection(self.members) if self.is_elastic else set(self.members)
+
+    def comes_too_late(self, status: api.Status, place: int) -> bool:
+        """Whether an elastic job had ended its training when the node started: it finds no group to join."""
+        has_started = place in ranges.parse(status.started_nodes)
+        return self.is_elastic and bool(status.completed_nodes) and not has_started
 
     def stop(self, pods: Sequence[Pod], grace_seconds: int | None) -> tuple[DeletePod, ...]:
         """Delete these pods. One that is terminating is left alone; one on a lost node goes at once, since its kubelet
@@ -136,8 +157,8 @@ class View:
         return after(status.start_time, self.spec.active_deadline_seconds)
 
     def start_deadline(self, status: api.Status) -> dt.datetime | None:
-        """When all nodes must have run; None once they have in this attempt."""
-        if not self.is_missing_in(status.started_nodes):
+        """When all nodes, or enough of them, must have run; None once they have in this attempt."""
+        if self.is_enough(status.started_nodes):
             return None
         return after(status.attempt_time, self.spec.start_deadline_seconds)
 
@@ -155,9 +176,16 @@ def sort(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
     return _sorted(read.status, read, job.status, seen, now, problems, settings)
 
 
+def _as_it_began(job: api.DDPJob, status: api.Status) -> api.DDPJob:
+    """An elastic job with the nodes that the pods of its attempt were made for."""
+    nodes = status.attempt_nodes
+    return replace(job, spec=replace(job.spec, nodes=nodes)) if nodes else job
+
+
 def in_attempt(view: View, status: api.Status) -> View:
     """The same facts, sorted for the attempt that begins with `status`: all pods there are now belong to older ones."""
-    return _sorted(status, view.job, view.stored, view.seen, view.now, view.problems, view.settings)
+    job = replace(view.job, spec=replace(view.spec, nodes=view.wanted_nodes))
+    return _sorted(status, job, view.stored, view.seen, view.now, view.problems, view.settings)
 
 
 def _sorted(
@@ -169,6 +197,7 @@ def _sorted(
     problems: tuple[Problem, ...],
     settings: Settings,
 ) -> View:
+    wanted_nodes, job = job.spec.nodes, _as_it_began(job, status)
     own = [replaced(p, outlived=True) if is_past(outlived_at(p, job.spec), now) else p for p in owned(job, seen)]
     on_lost_nodes = [p for p in seen.pods if p.live and is_past(lost_at(p, seen.nodes, settings), now)]
     lost = frozenset(p.uid for p in on_lost_nodes if is_own(p, job))
@@ -180,6 +209,7 @@ def _sorted(
     conflicts = (*seen.conflicts, *_conflicting_pods(job, seen, status))
     return View(
         job=job,
+        wanted_nodes=wanted_nodes,
         stored=stored,
         seen=seen,
         problems=problems,

@@ -5,7 +5,7 @@ Used by `build.py` for pods, and through those pods by the local run: both shell
 
 from __future__ import annotations
 
-from ddpjob_operator.job import api
+from ddpjob_operator.job import api, budgets, launcher
 from ddpjob_operator.job.podspec import cpus, mappings, trainer_container
 from ddpjob_operator.job.topology import backend, members, nproc_per_node, shutdown_timeout_seconds, termination_log
 from ddpjob_operator.pods.naming import Endpoint
@@ -16,17 +16,20 @@ TERMINATION_LOG = "DDPJOB_TERMINATION_LOG"
 BREAKS_RENDEZVOUS = frozenset(
     "MASTER_ADDR MASTER_PORT NNODES NODE_RANK NPROC_PER_NODE RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE "
     "DDPJOB_WORLD_SIZE PET_NNODES PET_NPROC_PER_NODE PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT PET_RDZV_ID "
-    "PET_RDZV_BACKEND PET_RDZV_ENDPOINT PET_RDZV_CONF PET_STANDALONE PET_MAX_RESTARTS".split()
+    "PET_RDZV_BACKEND PET_RDZV_ENDPOINT PET_RDZV_CONF PET_STANDALONE PET_MAX_RESTARTS "
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE".split()
 )
 
 
 def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint) -> dict[str, str]:
     """The variables of a place's pod in `attempt`. rendezvous: the address of rank 0. The user's own come on top."""
     nproc, node_rank = nproc_per_node(job.spec), members(job.spec).node_rank(place)
+    least = launcher.min_nodes(job.spec)
     return {
         **_rendezvous(job, node_rank, nproc, rendezvous),
-        **(_single_process(job, node_rank) if nproc == 1 else {}),
-        **_torchrun(job, attempt, node_rank, nproc, rendezvous),
+        **(_single_process(job, node_rank) if nproc == 1 and least is None else {}),
+        **_torchrun(job, attempt, node_rank if least is None else None, nproc, rendezvous),
+        **({} if least is None else _elastic(job, least, node_rank, rendezvous)),
         "DDPJOB_NAME": job.metadata.name,
         "DDPJOB_NAMESPACE": job.metadata.namespace,
         "DDPJOB_UID": job.metadata.uid,
@@ -68,15 +71,34 @@ def _single_process(job: api.DDPJob, node_rank: int) -> dict[str, str]:
     return {"RANK": str(node_rank), "WORLD_SIZE": str(job.spec.nodes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
-def _torchrun(job: api.DDPJob, attempt: int, node_rank: int, nproc: int, rendezvous: Endpoint) -> dict[str, str]:
+def _torchrun(job: api.DDPJob, attempt: int, node_rank: int | None, nproc: int, rendezvous: Endpoint) -> dict[str, str]:
+    """node_rank: None where torchrun numbers the nodes itself, and warns of a number that it is given."""
     return {
         "PET_NNODES": str(job.spec.nodes),
         "PET_NPROC_PER_NODE": str(nproc),
-        "PET_NODE_RANK": str(node_rank),
+        **({} if node_rank is None else {"PET_NODE_RANK": str(node_rank)}),
         "PET_MASTER_ADDR": rendezvous.host,
         "PET_MASTER_PORT": str(rendezvous.port),
         # torch prefixes its store with the run id: a process of an older attempt can reach the port and still not join.
         "PET_RDZV_ID": f"{job.metadata.uid}-{attempt}",
         "PET_MAX_RESTARTS": "0",
         "PET_SHUTDOWN_TIMEOUT": str(shutdown_timeout_seconds(job.spec)),
+    }
+
+
+def _elastic(job: api.DDPJob, least: int, node_rank: int, rendezvous: Endpoint) -> dict[str, str]:
+    """What torchrun needs to begin with fewer nodes than all, and to take in those that come later."""
+    return {
+        "PET_NNODES": f"{least}:{job.spec.nodes}",
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_RDZV_ENDPOINT": str(rendezvous),
+        # Who holds the store is said, because torchrun guesses it by comparing the endpoint with its own host's names.
+        # Its time limits are those of the static rendezvous: with 60 s for the store a node fails whose node 0 is still
+        # pulling its image.
+        "PET_RDZV_CONF": f"is_host={int(node_rank == 0)},join_timeout=900,read_timeout=900",
+        # A node that joins makes torchrun start all ranks again in their pods. With gloo in torch 2.13 they otherwise
+        # read the addresses of the ranks before them from the store that both share (docs/measured.md, launchers).
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # The ranks that a join ends may look failed to a torchrun that has not seen it yet.
+        "PET_MAX_RESTARTS": str(budgets.application_left(job.spec, job.status)),
     }

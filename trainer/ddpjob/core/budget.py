@@ -269,6 +269,12 @@ def with_newly_spent(
     )
 
 
+def with_application_spent(history: History, limits: Limits, now: dt.datetime) -> History:
+    """The history with all restarts that the application had left, because a launcher was given them and used them."""
+    left = max(0, limits.backoff_limit - counted(history, limits, now))
+    return _with(history, Spent(left, 0, 0), limits, now, 0, made_a_new_step=False)
+
+
 def charge(to: ChargedTo, history: History, attempt: Attempt, limits: Limits, now: dt.datetime) -> History:
     """The history of either side with one more failure."""
     reset = attempt.made_a_new_step or (not attempt.reports_steps and attempt.ran_seconds >= RESET_AFTER_SECONDS)

@@ -275,6 +275,8 @@ def _value_as_text(value: Any) -> str:
         return value[:TEXT_CHARACTERS_MAX]
     if isinstance(value, int):
         return str(int(value))[:TEXT_CHARACTERS_MAX]
+    if hasattr(value, "detach"):
+        value = value.detach()  # a loss as it is: torch warns where one with a gradient becomes a number
     return f"{float(value):.6g}"  # a tensor or numpy number too; nan, inf and -inf are spelled so
 
 

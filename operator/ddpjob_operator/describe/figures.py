@@ -1,0 +1,59 @@
+"""Numbers as people read them: metrics, bytes, the time of a step, and a curve in one line."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+def metric(text: str) -> str:
+    """0.484 for 0.48397613525390626, 1.22e-06 for 1.220703125e-06; a whole number, a hash or a word as it is."""
+    if "." not in text:
+        return text
+    try:
+        value = float(text)
+    except ValueError:
+        return text
+    return number(value) if math.isfinite(value) else text
+
+
+def number(value: float) -> str:
+    """Three digits; more of them where three would make 1 of 0.9996."""
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    for digits in (3, 4, 5, 6):
+        text = f"{value:.{digits}g}"
+        if float(text) != round(float(text)):
+            return text
+    return text
+
+
+def size(count: float) -> str:
+    """1.2 GB, 350 MB: in steps of 1000, as disks and nvidia-smi's totals are compared."""
+    unit = 0
+    while count >= 1000 and unit < len(_UNITS) - 1:
+        count, unit = count / 1000, unit + 1
+    return f"{count:.1f} {_UNITS[unit]}" if count < 10 and unit else f"{count:.0f} {_UNITS[unit]}"
+
+
+def step_time(seconds: float) -> str:
+    """4 ms/step, 2.1 s/step"""
+    return f"{1000 * seconds:.3g} ms/step" if seconds < 1 else f"{seconds:.3g} s/step"
+
+
+def spark(values: Sequence[float], width: int) -> str:
+    """A curve of at most `width` characters, from its lowest to its highest value; empty for fewer than two values."""
+    if len(values) < 2 or width < 2:
+        return ""
+    count = min(width, len(values))
+    bounds = [round(i * len(values) / count) for i in range(count + 1)]
+    means = [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(bounds)]
+    low, high = min(means), max(means)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((value - low) * scale)] for value in means)

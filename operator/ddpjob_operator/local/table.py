@@ -1,0 +1,278 @@
+"""What stands at the bottom of the terminal during a local run: a status and what was measured in, lines out.
+
+Pure: no clock, no terminal. A line is a list of spans, text with a style; none is longer than the width.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len, set_cell_size
+
+from ddpjob_operator.describe import figures
+from ddpjob_operator.describe.progress import metric_parts, step_parts
+from ddpjob_operator.failures.redaction import clean
+from ddpjob_operator.job import api, topology, wording
+from ddpjob_operator.job.status import present_progress, ranks_since
+from ddpjob_operator.local.history import STEP_SECONDS, History
+from ddpjob_operator.local.series import Series
+
+Span = tuple[str, str]
+Line = list[Span]
+NODES_MAX = 16
+SPARK_WIDTH = 20
+IMPORT_SECONDS = 60.0
+"""After that long without a report a script is taken for one that reports no steps, and not for one that imports."""
+RECENT_SECONDS = 20.0
+TREND = 0.1
+"""A step that takes so much longer, or shorter, than before is worth a word."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the processes of a node use."""
+
+    cpu_percent: float
+    """100 is one core."""
+    memory_bytes: int
+    """Resident; what processes share is counted for each."""
+    gpu_percent: float | None = None
+    """The mean of its GPUs; None where it has none."""
+    gpu_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node in the present attempt."""
+
+    place: int
+    ranks: str
+    state: str
+    step: int | None = None
+    pids: tuple[int, ...] = ()
+    """Of the ranks where they are known, else of the first process."""
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A run at a time."""
+
+    job: api.DDPJob
+    status: api.Status
+    history: History
+    started: dt.datetime
+    now: dt.datetime
+    initialized: dt.datetime | None = None
+    """Since when the ranks of the present attempt report without a step; None while none does."""
+
+
+def lines(moment: Moment, nodes: Sequence[Node], width: int, height: int) -> list[Line]:
+    """The table, at most `height` lines of at most `width` columns."""
+    width = max(1, width)
+    rows = [*_flow(_head(moment), width, 2)]
+    if figures_ := _pace(moment):
+        rows += _flow(figures_, width, 2)
+    progress = present_progress(moment.status)
+    if progress is not None and progress.percent is not None:
+        rows.append(_bar(progress.percent, width))
+    failure = _failure(moment.status, width)
+    room = max(0, height - len(rows) - len(failure))
+    return [*rows, *_nodes(nodes, width, min(room, NODES_MAX + 1)), *failure][: max(1, height)]
+
+
+def shown_state(moment: Moment) -> str:
+    """The state; Starting until the ranks make a step, where they are known to report steps, or only just began."""
+    state = moment.status.state or "Pending"
+    return "Starting" if state == "Running" and _waits_for_step(moment) and not _is_unreported(moment) else state
+
+
+def activity(moment: Moment) -> str:
+    """What is waited for and since when, before the first step: importing, 6s; empty while the ranks make steps."""
+    status = moment.status
+    since = ranks_since(status) if status.running_time is None else status.running_time
+    if status.state != "Running":
+        message = "" if status.state in ("Starting", None) else status.message
+        what = message or "starting the nodes"
+        return f"{what}, {_seconds(status.state_time, moment.now)}" if status.state != "Failing" else what
+    if not _waits_for_step(moment):
+        return ""
+    later = [t for t in (since, ranks_since(status)) if t is not None]
+    since = max(later, default=moment.started)
+    if moment.initialized is not None:
+        return f"waiting for the first step, {_seconds(moment.initialized, moment.now)}"
+    what = "no step reported" if _is_unreported(moment) else "importing"
+    return f"{what}, {_seconds(since, moment.now)}"
+
+
+def summary(moment: Moment) -> str:
+    """The state in one plain line: Running  step 312/1125  28 %  24s left  5,210 samples/s  loss 0.412"""
+    if present_progress(moment.status) is None:
+        return f"{shown_state(moment)}, attempt {moment.status.attempt}: {activity(moment)}"
+    return "  ".join([shown_state(moment), *step_parts(moment.status), *_rate(moment), *_metrics(moment)])
+
+
+def trend(series: Series) -> tuple[float, float | None] | None:
+    """The seconds of a step of late, and how much longer (0.12) it takes than before; None where it is not known."""
+    if not series.points:
+        return None
+    last = series.points[-1].time
+    recent = [p.mean for p in series.points if p.time > last - RECENT_SECONDS][-40:]
+    before = [p.mean for p in series.points if last - 6 * RECENT_SECONDS < p.time <= last - RECENT_SECONDS]
+    now = sum(recent) / len(recent)
+    if len(recent) < 3 or len(before) < 3:
+        return now, None
+    earlier = sum(before) / len(before)
+    return now, now / earlier - 1 if earlier else None
+
+
+def ranks_text(job: api.DDPJob, place: int) -> str:
+    """rank 1, ranks 2-3; the number of them where the rendezvous decides which."""
+    nproc = topology.nproc_per_node(job.spec)
+    own = topology.members(job.spec).ranks(place, nproc)
+    if not topology.ranks_follow_nodes(job.spec):
+        return f"{nproc} of {topology.world_size(job.spec)} ranks"
+    return f"rank {own[0]}" if nproc == 1 else f"ranks {own[0]}-{own[-1]}"
+
+
+def _waits_for_step(moment: Moment) -> bool:
+    return moment.status.state == "Running" and present_progress(moment.status) is None
+
+
+def _is_unreported(moment: Moment) -> bool:
+    since = moment.status.running_time or moment.status.state_time or moment.started
+    silent = moment.initialized is None and moment.status.furthest_step is None and moment.status.progress is None
+    return silent and (moment.now - since).total_seconds() >= IMPORT_SECONDS
+
+
+def _seconds(since: dt.datetime | None, now: dt.datetime) -> str:
+    return wording.duration(0 if since is None else (now - since).total_seconds())
+
+
+def _head(moment: Moment) -> Line:
+    status, state = moment.status, shown_state(moment)
+    style = {"Running": "bold green", "Failing": "bold red", "Failed": "bold red"}.get(state, "bold yellow")
+    elapsed = f"elapsed {_seconds(moment.started, moment.now)}"
+    restarts = status.restarts.total if status.restarts else 0
+    of_run = [*([wording.count(restarts, "restart")] if restarts else []), elapsed]
+    doing = activity(moment)
+    if doing:
+        return _plain([f"attempt {status.attempt}: {doing}", *of_run], (state, style))
+    return _plain([*step_parts(status), f"attempt {status.attempt}", *of_run], (state, style))
+
+
+def _pace(moment: Moment) -> Line:
+    if present_progress(moment.status) is None:
+        return []
+    parts = _plain(_rate(moment))
+    curve = next((n for n in ("loss", *sorted(moment.history.series)) if _is_loss(n, moment.history)), None)
+    for text in _metrics(moment):
+        parts.append((text, ""))
+        if curve is not None and text.startswith(f"{curve} "):
+            values = [point.mean for point in moment.history.series[curve].points]
+            parts[-1] = (f"{text} {figures.spark(values, SPARK_WIDTH)}".rstrip(), "")
+    return parts
+
+
+def _rate(moment: Moment) -> list[str]:
+    """210 ms/step, 12 % slower; 5,210 samples/s"""
+    parts = []
+    if found := trend(moment.history.series.get(STEP_SECONDS, Series())):
+        seconds, change = found
+        word = "" if change is None or abs(change) < TREND else f", {_change(change)}"
+        parts.append(figures.step_time(seconds) + word)
+    rate = moment.status.progress.samples_per_second if moment.status.progress else None
+    return parts if rate is None else [*parts, f"{rate:,.0f} samples/s"]
+
+
+def _change(change: float) -> str:
+    return f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}".replace("%", " %")
+
+
+def _metrics(moment: Moment) -> list[str]:
+    return metric_parts(moment.status.progress) if moment.status.progress else []
+
+
+def _is_loss(name: str, history: History) -> bool:
+    return "loss" in name.lower() and name in history.series
+
+
+def _bar(percent: int, width: int) -> Line:
+    done = width * percent // 100
+    return [("━" * done, "green"), ("─" * (width - done), "dim")]
+
+
+def _failure(status: api.Status, width: int) -> list[Line]:
+    """The last failure, which stays until the end."""
+    if not status.failures:
+        return []
+    last = status.failures[-1]
+    return [[(_cut(f"✖ attempt {last.attempt}: {_one_line(last.message)}", width), "red")]]
+
+
+def _nodes(nodes: Sequence[Node], width: int, room: int) -> list[Line]:
+    """A line for each node, in columns; those on the right are left out where there is no room for them."""
+    shown = list(nodes) if len(nodes) <= room else list(nodes)[: max(0, room - 1)]
+    cells = [_cells(node) for node in shown]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    while len([w for w in widths if w]) > 2 and sum(w + 2 for w in widths if w) > width:
+        widths.pop()
+    rows: list[Line] = []
+    for row in cells:
+        texts = (cell.ljust(size) for cell, size in zip(row, widths, strict=False) if size)
+        rows.append([(_cut("  ".join(["", *texts]).rstrip(), width), "")])
+    if len(shown) < len(nodes) and room:
+        rows.append([(_cut(f"  and {len(nodes) - len(shown)} nodes more", width), "dim")])
+    return rows
+
+
+def _cells(node: Node) -> list[str]:
+    """node 1 | rank 1 | Running | step 312 | pid 4313 | CPU 98 % | 1.2 GB | GPU 87 % 12 GB, by what matters most."""
+    pids = " ".join(map(str, node.pids[:2])) + (" …" if len(node.pids) > 2 else "")
+    use = node.usage
+    gpu = (
+        "" if use is None or use.gpu_percent is None else f"GPU {use.gpu_percent:3.0f} % {figures.size(use.gpu_bytes)}"
+    )
+    return [
+        f"node {node.place}",
+        node.ranks,
+        node.state,
+        "" if node.step is None else f"step {node.step}",
+        f"pid{'s' * (len(node.pids) > 1)} {pids}" if node.pids else "",
+        "" if use is None else f"CPU {use.cpu_percent:3.0f} %",
+        "" if use is None else f"{figures.size(use.memory_bytes):>6}",
+        gpu,
+    ]
+
+
+def _plain(texts: Iterable[str], *first: Span) -> Line:
+    return [*first, *((text, "") for text in texts)]
+
+
+def _flow(parts: Line, width: int, rows_max: int) -> list[Line]:
+    """Parts in lines, two spaces between them; a part is cut only where it does not fit into a line of its own."""
+    rows: list[Line] = [[]]
+    used = 0
+    for text, style in parts:
+        text = _cut(_one_line(text), width)
+        gap = 2 if rows[-1] else 0
+        if used + gap + cell_len(text) > width:
+            if len(rows) == rows_max:
+                break
+            rows.append([])
+            used = gap = 0
+        rows[-1] += [("  ", "")] * bool(gap) + [(text, style)]
+        used += gap + cell_len(text)
+    return rows
+
+
+def _one_line(text: str) -> str:
+    return " ".join(clean(text).split())
+
+
+def _cut(text: str, width: int) -> str:
+    if cell_len(text) <= width:
+        return text
+    return set_cell_size(text, width - 1).rstrip() + "…" if width > 1 else "…"

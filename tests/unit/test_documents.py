@@ -1,0 +1,70 @@
+"""What README and docs/ show: links lead somewhere, YAML is valid, commands and their options exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import click
+import documents
+import pytest
+import yaml
+
+from ddpjob_operator.cli.main import cli
+from ddpjob_operator.job import validation
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+@pytest.mark.parametrize("page", documents.PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file_and_a_heading_that_are_there(page: Path) -> None:
+    """A link that leads nowhere is found by the one reader who needed it."""
+    broken = []
+    for link in LINK.findall(documents.prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (anchor and anchor not in documents.anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    site = yaml.safe_load((documents.ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    entries = [
+        page for part in site["nav"] for page in ([part] if isinstance(part, str) else next(iter(part.values())))
+    ]
+    assert sorted(entries) == sorted(page.name for page in documents.PAGES if page.parent.name == "docs")
+
+
+@pytest.mark.parametrize("block", documents.blocks("yaml"), ids=str)
+def test_every_ddpjob_in_a_page_is_valid(block: documents.Block) -> None:
+    for document in yaml.safe_load_all(block.text):
+        if isinstance(document, dict) and document.get("kind") == "DDPJob":
+            assert [str(problem) for problem in validation.parse(document)[1]] == []
+
+
+@pytest.mark.parametrize("block", documents.blocks("python"), ids=str)
+def test_every_python_block_is_python(block: documents.Block) -> None:
+    ast.parse(block.text)
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Each `ddpjob …` line of the blocks for a shell."""
+    found = []
+    for block in documents.blocks("console", "bash", "sh"):
+        for line in block.text.replace("\\\n", " ").splitlines():
+            parts = re.split(r"; | && | \|\|? | >+ | < | & *$", line.removeprefix("$").partition(" #")[0])
+            found += [(str(block), shlex.split(p)[1:]) for p in parts if p.strip().startswith("ddpjob ")]
+    return found
+
+
+@pytest.mark.parametrize(("place", "words"), commands(), ids=lambda value: value if isinstance(value, str) else "")
+def test_every_command_in_a_page_has_the_options_that_it_is_shown_with(place: str, words: list[str]) -> None:
+    """A renamed option leaves a page that fails at its first line."""
+    command = cli.get_command(click.Context(cli), words[0])
+    assert command is not None, f"{place}: no such command: {words[0]}"
+    command.make_context(words[0], words[1:])  # raises for an option that is not there

@@ -1,0 +1,245 @@
+"""Elastic jobs: they train with minNodes to nodes, take in nodes that come later, and restart as a group."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds import World, digits, job, manifest
+
+from ddpjob_operator.cli import options
+from ddpjob_operator.job import api, launcher, validation
+from ddpjob_operator.manifest import yamlfile
+from ddpjob_operator.pods import build, environment, naming
+
+
+def elastic(**spec: Any) -> World:
+    return digits(**{"nodes": 3, "minNodes": 2, **spec})
+
+
+def variables(what: api.DDPJob, place: int = 0) -> dict[str, str]:
+    return environment.environment(what, 1, place, naming.endpoint(what, 1))
+
+
+def problems(command: list[str], **spec: Any) -> list[str]:
+    return [str(p) for p in validation.parse(manifest(container={"command": command}, **spec))[1]]
+
+
+# ---------------------------------------------------------------- what torchrun is told
+
+
+def test_torchrun_is_told_the_range_and_where_the_nodes_meet() -> None:
+    """Without is_host each torchrun compares names of hosts, and two may hold a store, or none."""
+    what = job(nodes=3, minNodes=2)
+    first, second = variables(what), variables(what, 1)
+    assert first["PET_NNODES"] == "2:3"
+    assert first["PET_RDZV_BACKEND"] == "c10d"
+    assert first["PET_RDZV_ENDPOINT"] == second["PET_RDZV_ENDPOINT"] == str(naming.endpoint(what, 1))
+    limits = "join_timeout=900,read_timeout=900"
+    assert (first["PET_RDZV_CONF"], second["PET_RDZV_CONF"]) == (f"is_host=1,{limits}", f"is_host=0,{limits}")
+    assert first["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert first["PET_MAX_RESTARTS"] == "3"
+    assert "RANK" not in first
+
+
+def test_a_command_that_names_only_the_range_gets_the_rest_from_the_job() -> None:
+    """As scripts of PyTorch's tutorials and Kubeflow's elasticPolicy have it."""
+    what = job(nodes=4, container={"command": ["torchrun", "--nnodes=1:4", "train.py"]})
+    assert launcher.min_nodes(what.spec) == 1
+    assert variables(what)["PET_RDZV_BACKEND"] == "c10d"
+
+
+def test_a_static_job_has_the_environment_that_it_had() -> None:
+    """A pod is never compared by its content, so what runs keeps it; a changed one would be another contract."""
+    names = set(variables(job(nodes=3)))
+    assert not names & {"PET_RDZV_BACKEND", "PET_RDZV_ENDPOINT", "PET_RDZV_CONF", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
+
+
+@pytest.mark.parametrize(
+    ("command", "spec", "text"),
+    [
+        (["torchrun", "x.py"], {"nodes": 2, "minNodes": 3}, "spec.minNodes: must be at most spec.nodes"),
+        (["torchrun", "x.py"], {"nodes": 2, "minNodes": 0}, "spec.minNodes: must be at least 1, is 0"),
+        (["python", "x.py"], {"nodes": 2, "minNodes": 1}, "spec.minNodes: this command cannot train with a changing"),
+        (["ddprun", "x.py"], {"nodes": 2, "minNodes": 1}, "spec.minNodes: ddprun cannot train with a changing"),
+        (["torchrun", "--standalone", "x.py"], {"nodes": 2, "minNodes": 1}, "--standalone is for one node"),
+        (["torchrun", "--nnodes=2", "x.py"], {"nodes": 2, "minNodes": 1}, "--nnodes=2 contradicts spec.minNodes: 1"),
+        (["torchrun", "--nnodes=1:2", "x.py"], {"nodes": 3, "minNodes": 1}, "--nnodes=1:2 contradicts spec.nodes: 3"),
+    ],
+)
+def test_what_contradicts_an_elastic_job_is_refused_with_the_fix(command: list[str], spec: Any, text: str) -> None:
+    """It would wait for nodes that never come, or each node would train alone."""
+    assert any(text in problem for problem in problems(command, **spec)), problems(command, **spec)
+
+
+def test_one_node_may_be_elastic_because_a_job_may_be_scaled_down_to_one() -> None:
+    """`kubectl scale --replicas 1` of a job with minNodes: 1."""
+    assert problems(["torchrun", "x.py"], nodes=1, minNodes=1) == []
+    assert variables(job(nodes=1, minNodes=1))["PET_NNODES"] == "1:1"
+
+
+def test_more_nodes_in_the_command_than_in_the_job_are_named_because_each_start_waits_for_them() -> None:
+    what = job(nodes=2, container={"command": ["torchrun", "--nnodes=1:4", "train.py"]})
+    assert any("waits torchrun's last call" in note for note in launcher.warnings(what.spec))
+
+
+# ---------------------------------------------------------------- who is needed
+
+
+def test_the_group_trains_with_minNodes_and_says_what_the_others_wait_for() -> None:
+    """A free GPU too few must not keep seven from training."""
+    world = elastic().started().runs(0, 1).unschedulable(2, "0/3 nodes are available: 1 Insufficient nvidia.com/gpu")
+    world.settle()
+    assert (world.status.state, world.status.reason) == ("Running", "EnoughNodesRun")
+    assert world.status.message.startswith("2 of 3 nodes run, attempt 1; Unschedulable: 1 of 3 pods: 0/3 nodes are")
+    assert world.status.display is not None
+    assert world.status.display.nodes == "2/3"
+
+
+def test_pods_that_start_within_torchruns_last_call_are_waited_for() -> None:
+    """Else each start has an event of one node too few, and another of all."""
+    world = elastic().started().runs(0, 1).after(29).settle()
+    assert (world.status.state, world.status.message) == ("Starting", "waiting for node 2")
+    assert world.after(1).settle().status.state == "Running"
+
+
+def test_fewer_than_minNodes_or_a_group_without_node_0_do_not_train() -> None:
+    """Node 0's torchrun holds the store at which the others meet."""
+    assert elastic().started().runs(0).settle().status.state == "Starting"
+    assert elastic().started().runs(1, 2).settle().status.state == "Starting"
+
+
+def test_a_node_that_comes_later_joins_without_a_restart() -> None:
+    world = elastic().started().runs(0, 1).after(31).settle().after(600).settle()
+    assert (world.status.state, world.status.message) == ("Running", "2 of 3 nodes run, attempt 1; waiting for node 2")
+    world.runs(2).settle()
+    assert (world.status.state, world.status.reason, world.status.attempt) == ("Running", "AllNodesRun", 1)
+    assert world.status.started_nodes == "0-2"
+
+
+def test_a_lost_pod_restarts_the_group_which_starts_with_those_that_are_there() -> None:
+    """A new pod in a running rendezvous hung, or failed, in 6 of 12 trials."""
+    world = elastic().running().exits(1, code=137).restarted()
+    assert world.status.attempt == 2
+    assert world.runs(0, 2).settle().status.state == "Restarting"
+    assert world.after(31).settle().status.message == "2 of 3 nodes run, attempt 2; waiting for node 1"
+
+
+def test_a_pod_that_never_ran_may_be_deleted_without_a_restart() -> None:
+    world = elastic().started().runs(0, 1).after(31).settle().vanishes(2).settle()
+    assert (world.status.attempt, world.status.state) == (1, "Running")
+    assert "digits-1-2" in world.pods
+
+
+def test_a_quota_that_refuses_the_last_pod_does_not_stop_the_others() -> None:
+    from ddpjob_operator.observed.cluster import Refusal
+
+    world = elastic().started().runs(0, 1).after(31).settle().vanishes(2)
+    world.refusals.append(Refusal("digits-1-2", "exceeded quota: gpus", world.after(0).now.replace(year=2032)))
+    world.settle()
+    assert (world.status.state, world.status.reason) == ("Running", "EnoughNodesRun")
+    assert "digits-1-2 was refused: exceeded quota: gpus" in world.status.message
+
+
+def test_it_succeeds_when_those_that_trained_have_completed() -> None:
+    """The pod that still waits for a node would find no group to join."""
+    world = elastic().started().runs(0, 1).after(31).settle().exits(0).exits(1).settle()
+    assert (world.status.state, world.status.reason) == ("Succeeded", "AllNodesCompleted")
+    assert world.status.message == "2 of 3 nodes trained, and completed"
+    assert "digits-1-2" not in world.stops_all().pods
+
+
+def test_a_node_that_starts_when_the_training_has_ended_fails_nothing() -> None:
+    """It finds no store, and ends with 1 while the last of the others completes."""
+    world = (
+        elastic().started().runs(0, 1).after(31).settle().exits(0).settle().runs(2).settle().exits(2, code=1).settle()
+    )
+    assert world.status.state == "Running"
+    assert world.exits(1).settle().status.state == "Succeeded"
+
+
+def test_startDeadlineSeconds_is_met_by_minNodes() -> None:
+    world = elastic(startDeadlineSeconds=60).started().runs(0, 1).after(31).settle().after(61).settle()
+    assert world.status.state == "Running"
+    late = elastic(startDeadlineSeconds=60).started().runs(0).settle().after(61).settle()
+    assert late.status.reason == "StartBackOff"
+
+
+# ---------------------------------------------------------------- what a failure costs
+
+
+def test_an_exception_ends_the_job_because_torchrun_has_used_all_its_restarts() -> None:
+    """Else 3 restarts in place, then 3 attempts with 2, 1 and 0 more: ten runs of a script that fails each time."""
+    world = elastic(backoffLimit=3).running()
+    world = (
+        world.exits(1, code=1, message="ValueError: no such shard: 7\n").exits(0, code=1).exits(2, code=1).restarted()
+    )
+    assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
+    assert "gave up after 3 restarts (backoffLimit: 3)" in world.status.message
+
+
+def test_a_lost_node_costs_nothing_and_leaves_torchrun_its_restarts() -> None:
+    world = elastic(backoffLimit=3).running().node_lost(1).after(120).settle().after(120).restarted()
+    assert world.status.attempt == 2
+    assert world.status.restarts is not None
+    assert world.status.restarts.application == 0
+    body = build.pod(world.job, 2, 0)
+    env = {e["name"]: e["value"] for e in body["spec"]["containers"][0]["env"]}
+    assert env["PET_MAX_RESTARTS"] == "3"
+
+
+# ---------------------------------------------------------------- scale
+
+
+@pytest.mark.parametrize("nodes", [2, 5])
+def test_scaling_starts_the_group_again_with_the_new_number_and_costs_nothing(nodes: int) -> None:
+    """All save at one step and go on; a torchrun cannot take in more nodes than it was told of when it started."""
+    world = elastic().running().change(nodes=nodes).settle()
+    assert (world.status.state, world.status.reason) == ("Restarting", "WaitingForOldPods")
+    assert all(p.deletion_requested_at is not None for p in world.pods.values())
+    world.stops_all().settle()
+    assert world.names() == [f"digits-2-{place}" for place in range(nodes)]
+    world.runs(*range(nodes)).settle()
+    assert (world.status.state, world.status.attempt) == ("Running", 2)
+    assert world.status.nodes == api.Nodes(total=nodes, ready=nodes)
+    assert world.status.restarts is not None
+    assert world.status.restarts.total == 0
+    assert any(e.reason == "Rescaled" for e in world.events)
+
+
+def test_a_scale_below_minNodes_that_came_past_the_api_server_changes_nothing_that_runs() -> None:
+    world = elastic().running()
+    parsed, world.problems = validation.parse(manifest(nodes=1, minNodes=2))
+    world.change(nodes=parsed.spec.nodes).settle()
+    assert (world.status.state, world.status.attempt) == ("Running", 1)
+
+
+def test_suspend_and_resume_take_the_number_of_now() -> None:
+    world = elastic().running().change(suspend=True).settle().stops_all().settle()
+    assert world.status.state == "Suspended"
+    world.change(suspend=False, nodes=2).settle()
+    assert world.names() == ["digits-2-0", "digits-2-1"]
+
+
+def test_a_static_job_keeps_its_number_of_nodes() -> None:
+    """Its spec.nodes is frozen by the API server while it runs; nothing of it is kept in the status."""
+    assert digits().running().status.attempt_nodes is None
+
+
+@pytest.mark.parametrize(
+    ("given", "least", "most"), [("1:3", 1, 3), ("2:2", 2, 2), ("4", None, 4)], ids=["range", "equal", "number"]
+)
+def test_nodes_on_the_command_line_may_be_a_range(given: str, least: int | None, most: int, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(json.dumps(manifest()))
+    _, read = options.applied(yamlfile.read_job(str(file), None), given, (), ())
+    assert (read.spec.min_nodes, read.spec.nodes) == (least, most)
+
+
+def test_a_range_that_is_none_is_refused_by_the_option(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(json.dumps(manifest()))
+    with pytest.raises(yamlfile.InputError, match="minNodes"):
+        options.applied(yamlfile.read_job(str(file), None), "3:1", (), ())

@@ -1,0 +1,228 @@
+"""What stands at the bottom of the terminal during a local run, line by line, at three widths."""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+import unicodedata
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from rich.cells import cell_len
+from worlds import START, job
+
+from ddpjob_operator.describe import figures
+from ddpjob_operator.job import api
+from ddpjob_operator.local import table
+from ddpjob_operator.local.history import History
+from ddpjob_operator.local.table import Moment, Node, Usage
+
+NODES = (
+    Node(0, "rank 0", "Running", 312, (4312,), Usage(98.4, 1_230_000_000, 87.0, 12_300_000_000)),
+    Node(1, "rank 1", "Running", None, (4313,), Usage(7.0, 350_000_000, 3.0, 900_000_000)),
+)
+FAILURE = api.FailureLine(
+    attempt=1, message="rank 1 (node 1) was killed by SIGKILL at step 200", time=START + dt.timedelta(seconds=20)
+)
+
+
+def at(seconds: float) -> dt.datetime:
+    return START + dt.timedelta(seconds=seconds)
+
+
+def progress(step: int, seconds: float, attempt: int = 1, **others: Any) -> api.Progress:
+    metrics = {"loss": "0.48397613525390626", "learning_rate": "1.220703125e-06"}
+    known: dict[str, Any] = {"total_steps": 1125, "percent": 100 * step // 1125, "eta_seconds": 24}
+    known |= {"samples_per_second": 5210.4, "metrics": metrics} | others
+    return api.Progress(step=step, attempt=attempt, updated=at(seconds), **known)
+
+
+def status(state: Any = "Running", **others: Any) -> api.Status:
+    known: dict[str, Any] = {"attempt": 1, "attempt_time": START, "running_time": at(1), "state_time": at(1)}
+    return api.Status(state=state, **(known | others))
+
+
+RESTARTED = {
+    "attempt": 2,
+    "attempt_time": at(21),
+    "running_time": at(22),
+    "state_time": at(22),
+    "furthest_step": 200,
+    "failures": [FAILURE],
+    "restarts": api.Restarts(application=1, total=1),
+}
+
+
+def moment(what: api.Status, seconds: float, history: History | None = None, **others: Any) -> Moment:
+    return Moment(job(), what, history or History(), START, at(seconds), **others)
+
+
+def text(what: Moment, width: int, height: int = 22, nodes: tuple[Node, ...] = NODES) -> list[str]:
+    return ["".join(span for span, _ in line) for line in table.lines(what, nodes, width, height)]
+
+
+def trained(losses: int = 40, slow_from: int = 1000) -> tuple[api.Status, History]:
+    """A run that reports once a second, with a falling loss; from some step on its steps take twice as long."""
+    history, what, seconds = History(), status(), 2.0
+    for step in range(1, losses + 1):
+        seconds += 2 if step > slow_from else 1
+        loss = f"{1 / step:.6f}"
+        what = status(progress=progress(step, seconds, metrics={"loss": loss}), first_step_time=at(3))
+        history.take(what, START, at(seconds))
+    return what, history
+
+
+def test_at_120_columns() -> None:
+    """A user asks whether it is fine, how long it takes, and which process to look at."""
+    assert text(moment(status(progress=progress(312, 40)), 41), 120) == [
+        "Running  step 312/1125  27 %  24s left  attempt 1  elapsed 41s",
+        "5,210 samples/s  loss 0.484  learning_rate 1.22e-06",
+        "━" * 32 + "─" * 88,
+        "  node 0  rank 0  Running  step 312  pid 4312  CPU  98 %  1.2 GB  GPU  87 % 12 GB",
+        "  node 1  rank 1  Running            pid 4313  CPU   7 %  350 MB  GPU   3 % 900 MB",
+    ]
+
+
+def test_at_80_columns_the_figures_that_matter_least_are_left_out() -> None:
+    """On the usual terminal a line is cut in the middle of a figure."""
+    lines = text(moment(status(progress=progress(312, 40)), 41), 80)
+    assert lines[0] == "Running  step 312/1125  27 %  24s left  attempt 1  elapsed 41s"
+    assert lines[3] == "  node 0  rank 0  Running  step 312  pid 4312  CPU  98 %  1.2 GB"
+
+
+def test_at_40_columns() -> None:
+    """In a narrow pane the state, the step and the time left are what a user looks for."""
+    assert text(moment(status(progress=progress(312, 40)), 41), 40) == [
+        "Running  step 312/1125  27 %  24s left",
+        "attempt 1  elapsed 41s",
+        "5,210 samples/s  loss 0.484",
+        "learning_rate 1.22e-06",
+        "━" * 10 + "─" * 30,
+        "  node 0  rank 0  Running  step 312",
+        "  node 1  rank 1  Running",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("what", "seconds", "initialized", "head"),
+    [
+        (status("Starting"), 4, None, "Starting  attempt 1: starting the nodes, 3s  elapsed 4s"),
+        (status(), 7, None, "Starting  attempt 1: importing, 6s  elapsed 7s"),
+        (status(), 20, at(8), "Starting  attempt 1: waiting for the first step, 12s  elapsed 20s"),
+        (status(), 71, None, "Running  attempt 1: no step reported, 1m10s  elapsed 1m11s"),
+        (status("Pending", message="backing off"), 5, None, "Pending  attempt 1: backing off, 4s  elapsed 5s"),
+    ],
+)
+def test_while_nothing_trains_it_says_what_is_waited_for_and_since_when(
+    what: api.Status, seconds: float, initialized: dt.datetime | None, head: str
+) -> None:
+    """A user watches a line that does not change for 19 s, and presses Ctrl-C."""
+    assert text(moment(what, seconds, initialized=initialized), 120)[0] == head
+
+
+def test_after_a_restart_no_figure_of_the_attempt_before_is_shown() -> None:
+    """A user reads "5s left" from ranks that are dead, while the new ones import torch."""
+    before = status(progress=progress(200, 19), **RESTARTED)
+    lines = text(moment(before, 28), 120)
+    assert lines[0] == "Starting  attempt 2: importing, 6s  1 restart  elapsed 28s"
+    assert not any("samples/s" in line or "loss" in line or "━" in line for line in lines)
+    after = status(progress=progress(181, 30, attempt=2), **RESTARTED)
+    assert text(moment(after, 31), 120)[0].startswith("Running  step 181/1125")
+
+
+def test_after_a_restart_in_place_no_figure_of_the_generation_before_is_shown() -> None:
+    """Under ddprun the attempt stays the same, and the figures of the dead ranks with it."""
+    what = status(progress=progress(200, 19), failures=[FAILURE], furthest_step=200)
+    assert text(moment(what, 26), 120)[0] == "Starting  attempt 1: importing, 6s  elapsed 26s"
+
+
+def test_the_last_failure_stays() -> None:
+    """What failed an hour ago has scrolled away, and a user sees "1 restart" without a reason."""
+    lines = text(moment(status(progress=progress(900, 90, attempt=2), **RESTARTED), 91), 60)
+    assert lines[-1] == "✖ attempt 1: rank 1 (node 1) was killed by SIGKILL at step…"
+
+
+def test_the_loss_has_a_curve_of_20_characters() -> None:
+    """A user cannot see whether it learns without another tool."""
+    line = text(moment(*_shown(trained())), 120)[1]
+    assert line.startswith("1 s/step  5,210 samples/s  loss 0.025 █")
+    assert len(line.split()[-1]) == 20
+    assert sorted(line.split()[-1], reverse=True) == list(line.split()[-1]), "it falls"
+
+
+def test_a_step_that_takes_longer_than_before_is_said_to() -> None:
+    """A job that slows down, by a hot GPU or a full disk, looks as it did."""
+    line = text(moment(*_shown(trained(losses=60, slow_from=45))), 120)[1]
+    assert re.match(r"2 s/step, \d\d % slower  ", line)
+    assert "slower" not in text(moment(*_shown(trained(losses=60))), 120)[1]
+
+
+def _shown(run: tuple[api.Status, History]) -> tuple[api.Status, float, History]:
+    return run[0], 90, run[1]
+
+
+def test_of_forty_nodes_as_many_are_shown_as_fit() -> None:
+    """The head of the table leaves the screen, and with it the state."""
+    many = tuple(Node(i, f"rank {i}", "Running") for i in range(40))
+    lines = text(moment(status(progress=progress(312, 40)), 41), 80, 22, many)
+    assert len(lines) == 3 + 17
+    assert lines[-1] == "  and 24 nodes more"
+    assert len(text(moment(status(progress=progress(312, 40)), 41), 80, 8, many)) == 8
+
+
+WORDS = st.text(max_size=12)
+
+
+@given(st.integers(1, 130), st.integers(1, 40), st.dictionaries(WORDS, WORDS, max_size=5), WORDS)
+def test_no_line_is_wider_than_the_terminal_and_none_obeys_a_script(
+    width: int, height: int, metrics: dict[str, str], message: str
+) -> None:
+    """A metric's name or a message moves the cursor, wraps a line, and the table climbs up the screen."""
+    failure = replace(FAILURE, message=message)
+    what = status(progress=progress(312, 40, metrics=metrics), failures=[failure])
+    lines = text(moment(what, 41), width, height)
+    assert len(lines) <= height
+    assert all(cell_len(line) <= width for line in lines)
+    assert not any(unicodedata.category(character) == "Cc" for line in lines for character in line)
+
+
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [
+        ("0.48397613525390626", "0.484"),
+        ("1.220703125e-06", "1.22e-06"),
+        ("0.988796", "0.989"),
+        ("0.99961", "0.9996"),
+        ("1.0", "1"),
+        ("12345.678", "12,346"),
+        ("312", "312"),
+        ("nan", "nan"),
+        ("fa68aa27b5bf", "fa68aa27b5bf"),
+        ("123456789e01", "123456789e01"),
+        ("v1.2.3", "v1.2.3"),
+    ],
+)
+def test_metrics_are_rounded_and_what_is_no_fraction_stays(raw: str, shown: str) -> None:
+    """A user reads 17 digits of a loss, or a hash that was taken for a number."""
+    assert figures.metric(raw) == shown
+
+
+def test_sizes_and_step_times_have_a_unit() -> None:
+    """A user takes milliseconds for seconds."""
+    assert [figures.size(n) for n in (0, 999, 1500, 350e6, 1.23e9, 81e9)] == [
+        "0 B",
+        "999 B",
+        "1.5 KB",
+        "350 MB",
+        "1.2 GB",
+        "81 GB",
+    ]
+    assert [figures.step_time(s) for s in (0.004, 0.21, 2.14, 75)] == [
+        "4 ms/step",
+        "210 ms/step",
+        "2.14 s/step",
+        "75 s/step",
+    ]

@@ -1,0 +1,39 @@
+"""For Hugging Face's Trainer: all ranks save and stop after one agreed step when the job is told to stop.
+
+    from ddpjob.huggingface import StopTogether
+
+    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[StopTogether()])
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(arguments.output_dir))
+
+Progress needs nothing: transformers reports it to the job by itself. Needs transformers, which this package does not
+install.
+"""
+
+from typing import Any
+
+from transformers import TrainerCallback
+
+from ddpjob.errors import Stopped
+from ddpjob.group.stop import should_stop
+
+
+class StopTogether(TrainerCallback):  # type: ignore[misc]  # transformers is not there where types are checked
+    """Save a checkpoint and end with exit code 75 after the step on which all ranks agree, once any got SIGTERM.
+
+    `enable_jit_checkpoint` of transformers lets each rank stop at a step of its own, three seconds after its SIGTERM,
+    and the script then ends with 0, as if the training were complete. Use one of the two.
+    """
+
+    def __init__(self) -> None:
+        self._stopped = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:  # noqa: ARG002 - transformers' names
+        """Asks after each optimizer step."""
+        if should_stop(state.global_step):
+            self._stopped = control.should_save = control.should_training_stop = True
+        return control
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """After the checkpoint. Raises Stopped, so that what follows `train()` is not done for half a training."""
+        if self._stopped:
+            raise Stopped(state.global_step)

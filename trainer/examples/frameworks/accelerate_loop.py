@@ -1,0 +1,50 @@
+"""A loop with Accelerate: `Accelerator()` finds the group of torchrun; two calls of ddpjob report and stop."""
+
+import os
+
+import torch
+from accelerate import Accelerator
+
+import ddpjob
+
+STEPS = 200
+accelerator = Accelerator(cpu=not torch.cuda.is_available())
+x = torch.linspace(0, 1, 640).unsqueeze(1)
+data = torch.utils.data.TensorDataset(x, 3 * x + 1)
+loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+folder = os.environ.get("SNAPSHOTS", "/snapshots") + "/state"
+step = 0
+if os.path.exists(f"{folder}/step"):
+    accelerator.load_state(folder)
+    with open(f"{folder}/step") as file:
+        step = int(file.read())
+
+
+def save(at):
+    accelerator.save_state(folder)
+    if accelerator.is_main_process:
+        with open(f"{folder}/step", "w") as file:
+            file.write(str(at))
+
+
+while step < STEPS:
+    for a, b in loader:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(a), b)
+        accelerator.backward(loss)
+        optimizer.step()
+        step += 1
+        ddpjob.progress(step=step, total=STEPS, samples=8 * accelerator.num_processes, loss=loss)
+        stop = ddpjob.should_stop(step)
+        if stop or step % 50 == 0:
+            save(step)
+        if stop:
+            raise ddpjob.Stopped(step)
+        if step == STEPS:
+            break
+accelerator.print(f"done: {step} steps")
+accelerator.end_training()  # leaves the group in order: without it gloo's threads may abort a rank that is done
