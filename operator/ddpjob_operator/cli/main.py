@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ddpjob_operator.cli import cluster, convert, runs, shell, submit
+from ddpjob_operator.cli import cluster, convert, runs, sections, shell, submit
 from ddpjob_operator.cli.output import answer
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-@click.group(context_settings=CONTEXT, epilog="Example: ddpjob run examples/digits.yaml")
+@click.group(cls=sections.Sections, context_settings=CONTEXT, epilog="Example: ddpjob run examples/digits.yaml")
 @click.version_option(package_name="ddpjob", message="ddpjob %(version)s")
 def cli() -> None:
     """PyTorch DDP jobs: one YAML, on Kubernetes or as processes on this machine."""
