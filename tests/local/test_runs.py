@@ -113,3 +113,23 @@ def test_a_reader_that_has_enough_ends_logs_quietly(cli: Cli) -> None:
         assert process.stderr is not None
         assert process.stderr.read() == ""
         assert process.wait() == 0
+
+
+def test_a_report_is_written_at_the_end_and_printed_again_later(cli: Cli) -> None:
+    """A user wants to show a colleague what a run did, and has a terminal that has scrolled away."""
+    done = cli.run("run", cli.file(FAILS_ONCE, backoffLimit=2), "--report", "run.html")
+    assert done.returncode == 0
+    written = (cli.folder / "run.html").read_text()
+    for said in ("<title>job: Succeeded</title>", "attempt 2", "exit code 3", "job-1-1.log", "job-2-0.log"):
+        assert said in written, said
+    printed = cli.run("report", "job").stdout
+    assert "<title>job: Succeeded</title>" in printed
+    assert "exit code 3" in printed
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_anything_starts(cli: Cli) -> None:
+    """A user trains for a week, and then there is no such folder."""
+    done = cli.run("run", cli.file("print(1)"), "--report", "nowhere/run.html")
+    assert done.returncode == 2
+    assert "--report nowhere/run.html: there is no such folder" in done.stderr
+    assert done.stdout == ""

@@ -51,6 +51,13 @@ class FakeCluster:
         found = [raw for path, raw in self.objects.items() if f"/{namespace}/{plural}/{name}" in path]
         return found[0] if found else None
 
+    def wait_for(self, request: str, times: int = 1, seconds: float = 30) -> None:
+        """Until so many requests of a kind have come."""
+        end = time.monotonic() + seconds
+        while self.requests.count(request) < times:
+            assert time.monotonic() < end, f"no {request} came: {self.requests}"
+            time.sleep(0.02)
+
     # ------------------------------------------------------------------ requests
 
     def handle(self, method: str, raw_path: str, body: Any) -> tuple[int, Any]:

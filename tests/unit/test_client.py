@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pexpect
 import pytest
 import yaml
 from fake_cluster import FakeCluster, fake_cluster, kubeconfig, pod
@@ -383,7 +385,8 @@ def test_wait_tells_a_job_that_is_deleted_meanwhile_from_one_that_has_ended(
     cluster.add("ddpjobs", stored())
     threading.Timer(0.3, cluster.objects.clear).start()
     done = ddpjob("wait", "digits")
-    assert (done.code, done.err) == (1, "digits was deleted\n")
+    assert done.code == 1
+    assert done.err.endswith("digits was deleted\n")
     cluster.add("ddpjobs", stored())
     threading.Timer(0.3, cluster.objects.clear).start()
     assert ddpjob("wait", "digits", "--for", "deleted").code == 0
@@ -485,3 +488,34 @@ def test_the_logs_of_a_container_that_has_not_started_are_not_there_yet(cluster:
     assert done.code == 2
     assert "no node has a log yet" in done.err
     assert "digits-1-0   n1     Running (ErrImagePull)" in ddpjob("describe", "digits").out
+
+
+# -------------------------------------------------------------------- a terminal
+
+
+def test_top_is_drawn_again_until_ctrl_c(cluster: FakeCluster) -> None:
+    """Ctrl-C is its regular end."""
+    job = cluster.add("ddpjobs", stored(display={"step": "312/1125"}))
+    argv = ["-m", "ddpjob_operator.cli", "top"]
+    with pexpect.spawn(sys.executable, argv, dimensions=(24, 80), timeout=30, encoding="utf-8") as terminal:
+        terminal.expect_exact("312/1125")
+        job["status"]["display"]["step"] = "400/1125"
+        terminal.expect_exact("400/1125")
+        cluster.answers["list ddpjobs.training.ddpjob.io"] = 503, {"kind": "Status", "message": "shutting down"}
+        terminal.expect_exact("not ready (503)")
+        terminal.sendintr()
+        terminal.expect(pexpect.EOF)
+    assert terminal.exitstatus == 0
+
+
+def test_ctrl_c_ends_the_command_and_not_the_job(cluster: FakeCluster) -> None:
+    """Somebody closes the laptop; the training goes on."""
+    cluster.add("ddpjobs", stored())
+    argv = [sys.executable, "-m", "ddpjob_operator.cli", "logs", "digits", "--cluster", "-f"]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        cluster.wait_for("get ddpjobs.training.ddpjob.io", 2)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert cluster.find("ddpjobs", "digits") is not None

@@ -157,7 +157,7 @@ def test_a_field_of_run_policy_becomes_the_field_with_its_meaning(given: Any, ma
         ({"runPolicy": {"schedulingPolicy": {"minAvailable": 4}}}, "spec.runPolicy.schedulingPolicy.minAvailable"),
         ({"runPolicy": {"schedulingPolicy": {"queue": "a"}}}, "spec.runPolicy.schedulingPolicy.queue"),
         ({"runPolicy": {"frobnicate": 1}}, "spec.runPolicy.frobnicate"),
-        ({"elasticPolicy": {"minReplicas": 1}}, "spec.elasticPolicy.minReplicas"),
+        ({"elasticPolicy": {"maxReplicas": 9}}, "spec.elasticPolicy.maxReplicas"),
         ({"elasticPolicy": {"metrics": [{}]}}, "spec.elasticPolicy.metrics"),
         ({"elasticPolicy": {"rdzvBackend": "c10d"}}, "spec.elasticPolicy.rdzvBackend"),
         ({"nprocPerNode": "cpu"}, "spec.nprocPerNode"),
@@ -191,6 +191,19 @@ def test_restart_policies_become_limits_and_rules() -> None:
 def test_elastic_restarts_count_where_there_is_no_backoff_limit() -> None:
     assert converted(elasticPolicy={"maxRestarts": 9}).spec["backoffLimit"] == 9
     assert converted(elasticPolicy={"maxRestarts": 9}, runPolicy={"backoffLimit": 1}).spec["backoffLimit"] == 1
+
+
+def test_an_elastic_job_stays_elastic_where_torchrun_starts_it() -> None:
+    """A job that waits for its last node, where it trained with what there was, is slower than before."""
+    assert converted(elasticPolicy={"minReplicas": 2}).spec["minNodes"] == 2
+    assert of_command("torchrun --nnodes=1:4 train.py").spec["minNodes"] == 1
+    assert (
+        trainjob(RUNTIME.replace("torch: {", "torch: {elasticPolicy: {minNodes: 2, maxNodes: 6}, ")).spec["minNodes"]
+        == 2
+    )
+    plain = converted(elasticPolicy={"minReplicas": 2}, pytorchReplicaSpecs=replicas(command=["python", "train.py"]))
+    assert "minNodes" not in plain.spec
+    assert "needs torchrun" in remarks(plain)["spec.elasticPolicy.minReplicas"]
 
 
 def test_a_worker_that_differs_from_the_master_is_named_field_by_field() -> None:

@@ -17,8 +17,12 @@ if TYPE_CHECKING:
     from ddpjob_operator.client.connection import Cluster
     from ddpjob_operator.client.jobs import Stored
 
+    FloatParam = click.ParamType[float]
+else:
+    FloatParam = click.ParamType  # generic since click 8.2 alone
 
-class Seconds(click.ParamType[float]):
+
+class Seconds(FloatParam):
     """30, 30s, 15m, 2h30m."""
 
     name = "duration"

@@ -83,7 +83,27 @@ def logs(
     return shown.show(source, rank, node, attempt, previous=previous, follow=follow)
 
 
-COMMANDS = (list_runs, logs)
+@click.command(
+    short_help="Print the report of a run, as one HTML page.", epilog="Example: ddpjob report digits > run.html"
+)
+@click.argument("job", required=False)
+@FOLDER
+def report(job: str | None, folder: Path | None) -> int:
+    """Print the report of JOB's last run as one HTML page; without JOB, of the last run of any job.
+
+    It has the metrics over the steps, the attempts over time, where the time went, the failures, and links to the logs.
+    """
+    import datetime as dt
+
+    from ddpjob_operator.cli.output import answer
+    from ddpjob_operator.local import report as reports
+    from ddpjob_operator.local import runs
+
+    run = runs.find(job, folder)
+    return answer(reports.page(run, run.history(), dt.datetime.now(dt.timezone.utc)))
+
+
+COMMANDS = (list_runs, logs, report)
 
 
 def _logs_here(connect: Connect, job: str | None, folder: Path | None) -> Source:

@@ -93,7 +93,7 @@ def submit(
         return answer(output_forms.documents(objects(document.data, archive)))
     cluster = connect(document.data["metadata"].get("namespace"))
     made = create(cluster, document.data, archive)
-    packed = f", with {archive.files} files ({len(archive.data) / 1000:.3g} kB)" if archive else ""
+    packed = f", with {archive}" if archive else ""
     say(f"{made.job.metadata.name} is submitted to namespace {cluster.namespace}{packed}")
     if follow:
         return show_until_end(cluster, made)

@@ -85,7 +85,12 @@ def wait(cluster: Cluster, name: str, wanted: str, seconds: float | None, say: S
     true = _condition(wanted)
     stored = jobs.find(cluster, name)
     try:
-        over = true if wanted == "deleted" else lambda job: true(job) or watch.ended(job)
+        lines = watch.StateLines(say)
+
+        def over(job: jobs.Stored) -> bool:
+            lines.see(job)
+            return true(job) or (wanted != "deleted" and watch.ended(job))
+
         done = Watch(cluster, stored, say).until(over, wanted, seconds)
     except jobs.JobGoneError:
         if wanted == "deleted":

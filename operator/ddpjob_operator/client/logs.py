@@ -82,7 +82,7 @@ class ClusterLogs:
 
         Raises JobGoneError where the job is deleted meanwhile.
         """
-        streams = _Streams(self._cluster, self.stored.trainer, self._tail)
+        streams = _Streams(self._cluster, self.stored.trainer, self._tail, self._say)
         seen = watch.Watch(self._cluster, self.stored, self._say)
         try:
             while True:
@@ -118,8 +118,8 @@ class ClusterLogs:
 class _Streams:
     """A thread for each pod, which reads its log to the end, again where the connection breaks."""
 
-    def __init__(self, cluster: Cluster, container: str, tail: int | None) -> None:
-        self._cluster, self._container, self._tail = cluster, container, tail
+    def __init__(self, cluster: Cluster, container: str, tail: int | None, say: Say) -> None:
+        self._cluster, self._container, self._tail, self._say = cluster, container, tail, say
         self._lines: queue.Queue[tuple[int, bytes]] = queue.Queue(_QUEUE_MAX)
         self._threads: dict[str, threading.Thread] = {}
         self._closed = threading.Event()
@@ -161,7 +161,7 @@ class _Streams:
                 pass
             except ClusterError as error:
                 if not isinstance(error, NotFoundError):
-                    self._put(place, f"ddpjob: {error}\n".encode())
+                    self._say(f"the log of {pod['metadata']['name']} is not shown: {error}")
                 return
             self._closed.wait(_RETRY_SECONDS)
 

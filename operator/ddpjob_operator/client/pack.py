@@ -69,6 +69,10 @@ class Archive:
     remarks: tuple[str, ...] = ()
     """What was left out and why, a sentence each."""
 
+    def __str__(self) -> str:
+        """12 files (8.4 kB)"""
+        return f"{wording.count(self.files, 'file')} ({_size(len(self.data))})"
+
     @property
     def digest(self) -> str:
         """The first 16 hexadecimal digits of its SHA-256."""

@@ -83,7 +83,7 @@ def _torchrun(words: list[str], result: Converted) -> list[str]:
         return words
     groups, rest = launcher.split_options(words[begin:])
     options, _ = launcher.read_options(words[begin:])
-    _nodes(options.get("nnodes", "1"), result)
+    _nodes(options.get("nnodes", "1"), words, result)
     nproc = options.get("nproc_per_node", "")
     if nproc == "gpu":
         result.remark(("command",), f"{nproc}: a rank for each GPU of the pod: set them in resources.limits")
@@ -98,13 +98,13 @@ def _torchrun(words: list[str], result: Converted) -> list[str]:
     return [*words[:begin], *kept, *rest]
 
 
-def _nodes(text: str, result: Converted) -> None:
+def _nodes(text: str, words: list[str], result: Converted) -> None:
     low, _, high = text.partition(":")
     if not low.isdecimal() or int(low) < 1 or (high and not high.isdecimal()):
         raise ConvertError(("command",), f"--nnodes={text}: must be a number of nodes")
-    if high and high != low:
-        result.remark(("command",), f"--nnodes={text}: {common.NO_ELASTIC}; {high} taken")
     result.set("nodes", int(high or low), "--nnodes")
+    if high and high != low:
+        common.set_least_nodes(int(low), ("command",), words, result)
 
 
 def _accelerate(words: list[str], result: Converted) -> tuple[list[str], dict[str, str]]:

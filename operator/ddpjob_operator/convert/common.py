@@ -13,7 +13,8 @@ from ddpjob_operator.job import api, launcher
 from ddpjob_operator.job.podspec import TRAINER, containers, gpus
 
 NO_GANG = "gang scheduling is not available yet; startDeadlineSeconds releases the pods if not all of them start"
-NO_ELASTIC = "elastic jobs are not available yet: the job always has spec.nodes nodes"
+NO_ELASTIC = "an elastic job needs torchrun in the command: this one always has spec.nodes nodes"
+NO_SCALER = "no HorizontalPodAutoscaler is made; spec.nodes of an elastic job may be changed while it runs"
 SET_BY_THE_JOB = "not needed: the job sets the rendezvous of each node"
 KUEUE = "Kueue does not queue DDPJobs yet: the label stays, without effect"
 
@@ -93,6 +94,15 @@ def set_processes(value: Any, path: Path, template: dict[str, Any], result: Conv
         result.set("nprocPerNode", int(value))
     else:
         raise ConvertError(path, f"must be auto, cpu, gpu or a number, is {value}")
+
+
+def set_least_nodes(least: int, path: Path, command: list[str], result: Converted) -> None:
+    """minNodes, where torchrun starts the ranks; else a remark."""
+    found = launcher.find(command)
+    if found is None or found.name == "ddprun":
+        result.remark(path, NO_ELASTIC)
+    elif least < result.spec["nodes"]:
+        result.set("minNodes", least, "elastic: trains with this many nodes to spec.nodes")
 
 
 def job_name(text: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from ddpjob_operator.convert import common
 from ddpjob_operator.convert.fields import ConvertError, Fields
 from ddpjob_operator.convert.result import Converted, Path
+from ddpjob_operator.job import launcher
 from ddpjob_operator.job.podspec import TRAINER
 from ddpjob_operator.job.validation import dotted
 
@@ -18,9 +19,8 @@ _PORT = "pytorchjob-port"
 _DIFFERENCES_MAX = 10
 
 _ELASTIC = {
-    "minReplicas": common.NO_ELASTIC,
-    "maxReplicas": common.NO_ELASTIC,
-    "metrics": "no HorizontalPodAutoscaler is made: " + common.NO_ELASTIC,
+    "maxReplicas": "spec.nodes is the number of replicas; that of an elastic job may be changed while it runs",
+    "metrics": common.NO_SCALER,
     **dict.fromkeys(("rdzvBackend", "rdzvHost", "rdzvPort", "rdzvId", "rdzvConf", "standalone"), common.SET_BY_THE_JOB),
 }
 _SCHEDULING = {
@@ -43,6 +43,8 @@ def convert(document: Mapping[str, Any]) -> Converted:
     _nodes(groups, result)
     template = _template(groups, result)
     policy, elastic = spec.fields("runPolicy"), spec.fields("elasticPolicy")
+    if (least := elastic.number("minReplicas", 1)) is not None:
+        common.set_least_nodes(least, (*elastic.path, "minReplicas"), launcher.command_of(template), result)
     nproc = spec.take("nprocPerNode")
     where = (*spec.path, "nprocPerNode")
     if nproc is None and (nproc := elastic.take("nProcPerNode")) is not None:

@@ -10,6 +10,7 @@ from ddpjob_operator.convert import common
 from ddpjob_operator.convert.fields import ConvertError, Fields
 from ddpjob_operator.convert.result import Converted
 from ddpjob_operator.convert.strategic import merge
+from ddpjob_operator.job import launcher
 
 _STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
 _CONTAINER = "node"
@@ -51,7 +52,7 @@ def _convert(spec: Fields, runtime: Mapping[str, Any], result: Converted) -> Con
     if nproc is None:
         nproc, path = torch.take("numProcPerNode"), (*torch.path, "numProcPerNode")
     common.set_processes(nproc, path, template, result)
-    _elastic(torch, result)
+    _elastic(torch, template, result)
     if (seconds := spec.number("activeDeadlineSeconds", 1)) is not None:
         result.set("activeDeadlineSeconds", seconds)
     if (suspend := spec.take("suspend")) is not None:
@@ -168,13 +169,15 @@ def _patches(spec: Fields, job: str, result: Converted) -> Iterator[Mapping[str,
                 result.remark(override.path, f"is for another Job than {job}")
 
 
-def _elastic(torch: Fields, result: Converted) -> None:
+def _elastic(torch: Fields, template: dict[str, Any], result: Converted) -> None:
     elastic = torch.fields("elasticPolicy")
     if (restarts := elastic.number("maxRestarts")) is not None:
         result.set("backoffLimit", restarts, "elasticPolicy.maxRestarts")
     if (most := elastic.number("maxNodes", 1)) is not None:
         result.set("nodes", most, "elasticPolicy.maxNodes")
-    elastic.rest(result, dict.fromkeys(("minNodes", "metrics"), common.NO_ELASTIC))
+    if (least := elastic.number("minNodes", 1)) is not None:
+        common.set_least_nodes(least, (*elastic.path, "minNodes"), launcher.command_of(template), result)
+    elastic.rest(result, {"metrics": common.NO_SCALER})
 
 
 def _gang(own: Fields, result: Converted) -> None:

@@ -7,7 +7,7 @@ import datetime as dt
 import msgspec
 
 from ddpjob_operator.job import api, topology
-from ddpjob_operator.job.status import is_of_this_attempt
+from ddpjob_operator.job.status import present_progress
 from ddpjob_operator.local import series
 from ddpjob_operator.local.series import Series
 
@@ -42,7 +42,7 @@ class Change(msgspec.Struct, rename="camel", omit_defaults=True, frozen=True, kw
     generation: int = 0
     """Restarts in place since the attempt began."""
     training: bool = False
-    """Whether a step has been reported since the ranks started."""
+    """Whether the ranks that run have reported a step."""
     reason: str = ""
     message: str = ""
 
@@ -62,7 +62,7 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
         """Note what a status adds; whether it is more than progress."""
         changed = self._take_change(status, now)
         progress = status.progress
-        if progress is not None and progress.step and is_of_this_attempt(status, progress):
+        if progress is not None and present_progress(status) is progress:
             self._take_progress(progress, (progress.updated - started).total_seconds())
         return changed
 
@@ -72,7 +72,7 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
             state=status.state or "Pending",
             attempt=status.attempt,
             generation=generation(status),
-            training=status.first_step_time is not None,
+            training=status.state == "Running" and present_progress(status) is not None,
             reason=status.reason,
             message=status.message[:300],
         )

@@ -146,6 +146,14 @@ def ignored(pod: Body) -> list[str]:
     return sorted({*names, *devices, *(name for name in _IGNORED_CONTAINER if trainer.get(name))})
 
 
+def not_kept(pod: Body) -> list[str]:
+    """The mounts whose files are gone with the run; what nobody expects to find again is left out."""
+    trainer, volumes = trainer_container(pod) or {}, {v.get("name"): v for v in pod["spec"].get("volumes") or ()}
+    own = [m for m in trainer.get("volumeMounts") or () if _kind_of(volumes.get(m.get("name"), {})) == "emptyDir"]
+    paths = [str(mount.get("mountPath", "")).rstrip("/") for mount in own]
+    return [path for path in paths if path not in ("/dev/shm", "/tmp", "")]  # noqa: S108
+
+
 def expand(text: str, variables: Mapping[str, str]) -> str:
     """$(VAR) as the kubelet expands it: $$ is a $, an unknown name stays as it stands."""
 

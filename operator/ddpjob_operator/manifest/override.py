@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -28,10 +29,12 @@ def set_field(document: Document, setting: str, option: str) -> None:
 
 
 def set_variable(document: Document, variable: str) -> None:
-    """`NAME=VALUE` in the trainer's env, in place of one with that name. Raises InputError."""
+    """`NAME=VALUE`, or `NAME` with its value here, in the trainer's env, in place of one with that name. Raises
+    InputError."""
     name, has_value, value = variable.partition("=")
-    if not has_value:
-        raise InputError(f"--env {variable}: must be NAME=VALUE")
+    if not has_value and name not in os.environ:
+        raise InputError(f"--env {variable}: must be NAME=VALUE, or the name of a variable that is set here")
+    value = value if has_value else os.environ[name]
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]*", name):
         raise InputError(f"--env {variable}: a name has letters, digits, _, . and -, and does not begin with a digit")
     spec = document.data.get("spec")

@@ -97,9 +97,12 @@ class Document:
         return option or f"{self.source}:{self.line(path)}"
 
 
-def read_job(path: str, job: str | None = None) -> Document:
-    """The one DDPJob of a file. Raises InputError where there is none, or several and `job` does not choose."""
-    documents = [d for d in read(path) if d.data is not None]
+def read_job(path: str, job: str | None = None, data: bytes | None = None) -> Document:
+    """The one DDPJob of a file. Raises InputError where there is none, or several and `job` does not choose.
+
+    data: what was read already; `path` is then only its name.
+    """
+    documents = [d for d in (read(path) if data is None else parse(path, data)) if d.data is not None]
     if not documents:
         raise InputError(f"{path}:1: the file has no DDPJob: it is empty")
     jobs = [d for d in documents if isinstance(d.data, Mapping) and d.data.get("kind") == api.KIND]
@@ -127,6 +130,11 @@ def read(path: str) -> Iterator[Document]:
         raise InputError(f"{path}: {error.strerror}") from None
     except ValueError:  # a NUL in its name
         raise InputError(f"{path!r}: no file has such a name") from None
+    return parse(path, data)
+
+
+def parse(path: str, data: bytes) -> Iterator[Document]:
+    """All documents of what was read from a file. Raises as `read` does."""
     if len(data) > yamlbounds.BYTES_MAX:
         line = data.count(b"\n") + 1
         raise InputError(f"{path}:{line}: more than {yamlbounds.BYTES_MAX >> 20} MiB: too large for a file of jobs")

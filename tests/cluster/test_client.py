@@ -1,0 +1,159 @@
+"""`ddpjob submit` and what follows it, on real pods: a script with its folder becomes a job, without an image."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clusters import until
+from pods import ROOT, TRAINER_IMAGE, Space
+
+SCRIPT = """
+import os, signal, sys, time
+import helper
+signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(0)))
+print("rank", os.environ["RANK"], helper.WORD, *sys.argv[1:], flush=True)
+end = time.monotonic() + float(os.environ.get("SECONDS", "0"))
+while time.monotonic() < end: time.sleep(0.1)
+"""
+# Small, because all pods run on one machine in most clusters for tests.
+SMALL = ("--set", "spec.template.spec.containers[0].resources={requests: {cpu: 50m, memory: 64Mi}}")
+
+
+class Client:
+    """`ddpjob …` in a folder with a script, for one namespace."""
+
+    def __init__(self, space: Space, folder: Path) -> None:
+        self.space, self.folder = space, folder
+        (folder / "train.py").write_text(SCRIPT)
+        (folder / "helper.py").write_text("WORD = 'grüße'\n")
+        (folder / ".env").write_text("PASSWORD=1\n")
+
+    def start(self, *words: object, **options: Any) -> subprocess.Popen[str]:
+        argv = [sys.executable, "-m", "ddpjob_operator.cli", *map(str, words)]
+        if "-n" not in argv:
+            argv[4:4] = ["-n", self.space.name]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(argv, cwd=self.folder, stdout=pipe, stderr=pipe, text=True, env=os.environ, **options)
+
+    def run(self, *words: object) -> subprocess.CompletedProcess[str]:
+        with self.start(*words) as process:
+            out, err = process.communicate(timeout=400)
+        assert "Traceback (most recent call last)" not in err, err
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def submit(self, name: str, *words: object) -> subprocess.CompletedProcess[str]:
+        own = ("--name", name, "--nodes", 2, "--image", TRAINER_IMAGE, *SMALL)
+        # python and not torchrun: importing torch takes longer than all the rest
+        python = ("--set", 'spec.template.spec.containers[0].command=["python", "-u", "train.py", "a b"]')
+        return self.run("submit", "train.py", *own, *python, *words)
+
+
+@pytest.fixture
+def client(space: Space, tmp_path: Path) -> Client:
+    return Client(space, tmp_path)
+
+
+@pytest.mark.timeout(400)
+def test_a_script_is_submitted_followed_and_deleted_with_its_code(client: Client) -> None:
+    """The whole way of a new user: no image, no YAML, and nothing is left behind."""
+    done = client.submit("first", "--follow")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0:0] rank 0 grüße a b", "[1:1] rank 1 grüße a b"]
+    assert "left out, because they look like credentials: .env" in done.stderr
+    assert "✔ first Succeeded" in done.stderr
+    assert "first" in client.run("get").stdout
+    assert "Succeeded" in client.run("describe", "first").stdout
+    assert "AllNodesCompleted" in client.run("events", "first").stdout
+    assert client.run("logs", "first", "--rank", 1).stdout == "rank 1 grüße a b\n"
+    assert client.run("wait", "first", "--timeout", "5s").returncode == 0
+    assert client.space.get("configmaps", "-l", "app.kubernetes.io/managed-by=ddpjob")["items"]
+    assert client.run("delete", "first").returncode == 0
+    until(
+        lambda: not client.space.get("configmaps", "-l", "app.kubernetes.io/managed-by=ddpjob")["items"],
+        "the code is deleted with the job",
+        60,
+    )
+
+
+@pytest.mark.timeout(600)
+def test_a_training_with_torchrun_needs_no_image_of_its_own(client: Client) -> None:
+    """The stock image, a script of the user's, its arguments: as ddpjob run has them."""
+    (client.folder / "train.py").write_text((ROOT / "trainer/examples/digits.py").read_text())
+    done = client.run("submit", "train.py", "--nodes", 2, "--image", TRAINER_IMAGE, "--follow", "--", "--epochs", 2)
+    assert done.returncode == 0, done.stderr
+    assert '"world_size": 2' in done.stdout
+    assert "✔ train Succeeded" in done.stderr
+    assert "accuracy" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.timeout(600)
+def test_a_job_is_suspended_resumed_restarted_and_scaled(client: Client) -> None:
+    """Each gives the ranks time to save; followed logs go on through all attempts."""
+    assert client.submit("long", "--env", "SECONDS=1000").returncode == 0
+    assert client.run("wait", "long", "--for", "Running", "--timeout", "2m").returncode == 0
+    with client.start("logs", "long", "-f") as following:
+        assert "up to 30 s to save" in client.run("suspend", "long").stderr
+        assert client.run("wait", "long", "--for", "Suspended", "--timeout", "1m").returncode == 0
+        assert client.run("resume", "long").returncode == 0
+        client.space.waits("long", lambda s: s.get("state") == "Running" and s["attempt"] == 2, "attempt 2 runs", 90)
+        assert client.run("restart", "long").returncode == 0
+        client.space.waits("long", lambda s: s.get("state") == "Running" and s["attempt"] == 3, "attempt 3 runs", 90)
+        scaled = client.run("scale", "long", "--nodes", 3)
+        assert scaled.returncode == 0, scaled.stderr
+        client.space.waits("long", lambda s: s.get("state") == "Running" and s["attempt"] == 4, "attempt 4 runs", 90)
+        assert len(client.run("logs", "long", "--attempt", 4).stdout.splitlines()) == 3
+        assert client.run("delete", "long").returncode == 0
+        out, err = following.communicate(timeout=60)
+    assert following.returncode == 1
+    assert "long was deleted" in err
+    assert out.count("rank 0 grüße") == 4
+    assert out.count("saved") >= 6, "each rank of attempts 1 to 3 had time to save"
+
+
+@pytest.mark.timeout(300)
+def test_a_failed_job_says_the_same_in_describe_as_in_its_last_line(client: Client) -> None:
+    (client.folder / "helper.py").write_text("raise ValueError('no such shard: 7')\n")
+    done = client.submit("failing", "--set", "spec.backoffLimit=0", "--follow")
+    assert done.returncode == 1
+    assert "✖ failing Failed" in done.stderr
+    assert "ValueError: no such shard: 7" in done.stderr
+    described = client.run("describe", "failing").stdout
+    assert "ValueError: no such shard: 7" in described
+    assert "Traceback" in described
+    assert client.run("wait", "failing", "--timeout", "5s").returncode == 1
+
+
+def test_rights_are_those_of_the_user(client: Client, tmp_path: Path) -> None:
+    """A user who may only look is told which right is missing, and nothing is created."""
+    space = client.space
+    space.kubectl("create", "serviceaccount", "looker")
+    space.kubectl("create", "rolebinding", "look", "--clusterrole=view", f"--serviceaccount={space.name}:looker")
+    token = space.kubectl("create", "token", "looker").strip()
+    config = tmp_path / "looker"
+    config.write_text(space.kubectl("config", "view", "--raw", "--minify", "--flatten"))
+    os.chmod(config, 0o600)
+    for words in (("unset", "users"), ("set-credentials", "looker", f"--token={token}")):
+        subprocess.run(["kubectl", f"--kubeconfig={config}", "config", *words], check=True, capture_output=True)
+    subprocess.run(
+        ["kubectl", f"--kubeconfig={config}", "config", "set-context", "--current", "--user=looker"],
+        check=True,
+        capture_output=True,
+    )
+    argv = [sys.executable, "-m", "ddpjob_operator.cli"]
+    env = {**os.environ, "KUBECONFIG": str(config)}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*argv, *words, "-n", space.name], cwd=client.folder, env=env, capture_output=True, text=True, timeout=60
+        )
+
+    assert run("get").returncode == 0
+    refused = run("submit", "train.py")
+    assert refused.returncode == 1
+    assert f"looker may not create ddpjobs.training.ddpjob.io in namespace {space.name}" in refused.stderr
+    assert "No resources found" in space.kubectl("get", "ddp,configmaps", "-l", "app.kubernetes.io/managed-by=ddpjob")

@@ -1,0 +1,204 @@
+"""The report of a run: one file, whatever the run was like, and whatever its script said."""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds import START, UID
+
+from ddpjob_operator.job import api
+from ddpjob_operator.local.history import Facts, History
+from ddpjob_operator.local.report_page import Report, page
+from ddpjob_operator.local.series import POINTS_MAX, Series
+
+FACTS = Facts(job="digits", run=UID, started=START, nodes=2, nproc_per_node=1, ranks_follow_nodes=True, backend="gloo")
+HOSTILE = "</script></style></title><script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;\x1b[31m\0"
+VOID = {"meta", "br"}
+
+
+def at(seconds: float) -> dt.datetime:
+    return START + dt.timedelta(seconds=seconds)
+
+
+def failure(attempt: int, message: str = "rank 1 (node 1) was killed by SIGKILL at step 40") -> api.FailureLine:
+    return api.FailureLine(attempt=attempt, message=message, time=at(60), failure_class="application", node="vm")
+
+
+def status(seconds: float, step: int, attempt: int, state: Any = "Running", **others: Any) -> api.Status:
+    progress = api.Progress(
+        step=step,
+        total_steps=100,
+        attempt=attempt,
+        samples_per_second=512.5,
+        metrics={"loss": f"{2 / (1 + step):.5f}", "params": "fa68aa27"},
+        updated=at(seconds),
+    )
+    return api.Status(state=state, attempt=attempt, progress=progress, **others)
+
+
+def report(name: str = "digits", message: str = "rank 1 failed", log: str = "the end of the log") -> Report:
+    """A run of 100 steps that failed once at step 40 and went on from step 31."""
+    history = History()
+    for step in range(1, 41):
+        history.take(status(10 + step, step, 1), START, at(10 + step))
+    history.take(status(50, 40, 1, "Restarting", message=message), START, at(60))
+    again = {"attempt_time": at(61), "failures": [failure(1, message)]}
+    history.take(api.Status(state="Running", attempt=2, **again), START, at(62))
+    for step in range(31, 101):
+        history.take(status(40 + step, step, 2, **again), START, at(40 + step))
+    last = api.Failure(attempt=1, rank=1, node_rank=1, time=at(60), exception=message, log_tail=log)
+    spent = api.Goodput(productive_seconds=100, starting_seconds=20, restarting_seconds=10, lost_steps=10, ratio=0.769)
+    done = {"goodput": spent, "restarts": api.Restarts(application=1, total=1), "last_failure": last}
+    ended = status(140, 100, 2, "Succeeded", **again, **done)
+    history.take(ended, START, at(141))
+    return Report(FACTS, ended, "Succeeded", history, at(141), [(f"{name}-1-0.log", "file:///tmp/x/digits-1-0.log")])
+
+
+class Parsed(HTMLParser):
+    """Every element with its attributes, all text outside of the style, and whether each is closed in order."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert not self._open, self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] != "style":
+            self.text += data
+
+    def count(self, tag: str) -> int:
+        return sum(name == tag for name, _ in self.elements)
+
+
+def test_it_has_the_curves_the_time_the_attempts_the_failures_and_the_logs() -> None:
+    """A user who is sent the file still has to ask for the logs."""
+    html = page(report())
+    parsed = Parsed(html)
+    for said in (
+        "digits: Succeeded",
+        "2 nodes × 1 process · gloo",
+        "Goodput 77%: the share of the time in which steps were made.",
+        "training1m40s77%",
+        "Steps repeated after restarts10",
+        "attempt 1",
+        "attempt 2",
+        "rank 1 failed",
+        "the end of the log",
+        "digits-1-0.log",
+    ):
+        assert said in parsed.text, said
+    images = [a["aria-label"] or "" for tag, a in parsed.elements if tag == "svg"]
+    assert "loss: from 1 to 0.0198, steps 1 to 100" in images
+    assert any(label.startswith("samples/s: ") for label in images)
+    assert sum(a.get("class") == "restart" for tag, a in parsed.elements if tag == "line") == 3, "one in each curve"
+    assert ("a", {"href": "file:///tmp/x/digits-1-0.log"}) in parsed.elements
+
+
+def test_its_drawings_are_well_formed_and_each_says_in_words_what_it_shows() -> None:
+    """A screen reader says "image", and a strict viewer shows nothing."""
+    for drawing in re.findall(r"<svg.*?</svg>", page(report()), re.S):
+        root = ET.fromstring(drawing)
+        assert root.get("role") == "img"
+        assert root.get("aria-label")
+        assert root.find("title") is not None
+
+
+def test_it_loads_nothing_and_runs_nothing() -> None:
+    """A report that is sent to a colleague calls home, or runs what a script has printed."""
+    parsed = Parsed(page(report(log=HOSTILE, message=HOSTILE)))
+    assert not {"script", "img", "link", "iframe", "object"} & {tag for tag, _ in parsed.elements}
+    addresses = [a[name] for _, a in parsed.elements for name in ("src", "href", "xlink:href") if name in a]
+    assert addresses == ["file:///tmp/x/digits-1-0.log"]
+    policy = next(a["content"] for _, a in parsed.elements if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
+
+
+TEXTS = st.one_of(st.just(HOSTILE), st.text(max_size=40))
+
+
+@settings(max_examples=40, deadline=None)
+@given(TEXTS, TEXTS, st.dictionaries(TEXTS, st.one_of(TEXTS, st.floats().map(repr)), max_size=3))
+def test_whatever_a_script_says_stays_text(message: str, log: str, metrics: dict[str, str]) -> None:
+    """An exception's text with markup in it changes the page that tells of it."""
+    plain = Parsed(page(report(message="x", log="x")))
+    shown = report(message=message or "x", log=log or "x")
+    for step in (98, 99):
+        progress = api.Progress(step=step, attempt=2, metrics=metrics, updated=at(200 + step))
+        shown.history.take(api.Status(state="Running", attempt=2, progress=progress), START, at(200 + step))
+    parsed = Parsed(page(shown))
+    for tag in ("script", "img", "main", "style", "a", "pre"):
+        assert parsed.count(tag) == plain.count(tag), tag
+
+
+def test_a_run_of_which_nothing_is_known_has_a_report_too() -> None:
+    """A run that failed before its first step ends in a traceback of the report."""
+    empty = Report(FACTS, api.Status(), "Killed", History(), START)
+    assert "reported no metrics" in Parsed(page(empty)).text
+
+
+def test_a_series_stays_small_and_keeps_the_spikes() -> None:
+    """A job of ten million steps fills the memory, or the one step that exploded is averaged away."""
+    series = Series()
+    for step in range(200_000):
+        series.add(step, step / 10, 1000.0 if step == 123_457 else 1.0)
+    assert POINTS_MAX // 2 <= len(series.points) <= POINTS_MAX
+    assert max(point.high for point in series.points) == 1000.0
+    assert sum(point.count for point in series.points) == 200_000
+    assert series.points[-1].step == 199_999
+
+
+def test_the_report_of_a_long_run_with_many_metrics_is_below_a_megabyte() -> None:
+    """A report of a week's training is too large to be sent."""
+    history = History()
+    for i in range(20_000):
+        values = {f"metric {n}": repr(0.1234567890123 * i * n) for n in range(16)}
+        progress = api.Progress(step=500 * (i + 1), attempt=1, samples_per_second=1e5, metrics=values, updated=at(i))
+        history.take(api.Status(state="Running", attempt=1, progress=progress), START, at(i))
+    for attempt in range(2, 2000):
+        history.take(api.Status(state="Running", attempt=attempt, message="x" * 300), START, at(20_000 + attempt))
+    assert history.changes_left_out > 1000
+    whole = page(Report(FACTS, api.Status(state="Succeeded"), "Succeeded", history, at(30_000)))
+    assert len(whole.encode()) <= 1_000_000
+
+
+@pytest.fixture(scope="module")
+def chromium() -> str:
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("no Chromium is installed here; the tests above read the file itself")
+    return found
+
+
+def test_a_real_browser_draws_it_without_a_complaint(chromium: str, tmp_path: Path) -> None:
+    """What parses may still be blank: a policy that forbids the page's own style, a drawing without a size."""
+    (tmp_path / "run.html").write_text(page(report(message=HOSTILE)))
+    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "run.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "CONSOLE" not in done.stderr, "a refusal by the policy, or an error of the page"
+    drawn = Parsed(done.stdout)
+    assert drawn.count("svg") == Parsed(page(report())).count("svg")
+    assert drawn.count("script") == 0
