@@ -34,7 +34,8 @@ class FakeCluster:
         self.forbidden: set[str] = set()
         """`create configmaps`"""
         self.answers: dict[str, tuple[int, Raw]] = {}
-        """What is answered to `create ddpjobs.training.ddpjob.io` instead of carrying it out."""
+        """What is answered to `create ddpjobs.training.ddpjob.io` (or this `for real`, and not for dry runs)
+        instead of carrying it out."""
         self.seconds = 0.0
         self.crd = True
         self.on_patch: Callable[[Raw], None] = lambda _: None
@@ -78,6 +79,8 @@ class FakeCluster:
             return _failure(403, "Forbidden", text)
         if what in self.answers:
             return self.answers[what]
+        if "dryRun" not in query and f"{what} for real" in self.answers:
+            return self.answers[f"{what} for real"]
         if asked.resource.startswith("ddpjobs") and not self.crd:
             return 404, "404 page not found\n"
         return self._carry_out(method, url.path, query, body)

@@ -145,6 +145,15 @@ def test_a_broken_kubeconfig_is_one_line(
     assert done.err.count("\n") == 1
 
 
+def test_each_command_for_a_cluster_tells_its_exit_codes_and_an_example(ddpjob: Ddpjob) -> None:
+    """A script has to tell a failed job from a wrong name."""
+    for command in "submit get describe logs events top wait suspend resume restart scale delete".split():
+        text = ddpjob(command, "--help").out
+        assert "Exit codes: 0 done, 1 the job failed" in text
+        assert f"Example: ddpjob {command}" in text
+        assert len(text.splitlines()) <= 45, "one screen"
+
+
 def test_credentials_of_a_plugin_are_used(cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path) -> None:
     """Managed clusters give no other ones: the kubeconfig names a program that prints a token."""
     answer = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", "status": {"token": "fresh"}}

@@ -266,6 +266,20 @@ def test_what_the_cluster_refuses_leaves_nothing_behind(folder: Path, cluster: F
     assert cluster.objects == {}
 
 
+def test_a_job_of_which_nobody_knows_whether_it_was_created_is_said_to_be_so(
+    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
+) -> None:
+    """Without its code it would wait for ever, and a second try would find its name taken."""
+    status = {"kind": "Status", "message": "timeout"}
+    cluster.answers["create ddpjobs.training.ddpjob.io for real"] = 504, status
+    done = ddpjob("submit", "train.py")
+    assert done.code == 1
+    assert "Whether train was created is not known: ddpjob get train tells" in done.err
+    cluster.answers = {"create configmaps for real": (504, status)}
+    assert ddpjob("submit", "train.py").code == 1
+    assert cluster.objects == {}
+
+
 def test_a_refusal_names_the_fields_as_the_server_does(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     causes = [{"field": "spec.nodes", "message": "must be at most 3"}]
     status = {"kind": "Status", "message": "invalid", "details": {"causes": causes}}
