@@ -61,6 +61,16 @@ class FakeCluster:
             assert time.monotonic() < end, f"no {request} came: {self.requests}"
             time.sleep(0.02)
 
+    def after(self, request: str, do: Callable[[], None]) -> None:
+        """Do something once the next request of a kind has come."""
+        times = self.requests.count(request) + 1
+
+        def wait() -> None:
+            self.wait_for(request, times)
+            do()
+
+        threading.Thread(target=wait, daemon=True).start()
+
     # ------------------------------------------------------------------ requests
 
     def handle(self, method: str, raw_path: str, body: Any) -> tuple[int, Any]:
@@ -188,6 +198,7 @@ def fake_cluster(folder: Path, namespace: str = "") -> Iterator[tuple[FakeCluste
             self.wfile.write(data)
 
         def _log(self, name: str, query: dict[str, str]) -> None:
+            cluster.requests.append("get pods/log")
             self.send_response(200)
             self.send_header("Connection", "close")
             self.end_headers()

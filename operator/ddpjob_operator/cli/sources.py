@@ -18,6 +18,7 @@ from ddpjob_operator.cli.from_script import Start, job_yaml
 from ddpjob_operator.cli.options import applied
 from ddpjob_operator.job import api, launcher, topology, validation
 from ddpjob_operator.job.podspec import command_path, trainer_container
+from ddpjob_operator.local import similar
 from ddpjob_operator.manifest import override, yamlfile
 from ddpjob_operator.manifest.yamlfile import Document, InputError
 
@@ -154,7 +155,8 @@ def _text(path: str) -> str:
     except UnicodeDecodeError:
         raise InputError(f"{path}:1: not valid Python: it is not UTF-8") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+        meant = similar.file(path) if isinstance(error, FileNotFoundError) else ""
+        raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}{meant}") from None
 
 
 def _cells(path: str) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from typing import Any
 
+import msgspec
+
+from ddpjob_operator.job import api
 from ddpjob_operator.job.podspec import trainer_container
 from ddpjob_operator.job.validation import Path as FieldPath
 from ddpjob_operator.manifest.yamlbounds import DEPTH_MAX
@@ -19,7 +23,10 @@ def set_field(document: Document, setting: str, option: str) -> None:
     if not has_value or not path:
         raise InputError(f"--set {setting}: must be PATH=VALUE, such as spec.nodes=4")
     if path[0] not in ("spec", "metadata"):
-        raise InputError(f"--set {setting}: the path must begin with spec or metadata")
+        known = [field.encode_name for field in msgspec.structs.fields(api.Spec)]
+        close = difflib.get_close_matches(str(path[0]), known, n=1)
+        meant = f"did you mean --set spec.{close[0]}{setting[len(str(path[0])) :]}?" if close else ""
+        raise InputError(f"--set {setting}: {meant or 'the path must begin with spec or metadata'}")
     try:
         value = read_value(text)
     except InputError as error:

@@ -175,6 +175,9 @@ def _documents(source: str, text: str) -> list[Document]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{source}:{mark.line + 1}" if mark else source
+        line = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
+        if line[: len(line) - len(line.lstrip())].count("\t"):
+            raise _NotYAMLError(f"{where}: not valid YAML: a tab: YAML is indented with spaces") from None
         raise _NotYAMLError(f"{where}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise _NotYAMLError(f"{source}: not valid YAML: {error}".splitlines()[0]) from None
@@ -212,12 +215,14 @@ class _Walk:
 
     def _visit_mapping(self, node: Any, path: FieldPath) -> None:
         """A key that comes twice is an error: YAML readers keep the last silently, and the API server refuses it."""
-        seen = set()
+        seen: dict[str, int] = {}
         node.value = [(self._key(key), value) for key, value in node.value]
         for key, value in node.value:
             if key.tag != f"{_TAG}merge" and key.value in seen:
-                raise self._wrong(key, f"{_short(key.value)} is given twice; remove one")
-            seen.add(key.value)
+                raise self._wrong(
+                    key, f"{_short(key.value)} is given twice, first in line {seen[key.value]}; remove one"
+                )
+            seen[key.value] = key.start_mark.line + 1
             where = (*path, key.value)
             self.lines[where] = key.start_mark.line + 1
             self.visit(value, where)
