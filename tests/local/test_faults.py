@@ -59,7 +59,7 @@ def test_a_rank_that_hangs_is_found_named_and_restarted(cli: Cli) -> None:
     grace = "spec.template.spec.terminationGracePeriodSeconds=2"  # it does not end by itself: else 30 s
     done, status, told = run(cli, "--fail", "rank=0,step=25,hang", "--set", grace, stall={"timeoutSeconds": 3})
     assert done.returncode == 0
-    assert "Stalled" in told
+    assert "rank 0 (node 0) " in told
     assert status["restarts"]["stall"] == 1
     assert (status["lastFailure"]["rank"], status["lastFailure"]["reason"]) == (0, "Stalled")
     assert "fault on purpose at step 25" in status["lastFailure"]["logTail"], "what it said last explains the hang"
@@ -92,18 +92,34 @@ def test_several_faults_in_one_run_are_each_told(cli: Cli) -> None:
 
 def test_a_script_that_always_fails_ends_the_job_after_its_budget(cli: Cli) -> None:
     began = time.monotonic()
-    done, status, told = run(cli, script="raise ValueError('no such shard: 7')", backoffLimit=1)
+    done, status, told = run(cli, script="raise OSError('no such shard: 7')", backoffLimit=1)
     assert done.returncode == 1
     assert time.monotonic() - began < 20
     assert (status["state"], status["reason"], status["attempt"]) == ("Failed", "BackoffLimitExceeded", 2)
-    assert "ValueError: no such shard: 7" in status["message"]
+    assert "OSError: no such shard: 7" in status["message"]
     assert "gave up after 1 restart (backoffLimit: 1)" in told
 
 
-def test_a_fault_that_did_not_happen_is_told(cli: Cli) -> None:
-    done, _, told = run(cli, "--fail", "rank=1,step=5,exit=3", script="print('reports nothing')")
-    assert done.returncode == 0
+def test_a_mistake_that_all_ranks_make_is_not_tried_again_and_shown_once(cli: Cli) -> None:
+    """A typo cost four attempts, 36 s and 334 lines."""
+    done, status, told = run(cli, script="def main():\n    [].apend(1)\nmain()", nodes=1)
+    assert (done.returncode, status["reason"], status["attempt"]) == (1, "PermanentFailure", 1)
+    assert "in train.py:2 (AttributeError: " in told.splitlines()[-1]
+    assert done.stdout.count("Traceback") == 1
+    assert len((done.stdout + told).splitlines()) < 15
+
+
+def test_a_fault_that_did_not_happen_is_an_error(cli: Cli) -> None:
+    """A test of restarts that broke nothing has passed."""
+    done, _, told = run(cli, "--fail", "rank=1,step=5,exit=3", script="import ddpjob\nprint('reports nothing')")
+    assert done.returncode == 1
     assert "--fail rank=1,step=5,exit=3: did not happen; that rank did not call ddpjob.progress()" in told
+
+
+def test_a_fault_at_a_step_that_no_script_reports_is_refused_at_the_start(cli: Cli) -> None:
+    done, _, told = run(cli, "--fail", "rank=1,step=5,exit=3", script="print('reports nothing')")
+    assert done.returncode == 2
+    assert "--fail rank=1,step=5,exit=3: train.py reports no steps" in told
 
 
 @pytest.mark.parametrize(

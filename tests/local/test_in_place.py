@@ -42,7 +42,7 @@ def test_a_rank_that_is_killed_starts_again_with_the_others_and_is_named(cli: Cl
     assert (status["restarts"]["application"], status["restarts"]["total"]) == (1, 1)
     failure = status["lastFailure"]
     assert (failure["rank"], failure["pod"], failure["signal"]) == (1, "job-1-1", "SIGKILL")
-    assert re.search(r"RestartedInPlace: rank 1 \(pod job-1-1, .* was killed by SIGKILL", told)
+    assert re.search(r"✖ rank 1 \(node 1\) was killed by SIGKILL.*; all ranks have started again", told)
     assert "[0:0] done in generation 1" in done.stdout
     assert "did not happen" not in told
 
@@ -79,11 +79,11 @@ def test_a_node_that_dies_is_replaced_alone(cli: Cli, node: int) -> None:
 
 
 def test_a_script_that_always_fails_ends_the_job_with_its_budget(cli: Cli) -> None:
-    done, status, told = run(cli, script="raise ValueError('no such shard: 7')", backoffLimit=1)
+    done, status, told = run(cli, script="raise OSError('no such shard: 7')", backoffLimit=1)
     assert done.returncode == 1
     assert (status["state"], status["reason"], status["attempt"]) == ("Failed", "BackoffLimitExceeded", 1)
     assert status["restarts"]["application"] == 1
-    assert "ValueError: no such shard: 7" in status["message"]
+    assert "OSError: no such shard: 7" in status["message"]
     assert "gave up after 1 restart (backoffLimit: 1)" in told
 
 

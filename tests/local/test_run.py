@@ -45,7 +45,9 @@ def test_a_script_that_throws_on_rank_1_only_fails_the_job_and_is_named(cli: Cli
     done = cli.run("run", job, "--status", "status.json")
     assert done.returncode == 1
     assert time.monotonic() - began < 20, "the other rank is stopped, it would wait for ever"
-    assert re.search(r"✖ job Failed after \d+s: rank 1 \(pod job-1-1, .*ValueError: no such shard: 7", done.stderr)
+    assert re.search(
+        r"✖ job Failed after \d+s: rank 1 \(node 1\) .*in train.py:4 \(ValueError: no such shard: 7", done.stderr
+    )
     failure = status_of(cli.folder / "status.json")["lastFailure"]
     assert (failure["rank"], failure["exitCode"]) == (1, 1)
     assert "raise ValueError" in failure["logTail"]
@@ -137,7 +139,8 @@ def test_a_signal_stops_gracefully_and_that_is_no_success(cli: Cli, number: sign
     out, err = process.communicate(timeout=SECONDS_MAX)
     assert process.returncode == 130
     assert out.count("saving") == 2, "every node had its chance to save"
-    assert f"stopping on {number.name}" in err
+    assert f"Stopping on {number.name}: 2 nodes, up to " in err
+    assert "Suspended" not in err
     status = status_of(cli.folder / "status.json")
     assert (status["state"], status["message"]) == ("Suspended", "suspended; run it again to go on")
     assert "spec.suspend" not in err, "no field has stopped it"

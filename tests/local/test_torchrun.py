@@ -37,5 +37,5 @@ def test_under_torchrun_the_guilty_rank_and_its_exit_code_are_named_and_not_the_
     assert done.returncode == 1
     failure = status_of(cli.folder / "status.json")["lastFailure"]
     assert (failure["rank"], failure["nodeRank"], failure["exitCode"]) == (3, 1, 7)
-    assert "rank 3 (pod job-1-1" in done.stderr
+    assert "rank 3 (node 1)" in done.stderr
     assert "ended with exit code 7" in done.stderr

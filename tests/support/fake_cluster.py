@@ -29,6 +29,8 @@ class FakeCluster:
         """The lines of a pod's log, by its name; a followed log ends when the pod does."""
         self.requests: list[str] = []
         """Verb and resource of each request, with (dry run)."""
+        self.tokens: set[str] = set()
+        """What clients have authenticated with."""
         self.forbidden: set[str] = set()
         """`create configmaps`"""
         self.answers: dict[str, tuple[int, Raw]] = {}
@@ -169,6 +171,7 @@ def fake_cluster(folder: Path, namespace: str = "") -> Iterator[tuple[FakeCluste
         def _any(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
+            cluster.tokens.add(self.headers.get("Authorization") or "")
             path = urllib.parse.urlsplit(self.path)
             query = dict(urllib.parse.parse_qsl(path.query))
             if path.path.endswith("/log") and "get pods/log" not in cluster.forbidden:

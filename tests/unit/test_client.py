@@ -145,6 +145,24 @@ def test_a_broken_kubeconfig_is_one_line(
     assert done.err.count("\n") == 1
 
 
+def test_credentials_of_a_plugin_are_used(cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path) -> None:
+    """Managed clusters give no other ones: the kubeconfig names a program that prints a token."""
+    answer = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", "status": {"token": "fresh"}}
+    (tmp_path / "token").write_text(json.dumps(answer))
+    config = json.loads((tmp_path / "kubeconfig").read_text())
+    config["users"][0]["user"] = {
+        "exec": {
+            "apiVersion": "client.authentication.k8s.io/v1",
+            "command": "cat",
+            "args": [str(tmp_path / "token")],
+            "interactiveMode": "Never",
+        }
+    }
+    (tmp_path / "kubeconfig").write_text(json.dumps(config))
+    assert ddpjob("get").code == 0
+    assert cluster.tokens == {"Bearer fresh"}
+
+
 def test_a_cluster_without_the_operator_says_how_to_install_it(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     cluster.crd = False
     for words in (["get"], ["describe", "digits"], ["get", "-A"]):

@@ -12,6 +12,7 @@ from worlds import World, digits, job, manifest
 from ddpjob_operator.cli import options
 from ddpjob_operator.job import api, launcher, validation
 from ddpjob_operator.manifest import yamlfile
+from ddpjob_operator.plan.actions import CreatePod
 from ddpjob_operator.pods import build, environment, naming
 
 
@@ -243,3 +244,10 @@ def test_a_range_that_is_none_is_refused_by_the_option(tmp_path: Path) -> None:
     file.write_text(json.dumps(manifest()))
     with pytest.raises(yamlfile.InputError, match="minNodes"):
         options.applied(yamlfile.read_job(str(file), None), "3:1", (), ())
+
+
+def test_node_0s_pod_is_created_before_the_others() -> None:
+    """With one free node for two pods the other one would get it, and wait for node 0 in vain."""
+    world = elastic()
+    made = [[a.place for a in world.step().actions if isinstance(a, CreatePod)] for _ in range(4)]
+    assert [places for places in made if places] == [[0], [1, 2]]

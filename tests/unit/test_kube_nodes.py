@@ -169,10 +169,11 @@ class Server:
         return {"kind": "Status"}
 
 
-def gives_up_its_pod(server: Server, nodes: Nodes) -> None:
+def gives_up_its_pod(server: Server, nodes: Nodes, phase: str = "Running") -> None:
     """The pod on gpu-1 is deleted with a grace period of 0."""
     pods: Store[Any] = Store(observe.pod, lambda _: ("default", "digits"), lambda *_: None)
-    pods.put({"metadata": {"name": "digits-1-0", "namespace": "default", "uid": "u"}, "spec": {"nodeName": "gpu-1"}})
+    metadata = {"name": "digits-1-0", "namespace": "default", "uid": "u"}
+    pods.put({"metadata": metadata, "spec": {"nodeName": "gpu-1"}, "status": {"phase": phase}})
     services: Store[Any] = Store(observe.service, lambda _: ("", ""), lambda *_: None)
     caches, client, runtime = Caches(Jobs(lambda _: None), pods, services, nodes), cast(Client, server), Runtime()
     executor = Executor(client, caches, Lookup(client, caches, runtime), cast(Events, AnyEvents()), runtime)
@@ -199,6 +200,15 @@ def test_a_pod_of_a_node_that_is_still_lost_is_given_up(nodes: Nodes, there: tup
     taken(nodes, [node("gpu-1", "Unknown")], 1)
     server = Server(*there)
     gives_up_its_pod(server, nodes)
+    assert server.deleted == 1
+
+
+@pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
+def test_a_pod_that_ended_long_ago_goes_from_a_node_that_is_ready(nodes: Nodes, phase: str) -> None:
+    """From its fourth attempt on a job had old pods to delete, and created no new ones as long as that was refused."""
+    taken(nodes, [], 1)
+    server = Server(node("gpu-1"))
+    gives_up_its_pod(server, nodes, phase)
     assert server.deleted == 1
 
 

@@ -282,6 +282,15 @@ def test_what_the_agents_agreed_on_is_the_cause_also_where_node_0_ends_last(
     assert (cause.rank, cause.pod, cause.reason, its_class) == (0, "bert-1-0", reason, found)
 
 
+def test_a_kill_that_the_agents_agreed_on_is_the_cause_also_where_node_0_ends_first() -> None:
+    """The pod of the culprit is stopped in the moment in which it ends: its SIGKILL passed for the kubelet's, and the
+    job went on without a charge after its budget was spent."""
+    first = pod(0, 75, library(ended=True))
+    agreed = library(rank=1, exitCode=137, signal="SIGKILL", ended=True, **{"class": "application"})
+    cause, its_class = settled(first, told(pod(1, 137, agreed, seconds=11), 10.5), first=first_sign(first), nodes=2)
+    assert (cause.rank, cause.signal, its_class) == (1, "SIGKILL", "application")
+
+
 def test_an_import_error_on_all_nodes_before_the_first_step_is_permanent() -> None:
     pods = [pod(rank, said="ModuleNotFoundError: No module named 'timm'") for rank in range(3)]
     assert settled(*pods, stepped=False)[1] == "permanent"

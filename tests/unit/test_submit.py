@@ -7,6 +7,7 @@ import io
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tarfile
@@ -312,6 +313,38 @@ def test_a_yaml_file_is_submitted_as_it_is_and_with_code_where_wanted(
     assert mounts[-1]["mountPath"] == "/app", "where the command looks for it"
 
 
+JOB = (
+    "apiVersion: training.ddpjob.io/v1alpha1\nkind: DDPJob\nmetadata: {name: mine}\n"
+    "spec: {template: {spec: {containers: [{name: t, image: i, command: [torchrun, train.py, --epochs, '1']}]}}}\n"
+)
+
+
+def test_yaml_comes_from_stdin_too_and_arguments_replace_those_of_the_file(
+    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ddpjob run has it."""
+    (folder / "job.yaml").write_text(JOB)
+    assert ddpjob("submit", "job.yaml", "--", "--epochs", "9").code == 0
+    assert trainer_of(cluster.find("ddpjobs", "mine"))["command"] == ["torchrun", "train.py", "--epochs", "9"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(JOB))
+    assert ddpjob("submit", "-", "--name", "piped").code == 0
+    assert cluster.find("ddpjobs", "piped") is not None
+
+
+def test_a_script_that_starts_its_own_processes_is_not_started_by_torchrun(
+    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
+) -> None:
+    """Submit reads a script as ddpjob init does."""
+    (folder / "src").mkdir()
+    (folder / "src/spawning.py").write_text(
+        "import torch.multiprocessing as mp\ndef main(i): pass\nif __name__ == '__main__': mp.spawn(main, nprocs=2)\n"
+    )
+    assert ddpjob("submit", "src/spawning.py", "--code", ".", "--no-check").code == 0
+    job = cluster.find("ddpjobs", "spawning")
+    assert trainer_of(job)["command"] == ["python", "src/spawning.py"]
+    assert set(code_of(cluster.find("configmaps"))) == {"train.py", "src/spawning.py"}
+
+
 def test_namespaces_that_contradict_each_other_are_refused(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     (folder / "job.yaml").write_text(
         "apiVersion: training.ddpjob.io/v1alpha1\nkind: DDPJob\nmetadata: {name: a, namespace: team-a}\n"
@@ -333,6 +366,7 @@ def test_namespaces_that_contradict_each_other_are_refused(folder: Path, cluster
         (["train.py", "--code", ".", "--no-code"], "exclude each other"),
         (["train.py", "--name", "Not_A_Name"], "metadata.name"),
         (["train.py", "--nodes", "0"], "--nodes"),
+        (["train.py", "--nodes", "2", "--set", "spec.nodes=3"], "two values for spec.nodes"),
         (["job.yaml"], "job.yaml"),
     ],
 )
@@ -396,6 +430,26 @@ def test_a_job_that_is_deleted_while_it_is_followed_is_said(folder: Path, cluste
     done = ddpjob("submit", "train.py", "--follow")
     assert done.code == 1
     assert done.err.endswith("train was deleted\n")
+
+
+def test_a_job_that_its_ttl_deletes_may_have_finished(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """With a TTL of 0 the job is gone before anybody has seen its end."""
+    threading.Timer(1.0, cluster.objects.clear).start()
+    done = ddpjob("submit", "train.py", "--set", "spec.ttlSecondsAfterFinished=0", "--follow")
+    assert done.code == 1
+    assert "it may have finished" in done.err
+
+
+def test_ctrl_c_ends_following_and_says_that_the_job_goes_on(folder: Path, cluster: FakeCluster) -> None:
+    argv = [sys.executable, "-m", "ddpjob_operator.cli", "submit", "train.py", "--follow"]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        cluster.wait_for("get ddpjobs.training.ddpjob.io")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "train goes on in the cluster" in err
+    assert "Traceback" not in err
+    assert cluster.find("ddpjobs", "train") is not None
 
 
 # -------------------------------------------------------------------- documents

@@ -123,6 +123,14 @@ def test_while_nothing_trains_it_says_what_is_waited_for_and_since_when(
     assert text(moment(what, seconds, initialized=initialized), 120)[0] == head
 
 
+def test_in_plain_lines_a_wait_is_told_as_well() -> None:
+    """A CI log is silent for 19 s, and its reader takes the job for one that hangs."""
+    assert table.summary(moment(status(), 11)) == "Starting, attempt 1: importing, 10s"
+    assert table.summary(moment(status(progress=progress(312, 40)), 41)) == (
+        "Running  step 312/1125  27 %  24s left  5,210 samples/s  loss 0.484  learning_rate 1.22e-06"
+    )
+
+
 def test_after_a_restart_no_figure_of_the_attempt_before_is_shown() -> None:
     """A user reads "5s left" from ranks that are dead, while the new ones import torch."""
     before = status(progress=progress(200, 19), **RESTARTED)

@@ -315,7 +315,7 @@ def refused(path: str, *settings: str, job: str | None = None) -> str:
         ("kind: Pod\n", 'bad.yaml:1: kind: must be DDPJob, is "Pod"'),
         ("- 1\n", "bad.yaml:1: a DDPJob is a mapping with apiVersion, kind, metadata and spec, not a list"),
         ("a: [1\n", "bad.yaml:2: not valid YAML: did not find expected ',' or ']'"),
-        ("a: 1\na: 2\n", "bad.yaml:2: a is given twice; remove one"),
+        ("a: 1\na: 2\n", "bad.yaml:2: a is given twice, first in line 1; remove one"),
         (b"\xff\xfe", "bad.yaml:1: byte 0 is not UTF-8, so not valid YAML"),
         ("a: &x [*x]\n", "bad.yaml:1: an alias that contains itself"),
         (HEAD + "spec:\n  # comment\n  nodes: 0\n  template: {}\n", "bad.yaml:6: spec.nodes: must be at least 1, is 0"),
@@ -349,7 +349,7 @@ def test_what_an_option_has_set_is_named_by_the_option_and_not_by_a_line(write) 
     ("setting", "part"),
     [
         ("spec.nodes", "must be PATH=VALUE"),
-        ("nodes=2", "must begin with spec or metadata"),
+        ("nodes=2", "did you mean --set spec.nodes=2?"),
         ("spec.template.spec.containers[3].image=x", "there is no item [3]"),
         ("spec.nodes.x=1", "must be a whole number"),
     ],

@@ -15,8 +15,9 @@ from ddpjob_operator.check import Finding, Job, command, notebook
 from ddpjob_operator.check.job import CLUSTER_ONLY, YAML_RULES, known, mistakes
 from ddpjob_operator.check.rule import SYNTAX
 from ddpjob_operator.job import api, launcher
-from ddpjob_operator.job.podspec import command_path, trainer_container
+from ddpjob_operator.job.podspec import command_path
 from ddpjob_operator.job.wording import count
+from ddpjob_operator.local.script import find
 from ddpjob_operator.manifest.yamlfile import Document, InputError
 
 YAML_SUFFIXES = (".yaml", ".yml", ".json")
@@ -168,11 +169,9 @@ def _text_of(path: str) -> str:
 
 
 def _script_of(path: str, job: api.DDPJob) -> list[str]:
-    """The script that the job's command names: where `ddpjob run` looks for it, or beside the YAML; none elsewhere."""
-    scripts = command.read(launcher.command_of(job.spec.template)).files
-    folder = (trainer_container(job.spec.template) or {}).get("workingDir") or "."
-    places = [p for s in scripts for p in (Path(folder) / s, Path(s), Path(path).parent / s)]
-    return next(([str(place)] for place in places if os.path.isfile(place)), [])  # Path's own raises for long names
+    """The script that the job's command names, as `ddpjob run` finds it; none elsewhere."""
+    found = find(path, job)
+    return [] if found is None else [os.path.relpath(found) if found.is_relative_to(Path.cwd()) else str(found)]
 
 
 def _not_read(document: Document, job: api.DDPJob) -> str:

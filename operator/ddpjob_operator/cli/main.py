@@ -17,6 +17,7 @@ from ddpjob_operator.cli.output import answer
 
 if TYPE_CHECKING:
     from ddpjob_operator.job import api
+    from ddpjob_operator.local.run import Options
     from ddpjob_operator.manifest.yamlfile import Document
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -29,17 +30,21 @@ def cli() -> None:
 
 
 @cli.command(
-    short_help="Run a DDPJob on this machine.",
-    epilog="Example: ddpjob run examples/digits.yaml --nodes 3 --set spec.nprocPerNode=2 --status status.json",
+    short_help="Run a script or a DDPJob on this machine.",
+    epilog="Example: ddpjob run train.py --nodes 2 --nproc-per-node 2 -- --epochs 5",
 )
-@click.argument("file", type=click.Path(dir_okay=False))
+@click.argument("file", required=False, type=click.Path(dir_okay=False, allow_dash=True))
+@click.argument("arguments", metavar="[-- ARGS...]", nargs=-1, type=click.UNPROCESSED)
+@click.option("-f", "--filename", metavar="FILE", type=click.Path(dir_okay=False, allow_dash=True), help="As FILE.")
+@click.option("-m", "--module", metavar="MODULE", help="Run a module in place of a file.")
 @click.option("--job", metavar="NAME", help="Which DDPJob, where the file has several.")
 @click.option("--nodes", metavar="N", help="Run this many nodes instead of spec.nodes; MIN:MAX: an elastic job.")
+@click.option("--nproc-per-node", "nproc", metavar="N", help="Processes on each node instead of spec.nprocPerNode.")
 @click.option(
     "--set", "settings", metavar="PATH=VALUE", multiple=True, help="Set a field: spec.nprocPerNode=2. Repeatable."
 )
 @click.option(
-    "--env", "variables", metavar="NAME=VALUE", multiple=True, help="Set a variable of the trainer. Repeatable."
+    "--env", "variables", metavar="NAME[=VALUE]", multiple=True, help="Set a variable of the trainer. Repeatable."
 )
 @click.option(
     "--status", type=click.Path(dir_okay=False, path_type=Path), help="Keep the status document (JSON) in this file."
@@ -63,12 +68,17 @@ def cli() -> None:
 @click.option("--cpu", is_flag=True, help="Train on the CPU with gloo, whatever GPUs the job asks for.")
 @click.option("--allow-unsupported", is_flag=True, help="Ignore fields that have no counterpart on one machine.")
 @click.option("--no-check", is_flag=True, help="Start also where `ddpjob check` finds an error.")
+@click.option("--yes", is_flag=True, help="Start more than 512 processes.")
 @click.option("--plain", is_flag=True, help="Plain lines also on a terminal.")
 @click.option("--dry-run", is_flag=True, help="Print the Service and the pods that a cluster would get, and stop.")
 def run(
-    file: str,
+    file: str | None,
+    arguments: tuple[str, ...],
+    filename: str | None,
+    module: str | None,
     job: str | None,
     nodes: str | None,
+    nproc: str | None,
     settings: tuple[str, ...],
     variables: tuple[str, ...],
     status: Path | None,
@@ -78,38 +88,62 @@ def run(
     cpu: bool,
     allow_unsupported: bool,
     no_check: bool,
+    yes: bool,
     plain: bool,
     dry_run: bool,
 ) -> int:
-    """Run the DDPJob in FILE on this machine: each node is a group of processes, connected by loopback.
+    """Run FILE on this machine: a DDPJob's YAML, a training script or notebook, or - for stdin.
+
+    Each node is a group of processes, connected over 127.0.0.1. ARGS are the script's own arguments.
 
     \b
     Exit codes: 0 succeeded, 1 the job failed, 2 wrong input, 130 interrupted.
     """
-    from ddpjob.agent import own_children
-    from ddpjob_operator.cli import check_files
-    from ddpjob_operator.local import faults
+    from ddpjob_operator.cli import check_files, sources
+    from ddpjob_operator.local import faults, gpus
     from ddpjob_operator.local.run import Options
-    from ddpjob_operator.local.run import run as run_locally
 
+    if filename is not None or module is not None:  # the first word is then one of ARGS
+        file, arguments = filename, (*([] if file is None else [file]), *arguments)
+    if (file is None) == (module is None):
+        raise click.UsageError("name what to run: a YAML, a script, - for stdin, or -m MODULE")
     broken = tuple(faults.parse(text) for text in failures)
     if broken:
         variables = (*variables, f"{faults.VARIABLE}={faults.variable(broken)}")
-    document, parsed = load(file, job, nodes, settings, variables)
-    faults.check(broken, parsed)
-    if dry_run:
-        for line in check_files.for_a_cluster(document, parsed):
-            click.echo(line, err=True)
-        return print_objects(parsed, cpu)
-    if not no_check:
-        lines, is_refused = check_files.before_run(document, parsed, cpu=cpu)
-        for line in lines:
-            click.echo(line, err=True)
-        if is_refused:
-            return 2
-    group = os.getpgrp()
-    own_children.stand_apart()
-    return run_locally(document, parsed, Options(status, cpu, allow_unsupported, plain, logs, broken, report, group))
+    has_gpus = bool(gpus.visible())
+    source = sources.Source(file, module, job, nodes, nproc, settings, variables, arguments, has_gpus)
+    with sources.as_file(source) as source:
+        document, parsed = sources.load(source)
+        faults.check(broken, parsed)
+        if dry_run:
+            for line in check_files.for_a_cluster(document, parsed):
+                click.echo(line, err=True)
+            return print_objects(parsed, cpu)
+        if warning := sources.warn_of_size(parsed, allowed=yes):
+            click.echo(warning, err=True)
+        options = Options(status, cpu, allow_unsupported, plain, logs, broken, report, os.getpgrp())
+        return start(document, parsed, options, checked=not no_check)
+
+
+@cli.command(epilog="Example: ddpjob init train.py > job.yaml")
+@click.argument("script", required=False, type=click.Path(dir_okay=False))
+@click.argument("arguments", metavar="[-- ARGS...]", nargs=-1, type=click.UNPROCESSED)
+@click.option("-m", "--module", metavar="MODULE", help="A module in place of a file.")
+@click.option("--nodes", metavar="N", help="This many nodes.  [2]")
+@click.option("--nproc-per-node", "nproc", metavar="N", help="This many processes on each.  [1]")
+def init(
+    script: str | None, arguments: tuple[str, ...], module: str | None, nodes: str | None, nproc: str | None
+) -> int:
+    """Print a DDPJob for a training script, with what the script shows in comments."""
+    from ddpjob_operator.cli import sources
+
+    if module is not None:
+        script, arguments = None, (*([] if script is None else [script]), *arguments)
+    if (script is None) == (module is None):
+        raise click.UsageError("name a script, or -m MODULE")
+    source = sources.Source(script, module, None, nodes, nproc, (), (), arguments)
+    sources.load(source)
+    return answer(sources.to_yaml(source))
 
 
 @cli.command(
@@ -158,26 +192,44 @@ def load(
     file: str, job: str | None, nodes: str | None, settings: tuple[str, ...], variables: tuple[str, ...]
 ) -> tuple[Document, api.DDPJob]:
     """The job of a file with the options applied. Raises InputError."""
-    from ddpjob_operator.cli.options import applied
-    from ddpjob_operator.manifest import yamlfile
+    from ddpjob_operator.cli import sources
 
-    return applied(yamlfile.read_job(file, job), nodes, settings, variables)
+    return sources.load(sources.Source(file, None, job, nodes, None, settings, variables))
+
+
+def start(document: Document, job: api.DDPJob, options: Options, *, checked: bool) -> int:
+    """Check the job's script, and run it."""
+    from ddpjob.agent import own_children
+    from ddpjob_operator.cli import check_files
+    from ddpjob_operator.local.run import run as run_locally
+
+    if checked:
+        lines, is_refused = check_files.before_run(document, job, cpu=options.cpu)
+        for line in lines:
+            click.echo(line, err=True)
+        if is_refused:
+            return 2
+    own_children.stand_apart()
+    return run_locally(document, job, options)
 
 
 def print_objects(job: api.DDPJob, cpu: bool) -> int:
-    """The objects as YAML documents on stdout."""
+    """The objects as YAML documents on stdout, each as soon as it is built."""
     import yaml
 
     from ddpjob_operator.local.run import dry_run
 
-    class Dumper(yaml.SafeDumper):
+    class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
         """Without anchors: kubectl reads them, people do not."""
 
         def ignore_aliases(self, data: Any) -> bool:
             return True
 
-    objects = dry_run(job, cpu)
-    return answer(yaml.dump_all(objects, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10_000))
+    code = 0
+    for i, body in enumerate(dry_run(job, cpu)):
+        text = yaml.dump(body, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10_000)
+        code = code or answer(f"---\n{text}" if i else text)
+    return code
 
 
 def kubectl_plugin() -> None:

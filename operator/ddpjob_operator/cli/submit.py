@@ -14,10 +14,10 @@ from ddpjob_operator.cli.cluster import Connect, cluster_options, end_of, say
 from ddpjob_operator.cli.output import answer
 
 if TYPE_CHECKING:
+    from ddpjob_operator.cli.sources import Source
     from ddpjob_operator.client.connection import Cluster, Raw
     from ddpjob_operator.client.jobs import Stored
     from ddpjob_operator.client.pack import Archive
-    from ddpjob_operator.job import api
     from ddpjob_operator.manifest.yamlfile import Document
 
 IMAGE = "ddpjob-trainer"
@@ -31,7 +31,7 @@ class Wishes:
     name: str | None
     namespace: str | None
     image: str | None
-    nodes: int | None
+    nodes: str | None
     nproc: int | None
     gpus: int | None
     settings: tuple[str, ...]
@@ -44,9 +44,9 @@ class Wishes:
     short_help="Run a script or a DDPJob in a cluster.",
     epilog="Example: ddpjob submit train.py --nodes 2 --nproc-per-node 4 --follow -- --epochs 5",
 )
-@click.argument("file", type=click.Path(dir_okay=False))
-@click.argument("words", metavar="[-- ARGS...]", nargs=-1)
-@click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="How many nodes (pods).")
+@click.argument("file", type=click.Path(dir_okay=False, allow_dash=True))
+@click.argument("words", metavar="[-- ARGS...]", nargs=-1, type=click.UNPROCESSED)
+@click.option("--nodes", metavar="N", help="How many nodes (pods); MIN:MAX for an elastic job.  [2, or the file's]")
 @click.option("--nproc-per-node", "nproc", type=click.IntRange(min=1), metavar="P", help="Processes on each node.")
 @click.option("--gpus", type=click.IntRange(min=1), metavar="G", help="GPUs of each node (nvidia.com/gpu).")
 @click.option("--image", metavar="IMAGE", help=f"The trainer's image.  [{IMAGE}, or the file's]")
@@ -85,7 +85,7 @@ def submit(
     from ddpjob_operator.client.submit import submit as create
 
     document, archive = prepare(file, words, Wishes(namespace=connect.namespace, **options))
-    if not no_check and not _passes_check(file, document, options["nodes"], options["nproc"]):
+    if not no_check and not _passes_check(document):
         return 2
     for remark in archive.remarks if archive else ():
         say(remark)
@@ -103,26 +103,28 @@ def submit(
 
 def prepare(file: str, words: tuple[str, ...], wishes: Wishes) -> tuple[Document, Archive | None]:
     """The job with all options applied, and its code. Raises InputError."""
-    from ddpjob_operator.cli.check_files import is_job
-    from ddpjob_operator.cli.options import applied
+    from ddpjob_operator.cli import sources
     from ddpjob_operator.client import pack
     from ddpjob_operator.manifest.yamlfile import InputError
 
     if wishes.code and wishes.no_code:
         raise InputError("--code and --no-code exclude each other")
-    root: Path | None
-    if is_job(file):
-        if words:
-            raise InputError(f"{file}: a YAML file has its arguments in spec.template; change its command there")
-        document, root = _of_yaml(file, wishes), wishes.code
+    nproc = wishes.nproc or wishes.gpus
+    source = sources.Source(
+        file, None, wishes.job, wishes.nodes, None if nproc is None else str(nproc),
+        wishes.settings, wishes.variables, words, bool(wishes.gpus),
+    )  # fmt: skip
+    if file == sources.STDIN:
+        with sources.as_file(source) as from_stdin:
+            document, _ = sources.load(from_stdin)
+    elif file.endswith(".py"):
+        document = _of_script(source, wishes)
     else:
-        root = wishes.code or Path(file).parent
-        document = _of_script(file, root, words, wishes)
-        root = None if wishes.no_code else root
+        document, _ = sources.load(source)
     _apply(document.data, wishes)
-    settings = wishes.settings if wishes.nproc is None else (f"spec.nprocPerNode={wishes.nproc}", *wishes.settings)
-    document, _ = applied(document, None if wishes.nodes is None else str(wishes.nodes), settings, wishes.variables)
-    return document, pack.pack(root) if root else None
+    _refuse_other_namespace(document, wishes.namespace)
+    root = wishes.code or (Path(file).parent if file.endswith(".py") and not wishes.no_code else None)
+    return _valid(document), pack.pack(root) if root else None
 
 
 def show_until_end(cluster: Cluster, made: Stored) -> int:
@@ -148,69 +150,64 @@ def show_until_end(cluster: Cluster, made: Stored) -> int:
     return end_of(source.stored)
 
 
-def _of_yaml(file: str, wishes: Wishes) -> Document:
-    from ddpjob_operator.manifest import yamlfile
-
-    document = yamlfile.read_job(file, wishes.job)
-    metadata = document.data.get("metadata")
-    own = metadata.get("namespace") if isinstance(metadata, dict) else None
-    if own and wishes.namespace and own != wishes.namespace:
-        place = document.place(("metadata", "namespace"))
-        raise yamlfile.InputError(
-            f"{place}: metadata.namespace is {own}, and --namespace {wishes.namespace}: remove one"
-        )
-    return document
-
-
-def _of_script(file: str, root: Path, words: tuple[str, ...], wishes: Wishes) -> Document:
+def _of_script(source: Source, wishes: Wishes) -> Document:
+    from ddpjob_operator.cli import sources
     from ddpjob_operator.client import script
-    from ddpjob_operator.manifest.yamlfile import Document, InputError
+    from ddpjob_operator.manifest.yamlfile import InputError
 
-    if wishes.no_code:
-        below = file
-    elif not Path(file).is_file():
-        raise InputError(f"{file}: no such file")
-    else:
+    file = source.file or ""
+    below = file
+    if not wishes.no_code:
+        root = wishes.code or Path(file).parent
         try:
             below = Path(file).resolve().relative_to(root.resolve()).as_posix()
         except ValueError:
             raise InputError(f"{file}: is not in the folder --code {root}") from None
-    return Document(file, script.document(below, words))
+    document, _ = sources.load(source)
+    script.for_cluster(document.data, file, below)
+    return document
+
+
+def _refuse_other_namespace(document: Document, wanted: str | None) -> None:
+    from ddpjob_operator.manifest.yamlfile import InputError
+
+    own = document.data["metadata"].get("namespace")
+    if own and wanted and own != wanted:
+        place = document.place(("metadata", "namespace"))
+        raise InputError(f"{place}: metadata.namespace is {own}, --namespace is {wanted}: remove one")
+
+
+def _valid(document: Document) -> Document:
+    """The document, after the last option has changed it. Raises InputError."""
+    from ddpjob_operator.job import validation
+
+    problems = validation.parse(document.data)[1]
+    if problems:
+        raise document.error(problems)
+    return document
 
 
 def _apply(job: Raw, wishes: Wishes) -> None:
-    """Options that set fields of a document, which may still be wrong in any way."""
+    """The options that set fields of a job that is valid."""
     from ddpjob_operator.job.podspec import trainer_container
 
-    if wishes.name and isinstance(job.get("metadata"), dict):
+    trainer = trainer_container(job["spec"]["template"])
+    assert trainer is not None, "the job is valid"
+    if wishes.name:
         job["metadata"]["name"] = wishes.name
-    spec = job.get("spec")
-    trainer = trainer_container(spec.get("template") or {}) if isinstance(spec, dict) else None
-    if trainer is None:
-        return
     if wishes.image:
         trainer["image"] = wishes.image
     if wishes.gpus:
-        limits = trainer.setdefault("resources", {}).setdefault("limits", {})
-        limits["nvidia.com/gpu"] = wishes.gpus
+        resources = trainer.setdefault("resources", {})
+        resources["limits"] = {**(resources.get("limits") or {}), "nvidia.com/gpu": wishes.gpus}
 
 
-def _passes_check(file: str, document: Document, nodes: int | None, nproc: int | None) -> bool:
-    """Show what `ddpjob check` finds; whether no error is among it. A script that is in the image is not read."""
+def _passes_check(document: Document) -> bool:
+    """Show what `ddpjob check` finds; whether no error is among it. A script that is not here is not read."""
     from ddpjob_operator.cli import check_files
     from ddpjob_operator.job import validation
 
-    if check_files.is_job(file):
-        job: api.DDPJob = validation.parse(document.data)[0]
-        lines, refused = check_files.before_run(document, job)
-        for line in lines:
-            say(line)
-        return not refused
-    if not Path(file).is_file():
-        return True
-    result = check_files.check_all([file], {}, nodes, nproc)
-    for finding in result.findings:
-        say(str(finding))
-    if result.errors:
-        say("not submitted: fix it, or use --no-check")
-    return not result.errors
+    lines, is_refused = check_files.before_run(document, validation.parse(document.data)[0])
+    for line in lines:
+        say(line)
+    return not is_refused

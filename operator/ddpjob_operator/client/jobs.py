@@ -74,7 +74,9 @@ def again(cluster: Cluster, before: Stored) -> Stored:
     try:
         now = of_raw(cluster.get(path_of(cluster, name)))
     except NotFoundError:
-        raise JobGoneError(f"{name} was deleted") from None
+        ttl = before.job.spec.ttl_seconds_after_finished
+        why = "" if ttl is None else f"; it may have finished, because its ttlSecondsAfterFinished is {ttl}"
+        raise JobGoneError(f"{name} was deleted{why}") from None
     if now.job.metadata.uid != before.job.metadata.uid:
         raise JobGoneError(f"{name} was deleted, and created again")
     return now

@@ -1,47 +1,32 @@
-"""A script as a DDPJob for a cluster that enforces PodSecurity "restricted"."""
+"""A job that was made for a script, as a cluster that enforces PodSecurity "restricted" takes it."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from pathlib import PurePosixPath
 from typing import Any
 
-from ddpjob_operator.job import api
+from ddpjob_operator.job.podspec import mappings, trainer_container
 
 IMAGE = "ddpjob-trainer"
+PLACEHOLDER = "my-image"  # what `ddpjob init` writes for people to replace
+_SECURITY = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+_TMP = "tmp"
 
 
-def document(
-    script: str, words: Sequence[str], *, nodes: int = 1, nproc: int | None = None, gpus: int = 0, image: str = IMAGE
-) -> dict[str, Any]:
-    """The job that starts a script by torchrun. script: its path below the folder of the code; gpus: on each node."""
-    trainer: dict[str, Any] = {
-        "name": "trainer",
-        "image": image,
-        "imagePullPolicy": "IfNotPresent",
-        "command": ["torchrun", script, *words],
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
-        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108 - where torchrun keeps its logs
-    }
-    if gpus:
-        trainer["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
-    pod = {
-        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
-        "containers": [trainer],
-        "volumes": [{"name": "tmp", "emptyDir": {}}],
-    }
-    spec: dict[str, Any] = {"nodes": nodes, "template": {"spec": pod}}
-    if nproc is not None:
-        spec["nprocPerNode"] = nproc
-    return {"apiVersion": api.API_VERSION, "kind": api.KIND, "metadata": {"name": name_of(script)}, "spec": spec}
+def for_cluster(job: dict[str, Any], script: str, below: str) -> None:
+    """Change a job in place: its script as it is named below the folder of the code, an image, no privileges.
 
-
-def name_of(script: str) -> str:
-    """train_lm.py → train-lm: a name that a job may have."""
-    name = re.sub(r"[^a-z0-9]+", "-", PurePosixPath(script).stem.lower()).strip("-")
-    return (name if name[:1].isalpha() else f"job-{name}".rstrip("-"))[: api.NAME_LENGTH_MAX].rstrip("-")
+    What is set stays.
+    """
+    pod = job["spec"]["template"]["spec"]
+    trainer = trainer_container(job["spec"]["template"])
+    assert trainer is not None, "the job was validated"
+    if trainer.get("image") == PLACEHOLDER:
+        trainer["image"] = IMAGE
+        trainer.setdefault("imagePullPolicy", "IfNotPresent")
+    trainer["command"] = [below if word == script else word for word in trainer.get("command") or ()]
+    pod.setdefault("securityContext", {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}})
+    trainer.setdefault("securityContext", _SECURITY)
+    if all(mount.get("mountPath") != "/tmp" for mount in mappings(trainer, "volumeMounts")):  # noqa: S108
+        # The root is read-only, and torchrun keeps its logs there.
+        trainer["volumeMounts"] = [*(trainer.get("volumeMounts") or ()), {"name": _TMP, "mountPath": "/tmp"}]  # noqa: S108
+        pod["volumes"] = [*(pod.get("volumes") or ()), {"name": _TMP, "emptyDir": {}}]

@@ -316,6 +316,8 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> End:
     code = pod.trainer.exit_code if own.exit_code is None else own.exit_code
     code = 0 if own.early else code
     precedence = _precedence(pod, own, code, outside=outside)
+    if precedence == Precedence.STOPPED and report.agreed:
+        precedence = Precedence.LATE  # also of a SIGKILL, which is otherwise the kubelet's
     reason = _reason(pod, own, precedence)
     failure = api.Failure(
         attempt=context.attempt,

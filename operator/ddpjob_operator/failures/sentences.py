@@ -18,6 +18,12 @@ def sentence(failure: api.Failure) -> str:
     return f"{root_cause.who(failure)} ({where}) {_what(failure)}"
 
 
+def local(failure: api.Failure) -> str:
+    """rank 37 (node 4) was killed by SIGSEGV at step 12840: where pods are processes of one machine."""
+    where = "" if failure.rank is None else f" (node {failure.node_rank})"
+    return f"{root_cause.who(failure)}{where} {_what(failure)}"
+
+
 def short(failure: api.Failure) -> str:
     """A few words, as in "attempt 3 after …": SIGSEGV on rank 37."""
     by_reason = {

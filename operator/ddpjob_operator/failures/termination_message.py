@@ -58,6 +58,8 @@ class ContainerReport(NamedTuple):
     """Whether all its ranks had ended with 0, and only the launcher was still there to be stopped."""
     permanent: bool = False
     """Whether agents have agreed that no other try helps, on any node."""
+    agreed: bool = False
+    """Whether agents have agreed on this failure before anyone was told to stop."""
 
 
 class Message(NamedTuple):
@@ -94,7 +96,8 @@ def read(text: str) -> ContainerReport:
         traceback="",
     )
     lines = "\n".join(part for part in (failure.traceback or failure.exception, log) if part.strip())
-    return ContainerReport(merged, lines, permanent=message.ended and failure.failure_class == "permanent")
+    permanent = message.ended and failure.failure_class == "permanent"
+    return ContainerReport(merged, lines, permanent=permanent, agreed=message.ended and bool(failure.failure_class))
 
 
 def raised(log: str) -> list[Failure]:

@@ -161,9 +161,16 @@ def dotted(path: Path) -> str:
     return text
 
 
+# What other jobs call the same thing: PyTorchJob, batch/v1 Job, torchrun.
+_OTHER_NAMES = {"replicas": "nodes", "numnodes": "nodes", "parallelism": "nodes", "completions": "nodes"}
+_OTHER_NAMES |= {"nnodes": "nodes", "numprocpernode": "nprocPerNode", "slots": "nprocPerNode", "gpus": "nprocPerNode"}
+
+
 def suggestion(name: str, known: typing.Iterable[str]) -> str:
     """`; did you mean nodes?` or nothing."""
     known = list(known)
+    if name.lower() in _OTHER_NAMES and _OTHER_NAMES[name.lower()] in known:
+        return f"; did you mean {_OTHER_NAMES[name.lower()]}?"
     begins = [k for k in known if len(name) > 2 and k.lower().startswith(name.lower())]
     close = begins if len(begins) == 1 else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
@@ -294,7 +301,9 @@ def _container(container: Mapping[str, Any], where: Path) -> Iterator[Problem]:
     for name in ("command", "args"):
         value = container.get(name)
         if value is not None and not isinstance(value, list):
-            yield Problem((*where, name), f"must be a list of words, is {say(value)}. Write [{value}] with commas.")
+            yield Problem(
+                (*where, name), f"must be a list of words, is {say(value)}. Write [{', '.join(str(value).split())}]."
+            )
             continue
         for i, word in enumerate(value or ()):
             if not isinstance(word, str):

@@ -135,7 +135,7 @@ class Executor:
 
     async def _delete(self, job: api.DDPJob, action: DeletePod) -> None:
         namespace = job.metadata.namespace
-        if action.grace_seconds == 0 and await self.lookup.is_on_ready_node(namespace, action.name):
+        if action.grace_seconds == 0 and await self.lookup.may_run_on_ready_node(namespace, action.name):
             raise ConflictError  # its node has come back: the object would go, and the container run beside the next
         # By uid, because meanwhile another pod may have got the name.
         options: Raw = {"preconditions": {"uid": action.uid}}

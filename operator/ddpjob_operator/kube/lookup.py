@@ -58,10 +58,11 @@ class Lookup:
         pages = self.client.pages(collection("pods", key[0]), f"{naming.LABEL_JOB}={key[1]}")
         await take(pages, pods, pods.put, namespace=key[0], key=key)
 
-    async def is_on_ready_node(self, namespace: str, name: str) -> bool:
-        """Whether the node of this pod is ready now, where nodes are watched: that watch may be late."""
+    async def may_run_on_ready_node(self, namespace: str, name: str) -> bool:
+        """Whether the node of a pod in which something may still run is ready now, where nodes are watched: that watch
+        may be late."""
         entry = self.caches.pods.entry(namespace, name)
-        node = entry.value.node if entry is not None else ""
+        node = entry.value.node if entry is not None and entry.value.live else ""
         if not node or self.caches.nodes.seen() is None:
             return False
         # A list of one, because the role allows lists.

@@ -18,6 +18,7 @@ from ddpjob_operator.job import launcher
 from ddpjob_operator.job.podspec import is_gpu, limits, trainer_container, trainer_path
 from ddpjob_operator.job.validation import Path as FieldPath
 from ddpjob_operator.job.validation import Problem
+from ddpjob_operator.local import similar
 from ddpjob_operator.pods.environment import user_environment
 
 Body = Mapping[str, Any]
@@ -50,6 +51,9 @@ _NOT_INHERITED = re.compile(
     r"|GROUP_WORLD_SIZE|ROLE_\w+|PET_\w+|TORCHELASTIC_\w+|DDPJOB_\w+|KUBEFLOW_TRAINER_\w+)$"
 )
 _REFERENCE = re.compile(r"\$\$|\$\(([-._a-zA-Z][-._a-zA-Z0-9]*)\)")
+
+
+_PROGRAMS = ("python", "python3", "torchrun", "ddprun", "accelerate", "deepspeed", "bash", "sh")
 
 
 @dataclass(frozen=True)
@@ -132,10 +136,14 @@ def start_problems(pod: Body, slot: Slot) -> Iterator[Problem]:
     program, script = planned.argv[0], launcher.script(planned.argv)
     if shutil.which(program, path=planned.env["PATH"]) is None and not _is_file(program, planned.cwd):
         hint = ": install PyTorch (pip install 'ddpjob[trainer]'), or activate the environment that has it"
-        hint = hint if program in ("torchrun", "ddprun") else ""
+        hint = hint if program in ("torchrun", "ddprun") else similar.suggestion(program, _PROGRAMS)
+        if " " in program:
+            hint = f": it is {len(program.split())} words. Write [{', '.join(program.split())}]"
         yield Problem((*at, "command"), f'"{program}" is not a program on this machine{hint}')
     elif script is not None and not made and not os.path.exists(os.path.join(planned.cwd, script)):
-        yield Problem((*at, "command"), f"there is no file {script} in {planned.cwd}")
+        yield Problem(
+            (*at, "command"), f"there is no file {script} in {planned.cwd}{similar.file(script, planned.cwd)}"
+        )
 
 
 def ignored(pod: Body) -> list[str]:
@@ -144,6 +152,14 @@ def ignored(pod: Body) -> list[str]:
     names = [name for name in _IGNORED_POD if pod["spec"].get(name)]
     devices = [n for n in limits(pod) if n not in ("cpu", "memory") and not is_gpu(n)]
     return sorted({*names, *devices, *(name for name in _IGNORED_CONTAINER if trainer.get(name))})
+
+
+def not_kept(pod: Body) -> list[str]:
+    """The mounts whose files are gone with the run; what nobody expects to find again is left out."""
+    trainer, volumes = trainer_container(pod) or {}, {v.get("name"): v for v in pod["spec"].get("volumes") or ()}
+    own = [m for m in trainer.get("volumeMounts") or () if _kind_of(volumes.get(m.get("name"), {})) == "emptyDir"]
+    paths = [str(mount.get("mountPath", "")).rstrip("/") for mount in own]
+    return [path for path in paths if path not in ("/dev/shm", "/tmp", "")]  # noqa: S108
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:

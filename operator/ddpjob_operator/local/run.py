@@ -23,9 +23,7 @@ from msgspec.structs import replace
 
 from ddpjob.agent import processes
 from ddpjob_operator.describe import ending
-from ddpjob_operator.failures import root_cause
-from ddpjob_operator.failures.redaction import mask
-from ddpjob_operator.job import api, podspec, topology, wording
+from ddpjob_operator.job import api, launcher, podspec, reasons, topology, wording
 from ddpjob_operator.job.status import TERMINAL, ranks_since
 from ddpjob_operator.job.validation import dotted
 from ddpjob_operator.local import (
@@ -39,7 +37,9 @@ from ddpjob_operator.local import (
     run_folder,
     runs,
     screen,
+    script,
     table,
+    told,
 )
 from ddpjob_operator.local.cluster import LocalCluster, LocalPod
 from ddpjob_operator.manifest.yamlfile import Document, InputError
@@ -54,6 +54,7 @@ WAIT_SECONDS_MAX = 3600.0  # the kernel's own limit is 24.8 days, which a deadli
 REPORT_SECONDS = 0.5  # on loopback a report costs nothing, and the table is to be up to date
 # Only a signal suspends a local run, and then it ends.
 SETTINGS = Settings(progress_write_seconds=REPORT_SECONDS, resume_hint="run it again to go on")
+_STOPS = (reasons.SUSPENDING.name, reasons.SUSPENDED.name)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -123,7 +124,9 @@ def assign_slots(
     if topology.backend(job.spec) == "nccl" and not visible:
         text = 'spec.backend: "nccl" needs a GPU, and this machine has none. Run with --cpu.'
         raise InputError(f"{document.place(('spec', 'backend'))}: {text}")
-    cwd, environment = Path.cwd(), dict(os.environ)
+    cwd, environment = script.folder_of(document.source, job), dict(os.environ)
+    if cwd != Path.cwd() and not (podspec.trainer_container(job.spec.template) or {}).get("workingDir"):
+        notes.append(f"working folder: {cwd}, where the script is")
     # The folder of the volumes is known once the run has its folder; until then any folder will do.
     volumes = Path(tempfile.gettempdir()) / "volumes"
     return job, [pod_process.Slot(cwd, volumes, environment, share) for share in shares], notes
@@ -154,7 +157,28 @@ def check(document: Document, job: api.DDPJob, slots: Sequence[pod_process.Slot]
         raise document.error(cannot_start)
     if ignored := [name for name in pod_process.ignored(template) if name not in ("image", "resources")]:
         notes.append(f"without effect on local processes: {', '.join(ignored)}")
-    return notes
+    if lost := pod_process.not_kept(template):
+        notes.append(f"not kept after the run: emptyDir {', '.join(lost)}; a hostPath keeps its files")
+    return [*notes, *_of_steps(document, job, options)]
+
+
+def _of_steps(document: Document, job: api.DDPJob, options: Options) -> list[str]:
+    """What cannot work because the script reports no steps: refused, or said."""
+    path = script.find(document.source, job)
+    if not script.reports_no_steps(path) or path is None:
+        return []
+    fault = next((f for f in options.faults if isinstance(f, faults.RankFault)), None)
+    if fault is not None:
+        text = (
+            f"{path.name} reports no steps, so no rank can fail at one. Call ddpjob.progress(), or use node=1,at=20s."
+        )
+        raise InputError(f"{fault.option}: {text}")
+    if job.spec.stall is None or not job.spec.stall.timeout_seconds or launcher.restarts_in_place(job.spec):
+        return []
+    return [
+        f"Nothing will notice a hang of this script: {path.name} reports no steps, so stall.timeoutSeconds has no "
+        "effect; call ddpjob.progress(), or start it with ddprun"
+    ]
 
 
 class Runner:
@@ -182,6 +206,7 @@ class Runner:
         self._receiver.start()
         reporting = build.Reporting(self._receiver.url, str(folder.path / "token"), REPORT_SECONDS)
         self.cluster = LocalCluster(folder.path, slots, reporting, self._show)
+        self.teller = told.Teller(self.job, self.screen.note, self._print)
         self.cluster.selector.register(self._wake_read, selectors.EVENT_READ, None)
 
     def __enter__(self) -> Runner:
@@ -214,6 +239,7 @@ class Runner:
             if self._is_done():
                 return self._summarize()
             self._pause()
+            self.teller.tick()
             self.screen.draw(self._moment(), list(self.cluster.pods.values()))
             self._wait(wait)
 
@@ -234,14 +260,18 @@ class Runner:
             if todo.status is not None:
                 self._record(todo.status)
             self.cluster.execute(self.job, todo.actions)
+            # The summary says how it ended.
             for event in todo.events if self.job.status.state not in TERMINAL else ():
-                self.screen.event(event)  # the summary says how it ended
+                is_stop = self._stop_reasons and event.reason in _STOPS  # said where it began
+                if not is_stop and not self.teller.event(event, self.job.status):
+                    self.screen.event(event)
             if todo.status is None and not todo.actions and not self.cluster.ended_pods():
                 return None if todo.requeue_at is None else max(0.0, (todo.requeue_at - now).total_seconds())
 
     def _wait(self, seconds: float | None) -> None:
         """Until a node prints, reports or ends, a rank reports progress, or a signal comes."""
-        limits = [s for s in (seconds, self.screen.due_in(self.job.status), self._next_fault()) if s is not None]
+        waits = (seconds, self.screen.due_in(self.job.status), self._next_fault(), self.teller.due_in())
+        limits = [s for s in waits if s is not None]
         for key, _ in self.cluster.selector.select(min([WAIT_SECONDS_MAX, *limits])):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
@@ -256,6 +286,8 @@ class Runner:
 
     def _record(self, status: api.Status) -> None:
         """Remember the status, and write it for others; a full disk costs the file, never the job."""
+        if status.attempt != self.job.status.attempt:
+            self.cluster.agent = None  # what it restarted in place is counted, and is none of the next attempt's
         self.job = replace(self.job, status=status)
         self._note_once(self.record.take(status, dt.datetime.now(dt.timezone.utc)))
         if self.options.status is None:
@@ -273,6 +305,9 @@ class Runner:
 
     def _show(self, pod: LocalPod, lines: list[str]) -> None:
         self._note_once(pod.log.error)
+        self.teller.printed(pod, lines)
+
+    def _print(self, pod: LocalPod, lines: list[str]) -> None:
         try:
             self.screen.log(pod, lines)
         except screen.OutputClosedError:
@@ -339,9 +374,11 @@ class Runner:
     def _begin_stop(self) -> None:
         """Stop as a suspended job does: SIGTERM, and the full grace period."""
         if self._stop_reasons and not self.job.spec.suspend:
-            grace = podspec.grace_seconds(self.job.spec.template)
-            why = f"stopping on {self._stop_reasons[0]}"
-            self.screen.note(f"{why}: all nodes get SIGTERM and {grace} s to stop; repeat it to kill them now")
+            grace, nodes = podspec.grace_seconds(self.job.spec.template), wording.count(self.job.spec.nodes, "node")
+            progress = self.job.status.progress
+            at = "" if progress is None else f", at step {progress.step}"
+            why = f"Stopping on {self._stop_reasons[0]}: {nodes}, up to {grace} s{at}"
+            self.screen.note(f"{why}; a second signal kills them now")
             self.job = replace(self.job, spec=replace(self.job.spec, suspend=True))
 
     def _summarize(self) -> int:
@@ -349,21 +386,20 @@ class Runner:
         took = time.monotonic() - self._started_at
         self._write_report()
         status, name = self.job.status, self.job.metadata.name
+        failed = status.state in ("Failing", "Failed")
+        self.teller.explain(status.last_failure if failed else None)
         self.screen.close()
-        for fault in self.options.faults:
-            if not faults.happened(fault, status):
-                self.screen.note(f"{fault.option}: did not happen; {fault.wants}")
+        missed = [fault for fault in self.options.faults if not faults.happened(fault, status)]
+        for fault in missed:
+            self.screen.note(f"{fault.option}: did not happen; {fault.wants}")
         if status.state == "Succeeded":
             self.screen.note(ending.succeeded(name, status, took))
-            return SUCCEEDED
+            return FAILED if missed else SUCCEEDED  # what was to be tested was not
         if status.state == "Suspended":
-            has_volumes = any("emptyDir" in volume for volume in self.job.spec.template["spec"].get("volumes") or ())
-            lost = "; its emptyDir volumes are gone, a hostPath keeps them" if has_volumes else ""
-            self.screen.note(f"■ {name} stopped after {wording.duration(took)}{lost}")
+            at = "" if status.progress is None else f" at step {status.progress.step}"
+            self.screen.note(f"■ {name} stopped after {wording.duration(took)}{at}")
             return INTERRUPTED
-        self.screen.note(ending.failed(name, status, took))
-        for line in self._log_excerpt():
-            self.screen.note(line)
+        self.screen.note(ending.failed(name, told.local_status(status), took))
         return FAILED
 
     def _write_report(self) -> None:
@@ -376,20 +412,13 @@ class Runner:
         except OSError as error:
             self._note_once(f"--report {self.options.report}: {error.strerror}; ddpjob report prints it")
 
-    def _log_excerpt(self) -> Iterator[str]:
-        failure = self.job.status.last_failure
-        if failure is not None and failure.attempt == self.job.status.attempt and failure.pod:
-            yield f"  log: {self.folder.path / failure.pod}.log"
-            pod = self.cluster.pods.get(failure.pod)
-            for line in root_cause.own_lines(pod.log.tail)[-5:] if pod and not failure.exception else ():
-                yield f"  | {mask(line)}"
 
-
-def dry_run(job: api.DDPJob, cpu: bool) -> list[build.Body]:
+def dry_run(job: api.DDPJob, cpu: bool) -> Iterator[build.Body]:
     """The Service and the pods that a cluster would get."""
     job = on_cpu(job) if cpu else job
     job = replace(job, metadata=replace(job.metadata, uid=job.metadata.uid or "00000000-0000-0000-0000-000000000000"))
-    return [build.service(job), *(build.pod(job, 1, place) for place in topology.members(job.spec))]
+    yield build.service(job)
+    yield from (build.pod(job, 1, place) for place in topology.members(job.spec))
 
 
 def _runner(job: api.DDPJob, slots: list[pod_process.Slot], folder: run_folder.RunFolder, options: Options) -> Runner:

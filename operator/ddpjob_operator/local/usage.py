@@ -1,6 +1,6 @@
 """What the processes of each node use, from /proc and nvidia-smi: at most once every few seconds, and only for a table.
 
-A look reads one small file for each process of the machine, some 15 us each.
+A look reads one small file for each process of the machine, and two more for each of the job's, some 15 us each.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ GPU_SECONDS = 5.0  # nvidia-smi takes up to a second of its own
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _QUERY = "--query-gpu=index,uuid,utilization.gpu,memory.used"
+_FORK_SERVER = b"/ddpjob/agent/forkserver.py\0"
 _OF_A_RANK = (b"RANK", b"LOCAL_RANK", b"TORCHELASTIC_RUN_ID", b"TORCHELASTIC_RESTART_COUNT")
 
 
@@ -31,6 +32,8 @@ class Process:
     parent: int
     ticks: int
     pages: int
+    began: int
+    """In ticks since the machine's start."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,13 @@ class Seen:
 class Usages:
     """Looks at the nodes now and then; `seen` is the last one, by the pid of a node's supervisor."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = SECONDS) -> None:
+        """seconds: between two looks."""
+        self._seconds = seconds
         self.seen: dict[int, Seen] = {}
-        self._at = -SECONDS
+        self._at = -seconds
         self._ticks: dict[int, int] = {}
         self._looked_at: set[int] = set()
-        self._ranks: dict[int, bytes] = {}
-        """The variables of a rank that a process was given; empty where it was given none."""
         self._gpus = Gpus()
 
     def look(self, nodes: Mapping[int, Sequence[str]]) -> None:
@@ -60,7 +63,7 @@ class Usages:
         now = time.monotonic()
         if any(nodes.values()):
             self._gpus.look(now)
-        if now - self._at < SECONDS:
+        if now - self._at < self._seconds:
             return
         found = dict(_all_processes())
         parent_of = {pid: process.parent for pid, process in found.items()}
@@ -76,37 +79,13 @@ class Usages:
             gpu = self._gpus.of(devices)
             known = supervisor in self._looked_at  # at the first look the time since the last one is not known
             usage = Usage(100 * used / _TICKS / seconds, memory, *(gpu or (None, 0))) if known else None
-            self.seen[supervisor] = Seen(usage, self._ranks_among(own, parent_of))
+            self.seen[supervisor] = Seen(usage, ranks(own, found))
         self._looked_at = set(nodes)
-        self._ranks = {pid: known for pid, known in self._ranks.items() if pid in self._ticks}
         self._at = now
 
     def close(self) -> None:
         """End a look at the GPUs that is under way."""
         self._gpus.close()
-
-    def _ranks_among(self, own: set[int], parent_of: Mapping[int, int]) -> tuple[int, ...]:
-        """The processes that were given the variables of a rank, without those that started them: a launcher in a pod
-        of one process has a rank, too, and the workers of a loader have that of their parent."""
-        given = {pid: self._variables(pid) for pid in own}
-        marked = {pid for pid in own if given[pid] and given[pid] != given.get(parent_of[pid], b"")}
-        above = set()
-        for pid in marked:
-            parent = parent_of[pid]
-            while parent in own:
-                above.add(parent)
-                parent = parent_of[parent]
-        ranks = marked - above
-        return tuple(sorted(ranks, key=lambda pid: (_rank(given[pid]), pid)))
-
-    def _variables(self, pid: int) -> bytes:
-        if pid not in self._ranks:
-            self._ranks[pid] = b""
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-                entries = dict(entry.partition(b"=")[::2] for entry in file.read(1 << 18).split(b"\0"))
-                if b"RANK" in entries:
-                    self._ranks[pid] = b"\0".join(entries.get(name, b"") for name in _OF_A_RANK)
-        return self._ranks[pid]
 
 
 @dataclass
@@ -162,6 +141,49 @@ def parse(listing: str) -> dict[str, tuple[float, int]]:
     return found
 
 
+def ranks(own: set[int], found: Mapping[int, Process]) -> tuple[int, ...]:
+    """The processes of a node that are ranks, in their order; empty where they cannot be told from the others."""
+    return _given(own, found) or _forked(own, found)
+
+
+def _given(own: set[int], found: Mapping[int, Process]) -> tuple[int, ...]:
+    """The processes that were given the variables of a rank, without those that started them: a launcher in a pod of
+    one process has a rank, too, and the workers of a loader have that of their parent."""
+    variables = {pid: _variables(pid) for pid in own}
+    marked = {pid for pid in own if variables[pid] and variables[pid] != variables.get(found[pid].parent, b"")}
+    above = set()
+    for pid in marked:
+        parent = found[pid].parent
+        while parent in own:
+            above.add(parent)
+            parent = found[parent].parent
+    return tuple(sorted(marked - above, key=lambda pid: (_rank(variables[pid]), pid)))
+
+
+def _forked(own: set[int], found: Mapping[int, Process]) -> tuple[int, ...]:
+    """The ranks that a fork server of `ddprun` has started: they have its command line and its variables, and like
+    itself they are children of the agent; the server is the first of these."""
+    forked = {pid for pid in own if _is_forked(pid)}
+    children = [pid for pid in forked if found[pid].parent not in forked]
+    return tuple(sorted(children, key=lambda pid: (found[pid].began, pid))[1:])
+
+
+def _is_forked(pid: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:  # it may have ended since
+        return _FORK_SERVER in file.read(4096)
+    return False
+
+
+def _variables(pid: int) -> bytes:
+    """Those of a rank with which a process was started; empty where it has none."""
+    # Read at each look: a process that is about to become another program still has those of its parent.
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+        entries = dict(entry.partition(b"=")[::2] for entry in file.read(1 << 18).split(b"\0"))
+        if b"RANK" in entries:
+            return b"\0".join(entries.get(name, b"") for name in _OF_A_RANK)
+    return b""
+
+
 def _rank(variables: bytes) -> int:
     text = variables.partition(b"\0")[0]
     return int(text) if text.isdigit() else 0
@@ -171,4 +193,12 @@ def _all_processes() -> Iterator[tuple[int, Process]]:
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:  # it may have ended since
             after_name = stat.read().rpartition(b")")[2].split()  # the name may hold spaces
-            yield int(name), Process(int(after_name[1]), int(after_name[11]) + int(after_name[12]), int(after_name[21]))
+            yield (
+                int(name),
+                Process(
+                    int(after_name[1]),
+                    int(after_name[11]) + int(after_name[12]),
+                    int(after_name[21]),
+                    int(after_name[19]),
+                ),
+            )

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
 from typing import Any
 
+import msgspec
+
+from ddpjob_operator.job import api
 from ddpjob_operator.job.podspec import trainer_container
 from ddpjob_operator.job.validation import Path as FieldPath
 from ddpjob_operator.manifest.yamlbounds import DEPTH_MAX
@@ -18,7 +23,10 @@ def set_field(document: Document, setting: str, option: str) -> None:
     if not has_value or not path:
         raise InputError(f"--set {setting}: must be PATH=VALUE, such as spec.nodes=4")
     if path[0] not in ("spec", "metadata"):
-        raise InputError(f"--set {setting}: the path must begin with spec or metadata")
+        known = [field.encode_name for field in msgspec.structs.fields(api.Spec)]
+        close = difflib.get_close_matches(str(path[0]), known, n=1)
+        meant = f"did you mean --set spec.{close[0]}{setting[len(str(path[0])) :]}?" if close else ""
+        raise InputError(f"--set {setting}: {meant or 'the path must begin with spec or metadata'}")
     try:
         value = read_value(text)
     except InputError as error:
@@ -28,10 +36,12 @@ def set_field(document: Document, setting: str, option: str) -> None:
 
 
 def set_variable(document: Document, variable: str) -> None:
-    """`NAME=VALUE` in the trainer's env, in place of one with that name. Raises InputError."""
+    """`NAME=VALUE`, or `NAME` with its value here, in the trainer's env, in place of one with that name. Raises
+    InputError."""
     name, has_value, value = variable.partition("=")
-    if not has_value:
-        raise InputError(f"--env {variable}: must be NAME=VALUE")
+    if not has_value and name not in os.environ:
+        raise InputError(f"--env {variable}: must be NAME=VALUE, or the name of a variable that is set here")
+    value = value if has_value else os.environ[name]
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]*", name):
         raise InputError(f"--env {variable}: a name has letters, digits, _, . and -, and does not begin with a digit")
     spec = document.data.get("spec")

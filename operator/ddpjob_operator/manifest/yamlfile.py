@@ -97,9 +97,12 @@ class Document:
         return option or f"{self.source}:{self.line(path)}"
 
 
-def read_job(path: str, job: str | None = None) -> Document:
-    """The one DDPJob of a file. Raises InputError where there is none, or several and `job` does not choose."""
-    documents = [d for d in read(path) if d.data is not None]
+def read_job(path: str, job: str | None = None, data: bytes | None = None) -> Document:
+    """The one DDPJob of a file. Raises InputError where there is none, or several and `job` does not choose.
+
+    data: what was read already; `path` is then only its name.
+    """
+    documents = [d for d in (read(path) if data is None else parse(path, data)) if d.data is not None]
     if not documents:
         raise InputError(f"{path}:1: the file has no DDPJob: it is empty")
     jobs = [d for d in documents if isinstance(d.data, Mapping) and d.data.get("kind") == api.KIND]
@@ -127,6 +130,11 @@ def read(path: str) -> Iterator[Document]:
         raise InputError(f"{path}: {error.strerror}") from None
     except ValueError:  # a NUL in its name
         raise InputError(f"{path!r}: no file has such a name") from None
+    return parse(path, data)
+
+
+def parse(path: str, data: bytes) -> Iterator[Document]:
+    """All documents of what was read from a file. Raises as `read` does."""
     if len(data) > yamlbounds.BYTES_MAX:
         line = data.count(b"\n") + 1
         raise InputError(f"{path}:{line}: more than {yamlbounds.BYTES_MAX >> 20} MiB: too large for a file of jobs")
@@ -167,6 +175,9 @@ def _documents(source: str, text: str) -> list[Document]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{source}:{mark.line + 1}" if mark else source
+        line = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
+        if line[: len(line) - len(line.lstrip())].count("\t"):
+            raise _NotYAMLError(f"{where}: not valid YAML: a tab: YAML is indented with spaces") from None
         raise _NotYAMLError(f"{where}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise _NotYAMLError(f"{source}: not valid YAML: {error}".splitlines()[0]) from None
@@ -204,12 +215,14 @@ class _Walk:
 
     def _visit_mapping(self, node: Any, path: FieldPath) -> None:
         """A key that comes twice is an error: YAML readers keep the last silently, and the API server refuses it."""
-        seen = set()
+        seen: dict[str, int] = {}
         node.value = [(self._key(key), value) for key, value in node.value]
         for key, value in node.value:
             if key.tag != f"{_TAG}merge" and key.value in seen:
-                raise self._wrong(key, f"{_short(key.value)} is given twice; remove one")
-            seen.add(key.value)
+                raise self._wrong(
+                    key, f"{_short(key.value)} is given twice, first in line {seen[key.value]}; remove one"
+                )
+            seen[key.value] = key.start_mark.line + 1
             where = (*path, key.value)
             self.lines[where] = key.start_mark.line + 1
             self.visit(value, where)

@@ -181,7 +181,9 @@ def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
         return ()  # the training has ended: a new node would find no group to join
     known = ranges.parse(status.started_nodes) | set(view.pods)
     avoid = tuple(sorted(a.node for a in status.avoided_nodes if a.until > view.now))
-    missing = (place for place in view.members if place not in known)
+    missing = [place for place in view.members if place not in known]
+    if view.is_elastic and view.members.leader in missing:
+        missing = [view.members.leader]  # first in the scheduler's queue: no group trains without it
     pods = [CreatePod(status.attempt, place, avoid, naming.replacement(status, place)) for place in missing]
     return (*(() if view.seen.service else (CreateService(),)), *pods)
 

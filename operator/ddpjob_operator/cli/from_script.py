@@ -1,0 +1,181 @@
+"""A DDPJob for a training script: what `ddpjob init` prints, and what `ddpjob run train.py` runs.
+
+It reads the script as `ddpjob check` does, without running it, and says what it found in comments. Text in, text out.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from ddpjob_operator.check.script import INIT, Script
+from ddpjob_operator.job import api
+from ddpjob_operator.manifest.yamlfile import InputError
+
+NODES = 2
+NAME_MAX = 40
+FOUND_MAX = 8
+_SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes")
+_PROCESSES = ("torch.multiprocessing.Process", "multiprocessing.Process")
+_SIMPLE = re.compile(r"[A-Za-z0-9_./=-]*[A-Za-z_./=-][A-Za-z0-9_./=-]*")
+_WORDS = {"true", "false", "null", "yes", "no", "on", "off", "-"}
+_DATA = re.compile(r"(?:^|_)(?:data|dataset|root|folder|dir|path)(?:$|_)")
+
+
+@dataclass(frozen=True)
+class Start:
+    """What to start, as the command line names it."""
+
+    script: str
+    """The file as it is named in the command, or a module."""
+    module: bool = False
+    nodes: str | None = None
+    nproc: str | None = None
+    arguments: Sequence[str] = ()
+    gpus: bool = False
+    """Whether there are GPUs to ask for."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the script says of how it wants to be started."""
+
+    spawns: bool = False
+    """It starts the processes of its node by itself."""
+    nccl: int = 0
+    """The line in which it asks for nccl alone."""
+    cuda: bool = False
+    notes: tuple[str, ...] = ()
+    """Sentences for comments."""
+
+
+def job_yaml(start: Start, text: str | None) -> str:
+    """The YAML. text: of the script; None where it is a module, which is not read. Raises InputError."""
+    found = Found() if text is None else read(start.script, text)
+    nodes = start.nodes or ("1" if found.spawns else str(NODES))
+    nproc = start.nproc or "1"
+    launcher = ["python"] if found.spawns else ["torchrun"]
+    words = [*launcher, *(["-m"] if start.module else []), start.script, *start.arguments]
+    gpus = (
+        f"\n        resources: {{limits: {{nvidia.com/gpu: {nproc}}}}}"
+        if found.nccl or (found.cuda and start.gpus)
+        else ""
+    )
+    hint = (
+        "" if gpus or not found.cuda else (f"\n        # With GPUs: resources: {{limits: {{nvidia.com/gpu: {nproc}}}}}")
+    )
+    file = f"{name_of(start.script)}.yaml"
+    notes = "".join(f"# {note}\n" for note in found.notes[:FOUND_MAX])
+    return f"""# From {start.script}. Here: ddpjob run {file}; in a cluster: kubectl apply -f {file}
+{notes}apiVersion: {api.API_VERSION}
+kind: {api.KIND}
+metadata:
+  name: {name_of(start.script)}
+spec:
+  nodes: {_scalar(nodes)}            # pods; on this machine, groups of processes
+  nprocPerNode: {_scalar(nproc)}     # processes on each
+  template:
+    spec:
+      containers:
+      - name: trainer
+        image: my-image   # yours, with PyTorch and the script; not used by `ddpjob run`
+        command: [{", ".join(_scalar(word, text=True) for word in words)}]{gpus}{hint}
+"""
+
+
+def read(name: str, text: str) -> Found:
+    """What a script shows without being run. Raises InputError for one that is not valid Python."""
+    try:
+        script = Script(text)
+    except SyntaxError as error:
+        raise InputError(f"{name}:{error.lineno or 1}: not valid Python: {error.msg}") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise InputError(f"{name}:1: not valid Python: {error}") from None
+    spawned = script.calls_to(*_SPAWNS) or script.calls_to(*_PROCESSES)
+    nccl = next((call.lineno for call in script.calls_to(INIT) if _is_nccl(call)), 0)
+    cuda = bool(nccl) or any(isinstance(n, ast.Attribute) and n.attr == "cuda" for n in ast.walk(script.tree))
+    notes = (*_of_launch(script, spawned), *_of_gpus(nccl), *_of_arguments(script.tree), *_of_files(script))
+    return Found(bool(spawned), nccl, cuda, notes)
+
+
+def name_of(script: str) -> str:
+    """train for src/train.py: as a name of Kubernetes."""
+    stem = script.removesuffix(".py") if "/" in script or script.endswith(".py") else script.rpartition(".")[2]
+    name = re.sub(r"[^a-z0-9]+", "-", PurePath(stem).name.lower()).strip("-")[:NAME_MAX].strip("-")
+    return name if name[:1].isalpha() else f"job-{name}".strip("-")
+
+
+def _of_launch(script: Script, spawned: list[ast.Call]) -> Iterator[str]:
+    if spawned:
+        yield (
+            f"Line {spawned[0].lineno} starts the processes of its node by itself, so no launcher starts it; "
+            "on several nodes it must read NODE_RANK and NNODES."
+        )
+    elif script.uses_a_framework:
+        yield "A framework forms the group: torchrun starts its processes."
+    elif script.inits:
+        yield f"Line {script.inits[0].lineno} forms the group: torchrun starts its processes."
+    else:
+        yield "No init_process_group() was found: without one each process trains alone."
+
+
+def _of_gpus(nccl: int) -> Iterator[str]:
+    if nccl:
+        yield f"Line {nccl} uses nccl, which needs a GPU for each process."
+
+
+def _of_arguments(tree: ast.AST) -> Iterator[str]:
+    """The options that argparse reads."""
+    required: list[str] = []
+    optional: list[str] = []
+    for call in ast.walk(tree):
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+            continue
+        names = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+        if call.func.attr != "add_argument" or not names:
+            continue
+        given = {k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
+        name = max(names, key=len)
+        is_required = given.get("required") is True or not name.startswith("-")
+        default = f" ({given['default']!r})" if given.get("default") is not None else ""
+        (required if is_required else optional).append(name if is_required else f"{name}{default}")
+    if required:
+        yield f"Arguments that it needs: {', '.join(required)}"
+    if optional:
+        yield f"Arguments that it takes: {', '.join(optional[:12])}{', …' if len(optional) > 12 else ''}"
+
+
+def _of_files(script: Script) -> Iterator[str]:
+    """Folders that it reads, and whether it saves: a pod has neither without a volume."""
+    paths = dict.fromkeys(path for call in ast.walk(script.tree) if isinstance(call, ast.Call) for path in _paths(call))
+    if paths:
+        yield f"It names {', '.join(list(paths)[:4])}: in a cluster these are in the image, or on a volume of the pods."
+    if saves := script.calls_to("torch.save", "ddpjob.Snapshot"):
+        yield f"Line {saves[0].lineno} saves files, which a pod loses at its end: mount a volume that outlives it."
+
+
+def _paths(call: ast.Call) -> Iterator[str]:
+    """The folders and files that keywords such as root= and data_dir= name, and argparse's defaults for --data."""
+    texts = {k.arg or "": k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
+    for name, value in texts.items():
+        if name == "default" and call.args and isinstance(call.args[0], ast.Constant):
+            name = str(call.args[0].value).lstrip("-").replace("-", "_")
+        if isinstance(value, str) and "/" in value and _DATA.search(name):
+            yield value
+
+
+def _is_nccl(call: ast.Call) -> bool:
+    given = [*call.args[:1], *(k.value for k in call.keywords if k.arg == "backend")]
+    return any(isinstance(node, ast.Constant) and node.value == "nccl" for node in given)
+
+
+def _scalar(word: str, *, text: bool = False) -> str:
+    """As YAML in a list. text: a number is one of the command's words."""
+    if not text:
+        return word
+    plain = _SIMPLE.fullmatch(word) and word.lower() not in _WORDS and not re.match(r"[-+.\d]", word)
+    return word if plain else json.dumps(word, ensure_ascii=False)

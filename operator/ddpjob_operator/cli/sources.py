@@ -1,0 +1,170 @@
+"""From what the command line names (a YAML, a script, a module, a notebook, stdin) to one DDPJob with its options."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ddpjob_operator.check import command
+from ddpjob_operator.cli.from_script import Start, job_yaml
+from ddpjob_operator.cli.options import applied
+from ddpjob_operator.job import api, launcher, topology, validation
+from ddpjob_operator.job.podspec import command_path, trainer_container
+from ddpjob_operator.local import similar
+from ddpjob_operator.manifest import override, yamlfile
+from ddpjob_operator.manifest.yamlfile import Document, InputError
+
+PROCESSES_MAX = 512
+STDIN = "-"
+_YAML_SIGNS = ("apiVersion:", "kind:", "{", "---")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What to run, and what the options change."""
+
+    file: str | None
+    module: str | None = None
+    job: str | None = None
+    nodes: str | None = None
+    nproc: str | None = None
+    settings: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    gpus: bool = False
+    """Whether a script that uses GPUs is to get one for each process."""
+
+
+def load(source: Source) -> tuple[Document, api.DDPJob]:
+    """The job. Raises InputError."""
+    _refuse_two_values(source)
+    document, is_made = _document(source)
+    if source.nproc is not None and not is_made:
+        override.set_field(document, f"spec.nprocPerNode={source.nproc}", "--nproc-per-node")
+    document, parsed = applied(document, source.nodes, source.settings, source.variables)
+    if source.arguments and not is_made:
+        _replace_arguments(document, parsed, source.arguments)
+        parsed, _ = validation.parse(document.data)
+    return document, parsed
+
+
+def to_yaml(source: Source) -> str:
+    """The YAML for a script or a module: what `ddpjob init` prints. Raises InputError."""
+    nodes = None if ":" in (source.nodes or "") else source.nodes  # of an elastic job: the option says it
+    start = Start(source.file or "", nodes=nodes, nproc=source.nproc, arguments=source.arguments)
+    start = replace(start, gpus=source.gpus)
+    if source.module is not None:
+        return job_yaml(replace(start, script=source.module, module=True), None)
+    return job_yaml(start, _text(source.file or ""))
+
+
+@contextmanager
+def as_file(source: Source) -> Iterator[Source]:
+    """The source with a script from stdin, or the cells of a notebook, in a file that is there for so long."""
+    code, name = "", "stdin.py"
+    if source.file == STDIN:
+        text = sys.stdin.read()
+        if _is_yaml(text):
+            yield replace(source, file=text if text.endswith("\n") else text + "\n")
+            return
+        code = text
+    elif (source.file or "").endswith(".ipynb"):
+        code, name = _cells(source.file or ""), f"{Path(source.file or '').stem}.py"
+    if not code:
+        yield source
+        return
+    folder = tempfile.mkdtemp(prefix="ddpjob-")
+    try:
+        path = Path(folder) / name
+        path.write_text(code, encoding="utf-8")
+        # Its imports are those beside the notebook, or of the folder in which it was typed.
+        beside = os.path.dirname(os.path.abspath(source.file)) if source.file not in (None, STDIN) else os.getcwd()
+        known = os.environ.get("PYTHONPATH")
+        variable = f"PYTHONPATH={beside}{os.pathsep + known if known else ''}"
+        yield replace(source, file=str(path), variables=(variable, *source.variables))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def warn_of_size(job: api.DDPJob, *, allowed: bool) -> str:
+    """A sentence for more processes than the cores can run well; "" for none. Raises InputError for far too many."""
+    count, cores = topology.world_size(job.spec), len(os.sched_getaffinity(0))
+    size = f"{job.spec.nodes} nodes × {topology.nproc_per_node(job.spec)} are {count:,} processes"
+    if count > PROCESSES_MAX and not allowed:
+        raise InputError(f"{size} on this machine, more than {PROCESSES_MAX}. Lower --nodes, or run with --yes.")
+    return f"{size} on {cores} cores: they take turns" if count > 4 * cores else ""
+
+
+def _document(source: Source) -> tuple[Document, bool]:
+    """The document, and whether it was made for a script, with the numbers of the command line in it."""
+    file = source.file or ""
+    if source.module is not None:
+        return _made(f"-m {source.module}", source), True
+    if "\n" in file:  # YAML from stdin
+        return yamlfile.read_job("stdin", source.job, file.encode()), False
+    if file.endswith(".py"):
+        return _made(file, source), True
+    return yamlfile.read_job(file, source.job), False
+
+
+def _made(name: str, source: Source) -> Document:
+    return yamlfile.read_job(name, None, to_yaml(source).encode())
+
+
+def _refuse_two_values(source: Source) -> None:
+    for option, value, field in (
+        ("--nodes", source.nodes, "spec.nodes"),
+        ("--nproc-per-node", source.nproc, "spec.nprocPerNode"),
+    ):
+        other = next((s for s in source.settings if s.partition("=")[0].strip() == field), None)
+        if value is not None and other is not None:
+            raise InputError(f"{option} {value} and --set {other}: two values for {field}. Give one of them.")
+
+
+def _replace_arguments(document: Document, job: api.DDPJob, arguments: tuple[str, ...]) -> None:
+    """`ddpjob run job.yaml -- ARGS`: in place of those that the command gives to its script."""
+    words = launcher.command_of(job.spec.template)
+    given = command.read(words).words
+    trainer: dict[str, Any] = trainer_container(document.data["spec"]["template"]) or {}
+    head = words[: len(words) - len(given)]
+    if not command.read(words).files or tuple(words[len(head) :]) != given:
+        place = document.place(command_path(job.spec.template))
+        raise InputError(
+            f"{place}: the command names no script that is plain to see, so -- ARGS cannot be its arguments"
+        )
+    trainer["command"] = [*head, *arguments]
+    trainer.pop("args", None)
+
+
+def _is_yaml(text: str) -> bool:
+    """A script has none of these at the beginning of a line."""
+    return any(line.startswith(_YAML_SIGNS) for line in text.splitlines()) or not text.strip()
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InputError(f"{path}:1: not valid Python: it is not UTF-8") from None
+    except (OSError, ValueError) as error:
+        meant = similar.file(path) if isinstance(error, FileNotFoundError) else ""
+        raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}{meant}") from None
+
+
+def _cells(path: str) -> str:
+    """The code of a notebook's cells; what IPython alone understands becomes a comment."""
+    try:
+        cells = json.loads(_text(path))["cells"]
+        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"{path}:1: not a notebook: it has no cells") from None
+    lines = (line for cell in code if not cell.startswith("%%") for line in [*cell.splitlines(), ""])
+    return "".join(f"# {line}\n" if line.lstrip()[:1] in ("%", "!", "?") else f"{line}\n" for line in lines)

@@ -1,0 +1,119 @@
+"""How a local run tells of failures: who, what, where and what happens next in one line; the culprit's traceback once;
+what is folded in one more line, with the log that has it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from ddpjob_operator.failures import sentences
+from ddpjob_operator.job import api, launcher, reasons, wording
+from ddpjob_operator.local.cluster import LocalPod
+from ddpjob_operator.local.fold import Fold, Trace
+from ddpjob_operator.plan.actions import Event
+from ddpjob_operator.plan.finish import shortened
+
+# A failure is told once, with what follows from it; where the other nodes take longer to stop, that is told before.
+PATIENCE_SECONDS = 3.0
+_BREAKS = {r.name for r in (reasons.RANK_FAILED, reasons.NODE_LOST, reasons.DISRUPTED, reasons.STALLED)}
+_GOES_ON = {r.name for r in (reasons.RESTARTING, reasons.REPLACING, reasons.RESTARTED_IN_PLACE)}
+
+
+class Teller:
+    """Decides what is shown of the nodes' lines and of events. note: shows a sentence; log: lines of a node."""
+
+    def __init__(
+        self, job: api.DDPJob, note: Callable[[str], None], log: Callable[[LocalPod, list[str]], None]
+    ) -> None:
+        found = launcher.in_template(job.spec.template)
+        self._launcher = "torch" if found is None else found.name.rpartition(".")[2]
+        self._note, self._log = note, log
+        self._folds: dict[str, tuple[LocalPod, Fold]] = {}
+        self._pending: tuple[float, str] | None = None
+
+    def printed(self, pod: LocalPod, lines: list[str]) -> None:
+        """Show the lines that a node printed, without what is folded."""
+        _, fold = self._folds.setdefault(pod.name, (pod, Fold()))
+        if shown := fold.take(lines, time.monotonic()):
+            self._log(pod, shown)
+
+    def event(self, event: Event, status: api.Status) -> bool:
+        """Tell an event that is a failure; False for any other event."""
+        failure = status.last_failure
+        if failure is None or event.reason not in _BREAKS | _GOES_ON:
+            return False
+        text = f"✖ {local(event.message, failure)}"
+        if event.reason in _BREAKS:
+            self._pending = (time.monotonic() + PATIENCE_SECONDS, text)
+            return True
+        self.explain(failure)
+        self._note(text)
+        return True
+
+    def due_in(self) -> float | None:
+        """Seconds until `tick` has something to show."""
+        now = time.monotonic()
+        waits = [wait for _, fold in self._folds.values() if (wait := fold.due_in(now)) is not None]
+        return min([*waits, *([max(0.0, self._pending[0] - now)] if self._pending else [])], default=None)
+
+    def tick(self) -> None:
+        """Show what was held back long enough."""
+        now = time.monotonic()
+        if self._pending is not None and now >= self._pending[0]:
+            self._note(self._pending[1])
+            self._pending = None
+        for pod, fold in self._folds.values():
+            if late := fold.overdue(now):
+                self._log(pod, late)
+
+    def explain(self, failure: api.Failure | None) -> None:
+        """The culprit's traceback, and how many lines were folded. None: nothing failed."""
+        self._pending = None
+        held = {name: fold.forget() for name, (_, fold) in self._folds.items()}
+        culprit = None if failure is None else _of_culprit(failure, held)
+        for name, traces in held.items():
+            pod, fold = self._folds[name]
+            for trace in traces:
+                if trace is culprit:
+                    self._log(pod, trace.lines)
+                else:
+                    fold.hidden += len(trace.lines)
+        self._tell_folded("" if failure is None else failure.pod)
+
+    def _tell_folded(self, culprit: str) -> None:
+        counts = {name: fold.hidden for name, (_, fold) in self._folds.items() if fold.hidden}
+        for _, fold in self._folds.values():
+            fold.hidden = 0
+        if not counts:
+            if culprit in self._folds:
+                self._note(f"  log: {self._folds[culprit][0].log.path}")
+            return
+        name = culprit if culprit in counts else max(counts, key=lambda name: counts[name])
+        others = sum(counts.values()) - counts[name]
+        more = f", {wording.count(others, 'line')} of other nodes beside it" if others else ""
+        own = wording.count(counts[name], "line")
+        self._note(f"  … {own} of {self._launcher} in {self._folds[name][0].log.path}{more}")
+
+
+def local(text: str, failure: api.Failure) -> str:
+    """A message as a local run shows it: there is no pod, and one machine."""
+    whole, short = sentences.sentence(failure), sentences.local(failure)
+    return text.replace(whole, short).replace(shortened(whole), shortened(short))
+
+
+def local_status(status: api.Status) -> api.Status:
+    """The status with its message so."""
+    return (
+        status if status.last_failure is None else replace(status, message=local(status.message, status.last_failure))
+    )
+
+
+def _of_culprit(failure: api.Failure, held: dict[str, list[Trace]]) -> Trace | None:
+    """The traceback of the exception that is the cause: of its own pod, else of one that raised the same."""
+    if not failure.exception:
+        return None
+    known = [*held.get(failure.pod, ()), *(trace for traces in held.values() for trace in traces)]
+    return next((t for t in known if t.exception and t.exception[:80] == failure.exception[:80]), None)

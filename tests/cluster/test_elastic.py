@@ -1,0 +1,146 @@
+"""An elastic job on real pods: one node comes late, its pod is deleted, its node is cut off, and the result is as if
+nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clusters import kubectl
+from pods import Space, charged, job, trainer
+
+pytestmark = pytest.mark.timeout(900)
+STARTS_WITHIN = 150  # torch takes its time to import, and torchrun waits 30 s for more nodes
+
+# A linear model that learns in small batches, slowly enough for all that happens to it.
+SCRIPT = """
+import json, os, sys, time, torch, ddpjob
+folder, seconds, total = sys.argv[1], float(sys.argv[2]), 600
+with ddpjob.init("gloo") as world:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(256, 8, generator=generator)
+    y = x @ torch.randn(8, 1, generator=generator)
+    torch.manual_seed(2)
+    net = torch.nn.Linear(8, 1)
+    model = world.wrap(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002)  # far from its end after all steps, so that each counts
+    sampler = ddpjob.GlobalBatchSampler(len(x), global_batch=16, seed=3)
+    snapshot = ddpjob.Snapshot(folder, world)
+    step = snapshot.load(model=model, optimizer=optimizer, sampler=sampler)
+    print("begins after step", step, "with", world.world_size, flush=True)
+    loss_of = lambda i: torch.nn.functional.mse_loss(model(x[i]), y[i], reduction="sum")
+    while step < total:
+        for batch in sampler.epoch(sampler.current_epoch):
+            optimizer.zero_grad()
+            ddpjob.accumulate(model, batch, sampler.global_batch, loss_of)
+            optimizer.step()
+            step += 1
+            ddpjob.progress(step=step, total=total)
+            stop = ddpjob.should_stop(step)
+            if stop or step % 10 == 0:
+                snapshot.save(step, model=model, optimizer=optimizer, sampler=sampler)
+            if stop:
+                raise ddpjob.Stopped(step)
+            time.sleep(seconds)
+            if step == total:
+                break
+    snapshot.close()
+    if world.is_main:
+        print("RESULT", json.dumps([p.flatten().tolist() for p in net.parameters()]), flush=True)
+"""
+
+
+@pytest.fixture
+def schedulable(nodes: list[str]) -> Iterator[list[str]]:
+    """The nodes, which all take pods again in the end."""
+    yield nodes
+    for node in nodes:
+        kubectl("uncordon", node, check=False)
+
+
+def alone(folder: Path) -> list[float]:
+    """What one process learns that nothing happens to."""
+    (folder / "alone.py").write_text(SCRIPT)
+    words = [sys.executable, "alone.py", str(folder / "snapshots"), "0"]
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("DDPJOB", "KUBE"))}
+    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
+    return result(done.stdout + done.stderr)
+
+
+def result(log: str) -> list[float]:
+    lines = [line.partition("RESULT ")[2] for line in log.splitlines() if "RESULT " in line]
+    assert lines, log
+    return [value for part in json.loads(lines[-1]) for value in part]
+
+
+def elastic(name: str, folder: str) -> dict[str, Any]:
+    made = job(name, minNodes=1, onePodPerNode=True)
+    trainer(made)["command"] = ["torchrun", "--no-python", "python", "-u", "-c", SCRIPT, folder, "0.1"]
+    trainer(made)["resources"] = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}}
+    trainer(made)["volumeMounts"] = [{"name": "snapshots", "mountPath": folder}]
+    trainer(made)["securityContext"] = {"runAsUser": 0}
+    pod = made["spec"]["template"]["spec"]
+    pod["securityContext"] = {}
+    pod["volumes"] = [{"name": "snapshots", "hostPath": {"path": folder, "type": "DirectoryOrCreate"}}]
+    return made
+
+
+def test_it_trains_on_with_those_that_are_there_and_ends_as_if_nothing_had_happened(
+    space: Space, schedulable: list[str], tmp_path: Path, break_node: Callable[[str, str], None]
+) -> None:
+    kubectl("label", "namespace", space.name, "--overwrite", "pod-security.kubernetes.io/enforce=privileged")
+    name, late = "elastic", schedulable[1]
+
+    # One node is there, and is enough. The other one comes, and joins without a new attempt.
+    kubectl("cordon", late)
+    space.apply(elastic(name, f"/var/tmp/ddpjob-{space.name}"))
+    status = trains(space, name, "1/2")
+    assert (status["attempt"], status["reason"]) == (1, "EnoughNodesRun")
+    assert "Unschedulable: 1 of 2 pods" in status["message"]
+    kubectl("uncordon", late)
+    assert trains(space, name, "2/2")["attempt"] == 1
+
+    # A pod is deleted: all restart, and none is charged.
+    space.kubectl("delete", "pod", f"{name}-1-1", "--wait=false")
+    assert trains(space, name, "2/2", attempt=2)["attempt"] == 2
+
+    # A node is cut off: the job goes on without it, and takes it in again.
+    cut = space.node_of(f"{name}-2-1")
+    break_node("cut", cut)
+    status = trains(space, name, "1/2", attempt=3)
+    assert charged(status)[0] == 0
+    break_node("join", cut)
+    status = trains(space, name, "2/2", attempt=3, or_ended=True)
+    assert status["attempt"] == 3
+
+    status = space.ends(name, 240)
+    assert status["state"] == "Succeeded", status
+    log = space.kubectl("logs", f"{name}-3-0")
+    assert result(log) == pytest.approx(alone(tmp_path), abs=1e-5)
+
+
+def trains(space: Space, name: str, nodes: str, attempt: int = 1, *, or_ended: bool = False) -> dict[str, Any]:
+    """The status when so many train, and have made a step since."""
+
+    def so_many(status: dict[str, Any]) -> bool:
+        if or_ended and status.get("state") == "Succeeded":
+            return True
+        shown = (status.get("display") or {}).get("nodes")
+        return bool(status.get("state") == "Running" and shown == nodes and status["attempt"] == attempt)
+
+    before = space.waits(name, so_many, f"{nodes} nodes of {name} run", STARTS_WITHIN)
+    step = (
+        (before.get("progress") or {}).get("step", 0) if (before.get("progress") or {}).get("attempt") == attempt else 0
+    )
+    return space.waits(
+        name,
+        lambda s: s.get("state") == "Succeeded" or s.get("progress", {}).get("step", 0) != step,
+        f"{name} makes steps",
+        STARTS_WITHIN,
+    )

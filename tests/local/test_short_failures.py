@@ -1,0 +1,34 @@
+"""A failure fits on the screen: what is wrong in the script, and not what torchrun says of it."""
+
+from __future__ import annotations
+
+import re
+
+from shell import Cli
+
+TRAINS = """
+import os, signal
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+for step in range(10):
+    if step == 5 and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model(torch.ones(2, 4)).sum().backward()
+"""
+LINES_MAX = 15
+
+
+def test_a_killed_rank_under_torchrun_costs_at_most_15_lines_beside_the_scripts_own(cli: Cli) -> None:
+    """One kill printed 75 lines of torchrun, which is three screens of 80x24."""
+    job = cli.file(TRAINS, container={"command": ["torchrun", "train.py"]}, backoffLimit=0)
+    done = cli.run("run", job)
+    lines = (done.stdout + done.stderr).splitlines()
+    assert done.returncode == 1
+    assert len(lines) <= LINES_MAX, "\n".join(lines)
+    assert re.search(r"✖ job Failed after \S+: rank 1 \(node 1\) was killed by SIGKILL", lines[-1])
+    log = re.search(r"… \d+ lines of torchrun in (\S+)/job-1-1.log", done.stderr)
+    assert log is not None, "what is folded is not lost"

@@ -1,0 +1,99 @@
+"""What the nodes of a local run use, and which of their processes are ranks: read from real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from shell import eventually
+
+from ddpjob_operator.local.usage import Seen, Usages, parse
+
+SLEEP = "import time; time.sleep(1000)"
+Node = Callable[..., int]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    """Starts a stand-in for a node's supervisor that runs a script; gives its pid."""
+    started = []
+
+    def start(script: str, **variables: str) -> int:
+        child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {textwrap.dedent(script)!r}])"
+        process = subprocess.Popen([sys.executable, "-c", child], env=os.environ | variables, start_new_session=True)
+        started.append(process)
+        return process.pid
+
+    yield start
+    for process in started:
+        os.killpg(process.pid, 9)
+        process.wait()
+
+
+def seen(usages: Usages, pid: int, shown: Callable[[Seen], object]) -> Seen:
+    def look() -> Seen | None:
+        usages.look({pid: ()})
+        found = usages.seen.get(pid)
+        return found if found is not None and shown(found) else None
+
+    found: Seen = eventually(look)
+    return found
+
+
+def test_the_cpu_and_the_memory_are_those_of_all_processes_of_the_node(node: Node) -> None:
+    """A user sees a launcher that sleeps, and not the training below it."""
+    busy = node("held = bytearray(300_000_000)\nwhile True: pass")
+    idle = node(SLEEP)
+    usages = Usages(seconds=0.3)
+    found = seen(usages, busy, lambda s: s.usage is not None and s.usage.memory_bytes > 300_000_000)
+    assert found.usage is not None
+    time_used = seen(usages, busy, lambda s: s.usage is not None and s.usage.cpu_percent > 20)
+    assert time_used.usage is not None
+    assert time_used.usage.cpu_percent < 250
+    quiet = seen(usages, idle, lambda s: s.usage is not None)
+    assert quiet.usage is not None
+    assert quiet.usage.memory_bytes < 200_000_000
+    assert quiet.usage.gpu_percent is None
+
+
+def test_the_pids_are_those_of_the_ranks_and_not_of_their_launcher_or_workers(node: Node, tmp_path: Path) -> None:
+    """A user runs py-spy on the pid in the table, and reads the stack of torchrun."""
+    launcher = f"""
+        import os, subprocess, sys, time
+        worker = "import time; time.sleep(1000)"
+        rank = "import os, subprocess, sys; out = os.environ['OUT'] + '/' + os.environ['RANK'];"
+        rank += f"open(out, 'w').write(str(os.getpid())); subprocess.run([sys.executable, '-c', {{worker!r}}])"
+        for r in (1, 0):
+            env = {{"RANK": str(r), "LOCAL_RANK": str(r), "OUT": {str(tmp_path)!r}}}
+            env = os.environ | env
+            subprocess.Popen([sys.executable, "-c", rank], env=env)
+        time.sleep(1000)
+    """
+    pid = node(launcher)
+    found = seen(Usages(seconds=0.1), pid, lambda s: len(s.pids) == 2)
+    ranks = [eventually(lambda r=r: (tmp_path / str(r)).exists() and (tmp_path / str(r)).read_text()) for r in (0, 1)]
+    assert found.pids == tuple(map(int, ranks))
+
+
+def test_a_look_costs_little_and_is_not_repeated_at_once(node: Node) -> None:
+    """A table that is drawn twice a second takes the CPU from the training."""
+    usages, pid = Usages(seconds=1000), node(SLEEP)
+    usages.look({pid: ()})
+    first = usages.seen[pid]
+    began = time.perf_counter()
+    for _ in range(1000):
+        usages.look({pid: ()})
+    assert time.perf_counter() - began < 1
+    assert usages.seen[pid] is first
+
+
+def test_what_nvidia_smi_says_is_read_by_index_and_by_uuid_and_a_gpu_that_says_nothing_is_left_out() -> None:
+    """A MIG slice, or a driver in trouble, ends the run with a traceback."""
+    listing = "0, GPU-aa, 87, 12000\n1, GPU-bb, [N/A], [N/A]\nan error\n\n"
+    assert parse(listing) == {"0": (87.0, 12000 << 20), "GPU-aa": (87.0, 12000 << 20)}

@@ -1,0 +1,104 @@
+"""What of a node's output a local run shows, and what it only counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddpjob_operator.local.fold import HELD_SECONDS, UNSURE_SECONDS, Fold
+
+DATA = Path(__file__).parent / "data/logs"
+T0 = 7.25
+MISTAKE = [
+    "Traceback (most recent call last):",
+    '  File "/app/train.py", line 41, in <module>',
+    "    main()",
+    "ValueError: no such shard: 7",
+]
+LAUNCHER = [
+    "E1122 16:19:47.568000 27043 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)",
+    "Traceback (most recent call last):",
+    '  File "/app/bin/torchrun", line 8, in <module>',
+    "    sys.exit(main())",
+    '  File "/lib/python3.11/site-packages/torch/distributed/run.py", line 1028, in main',
+    "    run(args)",
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
+    "============================================================",
+    "train.py FAILED",
+    "------------------------------------------------------------",
+    "Root Cause (first observed failure):",
+    "============================================================",
+]
+FRAMES = [
+    "[W1122 16:20:01.1 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed on SocketImpl(fd=3): Connection reset",
+    "Exception raised from recvBytes at /pytorch/torch/csrc/distributed/c10d/Utils.hpp:679 (most recent call first):",
+    "frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x98 (0x7f in /lib/libc10.so)",
+    "",
+]
+
+
+def of_rank(rank: int, lines: list[str]) -> list[str]:
+    return [f"[rank{rank}]: {line}" for line in lines]
+
+
+def test_the_scripts_lines_are_shown_as_they_are() -> None:
+    lines = ["epoch 1 loss 0.3", "", "  indented", "[rank0]: said with a prefix", "UserWarning: x"]
+    assert Fold().take(lines, T0) == lines
+
+
+def test_torchruns_report_is_counted_and_what_a_shell_prints_after_it_is_shown() -> None:
+    """It buried the one line that says what is wrong."""
+    fold = Fold()
+    assert fold.take(["before", *LAUNCHER, "after"], T0) == ["before", "after"]
+    assert (fold.hidden, fold.held) == (len(LAUNCHER), [])
+
+
+def test_a_torchrun_that_is_stopped_says_nothing() -> None:
+    """Ctrl-C printed 40 to 80 lines of SignalException."""
+    shown = Fold().take((DATA / "sigterm-to-torchrun.log").read_text().splitlines(), T0)
+    assert not [line for line in shown if "torch" in line or "Signal" in line]
+
+
+def test_the_frames_of_torchs_cpp_are_counted_and_a_warning_that_a_user_can_act_on_is_shown() -> None:
+    """A run that succeeded ended with 25 frightening lines."""
+    warning = "[rank0]:[W1122 16:20:01.1 reducer.cpp:1430] Warning: find_unused_parameters=True was specified"
+    fold = Fold()
+    assert fold.take(["accuracy 0.98", *FRAMES, warning], T0) == ["accuracy 0.98", warning]
+    assert fold.hidden == len(FRAMES)
+
+
+def test_an_uncaught_exception_is_held_until_it_is_known_whose_fault_it_was() -> None:
+    fold = Fold()
+    lines = [line for pair in zip(of_rank(0, MISTAKE), of_rank(1, MISTAKE), strict=True) for line in pair]
+    assert fold.take([*lines, "rank 2 still trains"], T0) == ["rank 2 still trains"]
+    assert [(trace.prefix, trace.lines) for trace in fold.forget()] == [("[rank0]: ", MISTAKE), ("[rank1]: ", MISTAKE)]
+
+
+def test_a_traceback_that_the_script_has_handled_is_shown_before_its_next_line() -> None:
+    assert Fold().take([*MISTAKE, "trying the next shard"], T0) == [*MISTAKE, "trying the next shard"]
+
+
+@pytest.mark.parametrize(("lines", "seconds"), [(MISTAKE, UNSURE_SECONDS), (of_rank(3, MISTAKE), HELD_SECONDS)])
+def test_a_traceback_for_which_nothing_ends_is_shown_in_time(lines: list[str], seconds: float) -> None:
+    """A thread's exception, and a rank that hangs at its end, must not be kept from the user."""
+    fold = Fold()
+    assert fold.take(lines, T0) == []
+    assert fold.due_in(T0 + 1) == seconds - 1
+    assert fold.overdue(T0 + seconds - 1) == []
+    assert fold.overdue(T0 + seconds) == lines
+
+
+def test_exceptions_that_follow_on_each_other_are_one_traceback_with_all_lines_of_the_last() -> None:
+    chained = [*MISTAKE, "", "During handling of the above exception, another exception occurred:", "", *MISTAKE[:-1]]
+    whole = [*chained, "RuntimeError: Error(s) in loading state_dict for Net:", "\tMissing key(s): a"]
+    fold = Fold()
+    assert fold.take(of_rank(0, whole), T0) == []
+    (trace,) = fold.forget()
+    assert trace.lines == [line.rstrip() for line in whole]
+
+
+def test_what_ddprun_says_of_restarts_is_the_runs_to_say() -> None:
+    said = ["ddprun: restart 1: rank 1 ended with SIGKILL; charged to application, waiting 0 s"]
+    other = ["ddprun: --preload: no_such_module: ModuleNotFoundError; left out"]
+    assert Fold().take([*said, *other], T0) == other

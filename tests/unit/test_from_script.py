@@ -1,0 +1,151 @@
+"""A training script becomes a DDPJob: the first minute of everyone who has a script and no YAML."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddpjob_operator.cli import from_script, sources
+from ddpjob_operator.cli.from_script import Start
+from ddpjob_operator.job import api, validation
+from ddpjob_operator.job.launcher import command_of
+from ddpjob_operator.manifest import yamlfile
+from ddpjob_operator.manifest.yamlfile import InputError
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "trainer/examples").rglob("*.py"))
+TORCHRUN = """
+import argparse, torch, torchvision
+import torch.distributed as dist
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=5)
+parser.add_argument("--data", required=True)
+dist.init_process_group("nccl")
+data = torchvision.datasets.MNIST(root="/data/mnist")
+torch.save({}, "model.pt")
+"""
+SPAWN = """
+import torch.multiprocessing as mp
+def main(i): pass
+if __name__ == "__main__":
+    mp.spawn(main, nprocs=2)
+"""
+JOB = """
+apiVersion: training.ddpjob.io/v1alpha1
+kind: DDPJob
+metadata: {name: mine}
+spec:
+  nodes: 2
+  template: {spec: {containers: [{name: trainer, image: x, command: [torchrun, train.py, --lr, "1"]}]}}
+"""
+
+
+def job_of(text: str) -> api.DDPJob:
+    """As the API server takes it."""
+    job, problems = validation.parse(yamlfile.read_job("x.yaml", None, text.encode()).data)
+    assert problems == []
+    assert list(validation.strict(job.spec)) == []
+    return job
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_the_job_of_any_script_is_valid(path: Path) -> None:
+    job = job_of(from_script.job_yaml(Start(str(path)), path.read_text()))
+    assert job.spec.nodes in (1, 2)
+
+
+def test_torchrun_starts_a_script_that_forms_a_group_with_its_arguments_as_they_were_typed() -> None:
+    words = ["--epochs", "5", "--name", "a: b", "true", "-1"]
+    job = job_of(from_script.job_yaml(Start("src/train.py", nodes="3", nproc="4", arguments=words), TORCHRUN))
+    assert command_of(job.spec.template) == ["torchrun", "src/train.py", *words]
+    assert (job.metadata.name, job.spec.nodes, job.spec.nproc_per_node) == ("train", 3, 4)
+
+
+def test_a_script_that_starts_its_own_processes_gets_no_launcher() -> None:
+    """torchrun would multiply them."""
+    job = job_of(from_script.job_yaml(Start("train.py"), SPAWN))
+    assert command_of(job.spec.template) == ["python", "train.py"]
+    assert job.spec.nodes == 1
+
+
+def test_what_was_found_stands_in_comments() -> None:
+    text = from_script.job_yaml(Start("train.py"), TORCHRUN)
+    for said in ("nccl, which needs a GPU", "needs: --data", "--epochs (5)", "/data/mnist", "saves files"):
+        assert said in text, text
+    assert "nvidia.com/gpu: 1" in text
+    assert len(text.splitlines()) < 25
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [
+        ("train.py", "train"),
+        ("a/Train_BERT.py", "train-bert"),
+        ("3d.py", "job-3d"),
+        ("pkg.mod", "mod"),
+        ("_.py", "job"),
+    ],
+)
+def test_the_name_is_one_of_kubernetes(script: str, name: str) -> None:
+    assert from_script.name_of(script) == name
+
+
+def test_a_script_that_is_not_valid_python_is_named_with_its_line() -> None:
+    with pytest.raises(InputError, match=r"train.py:2: not valid Python"):
+        from_script.job_yaml(Start("train.py"), "x = 1\nx = = 2\n")
+
+
+def test_arguments_after_dashes_replace_those_of_the_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    _, job = sources.load(sources.Source(str(path), arguments=("--epochs", "2")))
+    assert command_of(job.spec.template) == ["torchrun", "train.py", "--epochs", "2"]
+
+
+def test_two_values_for_one_field_are_refused(tmp_path: Path) -> None:
+    """`--nodes 3 --set spec.nodes=2` ran two nodes."""
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    with pytest.raises(InputError, match=r"--nodes 3 and --set spec.nodes=2: two values"):
+        sources.load(sources.Source(str(path), nodes="3", settings=("spec.nodes=2",)))
+
+
+def test_the_cells_of_a_notebook_are_a_script(tmp_path: Path) -> None:
+    path = tmp_path / "try.ipynb"
+    path.write_text(
+        '{"cells": [{"cell_type": "markdown", "source": ["# x"]}, '
+        '{"cell_type": "code", "source": ["%pip list\\n", "x = 1"]}]}'
+    )
+    with sources.as_file(sources.Source(str(path))) as source:
+        assert source.file is not None
+        assert Path(source.file).read_text() == "# %pip list\nx = 1\n\n"
+    assert not Path(source.file).exists()
+
+
+def test_a_variable_without_a_value_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docker run -e and kubectl users know it."""
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    monkeypatch.setenv("TAKEN", "over")
+    document, _ = sources.load(sources.Source(str(path), variables=("TAKEN",)))
+    assert document.data["spec"]["template"]["spec"]["containers"][0]["env"] == [{"name": "TAKEN", "value": "over"}]
+    with pytest.raises(InputError, match="NOT_THERE"):
+        sources.load(sources.Source(str(path), variables=("NOT_THERE",)))
+
+
+def test_a_stray_zero_starts_no_thousand_processes() -> None:
+    job = job_of(JOB.replace("nodes: 2", "nodes: 1000"))
+    with pytest.raises(InputError, match="1,000 processes"):
+        sources.warn_of_size(job, allowed=False)
+    assert "1,000 processes" in sources.warn_of_size(job, allowed=True)
+    assert sources.warn_of_size(job_of(JOB), allowed=False) == ""
+
+
+@pytest.mark.parametrize("typed", ["print('a script')\n", JOB])
+def test_stdin_is_a_script_or_a_yaml(typed: str, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "ddpjob_operator.cli", "run", "-", "--dry-run"]
+    done = subprocess.run(words, input=typed, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert ("stdin.py" in done.stdout) == typed.startswith("print")
