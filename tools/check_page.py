@@ -39,6 +39,9 @@ A job gives its nodes, processes, GPUs, backend, volumes and launcher. Without a
 context; without these, a mistake that matters on several nodes only is a warning, and a script that sets `localhost` as
 the address of its rendezvous counts as one for one node, as the tutorials are.
 
+The rules `elastic-…` are for jobs whose number of nodes may change, by `minNodes` or `torchrun --nnodes=MIN:MAX`
+([elastic.md](elastic.md)); of other jobs, and of a script without a job, they say nothing.
+
 Exit codes: 0 nothing or warnings only, 1 errors, 2 wrong input (no such file, no valid job, no valid Python).
 
 `ddpjob run` checks the same before it starts anything. An error stops it with exit code 2, unless `--no-check` is

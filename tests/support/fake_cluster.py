@@ -34,7 +34,8 @@ class FakeCluster:
         self.forbidden: set[str] = set()
         """`create configmaps`"""
         self.answers: dict[str, tuple[int, Raw]] = {}
-        """What is answered to `create ddpjobs.training.ddpjob.io` instead of carrying it out."""
+        """What is answered to `create ddpjobs.training.ddpjob.io` (or this `for real`, and not for dry runs)
+        instead of carrying it out."""
         self.seconds = 0.0
         self.crd = True
         self.on_patch: Callable[[Raw], None] = lambda _: None
@@ -60,6 +61,16 @@ class FakeCluster:
             assert time.monotonic() < end, f"no {request} came: {self.requests}"
             time.sleep(0.02)
 
+    def after(self, request: str, do: Callable[[], None]) -> None:
+        """Do something once the next request of a kind has come."""
+        times = self.requests.count(request) + 1
+
+        def wait() -> None:
+            self.wait_for(request, times)
+            do()
+
+        threading.Thread(target=wait, daemon=True).start()
+
     # ------------------------------------------------------------------ requests
 
     def handle(self, method: str, raw_path: str, body: Any) -> tuple[int, Any]:
@@ -78,6 +89,8 @@ class FakeCluster:
             return _failure(403, "Forbidden", text)
         if what in self.answers:
             return self.answers[what]
+        if "dryRun" not in query and f"{what} for real" in self.answers:
+            return self.answers[f"{what} for real"]
         if asked.resource.startswith("ddpjobs") and not self.crd:
             return 404, "404 page not found\n"
         return self._carry_out(method, url.path, query, body)
@@ -185,6 +198,7 @@ def fake_cluster(folder: Path, namespace: str = "") -> Iterator[tuple[FakeCluste
             self.wfile.write(data)
 
         def _log(self, name: str, query: dict[str, str]) -> None:
+            cluster.requests.append("get pods/log")
             self.send_response(200)
             self.send_header("Connection", "close")
             self.end_headers()

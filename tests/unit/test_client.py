@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -61,6 +60,7 @@ def stored(name: str = "digits", state: str | None = "Running", **status: Any) -
     return {**body, "status": full if state else {}}
 
 
+LOOK = "get ddpjobs.training.ddpjob.io"
 SUSPENDED = {
     "type": "Suspended",
     "status": "True",
@@ -143,6 +143,15 @@ def test_a_broken_kubeconfig_is_one_line(
     assert done.code == 2
     assert done.err.startswith(f"{path}: the kubeconfig cannot be used")
     assert done.err.count("\n") == 1
+
+
+def test_each_command_for_a_cluster_tells_its_exit_codes_and_an_example(ddpjob: Ddpjob) -> None:
+    """A script has to tell a failed job from a wrong name."""
+    for command in "submit get describe logs events top wait suspend resume restart scale delete".split():
+        text = ddpjob(command, "--help").out
+        assert "Exit codes: 0 done, 1 the job failed" in text
+        assert f"Example: ddpjob {command}" in text
+        assert len(text.splitlines()) <= 45, "one screen"
 
 
 def test_credentials_of_a_plugin_are_used(cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path) -> None:
@@ -401,12 +410,12 @@ def test_wait_tells_a_job_that_is_deleted_meanwhile_from_one_that_has_ended(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
     cluster.add("ddpjobs", stored())
-    threading.Timer(0.3, cluster.objects.clear).start()
+    cluster.after(LOOK, cluster.objects.clear)
     done = ddpjob("wait", "digits")
     assert done.code == 1
     assert done.err.endswith("digits was deleted\n")
     cluster.add("ddpjobs", stored())
-    threading.Timer(0.3, cluster.objects.clear).start()
+    cluster.after(LOOK, cluster.objects.clear)
     assert ddpjob("wait", "digits", "--for", "deleted").code == 0
 
 
@@ -417,13 +426,13 @@ def test_a_wait_survives_an_api_server_that_is_away(cluster: FakeCluster, ddpjob
 
     def away() -> None:
         cluster.answers["get ddpjobs.training.ddpjob.io"] = unavailable
-        threading.Timer(1.5, back).start()
+        cluster.after(LOOK, lambda: cluster.after(LOOK, back))
 
     def back() -> None:
         job["status"]["state"] = "Succeeded"
         cluster.answers.clear()
 
-    threading.Timer(0.3, away).start()
+    cluster.after(LOOK, away)
     done = ddpjob("wait", "digits")
     assert done.code == 0
     assert done.err.count("still trying") == 1
@@ -488,11 +497,11 @@ def test_followed_logs_go_on_with_the_next_attempt(cluster: FakeCluster, ddpjob:
         second = cluster.add("pods", pod("digits", 2, 0))
         cluster.logs["digits-2-0"] = ["after"]
         job["status"]["attempt"] = 2
-        time.sleep(1.5)  # a look at the pods is once a second
+        cluster.wait_for("get pods/log", 2)
         second["status"]["containerStatuses"][0]["state"] = {"terminated": {"exitCode": 0}}
         job["status"]["state"] = "Succeeded"
 
-    threading.Timer(0.3, restarts).start()
+    cluster.after(LOOK, restarts)
     done = ddpjob("logs", "digits", "--cluster", "-f")
     assert done.out == "[0:0] before\n[0:0] after\n"
 

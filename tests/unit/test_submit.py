@@ -266,6 +266,20 @@ def test_what_the_cluster_refuses_leaves_nothing_behind(folder: Path, cluster: F
     assert cluster.objects == {}
 
 
+def test_a_job_of_which_nobody_knows_whether_it_was_created_is_said_to_be_so(
+    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
+) -> None:
+    """Without its code it would wait for ever, and a second try would find its name taken."""
+    status = {"kind": "Status", "message": "timeout"}
+    cluster.answers["create ddpjobs.training.ddpjob.io for real"] = 504, status
+    done = ddpjob("submit", "train.py")
+    assert done.code == 1
+    assert "Whether train was created is not known: ddpjob get train tells" in done.err
+    cluster.answers = {"create configmaps for real": (504, status)}
+    assert ddpjob("submit", "train.py").code == 1
+    assert cluster.objects == {}
+
+
 def test_a_refusal_names_the_fields_as_the_server_does(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     causes = [{"field": "spec.nodes", "message": "must be at most 3"}]
     status = {"kind": "Status", "message": "invalid", "details": {"causes": causes}}
@@ -404,7 +418,9 @@ def _operator(cluster: FakeCluster, state: str, lines: list[str]) -> None:
     job["status"] = {"state": "Running", "reason": "AllNodesRun", "message": "2 of 2 nodes run", "attempt": 1}
     for place in (0, 1):
         cluster.logs[f"train-1-{place}"] = [f"{line} {place}" for line in lines]
-    time.sleep(1.5)  # a look at the job is once a second, and it has to be seen running
+    cluster.wait_for("get pods/log", 2)
+    look = "get ddpjobs.training.ddpjob.io"
+    cluster.wait_for(look, cluster.requests.count(look) + 2)  # it has been seen running
     for one in pods:
         one["status"]["containerStatuses"][0]["state"] = {"terminated": {"exitCode": 0}}
     times = {"startTime": "2026-01-01T00:00:00Z", "completionTime": "2026-01-01T00:00:38Z"}
@@ -426,7 +442,7 @@ def test_follow_shows_the_logs_of_all_nodes_and_ends_with_the_job(
 
 
 def test_a_job_that_is_deleted_while_it_is_followed_is_said(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    threading.Timer(1.0, cluster.objects.clear).start()
+    cluster.after("get ddpjobs.training.ddpjob.io", cluster.objects.clear)
     done = ddpjob("submit", "train.py", "--follow")
     assert done.code == 1
     assert done.err.endswith("train was deleted\n")
@@ -434,7 +450,7 @@ def test_a_job_that_is_deleted_while_it_is_followed_is_said(folder: Path, cluste
 
 def test_a_job_that_its_ttl_deletes_may_have_finished(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """With a TTL of 0 the job is gone before anybody has seen its end."""
-    threading.Timer(1.0, cluster.objects.clear).start()
+    cluster.after("get ddpjobs.training.ddpjob.io", cluster.objects.clear)
     done = ddpjob("submit", "train.py", "--set", "spec.ttlSecondsAfterFinished=0", "--follow")
     assert done.code == 1
     assert "it may have finished" in done.err

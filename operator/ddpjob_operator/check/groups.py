@@ -24,7 +24,7 @@ def master_overwritten(script: Script, job: Job) -> Iterator[Found]:
     and under torchrun nothing listens on another port."""
     several = job.several_nodes(script)
     for name, value, node in script.variables_set:
-        texts = _fixed(script, value, node)
+        texts = fixed_texts(script, value, node)
         if name == "MASTER_ADDR" and several and texts and all(map(NO_RENDEZVOUS_HOST.match, texts)):
             severity, where = several
             message = (
@@ -43,7 +43,7 @@ def master_port_fixed(script: Script, job: Job) -> Iterator[Found]:
     if not (job.known or script.reads_launcher or job.nodes) or _port_hurts(job):
         return
     for name, value, node in script.variables_set:
-        texts = _fixed(script, value, node)
+        texts = fixed_texts(script, value, node)
         if name == "MASTER_PORT" and texts:
             yield at(
                 node,
@@ -56,7 +56,7 @@ def _port_hurts(job: Job) -> bool:
     return job.by_torchrun or (job.nodes or 0) > 1
 
 
-def _fixed(script: Script, value: ast.expr, node: ast.AST) -> list[str]:
+def fixed_texts(script: Script, value: ast.expr, node: ast.AST) -> list[str]:
     """The literal value of a variable that is set unconditionally; none where a condition or an argument decides."""
     if any(not is_main_guard(test) for test in script.enclosing_tests(node)):
         return []

@@ -49,6 +49,7 @@ def known(job: api.DDPJob) -> Job:
     by, started = launcher.find(words), command.read(words)
     return Job(
         nodes=job.spec.nodes,
+        min_nodes=launcher.min_nodes(job.spec),
         nproc=topology.nproc_per_node(job.spec),
         gpus=_gpus(template),
         backend=topology.backend(job.spec),

@@ -43,6 +43,8 @@ class Job:
     """What is known of the job in which a script will run; None, and "" for the launcher: not known."""
 
     nodes: int | None = None
+    min_nodes: int | None = None
+    """Of an elastic job: the least nodes with which it trains; `nodes` are the most."""
     nproc: int | None = None
     gpus: int | None = None
     backend: str | None = None
@@ -59,7 +61,12 @@ class Job:
     @property
     def has_one_rank(self) -> bool:
         """Whether the job is certainly a single process."""
-        return self.nodes == 1 and self.nproc == 1
+        return self.nodes == 1 and self.nproc == 1 and not self.is_elastic
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of ranks may change while the job trains."""
+        return self.min_nodes is not None
 
     def nodes_of(self, script: Script) -> int | None:
         """How many nodes: of the job, else 1 for a script whose rendezvous is on this machine's own address."""

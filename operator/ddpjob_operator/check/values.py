@@ -183,10 +183,10 @@ class Values:
 
     def mentions(self, *identifiers: str) -> bool:
         """Whether one of these is used anywhere: as a name, an attribute or an argument; an import alone is no use."""
-        return not self._identifiers.isdisjoint(identifiers)
+        return not self.identifiers.isdisjoint(identifiers)
 
     @cached_property
-    def _identifiers(self) -> set[str]:
+    def identifiers(self) -> set[str]:
         identifiers = set()
         for node in self.nodes:
             if isinstance(node, ast.Name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     FloatParam = click.ParamType[float]
 else:
     FloatParam = click.ParamType  # generic since click 8.2 alone
+
+
+CODES = """Exit codes: 0 done, 1 the job failed, or the cluster refused or did not answer,
+2 wrong input, 130 interrupted."""
 
 
 class Seconds(FloatParam):
@@ -72,6 +77,8 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         return command(Connect(context, namespace, request_timeout), *args, **more)
 
+    text = inspect.getdoc(command) or ""
+    with_cluster.__doc__ = text if "Exit codes" in text else f"{text}\n\n\b\n{CODES}"
     return with_cluster
 
 

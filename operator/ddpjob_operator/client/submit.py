@@ -6,7 +6,7 @@ import contextlib
 
 from ddpjob_operator.client import code, jobs
 from ddpjob_operator.client.connection import Cluster, Raw
-from ddpjob_operator.client.errors import ClusterError, ExistsError, NotFoundError
+from ddpjob_operator.client.errors import ClusterError, ExistsError, NoAnswerError, NotFoundError
 from ddpjob_operator.client.pack import Archive
 from ddpjob_operator.manifest.yamlfile import InputError
 
@@ -27,7 +27,11 @@ def submit(cluster: Cluster, document: Raw, archive: Archive | None) -> jobs.Sto
         raise InputError(_is_there(cluster, name)) from None
     if archive:
         _try_archive(cluster, archive)
-    made = jobs.of_raw(cluster.create(jobs.path_of(cluster), body))
+    try:
+        made = jobs.of_raw(cluster.create(jobs.path_of(cluster), body))
+    except NoAnswerError as error:
+        look = f"ddpjob get {name} tells; delete it before you submit it again"
+        raise ClusterError(f"{error}. Whether {name} was created is not known: {look}") from None
     if archive:
         try:
             _give(cluster, code.config_map(archive), made.raw)
