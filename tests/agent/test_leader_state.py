@@ -201,6 +201,17 @@ def test_a_mistake_that_all_nodes_make_before_the_first_step_is_not_tried_again(
     assert order.failure.failure_class == "permanent"
 
 
+def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None:
+    """The other node is stopped before it comes to the same line."""
+    found = running(2)
+    for then in (Start, End):
+        found.failed(0, [failure(exception=TYPO)], T0)
+        stop(found, [failure(exception=TYPO)])
+        (order,) = taken(found)
+        assert type(order) is then
+    assert order.failure.failure_class == "permanent"
+
+
 @pytest.mark.parametrize(("step", "at"), [(1, T0), (0, T0 + 61)])
 def test_a_mistake_is_tried_again_once_the_job_has_trained(step: int, at: float) -> None:
     """A rare batch may raise what the next try does not."""

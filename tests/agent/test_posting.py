@@ -82,7 +82,7 @@ def test_steps_of_ranks_that_have_ended_are_progress_also_where_they_were_report
         life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         for step in range(10 * life + 1, 10 * life + 11):
             ddpjob.progress(step)
-        if life < 4: raise ValueError("again")
+        if life < 4: raise OSError("again")
         """
     )
     left = '{"application": 9, "infrastructure": 9, "stall": 9}'

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpjob_operator.kube import kopf_workarounds
 from ddpjob_operator.plan import plan
 from ddpjob_operator.plan.decide import RULES
 
@@ -33,6 +34,16 @@ def test_the_page_lists_the_phases_in_the_order_in_which_a_plan_calls_them() -> 
 @pytest.mark.parametrize("named", sorted(set(re.findall(r"[\w/]+(?:/\w+\.py|/(?=[ ,|`]))", TEXT))))
 def test_every_file_that_the_page_names_is_there(named: str) -> None:
     assert any((ROOT / room / named).exists() for room in ROOMS)
+
+
+def test_each_workaround_for_kopf_is_listed_and_says_which_kopf_needs_it_and_when_it_can_go() -> None:
+    """Else nobody dares to remove one after an upgrade of kopf."""
+    (folder,) = kopf_workarounds.__path__
+    texts = {path.stem: path.read_text().split('"""')[1] for path in Path(folder).glob("[!_]*.py")}
+    assert set(re.findall(r"^(\w+)   ", kopf_workarounds.__doc__ or "", re.MULTILINE)) == set(texts)
+    for name, text in texts.items():
+        assert re.search(r"kopf \d+\.\d+", text), name
+        assert re.search(r"can\s+go\s+when", text, re.IGNORECASE), name
 
 
 def test_the_page_is_short_enough_to_be_read() -> None:

@@ -89,6 +89,14 @@ def test_a_traceback_for_which_nothing_ends_is_shown_in_time(lines: list[str], s
     assert fold.overdue(T0 + seconds) == lines
 
 
+def test_the_launchers_traceback_is_not_taken_for_a_part_of_the_scripts() -> None:
+    """Before the group is formed no prefix of torch tells them apart."""
+    fold = Fold()
+    assert fold.take([*MISTAKE, *LAUNCHER], T0) == []
+    assert [trace.lines for trace in fold.forget()] == [MISTAKE]
+    assert fold.hidden == len(LAUNCHER)
+
+
 def test_exceptions_that_follow_on_each_other_are_one_traceback_with_all_lines_of_the_last() -> None:
     chained = [*MISTAKE, "", "During handling of the above exception, another exception occurred:", "", *MISTAKE[:-1]]
     whole = [*chained, "RuntimeError: Error(s) in loading state_dict for Net:", "\tMissing key(s): a"]

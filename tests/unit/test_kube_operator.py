@@ -14,7 +14,8 @@ from worlds import START, UID, manifest
 from ddpjob_operator.kube.client import ApiError, Client
 from ddpjob_operator.kube.executor import is_refusal
 from ddpjob_operator.kube.job_state import REFUSED_SECONDS, JobState
-from ddpjob_operator.kube.kopf_workarounds import ErrorBackoffs, RetriesNowAndThen
+from ddpjob_operator.kube.kopf_workarounds.error_backoffs import ErrorBackoffs
+from ddpjob_operator.kube.kopf_workarounds.log_retries import RetriesNowAndThen
 from ddpjob_operator.kube.lease import Durations, Leader
 from ddpjob_operator.kube.lookup import is_absent
 from ddpjob_operator.kube.operator import Operator

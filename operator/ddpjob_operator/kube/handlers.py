@@ -10,7 +10,9 @@ from typing import Any
 import kopf
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube.kopf_workarounds import ErrorBackoffs, paced, session
+from ddpjob_operator.kube.kopf_workarounds.error_backoffs import ErrorBackoffs
+from ddpjob_operator.kube.kopf_workarounds.login_pace import paced
+from ddpjob_operator.kube.kopf_workarounds.reading_session import session
 from ddpjob_operator.kube.login import login
 from ddpjob_operator.kube.operator import Operator
 

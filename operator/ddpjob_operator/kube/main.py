@@ -19,7 +19,8 @@ from ddpjob_operator.failures.redaction import clean, mask
 from ddpjob_operator.kube.claims import Claims, namespace_of
 from ddpjob_operator.kube.client import Client, RequestLimits
 from ddpjob_operator.kube.handlers import handlers
-from ddpjob_operator.kube.kopf_workarounds import RetriesNowAndThen, without_kopfs_stack
+from ddpjob_operator.kube.kopf_workarounds.log_retries import RetriesNowAndThen
+from ddpjob_operator.kube.kopf_workarounds.log_stacks import without_kopfs_stack
 from ddpjob_operator.kube.lease import Leader
 from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.settings import OperatorSettings

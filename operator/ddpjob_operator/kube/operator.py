@@ -23,7 +23,7 @@ from ddpjob_operator.kube.executor import Executor
 from ddpjob_operator.kube.forward import Forwarder
 from ddpjob_operator.kube.health import serve_health
 from ddpjob_operator.kube.job_state import JobStates
-from ddpjob_operator.kube.kopf_workarounds import sweep
+from ddpjob_operator.kube.kopf_workarounds.missed_deletions import sweep
 from ddpjob_operator.kube.lease import Leader
 from ddpjob_operator.kube.lookup import Caches, Lookup
 from ddpjob_operator.kube.nodes import Nodes

@@ -51,11 +51,17 @@ class Trace:
         """Whether all of its frames are of torch: torchrun's report that a rank has failed, or that it was stopped."""
         return not where_of(self.lines) and any("torch/distributed/" in line for line in self.lines)
 
+    @property
+    def _is_chained(self) -> bool:
+        """Whether the next traceback belongs to this one, and is not that of the launcher."""
+        return next((line for line in reversed(self.lines) if line), "").startswith(_CHAINED)
+
     def takes(self, line: str) -> bool:
         """Take the line if it belongs to this traceback."""
         if self.exception:
-            more = not line or line[0].isspace() or line.startswith((_BEGINS, *_CHAINED))
-            if line.startswith(_BEGINS):
+            goes_on = line.startswith(_BEGINS) and self._is_chained
+            more = not line or line[0].isspace() or line.startswith(_CHAINED) or goes_on
+            if goes_on:
                 self.exception = ""
         else:
             more = True

@@ -116,4 +116,4 @@ def _of_culprit(failure: api.Failure, held: dict[str, list[Trace]]) -> Trace | N
     if not failure.exception:
         return None
     known = [*held.get(failure.pod, ()), *(trace for traces in held.values() for trace in traces)]
-    return next((t for t in known if t.exception and t.exception[:80] == failure.exception[:80]), None)
+    return next((t for t in known if t.exception.startswith(failure.exception[:80])), None)

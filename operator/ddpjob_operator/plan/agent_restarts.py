@@ -108,6 +108,7 @@ def _failure(status: api.Status, failure: Failure, view: View) -> api.Failure:
         charged_to=failure.charged_to,
         step=failure.step or None,
         exception=shown(failure.exception, root_cause.EXCEPTION_MAX),
+        where=shown(failure.where, root_cause.WORD_MAX),
         time=view.now,
     )
 

@@ -68,11 +68,11 @@ NO_SUCH_BACKEND = re.compile(
 # others (OSError, ConnectionError, TimeoutError), or a RuntimeError that names it.
 _MISTAKE = re.compile(
     r"^(?:AttributeError|TypeError|NameError|UnboundLocalError|KeyError|IndexError|ValueError|ZeroDivisionError"
-    r"|AssertionError|NotImplementedError|RecursionError|FileNotFoundError|NotADirectoryError|IsADirectoryError"
+    r"|NotImplementedError|RecursionError|FileNotFoundError|NotADirectoryError|IsADirectoryError"
     r"|RuntimeError)\b"
 )
 _MAY_PASS = re.compile(
-    r"^(?:RuntimeError|AssertionError)\b.*(?:CUDA|cuDNN|cublas|\bHIP\b|\bNCCL\b.*(?:error|abort)|nvidia|connect"
+    r"^RuntimeError\b.*(?:CUDA|cuDNN|cublas|\bHIP\b|\bNCCL\b.*(?:error|abort)|nvidia|connect"
     r"|time[d -]{0,2}out|unavailable|temporar|retry|download|socket|rendezvous|gloo|c10d|DataLoader worker)",
     re.IGNORECASE,
 )

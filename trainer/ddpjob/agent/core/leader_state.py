@@ -423,13 +423,15 @@ class LeaderState:
         return rules.with_policy(found, code, self._policy, from_outside=outside), is_elsewhere
 
     def _repeats(self, failure: Failure) -> bool:
-        """As the operator's: a mistake of the script that was made on all nodes before the first step. Also a script or
-        a module that is not there: what starts the ranks raises for it."""
+        """As the operator's: a mistake of the script that was made on all nodes before the first step, or twice in a
+        row, because a rank is stopped within milliseconds of the first failure, before it comes to its own. Also a
+        script or a module that is not there: what starts the ranks raises for it."""
         from ddpjob.core import rules
 
         wrong = (failure.exit_code == 1 and rules.is_mistake(failure.exception)) or rules.cannot_start(failure)
         on_all_nodes = len(self._raised.get(failure.exception, ())) == len(self.members)
-        return wrong and on_all_nodes and not self._has_trained
+        again = bool(self.charged) and self.charged[-1].exception == failure.exception
+        return wrong and (on_all_nodes or again) and not self._has_trained
 
     def _class_of_no_start(self) -> rules.Class:
         """As the operator's: for good only where the job has never trained, and no node has the program."""
