@@ -511,7 +511,7 @@ def test_followed_logs_go_on_with_the_next_attempt(cluster: FakeCluster, ddpjob:
         second["status"]["containerStatuses"][0]["state"] = {"terminated": {"exitCode": 0}}
         job["status"]["state"] = "Succeeded"
 
-    cluster.after(LOOK, restarts)
+    cluster.after("get pods/log", restarts)
     done = ddpjob("logs", "digits", "--cluster", "-f")
     assert done.out == "[0:0] before\n[0:0] after\n"
 
