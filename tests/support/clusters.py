@@ -251,7 +251,7 @@ class Operator:
         }
         self._started = time.monotonic()
         with self.log_file.open("wb") as log:
-            change = f"{IMPORTS}; vars(m).update({dict(constants or {})}); main()"
+            change = f"{IMPORTS}; vars(sweep).update({dict(constants or {})}); main()"
             command = [sys.executable, *(["-c", change] if constants else ["-m", "ddpjob_operator"])]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 

@@ -193,17 +193,84 @@ def test_elastic_restarts_count_where_there_is_no_backoff_limit() -> None:
     assert converted(elasticPolicy={"maxRestarts": 9}, runPolicy={"backoffLimit": 1}).spec["backoffLimit"] == 1
 
 
-def test_an_elastic_job_stays_elastic_where_torchrun_starts_it() -> None:
-    """A job that waits for its last node, where it trained with what there was, is slower than before."""
-    assert converted(elasticPolicy={"minReplicas": 2}).spec["minNodes"] == 2
-    assert of_command("torchrun --nnodes=1:4 train.py").spec["minNodes"] == 1
-    assert (
-        trainjob(RUNTIME.replace("torch: {", "torch: {elasticPolicy: {minNodes: 2, maxNodes: 6}, ")).spec["minNodes"]
-        == 2
+@pytest.mark.parametrize(
+    ("policy", "words", "made", "named"),
+    [
+        ({"minReplicas": 2}, "torchrun x.py", (2, 4), ""),
+        ({"minReplicas": 1, "maxReplicas": 4}, "torchrun x.py", (1, 4), ""),
+        ({"minReplicas": 1, "maxReplicas": 9}, "torchrun x.py", (1, 9), "elasticPolicy.maxReplicas"),
+        ({"minReplicas": 1, "maxReplicas": 3}, "torchrun x.py", (1, 3), "elasticPolicy.maxReplicas"),
+        ({"minReplicas": 6}, "torchrun x.py", (None, 6), "elasticPolicy.minReplicas"),
+        ({"maxReplicas": 6}, "torchrun x.py", (None, 6), "elasticPolicy.maxReplicas"),
+        ({"minReplicas": 2}, "python x.py", (None, 4), "elasticPolicy.minReplicas"),
+        ({"minReplicas": 2, "maxReplicas": 9}, "python x.py", (None, 4), "elasticPolicy.minReplicas"),
+        ({}, "torchrun --nnodes=2:4 x.py", (2, 4), ""),
+        ({}, "torchrun --nnodes 2:6 x.py", (2, 6), "pytorchReplicaSpecs.Worker.replicas"),
+        ({"minReplicas": 1, "maxReplicas": 9}, "torchrun --nnodes 2:4 x.py", (2, 4), ""),
+        ({}, "torchrun --nnodes=2 x.py", (None, 4), ""),
+    ],
+)
+def test_the_nodes_of_an_elastic_job_are_a_range(policy: Any, words: str, made: Any, named: str) -> None:
+    """A job that waits for its last node, where it trained with what there was, is slower than before. Kubeflow gives
+    the range to torchrun in the Master's pod, too, and torchrun's own option counts before it."""
+    result = converted(elasticPolicy=policy, pytorchReplicaSpecs=replicas(command=words.split()))
+    assert (result.spec.get("minNodes"), result.spec["nodes"]) == made
+    told = [name for name in remarks(result) if "elasticPolicy" in name or name.endswith(".replicas")]
+    assert told == ([f"spec.{named}"] if named else [])
+
+
+def test_what_changes_for_an_elastic_job_is_said_with_both_numbers() -> None:
+    more = remarks(converted(elasticPolicy={"minReplicas": 1, "maxReplicas": 9}))["spec.elasticPolicy.maxReplicas"]
+    assert more == (
+        "the job asks for 9 pods at once, not for 4, and trains with those that run; set spec.nodes for fewer"
     )
-    plain = converted(elasticPolicy={"minReplicas": 2}, pytorchReplicaSpecs=replicas(command=["python", "train.py"]))
-    assert "minNodes" not in plain.spec
-    assert "needs torchrun" in remarks(plain)["spec.elasticPolicy.minReplicas"]
+    less = remarks(converted(elasticPolicy={"minReplicas": 1, "maxReplicas": 3}))["spec.elasticPolicy.maxReplicas"]
+    assert less == "torchrun takes in 3 of the 4 replicas, so the job has 3 nodes"
+    none = converted(elasticPolicy={"minReplicas": 2}, pytorchReplicaSpecs=replicas(command=["python", "train.py"]))
+    assert "needs torchrun" in remarks(none)["spec.elasticPolicy.minReplicas"]
+
+
+ELASTIC_RUNTIME = RUNTIME.replace("torch: {", "torch: {elasticPolicy: {minNodes: 2, maxNodes: 6}, ")
+
+
+@pytest.mark.parametrize(
+    ("runtime", "command", "made"),
+    [
+        (ELASTIC_RUNTIME, "torchrun train.py", (2, 6)),
+        (ELASTIC_RUNTIME.replace("minNodes: 2, ", ""), "torchrun train.py", (None, 6)),
+        (ELASTIC_RUNTIME.replace(", maxNodes: 6", ""), "torchrun train.py", (2, 4)),
+        (RUNTIME, "torchrun --nnodes=1:4 train.py", (1, 4)),
+        (RUNTIME, "torchrun --nnodes=2 train.py", (None, 4)),
+        (RUNTIME, "sh -c|exec torchrun --nnodes=1:3 train.py", (1, 3)),
+    ],
+)
+def test_a_trainjob_with_a_range_is_elastic(runtime: str, command: str, made: Any) -> None:
+    """--nnodes=2 in the TrainJob's own command stayed there, and the job was refused."""
+    words = " ".join(command.split("|")[:1]).split() + command.split("|")[1:]
+    result = trainjob(runtime, trainer={**yaml.safe_load(TRAINJOB)["spec"]["trainer"], "command": words})
+    assert (result.spec.get("minNodes"), result.spec["nodes"]) == made
+
+
+def test_options_that_go_on_in_args_are_removed_as_well() -> None:
+    """A job with `command: [torchrun]` and the options in args was refused, because they contradict spec.nodes."""
+    for first, args in ((["torchrun"], "--nnodes=1:4 --tee 3 x.py"), (["tini"], "torchrun --nnodes=1:4 --tee 3 x.py")):
+        result = converted(pytorchReplicaSpecs=replicas(command=first, args=args.split()))
+        made = trainer(result)
+        assert [*made["command"], *made.get("args", [])][-4:] == ["torchrun", "--tee", "3", "x.py"]
+        assert (result.spec["minNodes"], result.spec["nodes"]) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("policy", "path"),
+    [
+        ({"minReplicas": 4, "maxReplicas": 3}, "spec.elasticPolicy.minReplicas"),
+        ({"minReplicas": 0, "maxReplicas": 3}, "spec.elasticPolicy.minReplicas"),
+    ],
+)
+def test_a_range_that_is_none_is_refused_at_its_field(policy: Any, path: str) -> None:
+    with pytest.raises(ConvertError, match="must be") as raised:
+        converted(elasticPolicy=policy)
+    assert validation.dotted(raised.value.path) == path
 
 
 def test_a_worker_that_differs_from_the_master_is_named_field_by_field() -> None:
@@ -342,6 +409,12 @@ def test_a_command_line_keeps_all_but_what_identifies_the_machine(
     assert trainer(result)["command"] == made.split()
 
 
+@pytest.mark.parametrize(("nnodes", "least"), [("1:4", 1), ("3:4", 3), ("4:4", None), ("4", None)])
+def test_a_command_line_with_a_range_is_elastic(nnodes: str, least: int | None) -> None:
+    result = of_command(f"torchrun --nnodes {nnodes} train.py")
+    assert (result.spec.get("minNodes"), result.spec["nodes"]) == (least, 4)
+
+
 def test_what_accelerate_would_tell_its_ranks_is_told_by_variables() -> None:
     """torchrun knows no --mixed_precision: without the variable the training would silently be in float32."""
     line = "NCCL_DEBUG=INFO accelerate launch --mixed_precision bf16 --gradient_accumulation_steps=4 train.py"
@@ -365,6 +438,9 @@ def test_the_job_is_named_after_the_script() -> None:
         ("accelerate launch --num_machines 2", "has no script"),
         ("accelerate config", "only `accelerate launch`"),
         ("torchrun --nnodes=many train.py", "must be a number of nodes"),
+        ("torchrun --nnodes=4:1 train.py", "--nnodes=4:1: must be a number of nodes, or MIN:MAX as 1:4"),
+        ("torchrun --nnodes=0:4 train.py", "must be a number of nodes"),
+        (f"torchrun --nnodes={'9' * 5000} train.py", "must be a number of nodes"),
         ("A=b", "is empty"),
     ],
 )

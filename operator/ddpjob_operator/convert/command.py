@@ -9,7 +9,7 @@ from typing import Any
 from ddpjob_operator.convert import common
 from ddpjob_operator.convert.fields import ConvertError
 from ddpjob_operator.convert.result import Converted
-from ddpjob_operator.job import launcher
+from ddpjob_operator.job import bounds, launcher
 from ddpjob_operator.job.podspec import TRAINER
 
 IMAGE = "your-image"
@@ -99,12 +99,12 @@ def _torchrun(words: list[str], result: Converted) -> list[str]:
 
 
 def _nodes(text: str, words: list[str], result: Converted) -> None:
-    low, _, high = text.partition(":")
-    if not low.isdecimal() or int(low) < 1 or (high and not high.isdecimal()):
-        raise ConvertError(("command",), f"--nnodes={text}: must be a number of nodes")
-    result.set("nodes", int(high or low), "--nnodes")
-    if high and high != low:
-        common.set_least_nodes(int(low), ("command",), words, result)
+    least, most = common.range_of(text) or (bounds.number(text, bounds.COUNT_MAX),) * 2
+    if not 0 < least <= most:
+        raise ConvertError(("command",), f"--nnodes={text}: must be a number of nodes, or MIN:MAX as 1:4")
+    result.set("nodes", most, "--nnodes")
+    if least < most:
+        common.set_range(least, most, ("command",), words, result)
 
 
 def _accelerate(words: list[str], result: Converted) -> tuple[list[str], dict[str, str]]:

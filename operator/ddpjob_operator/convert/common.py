@@ -9,12 +9,15 @@ from typing import Any
 
 from ddpjob_operator.convert.fields import ConvertError, Fields
 from ddpjob_operator.convert.result import Converted, Path
-from ddpjob_operator.job import api, launcher
+from ddpjob_operator.job import api, bounds, launcher
 from ddpjob_operator.job.podspec import TRAINER, containers, gpus
 
 NO_GANG = "gang scheduling is not available yet; startDeadlineSeconds releases the pods if not all of them start"
 NO_ELASTIC = "an elastic job needs torchrun in the command: this one always has spec.nodes nodes"
-NO_SCALER = "no HorizontalPodAutoscaler is made; spec.nodes of an elastic job may be changed while it runs"
+NO_SCALER = (
+    "no HorizontalPodAutoscaler is made; one of your own, its minReplicas no less than minNodes, may change spec.nodes "
+    "of an elastic job while it runs"
+)
 SET_BY_THE_JOB = "not needed: the job sets the rendezvous of each node"
 KUEUE = "Kueue does not queue DDPJobs yet: the label stays, without effect"
 
@@ -43,7 +46,7 @@ def begin(document: Mapping[str, Any]) -> tuple[Converted, Fields]:
     return result, source.fields("spec")
 
 
-def name_trainer(template: dict[str, Any], usual: str, path: Path, result: Converted) -> dict[str, Any]:
+def name_trainer(template: dict[str, Any], usual: str, path: Path) -> dict[str, Any]:
     """The trainer's container, renamed from what the source calls it. Raises ConvertError where there is none."""
     listed = containers(template)
     if not listed:
@@ -53,20 +56,32 @@ def name_trainer(template: dict[str, Any], usual: str, path: Path, result: Conve
     pod = template["spec"]
     if pod.get("restartPolicy") is not None:
         pod.pop("restartPolicy")  # a DDPJob sets Never; what it meant is said at the source's own restartPolicy
-    _strip_launcher(trainer, path, result)
     return trainer
 
 
-def _strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> None:
-    """Options of torchrun that identify the machine, in a command that is a list of words."""
-    for part in ("command", "args"):
-        words = trainer.get(part)
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            continue
-        kept, dropped = without_identity(words)
-        if dropped:
-            trainer[part] = kept
-            result.remark((*path, "spec", "containers"), f"{' '.join(dropped)}: {SET_BY_THE_JOB}; removed")
+def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> str:
+    """Removes the options of torchrun that identify the machine from a command that is a list of words.
+
+    The options may go on in `args`. Returns the command's --nnodes, "" where there is none. path: the command's.
+    """
+    parts = {part: trainer.get(part) or [] for part in ("command", "args")}
+    if not all(isinstance(words, list) and all(isinstance(w, str) for w in words) for words in parts.values()):
+        return ""
+    words = [*parts["command"], *parts["args"]]
+    found = launcher.find(words)
+    nnodes = found.options.get("nnodes", "") if found else ""
+    kept, dropped = without_identity(words)
+    if not dropped:
+        return nnodes
+    in_args = len(without_identity(parts["args"])[1]) == len(dropped)
+    if in_args or not parts["args"]:
+        part = "args" if in_args else "command"
+        trainer[part] = kept[len(words) - len(parts[part]) :] if in_args else kept
+    else:
+        trainer["command"] = kept
+        trainer.pop("args")
+    result.remark(path, f"{' '.join(dropped)}: {SET_BY_THE_JOB}; removed")
+    return nnodes
 
 
 def without_identity(words: list[str]) -> tuple[list[str], list[str]]:
@@ -96,13 +111,31 @@ def set_processes(value: Any, path: Path, template: dict[str, Any], result: Conv
         raise ConvertError(path, f"must be auto, cpu, gpu or a number, is {value}")
 
 
-def set_least_nodes(least: int, path: Path, command: list[str], result: Converted) -> None:
-    """minNodes, where torchrun starts the ranks; else a remark."""
+def set_range(least: int | None, most: int | None, path: Path, command: list[str], result: Converted) -> bool:
+    """nodes and minNodes from a range, one end of which may be unset, where torchrun starts the ranks; else a remark.
+
+    path: the field of `least`. Without `most` it is the number of nodes so far, without `least` the job is not elastic.
+    Returns whether torchrun starts the ranks.
+    """
     found = launcher.find(command)
     if found is None or found.name == "ddprun":
         result.remark(path, NO_ELASTIC)
-    elif least < result.spec["nodes"]:
+        return False
+    if most is None:
+        most = max(least or 1, result.spec["nodes"])
+    if least is not None and least > most:
+        raise ConvertError(path, f"must be at most {most}, the most nodes, is {least}")
+    if most != result.spec["nodes"]:
+        result.set("nodes", most, "the most nodes of an elastic job")
+    if least is not None and least < most:
         result.set("minNodes", least, "elastic: trains with this many nodes to spec.nodes")
+    return True
+
+
+def range_of(nnodes: str) -> tuple[int, int] | None:
+    """MIN and MAX of torchrun's --nnodes=MIN:MAX; None for one number, and for what is none."""
+    least, most = (bounds.number(text, bounds.COUNT_MAX) for text in nnodes.partition(":")[::2])
+    return (least, most) if least > 0 and most > 0 else None
 
 
 def job_name(text: str) -> str:

@@ -19,7 +19,6 @@ _PORT = "pytorchjob-port"
 _DIFFERENCES_MAX = 10
 
 _ELASTIC = {
-    "maxReplicas": "spec.nodes is the number of replicas; that of an elastic job may be changed while it runs",
     "metrics": common.NO_SCALER,
     **dict.fromkeys(("rdzvBackend", "rdzvHost", "rdzvPort", "rdzvId", "rdzvConf", "standalone"), common.SET_BY_THE_JOB),
 }
@@ -41,10 +40,9 @@ def convert(document: Mapping[str, Any]) -> Converted:
     if not groups:
         raise ConvertError(replicas.path, "is empty: there is neither a Master nor a Worker")
     _nodes(groups, result)
-    template = _template(groups, result)
+    template, nnodes = _template(groups, result)
     policy, elastic = spec.fields("runPolicy"), spec.fields("elasticPolicy")
-    if (least := elastic.number("minReplicas", 1)) is not None:
-        common.set_least_nodes(least, (*elastic.path, "minReplicas"), launcher.command_of(template), result)
+    _elastic(elastic, groups, nnodes, launcher.command_of(template), result)
     nproc = spec.take("nprocPerNode")
     where = (*spec.path, "nprocPerNode")
     if nproc is None and (nproc := elastic.take("nProcPerNode")) is not None:
@@ -70,8 +68,34 @@ def _nodes(groups: list[Fields], result: Converted) -> None:
     result.set("nodes", sum(counts), f"{names}; the Master is node 0")
 
 
-def _template(groups: list[Fields], result: Converted) -> dict[str, Any]:
-    """The first group's template, with a remark on what the other has otherwise."""
+def _elastic(elastic: Fields, groups: list[Fields], nnodes: str, command: list[str], result: Converted) -> None:
+    """minNodes and nodes. nnodes: an option of the command, which counts before the elasticPolicy.
+
+    Kubeflow gives minReplicas:maxReplicas to torchrun in all pods, so the Master counts among them; `replicas` are the
+    number to begin with.
+    """
+    least, most = elastic.number("minReplicas", 1), elastic.number("maxReplicas", 1)
+    path: Path = (*elastic.path, "maxReplicas" if least is None else "minReplicas")
+    where = (*elastic.path, "maxReplicas" if most else "minReplicas")
+    if in_command := common.range_of(nnodes):
+        (least, most), path = in_command, (*groups[0].path, "template", "spec", "containers")
+        where = (*groups[-1].path, "replicas")
+    if least is None and most is None:
+        return
+    replicas = result.spec["nodes"]
+    if not common.set_range(least, most, path, command, result):
+        return
+    nodes = result.spec["nodes"]
+    if nodes > replicas:
+        then = "and trains with those that run" if "minNodes" in result.spec else "and waits for all"
+        text = f"the job asks for {nodes} pods at once, not for {replicas}, {then}; set spec.nodes for fewer"
+        result.remark(where, text)
+    elif nodes < replicas:
+        result.remark(where, f"torchrun takes in {nodes} of the {replicas} replicas, so the job has {nodes} nodes")
+
+
+def _template(groups: list[Fields], result: Converted) -> tuple[dict[str, Any], str]:
+    """The first group's template, with a remark on what the other has otherwise, and the --nnodes of its command."""
     first, *others = groups
     given = [copy.deepcopy(dict(group.fields("template").given)) for group in groups]
     path = (*first.path, "template")
@@ -79,7 +103,8 @@ def _template(groups: list[Fields], result: Converted) -> dict[str, Any]:
         for where in _differences(given[0], other, (*group.path, "template")):
             result.remark(where, f"differs from {first.path[-1]}, whose value all nodes get: a DDPJob has one template")
     template = given[0]
-    trainer = common.name_trainer(template, _CONTAINER, path, result)
+    trainer = common.name_trainer(template, _CONTAINER, path)
+    nnodes = common.strip_launcher(trainer, (*path, "spec", "containers"), result)
     ports = trainer.get("ports")
     if isinstance(ports, list):
         trainer["ports"] = [p for p in ports if not (isinstance(p, dict) and p.get("name") == _PORT)]
@@ -87,7 +112,7 @@ def _template(groups: list[Fields], result: Converted) -> dict[str, Any]:
             del trainer["ports"]
     if not trainer.get("command") and not trainer.get("args"):
         result.remark((*path, "spec", "containers"), f"{TRAINER} has no command: the image's own entrypoint is run")
-    return template
+    return template, nnodes
 
 
 def _differences(first: Any, other: Any, path: Path) -> Iterator[Path]:

@@ -45,14 +45,14 @@ def _convert(spec: Fields, runtime: Mapping[str, Any], result: Converted) -> Con
     torch, trainer = policy.fields("torch"), spec.fields("trainer")
     for other in policy.given.keys() - {"numNodes", "torch"}:
         raise ConvertError((*policy.path, other), f"mlPolicy.{other} is not PyTorch DDP: a DDPJob runs DDP alone")
-    template = _template(own, spec, trainer, result)
+    template, nnodes = _template(own, spec, trainer, result)
     nodes = trainer.number("numNodes", 1) or policy.number("numNodes", 1) or 1
     result.set("nodes", nodes, "numNodes")
     nproc, path = trainer.take("numProcPerNode"), (*trainer.path, "numProcPerNode")
     if nproc is None:
         nproc, path = torch.take("numProcPerNode"), (*torch.path, "numProcPerNode")
     common.set_processes(nproc, path, template, result)
-    _elastic(torch, template, result)
+    _elastic(torch, nnodes, launcher.command_of(template), result)
     if (seconds := spec.number("activeDeadlineSeconds", 1)) is not None:
         result.set("activeDeadlineSeconds", seconds)
     if (suspend := spec.take("suspend")) is not None:
@@ -81,8 +81,8 @@ def _runtime(spec: Fields, runtimes: Sequence[Mapping[str, Any]], result: Conver
     )
 
 
-def _template(own: Fields, spec: Fields, trainer: Fields, result: Converted) -> dict[str, Any]:
-    """The pod template of the runtime's trainer, with the TrainJob's own values."""
+def _template(own: Fields, spec: Fields, trainer: Fields, result: Converted) -> tuple[dict[str, Any], str]:
+    """The pod template of the runtime's trainer, with the TrainJob's own values, and the --nnodes of its command."""
     job_set = own.fields("template").fields("spec")
     job = _trainer_job(job_set, result)
     job_spec = job.fields("template").fields("spec")
@@ -91,7 +91,7 @@ def _template(own: Fields, spec: Fields, trainer: Fields, result: Converted) -> 
     template = copy.deepcopy(dict(job_spec.fields("template").given))
     for patch in _patches(spec, job.text("name"), result):
         template = merge(template, patch)
-    container = common.name_trainer(template, _CONTAINER, path, result)
+    container = common.name_trainer(template, _CONTAINER, path)
     for name in ("image", "command", "args"):
         if (value := trainer.take(name)) is not None:
             container[name] = copy.deepcopy(value)
@@ -99,8 +99,11 @@ def _template(own: Fields, spec: Fields, trainer: Fields, result: Converted) -> 
         container["resources"] = copy.deepcopy(resources)
     if (env := trainer.take("env")) is not None:
         container["env"] = merge({"env": container.get("env") or []}, {"env": env})["env"]
+    own_command = "command" in trainer.given or "args" in trainer.given
+    where = (*trainer.path, "command" if "command" in trainer.given else "args")
+    nnodes = common.strip_launcher(container, where if own_command else (*path, "spec", "containers"), result)
     job_spec.rest(result, _JOB_FIELDS)
-    return template
+    return template, nnodes
 
 
 def _trainer_job(job_set: Fields, result: Converted) -> Fields:
@@ -169,14 +172,16 @@ def _patches(spec: Fields, job: str, result: Converted) -> Iterator[Mapping[str,
                 result.remark(override.path, f"is for another Job than {job}")
 
 
-def _elastic(torch: Fields, template: dict[str, Any], result: Converted) -> None:
+def _elastic(torch: Fields, nnodes: str, command: list[str], result: Converted) -> None:
+    """nnodes: an option of the command, which counts before the elasticPolicy."""
     elastic = torch.fields("elasticPolicy")
     if (restarts := elastic.number("maxRestarts")) is not None:
         result.set("backoffLimit", restarts, "elasticPolicy.maxRestarts")
-    if (most := elastic.number("maxNodes", 1)) is not None:
-        result.set("nodes", most, "elasticPolicy.maxNodes")
-    if (least := elastic.number("minNodes", 1)) is not None:
-        common.set_least_nodes(least, (*elastic.path, "minNodes"), launcher.command_of(template), result)
+    least, most = elastic.number("minNodes", 1), elastic.number("maxNodes", 1)
+    least, most = common.range_of(nnodes) or (least, most)
+    if least is not None or most is not None:
+        path = (*elastic.path, "maxNodes" if least is None else "minNodes")
+        common.set_range(least, most, path, command, result)
     elastic.rest(result, {"metrics": common.NO_SCALER})
 
 
