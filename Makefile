@@ -6,7 +6,7 @@ CRD    := charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml
 # One pytest process a core; tests that share something name their group.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
 
-.PHONY: install demo quick test test-long test-versions test-frameworks docs simulate test-kind check format generate clean help
+.PHONY: install demo quick test test-long test-versions test-frameworks docs pictures simulate test-kind check format generate clean help
 
 help: ## What can be made.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -54,6 +54,9 @@ test-frameworks: install ## The examples with Hugging Face, Accelerate and Light
 docs: install ## The documents as a site in site/, where mkdocs is installed: pip install -e '.[docs]'.
 	@if [ -x $(BIN)/mkdocs ]; then $(BIN)/mkdocs build --quiet --strict --site-dir site; \
 	  else echo "mkdocs is not installed: $(BIN)/pip install -e '.[docs]'"; exit 1; fi
+
+pictures: install ## The terminal pictures of README, from a real run; needs tmux.
+	$(BIN)/python tools/pictures.py
 
 SEEDS ?= 20000
 simulate: install ## SEEDS=20000 lives of a job on a model of a cluster, with everything that can go wrong.

@@ -148,5 +148,5 @@ def test_what_the_local_run_says_is_clean(capsys: pytest.CaptureFixture[str]) ->
 def test_a_log_of_a_failure_keeps_its_lines() -> None:
     world = digits().running().exits(0, 1, message="one\n\x1b[31mtwo\x1b[0m\nValueError: no shard")
     world.settle()
-    failure = world.job.status.last_failure or api.Failure(attempt=0, node_rank=0, time=START)
+    failure = world.job.status.last_failure or api.JobFailure(attempt=0, node_rank=0, time=START)
     assert failure.log_tail == "one\ntwo\nValueError: no shard"

@@ -83,7 +83,7 @@ observed = st.builds(
     nodes=st.none() | st.dictionaries(st.just("node-a"), st.builds(Node, st.booleans(), st.none() | times), max_size=1),
 )
 failures = st.builds(
-    api.Failure,
+    api.JobFailure,
     attempt=st.integers(0, 3),
     node_rank=st.integers(0, NODES_MAX),
     pod=st.sampled_from(["", "digits-1-0"]),

@@ -62,7 +62,7 @@ pods = st.builds(
     ),
 )  # fmt: skip
 firsts = st.builds(
-    api.Failure,
+    api.JobFailure,
     attempt=st.just(1),
     node_rank=st.integers(0, 3),
     pod=st.sampled_from(["a-1-0", "a-1-1", "a-1-9"]),
@@ -82,21 +82,23 @@ CONTEXT = root_cause.Context(1, Members(range(9)), lambda place: place or None, 
 
 @given(firsts, st.lists(pods, max_size=4), st.booleans(), st.none() | st.integers(1, 4))
 def test_any_end_of_an_attempt_has_a_cause_and_a_class(
-    first: api.Failure, ended: list[Pod], stepped: bool, nodes: int | None
+    first: api.JobFailure, ended: list[Pod], stepped: bool, nodes: int | None
 ) -> None:
     failure, found = root_cause.settle(CONTEXT, first, ended, stepped=stepped, nodes=nodes)
     assert found in get_args(rules.Class)
     assert failure.failure_class == first.failure_class, "the class is given once failurePolicy has been applied"
     assert len(failure.log_tail.encode()) <= root_cause.LOG_TAIL_MAX
     assert len(failure.exception) <= root_cause.EXCEPTION_MAX
-    assert msgspec.json.decode(msgspec.json.encode(failure), type=api.Failure) == failure, "the server takes it"
+    assert msgspec.json.decode(msgspec.json.encode(failure), type=api.JobFailure) == failure, "the server takes it"
     assert sentences.sentence(failure).startswith(("rank ", "node "))
     assert sentences.short(failure)
     assert not (root_cause.blames_node(failure) and found != "infrastructure")
 
 
 @given(firsts, st.lists(pods, max_size=4), st.randoms(use_true_random=False))
-def test_the_cause_does_not_depend_on_the_order_of_the_pods(first: api.Failure, ended: list[Pod], random: Any) -> None:
+def test_the_cause_does_not_depend_on_the_order_of_the_pods(
+    first: api.JobFailure, ended: list[Pod], random: Any
+) -> None:
     distinct = list({p.place: p for p in ended}.values())
     shuffled = random.sample(distinct, len(distinct))
     a, b = (root_cause.settle(CONTEXT, first, some, stepped=False) for some in (distinct, shuffled))
@@ -105,7 +107,7 @@ def test_the_cause_does_not_depend_on_the_order_of_the_pods(first: api.Failure, 
 
 @given(firsts, st.lists(pods, max_size=4), st.integers(1, 4))
 def test_a_cause_that_is_recorded_is_charged_alike_when_its_pods_are_gone(
-    first: api.Failure, ended: list[Pod], nodes: int
+    first: api.JobFailure, ended: list[Pod], nodes: int
 ) -> None:
     failure, found = root_cause.settle(CONTEXT, first, ended, stepped=True, nodes=nodes)
     assert root_cause.settle(CONTEXT, failure, [], stepped=True, nodes=nodes) == (failure, found)

@@ -20,7 +20,7 @@ def deleted(plan: Plan) -> list[tuple[str, int | None]]:
     return [(a.name, a.grace_seconds) for a in plan.actions if isinstance(a, DeletePod)]
 
 
-def cause(world: World) -> api.Failure:
+def cause(world: World) -> api.JobFailure:
     assert world.status.last_failure is not None
     return world.status.last_failure
 

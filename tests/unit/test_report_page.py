@@ -56,7 +56,7 @@ def report(name: str = "digits", message: str = "rank 1 failed", log: str = "the
     history.take(api.Status(state="Running", attempt=2, **again), START, at(62))
     for step in range(31, 101):
         history.take(status(40 + step, step, 2, **again), START, at(40 + step))
-    last = api.Failure(attempt=1, rank=1, node_rank=1, time=at(60), exception=message, log_tail=log)
+    last = api.JobFailure(attempt=1, rank=1, node_rank=1, time=at(60), exception=message, log_tail=log)
     spent = api.Goodput(productive_seconds=100, starting_seconds=20, restarting_seconds=10, lost_steps=10, ratio=0.769)
     done = {"goodput": spent, "restarts": api.Restarts(application=1, total=1), "last_failure": last}
     ended = status(140, 100, 2, "Succeeded", **again, **done)

@@ -50,20 +50,20 @@ def table(name: str) -> str:
     return (DATA / f"{name}.log").read_text()
 
 
-def first_sign(*pods: Pod) -> api.Failure:
+def first_sign(*pods: Pod) -> api.JobFailure:
     return root_cause.root_cause(CONTEXT, pods)
 
 
-def settled(*pods: Pod, first: api.Failure | None = None, **more: Any) -> tuple[api.Failure, rules.Class]:
+def settled(*pods: Pod, first: api.JobFailure | None = None, **more: Any) -> tuple[api.JobFailure, rules.Class]:
     first = first or first_sign(*pods)
     of_context = {key: more.pop(key) for key in ("torchrun", "keep_log_tail") if key in more}
     context = replace(CONTEXT, **of_context)
     return root_cause.settle(context, first, pods, **{"stepped": True, "nodes": 3, **more})
 
 
-def recorded(rank: int, reason: str, seconds: float = 20, **more: Any) -> api.Failure:
+def recorded(rank: int, reason: str, seconds: float = 20, **more: Any) -> api.JobFailure:
     name, node = f"bert-1-{rank}", f"gpu-0{rank}"
-    return api.Failure(
+    return api.JobFailure(
         attempt=1, rank=rank, node_rank=rank, pod=name, node=node, reason=reason, time=at(seconds), **more
     )
 
@@ -74,7 +74,7 @@ class Case:
     cause: int
     """The node's rank."""
     found: rules.Class
-    first: api.Failure | None = None
+    first: api.JobFailure | None = None
 
 
 CASES = {
@@ -252,7 +252,7 @@ def test_the_evidence_is_read_back_and_not_rebuilt_from_the_reason() -> None:
     """CRI-O, or a script, may use a word that Kubernetes has for something else."""
     evidence = api.Evidence(precedence="OWN", raised=True, container_reason="Error")
     failure = recorded(1, "Evicted", exit_code=3, exception="ValueError: x", evidence=evidence)
-    read = msgspec.json.decode(msgspec.json.encode(failure), type=api.Failure)
+    read = msgspec.json.decode(msgspec.json.encode(failure), type=api.JobFailure)
     assert (settled(first=read)[1], root_cause.from_outside(read)) == ("application", False)
 
 
@@ -461,7 +461,7 @@ def test_the_guilty_ranks_exit_code_is_known_under_plain_torchrun() -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_failure_is_told_by_who_where_what_and_at_which_step(failure: api.Failure, text: str, short: str) -> None:
+def test_a_failure_is_told_by_who_where_what_and_at_which_step(failure: api.JobFailure, text: str, short: str) -> None:
     assert sentences.sentence(failure) == text
     assert sentences.short(failure) == short
 

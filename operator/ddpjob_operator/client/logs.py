@@ -108,7 +108,7 @@ class ClusterLogs:
             if right_attempt and (nodes is None or jobs.place_of(pod) in nodes) and _has_log(pod, self.stored.trainer):
                 streams.add(pod)
 
-    def _kept(self) -> api.Failure | None:
+    def _kept(self) -> api.JobFailure | None:
         """The failure whose log the status keeps, where its pod is gone."""
         failure = self.stored.job.status.last_failure
         there = {pod["metadata"]["name"] for pod in self._pods}

@@ -98,7 +98,7 @@ class Context:
 class End:
     """How one pod ended, beside the others."""
 
-    failure: api.Failure
+    failure: api.JobFailure
     deleted_at: dt.datetime | None = None
     """When its deletion was requested; None also for what ends without that: a lost node, an eviction."""
     everywhere: bool = False
@@ -126,7 +126,7 @@ class End:
         return self.deleted_at > other.failure.time + NODE_CLOCKS_DIFFER
 
 
-def root_cause(context: Context, failed: Sequence[Pod]) -> api.Failure:
+def root_cause(context: Context, failed: Sequence[Pod]) -> api.JobFailure:
     """The cause as far as it is known before the operator has stopped anything.
 
     failed: at least one pod of the attempt that has failed, and those that somebody else has deleted. Ties go to the
@@ -141,17 +141,17 @@ def root_cause(context: Context, failed: Sequence[Pod]) -> api.Failure:
 
 def settle(
     context: Context,
-    first: api.Failure,
+    first: api.JobFailure,
     failed: Sequence[Pod],
     *,
     stepped: bool,
     trained: bool = False,
     untried: bool = False,
     nodes: int | None = None,
-    lost: Sequence[api.Failure] = (),
-    early: api.Failure | None = None,
+    lost: Sequence[api.JobFailure] = (),
+    early: api.JobFailure | None = None,
     steps: Mapping[int, int] | None = None,
-) -> tuple[api.Failure, rules.Class]:
+) -> tuple[api.JobFailure, rules.Class]:
     """The root cause and its class (before failurePolicy), now that the last pod of the attempt has ended.
 
     first: as root_cause() gave it when nothing was stopped yet; its pod may be gone. failed: the attempt's pods that
@@ -185,7 +185,7 @@ def settle(
     return cause.failure, _of_no_start(cause.failure, stepped=stepped, trained=trained, everywhere=everywhere)
 
 
-def cannot_start(failure: api.Failure) -> bool:
+def cannot_start(failure: api.JobFailure) -> bool:
     """Whether it ended before any of its own code ran: because of the job, its node or a passing fault."""
     if failure.reason not in ("", "Error", *rules.START_REASONS):
         return False
@@ -193,12 +193,12 @@ def cannot_start(failure: api.Failure) -> bool:
     return rules.cannot_start(own)
 
 
-def from_outside(failure: api.Failure) -> bool:
+def from_outside(failure: api.JobFailure) -> bool:
     """Whether something outside the pod ended it; failurePolicy does not apply to that."""
     return rules.from_outside(_with_evidence(failure))
 
 
-def blames_node(failure: api.Failure) -> bool:
+def blames_node(failure: api.JobFailure) -> bool:
     """Whether the node itself may be at fault, so that a job may stay away from it."""
     if failure.failure_class != "infrastructure":
         return False
@@ -207,7 +207,7 @@ def blames_node(failure: api.Failure) -> bool:
     return failure.reason in _NODES_OWN or rules.DEVICE.search(failure.exception) is not None
 
 
-def evidence_of(failure: api.Failure) -> api.Evidence:
+def evidence_of(failure: api.JobFailure) -> api.Evidence:
     """The evidence of a failure. Where none is recorded (only a reason is known, or an older operator wrote it), what
     the reason proves: an unknown reason proves nothing, so that the application is charged for it."""
     if failure.evidence is not None and failure.evidence.precedence in Precedence.__members__:
@@ -226,12 +226,12 @@ def evidence_of(failure: api.Failure) -> api.Evidence:
     return api.Evidence(precedence=own.precedence.name, raised=bool(raised))
 
 
-def precedence_of(failure: api.Failure) -> Precedence:
+def precedence_of(failure: api.JobFailure) -> Precedence:
     """How a failure ranks as the cause of others."""
     return Precedence[evidence_of(failure).precedence]
 
 
-def _with_evidence(failure: api.Failure) -> Failure:
+def _with_evidence(failure: api.JobFailure) -> Failure:
     """What its class follows from, as the rules take it."""
     fields = msgspec.structs.asdict(evidence_of(failure))
     del fields["precedence"]
@@ -239,7 +239,7 @@ def _with_evidence(failure: api.Failure) -> Failure:
     return Failure(exit_code=failure.exit_code, exception=exception, **fields)
 
 
-def is_a_cause(first: api.Failure) -> bool:
+def is_a_cause(first: api.JobFailure) -> bool:
     """Whether the first failure shows why: by an exception, a kill, a lost node. A lost peer, a pod that is gone and a
     bare exit code show only that something has happened."""
     precedence = precedence_of(first)
@@ -247,12 +247,12 @@ def is_a_cause(first: api.Failure) -> bool:
     return is_explained and precedence not in _MAY_FOLLOW_A_LOST_NODE and first.reason != GONE
 
 
-def is_own(failure: api.Failure) -> bool:
+def is_own(failure: api.JobFailure) -> bool:
     """Whether a process of the pod has ended by itself: not by the kernel, for the loss of a peer or from outside."""
     return precedence_of(failure) in (Precedence.OWN, Precedence.UNKNOWN, Precedence.LATE)
 
 
-def who(failure: api.Failure) -> str:
+def who(failure: api.JobFailure) -> str:
     """rank 37"""
     if failure.init_container:
         return f'init container "{failure.init_container}" of {failure.pod}'
@@ -281,7 +281,7 @@ def tail_of(pod: Pod) -> str:
     return log_tail(_read(pod).log)
 
 
-def _of_no_start(cause: api.Failure, *, stepped: bool, trained: bool, everywhere: bool) -> rules.Class:
+def _of_no_start(cause: api.JobFailure, *, stepped: bool, trained: bool, everywhere: bool) -> rules.Class:
     """Permanent only where neither a node nor the moment can be the reason: the job has never trained, and it fails so
     on every node. A missing ConfigMap is missing for all of them."""
     if cause.reason not in rules.START_REASONS and stepped:
@@ -292,7 +292,7 @@ def _of_no_start(cause: api.Failure, *, stepped: bool, trained: bool, everywhere
     return "permanent" if forever and not trained and not stepped else "infrastructure"
 
 
-def _ended_early(early: api.Failure | None, complaint: api.Failure, steps: Mapping[int, int]) -> api.Failure:
+def _ended_early(early: api.JobFailure | None, complaint: api.JobFailure, steps: Mapping[int, int]) -> api.JobFailure:
     """What only peers complained of, beside a node that has completed: that one called fewer collectives."""
     if early is None or complaint.reason == ENDED_EARLY:
         return complaint  # as it was recorded
@@ -319,7 +319,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> End:
     if precedence == Precedence.STOPPED and report.agreed:
         precedence = Precedence.LATE  # also of a SIGKILL, which is otherwise the kubelet's
     reason = _reason(pod, own, precedence)
-    failure = api.Failure(
+    failure = api.JobFailure(
         attempt=context.attempt,
         rank=_rank(pod, own, context),
         node_rank=context.members.node_rank(pod.place),
@@ -446,12 +446,12 @@ def _was_killed(code: int | None) -> bool:
     return bool(signal_name(code)) and code not in (_ABORTED, _TERMINATED, _INTERRUPTED)
 
 
-def _ended_from_outside(first: api.Failure) -> bool:
+def _ended_from_outside(first: api.JobFailure) -> bool:
     """Whether it is recorded as a pod that somebody else had deleted, or that ended with its node."""
     return precedence_of(first) in (Precedence.NODE, Precedence.DELETED)
 
 
-def _as_recorded(pod: Pod, first: api.Failure) -> Pod:
+def _as_recorded(pod: Pod, first: api.JobFailure) -> Pod:
     """The pod, with the order of events that the record proves: a pod that was recorded with its exit code had ended
     before the operator deleted it, also where an operator observes both at once."""
     # Of one that ended early its ranks are recorded, and not what its launcher ended with.
@@ -470,7 +470,7 @@ def _first(ends: Sequence[End], recorded: str = "") -> End:
     return min(ends, key=order)
 
 
-def _recorded(first: api.Failure, ends: Sequence[End]) -> list[End]:
+def _recorded(first: api.JobFailure, ends: Sequence[End]) -> list[End]:
     """The first failure as an end of its own, where its pod is gone or no longer shows as much as was recorded."""
     now = next((e for e in ends if e.failure.pod == first.pod), None)
     if now is None:

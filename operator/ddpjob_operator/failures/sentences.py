@@ -9,7 +9,7 @@ from ddpjob_operator.job import api
 _SIGKILL = 137
 
 
-def sentence(failure: api.Failure) -> str:
+def sentence(failure: api.JobFailure) -> str:
     """rank 37 (pod bert-1-4, node gpu-07) was killed by SIGSEGV at step 12840"""
     if failure.init_container:
         logs = f"kubectl logs {failure.pod} -c {failure.init_container}"
@@ -18,13 +18,13 @@ def sentence(failure: api.Failure) -> str:
     return f"{root_cause.who(failure)} ({where}) {_what(failure)}"
 
 
-def local(failure: api.Failure) -> str:
+def local(failure: api.JobFailure) -> str:
     """rank 37 (node 4) was killed by SIGSEGV at step 12840: where pods are processes of one machine."""
     where = "" if failure.rank is None else f" (node {failure.node_rank})"
     return f"{root_cause.who(failure)}{where} {_what(failure)}"
 
 
-def short(failure: api.Failure) -> str:
+def short(failure: api.JobFailure) -> str:
     """A few words, as in "attempt 3 after …": SIGSEGV on rank 37."""
     by_reason = {
         root_cause.NODE_LOST: f"node {failure.node or failure.node_rank} lost",
@@ -48,7 +48,7 @@ def short(failure: api.Failure) -> str:
     return f"{failure.signal or f'exit code {failure.exit_code}'} {of} {root_cause.who(failure)}"
 
 
-def _what(failure: api.Failure) -> str:
+def _what(failure: api.JobFailure) -> str:
     """What happened to it, by its reason where that says more than the exit code."""
     at, why = _at(failure), _why(failure)
     if failure.reason == root_cause.ENDED_EARLY:
@@ -69,7 +69,7 @@ def _what(failure: api.Failure) -> str:
     return _how_it_ended(failure)
 
 
-def _how_it_ended(failure: api.Failure) -> str:
+def _how_it_ended(failure: api.JobFailure) -> str:
     at, why = _at(failure), _why(failure)
     if failure.exit_code is None:
         return f"failed{at} ({failure.reason or 'no exit code'})" + (f": {failure.exception}" if why else "")
@@ -80,15 +80,15 @@ def _how_it_ended(failure: api.Failure) -> str:
     return how + at + (f" in {failure.where}" if failure.where else "") + unreported + why
 
 
-def _at(failure: api.Failure) -> str:
+def _at(failure: api.JobFailure) -> str:
     return "" if failure.step is None else f" at step {failure.step}"
 
 
-def _why(failure: api.Failure) -> str:
+def _why(failure: api.JobFailure) -> str:
     return f" ({failure.exception})" if failure.exception else ""
 
 
-def _code(failure: api.Failure) -> str:
+def _code(failure: api.JobFailure) -> str:
     return "" if failure.exit_code is None else f" (exit code {failure.exit_code})"
 
 

@@ -164,7 +164,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """What the training reports."""
     furthest_step: Count | None = None
     """The furthest step of all ranks before those that train now; unset while none has reported a step."""
-    last_failure: Failure | None = None
+    last_failure: JobFailure | None = None
     """The root cause of the last failure."""
     failures: list[FailureLine] = []
     """The last 10 failures, short, the newest last."""
@@ -271,7 +271,7 @@ class Evidence(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
     """Whether it was stopped because it made no step."""
 
 
-class Failure(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+class JobFailure(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
     """The root cause of a failure: the earliest that is not a symptom of a lost peer."""
 
     attempt: Count

@@ -17,7 +17,7 @@ def is_restarted(status: api.Status) -> bool:
     return failure is not None and (failure.attempt == status.attempt - 1 or bool(status.replacements))
 
 
-def unsettled_failure(status: api.Status) -> api.Failure | None:
+def unsettled_failure(status: api.Status) -> api.JobFailure | None:
     """The failure that has broken the present attempt, while its pods (or the one to replace) are being stopped."""
     failure = status.last_failure
     if status.state != "Restarting" or failure is None or failure.attempt != status.attempt:

@@ -39,7 +39,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Rule:
+class SpecRule:
     """A rule that types cannot express: `cel` for the API server, `broken` for parse(), one sentence for both."""
 
     field: str
@@ -55,14 +55,14 @@ WINDOWED_LIMIT_MAX = 100
 _RESEMBLES = 0.8  # "comand" is 0.92 like "command"
 
 RULES = (
-    Rule("backend", "!has(self.backend) || self.backend != 'mpi'", lambda s: s.backend == "mpi", MPI_REFUSED),
-    Rule(
+    SpecRule("backend", "!has(self.backend) || self.backend != 'mpi'", lambda s: s.backend == "mpi", MPI_REFUSED),
+    SpecRule(
         "minNodes",
         "!has(self.minNodes) || self.minNodes <= self.nodes",
         lambda s: s.min_nodes is not None and s.min_nodes > s.nodes,
         "must be at most spec.nodes. Lower minNodes, or raise nodes.",
     ),
-    Rule(
+    SpecRule(
         "backoffWindowSeconds",
         f"!has(self.backoffWindowSeconds) || !has(self.backoffLimit) || self.backoffLimit <= {WINDOWED_LIMIT_MAX}",
         lambda s: s.backoff_window_seconds is not None and s.backoff_limit > WINDOWED_LIMIT_MAX,

@@ -68,7 +68,7 @@ class Slot:
 
 
 @dataclass
-class Process:
+class ProcessSpec:
     """What to start: one node of the job."""
 
     argv: list[str]
@@ -78,7 +78,7 @@ class Process:
     """Folders to create before it starts."""
 
 
-def process(pod: Body, slot: Slot) -> Process:
+def process(pod: Body, slot: Slot) -> ProcessSpec:
     """The process of a pod. Only for pods without `problems`, or with --allow-unsupported."""
     spec = pod["spec"]
     trainer = trainer_container(pod) or {}
@@ -97,7 +97,7 @@ def process(pod: Body, slot: Slot) -> Process:
     folder_here = slot.cwd / cwd
     # A container runtime makes a working directory that is not there; here only within what is the job's own.
     folders += [folder_here] if any(folder_here.is_relative_to(folder) for folder in folders) else []
-    return Process(argv, env, str(folder_here), folders)
+    return ProcessSpec(argv, env, str(folder_here), folders)
 
 
 def problems(pod: Body) -> Iterator[Problem]:

@@ -182,7 +182,7 @@ def _failures(report: Report) -> Markup:
     return joined([element("h2", "Failures"), table, _last_failure(report.status.last_failure)])
 
 
-def _last_failure(failure: api.Failure | None) -> Markup:
+def _last_failure(failure: api.JobFailure | None) -> Markup:
     if failure is None or not (failure.exception or failure.log_tail):
         return Markup("")
     who = f"node {failure.node_rank}" if failure.rank is None else f"rank {failure.rank} on node {failure.node_rank}"

@@ -69,7 +69,7 @@ class Teller:
             if late := fold.overdue(now):
                 self._log(pod, late)
 
-    def explain(self, failure: api.Failure | None) -> None:
+    def explain(self, failure: api.JobFailure | None) -> None:
         """The culprit's traceback, and how many lines were folded. None: nothing failed."""
         self._pending = None
         held = {name: fold.forget() for name, (_, fold) in self._folds.items()}
@@ -98,7 +98,7 @@ class Teller:
         self._note(f"  … {own} of {self._launcher} in {self._folds[name][0].log.path}{more}")
 
 
-def local(text: str, failure: api.Failure) -> str:
+def local(text: str, failure: api.JobFailure) -> str:
     """A message as a local run shows it: there is no pod, and one machine."""
     whole, short = sentences.sentence(failure), sentences.local(failure)
     return text.replace(whole, short).replace(shortened(whole), shortened(short))
@@ -111,7 +111,7 @@ def local_status(status: api.Status) -> api.Status:
     )
 
 
-def _of_culprit(failure: api.Failure, held: dict[str, list[Trace]]) -> Trace | None:
+def _of_culprit(failure: api.JobFailure, held: dict[str, list[Trace]]) -> Trace | None:
     """The traceback of the exception that is the cause: of its own pod, else of one that raised the same."""
     if not failure.exception:
         return None

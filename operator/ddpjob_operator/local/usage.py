@@ -26,7 +26,7 @@ _OF_A_RANK = (b"RANK", b"LOCAL_RANK", b"TORCHELASTIC_RUN_ID", b"TORCHELASTIC_RES
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessStat:
     """A process at one look."""
 
     parent: int
@@ -141,12 +141,12 @@ def parse(listing: str) -> dict[str, tuple[float, int]]:
     return found
 
 
-def ranks(own: set[int], found: Mapping[int, Process]) -> tuple[int, ...]:
+def ranks(own: set[int], found: Mapping[int, ProcessStat]) -> tuple[int, ...]:
     """The processes of a node that are ranks, in their order; empty where they cannot be told from the others."""
     return _given(own, found) or _forked(own, found)
 
 
-def _given(own: set[int], found: Mapping[int, Process]) -> tuple[int, ...]:
+def _given(own: set[int], found: Mapping[int, ProcessStat]) -> tuple[int, ...]:
     """The processes that were given the variables of a rank, without those that started them: a launcher in a pod of
     one process has a rank, too, and the workers of a loader have that of their parent."""
     variables = {pid: _variables(pid) for pid in own}
@@ -160,7 +160,7 @@ def _given(own: set[int], found: Mapping[int, Process]) -> tuple[int, ...]:
     return tuple(sorted(marked - above, key=lambda pid: (_rank(variables[pid]), pid)))
 
 
-def _forked(own: set[int], found: Mapping[int, Process]) -> tuple[int, ...]:
+def _forked(own: set[int], found: Mapping[int, ProcessStat]) -> tuple[int, ...]:
     """The ranks that a fork server of `ddprun` has started: they have its command line and its variables, and like
     itself they are children of the agent; the server is the first of these."""
     forked = {pid for pid in own if _is_forked(pid)}
@@ -189,13 +189,13 @@ def _rank(variables: bytes) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def _all_processes() -> Iterator[tuple[int, Process]]:
+def _all_processes() -> Iterator[tuple[int, ProcessStat]]:
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:  # it may have ended since
             after_name = stat.read().rpartition(b")")[2].split()  # the name may hold spaces
             yield (
                 int(name),
-                Process(
+                ProcessStat(
                     int(after_name[1]),
                     int(after_name[11]) + int(after_name[12]),
                     int(after_name[21]),

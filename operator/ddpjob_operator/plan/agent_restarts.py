@@ -90,12 +90,12 @@ def count(status: api.Status) -> int:
     return 0 if done is None else done.earlier + done.application + done.infrastructure + done.stall
 
 
-def _failure(status: api.Status, failure: Failure, view: View) -> api.Failure:
+def _failure(status: api.Status, failure: Failure, view: View) -> api.JobFailure:
     assert failure.node_rank is not None, "a report without it is refused"
     place = view.members.place(failure.node_rank)
     pod = None if place is None else view.pods.get(place)
     is_known = failure.rank is not None and failure.rank < topology.world_size(view.spec)
-    return api.Failure(
+    return api.JobFailure(
         attempt=status.attempt,
         rank=failure.rank if is_known else None,
         node_rank=failure.node_rank,

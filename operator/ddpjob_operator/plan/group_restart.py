@@ -74,7 +74,7 @@ def restarting(view: View, status: api.Status) -> Decision | None:
     return None if first is None else restart_all(view, status, first, settle(view, status, first))
 
 
-def restart_all(view: View, status: api.Status, first: api.Failure, settled: Settled) -> Decision:
+def restart_all(view: View, status: api.Status, first: api.JobFailure, settled: Settled) -> Decision:
     """The same, with the cause settled by what is known now. first: the failure as it is recorded."""
     if not view.active:
         return _next_attempt(view, status, settled)
@@ -89,7 +89,7 @@ def restart_all(view: View, status: api.Status, first: api.Failure, settled: Set
 
 
 def _stop(
-    view: View, first: api.Failure, pods: Sequence[Pod], grace_seconds: int | None
+    view: View, first: api.JobFailure, pods: Sequence[Pod], grace_seconds: int | None
 ) -> tuple[tuple[DeletePod | EndPod, ...], dt.datetime | None]:
     """Stop the pods of a broken attempt, and when to check them again. first: what is recorded as its cause.
 
@@ -123,7 +123,7 @@ def _next_attempt(view: View, status: api.Status, settled: Settled) -> Decision:
     return Decision(enter(later, "Restarting", reasons.RESTARTING, text, view.now))
 
 
-def _triggers(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failure]]:
+def _triggers(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
     """What shows that this attempt cannot go on, the strongest evidence first. The cause may be another one."""
     ended = (*_failed(view, status), *_gone(view, status))
     yield from sorted(ended, key=lambda trigger: root_cause.precedence_of(trigger[1]))
@@ -132,7 +132,7 @@ def _triggers(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Fail
     yield from _stalled(view, status)
 
 
-def _failed(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failure]]:
+def _failed(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
     if failed := view.failed(status):
         # The operator has requested no deletion in this attempt: who else did may explain what failed.
         pods = [*failed, *(p for p in view.active if p.deletion_requested_at is not None)]
@@ -140,7 +140,7 @@ def _failed(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failur
         yield reasons.RANK_FAILED, with_limit(view, with_last_step(status, failure))
 
 
-def _gone(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failure]]:
+def _gone(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
     for pod in sorted((p for p in view.pods.values() if p.uid in view.lost), key=lambda p: p.place):
         yield reasons.NODE_LOST, failure_of(view, status, pod.place, root_cause.NODE_LOST)
     ran = ranges.parse(status.started_nodes) - ranges.parse(status.completed_nodes)
@@ -154,7 +154,7 @@ def _needed(view: View, status: api.Status) -> list[Pod]:
     return [p for p in view.active if p.place in only]
 
 
-def _stopped_from_outside(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failure]]:
+def _stopped_from_outside(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
     for pod in _needed(view, status):
         if pod.deletion_requested_at is not None:
             failure = failure_of(view, status, pod.place, pod.disruption or root_cause.STOPPED)
@@ -163,14 +163,14 @@ def _stopped_from_outside(view: View, status: api.Status) -> Iterator[tuple[Reas
             yield reasons.DISRUPTED, replace(failure, evidence=evidence)
 
 
-def _never_configured(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failure]]:
+def _never_configured(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
     for pod in _needed(view, status):
         if is_past(_config_error_at(view, pod), view.now):
             failure = failure_of(view, status, pod.place, root_cause.CONFIG_ERROR)
             yield reasons.RANK_FAILED, replace(failure, exception=pod.trainer.message[: root_cause.EXCEPTION_MAX])
 
 
-def _stalled(view: View, status: api.Status) -> Iterator[tuple[Reason, api.Failure]]:
+def _stalled(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
     finding = view.stall_finding
     place = None if finding is None else view.members.place(finding.node_rank)
     if finding is None or finding.kind == "warning" or place is None or place not in view.pods:
@@ -196,12 +196,12 @@ def _config_error_at(view: View, pod: Pod) -> dt.datetime | None:
     return after(pod.scheduled_at, view.settings.config_error_seconds) if stuck else None
 
 
-def _ending(view: View, text: str, failure: api.Failure) -> str:
+def _ending(view: View, text: str, failure: api.JobFailure) -> str:
     left = f"stopping {name_pods(view.active)}" if view.active else "all pods have ended"
     return f"{text}; {left}{_open_question(failure)}{pending.unreachable_nodes(view)}"
 
 
-def _open_question(failure: api.Failure) -> str:
+def _open_question(failure: api.JobFailure) -> str:
     return "" if root_cause.is_a_cause(failure) else "; waiting for the other ranks before deciding the cause"
 
 
@@ -223,7 +223,7 @@ def charge(view: View, verdict: rules.Verdict) -> str:
     return f"not charged to backoffLimit; {history.infrastructure} so far"
 
 
-def _why_it_stops(view: View, failure: api.Failure, verdict: rules.Verdict) -> tuple[Reason, str]:
+def _why_it_stops(view: View, failure: api.JobFailure, verdict: rules.Verdict) -> tuple[Reason, str]:
     reason, text = _WHY_IT_STOPS[verdict.stop]
     if verdict.stop == "PermanentFailure" and any(
         r.action == "FailJob" and r.matches(failure.exit_code) for r in budgets.policy(view.spec)

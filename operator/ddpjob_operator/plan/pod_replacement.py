@@ -41,7 +41,7 @@ def replacing(view: View, status: api.Status) -> Decision | None:
     return Decision(_replaced(view, status, settled, lost))
 
 
-def lost_alone(view: View, status: api.Status, first: api.Failure) -> list[int]:
+def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[int]:
     """The places whose pods are lost while agents elsewhere wait for new ones; none where all have to start again."""
     if not launcher.restarts_in_place(view.spec) or first.reason in _OF_ALL_PODS or status.completed_nodes:
         return []

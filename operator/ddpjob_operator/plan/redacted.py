@@ -46,7 +46,7 @@ def _progress(progress: api.Progress | None) -> api.Progress | None:
     return replace(progress, metrics=metrics)
 
 
-def _failure(failure: api.Failure | None) -> api.Failure | None:
+def _failure(failure: api.JobFailure | None) -> api.JobFailure | None:
     if failure is None:
         return None
     return replace(

@@ -29,9 +29,9 @@ TRAINED_SECONDS = 60
 class Settled:
     """All that can be known is known: the cause, what it is charged to, and whether the job goes on."""
 
-    cause: api.Failure
+    cause: api.JobFailure
     """As it is recorded while pods are still being stopped."""
-    failure: api.Failure
+    failure: api.JobFailure
     """The cause with its class, and what it is charged to."""
     verdict: rules.Verdict
 
@@ -52,7 +52,7 @@ class Settled:
         )
 
 
-def settle(view: View, status: api.Status, first: api.Failure) -> Settled:
+def settle(view: View, status: api.Status, first: api.JobFailure) -> Settled:
     """Name the cause of the failure that was recorded first, and charge it."""
     cause, failure_class = _cause(view, status, first)
     history, attempt = budgets.history(status), _attempt(view, status, cause)
@@ -68,7 +68,7 @@ def settle(view: View, status: api.Status, first: api.Failure) -> Settled:
     return Settled(cause, replace(cause, failure_class=failure_class, charged_to=charged_to), verdict)
 
 
-def _torchrun_gave_up(view: View, cause: api.Failure) -> bool:
+def _torchrun_gave_up(view: View, cause: api.JobFailure) -> bool:
     """Whether the torchrun of an elastic job ended by itself because of a failed rank: it does so with 1, when it has
     restarted its ranks as often as it may (PET_MAX_RESTARTS: all that the application had left)."""
     place = view.members.place(cause.node_rank)
@@ -77,7 +77,7 @@ def _torchrun_gave_up(view: View, cause: api.Failure) -> bool:
     return view.is_elastic and gave_up and root_cause.is_own(cause)
 
 
-def _cause(view: View, status: api.Status, first: api.Failure) -> tuple[api.Failure, rules.Class]:
+def _cause(view: View, status: api.Status, first: api.JobFailure) -> tuple[api.JobFailure, rules.Class]:
     """The cause by all that is known now: the failure recorded first, and every pod that has failed, gone or not."""
     lost, ran = [p for p, pod in view.pods.items() if pod.uid in view.lost_by_node], _ran_seconds(view, status)
     failure, failure_class = root_cause.settle(
@@ -96,7 +96,7 @@ def _cause(view: View, status: api.Status, first: api.Failure) -> tuple[api.Fail
     return replace(with_last_step(status, failure), failure_class=""), failure_class
 
 
-def _with_log(view: View, failure: api.Failure) -> api.Failure:
+def _with_log(view: View, failure: api.JobFailure) -> api.JobFailure:
     """With the end of the log of the pod that was ended for it."""
     place = view.members.place(failure.node_rank)
     pod = None if place is None else view.known_pods.get(place)
@@ -131,7 +131,7 @@ def avoided(
     return kept[-AVOIDED_MAX:]
 
 
-def _completed_early(view: View, status: api.Status) -> api.Failure | None:
+def _completed_early(view: View, status: api.Status) -> api.JobFailure | None:
     """The first node that has completed in this attempt beside the others, as what explains the complaints of its
     peers. It explains none of a peer whose pod was made after that, because those two were never in one group."""
     if view.is_elastic and view.is_enough(status.completed_nodes):
@@ -169,13 +169,13 @@ def _has_trained_before(status: api.Status) -> bool:
     return spent.productive_seconds + spent.unreported_seconds - in_this_attempt >= TRAINED_SECONDS
 
 
-def _never_starts(status: api.Status, failure: api.Failure, history: budget.History) -> bool:
+def _never_starts(status: api.Status, failure: api.JobFailure, history: budget.History) -> bool:
     """Whether other nodes were tried often enough, for a job that has never trained."""
     tried_often = history.uncharged_in_a_row >= rules.STARTS_MAX
     return tried_often and root_cause.cannot_start(failure) and not _has_trained_before(status)
 
 
-def _attempt(view: View, status: api.Status, failure: api.Failure) -> budget.Attempt:
+def _attempt(view: View, status: api.Status, failure: api.JobFailure) -> budget.Attempt:
     progress = status.progress
     step = progress.step if progress is not None and progress.attempt == status.attempt else 0
     return budget.Attempt(
@@ -192,7 +192,7 @@ def _ran_seconds(view: View, status: api.Status) -> float:
     return 0.0 if running is None else max(0.0, (view.now - running).total_seconds())
 
 
-def with_limit(view: View, failure: api.Failure) -> api.Failure:
+def with_limit(view: View, failure: api.JobFailure) -> api.JobFailure:
     """With the memory limit, where the failure is that it was exceeded."""
     if failure.init_container:
         return failure  # its limit is not the trainer's
@@ -203,7 +203,7 @@ def with_limit(view: View, failure: api.Failure) -> api.Failure:
     return replace(failure, exception=text[: root_cause.EXCEPTION_MAX])
 
 
-def with_last_step(status: api.Status, failure: api.Failure) -> api.Failure:
+def with_last_step(status: api.Status, failure: api.JobFailure) -> api.JobFailure:
     """With the last step that was reported before it."""
     progress = status.progress
     if failure.step is not None or progress is None or progress.attempt != status.attempt:
@@ -211,10 +211,10 @@ def with_last_step(status: api.Status, failure: api.Failure) -> api.Failure:
     return replace(failure, step=progress.step)
 
 
-def failure_of(view: View, status: api.Status, place: int, reason: str) -> api.Failure:
+def failure_of(view: View, status: api.Status, place: int, reason: str) -> api.JobFailure:
     """A failure that is seen from outside the pod, which may be gone."""
     pod = view.pods.get(place)
-    failure = api.Failure(
+    failure = api.JobFailure(
         attempt=status.attempt,
         rank=topology.rank_of_place(view.spec, place),
         node_rank=view.members.node_rank(place),

@@ -126,7 +126,8 @@ def nodes_missing(view: View, status: api.Status) -> Decision | None:
         return Decision(status, missing, earliest(view.active_deadline(status), view.start_deadline(status)))
     count = sum(isinstance(action, CreatePod) for action in missing)
     text = f"attempt {status.attempt}: creating {count} of {view.spec.nodes} pods"
-    return _waiting(view, status, "Pending", reasons.CREATING_PODS, text, missing)
+    more = count + len(ranges.parse(status.started_nodes) | set(view.pods)) < view.spec.nodes
+    return _waiting(view, status, "Pending", reasons.CREATING_PODS, text, missing, view.now if more else None)
 
 
 def avoidance_over(view: View, status: api.Status) -> Decision | None:
@@ -164,7 +165,8 @@ def _waiting(
 ) -> Decision:
     """Not all nodes run yet. After a failure that is a restart until they do, and the message names the failure."""
     last_call_at = after(status.attempt_time, LAST_CALL_SECONDS) if view.trains_with_fewer(status) else None
-    if last_call_at is not None and (state != "Starting" or status.running_time or view.now >= last_call_at):
+    comes_soon = reason in (reasons.CREATING_PODS, reasons.STARTING_TRAINERS)
+    if last_call_at is not None and (not comes_soon or status.running_time or view.now >= last_call_at):
         decision = lifecycle.running(view, status, text)
         return replaced(decision, actions=actions, requeue_at=earliest(again_at, decision.requeue_at))
     failure = status.last_failure

@@ -155,7 +155,7 @@ def _with_lost_steps(status: api.Status, first_step: int) -> api.Status:
     return replace(status, goodput=replace(goodput, lost_steps=goodput.lost_steps + lost))
 
 
-def with_failure(status: api.Status, failure: api.Failure, message: str) -> api.Status:
+def with_failure(status: api.Status, failure: api.JobFailure, message: str) -> api.Status:
     """The status with a failure. One that is not settled yet takes the place of what it first looked like."""
     line = api.FailureLine(
         attempt=failure.attempt,
