@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddpjob_operator.job import api, validation
 from ddpjob_operator.manifest import override
-from ddpjob_operator.manifest.yamlfile import Document
+from ddpjob_operator.manifest.yamlfile import Document, InputError
 
 
 def applied(
@@ -12,7 +12,9 @@ def applied(
 ) -> tuple[Document, api.DDPJob]:
     """A job with the options applied, and read. nodes: a number, or MIN:MAX as torchrun's. Raises InputError."""
     if nodes is not None:
-        least, _, most = nodes.rpartition(":")
+        least, colon, most = nodes.rpartition(":")
+        if not most or (colon and not least):
+            raise InputError(f"--nodes {nodes}: must be a number, or MIN:MAX for an elastic job")
         override.set_field(document, f"spec.nodes={most}", "--nodes")
         if least:
             override.set_field(document, f"spec.minNodes={least}", "--nodes")
