@@ -49,7 +49,7 @@ def test_a_lost_node_starts_the_group_again_and_torchruns_variables_are_all_ther
     [
         (["--nodes", "3:2"], "spec.minNodes: must be at most spec.nodes"),
         (["--nodes", "0:2"], "spec.minNodes: must be at least 1, is 0"),
-        (["--nodes", "1:"], "--nodes 1:: must be a number, or MIN:MAX for an elastic job"),
+        (["--nodes", "1:"], "--nodes: must be a number of nodes, or MIN:MAX"),
         (["--nodes", "1:2", "--set", "spec.template.spec.containers[0].command=[python, train.py]"], "torchrun can"),
     ],
 )
