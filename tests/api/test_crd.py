@@ -529,6 +529,15 @@ def test_wait_for_complete_works_as_for_a_job(cluster: Cluster) -> None:
     assert "condition met" in cluster("wait", "--for=condition=Complete", "ddp", name, "--timeout=5s")
 
 
+def test_wait_for_the_completion_time_ends_for_a_job_that_failed_too(cluster: Cluster) -> None:
+    """Whoever waits for Complete waits for the timeout when the job fails."""
+    name = cluster.create(job())
+    until_over = ("wait", "--for=jsonpath={.status.completionTime}", "ddp", name)
+    assert "timed out" in cluster.try_(*until_over, "--timeout=1s")[1]
+    cluster.set_status(name, state="Failed", completionTime="2030-01-01T00:00:00Z")
+    assert "condition met" in cluster(*until_over, "--timeout=5s")
+
+
 def test_a_newer_operator_may_write_a_state_that_this_crd_does_not_know(cluster: Cluster) -> None:
     name = cluster.create(job())
     cluster.set_status(name, state="Resizing", attempt=-1, message="x" * 10_000)

@@ -177,6 +177,18 @@ def test_a_number_of_nodes_that_is_none_is_refused(nodes: str) -> None:
         check_files.context(nodes, None)
 
 
+def test_a_rate_that_is_multiplied_elsewhere_is_said_with_that_line() -> None:
+    """At `lr=args.lr` nobody sees a product."""
+    text = SOUND.replace(
+        "    model = DDP(", "    total = args.batch_size * world_size\n    args.lr *= total / 256\n    model = DDP("
+    )
+    (finding,) = check.check("train.py", text, ELASTIC)
+    line = next(i for i, line in enumerate(text.splitlines(), start=1) if "total = " in line)
+    assert f"lr=args.lr is multiplied by the number of ranks (line {line}), which changes" in finding.message
+    (finding,) = check.check("train.py", SOUND.replace("lr=args.lr,", "lr=args.lr * world_size,"), ELASTIC)
+    assert "lr=args.lr * world_size is multiplied by the number of ranks, which changes" in finding.message
+
+
 @given(st.sampled_from(sorted(FIXTURES.rglob("*.py"))), st.data())
 def test_a_script_with_lines_lost_or_moved_gives_no_traceback(path: Path, data: st.DataObject) -> None:
     lines = path.read_text().splitlines()

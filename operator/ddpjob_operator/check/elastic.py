@@ -168,28 +168,32 @@ def elastic_learning_rate(script: Script, job: Job) -> Iterator[Found]:
     if not job.is_elastic or script.uses_a_framework:
         return
     for place, rate in _rates(script):
-        if _grows_with_ranks(script, rate):
+        product = _product_with_ranks(script, rate)
+        if product is not None:
+            line = getattr(product, "lineno", 0)
+            where = f" (line {line})" if line != getattr(place, "lineno", 0) else ""
             yield at(
                 place,
-                f"lr={script.text_of(rate)} is multiplied by the number of ranks, which changes while an elastic job "
-                "trains; keep the global batch constant, and leave the rate as it is",
+                f"lr={script.text_of(rate)} is multiplied by the number of ranks{where}, which changes while an "
+                "elastic job trains; keep the global batch constant, and leave the rate as it is",
             )
             return
 
 
-def _grows_with_ranks(script: Script, rate: ast.expr) -> bool:
-    """Whether the rate certainly is a product with the number of ranks."""
+def _product_with_ranks(script: Script, rate: ast.expr) -> ast.BinOp | None:
+    """The product with the number of ranks that the rate certainly is computed from."""
     sums = [n for n in _parts(script, rate) if isinstance(n, ast.BinOp)]
     divisors = [n.right for n in sums if isinstance(n.op, ast.Div | ast.FloorDiv)]
     if any(_counts_ranks(script, n) for divisor in divisors for n in _parts(script, divisor)):
-        return False  # a batch that is divided by the ranks, and multiplied again
-    return any(
-        _counts_ranks(script, n)
+        return None  # a batch that is divided by the ranks, and multiplied again
+    products = [
+        product
         for product in sums
-        if isinstance(product.op, ast.Mult) and not _is_an_option(script, product)
-        for side in (product.left, product.right)
-        for n in _parts(script, side)
-    )
+        if isinstance(product.op, ast.Mult)
+        and not _is_an_option(script, product)
+        and any(_counts_ranks(script, n) for side in (product.left, product.right) for n in _parts(script, side))
+    ]
+    return products[-1] if products else None  # the last is the innermost
 
 
 def _is_an_option(script: Script, node: ast.AST) -> bool:
