@@ -319,7 +319,7 @@ def test_ranks_that_save_together_are_given_the_time_for_it() -> None:
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_job_that_was_told_to_stop_starts_nothing_again(node: int) -> None:
     found = running(2)
-    found.told(node, T0)
+    found.termination_requested(node, T0)
     assert taken(found) == [], "its ranks may save first"
     found.failed(0, [failure(code=143)], T0)
     assert taken(found) == [Stop(frozenset({0, 1}), 0, patient=True)]
@@ -333,7 +333,7 @@ def test_a_job_without_ranks_that_is_told_to_stop_ends_at_once(waits_for: str) -
     found = lead(2) if waits_for == "peers" else running(1)
     if waits_for == "back-off":
         fail_twice(found)
-    found.told(0, T0)
+    found.termination_requested(0, T0)
     assert taken(found)[0].code == RESUMABLE
 
 
@@ -438,9 +438,9 @@ def lose(found: LeaderState, *lost: int, at: float = T0) -> None:
         found.stopped(node, [], at)
 
 
-def told(found: LeaderState, node: int, at: float = T0) -> None:
+def terminate(found: LeaderState, node: int, at: float = T0) -> None:
     """A node is told to end, its ranks do, and all others stop with it; its agent leaves."""
-    found.told(node, at)
+    found.termination_requested(node, at)
     found.failed(node, [failure(node, 143)], at)
     (order,) = taken(found)
     assert order == Stop(frozenset(order.nodes), found.generation, patient=True)
@@ -523,7 +523,7 @@ def test_a_pod_that_has_been_replaced_cannot_come_back() -> None:
 @pytest.mark.parametrize("node", [1, 2])
 def test_when_one_node_is_told_the_others_save_and_wait_for_its_replacement(node: int) -> None:
     found = with_operator(3)
-    told(found, node)
+    terminate(found, node)
     assert (taken(found), found.state, found.restarts) == ([], "gathering", 0)
     found.joined(node, T0 + 60, 0, 1)
     assert taken(found) == [start(found, 1)]
@@ -535,7 +535,7 @@ def test_node_0_that_is_told_when_its_ranks_have_ended_lets_the_others_save_and_
     """It would stay until SIGKILL, and the others would learn of it with no time left."""
     found = running(2, has_operator=has_operator)
     found.finished(0, T0)
-    found.told(0, T0)
+    found.termination_requested(0, T0)
     (order,) = taken(found)
     assert isinstance(order, Stop)
     assert order.patient
@@ -551,7 +551,7 @@ def test_node_0_that_is_told_while_a_pre_flight_fails_goes() -> None:
     for node in (0, 1):
         found.joined(node, T0)
     found.failed(1, [failure(1)], T0)
-    found.told(0, T0)
+    found.termination_requested(0, T0)
     found.orders.clear()
     for node in (1, 0):
         found.stopped(node, [], T0)
@@ -563,7 +563,7 @@ def test_a_told_node_that_is_still_here_is_not_started_with() -> None:
     found.failed(0, [failure()], T0)
     taken(found)
     found.stopped(0, [failure()], T0)
-    found.told(1, T0)
+    found.termination_requested(1, T0)
     found.stopped(1, [], T0)
     assert (taken(found), found.state) == ([], "gathering")
     found.lost(1, T0)
@@ -579,7 +579,7 @@ def test_a_node_that_is_told_before_ranks_run_is_waited_for_anew(waits_for: str)
         found.joined(1, T0)
     else:
         fail_twice(found)
-    found.told(1, T0)
+    found.termination_requested(1, T0)
     found.lost(1, T0)
     if waits_for == "peers":
         found.joined(2, T0)
@@ -591,7 +591,7 @@ def test_a_node_that_is_told_before_ranks_run_is_waited_for_anew(waits_for: str)
 
 def test_node_0_that_is_told_leaves_when_all_have_saved_and_ends_nothing() -> None:
     found = with_operator(3)
-    told(found, 0)
+    terminate(found, 0)
     (order,) = taken(found)
     assert isinstance(order, Leave)
     assert (found.state, found.restarts) == ("over", 0)
@@ -602,7 +602,7 @@ def test_node_0_that_is_told_while_no_rank_runs_leaves_at_once(waits_for: str) -
     found = lead(2, has_operator=True) if waits_for == "peers" else with_operator(1)
     if waits_for == "back-off":
         fail_twice(found)
-    found.told(0, T0)
+    found.termination_requested(0, T0)
     assert [type(order) for order in taken(found)] == [Leave]
 
 
@@ -615,12 +615,12 @@ def test_when_all_are_told_node_0_waits_for_none_of_them_whatever_the_order(
     found = with_operator(3)
     if between == "told":
         for node in order:
-            found.told(node, T0)
+            found.termination_requested(node, T0)
         found.failed(0, [failure(0, 143)], T0)
         found.stopped(0, [failure(0, 143)], T0)
     else:
         for node in order:
-            found.told(node, T0)
+            found.termination_requested(node, T0)
             found.failed(node, [failure(node, 143)], T0)
             if node == 0:
                 found.stopped(0, [failure(0, 143)], T0)
@@ -632,7 +632,7 @@ def test_when_all_are_told_node_0_waits_for_none_of_them_whatever_the_order(
 @pytest.mark.parametrize("event", ["stopped", "told", "lost"])
 def test_node_0_that_is_told_waits_for_ranks_elsewhere_that_are_still_saving(event: str) -> None:
     found = with_operator(2)
-    found.told(0, T0)
+    found.termination_requested(0, T0)
     found.failed(0, [failure(0, 143)], T0)
     taken(found)
     found.stopped(0, [failure(0, 143)], T0)
@@ -640,7 +640,7 @@ def test_node_0_that_is_told_waits_for_ranks_elsewhere_that_are_still_saving(eve
     if event == "stopped":
         found.stopped(1, [failure(1, 75)], T0)
     elif event == "told":
-        found.told(1, T0)  # it ends its ranks itself now, and in its own time
+        found.termination_requested(1, T0)  # it ends its ranks itself now, and in its own time
     else:
         found.lost(1, T0)
     assert isinstance(taken(found)[0], Leave)
@@ -650,10 +650,10 @@ def test_a_failure_before_the_node_was_told_is_charged_and_one_after_it_is_not()
     for first, charged in (("failed", 1), ("told", 0)):
         found = with_operator(2)
         if first == "told":
-            found.told(1, T0)
+            found.termination_requested(1, T0)
         found.failed(0, [failure(0, 9)], T0)
         if first == "failed":
-            found.told(1, T0)
+            found.termination_requested(1, T0)
         taken(found)
         found.stopped(0, [failure(0, 9)], T0)
         found.lost(1, T0)
@@ -662,7 +662,7 @@ def test_a_failure_before_the_node_was_told_is_charged_and_one_after_it_is_not()
 
 def test_the_replacement_may_come_before_the_others_have_stopped() -> None:
     found = with_operator(3)
-    found.told(1, T0)
+    found.termination_requested(1, T0)
     found.failed(1, [failure(1, 143)], T0)
     taken(found)
     found.lost(1, T0)
@@ -677,7 +677,7 @@ def test_the_replacement_may_come_before_the_others_have_stopped() -> None:
 def test_all_ranks_have_ended_well_is_not_forgotten_for_a_node_that_is_told() -> None:
     found = with_operator(2)
     found.finished(0, T0)
-    found.told(1, T0)
+    found.termination_requested(1, T0)
     found.finished(1, T0)
     assert taken(found) == [End(0, None, "all ranks have ended")]
 
@@ -759,13 +759,13 @@ def test_a_lost_pod_is_reported_by_its_node_rank_and_waited_for_in_its_place() -
 def test_the_leader_is_the_first_member_and_need_not_be_at_place_0() -> None:
     found = led(3, 1, has_operator=True)
     found.orders.clear()
-    found.told(1, T0)
+    found.termination_requested(1, T0)
     found.failed(1, [failure(rank=1, code=143)], T0)
     found.stopped(1, [failure(rank=1, code=143)], T0)
     found.stopped(3, [], T0)
     assert found.state == "gathering", "the leader goes on, and waits for another pod at place 1"
     found = led(3, 1, has_operator=True)
-    found.told(3, T0)
+    found.termination_requested(3, T0)
     found.failed(3, [failure(code=143)], T0)
     found.stopped(3, [failure(code=143)], T0)
     found.stopped(1, [], T0)

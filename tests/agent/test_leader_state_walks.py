@@ -24,7 +24,7 @@ class Pod:
     def __init__(self, replacement: int) -> None:
         self.replacement = replacement
         self.ranks: Literal["none", "running", "ending", "finished"] = "none"
-        self.told = False
+        self.terminating = False
         self.generation = -1
 
 
@@ -75,24 +75,24 @@ class World:
 
     def settle(self, node: int, pod: Pod | None) -> None:
         """The ranks of this node that were to end have ended."""
-        if pod is None or (pod.ranks != "ending" and not pod.told):
+        if pod is None or (pod.ranks != "ending" and not pod.terminating):
             return
         ended, pod.ranks = pod.ranks == "ending", "none"
-        if pod.told and node:
+        if pod.terminating and node:
             self.part(node)
         elif ended and self.lead is not None:
-            self.lead.stopped(node, [failure(node, 143 if pod.told else 75)], self.now)
+            self.lead.stopped(node, [failure(node, 143 if pod.terminating else 75)], self.now)
 
     def kill(self, node: int, pod: Pod | None) -> None:
         if pod is not None:
             self.part(node)
 
     def tell(self, node: int, pod: Pod | None) -> None:
-        if pod is None or pod.told:
+        if pod is None or pod.terminating:
             return
-        pod.told = True
+        pod.terminating = True
         if self.lead is not None:
-            self.lead.told(node, self.now)
+            self.lead.termination_requested(node, self.now)
         if pod.ranks == "running":
             pod.ranks = "ending"
             if self.lead is not None:
@@ -110,7 +110,7 @@ class World:
         """Agents come without ranks: those that lost their leader have ended them first."""
         pod = self.pods[node]
         assert self.lead is not None
-        if pod.ranks == "none" and not pod.told:
+        if pod.ranks == "none" and not pod.terminating:
             pod.generation = max(pod.generation, self.lead.generation)
             self.lead.joined(node, self.now, pod.generation, pod.replacement)
 
@@ -133,7 +133,7 @@ class World:
             elif isinstance(order, Stop):
                 self.stop(order)
             elif isinstance(order, Leave):
-                assert self.pods[0].told, "nobody told it"
+                assert self.pods[0].terminating, "nobody told it"
                 assert self.pods[0].ranks in ("none", "finished"), "its ranks may still be saving"
                 self.part(0)
             elif not isinstance(order, Over):
@@ -145,7 +145,7 @@ class World:
         assert order.generation > max(pod.generation for pod in self.pods.values()), "a number is used once"
         assert sorted(self.pods) == list(range(NODES))
         for pod in self.pods.values():
-            assert not pod.told, "it is on its way out"
+            assert not pod.terminating, "it is on its way out"
             assert pod.ranks in ("none", "finished"), "two generations would run at once"
             pod.ranks, pod.generation = "running", order.generation
 

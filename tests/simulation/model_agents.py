@@ -173,9 +173,9 @@ class Agents:
         if agent.runs:
             self._signal(agent, patient=True)
         if agent.lead is not None:
-            agent.lead.told(0, self._loop.time())
+            agent.lead.termination_requested(0, self._loop.time())
             return self._turn(agent)
-        self._say(agent, lambda lead, now: lead.told(agent.node, now), of_now=False)
+        self._say(agent, lambda lead, now: lead.termination_requested(agent.node, now), of_now=False)
         return None if agent.runs else self._end(agent, agent.code_when_told)
 
     def left(self, process: Process) -> None:
@@ -257,7 +257,7 @@ class Agents:
         leader.links[agent.node] = agent.links[0] = link
         lead.joined(agent.node, self._loop.time(), agent.generation, agent.replacement, grant=agent.grant)
         if agent.told:
-            self._say(agent, lambda lead, now: lead.told(agent.node, now), of_now=False)
+            self._say(agent, lambda lead, now: lead.termination_requested(agent.node, now), of_now=False)
         self._turn(leader)
 
     def _end(self, agent: Agent, code: int, failure: RankFailure | None = None, *, ended: bool = False) -> None:

@@ -145,6 +145,16 @@ def test_a_broken_kubeconfig_is_one_line(
     assert done.err.count("\n") == 1
 
 
+def test_without_the_kubernetes_client_the_command_that_installs_it_is_named(
+    cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command line alone is installed without it."""
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    done = ddpjob("get")
+    assert done.code == 2
+    assert "pip install 'ddpjob[client]'" in done.err
+
+
 def test_each_command_for_a_cluster_tells_its_exit_codes_and_an_example(ddpjob: Ddpjob) -> None:
     """A script has to tell a failed job from a wrong name."""
     for command in "submit get describe logs events top wait suspend resume restart scale delete".split():
@@ -354,6 +364,15 @@ def test_scale_stops_a_running_job_first_and_starts_it_with_the_new_number(
     assert job["spec"]["nodes"] == 4
 
 
+def test_an_elastic_job_is_scaled_while_it_runs(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """The operator stops and starts it: a command that is ended meanwhile must not leave it suspended."""
+    job = cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
+    job["spec"]["minNodes"] = 1
+    done = ddpjob("scale", "digits", "--nodes", 4)
+    assert done.err == "digits has 4 nodes now, before 2; all save, and start again\n"
+    assert (job["spec"]["nodes"], job["spec"].get("suspend")) == (4, None)
+
+
 def test_scale_leaves_a_suspended_job_suspended(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     job = cluster.add("ddpjobs", stored(state="Suspended", conditions=[SUSPENDED]))
     job["spec"]["suspend"] = True
@@ -501,7 +520,7 @@ def test_followed_logs_go_on_with_the_next_attempt(cluster: FakeCluster, ddpjob:
         second["status"]["containerStatuses"][0]["state"] = {"terminated": {"exitCode": 0}}
         job["status"]["state"] = "Succeeded"
 
-    cluster.after(LOOK, restarts)
+    cluster.after("get pods/log", restarts)
     done = ddpjob("logs", "digits", "--cluster", "-f")
     assert done.out == "[0:0] before\n[0:0] after\n"
 

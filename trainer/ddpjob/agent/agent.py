@@ -34,8 +34,8 @@ WAIT_SECONDS_MAX = 3600.0  # poll takes no more than 24 days
 
 
 class Group(Protocol):
-    """The agent's part in the group: it leads, or follows the leader. What it is told concerns this node's ranks:
-    one has failed, none runs any more, all have ended with 0; the node was told to end, or is given up."""
+    """The agent's part in the group: it leads, or follows the leader. Its methods are called for what happens on this
+    node: a rank has failed, none runs any more, all have ended with 0; its end is requested, or it is given up."""
 
     @property
     def deadline(self) -> float | None:
@@ -46,7 +46,7 @@ class Group(Protocol):
     def failed(self, failures: list[Failure], now: float, /) -> None: ...
     def stopped(self, failures: list[Failure], now: float, /) -> None: ...
     def finished(self, now: float, /) -> None: ...
-    def told(self, now: float, /) -> None: ...
+    def termination_requested(self, now: float, /) -> None: ...
     def abandon(self) -> None: ...
     def stood(self, report: StallReport, now: float, /) -> None: ...
     def answered(self, report: StallReport, positions: Sequence[Position], now: float, /) -> None: ...
@@ -75,7 +75,7 @@ class Agent:
     def __init__(self, options: Options, environ: Mapping[str, str], folder: Folder, server: ForkServer | None) -> None:
         self.options, self.environ, self.folder = options, environ, folder
         self.code: int | None = None
-        self.told = 0  # the signal that asked this agent to end
+        self.termination_signal = 0  # 0: no termination is requested
         self._numbers = [getattr(signal, name) for name in options.signals if hasattr(signal, name)]
         self._signals = processes.listen_to_signals(self._numbers)
         self._poller = select.poll()
@@ -139,10 +139,10 @@ class Agent:
         self.settled = True
         self.watching.end()
         failures = self.node.settle()
-        if self.told and self.options.place != self.members.leader:
+        if self.termination_signal and self.options.place != self.members.leader:
             if not failures and not self.node.stopped:
                 self.group.finished(now)  # perhaps the last that the job waited for
-            self.end(self.code_when_told(), None)
+            self.end(self.termination_code(), None)
         elif self.node.stopped or failures:
             self.group.stopped(failures, now)
         else:
@@ -165,7 +165,7 @@ class Agent:
 
     def _terminate(self, number: int) -> None:
         """A signal from outside, for instance the kubelet's: the ranks get it too, and the time that is left."""
-        first, self.told = not self.told, self.told or number
+        first, self.termination_signal = not self.termination_signal, self.termination_signal or number
         now = time.monotonic()
         if not first:
             if number == signal.SIGINT:  # a second Ctrl-C: the user does not want to wait
@@ -176,7 +176,7 @@ class Agent:
             self.node.tell(number, self.options.shutdown_seconds, now)
         elif self.node.exit_code:
             self.node.forget()
-        self.group.told(now)
+        self.group.termination_requested(now)
 
     def _receive_from_server(self) -> None:
         assert self._server is not None, "only a server is heard"
@@ -232,16 +232,16 @@ class Agent:
             leave_message(self.environ.get("DDPJOB_TERMINATION_LOG"), message)
         self.code = code
 
-    def code_when_told(self) -> int:
+    def termination_code(self) -> int:
         """What the ranks ended with; that of the signal where none had begun."""
-        return 128 + self.told if self.node.exit_code is None else self.node.exit_code
+        return 128 + self.termination_signal if self.node.exit_code is None else self.node.exit_code
 
     def own_code(self, order: End) -> int:
         """What this agent ends with: the culprit rank's code with its node, else that it can be resumed."""
         if order.code == 0:
             return 0
-        if self.told:
-            return self.code_when_told()
+        if self.termination_signal:
+            return self.termination_code()
         return order.code if self.is_mine(order.failure) else RESUMABLE
 
     def is_mine(self, failure: Failure | None) -> bool:

@@ -84,11 +84,11 @@ class Follower:
         behind = sorted(positions, key=lambda p: (p.sequence, p.step))[:POSITIONS_MAX]
         self._send({**self._event("answered"), "word": report, "positions": behind})
 
-    def told(self, _now: float) -> None:
-        """This node was told to end; it does so when its ranks have, or at once."""
-        self._send({"terminating": self._agent.told})
+    def termination_requested(self, _now: float) -> None:
+        """The termination of this node is requested: it ends when its ranks have, or at once."""
+        self._send({"terminating": self._agent.termination_signal})
         if self._agent.settled:
-            self._agent.end(self._agent.code_when_told(), None)
+            self._agent.end(self._agent.termination_code(), None)
 
     def tick(self, now: float) -> None:
         if self._link is not None:
@@ -121,8 +121,8 @@ class Follower:
             self._welcome, self._wait_logged, self._pause = True, False, RETRY_SECONDS
             # A new pod has to tell it to the next leader if this one is lost before it starts anything here.
             self._generation = max(self._generation, int(message["generation"]))
-            if self._agent.told:
-                self._send({"terminating": self._agent.told})
+            if self._agent.termination_signal:
+                self._send({"terminating": self._agent.termination_signal})
         elif "start" in message:
             order = message["start"]
             members = Members.read(str(order["members"]))
@@ -179,7 +179,7 @@ class Follower:
             say(f"node 0 is lost ({why}); waiting for it for {self._options.join_seconds:g} s")
             self._disconnected_since = now
         self._retry(now)
-        self._agent.stop(now, patient=bool(self._agent.told) or self._agent.node.exit_code == RESUMABLE)
+        self._agent.stop(now, patient=bool(self._agent.termination_signal) or self._agent.node.exit_code == RESUMABLE)
 
     # ---- without a leader ----------------------------------------------------------------------------------
 

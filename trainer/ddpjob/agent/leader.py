@@ -91,8 +91,8 @@ class Leader:
     def answered(self, report: StallReport, positions: Sequence[Position], now: float) -> None:
         self._lead.answered(self._options.place, report, positions, now)
 
-    def told(self, now: float) -> None:
-        self._lead.told(self._options.place, now)
+    def termination_requested(self, now: float) -> None:
+        self._lead.termination_requested(self._options.place, now)
 
     def tick(self, now: float) -> None:
         """Do what the lead orders, and what time asks for."""
@@ -114,7 +114,7 @@ class Leader:
                 self._end(order)
             else:
                 say(order.why)
-                self._go(self._agent.code_when_told())
+                self._go(self._agent.termination_code())
         if self._agent.code is None:
             self._posting.tick(now, self._post())
 
@@ -263,7 +263,7 @@ class Leader:
 
     def _handle(self, node: int, message: dict[str, Any], now: float) -> None:
         if "terminating" in message:
-            self._lead.told(node, now)
+            self._lead.termination_requested(node, now)
         if message.get("generation") != self._lead.generation:
             return  # a heartbeat, or a late event of an earlier generation
         failures = [of_rank(failure) for failure in message.get("failures", [])][: self._options.nproc]

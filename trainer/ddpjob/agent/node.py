@@ -143,8 +143,8 @@ class LocalRanks:
             self.kill_at = now
 
     def _signal(self, number: int, grace_seconds: float, now: float) -> None:
-        """A later call can only shorten the time: a rank that was told, saved, and is on its way out has given up its
-        handlers, and a second SIGTERM would make its 75 a 143."""
+        """A later call can only shorten the time: a rank that got the signal, saved, and is on its way out has given up
+        its handlers, and a second SIGTERM would make its 75 a 143."""
         self._waiting = False
         if number not in self._signals:
             self._signals.add(number)

@@ -74,7 +74,7 @@ class End(NamedTuple):
 
 
 class Leave(NamedTuple):
-    """To node 0 alone: it ends, because it was told to, and the others wait for its replacement."""
+    """To node 0 alone: it ends, because its termination is requested, and the others wait for its replacement."""
 
     why: str
 
@@ -228,8 +228,8 @@ class LeaderState:
             if self._standstill.answered(node, report, positions, running):
                 self._settle_standstill(now)
 
-    def told(self, node: int, now: float) -> None:
-        """A node was told from outside to end, once its ranks have; without an operator the job ends with it."""
+    def termination_requested(self, node: int, now: float) -> None:
+        """The termination of a node: it ends once its ranks have; without an operator the job ends with it."""
         self._terminations.request(node)
         if self.state in ("gathering", "pausing"):
             if self._terminations.include_leader:
@@ -449,7 +449,7 @@ class LeaderState:
 
 
 class Terminations:
-    """Which nodes were told from outside to end. What fails because of that is charged to nobody."""
+    """The nodes whose termination is requested from outside. What fails because of that is charged to nobody."""
 
     def __init__(self, leader: int, has_operator: bool) -> None:
         self._leader, self._has_operator = leader, has_operator
@@ -471,7 +471,7 @@ class Terminations:
         self._requested, self.came_first = set(), False
 
     def group_stops(self) -> None:
-        """Something has failed, or was told to end."""
+        """Something has failed, or a termination is requested."""
         self.came_first = bool(self._requested)
 
     def explain(self, failure: Failure) -> bool:

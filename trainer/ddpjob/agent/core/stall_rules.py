@@ -111,11 +111,11 @@ def furthest_behind(positions: Sequence[Position]) -> Position:
     A rank that does not answer is held by something below Python, or has nobody to answer: it is the one where all the
     others do nothing but wait.
     """
-    told = [position for position in positions if position.sequence]
+    known = [position for position in positions if position.sequence]
     silent = [position for position in positions if not position.answers]
     if silent and not any(position.done for position in positions if position.answers):
         return min(silent, key=lambda p: (p.step, p.rank))
-    return min(told or positions, key=lambda p: (p.sequence, not p.done, p.step, p.rank))
+    return min(known or positions, key=lambda p: (p.sequence, not p.done, p.step, p.rank))
 
 
 def _compared(culprit: Position, positions: Sequence[Position]) -> str:
