@@ -40,7 +40,7 @@ context; without these, a mistake that matters on several nodes only is a warnin
 the address of its rendezvous counts as one for one node, as the tutorials are.
 
 The rules `elastic-…` are for jobs whose number of nodes may change, by `minNodes` or `torchrun --nnodes=MIN:MAX`
-([elastic.md](elastic.md)); of other jobs, and of a script without a job, they say nothing.
+([elastic.md](elastic.md)), and for a script with `--nodes MIN:MAX`; of all others they say nothing.
 
 Exit codes: 0 nothing or warnings only, 1 errors, 2 wrong input (no such file, no valid job, no valid Python).
 

@@ -74,11 +74,17 @@ class FakeCluster:
     # ------------------------------------------------------------------ requests
 
     def handle(self, method: str, raw_path: str, body: Any) -> tuple[int, Any]:
+        """The answer; a request counts when it is known, so that what a test does after it does not change it."""
+        answer = self._answer(method, raw_path, body)
+        asked = read(method, urllib.parse.urlsplit(raw_path).path)
+        self.requests.append(f"{asked.verb} {asked.resource}{' (dry run)' if 'dryRun' in raw_path else ''}")
+        return answer
+
+    def _answer(self, method: str, raw_path: str, body: Any) -> tuple[int, Any]:
         url = urllib.parse.urlsplit(raw_path)
         query = dict(urllib.parse.parse_qsl(url.query))
         asked = read(method, url.path)
         what = f"{asked.verb} {asked.resource}"
-        self.requests.append(f"{what} (dry run)" if "dryRun" in query else what)
         time.sleep(self.seconds)
         if what in self.forbidden:
             group = asked.resource.partition(".")[2]

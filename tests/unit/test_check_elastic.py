@@ -11,6 +11,8 @@ from worlds import job
 from ddpjob_operator import check
 from ddpjob_operator.check import Job
 from ddpjob_operator.check.job import known
+from ddpjob_operator.cli import check_files
+from ddpjob_operator.manifest.yamlfile import InputError
 
 FIXTURES = Path(__file__).parent / "check/fixtures"
 EXAMPLES = sorted((Path(__file__).parents[2] / "trainer/examples").glob("*.py"))
@@ -144,3 +146,18 @@ def test_the_sentence_names_the_number_and_the_fix() -> None:
         "elastic job has more samples with more nodes; divide a global batch, GLOBAL_BATCH // dist.get_world_size(), "
         "or use ddpjob.GlobalBatchSampler"
     )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "elastic"), [(None, None), ("4", None), ("1:4", 1), ("4:4", 4)], ids=["not_said", "one", "range", "same"]
+)
+def test_a_script_without_a_job_is_checked_as_elastic_where_a_range_is_given(
+    nodes: str | None, elastic: int | None
+) -> None:
+    assert check_files.context(nodes, None).min_nodes == elastic
+
+
+@pytest.mark.parametrize("nodes", ["0", "4:1", "0:2", "many", "1:many", ":4", "9" * 20, "9" * 5000])
+def test_a_number_of_nodes_that_is_none_is_refused(nodes: str) -> None:
+    with pytest.raises(InputError, match="--nodes: must be a number of nodes, or MIN:MAX as 1:3"):
+        check_files.context(nodes, None)

@@ -145,6 +145,16 @@ def test_a_broken_kubeconfig_is_one_line(
     assert done.err.count("\n") == 1
 
 
+def test_without_the_kubernetes_client_the_command_that_installs_it_is_named(
+    cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command line alone is installed without it."""
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    done = ddpjob("get")
+    assert done.code == 2
+    assert "pip install 'ddpjob[client]'" in done.err
+
+
 def test_each_command_for_a_cluster_tells_its_exit_codes_and_an_example(ddpjob: Ddpjob) -> None:
     """A script has to tell a failed job from a wrong name."""
     for command in "submit get describe logs events top wait suspend resume restart scale delete".split():
@@ -501,7 +511,7 @@ def test_followed_logs_go_on_with_the_next_attempt(cluster: FakeCluster, ddpjob:
         second["status"]["containerStatuses"][0]["state"] = {"terminated": {"exitCode": 0}}
         job["status"]["state"] = "Succeeded"
 
-    cluster.after(LOOK, restarts)
+    cluster.after("get pods/log", restarts)
     done = ddpjob("logs", "digits", "--cluster", "-f")
     assert done.out == "[0:0] before\n[0:0] after\n"
 

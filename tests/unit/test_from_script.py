@@ -17,6 +17,7 @@ from ddpjob_operator.manifest.yamlfile import InputError
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "trainer/examples").rglob("*.py"))
+DIGITS = ROOT / "trainer/examples/digits.py"
 TORCHRUN = """
 import argparse, torch, torchvision
 import torch.distributed as dist
@@ -62,6 +63,22 @@ def test_torchrun_starts_a_script_that_forms_a_group_with_its_arguments_as_they_
     job = job_of(from_script.job_yaml(Start("src/train.py", nodes="3", nproc="4", arguments=words), TORCHRUN))
     assert command_of(job.spec.template) == ["torchrun", "src/train.py", *words]
     assert (job.metadata.name, job.spec.nodes, job.spec.nproc_per_node) == ("train", 3, 4)
+
+
+def test_a_range_of_nodes_makes_an_elastic_job_here_and_in_the_YAML() -> None:
+    """`ddpjob init train.py --nodes 1:3` printed a job with two nodes, always two."""
+    source = sources.Source(str(DIGITS), nodes="1:3")
+    printed = job_of(sources.to_yaml(source))
+    _, started = sources.load(source)
+    for job in (printed, started):
+        assert (job.spec.min_nodes, job.spec.nodes) == (1, 3)
+
+
+@pytest.mark.parametrize("nodes", ["", ":", "1:", ":3", "1:2:3"])
+def test_a_range_that_lacks_a_number_is_refused(nodes: str) -> None:
+    """`--nodes 1:` ran one node, by the default of spec.nodes."""
+    with pytest.raises(InputError, match="--nodes: must be a number of nodes, or MIN:MAX as 1:3"):
+        sources.load(sources.Source(str(DIGITS), nodes=nodes))
 
 
 def test_a_script_that_starts_its_own_processes_gets_no_launcher() -> None:
@@ -111,6 +128,8 @@ def test_two_values_for_one_field_are_refused(tmp_path: Path) -> None:
     path.write_text(JOB)
     with pytest.raises(InputError, match=r"--nodes 3 and --set spec.nodes=2: two values"):
         sources.load(sources.Source(str(path), nodes="3", settings=("spec.nodes=2",)))
+    with pytest.raises(InputError, match=r"--nodes 1:3 and --set spec.minNodes=2: two values"):
+        sources.load(sources.Source(str(path), nodes="1:3", settings=("spec.minNodes=2",)))
 
 
 def test_the_cells_of_a_notebook_are_a_script(tmp_path: Path) -> None:

@@ -14,13 +14,16 @@ from ddpjob_operator import check
 from ddpjob_operator.check import Finding, Job, command, notebook
 from ddpjob_operator.check.job import CLUSTER_ONLY, YAML_RULES, known, mistakes
 from ddpjob_operator.check.rule import SYNTAX
+from ddpjob_operator.cli.options import NODES_WANTED, range_of
 from ddpjob_operator.job import api, launcher
+from ddpjob_operator.job.bounds import NODES_MAX, number
 from ddpjob_operator.job.podspec import command_path
 from ddpjob_operator.job.wording import count
 from ddpjob_operator.local.script import find
 from ddpjob_operator.manifest.yamlfile import Document, InputError
 
 YAML_SUFFIXES = (".yaml", ".yml", ".json")
+_NOTHING_KNOWN = Job()
 WARNINGS_SHOWN = 3  # before a run, whose own lines matter more
 
 
@@ -63,11 +66,21 @@ def is_job(path: str) -> bool:
     return path.endswith(YAML_SUFFIXES)
 
 
+def context(nodes: str | None, nproc: int | None) -> Job:
+    """What the options say of scripts without a job. nodes: a number, or MIN:MAX. Raises InputError."""
+    if nodes is None:
+        return Job(nproc=nproc)
+    least, most = range_of(nodes)
+    low, high = (number(text, NODES_MAX) for text in (least or most, most))
+    if not 0 < low <= high:
+        raise InputError(f'--nodes: {NODES_WANTED}, is "{nodes}"')
+    return Job(nodes=high, min_nodes=low if least else None, nproc=nproc, launcher="torchrun" if least else "")
+
+
 def check_all(
     paths: Sequence[str],
     jobs: Mapping[str, tuple[Document, api.DDPJob]],
-    nodes: int | None = None,
-    nproc: int | None = None,
+    alone: Job = _NOTHING_KNOWN,
     *,
     apart: bool = False,
 ) -> CheckResult:
@@ -75,7 +88,7 @@ def check_all(
 
     A script beside one job is checked as that job's; so a script can be named that lies in an image under another path.
     apart: scripts and jobs were found in a folder, so that a script is a job's only where its command names it.
-    nodes, nproc: the context of scripts without a job.
+    alone: the context of scripts without a job.
     """
     sources = {document.source for document, _ in jobs.values()}
     scripts = [path for path in paths if path not in sources]
@@ -91,7 +104,7 @@ def check_all(
         read += [(script, known(job)) for script in own]
         unread += [] if own else [_not_read(document, job)]
     started = {os.path.realpath(script) for script, _ in read}
-    read += [(s, Job(nodes=nodes, nproc=nproc)) for s in scripts if os.path.realpath(s) not in started]
+    read += [(s, alone) for s in scripts if os.path.realpath(s) not in started]
     for script, context in read:
         findings += _of_script(script, context)
     return CheckResult(sorted(set(findings)), unread, len({*sources, *(script for script, _ in read)}))

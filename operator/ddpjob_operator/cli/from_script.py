@@ -34,6 +34,8 @@ class Start:
     """The file as it is named in the command, or a module."""
     module: bool = False
     nodes: str | None = None
+    min_nodes: str = ""
+    """Of an elastic job; "" for one with a fixed number of nodes."""
     nproc: str | None = None
     arguments: Sequence[str] = ()
     gpus: bool = False
@@ -70,13 +72,15 @@ def job_yaml(start: Start, text: str | None) -> str:
     )
     file = f"{name_of(start.script)}.yaml"
     notes = "".join(f"# {note}\n" for note in found.notes[:FOUND_MAX])
+    least = start.min_nodes
+    elastic = f"\n  minNodes: {_scalar(least)}         # it starts with these, and takes in more" if least else ""
     return f"""# From {start.script}. Here: ddpjob run {file}; in a cluster: kubectl apply -f {file}
 {notes}apiVersion: {api.API_VERSION}
 kind: {api.KIND}
 metadata:
   name: {name_of(start.script)}
 spec:
-  nodes: {_scalar(nodes)}            # pods; on this machine, groups of processes
+  nodes: {_scalar(nodes)}            # pods; on this machine, groups of processes{elastic}
   nprocPerNode: {_scalar(nproc)}     # processes on each
   template:
     spec:

@@ -129,7 +129,7 @@ def run(
 @click.argument("script", required=False, type=click.Path(dir_okay=False))
 @click.argument("arguments", metavar="[-- ARGS...]", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "--module", metavar="MODULE", help="A module in place of a file.")
-@click.option("--nodes", metavar="N", help="This many nodes.  [2]")
+@click.option("--nodes", metavar="N", help="This many nodes; MIN:MAX: an elastic job.  [2]")
 @click.option("--nproc-per-node", "nproc", metavar="N", help="This many processes on each.  [1]")
 def init(
     script: str | None, arguments: tuple[str, ...], module: str | None, nodes: str | None, nproc: str | None
@@ -150,13 +150,13 @@ def init(
     short_help="Find DDP mistakes without running anything.", epilog="Example: ddpjob check train.py --nodes 2"
 )
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path())
-@click.option("--nodes", metavar="N", type=click.IntRange(min=1), help="Check for this many nodes.")
+@click.option("--nodes", metavar="N", help="Check for this many nodes; MIN:MAX: for an elastic job.")
 @click.option("--nproc", metavar="N", type=click.IntRange(min=1), help="Check for this many processes a node.")
 @click.option("--job", metavar="NAME", help="Which DDPJob, where a file has several.")
 @click.option(
     "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How it is shown."
 )
-def check(paths: tuple[str, ...], nodes: int | None, nproc: int | None, job: str | None, form: str) -> int:
+def check(paths: tuple[str, ...], nodes: str | None, nproc: int | None, job: str | None, form: str) -> int:
     """Find the classic DDP mistakes in scripts, notebooks, a DDPJob's YAML with its script, or all in a folder.
 
     \b
@@ -166,10 +166,10 @@ def check(paths: tuple[str, ...], nodes: int | None, nproc: int | None, job: str
     """
     from ddpjob_operator.cli import check_files, check_folder
 
+    alone = check_files.context(nodes, nproc)
     settings = (f"spec.nprocPerNode={nproc}",) if nproc else ()
-    wanted = str(nodes) if nodes else None
-    found = check_folder.targets(paths, job, lambda path, name: load(path, name, wanted, settings, ()))
-    result = check_files.check_all(found.scripts, found.jobs, nodes, nproc, apart=found.apart)
+    found = check_folder.targets(paths, job, lambda path, name: load(path, name, nodes, settings, ()))
+    result = check_files.check_all(found.scripts, found.jobs, alone, apart=found.apart)
     code = answer(result.to_json() if form == "json" else result.to_text())
     for line in (*found.wrong, *result.unread, result.summary()):
         click.echo(line, err=True)

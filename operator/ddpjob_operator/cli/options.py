@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from ddpjob_operator.job import api, validation
 from ddpjob_operator.manifest import override
-from ddpjob_operator.manifest.yamlfile import Document
+from ddpjob_operator.manifest.yamlfile import Document, InputError
+
+NODES_WANTED = "must be a number of nodes, or MIN:MAX as 1:3 for an elastic job"
+
+
+def range_of(nodes: str) -> tuple[str, str]:
+    """MIN and MAX of `--nodes MIN:MAX`, MIN empty for one number; what they are is not read. Raises InputError."""
+    least, colon, most = nodes.partition(":")
+    if not nodes or (colon and (not least or not most or ":" in most)):
+        raise InputError(f'--nodes: {NODES_WANTED}, is "{nodes}"')
+    return (least, most) if colon else ("", nodes)
 
 
 def applied(
@@ -12,7 +22,7 @@ def applied(
 ) -> tuple[Document, api.DDPJob]:
     """A job with the options applied, and read. nodes: a number, or MIN:MAX as torchrun's. Raises InputError."""
     if nodes is not None:
-        least, _, most = nodes.rpartition(":")
+        least, most = range_of(nodes)
         override.set_field(document, f"spec.nodes={most}", "--nodes")
         if least:
             override.set_field(document, f"spec.minNodes={least}", "--nodes")

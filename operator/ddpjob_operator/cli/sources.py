@@ -15,7 +15,7 @@ from typing import Any
 
 from ddpjob_operator.check import command
 from ddpjob_operator.cli.from_script import Start, job_yaml
-from ddpjob_operator.cli.options import applied
+from ddpjob_operator.cli.options import applied, range_of
 from ddpjob_operator.job import api, launcher, topology, validation
 from ddpjob_operator.job.podspec import command_path, trainer_container
 from ddpjob_operator.local import similar
@@ -58,8 +58,8 @@ def load(source: Source) -> tuple[Document, api.DDPJob]:
 
 def to_yaml(source: Source) -> str:
     """The YAML for a script or a module: what `ddpjob init` prints. Raises InputError."""
-    nodes = None if ":" in (source.nodes or "") else source.nodes  # of an elastic job: the option says it
-    start = Start(source.file or "", nodes=nodes, nproc=source.nproc, arguments=source.arguments)
+    least, nodes = range_of(source.nodes) if source.nodes is not None else ("", None)
+    start = Start(source.file or "", nodes=nodes, min_nodes=least, nproc=source.nproc, arguments=source.arguments)
     start = replace(start, gpus=source.gpus)
     if source.module is not None:
         return job_yaml(replace(start, script=source.module, module=True), None)
@@ -122,6 +122,7 @@ def _made(name: str, source: Source) -> Document:
 def _refuse_two_values(source: Source) -> None:
     for option, value, field in (
         ("--nodes", source.nodes, "spec.nodes"),
+        ("--nodes", source.nodes if ":" in (source.nodes or "") else None, "spec.minNodes"),
         ("--nproc-per-node", source.nproc, "spec.nprocPerNode"),
     ):
         other = next((s for s in source.settings if s.partition("=")[0].strip() == field), None)

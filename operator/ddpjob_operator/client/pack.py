@@ -136,8 +136,11 @@ def _ignore_file(root: Path, below: str) -> Iterator[tuple[str, Any]]:
         lines = (root / below / ".gitignore").read_text(errors="replace").splitlines()
     except OSError:
         return
-    import pathspec
-
+    try:
+        import pathspec
+    except ImportError:
+        text = f"{root / below / '.gitignore'}: reading it needs pathspec: pip install 'ddpjob[client]'"
+        raise InputError(f"{text}, from a clone '.[client]'") from None
     yield below, pathspec.GitIgnoreSpec.from_lines(lines)
 
 
