@@ -176,7 +176,6 @@ REFUSED = {
         "spec.minNodes: ",
         "must be at most spec.nodes",
     ),
-    "minNodes": (job(minNodes=2), "spec.minNodes: ", "elastic jobs are not available yet. Remove it."),
     "gang": (job(gang="kueue"), "spec.gang: ", "gang scheduling is not available yet. Remove it."),
     "minNodes: 0": (job(minNodes=0), "spec.minNodes: ", "greater than or equal to 1"),
     "suspend: later": (job(suspend="later"), "spec.suspend: ", "must be of type boolean"),
@@ -340,6 +339,18 @@ def test_what_runs_does_not_change(cluster: Cluster, running: str, change: tuple
     assert STOP_FIRST in output
 
 
+def test_an_elastic_job_is_scaled_while_it_runs_and_not_below_its_least(cluster: Cluster) -> None:
+    """By kubectl or an autoscaler, which know the scale subresource alone."""
+    name = cluster.create(changeable(minNodes=1))
+    cluster.set_status(name, state="Running", startTime="2030-01-01T00:00:00Z")
+    cluster("scale", "ddp", name, "--replicas", "3")
+    code, output = cluster.try_("scale", "ddp", name, "--replicas", "0")
+    assert code != 0, output
+    code, output = cluster.patch(name, ("replace", "/spec/minNodes", 2))
+    assert code != 0
+    assert STOP_FIRST in output
+
+
 def test_one_update_cannot_suspend_and_change(cluster: Cluster, running: str) -> None:
     code, output = cluster.patch(running, ("add", "/spec/suspend", True), ("replace", "/spec/nodes", 3))
     assert code != 0
@@ -404,11 +415,10 @@ def test_a_job_with_a_field_that_an_older_crd_took_can_still_be_suspended(cluste
     old = json.loads(cluster("get", "crd", "ddpjobs.training.ddpjob.io", "-o", "json"))
     old["metadata"] = {"name": old["metadata"]["name"]}
     fields = old["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
-    for field in ("gang", "minNodes"):
-        del fields[field]["x-kubernetes-validations"]
+    del fields["gang"]["x-kubernetes-validations"]
     try:
         cluster("replace", "-f", "-", stdin=old)
-        name = until(lambda: cluster.create(job(gang="native", minNodes=1)))
+        name = until(lambda: cluster.create(job(gang="native")))
     finally:
         cluster("apply", "--server-side", "--force-conflicts", "-f", str(CRD))
     until(lambda: _refuses(cluster, job(gang="native")))
@@ -517,6 +527,15 @@ def test_wait_for_complete_works_as_for_a_job(cluster: Cluster) -> None:
     done = {"type": "Complete", "status": "True", "reason": "AllNodesCompleted", "message": ""}
     cluster.set_status(name, conditions=[{**done, "lastTransitionTime": "2030-01-01T00:00:00Z"}])
     assert "condition met" in cluster("wait", "--for=condition=Complete", "ddp", name, "--timeout=5s")
+
+
+def test_wait_for_the_completion_time_ends_for_a_job_that_failed_too(cluster: Cluster) -> None:
+    """Whoever waits for Complete waits for the timeout when the job fails."""
+    name = cluster.create(job())
+    until_over = ("wait", "--for=jsonpath={.status.completionTime}", "ddp", name)
+    assert "timed out" in cluster.try_(*until_over, "--timeout=1s")[1]
+    cluster.set_status(name, state="Failed", completionTime="2030-01-01T00:00:00Z")
+    assert "condition met" in cluster(*until_over, "--timeout=5s")
 
 
 def test_a_newer_operator_may_write_a_state_that_this_crd_does_not_know(cluster: Cluster) -> None:

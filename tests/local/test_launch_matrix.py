@@ -135,8 +135,8 @@ def test_nodes_that_share_a_folder_meet_in_a_file_there(cli: Cli, alone: str) ->
         ("torchrun x.py", {"backend": "mpi"}, '"mpi" needs a PyTorch built with MPI'),
         ("torchrun --standalone x.py", {}, "torchrun --standalone is for one node, and spec.nodes is 2"),
         ("torchrun --nnode=1 x.py", {}, "torchrun --nnodes=1 contradicts spec.nodes: 2"),
-        ("torchrun --nnodes=1:2 x.py", {}, "asks for an elastic job, which is not available yet"),
-        ("torchrun x.py", {"minNodes": 1}, "elastic jobs are not available yet"),
+        ("torchrun --nnodes=3:4 x.py", {}, "contradicts spec.nodes: 2"),
+        ("ddprun x.py", {"minNodes": 1}, "ddprun cannot train with a changing number of nodes"),
         ("torchrun --nproc_per_node=4 x.py", {"nprocPerNode": 2}, "contradicts spec.nprocPerNode: 2"),
         ("torchrun --rdzv-backend=c10d x.py", {}, "Add --rdzv_endpoint=$(MASTER_ADDR):$(MASTER_PORT)"),
         (

@@ -59,7 +59,9 @@ def test_a_script_that_throws_on_rank_1_only_fails_the_job_and_is_named(cli: Cli
 def test_a_deadline_of_a_month_or_ten_years_is_a_deadline(cli: Cli, seconds: int) -> None:
     """The wait for it is longer than the kernel takes in one (24.8 days): the run ended in a stack."""
     job = cli.file("import time; time.sleep(0.3)", activeDeadlineSeconds=seconds)
-    assert cli.run("run", job, "--fail", "node=1,at=9999999s").returncode == 0
+    done = cli.run("run", job, "--fail", "node=1,at=9999999s", "--status", "status.json")
+    assert status_of(cli.folder / "status.json")["state"] == "Succeeded", done.stderr
+    assert "did not happen" in done.stderr
 
 
 def test_a_grace_of_years_lets_a_trainer_stop_in_its_time(cli: Cli) -> None:

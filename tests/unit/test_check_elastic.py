@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from worlds import job
 
 from ddpjob_operator import check
@@ -91,6 +93,17 @@ CHANGES = [
     (SOUND, LATER, "    os.environ.setdefault('WORLD_SIZE', '32')\n" + LATER, set()),
     (SHARED, "(MICRO_BATCH * ranks)", "MICRO_BATCH", {"elastic-batch-size"}),
     (SHARED, "start = resume(model, optimizer)", "start = 0", set()),
+    (SHARED, "GLOBAL_BATCH // (MICRO_BATCH * ranks)", "max(1, 64 // ranks)", set()),
+    (SHARED, "accumulation = GLOBAL_BATCH // (MICRO_BATCH * ranks)", "def accumulation_steps():\n"
+     "        return 64 // dist.get_world_size()\n\n    accumulation = accumulation_steps()", set()),
+    (SHARED, "accumulation = GLOBAL_BATCH // (MICRO_BATCH * ranks)", "accumulation = Run(accum=64 // ranks)", set()),
+    (SHARED, "accumulation = GLOBAL_BATCH // (MICRO_BATCH * ranks)", "accumulation = 8\n    steps = 6400 // ranks",
+     {"elastic-batch-size"}),
+    (SOUND, "lr=args.lr,", "lr=args.lr * misc.get_world_size(),", {"elastic-learning-rate"}),
+    (SOUND, "lr=args.lr,", "lr=args.lr * dist.get_world_size(group),", set()),
+    (SOUND, "    start = 0\n", "    start = 0\n    assert dist.get_world_size(group) == 8\n", set()),
+    (SHARED, "    start = resume", "    world_size = dist.get_world_size(half)\n    assert world_size == 8\n"
+     "    start = resume", set()),
 ]  # fmt: skip
 
 
@@ -113,6 +126,7 @@ LOOP = (FIXTURES / "mistakes/elastic-no-checkpoint.py").read_text()
         ("for epoch in", "start = load_checkpoint()\nfor epoch in"),
         ("for epoch in", "model.load_state_dict(torch.load('last.pt', map_location='cpu'))\nfor epoch in"),
         ("for epoch in", "import lightning\nfor epoch in"),
+        ("for epoch in", "model = recover(model)\nfor epoch in"),
         ("for epoch in", "from mine import prepare\nprepare(model, optimizer)\nfor epoch in"),
         ("for epoch in", "from mine import *\nfor epoch in"),
         (".backward()", ""),
@@ -161,3 +175,23 @@ def test_a_script_without_a_job_is_checked_as_elastic_where_a_range_is_given(
 def test_a_number_of_nodes_that_is_none_is_refused(nodes: str) -> None:
     with pytest.raises(InputError, match="--nodes: must be a number of nodes, or MIN:MAX as 1:3"):
         check_files.context(nodes, None)
+
+
+def test_a_rate_that_is_multiplied_elsewhere_is_said_with_that_line() -> None:
+    """At `lr=args.lr` nobody sees a product."""
+    text = SOUND.replace(
+        "    model = DDP(", "    total = args.batch_size * world_size\n    args.lr *= total / 256\n    model = DDP("
+    )
+    (finding,) = check.check("train.py", text, ELASTIC)
+    line = next(i for i, line in enumerate(text.splitlines(), start=1) if "total = " in line)
+    assert f"lr=args.lr is multiplied by the number of ranks (line {line}), which changes" in finding.message
+    (finding,) = check.check("train.py", SOUND.replace("lr=args.lr,", "lr=args.lr * world_size,"), ELASTIC)
+    assert "lr=args.lr * world_size is multiplied by the number of ranks, which changes" in finding.message
+
+
+@given(st.sampled_from(sorted(FIXTURES.rglob("*.py"))), st.data())
+def test_a_script_with_lines_lost_or_moved_gives_no_traceback(path: Path, data: st.DataObject) -> None:
+    lines = path.read_text().splitlines()
+    a, b = (data.draw(st.integers(0, len(lines))) for _ in range(2))
+    for broken in (lines[:a] + lines[b:], lines[a:] + lines[:a]):
+        check.check("t.py", "\n".join(broken), ELASTIC)

@@ -364,6 +364,15 @@ def test_scale_stops_a_running_job_first_and_starts_it_with_the_new_number(
     assert job["spec"]["nodes"] == 4
 
 
+def test_an_elastic_job_is_scaled_while_it_runs(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """The operator stops and starts it: a command that is ended meanwhile must not leave it suspended."""
+    job = cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
+    job["spec"]["minNodes"] = 1
+    done = ddpjob("scale", "digits", "--nodes", 4)
+    assert done.err == "digits has 4 nodes now, before 2; all save, and start again\n"
+    assert (job["spec"]["nodes"], job["spec"].get("suspend")) == (4, None)
+
+
 def test_scale_leaves_a_suspended_job_suspended(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     job = cluster.add("ddpjobs", stored(state="Suspended", conditions=[SUSPENDED]))
     job["spec"]["suspend"] = True

@@ -208,7 +208,7 @@ def test_get_shows_state_nodes_restarts_step_progress_eta_and_age() -> None:
     narrow = [c["name"].upper() for c in columns if not c.get("priority")]
     wide = [c["name"].upper() for c in columns if c.get("priority")]
     assert narrow == ["STATE", "NODES", "RESTARTS", "STEP", "PROGRESS", "ETA", "AGE"]
-    assert wide == ["ATTEMPT", "REASON", "MESSAGE"]
+    assert wide == ["ATTEMPT", "CHARGED-TO", "REASON", "MESSAGE"]
 
 
 @pytest.mark.parametrize("path", [c[2] for c in crd.COLUMNS if c[2].startswith(".status")])

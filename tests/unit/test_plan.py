@@ -523,6 +523,51 @@ def test_the_nodes_of_a_job_that_is_over_are_those_that_completed(code: int, sho
     assert world.status.display.nodes == shown
 
 
+def test_the_status_leaves_out_what_is_empty_and_keeps_the_restarts_by_class() -> None:
+    """`kubectl get ddp -o yaml` is read by people: `chargedAt: []` and counters at 0 say nothing. Scripts and the
+    column RESTARTS read the four counts, also while they are 0."""
+    shown = msgspec.to_builtins(digits().running().status)
+    assert shown["restarts"] == {"application": 0, "infrastructure": 0, "stall": 0, "total": 0}
+    assert all("message" not in c or c["message"] for c in shown["conditions"])
+
+
+def test_wide_columns_show_what_the_restarts_were_charged_to() -> None:
+    """Three restarts for drained nodes need nothing; three of the script's own need a look at its log."""
+    world = digits()
+    assert world.started().status.display.restarts == ""
+    world.running().exits(0, code=1).restarted()
+    assert world.status.display.restarts == "1 application"
+    world.running().evicted(1, "Evicted").restarted()
+    assert world.status.display.restarts == "1 application, 1 infrastructure"
+
+
+@pytest.mark.parametrize(("limit", "kind"), [(0, "Failed"), (3, "Running")])
+def test_one_condition_repeats_the_message_and_no_more(limit: int, kind: str) -> None:
+    """`kubectl describe` printed the same 200 characters up to five times, and what differs was hard to find."""
+    world = digits(backoffLimit=limit).running().exits(0, code=1, message="ValueError: boom").settle()
+    world.stops(1).settle()
+    assert [c.type for c in world.status.conditions if c.message] == [kind]
+    said = find_condition(world.status, kind)
+    assert said is not None
+    assert said.message == world.status.message
+    assert all(c.reason for c in world.status.conditions)
+
+
+@pytest.mark.parametrize("end", ["succeeds", "fails", "is too late"])
+def test_a_job_that_is_over_has_a_completion_time_however_it_ended(end: str) -> None:
+    """`kubectl wait --for=jsonpath='{.status.completionTime}'` waits for either end; no condition does."""
+    world = digits(backoffLimit=0, activeDeadlineSeconds=100).running()
+    assert world.status.completion_time is None
+    if end == "succeeds":
+        world.exits(0).exits(1).settle()
+    elif end == "fails":
+        world.exits(0, code=1).restarted()
+    else:
+        world.after(101).settle().stops(0).stops(1).settle()
+    assert world.status.state == ("Succeeded" if end == "succeeds" else "Failed")
+    assert world.status.completion_time == world.now
+
+
 def test_a_condition_keeps_its_time_until_it_changes() -> None:
     world = digits().running().after(500).exits(0).settle()
     running = next(c for c in world.status.conditions if c.type == "Running")

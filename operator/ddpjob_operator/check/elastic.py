@@ -135,12 +135,23 @@ def _shares_out(script: Script) -> bool:
         if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div | ast.FloorDiv | ast.Mod):
             divisor = node.value if isinstance(node, ast.AugAssign) else node.right
             divided = node.target if isinstance(node, ast.AugAssign) else node.left
-            statement = next((p for _, p in script.above(node) if isinstance(p, ast.Assign)), None)
-            named = [divided, *(statement.targets if statement else ())]
-            words = {w for part in named for n in ast.walk(part) for w in words_of(name_of(n))}
+            names = [name_of(n) for n in ast.walk(divided)] + list(_names_of_result(script, node))
+            words = {word for name in names for word in words_of(name)}
             if words & _OF_A_STEP and any(_counts_processes(script, n) for n in _parts(script, divisor)):
                 return True
     return False
+
+
+def _names_of_result(script: Script, node: ast.AST) -> Iterator[str]:
+    """How what is computed is called: `accum = …`, `Trainer(accum=…)`, `def accum(): return …`."""
+    function = script.function(node)
+    if function is not None:
+        yield function.name
+    for _, parent in script.above(node):
+        if isinstance(parent, ast.keyword):
+            yield parent.arg or ""
+        targets = parent.targets if isinstance(parent, ast.Assign) else [getattr(parent, "target", None)]
+        yield from (name_of(t) for t in targets if isinstance(t, ast.AST))
 
 
 # ---------------------------------------------------------------- the learning rate
@@ -157,28 +168,32 @@ def elastic_learning_rate(script: Script, job: Job) -> Iterator[Found]:
     if not job.is_elastic or script.uses_a_framework:
         return
     for place, rate in _rates(script):
-        if _grows_with_ranks(script, rate):
+        product = _product_with_ranks(script, rate)
+        if product is not None:
+            line = getattr(product, "lineno", 0)
+            where = f" (line {line})" if line != getattr(place, "lineno", 0) else ""
             yield at(
                 place,
-                f"lr={script.text_of(rate)} is multiplied by the number of ranks, which changes while an elastic job "
-                "trains; keep the global batch constant, and leave the rate as it is",
+                f"lr={script.text_of(rate)} is multiplied by the number of ranks{where}, which changes while an "
+                "elastic job trains; keep the global batch constant, and leave the rate as it is",
             )
             return
 
 
-def _grows_with_ranks(script: Script, rate: ast.expr) -> bool:
-    """Whether the rate certainly is a product with the number of ranks."""
+def _product_with_ranks(script: Script, rate: ast.expr) -> ast.BinOp | None:
+    """The product with the number of ranks that the rate certainly is computed from."""
     sums = [n for n in _parts(script, rate) if isinstance(n, ast.BinOp)]
     divisors = [n.right for n in sums if isinstance(n.op, ast.Div | ast.FloorDiv)]
     if any(_counts_ranks(script, n) for divisor in divisors for n in _parts(script, divisor)):
-        return False  # a batch that is divided by the ranks, and multiplied again
-    return any(
-        _counts_ranks(script, n)
+        return None  # a batch that is divided by the ranks, and multiplied again
+    products = [
+        product
         for product in sums
-        if isinstance(product.op, ast.Mult) and not _is_an_option(script, product)
-        for side in (product.left, product.right)
-        for n in _parts(script, side)
-    )
+        if isinstance(product.op, ast.Mult)
+        and not _is_an_option(script, product)
+        and any(_counts_ranks(script, n) for side in (product.left, product.right) for n in _parts(script, side))
+    ]
+    return products[-1] if products else None  # the last is the innermost
 
 
 def _is_an_option(script: Script, node: ast.AST) -> bool:
@@ -228,10 +243,13 @@ def _parts(script: Script, expression: ast.AST) -> Iterator[ast.AST]:
 
 
 def _counts_ranks(script: Script, node: ast.AST) -> bool:
-    """Whether a value certainly is the number of all ranks."""
-    if script.called(node) == "torch.distributed.get_world_size":
-        return isinstance(node, ast.Call) and not node.args and not node.keywords
-    return script.variable_read(node) == "WORLD_SIZE" or name_of(node).lower() in ("world_size", "worldsize")
+    """Whether a value certainly is the number of all ranks, not of those of a group."""
+    if isinstance(node, ast.Call) and name_of(node.func) == "get_world_size":
+        return not node.args and not node.keywords
+    if isinstance(node, ast.Name | ast.Attribute) and name_of(node).lower() in ("world_size", "worldsize"):
+        calls = [o for o in script.origins(node) if isinstance(o, ast.Call) and name_of(o.func) == "get_world_size"]
+        return all(_counts_ranks(script, call) for call in calls)
+    return script.variable_read(node) == "WORLD_SIZE"
 
 
 _PROCESSES = {
@@ -339,7 +357,18 @@ _KEEPS = {
     "snapshots",
 }
 _SAVES = _KEEPS | {"save", "saves", "saver", "saving", "dump"}
-_LOADS = _KEEPS | {"load", "loads", "restore", "restored", "resume", "resumed", "unpickle"}
+_LOADS = _KEEPS | {
+    "load",
+    "loads",
+    "recover",
+    "recovered",
+    "recovery",
+    "reload",
+    "restore",
+    "restored",
+    "resume",
+    "resumed",
+}
 # What is loaded once, and is no state of a training.
 _LOADS_DATA = {
     "cancer", "cfg", "config", "data", "dataset", "datasets", "diabetes", "digits", "dotenv", "image", "images", "iris",

@@ -46,13 +46,18 @@ def restart(cluster: Cluster, name: str, seconds: float, say: Say) -> None:
 
 
 def scale(cluster: Cluster, name: str, nodes: int, seconds: float, say: Say) -> None:
-    """Change the number of nodes: a job that runs is stopped first, and started with the new number."""
+    """Change the number of nodes. A job that runs is stopped first, and started with the new number; of an elastic job
+    the operator does that."""
     stored = _unfinished(cluster, name, "scaled")
     before = stored.job.spec.nodes
     if before == nodes:
         say(f"{name} has {wording.count(nodes, 'node')} already")
         return
     was_suspended = stored.job.spec.suspend
+    if stored.job.spec.min_nodes is not None and not was_suspended:
+        jobs.patch(cluster, name, {"nodes": nodes})
+        say(f"{name} has {wording.count(nodes, 'node')} now, before {before}; all save, and start again")
+        return
     _stop(cluster, stored, seconds, say)
     jobs.patch(cluster, name, {"nodes": nodes, "suspend": was_suspended})
     still = "; it is still suspended" if was_suspended else ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ddpjob_operator.describe import progress
 from ddpjob_operator.failures import root_cause, sentences
-from ddpjob_operator.job import api, topology, wording
+from ddpjob_operator.job import api, budgets, topology, wording
 
 LABEL_WIDTH = 12
 TAIL_LINES = 12  # the end of a traceback; the status keeps 2 KiB
@@ -122,9 +122,7 @@ def _restarts(job: api.DDPJob) -> Iterator[str]:
     r = job.status.restarts
     if r is None or not r.total:
         return
-    by = [(r.application, "application"), (r.infrastructure, "infrastructure"), (r.stall, "stall")]
-    parts = ", ".join(f"{number} {name}" for number, name in by if number)
-    yield labelled("Restarts", f"{r.total} ({parts}); backoffLimit {job.spec.backoff_limit}")
+    yield labelled("Restarts", f"{r.total} ({budgets.by_class(r)}); backoffLimit {job.spec.backoff_limit}")
 
 
 def _goodput(status: api.Status) -> Iterator[str]:

@@ -178,16 +178,19 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """Accepted, Running, Suspended, FailureTarget, Complete and Failed, as in batch/v1 Job."""
 
 
-class Restarts(Struct, rename="camel", frozen=True, kw_only=True):
+class Restarts(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
     """Restarts so far, by what they are charged to."""
 
-    application: Count = 0
+    # A factory's value is written also where it is 0: people and printer columns read these four. The counters below
+    # them are the operator's own, and left out while they are 0.
+
+    application: Count = field(default_factory=int)
     """Charged to backoffLimit."""
-    infrastructure: Count = 0
+    infrastructure: Count = field(default_factory=int)
     """Nodes, evictions, preemption: never charged to the application."""
-    stall: Count = 0
+    stall: Count = field(default_factory=int)
     """No step for too long."""
-    total: Count = 0
+    total: Count = field(default_factory=int)
     """All of them."""
     in_a_row: Count = 0
     """Restarts without a new step since the last one: the back-off follows it."""
@@ -371,9 +374,11 @@ class Display(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=T
     """28%"""
     eta: str = ""
     """3h10m"""
+    restarts: str = ""
+    """2 application, 1 infrastructure: what the restarts were charged to"""
 
 
-class Condition(Struct, rename="camel", frozen=True, kw_only=True):
+class Condition(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
     """metav1.Condition."""
 
     type: str
@@ -383,7 +388,7 @@ class Condition(Struct, rename="camel", frozen=True, kw_only=True):
     reason: str
     """Why, as one CamelCase word."""
     message: str = ""
-    """Why, as a sentence."""
+    """Why, as a sentence. That of the state has status.message; Accepted, what is wrong with the spec."""
     last_transition_time: Time
     """Since when the status of this condition holds."""
     observed_generation: int | None = None

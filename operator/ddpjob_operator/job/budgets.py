@@ -28,6 +28,12 @@ def restarts(history: History) -> api.Restarts:
     return api.Restarts(**{**history._asdict(), "total": history.total, "charged_at": list(history.charged_at)})
 
 
+def by_class(restarts: api.Restarts) -> str:
+    """2 application, 1 infrastructure: what the restarts were charged to; empty where there was none."""
+    by = [(restarts.application, "application"), (restarts.infrastructure, "infrastructure"), (restarts.stall, "stall")]
+    return ", ".join(f"{number} {name}" for number, name in by if number)
+
+
 def known(status: api.Status) -> Known:
     """What is counted of the agent of node 0 that spoke last in this attempt."""
     k = status.in_place

@@ -47,6 +47,7 @@ COLUMNS = (
     ("ETA", "string", ".status.display.eta", False),
     ("Age", "date", ".metadata.creationTimestamp", False),
     ("Attempt", "integer", ".status.attempt", True),
+    ("Charged-To", "string", ".status.display.restarts", True),
     ("Reason", "string", ".status.reason", True),
     ("Message", "string", ".status.message", True),
 )
@@ -339,7 +340,12 @@ def _template() -> Schema:
             "maximum": api.SECONDS_MAX,
         },
     }
-    pod = {"type": "object", "required": ["containers"], **_open(_known(template.fields("PodSpec")) | listed)}
+    pod = {
+        "description": "An ordinary PodSpec: `kubectl explain pod.spec` describes its fields.",
+        "type": "object",
+        "required": ["containers"],
+        **_open(_known(template.fields("PodSpec")) | listed),
+    }
     return {"type": "object", "required": ["spec"], **_open({"metadata": metadata, "spec": pod})}
 
 
@@ -354,7 +360,8 @@ def _containers(known: Schema) -> Schema:
         "volumeMounts": _list_of({"type": "object", "required": ["name", "mountPath"], **_open({})}),
         "resources": {"type": "object", "nullable": True, **_open({"limits": quantities, "requests": quantities})},
     }
-    container = {"type": "object", "required": ["name", "image"], **_open(known | fields)}
+    about = "A container of a pod: `kubectl explain pod.spec.containers` describes its fields."
+    container = {"description": about, "type": "object", "required": ["name", "image"], **_open(known | fields)}
     # The bound is for the cost of the rule.
     return {"type": "array", "maxItems": 100, "items": container, "x-kubernetes-validations": [ONE_OF_EACH_NAME]}
 

@@ -11,7 +11,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from ddpjob_operator.failures import sentences
-from ddpjob_operator.job import api, launcher, podspec, ranges, reasons
+from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, reasons
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import TERMINAL, apart_from_progress, find_condition, is_broken, is_of_this_attempt
 from ddpjob_operator.job.times import earliest, is_past
@@ -30,6 +30,8 @@ _CONDITION_OF = {
     "Failed": {"FailureTarget", "Failed"},
     "Succeeded": {"Complete"},
 }
+# The condition that has the message, beside status.message; the others that hold would only repeat it.
+_HAS_MESSAGE = {"Suspended": "Suspended", "Failing": "FailureTarget", "Failed": "Failed", "Succeeded": "Complete"}
 _ALWAYS_SHOWN = ("Accepted", "Running")
 _CONDITIONS = (*_ALWAYS_SHOWN, "Suspended", "FailureTarget", "Complete", "Failed")
 _BREAKS_THE_GROUP = "the kubelet's own restarts would break the group"
@@ -93,10 +95,11 @@ def _display(status: api.Status, *, silent: bool) -> api.Display:
     nodes, progress, over = status.nodes or api.Nodes(), status.progress, status.state in TERMINAL
     counts_down = status.state == "Running" and not silent
     ready = len(ranges.parse(status.completed_nodes)) if over else nodes.ready
+    shown = api.Display(nodes=f"{ready}/{nodes.total}", restarts=budgets.by_class(status.restarts or api.Restarts()))
     if progress is None or not (over or is_of_this_attempt(status, progress)):
-        return api.Display(nodes=f"{ready}/{nodes.total}")
-    return api.Display(
-        nodes=f"{ready}/{nodes.total}",
+        return shown
+    return replace(
+        shown,
         step=f"{progress.step}/{progress.total_steps}" if progress.total_steps else str(progress.step),
         progress="" if progress.percent is None else f"{progress.percent}%",
         eta="" if progress.eta_seconds is None or not counts_down else duration(progress.eta_seconds),
@@ -115,7 +118,8 @@ def _conditions(old: api.Status, new: api.Status, invalid: str, now: dt.datetime
 def _condition(
     kind: str, true: bool, before: api.Condition | None, new: api.Status, invalid: str, now: dt.datetime
 ) -> api.Condition:
-    reason, message = new.reason or "Unknown", new.message
+    reason = new.reason or "Unknown"
+    message = new.message if kind == _HAS_MESSAGE.get(new.state or "", "Running") else ""
     if kind == "Accepted":
         reason, message = (reasons.INVALID_SPEC.name, invalid) if invalid else ("Valid", "")
     elif kind != "Running" and not true and kind != new.state:

@@ -1,0 +1,61 @@
+"""Elastic jobs as local processes: the same YAML, torchrun's own variables, a node that is lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from shell import Cli, status_of
+
+pytestmark = pytest.mark.timeout(300)
+
+# What a script of PyTorch's elastic examples prints, in ranks that import no torch.
+PRINTS = """
+import json, os, time
+names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+         "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
+         "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"]
+if os.environ["DDPJOB_ATTEMPT"] == "1":
+    time.sleep(1000)
+said = {name: os.environ[name] for name in names}
+open(f"said-{said['RANK']}.json", "w").write(json.dumps(said))
+"""
+
+
+@pytest.fixture
+def job(cli: Cli) -> Path:
+    """A static job: the range comes from the command line."""
+    return cli.file(PRINTS, container={"command": ["torchrun", "--no-python", "python", "train.py"]})
+
+
+def test_a_lost_node_starts_the_group_again_and_torchruns_variables_are_all_there(cli: Cli, job: Path) -> None:
+    """Scripts of PyTorch's tutorials read them; the second attempt must have a rendezvous of its own."""
+    done = cli.run("run", job, "--nodes", "1:2", "--fail", "node=1,at=4s", "--status", "status.json", "--no-check")
+    assert done.returncode == 0, done.stderr
+    status = status_of(cli.folder / "status.json")
+    assert (status["state"], status["attempt"], status["attemptNodes"]) == ("Succeeded", 2, 2)
+    assert status["restarts"]["application"] == 0
+    said = [json.loads((cli.folder / f"said-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [s["GROUP_RANK"] for s in said] == ["0", "1"]
+    assert {s["WORLD_SIZE"] for s in said} == {s["GROUP_WORLD_SIZE"] for s in said} == {"2"}
+    assert {s["TORCHELASTIC_MAX_RESTARTS"] for s in said} == {"3"}
+    assert {s["TORCHELASTIC_RUN_ID"].rpartition("-")[2] for s in said} == {"2"}, "the attempt"
+    assert len({(s["MASTER_ADDR"], s["MASTER_PORT"]) for s in said}) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--nodes", "3:2"], "spec.minNodes: must be at most spec.nodes"),
+        (["--nodes", "0:2"], "spec.minNodes: must be at least 1, is 0"),
+        (["--nodes", "1:"], "--nodes: must be a number of nodes, or MIN:MAX"),
+        (["--nodes", "1:2", "--set", "spec.template.spec.containers[0].command=[python, train.py]"], "torchrun can"),
+    ],
+)
+def test_a_range_that_cannot_be_is_refused_before_anything_starts(
+    cli: Cli, job: Path, words: list[str], text: str
+) -> None:
+    done = cli.run("run", job, *words)
+    assert done.returncode == 2
+    assert text in done.stderr
