@@ -396,3 +396,20 @@ def test_a_folder_named_as_torchs_files_are_not_kept(launcher: Launcher, tmp_pat
     done = launcher.done("--no-preload", script)
     assert done.stdout.startswith(str(tmp_path / "tmp"))
     assert not os.path.exists(done.stdout.strip())
+
+
+def test_a_restart_names_the_checkpoint_that_it_goes_on_from(launcher: Launcher) -> None:
+    """Otherwise nobody knows how many steps a failure has cost."""
+    script = launcher.script(
+        """
+        import os, ddpjob
+        from ddpjob.reporting.progress import report_saved
+        ddpjob.progress(7)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            report_saved(5)
+            os._exit(3)
+        """
+    )
+    done = launcher.done("--no-preload", script)
+    assert done.returncode == 0, done.stderr
+    assert "restart 1: rank 0 ended with exit code 3; charged to application, waiting 0 s, from step 5\n" in done.stderr

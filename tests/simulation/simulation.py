@@ -393,7 +393,8 @@ class Simulation:
         for one, sender in self._receivers(process):
             # The receiver takes the node from the token.
             place = {"rank": process.rank, "node_rank": sender.node_rank}
-            report = Report(step=step, attempt=sender.attempt, received_at=one.now(), **place)
+            saved = int(self.training.step(process.job_uid)) or None
+            report = Report(step=step, saved_step=saved, attempt=sender.attempt, received_at=one.now(), **place)
             one.operator.report(sender, report)
 
     def _hear_agent(self, process: Process, body: bytes) -> bool:

@@ -54,7 +54,7 @@ def test_a_rank_says_that_it_lives_before_its_first_step_and_that_step_at_once(r
     def body(rank: int) -> None:
         with ddpjob.init():
             receiver_said("start", 0)
-            progress_file.report_start(77)  # as Snapshot.load does
+            progress_file.report_start(77)
             receiver_said("start", 77)
             ddpjob.progress(78, total=100)
             receiver_said(None, 78)

@@ -171,7 +171,7 @@ def test_a_damaged_file_is_named_and_the_one_before_it_is_used(tmp_path, capfd, 
     assert ddpjob.Snapshot(tmp_path).load(weights=weights) == 1
     assert weights[0] == 1
     said = capfd.readouterr().err.splitlines()
-    assert len(said) == 1
+    assert len(said) == 2, "the damaged file, and from where it resumed"
     assert str(newest) in said[0]
 
 

@@ -50,6 +50,12 @@ class Process:
         self.reporter: Any = None
         self.faults: list[Any] = []
 
+        # checkpoint/snapshot.py
+        self.saved_step: int | None = None
+        """Of the newest checkpoint that this process has saved or loaded."""
+        self.resumed_step: int | None = None
+        """Of the checkpoint that it has loaded."""
+
         # reporting/watchdog.py
         self.cells = memoryview(bytearray(CELLS_BYTES)).cast("q")  # nobody reads these, until `watchdog.begin`
         self.watched = False

@@ -12,7 +12,9 @@ def succeeded(name: str, status: api.Status, took: float) -> str:
     took: seconds.
     """
     metrics = progress.metric_parts(status.progress) if status.progress else []
-    return "   ".join([f"✔ {name} Succeeded in {wording.duration(took)}", *metrics, *progress.restart_parts(status)])
+    # After a restart the ranks that resumed are not those that began.
+    how = progress.restart_parts(status) or progress.resumed_parts(status)
+    return "   ".join([f"✔ {name} Succeeded in {wording.duration(took)}", *metrics, *how])
 
 
 def failed(name: str, status: api.Status, took: float) -> str:

@@ -47,9 +47,7 @@ def describe(job: api.DDPJob, created: dt.datetime | None, now: dt.datetime) -> 
         *([labelled("", status.message)] if status.message else []),
         labelled("Nodes", f"{_ready(job)} of {spec.nodes} ready, {processes} each, {topology.backend(spec)}"),
     ]
-    if status.progress is not None:
-        shown = "  ".join([*progress.step_parts(status), *progress.pace_parts(status)])
-        lines.append(labelled("Progress", f"{shown}  (reported {_ago(status.progress.updated, now)})"))
+    lines += _progress(status, now)
     lines += _restarts(job)
     lines += _goodput(status)
     lines += [
@@ -116,6 +114,14 @@ def labelled(name: str, text: str) -> str:
 
 def _ready(job: api.DDPJob) -> int:
     return job.status.nodes.ready if job.status.nodes else 0
+
+
+def _progress(status: api.Status, now: dt.datetime) -> Iterator[str]:
+    parts = [*progress.step_parts(status), *progress.pace_parts(status), *progress.resumed_parts(status)]
+    if status.progress is not None:
+        parts.append(f"(reported {_ago(status.progress.updated, now)})")
+    if parts:
+        yield labelled("Progress", "  ".join(parts))
 
 
 def _restarts(job: api.DDPJob) -> Iterator[str]:

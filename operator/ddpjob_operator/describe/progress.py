@@ -37,6 +37,11 @@ def metric_parts(progress: api.Progress) -> list[str]:
     return [f"{name} {figures.metric(progress.metrics[name])}" for name in dict.fromkeys(order)][:4]
 
 
+def resumed_parts(status: api.Status) -> list[str]:
+    """resumed at step 1125; nothing where the ranks have loaded no checkpoint."""
+    return [] if status.resumed_step is None else [f"resumed at step {status.resumed_step}"]
+
+
 def restart_parts(status: api.Status) -> list[str]:
     """1 restart, 20 steps repeated; nothing where there was none."""
     total = status.restarts.total if status.restarts else 0

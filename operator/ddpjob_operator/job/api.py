@@ -162,6 +162,8 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """The address of the rendezvous, that of rank 0, as host:port."""
     progress: Progress | None = None
     """What the training reports."""
+    resumed_step: Count | None = None
+    """The step of the checkpoint from which the ranks that train now went on; unset where they have loaded none."""
     furthest_step: Count | None = None
     """The furthest step of all ranks before those that train now; unset while none has reported a step."""
     last_failure: JobFailure | None = None
@@ -243,6 +245,8 @@ class Progress(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
     """Samples of all ranks together."""
     world_size: Count | None = None
     """The number of ranks that the training itself sees; other than nodes x nprocPerNode, it did not form one group."""
+    saved_step: Count | None = None
+    """The step of the newest checkpoint of ddpjob.Snapshot: a restart goes on from it."""
     metrics: dict[str, str] = {}
     """At most 16 values with a name, as text."""
     attempt: Count = 0

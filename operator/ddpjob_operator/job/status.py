@@ -52,6 +52,12 @@ def present_progress(status: api.Status) -> api.Progress | None:
     return progress
 
 
+def saved_step(status: api.Status) -> int | None:
+    """The step from which the ranks go on where they start again; None where no checkpoint was reported."""
+    known = status.resumed_step if status.progress is None else status.progress.saved_step
+    return known or None
+
+
 def apart_from_progress(status: api.Status) -> api.Status:
     """The status without what changes with every step: whether the rest is worth a write of its own."""
     shown = status.display or api.Display()

@@ -396,8 +396,7 @@ class Runner:
             self.screen.note(ending.succeeded(name, status, took))
             return FAILED if missed else SUCCEEDED  # what was to be tested was not
         if status.state == "Suspended":
-            at = "" if status.progress is None else f" at step {status.progress.step}"
-            self.screen.note(f"■ {name} stopped after {wording.duration(took)}{at}")
+            self.screen.note(told.stopped(name, status, took))
             return INTERRUPTED
         self.screen.note(ending.failed(name, told.local_status(status), took))
         return FAILED

@@ -98,6 +98,17 @@ class Teller:
         self._note(f"  … {own} of {self._launcher} in {self._folds[name][0].log.path}{more}")
 
 
+def stopped(name: str, status: api.Status, took: float) -> str:
+    """■ digits stopped after 12s, saved at step 281; took: seconds."""
+    progress, after = status.progress, f"■ {name} stopped after {wording.duration(took)}"
+    if progress is None:
+        return after
+    if progress.saved_step == progress.step:
+        return f"{after}, saved at step {progress.step}"
+    last = f", last saved at step {progress.saved_step}" if progress.saved_step else ""
+    return f"{after} at step {progress.step}{last}"
+
+
 def local(text: str, failure: api.JobFailure) -> str:
     """A message as a local run shows it: there is no pod, and one machine."""
     whole, short = sentences.sentence(failure), sentences.local(failure)

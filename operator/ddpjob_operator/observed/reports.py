@@ -70,6 +70,10 @@ class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_def
     phase: Phase | None = "train"
     """What it does now: start is before the first step. None: the sender reports only when it makes a step, so that a
     step reported twice proves nothing (Kubeflow's protocol)."""
+    saved_step: _Number | None = None
+    """Of the newest checkpoint; None from a script that saves none, and from older libraries."""
+    resumed_step: _Number | None = None
+    """Of the checkpoint that the sender has loaded."""
     final: bool = False
     agent: Agent | None = None
     """Set: the report is not of a rank but of the agent of its pod."""

@@ -16,7 +16,7 @@ from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import TERMINAL, apart_from_progress, find_condition, is_broken, is_of_this_attempt
 from ddpjob_operator.job.times import earliest, is_past
 from ddpjob_operator.job.wording import duration
-from ddpjob_operator.plan import agent_restarts, invalid_spec, pending, redacted, report_age
+from ddpjob_operator.plan import agent_restarts, group_restart, invalid_spec, pending, redacted, report_age
 from ddpjob_operator.plan.actions import Decision, Event, Plan, Settings
 from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import environment, naming
@@ -179,6 +179,7 @@ def _of_agent_restarts(old: api.Status, new: api.Status) -> Iterator[Event]:
         free = "" if failure.charged_to in ("", "application") else " (not charged to backoffLimit)"
         what = "" if settling else f"{sentences.sentence(failure)}{free}; "
         text = f"{what}all ranks have started again in their pods (restart {count} in place)"
+        text += group_restart.from_step(new)
         yield _event(reasons.RESTARTED_IN_PLACE, text)
 
 

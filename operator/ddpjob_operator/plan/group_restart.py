@@ -18,7 +18,7 @@ from ddpjob_operator.failures import root_cause, sentences
 from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, reasons, wording
 from ddpjob_operator.job.reasons import Reason
-from ddpjob_operator.job.status import TERMINAL, is_broken, unsettled_failure
+from ddpjob_operator.job.status import TERMINAL, is_broken, saved_step, unsettled_failure
 from ddpjob_operator.job.times import after, is_past
 from ddpjob_operator.observed import stall
 from ddpjob_operator.observed.cluster import Pod
@@ -119,7 +119,7 @@ def _next_attempt(view: View, status: api.Status, settled: Settled) -> Decision:
         failed = enter(charged, "Failed", reason, f"{settled.text}; {why}", view.now)
         return Decision(replace(failed, completion_time=view.now))
     later = new_attempt(charged, view.now + dt.timedelta(seconds=verdict.wait_seconds))
-    text = _going_on(view, settled, later.attempt)
+    text = _going_on(view, settled, later.attempt) + from_step(charged)
     return Decision(enter(later, "Restarting", reasons.RESTARTING, text, view.now))
 
 
@@ -210,6 +210,12 @@ def _going_on(view: View, settled: Settled, attempt: int) -> str:
     who = f"all {view.spec.nodes} nodes" if view.spec.nodes > 1 else "the node"
     when = f" in {wording.duration(wait)}" if wait else ""
     return f"{settled.text}; restarting {who}{when}: attempt {attempt}, {charge(view, settled.verdict)}"
+
+
+def from_step(status: api.Status) -> str:
+    """`, from step 500` of a restart; empty where no checkpoint was reported."""
+    step = saved_step(status)
+    return "" if step is None else f", from step {step}"
 
 
 def charge(view: View, verdict: rules.Verdict) -> str:

@@ -79,6 +79,7 @@ def _replaced(view: View, status: api.Status, settled: Settled, lost: list[int])
         attempt_time=view.now + dt.timedelta(seconds=wait),
         running_time=None,
         first_step_time=None,
+        resumed_step=None,
         furthest_step=budgets.furthest(status),
     )
     names = ", ".join(naming.pod_name(view.job, status.attempt, place, numbers[str(place)]) for place in lost[:3])
@@ -87,5 +88,5 @@ def _replaced(view: View, status: api.Status, settled: Settled, lost: list[int])
     others = view.spec.nodes - len(lost)
     kept = f"the other {others} nodes wait" if others > 1 else "the other node waits"
     cost = group_restart.charge(view, settled.verdict)
-    text = f"{settled.text}; {names}{more} takes its place{when}, {kept} ({cost})"
+    text = f"{settled.text}; {names}{more} takes its place{when}, {kept} ({cost}){group_restart.from_step(status)}"
     return enter(status, "Restarting", reasons.REPLACING, text, view.now)

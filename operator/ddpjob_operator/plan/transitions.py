@@ -39,6 +39,7 @@ def new_attempt(status: api.Status, at: dt.datetime) -> api.Status:
         in_place=None,
         running_time=None,
         first_step_time=None,
+        resumed_step=None,
         furthest_step=budgets.furthest(status),
     )
 
@@ -108,6 +109,12 @@ def with_progress(status: api.Status, report: Report | None) -> api.Status:
     """The status with what rank 0 reports; a report of an older attempt changes nothing."""
     if report is None or report.received_at is None or not _is_of_these_ranks(report, report.received_at, status):
         return status
+    # The phase "start" reports that the library is initialized; the steps made before still stand.
+    is_start = report.phase == "start"
+    if report.resumed_step != status.resumed_step and not (is_start and report.resumed_step is None):
+        status = replace(status, resumed_step=report.resumed_step)
+    if is_start:
+        return status
     before, progress = status.progress, _progress(report, status.attempt, report.received_at)
     if before is not None and before.step != report.step:
         status = _stepping_again(status, report.received_at)
@@ -124,10 +131,8 @@ def with_progress(status: api.Status, report: Report | None) -> api.Status:
 def _is_of_these_ranks(report: Report, received_at: dt.datetime, status: api.Status) -> bool:
     if not status.attempt or report.attempt not in (0, status.attempt):
         return False
-    if status.attempt_time is not None and received_at < status.attempt_time:
-        return False  # of ranks before a pod was replaced
-    # The phase "start" reports that the library is initialized; the steps made before still stand.
-    return report.phase != "start"
+    # Else it is of ranks before a pod was replaced.
+    return status.attempt_time is None or received_at >= status.attempt_time
 
 
 def _progress(report: Report, attempt: int, received_at: dt.datetime) -> api.Progress:
@@ -139,6 +144,7 @@ def _progress(report: Report, attempt: int, received_at: dt.datetime) -> api.Pro
         eta_seconds=report.eta_seconds,
         samples_per_second=report.samples_per_second,
         world_size=report.world_size,
+        saved_step=report.saved_step,
         metrics=dict(sorted(report.metrics.items())),
         attempt=attempt,
         updated=received_at,

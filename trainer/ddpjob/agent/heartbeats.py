@@ -12,7 +12,7 @@ import os
 from typing import Any
 
 from ddpjob.agent.core.stall_monitor import Heartbeat
-from ddpjob.core.heartbeat import ANSWERED, ASKED, CELLS_BYTES, LENGTH, OVER, PAGE_BYTES, PHASES, PID
+from ddpjob.core.heartbeat import ANSWERED, ASKED, CELLS_BYTES, LENGTH, OVER, PAGE_BYTES, PHASES, PID, SAVED
 
 
 class Heartbeats:
@@ -43,6 +43,11 @@ class Heartbeats:
         """That a rank has made; one that was only loaded is not made here."""
         beats = map(self.of, range(len(self._cells)))
         return max((beat.step for beat in beats if beat.phase != "start"), default=0)
+
+    @property
+    def saved_step(self) -> int:
+        """Of the newest checkpoint that a rank has saved or loaded; 0: none, or none is known."""
+        return max((cells[SAVED] for cells in self._cells), default=0)
 
     def ask(self) -> None:
         """Ask every rank where it is; it answers within half a second."""

@@ -124,7 +124,9 @@ class Leader:
         if order.preflight:
             say("pre-flight: the nodes measure each other first")
         elif order.generation > 0:
-            say(f"restart {order.generation}: {self._lead.said or 'the pod of node 0 is new'}")
+            saved = self._agent.node.saved_step
+            where = f", from step {saved}" if saved else ""
+            say(f"restart {order.generation}: {self._lead.said or 'the pod of node 0 is new'}{where}")
         elif self._lead.said:
             say(self._lead.said)
         try:

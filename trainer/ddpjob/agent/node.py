@@ -41,6 +41,7 @@ class LocalRanks:
         self._files: list[Files] = []
         self._kills = Kills()
         self.beats: Heartbeats | None = None  # of this generation
+        self._saved_before = 0  # by the generations before
         self.failures: list[Failure] = []  # of this generation, in their order; not of ranks that were stopped
         self.stopped = False  # whether its ranks were ended for the group's sake
         self._stopped_at = 0.0  # and when, by the clock of termination messages
@@ -70,6 +71,11 @@ class LocalRanks:
         return 0 if self.beats is None else self.beats.furthest_step
 
     @property
+    def saved_step(self) -> int:
+        """Of the newest checkpoint that its ranks have saved or loaded; 0: none, or none is known."""
+        return (0 if self.beats is None else self.beats.saved_step) or self._saved_before
+
+    @property
     def exit_code(self) -> int | None:
         """What its ranks together ended with: 0 only if all did; None where none has trained."""
         if not self._codes or (self._life is not None and self._life.preflight):
@@ -85,6 +91,7 @@ class LocalRanks:
         self.stopped, self.kill_at, self._killed_at, self._signals = False, None, None, set()
         self.ended_well = None
         self._kills.look()
+        self._saved_before = self.saved_step
         if self.beats is not None:
             self.beats.close()
         self.beats = None

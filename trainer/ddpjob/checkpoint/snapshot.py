@@ -47,7 +47,7 @@ from ddpjob.checkpoint.state_dicts import copied, refuse_sharded, restore, state
 from ddpjob.errors import ConfigurationError, SnapshotError, StateError, Superseded
 from ddpjob.group import gather
 from ddpjob.group.join import World, active, before_leaving, store_of
-from ddpjob.reporting.progress import pause, report_start
+from ddpjob.reporting.progress import pause, report_resumed, report_saved
 
 FORMAT = 1
 STEP_MAX = 10**12 - 1  # of the digits in a state's name
@@ -159,6 +159,7 @@ class Snapshot:
         try:
             document["rng"] = self._collected_rng(document["step"], repeat, rng)
             self._publish(writer, document)
+            report_saved(document["step"])
             self._prune(writer)
         except SnapshotError as error:
             self._problem = error
@@ -275,12 +276,14 @@ class Snapshot:
         _restore_rng(document, self.rank, self.world_size)
         if self.rank == 0:
             self._log_origin(document, entry.path, before)
-        report_start(document["step"], **({"goesOnFrom": writers.named(before)} if before is not None else {}))
+        report_resumed(document["step"], **({"goesOnFrom": writers.named(before)} if before is not None else {}))
         return int(document["step"])
 
     def _log_origin(self, document: Mapping[str, Any], path: Path, before: str | None) -> None:
         """before: the job whose state this is, where it is another one."""
-        if before is not None:
+        if before is None:
+            process.log(f"resumed at step {document['step']} from {self.folder}")
+        else:
             process.log(
                 f"goes on from the state of {writers.named(before)}, step {document['step']} in {path}. To begin "
                 f"again from step 0, give this job a folder of its own."

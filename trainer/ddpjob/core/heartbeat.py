@@ -8,14 +8,15 @@ One page for each rank. It begins with cells of 8 bytes, an answer to the agent'
     COLLECTIVES begun in the default group; counted by the watchdog's thread while no step is reported
     ASKED       how often the agent has asked; ANSWERED: which of its questions the answer is for
     OVER        1: the default group was left, or the script has ended; what is left to do needs no other rank
+    SAVED       the step of the newest checkpoint that `Snapshot` has saved or loaded; 0: none
     LENGTH      of the answer: {"step": 41, "where": "train.py:41 in load", "sequence": 7, "op": "…", "done": true}
 """
 
 from typing import Literal
 
 PHASES: tuple[Literal["", "start", "train", "save", "evaluate"], ...] = ("", "start", "train", "save", "evaluate")
-PID, PHASE, STEP, COLLECTIVES, ASKED, ANSWERED, LENGTH, OVER = range(8)
-CELLS_BYTES = 64
+PID, PHASE, STEP, COLLECTIVES, ASKED, ANSWERED, LENGTH, OVER, SAVED = range(9)
+CELLS_BYTES = 72
 PAGE_BYTES = 4096
 # SIGRTMIN + 11: real-time, so that no script and no library has another use for it; sent only to who handles it.
 STACKS_SIGNAL = 45

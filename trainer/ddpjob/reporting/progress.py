@@ -7,11 +7,14 @@ once.
 
 Body of a post (JSON, at most 8 KiB; unknown fields are absent):
     {"attempt": 1, "rank": 0, "nodeRank": 0, "worldSize": 2, "step": 312, "totalSteps": 1125, "etaSeconds": 24,
-     "samplesPerSecond": 5210.4, "metrics": {"loss": "0.412"}, "phase": "save", "final": false}
+     "samplesPerSecond": 5210.4, "metrics": {"loss": "0.412"}, "phase": "save", "savedStep": 300,
+     "resumedStep": 100, "final": false}
 Rank 0's post is the job's progress; the first rank of each other node posts too, so that its node is known to run.
 A post repeats an unchanged step: a process that makes no step is not one that is gone.
 phase: "start" before the first step (step is then the one that was loaded, or 0), "save" or "evaluate" in a `pause`;
 absent while training.
+savedStep: of the newest checkpoint that `Snapshot` has saved or loaded; it is posted at once, at most once a second.
+resumedStep: of the one that it has loaded.
 """
 
 import collections
@@ -36,6 +39,7 @@ BODY_BYTES_MAX = 8192
 BACKOFF_SECONDS_MAX = 60.0
 POST_TIMEOUT_SECONDS = 5.0
 FINAL_FLUSH_SECONDS = 1.0
+SAVED_POST_SECONDS = 1.0  # a receiver takes one post a second; a script may save more often
 PHASES_DECLARED = ("save", "evaluate")
 _STEP = heartbeat.STEP
 RATE_WINDOW_POSTS = 12  # a minute at the default interval: steady enough for an ETA, quick enough to see a slow-down
@@ -94,6 +98,22 @@ def report_start(step: int = 0, **metrics: Any) -> None:
             termination.install()
 
 
+def report_resumed(step: int, **metrics: Any) -> None:
+    """Report that the checkpoint of this step was loaded, before the first step that follows on it."""
+    state = process.current
+    state.resumed_step = step
+    _write_saved(step)
+    report_start(step, **metrics)
+
+
+def report_saved(step: int) -> None:
+    """Report that the checkpoint of this step is on disk: a restart goes on from it. Called by the writing thread."""
+    _write_saved(step)
+    reporter = process.current.reporter
+    if reporter is not None:
+        reporter.saved()
+
+
 def flush(timeout_seconds: float = FINAL_FLUSH_SECONDS) -> None:
     """Send the last values as final, then neither post nor write heartbeats until `progress` is called again.
 
@@ -139,6 +159,11 @@ def _write_step(step: Any) -> None:
         cells[_STEP] += 1
 
 
+def _write_saved(step: int) -> None:
+    state = process.current
+    state.saved_step = state.cells[heartbeat.SAVED] = step
+
+
 def _write_phase() -> None:
     state = process.current
     phase = state.paused or ("train" if state.stepping else "start" if state.latest else "")
@@ -175,6 +200,7 @@ class Reporter:
         self.interval = _seconds(environ, "DDPJOB_STATUS_INTERVAL", 5.0)
         self.failures = 0
         self.complained = False
+        self.has_saved = False
         self.marks: collections.deque[tuple[int, float]] = collections.deque(maxlen=RATE_WINDOW_POSTS)
         self.news = threading.Event()
         self.finishing = threading.Event()
@@ -189,13 +215,27 @@ class Reporter:
         try:
             while not self.finishing.is_set():
                 self._post(final=False)
-                self.news.wait(self.pause_seconds())
-                self.news.clear()
+                self._wait(posted_at=monotonic())
             self._post(final=True)
         except Exception as error:  # whatever it is, training must not notice
             self._complain(f"{type(error).__name__}: {error}")
         finally:
             self.finished.set()
+
+    def saved(self) -> None:
+        """A checkpoint was saved: a rank that is killed now reports nothing any more, so this does not wait."""
+        if not self.failures:
+            self.has_saved = True
+            self.news.set()
+
+    def _wait(self, posted_at: float) -> None:
+        """Until the next post is due."""
+        self.news.wait(self.pause_seconds())
+        self.news.clear()
+        if self.has_saved:
+            self.has_saved = False
+            gap = min(SAVED_POST_SECONDS, self.interval)
+            self.finishing.wait(max(0.0, posted_at + gap - monotonic()))
 
     def pause_seconds(self) -> float:
         """Seconds to the next post: the interval, doubled for every failure in a row."""
@@ -236,6 +276,8 @@ class Reporter:
             **pace(rate, int(step), total, samples),
             "metrics": as_text(metrics),
             **({"phase": phase} if phase else {}),
+            **({} if state.saved_step is None else {"savedStep": state.saved_step}),
+            **({} if state.resumed_step is None else {"resumedStep": state.resumed_step}),
             "final": final,
         }
 

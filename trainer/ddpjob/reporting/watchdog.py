@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from ddpjob import process
 from ddpjob.core import heartbeat
-from ddpjob.core.heartbeat import ANSWERED, ASKED, CELLS_BYTES, COLLECTIVES, OVER, PAGE_BYTES, PHASE, PID, STEP
+from ddpjob.core.heartbeat import ANSWERED, ASKED, CELLS_BYTES, COLLECTIVES, OVER, PAGE_BYTES, PHASE, PID, SAVED, STEP
 
 T = TypeVar("T")
 TEXT_CHARACTERS_MAX = 120
@@ -61,6 +61,7 @@ def _share(where: str) -> None:
     if cells[PID] not in (0, os.getpid()) and os.path.exists(f"/proc/{cells[PID]}"):
         return  # the script has started processes of its own, and another one reports for the rank
     cells[PHASE] = cells[STEP] = cells[COLLECTIVES] = cells[OVER] = 0
+    cells[SAVED] = process.current.saved_step or 0
     cells[PID] = os.getpid()
     faulthandler.register(heartbeat.STACKS_SIGNAL, file=2, all_threads=True)
     threading.Thread(target=_serve, args=(page, cells), name="ddpjob-watchdog", daemon=True).start()

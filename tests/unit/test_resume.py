@@ -1,0 +1,92 @@
+"""From which step a training goes on: in the line of a restart, and where a run ends or is described."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+import pytest
+from msgspec.structs import replace
+from worlds import START, World, digits
+
+from ddpjob.core.failures import Failure
+from ddpjob_operator.describe import ending
+from ddpjob_operator.describe.job import describe
+from ddpjob_operator.job import api
+from ddpjob_operator.local import told
+from ddpjob_operator.observed.reports import Agent, AgentCounts
+
+DDPRUN = {"command": ["ddprun", "train.py"]}
+
+
+def fails(world: World, place: int = 1) -> World:
+    """A trainer ends, and the group starts again."""
+    world.exits(place, code=3).settle().stops_all()
+    world.step()
+    return world
+
+
+def test_a_restart_says_from_which_step_it_goes_on() -> None:
+    """The line about a failure must tell what it cost."""
+    world = digits().running().reports_step(520, saved_step=500).settle()
+    assert world.status.progress is not None
+    assert world.status.progress.saved_step == 500
+    assert fails(world).status.message.endswith("restarting all 2 nodes: attempt 2, restart 1 of 3, from step 500")
+
+
+def test_a_restart_of_a_script_without_checkpoints_says_nothing_of_a_step() -> None:
+    world = digits().running().reports_step(520).settle()
+    assert fails(world).status.message.endswith("attempt 2, restart 1 of 3")
+
+
+def test_an_attempt_that_failed_before_its_first_step_goes_on_from_where_it_had_resumed() -> None:
+    world = digits().running().reports_step(0, phase="start")
+    world.reports_step(1125, phase="start", resumed_step=1125, saved_step=1125).settle()
+    assert world.status.progress is None, "no step was made"
+    assert world.status.furthest_step is None, "a step that was loaded is no progress of this job"
+    assert fails(world).status.message.endswith("restart 1 of 3, from step 1125")
+    assert world.status.resumed_step is None, "the next attempt has loaded nothing yet"
+
+
+def test_a_pod_that_is_replaced_goes_on_from_the_checkpoint() -> None:
+    world = digits(container=DDPRUN).running().reports_step(520, saved_step=500).settle().deleted_first(1).settle()
+    message = world.stops(1).settle().status.message
+    world.settle()
+    texts = [message, *(event.message for event in world.events)]
+    assert any("takes its place, the other node waits" in text and text.endswith(", from step 500") for text in texts)
+
+
+def test_a_restart_in_place_goes_on_from_the_checkpoint() -> None:
+    world = digits(container=DDPRUN).running().reports_step(520, saved_step=500).settle()
+    failure = Failure(
+        rank=1, node_rank=1, exit_code=3, exception="OSError: x", step=520, failure_class="application",
+        charged_to="application",
+    )  # fmt: skip
+    counts = AgentCounts(application=1, in_a_row=1, charged_in_a_row=1)
+    world.agent = Agent(generation=1, restarts=counts, failures=[failure.as_dict()])
+    world.settle()
+    assert world.events[-1].message.endswith("started again in their pods (restart 1 in place), from step 500")
+
+
+def test_a_job_that_resumed_says_so_where_it_is_described_and_when_it_has_ended() -> None:
+    """A second run of a training that is complete ended after seconds, and nothing said why."""
+    world = digits().running().reports_step(1125, phase="start", resumed_step=1125, final=True).settle()
+    assert "Progress:   resumed at step 1125" in describe(world.job, None, world.now)
+    world.exits(0).exits(1).settle()
+    assert ending.succeeded("digits", world.status, 8) == "✔ digits Succeeded in 8s   resumed at step 1125"
+    restarted = replace(world.status, restarts=api.Restarts(application=1, total=1))
+    assert ending.succeeded("digits", restarted, 8) == "✔ digits Succeeded in 8s   1 restart"
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        (281, "■ digits stopped after 12s, saved at step 281"),
+        (250, "■ digits stopped after 12s at step 281, last saved at step 250"),
+        (None, "■ digits stopped after 12s at step 281"),
+    ],
+)
+def test_a_run_that_was_stopped_says_what_was_saved(saved: int | None, said: str) -> None:
+    """Whoever presses Ctrl-C must know whether the work of the last minutes is lost."""
+    progress = api.Progress(step=281, saved_step=saved, updated=START + dt.timedelta(seconds=12))
+    assert told.stopped("digits", api.Status(progress=progress), 12) == said
+    assert told.stopped("digits", api.Status(), 12) == "■ digits stopped after 12s"
