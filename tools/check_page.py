@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterator
 
 from ddpjob_operator.check import RULES, Finding, Rule
@@ -84,7 +85,7 @@ def _of_yaml() -> str:
 
 def _rule(rule: Rule) -> Iterator[str]:
     yield f"### `{rule.name}`\n"
-    yield f"{rule.why}\n"
+    yield textwrap.fill(rule.why, 120, break_long_words=False, break_on_hyphens=False) + "\n"
     yield f"```python\n{_lines('wrong', rule.wrong)}{_lines('right', rule.right)}```\n"
 
 

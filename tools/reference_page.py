@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,7 +37,7 @@ def to_markdown() -> str:
     """docs/reference.md."""
     spec = table(("Field", "Type", "Default", "Meaning"), _fields(api.Spec, "", with_default=True))
     status = table(("Field", "Type", "Meaning"), _fields(api.Status, "", with_default=False))
-    rules = "".join(f"- {line}\n" for line in _rules())
+    rules = "".join(wrapped(f"- {line}", "  ") for line in _rules())
     return "\n".join((INTRO, "## spec\n", spec, "### Rules\n", rules, STATUS, status, _columns(), REASONS))
 
 
@@ -111,7 +112,12 @@ def _rules() -> Iterator[str]:
 def _columns() -> str:
     shown = ", ".join(name for name, _, _, wide in crd.COLUMNS if not wide)
     more = ", ".join(name for name, _, _, wide in crd.COLUMNS if wide)
-    return f"`kubectl get ddp` shows {shown}; `-o wide` also {more}.\n"
+    return wrapped(f"`kubectl get ddp` shows {shown}; `-o wide` also {more}.")
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """A paragraph of at most 120 columns; the lines after the first begin with the indent."""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:

@@ -156,7 +156,7 @@ def test_a_second_ctrl_c_stops_a_training_that_ignores_the_first(cli: Cli) -> No
     assert process.stdout.readline()
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
-    eventually(lambda: "repeat it to kill them now" in process.stderr.readline())
+    eventually(lambda: "a second signal kills them now" in process.stderr.readline())
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=SECONDS_MAX)
     assert process.returncode == 130

@@ -32,6 +32,24 @@ def test_every_link_leads_to_a_file_and_a_heading_that_are_there(page: Path) -> 
     assert broken == []
 
 
+WIDEST = 120  # columns
+WRITTEN = [
+    *documents.PAGES,
+    *(
+        documents.ROOT / name
+        for name in ("CHANGELOG.md", "charts/ddpjob-operator/README.md", "trainer/examples/README.md")
+    ),
+]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_no_line_of_prose_is_wider_than_a_terminal(page: Path) -> None:
+    """A paragraph in lines of 150 columns can be read neither in a terminal nor in a diff."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    wide = [line for line in text.splitlines() if len(line) > WIDEST and not line.lstrip().startswith("|")]
+    assert wide == []
+
+
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     site = yaml.safe_load((documents.ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     entries = [

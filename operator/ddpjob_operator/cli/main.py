@@ -234,24 +234,28 @@ def kubectl_plugin() -> None:
 
 def main(name: str = "ddpjob") -> None:
     """The program `ddpjob`."""
-    from ddpjob_operator.client.errors import ClusterError
-    from ddpjob_operator.failures.redaction import clean
-    from ddpjob_operator.manifest.yamlfile import InputError
-
     try:
         code = cli.main(prog_name=name, standalone_mode=False)
-    except InputError as error:
-        click.echo(clean(str(error)), err=True)
-        code = 2
-    except ClusterError as error:
-        click.echo(clean(str(error)), err=True)
-        code = 1
     except click.ClickException as error:
         error.show()
         code = 2
     except (click.Abort, KeyboardInterrupt):
         code = 130
+    except Exception as error:
+        code = _of_expected(error)
     sys.exit(code)
+
+
+def _of_expected(error: Exception) -> int:
+    """The exit code of an error that has a sentence for the user, which is printed; any other is raised again."""
+    from ddpjob_operator.client.errors import ClusterError
+    from ddpjob_operator.failures.redaction import clean
+    from ddpjob_operator.manifest.yamlfile import InputError
+
+    if not isinstance(error, InputError | ClusterError):
+        raise error
+    click.echo(clean(str(error)), err=True)
+    return 2 if isinstance(error, InputError) else 1
 
 
 if __name__ == "__main__":
