@@ -3,6 +3,7 @@
 Under ddprun the agents are forked from a process that has torch: 1.2 to 2 s of CPU each. A few start as a pod starts
 them, 5 s each, and under torchrun, 10 s each. The eighteen by day find a fault that one job of six has with 96 %, one
 that 6 % have with two thirds; the long tests run over two hundred, the bench the thousands (docs/measured.md).
+What the library does against each fault that is known is tested by itself in tests/trainer/test_gloo_teardown.py.
 """
 
 from __future__ import annotations

@@ -1,22 +1,18 @@
 """init(): every way to start finds the others or says why not, and every way to end ends."""
 
-import atexit
 import contextlib
-import ctypes
-import gc
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from script_ends import finish
 
 import ddpjob
 from ddpjob.core import stall_limits
@@ -311,45 +307,6 @@ def test_the_world_says_attempt_and_device_and_wraps_a_model_for_the_cpu(run_ran
 
 
 # ---- the end -----------------------------------------------------------------------------------------------
-
-
-def finish(script: Callable[[int], None], world_size: int) -> dict[int, tuple[int, float]]:
-    """(exit code, seconds until then) by rank, of processes that run the script and then the interpreter's whole exit.
-
-    Forked, because torch is imported here already; ended as a script is: the exception is noted for atexit, atexit
-    runs, the objects are destroyed.
-    """
-    begin, ranks, ended = time.monotonic(), {}, {}
-    # Else each rank's exit collects all that this process has imported, for a second. ddprun's fork server freezes too.
-    gc.freeze()
-    for rank in range(world_size):
-        pid = os.fork()
-        if pid == 0:
-            _run_as_a_script(script, rank)
-        ranks[pid] = rank
-    gc.unfreeze()
-    for pid in ranks:
-        for _ in range(3000):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                break
-            time.sleep(0.01)
-        else:
-            os.kill(pid, signal.SIGKILL)
-            _, status = os.waitpid(pid, 0)
-        ended[ranks[pid]] = (os.waitstatus_to_exitcode(status), time.monotonic() - begin)
-    return ended
-
-
-def _run_as_a_script(script: Callable[[int], None], rank: int) -> None:
-    code = 0
-    atexit._clear()  # what pytest registered is not this script's
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    try:
-        script(rank)
-    except BaseException:
-        sys.last_type, code = sys.exc_info()[0], 1
-    ctypes.pythonapi.Py_Exit(code)
 
 
 def train_a_little(rank: int, url: str, world_size: int) -> None:

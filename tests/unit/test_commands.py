@@ -35,6 +35,25 @@ def test_help_and_version_work_as_words_too() -> None:
     assert said("version").startswith("ddpjob ")
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["-h"]], ids=" ".join)
+def test_help_imports_click_and_the_command_line_alone(arguments: list[str]) -> None:
+    """With YAML, msgspec and the types of a job, each look at the help and each Tab takes twice as long."""
+    code = (
+        "import sys; before = set(sys.modules); from ddpjob_operator.cli.main import main\n"
+        "try: main()\n"
+        "finally: print(*set(sys.modules) - before, file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    imported = {name for name in done.stderr.split() if name.partition(".")[0] not in sys.stdlib_module_names}
+    ours = {name for name in imported if name.startswith("ddpjob")}
+    assert {name.partition(".")[0] for name in imported - ours} == {"click"}
+    assert {name for name in ours if not name.startswith("ddpjob_operator.cli")} == {"ddpjob_operator"}
+    assert not {"asyncio", "http.client", "json", "ssl", "subprocess"} & set(done.stderr.split()), (
+        "take milliseconds each"
+    )
+
+
 def test_help_of_an_unknown_command_says_where_the_commands_are() -> None:
     result = CliRunner().invoke(cli, ["help", "chekc"], prog_name="ddpjob")
     assert result.exit_code == 2
@@ -168,3 +187,12 @@ def test_without_its_packages_the_operator_names_what_to_install() -> None:
     assert (done.returncode, done.stderr) == (
         2, "ddpjob-operator: kopf is not installed: pip install 'ddpjob[operator]'\n"
     )  # fmt: skip
+
+
+def test_the_help_of_run_is_one_screen_with_all_its_options() -> None:
+    """Whoever scrolls up to find an option misses the others."""
+    lines = CliRunner().invoke(cli, ["run", "--help"], prog_name="ddpjob", terminal_width=80).output.splitlines()
+    assert len(lines) <= 24
+    text = "\n".join(lines)
+    run = cli.commands["run"]
+    assert all(max(option.opts, key=len) in text for option in run.params if option.param_type_name == "option")
