@@ -63,6 +63,7 @@ def step_of(screen: str) -> int:
 def draw(name: str, title: str, screen: str) -> None:
     """Write one picture. The names of this machine's folders are left out."""
     text = re.sub(r"/\S*/ddpjob/digits/[0-9a-f-]+/", "~/.local/state/ddpjob/digits/…/", screen).strip("\n")
+    text = re.sub(r"/\S*/snapshots\b", "/snapshots", text)
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(Text.from_ansi(text))
     svg = console.export_svg(title=title, theme=THEME)

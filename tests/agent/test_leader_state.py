@@ -201,6 +201,18 @@ def test_a_mistake_that_all_nodes_make_before_the_first_step_is_not_tried_again(
     assert order.failure.failure_class == "permanent"
 
 
+def test_options_that_all_nodes_refuse_are_not_tried_again() -> None:
+    """Four times the usage lines of all ranks, for `--lrr`."""
+    refused = "train.py: error: unrecognized arguments: --lrr 1"
+    found = running(2, has_operator=True)
+    found.failed(0, [failure(code=2, exception=refused)], T0)
+    taken(found)
+    for node in range(2):
+        found.stopped(node, [failure(node, code=2, exception=refused)], T0)
+    (order,) = taken(found)
+    assert (order.code, order.failure.failure_class) == (2, "permanent")
+
+
 def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None:
     """The other node is stopped before it comes to the same line."""
     found = running(2)

@@ -567,7 +567,8 @@ def test_the_state_of_a_job_that_has_ended_is_gone_on_from_at_once_and_that_is_s
     ended(other_job(elsewhere), how)
     assert attempt(1).load() == 5
     said = capfd.readouterr().err
-    assert "goes on from the state of job uid-other, step 5 in " in said
+    assert "ddpjob: resumed at step 5 from " in said
+    assert ", saved by job uid-other; " in said
     assert "give this job a folder of its own" in said
     assert receiver.next()["metrics"] == {"goesOnFrom": "job uid-other"}
 

@@ -187,3 +187,12 @@ def test_without_its_packages_the_operator_names_what_to_install() -> None:
     assert (done.returncode, done.stderr) == (
         2, "ddpjob-operator: kopf is not installed: pip install 'ddpjob[operator]'\n"
     )  # fmt: skip
+
+
+def test_the_help_of_run_is_one_screen_with_all_its_options() -> None:
+    """Whoever scrolls up to find an option misses the others."""
+    lines = CliRunner().invoke(cli, ["run", "--help"], prog_name="ddpjob", terminal_width=80).output.splitlines()
+    assert len(lines) <= 24
+    text = "\n".join(lines)
+    run = cli.commands["run"]
+    assert all(max(option.opts, key=len) in text for option in run.params if option.param_type_name == "option")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -14,8 +15,18 @@ from ddpjob_operator.describe.job import describe
 from ddpjob_operator.job import api
 from ddpjob_operator.local import told
 from ddpjob_operator.observed.reports import Agent, AgentCounts
+from ddpjob_operator.plan.actions import Settings
 
-DDPRUN = {"command": ["ddprun", "train.py"]}
+CLAIM: dict[str, Any] = {"persistentVolumeClaim": {"claimName": "ckpt"}}
+
+
+def trains(volume: dict[str, Any] | None = None, command: str = "torchrun") -> World:
+    """A job that has saved step 500 and made step 520. volume: where it saves; None: in its container."""
+    mounts = [] if volume is None else [{"name": "ckpt", "mountPath": "/ckpt"}]
+    trainer = {"name": "trainer", "image": "x", "command": [command, "train.py"], "volumeMounts": mounts}
+    volumes = [] if volume is None else [{"name": "ckpt", **volume}]
+    world = digits(template={"spec": {"containers": [trainer], "volumes": volumes}}).running()
+    return world.reports_step(520, saved_step=500).settle()
 
 
 def fails(world: World, place: int = 1) -> World:
@@ -27,10 +38,29 @@ def fails(world: World, place: int = 1) -> World:
 
 def test_a_restart_says_from_which_step_it_goes_on() -> None:
     """The line about a failure must tell what it cost."""
-    world = digits().running().reports_step(520, saved_step=500).settle()
+    world = trains(CLAIM)
     assert world.status.progress is not None
     assert world.status.progress.saved_step == 500
     assert fails(world).status.message.endswith("restarting all 2 nodes: attempt 2, restart 1 of 3, from step 500")
+
+
+@pytest.mark.parametrize(
+    ("volume", "local", "where"),
+    [
+        (None, False, "last saved at step 500"),
+        (None, True, "from step 500"),
+        ({"emptyDir": {}}, False, "last saved at step 500"),
+        ({"emptyDir": {}}, True, "last saved at step 500"),
+        ({"hostPath": {"path": "/data"}}, True, "from step 500"),
+    ],
+)
+def test_a_checkpoint_that_may_go_with_its_pod_is_not_promised(
+    volume: dict[str, Any] | None, local: bool, where: str
+) -> None:
+    """A training in an emptyDir begins again at step 0."""
+    world = trains(volume)
+    world.settings = Settings(keeps_files=local)
+    assert fails(world).status.message.endswith(f"restart 1 of 3, {where}")
 
 
 def test_a_restart_of_a_script_without_checkpoints_says_nothing_of_a_step() -> None:
@@ -43,12 +73,12 @@ def test_an_attempt_that_failed_before_its_first_step_goes_on_from_where_it_had_
     world.reports_step(1125, phase="start", resumed_step=1125, saved_step=1125).settle()
     assert world.status.progress is None, "no step was made"
     assert world.status.furthest_step is None, "a step that was loaded is no progress of this job"
-    assert fails(world).status.message.endswith("restart 1 of 3, from step 1125")
+    assert fails(world).status.message.endswith("restart 1 of 3, last saved at step 1125")
     assert world.status.resumed_step is None, "the next attempt has loaded nothing yet"
 
 
 def test_a_pod_that_is_replaced_goes_on_from_the_checkpoint() -> None:
-    world = digits(container=DDPRUN).running().reports_step(520, saved_step=500).settle().deleted_first(1).settle()
+    world = trains(command="ddprun").deleted_first(1).settle()
     message = world.stops(1).settle().status.message
     world.settle()
     texts = [message, *(event.message for event in world.events)]
@@ -56,7 +86,7 @@ def test_a_pod_that_is_replaced_goes_on_from_the_checkpoint() -> None:
 
 
 def test_a_restart_in_place_goes_on_from_the_checkpoint() -> None:
-    world = digits(container=DDPRUN).running().reports_step(520, saved_step=500).settle()
+    world = trains(command="ddprun")
     failure = Failure(
         rank=1, node_rank=1, exit_code=3, exception="OSError: x", step=520, failure_class="application",
         charged_to="application",

@@ -323,6 +323,24 @@ def test_a_mistake_that_every_node_makes_before_the_first_step_is_permanent() ->
     assert settled(*chosen, nodes=2, untried=True)[1] == "application", "who ends with 3 means something by it"
 
 
+OPTION = "usage: train.py [-h] [--lr LR]\ntrain.py: error: unrecognized arguments: --lrr 1\n"
+
+
+def test_options_that_every_node_refuses_are_not_tried_again() -> None:
+    """`--lrr 1` was tried four times, and each time all ranks printed their usage."""
+    pods = [pod(rank, 2, said=OPTION) for rank in range(2)]
+    failure, found = settled(*pods, nodes=2, untried=True)
+    assert (failure.exception, found) == ("train.py: error: unrecognized arguments: --lrr 1", "permanent")
+    stopped = told(pod(1, 143, said=OPTION, seconds=11), 10.5)
+    assert settled(pods[0], stopped, first=first_sign(pods[0]), nodes=2, untried=True)[1] == "permanent"
+    assert settled(*pods, nodes=2, untried=False)[1] == "application", "the job has trained with these options"
+    assert settled(*pods, nodes=3, untried=True)[1] == "application", "the third node has not refused them"
+    bare = [pod(rank, 2, said="loading\n") for rank in range(2)]
+    assert settled(*bare, nodes=2, untried=True)[1] == "application", "a bare exit code may mean anything"
+    chosen = [pod(rank, 3, said=OPTION) for rank in range(2)]
+    assert settled(*chosen, nodes=2, untried=True)[1] == "application", "argparse ends with 2"
+
+
 def test_a_mistake_counts_for_a_node_that_was_stopped_right_after_it() -> None:
     """The operator stops the other pods at once, so their exit code is that of the SIGTERM."""
     stopped = told(pod(1, 143, said=MISTAKE + "SignalException: Process 7 got signal: 15\n", seconds=11), 10.5)

@@ -30,47 +30,46 @@ def cli() -> None:
 
 
 @cli.command(
+    cls=sections.Brief,
     short_help="Run a script or a DDPJob on this machine.",
     epilog="Example: ddpjob run train.py --nodes 2 --nproc-per-node 2 -- --epochs 5",
 )
 @click.argument("file", required=False, type=click.Path(dir_okay=False, allow_dash=True))
 @click.argument("arguments", metavar="[-- ARGS...]", nargs=-1, type=click.UNPROCESSED)
-@click.option("-f", "--filename", metavar="FILE", type=click.Path(dir_okay=False, allow_dash=True), help="As FILE.")
+@click.option("--nodes", metavar="N", help="Instead of spec.nodes; MIN:MAX: an elastic job.")
+@click.option("--nproc-per-node", "nproc", metavar="N", help="Processes on each node.")
 @click.option("-m", "--module", metavar="MODULE", help="Run a module in place of a file.")
-@click.option("--job", metavar="NAME", help="Which DDPJob, where the file has several.")
-@click.option("--nodes", metavar="N", help="Run this many nodes instead of spec.nodes; MIN:MAX: an elastic job.")
-@click.option("--nproc-per-node", "nproc", metavar="N", help="Processes on each node instead of spec.nprocPerNode.")
+@click.option("--set", "settings", metavar="PATH=VALUE", multiple=True, help="Set a field: spec.backoffLimit=5.")
+@click.option("--env", "variables", metavar="NAME[=VALUE]", multiple=True, help="Set a variable of the trainer.")
+@click.option("--cpu", is_flag=True, help="Train on the CPU with gloo, not on GPUs.")
 @click.option(
-    "--set", "settings", metavar="PATH=VALUE", multiple=True, help="Set a field: spec.nprocPerNode=2. Repeatable."
+    "--fail", "failures", metavar="FAULT", multiple=True, help="Break it: rank=1,step=200,signal=KILL; node=1,at=20s."
 )
 @click.option(
-    "--env", "variables", metavar="NAME[=VALUE]", multiple=True, help="Set a variable of the trainer. Repeatable."
+    "--report", type=click.Path(dir_okay=False, path_type=Path), help="Write a report (HTML) into it at the end."
 )
+@click.option("--no-check", is_flag=True, help="Start also where `ddpjob check` finds errors.")
+@click.option("--dry-run", is_flag=True, help="Print the pods that a cluster would get.")
 @click.option(
-    "--status", type=click.Path(dir_okay=False, path_type=Path), help="Keep the status document (JSON) in this file."
+    "-f",
+    "--filename",
+    cls=sections.RareOption,
+    metavar="FILE",
+    type=click.Path(dir_okay=False, allow_dash=True),
+    help="as FILE",
 )
-@click.option(
-    "--report", type=click.Path(dir_okay=False, path_type=Path), help="Write a report (HTML) into this file at the end."
-)
+@click.option("--job", cls=sections.RareOption, metavar="NAME", help="of several")
+@click.option("--status", cls=sections.RareOption, type=click.Path(dir_okay=False, path_type=Path), help="JSON")
 @click.option(
     "--logs",
+    cls=sections.RareOption,
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where logs are kept: DIR/JOB/RUN, the last ten runs.  [~/.local/state/ddpjob]",
+    help="of all runs",
     metavar="DIR",
 )
-@click.option(
-    "--fail",
-    "failures",
-    metavar="FAULT",
-    multiple=True,
-    help="Inject a fault: rank=1,step=200,signal=KILL (or exit=3, hang) or node=1,at=20s. Repeatable.",
-)
-@click.option("--cpu", is_flag=True, help="Train on the CPU with gloo, whatever GPUs the job asks for.")
-@click.option("--allow-unsupported", is_flag=True, help="Ignore fields that have no counterpart on one machine.")
-@click.option("--no-check", is_flag=True, help="Start also where `ddpjob check` finds an error.")
-@click.option("--yes", is_flag=True, help="Start more than 512 processes.")
-@click.option("--plain", is_flag=True, help="Plain lines also on a terminal.")
-@click.option("--dry-run", is_flag=True, help="Print the Service and the pods that a cluster would get, and stop.")
+@click.option("--plain", cls=sections.RareOption, is_flag=True, help="no table")
+@click.option("--allow-unsupported", cls=sections.RareOption, is_flag=True, help="ignores fields")
+@click.option("--yes", cls=sections.RareOption, is_flag=True, help="over 512 ranks")
 def run(
     file: str | None,
     arguments: tuple[str, ...],
@@ -92,11 +91,7 @@ def run(
     plain: bool,
     dry_run: bool,
 ) -> int:
-    """Run FILE on this machine: a DDPJob's YAML, a training script or notebook, or - for stdin.
-
-    Each node is a group of processes, connected over 127.0.0.1. ARGS are the script's own arguments.
-
-    \b
+    """Run FILE here: a DDPJob, a script or a notebook, or - for stdin.
     Exit codes: 0 succeeded, 1 the job failed, 2 wrong input, 130 interrupted.
     """
     from ddpjob_operator.cli import check_files, sources

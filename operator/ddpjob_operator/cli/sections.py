@@ -11,6 +11,29 @@ SECTIONS = (
 OTHERS = "More"
 
 
+class RareOption(click.Option):
+    """An option that `Brief` names in a few words, after the others."""
+
+
+class Brief(click.Command):
+    """A command with many options whose help is one screen of 24 lines."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Called by click."""
+        listed: list[tuple[str, str]] = []
+        rare: list[str] = []
+        for option in (param for param in self.get_params(ctx) if isinstance(param, click.Option)):
+            record = option.get_help_record(ctx)
+            if record is not None and isinstance(option, RareOption):
+                rare.append(f"{record[0]} ({record[1]})")
+            elif record is not None:
+                listed.append(record)
+        with formatter.section("Options"):
+            formatter.write_dl(listed)
+        with formatter.section("More"):
+            formatter.write_text(", ".join(rare))
+
+
 class Sections(click.Group):
     """A group whose help lists its commands in sections; what is in none comes last."""
 

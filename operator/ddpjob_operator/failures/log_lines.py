@@ -49,9 +49,14 @@ def of(log: str, exit_code: int | None) -> str:
     if exit_code not in _CODES:
         return ""
     lines = _own_lines(log)
-    if exit_code == 2 and (refused := _refused(lines)):
-        return refused
+    if exit_code == 2 and (sentence := _refused(lines)):
+        return sentence
     return LAST_LINE + lines[-1] if lines else ""
+
+
+def refused(log: str) -> str:
+    """What argparse or click said of options that the program does not have; "" where neither did."""
+    return _refused(_own_lines(log))
 
 
 def _refused(lines: list[str]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -104,7 +104,7 @@ class End:
     everywhere: bool = False
     """Whether it holds for all nodes."""
     raised: frozenset[str] = frozenset()
-    """All exceptions in its log, also those of a rank that was stopped after it."""
+    """All exceptions in its log, also those of a rank that was stopped after it; and what argparse said."""
     done: bool = False
     """Whether the ranks in it had all ended with 0 before it was stopped."""
     seen: int = 0
@@ -341,11 +341,16 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> End:
         failure,
         deleted_at=None if ended_by_node else pod.deletion_requested_at,
         everywhere=report.permanent,
-        raised=frozenset(shown(r.exception, EXCEPTION_MAX) for r in termination_message.raised(report.log)),
+        raised=frozenset(shown(text, EXCEPTION_MAX) for text in _said(report.log)),
         done=context.torchrun and precedence == Precedence.STOPPED and _had_ended(report, code),
         seen=pod.ended_seen,
         deletion_seen=pod.deletion_seen,
     )
+
+
+def _said(log: str) -> Iterator[str]:
+    yield from (failure.exception for failure in termination_message.raised(log))
+    yield from filter(None, [log_lines.refused(log)])
 
 
 def _text(pod: Pod, report: ContainerReport, code: int | None) -> str:
@@ -502,8 +507,10 @@ def _on_all_nodes(ends: Sequence[End], nodes: int | None) -> bool:
 def _repeats(cause: End, ends: Sequence[End], nodes: int | None) -> bool:
     """Whether another try would end as this one did: a mistake of the script that was made on all nodes."""
     exception = cause.failure.exception
-    is_own = evidence_of(cause.failure).raised and cause.failure.exit_code == 1  # any other code was chosen
-    if not is_own or not rules.is_mistake(exception):
+    code = cause.failure.exit_code
+    # argparse raises nothing: it prints its sentence, and ends with 2.
+    is_own = evidence_of(cause.failure).raised or code == 2
+    if not is_own or not rules.is_mistake(exception, code):
         return False
     alike = {e.failure.node_rank for e in ends if exception in (e.failure.exception, *e.raised)}
     all_nodes = len({e.failure.node_rank for e in ends}) if nodes is None else nodes

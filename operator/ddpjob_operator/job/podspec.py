@@ -14,6 +14,7 @@ TRAINER = "trainer"
 # Volumes that are a pod's own; any other may be the same folder on all nodes, also a hostPath: a network file system
 # may be mounted on it.
 _OWN_VOLUMES = {"emptyDir", "ephemeral", "configMap", "secret", "projected", "downwardAPI", "image"}
+_EMPTIED = {"emptyDir", "ephemeral"}  # those of them that a trainer writes to
 
 _SUFFIXES = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _SUFFIXES |= {f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTPE", start=1)}
@@ -45,10 +46,22 @@ def command_path(template: Mapping[str, Any]) -> tuple[str | int, ...]:
 
 def mounts(template: Mapping[str, Any]) -> dict[str, bool]:
     """mountPath of the trainer → whether all nodes may see the same files there."""
+    return {path: kind not in _OWN_VOLUMES for path, kind in _mounted(template).items()}
+
+
+def files_outlive_a_pod(template: Mapping[str, Any], *, elsewhere: bool) -> bool:
+    """Whether what the trainer writes is there for the pod after it, wherever it writes: it has a volume that stays,
+    and none that is emptied. elsewhere: whether files beside all volumes stay, as those of a process do."""
+    kinds = [kind for path, kind in _mounted(template).items() if path != "/dev/shm"]  # noqa: S108 - of all processes
+    return not _EMPTIED.intersection(kinds) and (elsewhere or not _OWN_VOLUMES.issuperset(kinds))
+
+
+def _mounted(template: Mapping[str, Any]) -> dict[str, str]:
+    """mountPath of the trainer → the kind of its volume."""
     pod, trainer = template.get("spec") or {}, trainer_container(template) or {}
     kinds = {v.get("name"): next((k for k in v if k != "name"), "emptyDir") for v in mappings(pod, "volumes")}
     paths = ((str(m.get("mountPath", "")).rstrip("/"), m.get("name")) for m in mappings(trainer, "volumeMounts"))
-    return {path: kinds.get(name, "emptyDir") not in _OWN_VOLUMES for path, name in paths}
+    return {path: kinds.get(name, "emptyDir") for path, name in paths}
 
 
 def mappings(source: Mapping[str, Any], name: str) -> list[dict[str, Any]]:

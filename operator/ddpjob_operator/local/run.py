@@ -53,7 +53,7 @@ SUCCEEDED, FAILED, INTERRUPTED = 0, 1, 130
 WAIT_SECONDS_MAX = 3600.0  # the kernel's own limit is 24.8 days, which a deadline of a month is beyond
 REPORT_SECONDS = 0.5  # on loopback a report costs nothing, and the table is to be up to date
 # Only a signal suspends a local run, and then it ends.
-SETTINGS = Settings(progress_write_seconds=REPORT_SECONDS, resume_hint="run it again to go on")
+SETTINGS = Settings(progress_write_seconds=REPORT_SECONDS, resume_hint="run it again to go on", keeps_files=True)
 _STOPS = (reasons.SUSPENDING.name, reasons.SUSPENDED.name)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

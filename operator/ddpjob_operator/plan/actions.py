@@ -67,6 +67,8 @@ class Settings:
     """How long a node that failed the job twice is avoided, and how far back failures count for it."""
     resume_hint: str = "set spec.suspend to false to go on"
     """What a user does with a suspended job."""
+    keeps_files: bool = False
+    """Whether what a pod writes beside its volumes is there for the next one: a pod on this machine is a process."""
     keep_log_tail: bool = True
     """Whether the end of the log goes into the status."""
 

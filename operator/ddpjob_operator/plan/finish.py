@@ -179,7 +179,7 @@ def _of_agent_restarts(old: api.Status, new: api.Status) -> Iterator[Event]:
         free = "" if failure.charged_to in ("", "application") else " (not charged to backoffLimit)"
         what = "" if settling else f"{sentences.sentence(failure)}{free}; "
         text = f"{what}all ranks have started again in their pods (restart {count} in place)"
-        text += group_restart.from_step(new)
+        text += group_restart.from_step(new, kept=True)
         yield _event(reasons.RESTARTED_IN_PLACE, text)
 
 

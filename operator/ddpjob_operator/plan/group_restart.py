@@ -119,7 +119,7 @@ def _next_attempt(view: View, status: api.Status, settled: Settled) -> Decision:
         failed = enter(charged, "Failed", reason, f"{settled.text}; {why}", view.now)
         return Decision(replace(failed, completion_time=view.now))
     later = new_attempt(charged, view.now + dt.timedelta(seconds=verdict.wait_seconds))
-    text = _going_on(view, settled, later.attempt) + from_step(charged)
+    text = _going_on(view, settled, later.attempt) + from_step(charged, kept=files_stay(view))
     return Decision(enter(later, "Restarting", reasons.RESTARTING, text, view.now))
 
 
@@ -212,10 +212,17 @@ def _going_on(view: View, settled: Settled, attempt: int) -> str:
     return f"{settled.text}; restarting {who}{when}: attempt {attempt}, {charge(view, settled.verdict)}"
 
 
-def from_step(status: api.Status) -> str:
-    """`, from step 500` of a restart; empty where no checkpoint was reported."""
+def files_stay(view: View) -> bool:
+    """Whether a new pod finds the checkpoints of the one before it."""
+    return podspec.files_outlive_a_pod(view.spec.template, elsewhere=view.settings.keeps_files)
+
+
+def from_step(status: api.Status, *, kept: bool) -> str:
+    """`, from step 500` of a restart; empty where no checkpoint was reported. kept: whether it is still there."""
     step = saved_step(status)
-    return "" if step is None else f", from step {step}"
+    if step is None:
+        return ""
+    return f", from step {step}" if kept else f", last saved at step {step}"
 
 
 def charge(view: View, verdict: rules.Verdict) -> str:

@@ -88,5 +88,6 @@ def _replaced(view: View, status: api.Status, settled: Settled, lost: list[int])
     others = view.spec.nodes - len(lost)
     kept = f"the other {others} nodes wait" if others > 1 else "the other node waits"
     cost = group_restart.charge(view, settled.verdict)
-    text = f"{settled.text}; {names}{more} takes its place{when}, {kept} ({cost}){group_restart.from_step(status)}"
+    where = group_restart.from_step(status, kept=view.members.leader not in lost or group_restart.files_stay(view))
+    text = f"{settled.text}; {names}{more} takes its place{when}, {kept} ({cost}){where}"
     return enter(status, "Restarting", reasons.REPLACING, text, view.now)

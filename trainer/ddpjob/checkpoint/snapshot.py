@@ -281,13 +281,10 @@ class Snapshot:
 
     def _log_origin(self, document: Mapping[str, Any], path: Path, before: str | None) -> None:
         """before: the job whose state this is, where it is another one."""
-        if before is None:
-            process.log(f"resumed at step {document['step']} from {self.folder}")
-        else:
-            process.log(
-                f"goes on from the state of {writers.named(before)}, step {document['step']} in {path}. To begin "
-                f"again from step 0, give this job a folder of its own."
-            )
+        whose = ""
+        if before is not None:
+            whose = f", saved by {writers.named(before)}; to begin at step 0, give this job a folder of its own"
+        process.log(f"resumed at step {document['step']} from {self.folder}{whose}")
         seeded = [rank for rank in range(self.world_size) if rank not in document["rng"]]
         if seeded and document["world_size"] == self.world_size:
             process.log(

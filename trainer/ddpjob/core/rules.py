@@ -76,6 +76,8 @@ _MAY_PASS = re.compile(
     r"|time[d -]{0,2}out|unavailable|temporar|retry|download|socket|rendezvous|gloo|c10d|DataLoader worker)",
     re.IGNORECASE,
 )
+# What argparse and click say, with exit code 2, of options that the script does not have.
+_OPTIONS_REFUSED = re.compile(r"^(?:[^\s:][^:]{0,200}: error|Error): \S")
 ADDRESS_IN_USE = re.compile(r"EADDRINUSE|\[Errno 98\]|address already in use", re.IGNORECASE)
 _PORT = re.compile(r"\bport[: ]+(\d{1,5})\b|\('[^']*', (\d{1,5})\)|:(\d{1,5})\b(?= .*in use)", re.IGNORECASE)
 # The kubelet's and the node controller's reasons for a pod that was ended because of its node.
@@ -159,9 +161,12 @@ def cannot_start(f: Failure) -> bool:
     return has_not_started or CANNOT_EVER_START.search(f.exception) is not None
 
 
-def is_mistake(exception: str) -> bool:
-    """Whether an exception is one that the same script raises again, wherever it runs."""
-    return _MISTAKE.match(exception) is not None and _MAY_PASS.match(exception) is None
+def is_mistake(exception: str, exit_code: int | None) -> bool:
+    """Whether the same command ends so again, wherever it runs: by its exception, or its options were refused. Who
+    ends with another exit code has chosen it."""
+    if exit_code == 2:
+        return _OPTIONS_REFUSED.match(exception) is not None
+    return exit_code == 1 and _MISTAKE.match(exception) is not None and _MAY_PASS.match(exception) is None
 
 
 def port_in_use(exception: str) -> int | None:

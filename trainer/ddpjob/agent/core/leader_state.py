@@ -428,7 +428,7 @@ class LeaderState:
         script or a module that is not there: what starts the ranks raises for it."""
         from ddpjob.core import rules
 
-        wrong = (failure.exit_code == 1 and rules.is_mistake(failure.exception)) or rules.cannot_start(failure)
+        wrong = rules.is_mistake(failure.exception, failure.exit_code) or rules.cannot_start(failure)
         on_all_nodes = len(self._raised.get(failure.exception, ())) == len(self.members)
         again = bool(self.charged) and self.charged[-1].exception == failure.exception
         return wrong and (on_all_nodes or again) and not self._has_trained
