@@ -3,57 +3,17 @@ nothing had happened."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from clusters import kubectl
+from elastic_training import SCRIPT, alone, result
 from pods import Space, charged, job, trainer
 
 pytestmark = pytest.mark.timeout(900)
 STARTS_WITHIN = 150  # torch takes its time to import, and torchrun waits 30 s for more nodes
-
-# A linear model that learns in small batches, slowly enough for all that happens to it.
-SCRIPT = """
-import json, os, sys, time, torch, ddpjob
-folder, seconds, total = sys.argv[1], float(sys.argv[2]), 600
-with ddpjob.init("gloo") as world:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(256, 8, generator=generator)
-    y = x @ torch.randn(8, 1, generator=generator)
-    torch.manual_seed(2)
-    net = torch.nn.Linear(8, 1)
-    model = world.wrap(net)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.002)  # far from its end after all steps, so that each counts
-    sampler = ddpjob.GlobalBatchSampler(len(x), global_batch=16, seed=3)
-    snapshot = ddpjob.Snapshot(folder, world)
-    step = snapshot.load(model=model, optimizer=optimizer, sampler=sampler)
-    print("begins after step", step, "with", world.world_size, flush=True)
-    loss_of = lambda i: torch.nn.functional.mse_loss(model(x[i]), y[i], reduction="sum")
-    while step < total:
-        for batch in sampler.epoch(sampler.current_epoch):
-            optimizer.zero_grad()
-            ddpjob.accumulate(model, batch, sampler.global_batch, loss_of)
-            optimizer.step()
-            step += 1
-            ddpjob.progress(step=step, total=total)
-            stop = ddpjob.should_stop(step)
-            if stop or step % 10 == 0:
-                snapshot.save(step, model=model, optimizer=optimizer, sampler=sampler)
-            if stop:
-                raise ddpjob.Stopped(step)
-            time.sleep(seconds)
-            if step == total:
-                break
-    snapshot.close()
-    if world.is_main:
-        print("RESULT", json.dumps([p.flatten().tolist() for p in net.parameters()]), flush=True)
-"""
 
 
 @pytest.fixture
@@ -62,21 +22,6 @@ def schedulable(nodes: list[str]) -> Iterator[list[str]]:
     yield nodes
     for node in nodes:
         kubectl("uncordon", node, check=False)
-
-
-def alone(folder: Path) -> list[float]:
-    """What one process learns that nothing happens to."""
-    (folder / "alone.py").write_text(SCRIPT)
-    words = [sys.executable, "alone.py", str(folder / "snapshots"), "0"]
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("DDPJOB", "KUBE"))}
-    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
-    return result(done.stdout + done.stderr)
-
-
-def result(log: str) -> list[float]:
-    lines = [line.partition("RESULT ")[2] for line in log.splitlines() if "RESULT " in line]
-    assert lines, log
-    return [value for part in json.loads(lines[-1]) for value in part]
 
 
 def elastic(name: str, folder: str) -> dict[str, Any]:
