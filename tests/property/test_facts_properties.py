@@ -50,7 +50,8 @@ class Story:
         self.pods: dict[int, Raw] = {}
         self.log: list[tuple[str, Raw]] = []
         """What the watch tells, in order."""
-        self.heard, self.version = 0, 100
+        self.heard = self.looked = 0
+        self.version = 100
         self.kubelets: list[Callable[[], None]] = []
         """What they do next, each at a time of its own."""
         self.on_told: Callable[[int], None] = lambda rank: self.stops(rank, ended(143))
@@ -61,16 +62,17 @@ class Story:
         self._begin()
 
     def _begin(self) -> None:
-        """A new operator: what the last one remembered is gone, and a list is all that it sees."""
+        """A new operator: what the last one remembered, or had heard and not recorded, is gone; a list is all that it
+        sees."""
         self.deleted_pods = []
         self.missed |= {
-            contract_rank(raw["metadata"]["name"]) for kind, raw in self.log[self.heard :] if kind == "DELETED"
+            contract_rank(raw["metadata"]["name"]) for kind, raw in self.log[self.looked :] if kind == "DELETED"
         }
         gone = lambda _, old, new: self.deleted_pods.append(old) if new is None else None  # noqa: E731
         self.store = Store(observe.pod, lambda _: ("team", "digits"), gone, facts.merge)
         for raw in self.pods.values():
             self.store.put(raw)
-        self.heard = len(self.log)
+        self.heard = self.looked = len(self.log)
 
     # ---------------------------------------------------------------- the API server
 
@@ -175,6 +177,7 @@ class Story:
         todo = plan(self.job, seen, self.now)
         if todo.status is not None:
             self.job = replace(self.job, status=todo.status)
+        self.looked = self.heard
         for action in todo.actions:
             if isinstance(action, DeletePod):
                 self.delete(rank := contract_rank(action.name), action.grace_seconds or GRACE_SECONDS)
