@@ -134,7 +134,8 @@ def test_an_invalid_job_says_why_and_starts_nothing(space: Space) -> None:
 
 def test_helm_test_says_that_the_installation_works(operator: str) -> None:
     done = helm("test", RELEASE, "--namespace", operator, "--logs", "--timeout", "120s")
-    assert done.count("ok    ") == 4, done
+    # helm prints the log once for each of the test's objects, because they have one name.
+    assert len({line for line in done.splitlines() if line.startswith("ok    ")}) == 4, done
 
 
 def test_suspend_gives_every_trainer_time_to_save_and_resume_is_a_new_attempt(space: Space) -> None:
