@@ -11,10 +11,12 @@ from shell import Cli, status_of
 pytestmark = pytest.mark.timeout(300)
 
 UNEVEN = """
-import torch, torch.distributed as dist
+import time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 for step in range(20 if rank == 0 else 30):
+    if step == 20:
+        time.sleep(3)  # rank 0 has ended by then: one that is stopped while it ends is known by its peer's words alone
     dist.all_reduce(torch.ones(1))
 dist.destroy_process_group()
 """
