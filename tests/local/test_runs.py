@@ -10,9 +10,12 @@ from pathlib import Path
 from shell import Cli, eventually
 
 FAILS_ONCE = """
-    import os, sys
+    import os, pathlib, sys, time
     attempt, rank = os.environ["DDPJOB_ATTEMPT"], os.environ["RANK"]
     print(f"attempt {attempt} rank {rank}", flush=True)
+    pathlib.Path(f"printed-{attempt}-{rank}").touch()
+    while not pathlib.Path(f"printed-{attempt}-0").exists():  # the failure would end rank 0 before it has printed
+        time.sleep(0.01)
     sys.exit(3 if attempt == "1" and rank == "1" else 0)
 """
 
@@ -88,9 +91,7 @@ def test_a_wish_that_no_log_fulfils_is_refused_with_what_there_is(cli: Cli) -> N
 
 def test_follow_goes_on_through_a_restart_until_the_job_ends(cli: Cli) -> None:
     """A user's tail -f stays at the log of a pod that is gone."""
-    script = FAILS_ONCE.replace(
-        "sys.exit(", "import time\n    while not os.path.exists('go'): time.sleep(0.02)\n    sys.exit("
-    )
+    script = FAILS_ONCE.replace("sys.exit(", "while not os.path.exists('go'): time.sleep(0.02)\n    sys.exit(")
     with cli.start("run", cli.file(script, backoffLimit=2)) as run:
         eventually(lambda: listed(cli) and "attempt 1" in cli.run("logs", "--node", 0).stdout)
         with cli.start("logs", "--follow") as follower:

@@ -27,7 +27,9 @@ class Cli:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.mark = f"mark-{uuid.uuid4()}"
-        self.env = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), "DDPTEST_MARK": self.mark}
+        # A home without a kubeconfig: what these tests say of a machine must not depend on a cluster beside it.
+        own = {"XDG_STATE_HOME": str(folder / "state"), "HOME": str(folder), "KUBECONFIG": ""}
+        self.env = {**os.environ, **own, "DDPTEST_MARK": self.mark}
 
     def file(self, script: str, name: str = "job", *, container: dict[str, Any] | None = None, **spec: Any) -> Path:
         """A job file whose trainer runs a Python script."""

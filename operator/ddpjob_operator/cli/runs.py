@@ -110,11 +110,12 @@ def _logs_here(connect: Connect, job: str | None, folder: Path | None) -> Source
     """Those of the last run on this machine, or of a job in the cluster, where there is no such run."""
     from ddpjob_operator.local import run_logs, runs
 
-    if job is not None and folder is None and all(run.facts.job != job for run in runs.find_all(folder)):
+    if job is not None and folder is None and job not in (kept := {run.facts.job for run in runs.find_all(folder)}):
         from ddpjob_operator.client.connection import has_kubeconfig
 
         if has_kubeconfig():
-            say(f"no run of {job} is kept on this machine: looking in the cluster")
+            here = f" (there are runs of: {', '.join(sorted(kept))})" if kept else ""
+            say(f"no run of {job} is kept on this machine{here}: looking in the cluster")
             return _logs_in_cluster(connect, job, None)
     return run_logs.LocalLogs(runs.find(job, folder))
 
