@@ -117,7 +117,8 @@ def run(
         if warning := sources.warn_of_size(parsed, allowed=yes):
             click.echo(warning, err=True)
         options = Options(status, cpu, allow_unsupported, plain, logs, broken, report, os.getpgrp())
-        return start(document, parsed, options, checked=not no_check)
+        cells = file if sources.is_notebook(file) else None
+        return start(document, parsed, options, checked=not no_check, notebook=cells)
 
 
 @cli.command(epilog="Example: ddpjob init train.py > job.yaml")
@@ -192,14 +193,14 @@ def load(
     return sources.load(sources.Source(file, None, job, nodes, None, settings, variables))
 
 
-def start(document: Document, job: api.DDPJob, options: Options, *, checked: bool) -> int:
-    """Check the job's script, and run it."""
+def start(document: Document, job: api.DDPJob, options: Options, *, checked: bool, notebook: str | None = None) -> int:
+    """Check the job's script, and run it. notebook: the file of which the script was made."""
     from ddpjob.agent import own_children
     from ddpjob_operator.cli import check_files
     from ddpjob_operator.local.run import run as run_locally
 
     if checked:
-        lines, is_refused = check_files.before_run(document, job, cpu=options.cpu)
+        lines, is_refused = check_files.before_run(document, job, cpu=options.cpu, read_instead=notebook)
         for line in lines:
             click.echo(line, err=True)
         if is_refused:
