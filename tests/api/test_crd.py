@@ -483,7 +483,7 @@ def test_get_shows_how_far_a_job_is(cluster: Cluster) -> None:
         name,
         state="Running",
         reason="AllNodesRun",
-        message="2 of 2 nodes run, attempt 1",
+        message="2 of 2 nodes are running, attempt 1",
         attempt=1,
         restarts={"application": 0, "infrastructure": 1, "stall": 0, "total": 1},
         display={"nodes": "2/2", "step": "312/1125", "progress": "28%", "eta": "3h10m"},
@@ -493,7 +493,7 @@ def test_get_shows_how_far_a_job_is(cluster: Cluster) -> None:
     assert row.split()[:7] == [name, "Running", "2/2", "1", "312/1125", "28%", "3h10m"]
     wide, row = cluster("get", "ddp", name, "-o", "wide").splitlines()
     assert wide.split() == [*head.split(), "ATTEMPT", "REASON", "MESSAGE"]
-    assert row.endswith("1         AllNodesRun   2 of 2 nodes run, attempt 1")
+    assert row.endswith("1         AllNodesRun   2 of 2 nodes are running, attempt 1")
 
 
 def test_get_shows_a_job_that_nobody_has_looked_at_yet(cluster: Cluster) -> None:

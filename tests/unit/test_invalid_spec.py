@@ -78,13 +78,13 @@ def test_a_job_whose_spec_became_invalid_can_be_suspended_and_resumes_when_it_is
 
 def test_that_the_spec_is_invalid_stands_in_the_message_the_condition_and_one_event() -> None:
     world = becomes(digits().running(), **GANG).settle()
-    assert world.status.message == f"2 of 2 nodes run, attempt 1; {SAID}"
+    assert world.status.message == f"2 of 2 nodes are running, attempt 1; {SAID}"
     assert not world.is_true("Accepted")
     assert [(e.type, e.message) for e in world.events if e.reason == "InvalidSpec"] == [("Warning", SAID)]
     world.after(60).settle()
     assert world.plan().status is None
     is_mended(world).settle()
-    assert world.status.message == "2 of 2 nodes run, attempt 1"
+    assert world.status.message == "2 of 2 nodes are running, attempt 1"
     assert (world.events[-1].reason, world.events[-1].message) == ("Accepted", "the spec is valid now")
 
 

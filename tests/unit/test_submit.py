@@ -508,7 +508,7 @@ def _operator(cluster: FakeCluster, state: str, lines: list[str]) -> None:
     while (job := cluster.find("ddpjobs", "train")) is None:
         time.sleep(0.01)
     pods = [cluster.add("pods", pod("train", 1, place)) for place in (0, 1)]
-    job["status"] = {"state": "Running", "reason": "AllNodesRun", "message": "2 of 2 nodes run", "attempt": 1}
+    job["status"] = {"state": "Running", "reason": "AllNodesRun", "message": "2 of 2 nodes are running", "attempt": 1}
     for place in (0, 1):
         cluster.logs[f"train-1-{place}"] = [f"{line} {place}" for line in lines]
     cluster.wait_for("get pods/log", 2)
@@ -530,7 +530,7 @@ def test_follow_shows_the_logs_of_all_nodes_and_ends_with_the_job(
     operator.join()
     assert done.code == code
     assert sorted(done.out.splitlines()) == ["[0:0] epoch 1 0", "[0:0] epoch 2 0", "[1:1] epoch 1 1", "[1:1] epoch 2 1"]
-    assert "Running: 2 of 2 nodes run" in done.err
+    assert "Running: 2 of 2 nodes are running" in done.err
     assert says in done.err
 
 

@@ -82,10 +82,10 @@ OTHERS_COMPLETED = _warning(
     "`kubectl logs` of the pods that still run: their ranks may wait in a collective for ranks that have ended.",
 )
 STARTING_TRAINERS = Reason("StartingTrainers", "All pods have a node; images are pulled and containers started.")
-ALL_NODES_RUN = Reason("AllNodesRun", "The trainers of all nodes run.")
+ALL_NODES_RUN = Reason("AllNodesRun", "The trainers of all nodes are running.")
 ENOUGH_NODES_RUN = Reason(
     "EnoughNodesRun",
-    "At least minNodes trainers run; the message says what the others wait for.",
+    "At least minNodes trainers are running; the message says what the others wait for.",
     "Nothing: a node that comes later joins. To free what the others ask for: `kubectl scale ddp NAME --replicas N`.",
 )
 RESCALED = Reason("Rescaled", "spec.nodes of an elastic job has changed; the group starts again with that many nodes.")

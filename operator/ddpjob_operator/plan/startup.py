@@ -203,7 +203,7 @@ def _why_waiting(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[a
     places, plural = ranges.for_people([p.place for p in pods]), "s" if len(pods) > 1 else ""
     text = f"waiting for node{plural} {places}"
     if not view.trains_with_fewer(status):
-        text = f"{total - len(pods)} of {total} nodes run; {text}"
+        text = f"{total - len(pods)} of {total} nodes are running; {text}"
     creating, is_long = pending.creating(view, status, pods)
     if creating and is_long:
         return "Pending", reasons.CANNOT_START, f"{text}; {creating}"
