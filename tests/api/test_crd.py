@@ -486,14 +486,14 @@ def test_get_shows_how_far_a_job_is(cluster: Cluster) -> None:
         message="2 of 2 nodes are running, attempt 1",
         attempt=1,
         restarts={"application": 0, "infrastructure": 1, "stall": 0, "total": 1},
-        display={"nodes": "2/2", "step": "312/1125", "progress": "28%", "eta": "3h10m"},
+        display={"nodes": "2/2", "step": "312/1125", "progress": "28%", "eta": "3h10m", "restarts": "1 infrastructure"},
     )
     head, row = cluster("get", "ddp", name).splitlines()
     assert head.split() == ["NAME", "STATE", "NODES", "RESTARTS", "STEP", "PROGRESS", "ETA", "AGE"]
     assert row.split()[:7] == [name, "Running", "2/2", "1", "312/1125", "28%", "3h10m"]
     wide, row = cluster("get", "ddp", name, "-o", "wide").splitlines()
-    assert wide.split() == [*head.split(), "ATTEMPT", "REASON", "MESSAGE"]
-    assert row.endswith("1         AllNodesRun   2 of 2 nodes are running, attempt 1")
+    assert wide.split() == [*head.split(), "ATTEMPT", "CHARGED-TO", "REASON", "MESSAGE"]
+    assert row.endswith("1         1 infrastructure   AllNodesRun   2 of 2 nodes are running, attempt 1")
 
 
 def test_get_shows_a_job_that_nobody_has_looked_at_yet(cluster: Cluster) -> None:
