@@ -176,7 +176,10 @@ REFUSED = {
         "spec.minNodes: ",
         "must be at most spec.nodes",
     ),
-    "gang": (job(gang="kueue"), "spec.gang: ", "gang scheduling is not available yet. Remove it."),
+    "gang": (job(gang="kueue"), "spec.gang: ", '"kueue" is not available yet. Use auto, native or none.'),
+    "gang: volcano": (job(gang="volcano"), "spec.gang: ", 'supported values: "auto", "kueue"'),
+    "topologyKey: a rack": (job(topologyKey="a rack"), "spec.topologyKey: ", "must be the key of a node label"),
+    "topologyKey without a gang": (job(topologyKey="rack", gang="none"), "spec.gang: ", "topologyKey needs a gang"),
     "minNodes: 0": (job(minNodes=0), "spec.minNodes: ", "greater than or equal to 1"),
     "suspend: later": (job(suspend="later"), "spec.suspend: ", "must be of type boolean"),
     "backoffLimit: -1": (job(backoffLimit=-1), "spec.backoffLimit: ", "greater than or equal to 0"),
@@ -418,14 +421,14 @@ def test_a_job_with_a_field_that_an_older_crd_took_can_still_be_suspended(cluste
     del fields["gang"]["x-kubernetes-validations"]
     try:
         cluster("replace", "-f", "-", stdin=old)
-        name = until(lambda: cluster.create(job(gang="native")))
+        name = until(lambda: cluster.create(job(gang="kueue")))
     finally:
         cluster("apply", "--server-side", "--force-conflicts", "-f", str(CRD))
-    until(lambda: _refuses(cluster, job(gang="native")))
+    until(lambda: _refuses(cluster, job(gang="kueue")))
     code, output = cluster.patch(name, ("add", "/spec/suspend", True))
     assert code == 0, output
     cluster.set_status(name, state="Suspended")
-    assert cluster.patch(name, ("replace", "/spec/gang", "kueue"))[0] != 0
+    assert cluster.patch(name, ("replace", "/spec/gang", "volcano"))[0] != 0
 
 
 def _refuses(cluster: Cluster, body: dict[str, Any]) -> None:

@@ -90,7 +90,7 @@ def starting(view: View, status: api.Status) -> Decision | None:
 
 
 def _begin(view: View, status: api.Status) -> Decision:
-    return Decision(replace(new_attempt(status, view.now), start_time=view.now), begins_attempt=True)
+    return Decision(replace(new_attempt(status, view.now), start_time=view.now), goes_on=True)
 
 
 def past_deadline(view: View, status: api.Status) -> Decision | None:
