@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ddpjob_operator.cli import sections
 from ddpjob_operator.cli.cluster import Connect, cluster_options, end_of, say
 from ddpjob_operator.cli.output import answer
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ddpjob_operator.client.connection import Cluster, Raw
     from ddpjob_operator.client.jobs import Stored
     from ddpjob_operator.client.pack import Archive
@@ -54,7 +56,7 @@ class Wishes:
 @click.option("--set", "settings", metavar="PATH=VALUE", multiple=True, help="Set a field, as in ddpjob run.")
 @click.option("--env", "variables", metavar="NAME=VALUE", multiple=True, help="Set a variable of the trainer.")
 @click.option(
-    "--code", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
+    "--code", type=sections.AsPath(file_okay=False), metavar="DIR",
     help="The folder that goes with the job.  [the script's; none for YAML]",
 )  # fmt: skip
 @click.option("--no-code", is_flag=True, help="The image has the script already.")
@@ -162,6 +164,8 @@ class Code:
 
 def _code(file: str, path: str, wishes: Wishes) -> Code:
     """The code of a job that was made for a script. file: as the user named it; path: where its Python is."""
+    from pathlib import Path
+
     from ddpjob_operator.cli import sources
     from ddpjob_operator.client import pack
     from ddpjob_operator.manifest.yamlfile import InputError
