@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 CRD    := charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml
+DASHBOARDS := charts/ddpjob-operator/files/dashboards
 # One pytest process a core; tests that share something name their group.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
 
@@ -32,6 +33,9 @@ check: install ## Style, types, layers, and that generated files are what the co
 	$(BIN)/python tools/messages_page.py | diff -u docs/messages.md - || (echo "make generate"; exit 1)
 	$(BIN)/python tools/check_page.py | diff -u docs/check.md - || (echo "make generate"; exit 1)
 	$(BIN)/ddpjob schema | diff -u docs/ddpjob.schema.json - || (echo "make generate"; exit 1)
+	$(BIN)/python tools/metrics_page.py | diff -u docs/metrics.md - || (echo "make generate"; exit 1)
+	@for name in fleet job; do $(BIN)/python tools/dashboards.py ddpjob-$$name | diff -u $(DASHBOARDS)/ddpjob-$$name.json - \
+	  || { echo "make generate"; exit 1; }; done
 
 quick: check ## Style, types, and the tests that start no process: what a change in the core or the chart needs first.
 	$(PYTEST) --quiet -m "not long" tests/unit tests/property tests/chart
@@ -83,6 +87,8 @@ generate: install ## Write the CRD and the reference from the types.
 	$(BIN)/python tools/messages_page.py > docs/messages.md
 	$(BIN)/python tools/check_page.py > docs/check.md
 	$(BIN)/ddpjob schema > docs/ddpjob.schema.json
+	$(BIN)/python tools/metrics_page.py > docs/metrics.md
+	for name in fleet job; do $(BIN)/python tools/dashboards.py ddpjob-$$name > $(DASHBOARDS)/ddpjob-$$name.json; done
 
 clean: ## Remove what was made here.
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
