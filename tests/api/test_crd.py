@@ -176,7 +176,10 @@ REFUSED = {
         "spec.minNodes: ",
         "must be at most spec.nodes",
     ),
-    "gang": (job(gang="kueue"), "spec.gang: ", "gang scheduling is not available yet. Remove it."),
+    "gang": (job(gang="kueue"), "spec.gang: ", '"kueue" is not available yet. Use auto, native or none.'),
+    "gang: volcano": (job(gang="volcano"), "spec.gang: ", 'supported values: "auto", "kueue"'),
+    "topologyKey: a rack": (job(topologyKey="a rack"), "spec.topologyKey: ", "must be the key of a node label"),
+    "topologyKey without a gang": (job(topologyKey="rack", gang="none"), "spec.gang: ", "topologyKey needs a gang"),
     "minNodes: 0": (job(minNodes=0), "spec.minNodes: ", "greater than or equal to 1"),
     "suspend: later": (job(suspend="later"), "spec.suspend: ", "must be of type boolean"),
     "backoffLimit: -1": (job(backoffLimit=-1), "spec.backoffLimit: ", "greater than or equal to 0"),
@@ -418,14 +421,14 @@ def test_a_job_with_a_field_that_an_older_crd_took_can_still_be_suspended(cluste
     del fields["gang"]["x-kubernetes-validations"]
     try:
         cluster("replace", "-f", "-", stdin=old)
-        name = until(lambda: cluster.create(job(gang="native")))
+        name = until(lambda: cluster.create(job(gang="kueue")))
     finally:
         cluster("apply", "--server-side", "--force-conflicts", "-f", str(CRD))
-    until(lambda: _refuses(cluster, job(gang="native")))
+    until(lambda: _refuses(cluster, job(gang="kueue")))
     code, output = cluster.patch(name, ("add", "/spec/suspend", True))
     assert code == 0, output
     cluster.set_status(name, state="Suspended")
-    assert cluster.patch(name, ("replace", "/spec/gang", "kueue"))[0] != 0
+    assert cluster.patch(name, ("replace", "/spec/gang", "volcano"))[0] != 0
 
 
 def _refuses(cluster: Cluster, body: dict[str, Any]) -> None:
@@ -483,17 +486,17 @@ def test_get_shows_how_far_a_job_is(cluster: Cluster) -> None:
         name,
         state="Running",
         reason="AllNodesRun",
-        message="2 of 2 nodes run, attempt 1",
+        message="2 of 2 nodes are running, attempt 1",
         attempt=1,
         restarts={"application": 0, "infrastructure": 1, "stall": 0, "total": 1},
-        display={"nodes": "2/2", "step": "312/1125", "progress": "28%", "eta": "3h10m"},
+        display={"nodes": "2/2", "step": "312/1125", "progress": "28%", "eta": "3h10m", "restarts": "1 infrastructure"},
     )
     head, row = cluster("get", "ddp", name).splitlines()
     assert head.split() == ["NAME", "STATE", "NODES", "RESTARTS", "STEP", "PROGRESS", "ETA", "AGE"]
     assert row.split()[:7] == [name, "Running", "2/2", "1", "312/1125", "28%", "3h10m"]
     wide, row = cluster("get", "ddp", name, "-o", "wide").splitlines()
-    assert wide.split() == [*head.split(), "ATTEMPT", "REASON", "MESSAGE"]
-    assert row.endswith("1         AllNodesRun   2 of 2 nodes run, attempt 1")
+    assert wide.split() == [*head.split(), "ATTEMPT", "CHARGED-TO", "REASON", "MESSAGE"]
+    assert row.endswith("1         1 infrastructure   AllNodesRun   2 of 2 nodes are running, attempt 1")
 
 
 def test_get_shows_a_job_that_nobody_has_looked_at_yet(cluster: Cluster) -> None:

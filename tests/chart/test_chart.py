@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube.access import RIGHTS, Right
+from ddpjob_operator.kube.access import GANG_RIGHTS, RIGHTS, Right
 from ddpjob_operator.kube.claims import ALL_CLAIM, NAMESPACE_CLAIM
 from ddpjob_operator.kube.receive import PATH
 from ddpjob_operator.kube.settings import OperatorSettings
@@ -129,6 +129,19 @@ def test_the_operator_may_do_what_it_asks_for_at_its_start_and_nothing_else() ->
         {"kind": "ServiceAccount", "name": account["metadata"]["name"], "namespace": "ddpjob"}
     ]
     assert pod()["spec"]["serviceAccountName"] == account["metadata"]["name"]
+
+
+@pytest.mark.parametrize("where", [(), (NAMESPACED,)], ids=["everywhere", "in namespaces"])
+def test_a_gang_scheduler_that_is_switched_on_brings_its_rights_and_no_other(where: tuple[str, ...]) -> None:
+    """Else the operator may not make what it is told to make; and where it is off, it may do nothing more."""
+    for name, rights in GANG_RIGHTS.items():
+        on = (*where, f"gang.{name}.enabled=true")
+        assert OperatorSettings.read(variables(*on)).gangs == (name,)
+        more = {(right.group, right.resource, verb) for right in rights for verb in right.verbs}
+        roles, before = job_roles(*on), job_roles(*where)
+        for role, old in zip(roles, before, strict=True):
+            assert verbs(role["rules"]) - verbs(old["rules"]) == more
+    assert OperatorSettings.read(variables(*where)).gangs == ()
 
 
 def test_no_secret_and_no_log_is_ever_in_reach_and_nodes_can_only_be_seen() -> None:
@@ -531,6 +544,7 @@ def test_values_from_before_a_setting_was_there_give_the_same_objects() -> None:
         "claimNamespace",
         "metrics",
         "logFormat",
+        "gang",
     )
     policy = ("networkPolicy.enabled=true",)
     settings = [f"{name}=null" for name in (*new, "networkPolicy.metricsFrom")]
@@ -698,7 +712,7 @@ def test_every_value_is_explained_where_it_stands() -> None:
     settings = [n for n, line in enumerate(ours) if re.match(r"^ *[a-zA-Z]+: *\S|^[a-zA-Z]+:", line)]
     open_ones = [ours[n] for n in settings if n == 0 or not ours[n - 1].lstrip().startswith("#")]
     # A heading's settings are explained one by one; these speak for themselves.
-    headings = {"image:", "serviceAccount:", "progress:", "metrics:", "networkPolicy:"}
+    headings = {"image:", "serviceAccount:", "progress:", "metrics:", "networkPolicy:", "gang:", "  native:"}
     obvious = {
         "  pullPolicy: IfNotPresent",
         "  annotations: {}",
@@ -711,7 +725,8 @@ def test_every_value_is_explained_where_it_stands() -> None:
 
 def test_the_documents_list_every_right_with_its_reason() -> None:
     table = (ROOT / "docs" / "operations.md").read_text()
-    for right in (*RIGHTS, LEASE_RIGHT, CLAIM_RIGHT):
+    gangs = (right for rights in GANG_RIGHTS.values() for right in rights)
+    for right in (*RIGHTS, *gangs, LEASE_RIGHT, CLAIM_RIGHT):
         row = f"| `{right}` | {', '.join(right.verbs)} | {right.why} |"
         assert row in table, f"docs/operations.md wants the row\n{row}"
 

@@ -186,7 +186,7 @@ def test_after_kill_9_of_anything_no_process_survives(cli: Cli, victim: str) -> 
     {"ddpjob run": runner, "supervisor": supervisor, "launcher": launcher, "worker": worker}[victim].kill()
     if victim == "supervisor":  # a node that is lost: the job goes on without a charge
         assert process.stderr is not None
-        eventually(lambda: "2 of 2 nodes run, attempt 2" in process.stderr.readline())
+        eventually(lambda: "2 of 2 nodes are running, attempt 2" in process.stderr.readline())
     if victim in ("supervisor", "worker"):  # this launcher does not watch its workers: the job lives
         process.send_signal(signal.SIGINT)
     process.communicate(timeout=SECONDS_MAX)

@@ -524,12 +524,14 @@ class Simulation:
         same. Who resumes a job sets its spec right."""
         status = job.get("status") or {}
         if status.get("attempt") and status.get("state") != "Suspended" and not job["spec"].get("suspend"):
-            self.api.request("PUT", f"{JOBS}/{NAME}", None, {**job, "spec": {**job["spec"], "gang": "native"}}, "user")
+            self.api.request(
+                "PUT", f"{JOBS}/{NAME}", None, {**job, "spec": {**job["spec"], "preflight": "sometimes"}}, "user"
+            )
 
     def _suspend(self, yes: bool) -> None:
         job = self.api.find(api.PLURAL, NAME)
         if job is not None:
-            kept = {k: v for k, v in job["spec"].items() if yes or k != "gang"}
+            kept = {k: v for k, v in job["spec"].items() if yes or k != "preflight"}
             body = {**job, "spec": {**kept, "suspend": yes}}
             self.tell("user", "suspends" if yes else "resumes")
             self.on_deed(f"user {'suspends' if yes else 'resumes'} the job")

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import datetime as dt
 from dataclasses import replace as replaced
-from typing import Any
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
 from ddpjob_operator.job import api, validation
 from ddpjob_operator.observed import facts
 from ddpjob_operator.observed.cluster import ConflictingObject, Container, Node, Observed, Pod, Refusal
+from ddpjob_operator.observed.groups import Admission, GangApi, Group
 from ddpjob_operator.observed.reports import Agent, Report
 from ddpjob_operator.observed.stall import StepTracker, update
 from ddpjob_operator.plan.actions import (
     Action,
+    CreateGroup,
     CreatePod,
     CreateService,
+    DeleteGroup,
     DeleteJob,
     DeletePod,
     EndPod,
@@ -70,6 +73,9 @@ class World:
         self.listening_since: dt.datetime | None = None
         self.nodes: dict[str, Node] | None = {}
         self.problems: list[validation.Problem] = []
+        self.gang_apis: dict[str, GangApi] = {}
+        self.groups: dict[str, Group] = {}
+        self.neighbours: dict[str, int] = {}
         self.settings = Settings()
         self.events: list[Event] = []
         self.of_deleted_job = False
@@ -91,6 +97,9 @@ class World:
             agent=self.agent,
             listening_since=self.listening_since,
             nodes=self.nodes,
+            gang_apis=self.gang_apis,
+            groups=tuple(self.groups.values()),
+            neighbours=self.neighbours,
         )
 
     def plan(self) -> Plan:
@@ -122,6 +131,15 @@ class World:
         if isinstance(action, CreateService):
             assert not self.service, "the Service is there already"
             self.service = True
+        elif isinstance(action, CreateGroup):
+            adapter = self.settings.adapters[action.adapter]
+            name, attempt = adapter.group_name(self.job, action.attempt), adapter.attempt_of(action.attempt)
+            assert name not in self.groups, f"{name} is there already"
+            self._made += 1
+            uid = f"group-{self._made}"
+            self.groups[name] = Group(action.adapter, name, uid, self.job.metadata.uid, attempt)
+        elif isinstance(action, DeleteGroup):
+            assert self.groups.pop(action.name).uid == action.uid, "a delete carries the uid that was seen"
         elif isinstance(action, CreatePod):
             name = f"{self.job.metadata.name}-{action.attempt}-{action.place}"
             name += f"-r{action.replacement}" if action.replacement else ""
@@ -263,6 +281,19 @@ class World:
         pace = update(self.trackers.get(rank), self.reports[rank], self.now)
         assert pace is not None
         self.trackers[rank] = pace
+        return self
+
+    def serves(self, adapter: str = "native", api_version: str = "scheduling.k8s.io/v1alpha2") -> World:
+        """An API for groups is switched on, and served."""
+        self.gang_apis[adapter] = GangApi(api_version)
+        return self
+
+    def admits(
+        self, state: Literal["admitted", "waiting", "evicted"] = "admitted", why: str = "", **more: Any
+    ) -> World:
+        """The scheduler or the queue says so of all groups."""
+        admission = Admission(state, why, **more)
+        self.groups = {name: replaced(group, admission=admission) for name, group in self.groups.items()}
         return self
 
     def conflicting_pod(self, name: str, *, label: str = "", owner: str = "") -> World:

@@ -56,7 +56,7 @@ def stored(name: str = "digits", state: str | None = "Running", **status: Any) -
     """A job with the status that an operator has written."""
     body = manifest(name)
     del body["metadata"]["uid"], body["metadata"]["namespace"]
-    full = {"state": state, "reason": "AllNodesRun", "message": "2 of 2 nodes run", "attempt": 1} | status
+    full = {"state": state, "reason": "AllNodesRun", "message": "2 of 2 nodes are running", "attempt": 1} | status
     return {**body, "status": full if state else {}}
 
 
@@ -227,7 +227,7 @@ def test_get_shows_the_columns_of_kubectl(cluster: FakeCluster, ddpjob: Ddpjob) 
     assert head.split() == ["NAME", "STATE", "NODES", "RESTARTS", "STEP", "PROGRESS", "ETA", "AGE"]
     assert row.split()[:6] == ["digits", "Running", "2/2", "312/1125", "28%", "24s"]
     assert "team-b" in ddpjob("get", "-A").out
-    assert "2 of 2 nodes run" in ddpjob("get", "digits", "-o", "wide").out
+    assert "2 of 2 nodes are running" in ddpjob("get", "digits", "-o", "wide").out
     assert ddpjob("get", "-o", "name").out == "ddpjob.training.ddpjob.io/digits\n"
     assert json.loads(ddpjob("get", "digits", "-o", "json").out)["metadata"]["name"] == "digits"
     assert yaml.safe_load(ddpjob("get", "-o", "yaml").out)["items"][0]["status"]["state"] == "Running"

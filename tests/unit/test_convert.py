@@ -475,7 +475,7 @@ def test_a_remark_on_the_runtime_has_the_line_of_the_runtime(tmp_path: Path) -> 
     (tmp_path / "job.yaml").write_text(TRAINJOB)
     (tmp_path / "runtime.yaml").write_text(RUNTIME)
     result = run(str(tmp_path / "job.yaml"), str(tmp_path / "runtime.yaml"))
-    assert f"{tmp_path}/runtime.yaml:6: spec.podGroupPolicy.coscheduling: gang scheduling" in result.stderr
+    assert f"{tmp_path}/runtime.yaml:6: spec.podGroupPolicy.coscheduling: the gang of a DDPJob" in result.stderr
 
 
 def test_a_command_is_taken_with_and_without_dashes() -> None:

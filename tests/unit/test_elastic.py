@@ -94,7 +94,7 @@ def test_the_group_trains_with_minNodes_and_says_what_the_others_wait_for() -> N
     world = elastic().started().runs(0, 1).unschedulable(2, "0/3 nodes are available: 1 Insufficient nvidia.com/gpu")
     world.settle()
     assert (world.status.state, world.status.reason) == ("Running", "EnoughNodesRun")
-    assert world.status.message.startswith("2 of 3 nodes run, attempt 1; Unschedulable: 1 of 3 pods: 0/3 nodes are")
+    assert world.status.message.startswith("2 of 3 nodes are running, attempt 1; Unschedulable: 1 of 3 pods: 0/3 nodes")
     assert world.status.display is not None
     assert world.status.display.nodes == "2/3"
 
@@ -114,7 +114,8 @@ def test_fewer_than_minNodes_or_a_group_without_node_0_do_not_train() -> None:
 
 def test_a_node_that_comes_later_joins_without_a_restart() -> None:
     world = elastic().started().runs(0, 1).after(31).settle().after(600).settle()
-    assert (world.status.state, world.status.message) == ("Running", "2 of 3 nodes run, attempt 1; waiting for node 2")
+    assert world.status.state == "Running"
+    assert world.status.message == "2 of 3 nodes are running, attempt 1; waiting for node 2"
     world.runs(2).settle()
     assert (world.status.state, world.status.reason, world.status.attempt) == ("Running", "AllNodesRun", 1)
     assert world.status.started_nodes == "0-2"
@@ -125,7 +126,7 @@ def test_a_lost_pod_restarts_the_group_which_starts_with_those_that_are_there() 
     world = elastic().running().exits(1, code=137).restarted()
     assert world.status.attempt == 2
     assert world.runs(0, 2).settle().status.state == "Restarting"
-    assert world.after(31).settle().status.message == "2 of 3 nodes run, attempt 2; waiting for node 1"
+    assert world.after(31).settle().status.message == "2 of 3 nodes are running, attempt 2; waiting for node 1"
 
 
 def test_a_pod_that_never_ran_may_be_deleted_without_a_restart() -> None:

@@ -64,7 +64,7 @@ def test_failures_in_a_row_are_those_that_count() -> None:
 @pytest.mark.parametrize(("run", "words"), [((1,), "waiting for nodes 0, 2"), ((0, 1), "waiting for node 2")])
 def test_several_nodes_are_nodes(run: tuple[int, ...], words: str) -> None:
     world = digits(nodes=3).started().runs(*run).settle()
-    assert world.status.message == f"{len(run)} of 3 nodes run; {words}"
+    assert world.status.message == f"{len(run)} of 3 nodes are running; {words}"
 
 
 @pytest.mark.parametrize(

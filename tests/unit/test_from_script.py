@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -136,12 +137,31 @@ def test_the_cells_of_a_notebook_are_a_script(tmp_path: Path) -> None:
     path = tmp_path / "try.ipynb"
     path.write_text(
         '{"cells": [{"cell_type": "markdown", "source": ["# x"]}, '
-        '{"cell_type": "code", "source": ["%pip list\\n", "x = 1"]}]}'
+        '{"cell_type": "code", "source": ["%pip list\\n", "if 1:\\n", "    !ls\\n", "x = !ls"]}]}'
     )
     with sources.as_file(sources.Source(str(path))) as source:
         assert source.file is not None
-        assert Path(source.file).read_text() == "# %pip list\nx = 1\n\n"
+        assert Path(source.file).read_text() == "pass\nif 1:\n    pass\nx = None\n"
     assert not Path(source.file).exists()
+
+
+def test_a_mistake_in_a_notebook_is_named_by_its_cell(tmp_path: Path) -> None:
+    """The script made of it lies in /tmp, under a name that nobody has seen."""
+    cells = ["import os", "import torch.distributed as d\nd.init_process_group(rank=int(os.environ['LOCAL_RANK']))"]
+    path = tmp_path / "try.ipynb"
+    path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": cell} for cell in cells]}))
+    words = [sys.executable, "-m", "ddpjob_operator.cli", "run", "try.ipynb", "--nodes", "2"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("try.ipynb:cell 2:2: error[rank-is-local-rank]")
+
+
+def test_a_yaml_that_would_start_a_notebook_is_not_written(tmp_path: Path) -> None:
+    """JSON is Python, so `ddpjob init` wrote a job that runs a notebook and does nothing."""
+    path = tmp_path / "try.ipynb"
+    path.write_text('{"cells": []}')
+    with pytest.raises(InputError, match=r"jupyter nbconvert --to script .*then ddpjob init .*try.py"):
+        sources.to_yaml(sources.Source(str(path)))
 
 
 def test_a_variable_without_a_value_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,7 @@ def test_the_job_says_who_failed_why_and_what_happens_next() -> None:
 def test_while_it_comes_back_the_job_says_after_what() -> None:
     world = digits().running().exits(1, code=137, reason="OOMKilled").restarted().runs(0).settle()
     assert world.status.state == "Restarting"
-    assert world.status.message.startswith("after OOMKilled on rank 1: 1 of 2 nodes run")
+    assert world.status.message.startswith("after OOMKilled on rank 1: 1 of 2 nodes are running")
     world.unschedulable(1, "0/3 nodes are available").settle()
     assert (world.status.state, world.status.reason) == ("Restarting", "Unschedulable")
 

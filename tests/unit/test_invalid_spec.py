@@ -11,8 +11,9 @@ from worlds import World, digits, manifest
 from ddpjob_operator.job import api, validation
 from ddpjob_operator.plan.actions import CreatePod
 
-GANG = {"gang": "native"}
-SAID = "the spec is invalid (spec.gang: gang scheduling is not available yet. Remove it.); the job goes on as it was"
+WRONG = {"preflight": "sometimes"}
+PROBLEM = 'spec.preflight: must be one of Always, Never, OnRestart, is "sometimes"'
+SAID = f"the spec is invalid ({PROBLEM}); the job goes on as it was"
 
 
 def becomes(world: World, **spec: Any) -> World:
@@ -35,27 +36,27 @@ def is_mended(world: World, **spec: Any) -> World:
 
 def test_a_job_whose_spec_became_invalid_still_succeeds() -> None:
     """Else a training that is done stays Running for ever, and holds its GPUs."""
-    world = becomes(digits().running(), **GANG).settle().exits(0).exits(1).settle()
+    world = becomes(digits().running(), **WRONG).settle().exits(0).exits(1).settle()
     assert (world.status.state, world.status.reason) == ("Succeeded", "AllNodesCompleted")
 
 
 def test_a_job_whose_spec_became_invalid_restarts_and_is_charged() -> None:
     """Else a pod that is lost at night costs the rest of the night."""
-    world = becomes(digits().running(), **GANG).settle().exits(0, code=1).restarted()
+    world = becomes(digits().running(), **WRONG).settle().exits(0, code=1).restarted()
     assert world.names() == ["digits-1-0", "digits-2-0", "digits-2-1"]
     assert world.status.restarts is not None
     assert world.status.restarts.application == 1
 
 
 def test_a_job_whose_spec_became_invalid_still_fails_when_its_budget_is_spent() -> None:
-    world = becomes(digits(backoffLimit=0).running(), backoffLimit=0, **GANG).exits(0, code=1).restarted()
+    world = becomes(digits(backoffLimit=0).running(), backoffLimit=0, **WRONG).exits(0, code=1).restarted()
     assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
     assert "the spec is invalid" not in world.status.message, "what is over speaks of its end alone"
 
 
 def test_a_job_whose_spec_became_invalid_keeps_its_deadlines() -> None:
     limits = {"activeDeadlineSeconds": 60, "ttlSecondsAfterFinished": 30}
-    world = becomes(digits(**limits).running(), **limits, **GANG).settle()
+    world = becomes(digits(**limits).running(), **limits, **WRONG).settle()
     assert world.plan().requeue_at is not None
     world.after(60).settle().stops_all().settle()
     assert (world.status.state, world.status.reason) == ("Failed", "DeadlineExceeded")
@@ -64,12 +65,10 @@ def test_a_job_whose_spec_became_invalid_keeps_its_deadlines() -> None:
 
 
 def test_a_job_whose_spec_became_invalid_can_be_suspended_and_resumes_when_it_is_fixed() -> None:
-    world = becomes(digits().running(), suspend=True, **GANG).settle().stops_all().settle()
+    world = becomes(digits().running(), suspend=True, **WRONG).settle().stops_all().settle()
     assert world.status.state == "Suspended"
-    assert world.status.message.endswith(
-        "; the spec is invalid (spec.gang: gang scheduling is not available yet. Remove it.)"
-    )
-    becomes(world, **GANG).settle()
+    assert world.status.message.endswith(f"; the spec is invalid ({PROBLEM})")
+    becomes(world, **WRONG).settle()
     assert (world.status.state, world.status.reason, world.names()) == ("Suspended", "InvalidSpec", [])
     assert "suspended until the spec is fixed" in world.status.message
     is_mended(world).settle()
@@ -77,20 +76,20 @@ def test_a_job_whose_spec_became_invalid_can_be_suspended_and_resumes_when_it_is
 
 
 def test_that_the_spec_is_invalid_stands_in_the_message_the_condition_and_one_event() -> None:
-    world = becomes(digits().running(), **GANG).settle()
-    assert world.status.message == f"2 of 2 nodes run, attempt 1; {SAID}"
+    world = becomes(digits().running(), **WRONG).settle()
+    assert world.status.message == f"2 of 2 nodes are running, attempt 1; {SAID}"
     assert not world.is_true("Accepted")
     assert [(e.type, e.message) for e in world.events if e.reason == "InvalidSpec"] == [("Warning", SAID)]
     world.after(60).settle()
     assert world.plan().status is None
     is_mended(world).settle()
-    assert world.status.message == "2 of 2 nodes run, attempt 1"
+    assert world.status.message == "2 of 2 nodes are running, attempt 1"
     assert (world.events[-1].reason, world.events[-1].message) == ("Accepted", "the spec is valid now")
 
 
 def test_the_remark_is_there_once_however_often_the_job_is_looked_at() -> None:
     """A message that is kept from one reconcile to the next (a back-off's) would grow by a sentence each time."""
-    world = becomes(digits().running(), **GANG).settle()
+    world = becomes(digits().running(), **WRONG).settle()
     world.exits(0, code=1).restarted().runs(0, 1).settle().exits(0, code=1).settle().stops_all().settle()
     assert world.status.state == "Restarting"
     for _ in range(3):
@@ -98,7 +97,7 @@ def test_the_remark_is_there_once_however_often_the_job_is_looked_at() -> None:
 
 
 def test_events_of_what_happens_are_not_repeated_with_the_remark() -> None:
-    world = becomes(digits().running(), **GANG).settle().exits(0, code=1).restarted()
+    world = becomes(digits().running(), **WRONG).settle().exits(0, code=1).restarted()
     assert [e.message for e in world.events if "the spec is invalid" in e.message] == [SAID]
 
 

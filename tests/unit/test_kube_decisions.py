@@ -31,7 +31,7 @@ def test_a_job_that_starts_and_runs_has_two_lines() -> None:
     world = digits()
     assert told(world) == ["default/digits attempt 1: Pending, CreatingPods: attempt 1: creating 2 of 2 pods"]
     assert told(world.runs(0, 1)) == [
-        "default/digits attempt 1: Starting → Running, AllNodesRun: 2 of 2 nodes run, attempt 1"
+        "default/digits attempt 1: Starting → Running, AllNodesRun: 2 of 2 nodes are running, attempt 1"
     ]
 
 

@@ -16,7 +16,7 @@ from ddpjob_operator.plan.actions import Event
 
 JOB = api.Metadata(name="digits", namespace="team", uid="u")
 AT = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
-CREATING, RUN = Event("Normal", "CreatingPods", "creating"), Event("Normal", "AllNodesRun", "2 of 2 nodes run")
+CREATING, RUN = Event("Normal", "CreatingPods", "creating"), Event("Normal", "AllNodesRun", "2 of 2 nodes are running")
 
 
 class Server:

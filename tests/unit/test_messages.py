@@ -59,4 +59,5 @@ def test_the_page_about_stuck_jobs_knows_every_reason_to_wait() -> None:
         reasons.NAME_TAKEN,
     )
     waits += (reasons.WAITING_FOR_OLD_PODS, reasons.WAITING_FOR_DELETED_JOB, reasons.START_BACK_OFF, reasons.WAITS_LONG)
+    waits += (reasons.GANG_UNAVAILABLE, reasons.WAITING_FOR_ADMISSION)
     assert [reason.name for reason in waits if f"`{reason.name}`" not in text] == []

@@ -28,7 +28,7 @@ def warnings(world: World) -> list[str]:
 def test_a_volume_that_never_mounts_is_said_with_its_pod_how_long_it_has_been_and_how_to_see_why() -> None:
     """A missing Secret showed as `waiting for node 0-1` for thirty days, without a Warning."""
     world = digits().started().waits(0, "ContainerCreating").waits(1, "ContainerCreating").settle()
-    assert world.status.message == "0 of 2 nodes run; waiting for nodes 0-1"
+    assert world.status.message == "0 of 2 nodes are running; waiting for nodes 0-1"
     lives_on(world, 83)
     assert world.status.reason == "StartingTrainers"
     assert "digits-1-0 on node-0 is in ContainerCreating for more than 1m" in world.status.message
@@ -41,7 +41,7 @@ def test_a_volume_that_never_mounts_is_said_with_its_pod_how_long_it_has_been_an
 
 
 def test_a_rank_that_hangs_silently_beside_one_that_completed_is_said_after_ten_minutes() -> None:
-    """The job stayed Running for ever, and `2 of 2 nodes run` was all that its message had."""
+    """The job stayed Running for ever, and `2 of 2 nodes are running` was all that its message had."""
     world = digits().running().exits(0).settle()
     lives_on(world, 590)
     assert world.status.reason == "AllNodesRun"

@@ -46,7 +46,7 @@ def test_only_what_is_missing_is_created_when_the_operator_died_halfway() -> Non
     [
         (lambda w: w.unschedulable(0, "0/3 nodes have nvidia.com/gpu"), "Pending", "Unschedulable", "0/3 nodes have"),
         (lambda w: w.waits(0, "ImagePullBackOff", "no such image"), "Pending", "CannotStart", "no such image"),
-        (lambda w: w.waits(0, "ContainerCreating"), "Starting", "StartingTrainers", "1 of 2 nodes run"),
+        (lambda w: w.waits(0, "ContainerCreating"), "Starting", "StartingTrainers", "1 of 2 nodes are running"),
     ],
 )
 def test_while_it_waits_the_job_says_for_what(rank_0, state: str, reason: str, part: str) -> None:
@@ -428,9 +428,9 @@ def test_the_time_left_vanishes_when_rank_0_is_not_heard_and_the_message_says_si
     assert shown(world) == ("541/2000", "27%", "")
     assert world.plan().requeue_at == START + dt.timedelta(seconds=60)
     world.after(30).settle()
-    assert world.status.message == "2 of 2 nodes run, attempt 1; no report since 07:11:13 UTC"
+    assert world.status.message == "2 of 2 nodes are running, attempt 1; no report since 07:11:13 UTC"
     world.reports_step(700, total_steps=2000, eta_seconds=300).settle()
-    assert world.status.message == "2 of 2 nodes run, attempt 1"
+    assert world.status.message == "2 of 2 nodes are running, attempt 1"
     assert shown(world) == ("700/2000", "35%", "5m")
 
 

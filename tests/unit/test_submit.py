@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import os
 import re
 import shlex
@@ -28,6 +29,7 @@ from ddpjob_operator.client import pack
 from ddpjob_operator.job import validation
 from ddpjob_operator.manifest.yamlfile import InputError
 
+LOCAL_RANK = "import os; d.init_process_group('gloo', rank=int(os.environ['LOCAL_RANK']), world_size=4)\n"
 SOUND = "import torch.distributed as dist\nprint('trains')\n"
 
 
@@ -354,6 +356,88 @@ def test_yaml_comes_from_stdin_too_and_arguments_replace_those_of_the_file(
     assert cluster.find("ddpjobs", "piped") is not None
 
 
+def notebook(*cells: str) -> str:
+    return json.dumps({"cells": [{"cell_type": "code", "source": cell} for cell in cells]})
+
+
+def test_a_notebook_goes_as_the_script_of_its_cells_with_the_folder_it_is_in(
+    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
+) -> None:
+    """ddpjob run takes it, and submit read its JSON as a DDPJob."""
+    (folder / "try it.ipynb").write_text(notebook("%pip list\nimport train", "print(train)"))
+    done = ddpjob("submit", "try it.ipynb", "--", "--epochs", "5")
+    assert done.code == 0, done.err
+    job = cluster.find("ddpjobs", "try-it")
+    assert trainer_of(job)["command"] == ["torchrun", "try it.py", "--epochs", "5"]
+    assert "env" not in trainer_of(job), "a folder of this machine is in no pod"
+    assert code_of(cluster.find("configmaps")) == {"train.py": SOUND, "try it.py": "pass\nimport train\nprint(train)\n"}
+
+
+def test_the_script_of_a_notebook_replaces_no_file_of_its_folder(
+    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
+) -> None:
+    """train.ipynb beside train.py, which it may import."""
+    (folder / "src").mkdir()
+    (folder / "src/train.ipynb").write_text(notebook("x = 1"))
+    (folder / "src/train.py").write_text("y = 2\n")
+    assert ddpjob("submit", "src/train.ipynb", "--code", ".").code == 0
+    assert trainer_of(cluster.find("ddpjobs", "train"))["command"] == ["torchrun", "src/train_notebook.py"]
+    sent = code_of(cluster.find("configmaps"))
+    assert sent == {"train.py": SOUND, "src/train.py": "y = 2\n", "src/train_notebook.py": "x = 1\n"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "says"),
+    [
+        ("{}", [], "nb.ipynb:1: not a valid notebook: not a notebook: it has no cells"),
+        ("x = 1", [], "nb.ipynb:1: not a valid notebook"),
+        (notebook(), [], "nb.ipynb: its cells hold no Python to run"),
+        (notebook("%%writefile a.py\nx = 1"), [], "nb.ipynb: its cells hold no Python to run"),
+        (notebook("x = 1", "y =\n"), [], "nb.ipynb:cell 2:1: not valid Python"),
+        (notebook("x = 1"), ["--no-code"], "nb.ipynb: no image has this script already"),
+        (notebook("x = 1"), ["--code", "sub"], "nb.ipynb: is not in the folder --code sub"),
+        (notebook("import torch.distributed as d", f"\n{LOCAL_RANK}"), [], "nb.ipynb:cell 2:2: error[rank-is-local"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_notebook_is_said_with_its_cell(
+    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, text: str, words: list[str], says: str
+) -> None:
+    """Lines of a file in /tmp that is gone tell nobody where to look."""
+    (folder / "nb.ipynb").write_text(text)
+    (folder / "sub").mkdir()
+    done = ddpjob("submit", "nb.ipynb", "--nodes", 2, *words)
+    assert done.code == 2
+    assert says in done.err
+    assert "/tmp" not in done.err
+    assert cluster.requests == []
+
+
+def test_a_script_from_stdin_goes_alone_or_into_the_folder_that_is_named(
+    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job named a file in /tmp of this machine, which no pod has."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("print(1)\n"))
+    assert ddpjob("submit", "-", "--name", "alone").code == 0
+    assert trainer_of(cluster.find("ddpjobs", "alone"))["command"] == ["torchrun", "stdin.py"]
+    assert code_of(cluster.find("configmaps")) == {"stdin.py": "print(1)\n"}
+    assert ddpjob("delete", "alone").code == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO("print(1)\n"))
+    assert ddpjob("submit", "-", "--code", ".").code == 0
+    assert code_of(cluster.find("configmaps")) == {"stdin.py": "print(1)\n", "train.py": SOUND}
+
+
+def test_a_script_in_a_folder_of_code_elsewhere_is_checked(
+    folder: Path, tmp_path: Path, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was looked for under its path in the pod, not found, and so not read."""
+    (folder / "src").mkdir()
+    (folder / "src/train.py").write_text(f"import torch.distributed as d\n{LOCAL_RANK}")
+    monkeypatch.chdir(tmp_path)
+    done = ddpjob("submit", folder / "src/train.py", "--code", folder, "--nodes", 2, "--dry-run")
+    assert done.code == 2
+    assert "rank-is-local-rank" in done.err
+
+
 def test_a_script_that_starts_its_own_processes_is_not_started_by_torchrun(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
@@ -424,7 +508,7 @@ def _operator(cluster: FakeCluster, state: str, lines: list[str]) -> None:
     while (job := cluster.find("ddpjobs", "train")) is None:
         time.sleep(0.01)
     pods = [cluster.add("pods", pod("train", 1, place)) for place in (0, 1)]
-    job["status"] = {"state": "Running", "reason": "AllNodesRun", "message": "2 of 2 nodes run", "attempt": 1}
+    job["status"] = {"state": "Running", "reason": "AllNodesRun", "message": "2 of 2 nodes are running", "attempt": 1}
     for place in (0, 1):
         cluster.logs[f"train-1-{place}"] = [f"{line} {place}" for line in lines]
     cluster.wait_for("get pods/log", 2)
@@ -446,7 +530,7 @@ def test_follow_shows_the_logs_of_all_nodes_and_ends_with_the_job(
     operator.join()
     assert done.code == code
     assert sorted(done.out.splitlines()) == ["[0:0] epoch 1 0", "[0:0] epoch 2 0", "[1:1] epoch 1 1", "[1:1] epoch 2 1"]
-    assert "Running: 2 of 2 nodes run" in done.err
+    assert "Running: 2 of 2 nodes are running" in done.err
     assert says in done.err
 
 

@@ -36,7 +36,17 @@ def command(*words: str, **spec: Any) -> list[str]:
             {"ttlSecondsAfterFinish": 2},
             "spec.ttlSecondsAfterFinish: unknown field; did you mean ttlSecondsAfterFinished?",
         ),
-        ({"gang": "native"}, "spec.gang: gang scheduling is not available yet. Remove it."),
+        ({"gang": "kueue"}, 'spec.gang: "kueue" is not available yet. Use auto, native or none.'),
+        ({"gang": "volcano"}, 'spec.gang: must be one of auto, kueue, native, none, is "volcano"'),
+        (
+            {"gang": "none", "topologyKey": "rack"},
+            "spec.gang: none places pods one by one, and topologyKey needs a gang. "
+            "Set gang to native or auto, or remove topologyKey.",
+        ),
+        (
+            {"topologyKey": "a rack"},
+            "spec.topologyKey: must be the key of a node label, such as topology.kubernetes.io/rack.",
+        ),
         ({"minNodes": 3}, "spec.minNodes: must be at most spec.nodes. Lower minNodes, or raise nodes."),
         ({"minNodes": 0}, "spec.minNodes: must be at least 1, is 0"),
         (

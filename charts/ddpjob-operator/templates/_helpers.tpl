@@ -75,8 +75,18 @@ DDPJOB_STATUS_URL: progress.url
 DDPJOB_LOST_NODE_SECONDS: lostNodeSeconds
 DDPJOB_KEEP_LOG_TAIL: keepLogTail
 DDPJOB_KEEP_FROM_AUTOSCALERS: keepFromAutoscalers
+DDPJOB_GANGS: gang
 DDPJOB_LOG_LEVEL: logLevel
 DDPJOB_LOG_FORMAT: logFormat
+{{- end }}
+
+{{/* The adapters that are switched on; the values of an older release (--reuse-values) have none. */}}
+{{- define "ddpjob.gangs" -}}
+{{- $on := list -}}
+{{- range $name, $gang := .Values.gang | default dict -}}
+{{- if $gang.enabled }}{{ $on = append $on $name }}{{ end -}}
+{{- end -}}
+{{- join "," ($on | sortAlpha) -}}
 {{- end }}
 
 {{/* What values.schema.json cannot say, because it concerns two values. */}}
@@ -130,4 +140,9 @@ DDPJOB_LOG_FORMAT: logFormat
 - apiGroups: [""]
   resources: [events]
   verbs: [create]
+{{- if has "native" (include "ddpjob.gangs" . | splitList ",") }}
+- apiGroups: [scheduling.k8s.io]
+  resources: [podgroups]
+  verbs: [get, list, watch, create, delete]
+{{- end }}
 {{- end }}

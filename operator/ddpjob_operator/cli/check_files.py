@@ -110,19 +110,22 @@ def check_all(
     return CheckResult(sorted(set(findings)), unread, len({*sources, *(script for script, _ in read)}))
 
 
-def before_run(document: Document, job: api.DDPJob, *, cpu: bool = False) -> tuple[list[str], bool]:
+def before_run(
+    document: Document, job: api.DDPJob, *, cpu: bool = False, read_instead: str | None = None
+) -> tuple[list[str], bool]:
     """The lines to show before a local run, and whether an error forbids it.
 
     A script that is not found is not checked: the run itself says what is not there. cpu: no GPU is used.
+    read_instead: the notebook of which the script was made, because people know its cells.
     """
     context = replace(known(job), gpus=0) if cpu else known(job)
-    own = _script_of(document.source, job)
+    own = _script_of(document.source, job) if read_instead is None else [read_instead]
     of_job = [f for f in _of_job(document, job) if f.rule not in CLUSTER_ONLY]
     findings = sorted({*of_job, *(f for s in own for f in _of_script(s, context))})
     errors = [f for f in findings if f.severity == "error"]
     warnings = [f for f in findings if f.severity != "error"]
     lines = [str(f) for f in errors] if errors else [str(f) for f in warnings[:WARNINGS_SHOWN]]
-    name = " ".join((document.source, *own))
+    name = read_instead or " ".join((document.source, *own))
     if errors:
         fix = "fix it" if len(errors) == 1 else "fix them"
         lines.append(f"not started: {count(len(errors), 'error')}; {fix}, or run with --no-check")

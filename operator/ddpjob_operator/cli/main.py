@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +15,8 @@ from ddpjob_operator.cli import cluster, convert, runs, sections, shell, submit
 from ddpjob_operator.cli.output import answer
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ddpjob_operator.job import api
     from ddpjob_operator.local.run import Options
     from ddpjob_operator.manifest.yamlfile import Document
@@ -45,9 +46,7 @@ def cli() -> None:
 @click.option(
     "--fail", "failures", metavar="FAULT", multiple=True, help="Break it: rank=1,step=200,signal=KILL; node=1,at=20s."
 )
-@click.option(
-    "--report", type=click.Path(dir_okay=False, path_type=Path), help="Write a report (HTML) into it at the end."
-)
+@click.option("--report", type=sections.AsPath(dir_okay=False), help="Write a report (HTML) into it at the end.")
 @click.option("--no-check", is_flag=True, help="Start also where `ddpjob check` finds errors.")
 @click.option("--dry-run", is_flag=True, help="Print the pods that a cluster would get.")
 @click.option(
@@ -59,11 +58,11 @@ def cli() -> None:
     help="as FILE",
 )
 @click.option("--job", cls=sections.RareOption, metavar="NAME", help="of several")
-@click.option("--status", cls=sections.RareOption, type=click.Path(dir_okay=False, path_type=Path), help="JSON")
+@click.option("--status", cls=sections.RareOption, type=sections.AsPath(dir_okay=False), help="JSON")
 @click.option(
     "--logs",
     cls=sections.RareOption,
-    type=click.Path(file_okay=False, path_type=Path),
+    type=sections.AsPath(file_okay=False),
     help="of all runs",
     metavar="DIR",
 )
@@ -117,7 +116,8 @@ def run(
         if warning := sources.warn_of_size(parsed, allowed=yes):
             click.echo(warning, err=True)
         options = Options(status, cpu, allow_unsupported, plain, logs, broken, report, os.getpgrp())
-        return start(document, parsed, options, checked=not no_check)
+        cells = file if sources.is_notebook(file) else None
+        return start(document, parsed, options, checked=not no_check, notebook=cells)
 
 
 @cli.command(epilog="Example: ddpjob init train.py > job.yaml")
@@ -192,14 +192,14 @@ def load(
     return sources.load(sources.Source(file, None, job, nodes, None, settings, variables))
 
 
-def start(document: Document, job: api.DDPJob, options: Options, *, checked: bool) -> int:
-    """Check the job's script, and run it."""
+def start(document: Document, job: api.DDPJob, options: Options, *, checked: bool, notebook: str | None = None) -> int:
+    """Check the job's script, and run it. notebook: the file of which the script was made."""
     from ddpjob.agent import own_children
     from ddpjob_operator.cli import check_files
     from ddpjob_operator.local.run import run as run_locally
 
     if checked:
-        lines, is_refused = check_files.before_run(document, job, cpu=options.cpu)
+        lines, is_refused = check_files.before_run(document, job, cpu=options.cpu, read_instead=notebook)
         for line in lines:
             click.echo(line, err=True)
         if is_refused:

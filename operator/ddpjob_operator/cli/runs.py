@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ddpjob_operator.cli import sections
 from ddpjob_operator.cli.cluster import Connect, cluster_options, say
 
 if TYPE_CHECKING:
     import datetime as dt
+    from pathlib import Path
 
     from ddpjob_operator.cli.logs import Source
     from ddpjob_operator.local.runs import Run
 
 FOLDER = click.option(
-    "--dir", "folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path),
+    "--dir", "folder", metavar="DIR", type=sections.AsPath(file_okay=False),
     help="The --logs of the runs.  [~/.local/state/ddpjob]",
 )  # fmt: skip
 
@@ -190,6 +191,6 @@ def columns(rows: list[dict[str, str]]) -> str:
 def short(path: Path) -> str:
     """A path, with ~ for the user's own folder."""
     try:
-        return f"~/{path.relative_to(Path.home())}"
+        return f"~/{path.relative_to(path.home())}"
     except (ValueError, RuntimeError):
         return str(path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import ast
 import os
 import shutil
 import sys
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddpjob_operator.check import command
+from ddpjob_operator.check import command, notebook
 from ddpjob_operator.cli.from_script import Start, job_yaml
 from ddpjob_operator.cli.options import applied, range_of
 from ddpjob_operator.job import api, launcher, topology, validation
@@ -24,7 +24,13 @@ from ddpjob_operator.manifest.yamlfile import Document, InputError
 
 PROCESSES_MAX = 512
 STDIN = "-"
+NOTEBOOK = ".ipynb"
 _YAML_SIGNS = ("apiVersion:", "kind:", "{", "---")
+
+
+def is_notebook(file: str | None) -> bool:
+    """Whether a file is a notebook, by its name."""
+    return (file or "").endswith(NOTEBOOK)
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,12 @@ def to_yaml(source: Source) -> str:
     start = replace(start, gpus=source.gpus)
     if source.module is not None:
         return job_yaml(replace(start, script=source.module, module=True), None)
+    if is_notebook(start.script):
+        stem = start.script.removesuffix(NOTEBOOK)
+        raise InputError(
+            f"{start.script}: a command cannot start a notebook: jupyter nbconvert --to script {start.script}, "
+            f"then ddpjob init {stem}.py"
+        )
     return job_yaml(start, _text(source.file or ""))
 
 
@@ -76,7 +88,7 @@ def as_file(source: Source) -> Iterator[Source]:
             yield replace(source, file=text if text.endswith("\n") else text + "\n")
             return
         code = text
-    elif (source.file or "").endswith(".ipynb"):
+    elif is_notebook(source.file):
         code, name = _cells(source.file or ""), f"{Path(source.file or '').stem}.py"
     if not code:
         yield source
@@ -161,11 +173,16 @@ def _text(path: str) -> str:
 
 
 def _cells(path: str) -> str:
-    """The code of a notebook's cells; what IPython alone understands becomes a comment."""
+    """The code of a notebook's cells, in which IPython's own commands do nothing."""
     try:
-        cells = json.loads(_text(path))["cells"]
-        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    except (ValueError, KeyError, TypeError):
-        raise InputError(f"{path}:1: not a notebook: it has no cells") from None
-    lines = (line for cell in code if not cell.startswith("%%") for line in [*cell.splitlines(), ""])
-    return "".join(f"# {line}\n" if line.lstrip()[:1] in ("%", "!", "?") else f"{line}\n" for line in lines)
+        cells = notebook.parts(_text(path))[0]
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}:1: not a valid notebook: {error}") from None
+    if not cells.text.strip():
+        raise InputError(f"{path}: its cells hold no Python to run; what %%writefile writes is a script of its own")
+    try:
+        ast.parse(cells.text)
+    except SyntaxError as error:
+        cell, line = cells.place(error.lineno or 1)
+        raise InputError(f"{path}:cell {cell}:{line}: not valid Python: {error.msg}") from None
+    return cells.text

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ddpjob_operator.cli import sections
 from ddpjob_operator.cli.cluster import Connect, cluster_options, end_of, say
 from ddpjob_operator.cli.output import answer
 
 if TYPE_CHECKING:
-    from ddpjob_operator.cli.sources import Source
+    from pathlib import Path
+
     from ddpjob_operator.client.connection import Cluster, Raw
     from ddpjob_operator.client.jobs import Stored
     from ddpjob_operator.client.pack import Archive
@@ -55,7 +56,7 @@ class Wishes:
 @click.option("--set", "settings", metavar="PATH=VALUE", multiple=True, help="Set a field, as in ddpjob run.")
 @click.option("--env", "variables", metavar="NAME=VALUE", multiple=True, help="Set a variable of the trainer.")
 @click.option(
-    "--code", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
+    "--code", type=sections.AsPath(file_okay=False), metavar="DIR",
     help="The folder that goes with the job.  [the script's; none for YAML]",
 )  # fmt: skip
 @click.option("--no-code", is_flag=True, help="The image has the script already.")
@@ -72,7 +73,7 @@ def submit(
     dry_run: bool,
     **options: Any,
 ) -> int:
-    """Run FILE in a cluster: a script, with the folder it is in, or a DDPJob's YAML.
+    """Run FILE in a cluster: a script or a notebook, with the folder it is in, or a DDPJob's YAML.
 
     \b
     The folder (900 kB packed at most; .gitignore applies) is stored as a ConfigMap that is
@@ -84,9 +85,7 @@ def submit(
     from ddpjob_operator.client.submit import objects
     from ddpjob_operator.client.submit import submit as create
 
-    document, archive = prepare(file, words, Wishes(namespace=connect.namespace, **options))
-    if not no_check and not _passes_check(document):
-        return 2
+    document, archive = prepare(file, words, Wishes(namespace=connect.namespace, **options), checked=not no_check)
     for remark in archive.remarks if archive else ():
         say(remark)
     if dry_run:
@@ -101,10 +100,12 @@ def submit(
     return 0
 
 
-def prepare(file: str, words: tuple[str, ...], wishes: Wishes) -> tuple[Document, Archive | None]:
-    """The job with all options applied, and its code. Raises InputError."""
+def prepare(
+    file: str, words: tuple[str, ...], wishes: Wishes, *, checked: bool = False
+) -> tuple[Document, Archive | None]:
+    """The job with all options applied, and its code. Raises InputError, also for an error that the check finds."""
     from ddpjob_operator.cli import sources
-    from ddpjob_operator.client import pack
+    from ddpjob_operator.client import script
     from ddpjob_operator.manifest.yamlfile import InputError
 
     if wishes.code and wishes.no_code:
@@ -114,17 +115,20 @@ def prepare(file: str, words: tuple[str, ...], wishes: Wishes) -> tuple[Document
         file, None, wishes.job, wishes.nodes, None if nproc is None else str(nproc),
         wishes.settings, wishes.variables, words, bool(wishes.gpus),
     )  # fmt: skip
-    if file == sources.STDIN:
-        with sources.as_file(source) as from_stdin:
-            document, _ = sources.load(from_stdin)
-    elif file.endswith(".py"):
-        document = _of_script(source, wishes)
-    else:
-        document, _ = sources.load(source)
-    _apply(document.data, wishes)
-    _refuse_other_namespace(document, wishes.namespace)
-    root = wishes.code or (Path(file).parent if file.endswith(".py") and not wishes.no_code else None)
-    return _valid(document), pack.pack(root) if root else None
+    with sources.as_file(source) as given:
+        # What as_file sets names folders of this machine.
+        here = replace(given, variables=wishes.variables)
+        document, _ = sources.load(here)
+        _apply(document.data, wishes)
+        _refuse_other_namespace(document, wishes.namespace)
+        document = _valid(document)
+        if checked:
+            _check(document, file if sources.is_notebook(file) else None)
+        if not (here.file or "").endswith(".py"):
+            return document, _packed(wishes.code)
+        code = _code(file, here.file or "", wishes)
+        script.for_cluster(document.data, here.file or "", code.name)
+        return document, code.archive
 
 
 def show_until_end(cluster: Cluster, made: Stored) -> int:
@@ -150,22 +154,48 @@ def show_until_end(cluster: Cluster, made: Stored) -> int:
     return end_of(source.stored)
 
 
-def _of_script(source: Source, wishes: Wishes) -> Document:
+@dataclass(frozen=True)
+class Code:
+    """What goes with a job: the script's name in its folder, and the packed folder."""
+
+    name: str
+    archive: Archive | None
+
+
+def _code(file: str, path: str, wishes: Wishes) -> Code:
+    """The code of a job that was made for a script. file: as the user named it; path: where its Python is."""
+    from pathlib import Path
+
     from ddpjob_operator.cli import sources
-    from ddpjob_operator.client import script
+    from ddpjob_operator.client import pack
     from ddpjob_operator.manifest.yamlfile import InputError
 
-    file = source.file or ""
-    below = file
-    if not wishes.no_code:
-        root = wishes.code or Path(file).parent
-        try:
-            below = Path(file).resolve().relative_to(root.resolve()).as_posix()
-        except ValueError:
-            raise InputError(f"{file}: is not in the folder --code {root}") from None
-    document, _ = sources.load(source)
-    script.for_cluster(document.data, file, below)
-    return document
+    is_made = file == sources.STDIN or sources.is_notebook(file)
+    if wishes.no_code:
+        if is_made:
+            raise InputError(f"{file}: no image has this script already: leave --no-code away")
+        return Code(file, None)
+    if file == sources.STDIN:
+        text = {Path(path).name: Path(path).read_text(encoding="utf-8")}
+        archive = pack.pack(wishes.code, text) if wishes.code else pack.pack_texts(text)
+        return Code(Path(path).name, archive)
+    root = wishes.code or Path(file).parent
+    try:
+        below = Path(file).resolve().relative_to(root.resolve())
+    except ValueError:
+        raise InputError(f"{file}: is not in the folder --code {root}") from None
+    if not is_made:
+        return Code(below.as_posix(), pack.pack(root))
+    taken = os.path.lexists(Path(file).with_suffix(".py"))
+    name = below.with_name(f"{below.stem}_notebook.py" if taken else f"{below.stem}.py").as_posix()
+    text = {name: Path(path).read_text(encoding="utf-8")}
+    return Code(name, pack.pack(root, text, without=below.as_posix()))
+
+
+def _packed(root: Path | None) -> Archive | None:
+    from ddpjob_operator.client import pack
+
+    return pack.pack(root) if root else None
 
 
 def _refuse_other_namespace(document: Document, wanted: str | None) -> None:
@@ -202,12 +232,14 @@ def _apply(job: Raw, wishes: Wishes) -> None:
         resources["limits"] = {**(resources.get("limits") or {}), "nvidia.com/gpu": wishes.gpus}
 
 
-def _passes_check(document: Document) -> bool:
-    """Show what `ddpjob check` finds; whether no error is among it. A script that is not here is not read."""
+def _check(document: Document, notebook: str | None) -> None:
+    """Show what `ddpjob check` finds. A script that is not here is not read. Raises InputError for an error."""
     from ddpjob_operator.cli import check_files
     from ddpjob_operator.job import validation
+    from ddpjob_operator.manifest.yamlfile import InputError
 
-    lines, is_refused = check_files.before_run(document, validation.parse(document.data)[0])
+    lines, is_refused = check_files.before_run(document, validation.parse(document.data)[0], read_instead=notebook)
+    if is_refused:
+        raise InputError("\n".join(lines))
     for line in lines:
         say(line)
-    return not is_refused

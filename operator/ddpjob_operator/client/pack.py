@@ -12,7 +12,7 @@ import io
 import os
 import stat
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,17 +79,29 @@ class Archive:
         return hashlib.sha256(self.data).hexdigest()[:16]
 
 
-def pack(root: Path) -> Archive:
-    """The archive (tar.gz) of a folder. Raises InputError where it does not fit, or cannot be read."""
+def pack(root: Path, made: Mapping[str, str] | None = None, without: str = "") -> Archive:
+    """The archive (tar.gz) of a folder. Raises InputError where it does not fit, or cannot be read.
+
+    made: files that are added, with their text. without: the path of one in the folder that stays here.
+    """
     folder = scan(root)
+    folder.files.pop(without, None)
     _refuse_too_large(folder)
-    contents = dict(_contents(folder))
+    contents = {**dict(_contents(folder)), **_of_texts(made or {})}
     if not contents and not folder.links:
         raise InputError(f"{root}: there is nothing in it to pack")
     data = _tar(contents, folder)
     if len(data) > PACKED_BYTES_MAX:
         raise InputError(f"{root}: {_size(len(data))} packed, and {FIT}. {_largest(folder)}")
     return Archive(data, len(contents) + len(folder.links), tuple(_remarks(folder)))
+
+
+def pack_texts(made: Mapping[str, str]) -> Archive:
+    """The archive of files that are in no folder. Raises InputError where it does not fit."""
+    data = _tar(_of_texts(made), Folder(Path()))
+    if len(data) > PACKED_BYTES_MAX:
+        raise InputError(f"{', '.join(made)}: {_size(len(data))} packed, and {FIT}; {HELP}")
+    return Archive(data, len(made))
 
 
 def scan(root: Path) -> Folder:
@@ -204,6 +216,10 @@ def _contents(folder: Folder) -> Iterator[tuple[str, tuple[bytes, bool]]]:
             folder.secrets.append(path)
         else:
             yield path, (data, runs)
+
+
+def _of_texts(made: Mapping[str, str]) -> dict[str, tuple[bytes, bool]]:
+    return {path: (text.encode(), False) for path, text in made.items()}
 
 
 def _tar(contents: dict[str, tuple[bytes, bool]], folder: Folder) -> bytes:

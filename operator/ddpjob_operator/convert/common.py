@@ -12,7 +12,10 @@ from ddpjob_operator.convert.result import Converted, Path
 from ddpjob_operator.job import api, bounds, launcher
 from ddpjob_operator.job.podspec import TRAINER, containers, gpus
 
-NO_GANG = "gang scheduling is not available yet; startDeadlineSeconds releases the pods if not all of them start"
+GANG = (
+    "the gang of a DDPJob has all its nodes, or minNodes of an elastic one; spec.gang: native where the operator and "
+    "the API server have PodGroups, and startDeadlineSeconds releases the pods if not all of them start"
+)
 NO_ELASTIC = "an elastic job needs torchrun in the command: this one always has spec.nodes nodes"
 NO_SCALER = (
     "no HorizontalPodAutoscaler is made; one of your own, its minReplicas no less than minNodes, may change spec.nodes "

@@ -23,9 +23,9 @@ _ELASTIC = {
     **dict.fromkeys(("rdzvBackend", "rdzvHost", "rdzvPort", "rdzvId", "rdzvConf", "standalone"), common.SET_BY_THE_JOB),
 }
 _SCHEDULING = {
-    "minAvailable": common.NO_GANG,
-    "minResources": common.NO_GANG,
-    "queue": "a DDPJob has no queue; " + common.NO_GANG,
+    "minAvailable": common.GANG,
+    "minResources": common.GANG,
+    "queue": "a DDPJob has no queue; " + common.GANG,
 }
 
 

@@ -191,4 +191,4 @@ def _gang(own: Fields, result: Converted) -> None:
     if seconds:
         result.set("startDeadlineSeconds", seconds, "scheduleTimeoutSeconds: all nodes run by then, or are released")
     for name in group.given:
-        result.remark((*group.path, name), common.NO_GANG)
+        result.remark((*group.path, name), common.GANG)

@@ -75,8 +75,11 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     """When a job that reports, and makes no step, is restarted."""
     preflight: Literal["Never", "OnRestart", "Always"] = "OnRestart"
     """When ddprun first measures the nodes, to name a slow one. OnRestart: after two infrastructure failures."""
-    gang: str | None = None
-    """Not available yet: who schedules all pods at once."""
+    gang: Literal["auto", "none", "native", "kueue"] = "auto"
+    """All pods or none. native: a PodGroup of Kubernetes 1.36 or newer. auto: native where operator and API server have
+    it, and the job has several nodes. Another value counts from the next attempt on."""
+    topology_key: Annotated[str, Meta(max_length=317)] = ""
+    """A node label, such as topology.kubernetes.io/rack: all pods go where it has one value. Needs a gang."""
     managed_by: Annotated[str, Meta(max_length=63)] = ""
     """Another controller that runs this job (as in batch/v1 Job). Empty: this operator."""
     template: dict[str, Any] = field(default_factory=dict)
@@ -142,6 +145,8 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """Restarts so far, by what they are charged to."""
     nodes: Nodes | None = None
     """How many nodes the job wants, and how many run now."""
+    gang: Gang | None = None
+    """Who admits all pods at once, and why; unset where the operator has no such API switched on."""
     attempt_nodes: Count | None = None
     """spec.nodes when this attempt began; only of an elastic job, whose spec.nodes may have changed since."""
     started_nodes: str = ""
@@ -178,6 +183,19 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """The texts that `kubectl get` shows."""
     conditions: list[Condition] = []
     """Accepted, Running, Suspended, FailureTarget, Complete and Failed, as in batch/v1 Job."""
+
+
+class Gang(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+    """Who admits all pods of an attempt at once."""
+
+    kind: Literal["none", "native", "kueue"]
+    """none: nobody, pods are placed one by one. native: the scheduler of Kubernetes, by a PodGroup."""
+    attempt: Count = 0
+    """The attempt that it was chosen for."""
+    why: Annotated[str, Meta(max_length=500)] = ""
+    """Why it was chosen."""
+    waiting_since: Time | None = None
+    """Since when a queue has not admitted the job."""
 
 
 class Restarts(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):

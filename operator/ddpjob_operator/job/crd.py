@@ -257,7 +257,8 @@ def _field(owner: type, field: types.Field, checked: bool) -> Schema:
     if owner is api.Spec and field.encode_name in validation.NOT_YET:
         # At the field, not at the spec: a value that an older CRD took does not keep the job from being suspended, for
         # the API server checks again only what changes.
-        schema["x-kubernetes-validations"] = [{"rule": "false", "message": validation.NOT_YET[field.encode_name][1]}]
+        value, message = validation.NOT_YET[field.encode_name]
+        schema["x-kubernetes-validations"] = [{"rule": f"self != '{value}'", "message": message}]
     if key == ("Status", "conditions"):
         schema |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
         schema["items"]["required"] = ["type"]

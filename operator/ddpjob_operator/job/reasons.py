@@ -55,6 +55,21 @@ UNREADABLE = _warning(
     "Event only: an object of the job cannot be read; nothing is done until it can be.",
     "Fix or delete the object that the message names.",
 )
+GANG_UNAVAILABLE = _warning(
+    "GangUnavailable",
+    "The job asks for a gang that this operator or this API server does not have.",
+    "Do what the message says of the chart or of the API server, or set `spec.gang: none`.",
+)
+WAITING_FOR_ADMISSION = Reason(
+    "WaitingForAdmission",
+    "The queue has not admitted the job; no pod is made before that.",
+    "Wait: the message has the queue's own sentence.",
+)
+EVICTED = _warning(
+    "Evicted",
+    "The queue has taken its admission back; the pods stop as for a suspension, until it admits the job again.",
+    "Nothing: no restart is charged.",
+)
 CREATING_PODS = Reason("CreatingPods", "The Service and the pods are being created.")
 CREATE_REFUSED = _warning(
     "CreateRefused",
@@ -82,10 +97,10 @@ OTHERS_COMPLETED = _warning(
     "`kubectl logs` of the pods that still run: their ranks may wait in a collective for ranks that have ended.",
 )
 STARTING_TRAINERS = Reason("StartingTrainers", "All pods have a node; images are pulled and containers started.")
-ALL_NODES_RUN = Reason("AllNodesRun", "The trainers of all nodes run.")
+ALL_NODES_RUN = Reason("AllNodesRun", "The trainers of all nodes are running.")
 ENOUGH_NODES_RUN = Reason(
     "EnoughNodesRun",
-    "At least minNodes trainers run; the message says what the others wait for.",
+    "At least minNodes trainers are running; the message says what the others wait for.",
     "Nothing: a node that comes later joins. To free what the others ask for: `kubectl scale ddp NAME --replicas N`.",
 )
 RESCALED = Reason("Rescaled", "spec.nodes of an elastic job has changed; the group starts again with that many nodes.")

@@ -52,6 +52,7 @@ NOT_A_JOB = "a DDPJob is a mapping with apiVersion, kind, metadata and spec"
 MPI_REFUSED = '"mpi" needs a PyTorch built with MPI, and no published wheel is. Use gloo (CPU) or nccl (GPU).'
 
 WINDOWED_LIMIT_MAX = 100
+LABEL_KEY = "^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
 _RESEMBLES = 0.8  # "comand" is 0.92 like "command"
 
 RULES = (
@@ -67,6 +68,18 @@ RULES = (
         f"!has(self.backoffWindowSeconds) || !has(self.backoffLimit) || self.backoffLimit <= {WINDOWED_LIMIT_MAX}",
         lambda s: s.backoff_window_seconds is not None and s.backoff_limit > WINDOWED_LIMIT_MAX,
         f"needs a backoffLimit of at most {WINDOWED_LIMIT_MAX}: the status keeps the time of each. Lower backoffLimit.",
+    ),
+    SpecRule(
+        "gang",
+        "!has(self.topologyKey) || self.topologyKey == '' || !has(self.gang) || self.gang != 'none'",
+        lambda s: bool(s.topology_key) and s.gang == "none",
+        "none places pods one by one, and topologyKey needs a gang. Set gang to native or auto, or remove topologyKey.",
+    ),
+    SpecRule(
+        "topologyKey",
+        f"!has(self.topologyKey) || self.topologyKey == '' || self.topologyKey.matches('{LABEL_KEY}')",
+        lambda s: bool(s.topology_key) and not re.fullmatch(LABEL_KEY.strip("^$"), s.topology_key),
+        "must be the key of a node label, such as topology.kubernetes.io/rack.",
     ),
 )
 
@@ -97,9 +110,10 @@ _CONTAINER_SHAPES = {
     "workingDir": "text",
 }
 
-# Fields that are not implemented are refused where they are set, because to ignore them would mislead the user.
-NOT_YET: dict[str, tuple[Callable[[api.Spec], bool], str]] = {
-    "gang": (lambda s: s.gang is not None, "gang scheduling is not available yet. Remove it."),
+# Values that are not implemented are refused where they are set, because to ignore them would mislead the user.
+# By field: the value, and why not.
+NOT_YET: dict[str, tuple[str, str]] = {
+    "gang": ("kueue", '"kueue" is not available yet. Use auto, native or none.'),
 }
 
 
@@ -145,7 +159,7 @@ def stored_status(raw: Mapping[str, Any]) -> api.Status:
 def check(spec: api.Spec) -> Iterator[Problem]:
     """What is wrong with a spec whose fields have the right types."""
     wrong = {rule.field: rule.message for rule in RULES if rule.broken(spec)}
-    wrong |= {name: message for name, (is_set, message) in NOT_YET.items() if is_set(spec)}
+    wrong |= {name: message for name, (value, message) in NOT_YET.items() if getattr(spec, name) == value}
     yield from (Problem(("spec", name), message) for name, message in wrong.items())
     misshapen = [*_template(spec.template)]
     yield from misshapen

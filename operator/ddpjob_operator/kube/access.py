@@ -42,6 +42,18 @@ RIGHTS = (
     Right("", "nodes", ("list", "watch"), "to see which are lost", cluster_wide=True),
 )
 
+# Asked for only where the adapter is switched on.
+GANG_RIGHTS = {
+    "native": (
+        Right(
+            "scheduling.k8s.io",
+            "podgroups",
+            ("get", "list", "watch", "create", "delete"),
+            "all pods of an attempt or none (spec.gang: native), where gang.native.enabled is set",
+        ),
+    ),
+}
+
 
 async def wait_for_jobs(client: Client, namespaces: Sequence[str], log: logging.Logger) -> None:
     """Until the CRD is there and the DDPJobs of any of the namespaces can be listed. Logs what is missing.
@@ -64,24 +76,27 @@ async def wait_for_jobs(client: Client, namespaces: Sequence[str], log: logging.
         tries += 1
 
 
-async def report_missing_rights(client: Client, namespaces: Sequence[str], log: logging.Logger) -> None:
-    """Logs a line for each verb that is needed and not granted."""
+async def report_missing_rights(
+    client: Client, namespaces: Sequence[str], log: logging.Logger, gangs: Sequence[str] = ()
+) -> None:
+    """Logs a line for each verb that is needed and not granted. gangs: the adapters that are switched on."""
     try:
         for namespace in namespaces:
-            for line in await missing_rights(client, namespace):
+            for line in await missing_rights(client, namespace, gangs):
                 log.warning("%s", line)
     except ApiError as error:
         log.info("the operator's own rights were not checked: %s", error)
 
 
-async def missing_rights(client: Client, namespace: str) -> list[str]:
+async def missing_rights(client: Client, namespace: str, gangs: Sequence[str] = ()) -> list[str]:
     """A line for each verb that is needed in a namespace ("": in all) and not granted. Raises ApiError.
 
     One SelfSubjectRulesReview lists what RBAC grants in a namespace, and most often that is all. What it does not list
     is asked for by itself: another authorizer (a webhook) may grant it and be unable to list it (status.incomplete).
     There is no such review of the whole cluster.
     """
-    needed = [(right, verb) for right in RIGHTS if not (right.cluster_wide and namespace) for verb in right.verbs]
+    rights = (*RIGHTS, *(right for gang in gangs for right in GANG_RIGHTS[gang]))
+    needed = [(right, verb) for right in rights if not (right.cluster_wide and namespace) for verb in right.verbs]
     review = await _review(client, "SelfSubjectRulesReview", {"namespace": namespace}) if namespace else {}
     rules = review.get("resourceRules") or ()
     unlisted = [(right, verb) for right, verb in needed if not any(_grants(rule, right, verb) for rule in rules)]

@@ -39,6 +39,11 @@ def collection(plural: str, namespace: str = "") -> str:
     return f"{group}/namespaces/{namespace}/{plural}" if namespace else f"{group}/{plural}"
 
 
+def group_collection(api_version: str, plural: str, namespace: str = "") -> str:
+    """The path of objects of an API group, by its apiVersion."""
+    return f"/apis/{api_version}/namespaces/{namespace}/{plural}" if namespace else f"/apis/{api_version}/{plural}"
+
+
 class ApiError(Exception):
     """The API server has refused (status 4xx, 5xx), or has not answered (status 0). `message` is its own sentence."""
 

@@ -14,15 +14,17 @@ from ddpjob_operator.kube import observe
 from ddpjob_operator.kube.client import ApiError, Client, Raw, collection
 from ddpjob_operator.kube.events import Events
 from ddpjob_operator.kube.job_state import JobState
-from ddpjob_operator.kube.lookup import Caches, Lookup, is_absent, of_kind
+from ddpjob_operator.kube.lookup import Caches, Lookup, is_absent
 from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.shares import Shares
 from ddpjob_operator.kube.store import Key
 from ddpjob_operator.plan import redacted
 from ddpjob_operator.plan.actions import (
     Action,
+    CreateGroup,
     CreatePod,
     CreateService,
+    DeleteGroup,
     DeleteJob,
     DeletePod,
     EndPod,
@@ -81,6 +83,9 @@ class Executor:
         deletes += [partial(self._end, job, a) for a in todo.actions if isinstance(a, EndPod)]
         complete = await self._in_turn(self.deletes, job, deletes)
         complete = await self._create_all(job, todo.actions, state) and complete
+        for action in todo.actions:
+            if isinstance(action, DeleteGroup):
+                await self._delete_group(job, action)
         for action in todo.actions:
             if isinstance(action, DeleteJob):
                 await self._delete_job(job, action)
@@ -158,6 +163,17 @@ class Executor:
         if not (is_pod and metadata.get("deletionTimestamp") and leaves_later):
             self.caches.pods.remove(namespace, action.name, action.uid)
 
+    async def _delete_group(self, job: api.DDPJob, action: DeleteGroup) -> None:
+        gang = self.caches.gangs[action.adapter]
+        namespace = job.metadata.namespace
+        try:
+            await self.client.delete(f"{gang.path(namespace)}/{action.name}", {"preconditions": {"uid": action.uid}})
+        except ApiError as error:
+            # Also where the API is no longer served: then nothing of it can be deleted, and nothing is in the way.
+            if error.status not in (404, 409):
+                raise
+        gang.store.remove(namespace, action.name, action.uid)
+
     async def _end(self, job: api.DDPJob, action: EndPod) -> None:
         path = f"{collection('pods', job.metadata.namespace)}/{action.name}"
         body = {"metadata": {"uid": action.uid}, "spec": {"activeDeadlineSeconds": observe.END_NOW_SECONDS}}
@@ -182,17 +198,18 @@ class Executor:
         await self.lookup.reread(metadata)
 
     async def _create_all(self, job: api.DDPJob, actions: Sequence[Action], state: JobState) -> bool:
-        """The Service, then one pod, then the others at a time; whether this reconcile need not try more.
+        """The Service and the group, then one pod, then the others at a time; whether this reconcile need not try more.
 
         What the server refuses for one pod it mostly refuses for all, so the others are not tried.
         """
         service = (
             [partial(self._create, "Service", build.service(job), job, state)] if CreateService() in actions else []
         )
+        groups = [partial(self._create_group, job, a, state) for a in actions if isinstance(a, CreateGroup)]
         pods = [partial(self._create_pod, job, a, state) for a in actions if isinstance(a, CreatePod)]
         known = state.unfinished
         state.unfinished = False
-        if not await self._one_by_one(job, [*service, *([] if known else pods[:1])]):
+        if not await self._one_by_one(job, [*service, *groups, *([] if known else pods[:1])]):
             return True
         refused_before = state.refused_in_a_row
         left = pods if known else pods[1:]
@@ -252,13 +269,20 @@ class Executor:
             replacement=action.replacement,
             keep_from_autoscalers=self.keep_from_autoscalers,
         )
+        if job.status.gang is not None and (gang := self.caches.gangs.get(job.status.gang.kind)) is not None:
+            gang.adapter.pod(body, job, action.attempt)
         return await self._create("Pod", body, job, state)
+
+    async def _create_group(self, job: api.DDPJob, action: CreateGroup, state: JobState) -> bool:
+        gang = self.caches.gangs[action.adapter]
+        body = gang.adapter.body(job, action.attempt, gang.api.api_version)
+        return await self._create(gang.adapter.resource, body, job, state)
 
     async def _create(self, kind: str, body: Raw, job: api.DDPJob, state: JobState) -> bool:
         """Whether it is there now and the job's own. Raises ApiError where the server may create it later."""
         namespace, name = job.metadata.namespace, body["metadata"]["name"]
         try:
-            raw = await self.client.create(of_kind(kind, namespace), body, STRICT)
+            raw = await self.client.create(self.caches.path(kind, namespace), body, STRICT)
         except ApiError as error:
             if error.reason == "AlreadyExists":
                 return await self.lookup.is_own(kind, name, job, state)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ddpjob_operator.job import api
 from ddpjob_operator.kube import observe
 from ddpjob_operator.kube.client import ApiError, Client, Raw, collection
+from ddpjob_operator.kube.gangs import Gang
 from ddpjob_operator.kube.job_state import JobState
 from ddpjob_operator.kube.listing import take
 from ddpjob_operator.kube.nodes import Nodes
@@ -25,10 +27,22 @@ class Caches:
     pods: Store[Pod]
     services: Store[observe.Service]
     nodes: Nodes
+    gangs: Mapping[str, Gang] = field(default_factory=dict)
+    """The APIs of gang schedulers and queues that are switched on, by adapter."""
 
     def of_kind(self, kind: str) -> Store[Any]:
-        """Where a Pod or a Service is kept."""
+        """Where objects of a kind are kept: Pod, Service, or that of an adapter."""
+        for gang in self.gangs.values():
+            if gang.adapter.resource == kind:
+                return gang.store
         return self.pods if kind == "Pod" else self.services
+
+    def path(self, kind: str, namespace: str) -> str:
+        """The collection of objects of a kind. Raises ApiError where the API server has no such kind."""
+        for gang in self.gangs.values():
+            if gang.adapter.resource == kind:
+                return gang.path(namespace)
+        return collection(f"{kind.lower()}s", namespace)
 
 
 @dataclass(eq=False)
@@ -91,7 +105,7 @@ class Lookup:
 
     async def _find(self, kind: str, namespace: str, name: str) -> Raw | None:
         try:
-            return await self.client.get(f"{of_kind(kind, namespace)}/{name}")
+            return await self.client.get(f"{self.caches.path(kind, namespace)}/{name}")
         except ApiError as error:
             if is_absent(error, name):
                 return None
@@ -101,8 +115,3 @@ class Lookup:
 def is_absent(error: ApiError, name: str) -> bool:
     """Whether the object is not there. A server that knows neither kind nor path says 404 as well, without the name."""
     return error.status == 404 and f'"{name}"' in error.message
-
-
-def of_kind(kind: str, namespace: str) -> str:
-    """The path of the Pods or Services of a namespace."""
-    return collection(f"{kind.lower()}s", namespace)

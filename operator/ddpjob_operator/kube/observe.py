@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ddpjob.core import rules
+from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api, bounds
 from ddpjob_operator.job.bounds import UnreadableError, seconds, text, time
 from ddpjob_operator.job.podspec import trainer_container
 from ddpjob_operator.observed.cluster import ConflictingObject, Container, Pod
+from ddpjob_operator.observed.groups import Group
 from ddpjob_operator.pods import naming
 
 Raw = Mapping[str, Any]
@@ -92,6 +94,25 @@ def service(raw: Raw) -> Service:
         owner_uid=text(owner.get("uid")),
         owner_job=text(owner.get("name")) if owner.get("kind") == api.KIND else "",
     )
+
+
+def group(adapter: Adapter) -> Callable[[Raw], Group]:
+    """A reader of an adapter's objects, which raises UnreadableError."""
+
+    @_total
+    def group(raw: Raw) -> Group:
+        labels = raw["metadata"].get("labels") or {}
+        return Group(
+            adapter=adapter.name,
+            name=_word(raw["metadata"], "name"),
+            uid=_word(raw["metadata"], "uid"),
+            owner_uid=text(controller(raw).get("uid")),
+            attempt=max(0, bounds.number(labels.get(naming.LABEL_ATTEMPT, "0"), bounds.TURNS_MAX)),
+            admission=adapter.read(raw),
+            deletion_requested="deletionTimestamp" in raw["metadata"],
+        )
+
+    return group
 
 
 @_total

@@ -14,6 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
+from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api, topology
 from ddpjob_operator.kube import access, measuring, observe, reading, triggers
 from ddpjob_operator.kube.claims import Claims
@@ -22,6 +23,7 @@ from ddpjob_operator.kube.events import Events
 from ddpjob_operator.kube.executor import Executor
 from ddpjob_operator.kube.exposition import Exposition, Snapshot
 from ddpjob_operator.kube.forward import Forwarder
+from ddpjob_operator.kube.gangs import Gang
 from ddpjob_operator.kube.health import serve_health
 from ddpjob_operator.kube.job_state import JobStates
 from ddpjob_operator.kube.journal import Journal
@@ -75,6 +77,7 @@ class Operator:
         self.meter = meter or Meter()
         self.kopf_answered = measuring.OfKopf(self.meter, runtime.clock)
         self._exposition = Exposition(self.meter, self.snapshot)
+        self._watch_restarted = restarted = measuring.watch_restarted(self.meter)
         self._leadership_lost_at: float | None = None
         """Since when the tasks of the last leadership are being cancelled."""
         self.caches = Caches(
@@ -82,9 +85,9 @@ class Operator:
             Store(observe.pod, _job_of, self._pod_changed, facts.merge),
             Store(observe.service, _job_of, lambda key, _old, _new: self._enqueue(key)),
             Nodes(self._node_changed, runtime.now),
+            {name: self._gang(settings.rules.adapters[name]) for name in settings.gangs},
         )
         self._prepare_to_lead()
-        restarted = measuring.watch_restarted(self.meter)
         self.reflectors = [
             Reflector(client, plural, namespace, naming.LABEL_JOB, sink, runtime=runtime, restarted=restarted)
             for namespace in settings.watched
@@ -101,6 +104,11 @@ class Operator:
         verifier = Verifier(client.get, partial(runtime.log.warning, "progress is off: %s"), clock=runtime.clock)
         forward = self._forwarder.forward
         self._receiver = Receiver(verifier.pod, self.locate, self.report, runtime=runtime, forward=forward)
+
+    def _gang(self, adapter: Adapter) -> Gang:
+        where = self.settings.watched
+        told = (self._enqueue, self._enqueue_all)
+        return Gang(adapter, self._client, where, _job_of, *told, self._runtime, self._watch_restarted)
 
     def _prepare_to_lead(self) -> None:
         """New at each leadership: refusals, reports and back-offs of the last one are no longer true."""
@@ -139,11 +147,13 @@ class Operator:
             await self._receiver.start(None, self.settings.status_port)
         for reflector in self._all_reflectors:
             self.run(reflector.what, reflector.run())
+        for name, gang in self.caches.gangs.items():
+            self.run(f"gang {name}", gang.run())
         if self._leader is None:
             self.lead()
         self._first_lists = asyncio.create_task(self._after_first_lists())
         await access.wait_for_jobs(self._client, self.settings.watched, self._runtime.log)
-        await access.report_missing_rights(self._client, self.settings.watched, self._runtime.log)
+        await access.report_missing_rights(self._client, self.settings.watched, self._runtime.log, self.settings.gangs)
         self.run("sweep", sweep(self._client, self.caches.jobs, self.settings.watched, self._runtime))
         if self._leader is not None:
             # Not earlier: an operator that may not even see the jobs must not keep the Lease from one that may.
@@ -220,7 +230,9 @@ class Operator:
     def snapshot(self) -> Snapshot:
         """What /metrics shows now. Of the jobs that this release acts for, while this operator leads."""
         jobs = [raw for key in self.caches.jobs if self._may_act(key[0]) and (raw := self.caches.jobs.get(key))]
-        sizes = (len(self.caches.jobs), len(self.caches.pods), len(self.caches.services), len(self.caches.nodes))
+        caches = self.caches
+        groups = sum(len(gang.store) for gang in caches.gangs.values())
+        sizes = (len(caches.jobs), len(caches.pods), len(caches.services), len(caches.nodes), groups)
         queues = zip((self.queue, self._events.queue), names.QUEUES, strict=True)
         moment = Moment(
             now=self._runtime.now(),
@@ -239,8 +251,7 @@ class Operator:
         self.leads = True
         parts = {"events": self._events.run(), "queue": self.queue.run(), "silence": self.reports.run()}
         self._leading = [self.run(name, work) for name, work in parts.items()]
-        for key in self.caches.jobs:
-            self.queue.add(key)
+        self._enqueue_all()
 
     async def stand_by(self) -> None:
         """Returns once no write is under way: requests are cancelled, not waited for."""
@@ -287,13 +298,18 @@ class Operator:
         if self.leads:
             self.queue.add(key, in_seconds)
 
+    def _enqueue_all(self) -> None:
+        for key in self.caches.jobs:
+            self._enqueue(key)
+
     def _ready_in(self, key: Key) -> float | None:
         """Seconds until the job may be reconciled, 0: now; None: another release has it until claims change."""
         if not self._may_act(key[0]):
             return None
         # Before both lists are there, a pod that is not in our copy would look as if it had vanished.
         lists = (r.synced.is_set() for r in self.reflectors if r.namespace in ("", key[0]))
-        return 0.0 if all(lists) else UNSYNCED_SECONDS
+        gangs = (gang.is_ready(key[0]) for gang in self.caches.gangs.values())
+        return 0.0 if all(lists) and all(gangs) else UNSYNCED_SECONDS
 
     def _may_act(self, namespace: str) -> bool:
         return self._claims is None or self._claims.hold(namespace)

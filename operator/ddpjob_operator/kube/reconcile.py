@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +17,9 @@ from ddpjob_operator.kube.queue import RetryError
 from ddpjob_operator.kube.reports import Reports
 from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.store import Key
-from ddpjob_operator.observed.cluster import ConflictingObject, Observed
+from ddpjob_operator.observed.cluster import ConflictingObject, Observed, Pod
 from ddpjob_operator.plan import unreadable
-from ddpjob_operator.plan.actions import CreatePod, CreateService, Event, Plan, Settings
+from ddpjob_operator.plan.actions import CreateGroup, CreatePod, CreateService, Event, Plan, Settings
 from ddpjob_operator.plan.plan import plan
 from ddpjob_operator.pods import naming
 
@@ -75,7 +75,7 @@ class Reconciler:
         complete = await self.executor.execute(job, todo, state)
         if not complete or self.runtime.clock() > ends:
             return 0.0  # the other jobs that are due come first
-        only_creates = all(isinstance(action, (CreateService, CreatePod)) for action in todo.actions)
+        only_creates = all(isinstance(action, (CreateService, CreateGroup, CreatePod)) for action in todo.actions)
         if todo.actions and only_creates and not state.refusals and not state.conflicts:
             # The status that was just written describes it, and the new pods' own changes come soon enough.
             return CREATED_SECONDS
@@ -136,7 +136,18 @@ class Reconciler:
             nodes=nodes,
             deleted_pods=tuple(p for p in state.deleted_pods.values() if p.attempt == job.status.attempt),
             trackers={rank: t for rank, t in state.trackers.items() if t.attempt == job.status.attempt},
+            gang_apis={name: gang.api for name, gang in self.caches.gangs.items()},
+            groups=tuple(group for gang in self.caches.gangs.values() for group in gang.store.of(key)),
+            neighbours=self._neighbours(key, pods) if job.status.gang is not None else {},
         )
+
+    def _neighbours(self, key: Key, pods: Sequence[Pod]) -> dict[str, int]:
+        """Which other jobs of the namespace have nodes, where pods of this one wait for some."""
+        if not any(pod.unschedulable and not pod.node for pod in pods):
+            return {}
+        others = (other for other in self.caches.pods.jobs() if other[0] == key[0] and other != key and other[1])
+        held = {name: sum(p.live and bool(p.node) for p in self.caches.pods.of((at, name))) for at, name in others}
+        return {name: nodes for name, nodes in held.items() if nodes}
 
     async def _confirm_gone(self, key: Key, job: api.DDPJob, state: JobState) -> None:
         """A pod that has run and is missing from our copy fails the job, so the API server is asked first.

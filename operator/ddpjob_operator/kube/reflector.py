@@ -32,6 +32,7 @@ class Reflector:
         selector: str,
         sink: Sink,
         *,
+        path: str = "",
         runtime: Runtime = SYSTEM,
         sleep: Callable[[float], Any] = asyncio.sleep,
         restarted: Callable[[str, str], None] = lambda _plural, _cause: None,
@@ -43,7 +44,7 @@ class Reflector:
         self.tried_at = runtime.clock()
         """When it last tried or received something: an API server that is away is no reason for a restart."""
         self._client = client
-        self._path = collection(plural, namespace)
+        self._path = path or collection(plural, namespace)
         self._selector = selector
         self._sink = sink
         self._runtime = runtime
@@ -54,6 +55,11 @@ class Reflector:
         self._stale_lists = 0
         self._logged = ("", 0.0)
         self._careful = Careful(sink, self.what, runtime.log)
+
+    @property
+    def fails(self) -> bool:
+        """Whether what it asked for last was refused."""
+        return bool(self._logged[0])
 
     async def run(self) -> None:
         """Until cancelled."""

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from ddpjob_operator.gangs import ADAPTERS
 from ddpjob_operator.kube.lease import Durations
 from ddpjob_operator.plan.actions import Settings as PlanSettings
 
@@ -46,6 +47,9 @@ class OperatorSettings:
     """DDPJOB_KEEP_FROM_AUTOSCALERS: whether pods carry the annotations that keep autoscalers from removing their nodes.
     true, because a node that is removed costs a training all steps since its last snapshot; false leaves it to the
     template."""
+    gangs: tuple[str, ...] = ()
+    """DDPJOB_GANGS: the APIs that spec.gang may use, separated by commas: native. Empty, the default: none, and nothing
+    is asked of the API server for them."""
     lease_namespace: str = ""
     """DDPJOB_LEASE_NAMESPACE: namespace of the Lease that decides which of several operators acts. Empty, the default:
     there is no Lease, and this operator always acts."""
@@ -83,6 +87,7 @@ class OperatorSettings:
             log_format=_checked(environment, "DDPJOB_LOG_FORMAT", "text", LOG_FORMATS.__contains__, "text or json"),
             rules=PlanSettings(lost_node_seconds=int(lost), keep_log_tail=_flag(environment, "DDPJOB_KEEP_LOG_TAIL")),
             keep_from_autoscalers=_flag(environment, "DDPJOB_KEEP_FROM_AUTOSCALERS"),
+            gangs=_gangs(environment),
             lease_namespace=environment.get("DDPJOB_LEASE_NAMESPACE", ""),
             lease_name=environment.get("DDPJOB_LEASE_NAME", "ddpjob-operator"),
             claim_namespace=environment.get("DDPJOB_CLAIM_NAMESPACE", "kube-system"),
@@ -108,6 +113,7 @@ class OperatorSettings:
             ("DDPJOB_LOST_NODE_SECONDS", self.rules.lost_node_seconds, rules.lost_node_seconds),
             ("DDPJOB_KEEP_LOG_TAIL", self.rules.keep_log_tail, rules.keep_log_tail),
             ("DDPJOB_KEEP_FROM_AUTOSCALERS", self.keep_from_autoscalers, True),
+            ("DDPJOB_GANGS", ",".join(self.gangs), ""),
             ("DDPJOB_CLAIM_NAMESPACE", self.claim_namespace, OperatorSettings.claim_namespace),
             ("DDPJOB_LEASE_SECONDS", self.lease.lease_seconds, lease.lease_seconds),
             ("DDPJOB_LEASE_RENEW_SECONDS", self.lease.renew_seconds, lease.renew_seconds),
@@ -149,6 +155,14 @@ def _durations(environment: Mapping[str, str]) -> Durations:
             f'less than DDPJOB_LEASE_SECONDS ("{lease:g}"), is "{renew:g}"'
         )
     return Durations(int(lease), renew, retry)
+
+
+def _gangs(environment: Mapping[str, str]) -> tuple[str, ...]:
+    def names(text: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
+
+    must = f"names of {', '.join(ADAPTERS)}, separated by commas"
+    return names(_checked(environment, "DDPJOB_GANGS", "", lambda text: set(names(text)) <= set(ADAPTERS), must))
 
 
 def _is_number(text: str, first: int, last: int) -> bool:

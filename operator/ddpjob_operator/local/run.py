@@ -108,6 +108,9 @@ def assign_slots(
     if options.cpu and requested:
         ranks = topology.world_size(job.spec)
         notes.append(f"--cpu: {requested} GPUs on each node are not used; {ranks} ranks train with gloo")
+    if job.spec.gang not in ("auto", "none") or job.spec.topology_key:
+        notes.append("without effect on local processes: spec.gang, spec.topologyKey")
+        job = replace(job, spec=replace(job.spec, gang="none", topology_key=""))
     if options.cpu:
         job = on_cpu(job)
         requested = 0

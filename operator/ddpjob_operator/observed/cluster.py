@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime as dt
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from ddpjob.core import rules
+from ddpjob_operator.observed.groups import GangApi, Group
 from ddpjob_operator.observed.reports import Agent, Report
 
 if TYPE_CHECKING:  # it is made from reports
@@ -202,5 +204,11 @@ class Observed:
     """The last report of the agent of node 0 in the present attempt, where ddprun runs there."""
     nodes: dict[str, Node] | None = None
     """The cluster's nodes that are not ready, by name; None where nodes may not be read."""
+    gang_apis: Mapping[str, GangApi] = field(default_factory=dict)
+    """The APIs of gang schedulers and queues that are switched on, by adapter."""
+    groups: tuple[Group, ...] = ()
+    """What gang schedulers and queues have of the job, in any order."""
+    neighbours: Mapping[str, int] = field(default_factory=dict)
+    """Other jobs of the namespace whose pods have nodes, with how many; where the job's own wait for nodes."""
     master_addr: str | None = None
     """host:port of the rendezvous, where the shell knows better than the cluster's DNS; "" while not known."""

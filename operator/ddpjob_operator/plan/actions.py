@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime as dt
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from ddpjob_operator.gangs import ADAPTERS
+from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api, podspec
 
 
@@ -23,6 +26,23 @@ class CreatePod:
     """Cluster nodes that it must not run on."""
     replacement: int = 0
     """Which pod of this place in this attempt it is."""
+
+
+@dataclass(frozen=True)
+class CreateGroup:
+    """Create what stands for the pods of an attempt at a gang scheduler or a queue."""
+
+    adapter: str
+    attempt: int
+
+
+@dataclass(frozen=True)
+class DeleteGroup:
+    """Delete it; the name is that of the object."""
+
+    adapter: str
+    name: str
+    uid: str
 
 
 @dataclass(frozen=True)
@@ -49,7 +69,7 @@ class DeleteJob:
     uid: str
 
 
-Action = CreateService | CreatePod | DeletePod | EndPod | DeleteJob
+Action = CreateService | CreateGroup | CreatePod | DeletePod | EndPod | DeleteGroup | DeleteJob
 
 
 @dataclass(frozen=True)
@@ -71,6 +91,8 @@ class Settings:
     """Whether what a pod writes beside its volumes is there for the next one: a pod on this machine is a process."""
     keep_log_tail: bool = True
     """Whether the end of the log goes into the status."""
+    adapters: Mapping[str, Adapter] = field(default_factory=lambda: ADAPTERS)
+    """How each gang scheduler and queue is used, by its name."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +102,7 @@ class Decision:
     status: api.Status
     actions: tuple[Action, ...] = ()
     requeue_at: dt.datetime | None = None
-    begins_attempt: bool = False
+    goes_on: bool = False
     """Whether the rules after this one go on with this status, so that the pods are made in the same reconcile."""
 
 

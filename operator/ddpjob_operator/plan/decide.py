@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ddpjob_operator.job import api
 from ddpjob_operator.job.times import earliest
-from ddpjob_operator.plan import group_restart, lifecycle, pod_replacement, startup
+from ddpjob_operator.plan import gang, group_restart, lifecycle, pod_replacement, startup
 from ddpjob_operator.plan.actions import Decision, DeletePod
 from ddpjob_operator.plan.record import record
 from ddpjob_operator.plan.view import View, in_attempt, is_over, next_loss
@@ -21,6 +21,9 @@ RULES: tuple[Rule, ...] = (
     lifecycle.completed,
     lifecycle.failing,
     lifecycle.suspended,
+    gang.gang_chosen,
+    gang.evicted,
+    gang.waiting_for_admission,
     lifecycle.resuming,
     lifecycle.starting,
     lifecycle.past_deadline,
@@ -32,6 +35,7 @@ RULES: tuple[Rule, ...] = (
     startup.start_overdue,
     startup.backing_off,
     startup.no_pod_can_be_made,
+    startup.gang_unavailable,
     startup.name_taken,
     startup.create_refused,
     startup.nodes_missing,
@@ -47,9 +51,10 @@ def decide(view: View, status: api.Status) -> Decision:
         decision = rule(view, status)
         if decision is None:
             continue
-        if not decision.begins_attempt:
+        if not decision.goes_on:
             again_at = earliest(decision.requeue_at, next_loss(view), group_restart.next_check(view, status))
-            return replace(decision, actions=(*garbage(view), *decision.actions), requeue_at=again_at)
+            actions = (*garbage(view), *gang.unneeded(view), *decision.actions)
+            return replace(decision, actions=actions, requeue_at=again_at)
         view = in_attempt(view, decision.status)
         status = record(view, decision.status)
     raise AssertionError("the last rule decides about every job")

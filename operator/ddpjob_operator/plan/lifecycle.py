@@ -90,7 +90,7 @@ def starting(view: View, status: api.Status) -> Decision | None:
 
 
 def _begin(view: View, status: api.Status) -> Decision:
-    return Decision(replace(new_attempt(status, view.now), start_time=view.now), begins_attempt=True)
+    return Decision(replace(new_attempt(status, view.now), start_time=view.now), goes_on=True)
 
 
 def past_deadline(view: View, status: api.Status) -> Decision | None:
@@ -126,7 +126,7 @@ def _how_many_run(view: View, status: api.Status) -> str:
     done = f" and {count} completed" if count else ""
     restarts = agent_restarts.count(status)
     times = f", restarted in place {restarts} time{'s' if restarts > 1 else ''}" if restarts else ""
-    return f"{nodes - count} of {view.spec.nodes} nodes run{done}, attempt {status.attempt}{times}"
+    return f"{nodes - count} of {view.spec.nodes} nodes are running{done}, attempt {status.attempt}{times}"
 
 
 def _why_suspended(view: View) -> tuple[Reason, str]:

@@ -36,6 +36,16 @@ def with_long_wait(status: api.Status, now: dt.datetime) -> tuple[api.Status, dt
     return (status, long) if now < long else (replace(status, reason=reasons.WAITS_LONG.name), None)
 
 
+def waited(since: dt.datetime | None, now: dt.datetime) -> tuple[str, dt.datetime | None]:
+    """`, for more than 5m`, or nothing before the first minute; and when that text is another."""
+    if since is None:
+        return "", None
+    times = [since + dt.timedelta(seconds=seconds) for seconds in NAMED_AT_SECONDS]
+    reached = [seconds for seconds, at in zip(NAMED_AT_SECONDS, times, strict=True) if now >= at]
+    text = f", for more than {wording.duration(reached[-1])}" if reached else ""
+    return text, next((at for at in times if at > now), None)
+
+
 def creating(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[str, bool]:
     """Which pod's container the kubelet has been creating longest, as text, and whether that is long."""
     slow = _slowest(status, pods)

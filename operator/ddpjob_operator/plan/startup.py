@@ -14,8 +14,8 @@ from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import is_restarted
 from ddpjob_operator.job.times import after, earliest, is_past, start_back_off_seconds
 from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.plan import invalid_spec, lifecycle, pending
-from ddpjob_operator.plan.actions import Action, CreatePod, CreateService, Decision, restart_grace_seconds
+from ddpjob_operator.plan import gang, invalid_spec, lifecycle, pending
+from ddpjob_operator.plan.actions import Action, CreateGroup, CreatePod, CreateService, Decision, restart_grace_seconds
 from ddpjob_operator.plan.transitions import enter, new_attempt
 from ddpjob_operator.plan.view import View, is_over, name_pods
 from ddpjob_operator.pods import naming
@@ -88,6 +88,14 @@ def no_pod_can_be_made(view: View, status: api.Status) -> Decision | None:
     return _waiting(view, status, "Pending", reasons.INVALID_SPEC, text)
 
 
+def gang_unavailable(view: View, status: api.Status) -> Decision | None:
+    """The job asks for a gang, and nobody here would place one: a part of its pods could hold nodes for ever."""
+    why = gang.unavailable(view, status)
+    if not why or not _to_create(view, status):
+        return None
+    return _waiting(view, status, "Pending", reasons.GANG_UNAVAILABLE, f"no pod is made without its gang: {why}")
+
+
 def name_taken(view: View, status: api.Status) -> Decision | None:
     """A conflicting object is never taken over; what a deleted job of the same name left goes away by itself."""
     if not view.conflicts or not _to_create(view, status):
@@ -103,9 +111,12 @@ def name_taken(view: View, status: api.Status) -> Decision | None:
 
 def create_refused(view: View, status: api.Status) -> Decision | None:
     """The API server refuses an object; its own sentence is shown, and another try follows after a while."""
-    wanted = [a for a in _to_create(view, status) if isinstance(a, CreatePod)]
+    missing = _to_create(view, status)
+    wanted = [a for a in missing if isinstance(a, CreatePod)]
     names = {naming.pod_name(view.job, a.attempt, a.place, a.replacement) for a in wanted}
     names |= set() if view.seen.service else {view.job.metadata.name}
+    adapters = view.settings.adapters
+    names |= {adapters[a.adapter].group_name(view.job, a.attempt) for a in missing if isinstance(a, CreateGroup)}
     refused = [r for r in view.seen.refusals if r.name in names and r.retry_at > view.now]
     if not refused:
         return None
@@ -122,7 +133,8 @@ def nodes_missing(view: View, status: api.Status) -> Decision | None:
         return None
     # Of what was refused and is tried again the API server's message stands until it has answered otherwise.
     retried = status.reason == reasons.CREATE_REFUSED.name and bool(view.seen.refusals)
-    if retried or status.state in ("Starting", "Running"):
+    only_group = all(isinstance(action, CreateGroup) for action in missing)
+    if retried or only_group or status.state in ("Starting", "Running"):
         return Decision(status, missing, earliest(view.active_deadline(status), view.start_deadline(status)))
     count = sum(isinstance(action, CreatePod) for action in missing)
     text = f"attempt {status.attempt}: creating {count} of {view.spec.nodes} pods"
@@ -150,7 +162,8 @@ def waiting_for_nodes(view: View, status: api.Status) -> Decision | None:
         return None
     avoided = earliest(*(a.until for a in status.avoided_nodes if a.until > view.now))
     unschedulable = any(p.unschedulable for p in not_running)
-    again_at = avoided if unschedulable else pending.next_creating_text_at(view, status, not_running)
+    again_at = pending.next_creating_text_at(view, status, not_running)
+    again_at = earliest(avoided, gang.next_text_at(view, status)) if unschedulable else again_at
     return _waiting(view, status, *_why_waiting(view, status, not_running), again_at=again_at)
 
 
@@ -187,12 +200,18 @@ def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
     if view.is_elastic and view.members.leader in missing:
         missing = [view.members.leader]  # first in the scheduler's queue: no group trains without it
     pods = [CreatePod(status.attempt, place, avoid, naming.replacement(status, place)) for place in missing]
-    return (*(() if view.seen.service else (CreateService(),)), *pods)
+    unplaced = any(p.live and not p.node for p in view.pods.values())
+    groups = gang.to_create(view, status) if pods or unplaced else ()
+    return (*(() if view.seen.service else (CreateService(),)), *groups, *pods)
 
 
 def _why_waiting(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[api.State, Reason, str]:
     total = view.spec.nodes
-    if unschedulable := [p for p in pods if p.unschedulable]:
+    unschedulable = [p for p in pods if p.unschedulable]
+    if unschedulable and gang.adapter_of(view, status) is not None:
+        text = gang.why_waiting(view, status, len([p for p in pods if not p.node]), unschedulable[0].unschedulable)
+        return "Pending", reasons.UNSCHEDULABLE, f"Unschedulable: {text}"
+    if unschedulable:
         where = "; onePodPerNode keeps them apart" if total > 1 and podspec.gpus(view.spec.template) else ""
         text = f"Unschedulable: {len(unschedulable)} of {total} pods: {unschedulable[0].unschedulable}{where}"
         return "Pending", reasons.UNSCHEDULABLE, text
@@ -203,7 +222,7 @@ def _why_waiting(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[a
     places, plural = ranges.for_people([p.place for p in pods]), "s" if len(pods) > 1 else ""
     text = f"waiting for node{plural} {places}"
     if not view.trains_with_fewer(status):
-        text = f"{total - len(pods)} of {total} nodes run; {text}"
+        text = f"{total - len(pods)} of {total} nodes are running; {text}"
     creating, is_long = pending.creating(view, status, pods)
     if creating and is_long:
         return "Pending", reasons.CANNOT_START, f"{text}; {creating}"

@@ -49,7 +49,7 @@ def service(job: api.DDPJob) -> Body:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": _metadata(job, job.metadata.name, naming.labels(job)),
+        "metadata": owned_metadata(job, job.metadata.name, naming.labels(job)),
         "spec": {
             "clusterIP": "None",
             # Peers must resolve before they are ready, because the rendezvous makes them ready.
@@ -86,7 +86,7 @@ def pod(
         naming.LABEL_RANK: str(place),
         **({naming.LABEL_REPLACEMENT: str(replacement)} if replacement else {}),
     }
-    metadata = _metadata(job, naming.pod_name(job, attempt, place, replacement), labels)
+    metadata = owned_metadata(job, naming.pod_name(job, attempt, place, replacement), labels)
     metadata["annotations"] = (KEEP_FROM_AUTOSCALERS if keep_from_autoscalers else {}) | (
         given.get("annotations") or {}
     )
@@ -144,7 +144,8 @@ def _as_given(value: Any) -> Any:
     return [_as_given(one) for one in value] if isinstance(value, list) else value
 
 
-def _metadata(job: api.DDPJob, name: str, labels: dict[str, str]) -> Body:
+def owned_metadata(job: api.DDPJob, name: str, labels: dict[str, str]) -> Body:
+    """The metadata of an object that goes with the job."""
     owner = {
         "apiVersion": api.API_VERSION,
         "kind": api.KIND,

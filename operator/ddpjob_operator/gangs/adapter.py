@@ -1,0 +1,54 @@
+"""What an adapter is: a table that says how one scheduler or queue takes all pods of a job, or none. Pure.
+
+The rules in plan/gang.py drive every adapter alike; the shell makes, watches and deletes what the table names. How to
+write another one: docs/gangs.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddpjob_operator.job import api
+from ddpjob_operator.observed.groups import Admission
+
+Raw = Mapping[str, Any]
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One for each value of spec.gang but auto and none."""
+
+    name: str
+    """As in spec.gang, in the chart's values, and in DDPJOB_GANGS."""
+    group: str
+    """The API group, such as scheduling.k8s.io."""
+    versions: tuple[str, ...]
+    """Of the API group, the first that is served is taken."""
+    plural: str
+    kind: str
+    per_attempt: bool
+    """Whether each attempt has a group of its own, which goes with it; else one group is for the life of the job."""
+    admits_first: bool
+    """Whether no pod is made before the group is admitted; else the scheduler sees the pods, and binds all or none."""
+    body: Callable[[api.DDPJob, int, str], Body]
+    """The object to create, by job, attempt and apiVersion."""
+    pod: Callable[[Body, api.DDPJob, int], None]
+    """Puts a pod of an attempt into its group: labels, annotations, fields."""
+    read: Callable[[Raw], Admission]
+    """What the object says."""
+
+    @property
+    def resource(self) -> str:
+        """As kubectl names the kind: PodGroup.scheduling.k8s.io; others have PodGroups as well."""
+        return f"{self.kind}.{self.group}"
+
+    def group_name(self, job: api.DDPJob, attempt: int) -> str:
+        """The object's name: used once, so that no group of an old attempt is taken for a new one."""
+        return f"{job.metadata.name}-{attempt}" if self.per_attempt else job.metadata.name
+
+    def attempt_of(self, attempt: int) -> int:
+        """The attempt that a group is for; 0: all."""
+        return attempt if self.per_attempt else 0

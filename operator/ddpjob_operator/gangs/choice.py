@@ -1,0 +1,38 @@
+"""Which scheduler or queue admits the pods of a job: by its spec and labels, and by what the API server serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from ddpjob_operator.job import api
+from ddpjob_operator.observed.groups import GangApi
+
+Kind = Literal["none", "native", "kueue"]
+DEFAULT_SCHEDULER = "default-scheduler"
+
+
+def choose(job: api.DDPJob, apis: Mapping[str, GangApi]) -> tuple[Kind, str]:
+    """The name of an adapter or none, and why. apis: those that are switched on, by adapter."""
+    spec = job.spec
+    if spec.gang == "none":
+        return "none", "spec.gang is none"
+    if spec.gang != "auto":
+        return spec.gang, f"spec.gang is {spec.gang}"
+    if spec.topology_key:
+        return "native", "spec.topologyKey needs a gang"
+    if spec.nodes == 1:
+        return "none", "one node needs no gang"
+    scheduler = (spec.template.get("spec") or {}).get("schedulerName") or DEFAULT_SCHEDULER
+    if scheduler != DEFAULT_SCHEDULER:
+        return "none", f"the template's schedulerName is {scheduler}"
+    if served := apis.get("native", GangApi()).api_version:
+        return "native", f"the API server serves {served}"
+    return "none", unavailable("native", apis)
+
+
+def unavailable(name: str, apis: Mapping[str, GangApi]) -> str:
+    """Why an adapter cannot be used; empty: it can."""
+    if name not in apis:
+        return f"gang {name} is not switched on in this operator (the chart's value gang.{name}.enabled)"
+    return "" if apis[name].api_version else apis[name].why_not

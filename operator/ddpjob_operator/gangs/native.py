@@ -1,0 +1,60 @@
+"""The scheduler of Kubernetes: a PodGroup of scheduling.k8s.io, and `schedulingGroup` in each of its pods.
+
+1.36 serves v1alpha2 (gates GenericWorkload and GangScheduling; a topology needs TopologyAwareWorkloadScheduling), 1.37
+v1beta1 and v1alpha3 (gate GenericWorkload). What is written here is the same in all of them. They differ in the
+condition: PodGroupScheduled in 1.36, PodGroupInitiallyScheduled from 1.37 on, which stays True once it was. minCount
+never changes in 1.36, so that each attempt has a group of its own. No Workload is needed.
+
+A pod whose PodGroup is missing waits, one that replaces another joins, and those that are placed count. In 1.37 a
+PodGroup that is deleted stays until its last pod has ended.
+"""
+
+from __future__ import annotations
+
+from ddpjob_operator.gangs.adapter import Adapter, Body, Raw
+from ddpjob_operator.job import api, launcher
+from ddpjob_operator.job.bounds import text
+from ddpjob_operator.observed.groups import Admission
+from ddpjob_operator.pods import build, naming
+
+_SCHEDULED = ("PodGroupInitiallyScheduled", "PodGroupScheduled")
+
+
+def body(job: api.DDPJob, attempt: int, api_version: str) -> Body:
+    """The PodGroup of an attempt. An elastic job is placed as soon as minNodes of its pods can be."""
+    spec: Body = {"schedulingPolicy": {"gang": {"minCount": launcher.min_nodes(job.spec) or job.spec.nodes}}}
+    if job.spec.topology_key:
+        spec["schedulingConstraints"] = {"topology": [{"key": job.spec.topology_key}]}
+    if priority := (job.spec.template.get("spec") or {}).get("priorityClassName"):
+        spec["priorityClassName"] = priority  # groups are ordered by their own priority, not by that of their pods
+    labels = {**naming.labels(job), naming.LABEL_ATTEMPT: str(attempt)}
+    metadata = build.owned_metadata(job, ADAPTER.group_name(job, attempt), labels)
+    return {"apiVersion": api_version, "kind": ADAPTER.kind, "metadata": metadata, "spec": spec}
+
+
+def pod(body: Body, job: api.DDPJob, attempt: int) -> None:
+    """A pod joins the group of its attempt."""
+    body["spec"]["schedulingGroup"] = {"podGroupName": ADAPTER.group_name(job, attempt)}
+
+
+def read(raw: Raw) -> Admission:
+    """Placed or not. What the scheduler takes back it takes back pod by pod, and the pods say so."""
+    conditions = {c.get("type"): c for c in (raw.get("status") or {}).get("conditions") or ()}
+    found: Raw = next((conditions[kind] for kind in _SCHEDULED if kind in conditions), {})
+    if found.get("status") == "True":
+        return Admission("admitted")
+    return Admission("waiting", text(found.get("message")) or text(found.get("reason")))
+
+
+ADAPTER = Adapter(
+    name="native",
+    group="scheduling.k8s.io",
+    versions=("v1beta1", "v1alpha3", "v1alpha2"),
+    plural="podgroups",
+    kind="PodGroup",
+    per_attempt=True,
+    admits_first=False,
+    body=body,
+    pod=pod,
+    read=read,
+)

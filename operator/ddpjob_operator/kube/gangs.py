@@ -1,0 +1,131 @@
+"""The APIs of gang schedulers and queues that are switched on: which version is served, and our copy of their objects.
+
+Nothing is asked for an adapter that is not switched on. For one that is, a request at the start finds the version, and
+no job is reconciled before that; a version that is not there, or no longer, is looked for again from time to time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ddpjob_operator.gangs.adapter import Adapter
+from ddpjob_operator.kube import observe
+from ddpjob_operator.kube.client import ApiError, Client, group_collection
+from ddpjob_operator.kube.reflector import Reflector
+from ddpjob_operator.kube.runtime import Runtime
+from ddpjob_operator.kube.store import Key, Store
+from ddpjob_operator.observed.groups import GangApi, Group
+from ddpjob_operator.pods import naming
+
+# How often an API that is not served, or whose watch fails, is looked for again.
+AGAIN_SECONDS = 60.0
+NO_ANSWER_SECONDS = 2.0
+
+
+class Gang:
+    """One adapter: its API, its objects."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        client: Client,
+        namespaces: Sequence[str],
+        key_of: Callable[[Mapping[str, Any]], Key],
+        changed: Callable[[Key], None],
+        found: Callable[[], None],
+        runtime: Runtime,
+        restarted: Callable[[str, str], None] = lambda _plural, _cause: None,
+    ) -> None:
+        """namespaces: those that are watched, "" is all. changed: called for a job whose objects have changed; found:
+        where another version is served than before, or none."""
+        self.adapter = adapter
+        self.api = GangApi(why_not=f"the API server has not told yet whether it serves {adapter.plural}")
+        self.store: Store[Group] = Store(observe.group(adapter), key_of, lambda key, _old, _new: changed(key))
+        self._reflectors: list[Reflector] = []
+        self._client, self._namespaces, self._found, self._runtime = client, namespaces, found, runtime
+        self._restarted = restarted
+        self._is_known = False
+
+    def is_ready(self, namespace: str) -> bool:
+        """Whether it is known what there is in a namespace."""
+        synced = (r.synced.is_set() for r in self._reflectors if r.namespace in ("", namespace))
+        return self._is_known and all(synced)
+
+    def path(self, namespace: str) -> str:
+        """The collection of its objects. Raises ApiError where no version is served."""
+        if not self.api.api_version:
+            raise ApiError(404, "NotFound", self.api.why_not)
+        return group_collection(self.api.api_version, self.adapter.plural, namespace)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        watching: list[asyncio.Task[None]] = []
+        try:
+            while True:
+                before = self.api
+                answered = await self._discover()
+                if answered and (not self._is_known or self.api != before):
+                    for task in watching:
+                        task.cancel()
+                    watching = self._watch()
+                    self._is_known = True
+                    self._found()
+                await asyncio.sleep(AGAIN_SECONDS if answered else NO_ANSWER_SECONDS)
+                while self.api.api_version and not any(r.fails for r in self._reflectors):
+                    await asyncio.sleep(AGAIN_SECONDS)
+        finally:
+            for task in watching:
+                task.cancel()
+
+    def _watch(self) -> list[asyncio.Task[None]]:
+        if not self.api.api_version:
+            self._runtime.log.warning("spec.gang: %s cannot be used: %s", self.adapter.name, self.api.why_not)
+            self._reflectors = []
+            return []
+        self._runtime.log.info("spec.gang: %s is served by %s", self.adapter.name, self.api.api_version)
+        self._reflectors = [
+            Reflector(
+                self._client,
+                self.adapter.plural,
+                namespace,
+                naming.LABEL_JOB,
+                self.store,
+                path=self.path(namespace),
+                runtime=self._runtime,
+                restarted=self._restarted,
+            )
+            for namespace in self._namespaces
+        ]
+        return [asyncio.create_task(reflector.run(), name=reflector.what) for reflector in self._reflectors]
+
+    async def _discover(self) -> bool:
+        """Whether the API server has answered; its answer is in `api`."""
+        adapter = self.adapter
+        try:
+            for version in adapter.versions:
+                if await self._serves(version):
+                    api_version = f"{adapter.group}/{version}"
+                    await self._client.get(
+                        group_collection(api_version, adapter.plural, self._namespaces[0]), {"limit": "1"}
+                    )
+                    self.api = GangApi(api_version)
+                    return True
+        except ApiError as error:
+            if error.status not in (401, 403):
+                return False
+            self.api = GangApi(why_not=f"the operator may not list {adapter.plural}.{adapter.group}: {error.message}")
+            return True
+        tried = ", ".join(adapter.versions)
+        self.api = GangApi(why_not=f"the API server does not serve {adapter.plural}.{adapter.group} ({tried})")
+        return True
+
+    async def _serves(self, version: str) -> bool:
+        try:
+            listed = await self._client.get(f"/apis/{self.adapter.group}/{version}")
+        except ApiError as error:
+            if error.status == 404:
+                return False
+            raise
+        return any(found.get("name") == self.adapter.plural for found in listed.get("resources") or ())

@@ -1,0 +1,45 @@
+"""What a gang scheduler or a queue has of a job, as plan() reads it: is it admitted, and if not, why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What a group's owner is told. The rules know no more of any scheduler or queue."""
+
+    state: Literal["admitted", "waiting", "evicted"]
+    why: str = ""
+    """waiting, evicted: the sentence of the scheduler or the queue."""
+    place: int | None = None
+    """waiting: how many are before it in the queue, and itself; None where the queue does not tell."""
+    holds_quota: bool = False
+    """evicted: whether the queue waits until the pods have ended and the quota is given back."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """An object that stands for the pods of a job: a PodGroup of the scheduler, a Workload of a queue."""
+
+    adapter: str
+    """Whose it is, as in `gangs.ADAPTERS`."""
+    name: str
+    uid: str
+    owner_uid: str
+    """uid of the job that made it; empty: none did."""
+    attempt: int
+    """For whose pods it is; 0: for those of all attempts."""
+    admission: Admission = Admission("waiting")
+    deletion_requested: bool = False
+
+
+@dataclass(frozen=True)
+class GangApi:
+    """An API for groups that this operator has switched on."""
+
+    api_version: str = ""
+    """scheduling.k8s.io/v1alpha2; empty: the API server does not serve it, or does not let us use it."""
+    why_not: str = ""
+    """Why it is empty."""

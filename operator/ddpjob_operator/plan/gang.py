@@ -1,0 +1,186 @@
+"""The rules of jobs whose pods are admitted all at once: by the scheduler (a gang), or by a queue before they are made.
+
+They know an adapter's table and of each group whether it is admitted, waits, or was evicted; nothing of any API.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from ddpjob_operator.gangs import choice
+from ddpjob_operator.gangs.adapter import Adapter
+from ddpjob_operator.job import api, ranges, reasons, wording
+from ddpjob_operator.job.status import TERMINAL
+from ddpjob_operator.observed.groups import Group
+from ddpjob_operator.plan import pending
+from ddpjob_operator.plan.actions import CreateGroup, Decision, DeleteGroup
+from ddpjob_operator.plan.transitions import enter
+from ddpjob_operator.plan.view import View, name_pods
+
+NEIGHBOURS_MAX = 3
+
+
+def gang_chosen(view: View, status: api.Status) -> Decision | None:
+    """Who admits the pods of an attempt is decided before its first pod is made, and holds for all of them."""
+    attempt, gang = _upcoming(status), status.gang
+    is_chosen = gang is not None and gang.attempt == attempt and not unavailable(view, status)
+    is_later = status.attempt_time is not None and status.attempt_time > view.now
+    if is_chosen or is_later or _has_pods(view, status):
+        return None
+    kind, why = choice.choose(view.job, view.seen.gang_apis)
+    if kind == "none" and not view.seen.gang_apis:
+        return None if gang is None else Decision(replace(status, gang=None), goes_on=True)
+    since = gang.waiting_since if gang is not None and (gang.kind, gang.attempt) == (kind, attempt) else None
+    new = api.Gang(kind=kind, attempt=attempt, why=why, waiting_since=since)
+    return Decision(replace(status, gang=new), goes_on=True)
+
+
+def evicted(view: View, status: api.Status) -> Decision | None:
+    """A queue has taken its admission back, or its group is gone: all pods stop with their full grace, as for a
+    suspension, and the deadlines start again."""
+    adapter = adapter_of(view, status)
+    if adapter is None or not adapter.admits_first or not status.attempt:
+        return None
+    was_suspended, group = view.recorded.state == "Suspended", group_of(view, status)
+    stopping = view.recorded.reason == reasons.EVICTED.name
+    if (was_suspended and not stopping) or (not stopping and group is not None and _is_admitted(group)):
+        return None
+    active = view.active_of_all_attempts
+    if was_suspended and not active:
+        return None
+    why = "its group is gone" if group is None else group.admission.why
+    text = f"evicted from its queue: {why}; {name_pods(active)} still stopping"
+    status = replace(enter(status, "Suspended", reasons.EVICTED, text, view.now), start_retries=0)
+    return Decision(status, view.stop(active, None) if was_suspended else ())
+
+
+def waiting_for_admission(view: View, status: api.Status) -> Decision | None:
+    """A job in a queue begins no attempt before it is admitted: no pod is there, and no deadline runs."""
+    adapter = adapter_of(view, status)
+    is_begun = status.attempt > 0 and status.state != "Suspended"
+    if adapter is None or not adapter.admits_first or is_begun:
+        return None
+    group = group_of(view, status)
+    if group is not None and group.admission.state == "admitted" and not group.deletion_requested:
+        return None
+    text, again_at = _why_not_admitted(view, adapter, group)
+    actions = () if group is not None or text else (CreateGroup(adapter.name, _upcoming(status)),)
+    state: api.State = "Suspended" if status.attempt else "Pending"
+    gang = status.gang or api.Gang(kind="none")
+    since = gang.waiting_since or view.now
+    waited, next_at = pending.waited(since, view.now)
+    text = f"waiting in the queue: {text or 'a place is asked for'}{waited}"
+    entered = enter(status, state, reasons.WAITING_FOR_ADMISSION, text, view.now)
+    later = [at for at in (again_at, next_at) if at is not None]
+    entered = replace(entered, start_time=None, gang=replace(gang, waiting_since=since))
+    return Decision(entered, actions, min(later, default=None))
+
+
+def adapter_of(view: View, status: api.Status) -> Adapter | None:
+    """Who admits the pods; None: nobody, or one that this version does not know."""
+    return view.settings.adapters.get(status.gang.kind) if status.gang is not None else None
+
+
+def group_of(view: View, status: api.Status) -> Group | None:
+    """The job's own group for the pods of the attempt that is, or begins next."""
+    adapter = adapter_of(view, status)
+    if adapter is None:
+        return None
+    attempt = adapter.attempt_of(_upcoming(status))
+    own = (g for g in _own(view) if (g.adapter, g.attempt) == (adapter.name, attempt) and not g.deletion_requested)
+    return next(own, None)
+
+
+def to_create(view: View, status: api.Status) -> tuple[CreateGroup, ...]:
+    """The group that pods which are to be placed need and do not find."""
+    adapter = adapter_of(view, status)
+    if adapter is None or group_of(view, status) is not None or unavailable(view, status):
+        return ()
+    return (CreateGroup(adapter.name, status.attempt),)
+
+
+def unavailable(view: View, status: api.Status) -> str:
+    """Why the gang that was chosen cannot be had; empty: it can, is there, or none is asked for."""
+    if status.gang is None or status.gang.kind == "none" or group_of(view, status) is not None:
+        return ""
+    return choice.unavailable(status.gang.kind, view.seen.gang_apis)
+
+
+def unneeded(view: View) -> tuple[DeleteGroup, ...]:
+    """Groups that no pod needs any more: those of attempts that are over and, of a job that has ended or is suspended,
+    all. Only what is recorded counts, and only once the pods of the group have ended."""
+    recorded = view.recorded
+    over = recorded.state in TERMINAL or (recorded.state == "Suspended" and view.spec.suspend)
+    kind = recorded.gang.kind if recorded.gang is not None else "none"
+    active = {p.attempt for p in view.active_of_all_attempts}
+    found = []
+    for group in sorted(_own(view), key=lambda g: (g.adapter, g.attempt, g.name)):
+        adapter = view.settings.adapters.get(group.adapter)
+        is_present = group.adapter == kind and group.attempt in (0, recorded.attempt)
+        is_next = group.attempt > recorded.attempt
+        in_use = bool(active) if group.attempt == 0 else group.attempt in active
+        is_over = over or not (is_present or is_next)
+        if adapter is not None and is_over and not in_use and not group.deletion_requested:
+            found.append(DeleteGroup(group.adapter, group.name, group.uid))
+    return tuple(found)
+
+
+def why_waiting(view: View, status: api.Status, unplaced: int, scheduler: str) -> str:
+    """Why the scheduler places none of a gang's pods: its own sentence, and who has the nodes. scheduler: what it says
+    of the pods, where it says nothing of the group."""
+    group = group_of(view, status)
+    why = (group.admission.why if group is not None else "") or scheduler
+    together = f"{unplaced} of {view.spec.nodes} pods wait to be placed together: {why}"
+    return f"{together}{_held_by(view.seen.neighbours)}{pending.waited(status.attempt_time, view.now)[0]}"
+
+
+def next_text_at(view: View, status: api.Status) -> dt.datetime | None:
+    """When the message of a gang that waits is another although nothing has changed; None: no gang waits."""
+    return pending.waited(status.attempt_time, view.now)[1] if adapter_of(view, status) is not None else None
+
+
+def _held_by(neighbours: Mapping[str, int]) -> str:
+    if not neighbours:
+        return ""
+    most = sorted(neighbours.items(), key=lambda job: (-job[1], job[0]))
+    named = ", ".join(f"{name} ({wording.count(nodes, 'node')})" for name, nodes in most[:NEIGHBOURS_MAX])
+    more = f" and {len(most) - NEIGHBOURS_MAX} more" if len(most) > NEIGHBOURS_MAX else ""
+    return f"; nodes are held by {named}{more}"
+
+
+def _why_not_admitted(view: View, adapter: Adapter, group: Group | None) -> tuple[str, dt.datetime | None]:
+    """Why a queue has not admitted the job, and when to try again; empty: its group is still to be made."""
+    if group is not None:
+        place = f"place {group.admission.place}: " if group.admission.place is not None else ""
+        return f"{place}{group.admission.why or 'it has not answered yet'}", None
+    if why := choice.unavailable(adapter.name, view.seen.gang_apis):
+        return why, None
+    name = adapter.group_name(view.job, _upcoming(view.recorded))
+    refused = [r for r in view.seen.refusals if r.name == name and r.retry_at > view.now]
+    if refused:
+        return f"{name} was refused: {refused[0].message}", refused[0].retry_at
+    taken = [c for c in view.conflicts if (c.kind, c.name) == (adapter.resource, name)]
+    return (f"a {adapter.resource} named {name} is not this job's. Delete it" if taken else ""), None
+
+
+def _is_admitted(group: Group) -> bool:
+    return group.admission.state == "admitted" and not group.deletion_requested
+
+
+def _own(view: View) -> list[Group]:
+    return [g for g in view.seen.groups if g.owner_uid == view.job.metadata.uid != ""]
+
+
+def _upcoming(status: api.Status) -> int:
+    """The attempt that is, or of a job that has not begun or is suspended the one that begins next."""
+    return status.attempt if status.attempt and status.state != "Suspended" else status.attempt + 1
+
+
+def _has_pods(view: View, status: api.Status) -> bool:
+    """Whether pods of this attempt were made already."""
+    if _upcoming(status) != status.attempt:
+        return False
+    return bool(view.pods or view.deleted_pods or ranges.parse(status.started_nodes))

@@ -1,0 +1,297 @@
+"""All pods of a job or none: which scheduler or queue admits them, and what its owner sees while it waits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from worlds import World, digits, job
+
+from ddpjob_operator.gangs import ADAPTERS, choice, native
+from ddpjob_operator.job import api
+from ddpjob_operator.observed.groups import Admission, GangApi
+from ddpjob_operator.plan.actions import CreateGroup, CreatePod, CreateService, DeleteGroup, DeletePod, Settings
+from ddpjob_operator.pods import build
+
+SERVED = {"native": GangApi("scheduling.k8s.io/v1alpha2")}
+OFF = "gang native is not switched on in this operator (the chart's value gang.native.enabled)"
+# A queue in front of the scheduler, as far as the rules know it.
+QUEUE = dataclasses.replace(native.ADAPTER, name="kueue", kind="Workload", per_attempt=False, admits_first=True)
+
+
+def gang(**spec: Any) -> World:
+    """A job of two nodes where the API server serves PodGroups."""
+    return digits(**spec).serves()
+
+
+def queued(**spec: Any) -> World:
+    """A job in a queue."""
+    world = World(replace(job(), spec=replace(job(**spec).spec, gang="kueue"))).serves("kueue")
+    world.settings = Settings(adapters={**ADAPTERS, "kueue": QUEUE})
+    return world
+
+
+def test_without_any_of_these_apis_a_job_and_its_status_are_as_they_always_were() -> None:
+    world = digits().running()
+    assert world.status.gang is None
+    assert world.groups == {}
+
+
+@pytest.mark.parametrize(
+    ("spec", "apis", "kind", "why"),
+    [
+        ({}, SERVED, "native", "the API server serves scheduling.k8s.io/v1alpha2"),
+        ({}, {}, "none", OFF),
+        ({}, {"native": GangApi(why_not="it does not")}, "none", "it does not"),
+        ({"nodes": 1}, SERVED, "none", "one node needs no gang"),
+        ({"gang": "none"}, SERVED, "none", "spec.gang is none"),
+        ({"gang": "native"}, {}, "native", "spec.gang is native"),
+        ({"topologyKey": "rack"}, {}, "native", "spec.topologyKey needs a gang"),
+    ],
+)
+def test_auto_takes_what_the_api_server_serves_and_says_why(
+    spec: dict[str, Any], apis: dict[str, GangApi], kind: str, why: str
+) -> None:
+    assert choice.choose(job(**spec), apis) == (kind, why)
+
+
+def test_a_job_for_another_scheduler_gets_no_group_that_this_scheduler_would_not_read() -> None:
+    template = {"spec": {"schedulerName": "volcano", "containers": [{"name": "trainer", "image": "i"}]}}
+    assert choice.choose(job(template=template), SERVED) == ("none", "the template's schedulerName is volcano")
+
+
+def test_the_group_comes_before_the_pods_and_the_status_says_which_and_why() -> None:
+    world = gang()
+    kinds = [type(action) for action in world.step().actions]
+    assert kinds == [CreateService, CreateGroup, CreatePod, CreatePod]
+    assert world.status.gang == api.Gang(
+        kind="native", attempt=1, why="the API server serves scheduling.k8s.io/v1alpha2"
+    )
+    assert list(world.groups) == ["digits-1"]
+
+
+def test_a_job_that_wants_a_gang_makes_no_pod_where_there_is_none() -> None:
+    """A part of its pods would hold nodes that another job waits for."""
+    world = digits(gang="native").settle()
+    assert (world.names(), world.status.state, world.status.reason) == ([], "Pending", "GangUnavailable")
+    assert world.status.message == f"no pod is made without its gang: {OFF}"
+    world.serves().running()
+    assert world.status.state == "Running"
+
+
+def test_a_job_that_began_without_a_gang_goes_on_so_and_the_next_attempt_has_one() -> None:
+    """An operator that is upgraded, or has the gang switched on, meets jobs that run."""
+    world = digits().running().serves().settle()
+    assert world.groups == {}
+    world.exits(0, code=1).restarted()
+    assert list(world.groups) == ["digits-2"]
+
+
+def test_each_attempt_has_a_group_of_its_own_which_goes_when_its_pods_have_ended() -> None:
+    world = gang().running().admits()
+    world.exits(0, code=1).settle()
+    assert list(world.groups) == ["digits-1"], "a pod of it still stops"
+    world.stops_all().settle()
+    assert list(world.groups) == ["digits-2"]
+
+
+def test_a_replaced_pod_joins_the_group_of_its_attempt() -> None:
+    world = World(job(container={"command": ["ddprun", "train.py"]})).serves().running()
+    world.evicted(1, "Evicted").settle()
+    assert world.names()[-1] == "digits-1-1-r1"
+    assert list(world.groups) == ["digits-1"]
+
+
+@pytest.mark.parametrize("end", ["suspended", "succeeded", "failed"])
+def test_a_job_that_ends_or_is_suspended_leaves_no_group_behind(end: str) -> None:
+    """A group that is left counts against the quota of its kind, and puzzles whoever reads it."""
+    world = gang(backoffLimit=0).running().admits()
+    if end == "suspended":
+        world.change(suspend=True).settle()
+        assert world.groups, "its pods still stop"
+        world.stops_all()
+    elif end == "succeeded":
+        world.exits(0).exits(1)
+    else:
+        world.exits(0, code=1).settle().stops_all()
+    world.settle()
+    assert world.groups == {}
+    assert world.status.state == {"suspended": "Suspended", "succeeded": "Succeeded", "failed": "Failed"}[end]
+
+
+def test_a_job_that_resumes_gets_the_group_of_its_next_attempt() -> None:
+    world = gang().running().change(suspend=True).settle().stops_all().settle()
+    world.change(suspend=False).settle()
+    assert (list(world.groups), world.names()) == (["digits-2"], ["digits-2-0", "digits-2-1"])
+
+
+def test_a_group_that_was_deleted_by_hand_is_made_again_for_pods_that_wait() -> None:
+    """A pod whose group is missing waits for ever."""
+    world = gang().started()
+    world.groups.clear()
+    assert world.plan().actions == (CreateGroup("native", 1),)
+    world.running()
+    world.groups.clear()
+    assert world.plan().actions == (), "whoever is placed needs it no more"
+
+
+def test_a_kind_that_vanishes_while_a_job_runs_disturbs_nothing() -> None:
+    world = gang().running().admits()
+    world.gang_apis["native"] = GangApi(why_not="the API server does not serve podgroups")
+    assert world.settle().status.state == "Running"
+    world.exits(0, code=1).restarted()
+    assert (world.status.gang or api.Gang(kind="native")).kind == "none", "auto goes on without it"
+    assert world.names() == ["digits-1-0", "digits-2-0", "digits-2-1"]
+
+
+def test_a_kind_that_vanishes_keeps_a_job_that_insists_on_it_from_starting_in_parts() -> None:
+    world = gang(gang="native").running().admits()
+    world.gang_apis["native"] = GangApi(why_not="the API server does not serve podgroups")
+    world.exits(0, code=1).restarted()
+    assert (world.status.reason, world.names()) == ("GangUnavailable", ["digits-1-0"])
+
+
+def test_a_gang_that_waits_says_why_for_whom_and_for_how_long() -> None:
+    world = gang().started().unschedulable(0, "0/2 nodes are available").unschedulable(1, "0/2 nodes are available")
+    world.neighbours = {"resnet": 2}
+    world.settle()
+    assert (world.status.state, world.status.reason) == ("Pending", "Unschedulable")
+    assert world.status.message == (
+        "Unschedulable: 2 of 2 pods wait to be placed together: 0/2 nodes are available; nodes are held by resnet "
+        "(2 nodes)"
+    )
+    due = world.plan().requeue_at
+    assert due is not None
+    assert (due - world.now).total_seconds() == 60
+    world.after(61).admits("waiting", "minCount 2 is not satisfied").settle()
+    assert world.status.message.endswith(
+        "placed together: minCount 2 is not satisfied; nodes are held by resnet (2 nodes), for more than 1m"
+    )
+
+
+def test_the_start_deadline_releases_a_gang_and_the_next_try_has_its_own() -> None:
+    world = gang(startDeadlineSeconds=60).started().unschedulable(0, "no room").unschedulable(1, "no room").after(61)
+    world.settle().stops_all().settle()
+    assert (world.status.reason, world.names(), world.groups) == ("StartBackOff", [], {})
+    again = world.plan().requeue_at
+    assert again is not None
+    world.after((again - world.now).total_seconds()).settle()
+    assert list(world.groups) == ["digits-2"]
+
+
+def test_an_elastic_job_is_placed_as_soon_as_the_least_of_its_nodes_can_be() -> None:
+    elastic = job(nodes=4, minNodes=2)
+    assert native.body(elastic, 1, "v")["spec"]["schedulingPolicy"] == {"gang": {"minCount": 2}}
+
+
+def test_a_group_of_somebody_else_is_never_deleted() -> None:
+    world = gang().started()
+    ours = world.groups["digits-1"]
+    world.groups["digits-0"] = dataclasses.replace(ours, name="digits-0", owner_uid="somebody", attempt=0)
+    assert not any(isinstance(action, DeleteGroup) for action in world.settle().step().actions)
+
+
+# ---------------------------------------------------------------- native: objects as Kubernetes has them
+
+
+GROUP = {
+    "apiVersion": "scheduling.k8s.io/v1alpha2",
+    "kind": "PodGroup",
+    "metadata": {
+        "name": "digits-3",
+        "namespace": "default",
+        "labels": {"training.ddpjob.io/job": "digits", "training.ddpjob.io/attempt": "3"},
+        "ownerReferences": [
+            {
+                "apiVersion": "training.ddpjob.io/v1alpha1",
+                "kind": "DDPJob",
+                "name": "digits",
+                "uid": "7d0c6f1e-0000-4000-8000-000000000001",
+                "controller": True,
+            }
+        ],
+    },
+    "spec": {
+        "schedulingPolicy": {"gang": {"minCount": 2}},
+        "schedulingConstraints": {"topology": [{"key": "topology.kubernetes.io/rack"}]},
+        "priorityClassName": "research",
+    },
+}
+
+
+def test_a_pod_group_is_what_kubernetes_documents() -> None:
+    container = {"name": "trainer", "image": "i"}
+    template = {"spec": {"priorityClassName": "research", "containers": [container]}}
+    full = job(topologyKey="topology.kubernetes.io/rack", template=template)
+    assert native.body(full, 3, "scheduling.k8s.io/v1alpha2") == GROUP
+    assert native.body(job(), 3, "v")["spec"] == {"schedulingPolicy": {"gang": {"minCount": 2}}}
+
+
+def test_a_pod_names_the_group_of_its_attempt() -> None:
+    body = build.pod(job(), 3, 1)
+    native.pod(body, job(), 3)
+    assert body["spec"]["schedulingGroup"] == {"podGroupName": "digits-3"}
+
+
+@pytest.mark.parametrize("kind", ["PodGroupScheduled", "PodGroupInitiallyScheduled"])
+def test_the_condition_of_either_version_says_whether_a_group_is_placed(kind: str) -> None:
+    def says(**condition: str) -> Admission:
+        return native.read({"status": {"conditions": [{"type": kind, **condition}]}})
+
+    assert says(status="True").state == "admitted"
+    assert says(status="False", reason="Unschedulable", message="no room") == Admission("waiting", "no room")
+    assert says(status="False", reason="Unschedulable") == Admission("waiting", "Unschedulable")
+    assert native.read({}) == Admission("waiting")
+
+
+# ---------------------------------------------------------------- a queue, which admits before a pod is made
+
+
+def test_a_job_in_a_queue_has_one_group_for_its_life_and_no_pod_before_it_is_admitted() -> None:
+    world = queued(activeDeadlineSeconds=60).settle()
+    assert (list(world.groups), world.names(), world.status.state) == (["digits"], [], "Pending")
+    world.admits("waiting", "3 more GPUs are needed", place=4).settle()
+    assert world.status.message == "waiting in the queue: place 4: 3 more GPUs are needed"
+    world.after(3600).settle()
+    assert world.status.message.endswith(", for more than 1h")
+    assert world.status.start_time is None, "no deadline runs"
+    world.admits().running()
+    world.exits(0, code=1).restarted()
+    assert (list(world.groups), world.names()[1:]) == (["digits"], ["digits-2-0", "digits-2-1"])
+
+
+def test_an_eviction_stops_all_pods_with_their_full_grace_once_and_the_job_starts_when_it_is_admitted_again() -> None:
+    """A kill would cost the steps since the last snapshot."""
+    world = queued().settle().admits().running().admits("evicted", "preempted by resnet")
+    world.step()
+    assert (world.status.state, world.status.reason) == ("Suspended", "Evicted")
+    stops = [action for action in world.step().actions if isinstance(action, DeletePod)]
+    assert [stop.grace_seconds for stop in stops] == [None, None]
+    world.admits().settle()
+    assert len(world.names()) == 2, "admitted again too early: what stops, stops"
+    world.admits("waiting", "preempted by resnet").stops_all().settle()
+    assert (world.status.reason, world.status.start_time) == ("WaitingForAdmission", None)
+    world.admits().settle()
+    assert world.names() == ["digits-2-0", "digits-2-1"]
+    assert world.status.restarts is None or world.status.restarts.total == 0
+
+
+def test_a_group_of_a_queue_that_is_gone_is_an_eviction_and_is_asked_for_again() -> None:
+    """Without it others get the quota that the pods still use."""
+    world = queued().settle().admits().running()
+    world.groups.clear()
+    world.settle()
+    assert world.status.message == "evicted from its queue: its group is gone; 2 pods still stopping"
+    world.stops_all().settle()
+    assert list(world.groups) == ["digits"]
+
+
+def test_a_suspended_job_gives_its_place_back_when_its_pods_have_ended_and_queues_again() -> None:
+    world = queued().settle().admits().running().change(suspend=True).settle()
+    assert world.groups, "its pods still stop"
+    world.stops_all().settle()
+    assert world.groups == {}
+    world.change(suspend=False).settle()
+    assert (list(world.groups), world.names()) == (["digits"], [])
