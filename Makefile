@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 CRD    := charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml
+DASHBOARDS := charts/ddpjob-operator/files/dashboards
 # One pytest process a core; tests that share something name their group.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
 
@@ -32,6 +33,9 @@ check: install ## Style, types, layers, and that generated files are what the co
 	$(BIN)/python tools/messages_page.py | diff -u docs/messages.md - || (echo "make generate"; exit 1)
 	$(BIN)/python tools/check_page.py | diff -u docs/check.md - || (echo "make generate"; exit 1)
 	$(BIN)/ddpjob schema | diff -u docs/ddpjob.schema.json - || (echo "make generate"; exit 1)
+	$(BIN)/python tools/metrics_page.py | diff -u docs/metrics.md - || (echo "make generate"; exit 1)
+	@for name in fleet job; do $(BIN)/python tools/dashboards.py ddpjob-$$name | diff -u $(DASHBOARDS)/ddpjob-$$name.json - \
+	  || { echo "make generate"; exit 1; }; done
 
 quick: check ## Style, types, and the tests that start no process: what a change in the core or the chart needs first.
 	$(PYTEST) --quiet -m "not long" tests/unit tests/property tests/chart
@@ -41,7 +45,8 @@ test: check ## All tests; those that need a cluster run where KUBECONFIG names o
 	$(BIN)/python -m pytest -n 0 -m "not long" --durations 25 tests/api tests/cluster
 
 test-long: install ## What varies the promises of `make test` in hundreds of ways and takes hours: for the night.
-	$(PYTEST) -m long --durations 25
+	$(PYTEST) -m long --durations 25 --ignore tests/api --ignore tests/cluster
+	$(BIN)/python -m pytest -n 0 -m long --durations 25 tests/api tests/cluster
 	$(PYTEST) --quiet --hypothesis-profile night --timeout 1800 tests/property
 
 test-versions: install ## The library's and ddprun's tests with each Python from 3.10 on that is here, torch 2.4 and the newest (gigabytes).
@@ -83,6 +88,8 @@ generate: install ## Write the CRD and the reference from the types.
 	$(BIN)/python tools/messages_page.py > docs/messages.md
 	$(BIN)/python tools/check_page.py > docs/check.md
 	$(BIN)/ddpjob schema > docs/ddpjob.schema.json
+	$(BIN)/python tools/metrics_page.py > docs/metrics.md
+	for name in fleet job; do $(BIN)/python tools/dashboards.py ddpjob-$$name > $(DASHBOARDS)/ddpjob-$$name.json; done
 
 clean: ## Remove what was made here.
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

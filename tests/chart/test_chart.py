@@ -359,12 +359,75 @@ def test_jobs_on_the_hosts_network_can_be_let_through_by_address() -> None:
 def test_only_who_is_named_reads_metrics_through_a_network_policy() -> None:
     named = r"networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.kubernetes\.io/metadata\.name=monitoring"
     (policy,) = of_kind("NetworkPolicy", "networkPolicy.enabled=true", named)
-    health, status = policy["spec"]["ingress"]
+    metrics, status = policy["spec"]["ingress"]
     peer = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
-    assert health == {"ports": [{"port": "health"}], "from": [peer]}
+    assert metrics == {"ports": [{"port": "metrics"}], "from": [peer]}
     assert status["ports"] == [{"port": "status"}]
     (alone,) = of_kind("NetworkPolicy", "networkPolicy.enabled=true", "progress.enabled=false", named)
-    assert alone["spec"]["ingress"] == [health]
+    assert alone["spec"]["ingress"] == [metrics]
+
+
+def test_nothing_for_prometheus_or_grafana_is_created_unless_it_is_asked_for() -> None:
+    """A cluster without the Prometheus operator has no ServiceMonitor, and `helm install` would fail."""
+    kinds = {document["kind"] for document in objects()}
+    assert not kinds & {"ServiceMonitor", "PrometheusRule", "ConfigMap"}
+    assert len(of_kind("Service")) == 1
+    assert ports()["metrics"] == 8082
+    assert "metrics" not in ports("metrics.enabled=false")
+    assert variables("metrics.enabled=false")["DDPJOB_METRICS_PORT"] == "0"
+
+
+def test_a_service_monitor_finds_the_metrics_port_of_every_operator_and_keeps_the_jobs_namespace() -> None:
+    """Without honorLabels all jobs would seem to be in the operator's namespace."""
+    settings = ("metrics.serviceMonitor.enabled=true", "metrics.serviceMonitor.labels.release=prometheus")
+    (monitor,) = of_kind("ServiceMonitor", *settings)
+    status, metrics = sorted(of_kind("Service", *settings), key=lambda s: "-metrics" in s["metadata"]["name"])
+    wanted = monitor["spec"]["selector"]["matchLabels"]
+    assert wanted.items() <= metrics["metadata"]["labels"].items()
+    assert not wanted.items() <= status["metadata"]["labels"].items(), "the receiver of reports has no metrics"
+    assert metrics["spec"]["selector"].items() <= pod()["metadata"]["labels"].items()
+    assert metrics["spec"]["clusterIP"] == "None", "a balanced address would ask one of the pods each time"
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert (endpoint["port"], endpoint["honorLabels"]) == ("metrics", True)
+    assert metrics["spec"]["ports"][0]["targetPort"] in ports()
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["ddpjob"]}
+
+
+def test_the_rules_are_the_file_that_prometheus_itself_can_load() -> None:
+    settings = ("metrics.prometheusRule.enabled=true", "metrics.prometheusRule.labels.release=prometheus")
+    (rule,) = of_kind("PrometheusRule", *settings)
+    assert rule["spec"] == yaml.safe_load((CHART / "files" / "rules.yaml").read_text())
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_a_dashboard_of_all_jobs_and_one_of_a_job_carry_the_label_of_grafanas_sidecar() -> None:
+    found = of_kind("ConfigMap", "metrics.dashboards.enabled=true")
+    assert [c["metadata"]["labels"]["grafana_dashboard"] for c in found] == ["1", "1"]
+    texts = {name: text for c in found for name, text in c["data"].items()}
+    assert sorted(texts) == ["ddpjob-fleet.json", "ddpjob-job.json"]
+    for name, text in texts.items():
+        assert json.loads(text) == json.loads((CHART / "files" / "dashboards" / name).read_text())
+        assert len(text) < 1 << 19, "a ConfigMap has at most a megabyte"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("metrics.port=8080",), "healthPort and metrics.port: must differ, both are 8080"),
+        (("metrics.port=8081",), "progress.port and metrics.port: must differ, both are 8081"),
+        (("metrics.enabled=false", "metrics.serviceMonitor.enabled=true"), "needs metrics.enabled"),
+        (("metrics.serviceMonitor.interval=often",), "interval"),
+        (("metrics.dashboard.enabled=true",), "dashboard"),
+        (("metrics.perJob=maybe",), "perJob"),
+        (("logFormat=yaml",), "logFormat"),
+    ],
+    ids=str,
+)
+def test_a_mistake_in_the_settings_of_metrics_and_log_is_refused(settings: tuple[str, ...], said: str) -> None:
+    done = template(*settings)
+    assert done.returncode != 0
+    assert said in done.stderr
 
 
 def notes(folder: Path, *arguments: str) -> str:
@@ -479,6 +542,8 @@ def test_values_from_before_a_setting_was_there_give_the_same_objects() -> None:
         "keepFromAutoscalers",
         "extraEnv",
         "claimNamespace",
+        "metrics",
+        "logFormat",
         "gang",
     )
     policy = ("networkPolicy.enabled=true",)
@@ -647,7 +712,7 @@ def test_every_value_is_explained_where_it_stands() -> None:
     settings = [n for n, line in enumerate(ours) if re.match(r"^ *[a-zA-Z]+: *\S|^[a-zA-Z]+:", line)]
     open_ones = [ours[n] for n in settings if n == 0 or not ours[n - 1].lstrip().startswith("#")]
     # A heading's settings are explained one by one; these speak for themselves.
-    headings = {"image:", "serviceAccount:", "progress:", "networkPolicy:", "gang:", "  native:"}
+    headings = {"image:", "serviceAccount:", "progress:", "metrics:", "networkPolicy:", "gang:", "  native:"}
     obvious = {
         "  pullPolicy: IfNotPresent",
         "  annotations: {}",

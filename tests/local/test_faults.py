@@ -26,6 +26,15 @@ COUNTS = """
         ddpjob.progress(step=step, total=50)
     print("done after", 50 - first, "steps in attempt", os.environ["DDPJOB_ATTEMPT"])
 """
+# The same where no rank is a step ahead of the other, as under DDP: a rank that waits goes on reporting.
+COUNTS_TOGETHER = COUNTS.replace(
+    "time.sleep(0.1)",
+    """pathlib.Path(f"at-{rank}").write_text(str(step))
+        other = pathlib.Path(f"at-{1 - int(rank)}")
+        while not other.exists() or int(other.read_text() or 0) < step - 1:
+            time.sleep(0.01)
+        time.sleep(0.05)""",
+)
 
 
 def run(cli: Cli, *words: object, script: str = COUNTS, **spec: Any) -> tuple[Any, dict[str, Any], str]:
@@ -57,7 +66,9 @@ def test_a_rank_that_breaks_at_a_step_restarts_the_group_which_goes_on_from_what
 
 def test_a_rank_that_hangs_is_found_named_and_restarted(cli: Cli) -> None:
     grace = "spec.template.spec.terminationGracePeriodSeconds=2"  # it does not end by itself: else 30 s
-    done, status, told = run(cli, "--fail", "rank=0,step=25,hang", "--set", grace, stall={"timeoutSeconds": 3})
+    done, status, told = run(
+        cli, "--fail", "rank=0,step=25,hang", "--set", grace, script=COUNTS_TOGETHER, stall={"timeoutSeconds": 3}
+    )
     assert done.returncode == 0
     assert "rank 0 (node 0) " in told
     assert status["restarts"]["stall"] == 1

@@ -111,7 +111,7 @@ def test_each_note_trains_in_one_world_and_ends_with_the_same_parameters(cli: Cl
 @pytest.mark.parametrize("how", LAUNCHERS)
 def test_under_each_launcher_ranks_meet_by_env_tcp_and_file(cli: Cli, alone: str, how: str) -> None:
     # As few processes as tell it: torchrun and mp.spawn import torch beside their ranks. At night the notes have more.
-    nodes, nproc = {"spawn": (1, 2), "ddprun": (2, 2)}.get(how, (2, 1))
+    nodes, nproc = {"spawn": (1, 2), "ddprun": (1, 2)}.get(how, (2, 1))
     job = cli.file(EVERY_METHOD, nodes=nodes, nprocPerNode=nproc)
     body = yaml.safe_load(job.read_text())
     trainer = body["spec"]["template"]["spec"]["containers"][0]

@@ -1,4 +1,4 @@
-"""A thousand lives of a job, each with its own faults. `make simulate SEEDS=100000` for more."""
+"""Hundreds of lives of a job, each with its own faults. `make simulate SEEDS=100000` for more."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from simulation import simulate
 pytestmark = pytest.mark.timeout(900)  # CPU bound: a busy machine needs longer
 ROOT = Path(__file__).parents[2]
 BLOCK = 125
-FIXED = range(0, 500, BLOCK)
+FIXED = range(0, 250, BLOCK)
 OF_THIS_TREE = range(0, 500, BLOCK)
-LONG = range(500, 2000, BLOCK)
+LONG = range(250, 2000, BLOCK)
 # Seeds that have shown a bug once. As the code changes a seed tells another story, but these cost little.
 ONCE_FAILED = (
     *(22, 42, 63, 69, 91, 150, 191, 233, 335, 534, 812),

@@ -20,7 +20,7 @@ def told(world: World) -> list[str]:
     for _ in range(10):
         job = world.job
         todo = world.step()
-        lines += decisions.lines(job, todo)
+        lines += [line.text for line in decisions.lines(job, todo)]
         if todo.status is None and not todo.actions:
             return lines
     raise AssertionError(lines)
@@ -86,9 +86,13 @@ def test_the_lines_are_in_the_log_at_the_level_that_it_comes_with(caplog: pytest
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({}, "watches all namespaces; Lease: none; progress: off; settings other than the defaults: none"),
+        (
+            {},
+            "watches all namespaces; Lease: none; progress: off; metrics: off; settings other than the defaults: none",
+        ),
         ({"DDPJOB_WATCH_NAMESPACES": "a,b"}, "watches namespaces a, b;"),
         ({"DDPJOB_LEASE_NAMESPACE": "ddpjob"}, "Lease: ddpjob/ddpjob-operator;"),
+        ({"DDPJOB_METRICS_PORT": "8082"}, "metrics: port 8082;"),
         ({"DDPJOB_STATUS_URL": "http://here/v1/progress"}, "progress: http://here/v1/progress;"),
         (
             {"DDPJOB_LOST_NODE_SECONDS": "60", "DDPJOB_KEEP_LOG_TAIL": "false", "DDPJOB_LEASE_SECONDS": "60"},
@@ -104,6 +108,7 @@ def test_the_first_line_says_what_is_watched_and_what_was_set(variables: dict[st
 def test_every_setting_that_an_administrator_may_change_is_in_the_first_line() -> None:
     values = {"DDPJOB_LOG_LEVEL": "DEBUG", "DDPJOB_LOST_NODE_SECONDS": "1", "DDPJOB_KEEP_LOG_TAIL": "false"}
     values |= {"DDPJOB_KEEP_FROM_AUTOSCALERS": "false", "DDPJOB_CLAIM_NAMESPACE": "ops", "DDPJOB_LEASE_SECONDS": "60"}
+    values |= {"DDPJOB_LOG_FORMAT": "json", "DDPJOB_METRICS_OF_JOBS": "false"}
     values |= {"DDPJOB_LEASE_RENEW_SECONDS": "40", "DDPJOB_LEASE_RETRY_SECONDS": "5"}
     said = OperatorSettings.read(values).summary()
     assert dict(re.findall(r"(DDPJOB_\w+)=([^,]+)", said)) == values

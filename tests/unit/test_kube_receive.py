@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from ddpjob.reporting.progress import encode, send
-from ddpjob_operator.kube import receive
+from ddpjob_operator.kube import bounded_server, receive
 from ddpjob_operator.kube.receive import PATH, Receiver, Sender
 from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.tokens import BadTokenError, BoundPod, NoKeysError
@@ -257,7 +257,7 @@ def test_accounts_of_pods_that_ended_are_forgotten(world: World, monkeypatch: py
 def test_a_peer_that_is_slow_to_send_its_headers_is_cut_off(
     world: World, monkeypatch: pytest.MonkeyPatch, start: bytes
 ) -> None:
-    monkeypatch.setattr(receive, "HEADER_SECONDS", 0.1)
+    monkeypatch.setattr(bounded_server, "HEADER_SECONDS", 0.1)
     assert b"HTTP" not in world.raw(start)
 
 
@@ -295,7 +295,7 @@ def test_a_connection_that_falls_silent_after_a_report_is_closed(world: World, m
 def test_connections_beyond_the_bound_are_cut_while_all_others_are_being_answered(
     world: World, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
-    monkeypatch.setattr(receive, bound, 3)
+    monkeypatch.setattr(bounded_server, bound, 3)
     with ExitStack() as stack:
         sockets = [stack.enter_context(closing(world.socket())) for _ in range(3)]
         for each in sockets:
@@ -311,7 +311,7 @@ def test_connections_beyond_the_bound_are_cut_while_all_others_are_being_answere
 def test_a_connection_that_waits_for_its_next_report_gives_way_to_one_that_has_a_report(
     world: World, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
-    monkeypatch.setattr(receive, bound, 3)
+    monkeypatch.setattr(bounded_server, bound, 3)
     with ExitStack() as stack:
         clients = [stack.enter_context(closing(world.client())) for _ in range(3)]
         assert [world.post_on(client, {"step": 1})[0] for client in clients] == [204] * 3
@@ -324,8 +324,8 @@ def test_seventeen_peers_that_fill_all_connections_and_say_nothing_cost_nobody_a
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They pushed out 13 of 60 reports, and left a stack in the log for each connection that was cut."""
-    monkeypatch.setattr(receive, "CONNECTIONS_MAX", 100)
-    monkeypatch.setattr(receive, "CONNECTIONS_PER_ADDRESS_MAX", 8)
+    monkeypatch.setattr(bounded_server, "CONNECTIONS_MAX", 100)
+    monkeypatch.setattr(bounded_server, "CONNECTIONS_PER_ADDRESS_MAX", 8)
     with ExitStack() as stack:
         taken = []
         for turn in range(20):
@@ -346,7 +346,7 @@ def test_seventeen_peers_that_fill_all_connections_and_say_nothing_cost_nobody_a
 def test_whoever_opens_too_many_closes_his_own_and_not_those_of_others(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receive, "CONNECTIONS_MAX", 5)
+    monkeypatch.setattr(bounded_server, "CONNECTIONS_MAX", 5)
     with closing(world.socket()) as slow, ExitStack() as stack:
         slow.sendall(world.head("Content-Length: 11")[:40])
         for _ in range(20):

@@ -49,6 +49,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end }}
 
+{{/* The port of /metrics; 0: none. The values of an older release (--reuse-values) have no `metrics`. */}}
+{{- define "ddpjob.metricsPort" -}}
+{{- $metrics := .Values.metrics | default dict -}}
+{{- if eq (toString $metrics.enabled) "false" }}0{{ else }}{{ $metrics.port | default 8082 | int }}{{ end -}}
+{{- end }}
+
 {{- define "ddpjob.statusURL" -}}
 {{- .Values.progress.url | default (printf "http://%s-status.%s.svc:%v/v1/progress" (include "ddpjob.name" .) .Release.Namespace .Values.progress.port) -}}
 {{- end }}
@@ -62,6 +68,8 @@ DDPJOB_POD_NAME: the pod's own
 DDPJOB_POD_IP: the pod's own
 DDPJOB_WATCH_NAMESPACES: watchNamespaces
 DDPJOB_HEALTH_PORT: healthPort
+DDPJOB_METRICS_PORT: metrics.port
+DDPJOB_METRICS_OF_JOBS: metrics.perJob
 DDPJOB_STATUS_PORT: progress.port
 DDPJOB_STATUS_URL: progress.url
 DDPJOB_LOST_NODE_SECONDS: lostNodeSeconds
@@ -69,6 +77,7 @@ DDPJOB_KEEP_LOG_TAIL: keepLogTail
 DDPJOB_KEEP_FROM_AUTOSCALERS: keepFromAutoscalers
 DDPJOB_GANGS: gang
 DDPJOB_LOG_LEVEL: logLevel
+DDPJOB_LOG_FORMAT: logFormat
 {{- end }}
 
 {{/* The adapters that are switched on; the values of an older release (--reuse-values) have none. */}}
@@ -84,6 +93,17 @@ DDPJOB_LOG_LEVEL: logLevel
 {{- define "ddpjob.check" -}}
 {{- if and .Values.progress.enabled (eq (int .Values.healthPort) (int .Values.progress.port)) -}}
 {{- fail (printf "healthPort and progress.port: must differ, both are %d" (int .Values.healthPort)) -}}
+{{- end -}}
+{{- $metrics := .Values.metrics | default dict -}}
+{{- $port := include "ddpjob.metricsPort" . | int -}}
+{{- if eq $port (int .Values.healthPort) -}}
+{{- fail (printf "healthPort and metrics.port: must differ, both are %d" $port) -}}
+{{- end -}}
+{{- if and .Values.progress.enabled (eq $port (int .Values.progress.port)) -}}
+{{- fail (printf "progress.port and metrics.port: must differ, both are %d" $port) -}}
+{{- end -}}
+{{- if and (eq $port 0) ($metrics.serviceMonitor | default dict).enabled -}}
+{{- fail "metrics.serviceMonitor.enabled: needs metrics.enabled, for nothing is served without it" -}}
 {{- end -}}
 {{- $set := include "ddpjob.variables" . | fromYaml -}}
 {{- $seen := dict -}}

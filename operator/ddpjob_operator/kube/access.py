@@ -34,7 +34,7 @@ class Right:
 
 RIGHTS = (
     Right(api.GROUP, api.PLURAL, ("get", "list", "watch"), "to see the jobs"),
-    Right(api.GROUP, f"{api.PLURAL}/status", ("update",), "to write how they are"),
+    Right(api.GROUP, f"{api.PLURAL}/status", ("update",), "to write their status"),
     Right(api.GROUP, api.PLURAL, ("delete",), "for ttlSecondsAfterFinished"),
     Right("", "pods", ("get", "list", "watch", "create", "patch", "delete"), "the nodes of a job"),
     Right("", "services", ("get", "list", "watch", "create"), "the DNS names of a job; deleted with it by its owner"),

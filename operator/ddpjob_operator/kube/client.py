@@ -97,10 +97,13 @@ class Client:
         log_in: Callable[[], kopf.ConnectionInfo] = login,
         limits: RequestLimits = RequestLimits(),
         may_write: Callable[[str], bool] = lambda _path: True,
+        answered: Callable[..., None] = lambda *_, **__: None,
     ) -> None:
-        """may_write: asked with the path right before each try of a write, which is not sent where it returns False."""
+        """may_write: asked with the path right before each try of a write, which is not sent where it returns False.
+        answered: told of each answer (measuring.Requests)."""
         self.limits = limits
         self._may_write = may_write
+        self._answered = answered
         self._log_in = log_in
         self._lock = asyncio.Lock()
         self._info: kopf.ConnectionInfo | None = None
@@ -190,8 +193,11 @@ class Client:
         )
         session, info = await self._session()
         url = info.server.rstrip("/") + path
+        began, code = time.monotonic(), NO_ANSWER
         try:
             async with session.get(url, params=params, headers=self._headers, timeout=timeout) as response:
+                code = response.status
+                self._answered("GET", path, code, time.monotonic() - began, watch=True)
                 if response.status >= 400:
                     await self._refused(response.status, info)
                     raise _error(response.status, await response.read(), response.headers)
@@ -201,6 +207,8 @@ class Client:
                         raise _error_of(event["object"])
                     yield event
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, reading.BadJsonError) as error:
+            if code == NO_ANSWER:
+                self._answered("GET", path, code, time.monotonic() - began, watch=True)
             raise _no_answer("GET", path, error) from None
 
     async def _request(self, method: str, path: str, params: Mapping[str, str] | None, body: Raw | None = None) -> Raw:
@@ -242,14 +250,18 @@ class Client:
         changes_something = method != "GET" and not path.startswith("/apis/authorization.k8s.io/")
         if changes_something and not self._may_write(path):
             raise ApiError(NO_ANSWER, "NotLeading", f"{method} {path}: not sent, for another operator may lead by now")
+        began, code = time.monotonic(), NO_ANSWER
         try:
             async with session.request(method, url, params=params, data=data, headers=headers) as response:
+                code = response.status
                 content = await _read(response, bytes_max)
                 if response.status >= 400:
                     raise _error(response.status, content, response.headers)
                 return content
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             raise _no_answer(method, path, error) from None
+        finally:
+            self._answered(method, path, code, time.monotonic() - began)
 
     def _wait_before_next_try(self, error: ApiError, attempt: int) -> float | None:
         """Seconds; None: the error stands."""

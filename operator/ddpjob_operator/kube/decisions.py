@@ -1,31 +1,92 @@
-"""What the operator's log says of a plan: a line for each decision, and none where nothing is new. Events of a job are
-gone after an hour; these lines stay as long as the cluster keeps logs."""
+"""What the operator's log says of a plan. At INFO a line for each piece of news, and none where nothing is new; at
+DEBUG one for each plan that does anything. Events of a job are gone after an hour; these lines stay as long as the
+cluster keeps logs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.job import api, reasons
-from ddpjob_operator.plan.actions import DeleteJob, Plan
+from ddpjob_operator.job.status import apart_from_progress
+from ddpjob_operator.plan.actions import Action, CreatePod, CreateService, DeleteJob, DeletePod, EndPod, Plan
+from ddpjob_operator.pods import naming
 
 MESSAGE_MAX = 500
+PODS_MAX = 8
 # Between the creation of the pods and what they come to, which has a line; and after a restart, which has one.
 _PASSING = frozenset({reasons.STARTING_TRAINERS.name})
 _AFTER_RESTART = frozenset({reasons.CREATING_PODS.name, reasons.WAITING_FOR_OLD_PODS.name})
 
 
-def lines(job: api.DDPJob, todo: Plan) -> Iterator[str]:
+class Line(NamedTuple):
+    """One line of the log, and what it is about."""
+
+    text: str
+    job: str
+    """namespace/name."""
+    attempt: int
+    pod: str = ""
+    """The pod that the decision is about: the one that failed, or the only one that is created or stopped. Empty: it is
+    about all of them."""
+
+    def fields(self) -> dict[str, object]:
+        """For a log of JSON lines; the same keys in each."""
+        return {"job": self.job, "attempt": self.attempt, "pod": self.pod}
+
+
+def lines(job: api.DDPJob, todo: Plan) -> Iterator[Line]:
     """Job, attempt, what, and why. job: with the status before the plan."""
     old, new = job.status, todo.status or job.status
-    where = f"{job.metadata.namespace}/{job.metadata.name}"
+    where = _where(job)
+    pod = _failed_pod(old, new)
     if _is_news(old, new):
-        yield f"{where} {_attempt(old, new)}: {_state(old, new)}: {shown(new.message, MESSAGE_MAX)}"
+        text = f"{where} {_attempt(old, new)}: {_state(old, new)}: {shown(new.message, MESSAGE_MAX)}"
+        yield Line(text, where, new.attempt, pod)
     for event in todo.events:
         if event.reason != new.reason:  # a change of state has its line
-            yield f"{where} attempt {new.attempt}: {event.reason}: {shown(event.message, MESSAGE_MAX)}"
+            text = f"{where} attempt {new.attempt}: {event.reason}: {shown(event.message, MESSAGE_MAX)}"
+            yield Line(text, where, new.attempt, pod)
     if any(isinstance(action, DeleteJob) for action in todo.actions):
-        yield f"{where}: deleted with its pods, because ttlSecondsAfterFinished is over"
+        yield Line(f"{where}: deleted with its pods, because ttlSecondsAfterFinished is over", where, new.attempt)
+
+
+def decision(job: api.DDPJob, todo: Plan) -> Line | None:
+    """The plan in one line; None where it does nothing but note progress."""
+    old, new = job.status, todo.status or job.status
+    if not todo.actions and apart_from_progress(old) == apart_from_progress(new):
+        return None
+    done = [*(["the status is written"] if todo.status is not None else []), *_actions(job, todo.actions)]
+    pods = _pods(job, todo.actions)
+    where, pod = _where(job), pods[0] if len(pods) == 1 else _failed_pod(old, new)
+    text = f"{where} {_attempt(old, new)}: decided, being {_state(old, new)}: {', '.join(done)}"
+    return Line(shown(text, 2 * MESSAGE_MAX), where, new.attempt, pod)
+
+
+def _actions(job: api.DDPJob, actions: Sequence[Action]) -> Iterator[str]:
+    words = {CreateService: "create the Service", DeleteJob: "delete the job"}
+    yield from (words[type(action)] for action in actions if type(action) in words)
+    for kind, verb in ((CreatePod, "create"), (EndPod, "end"), (DeletePod, "delete")):
+        if names := _pods(job, [action for action in actions if isinstance(action, kind)]):
+            more = f" and {len(names) - PODS_MAX} more" if len(names) > PODS_MAX else ""
+            yield f"{verb} {' '.join(names[:PODS_MAX])}{more}"
+
+
+def _pods(job: api.DDPJob, actions: Sequence[Action]) -> list[str]:
+    made = [naming.pod_name(job, a.attempt, a.place, a.replacement) for a in actions if isinstance(a, CreatePod)]
+    return [*made, *(a.name for a in actions if isinstance(a, (DeletePod, EndPod)))]
+
+
+def _failed_pod(old: api.Status, new: api.Status) -> str:
+    """That of a failure which is news, or which the job has not restarted from."""
+    failure = new.last_failure
+    is_about = failure != old.last_failure or new.state in ("Restarting", "Failing", "Failed")
+    return failure.pod if failure is not None and is_about else ""
+
+
+def _where(job: api.DDPJob) -> str:
+    return f"{job.metadata.namespace}/{job.metadata.name}"
 
 
 def _is_news(old: api.Status, new: api.Status) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ddpjob_operator.job import api, reasons
 from ddpjob_operator.kube.client import ApiError, Client, Raw
-from ddpjob_operator.kube.queue import Queue
+from ddpjob_operator.kube.queue import Queue, Watcher
 from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.store import Key
 from ddpjob_operator.plan.actions import Event
@@ -35,7 +35,7 @@ class _Waiting:
 class Events:
     """Takes events at once and sends them from tasks of its own; what is more than QUEUE_MAX at a time is dropped."""
 
-    def __init__(self, client: Client, runtime: Runtime, *, instance: str = "") -> None:
+    def __init__(self, client: Client, runtime: Runtime, *, instance: str = "", watcher: Watcher | None = None) -> None:
         self._client = client
         self._clock = runtime.clock
         self._runtime = runtime
@@ -43,7 +43,7 @@ class Events:
         self._waiting: dict[str, collections.deque[_Waiting]] = {}
         """By the uid of the job, in their order."""
         self._count = 0
-        self._queue: Queue[Key] = Queue(self._send_next, runtime, at_a_time=8, of_namespace=4)
+        self.queue: Queue[Key] = Queue(self._send_next, runtime, at_a_time=8, of_namespace=4, watcher=watcher)
         """Of jobs, by namespace and uid: one event at a time of each, so that they arrive in their order."""
         self._sent: collections.OrderedDict[tuple[str, str, str], float] = collections.OrderedDict()
         self._logged = ""
@@ -62,11 +62,11 @@ class Events:
                     _Waiting(job, event, now, self._clock() + wait)
                 )
                 self._count += 1
-                self._queue.add((job.namespace, job.uid), wait)
+                self.queue.add((job.namespace, job.uid), wait)
 
     async def run(self) -> None:
         """Until cancelled; then those under way are cancelled too."""
-        await self._queue.run()
+        await self.queue.run()
 
     def _has_room(self, job: api.Metadata) -> bool:
         """Where all is full, what waits in the fullest namespace makes room, unless that is the job's own."""

@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube import decisions, observe
+from ddpjob_operator.kube import observe
 from ddpjob_operator.kube.client import ApiError, Client, Raw, collection
 from ddpjob_operator.kube.events import Events
 from ddpjob_operator.kube.job_state import JobState
@@ -58,6 +58,8 @@ class Executor:
     progressed: Callable[[Key], None] = lambda _key: None
     """Called for a job whenever a request for it has its turn or its answer."""
     keep_from_autoscalers: bool = True
+    recorded: Callable[[api.DDPJob, Plan, JobState], None] = lambda _job, _todo, _state: None
+    """Called with the job as it was, once the status of a plan is written and before the rest is carried out."""
     # Apart, so that slow creates hold up no delete.
     creates: Shares = field(default_factory=Shares)
     deletes: Shares = field(default_factory=Shares)
@@ -69,13 +71,12 @@ class Executor:
 
         What the server refuses to create is no error: it is in `state` then, for the next round to report.
         """
-        decided = list(decisions.lines(job, todo))
+        before = job
         if todo.status is not None:
             await self._replace_status(job.metadata, msgspec.to_builtins(todo.status))
             # A pod gets what is left of the budgets, and this status may be the first that counts a restart in place.
             job = msgspec.structs.replace(job, status=todo.status)
-        for line in decided:
-            self.runtime.log.info("%s", line)
+        self.recorded(before, todo, state)
         # Events report what the status has recorded, so they do not wait for requests that come after it and may fail.
         self.events.send(job.metadata, todo.events, self.runtime.now())
         deletes = [partial(self._delete, job, a) for a in todo.actions if isinstance(a, DeletePod)]

@@ -36,6 +36,7 @@ class Gang:
         changed: Callable[[Key], None],
         found: Callable[[], None],
         runtime: Runtime,
+        restarted: Callable[[str, str], None] = lambda _plural, _cause: None,
     ) -> None:
         """namespaces: those that are watched, "" is all. changed: called for a job whose objects have changed; found:
         where another version is served than before, or none."""
@@ -44,6 +45,7 @@ class Gang:
         self.store: Store[Group] = Store(observe.group(adapter), key_of, lambda key, _old, _new: changed(key))
         self._reflectors: list[Reflector] = []
         self._client, self._namespaces, self._found, self._runtime = client, namespaces, found, runtime
+        self._restarted = restarted
         self._is_known = False
 
     def is_ready(self, namespace: str) -> bool:
@@ -92,6 +94,7 @@ class Gang:
                 self.store,
                 path=self.path(namespace),
                 runtime=self._runtime,
+                restarted=self._restarted,
             )
             for namespace in self._namespaces
         ]

@@ -1,4 +1,4 @@
-"""/healthz, which the kubelet asks, and /metrics. Not kopf's own probe: that one answers only after kopf's startup
+"""/healthz, which the kubelet asks. Not kopf's own probe: that one answers only after kopf's startup
 handlers, so a pod that waits for the CRD would be killed for waiting (kopf 1.45)."""
 
 from __future__ import annotations
@@ -7,14 +7,12 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from ddpjob_operator.kube import metrics
-
 
 async def serve_health(
-    port: int, unhealthy: Callable[[], str], remark: Callable[[], str] = str, measured: Callable[[], str] = str
+    port: int, unhealthy: Callable[[], str], remark: Callable[[], str] = str
 ) -> web.AppRunner | None:
-    """/healthz: 503 with the reason while `unhealthy` gives one, else 200, with the remark in both. /metrics: the text
-    that `measured` gives. Port 0: nothing listens."""
+    """/healthz: 503 with the reason while `unhealthy` gives one, else 200, with the remark in both. Port 0: nothing
+    listens."""
     if port == 0:
         return None
 
@@ -22,12 +20,8 @@ async def serve_health(
         why, more = unhealthy(), remark()
         return web.Response(status=503 if why else 200, text=f"{why or 'ok'}{more and f'; {more}'}\n")
 
-    async def measure(_: web.Request) -> web.Response:
-        return web.Response(text=measured(), headers={"Content-Type": metrics.CONTENT_TYPE})
-
     app = web.Application()
     app.router.add_get("/healthz", answer)
-    app.router.add_get("/metrics", measure)
     # The kubelet connects again for each probe, so an idle connection is of no use to it.
     runner = web.AppRunner(app, access_log=None, keepalive_timeout=5.0)
     await runner.setup()

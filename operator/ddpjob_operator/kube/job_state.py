@@ -13,6 +13,7 @@ import msgspec
 from ddpjob_operator.job import api, validation
 from ddpjob_operator.job.times import Clock
 from ddpjob_operator.kube.store import Jobs, Key
+from ddpjob_operator.metrics.of_change import Restart
 from ddpjob_operator.observed.cluster import ConflictingObject, Pod, Refusal
 from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.observed.stall import StepTracker
@@ -57,6 +58,8 @@ class JobState:
     confirmed_gone: set[str] = field(default_factory=set)
     """Pods that are not in our copy, and that the API server does not have either."""
     clock: Clock = field(default_factory=Clock)
+    restart: Restart | None = None
+    """A failure whose restart is being timed."""
     listed_for: tuple[int, int] = (1, 0)
     """The newest attempt and replacement for whose first pod the API server has listed what older ones have left."""
 

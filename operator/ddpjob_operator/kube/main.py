@@ -10,32 +10,34 @@ import os
 import socket
 import sys
 import uuid
+from functools import partial
 from importlib import metadata
 
 import kopf
+import prometheus_client
 import uvloop
 
-from ddpjob_operator.failures.redaction import clean, mask
 from ddpjob_operator.kube.claims import Claims, namespace_of
 from ddpjob_operator.kube.client import Client, RequestLimits
 from ddpjob_operator.kube.handlers import handlers
-from ddpjob_operator.kube.kopf_workarounds.log_retries import RetriesNowAndThen
-from ddpjob_operator.kube.kopf_workarounds.log_stacks import without_kopfs_stack
 from ddpjob_operator.kube.lease import Leader
+from ddpjob_operator.kube.log import set_up_log
+from ddpjob_operator.kube.measuring import Requests
 from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.settings import OperatorSettings
+from ddpjob_operator.metrics.meter import Meter
 
 _LOGGER = logging.getLogger("ddpjob_operator")
 
 
-def main() -> None:
-    """Runs until SIGTERM or SIGINT."""
+def main(log_format: str | None = None) -> None:
+    """Runs until SIGTERM or SIGINT. log_format: None is that of the environment."""
     try:
         settings = OperatorSettings.read(os.environ)
     except ValueError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    _set_up_log(settings.log_level)
+    set_up_log(settings.log_level, log_format or settings.log_format)
     _LOGGER.info("ddpjob-operator %s %s", metadata.version("ddpjob"), settings.summary())
     sys.exit(uvloop.run(_serve(settings)))
 
@@ -59,45 +61,34 @@ async def _serve(settings: OperatorSettings) -> int:
 
 
 def _operator(settings: OperatorSettings) -> Operator:
+    meter = Meter()
+    prometheus_client.ProcessCollector(registry=meter.registry)
+    answered = Requests(meter)
     if not settings.lease_namespace:
-        return Operator(settings, Client())
-    leader, claims = _leader(settings), _claims(settings)
-    client = Client(may_write=lambda path: leader.holds() and claims.hold(namespace_of(path)))
-    return Operator(settings, client, leader, claims)
+        return Operator(settings, Client(answered=answered), meter=meter)
+    leader, claims = _leader(settings, answered), _claims(settings, answered)
+    may_write = partial(_may_write, leader, claims)
+    return Operator(settings, Client(may_write=may_write, answered=answered), leader, claims, meter=meter)
 
 
-def _leader(settings: OperatorSettings) -> Leader:
+def _may_write(leader: Leader, claims: Claims, path: str) -> bool:
+    return leader.holds() and claims.hold(namespace_of(path))
+
+
+def _leader(settings: OperatorSettings, answered: Requests) -> Leader:
     # A new identity for each process: after a restart it does not know which writes of the last one are under way.
     identity = f"{settings.pod_name or socket.gethostname()}_{uuid.uuid4().hex[:8]}"
     place = settings.lease_namespace, settings.lease_name
-    return Leader(_client_for_leases(settings), *place, identity, settings.lease, settings.status_address)
+    return Leader(_client_for_leases(settings, answered), *place, identity, settings.lease, settings.status_address)
 
 
-def _claims(settings: OperatorSettings) -> Claims:
+def _claims(settings: OperatorSettings, answered: Requests) -> Claims:
     release = f"{settings.lease_namespace}/{settings.lease_name}"
     where = settings.namespaces, settings.claim_namespace
-    return Claims(_client_for_leases(settings), *where, release, settings.lease)
+    return Claims(_client_for_leases(settings, answered), *where, release, settings.lease)
 
 
-def _client_for_leases(settings: OperatorSettings) -> Client:
+def _client_for_leases(settings: OperatorSettings, answered: Requests) -> Client:
     seconds = settings.lease.try_seconds
-    return Client(limits=RequestLimits(connect_seconds=seconds, request_seconds=seconds, tries=2))
-
-
-def _set_up_log(level: str) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Formatter("%(asctime)s %(levelname)-7s %(message)s"))
-    logging.basicConfig(level=level, handlers=[handler])
-    if level != "DEBUG":
-        for noisy in ("kopf", "asyncio", "aiohttp.access"):
-            logging.getLogger(noisy).setLevel(logging.WARNING)
-        handler.addFilter(without_kopfs_stack)
-        handler.addFilter(RetriesNowAndThen())
-
-
-class _Formatter(logging.Formatter):
-    """The log quotes what users and servers have written, and is read on terminals."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """One record without control characters and credentials."""
-        return mask(clean(super().format(record)))
+    limits = RequestLimits(connect_seconds=seconds, request_seconds=seconds, tries=2)
+    return Client(limits=limits, answered=answered)

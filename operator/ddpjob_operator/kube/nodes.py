@@ -41,6 +41,9 @@ class Nodes:
         self._listed = False
         self._disruption_logged = False
 
+    def __len__(self) -> int:
+        return len(self._names)
+
     def seen(self) -> dict[str, Node] | None:
         """Those that are not ready, by name; None while they were never listed: nothing is known then."""
         if not self._listed:

@@ -16,15 +16,17 @@ from aiohttp import web
 
 from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api, topology
-from ddpjob_operator.kube import access, metrics, observe, reading, triggers
+from ddpjob_operator.kube import access, measuring, observe, reading, triggers
 from ddpjob_operator.kube.claims import Claims
 from ddpjob_operator.kube.client import Client
 from ddpjob_operator.kube.events import Events
 from ddpjob_operator.kube.executor import Executor
+from ddpjob_operator.kube.exposition import Exposition, Snapshot
 from ddpjob_operator.kube.forward import Forwarder
 from ddpjob_operator.kube.gangs import Gang
 from ddpjob_operator.kube.health import serve_health
 from ddpjob_operator.kube.job_state import JobStates
+from ddpjob_operator.kube.journal import Journal
 from ddpjob_operator.kube.kopf_workarounds.missed_deletions import sweep
 from ddpjob_operator.kube.lease import Leader
 from ddpjob_operator.kube.lookup import Caches, Lookup
@@ -38,6 +40,8 @@ from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.store import Jobs, Key, Store
 from ddpjob_operator.kube.tokens import BoundPod, Verifier
+from ddpjob_operator.metrics import names
+from ddpjob_operator.metrics.meter import Meter, Moment
 from ddpjob_operator.observed import facts
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.observed.reports import Report
@@ -58,9 +62,10 @@ class Operator:
         leader: Leader | None = None,
         claims: Claims | None = None,
         runtime: Runtime = SYSTEM,
+        meter: Meter | None = None,
     ) -> None:
         """`client` writes only while `leader` holds its Lease, and where `claims` hold; without them this operator is
-        the only one."""
+        the only one. meter: what `client` counts its requests with; None: a new one."""
         self.settings = settings
         self.broken = False
         self.stop_flag = asyncio.Event()
@@ -69,6 +74,10 @@ class Operator:
         self._leader = leader
         self._claims = claims
         self._runtime = runtime
+        self.meter = meter or Meter()
+        self.kopf_answered = measuring.OfKopf(self.meter, runtime.clock)
+        self._exposition = Exposition(self.meter, self.snapshot)
+        self._watch_restarted = restarted = measuring.watch_restarted(self.meter)
         self._leadership_lost_at: float | None = None
         """Since when the tasks of the last leadership are being cancelled."""
         self.caches = Caches(
@@ -80,13 +89,13 @@ class Operator:
         )
         self._prepare_to_lead()
         self.reflectors = [
-            Reflector(client, plural, namespace, naming.LABEL_JOB, sink, runtime=runtime)
+            Reflector(client, plural, namespace, naming.LABEL_JOB, sink, runtime=runtime, restarted=restarted)
             for namespace in settings.watched
             for plural, sink in (("pods", self.caches.pods), ("services", self.caches.services))
         ]
         # Only a ClusterRole can allow it; without it the pods themselves show that their node is lost.
-        nodes = [] if settings.namespaces else [Reflector(client, "nodes", "", "", self.caches.nodes, runtime=runtime)]
-        self._all_reflectors = [*self.reflectors, *nodes]
+        of_nodes = Reflector(client, "nodes", "", "", self.caches.nodes, runtime=runtime, restarted=restarted)
+        self._all_reflectors = [*self.reflectors, *([] if settings.namespaces else [of_nodes])]
         self._tasks: list[asyncio.Task[None]] = []
         self._leading: list[asyncio.Task[None]] = []
         self._first_lists: asyncio.Task[None] | None = None
@@ -98,14 +107,18 @@ class Operator:
 
     def _gang(self, adapter: Adapter) -> Gang:
         where = self.settings.watched
-        return Gang(adapter, self._client, where, _job_of, self._enqueue, self._enqueue_all, self._runtime)
+        told = (self._enqueue, self._enqueue_all)
+        return Gang(adapter, self._client, where, _job_of, *told, self._runtime, self._watch_restarted)
 
     def _prepare_to_lead(self) -> None:
         """New at each leadership: refusals, reports and back-offs of the last one are no longer true."""
         settings, runtime = self.settings, self._runtime
         self.states = states = JobStates(self.caches.jobs)
         lookup = Lookup(self._client, self.caches, runtime)
-        events = Events(self._client, runtime, instance=settings.host_name)
+        watchers = [
+            measuring.OfQueue(self.meter, name, controller=name == measuring.CONTROLLER) for name in names.QUEUES
+        ]
+        events = Events(self._client, runtime, instance=settings.host_name, watcher=watchers[1])
         reporting = build.Reporting(settings.status_url) if settings.status_url else None
         executor = Executor(
             self._client,
@@ -116,17 +129,20 @@ class Operator:
             reporting,
             lambda key: self.queue.progressed(key),
             keep_from_autoscalers=settings.keep_from_autoscalers,
+            recorded=Journal(runtime, self.meter).recorded,
         )
         self.reports = Reports(self.caches.jobs, states, runtime, settings.rules.progress_write_seconds)
         self._events = events
         self.reconciler = Reconciler(
             self.caches, states, self.reports, lookup, executor, runtime, settings.rules, self._ready_in
         )
-        self.queue: Queue[Key] = Queue(self.reconciler.reconcile, runtime)
+        self.queue: Queue[Key] = Queue(self.reconciler.reconcile, runtime, watcher=watchers[0])
 
     async def start(self) -> None:
         """Returns once the DDPJobs can be watched; waits for the CRD and the rights to do so."""
-        self._health = await serve_health(self.settings.health_port, self.unhealthy, self.standing_by, self.measured)
+        self._health = await serve_health(self.settings.health_port, self.unhealthy, self.standing_by)
+        if self.settings.metrics_port:
+            await self._exposition.start(None, self.settings.metrics_port)
         if self.settings.status_port:
             await self._receiver.start(None, self.settings.status_port)
         for reflector in self._all_reflectors:
@@ -158,6 +174,7 @@ class Operator:
         if self._claims is not None:
             await self._claims.close()
         await self._receiver.stop()
+        await self._exposition.stop()
         await self._forwarder.close()
         if self._health is not None:
             await self._health.cleanup()
@@ -210,11 +227,24 @@ class Operator:
         """Which jobs another release has; that is no reason for a restart."""
         return "; ".join(self._claims.standing_by()) if self._claims is not None else ""
 
-    def measured(self) -> str:
-        """The text of /metrics."""
-        jobs = (raw for key in self.caches.jobs if self._may_act(key[0]) and (raw := self.caches.jobs.get(key)))
-        oldest, version = self.queue.stuck_seconds(), metadata.version("ddpjob")
-        return metrics.text(jobs, leads=self.leads, oldest_reconcile_seconds=oldest, version=version)
+    def snapshot(self) -> Snapshot:
+        """What /metrics shows now. Of the jobs that this release acts for, while this operator leads."""
+        jobs = [raw for key in self.caches.jobs if self._may_act(key[0]) and (raw := self.caches.jobs.get(key))]
+        caches = self.caches
+        groups = sum(len(gang.store) for gang in caches.gangs.values())
+        sizes = (len(caches.jobs), len(caches.pods), len(caches.services), len(caches.nodes), groups)
+        queues = zip((self.queue, self._events.queue), names.QUEUES, strict=True)
+        moment = Moment(
+            now=self._runtime.now(),
+            jobs=None,
+            version=metadata.version("ddpjob"),
+            leads=self.leads,
+            lease=self.settings.lease_name,
+            queues=[measuring.now_in(queue, name) for queue, name in queues],
+            cached=list(zip(names.CACHES, sizes, strict=True)),
+            of_jobs=self.settings.metrics_of_jobs,
+        )
+        return Snapshot(moment, jobs if self.leads else None)
 
     def lead(self) -> None:
         """Reconcile all jobs from now on."""

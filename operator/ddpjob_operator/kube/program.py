@@ -14,7 +14,7 @@ from importlib import metadata
 # What the extra `operator` installs, as far as the operator cannot start without it.
 NEEDED = ("aiohttp", "jwt", "kopf", "kubernetes", "orjson", "uvloop")
 
-ABOUT = """Run the operator for DDPJobs until SIGTERM. It has no options: the chart sets its environment variables
+ABOUT = """Run the operator for DDPJobs until SIGTERM. Its settings are environment variables, which the chart sets
 (charts/ddpjob-operator/README.md). In a cluster it uses the pod's service account, elsewhere KUBECONFIG."""
 EXAMPLE = """example: helm install ddpjob charts/ddpjob-operator --namespace ddpjob --create-namespace"""
 
@@ -31,12 +31,15 @@ def start(arguments: Sequence[str]) -> int:
         "ddpjob-operator", "ddpjob-operator", ABOUT, EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"ddpjob-operator {metadata.version('ddpjob')}")
-    parser.parse_args(arguments)
+    parser.add_argument(
+        "--log-format", choices=("text", "json"), help="text for people, json for a log store; else DDPJOB_LOG_FORMAT"
+    )
+    options = parser.parse_args(arguments)
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         print(f"ddpjob-operator: {missing[0]} is not installed: pip install 'ddpjob[operator]'", file=sys.stderr)
         return 2
     from ddpjob_operator.kube.main import main as run
 
-    run()
+    run(options.log_format)
     return 0

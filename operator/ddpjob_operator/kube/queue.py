@@ -27,6 +27,19 @@ OF_NAMESPACE_MAX = 128
 QUICK_SECONDS = 1.0
 
 
+class Watcher:
+    """What a queue tells of itself; this one takes no notice."""
+
+    def added(self) -> None:
+        """A key was requested."""
+
+    def waited(self, seconds: float) -> None:
+        """A key has its turn, so long after it was due."""
+
+    def worked(self, seconds: float, result: str) -> None:
+        """The work on a key is over: success, requeue (at once), requeue_after (a time) or error."""
+
+
 class Schedule(Generic[K]):
     """Times in seconds of any one clock."""
 
@@ -40,6 +53,8 @@ class Schedule(Generic[K]):
         self._busy_in: collections.Counter[Hashable] = collections.Counter()
         self._failures: dict[K, int] = {}
         self._not_before: dict[K, float] = {}
+        self.waited = 0.0
+        """How long the key that was popped last has been due."""
 
     def add(self, key: K, at: float) -> None:
         """Reconcile `key` at `at`, or earlier if that was requested before; never before its back-off ends."""
@@ -65,6 +80,7 @@ class Schedule(Generic[K]):
                 self._due[key] = float("inf")  # requested again by `done`
                 continue
             del self._due[key]
+            self.waited = now - at
             self._busy[key] = now
             self._busy_in[namespace] += 1
             self._heaps[namespace] = self._heaps.pop(namespace)
@@ -106,6 +122,16 @@ class Schedule(Generic[K]):
         """How long the longest reconcile has been waiting for an answer."""
         return max((now - since for since in self._busy.values()), default=0.0)
 
+    def due(self, now: float) -> tuple[int, float]:
+        """How many keys are due and wait for their turn, and for how long the oldest of them has been due."""
+        times = [at for at in self._due.values() if at <= now]
+        return len(times), max((now - at for at in times), default=0.0)
+
+    @property
+    def working(self) -> int:
+        """How many keys are busy."""
+        return len(self._busy)
+
     def __len__(self) -> int:
         return len(self._due)
 
@@ -143,7 +169,9 @@ class Queue(Generic[K]):
         *,
         at_a_time: int = 32,
         of_namespace: int = OF_NAMESPACE_MAX,
+        watcher: Watcher | None = None,
     ) -> None:
+        self._watcher = watcher or Watcher()
         self.schedule: Schedule[K] = Schedule(of_namespace=of_namespace)
         self._reconcile = reconcile
         self._clock = runtime.clock
@@ -155,12 +183,22 @@ class Queue(Generic[K]):
 
     def add(self, key: K, in_seconds: float = 0.0) -> None:
         """Reconcile `key` after `in_seconds`, or earlier if that was requested before."""
+        self._watcher.added()
         self.schedule.add(key, self._clock() + in_seconds)
         self._wake.set()
 
     def stuck_seconds(self) -> float:
         """How long the longest reconcile has been waiting for an answer."""
         return self.schedule.stuck_seconds(self._clock())
+
+    def due(self) -> tuple[int, float]:
+        """How many keys wait for their turn, and for how many seconds the oldest has been due."""
+        return self.schedule.due(self._clock())
+
+    @property
+    def working(self) -> int:
+        """How many keys are being worked on."""
+        return self.schedule.working
 
     def progressed(self, key: K) -> None:
         """The reconcile of `key` has got an answer."""
@@ -181,6 +219,7 @@ class Queue(Generic[K]):
     def _start_what_is_due(self) -> None:
         while self._free and (key := self.schedule.pop(self._clock())) is not None:
             self._free -= 1
+            self._watcher.waited(self.schedule.waited)
             task = asyncio.create_task(self._one(key))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -196,6 +235,7 @@ class Queue(Generic[K]):
 
     async def _one(self, key: K) -> None:
         place = Turn(self._leave, QUICK_SECONDS)
+        began, result = self._clock(), "error"
         try:
             again_in = await self._reconcile(key)
         except RetryError as error:
@@ -204,12 +244,15 @@ class Queue(Generic[K]):
         except Exception:
             # A bug in one reconcile must not end the others; it is logged with its stack, and backs off.
             wait = self.schedule.failed(key, self._clock())
-            self._log.exception("%s: the reconcile failed, again in %.1f s", _name(key), wait)
+            about = {"job": _name(key)}
+            self._log.exception("%s: the reconcile failed, again in %.1f s", _name(key), wait, extra=about)
         else:
             now = self._clock()
+            result = "success" if again_in is None else "requeue_after" if again_in else "requeue"
             self._logged.pop(key, None)
             self.schedule.done(key, now, None if again_in is None else now + again_in)
         finally:
+            self._watcher.worked(self._clock() - began, result)
             place.leave()
             self._wake.set()
 
@@ -220,7 +263,7 @@ class Queue(Generic[K]):
     def _report(self, key: K, text: str, wait: float) -> None:
         if self._logged.get(key) != text:
             self._logged[key] = text
-            self._log.warning("%s: %s; again in %.1f s", _name(key), text, wait)
+            self._log.warning("%s: %s; again in %.1f s", _name(key), text, wait, extra={"job": _name(key)})
 
 
 def _namespace(key: Hashable) -> Hashable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ddpjob_operator.kube.client import ApiError, Client, collection
@@ -34,7 +35,9 @@ class Reflector:
         path: str = "",
         runtime: Runtime = SYSTEM,
         sleep: Callable[[float], Any] = asyncio.sleep,
+        restarted: Callable[[str, str], None] = lambda _plural, _cause: None,
     ) -> None:
+        """restarted: called with the resource and the cause, end or error, each time a watch has ended."""
         self.what = f"{plural} in {namespace or 'all namespaces'}"
         self.namespace = namespace
         self.synced = asyncio.Event()
@@ -46,6 +49,7 @@ class Reflector:
         self._sink = sink
         self._runtime = runtime
         self._sleep = sleep
+        self._restarted = partial(restarted, plural)
         self._version = self._newest = ""
         self._failures = 0
         self._stale_lists = 0
@@ -60,18 +64,22 @@ class Reflector:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            started = self.tried_at = self._runtime.clock()
+            started, cause = self._runtime.clock(), "error"
+            self.tried_at = started
             try:
                 if not self._version:
                     await self._list()
                 await self._watch()
+                cause = "end"
             except ApiError as error:
                 self._handle(error)
             except Exception:
                 # The end of this task would end the operator, and the next one would fail at the same object.
                 self._runtime.log.exception("%s: the watch failed, and starts again with a list", self.what)
                 self._version = ""
-            if self._runtime.clock() - started >= HEALTHY_SECONDS:
+            healthy = self._runtime.clock() - started >= HEALTHY_SECONDS
+            self._restarted(cause if healthy else "error")
+            if healthy:
                 self._failures = 0
                 continue
             # Also after a stream that ended without an error at once: a server or a proxy that closes every watch

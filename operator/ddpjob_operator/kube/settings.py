@@ -10,6 +10,8 @@ from ddpjob_operator.gangs import ADAPTERS
 from ddpjob_operator.kube.lease import Durations
 from ddpjob_operator.plan.actions import Settings as PlanSettings
 
+LOG_FORMATS = ("text", "json")
+
 
 @dataclasses.dataclass(frozen=True)
 class OperatorSettings:
@@ -20,6 +22,11 @@ class OperatorSettings:
     needs a ClusterRole; with a list Roles are enough."""
     health_port: int = 8080
     """DDPJOB_HEALTH_PORT: port of /healthz. 0: none. 8080, because it needs no privilege."""
+    metrics_port: int = 0
+    """DDPJOB_METRICS_PORT: port of /metrics. 0, the default: none, because every pod of the cluster can reach it."""
+    metrics_of_jobs: bool = True
+    """DDPJOB_METRICS_OF_JOBS: whether each job has series of its own, with its namespace and name. false: only sums,
+    which name no job; jobs are still counted by namespace."""
     status_port: int = 0
     """DDPJOB_STATUS_PORT: port on which trainers' reports are received. 0, the default: none, because every pod of the
     cluster can reach it."""
@@ -29,6 +36,8 @@ class OperatorSettings:
     log_level: str = "INFO"
     """DDPJOB_LOG_LEVEL: DEBUG, INFO, WARNING or ERROR. INFO says who leads, what is wrong, and a
     line for each decision about a job."""
+    log_format: str = "text"
+    """DDPJOB_LOG_FORMAT: text, for people, or json: an object a line, for a log store. `--log-format` overrides it."""
     rules: PlanSettings = dataclasses.field(default_factory=PlanSettings)
     """DDPJOB_LOST_NODE_SECONDS: a node that has been NotReady for so many seconds is lost. 30, because Kubernetes takes
     another 10 to 50 s to call it so, and a node that is back sooner has cost nothing.
@@ -70,9 +79,12 @@ class OperatorSettings:
         return OperatorSettings(
             namespaces=tuple(dict.fromkeys(name for name in names if name)),
             health_port=_port(environment, "DDPJOB_HEALTH_PORT", "8080"),
+            metrics_port=_port(environment, "DDPJOB_METRICS_PORT", "0"),
+            metrics_of_jobs=_flag(environment, "DDPJOB_METRICS_OF_JOBS"),
             status_port=_port(environment, "DDPJOB_STATUS_PORT", "0"),
             status_url=environment.get("DDPJOB_STATUS_URL", ""),
             log_level=level,
+            log_format=_checked(environment, "DDPJOB_LOG_FORMAT", "text", LOG_FORMATS.__contains__, "text or json"),
             rules=PlanSettings(lost_node_seconds=int(lost), keep_log_tail=_flag(environment, "DDPJOB_KEEP_LOG_TAIL")),
             keep_from_autoscalers=_flag(environment, "DDPJOB_KEEP_FROM_AUTOSCALERS"),
             gangs=_gangs(environment),
@@ -96,6 +108,8 @@ class OperatorSettings:
         rules, lease = PlanSettings(), Durations()
         told = (
             ("DDPJOB_LOG_LEVEL", self.log_level, OperatorSettings.log_level),
+            ("DDPJOB_LOG_FORMAT", self.log_format, OperatorSettings.log_format),
+            ("DDPJOB_METRICS_OF_JOBS", self.metrics_of_jobs, OperatorSettings.metrics_of_jobs),
             ("DDPJOB_LOST_NODE_SECONDS", self.rules.lost_node_seconds, rules.lost_node_seconds),
             ("DDPJOB_KEEP_LOG_TAIL", self.rules.keep_log_tail, rules.keep_log_tail),
             ("DDPJOB_KEEP_FROM_AUTOSCALERS", self.keep_from_autoscalers, True),
@@ -109,6 +123,7 @@ class OperatorSettings:
         lease_name = f"{self.lease_namespace}/{self.lease_name}" if self.lease_namespace else "none"
         return (
             f"watches {where}; Lease: {lease_name}; progress: {self.status_url or 'off'}; "
+            f"metrics: {f'port {self.metrics_port}' if self.metrics_port else 'off'}; "
             f"settings other than the defaults: {changed or 'none'}"
         )
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
@@ -22,14 +23,17 @@ from ddpjob_operator.kube import reading
 _LOGGER = logging.getLogger(__name__)
 
 
-def session(info: kopf.ConnectionInfo, **options: Any) -> kopf.AiohttpSession:
-    """What a login handler returns. options: kopf's, such as `expiration`. Called in the event loop."""
+def session(
+    info: kopf.ConnectionInfo, answered: Callable[..., None] = lambda *_, **__: None, **options: Any
+) -> kopf.AiohttpSession:
+    """What a login handler returns. answered: told of each answer (measuring.OfKopf). options: kopf's, such as
+    `expiration`. Called in the event loop."""
     opened = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
         headers=info.as_http_headers(),
         proxy=info.proxy_url,
         trust_env=bool(info.trust_env),
-        response_class=_Response,
+        response_class=type("_Counted", (_Response,), {"answered": staticmethod(answered)}),
     )
     return kopf.AiohttpSession(
         server=info.server, default_namespace=info.default_namespace, aiohttp_session=opened, **options
@@ -39,9 +43,14 @@ def session(info: kopf.ConnectionInfo, **options: Any) -> kopf.AiohttpSession:
 class _Response(aiohttp.ClientResponse):
     """Lists and events of DDPJobs, cut as they arrive."""
 
+    answered: Callable[..., None]
+
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
         """As aiohttp does it, with a stream that kopf can read."""
+        began = time.monotonic()
         await super().start(connection)
+        took, watch = time.monotonic() - began, "watch" in self.url.query
+        self.answered(self.method, self.url.path, self.status, took, watch=watch)
         self.content = _Stream(self.content)  # type: ignore[assignment]
         return self
 

@@ -1,0 +1,130 @@
+"""An HTTP server for a port that every pod of the cluster can reach: bounded connections, and a deadline for each.
+
+The receiver of reports and /metrics listen with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from aiohttp import web
+
+HEADER_SECONDS = 5.0  # from a connection's first byte to the end of its first headers
+CONNECTIONS_MAX = 1000  # one costs about 20 kB; our own sender closes after each report
+CONNECTIONS_PER_ADDRESS_MAX = 64  # hostNetwork pods share the address of their node
+
+
+@dataclass(eq=False)
+class _Connection:
+    transport: asyncio.Transport
+    address: str
+    deadline: asyncio.TimerHandle
+    proven: bool = False
+    """Whether it has shown a pod's token."""
+    busy: bool = True
+    """Whether a request on it is not answered yet, or has not come whole."""
+
+
+class BoundedServer(web.Server):
+    """aiohttp's server with bounds of its own: it counts no connections, and a slow sender of headers keeps one.
+
+    A client that opens connections and sends nothing, from however many addresses, closes its own older ones, because
+    one that has shown a token is never closed for one that has not.
+    """
+
+    def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], **settings: Any) -> None:
+        super().__init__(handler, **settings)
+        self._settings = settings
+        self._open: dict[web.RequestHandler, _Connection] = {}
+        """In the order in which they were opened."""
+        self._addresses: collections.Counter[str] = collections.Counter()
+
+    def __call__(self) -> web.RequestHandler:
+        """The handler of a connection that is about to be made."""
+        return _Handler(self, loop=asyncio.get_running_loop(), **self._settings)
+
+    def admits(self, transport: asyncio.Transport) -> bool:
+        """Whether there is room for a connection, made by closing one without a token, or an idle one, if need be."""
+        address = _address(transport)
+        if self._addresses[address] >= CONNECTIONS_PER_ADDRESS_MAX and not self._drop(address):
+            return False
+        return len(self._open) < CONNECTIONS_MAX or self._drop(self._busiest())
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        """Count it."""
+        super().connection_made(handler, transport)
+        address = _address(transport)
+        self._addresses[address] += 1
+        deadline = asyncio.get_running_loop().call_later(HEADER_SECONDS, transport.abort)
+        self._open[handler] = _Connection(transport, address, deadline)
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        """Forget it."""
+        self._forget(handler)
+        super().connection_lost(handler, exc)
+
+    def allow(self, handler: web.RequestHandler, seconds: float, *, busy: bool) -> None:
+        """From now on this much time until the connection is cut."""
+        if (connection := self._open.get(handler)) is not None:
+            connection.busy = busy
+            connection.deadline.cancel()
+            connection.deadline = asyncio.get_running_loop().call_later(seconds, connection.transport.abort)
+
+    def prove(self, handler: web.RequestHandler) -> None:
+        """It has shown a pod's token."""
+        if (connection := self._open.get(handler)) is not None:
+            connection.proven = True
+
+    def _busiest(self) -> str:
+        """The address with the most connections that have shown no token; empty: all have."""
+        unproven = collections.Counter(c.address for c in self._open.values() if not c.proven)
+        return unproven.most_common(1)[0][0] if unproven else ""
+
+    def _drop(self, address: str) -> bool:
+        """Close the oldest connection of an address that has shown no token, else one that waits for its next report
+        (a sender opens another); whether there was one."""
+        of_address = [(h, c) for h, c in self._open.items() if address in ("", c.address)]
+        oldest = next((h for h, c in of_address if not c.proven), None)
+        oldest = oldest or next((h for h, c in of_address if not c.busy), None)
+        if oldest is None:
+            return False
+        self._open[oldest].transport.abort()
+        self._forget(oldest)
+        return True
+
+    def _forget(self, handler: web.RequestHandler) -> None:
+        if (connection := self._open.pop(handler, None)) is not None:
+            connection.deadline.cancel()
+            self._addresses[connection.address] -= 1
+            if not self._addresses[connection.address]:
+                del self._addresses[connection.address]
+
+
+class _Handler(web.RequestHandler):
+    """A connection. One that there is no room for is closed before aiohttp knows of it: closed a moment later, the task
+    that it has made for it would end with an AssertionError that nobody retrieves (aiohttp 3.14, web_protocol.start).
+    """
+
+    __slots__ = ("_refused",)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take it, or cut it."""
+        server = cast(BoundedServer, self._manager)
+        self._refused = not server.admits(cast(asyncio.Transport, transport))
+        if self._refused:
+            cast(asyncio.Transport, transport).abort()
+        else:
+            super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """It has gone."""
+        if not self._refused:
+            super().connection_lost(exc)
+
+
+def _address(transport: asyncio.Transport) -> str:
+    return str((transport.get_extra_info("peername") or ("",))[0])

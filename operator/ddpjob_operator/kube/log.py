@@ -1,0 +1,53 @@
+"""The operator's log on stderr: lines for people, or an object a line for a log store. Called by main.py."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import logging
+import sys
+
+from ddpjob_operator.failures.redaction import clean, mask
+from ddpjob_operator.kube.kopf_workarounds.log_retries import RetriesNowAndThen
+from ddpjob_operator.kube.kopf_workarounds.log_stacks import without_kopfs_stack
+
+_ABOUT = ("job", "attempt", "pod")
+
+
+def set_up_log(level: str, log_format: str) -> None:
+    """For the whole process. level: a name of logging's. log_format: text or json."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if log_format == "json" else Lines("%(asctime)s %(levelname)-7s %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
+    if level != "DEBUG":
+        for noisy in ("kopf", "asyncio", "aiohttp.access"):
+            logging.getLogger(noisy).setLevel(logging.WARNING)
+        handler.addFilter(without_kopfs_stack)
+        handler.addFilter(RetriesNowAndThen())
+
+
+class Lines(logging.Formatter):
+    """The log quotes what users and servers have written, and is read on terminals."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One record without control characters and credentials."""
+        return mask(clean(super().format(record)))
+
+
+class JsonLines(logging.Formatter):
+    """{"ts", "level", "logger", "msg"}; of a decision also "job" (namespace/name), "attempt" and "pod"; of an error
+    that has one also "stack"."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One record in one line, without control characters and credentials."""
+        at = dt.datetime.fromtimestamp(record.created, dt.timezone.utc)
+        line: dict[str, object] = {
+            "ts": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "msg": mask(clean(record.getMessage())),
+        }
+        line |= {name: record.__dict__[name] for name in _ABOUT if name in record.__dict__}
+        if record.exc_info:
+            line["stack"] = mask(clean(self.formatException(record.exc_info)))
+        return json.dumps(line, ensure_ascii=False, default=str)

@@ -1,0 +1,102 @@
+"""Where the operator's parts hand in what they measure: each gets a callable, and none knows the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ddpjob_operator.kube.client import NO_ANSWER
+from ddpjob_operator.kube.queue import Queue, Watcher
+from ddpjob_operator.kube.reflector import HEALTHY_SECONDS
+from ddpjob_operator.metrics import meter as meters
+from ddpjob_operator.metrics import names
+from ddpjob_operator.metrics.meter import Meter
+
+CONTROLLER = "ddpjob"
+_VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
+
+
+def verb_and_resource(method: str, path: str, *, watch: bool = False) -> tuple[str, str]:
+    """Of a request, as RBAC calls them; both out of the lists of metrics/names.py."""
+    parts = path.partition("?")[0].strip("/").split("/")
+    parts = parts[2:] if parts[0] == "api" else parts[3:]
+    if parts[:1] == ["namespaces"] and len(parts) > 2:
+        parts = parts[2:]
+    resource = "/".join([*parts[:1], *parts[2:3]])
+    named = len(parts) > 1
+    reads = "watch" if watch else "get" if named else "list"
+    verb = reads if method == "GET" else _VERBS.get(method, names.OTHER)
+    return verb, resource if resource in names.RESOURCES else names.OTHER
+
+
+class Requests:
+    """Called with each answer of the API server."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def __call__(self, method: str, path: str, code: int, seconds: float, *, watch: bool = False) -> None:
+        """seconds: until the answer began (watch), or was read. code: NO_ANSWER where none came."""
+        verb, resource = verb_and_resource(method, path, watch=watch)
+        shown = names.NO_CODE if code == NO_ANSWER else str(code)
+        known = method if method in names.METHODS else "OTHER"
+        self._meter.count(names.REQUESTS, known, verb, resource, shown)
+        self._meter.observe(names.REQUEST_SECONDS, seconds, verb, resource)
+
+
+class OfKopf:
+    """Called with each answer that kopf gets; its watches are seen nowhere else."""
+
+    def __init__(self, meter: Meter, clock: Callable[[], float]) -> None:
+        self._count = Requests(meter)
+        self._restarted = watch_restarted(meter)
+        self._clock = clock
+        self._began: dict[str, float] = {}
+        """When the last watch of a path began."""
+
+    def __call__(self, method: str, path: str, code: int, seconds: float, *, watch: bool) -> None:
+        """As Requests."""
+        self._count(method, path, code, seconds, watch=watch)
+        if not watch:
+            return
+        now = self._clock()
+        if (before := self._began.get(path)) is not None:
+            healthy = code < 400 and now - before >= HEALTHY_SECONDS
+            self._restarted(verb_and_resource(method, path)[1], "end" if healthy else "error")
+        self._began[path] = now
+
+
+def watch_restarted(meter: Meter) -> Callable[[str, str], None]:
+    """For reflectors: called with the resource and the cause."""
+    return lambda resource, cause: meter.count(names.WATCH_RESTARTS, resource, cause)
+
+
+class OfQueue(Watcher):
+    """What a queue does. controller: whether it is that of the jobs, which controller-runtime's dashboards show."""
+
+    def __init__(self, meter: Meter, name: str, *, controller: bool = False) -> None:
+        self._meter, self._name, self._controller = meter, name, controller
+
+    def added(self) -> None:
+        """A key was requested."""
+        self._meter.count(names.QUEUE_ADDS, self._name)
+
+    def waited(self, seconds: float) -> None:
+        """A key has its turn, so long after it was due."""
+        self._meter.observe(names.QUEUE_SECONDS, seconds, self._name)
+
+    def worked(self, seconds: float, result: str) -> None:
+        """The work on a key is over."""
+        self._meter.observe(names.WORK_SECONDS, seconds, self._name)
+        if result == "error":
+            self._meter.count(names.QUEUE_RETRIES, self._name)
+        if self._controller:
+            self._meter.observe(names.RECONCILE_SECONDS, seconds, CONTROLLER)
+            self._meter.count(names.RECONCILES, CONTROLLER, result)
+            if result == "error":
+                self._meter.count(names.RECONCILE_ERRORS, CONTROLLER)
+
+
+def now_in(queue: Queue[tuple[str, str]], name: str) -> meters.Queue:
+    """A queue at this moment."""
+    depth, oldest = queue.due()
+    return meters.Queue(name, depth, oldest, queue.stuck_seconds(), queue.working)

@@ -1,0 +1,214 @@
+"""All metrics, each once: its name, what it is, its labels. docs/metrics.md is made of this (tools/metrics_page.py).
+
+A name that dashboards of controller-runtime know is taken over with its meaning. All others begin with ddpjob_. The
+name of a job is the label `job_name`, as in kube-state-metrics, because Prometheus gives every series a label `job` of
+its own. Values of labels are names of Kubernetes objects, which are bounded, or words of the lists here.
+"""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import dataclass
+from typing import Literal
+
+from ddpjob_operator.job import api
+
+Kind = Literal["counter", "gauge", "histogram", "info", "stateset"]
+
+STATES: tuple[str, ...] = typing.get_args(api.State)
+NO_STATE = "None"
+"""Of a job without a state: no operator has seen it yet, or its status cannot be read."""
+CLASSES = ("application", "infrastructure", "stall")
+SPENT = ("productive", "idle", "unreported", "starting", "restarting")
+SCOPES = ("rank", "pod", "group")
+"""What is started again: ranks in the pods that they have, single pods, all pods."""
+UNTIL = ("running", "first_step")
+VERBS = ("get", "list", "watch", "create", "update", "patch", "delete", "other")
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OTHER")
+NO_CODE = "<error>"
+"""Of a request without an answer, as in client-go."""
+OTHER = "other"
+RESOURCES = (
+    "customresourcedefinitions ddpjobs ddpjobs/status events leases namespaces nodes podgroups pods pods/log "
+    "selfsubjectaccessreviews selfsubjectrulesreviews services".split()
+)
+RESULTS = ("success", "requeue", "requeue_after", "error")
+QUEUES = ("ddpjob", "ddpjob-events")
+"""The queue of jobs to reconcile, and that of the Events to send."""
+CACHES = ("ddpjobs", "pods", "services", "nodes", "podgroups")
+
+LABEL_MAX = 253
+"""Longest value of a label: the name of an object."""
+
+QUICK = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+SLOW = (0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One family. name: without the suffix that its kind adds (_total, _bucket, _info)."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    """Upper bounds, in seconds."""
+
+    @property
+    def shown(self) -> str:
+        """The name as queries have it."""
+        return self.name + {"counter": "_total", "info": "_info"}.get(self.kind, "")
+
+
+RECONCILES = Metric(
+    "controller_runtime_reconcile",
+    "counter",
+    "Reconciles of jobs, by how they ended.",
+    ("controller", "result"),
+)
+RECONCILE_ERRORS = Metric(
+    "controller_runtime_reconcile_errors",
+    "counter",
+    "Reconciles that failed and are tried again after a back-off.",
+    ("controller",),
+)
+RECONCILE_SECONDS = Metric(
+    "controller_runtime_reconcile_time_seconds",
+    "histogram",
+    "How long a reconcile took, its requests included.",
+    ("controller",),
+    QUICK,
+)
+ACTIVE_WORKERS = Metric("controller_runtime_active_workers", "gauge", "Reconciles that are under way.", ("controller",))
+QUEUE_DEPTH = Metric("workqueue_depth", "gauge", "Keys that are due and wait for their turn.", ("name",))
+QUEUE_ADDS = Metric("workqueue_adds", "counter", "Requests to look at a key.", ("name",))
+QUEUE_RETRIES = Metric("workqueue_retries", "counter", "Keys that were put back after a failure.", ("name",))
+QUEUE_SECONDS = Metric(
+    "workqueue_queue_duration_seconds",
+    "histogram",
+    "How long a key that was due has waited for its turn.",
+    ("name",),
+    QUICK,
+)
+WORK_SECONDS = Metric(
+    "workqueue_work_duration_seconds", "histogram", "How long the work on a key took.", ("name",), QUICK
+)
+LONGEST_SECONDS = Metric(
+    "workqueue_longest_running_processor_seconds",
+    "gauge",
+    "How long the work that waits longest for an answer has been waiting for it.",
+    ("name",),
+)
+QUEUE_OLDEST = Metric(
+    "ddpjob_queue_oldest_seconds", "gauge", "Since when the oldest key that is due waits for its turn.", ("name",)
+)
+REQUESTS = Metric(
+    "rest_client_requests",
+    "counter",
+    f"Requests to the API server, by their answer; code {NO_CODE}: none came.",
+    ("method", "verb", "resource", "code"),
+)
+REQUEST_SECONDS = Metric(
+    "rest_client_request_duration_seconds",
+    "histogram",
+    "How long the API server took to answer; of a watch until it began.",
+    ("verb", "resource"),
+    QUICK,
+)
+WATCH_RESTARTS = Metric(
+    "ddpjob_watch_restarts",
+    "counter",
+    "Watches that ended and were started again. end: the server's time-out, every few minutes; error: anything else.",
+    ("resource", "cause"),
+)
+LEADER = Metric("leader_election_master_status", "gauge", "1 for the operator that holds the Lease.", ("name",))
+LEADS = Metric("ddpjob_operator_leads", "gauge", "The same without a label: 1 for the operator that acts.")
+INFO = Metric("ddpjob_operator", "info", "The version of this operator.", ("version",))
+CACHE_OBJECTS = Metric("ddpjob_cache_objects", "gauge", "Objects in the operator's copy of the cluster.", ("resource",))
+
+JOBS = Metric("ddpjob_jobs", "gauge", "Jobs by namespace and state, finished ones too.", ("namespace", "state"))
+FINISHED = Metric(
+    "ddpjob_jobs_finished",
+    "counter",
+    "Jobs that succeeded or failed, with the reason of their status.",
+    ("state", "reason"),
+)
+ATTEMPTS = Metric(
+    "ddpjob_attempts", "counter", "Sets of pods that were begun: first starts, restarts, resumes, retries of a start."
+)
+RESTARTS = Metric(
+    "ddpjob_restarts",
+    "counter",
+    "Restarts, by what they were charged to and what was started again.",
+    ("class", "scope"),
+)
+SPENT_SECONDS = Metric(
+    "ddpjob_seconds", "counter", "Time of all jobs, by what it was spent on; it adds up to wall time.", ("spent",)
+)
+STEPS = Metric("ddpjob_steps", "counter", "Steps that jobs have reported, repeated ones too.")
+LOST_STEPS = Metric("ddpjob_lost_steps", "counter", "Steps that were to be made again after a restart.")
+DETECTION = Metric(
+    "ddpjob_failure_detection_seconds",
+    "histogram",
+    "From a failure until it is recorded, by what was started again for it.",
+    ("scope",),
+    SLOW,
+)
+RESTART_SECONDS = Metric(
+    "ddpjob_restart_seconds",
+    "histogram",
+    "From a failure until all nodes run again (not for ranks, whose pods run on), and until the first step.",
+    ("scope", "until"),
+    SLOW,
+)
+START_SECONDS = Metric(
+    "ddpjob_start_seconds",
+    "histogram",
+    "From the start of a job until all its nodes run, and until its first step; restarts are not counted.",
+    ("until",),
+    SLOW,
+)
+
+JOB = ("namespace", "job_name")
+JOB_STATE = Metric("ddpjob_job_state", "stateset", "The state of a job: 1 for the one that holds.", JOB)
+JOB_STATE_TIME = Metric("ddpjob_job_state_timestamp_seconds", "gauge", "Since when the state holds.", JOB)
+JOB_ATTEMPTS = Metric("ddpjob_job_attempts", "counter", "status.attempt.", JOB)
+JOB_RESTARTS = Metric(
+    "ddpjob_job_restarts", "counter", "status.restarts, by what they were charged to.", (*JOB, "class")
+)
+JOB_SECONDS = Metric(
+    "ddpjob_job_seconds", "counter", "Where the job's time went until now; it adds up to wall time.", (*JOB, "spent")
+)
+JOB_LOST_STEPS = Metric("ddpjob_job_lost_steps", "counter", "Steps that were to be made again after restarts.", JOB)
+JOB_NODES = Metric("ddpjob_job_nodes", "gauge", "Nodes that the job wants.", JOB)
+JOB_READY = Metric("ddpjob_job_nodes_ready", "gauge", "Nodes whose trainer runs.", JOB)
+JOB_STEP = Metric("ddpjob_job_step", "gauge", "Steps done, as last reported; a restart may set it back.", JOB)
+JOB_STEPS_WANTED = Metric("ddpjob_job_steps_wanted", "gauge", "Steps of the whole training, where it is known.", JOB)
+JOB_SAVED_STEP = Metric("ddpjob_job_saved_step", "gauge", "The step of the newest checkpoint that was reported.", JOB)
+JOB_SAMPLES = Metric("ddpjob_job_samples_per_second", "gauge", "Samples of all ranks together.", JOB)
+JOB_PROGRESS_TIME = Metric(
+    "ddpjob_job_progress_timestamp_seconds", "gauge", "When the progress that the status shows was reported.", JOB
+)
+
+OF_OPERATOR = (
+    RECONCILES, RECONCILE_ERRORS, RECONCILE_SECONDS, ACTIVE_WORKERS, QUEUE_DEPTH, QUEUE_ADDS, QUEUE_RETRIES,
+    QUEUE_SECONDS, WORK_SECONDS, LONGEST_SECONDS, QUEUE_OLDEST, REQUESTS, REQUEST_SECONDS, WATCH_RESTARTS, LEADER,
+    LEADS, INFO, CACHE_OBJECTS,
+)  # fmt: skip
+"""Of one operator's process."""
+OF_ALL_JOBS = (
+    JOBS, FINISHED, ATTEMPTS, RESTARTS, SPENT_SECONDS, STEPS, LOST_STEPS, DETECTION, RESTART_SECONDS, START_SECONDS,
+)  # fmt: skip
+"""Of all jobs together; of the operator that leads."""
+OF_A_JOB = (
+    JOB_STATE, JOB_STATE_TIME, JOB_ATTEMPTS, JOB_RESTARTS, JOB_SECONDS, JOB_LOST_STEPS, JOB_NODES, JOB_READY, JOB_STEP,
+    JOB_STEPS_WANTED, JOB_SAVED_STEP, JOB_SAMPLES, JOB_PROGRESS_TIME,
+)  # fmt: skip
+"""Of one job, while it exists and has not ended long ago."""
+ALL = (*OF_OPERATOR, *OF_ALL_JOBS, *OF_A_JOB)
+
+
+def bounded(label: str) -> str:
+    """A value that a label may have."""
+    return label if len(label) <= LABEL_MAX else label[: LABEL_MAX - 1] + "…"

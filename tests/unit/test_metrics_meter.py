@@ -1,0 +1,213 @@
+"""What a scraper reads: each series once, in both formats, none of a job that is gone, and no label of any length."""
+
+from __future__ import annotations
+
+import datetime as dt
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import parser
+from prometheus_client.openmetrics import parser as openmetrics_parser
+from slow_server import SlowServer, Town, play
+
+import metrics_page
+from ddpjob_operator.job import api
+from ddpjob_operator.kube.exposition import Snapshot, read
+from ddpjob_operator.metrics import names
+from ddpjob_operator.metrics.meter import Job, Meter, Moment
+
+ROOT = Path(__file__).parents[2]
+NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
+Series = dict[str, float]
+
+
+def at(seconds: float) -> dt.datetime:
+    return NOW + dt.timedelta(seconds=seconds)
+
+
+def job(name: str = "digits", namespace: str = "team", **status: Any) -> Job:
+    return Job(namespace, name, f"uid-{namespace}-{name}", api.Status(**status))
+
+
+def moment(*jobs: Job, seconds: float = 0, **more: Any) -> Moment:
+    return Moment(now=at(seconds), jobs=list(jobs), version="0.1.0", **({"leads": True, "lease": "ddpjob"} | more))
+
+
+def series(text: str, *, openmetrics_text: bool = True) -> Series:
+    """By name and labels, as a query has them; each may be there once only."""
+    families = (openmetrics_parser if openmetrics_text else parser).text_string_to_metric_families(text)
+    found: Series = {}
+    for family in families:
+        for sample in family.samples:
+            labels = ",".join(f'{key}="{value}"' for key, value in sorted(sample.labels.items()))
+            key = f"{sample.name}{{{labels}}}" if labels else sample.name
+            assert key not in found, key
+            found[key] = sample.value
+    return found
+
+
+def scraped(meter: Meter, now: Moment, *, openmetrics_text: bool = True) -> Series:
+    body, content_type = meter.text(now, openmetrics=openmetrics_text)
+    assert content_type.startswith("application/openmetrics-text" if openmetrics_text else "text/plain")
+    return series(body.decode(), openmetrics_text=openmetrics_text)
+
+
+def test_jobs_are_counted_by_namespace_and_state_and_a_state_that_no_job_has_is_zero() -> None:
+    """An alert on a series that is missing never fires."""
+    jobs = [job(state="Running"), job("b", state="Running"), job("c", "other", state="Failed"), job("d")]
+    found = scraped(Meter(), moment(*jobs, Job("team", "e", "u", None)))
+    assert found['ddpjob_jobs{namespace="team",state="Running"}'] == 2
+    assert found['ddpjob_jobs{namespace="other",state="Failed"}'] == 1
+    assert found['ddpjob_jobs{namespace="team",state="None"}'] == 2, "one without a state, one that cannot be read"
+    assert found['ddpjob_jobs{namespace="team",state="Pending"}'] == 0
+
+
+def test_both_formats_have_the_same_series() -> None:
+    """One is Prometheus', the other node-exporter's: dashboards are to work on both."""
+    progress = api.Progress(step=5, total_steps=9, saved_step=4, samples_per_second=2.5, updated=NOW)
+    now = moment(job(state="Running", state_time=NOW, progress=progress))
+    assert scraped(Meter(), now) == scraped(Meter(), now, openmetrics_text=False)
+
+
+def test_every_name_that_is_documented_is_served_and_no_other() -> None:
+    """What is in docs/metrics.md is in /metrics."""
+    meter = Meter()
+    for metric in names.ALL:
+        if metric.kind == "counter" and metric not in names.OF_A_JOB:
+            meter.count(metric, *("x" for _ in metric.labels))
+        if metric.kind == "histogram":
+            meter.observe(metric, 1.0, *("x" for _ in metric.labels))
+    progress = api.Progress(step=5, total_steps=9, saved_step=4, samples_per_second=2.5, updated=NOW)
+    body, _ = meter.text(moment(job(state="Running", state_time=NOW, progress=progress)), openmetrics=True)
+    families = list(openmetrics_parser.text_string_to_metric_families(body.decode()))
+    with_samples = {(family.name, family.type) for family in families if family.samples}
+    assert with_samples == {(metric.name, metric.kind) for metric in names.ALL} - _without_queues()
+    labels = {f.name: {n for s in f.samples for n in s.labels} - {"le", f.name} for f in families if f.samples}
+    assert labels == {m.name: set(m.labels) for m in names.ALL if m.name in labels}
+
+
+def _without_queues() -> set[tuple[str, str]]:
+    """What is there only where the moment has queues and caches."""
+    no = (names.ACTIVE_WORKERS, names.QUEUE_DEPTH, names.QUEUE_OLDEST, names.LONGEST_SECONDS, names.CACHE_OBJECTS)
+    return {(metric.name, metric.kind) for metric in no}
+
+
+def test_the_time_of_the_state_that_holds_is_counted_while_it_holds() -> None:
+    """A job that has run for a week was productive for a week, and not from its end on."""
+    running = job(state="Running", state_time=NOW, first_step_time=NOW, goodput=api.Goodput(starting_seconds=30))
+    found = scraped(Meter(), moment(running, seconds=100))
+    assert found['ddpjob_job_seconds_total{job_name="digits",namespace="team",spent="productive"}'] == 100
+    assert found['ddpjob_job_seconds_total{job_name="digits",namespace="team",spent="starting"}'] == 30
+
+
+def test_the_seconds_of_all_jobs_only_grow_when_jobs_are_deleted() -> None:
+    """Prometheus takes a counter that falls for one that began again, and adds all of it once more."""
+    meter, name = Meter(), 'ddpjob_seconds_total{spent="productive"}'
+    one = job(state="Running", state_time=NOW, first_step_time=NOW)
+    two = job("b", state="Running", state_time=at(20), first_step_time=at(20))
+    assert scraped(meter, moment(one, seconds=10))[name] == 0, "the leader before this one has counted these"
+    assert scraped(meter, moment(one, two, seconds=30))[name] == 20 + 10
+    assert scraped(meter, moment(two, seconds=40))[name] == 40
+    assert scraped(meter, moment(two, seconds=35))[name] == 40, "a clock that is set back takes nothing away"
+
+
+def test_a_thousand_jobs_that_come_and_go_leave_no_series_and_no_memory() -> None:
+    """A counter of names of jobs that are long gone would end the operator by its memory within months."""
+    meter = Meter()
+
+    def lines(*jobs: Job) -> int:
+        return meter.text(moment(*jobs), openmetrics=True)[0].count(b"\n")
+
+    empty = lines()
+    for turn in range(4):
+        jobs = [job(f"job-{turn}-{n}", state="Running", state_time=NOW, first_step_time=NOW) for n in range(1000)]
+        assert lines(*jobs) > 20_000
+        assert meter.remembered == 1000
+    assert lines() == empty
+    assert meter.remembered == 0
+
+
+def test_a_job_that_ended_ten_minutes_ago_has_no_series_of_its_own() -> None:
+    """A cluster may keep ten thousand ended jobs; they are still counted by their state."""
+    ended = job(state="Succeeded", state_time=NOW, completion_time=NOW)
+    mine = 'job_name="digits"'
+    assert any(mine in name for name in scraped(Meter(), moment(ended, seconds=599)))
+    later = scraped(Meter(), moment(ended, seconds=601))
+    assert not any(mine in name for name in later)
+    assert later['ddpjob_jobs{namespace="team",state="Succeeded"}'] == 1
+
+
+def test_a_standby_counts_no_jobs_so_that_a_sum_over_all_operators_counts_each_once() -> None:
+    meter = Meter()
+    found = scraped(meter, moment()._replace(jobs=None, leads=False))
+    assert found["ddpjob_operator_leads"] == 0
+    assert found['leader_election_master_status{name="ddpjob"}'] == 0
+    assert not any(name.startswith(("ddpjob_jobs{", "ddpjob_job_")) for name in found)
+
+
+def test_without_series_of_jobs_no_job_is_named() -> None:
+    body, _ = Meter().text(moment(job("secret-plan", state="Running"), of_jobs=False), openmetrics=True)
+    assert b"secret-plan" not in body
+    assert b'ddpjob_jobs{namespace="team",state="Running"} 1' in body
+
+
+@pytest.mark.parametrize("hostile", ["x" * 10_000, 'a"b\\c\nd', "\u2028}"])
+def test_a_label_of_any_length_or_characters_is_one_label(hostile: str) -> None:
+    """No API server takes such a name; a scrape that cannot be parsed would blind all alerts at once."""
+    meter = Meter()
+    meter.count(names.REQUESTS, "GET", "get", "pods", hostile)
+    found = scraped(meter, moment(Job(hostile, hostile, "u", api.Status(state="Running"))))
+    assert max(map(len, found)) < 2000
+    scraped(meter, moment(Job(hostile, hostile, "u", api.Status(state="Running"))), openmetrics_text=False)
+
+
+@pytest.mark.parametrize("status", ["Running", [], {"state": 5, "restarts": "many", "goodput": {"idleSeconds": "x"}}])
+def test_a_status_that_somebody_has_edited_takes_the_metrics_of_no_other_job(status: object) -> None:
+    raws = [
+        {"metadata": {"namespace": "team", "name": "edited", "uid": "1"}, "status": status},
+        {"metadata": {"namespace": "team", "name": "digits", "uid": "2"}, "status": {"state": "Running"}},
+    ]
+    now = read(Snapshot(moment(), raws))
+    found = scraped(Meter(), now)
+    assert found['ddpjob_jobs{namespace="team",state="None"}'] == 1
+    assert found['ddpjob_job_state{ddpjob_job_state="Running",job_name="digits",namespace="team"}'] == 1
+    assert not any('job_name="edited"' in name for name in found)
+
+
+def test_no_label_holds_a_uid() -> None:
+    """Each pod and each job made again would be a series for ever."""
+    assert not {label for metric in names.ALL for label in metric.labels} & {"uid", "pod", "node", "message"}
+
+
+def test_the_operator_shows_the_jobs_that_it_has_seen_its_queue_and_its_copies() -> None:
+    async def story() -> None:
+        town = Town(SlowServer(lambda _verb, _path: 0.01))
+        town.apply("team", "digits", 2)
+        await town.until(lambda: town.pods("team") == 2, 10)
+        operator = town.operator
+        found = scraped(operator.meter, read(operator.snapshot()))
+        assert found['ddpjob_jobs{namespace="team",state="Pending"}'] == 1
+        assert found['ddpjob_cache_objects{resource="pods"}'] == 2
+        assert found['workqueue_depth{name="ddpjob"}'] == 0
+        assert found['controller_runtime_reconcile_total{controller="ddpjob",result="success"}'] >= 0
+        assert found['controller_runtime_reconcile_time_seconds_count{controller="ddpjob"}'] >= 1
+        assert found["ddpjob_attempts_total"] == 1
+
+    play(story)
+
+
+def test_an_api_server_that_refuses_every_write_shows_as_reconcile_errors() -> None:
+    async def story() -> None:
+        town = Town(SlowServer(lambda verb, _path: 100.0 if verb == "replace" else 0.01))
+        town.apply("team", "digits", 2)
+        name = 'controller_runtime_reconcile_errors_total{controller="ddpjob"}'
+        await town.until(lambda: scraped(town.operator.meter, read(town.operator.snapshot()))[name] >= 1, 100)
+
+    play(story)
+
+
+def test_the_page_of_metrics_is_what_the_table_gives() -> None:
+    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == metrics_page.to_markdown() + "\n", (
+        "docs/metrics.md differs from metrics/names.py or the alerts: `make generate`"
+    )

@@ -1,0 +1,155 @@
+"""What is counted of a job's life: each restart once, by what was started again, and how long it took."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from worlds import World, digits
+
+from ddpjob.core.failures import Failure
+from ddpjob_operator.metrics import names
+from ddpjob_operator.metrics.of_change import Restart, of_change
+from ddpjob_operator.observed.reports import Agent, AgentCounts
+
+DDPRUN = {"container": {"command": ["ddprun", "train.py"]}}
+
+
+class Counted:
+    """A world whose statuses are counted as the shells count them."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.counts: Counter[str] = Counter()
+        self.observed: dict[str, list[float]] = {}
+        self._restart: Restart | None = None
+
+    def settle(self) -> Counted:
+        """Plan, act and count until there is nothing to do."""
+        for _ in range(10):
+            old = self.world.status
+            todo = self.world.step()
+            if todo.status is not None:
+                self._count(old, todo.status)
+            if todo.status is None and not todo.actions:
+                return self
+        raise AssertionError("still busy")
+
+    def _count(self, old: Any, new: Any) -> None:
+        change = of_change(old, new, self.world.now, self._restart, self.world.agent)
+        self._restart = change.restart
+        for seen in change.seen:
+            name = " ".join([seen.metric.name, *seen.labels])
+            if seen.metric.kind == "counter":
+                self.counts[name] += int(seen.value)
+            else:
+                self.observed.setdefault(name, []).append(seen.value)
+
+    def runs(self, seconds: float = 5) -> Counted:
+        """All trainers run after so long, and rank 0 has made a step a second later."""
+        self.settle().world.after(seconds).runs(*range(self.world.job.spec.nodes))
+        return self.settle()
+
+    def steps(self, step: int, seconds: float = 1) -> Counted:
+        """Rank 0 reports a step."""
+        self.world.after(seconds).reports_step(step)
+        return self.settle()
+
+
+def test_a_job_that_starts_trains_and_ends_is_counted_once() -> None:
+    """Also where its status is written many times in between."""
+    counted = Counted(digits()).runs(5).steps(1, 2).steps(40, 30)
+    counted.world.exits(0, 0).exits(1, 0)
+    counted.settle().settle()
+    assert counted.counts == {
+        "ddpjob_attempts": 1,
+        "ddpjob_steps": 40,
+        "ddpjob_jobs_finished Succeeded AllNodesCompleted": 1,
+    }
+    assert counted.observed == {"ddpjob_start_seconds running": [5.0], "ddpjob_start_seconds first_step": [7.0]}
+
+
+def test_a_failed_rank_is_a_restart_of_the_group_that_lasts_until_the_first_step_after_it() -> None:
+    counted = Counted(digits()).runs().steps(10)
+    counted.world.exits(1, 3).after(2)
+    counted.settle().world.after(3).stops_all()
+    counted.runs(10).steps(8, 4)
+    assert counted.counts["ddpjob_restarts application group"] == 1
+    assert counted.counts["ddpjob_attempts"] == 2
+    assert counted.counts["ddpjob_lost_steps"] == 3, "steps 8 to 10 are made twice"
+    assert counted.observed["ddpjob_failure_detection_seconds group"] == [2.0]
+    assert counted.observed["ddpjob_restart_seconds group running"] == [15.0]
+    assert counted.observed["ddpjob_restart_seconds group first_step"] == [19.0]
+
+
+def test_a_second_failure_before_the_job_has_trained_again_is_timed_by_itself() -> None:
+    counted = Counted(digits()).runs().steps(10)
+    for _ in range(2):
+        counted.world.exits(1, 3).after(2)
+        counted.settle().world.stops_all()
+        counted.settle().world.after(30)  # the second time there is a back-off
+        counted.runs(10)
+    counted.steps(11, 1)
+    assert counted.counts["ddpjob_restarts application group"] == 2
+    assert counted.observed["ddpjob_failure_detection_seconds group"] == [2.0, 2.0]
+    assert counted.observed["ddpjob_restart_seconds group first_step"] == [43.0], "the first never trained again"
+
+
+def test_a_pod_that_is_replaced_alone_is_a_restart_of_a_pod() -> None:
+    counted = Counted(digits(nodes=3, **DDPRUN)).runs().steps(10)
+    counted.world.exits(1, 137).after(1)
+    counted.settle().world.stops_all()
+    counted.settle().world.after(6).runs(1)
+    counted.settle().steps(11, 2)
+    restarts = {name: count for name, count in counted.counts.items() if name.startswith("ddpjob_restarts")}
+    assert [name.split()[-1] for name in restarts] == ["pod"], restarts
+    assert counted.counts["ddpjob_attempts"] == 1
+    assert counted.observed["ddpjob_restart_seconds pod running"] == [7.0]
+    assert counted.observed["ddpjob_restart_seconds pod first_step"] == [9.0]
+
+
+@pytest.mark.parametrize("kind", ["application", "infrastructure", "stall"])
+def test_ranks_that_an_agent_starts_again_are_timed_from_when_it_saw_them_fail(kind: str) -> None:
+    """The operator hears of it later, when they may train again already."""
+    counted = Counted(digits(**DDPRUN)).runs().steps(10)
+    world = counted.world
+    failed_at = world.now.timestamp()
+    failure = Failure(rank=1, node_rank=1, exit_code=3, failure_class=kind, charged_to=kind, time=failed_at)
+    world.after(2).agent = Agent(generation=1, restarts=AgentCounts(**{kind: 1}), failures=[failure])
+    counted.settle().steps(11, 1)
+    assert counted.counts[f"ddpjob_restarts {kind} rank"] == 1
+    assert counted.observed["ddpjob_failure_detection_seconds rank"] == [2.0]
+    assert counted.observed["ddpjob_restart_seconds rank first_step"] == [3.0]
+    assert "ddpjob_restart_seconds rank running" not in counted.observed, "their pods have run all the time"
+
+
+def test_a_failure_that_ends_the_job_was_detected_and_is_no_restart() -> None:
+    counted = Counted(digits(backoffLimit=0)).runs().steps(10)
+    counted.world.exits(1, 3).after(2)
+    counted.settle().world.stops_all()
+    counted.settle().settle()
+    assert counted.counts["ddpjob_jobs_finished Failed BackoffLimitExceeded"] == 1
+    assert counted.observed["ddpjob_failure_detection_seconds group"] == [2.0]
+    assert not any(name.startswith("ddpjob_restart") for name in (*counted.counts, *counted.observed))
+
+
+@pytest.mark.parametrize("ahead", [600, -86_400])
+def test_a_node_whose_clock_is_off_makes_no_time_negative_and_none_a_day(ahead: float) -> None:
+    counted = Counted(digits()).runs().steps(10)
+    world = counted.world
+    world.after(ahead).exits(1, 3)
+    world.after(-ahead)
+    counted.settle().world.after(3).stops_all()
+    counted.runs(10).steps(11)
+    times = [value for values in counted.observed.values() for value in values]
+    assert all(0 <= value < 3600 for value in times), counted.observed
+
+
+def test_a_reason_that_no_version_knows_is_no_new_label() -> None:
+    world = digits().running()
+    old = world.status
+    new = world.exits(0).exits(1).settle().status
+    change = of_change(old, replace(new, reason="x" * 10_000), world.now)
+    assert [seen.labels for seen in change.seen if seen.metric is names.FINISHED] == [("Succeeded", "other")]

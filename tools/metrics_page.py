@@ -1,0 +1,106 @@
+"""Writes docs/metrics.md from the table of metrics (ddpjob_operator/metrics/names.py) and the chart's alerts."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from ddpjob_operator.kube.exposition import ANSWER_SECONDS
+from ddpjob_operator.metrics import names, of_status
+
+RULES = Path(__file__).parents[1] / "charts" / "ddpjob-operator" / "files" / "rules.yaml"
+INTRO = f"""\
+<!-- Written from metrics/names.py and the alerts by `python tools/metrics_page.py`. Change them, then run it again. -->
+# Metrics
+
+Each operator pod serves `/metrics` on port 8082 (`metrics.port` of the chart; `metrics.enabled=false`: none):
+OpenMetrics for a scraper that accepts it, else Prometheus' older text. Names and labels follow controller-runtime and
+client-go where these have one, so dashboards for them show this operator as well; the others begin with `ddpjob_`.
+
+## Set-up
+
+With the Prometheus operator and Grafana's sidecar, both off by default:
+
+```yaml
+metrics:
+  serviceMonitor: {{enabled: true, labels: {{release: prometheus}}}}
+  prometheusRule: {{enabled: true, labels: {{release: prometheus}}}}
+  dashboards: {{enabled: true}}
+```
+
+`labels` are what your Prometheus selects by. Without the Prometheus operator, the pods have a port named `metrics`;
+keep `honor_labels: true`, because `namespace` is the job's. The alerts are `charts/ddpjob-operator/files/rules.yaml`,
+for `rule_files`, and the dashboards beside them can be imported as they are. With `networkPolicy.enabled=true`, name
+the scraper in `networkPolicy.metricsFrom`.
+
+Whoever reaches the port reads the names of jobs and namespaces, as with kube-state-metrics. `metrics.perJob=false`
+leaves out all series of single jobs; jobs are then still counted by namespace and state.
+
+## What the series promise
+
+- The operator that leads serves what concerns jobs, and a standby only its own queue, requests and copies. So a sum
+  over all pods counts each job once.
+- A series of a job ends with the job, {of_status.ENDED_SECONDS / 60:.0f} minutes after the job has ended, or when
+  another operator leads. It is made from `status` at each scrape, so a new leader goes on with the same values.
+- No label is a pod, a node, a uid or a message. Values of labels are Kubernetes names, of at most {names.LABEL_MAX}
+  characters, or words of a fixed list.
+- Counters and histograms without `_job_` count from the start of the process that leads: use `increase` and `rate`.
+- The name of a job is `job_name`, because Prometheus itself sets `job` on every series.
+- A scraper that does not read its answer within {ANSWER_SECONDS:.0f} s is cut off. Whoever asks more often than once a
+  second gets the same answer again.
+- 1,000 jobs are 25,000 lines, which take a tenth of a second to write, in a thread beside the reconciles.
+"""
+SPENT = """\
+`spent` is `productive` (all nodes ran and steps were made), `idle` (all nodes ran and no step came), `unreported` (all
+nodes ran and no step was ever reported), `starting`, or `restarting` (from a failure until all nodes ran again). Time
+that a job is suspended is not counted. `scope` is what was started again: `rank` (ranks in the pods that they have,
+by `ddprun`), `pod` (a lost pod alone), or `group` (all pods).
+"""
+KINDS = {"stateset": "gauge", "info": "gauge"}
+SECTIONS = (
+    ("Jobs together", names.OF_ALL_JOBS, SPENT),
+    ("A job", names.OF_A_JOB, "Each has the labels `namespace` and `job_name`.\n"),
+    (
+        "The operator",
+        names.OF_OPERATOR,
+        "Beside them those of prometheus-client: `process_cpu_seconds_total`, `process_resident_memory_bytes`.\n",
+    ),
+)
+
+
+def to_markdown() -> str:
+    """The page."""
+    return "\n".join([INTRO, *(line for section in SECTIONS for line in _section(*section)), *_alerts()])
+
+
+def _section(title: str, metrics: tuple[names.Metric, ...], more: str) -> Iterator[str]:
+    yield from (f"## {title}", "", more)
+    yield from ("| Name | Kind | Labels | What it is |", "| --- | --- | --- | --- |")
+    for metric in metrics:
+        labels = [name for name in metric.labels if name not in names.JOB or metrics is not names.OF_A_JOB]
+        labels += [metric.name] if metric.kind == "stateset" else []
+        kind = KINDS.get(metric.kind, metric.kind)
+        yield f"| `{metric.shown}` | {kind} | {', '.join(f'`{name}`' for name in labels)} | {_escaped(metric.help)} |"
+    yield ""
+
+
+def _alerts() -> Iterator[str]:
+    yield from ("## Alerts", "", "| Alert | After | Says | Then |", "| --- | --- | --- | --- |")
+    for group in yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]:
+        for rule in group["rules"]:
+            said = (_escaped(rule["annotations"][name]) for name in ("summary", "description"))
+            yield f"| `{rule['alert']}` ({rule['labels']['severity']}) | {rule.get('for', '0m')} | {' | '.join(said)} |"
+
+
+def _escaped(text: str) -> str:
+    """In a cell; what an alert fills in is shown as NAMESPACE."""
+    text = re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda found: found[1].upper(), text)
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(to_markdown() + "\n")
