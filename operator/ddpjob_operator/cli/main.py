@@ -120,7 +120,7 @@ def run(
         return start(document, parsed, options, checked=not no_check, notebook=cells)
 
 
-@cli.command(epilog="Example: ddpjob init train.py > job.yaml")
+@cli.command(short_help="Print a DDPJob for a training script.", epilog="Example: ddpjob init train.py > job.yaml")
 @click.argument("script", required=False, type=click.Path(dir_okay=False))
 @click.argument("arguments", metavar="[-- ARGS...]", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "--module", metavar="MODULE", help="A module in place of a file.")
