@@ -31,10 +31,10 @@ Golden = Callable[[str, str], None]
 OLDEST = "1.29.0"
 # In the operator's own namespace alone, get and update for its one Lease. Not asked for at the start: the task that
 # keeps the Lease logs what is missing.
-LEASE_RIGHT = Right("coordination.k8s.io", "leases", ("get", "create", "update"), "which of several operators acts")
+LEASE_RIGHT = Right("coordination.k8s.io", "leases", ("get", "create", "update"), "to elect the operator that acts")
 # In each watched namespace, or in one of them all, for one name; list, where all namespaces are watched, for the other.
 CLAIM_RIGHT = Right(
-    "coordination.k8s.io", "leases", ("get", "create", "update", "list"), "which of several releases acts"
+    "coordination.k8s.io", "leases", ("get", "create", "update", "list"), "to decide which of several releases acts"
 )
 
 pytestmark = pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not on the PATH; install Helm 3 or 4")

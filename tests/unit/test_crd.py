@@ -198,6 +198,10 @@ def test_no_other_controller_takes_over_a_job_that_is_there() -> None:
     assert rules_of(ROOT)[".spec.managedBy"] == crd.NEVER_CHANGES
 
 
+def test_the_dns_names_of_a_job_never_change_because_its_service_is_made_once() -> None:
+    assert rules_of(ROOT)[".spec.dns"] == crd.NEVER_CHANGES
+
+
 def test_each_known_field_of_a_pod_is_declared_so_that_the_comparison_of_templates_misses_none() -> None:
     pod = SPEC["properties"]["template"]["properties"]["spec"]["properties"]
     assert set(template.fields("PodSpec")) <= set(pod)

@@ -69,6 +69,9 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     """Which pods are deleted once the job has finished. Pods that ended stay for `kubectl logs` unless All."""
     one_pod_per_node: bool | Literal["auto"] = "auto"
     """At most one pod of this job on a node. auto: yes for jobs with GPUs."""
+    dns: Literal["auto", "leader", "all"] = "auto"
+    """Which pods have a DNS name JOB-N.JOB. leader: node 0, whose name all need. all: every node, for scripts that name
+    others (MPI). auto: leader; all where torchrun numbers the nodes itself. Never changes."""
     failure_policy: FailurePolicy | None = None
     """What an exit code means, in the shape of batch/v1 Job's podFailurePolicy."""
     stall: Stall | None = None

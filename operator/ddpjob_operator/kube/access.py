@@ -36,10 +36,10 @@ RIGHTS = (
     Right(api.GROUP, api.PLURAL, ("get", "list", "watch"), "to see the jobs"),
     Right(api.GROUP, f"{api.PLURAL}/status", ("update",), "to write their status"),
     Right(api.GROUP, api.PLURAL, ("delete",), "for ttlSecondsAfterFinished"),
-    Right("", "pods", ("get", "list", "watch", "create", "patch", "delete"), "the nodes of a job"),
+    Right("", "pods", ("get", "list", "watch", "create", "patch", "delete"), "the pods of a job"),
     Right("", "services", ("get", "list", "watch", "create"), "the DNS names of a job; deleted with it by its owner"),
-    Right("", "events", ("create",), "what kubectl describe shows"),
-    Right("", "nodes", ("list", "watch"), "to see which are lost", cluster_wide=True),
+    Right("", "events", ("create",), "the Events that `kubectl describe` shows"),
+    Right("", "nodes", ("list", "watch"), "to detect lost nodes", cluster_wide=True),
 )
 
 # Asked for only where the adapter is switched on.
@@ -49,7 +49,7 @@ GANG_RIGHTS = {
             "scheduling.k8s.io",
             "podgroups",
             ("get", "list", "watch", "create", "delete"),
-            "all pods of an attempt or none (spec.gang: native), where gang.native.enabled is set",
+            "all pods of an attempt or none (spec.gang: native), if gang.native.enabled is set",
         ),
     ),
 }

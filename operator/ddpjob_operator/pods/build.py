@@ -9,6 +9,7 @@ from typing import Any
 
 from ddpjob_operator.job import api
 from ddpjob_operator.job.podspec import gpus, quantity, restarts_of_the_kubelet, trainer_container
+from ddpjob_operator.job.topology import all_have_dns_names, members
 from ddpjob_operator.pods import agent_environment, naming, report_token
 from ddpjob_operator.pods import environment as contract
 
@@ -45,7 +46,11 @@ class Reporting:
 
 
 def service(job: api.DDPJob) -> Body:
-    """The headless Service that gives every pod a name."""
+    """The headless Service that gives node 0 its name, or every pod (spec.dns).
+
+    Each change of a pod that it selects makes the control plane write an EndpointSlice with all of them.
+    """
+    leader = {} if all_have_dns_names(job.spec) else {naming.LABEL_RANK: str(members(job.spec).leader)}
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -54,7 +59,7 @@ def service(job: api.DDPJob) -> Body:
             "clusterIP": "None",
             # Peers must resolve before they are ready, because the rendezvous makes them ready.
             "publishNotReadyAddresses": True,
-            "selector": naming.labels(job),
+            "selector": naming.labels(job) | leader,
         },
     }
 
