@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ddpjob_operator.gangs.adapter import Adapter
+from ddpjob_operator.job import api
 from ddpjob_operator.kube import observe
 from ddpjob_operator.kube.client import ApiError, Client, group_collection
 from ddpjob_operator.kube.reflector import Reflector
@@ -52,6 +53,11 @@ class Gang:
         """Whether it is known what there is in a namespace."""
         synced = (r.synced.is_set() for r in self._reflectors if r.namespace in ("", namespace))
         return self._is_known and all(synced)
+
+    def of(self, job: api.DDPJob) -> Group | None:
+        """The job's own object, where it has one for its life."""
+        found = self.store.of((job.metadata.namespace, job.metadata.name))
+        return next((group for group in found if group.owner_uid == job.metadata.uid), None)
 
     def path(self, namespace: str) -> str:
         """The collection of its objects. Raises ApiError where no version is served."""
