@@ -119,7 +119,7 @@ def unneeded(view: View) -> tuple[DeleteGroup, ...]:
     recorded = view.recorded
     over = recorded.state in TERMINAL or (recorded.state == "Suspended" and view.spec.suspend)
     kind = recorded.gang.kind if recorded.gang is not None else "none"
-    active = {p.attempt for p in view.active_of_all_attempts}
+    active = {p.attempt for p in view.active_of_all_attempts if p.uid not in view.lost}
     found = []
     for group in sorted(_own(view), key=lambda g: (g.adapter, g.attempt, g.name)):
         adapter = view.settings.adapters.get(group.adapter)
