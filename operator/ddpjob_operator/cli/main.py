@@ -212,6 +212,7 @@ def print_objects(job: api.DDPJob, cpu: bool) -> int:
     """The objects as YAML documents on stdout, each as soon as it is built."""
     import yaml
 
+    from ddpjob_operator.job import yamlvalues
     from ddpjob_operator.local.run import dry_run
 
     class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
@@ -220,6 +221,7 @@ def print_objects(job: api.DDPJob, cpu: bool) -> int:
         def ignore_aliases(self, data: Any) -> bool:
             return True
 
+    Dumper.add_representer(str, yamlvalues.represent)
     code = 0
     for i, body in enumerate(dry_run(job, cpu)):
         text = yaml.dump(body, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10_000)
