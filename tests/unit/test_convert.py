@@ -433,6 +433,13 @@ def test_words_that_yaml_takes_for_numbers_or_true_stay_words() -> None:
     assert read["spec"]["template"]["spec"]["containers"][0]["command"] == words
 
 
+def test_a_command_that_is_not_utf_8_is_refused() -> None:
+    """It became a job with a character that no file name has."""
+    result = CliRunner().invoke(cli, ["convert", "--", "torchrun", "\udcff.py"])
+    assert result.stdout == ""
+    assert "not UTF-8" in str(result.exception)
+
+
 def test_the_job_is_named_after_the_script() -> None:
     names = {"torchrun my/Train_GPT.py": "train-gpt", "torchrun -m pack.train_it": "train-it", "torchrun 1.py": "train"}
     assert {line: of_command(line).metadata["name"] for line in names} == names

@@ -47,7 +47,7 @@ def cli() -> None:
     "--fail", "failures", metavar="FAULT", multiple=True, help="Break it: rank=1,step=200,signal=KILL; node=1,at=20s."
 )
 @click.option("--report", type=sections.AsPath(dir_okay=False), help="Write a report (HTML) into it at the end.")
-@click.option("--no-check", is_flag=True, help="Start also where `ddpjob check` finds errors.")
+@click.option("--no-check", is_flag=True, help="Start even if `ddpjob check` finds errors.")
 @click.option("--dry-run", is_flag=True, help="Print the pods that a cluster would get.")
 @click.option(
     "-f",
@@ -147,7 +147,7 @@ def init(
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path())
 @click.option("--nodes", metavar="N", help="Check for this many nodes; MIN:MAX: for an elastic job.")
 @click.option("--nproc", metavar="N", type=click.IntRange(min=1), help="Check for this many processes a node.")
-@click.option("--job", metavar="NAME", help="Which DDPJob, where a file has several.")
+@click.option("--job", metavar="NAME", help="Which DDPJob, if a file has several.")
 @click.option(
     "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How it is shown."
 )
