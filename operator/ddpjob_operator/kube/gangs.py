@@ -38,6 +38,7 @@ class Gang:
         found: Callable[[], None],
         runtime: Runtime,
         restarted: Callable[[str, str], None] = lambda _plural, _cause: None,
+        sleep: Callable[[float], Any] = asyncio.sleep,
     ) -> None:
         """namespaces: those that are watched, "" is all. changed: called for a job whose objects have changed; found:
         where another version is served than before, or none."""
@@ -46,6 +47,7 @@ class Gang:
         self.store: Store[Group] = Store(observe.group(adapter), key_of, lambda key, _old, _new: changed(key))
         self._reflectors: list[Reflector] = []
         self._client, self._namespaces, self._found, self._runtime = client, namespaces, found, runtime
+        self._sleep = sleep
         self._restarted = restarted
         self._is_known = False
 
@@ -78,9 +80,9 @@ class Gang:
                     watching = self._watch()
                     self._is_known = True
                     self._found()
-                await asyncio.sleep(AGAIN_SECONDS if answered else NO_ANSWER_SECONDS)
+                await self._sleep(AGAIN_SECONDS if answered else NO_ANSWER_SECONDS)
                 while self.api.api_version and not any(r.fails for r in self._reflectors):
-                    await asyncio.sleep(AGAIN_SECONDS)
+                    await self._sleep(AGAIN_SECONDS)
         finally:
             for task in watching:
                 task.cancel()

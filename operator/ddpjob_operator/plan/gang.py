@@ -119,7 +119,7 @@ def unneeded(view: View) -> tuple[DeleteGroup, ...]:
     recorded = view.recorded
     over = recorded.state in TERMINAL or (recorded.state == "Suspended" and view.spec.suspend)
     kind = recorded.gang.kind if recorded.gang is not None else "none"
-    active = {p.attempt for p in view.active_of_all_attempts}
+    active = {p.attempt for p in view.active_of_all_attempts if p.uid not in view.lost}
     found = []
     for group in sorted(_own(view), key=lambda g: (g.adapter, g.attempt, g.name)):
         adapter = view.settings.adapters.get(group.adapter)
@@ -170,9 +170,10 @@ def retry_at(view: View) -> dt.datetime | None:
 
 def why_waiting(view: View, status: api.Status, unplaced: int, scheduler: str) -> str:
     """Why the scheduler places none of a gang's pods: its own sentence, and who has the nodes. scheduler: what it says
-    of the pods, where it says nothing of the group."""
+    of the first pod; of a group it says only that no placement was found, which matters where there are several."""
     group = group_of(view, status)
-    why = (group.admission.why if group is not None else "") or scheduler
+    of_group = group.admission.why if group is not None and view.spec.topology_key else ""
+    why = "; ".join(text for text in (of_group, scheduler) if text)
     together = f"{unplaced} of {view.spec.nodes} pods wait to be placed together: {why}"
     return f"{together}{_held_by(view.seen.neighbours)}{pending.waited(status.attempt_time, view.now)[0]}"
 
