@@ -1,7 +1,7 @@
 """A queue with quota and preemption, and jobs of one namespace in it: the rules alone, in walks that nobody chose.
 
-The queue does what Kueue was seen to do (docs/kueue.md): it admits by priority what fits, evicts who has less, and counts
-the quota of an evicted job until that has given it back.
+The queue does what Kueue was seen to do (docs/kueue.md): it admits by priority what fits, evicts who has less, and
+counts the quota of an evicted job until that has given it back.
 """
 
 from __future__ import annotations
@@ -202,5 +202,3 @@ class Walk:
 
     def _found(self, number: int, what: str) -> None:
         self.wrong.append(f"job {number} ({self.worlds[number].status.reason}): {what}")
-
-

@@ -16,7 +16,7 @@ from ddpjob_operator.plan import actions, decide, gang
 from ddpjob_operator.plan.actions import Decision, TellGroup
 from ddpjob_operator.plan.view import View
 
-WALKS, WALKS_BY_NIGHT = 300, 30_000
+WALKS, WALKS_BY_NIGHT = 100, 30_000
 MUTANT_WALKS = 50
 
 
@@ -51,7 +51,7 @@ def quota_returned_early() -> contextlib.AbstractContextManager[Any]:
 
 def quota_never_returned() -> contextlib.AbstractContextManager[Any]:
     """The operator leaves it to the queue, as for that one's own kinds."""
-    return mock.patch.object(gang, "to_tell", lambda view: ())
+    return mock.patch.object(gang, "to_tell", return_value=())
 
 
 def a_second_workload() -> contextlib.AbstractContextManager[Any]:
