@@ -81,7 +81,7 @@ def pod(
     keep_from_autoscalers: whether it asks them not to remove its node; the template's annotations outrank that.
     """
     rendezvous = rendezvous or naming.endpoint(job, attempt)
-    template = _as_given(job.spec.template)
+    template = as_given(job.spec.template)
     spec: Body = template["spec"]
     given = template.get("metadata") or {}
     labels = {
@@ -141,12 +141,12 @@ def wants_one_pod_per_node(spec: api.Spec) -> bool:
     return gpus(spec.template) > 0 if spec.one_pod_per_node == "auto" else spec.one_pod_per_node
 
 
-def _as_given(value: Any) -> Any:
-    """A copy without nulls, because a field that is null is unset for the API server and has its default. Lists keep
-    every entry, so that messages about one have the user's index."""
+def as_given(value: Any) -> Any:
+    """A copy of a part of a template without nulls, because a field that is null is unset for the API server and has
+    its default. Lists keep every entry, so that messages about one have the user's index."""
     if isinstance(value, Mapping):
-        return {name: _as_given(one) for name, one in value.items() if one is not None}
-    return [_as_given(one) for one in value] if isinstance(value, list) else value
+        return {name: as_given(one) for name, one in value.items() if one is not None}
+    return [as_given(one) for one in value] if isinstance(value, list) else value
 
 
 def owned_metadata(job: api.DDPJob, name: str, labels: dict[str, str]) -> Body:
