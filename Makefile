@@ -45,7 +45,8 @@ test: check ## All tests; those that need a cluster run where KUBECONFIG names o
 	$(BIN)/python -m pytest -n 0 -m "not long" --durations 25 tests/api tests/cluster
 
 test-long: install ## What varies the promises of `make test` in hundreds of ways and takes hours: for the night.
-	$(PYTEST) -m long --durations 25
+	$(PYTEST) -m long --durations 25 --ignore tests/api --ignore tests/cluster
+	$(BIN)/python -m pytest -n 0 -m long --durations 25 tests/api tests/cluster
 	$(PYTEST) --quiet --hypothesis-profile night --timeout 1800 tests/property
 
 test-versions: install ## The library's and ddprun's tests with each Python from 3.10 on that is here, torch 2.4 and the newest (gigabytes).

@@ -278,6 +278,7 @@ def test_the_rank_that_did_not_come_to_the_collective_is_named_with_and_without_
     )
     assert re.search(r"41 all_reduce .*, not done", told(done.stderr, 0)), "what the flight recorder knows"
     assert re.search(r"40 all_reduce .*, done", told(done.stderr, 1))
+    assert "thread ddpjob-" not in done.stderr, "the library's own threads always wait, and hid the one that matters"
     forget_torchs_own(launcher)
 
 

@@ -176,7 +176,6 @@ REFUSED = {
         "spec.minNodes: ",
         "must be at most spec.nodes",
     ),
-    "gang": (job(gang="kueue"), "spec.gang: ", '"kueue" is not available yet. Use auto, native or none.'),
     "gang: volcano": (job(gang="volcano"), "spec.gang: ", 'supported values: "auto", "kueue"'),
     "topologyKey: a rack": (job(topologyKey="a rack"), "spec.topologyKey: ", "must be the key of a node label"),
     "topologyKey without a gang": (job(topologyKey="rack", gang="none"), "spec.gang: ", "topologyKey needs a gang"),
@@ -418,17 +417,17 @@ def test_a_job_with_a_field_that_an_older_crd_took_can_still_be_suspended(cluste
     old = json.loads(cluster("get", "crd", "ddpjobs.training.ddpjob.io", "-o", "json"))
     old["metadata"] = {"name": old["metadata"]["name"]}
     fields = old["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
-    del fields["gang"]["x-kubernetes-validations"]
+    fields["gang"]["enum"].append("volcano")
     try:
         cluster("replace", "-f", "-", stdin=old)
-        name = until(lambda: cluster.create(job(gang="kueue")))
+        name = until(lambda: cluster.create(job(gang="volcano")))
     finally:
         cluster("apply", "--server-side", "--force-conflicts", "-f", str(CRD))
-    until(lambda: _refuses(cluster, job(gang="kueue")))
+    until(lambda: _refuses(cluster, job(gang="volcano")))
     code, output = cluster.patch(name, ("add", "/spec/suspend", True))
     assert code == 0, output
     cluster.set_status(name, state="Suspended")
-    assert cluster.patch(name, ("replace", "/spec/gang", "volcano"))[0] != 0
+    assert cluster.patch(name, ("replace", "/spec/gang", "slurm"))[0] != 0
 
 
 def _refuses(cluster: Cluster, body: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.xdist_group("operator"), pytest.mark.timeout(240)]
 PODS = ["digits-1-0", "digits-1-1"]
 # No fault here may cost more requests than this: a loop without a wait makes hundreds in the same time.
 REQUESTS_MAX = 80
+OFTEN = {"LOOK_SECONDS": 1.0}
 
 
 @pytest.fixture(autouse=True)
@@ -164,11 +165,11 @@ def test_a_job_deleted_while_no_watch_is_open_leaves_no_ghost(namespace: Namespa
     namespace.has_pods(*PODS)
 
 
-def test_a_job_deleted_while_its_watch_was_broken_is_dropped_by_the_next_sweep(
+def test_a_job_deleted_while_its_watch_was_broken_is_dropped_by_the_next_look(
     namespace: Namespace, operators: Callable[..., Operator]
 ) -> None:
     """kopf lists anew after such a time, and says nothing of what is missing (kopf 1.45, clients/watching.py)."""
-    operator = operators(namespace.name, constants={"SWEEP_SECONDS": 3.0}).watches()
+    operator = operators(namespace.name, constants=OFTEN).watches()
     # A job that the server refuses pods to is tried again and again, and its Service is made anew when it goes.
     namespace.create("resourcequotas", {"metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}})
     path = f"/api/v1/namespaces/{namespace.name}/resourcequotas/none"
@@ -178,16 +179,36 @@ def test_a_job_deleted_while_its_watch_was_broken_is_dropped_by_the_next_sweep(
     for what in ("watch ddpjobs", "list ddpjobs"):
         namespace.api.break_(what, 503, times=float("inf"))
     assert namespace.api.close_watches("ddpjobs", gone=True) == 1
-    until(lambda: "the jobs were not listed again" in operator.log, "a sweep fails")
+    until(lambda: "were not listed again" in operator.log, "a look fails")
     namespace.kubectl("delete", "ddp", "digits", "--wait=false")
     until(lambda: namespace.job() is None, "it is gone")
     namespace.api.mend()
     mended = time.monotonic()
     until(lambda: namespace.api.requests(since=mended)["watch ddpjobs"], "the jobs are watched again", 60)
-    passes(4)  # a sweep at least
+    passes(4)  # a look at least
     began = time.monotonic()
     passes(10)
     assert namespace.api.writes(since=began) == [], "nothing is made for a job that is gone"
+
+
+LOST = {
+    "a pod that has completed": ("pods", "MODIFIED", lambda o: o["status"].get("phase") == "Succeeded"),
+    "a pod that runs": ("pods", "MODIFIED", lambda o: o["status"].get("phase") == "Running"),
+    "a job that is new": ("ddpjobs", "ADDED", lambda o: True),
+}
+
+
+@pytest.mark.parametrize(("resource", "kind", "where"), LOST.values(), ids=LOST)
+def test_an_event_that_never_comes_is_found_and_the_job_ends(
+    namespace: Namespace, operators: Callable[..., Operator], resource: str, kind: str, where: Callable[..., bool]
+) -> None:
+    """One line that a proxy loses, and a job of eight GPUs holds them until somebody looks."""
+    operator = operators(namespace.name, constants=OFTEN).watches()
+    lost = namespace.api.lose_event(resource, kind, where)
+    namespace.apply(job())
+    runs_to_its_end(namespace)
+    assert lost.happened == 1
+    assert "the watch has not shown changes of" in operator.log
 
 
 def test_an_api_server_that_is_away_for_a_while_costs_nothing(namespace: Namespace, operator: Operator) -> None:

@@ -107,6 +107,18 @@ def cluster_role(*settings: str) -> dict[str, Any]:
     return found
 
 
+def granted_everywhere(*settings: str) -> set[tuple[str, str, str]]:
+    """What the operator may do in all namespaces."""
+    account = of_kind("ServiceAccount", *settings)[0]["metadata"]["name"]
+    bound = {
+        binding["roleRef"]["name"]
+        for binding in of_kind("ClusterRoleBinding", *settings)
+        if any(subject["name"] == account for subject in binding["subjects"])
+    }
+    roles = [r for r in of_kind("ClusterRole", *settings) if r["metadata"]["name"] in bound and "rules" in r]
+    return {one for r in roles if not r["metadata"]["name"].endswith("-claim") for one in verbs(r["rules"])}
+
+
 NEEDED = {(right.group, right.resource, verb) for right in RIGHTS for verb in right.verbs}
 NEEDED_IN_A_NAMESPACE = {
     (right.group, right.resource, verb) for right in RIGHTS if not right.cluster_wide for verb in right.verbs
@@ -137,11 +149,26 @@ def test_a_gang_scheduler_that_is_switched_on_brings_its_rights_and_no_other(whe
     for name, rights in GANG_RIGHTS.items():
         on = (*where, f"gang.{name}.enabled=true")
         assert OperatorSettings.read(variables(*on)).gangs == (name,)
-        more = {(right.group, right.resource, verb) for right in rights for verb in right.verbs}
+        more = {(r.group, r.resource, verb) for r in rights for verb in r.verbs if not r.cluster_wide}
         roles, before = job_roles(*on), job_roles(*where)
         for role, old in zip(roles, before, strict=True):
             assert verbs(role["rules"]) - verbs(old["rules"]) == more
+        in_cluster = {(r.group, r.resource, verb) for r in rights for verb in r.verbs if r.cluster_wide}
+        granted = granted_everywhere(*on) - granted_everywhere(*where)
+        assert granted == (in_cluster if where else more | in_cluster)
     assert OperatorSettings.read(variables(*where)).gangs == ()
+
+
+def test_kueue_may_read_the_jobs_that_own_pods_where_the_chart_is_told_so() -> None:
+    """Kueue's webhook for pods refuses a pod whose owner it may not read."""
+    on = ("gang.kueue.enabled=true", "gang.kueue.readsJobs.enabled=true")
+    account = {"kind": "ServiceAccount", "name": "kueue-controller-manager", "namespace": "kueue-system"}
+    bindings = [b for b in of_kind("ClusterRoleBinding", *on) if b["subjects"] == [account]]
+    roles = [
+        r for r in of_kind("ClusterRole", *on) if r["metadata"]["name"] in {b["roleRef"]["name"] for b in bindings}
+    ]
+    assert [verbs(role["rules"]) for role in roles] == [{("training.ddpjob.io", "ddpjobs", "get")}]
+    assert not any(account in b["subjects"] for b in of_kind("ClusterRoleBinding", on[0]))
 
 
 def test_no_secret_and_no_log_is_ever_in_reach_and_nodes_can_only_be_seen() -> None:
@@ -712,7 +739,16 @@ def test_every_value_is_explained_where_it_stands() -> None:
     settings = [n for n, line in enumerate(ours) if re.match(r"^ *[a-zA-Z]+: *\S|^[a-zA-Z]+:", line)]
     open_ones = [ours[n] for n in settings if n == 0 or not ours[n - 1].lstrip().startswith("#")]
     # A heading's settings are explained one by one; these speak for themselves.
-    headings = {"image:", "serviceAccount:", "progress:", "metrics:", "networkPolicy:", "gang:", "  native:"}
+    headings = {
+        "image:",
+        "serviceAccount:",
+        "progress:",
+        "metrics:",
+        "networkPolicy:",
+        "gang:",
+        "  native:",
+        "  kueue:",
+    }
     obvious = {
         "  pullPolicy: IfNotPresent",
         "  annotations: {}",

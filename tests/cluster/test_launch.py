@@ -11,10 +11,9 @@ from pods import ROOT, TRAINER_IMAGE, Space
 
 SECONDS_MAX = 150  # torch takes its time to import, and here are six processes
 ONE_PROCESS_PER_NODE = "plain"
-OTHERS = (
-    "plain-options", "torchrun", "torchrun-c10d", "torchrun-standalone", "launch-dash", "launch-underscore",
-    "ddprun", "spawn-nodes", "process-list", "init-tcp",
-)  # fmt: skip
+# What pods can break: who starts the ranks, and over which name and port they meet. ddprun is in test_in_place.py.
+BY_DAY = "torchrun", "torchrun-c10d", "launch-dash", "spawn-nodes", "init-tcp"
+AT_NIGHT = "plain-options", "torchrun-standalone", "launch-underscore", "ddprun", "process-list"
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +23,7 @@ def params(jobs: Space) -> str:
 
 
 @pytest.mark.timeout(2 * SECONDS_MAX)
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", [*BY_DAY, *(pytest.param(name, marks=pytest.mark.long) for name in AT_NIGHT)])
 def test_a_note_trains_in_one_world_on_pods_and_ends_with_the_same_parameters(
     jobs: Space, params: str, name: str
 ) -> None:

@@ -73,7 +73,7 @@ def test_a_rank_that_hangs_is_found_named_and_restarted(cli: Cli) -> None:
     assert "rank 0 (node 0) " in told
     assert status["restarts"]["stall"] == 1
     assert (status["lastFailure"]["rank"], status["lastFailure"]["reason"]) == (0, "Stalled")
-    assert "fault on purpose at step 25" in status["lastFailure"]["logTail"], "what it said last explains the hang"
+    assert "injected fault at step 25: hang" in status["lastFailure"]["logTail"], "what it said last explains the hang"
 
 
 def test_a_node_that_dies_is_replaced_without_a_charge(cli: Cli) -> None:

@@ -342,6 +342,18 @@ def test_a_warning_is_shown_and_the_job_runs(cli: Cli) -> None:
     assert re.match(r"train.py:\d+: warning\[save-on-every-rank\]: ", done.stderr.splitlines()[0])
 
 
+def test_a_script_that_reports_no_steps_gets_no_limit_for_hangs_and_no_fault_at_a_step(cli: Cli) -> None:
+    """The limit had no effect and the fault never happened; neither was said, and the run ended with 0."""
+    job = cli.file("print('started')")
+    done = cli.run("run", job, "--set", "spec.stall.timeoutSeconds=8")
+    assert done.returncode == 0
+    assert "Nothing will notice a hang of this script: train.py reports no steps" in done.stderr
+    assert "Nothing will notice" not in cli.run("run", job).stderr, "who sets no limit has not asked"
+    done = cli.run("run", job, "--fail", "rank=1,step=5,exit=3")
+    assert done.returncode == 2
+    assert done.stderr.startswith("--fail rank=1,step=5,exit=3: train.py reports no steps")
+
+
 def test_a_value_of_the_user_that_may_keep_the_ranks_apart_wins_and_is_named_once(cli: Cli) -> None:
     done = cli.run("run", cli.file("import os; print(os.environ['MASTER_ADDR'])"), "--env", "MASTER_ADDR=10.0.0.1")
     assert sorted(done.stdout.splitlines()) == ["[0:0] 10.0.0.1", "[1:1] 10.0.0.1"]

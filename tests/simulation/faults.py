@@ -21,6 +21,7 @@ POINTS: dict[str, tuple[str, ...]] = {
     "watch.services": ("late", "broken", "error", "gone", "twice"),
     "watch.ddpjobs": ("late", "broken", "error", "gone", "twice"),
     "watch.nodes": ("late", "broken", "error", "gone", "twice"),
+    "watch.podgroups": ("late", "broken", "error", "gone", "twice"),
     "watch.leases": ("late", "broken", "error", "gone", "twice"),
     "kubelet": ("slow", "cannot start"),
     "exit": ("phase later",),
@@ -33,8 +34,9 @@ POINTS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 # Passed a few times in the life of a pod, where the others are passed with every word between two machines.
 SELDOM = frozenset(("kubelet", "exit", "sigterm", "scheduler", "collector", "peers", "post", "watchdog"))
-# Points of jobs under ddprun alone.
+# Points of jobs under ddprun alone, and of those with a gang.
 AGENTS = ("post", "watchdog")
+GANGS = ("watch.podgroups",)
 Rates = Mapping[str, Mapping[str, float]]
 
 
@@ -85,12 +87,17 @@ class Faults:
 
 def swarm(rng: random.Random) -> dict[str, dict[str, float]]:
     """A random part of all faults at random rates: few kinds, often, find what all kinds, seldom, never do."""
-    return _some(rng, [point for point in POINTS if point not in AGENTS])
+    return _some(rng, [point for point in POINTS if point not in (*AGENTS, *GANGS)])
 
 
 def swarm_of_agents(rng: random.Random) -> dict[str, dict[str, float]]:
     """Likewise those that only agents meet."""
     return _some(rng, AGENTS)
+
+
+def swarm_of_gangs(rng: random.Random) -> dict[str, dict[str, float]]:
+    """Likewise what happens to groups alone."""
+    return _some(rng, GANGS)
 
 
 def _some(rng: random.Random, points: Iterable[str]) -> dict[str, dict[str, float]]:

@@ -36,6 +36,8 @@ class Judge:
         """(job uid, attempt) whose pods or nodes somebody has touched: what ended first there is a question of time."""
         self.ends_seen: dict[str, set[tuple[str, int, int]]] = {}
         """By operator, (job uid, attempt, rank) of the pods that it was shown after they had ended."""
+        self.placed: set[tuple[str, int, int]] = set()
+        """(job uid, attempt, place) of the pods that have got a node."""
         self._spent_twice: Counter[str] = Counter()
         """By job uid, how many charges to the application an operator did not know of when it made its own."""
         self._cluster, self._training, self._jobs = cluster, training, jobs
@@ -53,13 +55,39 @@ class Judge:
                     f"{process} started while {other} of another attempt lives: two groups would train into one "
                     "checkpoint"
                 )
+        self._check_gang(process)
         self.live_at_once = max(self.live_at_once, len(others) + 1)
+
+    def _check_gang(self, process: Process) -> None:
+        job = next((j for j in self._jobs() if j["metadata"]["uid"] == process.job_uid), None)
+        gang = self.statuses.get(process.job_uid, {}).get("gang") or {}
+        if job is None or gang.get("kind") != "native" or gang.get("attempt", 0) != process.attempt:
+            return
+        needed = job["spec"].get("minNodes") or job["spec"]["nodes"]
+        has = sum(found[:2] == (process.job_uid, process.attempt) for found in self.placed)
+        if has < needed and not process.excused:
+            self.wrong.append(
+                f"{process} starts, and {has} of {needed} pods have nodes: two such jobs block each other"
+            )
+
+    def _group_deleted(self, raw: Raw) -> None:
+        uid, attempt = owner_uid(raw), _attempt(raw)
+        live = [p for p in self._cluster.processes() if (p.job_uid, p.attempt) == (uid, attempt) and not p.excused]
+        reached = [p for p in live if self._cluster.reachable(p)]
+        if reached:
+            self.wrong.append(
+                f"group {raw['metadata']['name']} was deleted while {reached[0]} lives: it joins no group"
+            )
 
     def changed(self, kind: Kind, change: Change) -> None:
         """An object has changed."""
         by_operator = change.actor.startswith("operator")
+        if kind.plural == "pods" and change.new is not None and change.new["spec"].get("nodeName"):
+            self.placed.add((owner_uid(change.new), _attempt(change.new), _rank(change.new)))
         if kind.plural == api.PLURAL:
             self._job_changed(change)
+        elif by_operator and kind.plural == "podgroups" and change.new is None:
+            self._group_deleted(change.object)
         elif by_operator and kind.plural in ("pods", "services"):
             self._operator_changed(kind, change)
 
@@ -79,6 +107,10 @@ class Judge:
     def _created(self, raw: Raw) -> None:
         uid, attempt = owner_uid(raw), _attempt(raw)
         status = self.statuses.get(uid, {})
+        gang = status.get("gang") or {}
+        group = (raw["spec"].get("schedulingGroup") or {}).get("podGroupName")
+        if gang.get("kind") == "native" and group != f"{raw['metadata']['labels'][naming.LABEL_JOB]}-{attempt}":
+            self.wrong.append(f"pod {raw['metadata']['name']} is outside of its group: it takes a node by itself")
         name, place = raw["metadata"]["name"], (status.get("attempt", 0), _replacement_of(status, _rank(raw)))
         if place < (attempt, _replacement(raw)):
             self.wrong.append(

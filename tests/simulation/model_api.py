@@ -46,6 +46,7 @@ KINDS = {
         Kind("nodes", "Node", "v1", status_apart=True),
         Kind("leases", "Lease", "coordination.k8s.io/v1"),
         Kind("events", "Event", "v1"),
+        Kind("podgroups", "PodGroup", "scheduling.k8s.io/v1alpha2", status_apart=True),
         Kind(api.PLURAL, api.KIND, api.API_VERSION, status_apart=True, generation=True),
     )
 }
@@ -82,6 +83,8 @@ class ModelApi:
         """uids of what was made by a request that had outlived its sender."""
         self.waiting: dict[str, list[asyncio.Future[bool]]] = {plural: [] for plural in KINDS}
         """Who waits for the next change of a kind."""
+        self.served: set[str] = set()
+        """The apiVersions of PodGroups."""
         self.refuses: Callable[[str, Raw], str] = lambda plural, body: ""
         """Admission: why an object may not be created; empty: it may."""
 
@@ -99,9 +102,11 @@ class ModelApi:
         if path.endswith("/selfsubjectrulesreviews"):
             everything = {"verbs": ["*"], "apiGroups": ["*"], "resources": ["*"]}
             return 201, {**(body or {}), "status": {"resourceRules": [everything], "incomplete": False}}
+        if path.removeprefix("/apis/") in self.served:
+            return 200, {"kind": "APIResourceList", "resources": [{"name": "podgroups"}]}
         plural, namespace, name, subresource = parse(path)
         kind = KINDS.get(plural)
-        if kind is None:
+        if kind is None or (plural == "podgroups" and kind.api_version not in self.served):
             return _no(404, "NotFound", "the server could not find the requested resource")
         if method == "GET":
             return self._get(kind, namespace, name, params or {})

@@ -83,6 +83,14 @@ class ModelClient:
     async def pages(self, path: str, selector: str = "") -> AsyncIterator[Page]:
         yield Page(*await self.list(path, selector))
 
+    async def versions(self, path: str, selector: str = "") -> AsyncIterator[Page]:
+        """No fault happens to it: it only makes others good."""
+        await self._reachable("GET", path)
+        if self.dead:
+            await self._for_ever()
+        _, answer = self._api.request("GET", path, {"labelSelector": selector}, None, self.actor)
+        yield Page([{"metadata": raw["metadata"]} for raw in answer["items"]], answer["metadata"]["resourceVersion"])
+
     async def close(self) -> None:
         """Nothing is open."""
 
@@ -113,6 +121,8 @@ class ModelClient:
                 raise _error_of({"code": 410 if fault == "gone" else 500, "reason": "Expired", "message": "model"})
             if self.dead:
                 await self._for_ever()
+            if fault == "never":
+                continue
             self.on_shown(event["object"])
             yield event
             if fault == "twice":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from faults import Faults
@@ -34,6 +34,8 @@ class Node:
 
     def __init__(self, name: str, slots: int) -> None:
         self.name, self.slots = name, slots
+        self.neighbours = 0
+        """How many others have taken all of it."""
         self.reachable = True
         """Whether the API server hears its kubelet."""
         self.side = ""
@@ -171,10 +173,10 @@ class Cluster:
 
     def _hear(self, kind: Kind, change: Change) -> None:
         if kind.plural == types.PLURAL and change.new is None:
-            for plural in ("pods", "services"):
+            for plural in ("pods", "services", "podgroups"):
                 for raw in self._api.all(plural):
                     self._collect_later(plural, raw)
-        elif kind.plural in ("pods", "services") and change.old is None:
+        elif kind.plural in ("pods", "services", "podgroups") and change.old is None:
             self._collect_later(kind.plural, change.object)
         if kind.plural == "pods":
             self._pod_changed(change)
@@ -219,24 +221,65 @@ class Cluster:
         if fault == "slow":
             self._loop.call_later(self._faults.number("scheduler", 1, 60), self._schedule, uid)
             return
-        fitting = [] if fault == "no room" else [n for n in self.nodes.values() if self._fits(raw, n)]
-        if not fitting:
+        places = {} if fault == "no room" else self._places(raw)
+        if uid not in places:
             self._condition(raw, "PodScheduled", "False", "Unschedulable", "0/3 nodes are available")
             self._later(2, 8, self._schedule, uid)
             return
-        node = self._random.choice(fitting)
+        for member, node in places.items():
+            self._bind(member, node)
+
+    def _places(self, raw: Raw) -> dict[str, Node]:
+        """Where a pod goes, and with it those of its gang that still wait: all that are needed, or none. By uid."""
+        group = (raw["spec"].get("schedulingGroup") or {}).get("podGroupName")
+        if group is None:
+            fitting = [n for n in self.nodes.values() if self._fits(raw, n)]
+            return {raw["metadata"]["uid"]: self._random.choice(fitting)} if fitting else {}
+        found = self._api.find("podgroups", group)
+        if found is None:
+            return {}
+        members = [
+            p for p in self._api.all("pods") if p["spec"].get("schedulingGroup", {}).get("podGroupName") == group
+        ]
+        places: dict[str, Node] = {}
+        taken: list[tuple[Raw, Node]] = []
+        for member in (
+            m for m in members if not m["spec"].get("nodeName") and "deletionTimestamp" not in m["metadata"]
+        ):
+            fitting = [n for n in self.nodes.values() if self._fits(member, n, taken)]
+            if fitting:
+                node = self._random.choice(fitting)
+                places[member["metadata"]["uid"]] = node
+                taken.append((member, node))
+        placed = sum(bool(m["spec"].get("nodeName")) for m in members)
+        enough = placed + len(places) >= found["spec"]["schedulingPolicy"]["gang"]["minCount"]
+        says = {
+            "type": "PodGroupScheduled",
+            "status": "True" if enough else "False",
+            "message": "" if enough else "gang",
+        }
+        if (found.get("status") or {}).get("conditions") != [says]:
+            self._api.change("podgroups", found, "scheduler", status={"conditions": [says]})
+        return places if enough else {}
+
+    def _bind(self, uid: str, node: Node) -> None:
+        raw = self.pod_of(uid)
+        assert raw is not None, "it was there in this instant"
         scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": stamp(self._loop.now())}
         status = {**raw["status"], "conditions": [scheduled]}
         self._api.change("pods", raw, "scheduler", spec={**raw["spec"], "nodeName": node.name}, status=status)
 
-    def _fits(self, raw: Raw, node: Node) -> bool:
+    def _fits(self, raw: Raw, node: Node, taken: Sequence[tuple[Raw, Node]] = ()) -> bool:
         found = self._api.find("nodes", node.name, "")
         if found is None or found["status"]["conditions"][0]["status"] != "True" or node.name in _avoided(raw):
             return False
         here = [p for p in self._api.all("pods") if p["spec"].get("nodeName") == node.name and not _has_ended(p)]
+        here += [p for p, where in taken if where is node]
         apart = ((raw["spec"].get("affinity") or {}).get("podAntiAffinity") or {}) != {}
         labels = raw["metadata"].get("labels")
-        return len(here) < node.slots and not (apart and any(_same_job(p, labels) for p in here))
+        return (
+            not node.neighbours and len(here) < node.slots and not (apart and any(_same_job(p, labels) for p in here))
+        )
 
     # ---------------------------------------------------------------- kubelets
 

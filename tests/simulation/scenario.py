@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from faults import Rates, swarm, swarm_of_agents
+from faults import Rates, swarm, swarm_of_agents, swarm_of_gangs
 from model_training import COMPLAINS, ENDS_EARLY, HANGS, Failure
 
 from ddpjob_operator.job import api, validation
@@ -47,6 +47,8 @@ class Scenario:
     failures: dict[int, Failure] = field(default_factory=dict)
     """By attempt; under ddprun by how often the agents have started the ranks."""
     deeds: tuple[Deed, ...] = ()
+    gang: bool = False
+    """Whether the API server serves PodGroups, and the operator has them switched on."""
 
     def manifest(self) -> dict[str, Any]:
         """The DDPJob."""
@@ -76,6 +78,8 @@ PODS = ("pod deleted", "pod deleted", "drained", "evicted", "node shuts down", "
 NODES = ("node cut", "node cut", "node killed", "node removed", "node dies")
 # What breaks one pod of a job whose others wait for its replacement, in any order and often.
 ONE_BY_ONE = (*PODS, *NODES, "agent killed", "agent killed", "agent killed", "pod forced", "nodes cut", "nodes cut")
+# What happens to a gang: pods of others take nodes, somebody deletes its group.
+NEIGHBOURS = ("neighbour", "neighbour", "neighbour", "group deleted")
 # What an attacker may write.
 HOSTILE = ("hostile pod",)
 DDPRUN_SHARE = 0.25
@@ -124,6 +128,24 @@ def elastic_scenario(seed: int) -> Scenario:
         spec=spec,
         cluster_nodes=least + rng.randrange(1, nodes - least + 3),
         failures=failures,
+        deeds=tuple(sorted((*found.deeds, *deeds), key=lambda deed: deed.at)),
+    )
+
+
+def gang_scenario(seed: int) -> Scenario:
+    """A job whose pods are placed together, elastic now and then, beside neighbours that take the nodes."""
+    rng = random.Random(f"{seed} gang")
+    found = elastic_scenario(seed) if rng.random() < 0.25 else scenario(seed)
+    deeds = [
+        Deed(rng.uniform(0, 0.6 * FAULTS_SECONDS), rng.choice(NEIGHBOURS), rng.randrange(6), 10 ** rng.uniform(0.5, 2))
+        for _ in range(rng.choice((1, 2, 4)))
+    ]
+    spec = found.spec if rng.random() < 0.5 else {**found.spec, "gang": rng.choice(("native", "auto"))}
+    return replace(
+        found,
+        gang=True,
+        spec=spec,
+        rates={**found.rates, **swarm_of_gangs(rng)},
         deeds=tuple(sorted((*found.deeds, *deeds), key=lambda deed: deed.at)),
     )
 

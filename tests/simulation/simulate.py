@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from scenario import Scenario, elastic_scenario, scenario
+from scenario import Scenario, elastic_scenario, gang_scenario, scenario
 from simulation import Outcome, simulate
 
 SHRINK_RUNS_MAX = 400
@@ -45,7 +45,8 @@ def report(outcome: Outcome) -> str:
 
 def repeat(outcome: Outcome) -> str:
     """The command that shows it again."""
-    return f"repeat: python tests/simulation/simulate.py --seed {outcome.seed} (an elastic job: --elastic)"
+    how = "an elastic job: --elastic, with a gang: --gang"
+    return f"repeat: python tests/simulation/simulate.py --seed {outcome.seed} ({how})"
 
 
 def failing(seeds: Sequence[int], life: Life = scenario) -> list[Outcome]:
@@ -94,8 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="this one alone, with its story; what fails is made small first")
     parser.add_argument("--whole", action="store_true", help="with all its faults")
     parser.add_argument("--elastic", action="store_true", help="lives of elastic jobs")
+    parser.add_argument("--gang", action="store_true", help="lives of jobs with a gang")
     given = parser.parse_args(arguments)
-    life = elastic_scenario if given.elastic else scenario
+    life = elastic_scenario if given.elastic else gang_scenario if given.gang else scenario
     return _many(given.first, given.seeds, life) if given.seed is None else _one(given.seed, given.whole, life)
 
 

@@ -23,7 +23,7 @@ from model_elastic import Elastic
 from model_kubelet import Cluster
 from model_training import Process, Training
 from msgspec.structs import replace
-from scenario import FAULTS_SECONDS, HOSTILE, NODES, ONE_BY_ONE, PODS, RESTARTS, Deed, Failure, Scenario
+from scenario import FAULTS_SECONDS, HOSTILE, NEIGHBOURS, NODES, ONE_BY_ONE, PODS, RESTARTS, Deed, Failure, Scenario
 from virtual_time import VirtualLoop
 
 from ddpjob_operator.job import api
@@ -94,7 +94,8 @@ class OperatorProcess:
         self.client.stale_by = scenario.stale_by
         self.client.on_event = simulation.event
         self.client.on_shown = lambda raw: simulation.judge.shown(name, raw)
-        settings = OperatorSettings(namespaces=() if scenario.clusterwide else ("default",), health_port=0)
+        where = () if scenario.clusterwide else ("default",)
+        settings = OperatorSettings(namespaces=where, health_port=0, gangs=("native",) if scenario.gang else ())
         runtime = Runtime(loop.time, self.now, simulation.chance, simulation.log, lambda: None)
         client: Any = self.client
         leader = None
@@ -196,6 +197,8 @@ class Simulation:
         self.api.listeners.append(self.judge.changed)
         self.api.listeners.append(self._hear)
         self.api.refuses = self._refuses
+        if scenario.gang:
+            self.api.served.add("scheduling.k8s.io/v1alpha2")
         if scenario.reports:
             self.training.reports = self._report
         self.operators: list[OperatorProcess] = []
@@ -282,7 +285,7 @@ class Simulation:
             # A node that has died for good is no fault that must end: the job goes on elsewhere.
             if node.powered:
                 self.cluster.back(name)
-        for plural in ("pods", "services"):
+        for plural in ("pods", "services", "podgroups"):
             for raw in self.api.all(plural):
                 if "conflict" in raw["metadata"].get("annotations", {}):
                     self.api.remove(plural, raw, "user")
@@ -307,8 +310,8 @@ class Simulation:
 
     def _is_at_rest(self) -> bool:
         """Nothing has changed for a while, and nothing will."""
-        if self.loop.time() - self._changed_at < REST_SECONDS:
-            return False
+        if self.loop.time() - self._changed_at < REST_SECONDS or self._ours("podgroups"):
+            return False  # a group is of use to nobody then
         job = self.api.find(api.PLURAL, NAME)
         if job is None:
             # On a node that is dead for good a deleted job's pod stays until someone removes the node, as everywhere.
@@ -332,7 +335,8 @@ class Simulation:
         job = self.api.find(api.PLURAL, NAME)
         pods = [f"{p['metadata']['name']} {p['status'].get('phase')}" for p in self._ours("pods")]
         state = summary((job or {}).get("status") or {}) if job else "no job"
-        return f"{state}; pods {pods}; live {[str(p) for p in self._live()]}"
+        groups = [f"; group {g['metadata']['name']}" for g in self._ours("podgroups")]
+        return f"{state}; pods {pods}; live {[str(p) for p in self._live()]}{''.join(groups)}"
 
     def _end_state(self, status: Raw) -> str:
         return "Gone" if self.api.find(api.PLURAL, NAME) is None else str(status.get("state", ""))
@@ -466,6 +470,8 @@ class Simulation:
             self._pod(deed)
         elif deed.what in HOSTILE:
             self._hostile_pod(deed)
+        elif deed.what in NEIGHBOURS:
+            self._beside_a_gang(deed)
         elif deed.what in ("quota", "conflicting pod", "conflicting service"):
             self._in_the_way(deed)
         elif deed.what in ("crash", "restart", "clock jumps", "api server away", "operator cut off"):
@@ -578,6 +584,19 @@ class Simulation:
         if code == 201:
             late = {"deletionTimestamp": "2272-12-29T18:23:49Z", "deletionGracePeriodSeconds": 100_000_000_000}
             self.api.change("pods", answer, "user", metadata=late)
+
+    def _beside_a_gang(self, deed: Deed) -> None:
+        if deed.what == "group deleted":
+            for raw in self._ours("podgroups"):
+                self.api.remove("podgroups", raw, "user")
+            return
+        for number, name in enumerate(sorted(self.cluster.nodes)):
+            if number % 2 == deed.number % 2:
+                self.cluster.nodes[name].neighbours += 1
+                self.loop.call_later(deed.seconds, self._neighbour_goes, name)
+
+    def _neighbour_goes(self, name: str) -> None:
+        self.cluster.nodes[name].neighbours -= 1
 
     def _lift_quota(self) -> None:
         self._quota = False

@@ -1,5 +1,5 @@
 """Small jobs with every single fault at every single place: a crash before and after each write, each watch event late,
-lost with its stream or sent twice, each old state of the cluster served to an operator that starts again."""
+lost alone or with its stream or sent twice, each old state of the cluster served to an operator that starts again."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ BY_DAY = (
     "under ddprun a rank fails, then node 0's agent",
 )
 EACH_LIFE = [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.long) for name in LIVES]
+WATCHES = ("watch.pods", "watch.services", "watch.ddpjobs", "watch.nodes")
 STALE_VERSIONS = (1, 2, 4, 6, 8, 11)
 STUBBORN = {"sigterm#0": "ignored", "sigterm#1": "ignored"}
 
@@ -67,6 +68,16 @@ def test_any_single_fault_at_any_place_leaves_a_job_that_ends_as_without_it(name
         count += 1
     print(f"{count} single faults")
     assert count > 100
+
+
+@pytest.mark.parametrize("name", EACH_LIFE)
+def test_any_single_watch_event_that_never_comes_leaves_a_job_that_ends(name: str) -> None:
+    """A job whose last event was lost held its GPUs until somebody restarted the operator."""
+    undisturbed = simulate(LIVES[name])
+    events = [(point, number) for point in WATCHES for number in range(undisturbed.passed.get(point, 0))]
+    for point, number in events:
+        check(LIVES[name], {**planned(undisturbed), f"{point}#{number}": "never"})
+    assert len(events) > 5
 
 
 def old_states(name: str) -> Iterator[tuple[Scenario, dict[str, str]]]:

@@ -29,9 +29,7 @@ CRD = Path(__file__).parents[2] / "charts/ddpjob-operator/crds/ddpjobs.training.
 JOBS = f"/apis/{types.GROUP}/{types.VERSION}/namespaces/{{}}/{types.PLURAL}"
 WAIT_SECONDS = 30.0
 MERGE = "application/merge-patch+json"
-IMPORTS = (
-    "from ddpjob_operator.kube.main import main; import ddpjob_operator.kube.kopf_workarounds.missed_deletions as sweep"
-)
+IMPORTS = "from ddpjob_operator.kube.main import main; import ddpjob_operator.kube.second_look as look"
 T = TypeVar("T")
 
 
@@ -235,7 +233,7 @@ class Operator:
         constants: Mapping[str, float] | None = None,
         **variables: str,
     ) -> None:
-        """constants: of missed_deletions.py, whose period is too long for a test; variables: its environment."""
+        """constants: of second_look.py, whose period is too long for a test; variables: its environment."""
         self._api = api
         self._folder = tempfile.TemporaryDirectory()
         self.log_file = Path(self._folder.name, "operator.log")
@@ -251,7 +249,7 @@ class Operator:
         }
         self._started = time.monotonic()
         with self.log_file.open("wb") as log:
-            change = f"{IMPORTS}; vars(sweep).update({dict(constants or {})}); main()"
+            change = f"{IMPORTS}; vars(look).update({dict(constants or {})}); main()"
             command = [sys.executable, *(["-c", change] if constants else ["-m", "ddpjob_operator"])]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 

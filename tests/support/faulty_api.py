@@ -69,12 +69,34 @@ class Fault:
     happened: int = 0
 
 
+@dataclass
+class LostEvent:
+    """The next event of a watch that never arrives, while all that follow it do."""
+
+    resource: str
+    kind: str
+    where: Callable[[Any], bool]
+    """Of the event's object."""
+    happened: int = 0
+
+    def takes(self, resource: str, line: bytes) -> bool:
+        """Whether it is this one."""
+        if self.happened or resource != self.resource or not line.strip():
+            return False
+        event = json.loads(line)
+        if event["type"] != self.kind or not self.where(event["object"]):
+            return False
+        self.happened += 1
+        return True
+
+
 class FaultyApi:
     """Use as a context manager; all methods may be called from the test's thread."""
 
     def __init__(self) -> None:
         self.seen: list[Seen] = []
         self.faults: list[Fault] = []
+        self.lost: list[LostEvent] = []
         self.url = ""
         self._watches: dict[web.StreamResponse, tuple[Seen, asyncio.Event]] = {}
         self._loop = asyncio.new_event_loop()
@@ -98,9 +120,16 @@ class FaultyApi:
         self.faults.append(fault)
         return fault
 
+    def lose_event(self, resource: str, kind: str, where: Callable[[Any], bool] = lambda _: True) -> LostEvent:
+        """See LostEvent. kind: ADDED, MODIFIED or DELETED."""
+        lost = LostEvent(resource, kind, where)
+        self.lost.append(lost)
+        return lost
+
     def mend(self) -> None:
         """No faults from now on."""
         self.faults.clear()
+        self.lost.clear()
 
     def close_watches(self, resource: str = "", *, gone: bool = False) -> int:
         """Ends the watches of a resource, or of all; gone: with an ERROR event of 410. Returns how many."""
@@ -218,7 +247,7 @@ class FaultyApi:
         await response.prepare(request)
         closed = asyncio.Event()
         self._watches[response] = (seen, closed)
-        copying = asyncio.ensure_future(_copy(answer, response))
+        copying = asyncio.ensure_future(self._copy(seen, answer, response))
         closing = asyncio.ensure_future(closed.wait())
         try:
             await asyncio.wait({copying, closing}, return_when=asyncio.FIRST_COMPLETED)
@@ -231,11 +260,14 @@ class FaultyApi:
             await response.write_eof()
         return response
 
-
-async def _copy(answer: aiohttp.ClientResponse, response: web.StreamResponse) -> None:
-    with contextlib.suppress(ConnectionError, aiohttp.ClientError):
-        async for chunk in answer.content.iter_any():
-            await response.write(chunk)
+    async def _copy(self, seen: Seen, answer: aiohttp.ClientResponse, response: web.StreamResponse) -> None:
+        with contextlib.suppress(ConnectionError, aiohttp.ClientError):
+            rest = b""
+            async for chunk in answer.content.iter_any():
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    if not any(lost.takes(seen.resource, line) for lost in self.lost):
+                        await response.write(line + b"\n")
 
 
 def read(method: str, path: str, query: dict[str, str], token: str = "") -> Seen:

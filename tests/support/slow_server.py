@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from virtual_time import VirtualLoop
 from worlds import manifest
 
-from ddpjob_operator.kube.client import NO_ANSWER, ApiError, RequestLimits
+from ddpjob_operator.kube.client import NO_ANSWER, ApiError, Page, RequestLimits
 from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.settings import OperatorSettings
@@ -61,6 +61,10 @@ class SlowServer:
         await self._wait("delete", path)
         self.objects.pop(path, None)
         return {"kind": "Status"}
+
+    async def versions(self, path: str, selector: str = "") -> AsyncIterator[Page]:
+        """Of no object: the watches, which there are none of here, miss nothing."""
+        yield Page([], "0")
 
     async def close(self) -> None:
         """Nothing is open."""

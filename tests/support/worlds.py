@@ -30,6 +30,7 @@ from ddpjob_operator.plan.actions import (
     Event,
     Plan,
     Settings,
+    TellGroup,
 )
 from ddpjob_operator.plan.plan import plan
 
@@ -76,6 +77,7 @@ class World:
         self.gang_apis: dict[str, GangApi] = {}
         self.groups: dict[str, Group] = {}
         self.neighbours: dict[str, int] = {}
+        self.told: list[str] = []
         self.settings = Settings()
         self.events: list[Event] = []
         self.of_deleted_job = False
@@ -137,7 +139,11 @@ class World:
             assert name not in self.groups, f"{name} is there already"
             self._made += 1
             uid = f"group-{self._made}"
-            self.groups[name] = Group(action.adapter, name, uid, self.job.metadata.uid, attempt)
+            nodes = None if adapter.queue is None else self.job.spec.nodes
+            self.groups[name] = Group(action.adapter, name, uid, self.job.metadata.uid, attempt, nodes=nodes)
+        elif isinstance(action, TellGroup):
+            assert self.groups[action.name].uid == action.uid, "what is told carries the uid that was seen"
+            self._hears(action)
         elif isinstance(action, DeleteGroup):
             assert self.groups.pop(action.name).uid == action.uid, "a delete carries the uid that was seen"
         elif isinstance(action, CreatePod):
@@ -300,6 +306,21 @@ class World:
         """A pod that is not the job's."""
         self.conflicting_pods.append(Pod(name=name, uid=f"uid-{name}", owner_uid=owner, attempt=1, place=0, job=label))
         return self
+
+    def _hears(self, action: TellGroup) -> None:
+        """As a queue does."""
+        self.told.append(action.what)
+        group = self.groups[action.name]
+        if action.what == "quota returned":
+            assert group.admission.holds_quota, "it has no quota to return"
+            assert not any(pod.live for pod in self.pods.values()), "its pods still use the quota"
+            group = replaced(group, admission=Admission("waiting", group.admission.why), is_ready=False)
+        elif action.what in ("succeeded", "failed"):
+            assert not any(pod.live for pod in self.pods.values()), "its pods still use the quota"
+            group = replaced(group, is_over=True, admission=Admission("evicted", "finished"))
+        else:
+            group = replaced(group, is_ready=action.what == "ready")
+        self.groups[action.name] = group
 
     def _pod(self, place: int) -> Pod:
         found = [p for p in self.pods.values() if p.place == place]

@@ -35,7 +35,29 @@ def test_the_objects_of_a_two_node_job_as_a_whole(golden: Callable[[str, str], N
 def test_peers_resolve_before_they_are_ready() -> None:
     spec = build.service(job())["spec"]
     assert (spec["clusterIP"], spec["publishNotReadyAddresses"]) == ("None", True)
-    assert spec["selector"] == {"training.ddpjob.io/job": "digits"}
+
+
+ELASTIC = {"minNodes": 1, "container": {"command": ["torchrun", "train.py"]}}
+C10D = {"container": {"command": ["torchrun", "--rdzv-backend=c10d", "--rdzv-endpoint=$(MASTER_ADDR):29400", "t.py"]}}
+DNS = {
+    "only node 0, whose name all need": ({}, False),
+    "all, on request": ({"dns": "all"}, True),
+    "all of an elastic job, where torchrun chooses the master": (ELASTIC, True),
+    "all where the command asks for such a rendezvous": (C10D, True),
+    "not all of an elastic job, on request": ({**ELASTIC, "dns": "leader"}, False),
+    "only node 0 under ddprun": ({"container": {"command": ["ddprun", "train.py"]}}, False),
+}
+
+
+@pytest.mark.parametrize(("spec", "all_nodes"), DNS.values(), ids=DNS)
+def test_the_service_selects_no_pod_whose_name_nobody_needs(spec: dict[str, Any], all_nodes: bool) -> None:
+    """Each selected pod makes the control plane rewrite the job's EndpointSlices whenever it changes; a pod that is not
+    selected has no DNS name."""
+    leader = {} if all_nodes else {"training.ddpjob.io/rank": "0"}
+    assert build.service(job(**spec))["spec"]["selector"] == {"training.ddpjob.io/job": "digits"} | leader
+    what = job(**spec)
+    replaced = build.pod(what, 3, 0, replacement=2)["metadata"]["labels"]
+    assert leader.items() <= replaced.items(), "a leader that was replaced keeps the name"
 
 
 def test_the_pods_name_says_the_attempt_and_its_dns_name_stays() -> None:

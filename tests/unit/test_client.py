@@ -182,6 +182,25 @@ def test_credentials_of_a_plugin_are_used(cluster: FakeCluster, ddpjob: Ddpjob, 
     assert cluster.tokens == {"Bearer fresh"}
 
 
+@pytest.mark.parametrize(
+    ("command", "says"), [("no-such-plugin", "No such file"), ("false", "returned 1"), ("true", "Expecting value")]
+)
+def test_a_plugin_that_gives_no_credentials_is_said(
+    cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path, command: str, says: str
+) -> None:
+    """The request went out without credentials, below a line of a logger."""
+    config = json.loads((tmp_path / "kubeconfig").read_text())
+    plugin = {"apiVersion": "client.authentication.k8s.io/v1", "command": command, "interactiveMode": "Never"}
+    config["users"][0]["user"] = {"exec": plugin}
+    (tmp_path / "kubeconfig").write_text(json.dumps(config))
+    done = ddpjob("get")
+    assert done.code == 2
+    assert "kubeconfig: no credentials for context test: " in done.err
+    assert says in done.err
+    assert done.err.count("\n") == 1
+    assert cluster.requests == []
+
+
 def test_a_cluster_without_the_operator_says_how_to_install_it(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     cluster.crd = False
     for words in (["get"], ["describe", "digits"], ["get", "-A"]):

@@ -35,6 +35,11 @@ def test_help_and_version_work_as_words_too() -> None:
     assert said("version").startswith("ddpjob ")
 
 
+def test_the_list_of_commands_cuts_no_summary() -> None:
+    """`each node becomes a...` tells nothing."""
+    assert "..." not in said("--help").replace("[ARGS]...", "").replace("[OPTIONS] COMMAND", "")
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["-h"]], ids=" ".join)
 def test_help_imports_click_and_the_command_line_alone(arguments: list[str]) -> None:
     """With YAML, msgspec and the types of a job, each look at the help and each Tab takes twice as long."""

@@ -84,8 +84,6 @@ def test_fields_inside_fields_are_described_too() -> None:
 
 def test_only_nodes_has_a_default_that_the_api_server_would_store_for_ever() -> None:
     assert [(path, s["default"]) for path, s in nodes_of(ROOT) if "default" in s] == [(".spec.nodes", 1)]
-    for name in validation.NOT_YET:
-        assert "default" not in SPEC["properties"][name]
 
 
 def test_the_default_of_nodes_is_that_of_the_type() -> None:
@@ -186,16 +184,13 @@ def test_what_no_pod_can_be_made_of_is_refused_when_it_is_applied(kind: str) -> 
     assert not any(re.search(crd.ENV_NAME, name) for name in ("", "A=1", "ä", "A\tB"))
 
 
-@pytest.mark.parametrize("name", validation.NOT_YET)
-def test_what_is_not_there_yet_is_refused_by_the_api_server_and_not_hours_later(name: str) -> None:
-    (rule,) = SPEC["properties"][name]["x-kubernetes-validations"]
-    value, message = validation.NOT_YET[name]
-    assert (rule["rule"], rule["message"]) == (f"self != '{value}'", message)
-
-
 def test_no_other_controller_takes_over_a_job_that_is_there() -> None:
     """It would be disowned without a word: its pods run on, and nobody restarts one that is lost."""
     assert rules_of(ROOT)[".spec.managedBy"] == crd.NEVER_CHANGES
+
+
+def test_the_dns_names_of_a_job_never_change_because_its_service_is_made_once() -> None:
+    assert rules_of(ROOT)[".spec.dns"] == crd.NEVER_CHANGES
 
 
 def test_each_known_field_of_a_pod_is_declared_so_that_the_comparison_of_templates_misses_none() -> None:

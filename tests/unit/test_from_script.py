@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,10 +106,98 @@ def test_what_was_found_stands_in_comments() -> None:
         ("3d.py", "job-3d"),
         ("pkg.mod", "mod"),
         ("_.py", "job"),
+        ("Übung mit é.py", "ubung-mit-e"),
     ],
 )
 def test_the_name_is_one_of_kubernetes(script: str, name: str) -> None:
     assert from_script.name_of(script) == name
+
+
+@pytest.mark.parametrize("name", ["y", "no", "on", "null", "true"])
+def test_a_script_whose_name_is_a_word_of_yaml_has_a_job_of_that_name(name: str) -> None:
+    """`ddpjob run y.py` was refused: metadata.name was true."""
+    assert job_of(from_script.job_yaml(Start(f"{name}.py"), "")).metadata.name == name
+
+
+AWKWARD = [
+    "y",
+    "N",
+    "=",
+    "~",
+    "-",
+    "1",
+    "1e3",
+    "0x1",
+    "a: b",
+    "#",
+    "",
+    "é",
+    "a\nb",
+    "[",
+    "'",
+    '"',
+    "2026-01-01",
+    "1:30",
+]
+
+
+def test_arguments_are_those_that_were_typed() -> None:
+    """YAML has words for true, null and numbers."""
+    job = job_of(from_script.job_yaml(Start("train.py", arguments=AWKWARD), ""))
+    assert command_of(job.spec.template) == ["torchrun", "train.py", *AWKWARD]
+
+
+def test_a_script_that_begins_with_a_dash_is_no_option_of_its_launcher() -> None:
+    job = job_of(from_script.job_yaml(Start("-x.py"), ""))
+    assert command_of(job.spec.template) == ["torchrun", "./-x.py"]
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        Start("a\nb.py"),
+        Start("\udcff.py"),
+        Start("a\x1b[31m.py"),
+        Start("a\nb", module=True),
+        Start("a.py", arguments=["\udcff"]),
+    ],
+    ids=repr,
+)
+def test_what_no_yaml_can_name_is_refused_and_shown(start: Start) -> None:
+    """A file name with a line break became YAML of its own, one that is not UTF-8 a traceback."""
+    with pytest.raises(InputError, match=r"rename it|no job can have it") as refused:
+        from_script.job_yaml(start, None if start.module else "")
+    assert str(refused.value).isprintable()
+
+
+NOT_UTF_8 = [{"settings": ("metadata.name=\udcff",)}, {"variables": ("A=\udcff",)}, {"arguments": ("\udcff",)}]
+
+
+@pytest.mark.parametrize("words", NOT_UTF_8, ids=repr)
+def test_options_of_a_yaml_file_that_are_not_utf_8_are_refused(tmp_path: Path, words: dict[str, Any]) -> None:
+    """--dry-run ended in a traceback, and a cluster's client would have."""
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    with pytest.raises(InputError, match="not UTF-8"):
+        sources.load(sources.Source(str(path), **words))
+
+
+def test_a_number_of_nodes_is_no_line_of_yaml() -> None:
+    with pytest.raises(InputError, match=r"spec.nodes: must be a whole number"):
+        sources.load(sources.Source(None, "mod", nodes="2\n  suspend: true"))
+
+
+@pytest.mark.parametrize("name", ["big.py", "big.ipynb"])
+def test_a_file_of_2_gb_is_no_script_and_is_not_read(tmp_path: Path, name: str) -> None:
+    """It took 50 s and 4 GB of memory to say that it is not valid Python."""
+    path = tmp_path / name
+    with path.open("wb") as file:
+        file.truncate(2 << 30)
+    with (
+        pytest.raises(InputError, match=rf"{name}: larger than \d+ MiB"),
+        sources.as_file(sources.Source(str(path))) as given,
+    ):
+        sources.load(given)
 
 
 def test_a_script_that_is_not_valid_python_is_named_with_its_line() -> None:

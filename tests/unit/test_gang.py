@@ -6,19 +6,16 @@ import dataclasses
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 from worlds import World, digits, job
 
-from ddpjob_operator.gangs import ADAPTERS, choice, native
+from ddpjob_operator.gangs import choice, native
 from ddpjob_operator.job import api
 from ddpjob_operator.observed.groups import Admission, GangApi
-from ddpjob_operator.plan.actions import CreateGroup, CreatePod, CreateService, DeleteGroup, DeletePod, Settings
+from ddpjob_operator.plan.actions import CreateGroup, CreatePod, CreateService, DeleteGroup, DeletePod
 from ddpjob_operator.pods import build
 
 SERVED = {"native": GangApi("scheduling.k8s.io/v1alpha2")}
 OFF = "gang native is not switched on in this operator (the chart's value gang.native.enabled)"
-# A queue in front of the scheduler, as far as the rules know it.
-QUEUE = dataclasses.replace(native.ADAPTER, name="kueue", kind="Workload", per_attempt=False, admits_first=True)
 
 
 def gang(**spec: Any) -> World:
@@ -28,9 +25,7 @@ def gang(**spec: Any) -> World:
 
 def queued(**spec: Any) -> World:
     """A job in a queue."""
-    world = World(replace(job(), spec=replace(job(**spec).spec, gang="kueue"))).serves("kueue")
-    world.settings = Settings(adapters={**ADAPTERS, "kueue": QUEUE})
-    return world
+    return World(job(gang="kueue", **spec)).serves("kueue", "kueue.x-k8s.io/v1beta1")
 
 
 def test_without_any_of_these_apis_a_job_and_its_status_are_as_they_always_were() -> None:

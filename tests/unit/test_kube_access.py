@@ -62,7 +62,7 @@ def test_a_rule_may_name_several_verbs_and_resources_or_all_of_them(rule: dict[s
 def test_a_verb_that_no_rule_grants_is_named_with_its_purpose(rule: dict[str, Any]) -> None:
     server = Server([*(r for r in ALL if r["resources"] != ["events"]), rule])
     assert missing(server) == [
-        "the operator may not create events in team (what kubectl describe shows); "
+        "the operator may not create events in team (the Events that `kubectl describe` shows); "
         "its ClusterRole or Role needs the verb create on events"
     ]
     assert server.requests == ["SelfSubjectRulesReview", "SelfSubjectAccessReview"]

@@ -181,6 +181,34 @@ def test_what_the_api_server_notes_of_who_wrote_which_field_is_never_kept() -> N
     assert talk(Script(lambda: web.json_response(pod)), lambda client: client.get("/pods/a")) == kept
 
 
+def test_a_create_is_answered_with_metadata_alone_and_the_rest_is_as_it_was_sent() -> None:
+    """The answer would be three times as long as the pod that was sent, for each pod of each job."""
+    metadata = {"name": "a-1-0", "uid": "u", "resourceVersion": "7"}
+    script = Script(lambda: web.json_response({"kind": "PartialObjectMetadata", "metadata": metadata}))
+    pod = {"kind": "Pod", "metadata": {"name": "a-1-0"}, "spec": {"containers": []}}
+    made = talk(script, lambda c: c.create("/api/v1/namespaces/a/pods", pod))
+    assert made == pod | {"metadata": metadata}
+    assert "as=PartialObjectMetadata;" in script.asked[0].headers["Accept"]
+
+
+def test_a_server_that_answers_a_create_with_the_whole_object_is_understood_too() -> None:
+    whole = {"kind": "Pod", "metadata": {"name": "a-1-0", "uid": "u"}, "spec": {"nodeName": "n"}}
+    assert talk(Script(lambda: web.json_response(whole)), lambda c: c.create("/pods", {})) == whole
+
+
+def test_of_versions_no_more_than_what_names_an_object_is_kept() -> None:
+    metadata = {"name": "a", "uid": "u", "resourceVersion": "7", "labels": {"x": "y"}}
+    more = {"annotations": {"a": "b"}, "managedFields": []}
+    listed = {"metadata": {"resourceVersion": "9"}, "items": [{"metadata": metadata | more}]}
+    script = Script(lambda: web.json_response(listed))
+
+    async def versions(client: Client) -> list[Page]:
+        return [page async for page in client.versions("/pods", "a=b")]
+
+    assert talk(script, versions) == [([{"metadata": metadata}], "9")]
+    assert "as=PartialObjectMetadataList;" in script.asked[0].headers["Accept"]
+
+
 WRITES: dict[str, Callable[[Client], Awaitable[Any]]] = {
     "create": lambda c: c.create("/pods", {}),
     "replace": lambda c: c.replace("/jobs/a/status", {}),

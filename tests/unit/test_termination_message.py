@@ -236,6 +236,7 @@ def test_what_plays_tricks_on_a_terminal_is_taken_out() -> None:
             True,
         ),
         (f"{FRAME}{NCCL}\nncclSystemError: System call failed", f"{NCCL} ncclSystemError: System call failed", True),
+        (f"{FRAME}{SHARD}\nnccl_train.py FAILED", SHARD, False),  # a script of that name in torchrun's table
     ],
 )  # fmt: skip
 def test_the_exception_is_the_last_that_is_no_symptom(log: str, exception: str, symptom: bool) -> None:

@@ -36,7 +36,6 @@ def command(*words: str, **spec: Any) -> list[str]:
             {"ttlSecondsAfterFinish": 2},
             "spec.ttlSecondsAfterFinish: unknown field; did you mean ttlSecondsAfterFinished?",
         ),
-        ({"gang": "kueue"}, 'spec.gang: "kueue" is not available yet. Use auto, native or none.'),
         ({"gang": "volcano"}, 'spec.gang: must be one of auto, kueue, native, none, is "volcano"'),
         (
             {"gang": "none", "topologyKey": "rack"},

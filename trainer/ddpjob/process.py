@@ -51,6 +51,11 @@ class Process:
         self.faults: list[Any] = []
 
         # checkpoint/snapshot.py
+        self.snapshots = 0
+        """Made by this process."""
+        self.keeper: Any = None
+        self.at_boundary: Callable[[int], None] | None = None
+        """Called by `should_stop` with the steps made so far."""
         self.saved_step: int | None = None
         """Of the newest checkpoint that this process has saved or loaded."""
         self.resumed_step: int | None = None

@@ -145,4 +145,22 @@ DDPJOB_LOG_FORMAT: logFormat
   resources: [podgroups]
   verbs: [get, list, watch, create, delete]
 {{- end }}
+{{- if has "kueue" (include "ddpjob.gangs" . | splitList ",") }}
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads]
+  verbs: [get, list, watch, create, delete]
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads/status]
+  verbs: [update]
+{{- end }}
+{{- end }}
+
+{{/* What a queue refers to, without a namespace. */}}
+{{- define "ddpjob.kueueRules" -}}
+- apiGroups: [kueue.x-k8s.io]
+  resources: [resourceflavors, workloadpriorityclasses]
+  verbs: [get]
+- apiGroups: [scheduling.k8s.io]
+  resources: [priorityclasses]
+  verbs: [get]
 {{- end }}

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddpjob_operator.check import command
+from ddpjob_operator.check import command, names
 from ddpjob_operator.check.rule import Job, Severity
 from ddpjob_operator.check.starting import DEPRECATED
 from ddpjob_operator.job import api, launcher, topology
 from ddpjob_operator.job import template as templates
-from ddpjob_operator.job.podspec import command_path, gpus, mounts, trainer_container, trainer_path
+from ddpjob_operator.job.podspec import command_path, gpus, mappings, mounts, trainer_container, trainer_path
 
 FieldPath = tuple[str | int, ...]
 
@@ -57,6 +57,8 @@ def known(job: api.DDPJob) -> Job:
         launcher_options=dict(by.options) if by else {},
         words=started.words,
         mounts=mounts(template),
+        name=job.metadata.name,
+        only_leader_has_name=not topology.all_have_dns_names(job.spec),
         known=True,
     )
 
@@ -76,6 +78,10 @@ def mistakes(job: api.DDPJob) -> Iterator[tuple[FieldPath, str, str]]:
             yield ("spec", "template", *deviation.path), "unknown-field", f"{deviation.path[-1]}: {deviation.message}"
     if by and by.name in ("torch.distributed.launch", "launch.py"):
         yield command_path(template), "launch-deprecated", DEPRECATED
+    if not topology.all_have_dns_names(job.spec):
+        for field, text in _texts(template):
+            if name := names.other_node(text, job.metadata.name):
+                yield field, "other-node-named", f"{name}: {names.FIX}"
     if job.spec.backend == "nccl" and _gpus(template) == 0:
         yield (
             ("spec", "backend"),
@@ -83,6 +89,16 @@ def mistakes(job: api.DDPJob) -> Iterator[tuple[FieldPath, str, str]]:
             "nccl needs a GPU in each process, and the trainer's resources.limits have none; add nvidia.com/gpu, or "
             "use gloo",
         )
+
+
+def _texts(template: Mapping[str, Any]) -> Iterator[tuple[FieldPath, str]]:
+    """What the trainer's command, arguments and variables say."""
+    trainer, path = trainer_container(template) or {}, trainer_path(template)
+    for field in ("command", "args"):
+        for number, word in enumerate(listed if isinstance(listed := trainer.get(field), list) else ()):
+            yield (*path, field, number), str(word)
+    for number, entry in enumerate(mappings(trainer, "env")):
+        yield (*path, "env", number), str(entry.get("value", ""))
 
 
 def _gpus(template: Mapping[str, Any]) -> int | None:

@@ -55,6 +55,9 @@ class Job:
     """What the command gives to the script: its own options."""
     mounts: dict[str, bool] = field(default_factory=dict)
     """mountPath → whether all nodes may see the same files there."""
+    name: str = ""
+    only_leader_has_name: bool = False
+    """Whether its Service gives a DNS name to node 0 alone."""
     known: bool = False
     """Whether there is a YAML: then the operator sets MASTER_ADDR, MASTER_PORT and the other variables."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -19,6 +20,7 @@ from ddpjob_operator.job import api, launcher
 from ddpjob_operator.job.bounds import NODES_MAX, number
 from ddpjob_operator.job.podspec import command_path
 from ddpjob_operator.job.wording import count
+from ddpjob_operator.local.files import read_script
 from ddpjob_operator.local.script import find
 from ddpjob_operator.manifest.yamlfile import Document, InputError
 
@@ -137,8 +139,10 @@ def before_run(
 def _of_script(path: str, context: Job) -> list[Finding]:
     """A file that is no text is a finding, as one that is not valid Python."""
     try:
-        raw = Path(path).read_bytes()
+        raw = read_script(path)
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            return [Finding(path, 1, 1, SYNTAX, "error", error.strerror or "too large")]
         raise InputError(f"{path}: {error.strerror}") from None
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)

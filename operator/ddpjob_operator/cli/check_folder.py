@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ddpjob_operator.cli.check_files import YAML_SUFFIXES, is_job
 from ddpjob_operator.job import api
-from ddpjob_operator.manifest import yamlfile
+from ddpjob_operator.manifest import yamlbounds, yamlfile
 from ddpjob_operator.manifest.yamlfile import Document, InputError
 
 _SUFFIXES = (".py", ".ipynb", ".yaml", ".yml")
@@ -95,6 +95,7 @@ def _is_wanted(path: str) -> bool:
     if not path.endswith(YAML_SUFFIXES):
         return True
     try:
-        return _IS_A_JOB.search(Path(path).read_text(encoding="utf-8", errors="replace")) is not None
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return _IS_A_JOB.search(file.read(yamlbounds.BYTES_MAX)) is not None
     except OSError:
         return False

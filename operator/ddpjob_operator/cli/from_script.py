@@ -8,12 +8,14 @@ from __future__ import annotations
 import ast
 import json
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
 from ddpjob_operator.check.script import INIT, Script
-from ddpjob_operator.job import api
+from ddpjob_operator.cli.options import refuse_other_bytes
+from ddpjob_operator.job import api, yamlvalues
 from ddpjob_operator.manifest.yamlfile import InputError
 
 NODES = 2
@@ -22,7 +24,6 @@ FOUND_MAX = 8
 _SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes")
 _PROCESSES = ("torch.multiprocessing.Process", "multiprocessing.Process")
 _SIMPLE = re.compile(r"[A-Za-z0-9_./=-]*[A-Za-z_./=-][A-Za-z0-9_./=-]*")
-_WORDS = {"true", "false", "null", "yes", "no", "on", "off", "-"}
 _DATA = re.compile(r"(?:^|_)(?:data|dataset|root|folder|dir|path)(?:$|_)")
 
 
@@ -57,11 +58,13 @@ class Found:
 
 def job_yaml(start: Start, text: str | None) -> str:
     """The YAML. text: of the script; None where it is a module, which is not read. Raises InputError."""
+    _refuse_unprintable(start)
     found = Found() if text is None else read(start.script, text)
     nodes = start.nodes or ("1" if found.spawns else str(NODES))
     nproc = start.nproc or "1"
     launcher = ["python"] if found.spawns else ["torchrun"]
-    words = [*launcher, *(["-m"] if start.module else []), start.script, *start.arguments]
+    script = f"./{start.script}" if start.script.startswith("-") else start.script
+    words = [*launcher, *(["-m"] if start.module else []), script, *start.arguments]
     gpus = (
         f"\n        resources: {{limits: {{nvidia.com/gpu: {nproc}}}}}"
         if found.nccl or (found.cuda and start.gpus)
@@ -78,7 +81,7 @@ def job_yaml(start: Start, text: str | None) -> str:
 {notes}apiVersion: {api.API_VERSION}
 kind: {api.KIND}
 metadata:
-  name: {name_of(start.script)}
+  name: {_scalar(name_of(start.script), text=True)}
 spec:
   nodes: {_scalar(nodes)}            # pods; on this machine, groups of processes{elastic}
   nprocPerNode: {_scalar(nproc)}     # processes on each
@@ -109,8 +112,17 @@ def read(name: str, text: str) -> Found:
 def name_of(script: str) -> str:
     """train for src/train.py: as a name of Kubernetes."""
     stem = script.removesuffix(".py") if "/" in script or script.endswith(".py") else script.rpartition(".")[2]
+    stem = unicodedata.normalize("NFKD", stem).encode("ascii", "ignore").decode()
     name = re.sub(r"[^a-z0-9]+", "-", PurePath(stem).name.lower()).strip("-")[:NAME_MAX].strip("-")
     return name if name[:1].isalpha() else f"job-{name}".strip("-")
+
+
+def _refuse_unprintable(start: Start) -> None:
+    """Such a name would be lines of its own in YAML, or no text at all."""
+    if not start.script.isprintable():
+        kind = "a module" if start.module else "a file"
+        raise InputError(f"{start.script!r}: {kind} whose name has control characters or is not UTF-8: rename it")
+    refuse_other_bytes(start.arguments)
 
 
 def _of_launch(script: Script, spawned: list[ast.Call]) -> Iterator[str]:
@@ -180,6 +192,7 @@ def _is_nccl(call: ast.Call) -> bool:
 def _scalar(word: str, *, text: bool = False) -> str:
     """As YAML in a list. text: a number is one of the command's words."""
     if not text:
-        return word
-    plain = _SIMPLE.fullmatch(word) and word.lower() not in _WORDS and not re.match(r"[-+.\d]", word)
+        return word if re.fullmatch(r"[\w.+-]+", word) else json.dumps(word, ensure_ascii=False)
+    is_text = yamlvalues.tag_of(word) == f"{yamlvalues.TAG}str" and word != "="
+    plain = _SIMPLE.fullmatch(word) and is_text and not re.match(r"[-+.\d]", word)
     return word if plain else json.dumps(word, ensure_ascii=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ddpjob_operator.job import api, validation
 from ddpjob_operator.manifest import override
 from ddpjob_operator.manifest.yamlfile import Document, InputError
@@ -17,6 +19,13 @@ def range_of(nodes: str) -> tuple[str, str]:
     return (least, most) if colon else ("", nodes)
 
 
+def refuse_other_bytes(words: Iterable[str]) -> None:
+    """Words of the command line that are not UTF-8: no API server and no YAML takes them. Raises InputError."""
+    for word in words:
+        if any("\ud800" <= character <= "\udfff" for character in word):
+            raise InputError(f"{word!r}: not UTF-8, so no job can have it")
+
+
 def applied(
     document: Document, nodes: str | None, settings: tuple[str, ...], variables: tuple[str, ...]
 ) -> tuple[Document, api.DDPJob]:
@@ -26,6 +35,7 @@ def applied(
         override.set_field(document, f"spec.nodes={most}", "--nodes")
         if least:
             override.set_field(document, f"spec.minNodes={least}", "--nodes")
+    refuse_other_bytes([*settings, *variables])
     for setting in settings:
         override.set_field(document, setting, f"--set {setting}")
     for variable in variables:

@@ -15,10 +15,11 @@ from typing import Any
 
 from ddpjob_operator.check import command, notebook
 from ddpjob_operator.cli.from_script import Start, job_yaml
-from ddpjob_operator.cli.options import applied, range_of
+from ddpjob_operator.cli.options import applied, range_of, refuse_other_bytes
 from ddpjob_operator.job import api, launcher, topology, validation
 from ddpjob_operator.job.podspec import command_path, trainer_container
 from ddpjob_operator.local import similar
+from ddpjob_operator.local.files import read_script
 from ddpjob_operator.manifest import override, yamlfile
 from ddpjob_operator.manifest.yamlfile import Document, InputError
 
@@ -47,6 +48,8 @@ class Source:
     arguments: tuple[str, ...] = ()
     gpus: bool = False
     """Whether a script that uses GPUs is to get one for each process."""
+    text: str | None = None
+    """The YAML from stdin."""
 
 
 def load(source: Source) -> tuple[Document, api.DDPJob]:
@@ -85,7 +88,7 @@ def as_file(source: Source) -> Iterator[Source]:
     if source.file == STDIN:
         text = sys.stdin.read()
         if _is_yaml(text):
-            yield replace(source, file=text if text.endswith("\n") else text + "\n")
+            yield replace(source, text=text)
             return
         code = text
     elif is_notebook(source.file):
@@ -120,8 +123,8 @@ def _document(source: Source) -> tuple[Document, bool]:
     file = source.file or ""
     if source.module is not None:
         return _made(f"-m {source.module}", source), True
-    if "\n" in file:  # YAML from stdin
-        return yamlfile.read_job("stdin", source.job, file.encode()), False
+    if source.text is not None:
+        return yamlfile.read_job("stdin", source.job, source.text.encode()), False
     if file.endswith(".py"):
         return _made(file, source), True
     return yamlfile.read_job(file, source.job), False
@@ -144,6 +147,7 @@ def _refuse_two_values(source: Source) -> None:
 
 def _replace_arguments(document: Document, job: api.DDPJob, arguments: tuple[str, ...]) -> None:
     """`ddpjob run job.yaml -- ARGS`: in place of those that the command gives to its script."""
+    refuse_other_bytes(arguments)
     words = launcher.command_of(job.spec.template)
     given = command.read(words).words
     trainer: dict[str, Any] = trainer_container(document.data["spec"]["template"]) or {}
@@ -164,7 +168,7 @@ def _is_yaml(text: str) -> bool:
 
 def _text(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_script(path).decode()
     except UnicodeDecodeError:
         raise InputError(f"{path}:1: not valid Python: it is not UTF-8") from None
     except (OSError, ValueError) as error:

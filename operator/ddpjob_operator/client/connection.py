@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import queue
 import threading
@@ -170,12 +172,28 @@ def _of_kubeconfig(config: Any, settings: Any, wanted: str | None) -> tuple[str,
             there = ", ".join(names) or "none"
             raise InputError(f"--context {wanted}: not in {named}{suggestion(wanted, names)} (there: {there})")
         chosen = active if wanted is None else next(c for c in contexts if c["name"] == wanted)
-        config.load_kube_config(named, context=wanted, client_configuration=settings)
+        with _complaints() as said:
+            config.load_kube_config(named, context=wanted, client_configuration=settings)
+        if said:
+            raise InputError(f"{named}: no credentials for context {chosen['name']}: {'; '.join(said)[:300]}")
         return f"context {chosen['name']}", str((chosen.get("context") or {}).get("namespace") or "default")
     except InputError:
         raise
     except Exception as error:  # a file of any content: the package raises what it happens to meet
         raise InputError(f"{named}: the kubeconfig cannot be used: {_short(error)}") from None
+
+
+@contextlib.contextmanager
+def _complaints() -> Iterator[list[str]]:
+    """What the package logs: that a plugin for credentials failed. It then goes on without any."""
+    said: list[str] = []
+    listener = logging.Handler(logging.ERROR)
+    listener.emit = lambda record: said.append(" ".join(record.getMessage().split()))  # type: ignore[method-assign]
+    logging.getLogger().addHandler(listener)
+    try:
+        yield said
+    finally:
+        logging.getLogger().removeHandler(listener)
 
 
 def _within(seconds: float, do: Callable[[], T]) -> T:

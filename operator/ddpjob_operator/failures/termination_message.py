@@ -35,6 +35,8 @@ _WHAT = re.compile(r"^\s+what\(\):\s+(.*)$")
 # torch.multiprocessing.spawn reports how the process ended because of which it stops.
 _SPAWNED = re.compile(r"ProcessExitedException: process \d+ terminated with (?:exit code (\d{1,3})|signal (\w+))")
 _INTERPRETER = re.compile(r"python|^exec |exec user process")
+# The second line of torch's error: ncclSystemError: System call … But nccl_train.py FAILED is torchrun's, of a script.
+_OF_NCCL = re.compile(r"nccl[A-Z]\w*\b")
 _TORCHS_OWN = re.compile(r"gloo|c10d|nccl|Dist\w*Error|Rendezvous", re.IGNORECASE)
 # Where torchrun waits for the other nodes when all its own ranks have ended with 0 (elastic/agent/server/api.py).
 _TORCHRUN_WAITED = "in _exit_barrier\n"
@@ -171,7 +173,7 @@ class _Stream:
             self.thrown = thrown[1]
         elif self.thrown and (what := _WHAT.match(line)):
             self._add(f"{self.thrown}: {what[1]}", chains)
-        elif line.startswith("nccl") and self.chain:
+        elif _OF_NCCL.match(line) and self.chain:
             self.chain[-1] = self._raised(f"{self.chain[-1].exception} {line}")
         elif line[0].isspace():
             self.where = where_of([line]) or self.where

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpjob_operator.gangs import native
+from ddpjob_operator.gangs import kueue, native
 from ddpjob_operator.gangs.adapter import Adapter
 
-ADAPTERS: dict[str, Adapter] = {adapter.name: adapter for adapter in (native.ADAPTER,)}
+ADAPTERS: dict[str, Adapter] = {adapter.name: adapter for adapter in (native.ADAPTER, kueue.ADAPTER)}

@@ -6,15 +6,38 @@ write another one: docs/gangs.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import datetime as dt
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_operator.job import api
-from ddpjob_operator.observed.groups import Admission
+from ddpjob_operator.observed.groups import Admission, Group, Placement, Tell
 
 Raw = Mapping[str, Any]
 Body = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Queue:
+    """What is needed where pods are made only once the group is admitted, and the group is told how the job is."""
+
+    reads_for_group: Callable[[api.DDPJob, str], tuple[str, ...]]
+    """The paths of what the group's body is completed with, by job and apiVersion."""
+    complete: Callable[[Body, Sequence[Raw]], None]
+    """Puts into the group's body what was read."""
+    placement: Callable[[Raw], Placement]
+    """What the admitted object says of the pods."""
+    nodes: Callable[[Raw], int | None]
+    """For how many pods the object asks."""
+    told: Callable[[Raw], tuple[bool, bool]]
+    """Whether it was told that all pods run, and that the job is over."""
+    reads_for_pods: Callable[[Placement, str], tuple[str, ...]]
+    """The paths of what the pods are completed with, by apiVersion."""
+    place: Callable[[Body, Group, Sequence[Raw]], None]
+    """Puts into a pod what the queue has decided, with what was read."""
+    tell: Callable[[Raw, Tell, str, dt.datetime], Body | None]
+    """The object's new status, by the object as it is now, a sentence and the time; None: nothing is to be told."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +54,19 @@ class Adapter:
     kind: str
     per_attempt: bool
     """Whether each attempt has a group of its own, which goes with it; else one group is for the life of the job."""
-    admits_first: bool
-    """Whether no pod is made before the group is admitted; else the scheduler sees the pods, and binds all or none."""
     body: Callable[[api.DDPJob, int, str], Body]
     """The object to create, by job, attempt and apiVersion."""
     pod: Callable[[Body, api.DDPJob, int], None]
     """Puts a pod of an attempt into its group: labels, annotations, fields."""
     read: Callable[[Raw], Admission]
     """What the object says."""
+    queue: Queue | None = None
+    """None: the scheduler sees the pods, and binds all or none."""
+
+    @property
+    def admits_first(self) -> bool:
+        """Whether no pod is made before the group is admitted."""
+        return self.queue is not None
 
     @property
     def resource(self) -> str:

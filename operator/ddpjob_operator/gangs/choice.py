@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from ddpjob_operator.gangs import kueue
 from ddpjob_operator.job import api
 from ddpjob_operator.observed.groups import GangApi
 
@@ -19,6 +20,8 @@ def choose(job: api.DDPJob, apis: Mapping[str, GangApi]) -> tuple[Kind, str]:
         return "none", "spec.gang is none"
     if spec.gang != "auto":
         return spec.gang, f"spec.gang is {spec.gang}"
+    if kueue.QUEUE_LABEL in job.metadata.labels and "kueue" in apis:
+        return "kueue", f"the label {kueue.QUEUE_LABEL} names a queue"
     if spec.topology_key:
         return "native", "spec.topologyKey needs a gang"
     if spec.nodes == 1:

@@ -53,7 +53,6 @@ ADAPTER = Adapter(
     plural="podgroups",
     kind="PodGroup",
     per_attempt=True,
-    admits_first=False,
     body=body,
     pod=pod,
     read=read,

@@ -69,6 +69,9 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     """Which pods are deleted once the job has finished. Pods that ended stay for `kubectl logs` unless All."""
     one_pod_per_node: bool | Literal["auto"] = "auto"
     """At most one pod of this job on a node. auto: yes for jobs with GPUs."""
+    dns: Literal["auto", "leader", "all"] = "auto"
+    """Which pods have a DNS name JOB-N.JOB. leader: node 0, whose name all need. all: every node, for scripts that name
+    others (MPI). auto: leader; all where torchrun numbers the nodes itself. Never changes."""
     failure_policy: FailurePolicy | None = None
     """What an exit code means, in the shape of batch/v1 Job's podFailurePolicy."""
     stall: Stall | None = None
@@ -76,8 +79,10 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     preflight: Literal["Never", "OnRestart", "Always"] = "OnRestart"
     """When ddprun first measures the nodes, to name a slow one. OnRestart: after two infrastructure failures."""
     gang: Literal["auto", "none", "native", "kueue"] = "auto"
-    """All pods or none. native: a PodGroup of Kubernetes 1.36 or newer. auto: native where operator and API server have
-    it, and the job has several nodes. Another value counts from the next attempt on."""
+    """All pods or none. native: a PodGroup of Kubernetes 1.36 or newer. kueue: a queue of Kueue, the one that the job's
+    label kueue.x-k8s.io/queue-name names, else `default`. auto: kueue where the job has that label; native where the
+    job has several nodes; each only where operator and API server have it. Another value counts from the next attempt
+    on."""
     topology_key: Annotated[str, Meta(max_length=317)] = ""
     """A node label, such as topology.kubernetes.io/rack: all pods go where it has one value. Needs a gang."""
     managed_by: Annotated[str, Meta(max_length=63)] = ""
@@ -189,7 +194,8 @@ class Gang(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     """Who admits all pods of an attempt at once."""
 
     kind: Literal["none", "native", "kueue"]
-    """none: nobody, pods are placed one by one. native: the scheduler of Kubernetes, by a PodGroup."""
+    """none: nobody, pods are placed one by one. native: the scheduler of Kubernetes, by a PodGroup.
+    kueue: a queue, before a pod is made."""
     attempt: Count = 0
     """The attempt that it was chosen for."""
     why: Annotated[str, Meta(max_length=500)] = ""

@@ -64,6 +64,12 @@ def _mounted(template: Mapping[str, Any]) -> dict[str, str]:
     return {path: kinds.get(name, "emptyDir") for path, name in paths}
 
 
+def mapping(source: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The mapping of a field that may have any shape."""
+    given = source.get(name)
+    return given if isinstance(given, dict) else {}
+
+
 def mappings(source: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """The mappings of a list that may have any shape."""
     given = source.get(name)

@@ -49,6 +49,12 @@ def ranks_follow_nodes(spec: api.Spec) -> bool:
     return started is None or started.name == "ddprun" or started.options.get("rdzv_backend", "static") == "static"
 
 
+def all_have_dns_names(spec: api.Spec) -> bool:
+    """Whether each pod has a DNS name, and not that of node 0 alone. Under a dynamic rendezvous torchrun gives the
+    other ranks the name of whichever node it made the first (torch 2.13, elastic/rendezvous/api.py)."""
+    return not ranks_follow_nodes(spec) if spec.dns == "auto" else spec.dns == "all"
+
+
 def not_its_rank(spec: api.Spec, rank: int, node_rank: int | None) -> str:
     """Why the pod of a node may not report for a rank; empty: it may. node_rank None: the reporter is not known."""
     nproc, world = nproc_per_node(spec), world_size(spec)

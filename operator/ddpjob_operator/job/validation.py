@@ -110,12 +110,6 @@ _CONTAINER_SHAPES = {
     "workingDir": "text",
 }
 
-# Values that are not implemented are refused where they are set, because to ignore them would mislead the user.
-# By field: the value, and why not.
-NOT_YET: dict[str, tuple[str, str]] = {
-    "gang": ("kueue", '"kueue" is not available yet. Use auto, native or none.'),
-}
-
 
 def parse(raw: object) -> tuple[api.DDPJob, list[Problem]]:
     """The job in `raw` (decoded YAML or JSON) and all its problems.
@@ -159,7 +153,6 @@ def stored_status(raw: Mapping[str, Any]) -> api.Status:
 def check(spec: api.Spec) -> Iterator[Problem]:
     """What is wrong with a spec whose fields have the right types."""
     wrong = {rule.field: rule.message for rule in RULES if rule.broken(spec)}
-    wrong |= {name: message for name, (value, message) in NOT_YET.items() if getattr(spec, name) == value}
     yield from (Problem(("spec", name), message) for name, message in wrong.items())
     misshapen = [*_template(spec.template)]
     yield from misshapen

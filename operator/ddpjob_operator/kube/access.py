@@ -42,6 +42,7 @@ RIGHTS = (
     Right("", "nodes", ("list", "watch"), "to detect lost nodes", cluster_wide=True),
 )
 
+_KUEUE = "kueue.x-k8s.io"
 # Asked for only where the adapter is switched on.
 GANG_RIGHTS = {
     "native": (
@@ -51,6 +52,18 @@ GANG_RIGHTS = {
             ("get", "list", "watch", "create", "delete"),
             "all pods of an attempt or none (spec.gang: native), if gang.native.enabled is set",
         ),
+    ),
+    "kueue": (
+        Right(
+            _KUEUE,
+            "workloads",
+            ("get", "list", "watch", "create", "delete"),
+            "the place of a job in its queue (spec.gang: kueue), if gang.kueue.enabled is set",
+        ),
+        Right(_KUEUE, "workloads/status", ("update",), "to give quota back, and to say that pods run or have ended"),
+        Right(_KUEUE, "resourceflavors", ("get",), "the nodes of the quota", cluster_wide=True),
+        Right(_KUEUE, "workloadpriorityclasses", ("get",), "the priority in the queue", cluster_wide=True),
+        Right("scheduling.k8s.io", "priorityclasses", ("get",), "the priority in the queue", cluster_wide=True),
     ),
 }
 

@@ -23,6 +23,7 @@ from ddpjob_operator.kube import reading
 from ddpjob_operator.kube.login import LoginError, login
 
 Raw = dict[str, Any]
+Headers = dict[str, str]
 _LOGGER = logging.getLogger(__name__)
 _JSON = {
     "Content-Type": "application/json",
@@ -30,6 +31,12 @@ _JSON = {
     "Accept": "application/json, application/jwk-set+json",
     "User-Agent": "ddpjob-operator",
 }
+# An answer to a create repeats what was sent. A server that cannot leave it out sends it.
+_METADATA_ALONE: Headers = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1, application/json"}
+_METADATA_OF_LIST: Headers = {
+    "Accept": "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1, application/json"
+}
+_METADATA_IS_ENOUGH = frozenset({"pods", "services", "events"})
 NO_ANSWER = 0
 
 
@@ -132,8 +139,10 @@ class Client:
         return await self._request("GET", path, params)
 
     async def create(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
-        """The object as it was created. Raises ApiError."""
-        return await self._request("POST", path, params, body)
+        """The object as it was created. Of pods, Services and events the server is asked for the metadata alone, and
+        the rest is as in `body`: what an admission webhook has changed in it comes with the watch. Raises ApiError."""
+        made = await self._request("POST", path, params, body)
+        return {**body, "metadata": made["metadata"]} if made.get("kind") == "PartialObjectMetadata" else made
 
     async def replace(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
         """The object as it stands now; the body's resourceVersion guards it. Raises ApiError."""
@@ -153,18 +162,29 @@ class Client:
 
         Raises ApiError (410: start again). An empty list has one empty page.
         """
+        async for page in self._pages(path, selector, _plural(path), {}):
+            yield page
+
+    async def versions(self, path: str, selector: str = "") -> AsyncIterator[Page]:
+        """As `pages`, of each object its name, uid, version, labels and owners alone."""
+        async for page in self._pages(path, selector, reading.METADATA, _METADATA_OF_LIST):
+            yield page
+
+    async def _pages(self, path: str, selector: str, kind: str, headers: Headers) -> AsyncIterator[Page]:
         params = {"labelSelector": selector} if selector else {}
         limit = self.limits.page
         while True:
             # A single object is read whatever its length: etcd bounds it.
             bytes_max = self.limits.page_bytes if limit > 1 else None
             try:
-                content = await self._request_bytes("GET", path, params | {"limit": str(limit)}, bytes_max)
+                content = await self._request_bytes(
+                    "GET", path, params | {"limit": str(limit)}, bytes_max, headers=headers
+                )
             except TooLargeError:
                 limit = max(1, limit // 8)
                 continue
             try:
-                listed = reading.page(content)
+                listed = reading.page(content, kind)
             except reading.BadJsonError as error:
                 raise ApiError(NO_ANSWER, "BadAnswer", f"GET {path}: {error}") from None
             del content
@@ -192,7 +212,7 @@ class Client:
             total=None, sock_connect=self.limits.connect_seconds, sock_read=self.limits.silence_seconds
         )
         session, info = await self._session()
-        url = info.server.rstrip("/") + path
+        url, plural = info.server.rstrip("/") + path, _plural(path)
         began, code = time.monotonic(), NO_ANSWER
         try:
             async with session.get(url, params=params, headers=self._headers, timeout=timeout) as response:
@@ -202,7 +222,7 @@ class Client:
                     await self._refused(response.status, info)
                     raise _error(response.status, await response.read(), response.headers)
                 async for line in reading.lines(response.content):
-                    event = reading.event(line)
+                    event = reading.event(line, plural)
                     if event["type"] == "ERROR":
                         raise _error_of(event["object"])
                     yield event
@@ -219,12 +239,19 @@ class Client:
             raise _no_answer(method, path, error) from None
 
     async def _request_bytes(
-        self, method: str, path: str, params: Mapping[str, str] | None, bytes_max: int | None, body: Raw | None = None
+        self,
+        method: str,
+        path: str,
+        params: Mapping[str, str] | None,
+        bytes_max: int | None,
+        body: Raw | None = None,
+        headers: Headers | None = None,
     ) -> bytes:
+        headers = _headers(method, path) if headers is None else headers
         for attempt in range(1, self.limits.tries + 1):
             session, info = await self._session()
             try:
-                return await self._once(session, info, method, path, params, bytes_max, body)
+                return await self._once(session, info, method, path, params, bytes_max, body, headers)
             except ApiError as error:
                 wait = self._wait_before_next_try(error, attempt)
                 if wait is None:
@@ -242,17 +269,19 @@ class Client:
         params: Mapping[str, str] | None,
         bytes_max: int | None,
         body: Raw | None,
+        headers: Headers,
     ) -> bytes:
         url = info.server.rstrip("/") + path
         data = None if body is None else _dumps(method, path, body)
-        headers = self._headers | ({"Content-Type": "application/merge-patch+json"} if method == "PATCH" else {})
         # Reviews are questions, though they are asked by POST.
         changes_something = method != "GET" and not path.startswith("/apis/authorization.k8s.io/")
         if changes_something and not self._may_write(path):
             raise ApiError(NO_ANSWER, "NotLeading", f"{method} {path}: not sent, for another operator may lead by now")
         began, code = time.monotonic(), NO_ANSWER
         try:
-            async with session.request(method, url, params=params, data=data, headers=headers) as response:
+            async with session.request(
+                method, url, params=params, data=data, headers=self._headers | headers
+            ) as response:
                 code = response.status
                 content = await _read(response, bytes_max)
                 if response.status >= 400:
@@ -307,9 +336,22 @@ class Client:
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
             timeout=aiohttp.ClientTimeout(total=self.limits.request_seconds, sock_connect=self.limits.connect_seconds),
+            cookie_jar=aiohttp.DummyCookieJar(),  # the API server sets none, and each request would look
             proxy=info.proxy_url,
             auto_decompress=True,
         )
+
+
+def _plural(path: str) -> str:
+    """What a collection's path ends with."""
+    return path.rpartition("/")[2]
+
+
+def _headers(method: str, path: str) -> Headers:
+    """Beside those that all requests have."""
+    if method == "PATCH":
+        return {"Content-Type": "application/merge-patch+json"}
+    return _METADATA_ALONE if method == "POST" and _plural(path) in _METADATA_IS_ENOUGH else {}
 
 
 def _endpoint(info: kopf.ConnectionInfo) -> kopf.ConnectionInfo:

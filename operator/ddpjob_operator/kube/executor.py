@@ -30,12 +30,14 @@ from ddpjob_operator.plan.actions import (
     EndPod,
     Event,
     Plan,
+    TellGroup,
     restart_grace_seconds,
 )
-from ddpjob_operator.pods import build
+from ddpjob_operator.pods import build, naming
 
 # Strict: a typo in the template is an error that the user sees, and is not dropped.
 STRICT = {"fieldValidation": "Strict", "fieldManager": "ddpjob-operator"}
+STATUS = {"fieldManager": "ddpjob-operator"}
 # A reconcile begins no further create or delete after this time, and the next one goes on, so that a job of a thousand
 # pods in a namespace with a slow webhook obeys a suspend, an edit or its deletion in time.
 RECONCILE_SECONDS = 5.0
@@ -86,6 +88,8 @@ class Executor:
         for action in todo.actions:
             if isinstance(action, DeleteGroup):
                 await self._delete_group(job, action)
+            elif isinstance(action, TellGroup):
+                await self._tell_group(job, action, state)
         for action in todo.actions:
             if isinstance(action, DeleteJob):
                 await self._delete_job(job, action)
@@ -132,7 +136,7 @@ class Executor:
             "status": status,
         }
         try:
-            self.caches.jobs.put(await self.client.replace(path, body, {"fieldManager": "ddpjob-operator"}))
+            self.caches.jobs.put(await self.client.replace(path, body, STATUS))
         except ApiError as error:
             if error.status not in (404, 409):
                 raise
@@ -174,6 +178,28 @@ class Executor:
                 raise
         gang.store.remove(namespace, action.name, action.uid)
 
+    async def _tell_group(self, job: api.DDPJob, action: TellGroup, state: JobState) -> None:
+        """By the object as it is now, for an admission that has changed meanwhile must not be overwritten."""
+        gang, namespace = self.caches.gangs[action.adapter], job.metadata.namespace
+        queue, path = gang.adapter.queue, f"{gang.path(namespace)}/{action.name}"
+        try:
+            raw = await self.client.get(path)
+            is_same = queue is not None and raw["metadata"]["uid"] == action.uid
+            status = queue.tell(raw, action.what, action.message, self.runtime.now()) if queue and is_same else None
+            if status is not None:
+                raw = await self.client.replace(f"{path}/status", {**raw, "status": status}, STATUS)
+            gang.store.put(raw)
+        except ApiError as error:
+            if error.status == 404:
+                gang.store.remove(namespace, action.name, action.uid)
+            elif is_refusal(error):
+                state.refuse(action.name, error.message, self.runtime.now())
+            elif error.status != 409:  # it has changed meanwhile, and is read again in the next round
+                raise
+            return
+        if action.name in state.refusals:
+            state.created(action.name)
+
     async def _end(self, job: api.DDPJob, action: EndPod) -> None:
         path = f"{collection('pods', job.metadata.namespace)}/{action.name}"
         body = {"metadata": {"uid": action.uid}, "spec": {"activeDeadlineSeconds": observe.END_NOW_SECONDS}}
@@ -206,7 +232,10 @@ class Executor:
             [partial(self._create, "Service", build.service(job), job, state)] if CreateService() in actions else []
         )
         groups = [partial(self._create_group, job, a, state) for a in actions if isinstance(a, CreateGroup)]
-        pods = [partial(self._create_pod, job, a, state) for a in actions if isinstance(a, CreatePod)]
+        to_make = [a for a in actions if isinstance(a, CreatePod)]
+        pods = [partial(self._create_pod, job, a, state) for a in to_make]
+        if pods and not await self._read_flavors(job, to_make[0], state):
+            return True
         known = state.unfinished
         state.unfinished = False
         if not await self._one_by_one(job, [*service, *groups, *([] if known else pods[:1])]):
@@ -271,12 +300,41 @@ class Executor:
         )
         if job.status.gang is not None and (gang := self.caches.gangs.get(job.status.gang.kind)) is not None:
             gang.adapter.pod(body, job, action.attempt)
+            if gang.adapter.queue is not None and (group := gang.of(job)) is not None:
+                gang.adapter.queue.place(body, group, state.flavors)
         return await self._create("Pod", body, job, state)
 
     async def _create_group(self, job: api.DDPJob, action: CreateGroup, state: JobState) -> bool:
         gang = self.caches.gangs[action.adapter]
         body = gang.adapter.body(job, action.attempt, gang.api.api_version)
+        if (queue := gang.adapter.queue) is not None:
+            paths = queue.reads_for_group(job, gang.api.api_version)
+            found = await self._read(paths, body["metadata"]["name"], state)
+            if found is None:
+                return False
+            queue.complete(body, found)
         return await self._create(gang.adapter.resource, body, job, state)
+
+    async def _read_flavors(self, job: api.DDPJob, first: CreatePod, state: JobState) -> bool:
+        """What a queue says of the nodes of the pods, read before each attempt's first; False: it cannot be read."""
+        gang = self.caches.gangs.get(job.status.gang.kind) if job.status.gang is not None else None
+        group = gang.of(job) if gang is not None else None
+        if gang is None or gang.adapter.queue is None or group is None:
+            return True
+        paths = gang.adapter.queue.reads_for_pods(group.placement, gang.api.api_version)
+        found = await self._read(paths, naming.pod_name(job, first.attempt, first.place, first.replacement), state)
+        state.flavors = found or []
+        return found is not None
+
+    async def _read(self, paths: Sequence[str], of: str, state: JobState) -> list[Raw] | None:
+        """Objects that another one is completed with; None: one cannot be read, and `of` counts as refused."""
+        try:
+            return [await self.client.get(path) for path in paths]
+        except ApiError as error:
+            if error.status not in (403, 404):
+                raise
+            state.refuse(of, error.message, self.runtime.now())
+            return None
 
     async def _create(self, kind: str, body: Raw, job: api.DDPJob, state: JobState) -> bool:
         """Whether it is there now and the job's own. Raises ApiError where the server may create it later."""

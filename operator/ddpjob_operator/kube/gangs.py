@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ddpjob_operator.gangs.adapter import Adapter
+from ddpjob_operator.job import api
 from ddpjob_operator.kube import observe
 from ddpjob_operator.kube.client import ApiError, Client, group_collection
 from ddpjob_operator.kube.reflector import Reflector
@@ -37,6 +38,7 @@ class Gang:
         found: Callable[[], None],
         runtime: Runtime,
         restarted: Callable[[str, str], None] = lambda _plural, _cause: None,
+        sleep: Callable[[float], Any] = asyncio.sleep,
     ) -> None:
         """namespaces: those that are watched, "" is all. changed: called for a job whose objects have changed; found:
         where another version is served than before, or none."""
@@ -45,6 +47,7 @@ class Gang:
         self.store: Store[Group] = Store(observe.group(adapter), key_of, lambda key, _old, _new: changed(key))
         self._reflectors: list[Reflector] = []
         self._client, self._namespaces, self._found, self._runtime = client, namespaces, found, runtime
+        self._sleep = sleep
         self._restarted = restarted
         self._is_known = False
 
@@ -52,6 +55,11 @@ class Gang:
         """Whether it is known what there is in a namespace."""
         synced = (r.synced.is_set() for r in self._reflectors if r.namespace in ("", namespace))
         return self._is_known and all(synced)
+
+    def of(self, job: api.DDPJob) -> Group | None:
+        """The job's own object, where it has one for its life."""
+        found = self.store.of((job.metadata.namespace, job.metadata.name))
+        return next((group for group in found if group.owner_uid == job.metadata.uid), None)
 
     def path(self, namespace: str) -> str:
         """The collection of its objects. Raises ApiError where no version is served."""
@@ -72,9 +80,9 @@ class Gang:
                     watching = self._watch()
                     self._is_known = True
                     self._found()
-                await asyncio.sleep(AGAIN_SECONDS if answered else NO_ANSWER_SECONDS)
+                await self._sleep(AGAIN_SECONDS if answered else NO_ANSWER_SECONDS)
                 while self.api.api_version and not any(r.fails for r in self._reflectors):
-                    await asyncio.sleep(AGAIN_SECONDS)
+                    await self._sleep(AGAIN_SECONDS)
         finally:
             for task in watching:
                 task.cancel()

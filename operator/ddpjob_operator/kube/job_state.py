@@ -58,6 +58,8 @@ class JobState:
     confirmed_gone: set[str] = field(default_factory=set)
     """Pods that are not in our copy, and that the API server does not have either."""
     clock: Clock = field(default_factory=Clock)
+    flavors: list[dict[str, Any]] = field(default_factory=list)
+    """What a queue says of the nodes of the pods that are made now."""
     restart: Restart | None = None
     """A failure whose restart is being timed."""
     listed_for: tuple[int, int] = (1, 0)

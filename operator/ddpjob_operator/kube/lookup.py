@@ -54,23 +54,48 @@ class Lookup:
     runtime: Runtime
 
     async def reread(self, metadata: api.Metadata) -> None:
-        """The job as it is now."""
+        """The job as it is now. metadata.uid: of the job that our copy has; empty: it has none."""
         try:
             raw = await self.client.get(f"{collection(api.PLURAL, metadata.namespace)}/{metadata.name}")
         except ApiError as error:
             if not is_absent(error, metadata.name):
                 raise
-            self.caches.jobs.remove(metadata.namespace, metadata.name, metadata.uid)
+            if metadata.uid:
+                self.caches.jobs.remove(metadata.namespace, metadata.name, metadata.uid)
             return
-        if raw["metadata"]["uid"] != metadata.uid:
+        if metadata.uid and raw["metadata"]["uid"] != metadata.uid:
             self.caches.jobs.remove(metadata.namespace, metadata.name, metadata.uid)
         self.caches.jobs.put(raw)
 
     async def list_pods(self, key: Key) -> None:
         """The pods of one job as they are now."""
-        pods = self.caches.pods
-        pages = self.client.pages(collection("pods", key[0]), f"{naming.LABEL_JOB}={key[1]}")
-        await take(pages, pods, pods.put, namespace=key[0], key=key)
+        await self._list("pods", self.caches.pods, key)
+
+    async def list_services(self, key: Key) -> None:
+        """The Services of one job as they are now."""
+        await self._list("services", self.caches.services, key)
+
+    async def _list(self, plural: str, store: Store[Any], key: Key) -> None:
+        pages = self.client.pages(collection(plural, key[0]), f"{naming.LABEL_JOB}={key[1]}")
+        await take(pages, store, store.put, namespace=key[0], key=key)
+
+    async def read_job(self, key: Key) -> None:
+        """A job as it is now, or that there is none of this name."""
+        known = self.caches.jobs.entry(*key)
+        await self.reread(api.Metadata(namespace=key[0], name=key[1], uid=known.uid if known is not None else ""))
+
+    async def read_node(self, key: Key) -> None:
+        """A cluster node as it is now, or that it is gone."""
+        nodes = await self._node(key[1])
+        for raw in nodes:
+            self.caches.nodes.put(raw)
+        if not nodes:
+            self.caches.nodes.remove("", key[1], "")
+
+    async def _node(self, name: str) -> list[Raw]:
+        # A list of one, because the role allows lists.
+        listed = await self.client.get("/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"})
+        return [raw for raw in listed["items"] if raw["metadata"]["name"] == name]
 
     async def may_run_on_ready_node(self, namespace: str, name: str) -> bool:
         """Whether the node of a pod in which something may still run is ready now, where nodes are watched: that watch
@@ -79,9 +104,7 @@ class Lookup:
         node = entry.value.node if entry is not None and entry.value.live else ""
         if not node or self.caches.nodes.seen() is None:
             return False
-        # A list of one, because the role allows lists.
-        listed = await self.client.get("/api/v1/nodes", {"fieldSelector": f"metadata.name={node}"})
-        ready = [raw for raw in listed["items"] if raw["metadata"]["name"] == node and observe.is_ready(raw)]
+        ready = [raw for raw in await self._node(node) if observe.is_ready(raw)]
         for raw in ready:
             self.caches.nodes.put(raw)
         return bool(ready)

@@ -6,12 +6,12 @@ import contextlib
 import dataclasses
 import datetime as dt
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 
 from ddpjob_operator.job import bounds
 from ddpjob_operator.job.times import Clock
 from ddpjob_operator.kube import observe
-from ddpjob_operator.kube.store import ObjectKey, Raw
+from ddpjob_operator.kube.store import Listed, ObjectKey, Raw, version
 from ddpjob_operator.observed.cluster import Node
 
 _LOGGER = logging.getLogger(__name__)
@@ -34,7 +34,8 @@ class Nodes:
         self._changed = changed
         self._now = now
         self._clock = Clock()
-        self._names: set[str] = set()
+        self._names: dict[str, int] = {}
+        """With the version that was seen last."""
         self._not_ready: dict[str, Node] = {}
         self._turned: dict[str, float] = {}
         """When those became so; by the cluster's clock where that was before the first list."""
@@ -69,7 +70,7 @@ class Nodes:
         """A node as it is."""
         name = raw["metadata"]["name"]
         known = name in self._names
-        self._names.add(name)
+        self._names[name] = version(raw["metadata"])
         if observe.is_ready(raw):
             return self._set(name, READY)
         if name not in self._not_ready:
@@ -81,7 +82,7 @@ class Nodes:
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """A node is gone; the cluster itself then removes its pods."""
-        self._names.discard(name)
+        self._names.pop(name, None)
         self._set(name, READY)
 
     def one_observation(self) -> contextlib.AbstractContextManager[None]:
@@ -91,9 +92,20 @@ class Nodes:
     def retain(self, named: Set[ObjectKey], list_version: int, namespace: str = "") -> None:
         """The end of a list: all that it named was put."""
         self._listed = True
-        for name in self._names - {name for _, name in named}:
+        for name in self._names.keys() - {name for _, name in named}:
             self.remove("", name, "")
         self._judge()
+
+    def listed(self, raw: Raw) -> Listed:
+        """A node of a list, by its metadata alone. Raises LookupError where it has none."""
+        name = raw["metadata"]["name"]
+        return Listed(("", name), raw["metadata"]["uid"], version(raw["metadata"]), ("", name))
+
+    def missed(self, listed: Mapping[ObjectKey, Listed], at: int, namespace: str = "") -> set[Listed]:
+        """The nodes of which a list has a newer version than we have, and those that it lacks."""
+        newer = {one for one in listed.values() if self._names.get(one.place[1], -1) < one.version}
+        gone = {name: seen for name, seen in self._names.items() if ("", name) not in listed and seen <= at}
+        return newer | {Listed(("", name), "", seen, ("", name)) for name, seen in gone.items()}
 
     def _set(self, name: str, node: Node) -> None:
         if node.ready == (name not in self._not_ready):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ddpjob.core import rules
-from ddpjob_operator.gangs.adapter import Adapter
+from ddpjob_operator.gangs.adapter import Adapter, Queue
 from ddpjob_operator.job import api, bounds
 from ddpjob_operator.job.bounds import UnreadableError, seconds, text, time
 from ddpjob_operator.job.podspec import trainer_container
@@ -110,9 +110,16 @@ def group(adapter: Adapter) -> Callable[[Raw], Group]:
             attempt=max(0, bounds.number(labels.get(naming.LABEL_ATTEMPT, "0"), bounds.TURNS_MAX)),
             admission=adapter.read(raw),
             deletion_requested="deletionTimestamp" in raw["metadata"],
+            **({} if adapter.queue is None else _of_queue(adapter.queue, raw)),
         )
 
     return group
+
+
+def _of_queue(queue: Queue, raw: Raw) -> dict[str, Any]:
+    is_ready, is_over = queue.told(raw)
+    placement, nodes = queue.placement(raw), queue.nodes(raw)
+    return {"placement": placement, "nodes": nodes, "is_ready": is_ready, "is_over": is_over}
 
 
 @_total

@@ -7,7 +7,7 @@ the one that holds the Lease runs the queue, and the others keep their copies up
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -27,7 +27,6 @@ from ddpjob_operator.kube.gangs import Gang
 from ddpjob_operator.kube.health import serve_health
 from ddpjob_operator.kube.job_state import JobStates
 from ddpjob_operator.kube.journal import Journal
-from ddpjob_operator.kube.kopf_workarounds.missed_deletions import sweep
 from ddpjob_operator.kube.lease import Leader
 from ddpjob_operator.kube.lookup import Caches, Lookup
 from ddpjob_operator.kube.nodes import Nodes
@@ -37,6 +36,7 @@ from ddpjob_operator.kube.reconcile import Reconciler
 from ddpjob_operator.kube.reflector import Reflector
 from ddpjob_operator.kube.reports import Reports
 from ddpjob_operator.kube.runtime import SYSTEM, Runtime
+from ddpjob_operator.kube.second_look import SecondLook, Watched
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.store import Jobs, Key, Store
 from ddpjob_operator.kube.tokens import BoundPod, Verifier
@@ -133,10 +133,20 @@ class Operator:
         )
         self.reports = Reports(self.caches.jobs, states, runtime, settings.rules.progress_write_seconds)
         self._events = events
+        self._second_look = SecondLook(self._client, list(self._watched(lookup)), runtime.log)
         self.reconciler = Reconciler(
             self.caches, states, self.reports, lookup, executor, runtime, settings.rules, self._ready_in
         )
         self.queue: Queue[Key] = Queue(self.reconciler.reconcile, runtime, watcher=watchers[0])
+
+    def _watched(self, lookup: Lookup) -> Iterator[Watched]:
+        caches, label = self.caches, naming.LABEL_JOB
+        for namespace in self.settings.watched:
+            yield Watched(api.PLURAL, namespace, "", caches.jobs, lookup.read_job)
+            yield Watched("pods", namespace, label, caches.pods, lookup.list_pods)
+            yield Watched("services", namespace, label, caches.services, lookup.list_services)
+        if not self.settings.namespaces:
+            yield Watched("nodes", "", "", caches.nodes, lookup.read_node)
 
     async def start(self) -> None:
         """Returns once the DDPJobs can be watched; waits for the CRD and the rights to do so."""
@@ -154,7 +164,6 @@ class Operator:
         self._first_lists = asyncio.create_task(self._after_first_lists())
         await access.wait_for_jobs(self._client, self.settings.watched, self._runtime.log)
         await access.report_missing_rights(self._client, self.settings.watched, self._runtime.log, self.settings.gangs)
-        self.run("sweep", sweep(self._client, self.caches.jobs, self.settings.watched, self._runtime))
         if self._leader is not None:
             # Not earlier: an operator that may not even see the jobs must not keep the Lease from one that may.
             if self._claims is not None:
@@ -249,7 +258,12 @@ class Operator:
     def lead(self) -> None:
         """Reconcile all jobs from now on."""
         self.leads = True
-        parts = {"events": self._events.run(), "queue": self.queue.run(), "silence": self.reports.run()}
+        parts = {
+            "events": self._events.run(),
+            "queue": self.queue.run(),
+            "silence": self.reports.run(),
+            "second look": self._second_look.run(),
+        }
         self._leading = [self.run(name, work) for name, work in parts.items()]
         self._enqueue_all()
 
@@ -325,12 +339,12 @@ class Operator:
         if new is None and old is not None:
             self.states.pod_deleted(key, old)
         nodes = ((self.caches.jobs.get(key) or {}).get("spec") or {}).get("nodes", 1)
-        if (in_seconds := triggers.pod_changed(old, new, self.caches.pods.of(key), nodes)) is not None:
+        if (in_seconds := triggers.pod_changed(old, new, self.caches.pods.each(key), nodes)) is not None:
             self._enqueue(key, in_seconds)
 
     def _node_changed(self, name: str) -> None:
         for key in self.caches.pods.jobs():
-            if triggers.uses_node(name, self.caches.pods.of(key)):
+            if triggers.uses_node(name, self.caches.pods.each(key)):
                 self._enqueue(key)
 
 

@@ -16,7 +16,7 @@ from ddpjob_operator.kube.progress_turns import ProgressTurns
 from ddpjob_operator.kube.queue import RetryError
 from ddpjob_operator.kube.reports import Reports
 from ddpjob_operator.kube.runtime import Runtime
-from ddpjob_operator.kube.store import Key
+from ddpjob_operator.kube.store import Key, Store
 from ddpjob_operator.observed.cluster import ConflictingObject, Observed, Pod
 from ddpjob_operator.plan import unreadable
 from ddpjob_operator.plan.actions import CreateGroup, CreatePod, CreateService, Event, Plan, Settings
@@ -94,7 +94,9 @@ class Reconciler:
         except validation.UnreadableError as error:
             await self._report_unreadable(raw, str(error))
             return None
-        if why := self.caches.pods.unreadable(key) or self.caches.services.unreadable(key):
+        copies: list[Store[Any]] = [self.caches.pods, self.caches.services]
+        copies += [gang.store for gang in self.caches.gangs.values()]
+        if why := next((why for copy in copies if (why := copy.unreadable(key))), ""):
             # Without it a rank would seem to be lost, and a pod would be made beside it.
             self.executor.send_event(job.metadata, Event("Warning", reasons.UNREADABLE.name, why))
             return None

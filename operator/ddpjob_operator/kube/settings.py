@@ -48,8 +48,8 @@ class OperatorSettings:
     true, because a node that is removed costs a training all steps since its last snapshot; false leaves it to the
     template."""
     gangs: tuple[str, ...] = ()
-    """DDPJOB_GANGS: the APIs that spec.gang may use, separated by commas: native. Empty, the default: none, and nothing
-    is asked of the API server for them."""
+    """DDPJOB_GANGS: the APIs that spec.gang may use, separated by commas: native, kueue. Empty, the default: none, and
+    nothing is asked of the API server for them."""
     lease_namespace: str = ""
     """DDPJOB_LEASE_NAMESPACE: namespace of the Lease that decides which of several operators acts. Empty, the default:
     there is no Lease, and this operator always acts."""

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ddpjob_operator.job.bounds import UnreadableError
 
@@ -50,6 +50,15 @@ class Entry(Generic[T]):
     value: T
 
 
+class Listed(NamedTuple):
+    """An object of a list, by its metadata alone."""
+
+    place: ObjectKey
+    uid: str
+    version: int
+    key: Key
+
+
 def newest(_: T | None, later: T, __: int) -> T:
     """What is seen last is all that is known."""
     return later
@@ -90,7 +99,11 @@ class Store(Generic[T]):
 
     def of(self, key: Key) -> list[T]:
         """The objects of a job."""
-        return [entry.value for entry in self._by_job.get(key, {}).values()]
+        return list(self.each(key))
+
+    def each(self, key: Key) -> Iterator[T]:
+        """The objects of a job, for who may need only the first of them; nothing is put meanwhile."""
+        return (entry.value for entry in self._by_job.get(key, {}).values())
 
     def jobs(self) -> set[Key]:
         """The jobs that have objects."""
@@ -155,6 +168,30 @@ class Store(Generic[T]):
             if (not namespace or place[0] == namespace) and key in (None, of) and place not in named:
                 self.remove(*place, uid)
 
+    def listed(self, raw: Raw) -> Listed:
+        """An object of a list, by its metadata alone. Raises LookupError or TypeError where it has none."""
+        return Listed(_place_of(raw), raw["metadata"]["uid"], version(raw["metadata"]), self._key_of(raw))
+
+    def missed(self, listed: Mapping[ObjectKey, Listed], at: int, namespace: str = "") -> set[Listed]:
+        """What a list of version `at` has newer than we have it, and what we have and it lacks.
+
+        namespace: the one that was listed, empty for all.
+        """
+        newer = {one for one in listed.values() if one.uid not in self._tombstones and not self._has(one)}
+        gone = {
+            Listed(place, entry.uid, entry.version, entry.key)
+            for place, entry in self._entries.items()
+            if (not namespace or place[0] == namespace) and place not in listed and entry.version <= at
+        }
+        return newer | gone
+
+    def _has(self, one: Listed) -> bool:
+        """That version, a later one, or that it cannot be read."""
+        entry = self._entries.get(one.place)
+        if entry is not None and entry.version >= one.version:
+            return True
+        return self._unreadable.get(one.place, ("", "", ""))[1] == one.uid
+
     def _set_unreadable(self, key: Key, place: ObjectKey, uid: str, error: UnreadableError) -> None:
         if self._unreadable.get(place, ("", "", ""))[1] != uid:
             _LOGGER.warning("%s: %s; it is left out, and all else goes on", "/".join(place), error)
@@ -192,6 +229,14 @@ class Jobs(Store[Raw]):
         """The newest that we know."""
         entry = self._entries.get(key)
         return None if entry is None else entry.value
+
+    def has(self, raw: Raw) -> bool:
+        """Whether this is the version that we have, because it is what our own write was answered with."""
+        metadata = raw.get("metadata")
+        if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str):
+            return False
+        entry = self._entries.get(_place_of(raw))
+        return entry is not None and entry.uid == metadata.get("uid") and entry.version == version(metadata) != 0
 
 
 def _place_of(raw: Raw) -> ObjectKey:

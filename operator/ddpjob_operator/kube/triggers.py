@@ -28,8 +28,19 @@ def uses_node(name: str, pods: Iterable[Pod]) -> bool:
 
 
 def _all_changed(new: Pod, pods: Iterable[Pod], nodes: int) -> bool:
-    """Whether the trainers of all nodes have come to the same state, and are done with waiting."""
-    by_replacement = sorted(pods, key=lambda pod: pod.replacement)
-    of_attempt = {pod.place: pod for pod in by_replacement if pod.attempt == new.attempt}
-    alike = all(pod.trainer.state == new.trainer.state for pod in of_attempt.values())
-    return alike and new.trainer.state != "waiting" and len(of_attempt) >= nodes
+    """Whether the trainers of all nodes have come to the same state, and are done with waiting.
+
+    Asked at each change of each pod, of which a job may have thousands: it ends at the first that waits.
+    """
+    newest: dict[int, Pod] = {}
+    if new.trainer.state == "waiting":
+        return False
+    for pod in pods:
+        if pod.attempt != new.attempt:
+            continue
+        if pod.trainer.state == "waiting":  # none that waits has been replaced: a replacement is made after the end
+            return False
+        known = newest.get(pod.place)
+        if known is None or known.replacement <= pod.replacement:
+            newest[pod.place] = pod
+    return len(newest) >= nodes and all(pod.trainer.state == new.trainer.state for pod in newest.values())

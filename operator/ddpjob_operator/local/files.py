@@ -1,11 +1,25 @@
-"""Files that others read while a run writes them."""
+"""Files that others read while a run writes them, and scripts that are read without being run."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 from pathlib import Path
+
+SCRIPT_MIB_MAX = 4
+NOTEBOOK_MIB_MAX = 64  # it keeps the pictures that its cells have drawn
+
+
+def read_script(path: str | Path) -> bytes:
+    """A script or a notebook. Raises OSError, also for a file that is too large to be one: it takes minutes to read."""
+    mib = NOTEBOOK_MIB_MAX if str(path).endswith(".ipynb") else SCRIPT_MIB_MAX
+    with open(path, "rb") as file:
+        data = file.read((mib << 20) + 1)
+    if len(data) > mib << 20:
+        raise OSError(errno.EFBIG, f"larger than {mib} MiB, so it is no script", str(path))
+    return data
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from ddpjob_operator.check import command
 from ddpjob_operator.job import api, launcher
 from ddpjob_operator.job.podspec import trainer_container
+from ddpjob_operator.local.files import read_script
 
 _REPORTERS = ("ddpjob", "transformers", "DDPJOB_", "KUBEFLOW_")
 
@@ -37,7 +38,7 @@ def reports_no_steps(path: Path | None) -> bool:
     if path is None:
         return False
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_script(path).decode()
         tree = ast.parse(text)
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return False

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Tell = Literal["ready", "unready", "quota returned", "succeeded", "failed"]
+"""What a queue is told of the job: all its nodes run, or do not any more; its pods have ended after an eviction, so
+that others may have the quota; it is over."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,22 @@ class Admission:
 
 
 @dataclass(frozen=True)
+class Placement:
+    """What a queue has decided about the pods that it admits."""
+
+    count: int | None = None
+    """How many pods at most; None: as many as were asked for."""
+    flavors: tuple[str, ...] = ()
+    """Objects that say on which nodes the quota is, by name."""
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    tolerations: tuple[Mapping[str, Any], ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    by_topology: bool = False
+    """Whether the queue itself chooses the nodes of each pod."""
+
+
+@dataclass(frozen=True)
 class Group:
     """An object that stands for the pods of a job: a PodGroup of the scheduler, a Workload of a queue."""
 
@@ -33,6 +54,14 @@ class Group:
     """For whose pods it is; 0: for those of all attempts."""
     admission: Admission = Admission("waiting")
     deletion_requested: bool = False
+    placement: Placement = Placement()
+    """admitted: how."""
+    nodes: int | None = None
+    """For how many pods it asks; None: that of a group which is never admitted in parts."""
+    is_ready: bool = False
+    """Whether the queue was told that all pods run."""
+    is_over: bool = False
+    """Whether the queue was told that the job is over."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ddpjob_operator.gangs import ADAPTERS
 from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api, podspec
+from ddpjob_operator.observed.groups import Tell
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,17 @@ class DeleteGroup:
 
 
 @dataclass(frozen=True)
+class TellGroup:
+    """Tell a queue how the job is: its quota is for others when that is told."""
+
+    adapter: str
+    name: str
+    uid: str
+    what: Tell
+    message: str
+
+
+@dataclass(frozen=True)
 class DeletePod:
     """Stop and delete a pod. grace_seconds: None is the pod's own terminationGracePeriodSeconds; 0 does not wait."""
 
@@ -69,7 +81,7 @@ class DeleteJob:
     uid: str
 
 
-Action = CreateService | CreateGroup | CreatePod | DeletePod | EndPod | DeleteGroup | DeleteJob
+Action = CreateService | CreateGroup | CreatePod | DeletePod | EndPod | DeleteGroup | TellGroup | DeleteJob
 
 
 @dataclass(frozen=True)

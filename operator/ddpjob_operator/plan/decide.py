@@ -53,7 +53,8 @@ def decide(view: View, status: api.Status) -> Decision:
             continue
         if not decision.goes_on:
             again_at = earliest(decision.requeue_at, next_loss(view), group_restart.next_check(view, status))
-            actions = (*garbage(view), *gang.unneeded(view), *decision.actions)
+            again_at = earliest(again_at, gang.retry_at(view))
+            actions = (*garbage(view), *gang.unneeded(view), *gang.to_tell(view), *decision.actions)
             return replace(decision, actions=actions, requeue_at=again_at)
         view = in_attempt(view, decision.status)
         status = record(view, decision.status)

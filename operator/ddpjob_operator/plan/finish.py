@@ -108,7 +108,7 @@ def _display(status: api.Status, *, silent: bool) -> api.Display:
 
 def _conditions(old: api.Status, new: api.Status, invalid: str, now: dt.datetime) -> list[api.Condition]:
     true = _CONDITION_OF.get(new.state or "", set()) | (set() if invalid else {"Accepted"})
-    if new.reason == reasons.SUSPENDING.name:
+    if new.reason in (reasons.SUSPENDING.name, reasons.EVICTED.name):
         true = true - {"Suspended"}  # a user who waits for it needs the GPUs or the volume, which the pods still hold
     before = {c.type: c for c in old.conditions}
     kinds = [k for k in _CONDITIONS if k in _ALWAYS_SHOWN or k in true or k in before or k == new.state]

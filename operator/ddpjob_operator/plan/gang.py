@@ -14,9 +14,10 @@ from ddpjob_operator.gangs import choice
 from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api, ranges, reasons, wording
 from ddpjob_operator.job.status import TERMINAL
-from ddpjob_operator.observed.groups import Group
-from ddpjob_operator.plan import pending
-from ddpjob_operator.plan.actions import CreateGroup, Decision, DeleteGroup
+from ddpjob_operator.observed.cluster import Refusal
+from ddpjob_operator.observed.groups import Group, Tell
+from ddpjob_operator.plan import lifecycle, pending
+from ddpjob_operator.plan.actions import Action, CreateGroup, Decision, DeleteGroup, TellGroup
 from ddpjob_operator.plan.transitions import enter
 from ddpjob_operator.plan.view import View, name_pods
 
@@ -39,22 +40,21 @@ def gang_chosen(view: View, status: api.Status) -> Decision | None:
 
 
 def evicted(view: View, status: api.Status) -> Decision | None:
-    """A queue has taken its admission back, or its group is gone: all pods stop with their full grace, as for a
-    suspension, and the deadlines start again."""
+    """A queue has taken its admission back, or its group is gone: all pods stop as for a suspension. Where the API of
+    the queue is away nobody knows, and the job goes on."""
     adapter = adapter_of(view, status)
-    if adapter is None or not adapter.admits_first or not status.attempt:
+    if adapter is None or not adapter.admits_first or not status.attempt or _is_away(view, adapter):
         return None
     was_suspended, group = view.recorded.state == "Suspended", group_of(view, status)
-    stopping = view.recorded.reason == reasons.EVICTED.name
-    if (was_suspended and not stopping) or (not stopping and group is not None and _is_admitted(group)):
-        return None
+    is_admitted = group is not None and _is_admitted(group)
     active = view.active_of_all_attempts
-    if was_suspended and not active:
+    # What stops, stops, also where the queue has admitted the job again meanwhile.
+    is_stopping = was_suspended and view.recorded.reason == reasons.EVICTED.name
+    if (is_admitted and not is_stopping) or (was_suspended and not active):
         return None
     why = "its group is gone" if group is None else group.admission.why
-    text = f"evicted from its queue: {why}; {name_pods(active)} still stopping"
-    status = replace(enter(status, "Suspended", reasons.EVICTED, text, view.now), start_retries=0)
-    return Decision(status, view.stop(active, None) if was_suspended else ())
+    stopping = f"; {name_pods(active)} still stopping" if active else ""
+    return lifecycle.stop_all(view, status, reasons.EVICTED, f"evicted from its queue: {why}{stopping}")
 
 
 def waiting_for_admission(view: View, status: api.Status) -> Decision | None:
@@ -64,10 +64,14 @@ def waiting_for_admission(view: View, status: api.Status) -> Decision | None:
     if adapter is None or not adapter.admits_first or is_begun:
         return None
     group = group_of(view, status)
-    if group is not None and group.admission.state == "admitted" and not group.deletion_requested:
+    if group is not None and _is_admitted(group):
         return None
     text, again_at = _why_not_admitted(view, adapter, group)
-    actions = () if group is not None or text else (CreateGroup(adapter.name, _upcoming(status)),)
+    actions: tuple[Action, ...] = ()
+    if group is not None and _is_outdated(view, group):
+        actions = (DeleteGroup(group.adapter, group.name, group.uid),)
+    elif group is None and not text:
+        actions = (CreateGroup(adapter.name, _upcoming(status)),)
     state: api.State = "Suspended" if status.attempt else "Pending"
     gang = status.gang or api.Gang(kind="none")
     since = gang.waiting_since or view.now
@@ -115,17 +119,53 @@ def unneeded(view: View) -> tuple[DeleteGroup, ...]:
     recorded = view.recorded
     over = recorded.state in TERMINAL or (recorded.state == "Suspended" and view.spec.suspend)
     kind = recorded.gang.kind if recorded.gang is not None else "none"
-    active = {p.attempt for p in view.active_of_all_attempts}
+    active = {p.attempt for p in view.active_of_all_attempts if p.uid not in view.lost}
     found = []
     for group in sorted(_own(view), key=lambda g: (g.adapter, g.attempt, g.name)):
         adapter = view.settings.adapters.get(group.adapter)
         is_present = group.adapter == kind and group.attempt in (0, recorded.attempt)
         is_next = group.attempt > recorded.attempt
         in_use = bool(active) if group.attempt == 0 else group.attempt in active
-        is_over = over or not (is_present or is_next)
+        # What a queue was told of a job that is over stays with it; quota is held no more.
+        stays = adapter is not None and adapter.admits_first and recorded.state in TERMINAL and is_present
+        is_over = (over and not stays) or not (is_present or is_next)
         if adapter is not None and is_over and not in_use and not group.deletion_requested:
             found.append(DeleteGroup(group.adapter, group.name, group.uid))
     return tuple(found)
+
+
+def to_tell(view: View) -> tuple[TellGroup, ...]:
+    """What a queue does not know yet. That its quota is free is told only when no pod of the job is left that uses it,
+    and only of what is recorded."""
+    recorded, adapter = view.recorded, adapter_of(view, view.recorded)
+    group = group_of(view, recorded)
+    if adapter is None or not adapter.admits_first or group is None or _is_away(view, adapter):
+        return ()
+    news = _news(view, group)
+    if news is None or _refused(view, group.name):
+        return ()
+    return (TellGroup(group.adapter, group.name, group.uid, news, recorded.message),)
+
+
+def _news(view: View, group: Group) -> Tell | None:
+    recorded = view.recorded
+    if recorded.state in TERMINAL:
+        ended = not view.active_of_all_attempts and not group.is_over
+        return ("succeeded" if recorded.state == "Succeeded" else "failed") if ended else None
+    if group.admission.holds_quota:
+        # A pod whose creation was not answered is found before a job is recorded as suspended without pods.
+        is_stopped = recorded.state == "Suspended" or not recorded.attempt
+        return "quota returned" if is_stopped and not view.active_of_all_attempts else None
+    if group.admission.state != "admitted" or (recorded.state == "Running") == group.is_ready:
+        return None
+    return "ready" if recorded.state == "Running" else "unready"
+
+
+def retry_at(view: View) -> dt.datetime | None:
+    """When a queue is told again what it refused to hear."""
+    group = group_of(view, view.recorded)
+    refused = _refused(view, group.name) if group is not None else None
+    return refused.retry_at if refused is not None else None
 
 
 def why_waiting(view: View, status: api.Status, unplaced: int, scheduler: str) -> str:
@@ -153,17 +193,31 @@ def _held_by(neighbours: Mapping[str, int]) -> str:
 
 def _why_not_admitted(view: View, adapter: Adapter, group: Group | None) -> tuple[str, dt.datetime | None]:
     """Why a queue has not admitted the job, and when to try again; empty: its group is still to be made."""
-    if group is not None:
-        place = f"place {group.admission.place}: " if group.admission.place is not None else ""
-        return f"{place}{group.admission.why or 'it has not answered yet'}", None
     if why := choice.unavailable(adapter.name, view.seen.gang_apis):
         return why, None
     name = adapter.group_name(view.job, _upcoming(view.recorded))
-    refused = [r for r in view.seen.refusals if r.name == name and r.retry_at > view.now]
-    if refused:
-        return f"{name} was refused: {refused[0].message}", refused[0].retry_at
+    if refused := _refused(view, name):
+        return f"{adapter.kind} {name} was refused: {refused.message}", refused.retry_at
+    if group is not None:
+        place = f"place {group.admission.place}: " if group.admission.place is not None else ""
+        return f"{place}{group.admission.why or 'it has not answered yet'}", None
     taken = [c for c in view.conflicts if (c.kind, c.name) == (adapter.resource, name)]
     return (f"a {adapter.resource} named {name} is not this job's. Delete it" if taken else ""), None
+
+
+def _refused(view: View, name: str) -> Refusal | None:
+    """What the API server refused of a group, while it is too early to try again."""
+    return next((r for r in view.seen.refusals if r.name == name and r.retry_at > view.now), None)
+
+
+def _is_away(view: View, adapter: Adapter) -> bool:
+    return bool(choice.unavailable(adapter.name, view.seen.gang_apis))
+
+
+def _is_outdated(view: View, group: Group) -> bool:
+    """Whether a group that holds no quota asks for other pods than the job has, or was told that the job is over."""
+    differs = group.nodes is not None and group.nodes != view.wanted_nodes
+    return (differs or group.is_over) and not group.admission.holds_quota
 
 
 def _is_admitted(group: Group) -> bool:

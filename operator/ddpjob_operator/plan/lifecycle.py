@@ -65,12 +65,16 @@ def failing(view: View, status: api.Status) -> Decision | None:
 
 def suspended(view: View, status: api.Status) -> Decision | None:
     """The pods stop with their full grace; the deadlines start again on resume. An invalid spec is not resumed."""
-    was_suspended = view.recorded.state == "Suspended"
-    if not view.spec.suspend and not (view.problems and was_suspended):
+    if not view.spec.suspend and not (view.problems and view.recorded.state == "Suspended"):
         return None
-    status = replace(enter(status, "Suspended", *_why_suspended(view), view.now), start_retries=0)
+    return stop_all(view, status, *_why_suspended(view))
+
+
+def stop_all(view: View, status: api.Status, reason: Reason, text: str) -> Decision:
+    """The job is Suspended: recorded first, then its pods stop with their full grace, so that all ranks save once."""
+    status = replace(enter(status, "Suspended", reason, text, view.now), start_retries=0)
     if active := view.active_of_all_attempts:
-        return Decision(status, view.stop(active, None) if was_suspended else ())
+        return Decision(status, view.stop(active, None) if view.recorded.state == "Suspended" else ())
     # Not before the last pod has ended: without a startTime the API server lets the template change (crd.py).
     return Decision(replace(status, start_time=None))
 

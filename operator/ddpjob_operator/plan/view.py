@@ -182,6 +182,14 @@ def _as_it_began(job: api.DDPJob, status: api.Status) -> api.DDPJob:
     return replace(job, spec=replace(job.spec, nodes=nodes)) if nodes else job
 
 
+def _wanted_nodes(job: api.DDPJob, seen: Observed) -> int:
+    """spec.nodes; of an elastic job that a queue has admitted in part, as many as it has admitted."""
+    if launcher.min_nodes(job.spec) is None:
+        return job.spec.nodes
+    own = (g for g in seen.groups if g.owner_uid == job.metadata.uid and g.admission.state == "admitted")
+    return min((job.spec.nodes, *(g.placement.count for g in own if g.placement.count)))
+
+
 def in_attempt(view: View, status: api.Status) -> View:
     """The same facts, sorted for the attempt that begins with `status`: all pods there are now belong to older ones."""
     job = replace(view.job, spec=replace(view.spec, nodes=view.wanted_nodes))
@@ -197,7 +205,7 @@ def _sorted(
     problems: tuple[Problem, ...],
     settings: Settings,
 ) -> View:
-    wanted_nodes, job = job.spec.nodes, _as_it_began(job, status)
+    wanted_nodes, job = _wanted_nodes(job, seen), _as_it_began(job, status)
     own = [replaced(p, outlived=True) if is_past(outlived_at(p, job.spec), now) else p for p in owned(job, seen)]
     on_lost_nodes = [p for p in seen.pods if p.live and is_past(lost_at(p, seen.nodes, settings), now)]
     lost = frozenset(p.uid for p in on_lost_nodes if is_own(p, job))

@@ -9,6 +9,7 @@ from typing import Any
 
 from ddpjob_operator.job import api
 from ddpjob_operator.job.podspec import gpus, quantity, restarts_of_the_kubelet, trainer_container
+from ddpjob_operator.job.topology import all_have_dns_names, members
 from ddpjob_operator.pods import agent_environment, naming, report_token
 from ddpjob_operator.pods import environment as contract
 
@@ -45,7 +46,11 @@ class Reporting:
 
 
 def service(job: api.DDPJob) -> Body:
-    """The headless Service that gives every pod a name."""
+    """The headless Service that gives node 0 its name, or every pod (spec.dns).
+
+    Each change of a pod that it selects makes the control plane write an EndpointSlice with all of them.
+    """
+    leader = {} if all_have_dns_names(job.spec) else {naming.LABEL_RANK: str(members(job.spec).leader)}
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -54,7 +59,7 @@ def service(job: api.DDPJob) -> Body:
             "clusterIP": "None",
             # Peers must resolve before they are ready, because the rendezvous makes them ready.
             "publishNotReadyAddresses": True,
-            "selector": naming.labels(job),
+            "selector": naming.labels(job) | leader,
         },
     }
 
@@ -76,7 +81,7 @@ def pod(
     keep_from_autoscalers: whether it asks them not to remove its node; the template's annotations outrank that.
     """
     rendezvous = rendezvous or naming.endpoint(job, attempt)
-    template = _as_given(job.spec.template)
+    template = as_given(job.spec.template)
     spec: Body = template["spec"]
     given = template.get("metadata") or {}
     labels = {
@@ -136,12 +141,12 @@ def wants_one_pod_per_node(spec: api.Spec) -> bool:
     return gpus(spec.template) > 0 if spec.one_pod_per_node == "auto" else spec.one_pod_per_node
 
 
-def _as_given(value: Any) -> Any:
-    """A copy without nulls, because a field that is null is unset for the API server and has its default. Lists keep
-    every entry, so that messages about one have the user's index."""
+def as_given(value: Any) -> Any:
+    """A copy of a part of a template without nulls, because a field that is null is unset for the API server and has
+    its default. Lists keep every entry, so that messages about one have the user's index."""
     if isinstance(value, Mapping):
-        return {name: _as_given(one) for name, one in value.items() if one is not None}
-    return [_as_given(one) for one in value] if isinstance(value, list) else value
+        return {name: as_given(one) for name, one in value.items() if one is not None}
+    return [as_given(one) for one in value] if isinstance(value, list) else value
 
 
 def owned_metadata(job: api.DDPJob, name: str, labels: dict[str, str]) -> Body:

@@ -209,7 +209,7 @@ class Agent:
         if self.node.running:
             options = self.options
             grace = options.shutdown_seconds if patient else options.broken_grace_seconds
-            self.node.stop(signal.SIGTERM, grace, now)
+            self.node.stop(signal.SIGTERM, grace, now, rescue=not patient)
         elif self.settled:
             if self.node.exit_code == 0:
                 self.node.forget()  # that all have ended well is undone: they start again with the others

@@ -16,6 +16,7 @@ from ddpjob.agent.core.leader_state import Ended
 from ddpjob.agent.environment import Life
 from ddpjob.agent.heartbeats import Heartbeats
 from ddpjob.agent.logs import Files, Folder
+from ddpjob.agent.memory import LOOK_SECONDS, created
 from ddpjob.agent.oom_kills import Kills
 from ddpjob.agent.options import Options
 from ddpjob.agent.preload import ForkServer
@@ -42,6 +43,9 @@ class LocalRanks:
         self._kills = Kills()
         self.beats: Heartbeats | None = None  # of this generation
         self._saved_before = 0  # by the generations before
+        self.memory = created(options.nproc)
+        self._memory_until: float | None = None  # ranks may write the state before they get the signal
+        self._then: tuple[int, float] = (0, 0.0)  # that signal, and its grace
         self.failures: list[Failure] = []  # of this generation, in their order; not of ranks that were stopped
         self.stopped = False  # whether its ranks were ended for the group's sake
         self._stopped_at = 0.0  # and when, by the clock of termination messages
@@ -89,7 +93,7 @@ class LocalRanks:
         self._life, self._codes, self.failures = life, {}, []
         self._ranks = life.members.ranks(self._options.place, self._options.nproc)
         self.stopped, self.kill_at, self._killed_at, self._signals = False, None, None, set()
-        self.ended_well = None
+        self.ended_well = self._memory_until = None
         self._kills.look()
         self._saved_before = self.saved_step
         if self.beats is not None:
@@ -98,6 +102,8 @@ class LocalRanks:
         try:
             self.beats = Heartbeats(self._options.nproc)
             self._files = self._folder.prepare(life.name, self._ranks)
+            if self.memory is not None and not life.preflight:
+                self.memory.begin(life.generation)
         except OSError as error:  # no descriptor, a full disk, or somebody has emptied /tmp
             self._files = [Files("", "", "")] * self._options.nproc
             self._has_not_started(0, error)
@@ -125,11 +131,25 @@ class LocalRanks:
         if code != 0 and not self.stopped:
             self.failures.append(self._failure(local_rank, code))
 
-    def stop(self, number: int, grace_seconds: float, now: float) -> None:
-        """For the group's sake: a signal to every rank and what it has started in its session, SIGKILL in time."""
+    def stop(self, number: int, grace_seconds: float, now: float, *, rescue: bool = False) -> None:
+        """For the group's sake: a signal to every rank and what it has started in its session, SIGKILL in time.
+
+        rescue: those that can write the state into this node's memory have a moment for it before.
+        """
         if not self.stopped:
             self.stopped, self._stopped_at = True, time.time()
-        self._signal(number, grace_seconds, now)
+        if not (rescue and self._writes_state(now)):
+            self._signal(number, grace_seconds, now)
+        elif self._memory_until is None:
+            assert self.memory is not None, "ranks write into it"
+            self._memory_until, self._then = now + self.memory.limit_seconds, (number, grace_seconds)
+
+    def _writes_state(self, now: float) -> bool:
+        """Whether ranks write the state into the memory of this node, after they are asked to."""
+        if self.memory is None or self._waiting or self._signals or (self._life is not None and self._life.preflight):
+            return False
+        self.memory.order()
+        return self.memory.waits_for(self._pids) and (self._memory_until is None or now < self._memory_until)
 
     def tell(self, number: int, grace_seconds: float, now: float) -> None:
         """As `stop`, for ranks that may have something to save: what they end with is theirs."""
@@ -145,7 +165,7 @@ class LocalRanks:
     def _signal(self, number: int, grace_seconds: float, now: float) -> None:
         """A later call can only shorten the time: a rank that got the signal, saved, and is on its way out has given up
         its handlers, and a second SIGTERM would make its 75 a 143."""
-        self._waiting = False
+        self._waiting, self._memory_until = False, None
         if number not in self._signals:
             self._signals.add(number)
             for pid in self._pids.values():
@@ -155,6 +175,8 @@ class LocalRanks:
 
     def deadline(self, now: float) -> float | None:
         """When `tick` has something to do."""
+        if self._memory_until is not None and self.running:
+            return min(self._memory_until, now + LOOK_SECONDS)
         if self.kill_at is None or not self.running:
             return None
         return self.kill_at if now < self.kill_at else now + KILL_AGAIN_SECONDS
@@ -169,7 +191,10 @@ class LocalRanks:
         self._life, self._codes = None, {}
 
     def tick(self, now: float) -> None:
-        """SIGKILL to those whose time is over."""
+        """SIGKILL to those whose time is over; before that, the signal to those that have written the state."""
+        until = self._memory_until
+        if until is not None and (now >= until or self.memory is None or not self.memory.waits_for(self._pids)):
+            self._signal(*self._then, now)
         if self.kill_at is not None and now >= self.kill_at and self._pids:
             processes.kill(self._pids.values())
             self._killed_at = self._killed_at or now  # not `kill_at`: we may have been suspended with them
@@ -230,9 +255,10 @@ class LocalRanks:
             "DDPJOB_BEATS": self.beats.where(local_rank),
             # Of the job: torchrun's TORCHELASTIC_RESTART_COUNT is each node's own.
             "DDPJOB_GENERATION": str(self._life.generation),
+            "DDPJOB_MEMORY": "" if self.memory is None else self.memory.where(local_rank),
         }
         if self._life.preflight:
-            own["DDPJOB_STATUS_URL"] = ""  # it is not the training that begins
+            own["DDPJOB_STATUS_URL"] = own["DDPJOB_MEMORY"] = ""  # it is not the training that begins
         if self._server is not None and self._server.ready:
             words = [environment.substituted(word, local_rank) for word in self._options.script_args]
             run = {"run": self._options.kind, "argv": [self._options.script, *words], "environ": own}

@@ -28,9 +28,7 @@ import io
 import json
 import operator
 import os
-import random
 import re
-import sys
 import threading
 import time
 import weakref
@@ -42,8 +40,11 @@ import torch
 import torch.distributed as dist
 
 from ddpjob import process
-from ddpjob.checkpoint import writers
+from ddpjob.checkpoint import random_states, writers
+from ddpjob.checkpoint.in_memory import InMemory
+from ddpjob.checkpoint.recall import Fetched
 from ddpjob.checkpoint.state_dicts import copied, refuse_sharded, restore, state_of
+from ddpjob.core.memory import Found, Version, is_newer
 from ddpjob.errors import ConfigurationError, SnapshotError, StateError, Superseded
 from ddpjob.group import gather
 from ddpjob.group.join import World, active, before_leaving, store_of
@@ -74,17 +75,20 @@ class Snapshot:
             bytes are sent to the ranks that cannot read them.
     world   by default the one of `init`, else rank 0 of 1.
     keep    newest states that stay; at least 1.
+    memory  under ddprun, keep the state in the pod's memory as well, where a restart finds it at the last step.
 
     The random states of Python, numpy (if imported), torch and this rank's CUDA device are saved for each rank that
     calls `save`. A resume at the same number of ranks restores each rank's own; at another number every rank is seeded
     from the saved states, the step and its rank, so that it repeats itself, but not the old order.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], world: World | None = None, keep: int = 3) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], world: World | None = None, keep: int = 3, *, memory: bool = True
+    ) -> None:
         if not isinstance(keep, int) or keep < 1:  # 2.5 would fail only at the fourth save
             raise ConfigurationError(f"keep: {keep!r} must be a whole number of at least 1.")
         self.folder = Path(folder)
-        self.keep = keep
+        self._states_max = keep
         self._world = world or active()
         self.rank, self.world_size = (0, 1) if self._world is None else (self._world.rank, self._world.world_size)
         attempt = self._world.attempt if self._world is not None else int(os.environ.get("DDPJOB_ATTEMPT") or 1)
@@ -98,6 +102,7 @@ class Snapshot:
         self._offered: list[str] = []
         self._last_step, self._repeats = 0, 0
         self.state: dict[str, Any] = {}
+        self._memory = InMemory(self._world, attempt, generation, wanted=memory)
         before_leaving(self.wait)
         atexit.register(_log_unraised, weakref.ref(self))
 
@@ -120,8 +125,19 @@ class Snapshot:
         # A step that is saved again (in the loop, and at the end) must not wait for what the first save has taken.
         self._repeats = self._repeats + 1 if step == self._last_step else 0
         self._last_step = step
+        self._memory.saved(step, state)
         with pause("save"):
             self._save(step, state)
+
+    def keep(self, step: int, **state: Any) -> None:
+        """Keep the state of this step in memory under ddprun, without writing it; elsewhere it does nothing.
+
+        Call it on every rank after each optimizer step, with what `save` is given. `should_stop(step)` does the same
+        for objects; values need this call, because they are what they are when they are named. Nothing is waited for.
+        """
+        step = _checked_step(step)
+        refuse_sharded(state)
+        self._memory.saved(step, state)
 
     def _save(self, step: int, state: Mapping[str, Any]) -> None:
         if self.rank != 0:
@@ -137,7 +153,7 @@ class Snapshot:
             "state": {name: copied(state_of(value), name) for name, value in state.items()},
         }
         # Not a daemon: a script that ends without close() still gets its last state.
-        work = (writer, document, self._repeats, {0: _rng_state()})
+        work = (writer, document, self._repeats, {0: random_states.current()})
         self._thread = threading.Thread(target=self._write_or_note, args=work, name="ddpjob-snapshot")
         self._thread.start()
 
@@ -192,8 +208,8 @@ class Snapshot:
             raise
 
     def _prune(self, writer: int) -> None:
-        """Remove states beyond `keep`, and what crashes left behind; never what a newer attempt may read or write."""
-        for entry in _entries(self.folder)[self.keep :]:
+        """Remove older states, and what crashes left behind; never what a newer attempt may read or write."""
+        for entry in _entries(self.folder)[self._states_max :]:
             self._must_be_newest(writer)
             entry.path.unlink(missing_ok=True)
         for name in os.listdir(self.folder):
@@ -265,7 +281,13 @@ class Snapshot:
         """
         refuse_sharded(objects)
         self.wait()
-        entry, data = self._agreed()
+        found = self._memory.find()
+        entry, data = self._agreed(found)
+        if entry is None and found is not None:
+            fetched = self._memory.fetch(found, objects)
+            if fetched is not None:
+                return self._go_on_from_memory(found, objects, fetched)
+            entry, data = self._agreed(None)
         if entry is None:
             return 0
         document = _decoded(self._read_everywhere(entry, data), entry.path)
@@ -273,11 +295,24 @@ class Snapshot:
         before = claim.job if claim is not None and claim.job != self._own_claim.job else None
         restore(objects, document["state"], str(entry.path))
         self.state = document["state"]
-        _restore_rng(document, self.rank, self.world_size)
+        random_states.restore(document, self.rank, self.world_size)
         if self.rank == 0:
             self._log_origin(document, entry.path, before)
-        report_resumed(document["step"], **({"goesOnFrom": writers.named(before)} if before is not None else {}))
+        origin: dict[str, Any] = {} if before is None else {"goesOnFrom": writers.named(before)}
+        report_resumed(document["step"], **origin)
         return int(document["step"])
+
+    def _go_on_from_memory(self, found: Found, objects: Mapping[str, Any], fetched: Fetched) -> int:
+        step = found.held.version.step
+        restore(objects, fetched.state, "the memory of the pods")
+        self.state = fetched.state
+        self._memory.resumed(found, objects, fetched)
+        if self.rank == 0:
+            ranks = f"{'rank' if len(found.ranks) == 1 else 'ranks'} {', '.join(map(str, found.ranks[:8]))}"
+            more = " …" if len(found.ranks) > 8 else ""
+            process.log(f"resumed at step {step} from the memory on the nodes of {ranks}{more}")
+        report_resumed(step, saved=False)
+        return step
 
     def _log_origin(self, document: Mapping[str, Any], path: Path, before: str | None) -> None:
         """before: the job whose state this is, where it is another one."""
@@ -293,9 +328,11 @@ class Snapshot:
                 f"seeded from rank 0's, the same way at each resume."
             )
 
-    def _choose(self) -> "tuple[_Entry | None, bytes | None]":
+    def _choose(self, found: Found | None) -> "tuple[_Entry | None, bytes | None]":
         self._claim()
         for entry in _entries(self.folder):
+            if found is not None and not is_newer(self._version(entry), found.held.version):
+                return None, None
             data = _read(entry)
             if data is not None:
                 return entry, data
@@ -305,13 +342,23 @@ class Snapshot:
             )
         return None, None
 
-    def _agreed(self) -> "tuple[_Entry | None, bytes | None]":
-        """Rank 0's choice, or its error, on all ranks, otherwise they would wait for it; on rank 0 the bytes too."""
+    def _version(self, entry: "_Entry") -> Version | None:
+        """None: it is another job's, or nobody knows whose."""
+        claim = _claim_of(self.folder, entry.writer)
+        if claim is None or claim.job != self._own_claim.job:
+            return None
+        return Version(claim.attempt, claim.generation, entry.step)
+
+    def _agreed(self, found: Found | None) -> "tuple[_Entry | None, bytes | None]":
+        """Rank 0's choice, or its error, on all ranks, otherwise they would wait for it; on rank 0 the bytes too.
+
+        found: what is in memory; only what is newer than that is chosen.
+        """
         answer: Any = None
         data = None
         if self.rank == 0:
             try:
-                answer, data = self._choose()
+                answer, data = self._choose(found)
             except SnapshotError as error:
                 answer = error
             except Exception as error:  # whatever lies in the folder: the other ranks are waiting for an answer
@@ -354,7 +401,7 @@ class Snapshot:
         if store is None:
             return
         buffer = io.BytesIO()
-        torch.save(_rng_state(), buffer)
+        torch.save(random_states.current(), buffer)
         self._offered.append(_rng_key(self.folder, step, self._repeats, self.rank))
         store.set(self._offered[-1], buffer.getvalue())  # type: ignore[arg-type]  # takes both
         if len(self._offered) > RNG_OFFERS_MAX:  # where rank 0 has not taken it by now, it never will
@@ -540,43 +587,3 @@ def _decoded(data: bytes, path: Path) -> dict[str, Any]:
         version = document.get("format") if isinstance(document, dict) else None
         raise StateError(f"{path}: format {version}, this library reads {FORMAT}.")
     return document
-
-
-# ---- random states -----------------------------------------------------------------------------------------
-
-
-def _rng_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        name, keys, position, has_gauss, cached = numpy.random.get_state()
-        state["numpy"] = (name, [int(key) for key in keys], int(position), int(has_gauss), float(cached))
-    return state
-
-
-def _restore_rng(document: Mapping[str, Any], rank: int, world_size: int) -> None:
-    own = document["rng"].get(rank) if document["world_size"] == world_size else None
-    if own is None:
-        _seed_all(document, rank)
-        return
-    random.setstate(own["python"])
-    torch.set_rng_state(own["torch"])
-    if "cuda" in own and torch.cuda.is_available():
-        torch.cuda.set_rng_state(own["cuda"])
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in own:
-        numpy.random.set_state(own["numpy"])
-
-
-def _seed_all(document: Mapping[str, Any], rank: int) -> None:
-    """The seed differs between ranks and steps, and is the same for every resume from the same file."""
-    sha256 = hashlib.sha256(document["rng"][0]["torch"].numpy().tobytes())
-    sha256.update(f"{document['step']}/{rank}".encode())
-    seed = int.from_bytes(sha256.digest()[:4], "big")  # numpy takes 32 bits
-    random.seed(seed)
-    torch.manual_seed(seed)  # CUDA too
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed)

@@ -52,6 +52,8 @@ def should_stop(step: int) -> bool:
     the others did not agree within the time-out of a step.
     """
     state = process.current
+    if state.at_boundary is not None:
+        state.at_boundary(step)
     if state.agreement is None:
         state.agreement = _begin()
     if not state.agreement.reached(step):
@@ -140,7 +142,7 @@ class Agreement:
     def _wait(self, seconds: float | None) -> None:
         if self._sigterm.wait(seconds) and self._sigterm_at is None:
             self._sigterm_at = time.monotonic()
-            if self._store is not None:
+            if self._store is not None and not self.decided.is_set():  # else the group is gone, or knows it
                 self._store.set(_REQUESTED, "1")
 
     def _decide_or_give_up(self) -> None:

@@ -1,4 +1,4 @@
-"""Faults on purpose: `ddpjob run --fail` orders them through DDPJOB_FAULTS, and `progress` obeys at the step.
+"""Injected faults: `ddpjob run --fail` orders them through DDPJOB_FAULTS, and `progress` obeys at the step.
 
     [{"rank": 3, "step": 50, "signal": "SEGV"}, {"rank": 1, "step": 40, "exit": 3},
      {"rank": 0, "step": 30, "hang": true, "attempt": 2, "generation": 1}]
@@ -79,7 +79,8 @@ def _value(kind: str, value: Any) -> Any:
 
 
 def _break(fault: Fault) -> None:
-    process.log(f"fault on purpose at step {fault.step}: {fault.kind} {fault.value}")
+    value = {"signal": getattr(fault.value, "name", ""), "exit": str(fault.value)}.get(fault.kind, "")
+    process.log(f"injected fault at step {fault.step}: {fault.kind} {value}".rstrip())
     if fault.kind == "signal":
         os.kill(os.getpid(), fault.value)
     elif fault.kind == "exit":

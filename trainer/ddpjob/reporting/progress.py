@@ -14,7 +14,7 @@ A post repeats an unchanged step: a process that makes no step is not one that i
 phase: "start" before the first step (step is then the one that was loaded, or 0), "save" or "evaluate" in a `pause`;
 absent while training.
 savedStep: of the newest checkpoint that `Snapshot` has saved or loaded; it is posted at once, at most once a second.
-resumedStep: of the one that it has loaded.
+resumedStep: of the one that it has loaded, from a checkpoint or from memory.
 """
 
 import collections
@@ -98,11 +98,15 @@ def report_start(step: int = 0, **metrics: Any) -> None:
             termination.install()
 
 
-def report_resumed(step: int, **metrics: Any) -> None:
-    """Report that the checkpoint of this step was loaded, before the first step that follows on it."""
+def report_resumed(step: int, *, saved: bool = True, **metrics: Any) -> None:
+    """Report that the state of this step was loaded, before the first step that follows on it.
+
+    saved: from a checkpoint, and not from memory.
+    """
     state = process.current
     state.resumed_step = step
-    _write_saved(step)
+    if saved:
+        _write_saved(step)
     report_start(step, **metrics)
 
 

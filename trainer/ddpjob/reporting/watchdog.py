@@ -122,6 +122,10 @@ def _keep_out_of_torch() -> None:
 atexit.register(_keep_out_of_torch)  # at the import: what is registered later, as the way out of the group, runs before
 
 
+# They wait all the time, and the thread that a reader looks for came after them.
+NEVER_THE_CAUSE = ("ddpjob-progress", "ddpjob-stop", "ddpjob-presence")
+
+
 def collectives_begun() -> int | None:
     """Of the default group, None where there is none; a call of 5 µs, of the group and not of its backend's devices."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
@@ -150,7 +154,8 @@ def _stacks(cells: memoryview, frames: dict[int, FrameType], recorded: list[dict
     # A script that reports no steps is located by its collectives.
     where = f"at step {cells[STEP]}" if cells[PHASE] else f"after {cells[COLLECTIVES]} collectives"
     lines = [f"ddpjob: rank {rank} (process {os.getpid()}) is stalled {where}; innermost call first:"]
-    for ident in [ident for ident in order if ident != own][-THREADS_MAX:]:
+    shown = [ident for ident in order if ident != own and names.get(ident) not in NEVER_THE_CAUSE]
+    for ident in shown[-THREADS_MAX:]:
         lines += [f"  thread {names.get(ident, 'of C')}:", *stack(frames[ident])]
     if recorded:
         lines += ["  collectives, the last of them last:", *table(recorded)]

@@ -4,7 +4,6 @@ users would see, and when it can go. With a Reflector for DDPJobs, as pods and S
 reading_session      a DDPJob that kopf cannot read does not end the operator
 error_backoffs       an API server that is away does not end it either
 login_pace           credentials that are refused are not read again at once
-missed_deletions     jobs that were deleted while kopf's watch was broken are forgotten
 log_stacks           an answer of the API server is logged without kopf's stacks
 log_retries          an API server that is away is one line a minute
 

@@ -1,0 +1,150 @@
+"""What state in memory gives and costs: kill -9 of one rank, until every rank has made two more steps.
+
+    python bench/state_in_memory.py                       # states of 1 and 100 MB, two ranks of one node, 5 rounds
+    python bench/state_in_memory.py --megabytes 1500 --ranks 4 --rounds 3
+    python bench/state_in_memory.py --step                # what a step pays, with 300 tensors and AdamW
+
+A state has parameters and AdamW's two moments; the folder is saved every 10 steps, and rank 1 is killed 7 steps after a
+save. "with the folder alone" is the same script with `Snapshot(memory=False)`. Each round runs every variant once. The
+clock is the machine's monotonic one everywhere; in --step it is the CPU time of the thread, which other load disturbs
+least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import machine
+
+TRAIN = """
+import os, signal, sys, time
+began = time.monotonic()
+import torch, ddpjob
+megabytes, in_memory = int(sys.argv[1]), sys.argv[2] == "memory"
+again = os.environ["DDPJOB_GENERATION"] == "1"
+with ddpjob.init() as world:
+    torch.manual_seed(1)
+    width, layers = (128, 5) if megabytes == 1 else (1024, max(1, megabytes // 12))
+    model = world.wrap(torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers)]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    snapshot = ddpjob.Snapshot("snapshots", world, memory=in_memory)
+    built = time.monotonic()
+    step = first = snapshot.load(model=model, optimizer=optimizer)
+    loaded = time.monotonic()
+    while step < 27 or (again and step < first + 2):
+        optimizer.zero_grad()
+        if not again and step == 17 and world.rank == 1:
+            time.sleep(2)  # what was saved is in the folder
+            os.write(1, f"KILL {time.monotonic()}\\n".encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(torch.ones(4, width)).sum().backward()
+        optimizer.step()
+        step += 1
+        ddpjob.should_stop(step)
+        if step % 10 == 0 and not again:
+            snapshot.save(step, model=model, optimizer=optimizer)
+        if again and step == first + 2:
+            os.write(1, f"STEP {world.rank} {first} {began} {built} {loaded} {time.monotonic()}\\n".encode())
+            break
+    snapshot.close()
+"""
+
+
+def restart(megabytes: int, ranks: int, how: str) -> tuple[int, list[float]] | None:
+    """(steps repeated, seconds: until the script runs, its own construction, load, two steps, all); None: it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "train.py").write_text(TRAIN)
+        words = [sys.executable, "-m", "ddpjob.agent", "--nproc-per-node", str(ranks), "train.py", str(megabytes), how]
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    killed = [float(line[1]) for line in lines if line[0] == "KILL"]
+    steps = [[float(word) for word in line[2:]] for line in lines if line[0] == "STEP"]
+    if done.returncode != 0 or len(killed) != 1 or len(steps) != ranks:
+        print(done.stderr[-2000:])
+        return None
+    first, began, built, loaded, ended = (max(column) for column in zip(*steps, strict=True))
+    return 17 - int(first), [began - killed[0], built - began, loaded - built, ended - loaded, ended - killed[0]]
+
+
+def compare(sizes: list[int], ranks: int, rounds: int) -> None:
+    """A table: medians, and the slowest of all."""
+    heads = ["steps repeated", "until the script runs", "its construction", "load", "two steps", "all", "slowest"]
+    print(f"| {ranks} ranks | {' | '.join(heads)} |")
+    print("|---|---|---|---|---|---|---|---|")
+    for megabytes in sizes:
+        found: dict[str, list[tuple[int, list[float]]]] = {"memory": [], "folder": []}
+        for _ in range(rounds):
+            for how, its in found.items():
+                if (result := restart(megabytes, ranks, how)) is not None:
+                    its.append(result)
+        for how, its in found.items():
+            if not its:
+                print(f"| {megabytes} MB, {how} | failed |")
+                continue
+            medians = [statistics.median(column) for column in zip(*(seconds for _, seconds in its), strict=True)]
+            repeated = ", ".join(sorted({str(steps) for steps, _ in its}))
+            seconds = " | ".join(f"{part:.2f} s" for part in [*medians, max(s[-1] for _, s in its)])
+            print(f"| {megabytes} MB, {how} | {repeated} | {seconds} |", flush=True)
+
+
+def step_cost() -> None:
+    """Microseconds of a boundary and of what is written before the optimizer's step."""
+    import torch
+
+    from ddpjob.agent.memory import Memory
+    from ddpjob.checkpoint.memory import Keeper
+    from ddpjob.checkpoint.shared import Shared
+
+    torch.set_num_threads(1)
+    agent = Memory(1)
+    agent.begin(0)
+    keeper = Keeper(Shared(agent.where(0), 1, 0), 0, 2)
+    model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(150)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    keeper.register({"model": model, "optimizer": optimizer})
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before, after, optimizing = [], [], []
+    for step in range(1, 301):
+        clock = [time.thread_time()]
+        keeper.before_step()
+        clock.append(time.thread_time())
+        optimizer.step()
+        clock.append(time.thread_time())
+        keeper.boundary(step)
+        clock.append(time.thread_time())
+        if step > 20:
+            before.append(clock[1] - clock[0])
+            optimizing.append(clock[2] - clock[1])
+            after.append(clock[3] - clock[2])
+        elif step < 8:
+            time.sleep(0.05)  # the area is reserved meanwhile
+    assert keeper.is_on, "it was turned off"
+    names = {"before the optimizer's step": before, "at the boundary": after, "the optimizer's step itself": optimizing}
+    for name, seconds in names.items():
+        print(f"{name}: median {statistics.median(seconds) * 1e6:.0f} us, least {min(seconds) * 1e6:.0f} us")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 100])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--step", action="store_true", help="what a step pays")
+    asked = parser.parse_args()
+    print(machine.line())
+    if asked.step:
+        step_cost()
+    else:
+        compare(asked.megabytes, asked.ranks, asked.rounds)
+    print(machine.line())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Finds changes that a watch has not shown, and reads those objects again.
+
+A watch may lose an event: a proxy drops a line, an API server that was restored from a backup counts anew, kopf 1.45
+lists again after a broken watch and does not report what the new list lacks (clients/watching.py). Nothing else would
+ever tell, and the job would wait for ever. So while this operator leads, it asks now and then for the names and
+versions of all objects that it watches, without their contents. What our copy lacks in two looks in a row has been
+lost: a watch may be late by seconds where a machine is overloaded, and to read all that again would add to the load.
+docs/measured.md says what that costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ddpjob_operator.kube.client import ApiError, Client, collection
+from ddpjob_operator.kube.store import Key, Listed, Raw, number
+
+LOOK_SECONDS = 45.0
+
+
+class Copy(Protocol):
+    """What is compared with a list: a Store, or Nodes."""
+
+    def listed(self, raw: Raw) -> Listed:
+        """An object of a list, by its metadata alone. Raises LookupError or TypeError where it has none."""
+
+    def missed(self, listed: Mapping[tuple[str, str], Listed], at: int, namespace: str) -> set[Listed]:
+        """What the list of version `at` has and the copy lacks, or the reverse."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """One collection that is watched."""
+
+    plural: str
+    namespace: str
+    selector: str
+    copy: Copy
+    read_again: Callable[[Key], Awaitable[None]]
+    """Everything of one job (or node) into the copy. Raises ApiError."""
+
+    def __str__(self) -> str:
+        return f"{self.plural} in {self.namespace or 'all namespaces'}"
+
+
+@dataclass(eq=False)
+class SecondLook:
+    """Runs until it is cancelled."""
+
+    client: Client
+    watched: Sequence[Watched]
+    log: logging.Logger
+    _missed: dict[str, set[Listed]] = field(default_factory=dict)
+    """In the last look, by collection."""
+    _logged: dict[str, str] = field(default_factory=dict)
+
+    async def run(self) -> None:
+        """A look every LOOK_SECONDS."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            await self.look()
+
+    async def look(self) -> None:
+        """One collection after the other, so that no more than one list is held. Raises nothing."""
+        for watched in self.watched:
+            await self._try(watched)
+
+    async def _try(self, watched: Watched) -> None:
+        try:
+            await self._look_at(watched)
+            self._logged.pop(str(watched), None)
+        except ApiError as error:
+            self._report(watched, str(error))
+        except Exception:
+            # The end of this task would end the operator.
+            self.log.exception("%s were not listed again", watched)
+
+    async def _look_at(self, watched: Watched) -> None:
+        listed: dict[tuple[str, str], Listed] = {}
+        at = 0
+        async for page in self.client.versions(collection(watched.plural, watched.namespace), watched.selector):
+            listed |= {one.place: one for one in map(watched.copy.listed, page.items)}
+            at = number(page.version)
+        missed = watched.copy.missed(listed, at, watched.namespace)
+        keys = sorted({one.key for one in missed & self._missed.get(str(watched), set())})
+        self._missed[str(watched)] = missed
+        if keys:
+            some = ", ".join("/".join(filter(None, key)) for key in keys[:3])
+            more = f" and {len(keys) - 3} others" if len(keys) > 3 else ""
+            self.log.warning("%s: the watch has not shown changes of %s%s; they are read again", watched, some, more)
+        for key in keys:
+            await watched.read_again(key)
+
+    def _report(self, watched: Watched, text: str) -> None:
+        if self._logged.get(str(watched)) != text:
+            self._logged[str(watched)] = text
+            self.log.warning("%s were not listed again: %s", watched, text)

@@ -1,0 +1,192 @@
+"""A rank is killed, and the survivors write the state into their agent's memory: no step is made again.
+
+Each test trains with torch: keep them few, and let one training tell much.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from agents import Launcher, finish, forget_torchs_own
+
+from ddpjob.core import memory
+
+# Dropout draws random numbers, BatchNorm has buffers, AdamW has a state, the scheduler another one.
+TRAIN = """
+import hashlib, json, os, random, signal, sys, threading, time
+import torch
+import ddpjob
+
+STEPS = int(os.environ.get("STEPS", "24"))
+generation, kill = int(os.environ["DDPJOB_GENERATION"]), json.loads(os.environ.get("KILL", "{}"))
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = torch.nn.Linear(8, 32), torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 1)
+    def forward(self, x):
+        return self.last(torch.nn.functional.dropout(torch.relu(self.norm(self.first(x))), 0.2))
+
+def strike(where, step, rank):
+    for one in kill.get(str(generation), []):
+        if one == [where, step, rank]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+with ddpjob.init() as world:
+    torch.manual_seed(7 + world.rank)
+    random.seed(world.rank)
+    model = world.wrap(Net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+    sampler = ddpjob.GlobalBatchSampler(64, global_batch=16, seed=3)
+    x = torch.linspace(-1, 1, 512).view(64, 8)
+    snapshot = ddpjob.Snapshot("snapshots", world)
+    objects = dict(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
+    step = snapshot.load(**objects)
+    if os.environ.get("SAVED_FIRST") and not step:
+        snapshot.save(1, **objects)
+    if world.is_main:
+        print("BEGIN", step, flush=True)
+    optimizer.register_step_pre_hook(lambda *_: strike("optimizer", step + 1, world.rank))
+    # Backward begins with this one: the other ranks wait in the all-reduce then.
+    model.module.last.bias.register_hook(lambda gradient: strike("all-reduce", step + 1, world.rank))
+    while step < STEPS:
+        for batch in sampler.epoch(sampler.current_epoch):
+            optimizer.zero_grad()
+            strike("forward", step + 1, world.rank)
+            ddpjob.accumulate(model, batch, 16, lambda i: model(x[i]).square().sum() + random.random())
+            optimizer.step()
+            scheduler.step()
+            step += 1
+            ddpjob.progress(step=step, total=STEPS)
+            ddpjob.should_stop(step)
+            strike("boundary", step, world.rank)
+            if step % 10 == 4:
+                snapshot.save(step, **objects)
+                snapshot.wait()
+            if step >= STEPS:
+                break
+    snapshot.close()
+    bits = b"".join(t.detach().numpy().tobytes() for t in model.module.state_dict().values())
+    print("END", world.rank, hashlib.sha256(bits).hexdigest(), torch.rand(1).item(), random.random(), flush=True)
+"""
+
+
+def words(done: list[Any], first: str) -> list[list[str]]:
+    """The lines of the ranks that begin so, without that word."""
+    return [line.split()[1:] for d in done for line in d.stdout.splitlines() if line.startswith(first)]
+
+
+def trained(
+    launcher: Launcher, kill: dict[str, Any], *, nodes: int = 1, nproc: int = 2, text: str = TRAIN, **env: str
+) -> list[Any]:
+    """The training to its end, with these kills; what each agent has said."""
+    script = launcher.script(text)
+    env = {"OMP_NUM_THREADS": "1", "KILL": json.dumps(kill)} | env
+    agents = (
+        launcher.nodes(nodes, "--nproc", nproc, "--max-restarts", 99, script, **env)
+        if nodes > 1
+        else [launcher.ddprun("--nproc", nproc, "--max-restarts", 99, script, **env)]
+    )
+    done = [finish(agent, 150) for agent in agents]
+    assert [d.returncode for d in done] == [0] * nodes, "\n".join(d.stderr for d in done)
+    return done
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    """How the training ends when nothing happens: of each rank the bits of its model and its next random numbers."""
+    return sorted(words(trained(Launcher(tmp_path_factory.mktemp("undisturbed")), {}), "END"))
+
+
+def test_a_rank_that_is_killed_anywhere_in_a_step_repeats_none_and_the_result_is_the_same_bit_for_bit(
+    launcher: Launcher, undisturbed: list[list[str]]
+) -> None:
+    """Otherwise every kill costs what was trained since the last save, for a large model an hour of all its GPUs."""
+    kill = {
+        "0": [["forward", 9, 1]],  # until here 4 is saved
+        "1": [["all-reduce", 12, 0]],
+        "2": [["boundary", 17, 1]],
+        "3": [["forward", 22, 0]],
+    }
+    done = trained(launcher, kill)
+    assert [int(step) for (step,) in words(done, "BEGIN")] == [0, 8, 11, 17, 21], done[0].stderr
+    assert sorted(words(done, "END")) == undisturbed, done[0].stderr
+    for step in (8, 11, 17, 21):
+        assert f"resumed at step {step} from the memory on the nodes of ranks 0, 1" in done[0].stderr
+    forget_torchs_own(launcher)
+
+
+def test_a_rank_that_is_killed_within_the_optimizers_step_leaves_its_random_states_to_the_step_that_others_made(
+    launcher: Launcher, undisturbed: list[list[str]]
+) -> None:
+    """The others are a step further than what it wrote last: it drops out the neurons that it would have."""
+    done = trained(launcher, {"0": [["optimizer", 9, 1]], "1": [["optimizer", 13, 0]]})
+    assert [int(step) for (step,) in words(done, "BEGIN")] == [0, 9, 13], done[0].stderr
+    assert sorted(words(done, "END")) == undisturbed, done[0].stderr
+    forget_torchs_own(launcher)
+
+
+def test_a_node_without_survivors_gets_the_state_from_another_nodes_memory(
+    launcher: Launcher, undisturbed: list[list[str]]
+) -> None:
+    """A pod has one rank where it has one GPU: its own memory then never has a state that a survivor wrote."""
+    done = trained(launcher, {"0": [["forward", 9, 1]], "1": [["all-reduce", 13, 0]]}, nodes=2, nproc=1)
+    assert [int(step) for (step,) in words(done, "BEGIN")] == [0, 8, 12], done[0].stderr
+    assert sorted(words(done, "END")) == undisturbed, done[0].stderr
+    assert "from the memory on the nodes of rank 0" in done[0].stderr
+    assert "from the memory on the nodes of rank 1" in done[0].stderr
+    forget_torchs_own(launcher)
+
+
+def test_a_place_in_the_data_that_the_script_names_itself_is_that_of_the_step(launcher: Launcher) -> None:
+    """DataLoader workers read ahead: what the sampler itself says is further, and samples would be left out."""
+    by_value = TRAIN.replace("snapshot.save(step, **objects)", "snapshot.save(step, **now())").replace(
+        "ddpjob.should_stop(step)", "ddpjob.should_stop(step); snapshot.keep(step, **now())"
+    )
+    ahead = by_value.replace(
+        "    while step < STEPS",
+        "    now = lambda: {**objects, 'sampler': sampler.state_dict()}\n    while step < STEPS",
+    )
+    kill = {"0": [["forward", 9, 1]], "1": [["all-reduce", 9, 1]], "2": [["forward", 14, 0]]}
+    done = trained(launcher, kill, text=ahead)
+    assert [int(step) for (step,) in words(done, "BEGIN")] == [0, 8, 8, 13], done[0].stderr
+    forget_torchs_own(launcher)
+
+
+def test_all_ranks_killed_at_once_go_on_from_the_folder(launcher: Launcher, undisturbed: list[list[str]]) -> None:
+    """Nobody is left to write the state: what counts is the last save, and the job says so."""
+    done = trained(launcher, {"0": [["forward", 9, 0], ["forward", 9, 1]]})
+    (first, second) = (int(step) for (step,) in words(done, "BEGIN"))
+    assert (first, second) == (0, 4), done[0].stderr
+    assert sorted(words(done, "END")) == undisturbed, done[0].stderr
+    forget_torchs_own(launcher)
+
+
+SILENT = """
+import mmap, os, sys, time
+from ddpjob.core import memory
+if os.environ["DDPJOB_GENERATION"] == "1":
+    sys.exit(0)
+agent, file, _, ranks, local_rank = map(int, os.environ["DDPJOB_MEMORY"].split(":"))
+if local_rank == 0:
+    with open(f"/proc/{agent}/fd/{file}", "r+b", buffering=0) as opened:
+        pages = memoryview(mmap.mmap(opened.fileno(), (1 + ranks) * memory.PAGE_BYTES)).cast("q")
+    pages[memory.PAGE_BYTES // 8 + memory.PID] = os.getpid()
+    open("ready", "w").close()
+    time.sleep(60)
+while not os.path.exists("ready"):
+    time.sleep(0.01)
+sys.exit(1)
+"""
+
+
+def test_a_rank_that_does_not_write_the_state_holds_up_the_restart_no_longer_than_its_time(launcher: Launcher) -> None:
+    """It may be stopped, or wait for a disk: the job is worth more than the steps since the last save."""
+    began = time.monotonic()
+    done = launcher.done("--nproc", 2, "--no-preload", launcher.script(SILENT))
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - began > memory.limit_seconds(0), "it had its time"

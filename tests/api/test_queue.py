@@ -1,0 +1,239 @@
+"""Jobs in the queues of Kueue: only it can tell when it admits, evicts, and what it takes as quota given back.
+
+Needs Kueue with `DDPJob.v1alpha1.training.ddpjob.io` under integrations.externalFrameworks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from clusters import Namespace, Operator, job, until
+from faulty_api import FaultyApi
+
+from ddpjob_operator.gangs.kueue import ADAPTER
+
+GPUS = 8
+TAINT = {"key": "spot", "operator": "Exists", "effect": "NoSchedule"}
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
+
+
+@pytest.fixture(scope="module")
+def group() -> str:
+    """The path of the version in which Workloads are served."""
+    with FaultyApi() as api:
+        for version in ADAPTER.versions:
+            listed = (api.find(f"/apis/{ADAPTER.group}/{version}") or {}).get("resources") or ()
+            if any(kind["name"] == ADAPTER.plural for kind in listed):
+                return f"/apis/{ADAPTER.group}/{version}"
+    pytest.skip("this API server serves no Workloads of kueue.x-k8s.io: Kueue is not there")
+
+
+@pytest.fixture
+def queue(group: str, operators: Callable[..., Operator], namespace: Namespace) -> Iterator[Queue]:
+    made = Queue(namespace, group)
+    try:
+        made.make()
+        operators(namespace.name, DDPJOB_GANGS="kueue").watches()
+        yield made
+    finally:
+        namespace.api.mend()
+        made.remove()
+
+
+class Queue:
+    """A queue of eight GPUs for the namespace, on nodes with a label and a taint."""
+
+    def __init__(self, namespace: Namespace, group: str) -> None:
+        self.namespace, self.group = namespace, group
+        self.workloads = f"{group}/namespaces/{namespace.name}/workloads"
+        self.version = group.removeprefix("/apis/")
+
+    def make(self) -> None:
+        name = self.namespace.name
+        quota = [{"name": "nvidia.com/gpu", "nominalQuota": GPUS}]
+        covered = {"coveredResources": ["nvidia.com/gpu"], "flavors": [{"name": name, "resources": quota}]}
+        spec = {
+            "namespaceSelector": {},
+            "preemption": {"withinClusterQueue": "LowerPriority"},
+            "resourceGroups": [covered],
+        }
+        self._create("resourceflavors", "ResourceFlavor", {"nodeLabels": {"pool": "spot"}, "tolerations": [TAINT]})
+        self._create("clusterqueues", "ClusterQueue", spec)
+        for queue in ("main", "default"):
+            path = f"{self.group}/namespaces/{name}/localqueues"
+            body = {"apiVersion": self.version, "kind": "LocalQueue", "metadata": {"name": queue}}
+            self.namespace.api.call("POST", path, {**body, "spec": {"clusterQueue": name}})
+        for rank, value in (("low", 100), ("high", 1000)):
+            body = {"apiVersion": self.version, "kind": "WorkloadPriorityClass", "value": value}
+            body["metadata"] = {"name": f"{name}-{rank}"}
+            self.namespace.api.call("POST", f"{self.group}/workloadpriorityclasses", body)
+
+    def _create(self, plural: str, kind: str, spec: dict[str, Any]) -> None:
+        body = {"apiVersion": self.version, "kind": kind, "metadata": {"name": self.namespace.name}, "spec": spec}
+        self.namespace.api.call("POST", f"{self.group}/{plural}", body)
+
+    def remove(self) -> None:
+        name = self.namespace.name
+        self.namespace.kubectl("delete", "ddp", "--all", "--wait=false", check=False)
+        kinds = [f"clusterqueue/{name}", f"resourceflavor/{name}"]
+        kinds += [f"workloadpriorityclass/{name}-{rank}" for rank in ("low", "high")]
+        self.namespace.kubectl("delete", "--wait=false", "--ignore-not-found", *kinds, check=False)
+
+    def submit(self, name: str = "digits", gpus: int = 2, priority: str = "", queue: str = "main", **spec: Any) -> None:
+        """A job of two nodes, each with so many GPUs."""
+        body = job(name, container={"resources": {"limits": {"nvidia.com/gpu": gpus}}}, **spec)
+        body["metadata"]["labels"] = {QUEUE_LABEL: queue} if queue else {}
+        if priority:
+            body["metadata"]["labels"][PRIORITY_LABEL] = f"{self.namespace.name}-{priority}"
+        self.namespace.apply(body)
+
+    def runs(self, name: str = "digits", attempt: int = 1, nodes: int = 2) -> None:
+        pods = [f"{name}-{attempt}-{place}" for place in range(nodes)]
+        self.namespace.has_pods(*pods)
+        self.namespace.runs(*pods)
+        self.namespace.reaches("Running", name=name)
+
+    def workload(self, name: str = "digits") -> dict[str, Any]:
+        return self.namespace.api.find(f"{self.workloads}/{name}") or {}
+
+    def has(self, kind: str, status: str = "True", name: str = "digits") -> str:
+        """Waits for a condition of a Workload; gives its reason."""
+
+        def there() -> dict[str, Any] | None:
+            found = (self.workload(name).get("status") or {}).get("conditions") or ()
+            return next((c for c in found if (c["type"], c["status"]) == (kind, status)), None)
+
+        return str(until(there, f"the Workload of {name} is {kind}={status}")["reason"])
+
+    def used(self) -> int:
+        """GPUs that the queue has given away."""
+        found = self.namespace.api.call("GET", f"{self.group}/clusterqueues/{self.namespace.name}")
+        flavors = (found.get("status") or {}).get("flavorsReservation") or ()
+        return sum(int(r["total"]) for flavor in flavors for r in flavor["resources"])
+
+
+def test_pods_are_made_when_the_job_is_admitted_and_where_its_quota_is(queue: Queue) -> None:
+    queue.submit()
+    queue.runs()
+    assert queue.has("PodsReady") == "Started"
+    for pod in queue.namespace.pods():
+        assert pod["spec"]["nodeSelector"]["pool"] == "spot"
+        assert TAINT in pod["spec"]["tolerations"]
+        assert not pod["spec"].get("schedulingGates"), "Kueue's webhook leaves them alone"
+    gang = queue.namespace.status()["gang"]
+    assert (gang["kind"], gang["why"]) == ("kueue", f"the label {QUEUE_LABEL} names a queue")
+    until(lambda: queue.used() == 4, "the queue counts four GPUs")
+    queue.namespace.exits("digits-1-0")
+    queue.namespace.exits("digits-1-1")
+    queue.namespace.reaches("Succeeded")
+    assert queue.has("Finished") == "Succeeded"
+    until(lambda: queue.used() == 0, "the quota is free")
+
+
+def test_spec_gang_kueue_without_a_label_means_the_queue_default(queue: Queue) -> None:
+    queue.submit(queue="", gang="kueue")
+    queue.runs()
+    assert queue.workload()["spec"]["queueName"] == "default"
+
+
+def test_quota_is_held_over_a_restart_while_another_job_waits_for_it(queue: Queue) -> None:
+    """The other job would take the nodes between two attempts."""
+    queue.submit(gpus=4)
+    queue.runs()
+    queue.submit("other", gpus=4)
+    message = queue.namespace.reaches("Pending", "WaitingForAdmission", name="other")
+    until(lambda: "insufficient unused quota" in queue.namespace.status("other")["message"], f"why: {message}")
+    uid = queue.workload()["metadata"]["uid"]
+    for attempt in (1, 2):
+        queue.namespace.exits(f"digits-{attempt}-1", 1, "a bug")
+        until(lambda: queue.namespace.status().get("attempt") == attempt + 1, "the next attempt begins", 60)  # noqa: B023
+        queue.runs(attempt=attempt + 1)
+        assert queue.used() == GPUS
+    assert (queue.workload()["metadata"]["uid"], queue.has("PodsReady")) == (uid, "Recovered")
+    assert not any(name.startswith("other-") for name in queue.namespace.pod_names())
+
+
+def test_a_suspended_job_gives_its_quota_back_when_its_pods_have_ended(queue: Queue) -> None:
+    queue.submit(gpus=4)
+    queue.runs()
+    queue.submit("other", gpus=4)
+    queue.namespace.reaches("Pending", "WaitingForAdmission", name="other")
+    queue.namespace.hold("digits-1-0")
+    queue.namespace.kubectl("patch", "ddp", "digits", "--type=merge", "-p", '{"spec": {"suspend": true}}')
+    until(lambda: "digits-1-1" not in queue.namespace.pod_names(), "one pod has stopped")
+    assert queue.used() == GPUS, "the other pod still stops"
+    queue.namespace.release("digits-1-0")
+    queue.runs("other")
+    queue.namespace.kubectl("patch", "ddp", "digits", "--type=merge", "-p", '{"spec": {"suspend": false}}')
+    queue.namespace.reaches("Suspended", "WaitingForAdmission")
+    queue.namespace.kubectl("delete", "ddp", "other")
+    queue.runs(attempt=2)
+
+
+def test_a_preemption_stops_the_job_once_and_it_resumes_when_there_is_room(queue: Queue) -> None:
+    """A kill would cost the steps since the last snapshot."""
+    queue.submit(gpus=4, priority="low")
+    queue.runs()
+    queue.namespace.hold("digits-1-0", "digits-1-1")
+    queue.submit("urgent", gpus=4, priority="high")
+    message = queue.namespace.reaches("Suspended", "Evicted")
+    assert "reempted to accommodate a workload" in message
+    pods = until(
+        lambda: [p for p in queue.namespace.pods() if p["metadata"].get("deletionTimestamp")], "its pods are stopped"
+    )
+    assert {p["metadata"]["deletionGracePeriodSeconds"] for p in pods} <= {0, 30}, "never less than the pod's own"
+    time.sleep(2)  # an early return would show by then: Kueue admits within a second or two
+    assert not any(name.startswith("urgent-") for name in queue.namespace.pod_names())
+    queue.namespace.release("digits-1-0", "digits-1-1")
+    queue.runs("urgent")
+    assert queue.has("Requeued") == "Preempted"
+    queue.namespace.reaches("Suspended", "WaitingForAdmission")
+    queue.namespace.kubectl("delete", "ddp", "urgent")
+    queue.runs(attempt=2)
+    assert queue.namespace.status()["restarts"]["total"] == 0
+    assert queue.namespace.events().count("Evicted") == 1
+
+
+def test_a_queue_that_does_not_exist_is_named(queue: Queue) -> None:
+    queue.submit(queue="mian")
+    queue.namespace.reaches("Pending", "WaitingForAdmission")
+    until(lambda: "LocalQueue mian doesn't exist" in queue.namespace.status()["message"], "Kueue's own sentence")
+    assert queue.namespace.pods() == []
+
+
+def test_a_job_larger_than_its_queue_is_told_so(queue: Queue) -> None:
+    queue.submit(gpus=GPUS)
+    queue.namespace.reaches("Pending", "WaitingForAdmission")
+    until(lambda: "maximum capacity" in queue.namespace.status()["message"], "Kueue's own sentence")
+
+
+def test_a_workload_that_is_deleted_by_hand_is_an_eviction(queue: Queue) -> None:
+    """Others have its quota at once, so that its pods must not stay."""
+    queue.submit()
+    queue.runs()
+    uid = queue.workload()["metadata"]["uid"]
+    queue.namespace.kubectl("delete", "workload", "digits")
+    queue.runs(attempt=2)
+    assert queue.workload()["metadata"]["uid"] != uid
+    assert queue.used() == 4
+
+
+def test_a_workload_that_is_deactivated_stops_the_job_until_it_is_active_again(queue: Queue) -> None:
+    queue.submit()
+    queue.runs()
+    queue.namespace.kubectl("patch", "workload", "digits", "--type=merge", "-p", '{"spec": {"active": false}}')
+    queue.namespace.reaches("Suspended", "WaitingForAdmission")
+    until(lambda: queue.used() == 0, "the quota is free")
+    queue.namespace.kubectl("patch", "workload", "digits", "--type=merge", "-p", '{"spec": {"active": true}}')
+    queue.runs(attempt=2)
+
+
+def test_an_elastic_job_runs_with_as_many_nodes_as_there_is_quota_for(queue: Queue) -> None:
+    queue.submit(gpus=1, nodes=12, minNodes=4)
+    queue.runs(nodes=GPUS)
+    assert len(queue.namespace.pods()) == GPUS
+    assert queue.used() == GPUS

@@ -1,0 +1,214 @@
+"""Which of the states in memory counts: for any nodes, and for the lives of a whole job."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpjob.core import memory
+from ddpjob.core.memory import LOADS_MAX, Found, Held, Proof, Version, newest
+
+VERSIONS = st.builds(Version, st.integers(1, 3), st.integers(0, 4), st.integers(1, 9))
+HELD = st.builds(Held, VERSIONS, st.integers(0, LOADS_MAX + 1), st.integers(1, 3), st.integers(0, 2))
+PRESENT = st.builds(Version, st.integers(1, 3), st.integers(0, 5), st.just(0))
+NODES = st.lists(st.none() | HELD, min_size=1, max_size=5)
+
+
+@given(NODES, PRESENT)
+def test_what_is_found_is_whole_on_every_rank_that_is_named_and_nothing_older_generations_left_is_newer(
+    nodes: list[Held | None], present: Version
+) -> None:
+    """All ranks load it: a rank that loads another step than its peers trains a model that is no model."""
+    found = newest(nodes, present)
+    if not isinstance(found, Found):
+        return
+    assert found.ranks, "somebody has it"
+    for rank, held in enumerate(nodes):
+        if rank in found.ranks:
+            assert held is not None
+            assert (held.version, held.size, held.total) == (found.held.version, found.held.size, found.held.total)
+        elif held is not None:
+            assert held.version < found.held.version or held.version >= present
+    assert found.held.version < present
+
+
+@given(NODES, PRESENT)
+def test_nothing_of_this_generation_or_a_later_one_is_loaded(nodes: list[Held | None], present: Version) -> None:
+    """Such a state is of processes that should not exist any more: two jobs in one memory, or two leaders."""
+    late = [None if held is None or held.version < present else held for held in nodes]
+    assert newest(late, present) == ""
+
+
+@given(HELD, st.integers(2, 5), st.data())
+def test_holders_that_do_not_agree_are_not_believed(held: Held, ranks: int, data: st.DataObject) -> None:
+    """Memory that is faulty on one node must not decide what all nodes train on."""
+    nodes: list[Held | None] = [held] * ranks
+    wrong = data.draw(st.integers(0, ranks - 1))
+    nodes[wrong] = held._replace(total=held.total + 1)
+    assert isinstance(newest(nodes, Version(9, 9, 0)), str)
+
+
+@given(st.lists(st.none() | st.builds(Proof, st.integers(0, 1), st.integers(1, 2), st.integers(0, 1)), max_size=5))
+def test_ranks_that_were_no_replicas_do_not_load_each_others_state(proofs: list[Proof | None]) -> None:
+    """A script may train another model on each rank: what a survivor holds is not what the dead one did."""
+    held = Held(Version(1, 0, 5), 0, 1, 1)
+    differ = any(
+        one is not None and other is not None and one[:2] == other[:2] and one.total != other.total
+        for one in proofs
+        for other in proofs
+    )
+    assert isinstance(newest([held], Version(1, 1, 0), proofs), Found) is not differ
+
+
+def test_a_state_that_leads_to_no_step_is_given_up() -> None:
+    """Otherwise what makes every generation fail would be in memory for ever, and the folder never be asked."""
+    held = Held(Version(1, 0, 5), LOADS_MAX, 1, 1)
+    assert isinstance(newest([held], Version(1, 9, 0)), str)
+    assert isinstance(newest([held._replace(loads=LOADS_MAX - 1)], Version(1, 9, 0)), Found)
+
+
+@given(st.none() | VERSIONS, VERSIONS)
+def test_the_folder_counts_only_where_it_is_of_a_later_generation_or_step(folder: Version | None, own: Version) -> None:
+    """A later generation that went on from an older step has made the true history since."""
+    assert memory.is_newer(folder, own) is (folder is not None and folder > own)
+
+
+@given(st.integers(0, 20), st.lists(st.integers(0, 20), max_size=4))
+def test_the_rank_that_is_furthest_never_waits(own: int, others: list[int]) -> None:
+    """Two ranks that wait for each other would let the time-out pass, and nothing be written."""
+    clocks = [own, *others]
+    waiting = [memory.turn(clock, clocks[:i] + clocks[i + 1 :]) for i, clock in enumerate(clocks)]
+    assert waiting[clocks.index(max(clocks))] == "write"
+
+
+@given(st.integers(0, 1 << 40), st.none() | st.integers(0, 1 << 41), st.integers(0, 1 << 40))
+def test_what_fits_leaves_the_limit_alone(size: int, limit: int | None, used: int) -> None:
+    """The kernel kills a container that goes over its limit: the memory would cause what it is there for."""
+    assert not memory.fits(size, limit, used, None) or limit is None or used + size <= limit
+    assert memory.fits(size, None, used, None)
+
+
+def test_no_part_of_the_layout_overlaps_another() -> None:
+    """A slot that another rank writes into is no state of anybody."""
+    for ranks in (1, 2, 8):
+        slots = [memory.slot_offset(rank, slot, ranks) for rank in range(ranks) for slot in range(memory.SLOTS)]
+        ends = [(1 + ranks) * memory.PAGE_BYTES, *(offset + memory.SECTION_BYTES for offset in slots)]
+        assert all(begin >= end for begin, end in zip([*slots, memory.layout(ranks)[1]], ends, strict=True))
+    last = memory.slot_cell(memory.SLOTS - 1, memory.SLOT_BYTES)
+    assert last < memory.RANK_CELLS <= memory.PAGE_BYTES // 8
+
+
+# ---- whole lives -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Node:
+    """What a node's memory has, and what only a model of it knows: whose history the state is of."""
+
+    held: Held | None = None
+    history: tuple[int, ...] = ()
+
+
+@dataclass
+class Life:
+    """A job of several nodes: steps, kills at any moment, generations; the rules decide what it goes on from."""
+
+    chance: random.Random
+    nodes: list[Node]
+    mistake: str = ""
+    folder: tuple[Version, tuple[int, ...]] | None = None
+    generation: int = 0
+    step: int = 0
+    history: tuple[int, ...] = ()  # the generation that made each step
+    best: int = 0  # the step that a surviving holder or the folder had whole, when the last generation ended
+    losses: list[int] = field(default_factory=list)
+
+    def train(self) -> None:
+        """Some steps, some of which are saved; then a failure: some nodes are lost, the others write, or cannot."""
+        for _ in range(self.chance.randrange(4)):
+            self.step += 1
+            self.history += (self.generation,)
+            if self.chance.random() < 0.2:
+                self.folder = Version(1, self.generation, self.step), self.history
+        behind = self.chance.random() < 0.3 and len(self.history) > 0
+        for node in self.nodes:
+            fate = self.chance.choice(["lost", "writes", "writes", "torn", "dirty"])
+            own = self.step - (behind and self.chance.random() < 0.5)
+            if fate == "lost":
+                node.held, node.history = None, ()
+            elif fate == "torn":
+                self._tear(node)
+            elif fate == "writes" and own > 0:
+                self._write(node, own)
+            elif fate == "dirty" and self.mistake == "a rescue while dirty":
+                self._write(node, own, wrong=True)
+
+    def _tear(self, node: Node) -> None:
+        if self.mistake == "a part is missing" and self.step:
+            self._write(node, self.step, wrong=True)
+        else:
+            node.held = None
+
+    def _write(self, node: Node, step: int, *, wrong: bool = False) -> None:
+        if step <= 0:
+            return
+        history = self.history[:step]
+        total = hash(history) % 1000
+        node.held = Held(Version(1, self.generation, step), 0, 1, total)
+        node.history = (*history[:-1], -1) if wrong else history
+
+    def restart(self) -> None:
+        """The next generation loads what counts."""
+        self.generation += 1
+        present = Version(1, self.generation, 0)
+        known = [node.held for node in self.nodes]
+        if self.mistake == "an old generation's memory":
+            known = [held and held._replace(version=held.version._replace(generation=0)) for held in known]
+        found = newest(known, present)
+        if isinstance(found, Found) and not (
+            self.folder is not None and memory.is_newer(self.folder[0], found.held.version)
+        ):
+            histories = {self.nodes[rank].history for rank in found.ranks}
+            assert len(histories) == 1, "a mix of two states"
+            (history,) = histories
+            assert len(history) == found.held.version.step
+        else:
+            history = self.folder[1] if self.folder is not None else ()
+        self._check(history)
+        self.history, self.step = history, len(history)
+
+    def _check(self, history: tuple[int, ...]) -> None:
+        whole = [(node.held.version, node.history) for node in self.nodes if node.held is not None]
+        if self.folder is not None:
+            whole.append(self.folder)
+        if not whole:
+            return
+        assert -1 not in history, "a state that was not whole"
+        best = max(version for version, _ in whole)
+        assert history == next(its for version, its in whole if version == best), "older than what was whole"
+
+
+def lives(count: int, seed: int, mistake: str = "") -> None:
+    """Whole lives of jobs; raises where one goes on from what it must not."""
+    chance = random.Random(seed)
+    for _ in range(count):
+        life = Life(chance, [Node() for _ in range(chance.randrange(1, 4))], mistake)
+        for _ in range(chance.randrange(1, 12)):
+            life.train()
+            life.restart()
+
+
+def test_in_whole_lives_no_generation_goes_on_from_a_mix_or_from_less_than_what_was_whole() -> None:
+    """A job that silently goes back, or joins two steps, ends with a result that nobody trained."""
+    lives(2_000, seed=1)
+
+
+@pytest.mark.parametrize("mistake", ["a part is missing", "an old generation's memory", "a rescue while dirty"])
+def test_a_seeded_mistake_is_found(mistake: str) -> None:
+    """A model that misses them proves nothing."""
+    with pytest.raises(AssertionError):
+        lives(200, seed=2, mistake=mistake)

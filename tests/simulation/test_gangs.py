@@ -1,0 +1,98 @@
+"""Lives of jobs whose pods are placed all at once, beside neighbours that take the nodes; and bugs made on purpose."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+from scenario import gang_scenario
+from simulate import failing, report, shrink
+from simulation import simulate
+
+from ddpjob_operator import gangs
+from ddpjob_operator.gangs import native
+from ddpjob_operator.plan import gang
+
+pytestmark = pytest.mark.timeout(900)  # CPU bound: a busy machine needs longer
+BLOCK = 125
+LONG = range(BLOCK, 2000, BLOCK)
+MUTANT_SEEDS_MAX = 500
+Mutant = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in LONG)])
+def test_no_part_of_a_gang_starts_and_no_group_outlives_its_attempt(first: int) -> None:
+    """Two half-placed jobs block each other for ever; a group that is left holds what no pod uses."""
+    bad = failing(range(first, first + BLOCK), gang_scenario)
+    assert not bad, report(shrink(min(bad, key=lambda outcome: len(outcome.taken)), gang_scenario))
+
+
+def pod_outside_of_its_group() -> contextlib.AbstractContextManager[Any]:
+    """The pods of node 1 do not name their group."""
+
+    def join(body: Any, job: Any, attempt: int) -> None:
+        if not body["metadata"]["name"].endswith("-1"):
+            native.pod(body, job, attempt)
+
+    return mock.patch.dict(gangs.ADAPTERS, native=dataclasses.replace(native.ADAPTER, pod=join))
+
+
+def group_outlives_its_attempt() -> contextlib.AbstractContextManager[Any]:
+    """Nobody deletes a group while its job is there."""
+    return mock.patch.object(gang, "unneeded", return_value=())
+
+
+def group_goes_with_its_job_alone() -> contextlib.AbstractContextManager[Any]:
+    """Only what a job has when it ends is deleted: the groups of older attempts stay."""
+    unneeded = gang.unneeded
+
+    def of_the_last(view: Any) -> Any:
+        return tuple(a for a in unneeded(view) if a.name.endswith(f"-{view.recorded.attempt}"))
+
+    return mock.patch.object(gang, "unneeded", of_the_last)
+
+
+def group_goes_before_its_pods() -> contextlib.AbstractContextManager[Any]:
+    """The group of a suspended job is deleted while its pods still stop."""
+    unneeded = gang.unneeded
+
+    def at_once(view: Any) -> Any:
+        own = [g for g in view.seen.groups if g.owner_uid == view.job.metadata.uid]
+        early = [gang.DeleteGroup(g.adapter, g.name, g.uid) for g in own if view.recorded.state == "Suspended"]
+        return tuple(early) or unneeded(view)
+
+    return mock.patch.object(gang, "unneeded", at_once)
+
+
+def group_of_the_first_attempt_forever() -> contextlib.AbstractContextManager[Any]:
+    """All attempts name the group of the first, which is gone."""
+
+    def join(body: Any, job: Any, _: int) -> None:
+        native.pod(body, job, 1)
+
+    return mock.patch.dict(gangs.ADAPTERS, native=dataclasses.replace(native.ADAPTER, pod=join))
+
+
+# The first seed that finds the bug; when a change of the code makes it another one, the test searches.
+SEEDS: dict[Mutant, int] = {
+    pod_outside_of_its_group: 0,
+    group_outlives_its_attempt: 0,
+    group_goes_with_its_job_alone: 1,
+    group_goes_before_its_pods: 35,
+    group_of_the_first_attempt_forever: 1,
+}
+
+
+@pytest.mark.parametrize("mutant", SEEDS, ids=lambda mutant: mutant.__name__)
+def test_the_simulation_finds_a_bug_of_gangs_made_on_purpose(mutant: Mutant) -> None:
+    """A simulation that finds nothing proves nothing."""
+    with mutant():
+        seeds = (SEEDS[mutant], *range(MUTANT_SEEDS_MAX))
+        found = next((o for seed in seeds if (o := simulate(gang_scenario(seed))).wrong), None)
+    assert found is not None, f"not found in {MUTANT_SEEDS_MAX} seeds"
+    fixed = simulate(gang_scenario(found.seed), found.taken)
+    assert not fixed.wrong, fixed.wrong

@@ -1,0 +1,147 @@
+"""A state as bytes in memory, and back: the same bits."""
+
+from __future__ import annotations
+
+import collections
+import os
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from ddpjob.checkpoint import packed
+from ddpjob.checkpoint.kept import Kept, merged
+from ddpjob.errors import StateError
+
+
+def there_and_back(value: Any) -> Any:
+    descriptor = os.memfd_create("test")
+    try:
+        state = packed.pack(value)
+        packed.write(descriptor, 4096, state)
+        from_file = packed.read(descriptor, 4096, state.size)
+        from_peer = packed.read_bytes(memoryview(packed.as_bytes(state)))
+    finally:
+        os.close(descriptor)
+    assert str(from_file) == str(from_peer)
+    return from_file
+
+
+def test_tensors_of_any_shape_and_type_come_back_with_the_same_bits_and_strides() -> None:
+    """A channels_last momentum that comes back contiguous makes each step slower; another bit makes another result."""
+    values = {
+        "scalar": torch.tensor(3.0),
+        "empty": torch.zeros(0, 3),
+        "bf16": torch.randn(3, 5).bfloat16(),
+        "bool": torch.tensor([True, False, True]),
+        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "every other": torch.arange(10)[::2],
+        "expanded": torch.tensor([7]).expand(4),
+        "nan": torch.tensor([float("nan"), -0.0]),
+        "large": torch.randn(300, 301),
+    }
+    back = there_and_back(values)
+    for name, value in values.items():
+        assert (back[name].dtype, back[name].shape) == (value.dtype, value.shape)
+        bits, expected = (tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (back[name], value))
+        assert torch.equal(bits, expected), name
+    assert back["channels_last"].stride() == values["channels_last"].stride()
+    assert packed.total(packed.tensors_of(back)) == packed.total(packed.tensors_of(values))
+
+
+def test_plain_values_keep_their_types() -> None:
+    """A scheduler's milestones are a Counter; a dict in its place makes load_state_dict fail."""
+    value = {"a": [1, 2.5, None, "x", b"y", (True,)], "c": collections.Counter([3, 3]), "d": torch.float16}
+    assert there_and_back(value) == value
+    assert type(there_and_back(value)["c"]) is collections.Counter
+
+
+def test_tied_weights_are_written_once_and_come_back_as_one() -> None:
+    """The largest tensor of a language model would else be there twice."""
+    tied = torch.randn(1000)
+    assert packed.pack([tied, tied]).size < 6000
+    one, other = there_and_back([tied, tied])
+    assert one is other
+
+
+@pytest.mark.parametrize("at", [0, 100, 4000])
+def test_a_changed_bit_changes_the_sum(at: int) -> None:
+    """It is how ranks find that what they hold is not the same."""
+    state = [torch.randn(40, 100), torch.randn(200_000)]
+    before = packed.total(state)
+    state[int(at == 4000)].view(-1).view(torch.int32)[at % 4000] ^= 1
+    assert packed.total(state) != before
+
+
+def test_what_is_no_state_is_refused_without_running_anything() -> None:
+    """A pickle can run any code: what a peer sends, or a broken memory has, must not."""
+    with pytest.raises(StateError):
+        packed.read_bytes(memoryview(bytes(100)))
+    body = pickle.dumps((print, []))
+    data = len(body).to_bytes(8, "little") + (16 + len(body)).to_bytes(8, "little") + body
+    with pytest.raises(StateError, match="no plain value"):
+        packed.read_bytes(memoryview(data))
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(2, device="meta"), torch.nested.nested_tensor([torch.zeros(1)])])
+def test_a_tensor_without_plain_bytes_is_refused(wrong: torch.Tensor) -> None:
+    """A training with one goes on from its folder, and says why."""
+    with pytest.raises(StateError, match="kept in memory"):
+        packed.pack({"x": wrong})
+
+
+def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(6, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_large_and_small_together_are_what_the_state_dicts_are() -> None:
+    """A restart loads them with load_state_dict, as it would what is in the folder."""
+    model, optimizer = model_and_optimizer()
+    kept = Kept({"model": model, "optimizer": optimizer, "note": {"best": 0.5}})
+    state = merged(there_and_back(kept.large()), there_and_back(kept.small()))
+    assert list(state["model"]) == list(model.state_dict())
+    assert state["model"]._metadata == model.state_dict()._metadata  # type: ignore[attr-defined]
+    assert all(torch.equal(state["model"][key], value) for key, value in model.state_dict().items())
+    assert str(state["optimizer"]) == str(optimizer.state_dict())
+    assert state["note"] == {"best": 0.5}
+    assert kept.by_value == ["note"]
+
+
+def test_what_is_small_is_as_it_was_at_the_boundary_also_where_the_module_has_gone_on() -> None:
+    """BatchNorm counts in each forward pass: the running mean of half a step more belongs to no step."""
+    model, optimizer = model_and_optimizer()
+    kept = Kept({"model": model, "optimizer": optimizer})
+    small = there_and_back(kept.small())
+    before = model.state_dict()["1.running_mean"].clone()
+    model(torch.randn(6, 4))
+    optimizer.param_groups[0]["lr"] = 7.0
+    state = merged(there_and_back(kept.large()), small)
+    assert torch.equal(state["model"]["1.running_mean"], before)
+    assert state["optimizer"]["param_groups"][0]["lr"] == 0.1
+
+
+def test_a_parameter_that_is_changed_without_the_optimizer_is_noticed() -> None:
+    """The state would be of no step: half of it from before, half from after the change."""
+    model, optimizer = model_and_optimizer()
+    kept = Kept({"model": model, "optimizer": optimizer})
+    before = kept.versions()
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    assert kept.versions() != before
+
+
+class OwnStateDict(torch.optim.SGD):
+    def state_dict(self) -> Any:
+        return {"mine": 1}
+
+
+def test_an_optimizer_with_a_state_dict_of_its_own_is_left_to_the_folder() -> None:
+    """ZeroRedundancyOptimizer gives what it had gathered last: parameters of one step and moments of another."""
+    model, _ = model_and_optimizer()
+    with pytest.raises(StateError, match="OwnStateDict has a state_dict"):
+        Kept({"optimizer": OwnStateDict(model.parameters(), lr=0.1)})

@@ -1,0 +1,171 @@
+"""Which version of a gang scheduler's API is served, what is asked for it, and the copy of its objects."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, cast
+
+import pytest
+from worlds import UID, job
+
+from ddpjob_operator.gangs import native
+from ddpjob_operator.kube.client import ApiError, Client, Page
+from ddpjob_operator.kube.gangs import NO_ANSWER_SECONDS, Gang
+from ddpjob_operator.kube.operator import Operator
+from ddpjob_operator.kube.runtime import SYSTEM
+from ddpjob_operator.kube.settings import OperatorSettings
+from ddpjob_operator.kube.store import Key
+from ddpjob_operator.observed.groups import Admission
+
+GROUP = "/apis/scheduling.k8s.io"
+
+
+class Server:
+    """An API server that serves some versions of PodGroups; `answers` are errors by path."""
+
+    def __init__(self, *versions: str) -> None:
+        self.versions = versions
+        self.errors: dict[str, ApiError] = {}
+        self.items: list[dict[str, Any]] = []
+        self.asked: list[str] = []
+
+    async def get(self, path: str, params: Mapping[str, str] | None = None) -> dict[str, Any]:
+        self.asked.append(path)
+        if path in self.errors:
+            raise self.errors[path]
+        version = path.split("/")[3]
+        if version not in self.versions:
+            raise ApiError(404, "NotFound", "the server could not find the requested resource")
+        return {"resources": [{"name": "workloads"}, {"name": "podgroups"}], "items": []}
+
+    async def pages(self, path: str, selector: str = "") -> AsyncIterator[Page]:
+        self.asked.append(path)
+        yield Page(list(self.items), "7")
+
+    async def watch(self, path: str, version: str, selector: str = "") -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield {}
+
+
+def gang_of(server: Server, *namespaces: str, found: Callable[[], None] = lambda: None, **more: Any) -> Gang:
+    def key_of(raw: Mapping[str, Any]) -> Key:
+        return raw["metadata"]["namespace"], "digits"
+
+    where = namespaces or ("",)
+    return Gang(native.ADAPTER, cast(Client, server), where, key_of, lambda key: None, found, SYSTEM, **more)
+
+
+def found(server: Server, *namespaces: str) -> Gang:
+    """What is known of the API once it was asked for."""
+    told: list[str] = []
+    gang = gang_of(server, *namespaces, found=lambda: told.append("found"))
+
+    async def look() -> None:
+        task = asyncio.create_task(gang.run())
+        async with asyncio.timeout(10):
+            while not (told and gang.is_ready("")):
+                await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(look())
+    return gang
+
+
+@pytest.mark.parametrize(
+    ("served", "taken"),
+    [
+        (("v1alpha2",), "v1alpha2"),
+        (("v1alpha3", "v1beta1"), "v1beta1"),
+        (("v1alpha3",), "v1alpha3"),
+    ],
+    ids=["1.36", "1.37", "1.37 without the beta"],
+)
+def test_the_newest_version_that_is_served_is_taken(served: tuple[str, ...], taken: str) -> None:
+    """An upgrade of the cluster removes v1alpha2."""
+    gang = found(Server(*served))
+    assert gang.api.api_version == f"scheduling.k8s.io/{taken}"
+    assert gang.path("team") == f"{GROUP}/{taken}/namespaces/team/podgroups"
+
+
+def test_where_namespaces_are_named_nothing_is_listed_outside_of_them() -> None:
+    """A Role allows no more."""
+    server = Server("v1alpha2")
+    found(server, "team-a", "team-b")
+    asked = [path for path in server.asked if path.endswith("podgroups")]
+    assert set(asked) == {f"{GROUP}/v1alpha2/namespaces/{team}/podgroups" for team in ("team-a", "team-b")}
+
+
+def test_an_api_that_is_not_served_says_so_and_a_job_does_not_wait_for_it() -> None:
+    gang = found(Server())
+    assert gang.api.why_not == "the API server does not serve podgroups.scheduling.k8s.io (v1beta1, v1alpha3, v1alpha2)"
+    with pytest.raises(ApiError, match="does not serve"):
+        gang.path("team")
+
+
+def test_a_right_that_is_missing_is_said_and_nothing_is_made() -> None:
+    server = Server("v1alpha2")
+    server.errors[f"{GROUP}/v1alpha2/podgroups"] = ApiError(403, "Forbidden", "cannot list podgroups")
+    assert found(server).api.why_not == ("the operator may not list podgroups.scheduling.k8s.io: cannot list podgroups")
+
+
+def test_an_api_server_that_is_away_is_asked_again_and_not_taken_for_one_without_the_api() -> None:
+    """Else a restart of the API server would let jobs start in parts."""
+    server = Server("v1alpha2")
+    server.errors[f"{GROUP}/v1beta1"] = ApiError(0, "NoAnswer", "away")
+
+    waits: list[float] = []
+
+    async def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            server.errors.clear()
+        await asyncio.sleep(0)
+
+    gang = gang_of(server, sleep=wait)
+
+    async def look() -> None:
+        task = asyncio.create_task(gang.run())
+        async with asyncio.timeout(10):
+            while not gang.is_ready(""):
+                await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(look())
+    assert (gang.api.api_version, waits[:3]) == ("scheduling.k8s.io/v1alpha2", [NO_ANSWER_SECONDS] * 3)
+
+
+def test_the_copy_has_what_a_group_says_and_whose_it_is() -> None:
+    server = Server("v1alpha2")
+    body = native.body(job(), 3, "scheduling.k8s.io/v1alpha2")
+    body["metadata"] |= {"uid": "group", "resourceVersion": "5"}
+    body["status"] = {"conditions": [{"type": "PodGroupScheduled", "status": "False", "message": "no room"}]}
+    server.items = [body]
+    (group,) = found(server).store.of(("default", "digits"))
+    assert (group.name, group.attempt, group.owner_uid) == ("digits-3", 3, UID)
+    assert group.admission == Admission("waiting", "no room")
+
+
+def test_a_group_that_cannot_be_read_does_not_end_the_watch_of_the_others() -> None:
+    server = Server("v1alpha2")
+    body = native.body(job(), 3, "v")
+    server.items = [
+        {**body, "metadata": {**body["metadata"], "uid": "a", "resourceVersion": "5"}, "status": {"conditions": 7}},
+        {**body, "metadata": {**body["metadata"], "name": "digits-4", "uid": "b", "resourceVersion": "6"}},
+    ]
+    assert [group.name for group in found(server).store.of(("default", "digits"))] == ["digits-4"]
+
+
+def test_an_operator_that_has_nothing_switched_on_asks_for_nothing() -> None:
+    operator = Operator(OperatorSettings(health_port=0), cast(Client, Server()))
+    assert operator.caches.gangs == {}
+    on = Operator(dataclasses.replace(OperatorSettings(health_port=0), gangs=("native",)), cast(Client, Server()))
+    assert list(on.caches.gangs) == ["native"]
+
+
+def test_only_names_that_there_are_can_be_switched_on() -> None:
+    assert OperatorSettings.read({"DDPJOB_GANGS": " native, native,"}).gangs == ("native",)
+    assert "DDPJOB_GANGS=native" in OperatorSettings.read({"DDPJOB_GANGS": "native"}).summary()
+    with pytest.raises(ValueError, match='DDPJOB_GANGS: must be names of native, separated by commas, is "volcano"'):
+        OperatorSettings.read({"DDPJOB_GANGS": "volcano"})

@@ -1,0 +1,492 @@
+"""Jobs in a queue of Kueue: its Workload as Kueue has it, and what the job does when it is admitted, evicted, over."""
+
+from __future__ import annotations
+
+import copy
+import datetime as dt
+from dataclasses import replace as replaced
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from worlds import START, World, job, manifest
+
+from ddpjob_operator.gangs import choice, kueue
+from ddpjob_operator.job import api, validation
+from ddpjob_operator.kube import observe
+from ddpjob_operator.observed.cluster import Refusal
+from ddpjob_operator.observed.groups import Admission, GangApi, Group, Placement
+from ddpjob_operator.plan.actions import CreatePod, DeleteGroup, DeletePod, TellGroup
+from ddpjob_operator.pods import build
+
+V1BETA1 = "kueue.x-k8s.io/v1beta1"
+SERVED = {"kueue": GangApi(V1BETA1), "native": GangApi("scheduling.k8s.io/v1alpha2")}
+LATER = START + dt.timedelta(seconds=30)
+CONTAINER = {
+    "command": ["torchrun", "train.py"],
+    "env": [{"name": "TOKEN", "value": "s3cret"}],
+    "resources": {"limits": {"nvidia.com/gpu": 4}},
+}
+
+
+def labelled(what: api.DDPJob, **labels: str) -> api.DDPJob:
+    """The job with labels of Kueue: queue_name="main"."""
+    found = {f"kueue.x-k8s.io/{name.replace('_', '-')}": value for name, value in labels.items()}
+    return replace(what, metadata=replace(what.metadata, labels=found))
+
+
+def queued(**spec: Any) -> World:
+    """A job of two nodes with the label of a queue."""
+    return World(labelled(job(**spec), queue_name="main")).serves("kueue", V1BETA1)
+
+
+def admitted(**spec: Any) -> World:
+    """The same, whose pods run."""
+    return queued(**spec).settle().admits().running()
+
+
+# ---------------------------------------------------------------- which jobs
+
+
+@pytest.mark.parametrize(
+    ("labels", "spec", "apis", "kind"),
+    [
+        ({"queue_name": "main"}, {}, SERVED, "kueue"),
+        ({"queue_name": "main"}, {"nodes": 1}, SERVED, "kueue"),
+        ({"queue_name": "main"}, {}, {"kueue": GangApi(why_not="away")}, "kueue"),
+        ({"queue_name": "main"}, {"gang": "native"}, SERVED, "native"),
+        ({"queue_name": "main"}, {"gang": "none"}, SERVED, "none"),
+        ({"queue_name": "main"}, {}, {}, "none"),
+        ({}, {}, {"kueue": GangApi(V1BETA1)}, "none"),
+        ({}, {"gang": "kueue"}, SERVED, "kueue"),
+    ],
+)
+def test_the_label_of_a_queue_means_kueue_where_the_operator_has_it(
+    labels: dict[str, str], spec: dict[str, Any], apis: dict[str, GangApi], kind: str
+) -> None:
+    """A job that is to wait in a queue must not take nodes past it."""
+    assert choice.choose(labelled(job(**spec), **labels), apis)[0] == kind
+
+
+def test_spec_gang_kueue_is_valid_and_means_the_queue_default() -> None:
+    _, problems = validation.parse(manifest(gang="kueue"))
+    assert problems == []
+    assert kueue.body(job(gang="kueue"), 0, V1BETA1)["spec"]["queueName"] == "default"
+
+
+def test_a_job_that_another_cluster_runs_is_left_alone() -> None:
+    """MultiKueue copies it to a worker cluster and writes its status: two operators would train it twice."""
+    world = queued(managedBy="kueue.x-k8s.io/multikueue")
+    assert world.plan().actions == ()
+    assert world.plan().status is None
+
+
+# ---------------------------------------------------------------- the Workload, as Kueue documents it
+
+
+WORKLOAD = {
+    "apiVersion": V1BETA1,
+    "kind": "Workload",
+    "metadata": {
+        "name": "digits",
+        "namespace": "default",
+        "labels": {"training.ddpjob.io/job": "digits"},
+        "ownerReferences": [
+            {
+                "apiVersion": "training.ddpjob.io/v1alpha1",
+                "kind": "DDPJob",
+                "name": "digits",
+                "uid": "7d0c6f1e-0000-4000-8000-000000000001",
+                "controller": True,
+            }
+        ],
+    },
+    "spec": {
+        "queueName": "main",
+        "podSets": [
+            {
+                "name": "node",
+                "count": 2,
+                "template": {
+                    "spec": {
+                        "containers": [
+                            {
+                                "name": "trainer",
+                                "image": "ddpjob-trainer",
+                                "resources": {"limits": {"nvidia.com/gpu": 4}},
+                            }
+                        ],
+                        "restartPolicy": "Never",
+                    }
+                },
+            }
+        ],
+        "priorityClassName": "high",
+        "priorityClassSource": "kueue.x-k8s.io/workloadpriorityclass",
+        "priority": 1000,
+    },
+}
+
+
+def test_a_workload_is_what_kueue_documents_and_has_no_commands_and_no_variables() -> None:
+    """Who administrates a queue reads Workloads, and needs to see what pods ask for, not what they run."""
+    full = labelled(job(container=CONTAINER), queue_name="main", priority_class="high")
+    body = kueue.body(full, 0, V1BETA1)
+    assert kueue.reads_for_group(full, V1BETA1) == ("/apis/kueue.x-k8s.io/v1beta1/workloadpriorityclasses/high",)
+    kueue.complete(body, [{"value": 1000}])
+    assert body == WORKLOAD
+
+
+def test_v1beta2_names_a_priority_class_by_its_group_and_kind() -> None:
+    template = {"spec": {"priorityClassName": "research", "containers": [{"name": "trainer", "image": "i"}]}}
+    of_pods = job(template=template)
+    assert kueue.reads_for_group(of_pods, V1BETA1) == ("/apis/scheduling.k8s.io/v1/priorityclasses/research",)
+    assert kueue.body(of_pods, 0, V1BETA1)["spec"]["priorityClassSource"] == "scheduling.k8s.io/priorityclass"
+    spec = kueue.body(of_pods, 0, "kueue.x-k8s.io/v1beta2")["spec"]
+    named = {"group": "scheduling.k8s.io", "kind": "PriorityClass", "name": "research"}
+    assert (spec["priorityClassRef"], "priorityClassName" in spec) == (named, False)
+    assert kueue.reads_for_group(job(), V1BETA1) == ()
+
+
+def test_an_elastic_job_may_be_admitted_in_part() -> None:
+    (podset,) = kueue.body(job(nodes=12, minNodes=4), 0, V1BETA1)["spec"]["podSets"]
+    assert (podset["count"], podset["minCount"]) == (12, 4)
+
+
+def test_a_topology_is_asked_for_by_the_jobs_field_or_by_kueues_annotations() -> None:
+    rank = {"podIndexLabel": "training.ddpjob.io/rank"}
+
+    def asked(**spec: Any) -> Any:
+        return kueue.body(job(**spec), 0, V1BETA1)["spec"]["podSets"][0].get("topologyRequest")
+
+    containers = [{"name": "trainer", "image": "i"}]
+    annotations = {"kueue.x-k8s.io/podset-preferred-topology": "rack"}
+    template = {"metadata": {"annotations": annotations}, "spec": {"containers": containers}}
+    assert asked() is None
+    assert asked(topologyKey="rack") == {"required": "rack", **rank}
+    assert asked(template=template) == {"preferred": "rack", **rank}
+
+
+# ---------------------------------------------------------------- what Kueue says
+
+
+def condition(kind: str, status: str, **more: str) -> dict[str, str]:
+    return {"type": kind, "status": status, "lastTransitionTime": "2031-03-05T07:00:00Z", **more}
+
+
+RESERVED = condition("QuotaReserved", "True", reason="QuotaReserved")
+ADMITTED = condition("Admitted", "True", reason="Admitted")
+PREEMPTED = condition("Evicted", "True", reason="Preempted", message="Preempted to accommodate a workload")
+NO_ROOM = condition("QuotaReserved", "False", reason="Pending", message="insufficient unused quota, 4 more needed")
+
+
+def workload(*conditions: dict[str, str], active: bool = True, **status: Any) -> dict[str, Any]:
+    """As the API server has it."""
+    found: dict[str, Any] = copy.deepcopy(WORKLOAD)
+    found["metadata"] |= {"uid": "u", "generation": 3, "resourceVersion": "7"}
+    found["spec"] |= {} if active else {"active": False}
+    return {**found, "status": {"conditions": list(conditions), **status}}
+
+
+ASSIGNED = {
+    "clusterQueue": "main",
+    "podSetAssignments": [{"name": "node", "count": 2, "flavors": {"cpu": "spot", "nvidia.com/gpu": "spot"}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("raw", "admission"),
+    [
+        (workload(), Admission("waiting")),
+        (workload(NO_ROOM), Admission("waiting", "insufficient unused quota, 4 more needed")),
+        (workload(RESERVED, ADMITTED), Admission("admitted")),
+        (
+            workload(RESERVED, admissionChecks=[{"name": "nodes", "state": "Pending", "message": "asked for 2"}]),
+            Admission("waiting", "it has its quota, and waits for nodes: asked for 2"),
+        ),
+        (
+            workload(RESERVED, ADMITTED, PREEMPTED),
+            Admission("evicted", "Preempted to accommodate a workload", holds_quota=True),
+        ),
+        (workload(NO_ROOM, PREEMPTED), Admission("waiting", "insufficient unused quota, 4 more needed")),
+        (
+            workload(NO_ROOM, active=False),
+            Admission("waiting", "its Workload is deactivated: spec.active is false"),
+        ),
+        (
+            workload(RESERVED, ADMITTED, condition("Finished", "True")),
+            Admission("evicted", "its Workload says that it is finished"),
+        ),
+    ],
+)
+def test_the_conditions_say_whether_a_job_is_admitted_evicted_or_why_it_waits(
+    raw: dict[str, Any], admission: Admission
+) -> None:
+    assert kueue.read(raw) == admission
+
+
+def test_a_workload_is_read_with_what_was_decided_and_what_it_was_told() -> None:
+    ready = condition("PodsReady", "True", reason="Started")
+    raw = workload(RESERVED, ADMITTED, ready, admission=ASSIGNED)
+    group = observe.group(kueue.ADAPTER)(raw)
+    assert group == Group(
+        adapter="kueue",
+        name="digits",
+        uid="u",
+        owner_uid="7d0c6f1e-0000-4000-8000-000000000001",
+        attempt=0,
+        admission=Admission("admitted"),
+        placement=Placement(count=2, flavors=("spot",)),
+        nodes=2,
+        is_ready=True,
+    )
+    assert kueue.reads_for_pods(group.placement, V1BETA1) == ("/apis/kueue.x-k8s.io/v1beta1/resourceflavors/spot",)
+
+
+def test_a_pod_runs_where_its_quota_is() -> None:
+    """Elsewhere it would use what the queue has promised to others."""
+    taint = {"key": "spot", "operator": "Exists"}
+    flavor = {"spec": {"nodeLabels": {"pool": "spot"}, "tolerations": [taint]}}
+    update = {"name": "node", "nodeSelector": {"made-for": "digits"}, "annotations": {"capacity": "request-1"}}
+    checks = [{"name": "nodes", "state": "Ready", "podSetUpdates": [update]}]
+    group = observe.group(kueue.ADAPTER)(workload(RESERVED, ADMITTED, admission=ASSIGNED, admissionChecks=checks))
+    body = build.pod(job(), 1, 0)
+    body["spec"]["nodeSelector"] = {"pool": "any", "disk": "ssd"}
+    kueue.place(body, group, [flavor])
+    assert body["spec"]["nodeSelector"] == {"pool": "spot", "disk": "ssd", "made-for": "digits"}
+    assert body["spec"]["tolerations"] == [taint]
+    assert body["metadata"]["annotations"]["capacity"] == "request-1"
+    assert "schedulingGates" not in body["spec"]
+
+
+def test_where_kueue_chooses_the_nodes_of_each_pod_the_pod_waits_for_it() -> None:
+    assigned = copy.deepcopy(ASSIGNED)
+    assigned["podSetAssignments"][0]["topologyAssignment"] = {"levels": ["rack"], "domains": []}  # type: ignore[index]
+    group = observe.group(kueue.ADAPTER)(workload(RESERVED, ADMITTED, admission=assigned))
+    body = build.pod(job(), 1, 0)
+    kueue.place(body, group, [{"spec": {}}])
+    assert body["spec"]["schedulingGates"] == [{"name": "kueue.x-k8s.io/topology"}]
+    labels = body["metadata"]["labels"]
+    assert (labels["kueue.x-k8s.io/tas"], labels["kueue.x-k8s.io/podset"]) == ("true", "node")
+    assert body["metadata"]["annotations"]["kueue.x-k8s.io/workload"] == "digits"
+
+
+# ---------------------------------------------------------------- what Kueue is told
+
+
+def told(raw: dict[str, Any], what: Any) -> dict[str, dict[str, Any]] | None:
+    status = kueue.tell(raw, what, "all nodes run", LATER)
+    return None if status is None else {c["type"]: c for c in status["conditions"]}
+
+
+def test_quota_is_given_back_with_the_admission_and_the_job_queues_again() -> None:
+    """Kueue leaves the quota of an evicted Workload of another owner with it for ever."""
+    ready = condition("PodsReady", "True", reason="Started")
+    raw = workload(RESERVED, ADMITTED, PREEMPTED, ready, admission=ASSIGNED)
+    status = kueue.tell(raw, "quota returned", "waiting in the queue", LATER)
+    assert status is not None
+    assert "admission" not in status
+    now = {"lastTransitionTime": "2031-03-05T07:11:43Z", "observedGeneration": 3}
+    why = "Preempted to accommodate a workload"
+    assert status["conditions"] == [
+        {"type": "QuotaReserved", "status": "False", "reason": "Pending", "message": why, **now},
+        {
+            "type": "Admitted",
+            "status": "False",
+            "reason": "NoReservation",
+            "message": "The workload has no reservation",
+            **now,
+        },
+        PREEMPTED,
+        {
+            "type": "PodsReady",
+            "status": "False",
+            "reason": "WaitForStart",
+            "message": "waiting in the queue",
+            **now,
+        },
+        {"type": "Requeued", "status": "True", "reason": "Preempted", "message": why, **now},
+    ]
+
+
+@pytest.mark.parametrize("reason", ["PodsReadyTimeout", "AdmissionCheck", "Deactivated"])
+def test_where_kueue_itself_says_when_a_job_queues_again_it_is_left_to_it(reason: str) -> None:
+    """Else a job whose pods do not become ready would be admitted again at once, without Kueue's back-off."""
+    conditions = told(workload(RESERVED, ADMITTED, {**PREEMPTED, "reason": reason}), "quota returned")
+    assert conditions is not None
+    assert (conditions["Requeued"]["status"], conditions["Requeued"]["reason"]) == ("False", reason)
+
+
+def test_an_admission_that_came_meanwhile_is_not_taken_away() -> None:
+    assert told(workload(RESERVED, ADMITTED), "quota returned") is None
+    assert told(workload(NO_ROOM, PREEMPTED), "quota returned") is None
+
+
+def test_pods_ready_says_that_all_nodes_run_and_after_a_restart_that_they_do_again() -> None:
+    """waitForPodsReady evicts a job that does not say so in time."""
+    raw = workload(RESERVED, ADMITTED)
+    seen = []
+    for what in ("ready", "unready", "ready"):
+        status = kueue.tell(raw, what, "m", LATER)  # type: ignore[arg-type]
+        assert status is not None
+        raw = {**raw, "status": status}
+        (ready,) = [c for c in status["conditions"] if c["type"] == "PodsReady"]
+        seen.append((ready["status"], ready["reason"]))
+        assert told(raw, what) is None, "it knows"
+    assert seen == [("True", "Started"), ("False", "WaitForRecovery"), ("True", "Recovered")]
+    assert told(workload(NO_ROOM), "ready") is None, "not admitted"
+
+
+def test_the_end_of_a_job_is_told_once() -> None:
+    raw = workload(RESERVED, ADMITTED, admission=ASSIGNED)
+    conditions = told(raw, "succeeded")
+    assert conditions is not None
+    assert (conditions["Finished"]["status"], conditions["Finished"]["reason"]) == ("True", "Succeeded")
+    assert told(workload(RESERVED, condition("Finished", "True")), "failed") is None
+
+
+# ---------------------------------------------------------------- the life of a job in a queue
+
+
+def test_a_job_holds_its_quota_over_restarts_and_replacements_and_tells_when_it_runs() -> None:
+    """Others would take the nodes between two attempts, and the job would lose its place."""
+    world = admitted()
+    assert world.told == ["ready"]
+    world.exits(0, code=1).restarted().running()
+    world.evicted(1, "Evicted").restarted().after(600).running()
+    assert (world.status.attempt, list(world.groups)) == (3, ["digits"])
+    assert world.told == ["ready", "unready", "ready", "unready", "ready"]
+
+
+@pytest.mark.parametrize("end", ["succeeded", "failed"])
+def test_at_its_end_a_job_gives_its_quota_back_when_the_last_pod_has_ended(end: str) -> None:
+    world = admitted(backoffLimit=0)
+    if end == "succeeded":
+        world.exits(0).exits(1).settle()
+    else:
+        world.exits(0, code=1).settle()
+        assert end not in world.told, "a pod still stops"
+        world.stops_all().settle()
+    assert world.told[-1] == end
+    assert list(world.groups) == ["digits"], "the Workload stays with the job, as its record in the queue"
+    assert world.settle().told.count(end) == 1
+
+
+def test_a_preemption_ends_in_one_stop_with_full_grace_and_gives_the_quota_back_only_then() -> None:
+    """A kill would cost the steps since the last snapshot; quota that is given back early gives the nodes to two."""
+    world = admitted().admits("evicted", "preempted by resnet", holds_quota=True)
+    world.step()
+    assert (world.status.state, world.status.reason) == ("Suspended", "Evicted")
+    assert not world.is_true("Suspended"), "its pods still have the nodes"
+    stops = [action for action in world.step().actions if isinstance(action, DeletePod)]
+    assert [stop.grace_seconds for stop in stops] == [None, None]
+    assert world.settle().told == ["ready"], "its pods still stop"
+    world.stops(0).settle()
+    assert world.told == ["ready"], "one still stops"
+    world.stops(1).settle()
+    assert world.told == ["ready", "quota returned"]
+    assert (world.status.reason, world.is_true("Suspended")) == ("WaitingForAdmission", True)
+    world.admits().running()
+    assert (world.status.state, world.status.attempt) == ("Running", 2)
+    assert world.status.restarts is None or world.status.restarts.total == 0
+
+
+def test_an_admission_that_is_withdrawn_during_the_start_gives_everything_back() -> None:
+    world = queued().settle().admits().settle()
+    assert len(world.names()) == 2
+    world.admits("evicted", "its queue was stopped", holds_quota=True).settle().stops_all().settle()
+    assert (world.names(), world.told) == ([], ["quota returned"])
+    assert world.status.message == "waiting in the queue: its queue was stopped"
+
+
+def test_an_eviction_before_the_first_pod_gives_the_quota_back_at_once() -> None:
+    world = queued().settle().admits("evicted", "preempted", holds_quota=True).settle()
+    assert (world.names(), world.told, world.status.state) == ([], ["quota returned"], "Pending")
+
+
+def test_pods_of_an_evicted_job_that_are_found_later_are_stopped_too() -> None:
+    """The answer to their creation was lost: they would use quota that others have by now."""
+    world = admitted().admits("evicted", "preempted", holds_quota=True).settle()
+    late = replaced(next(iter(world.pods.values())), deletion_requested_at=None, deletion_deadline=None)
+    world.stops_all().settle()
+    world.pods[late.name] = late
+    assert any(isinstance(action, DeletePod) for action in world.step().actions)
+
+
+def test_a_suspended_job_gives_its_quota_back_when_its_pods_have_ended_and_queues_again() -> None:
+    world = admitted().change(suspend=True).settle()
+    assert list(world.groups) == ["digits"], "its pods still stop"
+    world.stops_all().settle()
+    assert world.groups == {}
+    world.change(suspend=False).settle()
+    assert (list(world.groups), world.names()) == (["digits"], [])
+
+
+def test_a_workload_that_was_deleted_by_hand_is_an_eviction() -> None:
+    """Its quota is with others at once; the pods must not stay."""
+    world = admitted()
+    world.groups.clear()
+    world.settle()
+    assert world.status.message == "evicted from its queue: its group is gone; 2 pods still stopping"
+    world.stops_all().settle()
+    assert list(world.groups) == ["digits"]
+
+
+def test_a_job_runs_on_while_the_api_of_its_queue_is_away_and_waits_with_a_restart() -> None:
+    world = admitted()
+    world.gang_apis["kueue"] = GangApi(why_not="the API server does not serve workloads")
+    world.groups.clear()
+    assert world.settle().status.state == "Running"
+    world.exits(0, code=1).restarted()
+    assert (world.status.reason, world.names()) == ("GangUnavailable", ["digits-1-0"])
+    assert world.status.message.endswith("no pod is made without its gang: the API server does not serve workloads")
+
+
+def test_what_kueue_refuses_is_said_and_tried_again() -> None:
+    """While Kueue is down its webhook refuses all changes of a Workload."""
+    world = queued()
+    later = world.now + dt.timedelta(seconds=10)
+    world.refusals = [Refusal("digits", "failed calling webhook", later)]
+    world.settle()
+    assert world.status.message == ("waiting in the queue: Workload digits was refused: failed calling webhook")
+    assert (list(world.groups), world.plan().requeue_at) == ([], later)
+    world.after(11).settle()
+    assert list(world.groups) == ["digits"]
+    world.admits().running().admits("evicted", "preempted", holds_quota=True).settle().stops_all()
+    world.refusals = [Refusal("digits", "failed calling webhook", world.now + dt.timedelta(seconds=10))]
+    world.settle()
+    assert world.status.message.endswith("Workload digits was refused: failed calling webhook")
+    assert "quota returned" not in world.told
+    world.after(11).settle()
+    assert world.told[-1] == "quota returned"
+
+
+def test_an_elastic_job_runs_with_as_many_nodes_as_were_admitted() -> None:
+    """More would use quota of others; fewer would leave nodes idle that it pays for."""
+    world = queued(nodes=4, minNodes=2).settle()
+    world.admits()
+    world.groups = {n: replaced(g, placement=Placement(count=3)) for n, g in world.groups.items()}
+    world.settle()
+    assert world.names() == ["digits-1-0", "digits-1-1", "digits-1-2"]
+    world.runs(0, 1, 2).settle()
+    assert (world.status.state, world.status.attempt) == ("Running", 1)
+    assert world.status.nodes == api.Nodes(total=3, ready=3)
+
+
+def test_a_workload_that_asks_for_other_pods_than_the_job_has_is_replaced_while_it_waits() -> None:
+    world = queued(nodes=4, minNodes=2).settle().change(nodes=3)
+    group = world.groups["digits"]
+    assert DeleteGroup("kueue", "digits", group.uid) in world.plan().actions
+    assert world.settle().groups["digits"].nodes == 3
+
+
+def test_a_workload_that_somebody_marks_as_finished_is_replaced_when_the_pods_have_ended() -> None:
+    """Its quota is gone, and Kueue never admits it again."""
+    world = admitted()
+    before = world.groups["digits"]
+    world.groups["digits"] = replaced(before, is_over=True, admission=Admission("evicted", "finished"))
+    world.settle()
+    assert world.groups["digits"].uid == before.uid, "its pods still stop"
+    world.stops_all().settle()
+    assert world.groups["digits"].uid != before.uid
+    assert not any(isinstance(a, (CreatePod, TellGroup)) for a in world.plan().actions)

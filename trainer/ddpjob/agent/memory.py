@@ -1,0 +1,93 @@
+"""The memory of this node in which the state outlives the ranks (`core/memory.py` has its layout and its rules).
+
+A file without a name, which ranks open through our descriptor of it; only the pages that are written take memory. It
+lives as long as this agent, so what is in it is of this job and this attempt. After a failure the pipe of the
+generation is closed before any rank gets a signal: a thread of each rank waits for that, and the first rank whose state
+is whole writes it. The agent waits for them no longer than `limit_seconds`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+from collections.abc import Collection
+
+from ddpjob.core import memory
+
+MFD_NOEXEC_SEAL = 0x0008  # not in the os module; a kernel with vm.memfd_noexec=2 refuses files without it
+LOOK_SECONDS = 0.001
+
+
+class Memory:
+    """Of all generations of this node's ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        """Raises OSError where the kernel gives none."""
+        self._ranks = ranks
+        self._descriptor = create("ddprun-state")
+        os.ftruncate(self._descriptor, memory.layout(ranks)[1])
+        cells = memoryview(mmap.mmap(self._descriptor, (1 + ranks) * memory.PAGE_BYTES)).cast("q")
+        page = memory.PAGE_BYTES // 8
+        self._node = cells[: memory.NODE_CELLS]
+        self._cells = [cells[(1 + rank) * page :][: memory.RANK_CELLS] for rank in range(ranks)]
+        self._read = self._write = -1
+
+    def begin(self, generation: int) -> None:
+        """A generation starts: none of the last one runs any more. Raises OSError where no descriptor is left."""
+        self.order()
+        self._close_read()
+        for cells in self._cells:
+            cells[memory.PID] = cells[memory.CLOCK] = cells[memory.ANSWER] = 0
+        self._node[memory.GENERATION] = generation
+        self._read, self._write = os.pipe()
+
+    def where(self, local_rank: int) -> str:
+        """What DDPJOB_MEMORY is for this rank."""
+        return f"{os.getpid()}:{self._descriptor}:{self._read}:{self._ranks}:{local_rank}"
+
+    def order(self) -> None:
+        """Have the ranks of this generation write the state."""
+        if self._write >= 0:
+            os.close(self._write)
+            self._write = -1
+
+    def waits_for(self, local_ranks: Collection[int]) -> bool:
+        """Whether one of these ranks, which run, may still write the state."""
+        return any(
+            self._cells[rank][memory.PID] and self._cells[rank][memory.ANSWER] == memory.NONE for rank in local_ranks
+        )
+
+    @property
+    def limit_seconds(self) -> float:
+        """How long writing may take."""
+        return memory.limit_seconds(self._node[memory.RESERVED])
+
+    @property
+    def whole(self) -> memory.Version | None:
+        """The state that is whole here, but for its attempt; None: none."""
+        step, generation = self._node[memory.AREA_STEP], self._node[memory.AREA_GENERATION]
+        return memory.Version(0, generation, step) if step > 0 else None
+
+    def _close_read(self) -> None:
+        if self._read >= 0:
+            os.close(self._read)
+            self._read = -1
+
+
+def create(name: str) -> int:
+    """A file without a name, in memory. Raises OSError."""
+    try:
+        return os.memfd_create(name, os.MFD_CLOEXEC | MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel before 6.3 does not know the flag
+            raise
+    return os.memfd_create(name)
+
+
+def created(ranks: int) -> Memory | None:
+    """None where the kernel gives none: a restart then goes on from the folder, as it would without this."""
+    with contextlib.suppress(OSError):
+        return Memory(ranks)
+    return None

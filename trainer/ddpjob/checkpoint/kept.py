@@ -1,0 +1,138 @@
+"""What a `Snapshot` keeps in memory of the objects that it is given: what is small at each step, the rest after a
+failure.
+
+Large are the parameters of a module and the state of an optimizer: only the optimizer's step changes them, so they are
+written when a rank has failed. Small is what changes at other times, and is copied at each boundary: buffers, learning
+rates, the place of a sampler, the state of a scheduler, values that the script names.
+"""
+
+import collections
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ddpjob.checkpoint import packed
+from ddpjob.checkpoint.state_dicts import copied, sharded, state_of, unwrapped
+from ddpjob.errors import StateError
+
+SMALL_BYTES_MAX = 4 << 20  # of one object, at each step
+_SMALL = "\0ddpjob small"
+
+
+class Kept:
+    """The objects of one `save`, by the names that it has for them."""
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        """Raises StateError for what only a file can keep."""
+        self.names = set(objects)
+        self._modules: dict[str, tuple[torch.nn.Module, list[tuple[str, torch.nn.Module, str]]]] = {}
+        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        self._others: dict[str, Any] = {}
+        self.by_value: list[str] = []  # names of values, which are what they were when the script named them
+        for name, value in objects.items():
+            self._add(name, unwrapped(value))
+        parameters = {id(each): each for module, _ in self._modules.values() for each in module.parameters()}
+        for optimizer in self._optimizers.values():
+            parameters |= {id(each): each for group in optimizer.param_groups for each in group["params"]}
+        self._parameters = list(parameters.values())
+
+    def is_of(self, objects: Mapping[str, Any]) -> bool:
+        """Whether it keeps these very objects; values are none."""
+        own = {name: module for name, (module, _) in self._modules.items()} | self._optimizers | self._others
+        return not self.by_value and {n: id(unwrapped(o)) for n, o in objects.items()} == {
+            n: id(o) for n, o in own.items()
+        }
+
+    def _add(self, name: str, value: Any) -> None:
+        if problem := sharded(value):
+            raise StateError(f"{name}: {problem}")
+        if isinstance(value, torch.nn.Module):
+            self._modules[name] = value, list(_buffers(name, value))
+        elif isinstance(value, torch.optim.Optimizer):
+            if type(value).state_dict is not torch.optim.Optimizer.state_dict:
+                raise StateError(f"{name}: a {type(value).__name__} has a state_dict() of its own")
+            packed.pack(_groups(value))
+            self._optimizers[name] = value
+        else:
+            self._others[name] = value
+            if not hasattr(value, "state_dict"):
+                self.by_value.append(name)
+            if packed.pack(copied(state_of(value), name)).size > SMALL_BYTES_MAX:
+                raise StateError(f"{name}: it has more than {SMALL_BYTES_MAX >> 20} MiB to copy at each step")
+
+    def small(self) -> dict[str, Any]:
+        """What changes at other times; to be written at once, for its tensors are the live ones."""
+        return self.buffers() | {
+            **{name: _groups(optimizer) for name, optimizer in self._optimizers.items()},
+            **{name: copied(state_of(value), name) for name, value in self._others.items()},
+        }
+
+    def buffers(self) -> dict[str, Any]:
+        """Of the modules alone."""
+        return {
+            name: {key: getattr(module, leaf) for key, module, leaf in places}
+            for name, (_, places) in self._modules.items()
+        }
+
+    def large(self) -> dict[str, Any]:
+        """Everything else, as it is now."""
+        large: dict[str, Any] = {}
+        for name, (module, places) in self._modules.items():
+            small = {key for key, _, _ in places}
+            state = module.state_dict()
+            if unknown := [key for key, value in state.items() if not isinstance(value, torch.Tensor)]:
+                raise StateError(f"{name}: {unknown[0]} is no tensor")
+            own = collections.OrderedDict((key, _SMALL if key in small else value) for key, value in state.items())
+            large[name] = {"state": own, "metadata": dict(getattr(state, "_metadata", {}))}
+        for name, optimizer in self._optimizers.items():
+            state = optimizer.state_dict()
+            large[name] = {"state": state["state"], "params": [group["params"] for group in state["param_groups"]]}
+        return large
+
+    def versions(self) -> list[int]:
+        """How often each parameter was changed in place: equal numbers, and nobody has."""
+        return [parameter._version for parameter in self._parameters]
+
+
+def merged(large: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
+    """The state as `save` would have it. Raises StateError where the two do not belong together."""
+    try:
+        return {name: _merged(large.get(name), value) for name, value in small.items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StateError(f"the parts of a state in memory do not fit: {type(error).__name__}: {error}") from error
+
+
+def _merged(large: Any, small: Any) -> Any:
+    if large is None:
+        return small
+    if "params" in large:
+        groups = [{**group, "params": params} for group, params in zip(small, large["params"], strict=True)]
+        return {"state": large["state"], "param_groups": groups}
+    state = collections.OrderedDict((k, small[k] if isinstance(v, str) else v) for k, v in large["state"].items())
+    state._metadata = collections.OrderedDict(large["metadata"])  # type: ignore[attr-defined]
+    return state
+
+
+def _buffers(name: str, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
+    """The key in the state_dict, the module, the attribute."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for key, value in model.state_dict().items():
+        prefix, _, leaf = key.rpartition(".")
+        if key in parameters:
+            continue
+        try:
+            module = model.get_submodule(prefix)
+            same = isinstance(value, torch.Tensor) and getattr(module, leaf).data_ptr() == value.data_ptr()
+        except AttributeError:
+            same = False
+        if not same:
+            raise StateError(f"{name}: {key} of its state_dict() is neither a parameter nor a buffer")
+        yield key, module, leaf
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings, such as learning rates, without the parameters."""
+    return [
+        {key: copied(value, key) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]

@@ -1,0 +1,267 @@
+"""The rank's side of the memory that outlives it: after a failure the survivors write the state, nobody before it.
+
+Between a boundary (`should_stop(step)`, `keep`, `save`) and the next `optimizer.step()` nothing changes parameters and
+optimizer state, and a survivor cannot come to the end of that step without the rank that has failed. So at a boundary a
+rank writes only what is small, into its slots of the agent's memory, and the rest when the agent orders it, or when it
+ends by an exception. From the next `optimizer.step()` until the next boundary nothing is written.
+
+That nothing large changes in between is not believed: on the first steps the bits are summed at both ends, and later
+the parameters' version counters are compared. A script in which it is otherwise goes on from its folder.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ddpjob import process
+from ddpjob.checkpoint import packed, random_states, room
+from ddpjob.checkpoint.kept import Kept
+from ddpjob.checkpoint.shared import Shared
+from ddpjob.core import memory
+from ddpjob.core.memory import ANSWER, CLOCK, EARLY, PID, PROVEN, RESERVED, SAVED, UNABLE, Version
+from ddpjob.core.rules import RESUMABLE_EXIT_CODE
+from ddpjob.errors import StateError
+from ddpjob.reporting import termination
+
+PROOF_STEPS = 3
+AGAIN_SECONDS = 0.001
+DIRTY_SECONDS = 0.05  # more than the optimizer's step has usually taken
+SLACK = 1.05  # of the area: optimizers make the state of a parameter when it first has a gradient
+
+
+class Keeper:
+    """What one process keeps in memory: the objects of one `Snapshot`."""
+
+    def __init__(self, shared: Shared, rank: int, world_size: int) -> None:
+        self._shared, self._rank, self._world_size = shared, rank, world_size
+        self._kept: Kept | None = None
+        self._off = ""  # why nothing is kept
+        self._lock = threading.Lock()  # held while parameters and optimizer state must not change
+        self._stepped = True  # whether an optimizer has made a step since the last boundary
+        self._versions: list[int] = []
+        self._early: dict[str, Any] | None = None  # the random states before the last step
+        self._has_early = True
+        self._proofs_left = 0 if shared.node[PROVEN] else PROOF_STEPS
+        self._sum: tuple[int, int] | None = None  # to be compared before the next step: its step, the sum
+        self._room: threading.Thread | None = None
+        self._resumed: tuple[int, int] = (0, 0)  # the step that was loaded from memory, and how often
+        self._answered = threading.Lock()
+        self._dirty_since = self._dirty_seconds = 0.0  # how long it takes from the optimizer's step to the boundary
+        self._ends = False  # by an exception: no boundary follows
+        self._told = False
+        self._pid = os.getpid()
+        register_optimizer_step_pre_hook(self.before_step)
+        threading.Thread(target=self._wait, name="ddpjob-memory", daemon=True).start()
+        process.at_exit(self._at_exit, 40)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it keeps something."""
+        return self._kept is not None and not self._off
+
+    def turn_off(self, why: str, *, quiet: bool = False) -> None:
+        """From now on a restart goes on from the folder."""
+        if not self._off:
+            self._off = why or "memory=False"
+            self._shared.cells[PID] = 0
+            for slot in range(memory.SLOTS):
+                self._shared.forget_slot(slot)
+            if not quiet:
+                process.log(
+                    f"rank {self._rank}: the state is not kept in memory: {why}; a restart goes on from the last save"
+                )
+
+    def register(self, objects: Mapping[str, Any]) -> None:
+        """The objects that are kept from now on. Values are so only at the boundary at which they are named."""
+        if self._off or (self._kept is not None and self._kept.is_of(objects)):
+            return
+        with self._guarded():
+            kept = Kept(objects)
+            with self._lock:  # what was noted until now is of other objects
+                self._kept, self._stepped = kept, True
+                self._shared.cells[CLOCK] |= 1
+            if kept.by_value and not self._told and self._rank == 0:
+                self._told = True
+                process.log(
+                    f"{', '.join(kept.by_value)}: saved by value, so the memory has the state of the last save, not of "
+                    f"every step: give save() objects with state_dict(), or call keep(step, …) after each step"
+                )
+
+    def resumed(self, step: int, loads: int) -> None:
+        """This state was loaded from memory, so often by now, and nothing has changed it yet."""
+        self._resumed = (step, loads)
+
+    def boundary(self, step: int, *, named: bool = False) -> None:
+        """Parameters and optimizer state are those of this step. named: with all that the script keeps, values too."""
+        kept = self._kept
+        if kept is None or self._off or not self._stepped or os.getpid() != self._pid:
+            return
+        if kept.by_value and not named:
+            return  # of another step than this one
+        with self._guarded():
+            self._note(kept, int(step))
+
+    def _note(self, kept: Kept, step: int) -> None:
+        shared = self._shared
+        rng = random_states.compact()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            raise StateError("on a GPU the state changes while the processor runs ahead")
+        if self._has_early and self._early is not None and rng != self._early:
+            self._has_early = False  # what is drawn after the optimizer's step is not known before it
+            shared.forget_slot(EARLY)
+        versions = [shared.slot_version(slot) for slot in range(EARLY)]
+        slot = 0 if versions[0] is None or (versions[1] is not None and versions[0] < versions[1]) else 1
+        shared.write_slot(slot, packed.pack(self._slot(rng, kept.small())), step)
+        with self._lock:
+            if self._dirty_since:
+                self._dirty_seconds = max(self._dirty_seconds, time.monotonic() - self._dirty_since)
+            self._versions, self._stepped = kept.versions(), False
+            shared.cells[CLOCK] = 2 * step
+        if not shared.cells[PID]:
+            self._arm(kept, step)
+
+    def _slot(self, rng: Any, small: Any) -> dict[str, Any]:
+        by_value = bool(self._kept and self._kept.by_value)
+        return {"of": (self._rank, self._world_size), "by_value": by_value, "rng": rng, "small": small}
+
+    def _arm(self, kept: Kept, step: int) -> None:
+        """Nothing is promised to the agent before there is room, and proof."""
+        if self._shared.node[PROVEN]:
+            self._proofs_left = 0
+        if self._proofs_left:
+            self._sum = step, packed.total(packed.tensors_of(kept.large()))
+            return
+        size = packed.pack(kept.large()).size
+        if self._shared.node[RESERVED] >= size:
+            self._shared.cells[PID] = os.getpid()
+        elif self._room is None or not self._room.is_alive():
+            self._room = threading.Thread(target=self._reserve, args=(size,), name="ddpjob-memory-room", daemon=True)
+            self._room.start()
+
+    def _reserve(self, size: int) -> None:
+        """In a thread: the kernel needs half a second for a large area."""
+        with self._guarded():
+            while self._shared.node[RESERVED] < size:
+                with self._shared.locked() as alone:
+                    if alone and self._shared.node[RESERVED] < size:
+                        size = int(size * SLACK)
+                        if why := room.shortage(size):
+                            raise StateError(why)
+                        self._shared.reserve(size)
+                        return
+                time.sleep(AGAIN_SECONDS)
+
+    # ---- the optimizer's step ------------------------------------------------------------------------------
+
+    def before_step(self, *_: Any) -> None:
+        """Called before each step of each optimizer of this process."""
+        kept = self._kept
+        if kept is None or self._off or self._stepped or os.getpid() != self._pid:
+            self._stepped = True
+            return
+        with self._guarded():
+            if self._sum is not None:
+                self._compare(kept)
+            if self._has_early:
+                self._write_early(kept)
+        with self._lock:
+            self._stepped, self._dirty_since = True, time.monotonic()
+            self._shared.cells[CLOCK] |= 1
+
+    def _compare(self, kept: Kept) -> None:
+        step, before = self._sum or (0, 0)
+        self._sum = None
+        if packed.total(packed.tensors_of(kept.large())) != before or kept.versions() != self._versions:
+            self._shared.node[PROVEN] = 0
+            raise StateError(f"parameters or optimizer state changed between step {step} and the next optimizer.step()")
+        self._proofs_left -= 1
+        if self._proofs_left == 0:
+            self._shared.write_proof(step, before)
+            self._shared.node[PROVEN] = 1
+
+    def _write_early(self, kept: Kept) -> None:
+        """A rank that is killed within the step leaves its random states; the others have the rest."""
+        rng = self._early = random_states.compact()
+        step = self._shared.cells[CLOCK] // 2 + 1
+        self._shared.write_slot(EARLY, packed.pack(self._slot(rng, kept.buffers())), step)
+
+    # ---- after a failure -----------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        """Until the agent closes its end of the pipe: a rank of the group has failed."""
+        with contextlib.suppress(OSError):
+            os.read(self._shared.pipe, 1)
+            self.save()
+
+    def _at_exit(self) -> None:
+        error = termination.ending()
+        if error is not None and termination.exit_code(error) not in (0, RESUMABLE_EXIT_CODE):
+            self._ends = True
+            self.save()
+
+    def save(self) -> None:
+        """Write the state, if it is clean, or becomes so in time; and tell the agent."""
+        if os.getpid() != self._pid:
+            return
+        with self._answered:
+            cells = self._shared.cells
+            if not cells[PID] or cells[ANSWER] != memory.NONE:
+                return
+            began = time.monotonic()
+            limit = memory.limit_seconds(self._shared.node[RESERVED])
+            answer = None
+            with self._guarded():
+                while answer is None and time.monotonic() < began + limit:
+                    answer = self._try_to_save(is_patient=time.monotonic() < began + limit / 2)
+                    if answer is None:
+                        time.sleep(AGAIN_SECONDS)
+            cells[ANSWER] = answer or UNABLE
+
+    def _try_to_save(self, *, is_patient: bool) -> int | None:
+        """What is to be told to the agent; None: not yet."""
+        shared, kept = self._shared, self._kept
+        if kept is None or self._off or not shared.is_current:
+            return UNABLE
+        with self._lock:
+            clock = shared.cells[CLOCK]
+            if not memory.is_clean(clock):
+                return None if self._comes_to_a_boundary(kept) else UNABLE
+            step = memory.step_of(clock)
+            if kept.versions() != self._versions:
+                raise StateError(f"parameters changed after step {step}, and by no optimizer.step()")
+            with shared.locked() as alone:
+                held = shared.held()
+                if held is not None and held.version >= Version(shared.attempt, shared.generation, step):
+                    return SAVED
+                if not alone or (is_patient and memory.turn(clock, shared.clocks_of_others()) == "wait"):
+                    return None
+                return self._save(kept, step)
+
+    def _comes_to_a_boundary(self, kept: Kept) -> bool:
+        """Whether it is worth to wait: the rank is within the optimizer's step, and no peer is needed to its end."""
+        usual = 2 * self._dirty_seconds + DIRTY_SECONDS
+        return not (self._ends or kept.by_value or time.monotonic() > self._dirty_since + usual)
+
+    def _save(self, kept: Kept, step: int) -> int:
+        state = packed.pack(kept.large())
+        if state.size > self._shared.node[RESERVED]:
+            raise StateError(f"it has grown to {state.size >> 20} MiB")
+        resumed, loads = self._resumed
+        self._shared.write_area(state, step, loads if step == resumed else 0)
+        return SAVED
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Any:
+        """Nothing here ends a training that goes well without it."""
+        try:
+            yield
+        except StateError as error:
+            self.turn_off(str(error))
+        except Exception as error:
+            self.turn_off(f"{type(error).__name__}: {error}")

@@ -1,0 +1,246 @@
+"""A state as bytes in shared memory: the tensors as they lie, and a pickle of the rest. `memory.py` uses it.
+
+torch.save is for files that are kept: it needs a millisecond for the smallest state, and a checksum and a copy for a
+large one. The bytes are read by the same version of everything, in the same pod or from a peer of the same group, and
+nothing but plain values is unpickled.
+"""
+
+import collections
+import ctypes
+import io
+import os
+import pickle
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ddpjob.checkpoint.state_dicts import NESTED_MAX, not_whole
+from ddpjob.errors import StateError
+
+_TENSOR = "\0ddpjob tensor"  # (this, its number) stands for a tensor
+_ALIGNED = 64
+_SMALL_BYTES = 1 << 16
+_HEAD = 16  # length of the pickle, length of everything
+_BUFFERS_MAX = 512  # the kernel takes 1,024 in a call
+_PIECE_BYTES = 1 << 30  # and 2 GiB
+_PLAIN = {("collections", "OrderedDict"), ("collections", "Counter"), ("torch", "Size"), ("torch", "device")}
+
+
+class Layout(NamedTuple):
+    """Where a tensor's bytes are, after the pickle."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    size: int
+
+
+class Packed(NamedTuple):
+    """A state that can be written: the tensors are the live ones."""
+
+    head: bytes
+    layouts: Sequence[Layout]
+    tensors: Sequence[torch.Tensor]
+    size: int
+    """Bytes, of everything."""
+
+
+def pack(value: Any) -> Packed:
+    """The value's bytes, without a copy of its tensors. Raises StateError for what has no plain bytes on the CPU."""
+    tensors: list[torch.Tensor] = []
+    numbers: dict[Any, int] = {}  # tied weights are one tensor
+    skeleton = _skeleton(value, tensors, numbers, 0)
+    layouts: list[Layout] = []
+    end = 0
+    for tensor in tensors:
+        end = -(-end // _ALIGNED) * _ALIGNED
+        size = tensor.numel() * tensor.element_size()
+        layouts.append(Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), end, size))
+        end += size
+    body = pickle.dumps((skeleton, [tuple(layout) for layout in layouts]), protocol=5)
+    start = -(-(_HEAD + len(body)) // _ALIGNED) * _ALIGNED
+    head = len(body).to_bytes(8, "little") + (start + end).to_bytes(8, "little") + body
+    return Packed(head.ljust(start, b"\0"), layouts, tensors, start + end)
+
+
+def write(descriptor: int, offset: int, packed: Packed) -> None:
+    """Write it there. Raises OSError, with ENOSPC where not all of it was written."""
+    parts: list[Any] = [packed.head]
+    end = 0
+    for layout, tensor in zip(packed.layouts, packed.tensors, strict=True):
+        parts.append(b"\0" * (layout.offset - end))
+        parts.append(_bytes_of(tensor))
+        end = layout.offset + layout.size
+    _transfer(parts, offset, lambda buffers, at: os.pwritev(descriptor, buffers, at))
+
+
+def as_bytes(packed: Packed) -> bytes:
+    """What `write` writes, for a peer."""
+    data = bytearray(packed.size)
+    view = memoryview(data)
+    start = len(packed.head)
+    view[:start] = packed.head
+    for layout, tensor in zip(packed.layouts, packed.tensors, strict=True):
+        view[start + layout.offset :][: layout.size] = memoryview(_bytes_of(tensor)).cast("B")
+    return bytes(data)
+
+
+def read(descriptor: int, offset: int, size: int) -> Any:
+    """What was written there, with tensors of its own. Raises StateError for anything else."""
+
+    def fill(tensor: torch.Tensor, at: int) -> None:
+        _transfer([_bytes_of(tensor)], offset + at, lambda buffers, place: os.preadv(descriptor, buffers, place))
+
+    head = os.pread(descriptor, _HEAD, offset)
+    length = int.from_bytes(head[:8], "little")
+    if len(head) < _HEAD or int.from_bytes(head[8:], "little") != size or _HEAD + length > size:
+        raise StateError("the memory does not have what it should")
+    return _unpacked(os.pread(descriptor, length, offset + _HEAD), fill)
+
+
+def read_bytes(data: memoryview) -> Any:
+    """The same from a copy of the bytes. Raises StateError."""
+
+    def fill(tensor: torch.Tensor, at: int) -> None:
+        target = memoryview(_bytes_of(tensor)).cast("B")
+        target[:] = data[at : at + len(target)]
+
+    length, size = int.from_bytes(data[:8], "little"), int.from_bytes(data[8:_HEAD], "little")
+    if size != len(data) or _HEAD + length > size:
+        raise StateError("a peer did not send what it should")
+    return _unpacked(bytes(data[_HEAD : _HEAD + length]), fill)
+
+
+def total(tensors: Sequence[torch.Tensor]) -> int:
+    """A sum of their bits, below 2^63: as 64-bit numbers, and of small tensors, of which there are many, a checksum."""
+    small, large = 0, []
+    for tensor in tensors:
+        if tensor.numel() * tensor.element_size() < _SMALL_BYTES:
+            small = zlib.crc32(_bytes_of(tensor), small)
+        else:
+            large.append(_sum(tensor))
+    values: list[int] = torch.stack(large).tolist() if large else []
+    return (small + sum(value * (2 * i + 1) for i, value in enumerate(values))) % (1 << 63)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """All tensors of it, tied ones once."""
+    found: list[torch.Tensor] = []
+    _skeleton(value, found, {}, 0)
+    return found
+
+
+def _skeleton(value: Any, tensors: list[torch.Tensor], numbers: dict[Any, int], depth: int) -> Any:
+    """The value with marks in place of tensors."""
+    if depth > NESTED_MAX:
+        raise StateError(f"a state is nested deeper than {NESTED_MAX}")
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return (_TENSOR, _number(value, tensors, numbers))
+    if kind in (dict, collections.OrderedDict, collections.Counter):
+        items = {key: _skeleton(item, tensors, numbers, depth + 1) for key, item in value.items()}
+        return items if kind is dict else kind(items)
+    if kind in (list, tuple, torch.Size):
+        inner = [_skeleton(item, tensors, numbers, depth + 1) for item in value]
+        return inner if kind is list else tuple(inner)
+    return value
+
+
+def _number(tensor: torch.Tensor, tensors: list[torch.Tensor], numbers: dict[Any, int]) -> int:
+    if wrong := not_whole(tensor):
+        raise StateError(f"{wrong} cannot be kept in memory")
+    if tensor.device.type != "cpu":
+        raise StateError(f"a tensor on {tensor.device} cannot be kept in memory by the processor alone")
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or not _is_dense(tensor):
+        tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor.resolve_conj().resolve_neg()
+        tensor = tensor.contiguous()
+    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    if tensor.numel() and key in numbers:
+        return numbers[key]
+    numbers[key] = len(tensors)
+    tensors.append(tensor)
+    return numbers[key]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its values are one run of bytes in its storage, in whatever order (channels_last is)."""
+    if tensor.is_contiguous():
+        return True
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return reach == tensor.numel() and 0 not in tensor.stride()
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    """Its memory, to read from or to write into; the tensor must outlive it."""
+    size = tensor.numel() * tensor.element_size()
+    return (ctypes.c_char * size).from_address(tensor.data_ptr()) if size else bytearray()
+
+
+def _transfer(parts: Sequence[Any], offset: int, call: Callable[[Sequence[Any], int], int]) -> None:
+    """All parts, one after the other, at most so many and so long in a call."""
+    views = [piece for part in parts for piece in _pieces(memoryview(part).cast("B"))]
+    first = 0
+    while first < len(views):
+        last, size = first, 0
+        while last < len(views) and last - first < _BUFFERS_MAX and size + len(views[last]) <= _PIECE_BYTES:
+            size += len(views[last])
+            last += 1
+        done = call(views[first:last], offset)
+        if done != size:
+            raise OSError(28, f"{done} of {size} bytes were transferred")
+        offset, first = offset + size, last
+
+
+def _pieces(view: memoryview) -> list[memoryview]:
+    return [view[at : at + _PIECE_BYTES] for at in range(0, len(view), _PIECE_BYTES)]
+
+
+def _unpacked(body: bytes, fill: Callable[[torch.Tensor, int], None]) -> Any:
+    try:
+        skeleton, layouts = _Plain(io.BytesIO(body)).load()
+        start = -(-(_HEAD + len(body)) // _ALIGNED) * _ALIGNED
+        tensors = []
+        for dtype, shape, stride, offset, _ in layouts:
+            tensor = torch.empty_strided(shape, stride, dtype=dtype)
+            fill(tensor, start + offset)
+            tensors.append(tensor)
+        return _filled(skeleton, tensors)
+    except (pickle.UnpicklingError, EOFError, IndexError, TypeError, ValueError, AttributeError, OSError) as error:
+        raise StateError(f"what is in memory cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _filled(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    kind = type(value)
+    if kind is tuple and len(value) == 2 and value[0] == _TENSOR:
+        return tensors[value[1]]
+    if kind in (dict, collections.OrderedDict, collections.Counter):
+        items = {key: _filled(item, tensors) for key, item in value.items()}
+        return items if kind is dict else kind(items)
+    if kind in (list, tuple):
+        return kind(_filled(item, tensors) for item in value)
+    return value
+
+
+class _Plain(pickle.Unpickler):
+    """Values, and the few types that `state_dicts.copied` lets through."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = getattr(torch, name, None) if module == "torch" else None
+        if (module, name) in _PLAIN:
+            return getattr(torch if module == "torch" else collections, name)
+        if isinstance(found, torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a dense tensor's bits."""
+    flat = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
+    whole = len(flat) // 8 * 8
+    if flat.storage_offset() % 8:  # torch reads words only where they begin at a multiple of their size
+        flat = flat.clone()
+    return flat[:whole].view(torch.int64).sum() + flat[whole:].sum()

@@ -1,0 +1,83 @@
+"""The random generators of a process, as a value that is saved, and back. `Snapshot` and the memory use it."""
+
+import array
+import ctypes
+import hashlib
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def current() -> dict[str, Any]:
+    """Of Python, numpy where it is imported, torch and this rank's CUDA device, as values that can be saved."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, position, has_gauss, cached = numpy.random.get_state()
+        state["numpy"] = (name, keys.tolist(), int(position), int(has_gauss), float(cached))
+    return state
+
+
+def compact() -> dict[str, Any]:
+    """The same as bytes, in a tenth of the time, for what is written at each step; no CUDA device's."""
+    version, words, gauss = random.getstate()
+    of_torch = torch.get_rng_state()
+    state: dict[str, Any] = {
+        "python": (version, array.array("I", words).tobytes(), gauss),
+        "torch": ctypes.string_at(of_torch.data_ptr(), len(of_torch)),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, position, has_gauss, cached = numpy.random.get_state()
+        state["numpy"] = (name, keys.tobytes(), int(position), int(has_gauss), float(cached))
+    return state
+
+
+def expanded(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What `current` would have returned where `compact` did."""
+    version, words, gauss = state["python"]
+    full: dict[str, Any] = {
+        "python": (version, tuple(array.array("I", words)), gauss),
+        "torch": torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8),
+    }
+    if "numpy" in state:
+        name, keys, *rest = state["numpy"]
+        full["numpy"] = (name, array.array("I", keys).tolist(), *rest)
+    return full
+
+
+def restore(document: Mapping[str, Any], rank: int, world_size: int) -> None:
+    """This rank's own, where the document has it and there are as many ranks, else seeded from rank 0's."""
+    own = document["rng"].get(rank) if document["world_size"] == world_size else None
+    if own is None:
+        seed(document["rng"][0], document["step"], rank)
+    else:
+        set_to(own)
+
+
+def set_to(own: Mapping[str, Any]) -> None:
+    """All generators to what `current` has returned."""
+    random.setstate(own["python"])
+    torch.set_rng_state(own["torch"])
+    if "cuda" in own and torch.cuda.is_available():
+        torch.cuda.set_rng_state(own["cuda"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in own:
+        numpy.random.set_state(own["numpy"])
+
+
+def seed(of_rank_0: Mapping[str, Any], step: int, rank: int) -> None:
+    """The seed differs between ranks and steps, and is the same for every resume from the same file."""
+    sha256 = hashlib.sha256(of_rank_0["torch"].numpy().tobytes())
+    sha256.update(f"{step}/{rank}".encode())
+    number = int.from_bytes(sha256.digest()[:4], "big")  # numpy takes 32 bits
+    random.seed(number)
+    torch.manual_seed(number)  # CUDA too
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(number)

@@ -1,0 +1,168 @@
+"""All ranks take the newest state that any of their nodes has in memory: who lacks it gets it from one that has it.
+
+Every rank calls `find` and then `fetch`, or none does: both wait for all ranks. What goes wrong on one rank is told to
+all, and then all go on from the folder.
+"""
+
+import contextlib
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ddpjob import process
+from ddpjob.checkpoint import packed, random_states
+from ddpjob.checkpoint.kept import merged
+from ddpjob.checkpoint.shared import Shared
+from ddpjob.core import memory
+from ddpjob.core.memory import EARLY, Found, Held, Proof, Version
+from ddpjob.errors import StateError
+from ddpjob.group import gather
+
+PIECE_BYTES = 64 << 20
+
+
+def find(shared: Shared | None, rank: int, world_size: int, present: Version) -> Found | None:
+    """The newest whole state in memory, the same answer on all ranks. shared: None where this node has no memory."""
+    held, proof = (None, None) if shared is None else (shared.held(), shared.proof())
+    own = [0] * 6 if held is None else [1, held.version.generation, held.version.step, *held[1:]]
+    own += [0] * 4 if proof is None else [1, *proof]
+    rows = _gathered(own, world_size)
+    found = memory.newest(
+        [Held(Version(present.attempt, row[1], row[2]), *row[3:6]) if row[0] else None for row in rows],
+        present,
+        [Proof(*row[7:]) if row[6] else None for row in rows],
+    )
+    if isinstance(found, Found):
+        return found
+    if found and rank == 0:
+        process.log(f"the state in memory is not used: {found}")
+    return None
+
+
+class Fetched(NamedTuple):
+    """A state of memory."""
+
+    state: dict[str, Any]
+    """Under the names of `save`."""
+    by_value: bool
+    """Whether the script had named values, which no object knows."""
+    seeded: bool
+    """Whether this rank's random states were lost."""
+
+
+def fetch(shared: Shared | None, found: Found, rank: int, world_size: int, names: AbstractSet[str]) -> Fetched | None:
+    """The state of all ranks; None on all of them where it cannot be used.
+
+    This rank's random states are set to what they were; seeded, where its node has lost them.
+    """
+    version = found.held.version
+    own, early = _slots(shared, version, rank, world_size)
+    rows = _gathered([int(own is not None), int(early is not None)], world_size)
+    trouble: list[str] = []
+    first: Any = None
+    large = _tried(trouble, lambda: _large(shared, found, rank, world_size))
+    source = next((number for number, row in enumerate(rows) if row[0]), None)
+    if source is None:
+        trouble.append("no rank has left what is small")
+    else:
+        first = _tried(trouble, lambda: _from_rank(own, source, rank, world_size))
+    if source and rows[0][1]:  # the buffers of a model are rank 0's
+        buffers = _tried(trouble, lambda: _from_rank(early, 0, rank, world_size)["small"])
+        first = _tried(trouble, lambda: {**first, "small": {**first["small"], **buffers}})
+    state = _tried(trouble, lambda: _checked(large, first["small"], found, names))
+    troubled = [number for number, row in enumerate(_gathered([len(trouble)], world_size)) if row[0]]
+    if troubled:
+        if rank == troubled[0]:
+            process.log(f"step {version.step} in memory is not used: rank {rank}: {trouble[0]}")
+        return None
+    _set_generators(own or early, first["rng"], version.step, rank)
+    return Fetched(state, first["by_value"], own is None and early is None)
+
+
+def _tried(trouble: list[str], work: Callable[[], Any]) -> Any:
+    """Nothing is raised before all ranks know: the others would wait for this one. Errors of a collective are."""
+    if trouble:
+        with contextlib.suppress(StateError, OSError, KeyError, TypeError):
+            work()
+        return None
+    try:
+        return work()
+    except (StateError, OSError, KeyError, TypeError) as error:
+        trouble.append(str(error) or type(error).__name__)
+        return None
+
+
+def _checked(large: Any, small: Any, found: Found, names: AbstractSet[str]) -> dict[str, Any]:
+    state = merged(large, small)
+    if packed.total(packed.tensors_of(large)) != found.held.total:
+        raise StateError("its bits do not add up to what was written")
+    if missing := sorted(names - set(state)):
+        raise StateError(f"it has no {', '.join(missing)}")
+    return state
+
+
+def _slots(shared: Shared | None, version: Version, rank: int, world_size: int) -> tuple[Any, Any]:
+    """What this rank wrote at the boundary of that step, and before the optimizer's step that led to it."""
+    found: list[Any] = []
+    for slots in (range(EARLY), [EARLY]):
+        value = None
+        for slot in slots:
+            if shared is not None and shared.slot_version(slot) == version:
+                with contextlib.suppress(StateError, OSError):
+                    value = shared.read_slot(slot)
+        found.append(value if value is not None and value["of"] == (rank, world_size) else None)
+    return found[0], found[1]
+
+
+def _set_generators(own: Any, source: Any, step: int, rank: int) -> None:
+    if own is not None:
+        random_states.set_to(random_states.expanded(own["rng"]))
+    else:
+        random_states.seed(random_states.expanded(source), step, rank)
+
+
+def _gathered(own: list[int], world_size: int) -> list[list[int]]:
+    """One row a rank."""
+    rows: list[list[int]] = gather.numbers(torch.tensor(own)).tolist() if world_size > 1 else [own]
+    return rows
+
+
+def _large(shared: Shared | None, found: Found, rank: int, world_size: int) -> Any:
+    """Read where it is, else from the first rank that has it; all ranks, because each calls the same collectives."""
+    size = found.held.size
+    if len(found.ranks) == world_size:
+        assert shared is not None, "it was found here"
+        return shared.read_area(size)
+    data = bytearray(size)
+    view = memoryview(data)
+    if rank == found.ranks[0]:
+        assert shared is not None, "it was found here"
+        with contextlib.suppress(OSError):  # zeros are no state, and every rank finds that
+            shared.read_area_into(view)
+    _broadcast(data, found.ranks[0])
+    if rank in found.ranks:
+        assert shared is not None, "it was found here"
+        return shared.read_area(size)
+    return packed.read_bytes(view)
+
+
+def _from_rank(value: Any, source: int, rank: int, world_size: int) -> Any:
+    """A small value of that rank, on all ranks."""
+    if world_size == 1:
+        return value
+    body = packed.as_bytes(packed.pack(value)) if rank == source else b""
+    (size,) = _gathered([len(body)], world_size)[source]
+    data = bytearray(body) if rank == source else bytearray(size)
+    _broadcast(data, source)
+    return packed.read_bytes(memoryview(data))
+
+
+def _broadcast(data: bytearray, source: int) -> None:
+    """In pieces, so that a large state needs no second copy on the device."""
+    for piece in torch.split(torch.frombuffer(data, dtype=torch.uint8), PIECE_BYTES):
+        on_device = piece.to(gather.device_for(None))
+        dist.broadcast(on_device, src=source)
+        piece.copy_(on_device)
