@@ -111,7 +111,7 @@ def test_the_series_of_a_deleted_job_have_ended(scraped: Prometheus) -> None:
 
 
 def test_the_restart_was_seen_counted_and_timed(scraped: Prometheus) -> None:
-    (restarts,) = scraped.query("ddpjob_restarts_total > 0")
+    (restarts,) = scraped.query('ddpjob_restarts_total{class="application"} > 0')
     assert (restarts["metric"]["scope"], restarts["value"][1]) == ("group", "1")
     (job,) = scraped.query('ddpjob_job_attempts_total{job_name="digits"}')
     assert job["value"][1] == "2"

@@ -69,7 +69,7 @@ class ModelServer:
 
     def delete_job(self, name: str) -> None:
         """Its pods go with it, as by the garbage collector."""
-        for plural, mine in (("pods", f"{name}-"), ("services", name), (api.PLURAL, name)):
+        for plural, mine in ((api.PLURAL, name), ("services", name), ("pods", f"{name}-")):
             for raw in self._call(self._api.all, plural):
                 if raw["metadata"]["name"].startswith(mine):
                     self._call(self._api.remove, plural, raw, "user")
