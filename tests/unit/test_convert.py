@@ -425,6 +425,21 @@ def test_what_accelerate_would_tell_its_ranks_is_told_by_variables() -> None:
     ]
 
 
+def test_words_that_yaml_takes_for_numbers_or_true_stay_words() -> None:
+    """`--lr 1e-3` was written without quotes, and ddpjob run and kubectl refused the number in the command."""
+    words = ["torchrun", "train.py", "--lr", "1e-3", "y", "N", "08", "0o17", "1e3", "1:30", "on", "2026-01-01", "="]
+    text = command.convert(words).to_yaml()
+    read = yamlfile.read_job("x.yaml", None, text.encode()).data
+    assert read["spec"]["template"]["spec"]["containers"][0]["command"] == words
+
+
+def test_a_command_that_is_not_utf_8_is_refused() -> None:
+    """It became a job with a character that no file name has."""
+    result = CliRunner().invoke(cli, ["convert", "--", "torchrun", "\udcff.py"])
+    assert result.stdout == ""
+    assert "not UTF-8" in str(result.exception)
+
+
 def test_the_job_is_named_after_the_script() -> None:
     names = {"torchrun my/Train_GPT.py": "train-gpt", "torchrun -m pack.train_it": "train-it", "torchrun 1.py": "train"}
     assert {line: of_command(line).metadata["name"] for line in names} == names

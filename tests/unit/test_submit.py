@@ -27,6 +27,7 @@ from fake_cluster import FakeCluster, fake_cluster, pod
 from ddpjob_operator.cli.main import cli, main
 from ddpjob_operator.client import pack
 from ddpjob_operator.job import validation
+from ddpjob_operator.manifest import yamlfile
 from ddpjob_operator.manifest.yamlfile import InputError
 
 LOCAL_RANK = "import os; d.init_process_group('gloo', rank=int(os.environ['LOCAL_RANK']), world_size=4)\n"
@@ -320,6 +321,19 @@ def test_a_dry_run_needs_no_cluster_and_prints_what_kubectl_can_apply(
     volumes = job["spec"]["template"]["spec"]["volumes"]
     assert {"name": config_map["metadata"]["name"]} in [v.get("configMap") for v in volumes]
     assert code_of(config_map) == {"train.py": SOUND}
+
+
+@pytest.mark.parametrize("command", ["submit", "run"])
+def test_a_dry_run_says_each_word_as_kubectl_reads_it(folder: Path, ddpjob: Ddpjob, command: str) -> None:
+    """kubectl reads 1e-3 as a number and y as true, and refuses both in a command."""
+    words = ["1e-3", "y", "on", "08", "1.5"]
+    done = ddpjob(command, "train.py", "--dry-run", "--", *words)
+    assert done.code == 0, done.err
+    bodies = [document.data for document in yamlfile.parse("x", done.out.encode())]
+    specs = [b["spec"].get("template", b).get("spec", {}) for b in bodies if "spec" in b]
+    found = [spec["containers"][0]["command"] for spec in specs if "containers" in spec]
+    assert found
+    assert [command[-5:] for command in found] == [words] * len(found)
 
 
 def test_a_yaml_file_is_submitted_as_it_is_and_with_code_where_wanted(

@@ -224,7 +224,7 @@ def delete(connect: Connect, jobs: tuple[str, ...], no_wait: bool, timeout: floa
 
 @click.command(short_help="Watch the progress of all jobs.", epilog="Example: ddpjob top -A")
 @click.option("-A", "--all-namespaces", is_flag=True, help="Of all namespaces.")
-@click.option("--once", is_flag=True, help="Print the table once, as where stdout is no terminal.")
+@click.option("--once", is_flag=True, help="Print the table once, as if stdout were no terminal.")
 @cluster_options
 def top(connect: Connect, all_namespaces: bool, once: bool) -> int:
     """Show the state and progress of all jobs, again every two seconds, until Ctrl-C."""

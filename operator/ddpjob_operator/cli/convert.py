@@ -26,8 +26,8 @@ Examples:
     epilog=EPILOG,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-@click.option("--image", help="The image, where a command is converted.")
-@click.option("--name", help="The job's name, where a command is converted.")
+@click.option("--image", help="The image, if a command is converted.")
+@click.option("--name", help="The job's name, if a command is converted.")
 @click.argument("source", metavar="FILE... | - | COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
 def convert(source: tuple[str, ...], image: str | None, name: str | None) -> int:
     """Make DDPJobs from Kubeflow's PyTorchJob or TrainJob, or from a command line of torchrun or accelerate.
@@ -35,14 +35,16 @@ def convert(source: tuple[str, ...], image: str | None, name: str | None) -> int
     A TrainJob needs its TrainingRuntime or ClusterTrainingRuntime among the files. Each field without a counterpart is
     named on stderr with its line and the reason; the DDPJobs go to stdout.
     """
+    from ddpjob_operator.cli.options import refuse_other_bytes
     from ddpjob_operator.convert import command
     from ddpjob_operator.convert.fields import ConvertError
     from ddpjob_operator.manifest.yamlfile import InputError
 
     if not command.is_command(source[0]):
         for option in (w for w in (("--image", image), ("--name", name)) if w[1]):
-            raise InputError(f"{option[0]}: only where a command is converted; the file has its own")
+            raise InputError(f"{option[0]}: only for a command; the file has its own")
         return answer("---\n".join(_from_files(source)))
+    refuse_other_bytes([*source, name or "", image or ""])
     try:
         converted = command.convert(source, name, image)
     except ConvertError as error:

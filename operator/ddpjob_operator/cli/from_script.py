@@ -15,7 +15,7 @@ from pathlib import PurePath
 
 from ddpjob_operator.check.script import INIT, Script
 from ddpjob_operator.cli.options import refuse_other_bytes
-from ddpjob_operator.job import api
+from ddpjob_operator.job import api, yamlvalues
 from ddpjob_operator.manifest.yamlfile import InputError
 
 NODES = 2
@@ -24,7 +24,6 @@ FOUND_MAX = 8
 _SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes")
 _PROCESSES = ("torch.multiprocessing.Process", "multiprocessing.Process")
 _SIMPLE = re.compile(r"[A-Za-z0-9_./=-]*[A-Za-z_./=-][A-Za-z0-9_./=-]*")
-_WORDS = {"true", "false", "null", "yes", "no", "on", "off", "y", "n", "-", "="}  # no text to YAML 1.1
 _DATA = re.compile(r"(?:^|_)(?:data|dataset|root|folder|dir|path)(?:$|_)")
 
 
@@ -194,5 +193,6 @@ def _scalar(word: str, *, text: bool = False) -> str:
     """As YAML in a list. text: a number is one of the command's words."""
     if not text:
         return word if re.fullmatch(r"[\w.+-]+", word) else json.dumps(word, ensure_ascii=False)
-    plain = _SIMPLE.fullmatch(word) and word.lower() not in _WORDS and not re.match(r"[-+.\d]", word)
+    is_text = yamlvalues.tag_of(word) == f"{yamlvalues.TAG}str" and word != "="
+    plain = _SIMPLE.fullmatch(word) and is_text and not re.match(r"[-+.\d]", word)
     return word if plain else json.dumps(word, ensure_ascii=False)

@@ -47,7 +47,7 @@ def cli() -> None:
     "--fail", "failures", metavar="FAULT", multiple=True, help="Break it: rank=1,step=200,signal=KILL; node=1,at=20s."
 )
 @click.option("--report", type=sections.AsPath(dir_okay=False), help="Write a report (HTML) into it at the end.")
-@click.option("--no-check", is_flag=True, help="Start also where `ddpjob check` finds errors.")
+@click.option("--no-check", is_flag=True, help="Start even if `ddpjob check` finds errors.")
 @click.option("--dry-run", is_flag=True, help="Print the pods that a cluster would get.")
 @click.option(
     "-f",
@@ -147,7 +147,7 @@ def init(
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path())
 @click.option("--nodes", metavar="N", help="Check for this many nodes; MIN:MAX: for an elastic job.")
 @click.option("--nproc", metavar="N", type=click.IntRange(min=1), help="Check for this many processes a node.")
-@click.option("--job", metavar="NAME", help="Which DDPJob, where a file has several.")
+@click.option("--job", metavar="NAME", help="Which DDPJob, if a file has several.")
 @click.option(
     "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How it is shown."
 )
@@ -212,6 +212,7 @@ def print_objects(job: api.DDPJob, cpu: bool) -> int:
     """The objects as YAML documents on stdout, each as soon as it is built."""
     import yaml
 
+    from ddpjob_operator.job import yamlvalues
     from ddpjob_operator.local.run import dry_run
 
     class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
@@ -220,6 +221,7 @@ def print_objects(job: api.DDPJob, cpu: bool) -> int:
         def ignore_aliases(self, data: Any) -> bool:
             return True
 
+    Dumper.add_representer(str, yamlvalues.represent)
     code = 0
     for i, body in enumerate(dry_run(job, cpu)):
         text = yaml.dump(body, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10_000)

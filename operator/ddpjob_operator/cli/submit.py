@@ -60,7 +60,7 @@ class Wishes:
     help="The folder that goes with the job.  [the script's; none for YAML]",
 )  # fmt: skip
 @click.option("--no-code", is_flag=True, help="The image has the script already.")
-@click.option("--no-check", is_flag=True, help="Submit also what `ddpjob check` finds an error in.")
+@click.option("--no-check", is_flag=True, help="Submit even if `ddpjob check` finds errors.")
 @click.option("-f", "--follow", is_flag=True, help="Show the logs until the job ends.")
 @click.option("--dry-run", is_flag=True, help="Print the objects, and create nothing.")
 @cluster_options

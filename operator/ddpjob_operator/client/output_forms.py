@@ -13,7 +13,7 @@ from ddpjob_operator.client.watch import Say
 from ddpjob_operator.describe import job as describe
 from ddpjob_operator.describe import table
 from ddpjob_operator.failures.redaction import clean
-from ddpjob_operator.job import api
+from ddpjob_operator.job import api, yamlvalues
 
 
 def of_jobs(found: Sequence[Raw], form: str, *, one: bool, namespaces: bool) -> str:
@@ -64,6 +64,7 @@ def _document(body: Raw, form: str) -> str:
         def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002
             return True
 
+    Dumper.add_representer(str, yamlvalues.represent)
     text: str = yaml.dump(body, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10_000)
     return text
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from ddpjob_operator.job import api
+from ddpjob_operator.job import api, yamlvalues
 
 Path = tuple[str | int, ...]
 
@@ -77,6 +77,9 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - the signature is PyYAML's
         """Without anchors: kubectl reads them, people do not."""
         return True
+
+
+_Dumper.add_representer(str, yamlvalues.represent)
 
 
 def _dumped(data: dict[str, Any]) -> list[str]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-from ddpjob_operator.job import api
+from ddpjob_operator.job import api, yamlvalues
 from ddpjob_operator.job.validation import NOT_A_JOB, Problem, suggestion
 from ddpjob_operator.job.validation import Path as FieldPath
 from ddpjob_operator.job.wording import say
-from ddpjob_operator.manifest import yamlbounds, yamlvalues
+from ddpjob_operator.manifest import yamlbounds
 
 _TAG = yamlvalues.TAG
 _NUMBERS = (f"{_TAG}int", f"{_TAG}float")

@@ -7,6 +7,7 @@ PyYAML differs where it hurts: 1e-4 is a text there and a number in the cluster,
 from __future__ import annotations
 
 import re
+from typing import Any
 
 TAG = "tag:yaml.org,2002:"
 _BOOLS = {
@@ -31,6 +32,11 @@ def tag_of(plain: str) -> str:
     if _INT.fullmatch(digits):
         return f"{TAG}int"
     return f"{TAG}float" if _FLOAT.fullmatch(digits) or _NO_JSON.fullmatch(plain) else f"{TAG}str"
+
+
+def represent(dumper: Any, text: str) -> Any:
+    """A text for a PyYAML dumper (add_representer), in quotes where kubectl would read another value: y, 1e-3."""
+    return dumper.represent_scalar(f"{TAG}str", text, style=None if tag_of(text) == f"{TAG}str" else "'")
 
 
 def number(text: str) -> int | float:
