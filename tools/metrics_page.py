@@ -40,6 +40,9 @@ the scraper in `networkPolicy.metricsFrom`.
 Whoever reaches the port reads the names of jobs and namespaces, as with kube-state-metrics. `metrics.perJob=false`
 leaves out all series of single jobs; jobs are then still counted by namespace and state.
 
+A local run keeps the same names in a file for node-exporter's textfile collector (`--collector.textfile.directory`):
+`ddpjob run job.yaml --metrics-file /var/lib/node_exporter/ddpjob.prom`. It has no series of the operator.
+
 ## What the series promise
 
 - The operator that leads serves what concerns jobs, and a standby only its own queue, requests and copies. So a sum

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
+import sys
 
 import pytest
 from slow_server import SlowServer, Town, play
 from worlds import World, digits
 
 from ddpjob_operator.kube import decisions
+from ddpjob_operator.kube.log import JsonLines
 from ddpjob_operator.kube.settings import OperatorSettings
 
 
@@ -112,3 +115,64 @@ def test_every_setting_that_an_administrator_may_change_is_in_the_first_line() -
     values |= {"DDPJOB_LEASE_RENEW_SECONDS": "40", "DDPJOB_LEASE_RETRY_SECONDS": "5"}
     said = OperatorSettings.read(values).summary()
     assert dict(re.findall(r"(DDPJOB_\w+)=([^,]+)", said)) == values
+
+
+def decided(world: World) -> list[decisions.Line]:
+    """Plans and acts until there is nothing to do; the lines at DEBUG of that."""
+    found: list[decisions.Line] = []
+    for _ in range(10):
+        job = world.job
+        todo = world.step()
+        line = decisions.decision(job, todo)
+        found += [line] if line is not None else []
+        if todo.status is None and not todo.actions:
+            return found
+    raise AssertionError(found)
+
+
+def test_at_debug_each_plan_that_does_anything_is_a_line_with_its_pods() -> None:
+    first, *_ = decided(digits())
+    assert first.text.endswith("the status is written, create the Service, create digits-1-0 digits-1-1")
+    world = digits().running()
+    assert len(decided(world.after(10).reports_step(100))) == 1, "the first step"
+    assert decided(world.after(10).reports_step(200)) == [], "progress is no news"
+    lines = decided(world.exits(1, 3))
+    assert (lines[0].job, lines[0].attempt, lines[0].pod) == ("default/digits", 1, "digits-1-1")
+    assert any("delete digits-1-0" in line.text for line in lines)
+
+
+def test_a_plan_for_two_thousand_pods_is_one_line_of_bounded_length() -> None:
+    (line, *_) = decided(digits(nodes=2000))
+    assert "and 1992 more" in line.text
+    assert len(line.text) <= 2 * decisions.MESSAGE_MAX + 10
+
+
+def test_as_json_each_decision_is_an_object_with_job_attempt_and_pod() -> None:
+    """A log store finds the history of a job, or of a pod, by a field and not by a pattern."""
+    world = digits().running()
+    (line, *_) = (line for line in _lines_of(world.exits(1, 3, message="password=hunter2\nnext")))
+    record = logging.LogRecord("ddpjob_operator", logging.INFO, "", 0, "%s", (line.text,), None)
+    record.__dict__.update(line.fields())
+    text = JsonLines().format(record)
+    assert "\n" not in text
+    assert "hunter2" not in text
+    told = json.loads(text)
+    assert list(told) == ["ts", "level", "logger", "msg", "job", "attempt", "pod"]
+    assert (told["job"], told["attempt"], told["pod"]) == ("default/digits", 1, "digits-1-1")
+    assert told["level"] == "info"
+    assert told["ts"].endswith("Z")
+
+
+def _lines_of(world: World) -> list[decisions.Line]:
+    job = world.job
+    return list(decisions.lines(job, world.step()))
+
+
+def test_an_error_as_json_has_its_stack_in_one_line() -> None:
+    try:
+        raise ValueError("token=abcdef0123456789abcdef")
+    except ValueError:
+        record = logging.LogRecord("ddpjob_operator", logging.ERROR, "", 0, "failed", (), sys.exc_info())
+    text = JsonLines().format(record)
+    assert "ValueError" in json.loads(text)["stack"]
+    assert "\n" not in text

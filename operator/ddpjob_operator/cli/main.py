@@ -60,6 +60,9 @@ def cli() -> None:
 @click.option("--job", cls=sections.RareOption, metavar="NAME", help="of several")
 @click.option("--status", cls=sections.RareOption, type=sections.AsPath(dir_okay=False), help="JSON")
 @click.option(
+    "--metrics-file", "metrics", cls=sections.RareOption, type=sections.AsPath(dir_okay=False), help="for Prometheus"
+)
+@click.option(
     "--logs",
     cls=sections.RareOption,
     type=sections.AsPath(file_okay=False),
@@ -80,6 +83,7 @@ def run(
     settings: tuple[str, ...],
     variables: tuple[str, ...],
     status: Path | None,
+    metrics: Path | None,
     report: Path | None,
     logs: Path | None,
     failures: tuple[str, ...],
@@ -115,7 +119,17 @@ def run(
             return print_objects(parsed, cpu)
         if warning := sources.warn_of_size(parsed, allowed=yes):
             click.echo(warning, err=True)
-        options = Options(status, cpu, allow_unsupported, plain, logs, broken, report, os.getpgrp())
+        options = Options(
+            status,
+            cpu,
+            allow_unsupported,
+            plain,
+            logs,
+            broken,
+            metrics=metrics,
+            report=report,
+            process_group=os.getpgrp(),
+        )
         cells = file if sources.is_notebook(file) else None
         return start(document, parsed, options, checked=not no_check, notebook=cells)
 

@@ -98,6 +98,8 @@ class Exposition:
         with contextlib.suppress(ConnectionError):
             await response.prepare(request)
             await response.write_eof()
+            # aiohttp does not wait for the peer to read; the deadline above is for that.
+            await request.writer.drain()
             self._server.allow(request.protocol, IDLE_SECONDS, busy=False)
         return response
 

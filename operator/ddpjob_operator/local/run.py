@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
@@ -49,6 +49,9 @@ from ddpjob_operator.plan.actions import Settings
 from ddpjob_operator.plan.plan import plan
 from ddpjob_operator.pods import build
 
+if TYPE_CHECKING:
+    from ddpjob_operator.local.metrics_file import MetricsFile
+
 SUCCEEDED, FAILED, INTERRUPTED = 0, 1, 130
 WAIT_SECONDS_MAX = 3600.0  # the kernel's own limit is 24.8 days, which a deadline of a month is beyond
 REPORT_SECONDS = 0.5  # on loopback a report costs nothing, and the table is to be up to date
@@ -70,6 +73,8 @@ class Options:
     """The parent of the runs' folders; None is the user's state folder."""
     faults: tuple[faults.Fault, ...] = ()
     """Faults to inject."""
+    metrics: Path | None = None
+    """Where the numbers of the run are kept for a scraper."""
     report: Path | None = None
     """Where the report is written once the run has ended."""
     process_group: int | None = None
@@ -84,7 +89,8 @@ def run(document: Document, job: api.DDPJob, options: Options) -> int:
     if job.spec.managed_by:
         text = f'spec.managedBy: "{job.spec.managed_by}" runs this job, and not ddpjob. Remove the field.'
         raise InputError(f"{document.place(('spec', 'managedBy'))}: {text}")
-    for option, path in (("--status", options.status), ("--report", options.report)):
+    written = (("--status", options.status), ("--report", options.report), ("--metrics-file", options.metrics))
+    for option, path in written:
         if path is not None and not Path(os.path.realpath(path)).parent.is_dir():
             raise InputError(f"{option} {path}: there is no such folder")
     job, slots, notes = assign_slots(document, job, options)
@@ -201,6 +207,7 @@ class Runner:
         self._pause_asked = False
         self._noted: set[str] = set()
         self._total_steps: int | None = None
+        self._metrics = None if options.metrics is None else _metrics_file(options.metrics, self.job)
         self._received: collections.deque[Report] = collections.deque()
         self._wake_read, self._wake_write = os.pipe()
         for end in (self._wake_read, self._wake_write):
@@ -289,6 +296,7 @@ class Runner:
 
     def _record(self, status: api.Status) -> None:
         """Remember the status, and write it for others; a full disk costs the file, never the job."""
+        self._measure(self.job.status, status)
         if status.attempt != self.job.status.attempt:
             self.cluster.agent = None  # what it restarted in place is counted, and is none of the next attempt's
         self.job = replace(self.job, status=status)
@@ -299,6 +307,16 @@ class Runner:
             files.write_atomically(self.options.status, record.document(status))
         except OSError as error:
             self._note_once(f"--status {self.options.status}: {error.strerror}; the job goes on without it")
+
+    def _measure(self, old: api.Status, new: api.Status) -> None:
+        """For a scraper; a full disk costs the file, never the job."""
+        if self._metrics is None:
+            return
+        now, reported = dt.datetime.now(dt.timezone.utc), self.cluster.agent
+        try:
+            self._metrics.changed(old, new, now, None if reported is None else reported.agent)
+        except OSError as error:
+            self._note_once(f"--metrics-file {self.options.metrics}: {error.strerror}; the job goes on without it")
 
     def _note_once(self, text: str) -> None:
         """Show a note the first time only."""
@@ -428,6 +446,12 @@ def _runner(job: api.DDPJob, slots: list[pod_process.Slot], folder: run_folder.R
         return Runner(job, slots, folder, options)
     except OSError as error:
         raise InputError(f"{folder.path}: {error.strerror}; choose another folder with --logs") from None
+
+
+def _metrics_file(path: Path, job: api.DDPJob) -> MetricsFile:
+    from ddpjob_operator.local.metrics_file import MetricsFile  # prometheus-client takes a while, and few ask for it
+
+    return MetricsFile(path, job)
 
 
 def _run_folder(name: str, options: Options) -> run_folder.RunFolder:

@@ -141,8 +141,8 @@ def to_tell(view: View) -> tuple[TellGroup, ...]:
     group = group_of(view, recorded)
     if adapter is None or not adapter.admits_first or group is None or _is_away(view, adapter):
         return ()
-    news = _news(view, group)
-    if news is None or _refused(view, group.name):
+    news, is_to_go = _news(view, group), any(gone.uid == group.uid for gone in unneeded(view))
+    if news is None or is_to_go or _refused(view, group.name):
         return ()
     return (TellGroup(group.adapter, group.name, group.uid, news, recorded.message),)
 

@@ -1,0 +1,172 @@
+"""The simulation's model of an API server behind HTTP, in real time, for tests of the operator's process that need no
+cluster. The test plays the kubelet."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import orjson
+from aiohttp import web
+from model_api import KINDS, ModelApi, Raw, event_of, matching, parse, stamp
+
+from ddpjob_operator.job import api
+
+T = TypeVar("T")
+DDPJOBS = f"/apis/{api.GROUP}/{api.VERSION}"
+
+
+class ModelServer:
+    """Use as a context manager; all methods may be called from the test's thread."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.refused: Callable[[str, str], int] = lambda _method, _path: 0
+        """The code that a request is answered with instead of being carried out; 0: it is carried out."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._api = ModelApi(time.monotonic, lambda: dt.datetime.now(dt.timezone.utc))
+
+    def __enter__(self) -> ModelServer:
+        self._thread.start()
+        self._run(self._start())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._run(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+
+    # ---------------------------------------------------------------- what a test does
+
+    def apply(self, manifest: Raw) -> None:
+        """Create a job."""
+        body = {**manifest, "metadata": {"name": manifest["metadata"]["name"]}}
+        namespace = manifest["metadata"].get("namespace", "default")
+        self._call(self._api.request, "POST", f"{DDPJOBS}/namespaces/{namespace}/ddpjobs", None, body, "user")
+
+    def status(self, name: str) -> Raw:
+        """Of a job."""
+        return dict((self._call(self._api.find, api.PLURAL, name) or {}).get("status") or {})
+
+    def pods(self) -> list[str]:
+        """The names of those that are not being deleted."""
+        return [raw["metadata"]["name"] for raw in self._call(self._api.all, "pods")]
+
+    def runs(self, *names: str) -> None:
+        """These pods' trainers run."""
+        for name in names:
+            self._set(name, "Running", {"running": {"startedAt": _now()}})
+
+    def exits(self, name: str, code: int) -> None:
+        """This pod's trainer ends by itself."""
+        ended = {"exitCode": code, "reason": "Error" if code else "Completed", "finishedAt": _now()}
+        self._set(name, "Failed" if code else "Succeeded", {"terminated": ended})
+
+    def delete_job(self, name: str) -> None:
+        """Its pods go with it, as by the garbage collector."""
+        for plural, mine in ((api.PLURAL, name), ("services", name), ("pods", f"{name}-")):
+            for raw in self._call(self._api.all, plural):
+                if raw["metadata"]["name"].startswith(mine):
+                    self._call(self._api.remove, plural, raw, "user")
+
+    def _set(self, name: str, phase: str, state: Raw) -> None:
+        raw = self._call(self._api.find, "pods", name)
+        trainer = {"name": "trainer", "state": state, "ready": "running" in state, "restartCount": 0}
+        status = {
+            "phase": phase,
+            "containerStatuses": [trainer],
+            "conditions": [{"type": "Ready", "status": "True" if "running" in state else "False"}],
+        }
+        spec = {**raw["spec"], "nodeName": "node-0"}
+        self._call(self._api.change, "pods", raw, "kubelet", spec=spec, status=status)
+
+    # ---------------------------------------------------------------- HTTP
+
+    async def _start(self) -> None:
+        self._runner = web.ServerRunner(web.Server(self._answer, access_log=None), shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self._kubelet = self._loop.create_task(self._kubelets_stop_pods())
+
+    async def _stop(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._runner.cleanup()
+
+    async def _kubelets_stop_pods(self) -> None:
+        """What is asked to stop is gone a moment later."""
+        while True:
+            for raw in self._api.all("pods"):
+                if "deletionTimestamp" in raw["metadata"]:
+                    self._api.remove("pods", raw, "kubelet")
+            await asyncio.sleep(0.1)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if code := self.refused(request.method, request.path):
+            status = {"kind": "Status", "status": "Failure", "code": code, "message": "made by the test"}
+            return web.json_response(status, status=code)
+        if request.path in _DISCOVERY:
+            return web.json_response(_DISCOVERY[request.path])
+        if "watch" in request.query:
+            return await self._watch(request)
+        text = await request.read()
+        code, answer = self._api.request(
+            request.method, request.path, dict(request.query), orjson.loads(text) if text else None, "operator"
+        )
+        return web.json_response(answer, status=code)
+
+    async def _watch(self, request: web.BaseRequest) -> web.StreamResponse:
+        plural, namespace, _, _ = parse(request.path)
+        matches = matching(request.query.get("labelSelector", ""), namespace)
+        version = int(request.query.get("resourceVersion") or self._api.version)
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        while True:
+            change = self._api.after(KINDS[plural].plural, version)
+            if change is None:
+                waits: asyncio.Future[bool] = self._loop.create_future()
+                self._api.waiting[plural].append(waits)
+                await waits
+                continue
+            version = change.version
+            if (event := event_of(change, matches)) is not None:
+                await response.write(orjson.dumps(event) + b"\n")
+
+    # ---------------------------------------------------------------- threads
+
+    def _call(self, function: Callable[..., T], *arguments: Any, **more: Any) -> T:
+        async def call() -> T:
+            return function(*arguments, **more)
+
+        return self._run(call())
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+
+_VERSION = {"groupVersion": f"{api.GROUP}/{api.VERSION}", "version": api.VERSION}
+_VERBS = ["get", "list", "watch", "create", "update", "patch", "delete"]
+_RESOURCE = {"name": api.PLURAL, "singularName": "ddpjob", "kind": api.KIND, "namespaced": True, "verbs": _VERBS}
+_NAMESPACES = {"name": "namespaces", "singularName": "", "kind": "Namespace", "namespaced": False, "verbs": _VERBS}
+# What kopf asks before it watches.
+_DISCOVERY: dict[str, Raw] = {
+    "/api": {"kind": "APIVersions", "versions": ["v1"]},
+    "/api/v1": {"kind": "APIResourceList", "groupVersion": "v1", "resources": [_NAMESPACES]},
+    "/apis": {
+        "kind": "APIGroupList",
+        "groups": [{"name": api.GROUP, "versions": [_VERSION], "preferredVersion": _VERSION}],
+    },
+    DDPJOBS: {"kind": "APIResourceList", "groupVersion": f"{api.GROUP}/{api.VERSION}", "resources": [_RESOURCE]},
+}
+
+
+def _now() -> str:
+    return stamp(dt.datetime.now(dt.timezone.utc))
