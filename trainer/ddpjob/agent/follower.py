@@ -69,8 +69,9 @@ class Follower:
         self._send({**self._event("failed"), "failures": _encoded(failures)})
 
     def stopped(self, failures: list[Failure], _now: float) -> None:
-        ended = self._agent.node.ended_well
-        self._send({**self._event("stopped"), "failures": _encoded(failures), "ended": ended})
+        node = self._agent.node
+        about = {"ended": node.ended_well, "inMemory": node.step_in_memory}
+        self._send({**self._event("stopped"), "failures": _encoded(failures), **about})
 
     def finished(self, _now: float) -> None:
         self._done = not self._checking

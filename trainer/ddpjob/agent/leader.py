@@ -54,6 +54,7 @@ class Leader:
         self._heard_at: dict[int, float] = {}
         self._heartbeat_at = 0.0
         self._held: socket.socket | None = None  # the port of this generation
+        self._step_in_memory = 0  # that a node has whole, written by the ranks that were stopped last; 0: none
 
     @property
     def deadline(self) -> float | None:
@@ -80,6 +81,7 @@ class Leader:
 
     def stopped(self, failures: list[Failure], now: float) -> None:
         self._lead.reached(self._agent.node.furthest_step)
+        self._step_in_memory = max(self._step_in_memory, self._agent.node.step_in_memory)
         self._lead.stopped(self._options.place, failures, now, self._agent.node.ended_well)
 
     def finished(self, now: float) -> None:
@@ -124,9 +126,8 @@ class Leader:
         if order.preflight:
             say("pre-flight: the nodes measure each other first")
         elif order.generation > 0:
-            saved = self._agent.node.saved_step
-            where = f", from step {saved}" if saved else ""
-            say(f"restart {order.generation}: {self._lead.said or 'the pod of node 0 is new'}{where}")
+            why = self._lead.said or "the pod of node 0 is new"
+            say(f"restart {order.generation}: {why}{self._from_where()}")
         elif self._lead.said:
             say(self._lead.said)
         try:
@@ -137,6 +138,14 @@ class Leader:
         life = Life(order.generation, order.members, port, order.preflight)
         self._send(order.members, {"start": {**life._asdict(), "members": life.members.text}})
         return self._agent.start(life)
+
+    def _from_where(self) -> str:
+        """What the ranks will find, as far as the nodes know; which of it counts is theirs to say."""
+        step, self._step_in_memory = self._step_in_memory, 0
+        saved = self._agent.node.saved_step
+        if step:
+            return f", from step {step} in memory"
+        return f", from step {saved}" if saved else ""
 
     def _stop(self, order: Stop, now: float) -> None:
         self._send(order.nodes, {"stop": {"generation": order.generation, "patient": order.patient}})
@@ -272,6 +281,7 @@ class Leader:
         if event == "failed":
             self._lead.failed(node, failures, now)
         elif event == "stopped":
+            self._step_in_memory = max(self._step_in_memory, int(message.get("inMemory", 0)))
             self._lead.stopped(node, failures, now, self._ended(node, message))
         elif event == "finished":
             self._lead.finished(node, now, self._ended(node, message))

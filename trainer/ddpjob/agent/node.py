@@ -80,6 +80,12 @@ class LocalRanks:
         return (0 if self.beats is None else self.beats.saved_step) or self._saved_before
 
     @property
+    def step_in_memory(self) -> int:
+        """Of the state that this generation has left whole in this node's memory; 0: none."""
+        whole = None if self.memory is None else self.memory.whole
+        return whole.step if whole and self._life and whole.generation == self._life.generation else 0
+
+    @property
     def exit_code(self) -> int | None:
         """What its ranks together ended with: 0 only if all did; None where none has trained."""
         if not self._codes or (self._life is not None and self._life.preflight):

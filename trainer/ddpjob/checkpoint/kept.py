@@ -36,6 +36,9 @@ class Kept:
         for optimizer in self._optimizers.values():
             parameters |= {id(each): each for group in optimizer.param_groups for each in group["params"]}
         self._parameters = list(parameters.values())
+        trained = [[p for p in module.parameters() if p.requires_grad] for module, _ in self._modules.values()]
+        self.first_gradients = [its[-1] for its in trained if its]
+        """The last parameter of each module: in backward its gradient usually comes first."""
 
     def is_of(self, objects: Mapping[str, Any]) -> bool:
         """Whether it keeps these very objects; values are none."""

@@ -55,6 +55,7 @@ class Keeper:
         self._dirty_since = self._dirty_seconds = 0.0  # how long it takes from the optimizer's step to the boundary
         self._ends = False  # by an exception: no boundary follows
         self._told = False
+        self._hooks: list[Any] = []
         self._pid = os.getpid()
         register_optimizer_step_pre_hook(self.before_step)
         threading.Thread(target=self._wait, name="ddpjob-memory", daemon=True).start()
@@ -86,6 +87,12 @@ class Keeper:
             with self._lock:  # what was noted until now is of other objects
                 self._kept, self._stepped = kept, True
                 self._shared.cells[CLOCK] |= 1
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = [
+                last.register_post_accumulate_grad_hook(self._before_reduce)  # type: ignore[no-untyped-call]
+                for last in kept.first_gradients
+            ]
             if kept.by_value and not self._told and self._rank == 0:
                 self._told = True
                 process.log(
@@ -113,8 +120,9 @@ class Keeper:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise StateError("on a GPU the state changes while the processor runs ahead")
         if self._has_early and self._early is not None and rng != self._early:
-            self._has_early = False  # what is drawn after the optimizer's step is not known before it
+            self._has_early = False  # what is drawn after the gradients is not known before them
             shared.forget_slot(EARLY)
+        self._early = None
         versions = [shared.slot_version(slot) for slot in range(EARLY)]
         slot = 0 if versions[0] is None or (versions[1] is not None and versions[0] < versions[1]) else 1
         shared.write_slot(slot, packed.pack(self._slot(rng, kept.small())), step)
@@ -168,8 +176,7 @@ class Keeper:
         with self._guarded():
             if self._sum is not None:
                 self._compare(kept)
-            if self._has_early:
-                self._write_early(kept)
+            self._write_early(kept)
         with self._lock:
             self._stepped, self._dirty_since = True, time.monotonic()
             self._shared.cells[CLOCK] |= 1
@@ -185,9 +192,20 @@ class Keeper:
             self._shared.write_proof(step, before)
             self._shared.node[PROVEN] = 1
 
+    def _before_reduce(self, _parameter: Any) -> None:
+        """Called in each backward, before this rank's gradients can all have reached the others: from then on they may
+        make the step, and this rank be killed before it comes to it."""
+        kept = self._kept
+        if kept is not None and not self._off and not self._stepped and os.getpid() == self._pid:
+            with self._guarded():
+                self._write_early(kept)
+
     def _write_early(self, kept: Kept) -> None:
-        """A rank that is killed within the step leaves its random states; the others have the rest."""
-        rng = self._early = random_states.compact()
+        """A rank that is killed before the next boundary leaves its random states; the others have the rest."""
+        rng = random_states.compact() if self._has_early else None
+        if rng is None or rng == self._early:
+            return
+        self._early = rng
         step = self._shared.cells[CLOCK] // 2 + 1
         self._shared.write_slot(EARLY, packed.pack(self._slot(rng, kept.buffers())), step)
 
