@@ -472,3 +472,11 @@ def test_a_process_that_was_there_before_outlives_the_run(cli: Cli) -> None:
     finally:
         sibling.kill()
         eventually(lambda: not cli.marked())
+
+
+def test_a_local_run_needs_no_gang_and_says_that_it_has_none(cli: Cli) -> None:
+    """All processes start here; a run that waited for a scheduler would wait for ever."""
+    job = cli.file("print('trained')", gang="native", topologyKey="rack")
+    done = cli.run("run", job)
+    assert done.stdout.count("trained") == 2
+    assert "without effect on local processes: spec.gang, spec.topologyKey" in done.stderr

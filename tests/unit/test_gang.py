@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from worlds import World, digits, job
 
+from ddpjob_operator.describe.job import describe
 from ddpjob_operator.gangs import choice, native
 from ddpjob_operator.job import api
 from ddpjob_operator.observed.groups import Admission, GangApi
@@ -160,10 +161,16 @@ def test_a_gang_that_waits_says_why_for_whom_and_for_how_long() -> None:
     due = world.plan().requeue_at
     assert due is not None
     assert (due - world.now).total_seconds() == 60
-    world.after(61).admits("waiting", "minCount 2 is not satisfied").settle()
+    world.after(61).admits("waiting", "0/1 placements are available").settle()
     assert world.status.message.endswith(
-        "placed together: minCount 2 is not satisfied; nodes are held by resnet (2 nodes), for more than 1m"
+        "placed together: 0/2 nodes are available; nodes are held by resnet (2 nodes), for more than 1m"
     )
+
+
+def test_a_gang_for_one_rack_says_also_how_many_racks_were_tried() -> None:
+    world = gang(topologyKey="rack").started().unschedulable(0, "Insufficient cpu").unschedulable(1, "Insufficient cpu")
+    world.admits("waiting", "0/3 placements are available").settle()
+    assert world.status.message.endswith("placed together: 0/3 placements are available; Insufficient cpu")
 
 
 def test_the_start_deadline_releases_a_gang_and_the_next_try_has_its_own() -> None:
@@ -186,6 +193,14 @@ def test_a_group_of_somebody_else_is_never_deleted() -> None:
     ours = world.groups["digits-1"]
     world.groups["digits-0"] = dataclasses.replace(ours, name="digits-0", owner_uid="somebody", attempt=0)
     assert not any(isinstance(action, DeleteGroup) for action in world.settle().step().actions)
+
+
+def test_describe_says_who_admits_the_pods_and_why() -> None:
+    world = gang().running()
+    assert "Gang:       native: the API server serves scheduling.k8s.io/v1alpha2" in describe(
+        world.job, world.now, world.now
+    )
+    assert not any(line.startswith("Gang") for line in describe(digits().running().job, world.now, world.now))
 
 
 # ---------------------------------------------------------------- native: objects as Kubernetes has them

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from ddpjob_operator.kube.access import RIGHTS, missing_rights
+from ddpjob_operator.kube.access import GANG_RIGHTS, RIGHTS, missing_rights
 from ddpjob_operator.kube.client import Client
 
 ALL = [{"verbs": list(r.verbs), "apiGroups": [r.group], "resources": [r.resource]} for r in RIGHTS]
@@ -78,3 +78,11 @@ def test_for_all_namespaces_every_verb_is_asked_for_because_rules_are_listed_for
     assert set(server.requests) == {"SelfSubjectAccessReview"}
     assert len(lines) == len(server.requests) == sum(len(right.verbs) for right in RIGHTS)
     assert "may not list nodes in all namespaces" in "\n".join(lines)
+
+
+def test_the_rights_of_a_gang_are_asked_for_only_where_it_is_switched_on() -> None:
+    """A warning about a right that nobody needs would be looked into for an hour."""
+    assert missing(Server(ALL)) == []
+    lines = asyncio.run(missing_rights(cast(Client, Server(ALL)), "team", ["native"]))
+    assert len(lines) == sum(len(right.verbs) for right in GANG_RIGHTS["native"])
+    assert "the operator may not create podgroups.scheduling.k8s.io in team" in "\n".join(lines)

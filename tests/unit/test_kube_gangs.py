@@ -167,5 +167,5 @@ def test_an_operator_that_has_nothing_switched_on_asks_for_nothing() -> None:
 def test_only_names_that_there_are_can_be_switched_on() -> None:
     assert OperatorSettings.read({"DDPJOB_GANGS": " native, native,"}).gangs == ("native",)
     assert "DDPJOB_GANGS=native" in OperatorSettings.read({"DDPJOB_GANGS": "native"}).summary()
-    with pytest.raises(ValueError, match='DDPJOB_GANGS: must be names of native, separated by commas, is "volcano"'):
+    with pytest.raises(ValueError, match=r"DDPJOB_GANGS: must be names of native, .*volcano"):
         OperatorSettings.read({"DDPJOB_GANGS": "volcano"})

@@ -47,6 +47,8 @@ def describe(job: api.DDPJob, created: dt.datetime | None, now: dt.datetime) -> 
         *([labelled("", status.message)] if status.message else []),
         labelled("Nodes", f"{_ready(job)} of {spec.nodes} ready, {processes} each, {topology.backend(spec)}"),
     ]
+    if status.gang is not None:
+        lines.append(labelled("Gang", f"{status.gang.kind}: {status.gang.why}"))
     lines += _progress(status, now)
     lines += _restarts(job)
     lines += _goodput(status)

@@ -6,6 +6,7 @@ With such a contradiction the job hangs or fails, because the launcher waits for
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from collections.abc import Iterator
@@ -44,6 +45,8 @@ NEEDS_TORCHRUN = (
 # How users' scripts name the option for init_method.
 _INIT_METHOD_OPTION = re.compile(r"^--(?:dist|init)[-_](?:url|method)(?:=|$)")
 
+_KEPT_LENGTH_MAX = 4096
+
 
 @dataclass(frozen=True)
 class Launcher:
@@ -55,7 +58,14 @@ class Launcher:
 
 def find(command: list[str]) -> Launcher | None:
     """The launcher that `command` (command + args) starts, also inside `sh -c "…"`; None where there is none."""
-    words = _words(command)
+    known = _found if sum(map(len, command)) <= _KEPT_LENGTH_MAX else _found.__wrapped__
+    return known(tuple(command))
+
+
+@functools.lru_cache(maxsize=256)
+def _found(command: tuple[str, ...]) -> Launcher | None:
+    # Kept, because each plan of a job asks for it several times.
+    words = _words(list(command))
     begin = options_begin(words)
     if begin is None:
         return None

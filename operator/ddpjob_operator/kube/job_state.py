@@ -101,6 +101,8 @@ class JobState:
         return [self._by_own_clock(p) for p in pods]
 
     def _by_own_clock(self, pod: Pod) -> Pod:
+        if pod.silent_since is pod.deletion_deadline is pod.done_since is None and not pod.done_beside_sidecars:
+            return pod  # most are so, and a job may have thousands
         stopping = self.first_seen.get((pod.uid, "stopping"))
         grace = dt.timedelta()
         if pod.deletion_deadline and pod.deletion_requested_at:

@@ -17,7 +17,8 @@ def pod_changed(old: Pod | None, new: Pod | None, pods: Iterable[Pod], nodes: in
     """Seconds until a reconcile is worth it; None: the change alone is not. pods: those that the job has now."""
     if new is None or (new.ended and new.trainer.exit_code != 0) or new.deletion_requested_at is not None:
         return 0.0
-    if old is not None and dataclasses.replace(old, node=new.node, scheduled_at=new.scheduled_at) == new:
+    same = old is not None and old.trainer == new.trainer  # asked first, because to make a pod takes longer
+    if old is not None and same and dataclasses.replace(old, node=new.node, scheduled_at=new.scheduled_at) == new:
         return None  # it has only been scheduled, and no rule asks for that
     return ALL_CHANGED_SECONDS if _all_changed(new, pods, nodes) else SOME_CHANGED_SECONDS
 

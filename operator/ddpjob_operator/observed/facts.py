@@ -29,7 +29,7 @@ def merge(earlier: Pod | None, later: Pod, number: int = 0) -> Pod:
         ended_seen=number if ends_now else known.ended_seen,
         ended_first=known.ended_first or (ended and (not stopping or _deleted_after_its_end(earlier, later))),
     )
-    return replace(known, completed=known.has_completed)
+    return known if known.completed == known.has_completed else replace(known, completed=known.has_completed)
 
 
 def _added(earlier: Pod, later: Pod) -> Pod:

@@ -170,9 +170,10 @@ def retry_at(view: View) -> dt.datetime | None:
 
 def why_waiting(view: View, status: api.Status, unplaced: int, scheduler: str) -> str:
     """Why the scheduler places none of a gang's pods: its own sentence, and who has the nodes. scheduler: what it says
-    of the pods, where it says nothing of the group."""
+    of the first pod; of a group it says only that no placement was found, which matters where there are several."""
     group = group_of(view, status)
-    why = (group.admission.why if group is not None else "") or scheduler
+    of_group = group.admission.why if group is not None and view.spec.topology_key else ""
+    why = "; ".join(text for text in (of_group, scheduler) if text)
     together = f"{unplaced} of {view.spec.nodes} pods wait to be placed together: {why}"
     return f"{together}{_held_by(view.seen.neighbours)}{pending.waited(status.attempt_time, view.now)[0]}"
 
