@@ -523,3 +523,10 @@ def test_run_and_check_name_the_command_that_converts(tmp_path: Path) -> None:
     file.write_text(PYTORCHJOB)
     with pytest.raises(yamlfile.InputError, match=f"`ddpjob convert {file}` makes one of it"):
         yamlfile.read_job(str(file))
+
+
+def test_a_trainjobs_number_of_processes_goes_before_its_runtimes_and_nothing_is_lost() -> None:
+    """A user reads that a DDPJob has no such field, where the table of fields names one."""
+    result = trainjob()
+    assert result.spec["nprocPerNode"] == 8
+    assert not any("numProcPerNode" in path for path in remarks(result))

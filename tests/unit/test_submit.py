@@ -179,6 +179,17 @@ def test_credentials_stay_here_and_are_named(folder: Path) -> None:
     assert "and 1 more file" in remark
 
 
+def test_snapshots_of_a_training_here_stay_here_and_are_named(folder: Path) -> None:
+    """A job in the cluster goes on from the end of a run on this machine, makes no step, and succeeds."""
+    for below in ("snapshots", "old/snapshots"):
+        (folder / below).mkdir(parents=True)
+        (folder / below / "writer-000001.json").write_text("{}")
+        (folder / below / "step-000000001500.writer-000001.0123456789abcdef.pt").write_text("state")
+    packed = pack.pack(folder)
+    assert set(unpacked(packed.data)) == {"train.py"}
+    assert packed.remarks == ("left out, because they are snapshots of another training: old/snapshots/, snapshots/",)
+
+
 def test_links_that_lead_out_in_a_circle_or_nowhere_are_left_out_and_named(folder: Path) -> None:
     (folder / "outside").symlink_to("/etc/hostname")
     (folder / "loop").symlink_to("loop")
@@ -321,6 +332,15 @@ def test_a_dry_run_needs_no_cluster_and_prints_what_kubectl_can_apply(
     volumes = job["spec"]["template"]["spec"]["volumes"]
     assert {"name": config_map["metadata"]["name"]} in [v.get("configMap") for v in volumes]
     assert code_of(config_map) == {"train.py": SOUND}
+
+
+def test_a_script_that_saves_where_a_pod_loses_it_is_told_so(folder: Path, ddpjob: Ddpjob) -> None:
+    """A training of a week succeeds, and its model is nowhere."""
+    (folder / "train.py").write_text(SOUND + "\nimport torch\ntorch.save(1, 'model.pt')\n")
+    lost = f"Line {len(SOUND.splitlines()) + 3} saves files, which a pod loses at its end: mount a volume"
+    assert lost in ddpjob("submit", "train.py", "--dry-run").err
+    claim = "spec.template.spec.volumes=[{name: x, persistentVolumeClaim: {claimName: x}}]"
+    assert lost not in ddpjob("submit", "train.py", "--dry-run", "--set", claim).err
 
 
 @pytest.mark.parametrize("command", ["submit", "run"])

@@ -123,6 +123,11 @@ def test_while_nothing_trains_it_says_what_is_waited_for_and_since_when(
     assert text(moment(what, seconds, initialized=initialized), 120)[0] == head
 
 
+def test_a_script_that_cannot_report_is_not_said_to_import() -> None:
+    """A user reads losses of the script, and between them "Starting: importing, 30s", and takes the job for stuck."""
+    assert table.summary(moment(status(), 11, reports=False)) == "Running, attempt 1: no step reported, 10s"
+
+
 def test_in_plain_lines_a_wait_is_told_as_well() -> None:
     """A CI log is silent for 19 s, and its reader takes the job for one that hangs."""
     assert table.summary(moment(status(), 11)) == "Starting, attempt 1: importing, 10s"

@@ -170,8 +170,20 @@ def _of_files(script: Script) -> Iterator[str]:
     paths = dict.fromkeys(path for call in ast.walk(script.tree) if isinstance(call, ast.Call) for path in _paths(call))
     if paths:
         yield f"It names {', '.join(list(paths)[:4])}: in a cluster these are in the image, or on a volume of the pods."
+    yield from _lost(script)
+
+
+def _lost(script: Script) -> Iterator[str]:
     if saves := script.calls_to("torch.save", "ddpjob.Snapshot"):
         yield f"Line {saves[0].lineno} saves files, which a pod loses at its end: mount a volume that outlives it."
+
+
+def files_lost(text: str) -> tuple[str, ...]:
+    """What a script saves that is lost with its pod, a sentence; nothing where it cannot be read as Python."""
+    try:
+        return tuple(_lost(Script(text)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ()
 
 
 def _paths(call: ast.Call) -> Iterator[str]:

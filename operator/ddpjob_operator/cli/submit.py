@@ -86,7 +86,7 @@ def submit(
     from ddpjob_operator.client.submit import submit as create
 
     document, archive = prepare(file, words, Wishes(namespace=connect.namespace, **options), checked=not no_check)
-    for remark in archive.remarks if archive else ():
+    for remark in (*(archive.remarks if archive else ()), *_lost_files(file, document)):
         say(remark)
     if dry_run:
         return answer(output_forms.documents(objects(document.data, archive)))
@@ -129,6 +129,23 @@ def prepare(
         code = _code(file, here.file or "", wishes)
         script.for_cluster(document.data, here.file or "", code.name)
         return document, code.archive
+
+
+# Volumes that are gone with the pod, or cannot be written to.
+_EPHEMERAL = frozenset(["emptyDir", "configMap", "secret", "downwardAPI", "projected"])
+
+
+def _lost_files(file: str, document: Document) -> tuple[str, ...]:
+    """What the script saves that is lost with its pod: a sentence, where the job mounts no volume."""
+    from pathlib import Path
+
+    from ddpjob_operator.cli import from_script
+
+    pod = document.data["spec"]["template"]["spec"]
+    kept = any(_EPHEMERAL.isdisjoint(volume) for volume in pod.get("volumes") or ())
+    if kept or not file.endswith(".py"):
+        return ()
+    return from_script.files_lost(Path(file).read_text(encoding="utf-8", errors="replace"))
 
 
 def show_until_end(cluster: Cluster, made: Stored) -> int:

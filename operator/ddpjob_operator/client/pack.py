@@ -39,6 +39,8 @@ _SECRET_FILES = (
     "id_dsa id_ecdsa id_ed25519 .netrc .pypirc .npmrc .git-credentials .htpasswd credentials.json client_secret*.json "
     "service-account*.json service_account*.json secrets.yaml secrets.yml secrets.json secrets.toml"
 ).split()
+# What Snapshot leaves in its folder: a job that found it would go on from this machine's training.
+_SNAPSHOT_FILE = "writer-*.json"
 _KEY_BEGINS = (b"-----BEGIN ", b"PRIVATE KEY")
 
 
@@ -53,6 +55,8 @@ class Folder:
     secrets: list[str] = field(default_factory=list)
     outside: list[str] = field(default_factory=list)
     """Symbolic links that lead out of the folder, in a circle or nowhere."""
+    snapshots: list[str] = field(default_factory=list)
+    """Folders of snapshots."""
 
     @property
     def bytes(self) -> int:
@@ -116,7 +120,11 @@ def scan(root: Path) -> Folder:
 def _scan(folder: Folder, below: str, ignores: list[tuple[str, Any]]) -> None:
     """One folder; below: its path in the root, with a slash at its end, or empty."""
     ignores = [*ignores, *_ignore_file(folder.root, below)]
-    for entry in _entries(folder.root / below):
+    entries = _entries(folder.root / below)
+    if below and any(fnmatch.fnmatchcase(entry.name, _SNAPSHOT_FILE) for entry in entries):
+        folder.snapshots.append(below)
+        return
+    for entry in entries:
         if len(folder.files) > FILES_MAX:
             return
         path = below + entry.name
@@ -242,6 +250,8 @@ def _tar(contents: dict[str, tuple[bytes, bool]], folder: Folder) -> bytes:
 def _remarks(folder: Folder) -> Iterator[str]:
     if folder.secrets:
         yield f"left out, because they look like credentials: {_listed(folder.secrets)}; a Secret is the place for them"
+    if folder.snapshots:
+        yield f"left out, because they are snapshots of another training: {_listed(folder.snapshots)}"
     if folder.outside:
         yield f"left out, because these links lead out of the folder or nowhere: {_listed(folder.outside)}"
 

@@ -49,8 +49,9 @@ def _convert(spec: Fields, runtime: Mapping[str, Any], result: Converted) -> Con
     nodes = trainer.number("numNodes", 1) or policy.number("numNodes", 1) or 1
     result.set("nodes", nodes, "numNodes")
     nproc, path = trainer.take("numProcPerNode"), (*trainer.path, "numProcPerNode")
+    of_runtime = torch.take("numProcPerNode")
     if nproc is None:
-        nproc, path = torch.take("numProcPerNode"), (*torch.path, "numProcPerNode")
+        nproc, path = of_runtime, (*torch.path, "numProcPerNode")
     common.set_processes(nproc, path, template, result)
     _elastic(torch, nnodes, launcher.command_of(template), result)
     if (seconds := spec.number("activeDeadlineSeconds", 1)) is not None:

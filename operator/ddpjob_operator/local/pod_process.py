@@ -141,9 +141,10 @@ def start_problems(pod: Body, slot: Slot) -> Iterator[Problem]:
             hint = f": it is {len(program.split())} words. Write [{', '.join(program.split())}]"
         yield Problem((*at, "command"), f'"{program}" is not a program on this machine{hint}')
     elif script is not None and not made and not os.path.exists(os.path.join(planned.cwd, script)):
-        yield Problem(
-            (*at, "command"), f"there is no file {script} in {planned.cwd}{similar.file(script, planned.cwd)}"
-        )
+        hint = similar.file(script, planned.cwd)
+        if os.path.isabs(script):
+            hint = ". If the image has it, name this machine's: --set 'spec.template.spec.containers[0].command=[…]'"
+        yield Problem((*at, "command"), f"there is no file {script} in {planned.cwd}{hint}")
 
 
 def ignored(pod: Body) -> list[str]:

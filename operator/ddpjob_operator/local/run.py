@@ -98,6 +98,7 @@ def run(document: Document, job: api.DDPJob, options: Options) -> int:
     folder = _run_folder(job.metadata.name, options)
     try:
         with _runner(job, slots, folder, options) as runner:
+            runner.reports = not script.reports_no_steps(script.find(document.source, job))
             for note in notes:
                 runner.screen.note(note)
             return runner.run()
@@ -199,6 +200,8 @@ class Runner:
         self.job = replace(job, metadata=replace(job.metadata, uid=folder.uid, generation=1), status=api.Status())
         self.options = options
         self.folder = folder
+        self.reports = True
+        """Whether the script may report steps."""
         self.screen = screen.screen(self.job, options.plain, options.process_group)
         self._started_at = time.monotonic()
         self.record = record.Record(self.job, folder, dt.datetime.now(dt.timezone.utc))
@@ -259,7 +262,9 @@ class Runner:
         if initialized is not None and since is not None and initialized < since:
             initialized = None
         now = dt.datetime.now(dt.timezone.utc)
-        return table.Moment(self.job, status, self.record.history, self.record.facts.started, now, initialized)
+        return table.Moment(
+            self.job, status, self.record.history, self.record.facts.started, now, initialized, self.reports
+        )
 
     def _reconcile(self) -> float | None:
         """Plan and act until there is nothing to do; returns the seconds until the plan is to run again."""

@@ -67,6 +67,8 @@ class Moment:
     now: dt.datetime
     initialized: dt.datetime | None = None
     """Since when the ranks of the present attempt report without a step; None while none does."""
+    reports: bool = True
+    """Whether the script may report steps."""
 
 
 def lines(moment: Moment, nodes: Sequence[Node], width: int, height: int) -> list[Line]:
@@ -144,7 +146,7 @@ def _waits_for_step(moment: Moment) -> bool:
 def _is_unreported(moment: Moment) -> bool:
     since = moment.status.running_time or moment.status.state_time or moment.started
     silent = moment.initialized is None and moment.status.furthest_step is None and moment.status.progress is None
-    return silent and (moment.now - since).total_seconds() >= IMPORT_SECONDS
+    return silent and (not moment.reports or (moment.now - since).total_seconds() >= IMPORT_SECONDS)
 
 
 def _seconds(since: dt.datetime | None, now: dt.datetime) -> str:
