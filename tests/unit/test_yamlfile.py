@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ddpjob_operator.job import validation
@@ -218,6 +218,7 @@ PIECES = st.sampled_from(
 
 
 @settings(max_examples=400, deadline=None)
+@example("kind: DDPJob\n---\nkind: DDPJob\n")
 @given(st.one_of(st.lists(PIECES, max_size=30).map("".join), st.text(max_size=60), st.binary(max_size=60)))
 def test_any_text_is_read_or_refused_in_one_sentence_with_its_line(
     tmp_path_factory: pytest.TempPathFactory, content: str | bytes

@@ -112,9 +112,10 @@ def read_job(path: str, job: str | None = None, data: bytes | None = None) -> Do
         return _choose(path, jobs, job)
     if len(jobs) > 1:
         names = ", ".join(f"{d.name} (line {d.line(())})" for d in jobs)
+        several = f"{path}:{jobs[1].line(())}: {len(jobs)} DDPJobs: {names}"
         if len({d.name for d in jobs}) < len(jobs):
-            raise InputError(f"{path}: {len(jobs)} DDPJobs: {names}. Two have the same name; names must differ.")
-        raise InputError(f"{path}: {len(jobs)} DDPJobs: {names}. Choose one with --job NAME.")
+            raise InputError(f"{several}. Two have the same name; names must differ.")
+        raise InputError(f"{several}. Choose one with --job NAME.")
     return jobs[0]
 
 
