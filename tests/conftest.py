@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import this_tree
 from hypothesis import HealthCheck, settings
 
 # In the background of a shell SIGINT is ignored, and every program that the tests start would inherit it: Ctrl-C would
@@ -18,6 +19,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("night", settings.get_profile("unhurried"), max_examples=1000)  # --hypothesis-profile=night
 settings.load_profile("unhurried")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Examples of property tests are those of this tree; --hypothesis-seed and the night choose others."""
+    if config.option.hypothesis_seed is None and config.option.hypothesis_profile is None:
+        config.option.hypothesis_seed = this_tree.number()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -273,7 +273,9 @@ def test_without_a_process_for_the_fork_server_ranks_are_started_without_it(laun
 NO_MEMORY = """
 import errno, os
 make = os.memfd_create
-def refuse(name):
+def refuse(name, *flags):
+    if name != "ddprun-beats":
+        return make(name, *flags)
     os.memfd_create = make
     raise OSError(errno.EMFILE, "Too many open files")
 os.memfd_create = refuse

@@ -145,7 +145,13 @@ def test_a_template_that_cannot_be_read_makes_no_pod_and_says_why_while_what_run
 TOO_LARGE = {"failurePolicy": {"rules": [{"action": "Count", "onExitCodes": {"values": [1] * 255}}] * 40}}
 
 
-@pytest.mark.parametrize("spec", [{"spec": manifest()["spec"] | TOO_LARGE}, {"spec": None}, {"spec": []}, {}])
+NO_POD = {"template": {"spec": True}}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [{"spec": manifest()["spec"] | wrong} for wrong in (TOO_LARGE, NO_POD)] + [{"spec": None}, {"spec": []}, {}],
+)
 def test_a_spec_of_which_nothing_can_be_read_does_not_make_one_node_of_two(spec: dict[str, Any]) -> None:
     """Else the job has Succeeded when rank 0 has, and rank 1 is stopped in the middle of its training."""
     world = digits().running()

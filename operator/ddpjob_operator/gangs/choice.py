@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from ddpjob_operator.gangs import kueue
-from ddpjob_operator.job import api
+from ddpjob_operator.job import api, podspec
 from ddpjob_operator.observed.groups import GangApi
 
 Kind = Literal["none", "native", "kueue"]
@@ -26,7 +26,7 @@ def choose(job: api.DDPJob, apis: Mapping[str, GangApi]) -> tuple[Kind, str]:
         return "native", "spec.topologyKey needs a gang"
     if spec.nodes == 1:
         return "none", "one node needs no gang"
-    scheduler = (spec.template.get("spec") or {}).get("schedulerName") or DEFAULT_SCHEDULER
+    scheduler = podspec.mapping(spec.template, "spec").get("schedulerName") or DEFAULT_SCHEDULER
     if scheduler != DEFAULT_SCHEDULER:
         return "none", f"the template's schedulerName is {scheduler}"
     if served := apis.get("native", GangApi()).api_version:

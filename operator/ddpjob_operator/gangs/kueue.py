@@ -53,7 +53,7 @@ def body(job: api.DDPJob, _attempt: int, api_version: str) -> Body:
 
 def _what_pods_ask_for(template: Mapping[str, Any]) -> Body:
     """The template as far as quota and nodes depend on it: commands and variables are nobody's in the queue."""
-    spec = build.as_given(template.get("spec") or {})
+    spec = build.as_given(podspec.mapping(template, "spec"))
     for kind in ("containers", "initContainers"):
         if kind in spec:
             kept = ("name", "image", "resources", "restartPolicy" if kind == "initContainers" else "")

@@ -12,7 +12,7 @@ PodGroup that is deleted stays until its last pod has ended.
 from __future__ import annotations
 
 from ddpjob_operator.gangs.adapter import Adapter, Body, Raw
-from ddpjob_operator.job import api, launcher
+from ddpjob_operator.job import api, launcher, podspec
 from ddpjob_operator.job.bounds import text
 from ddpjob_operator.observed.groups import Admission
 from ddpjob_operator.pods import build, naming
@@ -25,7 +25,7 @@ def body(job: api.DDPJob, attempt: int, api_version: str) -> Body:
     spec: Body = {"schedulingPolicy": {"gang": {"minCount": launcher.min_nodes(job.spec) or job.spec.nodes}}}
     if job.spec.topology_key:
         spec["schedulingConstraints"] = {"topology": [{"key": job.spec.topology_key}]}
-    if priority := (job.spec.template.get("spec") or {}).get("priorityClassName"):
+    if priority := podspec.mapping(job.spec.template, "spec").get("priorityClassName"):
         spec["priorityClassName"] = priority  # groups are ordered by their own priority, not by that of their pods
     labels = {**naming.labels(job), naming.LABEL_ATTEMPT: str(attempt)}
     metadata = build.owned_metadata(job, ADAPTER.group_name(job, attempt), labels)

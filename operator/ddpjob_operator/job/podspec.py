@@ -58,7 +58,7 @@ def files_outlive_a_pod(template: Mapping[str, Any], *, elsewhere: bool) -> bool
 
 def _mounted(template: Mapping[str, Any]) -> dict[str, str]:
     """mountPath of the trainer → the kind of its volume."""
-    pod, trainer = template.get("spec") or {}, trainer_container(template) or {}
+    pod, trainer = mapping(template, "spec"), trainer_container(template) or {}
     kinds = {v.get("name"): next((k for k in v if k != "name"), "emptyDir") for v in mappings(pod, "volumes")}
     paths = ((str(m.get("mountPath", "")).rstrip("/"), m.get("name")) for m in mappings(trainer, "volumeMounts"))
     return {path: kinds.get(name, "emptyDir") for path, name in paths}
