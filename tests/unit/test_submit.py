@@ -334,6 +334,14 @@ def test_a_dry_run_needs_no_cluster_and_prints_what_kubectl_can_apply(
     assert code_of(config_map) == {"train.py": SOUND}
 
 
+@pytest.mark.parametrize("image", [[], ["--image", "ddpjob-trainer"]])
+def test_an_image_that_is_loaded_onto_the_nodes_is_not_pulled(folder: Path, ddpjob: Ddpjob, image: list[str]) -> None:
+    """On kind a job waits for ever in ErrImagePull, though each node has its image."""
+    *_, job = yaml.safe_load_all(ddpjob("submit", "train.py", "--dry-run", *image).out)
+    pod = job["spec"]["template"]["spec"]
+    assert {c["imagePullPolicy"] for c in (*pod["containers"], *pod["initContainers"])} == {"IfNotPresent"}
+
+
 def test_a_script_that_saves_where_a_pod_loses_it_is_told_so(folder: Path, ddpjob: Ddpjob) -> None:
     """A training of a week succeeds, and its model is nowhere."""
     (folder / "train.py").write_text(SOUND + "\nimport torch\ntorch.save(1, 'model.pt')\n")

@@ -22,7 +22,8 @@ def for_cluster(job: dict[str, Any], script: str, below: str) -> None:
     assert trainer is not None, "the job was validated"
     if trainer.get("image") == PLACEHOLDER:
         trainer["image"] = IMAGE
-        trainer.setdefault("imagePullPolicy", "IfNotPresent")
+    # Without a tag the default is Always, and an image that was loaded onto the nodes is in no registry.
+    trainer.setdefault("imagePullPolicy", "IfNotPresent")
     trainer["command"] = [below if word == script else word for word in trainer.get("command") or ()]
     pod.setdefault("securityContext", {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}})
     trainer.setdefault("securityContext", _SECURITY)
