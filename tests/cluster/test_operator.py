@@ -120,9 +120,8 @@ def test_a_failed_rank_fails_the_job_which_says_who_and_why(space: Space) -> Non
 def test_an_invalid_job_says_why_and_starts_nothing(space: Space) -> None:
     refused = space.kubectl("apply", "-f", "-", stdin=job("mpi", SLEEP, backend="mpi"), check=False)
     assert "needs a PyTorch built with MPI" in refused
-    refused = space.kubectl("apply", "-f", "-", stdin=job("early", SLEEP, gang="kueue"), check=False)
-    assert "spec.gang: " in refused
-    assert "not available yet" in refused
+    refused = space.kubectl("apply", "-f", "-", stdin=job("crowd", SLEEP, gang="crowd"), check=False)
+    assert 'spec.gang: Unsupported value: "crowd"' in refused
     apart = job("apart")
     apart["spec"]["template"]["spec"]["containers"][0]["command"] = ["torchrun", "--standalone", "train.py"]
     space.kubectl("apply", "-f", "-", stdin=apart)

@@ -1,0 +1,115 @@
+"""The commands of README and docs/ for this machine, in the order of their page, as a reader types them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import documents
+import pytest
+from documents import ROOT
+
+pytestmark = [
+    pytest.mark.long,  # up to four trainings of two nodes a page; by day each command is parsed
+    pytest.mark.timeout(900),
+]
+HERE = tuple(f"ddpjob {name} " for name in ("run", "init", "check", "list", "logs", "report"))
+# What a page needs before its first command.
+BEFORE = {
+    "README.md": [],
+    "tutorial.md": [],
+    "local.md": [
+        "ddpjob run examples/digits.yaml --fail rank=1,step=20,exit=3",
+        "ddpjob init train.py | sed 's/name: train$/name: mine/' > mine.yaml",
+    ],
+    "failures.md": [],
+    "library.md": ["ddpjob init train.py > train.yaml"],
+}
+
+
+# The two lines that the tutorial adds for its `ddpjob check`, after this one.
+AFTER = "            step += 1\n"
+MISTAKE = "            if world.is_main:\n                torch.distributed.all_reduce(loss)\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With the tutorial's script, the examples, and nothing of this machine."""
+    page = next(b for b in documents.blocks("python") if b.page.name == "tutorial.md" and not b.not_run)
+    (tmp_path / "train.py").write_text(page.text + "\n")
+    for name in ("examples", "trainer"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", BEFORE)
+def test_the_commands_of_a_page_work_as_they_are_printed(folder: Path, page: str) -> None:
+    """A reader types what stands there, and it fails."""
+    for words in BEFORE[page]:
+        typed(folder, words)
+    for command, printed in commands(page):
+        if "--fail" in command:
+            shutil.rmtree(folder / "snapshots", ignore_errors=True)  # a run that has ended has no step left to fail at
+        is_wrong = command.startswith("ddpjob check")
+        with changed(folder / "train.py", MISTAKE if is_wrong else ""):
+            shown = typed(folder, command, code=1 if is_wrong else 0)
+        for line in printed:
+            assert re.search(shape(line), shown), f"{command} does not print: {line}\n{shown}"
+
+
+@contextlib.contextmanager
+def changed(script: Path, lines: str) -> Iterator[None]:
+    """The script with lines more, as long as the command runs."""
+    text = script.read_text()
+    assert AFTER in text
+    script.write_text(text.replace(AFTER, AFTER + lines))
+    yield
+    script.write_text(text)
+
+
+def commands(page: str) -> list[tuple[str, list[str]]]:
+    """Each command for this machine with the lines that are printed below it."""
+    found: list[tuple[str, list[str]]] = []
+    for block in documents.blocks("console"):
+        if block.page.name != page:
+            continue
+        for line in block.text.replace("\\\n", " ").splitlines():
+            if line.startswith("$ "):
+                found.append((line[2:].partition("  #")[0].strip(), []))
+            elif line.startswith(("✔", "✖", "[", "JOB ", "train ")) or "error[" in line:
+                found[-1][1].append(line)
+    return [
+        (command, printed)
+        for command, printed in found
+        if f"{command} ".startswith(HERE) and "--cluster" not in command
+    ]
+
+
+def shape(line: str) -> str:
+    """A printed line as an expression: its numbers, names of runs and what … stands for may be others."""
+    words = re.split(r"\s+", line.partition("…")[0].strip())
+    free = r"\d|[0-9a-f]{8}-|^~/|^(Succeeded|AGE)$"
+    return r"\s+".join(r"\S+" if re.search(free, word) else re.escape(word) for word in words if word)
+
+
+def typed(folder: Path, command: str, code: int = 0) -> str:
+    """What a command prints."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {"PATH": path, "HOME": str(folder), "XDG_STATE_HOME": str(folder / "state"), "KUBECONFIG": ""}
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=os.environ | own,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == code, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done.stdout + done.stderr
