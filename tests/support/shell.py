@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -17,6 +19,8 @@ from typing import Any
 
 import psutil
 import yaml
+
+from ddpjob_operator.cli.main import main
 
 SECONDS_MAX = 60
 
@@ -58,6 +62,25 @@ class Cli:
             out, err = process.communicate(timeout=SECONDS_MAX)
         assert "Traceback" not in err, err
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def here(self, *words: object) -> subprocess.CompletedProcess[str]:
+        """`ddpjob …` in this process: for what is answered before anything starts. A new Python takes 0.4 s for it."""
+        argv, out, err = [*map(str, words)], io.StringIO(), io.StringIO()
+        place, environ, given = os.getcwd(), dict(os.environ), sys.argv
+        os.chdir(self.folder)
+        os.environ.update(self.env)
+        sys.argv = ["ddpjob", *argv]
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                main()
+        except SystemExit as end:
+            return subprocess.CompletedProcess(argv, int(end.code or 0), out.getvalue(), err.getvalue())
+        finally:
+            sys.argv = given
+            os.environ.clear()
+            os.environ.update(environ)
+            os.chdir(place)
+        raise AssertionError("it ends with an exit code")
 
     def marked(self) -> list[psutil.Process]:
         """All processes that carry our mark."""
