@@ -31,7 +31,7 @@ def find(shared: Shared | None, rank: int, world_size: int, present: Version) ->
     own += [0] * 4 if proof is None else [1, *proof]
     rows = _gathered(own, world_size)
     found = memory.newest(
-        [Held(Version(present.attempt, row[1], row[2]), *row[3:6], bool(row[6])) if row[0] else None for row in rows],
+        [_held(row, present.attempt) if row[0] else None for row in rows],
         present,
         [Proof(*row[8:]) if row[7] else None for row in rows],
     )
@@ -40,6 +40,10 @@ def find(shared: Shared | None, rank: int, world_size: int, present: Version) ->
     if found and rank == 0:
         process.log(f"the state in memory is not used: {found}")
     return None
+
+
+def _held(row: list[int], attempt: int) -> Held:
+    return Held(Version(attempt, row[1], row[2]), row[3], row[4], row[5], bool(row[6]))
 
 
 class Fetched(NamedTuple):
