@@ -1,7 +1,7 @@
 """What a `Snapshot` does with the memory of its node: nothing, where there is no agent, or the script wants none."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ddpjob import process
@@ -9,7 +9,30 @@ from ddpjob.checkpoint import recall
 from ddpjob.checkpoint.memory import Keeper
 from ddpjob.checkpoint.shared import Shared
 from ddpjob.core.memory import Found, Version
+from ddpjob.errors import StateError
 from ddpjob.group.join import World
+
+
+class Assumed(dict[str, Any]):
+    """`Snapshot.state` while nothing is known of what `save` will name: who asks for a name that is not there will save
+    more than what `load` was given."""
+
+    def __init__(self, state: Mapping[str, Any], missed: Callable[[str], None]) -> None:
+        super().__init__(state)
+        self._missed = missed
+
+    def __missing__(self, name: str) -> Any:
+        self._missed(name)
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        if not super().__contains__(name):
+            self._missed(str(name))
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of a dict."""
+        return self[name] if name in self else default  # noqa: SIM401  # this is get()
 
 
 class InMemory:
@@ -21,6 +44,7 @@ class InMemory:
         self._keeper: Keeper | None = None
         self._shared: Shared | None = None
         self._world = world
+        self._loads = 0
         current = process.current
         current.snapshots += 1
         self._used = wanted and world is not None and _is_rank(world) and "DDPJOB_MEMORY" in os.environ
@@ -70,22 +94,48 @@ class InMemory:
             )
         return fetched
 
-    def resumed(self, found: Found, objects: Mapping[str, Any], fetched: recall.Fetched) -> None:
-        """The objects have the state that was found: it is kept again, also where this node had none.
+    def resumed(self, found: Found, objects: Mapping[str, Any], fetched: recall.Fetched) -> dict[str, Any]:
+        """The objects have the state that was found: it is kept again, also where this node had none. What
+        `Snapshot.state` is then.
 
         Not where the script saves values, of which `load` knows no more than the objects that they are loaded into: the
         place of a sampler that DataLoader workers read ahead is not what the sampler itself says.
         """
         if self._keeper is not None and not fetched.by_value and objects.keys() == fetched.state.keys():
             self._keeper.resumed(found.held.version.step, found.held.loads + 1)
-            self._keeper.register(objects)
+            if found.held.assumed:
+                self._keeper.assume(objects)
+            else:
+                self._keeper.register(objects)
             self._keeper.boundary(found.held.version.step, named=True)
+        return Assumed(fetched.state, _refuse) if found.held.assumed else fetched.state
+
+    def loaded(self, objects: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+        """`load` has named these objects, and this is what the folder has. What `Snapshot.state` is then."""
+        self._loads += 1
+        keeper = self._keeper
+        if keeper is None:
+            return state
+        if self._loads > 1:  # each names a part
+            keeper.forget_assumed()
+        elif not state or state.keys() == objects.keys():
+            keeper.assume(objects)
+            return Assumed(state, lambda _: keeper.forget_assumed())
+        return state
 
     def saved(self, step: int, objects: Mapping[str, Any]) -> None:
         """The script has named them as the state of this step."""
         if self._keeper is not None:
             self._keeper.register(objects)
             self._keeper.boundary(step, named=True)
+
+
+def _refuse(name: str) -> None:
+    raise StateError(
+        f"{name}: the state in memory has only what load() names, because save() was not called before the restart; "
+        f"the next restart does not use it. To keep {name} from the first step on, call snapshot.keep(step, …) after "
+        f"each step with all that save() is given."
+    )
 
 
 def _is_rank(world: World) -> bool:

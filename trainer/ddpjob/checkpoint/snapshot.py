@@ -289,12 +289,13 @@ class Snapshot:
                 return self._go_on_from_memory(found, objects, fetched)
             entry, data = self._agreed(None)
         if entry is None:
+            self.state = self._memory.loaded(objects, {})
             return 0
         document = _decoded(self._read_everywhere(entry, data), entry.path)
         claim = _claim_of(self.folder, entry.writer)
         before = claim.job if claim is not None and claim.job != self._own_claim.job else None
         restore(objects, document["state"], str(entry.path))
-        self.state = document["state"]
+        self.state = self._memory.loaded(objects, document["state"])
         random_states.restore(document, self.rank, self.world_size)
         if self.rank == 0:
             self._log_origin(document, entry.path, before)
@@ -305,8 +306,7 @@ class Snapshot:
     def _go_on_from_memory(self, found: Found, objects: Mapping[str, Any], fetched: Fetched) -> int:
         step = found.held.version.step
         restore(objects, fetched.state, "the memory of the pods")
-        self.state = fetched.state
-        self._memory.resumed(found, objects, fetched)
+        self.state = self._memory.resumed(found, objects, fetched)
         if self.rank == 0:
             ranks = f"{'rank' if len(found.ranks) == 1 else 'ranks'} {', '.join(map(str, found.ranks[:8]))}"
             more = " …" if len(found.ranks) > 8 else ""
@@ -331,7 +331,7 @@ class Snapshot:
     def _choose(self, found: Found | None) -> "tuple[_Entry | None, bytes | None]":
         self._claim()
         for entry in _entries(self.folder):
-            if found is not None and not is_newer(self._version(entry), found.held.version):
+            if found is not None and not is_newer(self._version(entry), found.held):
                 return None, None
             data = _read(entry)
             if data is not None:
