@@ -224,3 +224,84 @@ def test_what_one_rank_has_saved_counts_before_what_another_assumes(node: Node) 
     assert node.run(0, train, ranks=2) == (0, None)
     assert node.step == 6
     assert node.run(1, train, ranks=2) == (5, 0.5)
+
+
+# ---- without a folder; two of them -------------------------------------------------------------------------
+
+
+def test_without_a_folder_the_state_is_in_memory_alone_and_the_log_says_so_once(
+    node: Node, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A short training needs no volume, and who forgets one must know what is lost when all ranks end."""
+
+    def train(until: int) -> int:
+        objects, snapshot = parts(), ddpjob.Snapshot()
+        step = snapshot.load(**objects)
+        steps(step, until, **objects)
+        snapshot.save(until, **objects)
+        snapshot.save(until, **objects)
+        snapshot.close()
+        rescue()
+        return step
+
+    before = set(tmp_path.iterdir())
+    assert node.run(0, lambda: train(6)) == 0
+    assert capfd.readouterr().err.count("begins at step 0 when all ranks have ended") == 1
+    assert node.run(1, lambda: train(8)) == 6
+    assert {path.name for path in set(tmp_path.iterdir()) - before} <= {"meet-0", "meet-1"}
+
+
+def test_without_a_folder_and_without_an_agent_the_log_says_that_nothing_is_saved(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Under torchrun there is no memory that outlives the ranks: a script that believes in one would lose its work."""
+    objects, snapshot = parts(), ddpjob.Snapshot()
+    assert snapshot.load(**objects) == 0
+    snapshot.save(1, **objects)
+    assert capfd.readouterr().err.count("nothing is saved") == 1
+    process.replace()
+
+
+def test_no_folder_and_no_memory_is_a_mistake() -> None:
+    """Its saves would do nothing."""
+    with pytest.raises(ddpjob.ConfigurationError, match="nothing would be saved"):
+        ddpjob.Snapshot(memory=False)
+
+
+def test_a_second_snapshot_that_is_only_written_leaves_the_memory_to_the_one_that_loads(node: Node) -> None:
+    """The best state in a folder of its own is what many scripts have."""
+
+    def train(until: int) -> int:
+        objects, best = parts(), ddpjob.Snapshot("best")
+        step = ddpjob.Snapshot("last").load(**objects)
+        steps(step, until, **objects)
+        best.save(until, model=objects["model"], loss=0.5)
+        best.wait()
+        rescue()
+        return step
+
+    assert node.run(0, lambda: train(6)) == 0
+    assert node.run(1, lambda: train(7)) == 6
+
+
+def test_a_script_that_loads_from_two_snapshots_goes_on_from_their_folders(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One state would be of the last step, and the other of the last save."""
+
+    def train() -> Any:
+        one, other = parts(), parts()
+        first, second = ddpjob.Snapshot("first"), ddpjob.Snapshot("second")
+        step = first.load(**one), second.load(**other)
+        steps(step[0], 6, **one)
+        if step == (0, 0):
+            first.save(5, **one)
+            second.save(4, **other)
+        first.wait()
+        second.wait()
+        rescue()
+        return step
+
+    assert node.run(0, train) == (0, 0)
+    assert "not kept in memory: the script loads from a second Snapshot" in capfd.readouterr().err
+    assert node.run(1, train) == (5, 4)

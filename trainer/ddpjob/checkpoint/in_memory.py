@@ -12,6 +12,15 @@ from ddpjob.core.memory import Found, Version
 from ddpjob.errors import StateError
 from ddpjob.group.join import World
 
+_ALONE = (
+    "Snapshot() has no folder: the state is kept in the memory of the pods alone, and the training begins at step 0 "
+    "when all ranks have ended"
+)
+_NOTHING = (
+    "Snapshot() has no folder, and there is no memory to keep the state in (ddprun has one, for training on CPUs): "
+    "nothing is saved"
+)
+
 
 class Assumed(dict[str, Any]):
     """`Snapshot.state` while nothing is known of what `save` will name: who asks for a name that is not there will save
@@ -36,27 +45,41 @@ class Assumed(dict[str, Any]):
 
 
 class InMemory:
-    """The memory as one Snapshot uses it. A script with two of them goes on from their folders, as without memory: one
-    state from memory and one from a folder would be of two steps."""
+    """The memory as one Snapshot uses it: the one that loads. A script that loads from two of them goes on from their
+    folders, as without memory: one state from memory and one from a folder would be of two steps."""
 
-    def __init__(self, world: World | None, attempt: int, generation: int, *, wanted: bool) -> None:
+    def __init__(self, world: World | None, attempt: int, generation: int, *, wanted: bool, has_folder: bool) -> None:
         self._present = Version(attempt, generation, 0)
+        self._has_folder = has_folder
         self._keeper: Keeper | None = None
         self._shared: Shared | None = None
         self._world = world
         self._loads = 0
-        current = process.current
-        current.snapshots += 1
         self._used = wanted and world is not None and _is_rank(world) and "DDPJOB_MEMORY" in os.environ
-        if current.keeper is not None:
-            current.keeper.turn_off("the script has a second Snapshot")
-        elif self._used and current.snapshots == 1:
-            self._begin()
 
     @property
     def is_on(self) -> bool:
         """Whether what it is told is kept."""
         return self._keeper is not None and self._keeper.is_on
+
+    @property
+    def _otherwise(self) -> str:
+        """What happens where nothing is kept in memory."""
+        return "a restart goes on from the last save" if self._has_folder else "a restart begins at step 0"
+
+    def begin(self) -> None:
+        """`load` is called."""
+        current = process.current
+        if current.loader is None:
+            current.loader = self
+            if self._used:
+                self._begin()
+            if not self._has_folder and (self._world is None or self._world.rank == 0):
+                process.log(_ALONE if self._keeper is not None else _NOTHING)
+        elif current.loader is not self:
+            self._used = False
+            if current.keeper is not None:
+                current.keeper.turn_off("the script loads from a second Snapshot, which may have another step")
 
     def _begin(self) -> None:
         assert self._world is not None, "without a group there is no rank"
@@ -65,16 +88,16 @@ class InMemory:
             return
         try:
             self._shared = Shared(where, self._present.attempt, self._present.generation)
-            self._keeper = Keeper(self._shared, self._world.rank, self._world.world_size)
+            self._keeper = Keeper(self._shared, self._world.rank, self._world.world_size, self._otherwise)
         except (OSError, ValueError) as error:
-            process.log(f"rank {self._world.rank}: the state is not kept in memory: {error}")
+            process.log(f"rank {self._world.rank}: the state is not kept in memory: {error}; {self._otherwise}")
             return
         process.current.keeper = self._keeper
         process.current.at_boundary = self._keeper.boundary
 
     def find(self) -> Found | None:
         """The newest state that is whole in the memory of any node; every rank calls it."""
-        if not self._used or self._world is None or self._present.generation == 0 or process.current.snapshots > 1:
+        if not self._used or self._world is None or self._present.generation == 0:
             return None  # what is in memory was left by an earlier generation
         return recall.find(self._shared, self._world.rank, self._world.world_size, self._present)
 

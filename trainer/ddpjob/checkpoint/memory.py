@@ -38,8 +38,9 @@ SLACK = 1.05  # of the area: optimizers make the state of a parameter when it fi
 class Keeper:
     """What one process keeps in memory: the objects of one `Snapshot`."""
 
-    def __init__(self, shared: Shared, rank: int, world_size: int) -> None:
-        self._shared, self._rank, self._world_size = shared, rank, world_size
+    def __init__(self, shared: Shared, rank: int, world_size: int, otherwise: str) -> None:
+        """otherwise: what happens where nothing is kept, for the log."""
+        self._shared, self._rank, self._world_size, self._otherwise = shared, rank, world_size, otherwise
         self._kept: Kept | None = None
         self._assumed = False  # the objects are those of load(): save() has named none
         self._off = ""  # why nothing is kept
@@ -75,9 +76,7 @@ class Keeper:
             for slot in range(memory.SLOTS):
                 self._shared.forget_slot(slot)
             if not quiet:
-                process.log(
-                    f"rank {self._rank}: the state is not kept in memory: {why}; a restart goes on from the last save"
-                )
+                process.log(f"rank {self._rank}: the state is not kept in memory: {why}; {self._otherwise}")
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """The objects that are kept from now on. Values are so only at the boundary at which they are named."""
