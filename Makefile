@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 CRD    := charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml
 DASHBOARDS := charts/ddpjob-operator/files/dashboards
-# Three pytest processes for two cores, because many tests wait; tests that share something name their group.
+# Three pytest processes for two cores, because many tests wait; tests/conftest.py says which tests share one.
 WORKERS ?= $(shell echo $$(($$(nproc) * 3 / 2)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 

@@ -15,8 +15,6 @@ from agents import Launcher, finish, forget_torchs_own
 
 from ddpjob.core import memory
 
-pytestmark = pytest.mark.xdist_group("memory")  # one undisturbed training for all
-
 # Dropout draws random numbers, BatchNorm has buffers, AdamW has a state, the scheduler another one.
 TRAIN = """
 import hashlib, json, os, random, signal, sys, threading, time

@@ -110,7 +110,6 @@ def test_each_note_trains_in_one_world_and_ends_with_the_same_parameters(cli: Cl
 
 # By day torchrun's ranks meet by env:// (test_torchrun.py) and by tcp:// (tests/trainer/test_init.py).
 @pytest.mark.parametrize("how", [pytest.param("torchrun", marks=pytest.mark.long), *list(LAUNCHERS)[1:]])
-@pytest.mark.xdist_group("launchers")  # one process alone for all
 def test_under_each_launcher_ranks_meet_by_env_tcp_and_file(cli: Cli, alone: str, how: str) -> None:
     # As few processes as tell it: torchrun and mp.spawn import torch beside their ranks. At night the notes have more.
     nodes, nproc = {"spawn": (1, 2), "ddprun": (1, 2)}.get(how, (2, 1))

@@ -30,8 +30,6 @@ from shell import Cli
 import ddpjob
 from ddpjob.core.rules import RESUMABLE_EXIT_CODE
 
-pytestmark = pytest.mark.xdist_group("examples")  # the fixture `run` keeps what one process has trained
-
 REPOSITORY = Path(__file__).parents[2]
 TOLERANCE = 1e-5  # of the parameters' length; measured at full length: 1.2e-6 (digits), 1.7e-6 (byte_lm)
 LIMIT_SECONDS = 120
