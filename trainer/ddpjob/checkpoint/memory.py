@@ -74,6 +74,7 @@ class Keeper:
             for slot in range(memory.SLOTS):
                 self._shared.forget_slot(slot)
             if not quiet:
+                process.current.not_kept = why
                 process.log(
                     f"rank {self._rank}: the state is not kept in memory: {why}; a restart goes on from the last save"
                 )
@@ -159,8 +160,9 @@ class Keeper:
                 with self._shared.locked() as alone:
                     if alone and self._shared.node[RESERVED] < size:
                         size = int(size * SLACK)
-                        if why := room.shortage(size):
-                            raise StateError(why)
+                        if short := room.shortage(size):
+                            process.current.limit_needed = short.limit_needed
+                            raise StateError(short.why)
                         self._shared.reserve(size)
                         return
                 time.sleep(AGAIN_SECONDS)
