@@ -322,11 +322,11 @@ async def hangs(operated: Operated) -> None:
 
 
 async def is_overrun(operated: Operated) -> None:
-    """400 jobs of one namespace, for whose requests the API server takes 40 s each: most have no state for minutes."""
+    """240 jobs of one namespace, for whose requests the API server takes 40 s each: most have no state for minutes."""
     await operated.wait(10)
     operated.server.limits = RequestLimits(request_seconds=45.0)
     operated.server.delay = lambda verb, path: 40.0 if "/full/" in path else 0.05
-    for number in range(400):
+    for number in range(240):
         operated.town.apply("full", f"job-{number}", 1)
     await operated.wait(12)
 

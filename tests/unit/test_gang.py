@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import documents
 import pytest
 from worlds import World, digits, job
 
 from ddpjob_operator.describe.job import describe
 from ddpjob_operator.gangs import choice, native
+from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api
 from ddpjob_operator.observed.groups import Admission, GangApi
 from ddpjob_operator.plan.actions import CreateGroup, CreatePod, CreateService, DeleteGroup, DeletePod
@@ -239,6 +241,24 @@ def test_a_pod_group_is_what_kubernetes_documents() -> None:
     assert native.body(job(), 3, "v")["spec"] == {"schedulingPolicy": {"gang": {"minCount": 2}}}
 
 
+@pytest.mark.parametrize("version", ["v1alpha3", "v1beta1"])
+def test_in_1_37_a_pod_group_is_the_same_in_either_version(version: str) -> None:
+    """By its types: schedulingPolicy, schedulingConstraints and priorityClassName kept their names and their forms."""
+    template = {"spec": {"priorityClassName": "research", "containers": [{"name": "trainer", "image": "i"}]}}
+    full = job(topologyKey="topology.kubernetes.io/rack", template=template)
+    assert native.body(full, 3, f"scheduling.k8s.io/{version}") == {
+        **GROUP,
+        "apiVersion": f"scheduling.k8s.io/{version}",
+    }
+
+
+def test_in_1_37_a_group_that_was_placed_once_says_so_for_ever_and_its_pods_say_what_became_of_them() -> None:
+    """DisruptionTarget of a preempted group must not read as one that waits: its pods are evicted one by one."""
+    placed = {"type": "PodGroupInitiallyScheduled", "status": "True", "reason": "Scheduled"}
+    preempted = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler", "message": "m"}
+    assert native.read({"status": {"conditions": [preempted, placed]}}) == Admission("admitted")
+
+
 def test_a_pod_names_the_group_of_its_attempt() -> None:
     body = build.pod(job(), 3, 1)
     native.pod(body, job(), 3)
@@ -305,3 +325,44 @@ def test_a_suspended_job_gives_its_place_back_when_its_pods_have_ended_and_queue
     assert world.groups == {}
     world.change(suspend=False).settle()
     assert (list(world.groups), world.names()) == (["digits"], [])
+
+
+# ---------------------------------------------------------------- the adapter that docs/gangs.md shows
+
+
+@pytest.fixture
+def volcano() -> Adapter:
+    """As it is printed."""
+    (block,) = (b for b in documents.blocks("python") if b.page.name == "gangs.md")
+    names: dict[str, Any] = {}
+    exec(block.text, names)
+    found = names["ADAPTER"]
+    assert isinstance(found, Adapter)
+    return found
+
+
+def test_the_table_for_volcano_makes_what_volcano_documents(volcano: Adapter) -> None:
+    """Who copies the page must get a gang, not a job whose pods are placed one by one."""
+    elastic = job(nodes=8, minNodes=6)
+    body = volcano.body(elastic, 2, "scheduling.volcano.sh/v1beta1")
+    assert (body["kind"], body["metadata"]["name"], body["spec"]) == ("PodGroup", "digits-2", {"minMember": 6})
+    pod = build.pod(elastic, 2, 1)
+    volcano.pod(pod, elastic, 2)
+    assert pod["metadata"]["annotations"]["scheduling.k8s.io/group-name"] == "digits-2"
+    assert pod["spec"]["schedulerName"] == "volcano"
+    full = {"type": "Unschedulable", "status": "True", "reason": "NotEnoughResources", "message": "6/8 tasks in gang"}
+    assert volcano.read({"status": {"phase": "Inqueue", "conditions": [full]}}) == Admission("waiting", full["message"])
+    assert volcano.read({"status": {"phase": "Running"}}).state == "admitted"
+    assert volcano.read({}) == Admission("waiting")
+
+
+def test_the_rules_drive_the_table_for_volcano_as_they_do_the_others(volcano: Adapter) -> None:
+    world = digits(gang="native").serves(api_version="scheduling.volcano.sh/v1beta1")
+    adapters = {"native": dataclasses.replace(volcano, name="native")}
+    world.settings = dataclasses.replace(world.settings, adapters=adapters)
+    world.running()
+    assert (list(world.groups), world.status.state) == (["digits-1"], "Running")
+    world.exits(1, code=1).restarted()
+    assert list(world.groups) == ["digits-2"]
+    world.change(suspend=True).settle().stops_all().settle()
+    assert (world.groups, world.status.state) == ({}, "Suspended")

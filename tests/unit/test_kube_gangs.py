@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 from worlds import UID, job
 
-from ddpjob_operator.gangs import native
+from ddpjob_operator.gangs import kueue, native
+from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.kube.client import ApiError, Client, Page
 from ddpjob_operator.kube.gangs import NO_ANSWER_SECONDS, Gang
 from ddpjob_operator.kube.operator import Operator
@@ -49,18 +50,24 @@ class Server:
         yield {}
 
 
-def gang_of(server: Server, *namespaces: str, found: Callable[[], None] = lambda: None, **more: Any) -> Gang:
+def gang_of(
+    server: Server,
+    *namespaces: str,
+    found: Callable[[], None] = lambda: None,
+    adapter: Adapter = native.ADAPTER,
+    **more: Any,
+) -> Gang:
     def key_of(raw: Mapping[str, Any]) -> Key:
         return raw["metadata"]["namespace"], "digits"
 
     where = namespaces or ("",)
-    return Gang(native.ADAPTER, cast(Client, server), where, key_of, lambda key: None, found, SYSTEM, **more)
+    return Gang(adapter, cast(Client, server), where, key_of, lambda key: None, found, SYSTEM, **more)
 
 
-def found(server: Server, *namespaces: str) -> Gang:
+def found(server: Server, *namespaces: str, adapter: Adapter = native.ADAPTER) -> Gang:
     """What is known of the API once it was asked for."""
     told: list[str] = []
-    gang = gang_of(server, *namespaces, found=lambda: told.append("found"))
+    gang = gang_of(server, *namespaces, found=lambda: told.append("found"), adapter=adapter)
 
     async def look() -> None:
         task = asyncio.create_task(gang.run())
@@ -87,6 +94,17 @@ def test_the_newest_version_that_is_served_is_taken(served: tuple[str, ...], tak
     gang = found(Server(*served))
     assert gang.api.api_version == f"scheduling.k8s.io/{taken}"
     assert gang.path("team") == f"{GROUP}/{taken}/namespaces/team/podgroups"
+
+
+@pytest.mark.parametrize(
+    ("served", "taken"),
+    [(("v1beta1",), "v1beta1"), (("v1beta1", "v1beta2"), "v1beta1"), (("v1beta2",), "v1beta2")],
+    ids=["0.14", "0.15", "without the old version"],
+)
+def test_of_kueue_the_version_that_was_run_is_taken_while_it_is_served(served: tuple[str, ...], taken: str) -> None:
+    """Kueue 0.15 serves both and converts; v1beta2 is written by its documentation, and is all that is left later."""
+    gang = found(Server(*served), adapter=kueue.ADAPTER)
+    assert gang.path("team") == f"/apis/kueue.x-k8s.io/{taken}/namespaces/team/workloads"
 
 
 def test_where_namespaces_are_named_nothing_is_listed_outside_of_them() -> None:

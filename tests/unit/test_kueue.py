@@ -148,6 +148,19 @@ def test_v1beta2_names_a_priority_class_by_its_group_and_kind() -> None:
     assert kueue.reads_for_group(job(), V1BETA1) == ()
 
 
+def test_in_v1beta2_a_workload_differs_in_nothing_else() -> None:
+    full = labelled(job(container=CONTAINER), queue_name="main", priority_class="high")
+    body = kueue.body(full, 0, "kueue.x-k8s.io/v1beta2")
+    assert kueue.reads_for_group(full, "kueue.x-k8s.io/v1beta2") == (
+        "/apis/kueue.x-k8s.io/v1beta2/workloadpriorityclasses/high",
+    )
+    kueue.complete(body, [{"value": 1000}])
+    old_names = {"priorityClassName", "priorityClassSource"}
+    named = {"group": "kueue.x-k8s.io", "kind": "WorkloadPriorityClass", "name": "high"}
+    spec = {name: value for name, value in WORKLOAD["spec"].items() if name not in old_names}  # type: ignore[attr-defined]
+    assert body == {**WORKLOAD, "apiVersion": "kueue.x-k8s.io/v1beta2", "spec": {**spec, "priorityClassRef": named}}
+
+
 def test_an_elastic_job_may_be_admitted_in_part() -> None:
     (podset,) = kueue.body(job(nodes=12, minNodes=4), 0, V1BETA1)["spec"]["podSets"]
     assert (podset["count"], podset["minCount"]) == (12, 4)
@@ -259,9 +272,18 @@ def test_a_pod_runs_where_its_quota_is() -> None:
     assert "schedulingGates" not in body["spec"]
 
 
-def test_where_kueue_chooses_the_nodes_of_each_pod_the_pod_waits_for_it() -> None:
+V1BETA1_TOPOLOGY = {"levels": ["rack"], "domains": [{"values": ["rack-1"], "count": 2}]}
+V1BETA2_TOPOLOGY = {
+    "levels": ["rack"],
+    "slices": [{"domainCount": 1, "valuesPerLevel": [{"universalValue": "rack-1"}], "universalPodCount": 2}],
+}
+
+
+@pytest.mark.parametrize("topology", [V1BETA1_TOPOLOGY, V1BETA2_TOPOLOGY], ids=["v1beta1", "v1beta2"])
+def test_where_kueue_chooses_the_nodes_of_each_pod_the_pod_waits_for_it(topology: dict[str, Any]) -> None:
+    """v1beta2 writes the nodes in another form; which they are is read by Kueue alone."""
     assigned = copy.deepcopy(ASSIGNED)
-    assigned["podSetAssignments"][0]["topologyAssignment"] = {"levels": ["rack"], "domains": []}  # type: ignore[index]
+    assigned["podSetAssignments"][0]["topologyAssignment"] = topology  # type: ignore[index]
     group = observe.group(kueue.ADAPTER)(workload(RESERVED, ADMITTED, admission=assigned))
     body = build.pod(job(), 1, 0)
     kueue.place(body, group, [{"spec": {}}])
