@@ -176,7 +176,7 @@ def step_cost() -> None:
     torch.set_num_threads(1)
     agent = Memory(1)
     agent.begin(0)
-    keeper = Keeper(Shared(agent.where(0), 1, 0), 0, 2)
+    keeper = Keeper(Shared(agent.where(0), 1, 0), 0, 2, "")
     model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(150)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     keeper.register({"model": model, "optimizer": optimizer})

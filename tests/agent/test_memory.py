@@ -1,6 +1,7 @@
 """A rank is killed, and the survivors write the state into their agent's memory: no step is made again.
 
-Each test trains with torch: keep them few, and let one training tell much.
+Each test trains with torch: keep them few, and let one training tell much. The agents are copies of this process, where
+torch is imported: warm.py.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ with ddpjob.init() as world:
             ddpjob.progress(step=step, total=STEPS)
             ddpjob.should_stop(step)
             strike("boundary", step, world.rank)
-            if step % 10 == 4:
+            if step % 10 == int(os.environ.get("SAVE_AT", "4")):
                 snapshot.save(step, **objects)
                 snapshot.wait()
             if step >= STEPS:
@@ -87,9 +88,9 @@ def trained(
     script = launcher.script(text)
     env = {"OMP_NUM_THREADS": "1", "KILL": json.dumps(kill)} | env
     agents = (
-        launcher.nodes(nodes, "--nproc", nproc, "--max-restarts", 99, script, **env)
+        launcher.nodes(nodes, "--nproc", nproc, "--max-restarts", 99, script, is_warm=True, **env)
         if nodes > 1
-        else [launcher.ddprun("--nproc", nproc, "--max-restarts", 99, script, **env)]
+        else [launcher.warm("--nproc", nproc, "--max-restarts", 99, script, **env)]
     )
     done = [finish(agent, 150) for agent in agents]
     assert [d.returncode for d in done] == [0] * nodes, "\n".join(d.stderr for d in done)
@@ -107,12 +108,12 @@ def test_a_rank_that_is_killed_anywhere_in_a_step_repeats_none_and_the_result_is
 ) -> None:
     """Otherwise every kill costs what was trained since the last save, for a large model an hour of all its GPUs."""
     kill = {
-        "0": [["forward", 9, 1]],  # until here 4 is saved
+        "0": [["forward", 9, 1]],  # until here nothing is saved
         "1": [["all-reduce", 12, 0]],
         "2": [["boundary", 17, 1]],
         "3": [["forward", 22, 0]],
     }
-    done = trained(launcher, kill)
+    done = trained(launcher, kill, SAVE_AT="9")
     assert [int(step) for (step,) in words(done, "BEGIN")] == [0, 8, 11, 17, 21], done[0].stderr
     assert sorted(words(done, "END")) == undisturbed, done[0].stderr
     for step in (8, 11, 17, 21):

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpjob.core import memory
-from ddpjob.core.memory import LOADS_MAX, Found, Held, Proof, Version, newest
+from ddpjob.core.memory import LOADS_ASSUMED_MAX, LOADS_MAX, Found, Held, Proof, Version, newest
 
 VERSIONS = st.builds(Version, st.integers(1, 3), st.integers(0, 4), st.integers(1, 9))
-HELD = st.builds(Held, VERSIONS, st.integers(0, LOADS_MAX + 1), st.integers(1, 3), st.integers(0, 2))
+HELD = st.builds(Held, VERSIONS, st.integers(0, LOADS_MAX + 1), st.integers(1, 3), st.integers(0, 2), st.booleans())
 PRESENT = st.builds(Version, st.integers(1, 3), st.integers(0, 5), st.just(0))
 NODES = st.lists(st.none() | HELD, min_size=1, max_size=5)
 
@@ -69,12 +69,24 @@ def test_a_state_that_leads_to_no_step_is_given_up() -> None:
     held = Held(Version(1, 0, 5), LOADS_MAX, 1, 1)
     assert isinstance(newest([held], Version(1, 9, 0)), str)
     assert isinstance(newest([held._replace(loads=LOADS_MAX - 1)], Version(1, 9, 0)), Found)
+    assumed = held._replace(loads=LOADS_ASSUMED_MAX - 1, assumed=True)
+    assert isinstance(newest([assumed], Version(1, 9, 0)), Found)
+    assert isinstance(newest([assumed._replace(loads=LOADS_ASSUMED_MAX)], Version(1, 9, 0)), str)
 
 
-@given(st.none() | VERSIONS, VERSIONS)
-def test_the_folder_counts_only_where_it_is_of_a_later_generation_or_step(folder: Version | None, own: Version) -> None:
+@given(st.none() | VERSIONS, HELD)
+def test_the_folder_counts_only_where_it_is_of_a_later_generation_or_step(folder: Version | None, own: Held) -> None:
     """A later generation that went on from an older step has made the true history since."""
-    assert memory.is_newer(folder, own) is (folder is not None and folder > own)
+    own = own._replace(assumed=False)
+    assert memory.is_newer(folder, own) is (folder is not None and folder > own.version)
+
+
+@given(VERSIONS, HELD)
+def test_what_was_saved_in_a_generation_counts_before_what_is_assumed_in_it(folder: Version, own: Held) -> None:
+    """Rank 0 may save alone, and values: what another rank holds is then less than the script needs."""
+    own = own._replace(assumed=True)
+    saved_in_it = (folder.attempt, folder.generation) >= (own.version.attempt, own.version.generation)
+    assert memory.is_newer(folder, own) is saved_in_it
 
 
 @given(st.integers(0, 20), st.lists(st.integers(0, 20), max_size=4))
@@ -169,9 +181,7 @@ class Life:
         if self.mistake == "an old generation's memory":
             known = [held and held._replace(version=held.version._replace(generation=0)) for held in known]
         found = newest(known, present)
-        if isinstance(found, Found) and not (
-            self.folder is not None and memory.is_newer(self.folder[0], found.held.version)
-        ):
+        if isinstance(found, Found) and not (self.folder is not None and memory.is_newer(self.folder[0], found.held)):
             histories = {self.nodes[rank].history for rank in found.ranks}
             assert len(histories) == 1, "a mix of two states"
             (history,) = histories

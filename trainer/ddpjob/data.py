@@ -84,6 +84,8 @@ class GlobalBatchSampler:
         self._epoch = 0
         self._consumed = 0
         self._began = (0, 0)  # the epoch, and the sample in it, that the last state went on from
+        self.reads_ahead = False
+        """Whether a DataLoader iterates it, which may have taken batches that are not trained yet."""
         if drop_last and self.global_batch > self.n:
             raise ConfigurationError(
                 f"global_batch: {global_batch} is more than n: {n}, so no epoch has a full batch. "
@@ -132,6 +134,7 @@ class GlobalBatchSampler:
                 f"a global batch of {smallest} samples leaves some of {self.world_size} ranks without any, which a "
                 f"DataLoader cannot collate. Use global_batch >= {self.world_size} with drop_last=True, or `epoch()`."
             )
+        self.reads_ahead = True
         return self.epoch(self._epoch)
 
     def __len__(self) -> int:

@@ -51,8 +51,8 @@ class Process:
         self.faults: list[Any] = []
 
         # checkpoint/snapshot.py
-        self.snapshots = 0
-        """Made by this process."""
+        self.loader: Any = None
+        """What the first Snapshot that has loaded keeps in memory."""
         self.keeper: Any = None
         self.at_boundary: Callable[[int], None] | None = None
         """Called by `should_stop` with the steps made so far."""

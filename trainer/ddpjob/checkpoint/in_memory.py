@@ -1,7 +1,7 @@
 """What a `Snapshot` does with the memory of its node: nothing, where there is no agent, or the script wants none."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ddpjob import process
@@ -9,30 +9,77 @@ from ddpjob.checkpoint import recall
 from ddpjob.checkpoint.memory import Keeper
 from ddpjob.checkpoint.shared import Shared
 from ddpjob.core.memory import Found, Version
+from ddpjob.errors import StateError
 from ddpjob.group.join import World
+
+_ALONE = (
+    "Snapshot() has no folder: the state is kept in the memory of the pods alone, and the training begins at step 0 "
+    "when all ranks have ended"
+)
+_NOTHING = (
+    "Snapshot() has no folder, and there is no memory to keep the state in (ddprun has one, for training on CPUs): "
+    "nothing is saved"
+)
+
+
+class Assumed(dict[str, Any]):
+    """`Snapshot.state` while nothing is known of what `save` will name: who asks for a name that is not there will save
+    more than what `load` was given."""
+
+    def __init__(self, state: Mapping[str, Any], missed: Callable[[str], None]) -> None:
+        super().__init__(state)
+        self._missed = missed
+
+    def __missing__(self, name: str) -> Any:
+        self._missed(name)
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        if not super().__contains__(name):
+            self._missed(str(name))
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of a dict."""
+        return self[name] if name in self else default  # noqa: SIM401  # this is get()
 
 
 class InMemory:
-    """The memory as one Snapshot uses it. A script with two of them goes on from their folders, as without memory: one
-    state from memory and one from a folder would be of two steps."""
+    """The memory as one Snapshot uses it: the one that loads. A script that loads from two of them goes on from their
+    folders, as without memory: one state from memory and one from a folder would be of two steps."""
 
-    def __init__(self, world: World | None, attempt: int, generation: int, *, wanted: bool) -> None:
+    def __init__(self, world: World | None, attempt: int, generation: int, *, wanted: bool, has_folder: bool) -> None:
         self._present = Version(attempt, generation, 0)
+        self._has_folder = has_folder
         self._keeper: Keeper | None = None
         self._shared: Shared | None = None
         self._world = world
-        current = process.current
-        current.snapshots += 1
+        self._loads = 0
         self._used = wanted and world is not None and _is_rank(world) and "DDPJOB_MEMORY" in os.environ
-        if current.keeper is not None:
-            current.keeper.turn_off("the script has a second Snapshot")
-        elif self._used and current.snapshots == 1:
-            self._begin()
 
     @property
     def is_on(self) -> bool:
         """Whether what it is told is kept."""
         return self._keeper is not None and self._keeper.is_on
+
+    @property
+    def _otherwise(self) -> str:
+        """What happens where nothing is kept in memory."""
+        return "a restart goes on from the last save" if self._has_folder else "a restart begins at step 0"
+
+    def begin(self) -> None:
+        """`load` is called."""
+        current = process.current
+        if current.loader is None:
+            current.loader = self
+            if self._used:
+                self._begin()
+            if not self._has_folder and (self._world is None or self._world.rank == 0):
+                process.log(_ALONE if self._keeper is not None else _NOTHING)
+        elif current.loader is not self:
+            self._used = False
+            if current.keeper is not None:
+                current.keeper.turn_off("the script loads from a second Snapshot, which may have another step")
 
     def _begin(self) -> None:
         assert self._world is not None, "without a group there is no rank"
@@ -41,16 +88,16 @@ class InMemory:
             return
         try:
             self._shared = Shared(where, self._present.attempt, self._present.generation)
-            self._keeper = Keeper(self._shared, self._world.rank, self._world.world_size)
+            self._keeper = Keeper(self._shared, self._world.rank, self._world.world_size, self._otherwise)
         except (OSError, ValueError) as error:
-            process.log(f"rank {self._world.rank}: the state is not kept in memory: {error}")
+            process.log(f"rank {self._world.rank}: the state is not kept in memory: {error}; {self._otherwise}")
             return
         process.current.keeper = self._keeper
         process.current.at_boundary = self._keeper.boundary
 
     def find(self) -> Found | None:
         """The newest state that is whole in the memory of any node; every rank calls it."""
-        if not self._used or self._world is None or self._present.generation == 0 or process.current.snapshots > 1:
+        if not self._used or self._world is None or self._present.generation == 0:
             return None  # what is in memory was left by an earlier generation
         return recall.find(self._shared, self._world.rank, self._world.world_size, self._present)
 
@@ -70,22 +117,48 @@ class InMemory:
             )
         return fetched
 
-    def resumed(self, found: Found, objects: Mapping[str, Any], fetched: recall.Fetched) -> None:
-        """The objects have the state that was found: it is kept again, also where this node had none.
+    def resumed(self, found: Found, objects: Mapping[str, Any], fetched: recall.Fetched) -> dict[str, Any]:
+        """The objects have the state that was found: it is kept again, also where this node had none. What
+        `Snapshot.state` is then.
 
         Not where the script saves values, of which `load` knows no more than the objects that they are loaded into: the
         place of a sampler that DataLoader workers read ahead is not what the sampler itself says.
         """
         if self._keeper is not None and not fetched.by_value and objects.keys() == fetched.state.keys():
             self._keeper.resumed(found.held.version.step, found.held.loads + 1)
-            self._keeper.register(objects)
+            if found.held.assumed:
+                self._keeper.assume(objects)
+            else:
+                self._keeper.register(objects)
             self._keeper.boundary(found.held.version.step, named=True)
+        return Assumed(fetched.state, _refuse) if found.held.assumed else fetched.state
+
+    def loaded(self, objects: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+        """`load` has named these objects, and this is what the folder has. What `Snapshot.state` is then."""
+        self._loads += 1
+        keeper = self._keeper
+        if keeper is None:
+            return state
+        if self._loads > 1:  # each names a part
+            keeper.forget_assumed()
+        elif not state or state.keys() == objects.keys():
+            keeper.assume(objects)
+            return Assumed(state, lambda _: keeper.forget_assumed())
+        return state
 
     def saved(self, step: int, objects: Mapping[str, Any]) -> None:
         """The script has named them as the state of this step."""
         if self._keeper is not None:
             self._keeper.register(objects)
             self._keeper.boundary(step, named=True)
+
+
+def _refuse(name: str) -> None:
+    raise StateError(
+        f"{name}: the state in memory has only what load() names, because save() was not called before the restart; "
+        f"the next restart does not use it. To keep {name} from the first step on, call snapshot.keep(step, …) after "
+        f"each step with all that save() is given."
+    )
 
 
 def _is_rank(world: World) -> bool:

@@ -40,6 +40,22 @@ class Kept:
         self.first_gradients = [its[-1] for its in trained if its]
         """The last parameter of each module: in backward its gradient usually comes first."""
 
+    def may_be_assumed(self) -> bool:
+        """Whether objects that `load` has named are what `save` will name: each can tell by itself where training is.
+
+        A sampler that a DataLoader reads ahead cannot, and what a script has made itself need not.
+        """
+        return not self.by_value and all(
+            isinstance(value, torch.optim.lr_scheduler.LRScheduler)
+            or type(value).__module__.startswith("torch.")
+            or getattr(value, "reads_ahead", True) is False
+            for value in self._others.values()
+        )
+
+    def has(self, optimizer: Any) -> bool:
+        """Whether it keeps this optimizer's state."""
+        return any(optimizer is own for own in self._optimizers.values())
+
     def is_of(self, objects: Mapping[str, Any]) -> bool:
         """Whether it keeps these very objects; values are none."""
         own = {name: module for name, (module, _) in self._modules.items()} | self._optimizers | self._others

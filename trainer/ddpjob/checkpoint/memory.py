@@ -38,9 +38,11 @@ SLACK = 1.05  # of the area: optimizers make the state of a parameter when it fi
 class Keeper:
     """What one process keeps in memory: the objects of one `Snapshot`."""
 
-    def __init__(self, shared: Shared, rank: int, world_size: int) -> None:
-        self._shared, self._rank, self._world_size = shared, rank, world_size
+    def __init__(self, shared: Shared, rank: int, world_size: int, otherwise: str) -> None:
+        """otherwise: what happens where nothing is kept, for the log."""
+        self._shared, self._rank, self._world_size, self._otherwise = shared, rank, world_size, otherwise
         self._kept: Kept | None = None
+        self._assumed = False  # the objects are those of load(): save() has named none
         self._off = ""  # why nothing is kept
         self._lock = threading.Lock()  # held while parameters and optimizer state must not change
         self._stepped = True  # whether an optimizer has made a step since the last boundary
@@ -75,16 +77,17 @@ class Keeper:
                 self._shared.forget_slot(slot)
             if not quiet:
                 process.current.not_kept = why
-                process.log(
-                    f"rank {self._rank}: the state is not kept in memory: {why}; a restart goes on from the last save"
-                )
+                process.log(f"rank {self._rank}: the state is not kept in memory: {why}; {self._otherwise}")
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """The objects that are kept from now on. Values are so only at the boundary at which they are named."""
+        was_assumed, self._assumed = self._assumed, False
         if self._off or (self._kept is not None and self._kept.is_of(objects)):
             return
         with self._guarded():
             kept = Kept(objects)
+            if was_assumed:
+                self._forget_assumed()  # and what was proved of it: a copy that is averaged is another matter
             with self._lock:  # what was noted until now is of other objects
                 self._kept, self._stepped = kept, True
                 self._shared.cells[CLOCK] |= 1
@@ -101,6 +104,30 @@ class Keeper:
                     f"every step: give save() objects with state_dict(), or call keep(step, …) after each step"
                 )
 
+    def assume(self, objects: Mapping[str, Any]) -> None:
+        """`load` has named these: until `save` names what there is, they are kept, if nothing else is trained."""
+        if self._off or self._kept is not None:
+            return
+        with contextlib.suppress(StateError):  # save() says what is wrong with them
+            if objects and Kept(objects).may_be_assumed():
+                self.register(objects)
+                self._assumed = True
+
+    def forget_assumed(self) -> None:
+        """What was assumed is wrong: nothing is kept until `save` names it."""
+        if self._assumed:
+            self._assumed = False
+            self._forget_assumed()
+
+    def _forget_assumed(self) -> None:
+        with self._lock:
+            self._kept, self._sum, self._stepped = None, None, True
+            self._shared.cells[CLOCK] |= 1
+            self._shared.cells[PID] = self._shared.node[PROVEN] = 0
+            self._proofs_left = PROOF_STEPS
+            for slot in range(memory.SLOTS):
+                self._shared.forget_slot(slot)
+
     def resumed(self, step: int, loads: int) -> None:
         """This state was loaded from memory, so often by now, and nothing has changed it yet."""
         self._resumed = (step, loads)
@@ -112,6 +139,9 @@ class Keeper:
             return
         if kept.by_value and not named:
             return  # of another step than this one
+        if self._assumed and not kept.may_be_assumed():
+            self.forget_assumed()
+            return
         with self._guarded():
             self._note(kept, int(step))
 
@@ -169,8 +199,10 @@ class Keeper:
 
     # ---- the optimizer's step ------------------------------------------------------------------------------
 
-    def before_step(self, *_: Any) -> None:
+    def before_step(self, optimizer: Any = None, *_: Any) -> None:
         """Called before each step of each optimizer of this process."""
+        if self._assumed and self._kept is not None and not self._kept.has(optimizer):
+            self.forget_assumed()
         kept = self._kept
         if kept is None or self._off or self._stepped or os.getpid() != self._pid:
             self._stepped = True
@@ -273,7 +305,7 @@ class Keeper:
         if state.size > self._shared.node[RESERVED]:
             raise StateError(f"it has grown to {state.size >> 20} MiB")
         resumed, loads = self._resumed
-        self._shared.write_area(state, step, loads if step == resumed else 0)
+        self._shared.write_area(state, step, loads if step == resumed else 0, assumed=self._assumed)
         return SAVED
 
     @contextlib.contextmanager

@@ -27,19 +27,23 @@ PIECE_BYTES = 64 << 20
 def find(shared: Shared | None, rank: int, world_size: int, present: Version) -> Found | None:
     """The newest whole state in memory, the same answer on all ranks. shared: None where this node has no memory."""
     held, proof = (None, None) if shared is None else (shared.held(), shared.proof())
-    own = [0] * 6 if held is None else [1, held.version.generation, held.version.step, *held[1:]]
+    own = [0] * 7 if held is None else [1, held.version.generation, held.version.step, *map(int, held[1:])]
     own += [0] * 4 if proof is None else [1, *proof]
     rows = _gathered(own, world_size)
     found = memory.newest(
-        [Held(Version(present.attempt, row[1], row[2]), *row[3:6]) if row[0] else None for row in rows],
+        [_held(row, present.attempt) if row[0] else None for row in rows],
         present,
-        [Proof(*row[7:]) if row[6] else None for row in rows],
+        [Proof(*row[8:]) if row[7] else None for row in rows],
     )
     if isinstance(found, Found):
         return found
     if found and rank == 0:
         process.log(f"the state in memory is not used: {found}")
     return None
+
+
+def _held(row: list[int], attempt: int) -> Held:
+    return Held(Version(attempt, row[1], row[2]), row[3], row[4], row[5], bool(row[6]))
 
 
 class Fetched(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any
 from ddpjob.checkpoint import packed
 from ddpjob.core import memory
 from ddpjob.core.memory import (
+    AREA_ASSUMED,
     AREA_BYTES,
     AREA_GENERATION,
     AREA_LOADS,
@@ -84,12 +85,13 @@ class Shared:
             os.posix_fallocate(self._file, self._area, size)
             self.node[RESERVED] = size
 
-    def write_area(self, state: packed.Packed, step: int, loads: int) -> None:
+    def write_area(self, state: packed.Packed, step: int, loads: int, *, assumed: bool) -> None:
         """Replace what is there; until it ends, nothing is. Raises OSError."""
         self.node[AREA_STEP] = 0
         packed.write(self._file, self._area, state)
         self.node[AREA_GENERATION], self.node[AREA_LOADS] = self.generation, loads
         self.node[AREA_BYTES], self.node[AREA_SUM] = state.size, packed.total(state.tensors)
+        self.node[AREA_ASSUMED] = assumed
         self.node[AREA_STEP] = step
 
     def held(self) -> Held | None:
@@ -98,7 +100,8 @@ class Shared:
         if step <= 0:
             return None
         version = Version(self.attempt, self.node[AREA_GENERATION], step)
-        return Held(version, self.node[AREA_LOADS], self.node[AREA_BYTES], self.node[AREA_SUM])
+        node = self.node
+        return Held(version, node[AREA_LOADS], node[AREA_BYTES], node[AREA_SUM], bool(node[AREA_ASSUMED]))
 
     def count_load(self) -> None:
         """What the area has was loaded once more."""

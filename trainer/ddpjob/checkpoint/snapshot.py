@@ -72,7 +72,7 @@ class Snapshot:
         snapshot.close()
 
     folder  on a volume that outlives the pod; made if absent. Where the nodes do not share it, rank 0's counts and its
-            bytes are sent to the ranks that cannot read them.
+            bytes are sent to the ranks that cannot read them. None: the state is in memory alone.
     world   by default the one of `init`, else rank 0 of 1.
     keep    newest states that stay; at least 1.
     memory  under ddprun, keep the state in the pod's memory as well, where a restart finds it at the last step.
@@ -83,11 +83,18 @@ class Snapshot:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], world: World | None = None, keep: int = 3, *, memory: bool = True
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        world: World | None = None,
+        keep: int = 3,
+        *,
+        memory: bool = True,
     ) -> None:
         if not isinstance(keep, int) or keep < 1:  # 2.5 would fail only at the fourth save
             raise ConfigurationError(f"keep: {keep!r} must be a whole number of at least 1.")
-        self.folder = Path(folder)
+        if folder is None and not memory:
+            raise ConfigurationError("folder: none, and memory=False: nothing would be saved. Name a folder.")
+        self._folder = None if folder is None else Path(folder)
         self._states_max = keep
         self._world = world or active()
         self.rank, self.world_size = (0, 1) if self._world is None else (self._world.rank, self._world.world_size)
@@ -102,9 +109,16 @@ class Snapshot:
         self._offered: list[str] = []
         self._last_step, self._repeats = 0, 0
         self.state: dict[str, Any] = {}
-        self._memory = InMemory(self._world, attempt, generation, wanted=memory)
+        self._memory = InMemory(self._world, attempt, generation, wanted=memory, has_folder=folder is not None)
         before_leaving(self.wait)
         atexit.register(_log_unraised, weakref.ref(self))
+
+    @property
+    def folder(self) -> Path:
+        """Where the states are. Raises SnapshotError where there is none."""
+        if self._folder is None:
+            raise SnapshotError("folder: none: the state is in memory alone.")
+        return self._folder
 
     # ---- save ----------------------------------------------------------------------------------------------
 
@@ -126,8 +140,9 @@ class Snapshot:
         self._repeats = self._repeats + 1 if step == self._last_step else 0
         self._last_step = step
         self._memory.saved(step, state)
-        with pause("save"):
-            self._save(step, state)
+        if self._folder is not None:
+            with pause("save"):
+                self._save(step, state)
 
     def keep(self, step: int, **state: Any) -> None:
         """Keep the state of this step in memory under ddprun, without writing it; elsewhere it does nothing.
@@ -281,6 +296,7 @@ class Snapshot:
         """
         refuse_sharded(objects)
         self.wait()
+        self._memory.begin()
         found = self._memory.find()
         entry, data = self._agreed(found)
         if entry is None and found is not None:
@@ -289,12 +305,13 @@ class Snapshot:
                 return self._go_on_from_memory(found, objects, fetched)
             entry, data = self._agreed(None)
         if entry is None:
+            self.state = self._memory.loaded(objects, {})
             return 0
         document = _decoded(self._read_everywhere(entry, data), entry.path)
         claim = _claim_of(self.folder, entry.writer)
         before = claim.job if claim is not None and claim.job != self._own_claim.job else None
         restore(objects, document["state"], str(entry.path))
-        self.state = document["state"]
+        self.state = self._memory.loaded(objects, document["state"])
         random_states.restore(document, self.rank, self.world_size)
         if self.rank == 0:
             self._log_origin(document, entry.path, before)
@@ -305,8 +322,7 @@ class Snapshot:
     def _go_on_from_memory(self, found: Found, objects: Mapping[str, Any], fetched: Fetched) -> int:
         step = found.held.version.step
         restore(objects, fetched.state, "the memory of the pods")
-        self.state = fetched.state
-        self._memory.resumed(found, objects, fetched)
+        self.state = self._memory.resumed(found, objects, fetched)
         ranks = f"{'rank' if len(found.ranks) == 1 else 'ranks'} {', '.join(map(str, found.ranks[:8]))}"
         origin = f"the memory on the nodes of {ranks}{' …' if len(found.ranks) > 8 else ''}"
         if self.rank == 0:
@@ -331,7 +347,7 @@ class Snapshot:
     def _choose(self, found: Found | None) -> "tuple[_Entry | None, bytes | None]":
         self._claim()
         for entry in _entries(self.folder):
-            if found is not None and not is_newer(self._version(entry), found.held.version):
+            if found is not None and not is_newer(self._version(entry), found.held):
                 return None, None
             data = _read(entry)
             if data is not None:
@@ -356,6 +372,8 @@ class Snapshot:
         """
         answer: Any = None
         data = None
+        if self._folder is None:
+            return None, None
         if self.rank == 0:
             try:
                 answer, data = self._choose(found)

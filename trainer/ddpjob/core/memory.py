@@ -21,16 +21,16 @@ EARLY = 2
 SECTION_BYTES = 64 << 20
 """Reserved addresses, not memory: a slot takes what is written into it."""
 
-GENERATION, RESERVED, PROVEN, AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM = range(8)
-NODE_CELLS = 8
+GENERATION, RESERVED, PROVEN, AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED = range(9)
+NODE_CELLS = 9
 """Of the node.
 
 GENERATION      of the ranks that run here: no others write
 RESERVED        bytes of the area that are reserved
 PROVEN          1: ranks have proved that nothing large changes between a boundary and the next step
 AREA_STEP       of the state in the area, written last; 0: none
-AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM  of that state: who wrote it, how often it was loaded without a new
-                step after it, its length, and the sum of its bits
+AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED  of that state: who wrote it, how often it was loaded
+                without a new step after it, its length, the sum of its bits, and whether it is assumed (Held)
 """
 
 PID, CLOCK, ANSWER, PROOF_GENERATION, PROOF_STEP, PROOF_SUM, FIRST_SLOT = range(7)
@@ -48,6 +48,8 @@ NONE, SAVED, UNABLE = range(3)
 
 LOADS_MAX = 3
 """A state that was loaded so often, and no step followed, is not loaded again: what it leads to may be in it."""
+LOADS_ASSUMED_MAX = 1
+"""The same for a state that is assumed: the script may need more than that, and then fails at once."""
 SECONDS_LEAST, BYTES_A_SECOND = 0.5, 500e6
 MARGIN = 1.1
 
@@ -69,6 +71,8 @@ class Held(NamedTuple):
     """Bytes."""
     total: int
     """The sum of its bits, the same on all holders."""
+    assumed: bool = False
+    """It has what `load` named, because `save` had named nothing yet."""
 
 
 class Proof(NamedTuple):
@@ -100,8 +104,8 @@ def newest(held: Sequence[Held | None], present: Version, proofs: Sequence[Proof
         return f"the nodes of ranks {', '.join(map(str, ranks))} hold different states of step {best.version.step}"
     if (differ := _not_replicas(proofs)) is not None:
         return f"rank {differ} did not hold the same parameters as the others"
-    if best.loads >= LOADS_MAX:
-        return f"step {best.version.step} was loaded {best.loads} times, and no step was made after it"
+    if best.loads >= (LOADS_ASSUMED_MAX if best.assumed else LOADS_MAX):
+        return f"step {best.version.step} was loaded before, and no step was made after it"
     return Found(best, ranks)
 
 
@@ -114,9 +118,14 @@ def _not_replicas(proofs: Sequence[Proof | None]) -> int | None:
     return None
 
 
-def is_newer(folder: Version | None, held: Version) -> bool:
-    """Whether the folder's state counts, and not the memory's; None: it is of another job, or nobody knows of whom."""
-    return folder is not None and folder > held
+def is_newer(folder: Version | None, held: Held) -> bool:
+    """Whether the folder's state counts, and not the memory's; None: it is of another job, or nobody knows of whom.
+
+    Where one rank has saved, what another one assumes is no longer needed, and may be less than what was saved.
+    """
+    if folder is None:
+        return False
+    return folder > held.version or (held.assumed and folder[:2] == held.version[:2])
 
 
 def is_clean(clock: int) -> bool:
