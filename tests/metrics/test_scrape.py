@@ -24,7 +24,7 @@ from worlds import manifest
 
 from ddpjob_operator.metrics import names
 
-pytestmark = [needs_prometheus, pytest.mark.xdist_group("prometheus")]
+pytestmark = needs_prometheus
 
 
 @pytest.fixture(scope="module")
