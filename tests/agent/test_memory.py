@@ -1,6 +1,7 @@
 """A rank is killed, and the survivors write the state into their agent's memory: no step is made again.
 
-Each test trains with torch: keep them few, and let one training tell much.
+Each test trains with torch: keep them few, and let one training tell much. The agents are copies of this process, where
+torch is imported: warm.py.
 """
 
 from __future__ import annotations
@@ -87,9 +88,9 @@ def trained(
     script = launcher.script(text)
     env = {"OMP_NUM_THREADS": "1", "KILL": json.dumps(kill)} | env
     agents = (
-        launcher.nodes(nodes, "--nproc", nproc, "--max-restarts", 99, script, **env)
+        launcher.nodes(nodes, "--nproc", nproc, "--max-restarts", 99, script, is_warm=True, **env)
         if nodes > 1
-        else [launcher.ddprun("--nproc", nproc, "--max-restarts", 99, script, **env)]
+        else [launcher.warm("--nproc", nproc, "--max-restarts", 99, script, **env)]
     )
     done = [finish(agent, 150) for agent in agents]
     assert [d.returncode for d in done] == [0] * nodes, "\n".join(d.stderr for d in done)

@@ -158,7 +158,7 @@ def test_when_an_agent_is_lost_the_others_stop_and_go_on_with_its_replacement(la
 
 def test_without_a_replacement_the_others_leave_the_job_to_the_operator(launcher: Launcher) -> None:
     script = launcher.script(TRAIN + "time.sleep(1000)")
-    agents = launcher.nodes(3, "--rdzv-conf", "join_timeout=10", "--no-preload", script)
+    agents = launcher.nodes(3, "--rdzv-conf", "join_timeout=5", "--no-preload", script)
     up(launcher, "0", 3)
     agents[2].kill()
     agents[2].communicate()
@@ -221,9 +221,7 @@ def test_strangers_and_agents_of_other_jobs_do_not_disturb(launcher: Launcher) -
 
 
 def test_nodes_of_different_sizes_are_told_so(launcher: Launcher) -> None:
-    first, second = group(
-        launcher, 2, "--rdzv-conf", "timeout=10", "--no-preload", "--nproc", 1, launcher.script(TRAIN)
-    )
+    first, second = group(launcher, 2, "--rdzv-conf", "timeout=5", "--no-preload", "--nproc", 1, launcher.script(TRAIN))
     agents = [launcher.ddprun(*first), launcher.ddprun(*second, PET_NPROC_PER_NODE="2")]
     assert codes(agents) == [0, 0]  # the option wins: both have 1
     wrong = [word if word != 1 or i != len(second) - 2 else 2 for i, word in enumerate(second)]

@@ -159,7 +159,7 @@ def test_who_is_not_asked_measures_nothing(stubbed: Launcher) -> None:
 def test_the_real_one_in_the_fork_server_tells_its_table(launcher: Launcher) -> None:
     # Two "nodes" on the same processors, with as many threads each, would wait for each other in every product.
     asked = ASKED | {"OMP_NUM_THREADS": "1"}
-    done = [finish(a, 120) for a in launcher.nodes(2, "--preload", "torch", launcher.script(TRAIN), **asked)]
+    done = [finish(a, 120) for a in launcher.nodes(2, launcher.script(TRAIN), is_warm=True, **asked)]
     assert [d.returncode for d in done] == [0, 0], [d.stderr for d in done]
     assert "pre-flight, nodes: 2, ranks: 2, gloo" in done[0].stdout
     assert traces(launcher.folder) == ["trained-0-0", "trained-1-0"]

@@ -1,7 +1,8 @@
-"""Beside the real torchrun, and with torch in the ranks. Each process here imports torch: keep these tests few."""
+"""Beside the real torchrun, and with torch in the ranks. Most processes here import torch: keep these tests few."""
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -23,7 +24,15 @@ def environs(launcher: Launcher, count: int) -> list[dict[str, str]]:
     return [json.loads((launcher.folder / f"environ-{rank}.json").read_text()) for rank in range(count)]
 
 
-@pytest.mark.parametrize("line", ["--nproc-per-node 2", "--standalone", "--nnodes 1 --master-port 23981 --rdzv-id x"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--nproc-per-node 2",
+        # The same with other addresses: an import of torch for each.
+        pytest.param("--standalone", marks=pytest.mark.long),
+        pytest.param("--nnodes 1 --master-port 23981 --rdzv-id x", marks=pytest.mark.long),
+    ],
+)
 def test_a_rank_finds_the_environment_that_torchrun_gives_it(launcher: Launcher, line: str) -> None:
     """Lightning, Accelerate and others decide by it how they start."""
     del launcher.env["DDPJOB_TERMINATION_LOG"]
@@ -73,12 +82,14 @@ def test_a_killed_rank_of_two_nodes_trains_on_and_to_the_same_parameters_as_an_u
     launcher: Launcher, other: str
 ) -> None:
     script = launcher.script(TRAIN.replace("FAIL", "os.environ.get('FAIL')"))
-    agents = launcher.nodes(2, "--nproc", 1, script, FAIL="1", OMP_NUM_THREADS="1")
+    agents = launcher.nodes(2, "--nproc", 1, script, is_warm=True, FAIL="1", OMP_NUM_THREADS="1")
     done = [finish(agent, 150) for agent in agents]
     assert [d.returncode for d in done] == [0, 0], done[0].stderr + done[1].stderr
     ours = [d.stdout.split() for d in done]
     assert [(rank, life) for rank, life, _, _ in ours] == [("0", "1"), ("1", "1")]
-    undisturbed = finish(launcher.ddprun("--nproc-per-node", 2, script, module=other, OMP_NUM_THREADS="1"), 150)
+    words = ["--nproc-per-node", 2, script]
+    start = launcher.warm if other == "ddpjob.agent" else functools.partial(launcher.ddprun, module=other)
+    undisturbed = finish(start(*words, OMP_NUM_THREADS="1"), 150)
     theirs = sorted(line.split() for line in undisturbed.stdout.splitlines())
     assert [words[2:] for words in ours] == [words[2:] for words in theirs], "threads, and the hash of the parameters"
     forget_torchs_own(launcher)

@@ -98,7 +98,7 @@ def test_a_pause_that_is_declared_has_a_limit_of_its_own(launcher: Launcher) -> 
         """
         import time, ddpjob
         ddpjob.progress(1)
-        with ddpjob.pause("save"): time.sleep(5)
+        with ddpjob.pause("save"): time.sleep(4)
         ddpjob.progress(2)
         """
     )
@@ -130,7 +130,7 @@ def test_who_never_says_a_step_is_none_that_hangs_and_a_limit_of_0_is_none(launc
         """
         import os, time, ddpjob
         timeout = os.environ["DDPJOB_STALL_TIMEOUT"]
-        for step in range(1, 60 if timeout == "2" else 3):
+        for step in range(1, 45 if timeout == "2" else 3):
             if os.environ["RANK"] == "0": ddpjob.progress(step)
             time.sleep(0.1)
         if timeout == "0": time.sleep(4)
@@ -157,7 +157,7 @@ def test_an_agent_that_was_held_itself_finds_no_stall(launcher: Launcher) -> Non
     processes = psutil.Process(agent.pid).children()
     for pid in [*(p.pid for p in processes), agent.pid]:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(5)  # more than the limit: that time passes is what is tested
+    time.sleep(4)  # more than the limit: that time passes is what is tested
     (launcher.folder / "go").touch()
     for pid in [agent.pid, *(p.pid for p in processes)]:
         os.kill(pid, signal.SIGCONT)
@@ -182,7 +182,7 @@ def test_as_long_as_a_node_gets_on_the_group_does(launcher: Launcher) -> None:
         import os, time, ddpjob
         open("up-" + os.environ["RANK"], "w").close()
         while not (os.path.exists("up-0") and os.path.exists("up-1")): time.sleep(0.01)
-        for step in range(1, 80):
+        for step in range(1, 50):
             if os.environ["RANK"] == "0" or step < 3: ddpjob.progress(step)
             time.sleep(0.1)
         """
@@ -203,7 +203,7 @@ def test_when_no_stall_may_be_restarted_here_the_message_says_what_stood(launche
 def test_a_program_that_trained_and_has_ended_is_none_that_hangs(launcher: Launcher) -> None:
     """A rank may be a shell script: first a training that reports, then something that does not."""
     launcher.script("import ddpjob; ddpjob.progress(1)")
-    launcher.script("#!/bin/sh\npython train.py && sleep 5\n", "all.sh").chmod(0o755)
+    launcher.script("#!/bin/sh\npython train.py && sleep 4\n", "all.sh").chmod(0o755)
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     done = launcher.done("--no-python", "./all.sh", PATH=path, **LIMIT)
     assert (done.returncode, done.stderr) == (0, "")
@@ -270,7 +270,7 @@ def test_the_rank_that_did_not_come_to_the_collective_is_named_with_and_without_
     launcher: Launcher, library: bool
 ) -> None:
     script = launcher.script(REDUCE.format(library=library, seconds=0.01 if library else 0.25))
-    done = finish(launcher.ddprun("--nproc", 2, script, DDPJOB_STALL_TIMEOUT="3", OMP_NUM_THREADS="1"), 150)
+    done = finish(launcher.warm("--nproc", 2, script, DDPJOB_STALL_TIMEOUT="3", OMP_NUM_THREADS="1"), 150)
     assert done.returncode == 0, done.stderr
     assert found(done.stderr)[1:] == (
         "rank 1 has ended collective 40 (all_reduce), the others are at 41; in train.py:7 in load_batch",
@@ -295,7 +295,7 @@ if rank == 1 and life == 0: upload()
 open(f"done-{{rank}}", "w").close()
 """
 HANGS = "time.sleep(1000)"
-WORKS = "until = time.monotonic() + 12\n    while time.monotonic() < until: sum(range(1000))"
+WORKS = "until = time.monotonic() + 8\n    while time.monotonic() < until: sum(range(1000))"
 END_LIMIT = {"DDPJOB_STALL_TIMEOUT": "3", "OMP_NUM_THREADS": "1"}
 
 
@@ -313,7 +313,7 @@ def test_a_rank_that_hangs_after_its_last_collective_is_found_without_the_librar
 ) -> None:
     """All others have ended, nobody waits for it, and the job runs for ever."""
     script = launcher.script(ENDS.format(hang=HANGS, leave=leave))
-    started = launcher.nodes(nodes, "--nproc", 2 // nodes, script, **END_LIMIT)
+    started = launcher.nodes(nodes, "--nproc", 2 // nodes, script, is_warm=True, **END_LIMIT)
     done = [finish(agent, 150) for agent in started]
     assert [d.returncode for d in done] == [0] * nodes, done[0].stderr
     seconds, what, budget = found(done[0].stderr)
@@ -325,7 +325,7 @@ def test_a_rank_that_hangs_after_its_last_collective_is_found_without_the_librar
 def test_a_rank_that_works_alone_after_its_last_collective_is_left_alone(launcher: Launcher) -> None:
     """Rank 0 evaluates for longer than a step may take, and the training is thrown away."""
     script = launcher.script(ENDS.format(hang=WORKS, leave="dist.destroy_process_group()"))
-    done = finish(launcher.ddprun("--nproc", 2, script, **END_LIMIT), 150)
+    done = finish(launcher.warm("--nproc", 2, script, **END_LIMIT), 150)
     assert (done.returncode, "restart" in done.stderr) == (0, False), done.stderr
     forget_torchs_own(launcher)
 
@@ -336,7 +336,7 @@ def test_a_process_that_hangs_after_its_script_has_ended_is_found(launcher: Laun
     # PyDLL: with the interpreter's lock. A signal ends a sleep.
     held = "class Held:\n    def __del__(self):\n        while True: ctypes.PyDLL(None).sleep(1000)"
     script = launcher.script("import ctypes\n" + held + ENDS.format(hang=hang, leave=""))
-    done = finish(launcher.ddprun("--nproc", 2, script, **END_LIMIT), 150)
+    done = finish(launcher.warm("--nproc", 2, script, **END_LIMIT), 150)
     assert done.returncode == 0, done.stderr
     assert found(done.stderr)[1] == "rank 1 has trained and does not end, nor answer"
     forget_torchs_own(launcher)

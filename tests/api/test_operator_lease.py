@@ -187,9 +187,17 @@ def test_a_leader_that_cannot_renew_stops_before_the_other_starts_though_it_coul
     namespace: Namespace, two: tuple[Replica, Replica]
 ) -> None:
     leader, standby = two
-    for verb in ("get", "update", "create"):
-        leader.api.break_(f"{verb} leases", 503, times=float("inf"))
-    names = jobs_come(namespace, lambda: len(standby.writes()) > 20)
+    refused = False
+
+    def the_other_writes() -> bool:
+        nonlocal refused
+        if leader.writes() and not refused:  # it is in the middle of its work
+            refused = True
+            for verb in ("get", "update", "create"):
+                leader.api.break_(f"{verb} leases", 503, times=float("inf"))
+        return len(standby.writes()) > 20
+
+    names = jobs_come(namespace, the_other_writes)
     last, first = max(seen.at for seen in leader.writes()), min(seen.at for seen in standby.writes())
     print(f"{first - last:.2f} s between the last write of the one and the first of the other")
     assert first - last > (LEASE_SECONDS - RENEW_SECONDS) / 2, "the leader has stopped in good time"

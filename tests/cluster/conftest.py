@@ -20,11 +20,12 @@ import os
 import shlex
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from clusters import CRD, kubectl, skip_without_cluster
+from clusters import CRD, kubectl, skip_without_cluster, until
 from pods import OPERATOR_IMAGE, RELEASE, ROOT, Space, helm
 
 # Long enough for a kubelet of a busy machine to be late, and to say that it is ready again after the API server was
@@ -93,6 +94,30 @@ def jobs(operator: str) -> Iterator[Space]:
         made.leaves_nothing()
     finally:
         made.remove()
+
+
+@pytest.fixture
+def take_api_server_away(nodes: list[str]) -> Iterator[Callable[[float], None]]:
+    """`take_api_server_away(20)`: for so many seconds. Afterwards the nodes are as they were: kubelets and the
+    scheduler come back one after the other, up to a minute after the API server, and pods that are bound to a node that
+    is not ready yet may be lost."""
+    stop, start = (os.environ.get(f"DDPJOB_TEST_API_{what}", "") for what in ("STOP", "START"))
+    if not stop or not start:
+        pytest.skip("DDPJOB_TEST_API_STOP and DDPJOB_TEST_API_START do not say how to take the API server away")
+
+    def away(seconds: float) -> None:
+        subprocess.run(shlex.split(stop), check=True, capture_output=True)
+        time.sleep(seconds)  # the time itself is what is tested
+        subprocess.run(shlex.split(start), check=True, capture_output=True)
+        until(lambda: kubectl("get", "--raw", "/readyz", check=False).strip() == "ok", "the API server is back", 60)
+
+    def settled() -> bool:
+        found = json.loads(kubectl("get", "nodes", *nodes, "-o", "json"))["items"]
+        ready = [c["status"] for n in found for c in n["status"]["conditions"] if c["type"] == "Ready"]
+        return ready == ["True"] * len(nodes) and not any(n["spec"].get("taints") for n in found)
+
+    yield away
+    until(settled, "all nodes are ready again", 120)
 
 
 @pytest.fixture

@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-import os
-import shlex
-import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -410,16 +406,12 @@ def test_operators_killed_in_the_middle_of_a_restart_lose_and_double_nothing(job
     kubectl("-n", operator, "rollout", "status", "deployment", "--timeout=180s")
 
 
-def test_an_api_server_that_is_away_during_a_restart_delays_it_and_nothing_else(jobs: Space) -> None:
-    stop, start = (os.environ.get(f"DDPJOB_TEST_API_{what}", "") for what in ("STOP", "START"))
-    if not stop or not start:
-        pytest.skip("DDPJOB_TEST_API_STOP and DDPJOB_TEST_API_START do not say how to take the API server away")
+def test_an_api_server_that_is_away_during_a_restart_delays_it_and_nothing_else(
+    jobs: Space, take_api_server_away: Callable[[float], None]
+) -> None:
     jobs.apply(job("cut-off", SLOW_RESTART, restartGraceSeconds=4))
     jobs.reaches("cut-off", "Restarting")
-    subprocess.run(shlex.split(stop), check=True, capture_output=True)
-    time.sleep(12)  # the time itself is what is tested: the restart grace ends in it
-    subprocess.run(shlex.split(start), check=True, capture_output=True)
-    until(lambda: kubectl("get", "--raw", "/readyz", check=False).strip() == "ok", "the API server is back", 60)
+    take_api_server_away(12)  # the restart grace ends in it
     is_restarted_once(jobs.ends("cut-off"))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from pods import Space, job, trainer
 
 # No torch: the library's reporter alone.
@@ -67,7 +69,7 @@ def test_where_progress_is_blocked_there_is_none_and_the_job_succeeds_all_the_sa
     for name, (_, _, why) in blocked.items():
         status = space.reaches(name, "Succeeded")
         assert "progress" not in status, name
-        assert status.get("lastFailure") is None, name
+        assert status.get("lastFailure") is None, f"{name}: {json.dumps(status['lastFailure'])}"
         log = space.kubectl("logs", f"{name}-1-0")
         assert "trained" in log
         assert log.count("ddpjob: progress is not reported: ") == 1, log

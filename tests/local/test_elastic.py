@@ -67,7 +67,7 @@ def test_a_lost_node_starts_the_group_again_and_torchruns_variables_are_all_ther
 def test_a_range_that_cannot_be_is_refused_before_anything_starts(
     cli: Cli, job: Path, words: list[str], text: str
 ) -> None:
-    done = cli.run("run", job, *words)
+    done = cli.here("run", job, *words)
     assert done.returncode == 2
     assert text in done.stderr
 

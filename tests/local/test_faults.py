@@ -19,7 +19,7 @@ COUNTS = """
     saved = pathlib.Path(f"saved-{rank}")
     first = int(saved.read_text()) if saved.exists() else 0
     for step in range(first + 1, 51):
-        time.sleep(0.1)
+        time.sleep(0.05)
         if step % 10 == 0:
             saved.with_suffix(".new").write_text(str(step))  # as one saves what a kill may interrupt
             saved.with_suffix(".new").replace(saved)
@@ -28,7 +28,7 @@ COUNTS = """
 """
 # The same where no rank is a step ahead of the other, as under DDP: a rank that waits goes on reporting.
 COUNTS_TOGETHER = COUNTS.replace(
-    "time.sleep(0.1)",
+    "time.sleep(0.05)",
     """pathlib.Path(f"at-{rank}").write_text(str(step))
         other = pathlib.Path(f"at-{1 - int(rank)}")
         while not other.exists() or int(other.read_text() or 0) < step - 1:
@@ -65,7 +65,7 @@ def test_a_rank_that_breaks_at_a_step_restarts_the_group_which_goes_on_from_what
 
 
 def test_a_rank_that_hangs_is_found_named_and_restarted(cli: Cli) -> None:
-    grace = "spec.template.spec.terminationGracePeriodSeconds=2"  # it does not end by itself: else 30 s
+    grace = "spec.template.spec.terminationGracePeriodSeconds=1"  # it does not end by itself: else 30 s
     done, status, told = run(
         cli, "--fail", "rank=0,step=25,hang", "--set", grace, script=COUNTS_TOGETHER, stall={"timeoutSeconds": 3}
     )
@@ -154,7 +154,7 @@ def test_a_fault_at_a_step_that_no_script_reports_is_refused_at_the_start(cli: C
     ],
 )
 def test_a_fault_that_cannot_be_is_refused_before_anything_starts(cli: Cli, fault: str, sentence: str) -> None:
-    done = cli.run("run", cli.file("print('started')"), "--fail", fault)
+    done = cli.here("run", cli.file("print('started')"), "--fail", fault)
     assert done.returncode == 2
     assert sentence in done.stderr
     assert "started" not in done.stdout

@@ -35,7 +35,7 @@ def test_what_was_meant_is_named(tmp_path: Path, text: str, words: list[str], sa
     cli = Cli(tmp_path)
     (tmp_path / "job.yaml").write_text(text)
     (tmp_path / "train.py").write_text("print(1)\n")
-    done = cli.run("run", "job.yaml", *words)
+    done = cli.here("run", "job.yaml", *words)
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
 

@@ -20,7 +20,7 @@ COUNTS = """
     saved = pathlib.Path(f"saved-{rank}")
     first = int(saved.read_text()) if saved.exists() else 0
     for step in range(first + 1, 61):
-        time.sleep(0.1)
+        time.sleep(0.05)
         if step % 10 == 0:
             saved.with_suffix(".new").write_text(str(step))
             saved.with_suffix(".new").replace(saved)

@@ -108,7 +108,8 @@ def test_each_note_trains_in_one_world_and_ends_with_the_same_parameters(cli: Cl
     assert trained(cli, "job.yaml", "--cpu") == {f"PARAMS {alone} world {world_size}"}
 
 
-@pytest.mark.parametrize("how", LAUNCHERS)
+# By day torchrun's ranks meet by env:// (test_torchrun.py) and by tcp:// (tests/trainer/test_init.py).
+@pytest.mark.parametrize("how", [pytest.param("torchrun", marks=pytest.mark.long), *list(LAUNCHERS)[1:]])
 def test_under_each_launcher_ranks_meet_by_env_tcp_and_file(cli: Cli, alone: str, how: str) -> None:
     # As few processes as tell it: torchrun and mp.spawn import torch beside their ranks. At night the notes have more.
     nodes, nproc = {"spawn": (1, 2), "ddprun": (1, 2)}.get(how, (2, 1))
@@ -166,7 +167,7 @@ def test_a_way_that_cannot_work_is_refused_before_anything_starts(
 ) -> None:
     job = cli.file("", container={"command": command.split()}, **spec)
     (cli.folder / "x.py").write_text("print('started')")
-    done = cli.run("run", job)
+    done = cli.here("run", job)
     assert sentence in done.stderr
     assert (done.returncode, done.stdout) == (2, "")
 
@@ -176,7 +177,10 @@ def test_a_way_that_cannot_work_is_refused_before_anything_starts(
     [
         ("backend.py --backend=mpi", 'backend: "mpi" needs a PyTorch built with MPI; no published wheel has it.'),
         ("backend.py --backend=nccl", 'backend: "nccl"'),  # not in this PyTorch, or no CUDA device
-        ("-m torch.distributed.launch launch_underscore.py", "the following arguments are required: --local_rank"),
+        pytest.param(
+            *("-m torch.distributed.launch launch_underscore.py", "the following arguments are required: --local_rank"),
+            marks=pytest.mark.long,  # what the script says of itself; by day launch-underscore starts, above
+        ),
     ],
 )
 def test_what_only_the_script_can_know_it_refuses_before_anyone_waits(cli: Cli, command: str, sentence: str) -> None:

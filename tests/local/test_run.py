@@ -285,7 +285,7 @@ def test_set_nodes_and_env_change_the_job(cli: Cli) -> None:
 def test_wrong_input_ends_with_2_before_anything_starts(
     cli: Cli, spec: dict, options: list[str], sentence: str
 ) -> None:
-    done = cli.run("run", cli.file("print('started')", **spec), *options)
+    done = cli.here("run", cli.file("print('started')", **spec), *options)
     assert done.returncode == 2
     assert sentence in done.stderr
     assert done.stdout == ""
@@ -322,7 +322,7 @@ def test_an_error_that_check_knows_stops_a_run_before_anything_starts(cli: Cli) 
 
 
 def test_a_script_that_is_not_valid_python_is_not_started(cli: Cli) -> None:
-    done = cli.run("run", cli.file("print('started')\nif True\n"))
+    done = cli.here("run", cli.file("print('started')\nif True\n"))
     assert (done.returncode, done.stdout) == (2, "")
     assert "train.py:2: error[syntax]: not valid Python: " in done.stderr
 

@@ -13,6 +13,7 @@ from virtual_time import VirtualLoop
 
 from ddpjob_operator.job import api as types
 from ddpjob_operator.kube.client import NO_ANSWER, ApiError, Page, RequestLimits, _error_of
+from ddpjob_operator.kube.reach import Reach
 
 LATENCY_SECONDS = (0.002, 0.03)
 TIME_OUT_SECONDS = 30.0
@@ -25,6 +26,7 @@ class ModelClient:
 
     def __init__(self, api: ModelApi, loop: VirtualLoop, faults: Faults, actor: str, crash: Callable[[], None]) -> None:
         self.limits = RequestLimits()
+        self.reach = Reach()
         self.actor = actor
         self.dead = False
         self.stale_by = 0
@@ -213,7 +215,9 @@ class ModelClient:
             await self._for_ever()
         if self.away:
             await asyncio.sleep(5)
+            self.reach.failed()
             raise ApiError(NO_ANSWER, "NoAnswer", f"{method} {path}: cannot be reached")
+        self.reach.answered()
 
 
 def _wake(waiting: asyncio.Future[bool], value: bool) -> None:

@@ -30,7 +30,7 @@ SEEDS: dict[mutants.Mutant, int] = {
     mutants.words_added_up: 3,
     mutants.words_dropped: 3,
     mutants.unreadable_is_empty: 1,
-    mutants.invalid_spec_first: 6,
+    mutants.invalid_spec_first: 22,
 }
 SHRUNK_BY_DAY = mutants.no_fence
 

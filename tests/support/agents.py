@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import warm
 from free_port import free_port
 from shell import Cli
 
@@ -48,14 +49,19 @@ class Launcher(Cli):
         """`ddprun …` to its end."""
         return finish(self.ddprun(*words, **env))
 
-    def nodes(self, count: int, *words: object, port: int = 0, **env: str) -> list[subprocess.Popen[str]]:
+    def warm(self, *words: object, **env: str) -> subprocess.Popen[str]:
+        """`ddprun …` in the background, in a copy of this process: its fork server has torch from the start."""
+        return warm.start("ddpjob.agent", [*map(str, words)], cwd=self.folder, env=self.env | env)
+
+    def nodes(
+        self, count: int, *words: object, port: int = 0, is_warm: bool = False, **env: str
+    ) -> list[subprocess.Popen[str]]:
         """An agent for each node, which meet on loopback; each with a termination log of its own, as in pods."""
+        start = self.warm if is_warm else self.ddprun
         port = port or free_port()
         group = ["--nnodes", count, "--master-port", port, "--rdzv-id", self.mark]
         logs = [{"DDPJOB_TERMINATION_LOG": str(self.folder / f"termination-{k}.json")} for k in range(count)]
-        return [
-            self.ddprun(*group, "--node-rank", k, *words, **({"NODE": str(k)} | logs[k] | env)) for k in range(count)
-        ]
+        return [start(*group, "--node-rank", k, *words, **({"NODE": str(k)} | logs[k] | env)) for k in range(count)]
 
 
 def finish(process: subprocess.Popen[Any], seconds: float = SECONDS_MAX) -> subprocess.CompletedProcess[str]:

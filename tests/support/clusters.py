@@ -55,7 +55,9 @@ def kubectl(*arguments: str, stdin: object = None, check: bool = True) -> str:
         text=True,
         timeout=200,
     )
-    assert done.returncode == 0 or not check, f"kubectl {' '.join(arguments)}: {done.stdout}"
+    assert done.returncode == 0 or not check, (
+        f"kubectl {' '.join(arguments)}: exit code {done.returncode}: {done.stdout}"
+    )
     return done.stdout
 
 

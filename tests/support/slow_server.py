@@ -12,6 +12,7 @@ from worlds import manifest
 
 from ddpjob_operator.kube.client import NO_ANSWER, ApiError, Page, RequestLimits
 from ddpjob_operator.kube.operator import Operator
+from ddpjob_operator.kube.reach import Reach
 from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.settings import OperatorSettings
 
@@ -23,6 +24,7 @@ class SlowServer:
 
     def __init__(self, delay: Callable[[str, str], float]) -> None:
         self.limits = RequestLimits()
+        self.reach = Reach()
         self.delay = delay
         self.version = 100
         self.under_way = 0

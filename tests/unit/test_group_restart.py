@@ -678,6 +678,16 @@ def test_a_lost_node_says_since_when_and_the_times_survive_the_operator() -> Non
     assert other.status == world.status
 
 
+def test_a_pod_that_was_bound_to_a_node_that_is_not_ready_has_its_own_patience() -> None:
+    """After an outage of the API server the scheduler may bind a pod to a node that it still believes in; the kubelet
+    says seconds later that it is ready. A user would lose two attempts to a node that had nothing."""
+    world = digits().started()
+    world.nodes = {"node-1": Node(ready=False, since=world.now)}
+    world.after(25).runs(0, 1)
+    assert world.after(20).settle().status.state == "Running"
+    assert world.after(15).settle().status.reason == "NodeLost", "but not for ever"
+
+
 def test_another_namespace_of_nodes_does_not_matter() -> None:
     world = digits().running()
     world.nodes = {"node-9": Node(ready=False, since=world.now)}

@@ -15,6 +15,7 @@ from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.kube.client import ApiError, Client, Page
 from ddpjob_operator.kube.gangs import NO_ANSWER_SECONDS, Gang
 from ddpjob_operator.kube.operator import Operator
+from ddpjob_operator.kube.reach import Reach
 from ddpjob_operator.kube.runtime import SYSTEM
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.store import Key
@@ -28,6 +29,7 @@ class Server:
 
     def __init__(self, *versions: str) -> None:
         self.versions = versions
+        self.reach = Reach()
         self.errors: dict[str, ApiError] = {}
         self.items: list[dict[str, Any]] = []
         self.asked: list[str] = []

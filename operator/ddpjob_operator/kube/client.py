@@ -21,6 +21,7 @@ import orjson
 from ddpjob_operator.job import api
 from ddpjob_operator.kube import reading
 from ddpjob_operator.kube.login import LoginError, login
+from ddpjob_operator.kube.reach import Reach
 
 Raw = dict[str, Any]
 Headers = dict[str, str]
@@ -106,12 +107,14 @@ class Client:
         limits: RequestLimits = RequestLimits(),
         may_write: Callable[[str], bool] = lambda _path: True,
         answered: Callable[..., None] = lambda *_, **__: None,
+        reach: Reach | None = None,
     ) -> None:
         """may_write: asked with the path right before each try of a write, which is not sent where it returns False.
-        answered: told of each answer (measuring.Requests)."""
+        answered: told of each answer (measuring.Requests). reach: where several clients share it."""
+        self.reach = reach or Reach()
         self.limits = limits
         self._may_write = may_write
-        self._answered = answered
+        self._observe = answered
         self._log_in = log_in
         self._lock = asyncio.Lock()
         self._info: kopf.ConnectionInfo | None = None
@@ -218,7 +221,7 @@ class Client:
         try:
             async with session.get(url, params=params, headers=self._headers, timeout=timeout) as response:
                 code = response.status
-                self._answered("GET", path, code, time.monotonic() - began, watch=True)
+                self._answered("GET", path, code, began, watch=True)
                 if response.status >= 400:
                     await self._refused(response.status, info)
                     raise _error(response.status, await response.read(), response.headers)
@@ -229,8 +232,13 @@ class Client:
                     yield event
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, reading.BadJsonError) as error:
             if code == NO_ANSWER:
-                self._answered("GET", path, code, time.monotonic() - began, watch=True)
+                self._answered("GET", path, code, began, watch=True)
             raise _no_answer("GET", path, error) from None
+
+    def _answered(self, method: str, path: str, code: int, began: float, *, watch: bool = False) -> None:
+        """code: NO_ANSWER where there was none."""
+        (self.reach.failed if code == NO_ANSWER else self.reach.answered)()
+        self._observe(method, path, code, time.monotonic() - began, watch=watch)
 
     async def _request(self, method: str, path: str, params: Mapping[str, str] | None, body: Raw | None = None) -> Raw:
         content = await self._request_bytes(method, path, params, None, body)
@@ -291,7 +299,7 @@ class Client:
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             raise _no_answer(method, path, error) from None
         finally:
-            self._answered(method, path, code, time.monotonic() - began)
+            self._answered(method, path, code, began)
 
     def _wait_before_next_try(self, error: ApiError, attempt: int) -> float | None:
         """Seconds; None: the error stands."""

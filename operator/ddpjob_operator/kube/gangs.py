@@ -102,6 +102,7 @@ class Gang:
                 self.store,
                 path=self.path(namespace),
                 runtime=self._runtime,
+                sleep=self._client.reach.wait,
                 restarted=self._restarted,
             )
             for namespace in self._namespaces

@@ -24,6 +24,7 @@ from ddpjob_operator.kube.lease import Leader
 from ddpjob_operator.kube.log import set_up_log
 from ddpjob_operator.kube.measuring import Requests
 from ddpjob_operator.kube.operator import Operator
+from ddpjob_operator.kube.reach import Reach
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.metrics.meter import Meter
 
@@ -63,32 +64,34 @@ async def _serve(settings: OperatorSettings) -> int:
 def _operator(settings: OperatorSettings) -> Operator:
     meter = Meter()
     prometheus_client.ProcessCollector(registry=meter.registry)
-    answered = Requests(meter)
+    answered, reach = Requests(meter), Reach()
     if not settings.lease_namespace:
-        return Operator(settings, Client(answered=answered), meter=meter)
-    leader, claims = _leader(settings, answered), _claims(settings, answered)
+        return Operator(settings, Client(answered=answered, reach=reach), meter=meter)
+    clients = partial(_client_for_leases, settings, answered, reach)
+    leader, claims = _leader(settings, clients()), _claims(settings, clients())
     may_write = partial(_may_write, leader, claims)
-    return Operator(settings, Client(may_write=may_write, answered=answered), leader, claims, meter=meter)
+    client = Client(may_write=may_write, answered=answered, reach=reach)
+    return Operator(settings, client, leader, claims, meter=meter)
 
 
 def _may_write(leader: Leader, claims: Claims, path: str) -> bool:
     return leader.holds() and claims.hold(namespace_of(path))
 
 
-def _leader(settings: OperatorSettings, answered: Requests) -> Leader:
+def _leader(settings: OperatorSettings, client: Client) -> Leader:
     # A new identity for each process: after a restart it does not know which writes of the last one are under way.
     identity = f"{settings.pod_name or socket.gethostname()}_{uuid.uuid4().hex[:8]}"
     place = settings.lease_namespace, settings.lease_name
-    return Leader(_client_for_leases(settings, answered), *place, identity, settings.lease, settings.status_address)
+    return Leader(client, *place, identity, settings.lease, settings.status_address)
 
 
-def _claims(settings: OperatorSettings, answered: Requests) -> Claims:
+def _claims(settings: OperatorSettings, client: Client) -> Claims:
     release = f"{settings.lease_namespace}/{settings.lease_name}"
     where = settings.namespaces, settings.claim_namespace
-    return Claims(_client_for_leases(settings, answered), *where, release, settings.lease)
+    return Claims(client, *where, release, settings.lease)
 
 
-def _client_for_leases(settings: OperatorSettings, answered: Requests) -> Client:
+def _client_for_leases(settings: OperatorSettings, answered: Requests, reach: Reach) -> Client:
     seconds = settings.lease.try_seconds
     limits = RequestLimits(connect_seconds=seconds, request_seconds=seconds, tries=2)
-    return Client(limits=limits, answered=answered)
+    return Client(limits=limits, answered=answered, reach=reach)

@@ -88,13 +88,14 @@ class Operator:
             {name: self._gang(settings.rules.adapters[name]) for name in settings.gangs},
         )
         self._prepare_to_lead()
+        told: dict[str, Any] = {"runtime": runtime, "sleep": client.reach.wait, "restarted": restarted}
         self.reflectors = [
-            Reflector(client, plural, namespace, naming.LABEL_JOB, sink, runtime=runtime, restarted=restarted)
+            Reflector(client, plural, namespace, naming.LABEL_JOB, sink, **told)
             for namespace in settings.watched
             for plural, sink in (("pods", self.caches.pods), ("services", self.caches.services))
         ]
         # Only a ClusterRole can allow it; without it the pods themselves show that their node is lost.
-        of_nodes = Reflector(client, "nodes", "", "", self.caches.nodes, runtime=runtime, restarted=restarted)
+        of_nodes = Reflector(client, "nodes", "", "", self.caches.nodes, **told)
         self._all_reflectors = [*self.reflectors, *([] if settings.namespaces else [of_nodes])]
         self._tasks: list[asyncio.Task[None]] = []
         self._leading: list[asyncio.Task[None]] = []

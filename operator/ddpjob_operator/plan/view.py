@@ -267,8 +267,10 @@ def lost_at(pod: Pod, nodes: Mapping[str, Node] | None, settings: Settings) -> d
     """When the node of a pod counts as lost; None while nothing shows that it is.
 
     Where nodes can be read, by their condition Ready; a pod that stays beyond its grace on a node that is not ready is
-    lost whatever the other nodes do. Elsewhere by what the node controller does to the pod, or by a pod that stays
-    beyond its grace, because a kubelet that runs would have ended it.
+    lost whatever the other nodes do. Patience begins anew where a pod was bound later: after an outage of the API
+    server a scheduler may believe for seconds that a node is ready which we know is not, and the next pod would go
+    there too. Elsewhere by what the node controller does to the pod, or by a pod that stays beyond its grace, because a
+    kubelet that runs would have ended it.
     """
     patience = dt.timedelta(seconds=settings.lost_node_seconds)
     if nodes is not None:
@@ -276,7 +278,7 @@ def lost_at(pod: Pod, nodes: Mapping[str, Node] | None, settings: Settings) -> d
         if node is None or node.ready or node.since is None:
             return None
         if not node.with_most:
-            return node.since + patience
+            return max(node.since, pod.scheduled_at or node.since) + patience
         return None if pod.deletion_deadline is None else max(node.since, pod.deletion_deadline) + patience
     since = earliest(pod.silent_since, pod.deletion_deadline)
     return None if since is None or not pod.node else since + patience

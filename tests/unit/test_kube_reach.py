@@ -1,0 +1,86 @@
+"""One API server, several watches: what one learns of its way back, all know."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+from free_port import free_port
+from kopf import ConnectionInfo
+
+from ddpjob_operator.kube.client import ApiError, Client
+from ddpjob_operator.kube.reach import SPREAD_SECONDS, Reach
+
+LONG = 3600.0
+
+
+def test_who_waits_for_a_server_that_is_away_is_woken_by_the_first_answer_that_anyone_gets() -> None:
+    """An operator that holds its Lease again and still waits 30 s for its watches leads blindly."""
+
+    async def run() -> None:
+        reach = Reach()
+        reach.failed()
+        waiting = [asyncio.create_task(reach.wait(LONG)) for _ in range(3)]
+        await asyncio.sleep(0)
+        reach.answered()
+        await asyncio.wait_for(asyncio.gather(*waiting), 5 * SPREAD_SECONDS)
+
+    asyncio.run(run())
+
+
+def test_a_watch_that_is_refused_while_others_are_answered_waits_its_full_time() -> None:
+    """A proxy that cuts every watch must not be asked at each renewal of the Lease."""
+
+    async def run() -> None:
+        reach = Reach()
+        reach.failed()
+        reach.answered()
+        waiting = asyncio.create_task(reach.wait(LONG))
+        for _ in range(5):
+            reach.answered()
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        waiting.cancel()
+
+    asyncio.run(run())
+
+
+def test_nobody_waits_longer_than_asked_for_a_server_that_stays_away() -> None:
+    async def run() -> None:
+        reach = Reach()
+        reach.failed()
+        await asyncio.wait_for(reach.wait(0.01), 5)
+
+    asyncio.run(run())
+
+
+def test_the_client_tells_of_an_outage_and_of_its_end() -> None:
+    """The client of the Lease and that of the watches share it."""
+
+    async def run() -> None:
+        reach, port = Reach(), free_port()
+
+        def log_in() -> ConnectionInfo:
+            return ConnectionInfo(server=f"http://127.0.0.1:{port}")
+
+        async def answer(_: web.Request) -> web.Response:
+            return web.json_response({"kind": "Lease"})
+
+        async with Client(log_in, reach=reach) as watching, Client(log_in, reach=reach) as of_lease:
+            with pytest.raises(ApiError, match="NoAnswer"):
+                await watching.get("/api/v1/pods")
+            waiting = asyncio.create_task(watching.reach.wait(LONG))
+            await asyncio.sleep(0)
+            app = web.Application()
+            app.router.add_get("/{path:.*}", answer)
+            runner = web.AppRunner(app, shutdown_timeout=0.1)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", port).start()
+            try:
+                await of_lease.get("/apis/coordination.k8s.io/v1/leases")
+                await asyncio.wait_for(waiting, 5 * SPREAD_SECONDS)
+            finally:
+                await runner.cleanup()
+
+    asyncio.run(run())
