@@ -22,6 +22,7 @@ from ddpjob.core.memory import (
     PROOF_SUM,
     RESERVED,
     Held,
+    Mark,
     Proof,
     Version,
 )
@@ -142,6 +143,13 @@ class Shared:
         step = self.cells[memory.slot_cell(slot, memory.SLOT_STEP)]
         generation = self.cells[memory.slot_cell(slot, memory.SLOT_GENERATION)]
         return Version(self.attempt, generation, step) if step > 0 else None
+
+    def mark(self) -> Mark | None:
+        """The last boundaries of this rank, or of the one that was in its place; None: there were fewer than two."""
+        one, other = (self.slot_version(slot) for slot in range(memory.EARLY))
+        if one is None or other is None or one.generation != other.generation:
+            return None
+        return Mark(one.generation, max(one.step, other.step), min(one.step, other.step))
 
     def read_slot(self, slot: int) -> Any:
         """The value. Raises StateError."""
