@@ -4,8 +4,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 CRD    := charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml
 DASHBOARDS := charts/ddpjob-operator/files/dashboards
-# One pytest process a core; tests that share something name their group.
-PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
+# Three pytest processes for two cores, because many tests wait; tests/conftest.py says which tests share one.
+WORKERS ?= $(shell echo $$(($$(nproc) * 3 / 2)))
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 .PHONY: install demo quick test test-long test-versions test-frameworks docs pictures simulate test-kind check format generate clean help
 

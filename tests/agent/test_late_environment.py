@@ -27,11 +27,10 @@ EACH_ALONE: Settings = [
     {"TMPDIR": "/var/tmp"},
     {"CUDA_VISIBLE_DEVICES": "", "NCCL_DEBUG": "INFO", "MY_OWN": "1"},
 ]
-# The same settings in three ranks: under --no-preload each rank imports torch, for seconds.
+# The same settings in two ranks: under --no-preload each rank imports torch, for seconds.
 TOGETHER: Settings = [
     {name: value for setting in EACH_ALONE for name, value in setting.items() if value is not None},
     {"OMP_NUM_THREADS": "1"},
-    {"OMP_NUM_THREADS": None},
 ]
 SCRIPT = """
 import json, os, sys

@@ -175,7 +175,10 @@ def test_a_way_that_cannot_work_is_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        ("backend.py --backend=mpi", 'backend: "mpi" needs a PyTorch built with MPI; no published wheel has it.'),
+        pytest.param(
+            *("backend.py --backend=mpi", 'backend: "mpi" needs a PyTorch built with MPI; no published wheel has it.'),
+            marks=pytest.mark.long,  # by day in a process that has torch: tests/trainer/test_init.py
+        ),
         ("backend.py --backend=nccl", 'backend: "nccl"'),  # not in this PyTorch, or no CUDA device
         pytest.param(
             *("-m torch.distributed.launch launch_underscore.py", "the following arguments are required: --local_rank"),

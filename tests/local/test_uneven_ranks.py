@@ -45,7 +45,7 @@ def uneven(cli: Cli, command: list[str], nodes: int, nproc: int, script: str = U
     ("command", "nodes", "nproc", "script"),
     [
         (["python", "train.py"], 2, 1, UNEVEN),  # that gloo's words are still those of COMPLAINS
-        # torchrun itself waits ten seconds for the node that has ended; by day it runs below.
+        # torchrun itself waits ten seconds for the node that has ended.
         pytest.param(["torchrun", "train.py"], 2, 1, COMPLAINS, marks=pytest.mark.long),
         (["ddprun", "--preload=json", "train.py"], 2, 1, COMPLAINS),
         pytest.param(["torchrun", "train.py"], 2, 1, UNEVEN, marks=pytest.mark.long),
@@ -73,7 +73,10 @@ def test_a_rank_that_ends_early_is_named_and_charged(
     assert (status["lastFailure"]["rank"], status["lastFailure"]["class"]) == (0, "application")
 
 
-@pytest.mark.parametrize("script", [COMPLAINS, pytest.param(UNEVEN, marks=pytest.mark.long)], ids=["no torch", "torch"])
+# Two attempts of two launchers that import torch. By day test_short_failures.py has such words under torchrun, and the
+# simulation finds complaints that are free more often (test_mutants.py).
+@pytest.mark.long
+@pytest.mark.parametrize("script", [COMPLAINS, UNEVEN], ids=["no torch", "torch"])
 def test_where_torchrun_runs_several_ranks_in_a_pod_complaints_alone_are_free_once(cli: Cli, script: str) -> None:
     """Its table names only the ranks that failed: that one of them has ended well, nobody says."""
     status, said = uneven(cli, ["torchrun", "train.py"], 2, 2, script)

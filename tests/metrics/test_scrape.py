@@ -24,7 +24,7 @@ from worlds import manifest
 
 from ddpjob_operator.metrics import names
 
-pytestmark = [needs_prometheus, pytest.mark.xdist_group("prometheus")]
+pytestmark = needs_prometheus
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +55,12 @@ def live(server: ModelServer, prometheus: Prometheus) -> None:
         until(lambda name=name: server.status(name).get("state") == "Running", f"{name} runs")
     until(lambda: prometheus.query('ddpjob_job_state{job_name="deleted"}'), "its series is there")
     server.delete_job("deleted")
-    server.exits("digits-1-1", 3)
+    server.exits("digits-1-1", code=3)
     until(lambda: {"digits-2-0", "digits-2-1"} <= set(server.pods()), "the group starts again")
     server.runs("digits-2-0", "digits-2-1")
     until(lambda: server.status("digits").get("state") == "Running", "digits runs again")
     for pod in ("ends-1-0", "ends-1-1"):
-        server.exits(pod, 0)
+        server.exits(pod, code=0)
     until(lambda: server.status("ends").get("state") == "Succeeded", "ends has ended")
     began = prometheus.query("max(timestamp(ddpjob_operator_leads))")[0]["value"][0]
     until(lambda: prometheus.query(f"max(timestamp(ddpjob_operator_leads)) > {began + 4}"), "four more scrapes")

@@ -187,6 +187,48 @@ def test_a_job_of_a_megabyte_is_refused_by_itself_and_never_becomes_a_million_ob
     assert "spec: " in str(problem)
 
 
+def levels(depth: int) -> Any:
+    """Lists in lists."""
+    value: Any = "x"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+BORDERS = [
+    *(levels(depth) for depth in (62, 63, 64, 65, 300)),
+    *([[0] * count] for count in (4_999, 5_001, 9_997, 10_001)),
+    *("x" * length for length in (9_990, 262_144, 262_145)),
+    {bounds.TOO_LARGE: "has 5 bytes"},
+    {"a": {bounds.TOO_LARGE: "has 5 bytes"}},
+    None,
+    {},
+]
+
+
+@pytest.mark.parametrize("number", range(len(BORDERS)))
+def test_a_job_at_the_border_of_what_is_kept_is_judged_as_by_a_walk(number: int) -> None:
+    """Most jobs are judged by the length of their JSON alone: none may come through that a walk would refuse."""
+    value = BORDERS[number]
+    why = bounds.refused(value)
+    read = reading.job({"spec": value, "status": value})
+    assert read["spec"] == (bounds.too_large(why) if why else value)
+    assert read["status"] == ({"state": bounds.too_large(why)} if why else value)
+
+
+@pytest.mark.parametrize(
+    "date", ["9999-12-31T23:59:59Z", "0001-01-01T00:00:00Z", "٩٩٩٩-12-31T23:59:59Z", "2026-11-23T"]
+)
+def test_a_date_is_looked_at_wherever_it_is_in_a_status(date: str) -> None:
+    at = bounds.time(date)
+    expected = at.isoformat() if at is not None and not date.startswith("20") else date
+    status = {"conditions": [{"type": "Running", "at": date}], "stateTime": date}
+    assert reading.job({"status": status})["status"] == {
+        "conditions": [{"type": "Running", "at": expected}],
+        "stateTime": expected,
+    }
+
+
 @pytest.mark.parametrize("sign", ["x", r"\"", "[", r"\\"])
 def test_cutting_what_is_too_deep_costs_no_more_than_a_copy(sign: str) -> None:
     """A list with one deep job and some long texts took 20 times its size."""

@@ -8,13 +8,13 @@ from dataclasses import replace as replaced
 from typing import Any
 
 import msgspec
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from worlds import START, UID, World, job
 
 from ddpjob_operator.job import api, ranges, validation
-from ddpjob_operator.job.status import is_broken
+from ddpjob_operator.job.status import apart_from_progress, is_broken
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.observed.cluster import ConflictingObject, Container, Node, Observed, Pod
 from ddpjob_operator.observed.reports import Agent, AgentCounts, Report
@@ -219,6 +219,58 @@ def test_when_a_plan_is_carried_out_and_nothing_else_happens_there_is_soon_nothi
     world.conflicting_pods = [p for p in seen.pods if p.owner_uid != UID and p.name not in own]
     world.reports, world.agent = dict(seen.reports), seen.agent
     world.settle(limit=8)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[api.DDPJob, Observed]:
+    """A job whose trainers run or have completed, but for one now and then, with whatever status and reports."""
+    what, seen = draw(jobs()), draw(observed)
+    attempt = max(1, what.status.attempt)
+    fine = st.sampled_from([Container("running"), Container("running", ready=True), Container("ended", exit_code=0)])
+    own = [
+        replaced(
+            draw(pods),
+            name=naming.pod_name(what, attempt, place, naming.replacement(what.status, place)),
+            owner_uid=UID,
+            attempt=attempt,
+            place=place,
+            replacement=naming.replacement(what.status, place),
+            phase="Running",
+            trainer=draw(st.one_of(fine, fine, fine, containers)),
+            deletion_requested_at=None,
+            deletion_deadline=None,
+            disruption="",
+        )
+        for place in range(what.spec.nodes)
+    ]
+    what = replace(what, status=replace(what.status, attempt=attempt), spec=replace(what.spec, suspend=False))
+    return what, replaced(seen, service=True, conflicts=(), pods=tuple(own))
+
+
+@given(runs(), times, st.integers(1, 60))
+def test_after_progress_alone_is_written_there_is_nothing_left_to_do(
+    world: tuple[api.DDPJob, Observed], now: dt.datetime, seconds: int
+) -> None:
+    """The operator does not look again after it: what a second look would find would wait for the next change."""
+    what, seen = world
+    for _ in range(4):  # until its status is that of a job that has run for a while
+        before = plan(what, seen, now)
+        what = replace(what, status=before.status or what.status)
+    if before.status is not None or before.actions:
+        return
+    later = now + dt.timedelta(seconds=seconds)
+    report = Report(attempt=what.status.attempt, step=100, received_at=later)
+    seen = replaced(seen, reports={0: report})
+    todo = plan(what, seen, later)
+    if (
+        todo.status is not None
+        and not todo.actions
+        and apart_from_progress(todo.status) == apart_from_progress(what.status)
+    ):
+        event("progress alone is written")
+        again = plan(replace(what, status=todo.status), seen, later)
+        assert (again.status, again.actions, again.events) == (None, (), ())
+        assert again.requeue_at == todo.requeue_at
 
 
 @given(jobs(), observed, times)

@@ -4,10 +4,11 @@ cluster. The test plays the kubelet."""
 from __future__ import annotations
 
 import asyncio
+import collections
 import datetime as dt
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import orjson
@@ -27,6 +28,10 @@ class ModelServer:
         self.url = ""
         self.refused: Callable[[str, str], int] = lambda _method, _path: 0
         """The code that a request is answered with instead of being carried out; 0: it is carried out."""
+        self.seen: collections.Counter[str] = collections.Counter()
+        """Requests by method and resource, `WATCH` for watches."""
+        self.managed_fields: list[Raw] = []
+        """What each pod that is created gets as metadata.managedFields: its length is that of the watch's events."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._api = ModelApi(time.monotonic, lambda: dt.datetime.now(dt.timezone.utc))
@@ -59,13 +64,12 @@ class ModelServer:
 
     def runs(self, *names: str) -> None:
         """These pods' trainers run."""
-        for name in names:
-            self._set(name, "Running", {"running": {"startedAt": _now()}})
+        self._set(names, "Running", {"running": {"startedAt": _now()}})
 
-    def exits(self, name: str, code: int) -> None:
-        """This pod's trainer ends by itself."""
+    def exits(self, *names: str, code: int) -> None:
+        """These pods' trainers end by themselves."""
         ended = {"exitCode": code, "reason": "Error" if code else "Completed", "finishedAt": _now()}
-        self._set(name, "Failed" if code else "Succeeded", {"terminated": ended})
+        self._set(names, "Failed" if code else "Succeeded", {"terminated": ended})
 
     def delete_job(self, name: str) -> None:
         """Its pods go with it, as by the garbage collector."""
@@ -74,16 +78,26 @@ class ModelServer:
                 if raw["metadata"]["name"].startswith(mine):
                     self._call(self._api.remove, plural, raw, "user")
 
-    def _set(self, name: str, phase: str, state: Raw) -> None:
-        raw = self._call(self._api.find, "pods", name)
+    def states(self) -> collections.Counter[str]:
+        """How many jobs are in each state."""
+        jobs = self._call(self._api.all, api.PLURAL)
+        return collections.Counter((raw.get("status") or {}).get("state", "") for raw in jobs)
+
+    def _set(self, names: Sequence[str], phase: str, state: Raw) -> None:
         trainer = {"name": "trainer", "state": state, "ready": "running" in state, "restartCount": 0}
         status = {
             "phase": phase,
             "containerStatuses": [trainer],
             "conditions": [{"type": "Ready", "status": "True" if "running" in state else "False"}],
         }
-        spec = {**raw["spec"], "nodeName": "node-0"}
-        self._call(self._api.change, "pods", raw, "kubelet", spec=spec, status=status)
+
+        def set_all() -> None:
+            for name in names:
+                raw = self._api.find("pods", name)
+                assert raw is not None, name
+                self._api.change("pods", raw, "kubelet", spec={**raw["spec"], "nodeName": "node-0"}, status=status)
+
+        self._call(set_all)
 
     # ---------------------------------------------------------------- HTTP
 
@@ -115,13 +129,19 @@ class ModelServer:
             return web.json_response(status, status=code)
         if request.path in _DISCOVERY:
             return web.json_response(_DISCOVERY[request.path])
+        plural = parse(request.path)[0]
         if "watch" in request.query:
+            self.seen[f"WATCH {plural}"] += 1
             return await self._watch(request)
+        self.seen[f"{request.method} {plural}"] += 1
         text = await request.read()
-        code, answer = self._api.request(
-            request.method, request.path, dict(request.query), orjson.loads(text) if text else None, "operator"
-        )
-        return web.json_response(answer, status=code)
+        body = orjson.loads(text) if text else None
+        if self.managed_fields and (request.method, plural) == ("POST", "pods"):
+            body["metadata"]["managedFields"] = self.managed_fields
+        code, answer = self._api.request(request.method, request.path, dict(request.query), body, "operator")
+        if "as=PartialObjectMetadata;" in request.headers.get("Accept", "") and code < 300:
+            answer = {"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": answer["metadata"]}
+        return web.Response(body=orjson.dumps(answer), status=code, content_type="application/json")
 
     async def _watch(self, request: web.BaseRequest) -> web.StreamResponse:
         plural, namespace, _, _ = parse(request.path)

@@ -67,6 +67,8 @@ class Space:
         self.name = f"{prefix}-{uuid.uuid4().hex[:6]}"
         labels = {"metadata": {"name": self.name, "labels": RESTRICTED}}
         kubectl("create", "-f", "-", stdin={"apiVersion": "v1", "kind": "Namespace", **labels})
+        # Pods are refused until the controller has made it, and then created with a delay.
+        until(lambda: self.kubectl("get", "serviceaccount", "default", "--ignore-not-found"), "a service account")
 
     def kubectl(self, *arguments: str, stdin: object = None, check: bool = True) -> str:
         return kubectl("-n", self.name, *arguments, stdin=stdin, check=check)

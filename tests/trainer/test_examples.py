@@ -328,6 +328,7 @@ def test_sigterm_to_the_launcher_of_one_node_stops_both_in_order_and_the_losses_
     assert resumed.done == run("digits", 2, *SHORT["digits"]).done
 
 
+@pytest.mark.long  # 11 s of CPU; by day Ctrl-C is heard by each rank in tests/local/test_run.py, and ranks save above
 def test_a_job_that_was_stopped_by_ctrl_c_goes_on_from_its_snapshot_with_equal_losses(run, tmp_path):
     step, recorded = random.randrange(2, 30), Recorded(tmp_path)
     options = (*SHORT["digits"], "--snapshot", str(tmp_path / "snapshots"), "--snapshot-every", "1000")

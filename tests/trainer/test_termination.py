@@ -152,7 +152,7 @@ def test_under_torchrun_the_worker_that_failed_first_is_told_and_not_the_one_tha
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port}"]
     # torchrun ends the other worker as soon as it sees the first failure; both are to have failed by then.
-    command.append("--monitor-interval=5")
+    command.append("--monitor-interval=3")
     environ = {**os.environ, "PYTHONPATH": str(Path(ddpjob.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, str(script)], env=environ, capture_output=True, timeout=120, check=False)
     assert done.returncode == 1

@@ -107,3 +107,36 @@ def test_a_list_drops_ghosts_and_keeps_what_is_newer() -> None:
     jobs.put(raw("newer", version=15, uid="u2"))
     taken(jobs, [raw("listed", version=7, uid="u3")], 10)
     assert {name for _, name in jobs} == {"newer", "listed"}
+
+
+def job(version: int, uid: str = "u1", name: str = "digits") -> dict[str, Any]:
+    return {"metadata": {"namespace": "team", "name": name, "uid": uid, "resourceVersion": str(version)}}
+
+
+def test_a_change_of_a_job_is_taken_where_the_job_is_known_and_left_to_kopf_where_it_is_not() -> None:
+    """An edit that neither takes would never be acted on; one that both take costs twice."""
+    changed: list[Key] = []
+    jobs = Jobs(changed.append)
+    assert not jobs.take(job(5)), "kopf has not told of it yet"
+    jobs.put(job(5))
+    assert jobs.take(job(6))
+    assert jobs.take(job(6)), "the answer to our own write came first"
+    assert not jobs.take(job(7, uid="of another job of this name"))
+    assert jobs.get(KEY) == job(6)
+    assert changed == [KEY, KEY]
+    assert not jobs.take({"metadata": None})
+    assert not jobs.take({})
+
+
+def test_the_event_of_our_own_write_is_no_news_also_where_it_comes_before_the_answer() -> None:
+    """Each write of a status would cost a reconcile more, and each reconcile may find something to write."""
+    changed: list[Key] = []
+    jobs = Jobs(changed.append)
+    jobs.put(job(5) | {"spec": {"nodes": 2}})
+    with jobs.writing(KEY, {"state": "Running"}):
+        assert jobs.take(job(6) | {"spec": {"nodes": 2}, "status": {"state": "Running"}})
+        assert len(changed) == 1
+        assert jobs.take(job(7) | {"spec": {"nodes": 2, "suspend": True}, "status": {"state": "Running"}})
+        assert len(changed) == 2, "an edit at the same time is news"
+    assert jobs.take(job(8) | {"spec": {"nodes": 2}, "status": {"state": "edited"}})
+    assert len(changed) == 3

@@ -8,10 +8,12 @@ patterns is bounded or runs over what it consumes, so the time is linear in the 
 
 from __future__ import annotations
 
+import functools
 import re
 
 MASK = "***"
 
+_KEPT_LENGTH_MAX = 256
 # What a terminal would obey: titles, links and clipboard (OSC and the like), colours and the cursor (CSI), the rest.
 # A sequence without its end loses its beginning alone, so that nobody can hide the lines behind it.
 _ESCAPES = re.compile(
@@ -126,8 +128,16 @@ def mask(text: str) -> str:
 
 def shown(text: str, length: int) -> str:
     """A text in one line, because a second could pass for the operator's own. shown(shown(x)) == shown(x)."""
+    # Kept, because each message goes into a status, its conditions, an event and the log, and most are alike.
+    return _kept(text, length) if len(text) <= _KEPT_LENGTH_MAX else _shown(text, length)
+
+
+def _shown(text: str, length: int) -> str:
     lines = (line.strip() for line in clean(text).replace("\t", " ").split("\n"))
     return mask(" ".join(line for line in lines if line))[:length].rstrip()
+
+
+_kept = functools.lru_cache(maxsize=1024)(_shown)
 
 
 def _masked(match: re.Match[str]) -> str:

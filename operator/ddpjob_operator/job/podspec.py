@@ -23,13 +23,16 @@ _SUFFIXES |= {f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTPE
 def containers(template: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The template's containers, or none where it is not a template."""
     pod = template.get("spec")
-    return mappings(pod, "containers") if isinstance(pod, Mapping) else []
+    return mappings(pod, "containers") if isinstance(pod, (dict, Mapping)) else []
 
 
 def trainer_container(template: Mapping[str, Any]) -> dict[str, Any] | None:
     """The container named `trainer`, else the first."""
     listed = containers(template)
-    return next((c for c in listed if c.get("name") == TRAINER), listed[0] if listed else None)
+    for container in listed:  # a loop, because each plan asks for it dozens of times
+        if container.get("name") == TRAINER:
+            return container
+    return listed[0] if listed else None
 
 
 def trainer_path(template: Mapping[str, Any]) -> tuple[str | int, ...]:

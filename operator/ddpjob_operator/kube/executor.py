@@ -136,7 +136,8 @@ class Executor:
             "status": status,
         }
         try:
-            self.caches.jobs.put(await self.client.replace(path, body, STATUS))
+            with self.caches.jobs.writing((metadata.namespace, metadata.name), status):
+                self.caches.jobs.put(await self.client.replace(path, body, STATUS))
         except ApiError as error:
             if error.status not in (404, 409):
                 raise

@@ -43,7 +43,7 @@ def handlers(operator: Operator) -> kopf.OperatorRegistry:
         # Read again before a rotated token expires (the kubelet rotates at 80 % of an hour). A time of its own also
         # makes each login differ: kopf never takes back credentials that are equal to refused ones, and would end.
         expiration = dt.datetime.now(dt.timezone.utc) + dt.timedelta(minutes=10)
-        return session(info, operator.kopf_answered, operator.caches.jobs.has, expiration=expiration)
+        return session(info, operator.kopf_answered, operator.caches.jobs.take, expiration=expiration)
 
     @kopf.on.event(api.GROUP, api.VERSION, api.PLURAL, registry=registry)
     async def job_changed(event: Mapping[str, Any], **_: Any) -> None:

@@ -143,7 +143,10 @@ class Schedule(Generic[K]):
 
     def _release(self, key: K, now: float, again_at: float | None) -> None:
         if self._busy.pop(key, None) is not None:
-            self._busy_in -= collections.Counter((_namespace(key),))  # a count of 0 goes
+            namespace = _namespace(key)
+            self._busy_in[namespace] -= 1
+            if not self._busy_in[namespace]:
+                del self._busy_in[namespace]
         if self._due.get(key) == float("inf"):
             del self._due[key]
             self.add(key, now)

@@ -62,8 +62,9 @@ class Reconciler:
                     continue
                 if (wait := self._wait_for_turn(key, job, todo)) > 0:
                     return min(wait, self._requeue_in(todo, state) or wait)
-                if (wait := await self._execute(job, todo, state, ends)) is not None:
-                    return wait
+                again_in = await self._execute(job, todo, state, ends)
+                if again_in is not None or _is_only_progress(job.status, todo):
+                    return self._requeue_in(todo, state) if again_in is None else again_in
             except ConflictError:
                 continue
             except ApiError as error:
@@ -180,10 +181,9 @@ class Reconciler:
 
     def _wait_for_turn(self, key: Key, job: api.DDPJob, todo: Plan) -> float:
         """Seconds that a write of progress alone has to wait for those of other jobs."""
-        old, new = job.status, todo.status
-        only_progress = new is not None and apart_from_progress(old) == apart_from_progress(new)
-        if only_progress and not todo.actions and old.progress is not None:
-            return self._progress_turns.ask(key, old.progress.updated, self.runtime.clock())
+        progress = job.status.progress
+        if progress is not None and _is_only_progress(job.status, todo):
+            return self._progress_turns.ask(key, progress.updated, self.runtime.clock())
         self._progress_turns.forget(key)
         return 0.0
 
@@ -192,3 +192,10 @@ class Reconciler:
         if todo.requeue_at is not None:
             times.append(todo.requeue_at)
         return max(0.05, (min(times) - self.runtime.now()).total_seconds()) if times else None
+
+
+def _is_only_progress(old: api.Status, todo: Plan) -> bool:
+    """Whether a plan writes progress and nothing else: no rule waits for that, so there is no more to do after it
+    (tests/property/test_plan_properties.py). Each job that reports has such a plan every ten seconds."""
+    new = todo.status
+    return not todo.actions and new is not None and apart_from_progress(old) == apart_from_progress(new)

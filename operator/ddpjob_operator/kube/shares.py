@@ -90,7 +90,8 @@ class Shares:
             self._waiting[key[0]][key].popleft()
             self._behind_the_others(key)
             self._quick += 1
-            self._under_way.update((key[0], key))
+            self._under_way[key[0]] += 1
+            self._under_way[key] += 1
             turn.set_result(None)
 
     def _next(self) -> Key | None:
@@ -121,7 +122,10 @@ class Shares:
             del self._waiting[key[0]]
 
     def _give_back(self, key: Key) -> None:
-        self._under_way -= collections.Counter((key[0], key))  # a count of 0 goes
+        for of in (key[0], key):
+            self._under_way[of] -= 1
+            if not self._under_way[of]:
+                del self._under_way[of]
         self._hand_out()
 
     def _leave(self) -> None:

@@ -221,6 +221,8 @@ class Jobs(Store[Raw]):
 
     def __init__(self, changed: Callable[[Key], None], cut: Callable[[Any], Raw] = lambda raw: raw) -> None:
         super().__init__(cut, _place_of, lambda key, _old, _new: changed(key))
+        self._written: dict[Key, Raw] = {}
+        """The statuses that are being written."""
 
     def __iter__(self) -> Iterator[Key]:
         return iter(list(self._entries))
@@ -230,13 +232,31 @@ class Jobs(Store[Raw]):
         entry = self._entries.get(key)
         return None if entry is None else entry.value
 
-    def has(self, raw: Raw) -> bool:
-        """Whether this is the version that we have, because it is what our own write was answered with."""
+    def take(self, raw: Raw) -> bool:
+        """Puts a job that we have, as it is now; False: it is another one, and nothing was put.
+
+        The event of our own write is left out: it may come before the answer, which is put as soon as it is there, and
+        would be news then, of which the job is reconciled for nothing.
+        """
         metadata = raw.get("metadata")
         if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str):
             return False
         entry = self._entries.get(_place_of(raw))
-        return entry is not None and entry.uid == metadata.get("uid") and entry.version == version(metadata) != 0
+        if entry is None or entry.uid != metadata.get("uid"):
+            return False
+        written = self._written.get(entry.key)
+        if written is None or written != raw.get("status") or raw.get("spec") != entry.value.get("spec"):
+            self.put(raw)
+        return True
+
+    @contextlib.contextmanager
+    def writing(self, key: Key, status: Raw) -> Iterator[None]:
+        """While this status of a job is being written."""
+        self._written[key] = status
+        try:
+            yield
+        finally:
+            del self._written[key]
 
 
 def _place_of(raw: Raw) -> ObjectKey:

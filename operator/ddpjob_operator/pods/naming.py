@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass
 
@@ -77,6 +78,7 @@ def endpoint(job: api.DDPJob, attempt: int) -> Endpoint:
     )
 
 
+@functools.lru_cache(maxsize=256)
 def port(uid: str, attempt: int) -> int:
     """A port for rank 0 that differs between jobs and between the attempts of a job."""
     span = PORT_LAST - PORT_FIRST + 1

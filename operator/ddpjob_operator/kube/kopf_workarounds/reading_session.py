@@ -26,23 +26,22 @@ _LOGGER = logging.getLogger(__name__)
 def session(
     info: kopf.ConnectionInfo,
     answered: Callable[..., None] = lambda *_, **__: None,
-    is_known: Callable[[reading.Raw], bool] = lambda _: False,
+    take: Callable[[reading.Raw], bool] = lambda _: False,
     **options: Any,
 ) -> kopf.AiohttpSession:
     """What a login handler returns. answered: told of each answer (measuring.OfKopf). options: kopf's, such as
     `expiration`. Called in the event loop.
 
-    is_known: whether our copy has the object of a MODIFIED event already, as after each of our own writes of a status.
-    kopf, for which an event costs as much as five pods do, gets a bookmark then.
+    take: puts the object of a MODIFIED event into our copy; False: it is not there, so kopf has not told of it yet.
+    kopf, for which an event costs as much as five pods do, gets a bookmark where it was taken. It misses nothing: our
+    handler does with its events what `take` does, and kopf itself keeps nothing of a job.
     """
     opened = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
         headers=info.as_http_headers(),
         proxy=info.proxy_url,
         trust_env=bool(info.trust_env),
-        response_class=type(
-            "_Counted", (_Response,), {"answered": staticmethod(answered), "is_known": staticmethod(is_known)}
-        ),
+        response_class=type("_Counted", (_Response,), {"answered": staticmethod(answered), "take": staticmethod(take)}),
     )
     return kopf.AiohttpSession(
         server=info.server, default_namespace=info.default_namespace, aiohttp_session=opened, **options
@@ -53,7 +52,7 @@ class _Response(aiohttp.ClientResponse):
     """Lists and events of DDPJobs, cut as they arrive."""
 
     answered: Callable[..., None]
-    is_known: Callable[[reading.Raw], bool]
+    take: Callable[[reading.Raw], bool]
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
         """As aiohttp does it, with a stream that kopf can read."""
@@ -61,7 +60,7 @@ class _Response(aiohttp.ClientResponse):
         await super().start(connection)
         took, watch = time.monotonic() - began, "watch" in self.url.query
         self.answered(self.method, self.url.path, self.status, took, watch=watch)
-        self.content = _Stream(self.content, self.is_known)  # type: ignore[assignment]
+        self.content = _Stream(self.content, self.take)  # type: ignore[assignment]
         return self
 
     async def json(self, **_: Any) -> Any:
@@ -78,9 +77,9 @@ class _Response(aiohttp.ClientResponse):
 class _Stream:
     """A stream of watch events: each line is read, cut and written again."""
 
-    def __init__(self, stream: aiohttp.StreamReader, is_known: Callable[[reading.Raw], bool]) -> None:
+    def __init__(self, stream: aiohttp.StreamReader, take: Callable[[reading.Raw], bool]) -> None:
         self._stream = stream
-        self._is_known = is_known
+        self._take = take
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -90,7 +89,7 @@ class _Stream:
         async for line in reading.lines(self._stream):
             try:
                 event = reading.event(line)
-                if event["type"] == "MODIFIED" and self._is_known(event["object"]):
+                if event["type"] == "MODIFIED" and self._take(event["object"]):
                     at = event["object"]["metadata"]["resourceVersion"]
                     event = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": at}}}
                 if event["type"] in ("ADDED", "MODIFIED", "DELETED"):
