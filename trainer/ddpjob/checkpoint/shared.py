@@ -138,6 +138,12 @@ class Shared:
         """Nothing is there."""
         self.cells[memory.slot_cell(slot, memory.SLOT_STEP)] = 0
 
+    def forget_slots(self) -> None:
+        """Nothing of this generation is there; what an older one has left belongs to the state in the area."""
+        for slot in range(memory.SLOTS):
+            if self.cells[memory.slot_cell(slot, memory.SLOT_GENERATION)] == self.generation:
+                self.forget_slot(slot)
+
     def slot_version(self, slot: int) -> Version | None:
         """Of what a slot has."""
         step = self.cells[memory.slot_cell(slot, memory.SLOT_STEP)]
