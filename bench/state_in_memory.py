@@ -6,86 +6,156 @@
     python bench/state_in_memory.py --parts --megabytes 100 500 --ranks 4  # one rank writes, or each a part
 
 A state has parameters and AdamW's two moments; the folder is saved every 10 steps, and rank 1 is killed 7 steps after a
-save. "with the folder alone" is the same script with `Snapshot(memory=False)`. Each round runs every variant once. The
-clock is the machine's monotonic one everywhere; in --step it is the CPU time of the thread, which other load disturbs
-least.
+save. "folder" is the same script with `Snapshot(memory=False)`, "torchrun" one with torch.save and torch.load. Each
+round runs every variant once. Detection ends when the agent has the ranks write, the rescue when the state is whole;
+the restart then ends with the first line of the last new rank (of torchrun the three are one). The clock is the
+machine's monotonic one everywhere; in --step it is the CPU time of the thread, which other load disturbs least.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import mmap
 import os
+import select
 import statistics
 import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import machine
 
+from ddpjob.core import memory
+
 TRAIN = """
 import os, signal, sys, time
 began = time.monotonic()
-import torch, ddpjob
-megabytes, in_memory = int(sys.argv[1]), sys.argv[2] == "memory"
-again = os.environ["DDPJOB_GENERATION"] == "1"
-with ddpjob.init() as world:
-    torch.manual_seed(1)
-    width, layers = (128, 5) if megabytes == 1 else (1024, max(1, megabytes // 12))
-    model = world.wrap(torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers)]))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    snapshot = ddpjob.Snapshot("snapshots", world, memory=in_memory)
-    built = time.monotonic()
-    step = first = snapshot.load(model=model, optimizer=optimizer)
-    loaded = time.monotonic()
-    while step < 27 or (again and step < first + 2):
-        optimizer.zero_grad()
-        if not again and step == 17 and world.rank == 1:
-            time.sleep(2)  # what was saved is in the folder
-            os.write(1, f"KILL {time.monotonic()}\\n".encode())
-            os.kill(os.getpid(), signal.SIGKILL)
-        model(torch.ones(4, width)).sum().backward()
-        optimizer.step()
-        step += 1
+import torch, torch.distributed as dist
+megabytes, how = int(sys.argv[1]), sys.argv[2]
+again, ours = os.environ["TORCHELASTIC_RESTART_COUNT"] == "1", how != "torchrun"
+if ours:
+    import ddpjob
+    group = ddpjob.init()
+    rank = group.rank
+    if rank == 0 and not again:
+        os.write(1, f"MEMORY {os.environ['DDPJOB_MEMORY']}\\n".encode())
+else:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+torch.manual_seed(1)
+width, layers = (128, 5) if megabytes == 1 else (1024, max(1, megabytes // 12))
+model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers)])
+model = group.wrap(model) if ours else torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+snapshot = ddpjob.Snapshot("snapshots", group, memory=how == "memory") if ours else None
+built = time.monotonic()
+step = 0
+if ours:
+    step = snapshot.load(model=model, optimizer=optimizer)
+elif os.path.exists("saved"):
+    saved = torch.load("saved")
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    step = saved["step"]
+first, loaded = step, time.monotonic()
+while step < 27 or (again and step < first + 2):
+    optimizer.zero_grad()
+    if not again and step == 17 and rank == 1:
+        time.sleep(2)  # what was saved is in the folder
+        os.write(1, f"KILL {time.monotonic()}\\n".encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    model(torch.ones(4, width)).sum().backward()
+    optimizer.step()
+    step += 1
+    if again and step == first + 1:
+        one = time.monotonic()
+    if ours:
         ddpjob.should_stop(step)
-        if step % 10 == 0 and not again:
+    if step % 10 == 0 and not again:
+        if ours:
             snapshot.save(step, model=model, optimizer=optimizer)
-        if again and step == first + 2:
-            os.write(1, f"STEP {world.rank} {first} {began} {built} {loaded} {time.monotonic()}\\n".encode())
-            break
+        elif rank == 0:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, "new")
+            os.replace("new", "saved")
+    if again and step == first + 2:
+        os.write(1, f"STEP {rank} {first} {began} {built} {loaded} {one} {time.monotonic()}\\n".encode())
+        break
+if ours:
     snapshot.close()
+    group.__exit__(None, None, None)
 """
+PARTS = ["detection", "rescue", "restart", "its construction", "load", "first step", "second", "all"]
+Seconds = list[float]
 
 
-def restart(megabytes: int, ranks: int, how: str) -> tuple[int, list[float]] | None:
-    """(steps repeated, seconds: until the script runs, its own construction, load, two steps, all); None: it failed."""
+class Watched:
+    """When the agent has the ranks write their state, and when it is whole: seen from outside, every 0.5 ms."""
+
+    def __init__(self, word: str) -> None:
+        agent, file, pipe = map(int, word.split(":")[:3])
+        self.ordered = self.whole = 0.0
+        self._pipe = os.open(f"/proc/{agent}/fd/{pipe}", os.O_RDONLY | os.O_NONBLOCK)
+        descriptor = os.open(f"/proc/{agent}/fd/{file}", os.O_RDWR)
+        self._cells = memoryview(mmap.mmap(descriptor, memory.PAGE_BYTES)).cast("q")
+        os.close(descriptor)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        poller = select.poll()
+        poller.register(self._pipe, select.POLLIN)
+        poller.poll()
+        self.ordered, until = time.monotonic(), time.monotonic() + 30
+        os.close(self._pipe)
+        while not self._cells[memory.AREA_STEP] and time.monotonic() < until:
+            time.sleep(0.0005)
+        self.whole = time.monotonic() if self._cells[memory.AREA_STEP] else 0.0
+
+
+def restart(megabytes: int, ranks: int, how: str) -> tuple[int, Seconds] | None:
+    """(steps repeated, the seconds of PARTS); None: it failed. 0.0: not seen, because no agent of ours is there."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(TRAIN)
-        words = [sys.executable, "-m", "ddpjob.agent", "--nproc-per-node", str(ranks), "train.py", str(megabytes), how]
-        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
-    lines = [line.split() for line in done.stdout.splitlines()]
-    killed = [float(line[1]) for line in lines if line[0] == "KILL"]
-    steps = [[float(word) for word in line[2:]] for line in lines if line[0] == "STEP"]
-    if done.returncode != 0 or len(killed) != 1 or len(steps) != ranks:
-        print(done.stderr[-2000:])
-        return None
-    first, began, built, loaded, ended = (max(column) for column in zip(*steps, strict=True))
-    return 17 - int(first), [began - killed[0], built - began, loaded - built, ended - loaded, ended - killed[0]]
+        module = ["torch.distributed.run", "--max-restarts=3"] if how == "torchrun" else ["ddpjob.agent"]
+        words = [sys.executable, "-m", *module, f"--nproc-per-node={ranks}", "train.py", str(megabytes), how]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with Path(folder, "said").open("w") as said:
+            job = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=said, text=True, env=env)
+            lines, watched = [], None
+            assert job.stdout is not None, "it was asked for"
+            for line in job.stdout:
+                lines.append(line.split())
+                if lines[-1][:1] == ["MEMORY"]:
+                    watched = Watched(lines[-1][1])
+            job.wait()
+        killed = [float(line[1]) for line in lines if line[:1] == ["KILL"]]
+        steps = [[float(word) for word in line[2:]] for line in lines if line[:1] == ["STEP"]]
+        if job.returncode != 0 or len(killed) != 1 or len(steps) != ranks:
+            print(Path(folder, "said").read_text()[-2000:])
+            return None
+    first, began, built, loaded, one, ended = (max(column) for column in zip(*steps, strict=True))
+    ordered = watched.ordered if watched else killed[0]
+    whole = max(ordered, watched.whole) if watched and how == "memory" else ordered
+    marks = [killed[0], ordered, whole, began, built, loaded, one, ended]
+    parts = [after - before for before, after in itertools.pairwise(marks)]
+    return 17 - int(first), [*parts, ended - killed[0]]
 
 
 def compare(sizes: list[int], ranks: int, rounds: int) -> None:
-    """A table: medians, and the slowest of all."""
-    heads = ["steps repeated", "until the script runs", "its construction", "load", "two steps", "all", "slowest"]
-    print(f"| {ranks} ranks | {' | '.join(heads)} |")
-    print("|---|---|---|---|---|---|---|---|")
+    """A table: medians, the slowest of all, and the median of all beside that of torchrun."""
+    print(f"| {ranks} ranks | steps repeated | {' | '.join(PARTS)} | slowest | beside torchrun |")
+    print("|---" * (len(PARTS) + 4) + "|")
     for megabytes in sizes:
-        found: dict[str, list[tuple[int, list[float]]]] = {"memory": [], "folder": []}
+        found: dict[str, list[tuple[int, Seconds]]] = {"memory": [], "folder": [], "torchrun": []}
         for _ in range(rounds):
             for how, its in found.items():
                 if (result := restart(megabytes, ranks, how)) is not None:
                     its.append(result)
+        others = [seconds[-1] for _, seconds in found["torchrun"]]
         for how, its in found.items():
             if not its:
                 print(f"| {megabytes} MB, {how} | failed |")
@@ -93,7 +163,8 @@ def compare(sizes: list[int], ranks: int, rounds: int) -> None:
             medians = [statistics.median(column) for column in zip(*(seconds for _, seconds in its), strict=True)]
             repeated = ", ".join(sorted({str(steps) for steps, _ in its}))
             seconds = " | ".join(f"{part:.2f} s" for part in [*medians, max(s[-1] for _, s in its)])
-            print(f"| {megabytes} MB, {how} | {repeated} | {seconds} |", flush=True)
+            ratio = f"{medians[-1] / statistics.median(others):.2f}" if others else ""
+            print(f"| {megabytes} MB, {how} | {repeated} | {seconds} | {ratio} |", flush=True)
 
 
 def step_cost() -> None:

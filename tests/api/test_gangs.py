@@ -176,6 +176,17 @@ def test_a_topology_key_keeps_all_pods_in_one_rack_and_a_job_for_which_none_is_l
     assert gangs.bound("large") == 0
 
 
+def test_a_topology_that_no_node_has_binds_no_pod_and_says_so(gangs: Gangs) -> None:
+    gangs.submit("digits", 2, topologyKey="ddpjob.test/nobody-has-it")
+    until(lambda: gangs.names() == ["digits-1"], "its group is there")
+    if "schedulingConstraints" not in gangs.namespace.api.call("GET", f"{gangs.path}/digits-1")["spec"]:
+        pytest.skip("this API server drops schedulingConstraints: TopologyAwareWorkloadScheduling is off")
+    message = gangs.namespace.reaches("Pending", "Unschedulable", seconds=60)
+    assert gangs.bound("digits") == 0
+    assert message.startswith("2 of 2 pods wait to be placed together: ")
+    print(message)
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, ROUNDS))])
 def test_a_mix_of_jobs_never_blocks_itself(gangs: Gangs, all_nodes: int, seed: int) -> None:
     """Each takes some of the nodes for a short time; all of them end. By day one mix, at night twenty."""

@@ -1,10 +1,15 @@
 """Jobs in the queues of Kueue: only it can tell when it admits, evicts, and what it takes as quota given back.
 
-Needs Kueue with `DDPJob.v1alpha1.training.ddpjob.io` under integrations.externalFrameworks.
+Needs Kueue with `DDPJob.v1alpha1.training.ddpjob.io` under integrations.externalFrameworks. Two tests need more, and
+skip without it: DDPJOB_TEST_KUEUE, a command that takes Kueue away and back when `stop` or `start` is added to it, and
+DDPJOB_TEST_KUEUE_WAITS, the seconds after which Kueue is set to evict a job that does not run (waitForPodsReady).
 """
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +22,7 @@ from ddpjob_operator.gangs.kueue import ADAPTER
 
 GPUS = 8
 TAINT = {"key": "spot", "operator": "Exists", "effect": "NoSchedule"}
+WORKLOAD = "workloads.kueue.x-k8s.io/digits"  # Kubernetes has Workloads of its own where GenericWorkload is on
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 
@@ -33,15 +39,35 @@ def group() -> str:
 
 
 @pytest.fixture
-def queue(group: str, operators: Callable[..., Operator], namespace: Namespace) -> Iterator[Queue]:
+def unwatched(group: str, namespace: Namespace) -> Iterator[Queue]:
+    """A queue in a namespace without an operator."""
     made = Queue(namespace, group)
     try:
         made.make()
-        operators(namespace.name, DDPJOB_GANGS="kueue").watches()
         yield made
     finally:
         namespace.api.mend()
         made.remove()
+
+
+@pytest.fixture
+def queue(unwatched: Queue, operators: Callable[..., Operator]) -> Queue:
+    operators(unwatched.namespace.name, DDPJOB_GANGS="kueue").watches()
+    return unwatched
+
+
+@pytest.fixture
+def kueue() -> Iterator[Callable[[str], None]]:
+    """Takes Kueue away (stop) and back (start)."""
+    command = shlex.split(os.environ.get("DDPJOB_TEST_KUEUE", ""))
+    if not command:
+        pytest.skip("DDPJOB_TEST_KUEUE names no command that stops and starts Kueue")
+
+    def do(what: str) -> None:
+        subprocess.run([*command, what], check=True, timeout=120, stdout=subprocess.DEVNULL)
+
+    yield do
+    do("start")
 
 
 class Queue:
@@ -99,6 +125,10 @@ class Queue:
 
     def workload(self, name: str = "digits") -> dict[str, Any]:
         return self.namespace.api.find(f"{self.workloads}/{name}") or {}
+
+    def all(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.namespace.api.call("GET", self.workloads)["items"]
+        return found
 
     def has(self, kind: str, status: str = "True", name: str = "digits") -> str:
         """Waits for a condition of a Workload; gives its reason."""
@@ -216,7 +246,7 @@ def test_a_workload_that_is_deleted_by_hand_is_an_eviction(queue: Queue) -> None
     queue.submit()
     queue.runs()
     uid = queue.workload()["metadata"]["uid"]
-    queue.namespace.kubectl("delete", "workload", "digits")
+    queue.namespace.kubectl("delete", WORKLOAD)
     queue.runs(attempt=2)
     assert queue.workload()["metadata"]["uid"] != uid
     assert queue.used() == 4
@@ -225,10 +255,10 @@ def test_a_workload_that_is_deleted_by_hand_is_an_eviction(queue: Queue) -> None
 def test_a_workload_that_is_deactivated_stops_the_job_until_it_is_active_again(queue: Queue) -> None:
     queue.submit()
     queue.runs()
-    queue.namespace.kubectl("patch", "workload", "digits", "--type=merge", "-p", '{"spec": {"active": false}}')
+    queue.namespace.kubectl("patch", WORKLOAD, "--type=merge", "-p", '{"spec": {"active": false}}')
     queue.namespace.reaches("Suspended", "WaitingForAdmission")
     until(lambda: queue.used() == 0, "the quota is free")
-    queue.namespace.kubectl("patch", "workload", "digits", "--type=merge", "-p", '{"spec": {"active": true}}')
+    queue.namespace.kubectl("patch", WORKLOAD, "--type=merge", "-p", '{"spec": {"active": true}}')
     queue.runs(attempt=2)
 
 
@@ -237,3 +267,91 @@ def test_an_elastic_job_runs_with_as_many_nodes_as_there_is_quota_for(queue: Que
     queue.runs(nodes=GPUS)
     assert len(queue.namespace.pods()) == GPUS
     assert queue.used() == GPUS
+
+
+def test_a_resource_that_the_queue_does_not_cover_is_named(queue: Queue) -> None:
+    resources = {"limits": {"nvidia.com/gpu": 1, "example.com/fpga": 1}}
+    body = job(container={"resources": resources})
+    body["metadata"]["labels"] = {QUEUE_LABEL: "main"}
+    queue.namespace.apply(body)
+    queue.namespace.reaches("Pending", "WaitingForAdmission")
+    until(lambda: "example.com/fpga" in queue.namespace.status()["message"], "Kueue's own sentence")
+    assert queue.namespace.pods() == []
+
+
+def test_a_topology_that_no_node_has_is_said_and_no_pod_is_made(queue: Queue) -> None:
+    queue.submit(topologyKey="ddpjob.test/nobody-has-it")
+    queue.namespace.reaches("Pending", "WaitingForAdmission")
+    until(lambda: "opology" in queue.namespace.status()["message"], "Kueue's own sentence")
+    assert queue.namespace.pods() == []
+
+
+def test_where_kueue_manages_all_pods_of_a_namespace_it_leaves_those_of_a_job_in_a_queue_alone(queue: Queue) -> None:
+    """With its integration of pods it holds back each pod whose owner is in no queue: ours would need quota twice."""
+    queue.namespace.kubectl("label", "namespace", queue.namespace.name, "kueue=managed")
+    queue.submit()
+    queue.runs()
+    assert not any(pod["spec"].get("schedulingGates") for pod in queue.namespace.pods())
+    assert [w["metadata"]["name"] for w in queue.all()] == ["digits"]
+
+
+def test_kueue_that_is_down_keeps_new_jobs_waiting_and_disturbs_none_that_runs(
+    queue: Queue, kueue: Callable[[str], None]
+) -> None:
+    """Its webhook refuses what we write, and a restart, a new job and an end must all outlive that."""
+    queue.submit(gpus=4)
+    queue.runs()
+    assert queue.has("PodsReady") == "Started"
+    kueue("stop")
+    queue.namespace.exits("digits-1-1", 1, "a bug")
+    until(lambda: queue.namespace.status().get("attempt") == 2, "the next attempt needs no admission", 60)
+    queue.runs(attempt=2)
+    queue.submit("new", gpus=4)
+    queue.namespace.reaches("Pending", "WaitingForAdmission", name="new")
+    until(lambda: "failed calling webhook" in queue.namespace.status("new")["message"], "what the API server says")
+    assert not any(name.startswith("new-") for name in queue.namespace.pod_names())
+    queue.namespace.exits("digits-2-0")
+    queue.namespace.exits("digits-2-1")
+    queue.namespace.reaches("Succeeded")
+    kueue("start")
+    until(lambda: "new-1-1" in queue.namespace.pod_names(), "the new job is admitted", 120)
+    queue.runs("new")
+    assert queue.has("Finished") == "Succeeded"
+    until(lambda: queue.used() == GPUS, "the quota of the job that has ended is free, and that of the new one is not")
+
+
+def test_a_job_that_does_not_run_in_time_is_evicted_and_queues_again(queue: Queue) -> None:
+    """waitForPodsReady: a job whose pods cannot start must not keep its quota from those that can."""
+    seconds = float(os.environ.get("DDPJOB_TEST_KUEUE_WAITS", "0"))
+    if not seconds:
+        pytest.skip("DDPJOB_TEST_KUEUE_WAITS is not set: this Kueue does not wait for pods to be ready")
+    queue.submit(gpus=4)
+    queue.namespace.has_pods("digits-1-0", "digits-1-1")
+    queue.namespace.runs("digits-1-0")
+    message = queue.namespace.reaches("Suspended", seconds=seconds + 60)
+    assert "PodsReady" in message or queue.namespace.events().count("Evicted") == 1
+    queue.runs(attempt=2)
+    assert queue.has("PodsReady") in ("Started", "Recovered")
+    assert queue.namespace.status()["restarts"]["total"] == 0
+    time.sleep(seconds + 2)  # a PodsReady that Kueue does not believe would show by then
+    assert queue.namespace.status()["state"] == "Running"
+
+
+def test_of_two_operators_one_asks_for_a_place_and_when_it_dies_the_other_keeps_it(
+    unwatched: Queue, operators: Callable[..., Operator]
+) -> None:
+    """Two Workloads of one job would hold its quota twice, and a new one would put it at the end of the queue."""
+    name, started = unwatched.namespace.name, []
+    for number in range(2):
+        lease = {"DDPJOB_LEASE_SECONDS": "4", "DDPJOB_LEASE_RENEW_SECONDS": "2.5", "DDPJOB_LEASE_RETRY_SECONDS": "0.4"}
+        who = {"DDPJOB_LEASE_NAMESPACE": name, "DDPJOB_POD_NAME": f"operator-{number}"}
+        started.append(operators(name, DDPJOB_GANGS="kueue", **lease, **who).watches())
+    unwatched.submit(gpus=4)
+    unwatched.runs()
+    uid = unwatched.workload()["metadata"]["uid"]
+    started[0].kill()
+    unwatched.namespace.exits("digits-1-1", 1, "a bug")
+    until(lambda: unwatched.namespace.status().get("attempt") == 2, "the other one restarts the job", 60)
+    unwatched.runs(attempt=2)
+    assert (unwatched.workload()["metadata"]["uid"], unwatched.has("PodsReady")) == (uid, "Recovered")
+    assert unwatched.used() == GPUS

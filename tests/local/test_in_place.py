@@ -93,3 +93,42 @@ def test_a_code_for_which_the_user_says_failjob_is_not_tried_again(cli: Cli) -> 
     assert done.returncode == 1
     assert (status["reason"], status["restarts"]["total"]) == ("PermanentFailure", 0)
     assert status["lastFailure"]["exitCode"] == 78
+
+
+# Saves step 10 and keeps every one in memory.
+KEEPS = """
+    import time
+    import ddpjob, torch
+    with ddpjob.init() as world:
+        model = world.wrap(torch.nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        snapshot = ddpjob.Snapshot("snapshots", world)
+        step = snapshot.load(model=model, optimizer=optimizer)
+        while step < 40:
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            step += 1
+            time.sleep(0.05)
+            ddpjob.should_stop(step)
+            ddpjob.progress(step=step, total=40)
+            if step == 10:
+                snapshot.save(step, model=model, optimizer=optimizer)
+                snapshot.wait()
+        snapshot.close()
+"""
+
+
+def test_a_restart_from_memory_repeats_no_step_and_the_end_says_where_it_went_on(cli: Cli) -> None:
+    """Who looks at the last line must see what the kill has cost, and where the result comes from."""
+    file = cli.file(KEEPS, container={"command": [DDPRUN["command"][0], "train.py"]}, nodes=1, nprocPerNode=2)
+    with cli.start("run", file, "--status", "status.json", "--fail", "rank=1,step=30,signal=KILL") as process:
+        _, told = process.communicate(timeout=150)  # torch is imported: a minute where much else runs
+    assert process.returncode == 0, told
+    status = status_of(cli.folder / "status.json")
+    where = "the memory on the nodes of ranks 0, 1"
+    assert (status["resumedStep"], status["resumedFrom"]) in [(29, where), (30, where)]
+    assert "lostSteps" not in status["goodput"]
+    end = f"1 restart, no step repeated   resumed at step {status['resumedStep']} from {where}"
+    assert told.splitlines()[-1].endswith(end), told
+    assert f"(restart 1 in place), from step {status['resumedStep']} in memory" in told

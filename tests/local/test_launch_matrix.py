@@ -108,8 +108,11 @@ def test_each_note_trains_in_one_world_and_ends_with_the_same_parameters(cli: Cl
     assert trained(cli, "job.yaml", "--cpu") == {f"PARAMS {alone} world {world_size}"}
 
 
-# By day torchrun's ranks meet by env:// (test_torchrun.py) and by tcp:// (tests/trainer/test_init.py).
-@pytest.mark.parametrize("how", [pytest.param("torchrun", marks=pytest.mark.long), *list(LAUNCHERS)[1:]])
+# By day torchrun's ranks meet by env:// (test_torchrun.py) and by tcp:// (tests/trainer/test_init.py), ranks without a
+# launcher by env:// (test_uneven_ranks.py).
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=pytest.mark.long) if how in ("torchrun", "plain") else how for how in LAUNCHERS]
+)
 def test_under_each_launcher_ranks_meet_by_env_tcp_and_file(cli: Cli, alone: str, how: str) -> None:
     # As few processes as tell it: torchrun and mp.spawn import torch beside their ranks. At night the notes have more.
     nodes, nproc = {"spawn": (1, 2), "ddprun": (1, 2)}.get(how, (2, 1))

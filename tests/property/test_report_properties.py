@@ -16,7 +16,20 @@ from ddpjob_operator.observed.reports import BadReportError, Report, read_report
 
 values: Any = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=80)
 fields = st.dictionaries(
-    st.sampled_from(["step", "totalSteps", "etaSeconds", "samplesPerSecond", "worldSize", "rank", "metrics", "x"]),
+    st.sampled_from(
+        [
+            "step",
+            "totalSteps",
+            "etaSeconds",
+            "samplesPerSecond",
+            "worldSize",
+            "rank",
+            "metrics",
+            "resumedFrom",
+            "limitNeeded",
+            "x",
+        ]
+    ),
     values | st.dictionaries(st.text(max_size=70), values, max_size=20),
 )
 

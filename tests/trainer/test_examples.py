@@ -156,6 +156,7 @@ def distance(one: Run, other: Run) -> float:
 # ---- the same for any number of processes ----------------------------------------------------------------------------
 
 
+@pytest.mark.long  # 8 s of CPU; by day test_mnist.py reads as many, and digits trains for two epochs
 def test_digits_reads_97_of_100_unseen_digits_after_ten_epochs(run):
     assert run("digits", 1, *TEN).done["accuracy"] >= 0.97
 
@@ -185,7 +186,7 @@ def test_byte_lm_learns_something_in_three_epochs(run):
     assert run("byte_lm", 2, *TINY_LM).done["loss"] < 3.3
 
 
-@pytest.mark.parametrize("script", SHORT)
+@pytest.mark.parametrize("script", ["digits", pytest.param("byte_lm", marks=pytest.mark.long)])
 def test_without_any_variable_of_a_launcher_a_script_trains_alone(run, script):
     alone = run(script, 1, *SHORT[script], alone=True)
     assert alone.done["world_size"] == 1
@@ -207,7 +208,7 @@ def test_two_runs_at_the_same_world_size_end_with_equal_bits(run, tmp_path, scri
     assert again.done == run(script, 2, *SHORT[script]).done
 
 
-@pytest.mark.parametrize("script", SHORT)
+@pytest.mark.parametrize("script", ["digits", pytest.param("byte_lm", marks=pytest.mark.long)])
 def test_a_killed_run_goes_on_from_its_snapshot_to_the_bits_of_an_undisturbed_one(run, tmp_path, script):
     options = (*SHORT[script], "--snapshot", str(tmp_path / "snapshots"), "--snapshot-every", "10")
     killed = train(tmp_path / "killed", script, 2, *options, hit=Signal(0, 77, signal.SIGKILL))
@@ -230,7 +231,7 @@ def losses(*runs: Run) -> list[tuple[int, float]]:
     return [(report["step"], report["loss"]) for run in runs for report in run.reported if "params" not in report]
 
 
-@pytest.mark.parametrize("script", SHORT)
+@pytest.mark.parametrize("script", ["byte_lm", pytest.param("digits", marks=pytest.mark.long)])
 def test_a_run_that_one_sigterm_stopped_goes_on_with_the_very_next_step_and_equal_losses(run, tmp_path, script):
     hit = Signal(random.randrange(2), random.randrange(2, 80), signal.SIGTERM)
     options = (*SHORT[script], "--snapshot", str(tmp_path / "snapshots"), "--snapshot-every", "1000")

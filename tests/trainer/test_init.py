@@ -320,9 +320,9 @@ def train_a_little(rank: int, url: str, world_size: int) -> None:
 
 def test_finished_jobs_never_abort_or_hang_although_the_script_closes_nothing(tmp_path):
     """Left to the interpreter's exit, gloo groups aborted (SIGABRT) or hung now and then, after all work was done."""
-    for job in range(8):
+    for job in range(5):
         ended = finish(lambda rank, job=job: train_a_little(rank, f"file://{tmp_path}/{job}", 2), 2)
-        assert {code for code, _ in ended.values()} == {0}, f"job {job} of 8: {ended}"
+        assert {code for code, _ in ended.values()} == {0}, f"job {job} of 5: {ended}"
 
 
 def test_closing_never_hangs_on_a_thread_that_releases_the_last_tensor(run_ranks, tmp_path):

@@ -40,6 +40,7 @@ def test_a_resume_is_said_once_and_reported(receiver: Any, tmp_path: Path, capfd
     first.close()
     assert ddpjob.Snapshot(tmp_path / "s").load() == 1125
     assert capfd.readouterr().err.splitlines() == [f"ddpjob: resumed at step 1125 from {tmp_path / 's'}"]
-    assert until(receiver, resumedStep=1125)["savedStep"] == 1125
+    report = until(receiver, resumedStep=1125)
+    assert (report["savedStep"], report["resumedFrom"]) == (1125, str(tmp_path / "s"))
     ddpjob.progress(1126)
     until(receiver, step=1126, resumedStep=1125)

@@ -138,5 +138,9 @@ def test_the_event_of_our_own_write_is_no_news_also_where_it_comes_before_the_an
         assert len(changed) == 1
         assert jobs.take(job(7) | {"spec": {"nodes": 2, "suspend": True}, "status": {"state": "Running"}})
         assert len(changed) == 2, "an edit at the same time is news"
-    assert jobs.take(job(8) | {"spec": {"nodes": 2}, "status": {"state": "edited"}})
-    assert len(changed) == 3
+        deleted = job(8) | {"spec": {"nodes": 2, "suspend": True}, "status": {"state": "Running"}}
+        deleted["metadata"]["deletionTimestamp"] = "2031-03-05T07:00:00Z"
+        assert jobs.take(deleted)
+        assert len(changed) == 3, "and so is a deletion"
+    assert jobs.take(job(9) | {"spec": {"nodes": 2}, "status": {"state": "edited"}})
+    assert len(changed) == 4

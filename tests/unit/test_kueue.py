@@ -293,6 +293,24 @@ def test_where_kueue_chooses_the_nodes_of_each_pod_the_pod_waits_for_it(topology
     assert body["metadata"]["annotations"]["kueue.x-k8s.io/workload"] == "digits"
 
 
+def test_a_pod_that_kueue_queues_by_itself_says_what_helps() -> None:
+    """kubectl says only that scheduling is blocked by gates, and half of the job may hold its GPUs for ever."""
+    body = build.pod(job(), 1, 1)
+    body["metadata"]["uid"] = "u"
+    why = "Scheduling is blocked due to non-empty scheduling gates"
+    gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": why}
+    body["status"] = {"phase": "Pending", "conditions": [gated]}
+    assert observe.pod(body).unschedulable == why
+    body["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
+    helps = (
+        "Kueue queues each pod of this job by itself; "
+        "label the job with kueue.x-k8s.io/queue-name to queue it as a whole"
+    )
+    assert observe.pod(body).unschedulable == helps
+    body["status"]["conditions"] = []
+    assert observe.pod(body).unschedulable == "", "a pod that is not asked about yet waits for nobody"
+
+
 # ---------------------------------------------------------------- what Kueue is told
 
 

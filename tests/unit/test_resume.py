@@ -104,7 +104,85 @@ def test_a_job_that_resumed_says_so_where_it_is_described_and_when_it_has_ended(
     world.exits(0).exits(1).settle()
     assert ending.succeeded("digits", world.status, 8) == "✔ digits Succeeded in 8s   resumed at step 1125"
     restarted = replace(world.status, restarts=api.Restarts(application=1, total=1))
-    assert ending.succeeded("digits", restarted, 8) == "✔ digits Succeeded in 8s   1 restart"
+    assert ending.succeeded("digits", restarted, 8) == "✔ digits Succeeded in 8s   1 restart   resumed at step 1125"
+
+
+MEMORY = "the memory on the nodes of ranks 0, 1"
+
+
+def in_place(step: int, *, in_memory: int = 0) -> Agent:
+    """The account of node 0's agent: a rank that had made this step was killed, and all were started again."""
+    failure = Failure(
+        rank=1, node_rank=1, exit_code=137, step=step, failure_class="application", charged_to="application"
+    )
+    counts = AgentCounts(application=1, in_a_row=1, charged_in_a_row=1)
+    return Agent(generation=1, step_in_memory=in_memory, restarts=counts, failures=[failure.as_dict()])
+
+
+def test_a_restart_from_memory_repeats_no_step_and_every_line_says_so() -> None:
+    """Who pays for the GPUs must see what a restart has cost, and who looks for a wrong result, where it began."""
+    world = trains(command="ddprun").after(3)
+    world.agent = in_place(534, in_memory=534)
+    world.settle()
+    assert world.events[-1].message.endswith(
+        "started again in their pods (restart 1 in place), from step 534 in memory"
+    )
+    resumed: dict[str, Any] = {"resumed_step": 534, "resumed_from": MEMORY, "generation": 1, "saved_step": 500}
+    world.after(1).reports_step(534, phase="start", **resumed).settle().after(1).reports_step(537, **resumed).settle()
+    assert (world.status.resumed_step, world.status.resumed_from) == (534, MEMORY)
+    assert world.status.goodput is not None
+    assert world.status.goodput.lost_steps == 0
+    assert any(f"resumed at step 534 from {MEMORY}" in line for line in describe(world.job, None, world.now))
+    end = ending.succeeded("digits", world.status, 8)
+    assert end == f"✔ digits Succeeded in 8s   1 restart, no step repeated   resumed at step 534 from {MEMORY}"
+
+
+@pytest.mark.parametrize("first", [501, 560], ids=["its first step is heard of", "a step after the last one is"])
+def test_a_restart_from_the_folder_repeats_all_that_was_made_since_also_what_was_never_reported(first: int) -> None:
+    """Steps are reported every few seconds: the 14 after the last report were made, and are made again."""
+    world = trains(command="ddprun").after(3)
+    world.agent = in_place(534)
+    world.settle()
+    resumed: dict[str, Any] = {"resumed_step": 500, "resumed_from": "/ckpt", "generation": 1, "saved_step": 500}
+    world.after(1).reports_step(first, **resumed).settle().after(9).reports_step(580, **resumed).settle()
+    assert world.status.goodput is not None
+    assert world.status.goodput.lost_steps == 34
+    end = ending.succeeded("digits", world.status, 8)
+    assert end == "✔ digits Succeeded in 8s   1 restart, 34 steps repeated   resumed at step 500 from /ckpt"
+
+
+def test_a_state_that_was_loaded_to_begin_with_counts_no_step_as_kept() -> None:
+    """A script may load the model of another training, of step 50,000, and begin at 0."""
+    loaded: dict[str, Any] = {"resumed_step": 50_000, "resumed_from": "/pretrained"}
+    world = digits(container={"command": ["ddprun", "train.py"]}).running().reports_step(20, **loaded).settle().after(3)
+    world.agent = in_place(20)
+    world.settle().after(1).reports_step(1, generation=1, **loaded).settle()
+    assert world.status.goodput is not None
+    assert world.status.goodput.lost_steps == 20
+
+
+def test_the_next_attempt_does_not_say_where_the_last_one_resumed() -> None:
+    """Its ranks have loaded nothing yet."""
+    world = trains(CLAIM).reports_step(530, resumed_step=500, resumed_from="/ckpt", not_kept="no room").settle()
+    assert (world.status.resumed_from, world.status.not_kept) == ("/ckpt", "no room")
+    fails(world)
+    assert (world.status.resumed_from, world.status.not_kept) == ("", "")
+
+
+def test_a_memory_limit_that_is_too_small_is_named_with_the_field_and_the_size() -> None:
+    """Without a word the job goes back to its last save at each restart, and nobody knows that 100 MiB would help."""
+    world = trains(command="ddprun")
+    why = "the container's memory limit is 600 MiB, 590 MiB are in use, and 110 MiB are needed"
+    world.reports_step(523, not_kept=why, limit_needed=734_003_201).settle()
+    told = f"{why}; set spec.template.spec.containers[0].resources.limits.memory to 701Mi or more"
+    assert world.status.not_kept == told
+    assert [e.message for e in world.events if e.reason == "NotKeptInMemory"] == [
+        f"the state is not kept in memory: {told}"
+    ]
+    assert any(line == f"In memory:  no: {told}" for line in describe(world.job, None, world.now))
+    world.reports_step(524, not_kept=why, limit_needed=734_003_201).settle().reports_step(525).settle()
+    assert world.status.not_kept == ""
+    assert len([e for e in world.events if e.reason == "NotKeptInMemory"]) == 1, "it is said once"
 
 
 @pytest.mark.parametrize(

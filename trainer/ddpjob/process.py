@@ -59,7 +59,13 @@ class Process:
         self.saved_step: int | None = None
         """Of the newest checkpoint that this process has saved or loaded."""
         self.resumed_step: int | None = None
-        """Of the checkpoint that it has loaded."""
+        """Of the state that it has loaded."""
+        self.resumed_from = ""
+        """Where that state was: a folder, or the memory of which nodes."""
+        self.not_kept = ""
+        """Why the state is not kept in memory, where it was to be; `checkpoint/memory.py` knows it."""
+        self.limit_needed: int | None = None
+        """Bytes that the container's memory limit must be for that, where it is the limit that is too small."""
 
         # reporting/watchdog.py
         self.cells = memoryview(bytearray(CELLS_BYTES)).cast("q")  # nobody reads these, until `watchdog.begin`

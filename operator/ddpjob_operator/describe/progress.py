@@ -38,15 +38,21 @@ def metric_parts(progress: api.Progress) -> list[str]:
 
 
 def resumed_parts(status: api.Status) -> list[str]:
-    """resumed at step 1125; nothing where the ranks have loaded no checkpoint."""
-    return [] if status.resumed_step is None else [f"resumed at step {status.resumed_step}"]
+    """resumed at step 1125 from the memory on the nodes of ranks 0, 1; nothing where the ranks have loaded no state."""
+    if status.resumed_step is None:
+        return []
+    return [f"resumed at step {status.resumed_step}{f' from {status.resumed_from}' if status.resumed_from else ''}"]
 
 
 def restart_parts(status: api.Status) -> list[str]:
-    """1 restart, 20 steps repeated; nothing where there was none."""
+    """1 restart, 20 steps repeated; nothing where there was none.
+
+    `no step repeated` is said where the ranks tell where they resumed, because without that it is not known.
+    """
     total = status.restarts.total if status.restarts else 0
     if not total:
         return []
     lost = status.goodput.lost_steps if status.goodput else 0
-    repeated = f", {wording.count(lost, 'step')} repeated" if lost else ""
+    none = ", no step repeated" if status.resumed_from else ""
+    repeated = f", {wording.count(lost, 'step')} repeated" if lost else none
     return [f"{wording.count(total, 'restart')}{repeated}"]

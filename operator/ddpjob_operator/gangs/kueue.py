@@ -26,6 +26,7 @@ DEFAULT_QUEUE = "default"
 PODSET = "node"
 _TOPOLOGY = "kueue.x-k8s.io/podset-{}-topology"
 _TOPOLOGY_GATE = "kueue.x-k8s.io/topology"
+_POD_GATE = "kueue.x-k8s.io/admission"
 # Of these evictions Kueue itself says when the Workload may queue again: after a back-off, or when it is active again.
 _REQUEUED_BY_KUEUE = ("PodsReadyTimeout", "AdmissionCheck", "Deactivated")
 _NAMES_MAX = 16
@@ -184,6 +185,15 @@ def place(pod_body: Body, group: Group, flavors: Sequence[Raw]) -> None:
         metadata["labels"] |= {"kueue.x-k8s.io/tas": "true", "kueue.x-k8s.io/podset": PODSET}
         metadata["annotations"]["kueue.x-k8s.io/workload"] = group.name
         spec["schedulingGates"] = [*(spec.get("schedulingGates") or []), {"name": _TOPOLOGY_GATE}]
+
+
+def queued_alone(pod_body: Raw) -> str:
+    """Why Kueue holds a single pod back; empty: it does not. Of a job with the label of a queue it leaves all pods
+    alone; without that its integration of pods, and a LocalQueue `default`, put each pod into the queue by itself."""
+    gates = podspec.mappings(podspec.mapping(pod_body, "spec"), "schedulingGates")
+    if not any(gate.get("name") == _POD_GATE for gate in gates):
+        return ""
+    return f"Kueue queues each pod of this job by itself; label the job with {QUEUE_LABEL} to queue it as a whole"
 
 
 def tell(raw: Raw, what: Tell, message: str, now: dt.datetime) -> Body | None:

@@ -173,7 +173,12 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     progress: Progress | None = None
     """What the training reports."""
     resumed_step: Count | None = None
-    """The step of the checkpoint from which the ranks that train now went on; unset where they have loaded none."""
+    """The step of the state from which the ranks that train now went on; unset where they have loaded none."""
+    resumed_from: Annotated[str, Meta(max_length=bounds.SENTENCE_MAX)] = ""
+    """Where that state was: a folder, or the memory of the nodes of which ranks."""
+    not_kept: Annotated[str, Meta(max_length=bounds.ADVICE_MAX)] = ""
+    """Why the state is not kept in memory, as rank 0 reports it, and what to do; a restart goes on from the last save.
+    Unset where it is kept, or where nobody has tried."""
     furthest_step: Count | None = None
     """The furthest step of all ranks before those that train now; unset while none has reported a step."""
     last_failure: JobFailure | None = None
@@ -275,6 +280,8 @@ class Progress(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
     """At most 16 values with a name, as text."""
     attempt: Count = 0
     """The attempt that reported."""
+    generation: Count = 0
+    """How often the ranks that reported had been restarted in their pods."""
     updated: Time
     """When the report arrived."""
 
@@ -382,7 +389,7 @@ class Goodput(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=T
     restarting_seconds: Count = 0
     """After a failure, until all nodes trained again."""
     lost_steps: Count = 0
-    """Steps that had to be repeated after a restart."""
+    """Steps that had to be repeated after a restart: none where it went on from the state in memory."""
     ratio: float | None = None
     """productiveSeconds of all seconds; unset where no step was ever reported."""
     idle_since: Time | None = None

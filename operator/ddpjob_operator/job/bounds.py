@@ -27,6 +27,9 @@ TURNS_MAX = 10**9
 IN_PLACE_MAX = 10**6
 # A kubelet keeps 4 kB of a termination message; a status that somebody else writes has no such limit.
 TEXT_MAX = 16_384
+# A sentence of a report, and that sentence with what to do about it.
+SENTENCE_MAX = 300
+ADVICE_MAX = 600
 # A pod template has some hundred values, and is nested about 15 levels deep.
 SPEC_VALUES_MAX = 10_000
 SPEC_TEXT_MAX = 262_144

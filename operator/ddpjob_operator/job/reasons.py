@@ -194,6 +194,12 @@ LAUNCHER_OPTION = _warning(
     "Read the message; it names the option and what to write in its place.",
 )
 
+NOT_KEPT_IN_MEMORY = Reason(
+    "NotKeptInMemory",
+    "Event only: the state is not kept in memory, so restarts go on from the last save.",
+    "Read the message; where the memory limit is too small, it says which field to raise and to what.",
+)
+
 ALL: dict[str, Reason] = {r.name: r for r in list(globals().values()) if isinstance(r, Reason)}
 
 

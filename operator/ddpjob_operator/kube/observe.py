@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ddpjob.core import rules
+from ddpjob_operator.gangs import kueue
 from ddpjob_operator.gangs.adapter import Adapter, Queue
 from ddpjob_operator.job import api, bounds
 from ddpjob_operator.job.bounds import UnreadableError, seconds, text, time
@@ -75,13 +76,18 @@ def pod(raw: Raw) -> Pod:
         disruption=(text(disrupted.get("reason")) or "DisruptionTarget") if disrupted else "",
         scheduled_at=time(condition(raw, "PodScheduled", "True").get("lastTransitionTime")),
         silent_since=_silent_since(raw, trainer_state),
-        unschedulable=text(unscheduled.get("message")) or text(unscheduled.get("reason")),
+        unschedulable=_why_unscheduled(raw, unscheduled),
         deletion_requested_at=deletion_requested_at(metadata),
         deletion_deadline=time(metadata.get("deletionTimestamp")),
         trainer=trainer_state,
         deadline_set=(raw.get("spec") or {}).get("activeDeadlineSeconds") == END_NOW_SECONDS,
         sidecars_run=_sidecars_run(raw),
     )
+
+
+def _why_unscheduled(raw: Raw, unscheduled: Raw) -> str:
+    why = text(unscheduled.get("message")) or text(unscheduled.get("reason"))
+    return (kueue.queued_alone(raw) or why) if why else ""
 
 
 @_total

@@ -245,7 +245,7 @@ class Jobs(Store[Raw]):
         if entry is None or entry.uid != metadata.get("uid"):
             return False
         written = self._written.get(entry.key)
-        if written is None or written != raw.get("status") or raw.get("spec") != entry.value.get("spec"):
+        if written is None or written != raw.get("status") or not _differ_in_status_alone(raw, entry.value):
             self.put(raw)
         return True
 
@@ -257,6 +257,15 @@ class Jobs(Store[Raw]):
             yield
         finally:
             del self._written[key]
+
+
+def _differ_in_status_alone(one: Raw, other: Raw) -> bool:
+    """Whether neither the spec nor the metadata says something new: a deletion, labels, annotations, finalizers."""
+    return one.get("spec") == other.get("spec") and _said(one["metadata"]) == _said(other["metadata"])
+
+
+def _said(metadata: Raw) -> Raw:
+    return {name: value for name, value in metadata.items() if name not in ("resourceVersion", "managedFields")}
 
 
 def _place_of(raw: Raw) -> ObjectKey:

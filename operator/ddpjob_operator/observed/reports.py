@@ -20,6 +20,7 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=bounds.COUNT_MAX)]
 _Restarts = Annotated[int, msgspec.Meta(ge=0, le=bounds.IN_PLACE_MAX)]
 _Rate = Annotated[float, msgspec.Meta(ge=0, lt=1e15)]
 _Metric = Annotated[str, msgspec.Meta(max_length=METRIC_LENGTH_MAX)]
+_Sentence = Annotated[str, msgspec.Meta(max_length=bounds.SENTENCE_MAX)]
 _Turn = Annotated[int, msgspec.Meta(ge=0, le=bounds.TURNS_MAX)]
 _CLASSES = frozenset(get_args(rules.Class)) - {"permanent"}
 AGENT_FAILURES_MAX = 5
@@ -46,6 +47,8 @@ class Agent(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
     replacement: _Turn = 0
     """Which pod of node 0 it runs in."""
     generation: _Turn = 0
+    step_in_memory: _Number = 0
+    """Of the state that the ranks which it has stopped last have left in memory; 0: none."""
     restarts: AgentCounts = AgentCounts()
     failures: Annotated[list[Any], msgspec.Meta(max_length=AGENT_FAILURES_MAX)] = []
     """The last `Failure`s, the oldest first."""
@@ -73,7 +76,15 @@ class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_def
     saved_step: _Number | None = None
     """Of the newest checkpoint; None from a script that saves none, and from older libraries."""
     resumed_step: _Number | None = None
-    """Of the checkpoint that the sender has loaded."""
+    """Of the state that the sender has loaded."""
+    resumed_from: _Sentence = ""
+    """Where that state was: a folder, or the memory of which nodes."""
+    generation: _Turn = 0
+    """How often the ranks had been restarted in their pods when the sender was started."""
+    not_kept: _Sentence = ""
+    """Why the state is not kept in the memory of the sender's pod."""
+    limit_needed: _Number | None = None
+    """Bytes that the container's memory limit must be for that, where it is the limit that is too small."""
     final: bool = False
     agent: Agent | None = None
     """Set: the report is not of a rank but of the agent of its pod."""

@@ -19,7 +19,7 @@ from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import naming
 
 
-def _newest(view: View) -> Agent | None:
+def newest(view: View) -> Agent | None:
     """The newest account of the leader's agent: its report, or its termination message where it could not report."""
     leader = view.known_pods.get(view.members.leader)
     message = termination_message.read_message(leader.trainer.message) if leader is not None and leader.ended else None
@@ -40,7 +40,7 @@ def _age(report: Report) -> tuple[int, int, int]:
 
 def with_agent(status: api.Status, view: View) -> api.Status:
     """The status with what the leader's agent has spent since it was last counted."""
-    agent, leader = _newest(view), view.members.leader
+    agent, leader = newest(view), view.members.leader
     counted, number = (status, 0) if agent is None else _counted(status, agent, view.job, view.now)
     if agent is None or not number:
         return status

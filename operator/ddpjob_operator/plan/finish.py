@@ -139,7 +139,9 @@ def _events(view: View, old: api.Status, new: api.Status, message: str) -> Itera
     """One for each change of state or reason, and for what no state shows. message: without the remark."""
     yield from _of_state(old, new, message)
     yield from _of_acceptance(view, old, new)
-    yield from _of_agent_restarts(old, new)
+    yield from _of_agent_restarts(view, old, new)
+    if new.not_kept and new.not_kept != old.not_kept:
+        yield _event(reasons.NOT_KEPT_IN_MEMORY, f"the state is not kept in memory: {new.not_kept}")
     if new.attempt and not old.attempt:
         yield from _advisories(view.job)
 
@@ -170,7 +172,7 @@ def _is_news(old: api.Status, new: api.Status) -> bool:
     return (old.state, old.reason) != (new.state, new.reason)
 
 
-def _of_agent_restarts(old: api.Status, new: api.Status) -> Iterator[Event]:
+def _of_agent_restarts(view: View, old: api.Status, new: api.Status) -> Iterator[Event]:
     """What an agent has restarted since the last reconcile: no state shows it, since it is over when it is reported."""
     failure, count = new.last_failure, agent_restarts.count(new)
     if count > agent_restarts.count(old) and old.attempt == new.attempt and failure is not None:
@@ -179,7 +181,9 @@ def _of_agent_restarts(old: api.Status, new: api.Status) -> Iterator[Event]:
         free = "" if failure.charged_to in ("", "application") else " (not charged to backoffLimit)"
         what = "" if settling else f"{sentences.sentence(failure)}{free}; "
         text = f"{what}all ranks have started again in their pods (restart {count} in place)"
-        text += group_restart.from_step(new, kept=True)
+        agent = agent_restarts.newest(view)
+        step = 0 if agent is None else agent.step_in_memory
+        text += f", from step {step} in memory" if step else group_restart.from_step(new, kept=True)
         yield _event(reasons.RESTARTED_IN_PLACE, text)
 
 

@@ -80,6 +80,7 @@ def _replaced(view: View, status: api.Status, settled: Settled, lost: list[int])
         running_time=None,
         first_step_time=None,
         resumed_step=None,
+        resumed_from="",
         furthest_step=budgets.furthest(status),
     )
     names = ", ".join(naming.pod_name(view.job, status.attempt, place, numbers[str(place)]) for place in lost[:3])

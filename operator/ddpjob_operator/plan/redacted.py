@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ddpjob_operator.failures.redaction import clean, mask, shown
 from ddpjob_operator.failures.root_cause import EXCEPTION_MAX, LOG_TAIL_MAX, WORD_MAX
-from ddpjob_operator.job import api
+from ddpjob_operator.job import api, bounds
 from ddpjob_operator.observed.reports import METRIC_LENGTH_MAX
 from ddpjob_operator.plan.actions import Event
 from ddpjob_operator.plan.transitions import MESSAGE_MAX
@@ -26,6 +26,8 @@ def status(new: api.Status) -> api.Status:
     return replace(
         new,
         message=shown(new.message, MESSAGE_MAX),
+        resumed_from=shown(new.resumed_from, bounds.SENTENCE_MAX),
+        not_kept=shown(new.not_kept, bounds.ADVICE_MAX),
         progress=_progress(new.progress),
         last_failure=_failure(new.last_failure),
         failures=[replace(line, message=shown(line.message, EXCEPTION_MAX)) for line in new.failures],

@@ -40,6 +40,8 @@ def new_attempt(status: api.Status, at: dt.datetime) -> api.Status:
         running_time=None,
         first_step_time=None,
         resumed_step=None,
+        resumed_from="",
+        not_kept="",
         furthest_step=budgets.furthest(status),
     )
 
@@ -105,27 +107,39 @@ def _stepping_again(status: api.Status, at: dt.datetime) -> api.Status:
     return replace(status, goodput=replace(goodput(status, at), counted_until=at))
 
 
-def with_progress(status: api.Status, report: Report | None) -> api.Status:
-    """The status with what rank 0 reports; a report of an older attempt changes nothing."""
+def with_progress(status: api.Status, report: Report | None, not_kept: str = "") -> api.Status:
+    """The status with what rank 0 reports; a report of an older attempt changes nothing.
+
+    not_kept: why its state is not kept in memory.
+    """
     if report is None or report.received_at is None or not _is_of_these_ranks(report, report.received_at, status):
         return status
     # The phase "start" reports that the library is initialized; the steps made before still stand.
     is_start = report.phase == "start"
-    if report.resumed_step != status.resumed_step and not (is_start and report.resumed_step is None):
-        status = replace(status, resumed_step=report.resumed_step)
+    if not (is_start and report.resumed_step is None):
+        status = replace(status, resumed_step=report.resumed_step, resumed_from=report.resumed_from)
     if is_start:
         return status
+    status = replace(status, not_kept=not_kept)
     before, progress = status.progress, _progress(report, status.attempt, report.received_at)
     if before is not None and before.step != report.step:
         status = _stepping_again(status, report.received_at)
-    if report.step and status.first_step_time is None:
-        status = replace(_with_lost_steps(status, report.step), first_step_time=report.received_at)
-    elif before is not None and before.attempt == status.attempt and 0 < report.step < before.step:
-        # A lower step in the same pods: the ranks were started again in them.
-        status = replace(_with_lost_steps(status, report.step), furthest_step=budgets.furthest(status))
+    status = _with_steps_of_new_ranks(status, report, report.received_at)
     if before is not None and replace(progress, updated=before.updated) == before:
         return status  # hundreds of ranks repeat the same report every few seconds
     return replace(status, progress=progress)
+
+
+def _with_steps_of_new_ranks(status: api.Status, report: Report, at: dt.datetime) -> api.Status:
+    """The status with the first steps of an attempt, or of ranks that were started again in their pods."""
+    before = status.progress
+    if report.step and status.first_step_time is None:
+        return replace(_with_lost_steps(status, report), first_step_time=at)
+    if before is None or before.attempt != status.attempt or not report.step:
+        return status
+    if report.step < before.step:
+        return replace(_with_lost_steps(status, report), furthest_step=budgets.furthest(status))
+    return _with_lost_steps(status, report) if before.generation < report.generation else status
 
 
 def _is_of_these_ranks(report: Report, received_at: dt.datetime, status: api.Status) -> bool:
@@ -147,18 +161,25 @@ def _progress(report: Report, attempt: int, received_at: dt.datetime) -> api.Pro
         saved_step=report.saved_step,
         metrics=dict(sorted(report.metrics.items())),
         attempt=attempt,
+        generation=report.generation,
         updated=received_at,
     )
 
 
-def _with_lost_steps(status: api.Status, first_step: int) -> api.Status:
-    """The steps from where the ranks resumed to where those before them had come are made twice."""
-    before = status.progress
+def _with_lost_steps(status: api.Status, report: Report) -> api.Status:
+    """The steps from where the ranks resumed to where those before them had come are made twice.
+
+    A rank says where it resumed; of one that does not, the first step that is heard of follows on that one.
+    """
+    before, failure = status.progress, status.last_failure
     if before is None:
         return status
+    # Steps are reported every few seconds; a rank that fails leaves its last one.
+    is_of_them = failure is not None and failure.attempt == before.attempt and failure.time >= before.updated
+    furthest = max(before.step, failure.step or 0) if failure is not None and is_of_them else before.step
+    resumed = report.step - 1 if report.resumed_step is None else min(report.step - 1, report.resumed_step)
     goodput = status.goodput or api.Goodput()
-    lost = max(0, before.step - (first_step - 1))
-    return replace(status, goodput=replace(goodput, lost_steps=goodput.lost_steps + lost))
+    return replace(status, goodput=replace(goodput, lost_steps=goodput.lost_steps + max(0, furthest - resumed)))
 
 
 def with_failure(status: api.Status, failure: api.JobFailure, message: str) -> api.Status:

@@ -55,6 +55,7 @@ class Leader:
         self._heartbeat_at = 0.0
         self._held: socket.socket | None = None  # the port of this generation
         self._step_in_memory = 0  # that a node has whole, written by the ranks that were stopped last; 0: none
+        self._started_from = 0  # of those, what the last generation was started with
 
     @property
     def deadline(self) -> float | None:
@@ -142,6 +143,7 @@ class Leader:
     def _from_where(self) -> str:
         """What the ranks will find, as far as the nodes know; which of it counts is theirs to say."""
         step, self._step_in_memory = self._step_in_memory, 0
+        self._started_from = step
         saved = self._agent.node.saved_step
         if step:
             return f", from step {step} in memory"
@@ -178,9 +180,11 @@ class Leader:
 
     def _account(self) -> dict[str, Any]:
         """What this agent has charged in its life."""
+        step = self._step_in_memory or self._started_from
         return {
             "replacement": self._options.replacement,
             "generation": max(0, self._lead.generation),
+            **({"stepInMemory": step} if step else {}),
             "restarts": self._lead.counts,
         }
 

@@ -76,6 +76,7 @@ class Keeper:
             self._shared.cells[PID] = 0
             self._shared.forget_slots()
             if not quiet:
+                process.current.not_kept = why
                 process.log(f"rank {self._rank}: the state is not kept in memory: {why}; {self._otherwise}")
 
     def register(self, objects: Mapping[str, Any]) -> None:
@@ -188,8 +189,9 @@ class Keeper:
                 with self._shared.locked() as alone:
                     if alone and self._shared.node[RESERVED] < size:
                         size = int(size * SLACK)
-                        if why := room.shortage(size):
-                            raise StateError(why)
+                        if short := room.shortage(size):
+                            process.current.limit_needed = short.limit_needed
+                            raise StateError(short.why)
                         self._shared.reserve(size)
                         return
                 time.sleep(AGAIN_SECONDS)

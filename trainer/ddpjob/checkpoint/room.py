@@ -3,24 +3,35 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from ddpjob.core import memory
 
 MIB = 1 << 20
 
 
-def shortage(size: int, root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> str:
-    """Why so many bytes have no room; "" where they have."""
-    free = _available()
-    for limit, used in [*_limits(Path(root), own), (None, 0)]:
-        if not memory.fits(size, limit, used, free):
-            if limit is None:
-                return f"the machine has {(free or 0) // MIB} MiB of memory left, and {size // MIB} MiB are needed"
-            return (
+class Shortage(NamedTuple):
+    """Why something has no room."""
+
+    why: str
+    limit_needed: int | None = None
+    """Bytes that the container's memory limit must be; None where it is the machine that has too little."""
+
+
+def shortage(size: int, root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> Shortage | None:
+    """Why so many bytes have no room; None where they have."""
+    needed = int(size * memory.MARGIN)
+    for limit, used in _limits(Path(root), own):
+        if not memory.fits(size, limit, used, None):
+            return Shortage(
                 f"the container's memory limit is {limit // MIB} MiB, {used // MIB} MiB are in use, and "
-                f"{int(size * memory.MARGIN) // MIB} MiB are needed"
+                f"{needed // MIB} MiB are needed",
+                used + needed,
             )
-    return ""
+    free = _available()
+    if not memory.fits(size, None, 0, free):
+        return Shortage(f"the machine has {(free or 0) // MIB} MiB of memory left, and {needed // MIB} MiB are needed")
+    return None
 
 
 def _limits(root: Path, own: str) -> Iterator[tuple[int, int]]:

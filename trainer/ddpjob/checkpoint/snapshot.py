@@ -316,18 +316,18 @@ class Snapshot:
         if self.rank == 0:
             self._log_origin(document, entry.path, before)
         origin: dict[str, Any] = {} if before is None else {"goesOnFrom": writers.named(before)}
-        report_resumed(document["step"], **origin)
+        report_resumed(document["step"], str(self.folder), **origin)
         return int(document["step"])
 
     def _go_on_from_memory(self, found: Found, objects: Mapping[str, Any], fetched: Fetched) -> int:
         step = found.held.version.step
         restore(objects, fetched.state, "the memory of the pods")
         self.state = self._memory.resumed(found, objects, fetched)
+        ranks = f"{'rank' if len(found.ranks) == 1 else 'ranks'} {', '.join(map(str, found.ranks[:8]))}"
+        origin = f"the memory on the nodes of {ranks}{' …' if len(found.ranks) > 8 else ''}"
         if self.rank == 0:
-            ranks = f"{'rank' if len(found.ranks) == 1 else 'ranks'} {', '.join(map(str, found.ranks[:8]))}"
-            more = " …" if len(found.ranks) > 8 else ""
-            process.log(f"resumed at step {step} from the memory on the nodes of {ranks}{more}")
-        report_resumed(step, saved=False)
+            process.log(f"resumed at step {step} from {origin}")
+        report_resumed(step, origin, saved=False)
         return step
 
     def _log_origin(self, document: Mapping[str, Any], path: Path, before: str | None) -> None:

@@ -8,13 +8,16 @@ once.
 Body of a post (JSON, at most 8 KiB; unknown fields are absent):
     {"attempt": 1, "rank": 0, "nodeRank": 0, "worldSize": 2, "step": 312, "totalSteps": 1125, "etaSeconds": 24,
      "samplesPerSecond": 5210.4, "metrics": {"loss": "0.412"}, "phase": "save", "savedStep": 300,
-     "resumedStep": 100, "final": false}
+     "resumedStep": 100, "resumedFrom": "/ckpt/snapshots", "generation": 1, "notKept": "…", "limitNeeded": 734003200,
+     "final": false}
 Rank 0's post is the job's progress; the first rank of each other node posts too, so that its node is known to run.
 A post repeats an unchanged step: a process that makes no step is not one that is gone.
 phase: "start" before the first step (step is then the one that was loaded, or 0), "save" or "evaluate" in a `pause`;
 absent while training.
 savedStep: of the newest checkpoint that `Snapshot` has saved or loaded; it is posted at once, at most once a second.
-resumedStep: of the one that it has loaded, from a checkpoint or from memory.
+resumedStep, resumedFrom: of the state that it has loaded, and where that was: a folder, or the memory of which nodes.
+generation: how often ddprun had restarted the ranks when this one was started.
+notKept: why the state is not kept in memory; limitNeeded: bytes of the container's memory limit that would do.
 """
 
 import collections
@@ -34,6 +37,7 @@ from ddpjob.errors import ConfigurationError
 from ddpjob.reporting import injected_faults, termination, watchdog
 
 METRICS_MAX = 16
+SENTENCE_CHARACTERS_MAX = 300
 TEXT_CHARACTERS_MAX = 64
 BODY_BYTES_MAX = 8192
 BACKOFF_SECONDS_MAX = 60.0
@@ -98,13 +102,13 @@ def report_start(step: int = 0, **metrics: Any) -> None:
             termination.install()
 
 
-def report_resumed(step: int, *, saved: bool = True, **metrics: Any) -> None:
+def report_resumed(step: int, origin: str, *, saved: bool = True, **metrics: Any) -> None:
     """Report that the state of this step was loaded, before the first step that follows on it.
 
-    saved: from a checkpoint, and not from memory.
+    origin: where it was, as `resumed at step 312 from …` says it. saved: from a checkpoint, and not from memory.
     """
     state = process.current
-    state.resumed_step = step
+    state.resumed_step, state.resumed_from = step, origin
     if saved:
         _write_saved(step)
     report_start(step, **metrics)
@@ -282,6 +286,10 @@ class Reporter:
             **({"phase": phase} if phase else {}),
             **({} if state.saved_step is None else {"savedStep": state.saved_step}),
             **({} if state.resumed_step is None else {"resumedStep": state.resumed_step}),
+            **({"resumedFrom": state.resumed_from[:SENTENCE_CHARACTERS_MAX]} if state.resumed_from else {}),
+            **({"generation": generation} if (generation := process.number("DDPJOB_GENERATION", 0)) else {}),
+            **({"notKept": state.not_kept[:SENTENCE_CHARACTERS_MAX]} if state.not_kept else {}),
+            **({} if state.limit_needed is None else {"limitNeeded": state.limit_needed}),
             "final": final,
         }
 
