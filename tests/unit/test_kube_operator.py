@@ -8,6 +8,7 @@ import datetime as dt
 import logging
 from typing import Any
 
+import kopf
 import pytest
 from worlds import START, UID, manifest
 
@@ -17,6 +18,7 @@ from ddpjob_operator.kube.job_state import REFUSED_SECONDS, JobState
 from ddpjob_operator.kube.kopf_workarounds.error_backoffs import ErrorBackoffs
 from ddpjob_operator.kube.kopf_workarounds.log_retries import RetriesNowAndThen
 from ddpjob_operator.kube.lease import Durations, Leader
+from ddpjob_operator.kube.login import LoginError
 from ddpjob_operator.kube.lookup import is_absent
 from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.runtime import SYSTEM, Runtime
@@ -150,6 +152,35 @@ def test_only_a_pod_of_the_present_job_is_believed() -> None:
         made.report(found, Report(step=1))  # a job that nobody has looked at yet: no harm
 
     asyncio.run(run())
+
+
+def test_five_thousand_jobs_that_are_deleted_at_once_leave_nothing_and_cost_no_request() -> None:
+    """A namespace is emptied: what stayed of each job would add up until the operator is killed for its memory."""
+
+    def refused() -> kopf.ConnectionInfo:
+        raise LoginError("nothing is asked for")
+
+    async def run() -> Operator:
+        made = Operator(OperatorSettings(), Client(refused))
+        for reflector in made.reflectors:
+            reflector.synced.set()
+        made.lead()
+        bodies = [manifest(f"job-{number}") for number in range(5_000)]
+        for number, body in enumerate(bodies):
+            body["metadata"] |= {"uid": f"uid-{number}", "resourceVersion": "1"}
+            made.job_seen(None, body)
+            key = (body["metadata"]["namespace"], body["metadata"]["name"])
+            made.states.parse(key, body)
+            made.states.of(key, f"uid-{number}")
+        for body in bodies:
+            made.job_seen("DELETED", body)
+        while len(made.queue.schedule) or made.queue.working:
+            await asyncio.sleep(0)
+        await made.stop()
+        return made
+
+    made = asyncio.run(run())
+    assert (len(made.caches.jobs), list(made.states)) == (0, [])
 
 
 def test_a_failure_is_reconciled_at_once_and_one_of_several_good_news_after_a_while() -> None:

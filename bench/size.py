@@ -1,0 +1,179 @@
+"""What a large cluster costs the operator in memory, and a new leader in time: without a cluster and without a request.
+
+    python bench/size.py --jobs 1250 --nodes 8
+
+Fills the operator's own copies as its first lists do, page by page from JSON as long as that of a real API server, and
+then reconciles every job once, as a leader does that takes over from another one. Prints one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "tests/simulation"), str(ROOT / "bench")]
+
+from storm import MANAGED_FIELDS, manifest  # noqa: E402
+
+from ddpjob_operator.job import validation  # noqa: E402
+from ddpjob_operator.kube import reading  # noqa: E402
+from ddpjob_operator.kube.client import Client, RequestLimits  # noqa: E402
+from ddpjob_operator.kube.login import LoginError  # noqa: E402
+from ddpjob_operator.kube.operator import Operator  # noqa: E402
+from ddpjob_operator.kube.runtime import SYSTEM  # noqa: E402
+from ddpjob_operator.kube.settings import OperatorSettings  # noqa: E402
+from ddpjob_operator.observed.cluster import Observed  # noqa: E402
+from ddpjob_operator.plan.plan import plan  # noqa: E402
+from ddpjob_operator.pods import build  # noqa: E402
+
+Raw = dict[str, Any]
+PAGE = RequestLimits().page
+# Kubernetes' own fields of a pod: its token, tolerations and conditions; a pod that runs has 4.7 kB with managedFields.
+CONDITIONS = [
+    {"type": kind, "status": "True", "lastProbeTime": None, "lastTransitionTime": "2026-11-23T00:00:00Z"}
+    for kind in ("PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady", "PodScheduled")
+]
+RUNNING = {
+    "phase": "Running",
+    "conditions": CONDITIONS,
+    "containerStatuses": [
+        {
+            "name": "trainer",
+            "ready": True,
+            "restartCount": 0,
+            "image": "registry.example.com/team/trainer:1",
+            "imageID": "registry.example.com/team/trainer@sha256:" + "0" * 64,
+            "containerID": "containerd://" + "0" * 64,
+            "state": {"running": {"startedAt": "2026-11-23T00:00:00Z"}},
+        }
+    ],
+}
+
+
+def _no_login() -> Any:
+    raise LoginError("a new leader whose copies are right sends no request")
+
+
+def job_of(number: int, nodes: int) -> Raw:
+    """As the API server has it."""
+    raw = manifest(f"job-{number:05}", nodes)
+    uid = f"00000000-0000-4000-8000-{number:012}"
+    raw["metadata"] |= {
+        "namespace": f"team-{number % 20}",
+        "uid": uid,
+        "generation": 1,
+        "resourceVersion": str(number + 1),
+    }
+    return raw
+
+
+def pods_of(raw: Raw, number: int, nodes: int) -> list[Raw]:
+    """Its pods, which run."""
+    parsed, problems = validation.parse(raw)
+    assert not problems, problems
+    pods = []
+    for place in range(nodes):
+        body = build.pod(parsed, 1, place)
+        serial = number * nodes + place
+        body["metadata"] |= {
+            "uid": f"00000000-0000-4000-9000-{serial:012}",
+            "resourceVersion": str(1_000_000 + serial),
+            "managedFields": MANAGED_FIELDS,
+        }
+        body["spec"]["nodeName"] = f"node-{serial % 2_000:04}"
+        pods.append({**body, "status": RUNNING})
+    return pods
+
+
+def service_of(raw: Raw, number: int) -> Raw:
+    body = build.service(validation.parse(raw)[0])
+    body["metadata"] |= {"uid": f"00000000-0000-4000-a000-{number:012}", "resourceVersion": str(2_000_000 + number)}
+    return body
+
+
+def put_list(plural: str, objects: list[Raw], sink: Any) -> None:
+    """A page of a list, from its JSON."""
+    text = orjson.dumps({"metadata": {"resourceVersion": "3000000"}, "items": objects})
+    for one in reading.page(text, plural).items:
+        sink.put(one)
+
+
+def settled(operator: Operator, raw: Raw) -> Raw:
+    """With the status that an operator has written of it."""
+    key = (raw["metadata"]["namespace"], raw["metadata"]["name"])
+    job, problems = validation.parse(raw)
+    running = Observed(service=True, pods=tuple(operator.caches.pods.of(key)), nodes={})
+    for seen in (Observed(service=False, pods=()), *[running] * 3):  # the attempt is recorded before it has pods
+        todo = plan(job, seen, SYSTEM.now(), problems=problems)
+        job = msgspec.structs.replace(job, status=todo.status or job.status)
+    assert job.status.state == "Running", job.status
+    return {**raw, "status": msgspec.to_builtins(job.status)}
+
+
+def resident_mib(field: str) -> int:
+    """VmRSS or VmHWM (the most so far) of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) >> 10
+
+
+async def measure(jobs: int, nodes: int) -> Raw:
+    """Memory of the copies, and CPU of the first pass over all jobs."""
+    operator = Operator(OperatorSettings(), Client(_no_login))
+    empty = resident_mib("VmRSS")
+    began = time.process_time()
+    page: list[Raw] = []
+    made = 0.0
+    for number in range(jobs):
+        before = time.process_time()
+        raw = job_of(number, nodes)
+        page += pods_of(raw, number, nodes)
+        services = [service_of(raw, number)]
+        made += time.process_time() - before
+        put_list("services", services, operator.caches.services)
+        if len(page) >= PAGE or number == jobs - 1:
+            put_list("pods", page, operator.caches.pods)
+            page = []
+    listed = time.process_time() - began - made
+    for number in range(jobs):
+        operator.job_seen(None, reading.job(orjson.loads(orjson.dumps(settled(operator, job_of(number, nodes))))))
+    for reflector in operator.reflectors:
+        reflector.synced.set()
+    operator.caches.nodes.retain(set(), 1)
+    assert (len(operator.caches.jobs), len(operator.caches.pods)) == (jobs, jobs * nodes)
+    began = time.process_time()
+    for key in operator.caches.jobs:
+        await operator.reconciler.reconcile(key)
+    passed = time.process_time() - began
+    return {
+        "jobs": jobs,
+        "pods": jobs * nodes,
+        "memoryMiBEmpty": empty,
+        "memoryMiB": resident_mib("VmRSS"),
+        "memoryMiBPeak": resident_mib("VmHWM"),
+        "cpuSecondsToReadTheLists": round(listed, 2),
+        "cpuSecondsOfTheFirstPass": round(passed, 2),
+        "cpuMsPerJobOfTheFirstPass": round(1000 * passed / jobs, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What a large cluster costs the operator; see the head of this file.")
+    parser.add_argument("--jobs", type=int, default=1_250)
+    parser.add_argument("--nodes", type=int, default=8, help="pods per job")
+    options = parser.parse_args()
+    found = asyncio.run(measure(options.jobs, options.nodes))
+    print(json.dumps({"cores": os.cpu_count(), "load": os.getloadavg(), **found}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""How large the operator's process grows with a cluster, and how long a new leader needs (bench/size.py)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench/size.py"
+
+
+def measured(jobs: int) -> dict[str, Any]:
+    """In a process of its own, whose memory nothing else has grown."""
+    command = [sys.executable, str(BENCH), "--jobs", str(jobs)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_thousand_pods_cost_a_few_megabytes() -> None:
+    """The chart's limit is a promise: an operator that is killed for its memory starts again into the same lists."""
+    found = measured(125)
+    assert found["pods"] == 1_000
+    assert found["memoryMiBPeak"] - found["memoryMiBEmpty"] <= 15
+
+
+@pytest.mark.long
+def test_with_ten_thousand_pods_it_stays_small_and_a_new_leader_acts_within_two_seconds() -> None:
+    """In CPU time, because the wall clock of a busy machine says nothing of the operator."""
+    found = measured(1_250)
+    assert found["pods"] == 10_000
+    assert found["memoryMiBPeak"] <= 150
+    assert found["cpuSecondsOfTheFirstPass"] <= 2
