@@ -71,6 +71,7 @@ class _Identity(TypedDict, total=False):
 class _PodSpec(TypedDict, total=False):
     nodeName: Any
     activeDeadlineSeconds: Any
+    schedulingGates: Any
     containers: list[_Named] | None
     initContainers: list[_Named] | None
 
