@@ -3,6 +3,7 @@
     python bench/state_in_memory.py                       # states of 1 and 100 MB, two ranks of one node, 5 rounds
     python bench/state_in_memory.py --megabytes 1500 --ranks 4 --rounds 3
     python bench/state_in_memory.py --step                # what a step pays, with 300 tensors and AdamW
+    python bench/state_in_memory.py --parts --megabytes 100 500 --ranks 4  # one rank writes, or each a part
 
 A state has parameters and AdamW's two moments; the folder is saved every 10 steps, and rank 1 is killed 7 steps after a
 save. "folder" is the same script with `Snapshot(memory=False)`, "torchrun" one with torch.save and torch.load. Each
@@ -19,6 +20,7 @@ import mmap
 import os
 import select
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -203,15 +205,64 @@ def step_cost() -> None:
         print(f"{name}: median {statistics.median(seconds) * 1e6:.0f} us, least {min(seconds) * 1e6:.0f} us")
 
 
+def write_part(descriptor: int, at: int, megabytes: int, start: int, done: int) -> None:
+    """A rank: write a part of the state as soon as the pipe `start` closes, and say in `done` when it ended."""
+    data = memoryview(bytearray(b"x") * (1 << 20))
+    os.read(start, 1)
+    for number in range(megabytes):
+        os.pwritev(descriptor, [data], (at + number) << 20)
+    os.write(done, struct.pack("d", time.monotonic()))
+    os._exit(0)
+
+
+def seconds_to_write(descriptor: int, megabytes: int, writers: int) -> float:
+    """From the order until the last part is written. The memory is there already, as after the reservation."""
+    start, ordered = os.pipe()
+    answers, done = os.pipe()
+    pids = []
+    for number in range(writers):
+        share = [megabytes * edge // writers for edge in (number, number + 1)]
+        if (pid := os.fork()) == 0:
+            os.close(ordered)
+            write_part(descriptor, share[0], share[1] - share[0], start, done)
+        pids.append(pid)
+    time.sleep(0.05)  # they wait
+    began = time.monotonic()
+    os.close(ordered)
+    ends = [struct.unpack("d", os.read(answers, 8))[0] for _ in pids]
+    for pid in pids:
+        os.waitpid(pid, 0)
+    for opened in (start, answers, done):
+        os.close(opened)
+    return float(max(ends)) - began
+
+
+def parts(sizes: list[int], ranks: int, rounds: int) -> None:
+    """One rank that writes the whole state beside all ranks that write a part each, in turns."""
+    for megabytes in sizes:
+        descriptor = os.memfd_create("parts")
+        os.posix_fallocate(descriptor, 0, megabytes << 20)
+        found: dict[int, list[float]] = {1: [], ranks: []}
+        for _ in range(rounds):
+            for writers, its in found.items():
+                its.append(seconds_to_write(descriptor, megabytes, writers))
+        os.close(descriptor)
+        for writers, its in found.items():
+            print(f"{megabytes} MB, {writers} writing: least {min(its):.3f} s, median {statistics.median(its):.3f} s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 100])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--step", action="store_true", help="what a step pays")
+    parser.add_argument("--parts", action="store_true", help="one rank writes the state, or each of them a part")
     asked = parser.parse_args()
     print(machine.line())
-    if asked.step:
+    if asked.parts:
+        parts(asked.megabytes, asked.ranks, asked.rounds)
+    elif asked.step:
         step_cost()
     else:
         compare(asked.megabytes, asked.ranks, asked.rounds)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpjob.core import memory
-from ddpjob.core.memory import LOADS_ASSUMED_MAX, LOADS_MAX, Found, Held, Proof, Version, newest
+from ddpjob.core.memory import LOADS_ASSUMED_MAX, LOADS_MAX, Found, Held, Mark, Proof, Version, newest
 
 VERSIONS = st.builds(Version, st.integers(1, 3), st.integers(0, 4), st.integers(1, 9))
 HELD = st.builds(Held, VERSIONS, st.integers(0, LOADS_MAX + 1), st.integers(1, 3), st.integers(0, 2), st.booleans())
@@ -62,6 +62,24 @@ def test_ranks_that_were_no_replicas_do_not_load_each_others_state(proofs: list[
         for other in proofs
     )
     assert isinstance(newest([held], Version(1, 1, 0), proofs), Found) is not differ
+
+
+@given(st.lists(st.none() | st.builds(Mark, st.integers(0, 1), st.integers(5, 9), st.integers(1, 4)), max_size=4))
+def test_ranks_that_count_their_steps_differently_go_on_from_the_folder(marks: list[Mark | None]) -> None:
+    """One counts micro-batches: the state would be taken for that of a step which no other rank has made."""
+    held = Held(Version(1, 0, 5), 0, 1, 1)
+    apart = any(
+        mark is not None and mark.generation == 0 and mark.step - 5 > max(1, mark.step - mark.before) for mark in marks
+    )
+    assert isinstance(newest([held], Version(1, 1, 0), (), marks), str) is apart
+
+
+@given(st.integers(1, 50), st.integers(1, 9), st.sampled_from([-1, 0, 1]))
+def test_ranks_that_are_one_boundary_apart_are_together(every: int, boundary: int, behind: int) -> None:
+    """A rank dies before it comes to the boundary that the others have reached, also where it is ten steps further."""
+    step, own = every * (boundary + 1), every * (boundary + 1 + behind)
+    mark = Mark(0, own, own - every)
+    assert isinstance(newest([Held(Version(1, 0, step), 0, 1, 1)], Version(1, 1, 0), (), [mark]), Found)
 
 
 def test_a_state_that_leads_to_no_step_is_given_up() -> None:

@@ -17,34 +17,49 @@ import torch
 import ddpjob
 from ddpjob import process
 from ddpjob.agent.memory import Memory
+from ddpjob.checkpoint import packed
 
 RANKS = 2
 
 
 class Node:
-    """A node, its agent's memory, and the generations of its ranks."""
+    """The agents' memories of a node, or of several, and the generations of their ranks."""
 
-    def __init__(self, folder: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]]) -> None:
+    def __init__(
+        self, folder: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]], *, nodes: int = 1
+    ) -> None:
         self._folder, self._run = folder, run_ranks
-        self._memory = Memory(RANKS)
+        self._memories = [Memory(RANKS) for _ in range(nodes)]
+
+    def lose(self, node: int) -> None:
+        """A new node is in its place."""
+        self._memories[node] = Memory(RANKS)
 
     def run(self, generation: int, body: Callable[[], Any], *, ranks: int = 1) -> Any:
         """What the body returns on rank 0."""
-        self._memory.begin(generation)
+        return self.run_all(generation, body, ranks=ranks)[0]
+
+    def run_all(self, generation: int, body: Callable[[], Any], *, ranks: int) -> list[Any]:
+        """What the body returns on each rank; ranks take the nodes in turns."""
+        for memory in self._memories:
+            memory.begin(generation)
 
         def main(rank: int) -> Any:
+            local_rank, node = divmod(rank, len(self._memories))
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "DDPJOB_UID": "uid-1"}
-            os.environ |= {"DDPJOB_GENERATION": str(generation), "DDPJOB_MEMORY": self._memory.where(rank)}
+            os.environ["DDPJOB_MEMORY"] = self._memories[node].where(local_rank)
+            os.environ["DDPJOB_GENERATION"] = str(generation)
             url = f"file://{self._folder}/meet-{generation}"
             with ddpjob.init("gloo", init_method=url, rank=rank, world_size=ranks):
                 return body()
 
-        return self._run(main, ranks)[0]
+        return self._run(main, ranks)
 
     @property
     def step(self) -> int | None:
         """Of the state that is in memory."""
-        return None if self._memory.whole is None else self._memory.whole.step
+        whole = self._memories[0].whole
+        return None if whole is None else whole.step
 
 
 @pytest.fixture
@@ -305,3 +320,187 @@ def test_a_script_that_loads_from_two_snapshots_goes_on_from_their_folders(
     assert node.run(0, train) == (0, 0)
     assert "not kept in memory: the script loads from a second Snapshot" in capfd.readouterr().err
     assert node.run(1, train) == (5, 4)
+
+
+# ---- bad luck and unusual scripts --------------------------------------------------------------------------
+
+
+def train(until: int, before_rescue: Callable[[dict[str, Any]], object] = lambda _: None) -> int:
+    """To this step, with a save at step 4, and then a rank fails. The step at which it began."""
+    objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+    step = snapshot.load(**objects)
+    if step == 0:
+        steps(0, 4, **objects)
+        snapshot.save(4, **objects)
+        snapshot.wait()
+        step, began = 4, 0
+    else:
+        began = step
+    steps(step, until, **objects)
+    before_rescue(objects)
+    rescue()
+    return began
+
+
+def test_a_model_that_has_outgrown_its_room_goes_on_from_the_folder_and_the_log_says_so(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Half of it would be in memory, or the container over its limit."""
+
+    def grow(objects: dict[str, Any]) -> None:
+        objects["model"].append(torch.nn.Linear(1, 100_000))
+
+    assert node.run(0, lambda: train(6, grow)) == 0
+    assert "it has grown to" in capfd.readouterr().err
+    assert node.run(1, lambda: train(6)) == 4
+
+
+def test_parameters_that_change_after_the_boundary_are_not_taken_for_those_of_the_step(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A script may clip its weights every hundred steps: the first three did not show it."""
+
+    def clip(objects: dict[str, Any]) -> None:
+        with torch.no_grad():
+            objects["model"][0].weight.clamp_(-0.01, 0.01)
+
+    assert node.run(0, lambda: train(6, clip)) == 0
+    assert "parameters changed after step 6, and by no optimizer.step()" in capfd.readouterr().err
+    assert node.run(1, lambda: train(6)) == 4
+
+
+def test_a_rank_that_dies_while_it_writes_the_state_leaves_none(node: Node) -> None:
+    """Half a state must not be taken for one."""
+
+    def die_in_writing(_: Any) -> None:
+        write = packed.write
+
+        def half(descriptor: int, offset: int, state: Any) -> None:
+            write(descriptor, offset, state)
+            os._exit(1)
+
+        packed.write = half
+
+    with pytest.raises(AssertionError, match="did not end well"):
+        node.run(0, lambda: train(6, die_in_writing))
+    assert node.step is None
+    assert node.run(1, lambda: train(6)) == 4
+
+
+def test_a_rank_that_dies_while_it_loads_leaves_the_state_to_the_next(node: Node) -> None:
+    """A second failure soon after the first is what a bad node does."""
+
+    def die_in_load() -> None:
+        objects = parts()
+        objects["optimizer"].register_load_state_dict_pre_hook(lambda *_: os._exit(1))
+        ddpjob.Snapshot("snapshots").load(**objects)
+
+    assert node.run(0, lambda: train(6)) == 0
+    with pytest.raises(AssertionError, match="did not end well"):
+        node.run(1, die_in_load)
+    assert node.run(2, lambda: train(7)) == 6
+
+
+def test_an_optimizer_that_steps_within_backward_is_never_kept_in_the_middle_of_it(node: Node) -> None:
+    """Some parameters are of the next step then."""
+
+    def train_so(dies_within: bool) -> int:
+        model = parts()["model"]
+        own = {f"optimizer {n}": torch.optim.SGD([p], lr=0.1) for n, p in enumerate(model.parameters())}
+        step = began = ddpjob.Snapshot("snapshots").load(model=model, **own)
+
+        def update(parameter: Any, optimizer: Any) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+            if dies_within and step == 6 and parameter is next(iter(model[1].parameters())):
+                rescue()
+
+        for parameter, optimizer in zip(model.parameters(), own.values(), strict=True):
+            parameter.register_post_accumulate_grad_hook(lambda p, o=optimizer: update(p, o))
+        while step < 7:
+            model(torch.randn(4, 4)).square().sum().backward()
+            step += 1
+            ddpjob.should_stop(step)
+            settle()
+        rescue()
+        return began
+
+    assert node.run(0, lambda: train_so(dies_within=True)) == 0
+    assert node.step is None
+    assert node.run(1, lambda: train_so(dies_within=False)) == 0
+    assert node.step == 7
+
+
+def test_a_grad_scaler_comes_back_with_the_step(node: Node) -> None:
+    """With its first scale again, the next steps would be left out."""
+
+    def train_scaled(until: int) -> Any:
+        objects, scaler = parts(), torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        step = ddpjob.Snapshot("snapshots").load(**objects, scaler=scaler)
+        began = step, float(scaler.get_scale())
+        for number in range(step + 1, until + 1):
+            objects["optimizer"].zero_grad()
+            scaler.scale(objects["model"](torch.randn(4, 4)).square().sum()).backward()
+            scaler.step(objects["optimizer"])
+            scaler.update()
+            ddpjob.should_stop(number)
+            settle()
+        rescue()
+        return began
+
+    assert node.run(0, lambda: train_scaled(6)) == (0, 8.0)
+    assert node.run(1, lambda: train_scaled(7)) == (6, 64.0)
+
+
+def test_a_full_folder_ends_the_rank_and_the_memory_has_the_step(node: Node) -> None:
+    """The failure that most wants the memory: nothing newer is in the folder."""
+
+    def train_full(until: int) -> int:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        step = snapshot.load(**objects)
+        steps(step, until, **objects)
+
+        def full(_: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        os.fsync = full
+        snapshot.save(until, **objects)
+        with pytest.raises(ddpjob.SnapshotError, match="No space left"):
+            snapshot.wait()
+        rescue()
+        return step
+
+    assert [node.run(0, lambda: train_full(6)), node.run(1, lambda: train_full(7))] == [0, 6]
+
+
+def test_ranks_of_a_node_that_was_lost_draw_new_numbers_the_same_at_each_resume_and_the_log_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_ranks: Callable[[Callable[[int], Any], int], list[Any]],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Their old ones went with the node: the result is another one, and a user who compares must know why."""
+    monkeypatch.chdir(tmp_path)
+    job = Node(tmp_path, run_ranks, nodes=2)
+
+    def train_both(until: int) -> Any:
+        world = ddpjob.init()
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
+        step = snapshot.load(**objects)
+        if not step:
+            torch.manual_seed(10 + world.rank)
+        drawn = float(torch.rand(()))
+        model = world.wrap(objects["model"])
+        steps(step, until, model, objects["optimizer"])
+        snapshot.keep(until, **objects)
+        rescue()
+        return step, drawn
+
+    job.run(0, lambda: train_both(6), ranks=2)
+    job.lose(1)
+    (step, kept), (_, seeded) = job.run_all(1, lambda: train_both(6), ranks=2)
+    assert step == 6
+    assert kept != seeded
+    assert "rank 1: its random states were lost with its node" in capfd.readouterr().err
+    job.lose(1)
+    assert job.run_all(2, lambda: train_both(6), ranks=2)[1] == (6, seeded)

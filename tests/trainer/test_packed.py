@@ -65,6 +65,17 @@ def test_tied_weights_are_written_once_and_come_back_as_one() -> None:
     assert one is other
 
 
+def test_ten_thousand_tensors_come_back() -> None:
+    """The kernel takes only so many pieces in a call: the rest must not be left out."""
+    values = [torch.full((1 + number % 3,), float(number)) for number in range(10_000)]
+    state = packed.pack(values)
+    descriptor = os.memfd_create("test")
+    packed.write(descriptor, 0, state)
+    back = packed.read(descriptor, 0, state.size)
+    os.close(descriptor)
+    assert torch.equal(torch.cat(back), torch.cat(values))
+
+
 @pytest.mark.parametrize("at", [0, 100, 4000])
 def test_a_changed_bit_changes_the_sum(at: int) -> None:
     """It is how ranks find that what they hold is not the same."""

@@ -125,7 +125,7 @@ class InMemory:
         place of a sampler that DataLoader workers read ahead is not what the sampler itself says.
         """
         if self._keeper is not None and not fetched.by_value and objects.keys() == fetched.state.keys():
-            self._keeper.resumed(found.held.version.step, found.held.loads + 1)
+            self._keeper.resumed(found.held.version.step, found.held.loads + 1, found.held.total)
             if found.held.assumed:
                 self._keeper.assume(objects)
             else:

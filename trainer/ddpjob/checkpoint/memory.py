@@ -53,6 +53,7 @@ class Keeper:
         self._sum: tuple[int, int] | None = None  # to be compared before the next step: its step, the sum
         self._room: threading.Thread | None = None
         self._resumed: tuple[int, int] = (0, 0)  # the step that was loaded from memory, and how often
+        self._resumed_total = 0
         self._answered = threading.Lock()
         self._dirty_since = self._dirty_seconds = 0.0  # how long it takes from the optimizer's step to the boundary
         self._ends = False  # by an exception: no boundary follows
@@ -73,8 +74,7 @@ class Keeper:
         if not self._off:
             self._off = why or "memory=False"
             self._shared.cells[PID] = 0
-            for slot in range(memory.SLOTS):
-                self._shared.forget_slot(slot)
+            self._shared.forget_slots()
             if not quiet:
                 process.current.not_kept = why
                 process.log(f"rank {self._rank}: the state is not kept in memory: {why}; {self._otherwise}")
@@ -125,12 +125,11 @@ class Keeper:
             self._shared.cells[CLOCK] |= 1
             self._shared.cells[PID] = self._shared.node[PROVEN] = 0
             self._proofs_left = PROOF_STEPS
-            for slot in range(memory.SLOTS):
-                self._shared.forget_slot(slot)
+            self._shared.forget_slots()
 
-    def resumed(self, step: int, loads: int) -> None:
-        """This state was loaded from memory, so often by now, and nothing has changed it yet."""
-        self._resumed = (step, loads)
+    def resumed(self, step: int, loads: int, total: int) -> None:
+        """This state was loaded from memory, so often by now, and nothing has changed it yet. total: of its bits."""
+        self._resumed, self._resumed_total = (step, loads), total
 
     def boundary(self, step: int, *, named: bool = False) -> None:
         """Parameters and optimizer state are those of this step. named: with all that the script keeps, values too."""
@@ -218,7 +217,8 @@ class Keeper:
     def _compare(self, kept: Kept) -> None:
         step, before = self._sum or (0, 0)
         self._sum = None
-        if packed.total(packed.tensors_of(kept.large())) != before or kept.versions() != self._versions:
+        counted = kept.versions() == self._versions or step == self._resumed[0]
+        if packed.total(packed.tensors_of(kept.large())) != before or not counted:
             self._shared.node[PROVEN] = 0
             raise StateError(f"parameters or optimizer state changed between step {step} and the next optimizer.step()")
         self._proofs_left -= 1
@@ -285,7 +285,7 @@ class Keeper:
             if not memory.is_clean(clock):
                 return None if self._comes_to_a_boundary(kept) else UNABLE
             step = memory.step_of(clock)
-            if kept.versions() != self._versions:
+            if kept.versions() != self._versions and not self._is_as_loaded(kept, step):
                 raise StateError(f"parameters changed after step {step}, and by no optimizer.step()")
             with shared.locked() as alone:
                 held = shared.held()
@@ -294,6 +294,11 @@ class Keeper:
                 if not alone or (is_patient and memory.turn(clock, shared.clocks_of_others()) == "wait"):
                     return None
                 return self._save(kept, step)
+
+    def _is_as_loaded(self, kept: Kept, step: int) -> bool:
+        """Whether the bits are those that were loaded: DistributedDataParallel writes the same ones again when it takes
+        a model that was loaded before."""
+        return step == self._resumed[0] and packed.total(packed.tensors_of(kept.large())) == self._resumed_total
 
     def _comes_to_a_boundary(self, kept: Kept) -> bool:
         """Whether it is worth to wait: the rank is within the optimizer's step, and no peer is needed to its end."""

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 _python: tuple[tuple[int, ...], bytes] = ((), b"")  # the last words of Python's generator, and their bytes
+_numpy: tuple[bytes, Any] = (b"", None)  # the bytes of numpy's generator where they lie, and the state that it gave
+_WORDS, _WORD_BYTES = 624, 4  # of the Mersenne Twister, before its position
 
 
 def current() -> dict[str, Any]:
@@ -38,9 +40,38 @@ def compact() -> dict[str, Any]:
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        name, keys, position, has_gauss, cached = numpy.random.get_state()
-        state["numpy"] = (name, keys.tobytes(), int(position), int(has_gauss), float(cached))
+        state["numpy"] = _compact_numpy(numpy.random)
     return state
+
+
+def _compact_numpy(generator: Any) -> Any:
+    """Of numpy's global generator. Its get_state takes as long as all else together, and few scripts draw from it: it
+    is not called while the generator's bytes are as they were.
+
+    A second value of the normal distribution that was drawn with the first is not among these bytes, and it is only
+    there after they have changed.
+    """
+    global _numpy
+    raw = _raw(generator)
+    seen, state = _numpy
+    if raw and raw == seen and not state[3]:
+        return state
+    name, keys, position, has_gauss, cached = generator.get_state()
+    state = (name, keys.tobytes(), int(position), int(has_gauss), float(cached))
+    is_as_known = name == "MT19937" and raw == state[1] + state[2].to_bytes(_WORD_BYTES, sys.byteorder)
+    _numpy = (raw if is_as_known else b"", state)
+    return state
+
+
+def _raw(generator: Any) -> bytes:
+    """The bytes of the generator, by the address that numpy gives to C programs; b"" where it has another one."""
+    try:
+        bits = generator.get_bit_generator()
+        if type(bits).__name__ != "MT19937":
+            return b""
+        return ctypes.string_at(bits.ctypes.state_address, (_WORDS + 1) * _WORD_BYTES)
+    except AttributeError:  # numpy before 1.24
+        return b""
 
 
 def expanded(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ddpjob.checkpoint import packed, random_states
 from ddpjob.checkpoint.kept import merged
 from ddpjob.checkpoint.shared import Shared
 from ddpjob.core import memory
-from ddpjob.core.memory import EARLY, Found, Held, Proof, Version
+from ddpjob.core.memory import EARLY, Found, Held, Mark, Proof, Version
 from ddpjob.errors import StateError
 from ddpjob.group import gather
 
@@ -29,11 +29,14 @@ def find(shared: Shared | None, rank: int, world_size: int, present: Version) ->
     held, proof = (None, None) if shared is None else (shared.held(), shared.proof())
     own = [0] * 7 if held is None else [1, held.version.generation, held.version.step, *map(int, held[1:])]
     own += [0] * 4 if proof is None else [1, *proof]
+    mark = None if shared is None else shared.mark()
+    own += [0] * 3 if mark is None else mark
     rows = _gathered(own, world_size)
     found = memory.newest(
         [_held(row, present.attempt) if row[0] else None for row in rows],
         present,
-        [Proof(*row[8:]) if row[7] else None for row in rows],
+        [Proof(*row[8:11]) if row[7] else None for row in rows],
+        [Mark(*row[11:]) if row[12] else None for row in rows],
     )
     if isinstance(found, Found):
         return found

@@ -22,6 +22,7 @@ from ddpjob.core.memory import (
     PROOF_SUM,
     RESERVED,
     Held,
+    Mark,
     Proof,
     Version,
 )
@@ -137,11 +138,24 @@ class Shared:
         """Nothing is there."""
         self.cells[memory.slot_cell(slot, memory.SLOT_STEP)] = 0
 
+    def forget_slots(self) -> None:
+        """Nothing of this generation is there; what an older one has left belongs to the state in the area."""
+        for slot in range(memory.SLOTS):
+            if self.cells[memory.slot_cell(slot, memory.SLOT_GENERATION)] == self.generation:
+                self.forget_slot(slot)
+
     def slot_version(self, slot: int) -> Version | None:
         """Of what a slot has."""
         step = self.cells[memory.slot_cell(slot, memory.SLOT_STEP)]
         generation = self.cells[memory.slot_cell(slot, memory.SLOT_GENERATION)]
         return Version(self.attempt, generation, step) if step > 0 else None
+
+    def mark(self) -> Mark | None:
+        """The last boundaries of this rank, or of the one that was in its place; None: there were fewer than two."""
+        one, other = (self.slot_version(slot) for slot in range(memory.EARLY))
+        if one is None or other is None or one.generation != other.generation:
+            return None
+        return Mark(one.generation, max(one.step, other.step), min(one.step, other.step))
 
     def read_slot(self, slot: int) -> Any:
         """The value. Raises StateError."""

@@ -83,6 +83,14 @@ class Proof(NamedTuple):
     total: int
 
 
+class Mark(NamedTuple):
+    """The last boundary of one rank, and the one before it in the same generation."""
+
+    generation: int
+    step: int
+    before: int
+
+
 class Found(NamedTuple):
     """The newest whole state, and the ranks whose nodes have it."""
 
@@ -90,10 +98,17 @@ class Found(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def newest(held: Sequence[Held | None], present: Version, proofs: Sequence[Proof | None] = ()) -> Found | str:
+def newest(
+    held: Sequence[Held | None],
+    present: Version,
+    proofs: Sequence[Proof | None] = (),
+    marks: Sequence[Mark | None] = (),
+) -> Found | str:
     """The newest whole state among what the ranks' nodes hold, by rank; else why there is none, "" where nothing is.
 
     present: of the generation that loads, with step 0. A state that is not older than it is none of this job's past.
+    marks: the last boundaries of each rank. Ranks step together, so they are at most one boundary apart; where they are
+    not, they count differently, and nobody knows which step it is.
     """
     known = [one for one in held if one is not None and one.version < present]
     if not known:
@@ -104,9 +119,19 @@ def newest(held: Sequence[Held | None], present: Version, proofs: Sequence[Proof
         return f"the nodes of ranks {', '.join(map(str, ranks))} hold different states of step {best.version.step}"
     if (differ := _not_replicas(proofs)) is not None:
         return f"rank {differ} did not hold the same parameters as the others"
+    for rank, mark in enumerate(marks):
+        if mark is not None and _is_apart(mark, best.version):
+            return f"the state is of step {best.version.step}, and rank {rank} was at step {mark.step}"
     if best.loads >= (LOADS_ASSUMED_MAX if best.assumed else LOADS_MAX):
         return f"step {best.version.step} was loaded before, and no step was made after it"
     return Found(best, ranks)
+
+
+def _is_apart(mark: Mark, version: Version) -> bool:
+    """Whether a rank of that generation counts otherwise."""
+    if mark.generation != version.generation:
+        return False
+    return abs(mark.step - version.step) > max(1, mark.step - mark.before)
 
 
 def _not_replicas(proofs: Sequence[Proof | None]) -> int | None:

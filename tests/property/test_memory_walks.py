@@ -1,0 +1,309 @@
+"""Random walks of ranks, their nodes' memory and the folder: kills between any two things that any rank does.
+
+The rules are the real ones (`ddpjob.core.memory`); the model has what surrounds them: ranks that step together, agents
+that order the rescue, areas that are written in parts. It knows what no rank does: of which history each state is.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from ddpjob.core import memory
+from ddpjob.core.memory import LOADS_MAX, Found, Held, Version, newest
+
+PARTS = 3
+"""Of an area; a writer may die between any two."""
+TORN = -1
+"""The state of a rank within its optimizer's step."""
+Mistake = Literal[
+    "", "a part is missing", "an old generation's memory", "a rescue while dirty", "a step that is behind",
+]  # fmt: skip
+MISTAKES: tuple[Mistake, ...] = (
+    "a part is missing", "an old generation's memory", "a rescue while dirty", "a step that is behind",
+)  # fmt: skip
+
+
+@dataclass
+class Node:
+    """An agent's memory."""
+
+    parts: list[int] = field(default_factory=lambda: [0] * PARTS)
+    held: Held | None = None
+    small: dict[int, list[Version]] = field(default_factory=dict)
+    """By local rank, what its last two boundaries have left."""
+    writer: Rank | None = None
+    """Who has the lock."""
+
+
+@dataclass(eq=False)
+class Rank:
+    """A process; its state is the number of a history."""
+
+    node: Node
+    local: int
+    state: int
+    step: int
+    clock: int
+    loads: int
+    summed: bool = False
+    """Whether the gradients of the next step have reached it: then it needs no other rank until the next boundary."""
+    alive: bool = True
+    written: int = 0
+    answer: int = memory.NONE
+
+
+class Walk:
+    """The life of one job."""
+
+    def __init__(self, seed: int, mistake: Mistake = "") -> None:
+        self.chance = random.Random(seed)
+        self.mistake = mistake
+        self.nodes = [Node() for _ in range(self.chance.choice([1, 1, 2, 3]))]
+        self.per_node = self.chance.choice([1, 2, 3])
+        self.histories: list[tuple[int, int, int]] = [(0, 0, 0)]
+        """(the one before, generation, step) by number; 0 is that of a job that begins."""
+        self.numbers: dict[tuple[int, int, int], int] = {}
+        self.folder: list[tuple[Version, int]] = []
+        self.generation = 0
+        self.ranks = [Rank(node, local, 0, 0, 0, 0) for node in self.nodes for local in range(self.per_node)]
+        self.survivor = 0
+        """The furthest step of a rank that outlived its group and was given the time to write."""
+        self.stories = {"memory": 0, "folder": 0, "begin": 0, "rescued": 0}
+
+    def run(self) -> None:
+        """Some generations; raises AssertionError where one begins with what it must not."""
+        for _ in range(self.chance.randrange(2, 11)):
+            self.train()
+            self.fail()
+            self.rescue()
+            self.restart()
+
+    # ---- training ------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Ranks do one thing each in any order, until the group is to be broken at any point of it."""
+        for _ in range(self.chance.randrange(0, 14 * len(self.ranks))):
+            self.advance(self.chance.choice(self.ranks))
+
+    def advance(self, rank: Rank) -> None:
+        """One thing of one rank: backward, the begin of the optimizer's step, its end, a save."""
+        if not rank.alive:
+            return
+        if memory.is_clean(rank.clock) or rank.clock == 0:
+            if not rank.summed:
+                # The gradients are summed over all: nobody has them before all have come here.
+                if all(other.step >= rank.step and (other.alive or other.summed) for other in self.ranks):
+                    rank.summed = True
+            else:
+                rank.clock |= 1
+                rank.state, rank.written = TORN, rank.state  # the state before, for its successor
+        else:
+            before = rank.written
+            rank.step += 1
+            rank.state = self.after(before, rank.step)
+            rank.clock, rank.summed, rank.loads, rank.written = 2 * rank.step, False, 0, 0
+            self.note(rank)
+            if rank is self.ranks[0] and self.chance.random() < 0.15:
+                self.folder.append((Version(1, self.generation, rank.step), rank.state))
+
+    def note(self, rank: Rank) -> None:
+        """What is small, into the older of two slots: random states, learning rates."""
+        slots = rank.node.small.setdefault(rank.local, [])
+        slots.append(Version(1, self.generation, rank.step))
+        if len(slots) > 2:
+            slots.remove(min(slots))
+
+    def after(self, before: int, step: int) -> int:
+        """The number of the history that goes on so: the same for all ranks of a generation."""
+        key = (before, self.generation, step)
+        if key not in self.numbers:
+            self.numbers[key] = len(self.histories)
+            self.histories.append(key)
+        return self.numbers[key]
+
+    # ---- a failure -----------------------------------------------------------------------------------------
+
+    def fail(self) -> None:
+        """A rank, several, a node, or all are lost; the rescue itself may be cut short."""
+        what = self.chance.choice(["rank", "rank", "ranks", "node", "all", "all"])
+        if what == "node":
+            number = self.chance.randrange(len(self.nodes))
+            lost, self.nodes[number] = self.nodes[number], Node()
+            gone = [rank for rank in self.ranks if rank.node is lost]
+        else:
+            count = {"rank": 1, "ranks": self.chance.randrange(1, len(self.ranks) + 1)}.get(what, len(self.ranks))
+            gone = self.chance.sample(self.ranks, count)
+        for rank in gone:
+            rank.alive = False
+
+    def rescue(self) -> None:
+        """Each agent lets its ranks write; some get no time, some die while they do."""
+        self.survivor = 0
+        for node in self.nodes:
+            ranks = [rank for rank in self.ranks if rank.alive and rank.node is node]
+            undisturbed = self.chance.random() < 0.7
+            for _ in range(1000 if undisturbed else self.chance.randrange(12)):
+                waiting = [rank for rank in ranks if rank.alive and rank.answer == memory.NONE]
+                if not waiting:
+                    break
+                rank = self.chance.choice(waiting)
+                if not undisturbed and self.chance.random() < 0.1:
+                    rank.alive = False
+                    node.writer = None if node.writer is rank else node.writer
+                else:
+                    self.save(rank, ranks)
+            if undisturbed:
+                assert all(rank.answer != memory.NONE for rank in ranks if rank.alive), "the rescue never ends"
+                self.survivor = max([self.survivor, *(rank.step for rank in ranks if memory.is_clean(rank.clock))])
+            node.writer = None
+
+    def save(self, rank: Rank, ranks: list[Rank]) -> None:
+        """One turn of the thread that writes: as `Keeper._try_to_save`, part by part."""
+        node, now = rank.node, Version(1, self.generation, rank.step)
+        if node.writer is rank:
+            return self.write(rank, now)
+        if not memory.is_clean(rank.clock) and self.mistake != "a rescue while dirty":
+            if rank.clock % 2:
+                return self.advance(rank)  # it comes to its boundary without the others
+            rank.answer = memory.UNABLE
+            return None
+        if self.mistake != "a step that is behind":
+            if node.held is not None and node.held.version >= now:
+                rank.answer = memory.SAVED
+                return None
+            others = [o.clock for o in ranks if o is not rank and o.alive and o.answer == memory.NONE]
+            if memory.turn(rank.clock, others) == "wait":
+                if rank.summed:
+                    self.advance(rank)
+                return None
+        if node.writer is None and rank.step > 0:
+            node.writer, rank.written = rank, 0
+            node.held = self.stamp(rank) if self.mistake == "a part is missing" else None
+        elif rank.step == 0:
+            rank.answer = memory.UNABLE
+        return None
+
+    def write(self, rank: Rank, now: Version) -> None:
+        """The next part; after the last one the number that makes it count."""
+        node = rank.node
+        node.parts[rank.written] = rank.state
+        rank.written += 1
+        if rank.written == PARTS:
+            node.held = self.stamp(rank)
+            node.writer, rank.answer = None, memory.SAVED
+            self.stories["rescued"] += 1
+
+    def stamp(self, rank: Rank) -> Held:
+        """What the cells of the area say."""
+        return Held(Version(1, self.generation, rank.step), rank.loads, PARTS, rank.state % 997)
+
+    # ---- the next generation -------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """All ranks load what counts, or the generation before them fails once more before its first step."""
+        self.generation += 1
+        present = Version(1, self.generation, 0)
+        held = [node.held for node in self.nodes for _ in range(self.per_node)]
+        if self.mistake == "an old generation's memory":
+            held = [one and one._replace(version=one.version._replace(generation=0)) for one in held]
+        found, saved = newest(held, present), max(self.folder, default=None)
+        gone = "" if isinstance(found, Found) else found
+        if isinstance(found, Found) and not any(
+            found.held.version in slots for node in self.nodes for slots in node.small.values()
+        ):
+            gone = "no rank has left what is small"
+        in_memory = isinstance(found, Found) and not gone and not memory.is_newer(saved and saved[0], found.held)
+        if isinstance(found, Found) and in_memory:
+            nodes = [node for node in self.nodes for _ in range(self.per_node)]
+            states = {state for rank in found.ranks for state in nodes[rank].parts}
+            assert len(states) == 1, "a mix of two states"
+            (state,), loads, came_to = states, found.held.loads + 1, found.held.version
+            for node in {id(nodes[rank]): nodes[rank] for rank in found.ranks}.values():
+                assert node.held is not None
+                node.held = node.held._replace(loads=loads)
+            self.stories["memory"] += 1
+        else:
+            state, loads, came_to = (0, 0, None) if saved is None else (saved[1], 0, saved[0])
+            self.stories["begin" if saved is None else "folder"] += 1
+        self.check(state, came_to, gone)
+        step = self.histories[state][2]
+        self.ranks = [
+            Rank(node, local, state, step, 2 * step * in_memory, loads)
+            for node in self.nodes
+            for local in range(self.per_node)
+        ]
+        for rank in self.ranks if in_memory else ():
+            self.note(rank)
+
+    def check(self, state: int, came_to: Version | None, gone: str) -> None:
+        """What must hold of the state with which all ranks begin. gone: why the memory does not count."""
+        assert state != TORN, "a state that was not whole"
+        step = self.histories[state][2]
+        assert came_to is None or step == came_to.step, "another step than it is said to be"
+        held = max((one.held for one in self.nodes if one.held), default=None)
+        if gone:
+            assert held is not None
+            assert (held.loads >= LOADS_MAX) is ("was loaded" in gone), gone
+            assert held.loads >= LOADS_MAX or not self.survivor, f"{gone}, and a rank has outlived its group"
+        else:
+            assert step >= self.survivor, "a rank has outlived its group, and its step is lost"
+        known = [self.folder_best(), held.version if held is not None and not gone else None]
+        best = max((one for one in known if one is not None), default=None)
+        assert came_to == best, f"{came_to}, and {best} was whole"
+
+    def folder_best(self) -> Version | None:
+        return max(self.folder)[0] if self.folder else None
+
+
+def walks(count: int, first: int = 0, mistake: Mistake = "") -> dict[str, int]:
+    """What has happened in so many; raises where one was wrong, with its seed."""
+    sums: dict[str, int] = {}
+    for seed in range(first, first + count):
+        walk = Walk(seed, mistake)
+        try:
+            walk.run()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        for name, number in walk.stories.items():
+            sums[name] = sums.get(name, 0) + number
+    return sums
+
+
+def test_no_walk_begins_with_a_mix_or_with_less_than_what_was_whole() -> None:
+    """A job that silently goes back, or joins two steps, ends with a result that nobody trained."""
+    seen = walks(1_000)
+    assert all(seen[name] > 300 for name in ("memory", "folder", "begin", "rescued")), seen
+
+
+@pytest.mark.long
+def test_a_hundred_thousand_walks_do_not_either() -> None:
+    """The orders that matter are rare."""
+    walks(100_000, first=1_000_000)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_seeded_mistake_is_found(mistake: Mistake) -> None:
+    """A model that misses them proves nothing."""
+    with pytest.raises(AssertionError):
+        walks(1_000, mistake=mistake)
+
+
+def test_a_state_that_leads_to_no_step_is_loaded_no_more_than_three_times() -> None:
+    """Otherwise what makes every generation fail would be in memory for ever, and the folder never be asked."""
+    walk = Walk(1)
+    walk.nodes, walk.per_node = [Node()], 2
+    walk.ranks = [Rank(walk.nodes[0], local, 0, 0, 0, 0) for local in range(2)]
+    for _ in range(40):
+        for rank in walk.ranks:
+            walk.advance(rank)
+    walk.folder = []
+    for number in range(LOADS_MAX + 1):
+        walk.ranks[1].alive = False
+        for _ in range(20):
+            walk.save(walk.ranks[0], walk.ranks[:1])
+        walk.restart()
+        assert (walk.ranks[0].step > 0) is (number < LOADS_MAX)

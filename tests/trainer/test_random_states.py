@@ -1,0 +1,63 @@
+"""The state of the random generators, as it is written at each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+
+from ddpjob.checkpoint import random_states
+
+Draw = Callable[[], Any]
+DRAWS: dict[str, Draw] = {
+    "one": numpy.random.random,
+    "a normal one": numpy.random.normal,
+    "an odd number of normal ones": lambda: numpy.random.normal(size=3),
+    "half a word": lambda: numpy.random.randint(0, 2, dtype=numpy.uint8),
+    "a shuffle": lambda: numpy.random.shuffle(numpy.arange(9)),
+    "more than there are words": lambda: numpy.random.random(700),
+    "a seed": lambda: numpy.random.seed(3),
+    "nothing": lambda: None,
+}
+
+
+def goes_on_the_same(state: Any) -> bool:
+    """Whether numpy draws after this state what it draws now; it draws nothing in the end."""
+    now = numpy.random.get_state()
+    expected = [numpy.random.normal(), *numpy.random.random(3)]
+    random_states.set_to(random_states.expanded(state))
+    found = [numpy.random.normal(), *numpy.random.random(3)]
+    numpy.random.set_state(now)
+    return found == expected
+
+
+@pytest.mark.parametrize("first", DRAWS)
+def test_the_state_that_is_written_is_that_of_the_moment_whatever_was_drawn_since_the_last(first: str) -> None:
+    """A rank that goes on from an older state sees the same augmentations twice."""
+    numpy.random.seed(5)
+    for second in DRAWS.values():
+        for draw in (DRAWS[first], second, second):
+            draw()
+            assert goes_on_the_same(random_states.compact())
+
+
+def test_numpy_is_not_asked_while_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes as long as all else that is written at a step."""
+    numpy.random.seed(5)
+    before = random_states.compact()
+    monkeypatch.setattr(numpy.random, "get_state", None)
+    assert random_states.compact() == before
+
+
+def test_another_generator_than_the_usual_one_is_read_each_time() -> None:
+    """A script may put one of its own in place: of that only numpy knows what it consists of."""
+    usual = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(numpy.random.MT19937(3))
+    try:
+        for _ in range(3):
+            numpy.random.random()
+            assert goes_on_the_same(random_states.compact())
+    finally:
+        numpy.random.set_bit_generator(usual)
