@@ -32,7 +32,8 @@ def test_what_is_found_is_whole_on_every_rank_that_is_named_and_nothing_older_ge
             assert held is not None
             assert (held.version, held.size, held.total) == (found.held.version, found.held.size, found.held.total)
         elif held is not None:
-            assert held.version < found.held.version or held.version >= present
+            is_less = held.assumed and held.version >= found.held.version
+            assert held.version < found.held.version or held.version >= present or is_less
     assert found.held.version < present
 
 
@@ -90,6 +91,27 @@ def test_a_state_that_leads_to_no_step_is_given_up() -> None:
     assumed = held._replace(loads=LOADS_ASSUMED_MAX - 1, assumed=True)
     assert isinstance(newest([assumed], Version(1, 9, 0)), Found)
     assert isinstance(newest([assumed._replace(loads=LOADS_ASSUMED_MAX)], Version(1, 9, 0)), str)
+
+
+@pytest.mark.parametrize("step", [9, 10], ids=["at the same step", "a step further"])
+def test_what_one_rank_has_saved_counts_and_not_what_another_assumes(step: int) -> None:
+    """Where rank 0 alone calls `save(step, …, epoch=epoch)`, the other nodes hold less of the same generation: all of the
+    memory was refused, and the job went back to its last save."""
+    named = Held(Version(1, 0, 9), 0, 301, 7)
+    assumed = Held(Version(1, 0, step), 0, 300, 8, assumed=True)
+    assert newest([assumed, named], Version(1, 1, 0)) == Found(named, (1,))
+    later = assumed._replace(version=Version(1, 1, 10))
+    assert newest([later, named], Version(1, 2, 0)) == Found(later, (0,)), (
+        "the next generation went on from what was saved"
+    )
+
+
+def test_a_state_after_which_steps_were_made_is_not_given_up() -> None:
+    """It is no fault of the state that all ranks were lost at once after them."""
+    held, present = Held(Version(1, 0, 5), LOADS_MAX, 1, 1), Version(1, 9, 0)
+    assert isinstance(newest([held], present, (), [Mark(8, 7, 6)]), Found)
+    assert isinstance(newest([held], present, (), [Mark(0, 5, 4)]), str)
+    assert isinstance(newest([held], present, (), [None]), str)
 
 
 @given(st.none() | VERSIONS, HELD)

@@ -31,12 +31,14 @@ POINTS: dict[str, tuple[str, ...]] = {
     "peers": ("hang",),
     "post": ("lost", "late", "lost answer"),
     "watchdog": ("blind",),
+    "rescue": ("dies", "slow"),
 }  # fmt: skip
 # Passed a few times in the life of a pod, where the others are passed with every word between two machines.
-SELDOM = frozenset(("kubelet", "exit", "sigterm", "scheduler", "collector", "peers", "post", "watchdog"))
-# Points of jobs under ddprun alone, and of those with a gang.
+SELDOM = frozenset(("kubelet", "exit", "sigterm", "scheduler", "collector", "peers", "post", "watchdog", "rescue"))
+# Points of jobs under ddprun alone, of those with a gang, and of ranks that write their state into memory.
 AGENTS = ("post", "watchdog")
 GANGS = ("watch.podgroups",)
+MEMORY = ("rescue",)
 Rates = Mapping[str, Mapping[str, float]]
 
 
@@ -87,7 +89,7 @@ class Faults:
 
 def swarm(rng: random.Random) -> dict[str, dict[str, float]]:
     """A random part of all faults at random rates: few kinds, often, find what all kinds, seldom, never do."""
-    return _some(rng, [point for point in POINTS if point not in (*AGENTS, *GANGS)])
+    return _some(rng, [point for point in POINTS if point not in (*AGENTS, *GANGS, *MEMORY)])
 
 
 def swarm_of_agents(rng: random.Random) -> dict[str, dict[str, float]]:
@@ -98,6 +100,11 @@ def swarm_of_agents(rng: random.Random) -> dict[str, dict[str, float]]:
 def swarm_of_gangs(rng: random.Random) -> dict[str, dict[str, float]]:
     """Likewise what happens to groups alone."""
     return _some(rng, GANGS)
+
+
+def swarm_of_memory(rng: random.Random) -> dict[str, dict[str, float]]:
+    """Likewise what happens while a state is written into memory."""
+    return _some(rng, MEMORY)
 
 
 def _some(rng: random.Random, points: Iterable[str]) -> dict[str, dict[str, float]]:

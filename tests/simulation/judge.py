@@ -38,6 +38,8 @@ class Judge:
         """By operator, (job uid, attempt, rank) of the pods that it was shown after they had ended."""
         self.placed: set[tuple[str, int, int]] = set()
         """(job uid, attempt, place) of the pods that have got a node."""
+        self.also: list[Callable[[str, Raw], None]] = []
+        """Called with the uid and each new status of a job."""
         self._spent_twice: Counter[str] = Counter()
         """By job uid, how many charges to the application an operator did not know of when it made its own."""
         self._cluster, self._training, self._jobs = cluster, training, jobs
@@ -173,6 +175,8 @@ class Judge:
         self._check_cause(uid, old, new, change.actor)
         self._check_in_place(uid, old, new)
         self._check_heard(uid, new, change.actor)
+        for check in self.also:
+            check(uid, new)
 
     def _check_ranks(self, uid: str, old: Raw, new: Raw) -> None:
         attempt = new.get("attempt", 0)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from model_memory import Area, Kept, Loaded, Memories
 from model_training import HANGS, REPORT_SECONDS, SAVE_SECONDS, SYMPTOM, Failure, Process
 
 from ddpjob.agent import leader as leading
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 RETRY_SECONDS = (0.3, 3.0)
 # A gap in a rank's time that a TCP connection bridges: ranks of a node that is cut off for less go on.
 HELD_UP_SECONDS = 5.0
+SUPERSEDED = "ddpjob.Superseded: a newer generation has written"
 
 
 @dataclass(eq=False)
@@ -40,10 +42,15 @@ class Life:
     """Of all that the job's agents ever started."""
     ranks: dict[int, Agent] = field(default_factory=dict)
     started_at: float | None = None
+    loaded: Loaded | None = None
+    """What it has begun with."""
     step: float = 0.0
+    """The furthest that it has made."""
     held_up: float = 0.0
     stuck_at: float | None = None
     broken: bool = False
+    ended_at: int | None = None
+    """The furthest step of any of its ranks, once none follows."""
 
     def __str__(self) -> str:
         return f"generation {self.generation} of {self.leader.process}"
@@ -100,6 +107,10 @@ class Agent:
     posting: bool = False
     due: float | None = None
     """When it is looked after next."""
+    area: Area = field(default_factory=Area)
+    """Its memory."""
+    kept: Kept | None = None
+    """What its rank keeps in it."""
 
     @staticmethod
     def of(process: Process) -> Agent:
@@ -142,14 +153,14 @@ class Agent:
 class Agents:
     """All of them."""
 
-    def __init__(self, training: Training, connected: Callable[[Process, Process], bool]) -> None:
+    def __init__(self, training: Training, connected: Callable[[Process, Process], bool], memories: Memories) -> None:
         self.heard: Callable[[Process, bytes], bool] = lambda *_: False
         """Takes a post of node 0's agent; whether a receiver has confirmed it."""
         self.has_name: Callable[[Process], bool] = lambda _: True
         """Whether the DNS name of its rank leads to it."""
         self.charged: dict[tuple[str, int, int], dict[str, int]] = {}
         """By job uid, attempt and replacement: what each agent of node 0 has truly charged."""
-        self._training, self._connected = training, connected
+        self._training, self._connected, self._memories = training, connected, memories
         self._loop, self._faults, self._random = training.loop, training.faults, training.random
         self._all: dict[str, Agent] = {}
         self._lives: dict[str, list[Life]] = {}
@@ -395,7 +406,28 @@ class Agents:
         if agent.generation != order.generation or not agent.runs:
             return self._has_stopped(agent)
         agent.stopped = True
-        return self._signal(agent, patient=order.patient)
+        return self._end_rank(agent, patient=order.patient)
+
+    def _end_rank(self, agent: Agent, *, patient: bool) -> None:
+        """A signal to its rank; one that is not asked to save first writes the state into memory."""
+        life = agent.life
+        if patient or agent.told or life is None or life.loaded is None:
+            return self._signal(agent, patient=patient)
+        self._stands(life)
+        return self._memories.order(agent, lambda: self._signal_if(agent, life))
+
+    def _signal_if(self, agent: Agent, life: Life) -> None:
+        if agent.life is life and agent.runs and not agent.over:
+            self._signal(agent, patient=False)
+
+    def _stands(self, life: Life) -> None:
+        """It makes no step any more."""
+        if life.loaded is not None and life.ended_at is None:
+            self._memories.stop(life, int(min(self._step(life), self._training.seconds)))
+
+    def rank_killed(self, agent: Agent, life: Life) -> None:
+        """SIGKILL to its rank alone."""
+        self._rank_ends(agent, life, 137)
 
     def _signal(self, agent: Agent, *, patient: bool) -> None:
         """SIGTERM to its rank, and SIGKILL in time."""
@@ -418,6 +450,10 @@ class Agents:
     def _rank_ends(self, agent: Agent, life: Life, code: int, exception: str = "") -> None:
         if agent.life is not life or not agent.runs or agent.over:
             return
+        if code:
+            self._stands(life)
+        if code == 1:
+            self._memories.raises(agent)
         agent.runs, agent.code = False, code
         if code:
             self._breaks(agent)
@@ -448,6 +484,7 @@ class Agents:
         life, agent.runs = agent.life, False
         if life is None or life.broken:
             return
+        self._stands(life)
         life.broken = True
         if life.started_at is not None:
             for peer in life.ranks.values():
@@ -468,12 +505,28 @@ class Agents:
 
     def _train(self, life: Life) -> None:
         first = life.ranks[0].process
-        if life.broken or life.started_at is not None or not all(a.runs and not a.over for a in life.ranks.values()):
+        if (
+            life.broken
+            or life.ended_at is not None
+            or life.started_at is not None
+            or not all(a.runs and not a.over for a in life.ranks.values())
+        ):
             return
         if not self._is_together(life):
             self._loop.call_later(HELD_UP_SECONDS, self._train, life)
             return
-        life.started_at, life.step = self._loop.time(), self._training.step(first.job_uid)
+        if not self._memories.save(life, 0):
+            self._rank_ends(life.ranks[0], life, 1, SUPERSEDED)
+            return
+        life.loaded = self._memories.load(life)
+        life.started_at, life.step = self._loop.time(), life.loaded.state.step
+        if life.loaded.assumed and self._memories.script.names_more:
+            self._training.application_failed(first)
+            for agent in life.ranks.values():
+                self._later(
+                    0, 0.3, self._rank_ends, agent, life, 1, "ddpjob.StateError: epoch: the state in memory has …"
+                )
+            return
         for agent in life.ranks.values():
             failure = self._training.fails(agent.process, life.number)
             if failure is not None and failure.after_seconds:
@@ -483,7 +536,8 @@ class Agents:
 
     def _advance(self, life: Life) -> None:
         """Save now and then, and come to the end. Nothing is done while its ranks do not reach each other."""
-        if life.broken or life.stuck_at is not None or not all(a.runs and not a.over for a in life.ranks.values()):
+        has_ended = life.broken or life.stuck_at is not None or life.ended_at is not None
+        if has_ended or not all(a.runs and not a.over for a in life.ranks.values()):
             return
         if not self._is_together(life):
             life.held_up += HELD_UP_SECONDS
@@ -494,8 +548,8 @@ class Agents:
         if left <= 0:
             for agent in life.ranks.values():
                 self._later(0, 0.5, self._rank_ends, agent, life, 0)
-        elif not self._training.saves(life.ranks[0].process, self._step(life), life.generation):
-            self._rank_ends(life.ranks[0], life, 1, "ddpjob.Superseded: a newer generation has written")
+        elif not self._memories.save(life, int(self._step(life))):
+            self._rank_ends(life.ranks[0], life, 1, SUPERSEDED)
         else:
             self._loop.call_later(max(0.1, min(SAVE_SECONDS, left)), self._advance, life)
 
@@ -515,15 +569,18 @@ class Agents:
     def _step(self, life: Life) -> float:
         """One step a second."""
         assert life.started_at is not None, "it trains"
-        until = self._loop.time() if life.stuck_at is None else life.stuck_at
-        return life.step + max(0.0, until - life.started_at - life.held_up)
+        assert life.loaded is not None, "it has loaded"
+        if life.ended_at is None:
+            until = self._loop.time() if life.stuck_at is None else life.stuck_at
+            life.step = max(life.step, life.loaded.state.step + until - life.started_at - life.held_up)
+        return life.step
 
     def _report(self, life: Life) -> None:
         if self._training.reports is None:
             return
-        alive = [a for a in life.ranks.values() if a.runs and not a.over]
+        alive = [a for a in life.ranks.values() if a.life is life and a.runs and not a.over]
         for agent in alive:
-            self._training.reports(agent.process, int(self._step(life)))
+            self._training.reports(agent.process, int(self._step(life)), life)
         if alive and not life.broken:
             self._loop.call_later(REPORT_SECONDS, self._report, life)
 
@@ -611,7 +668,7 @@ class Agents:
         agent.alone_since = self._loop.time()
         if agent.runs:
             agent.stopped = True
-            return self._signal(agent, patient=agent.told or agent.code == RESUMABLE)
+            return self._end_rank(agent, patient=agent.told or agent.code == RESUMABLE)
         return self._look(agent)
 
     def _later(self, low: float, high: float, call: Callable[..., Any], *arguments: Any) -> None:

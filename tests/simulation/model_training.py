@@ -159,8 +159,9 @@ class Training:
         self.agents: Agents
         self.elastic: Elastic
         self.connected: Callable[[Process, Process], bool] = lambda one, other: True
-        self.reports: Callable[[Process, int], None] | None = None
-        """Takes a rank's word about its step, every REPORT_SECONDS; None: the ranks say nothing."""
+        self.reports: Callable[..., None] | None = None
+        """Takes a rank's process and its step, and its `Life` under an agent, every REPORT_SECONDS; None: they say
+        nothing."""
         self.wrong: list[str] = []
         """What must never happen."""
         self.folders: dict[str, Folder] = {}
@@ -275,7 +276,7 @@ class Training:
         until = self.loop.time() if group.stuck_at is None else group.stuck_at
         return group.step + until - group.started_at
 
-    def _report(self, group: Group, reports: Callable[[Process, int], None]) -> None:
+    def _report(self, group: Group, reports: Callable[..., None]) -> None:
         """Also without a new step: alive, step 41."""
         alive = [p for p in group.present if p.alive]
         for process in alive:

@@ -6,7 +6,8 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from faults import Rates, swarm, swarm_of_agents, swarm_of_gangs
+from faults import Rates, swarm, swarm_of_agents, swarm_of_gangs, swarm_of_memory
+from model_memory import Script
 from model_training import COMPLAINS, ENDS_EARLY, HANGS, Failure
 
 from ddpjob_operator.job import api, validation
@@ -49,6 +50,8 @@ class Scenario:
     deeds: tuple[Deed, ...] = ()
     gang: bool = False
     """Whether the API server serves PodGroups, and the operator has them switched on."""
+    script: Script = Script()
+    """How it keeps its state, under ddprun."""
 
     def manifest(self) -> dict[str, Any]:
         """The DDPJob."""
@@ -148,6 +151,33 @@ def gang_scenario(seed: int) -> Scenario:
         rates={**found.rates, **swarm_of_gangs(rng)},
         deeds=tuple(sorted((*found.deeds, *deeds), key=lambda deed: deed.at)),
     )
+
+
+def memory_scenario(seed: int) -> Scenario:
+    """A job under ddprun whose ranks fail in any order and again and again, and say where they go on from."""
+    rng = random.Random(f"{seed} memory")
+    found = _under_ddprun(rng, _under_torchrun(seed))
+    nodes, hangs = found.spec["nodes"], "stall" in found.spec
+    failures = {life: _soon(rng, _failure(rng, nodes, hangs)) for life in range(1, 30) if rng.random() < 0.6}
+    shares = {"memory": 0.95, "folder": 0.8, "all_save": 0.6, "names_more": 0.3}
+    script = Script(**{name: rng.random() < share for name, share in shares.items()})
+    if rng.random() < 0.7:  # else the budget is spent before much has happened
+        found = replace(found, spec={**found.spec, "backoffLimit": 20})
+    return replace(
+        found,
+        training_seconds=rng.choice((20.0, 60.0, 150.0)),
+        failures=failures,
+        reports=True,
+        script=script,
+        rates={**found.rates, **swarm_of_memory(rng)},
+    )
+
+
+def _soon(rng: random.Random, failure: Failure) -> Failure:
+    """Before the first step, so that the same state is loaded again, or within the steps that a training has."""
+    if failure.code == HANGS or rng.random() < 0.4:
+        return failure
+    return replace(failure, after_seconds=rng.choice((0.5, rng.uniform(1, 30))))
 
 
 def _with_edits(rng: random.Random, found: Scenario) -> Scenario:

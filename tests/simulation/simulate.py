@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from scenario import Scenario, elastic_scenario, gang_scenario, scenario
+from scenario import Scenario, elastic_scenario, gang_scenario, memory_scenario, scenario
 from simulation import Outcome, simulate
 
 SHRINK_RUNS_MAX = 400
@@ -45,7 +45,7 @@ def report(outcome: Outcome) -> str:
 
 def repeat(outcome: Outcome) -> str:
     """The command that shows it again."""
-    how = "an elastic job: --elastic, with a gang: --gang"
+    how = "an elastic job: --elastic, with a gang: --gang, with state in memory: --memory"
     return f"repeat: python tests/simulation/simulate.py --seed {outcome.seed} ({how})"
 
 
@@ -96,8 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--whole", action="store_true", help="with all its faults")
     parser.add_argument("--elastic", action="store_true", help="lives of elastic jobs")
     parser.add_argument("--gang", action="store_true", help="lives of jobs with a gang")
+    parser.add_argument("--memory", action="store_true", help="lives of jobs whose ranks leave their state in memory")
     given = parser.parse_args(arguments)
-    life = elastic_scenario if given.elastic else gang_scenario if given.gang else scenario
+    kinds = {memory_scenario: given.memory, elastic_scenario: given.elastic, gang_scenario: given.gang}
+    life = next((kind for kind, is_asked in kinds.items() if is_asked), scenario)
     return _many(given.first, given.seeds, life) if given.seed is None else _one(given.seed, given.whole, life)
 
 

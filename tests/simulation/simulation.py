@@ -16,11 +16,13 @@ from typing import Any
 
 from faults import Faults
 from judge import TERMINAL, Judge, summary
-from model_agents import Agents
+from judge_memory import MemoryJudge
+from model_agents import Agents, Life
 from model_api import Change, Kind, ModelApi, Raw
 from model_client import ModelClient
 from model_elastic import Elastic
 from model_kubelet import Cluster
+from model_memory import Memories
 from model_training import Process, Training
 from msgspec.structs import replace
 from scenario import FAULTS_SECONDS, HOSTILE, NEIGHBOURS, NODES, ONE_BY_ONE, PODS, RESTARTS, Deed, Failure, Scenario
@@ -191,12 +193,15 @@ class Simulation:
         self.faults = Faults(scenario.seed, scenario.rates, only)
         self.api = ModelApi(self.loop.time, self.loop.now)
         self.training = Training(self.loop, self.faults, scenario.training_seconds, self._failure_of, self._reachable)
-        self.training.agents = agents = Agents(self.training, self._connected)
+        self.memory_judge = MemoryJudge(self.training.wrong)
+        memories = Memories(self.training, scenario.script, self.memory_judge.begins)
+        self.training.agents = agents = Agents(self.training, self._connected, memories)
         self.training.elastic, self.training.connected = Elastic(self.training), self._connected
         agents.heard = self._hear_agent
         agents.has_name = lambda process: self.cluster.has_name(process)
         self.cluster = Cluster(self.loop, self.api, self.faults, self.training, scenario.cluster_nodes)
         self.judge = Judge(self.cluster, self.training, lambda: self.api.all(api.PLURAL))
+        self.judge.also.append(self.memory_judge.check_status)
         self.api.listeners.append(self.judge.changed)
         self.api.listeners.append(self._hear)
         self.api.refuses = self._refuses
@@ -396,13 +401,16 @@ class Simulation:
             return None
         return failure if self.faults.happens(f"failure#{life}", str(failure)) else None
 
-    def _report(self, process: Process, step: int) -> None:
+    def _report(self, process: Process, step: int, life: Life | None = None) -> None:
         """A rank reports to the operator that leads, if it reaches one."""
         for one, sender in self._receivers(process):
             # The receiver takes the node from the token.
             place = {"rank": process.rank, "node_rank": sender.node_rank}
             saved = int(self.training.step(process.job_uid)) or None
-            report = Report(step=step, saved_step=saved, attempt=sender.attempt, received_at=one.now(), **place)
+            begin = {} if life is None else _begin(step, life)
+            report = Report(
+                step=step, saved_step=saved, attempt=sender.attempt, received_at=one.now(), **place, **begin
+            )
             one.operator.report(sender, report)
 
     def _hear_agent(self, process: Process, body: bytes) -> bool:
@@ -651,6 +659,14 @@ class Simulation:
             name = names[(deed.number + number) % len(names)]
             self.loop.call_later(number * deed.number, self.cluster.cut, name, f"side {deed.at}")
             self.loop.call_later(10 + deed.seconds, self.cluster.back, name)
+
+
+def _begin(step: int, life: Life) -> dict[str, Any]:
+    """What a rank says of its generation."""
+    assert life.loaded is not None, "it has loaded"
+    resumed = life.loaded.state.step if life.loaded.origin else None
+    phase = "start" if step <= (resumed or 0) else "train"
+    return {"resumed_step": resumed, "resumed_from": life.loaded.origin, "generation": life.generation, "phase": phase}
 
 
 def simulate(scenario: Scenario, only: Mapping[str, str] | None = None) -> Outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 from typing import Any
 
@@ -142,6 +143,21 @@ def test_steps_made_before_a_replacement_are_counted_as_lost() -> None:
     world.after(20).reports_step(91).settle()
     assert world.status.goodput is not None
     assert (world.status.goodput.lost_steps, world.status.furthest_step) == (10, 100)
+
+
+@pytest.mark.parametrize("microseconds", [0, 400_000])
+def test_a_report_of_the_second_in_which_a_pod_is_replaced_is_of_the_ranks_before_it(microseconds: int) -> None:
+    """Times in a status are whole seconds: the last step of the old ranks was taken for the first one of the new ranks,
+    one step too many was counted as repeated, and the time until they had begun as trained."""
+    world = trained().reports_step(100, resumed_step=90, resumed_from="/ckpt")
+    at = world.now + dt.timedelta(microseconds=microseconds)
+    world.reports[0] = replace(world.reports[0], received_at=at)
+    world.settle().exits(1, code=137).settle().runs(1).settle()
+    assert (world.status.first_step_time, world.status.resumed_step) == (None, None)
+    resumed: dict[str, Any] = {"resumed_step": 100, "resumed_from": "the memory", "generation": 1}
+    world.after(5).reports_step(100, phase="start", **resumed).settle().after(5).reports_step(103, **resumed).settle()
+    assert world.status.goodput is not None
+    assert (world.status.goodput.lost_steps, world.status.first_step_time) == (0, world.now)
 
 
 def test_a_suspended_job_stops_all_pods_and_begins_with_fresh_names() -> None:

@@ -146,7 +146,13 @@ def _is_of_these_ranks(report: Report, received_at: dt.datetime, status: api.Sta
     if not status.attempt or report.attempt not in (0, status.attempt):
         return False
     # Else it is of ranks before a pod was replaced.
-    return status.attempt_time is None or received_at >= status.attempt_time
+    if status.attempt_time is not None and received_at < status.attempt_time:
+        return False
+    # Times in a status are whole seconds: what was counted before a replacement in the same second is of them as well.
+    known = status.progress
+    if known is None or known.attempt != status.attempt or not known.step or status.first_step_time is not None:
+        return True
+    return received_at.replace(microsecond=0) > known.updated.replace(microsecond=0)
 
 
 def _progress(report: Report, attempt: int, received_at: dt.datetime) -> api.Progress:

@@ -73,7 +73,10 @@ def fetch(shared: Shared | None, found: Found, rank: int, world_size: int, names
     large = _tried(trouble, lambda: _large(shared, found, rank, world_size))
     source = next((number for number, row in enumerate(rows) if row[0]), None)
     if source is None:
-        trouble.append("no rank has left what is small")
+        trouble.append(
+            "steps were made after it, and all ranks were lost before they had written one: the random states and other "
+            "small parts of this step are gone"
+        )
     else:
         first = _tried(trouble, lambda: _from_rank(own, source, rank, world_size))
     if source and rows[0][1]:  # the buffers of a model are rank 0's

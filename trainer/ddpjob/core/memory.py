@@ -110,11 +110,11 @@ def newest(
     marks: the last boundaries of each rank. Ranks step together, so they are at most one boundary apart; where they are
     not, they count differently, and nobody knows which step it is.
     """
-    known = [one for one in held if one is not None and one.version < present]
-    if not known:
+    known = _that_count(held, present)
+    if not any(known):
         return ""
-    best = max(known, key=lambda one: one.version)
-    ranks = tuple(rank for rank, one in enumerate(held) if one is not None and one.version == best.version)
+    best = max((one for one in known if one is not None), key=lambda one: one.version)
+    ranks = tuple(rank for rank, one in enumerate(known) if one is not None and one.version == best.version)
     if len({(held[rank].size, held[rank].total) for rank in ranks}) > 1:  # type: ignore[union-attr]
         return f"the nodes of ranks {', '.join(map(str, ranks))} hold different states of step {best.version.step}"
     if (differ := _not_replicas(proofs)) is not None:
@@ -122,9 +122,17 @@ def newest(
     for rank, mark in enumerate(marks):
         if mark is not None and _is_apart(mark, best.version):
             return f"the state is of step {best.version.step}, and rank {rank} was at step {mark.step}"
-    if best.loads >= (LOADS_ASSUMED_MAX if best.assumed else LOADS_MAX):
+    most = LOADS_ASSUMED_MAX if best.assumed else LOADS_MAX
+    if best.loads >= most and not any(mark is not None and _follows(mark, best.version) for mark in marks):
         return f"step {best.version.step} was loaded before, and no step was made after it"
     return Found(best, ranks)
+
+
+def _that_count(held: Sequence[Held | None], present: Version) -> list[Held | None]:
+    """By rank. Where a rank has saved, what another one of its generation assumes may be less than what was saved."""
+    past = [one if one is not None and one.version < present else None for one in held]
+    named = {one.version[:2] for one in past if one is not None and not one.assumed}
+    return [None if one is not None and one.assumed and one.version[:2] in named else one for one in past]
 
 
 def _is_apart(mark: Mark, version: Version) -> bool:
@@ -132,6 +140,11 @@ def _is_apart(mark: Mark, version: Version) -> bool:
     if mark.generation != version.generation:
         return False
     return abs(mark.step - version.step) > max(1, mark.step - mark.before)
+
+
+def _follows(mark: Mark, version: Version) -> bool:
+    """Whether a later generation has made steps after it."""
+    return mark.generation > version.generation and mark.step > version.step
 
 
 def _not_replicas(proofs: Sequence[Proof | None]) -> int | None:

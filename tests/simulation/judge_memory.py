@@ -1,0 +1,136 @@
+"""What must hold of the state with which each generation begins, and of what the status says of it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any
+
+from model_memory import TORN, Loaded, Saved, State
+
+from ddpjob.core.memory import LOADS_ASSUMED_MAX, LOADS_MAX, Version
+
+if TYPE_CHECKING:
+    from model_agents import Agent, Life
+
+Raw = dict[str, Any]
+Age = tuple[int, int, int]
+"""Attempt, number of the life, and step: the truth, where a `Version` is what agents and ranks say."""
+
+
+class MemoryJudge:
+    """Knows the truth of all lives. Each sentence says what a user would lose."""
+
+    def __init__(self, wrong: list[str]) -> None:
+        self.repeated: Counter[str] = Counter()
+        """By job uid, the steps that were made again, or will be."""
+        self.seen: Counter[str] = Counter()
+        """How often a life began with memory, the folder, or nothing; and how often there was something to choose."""
+        self._wrong = wrong
+        self._lives: dict[str, list[Life]] = defaultdict(list)
+        """By job uid, those that have loaded."""
+        self._tried: dict[tuple[str, State], list[Life]] = defaultdict(list)
+        """Those that have loaded this state from memory."""
+
+    # ---------------------------------------------------------------- what a life begins with
+
+    def begins(self, life: Life, loaded: Loaded, saved: Saved | None) -> None:
+        """A life is about to begin with that; saved: what its folder has."""
+        uid = life.leader.process.job_uid
+        agents = [life.ranks[node] for node in sorted(life.ranks)]
+        self.seen["memory" if loaded.ranks else "folder" if loaded.origin else "nothing"] += 1
+        if loaded.ranks:
+            self._check_memory(life, loaded, saved, [agents[rank] for rank in loaded.ranks])
+        whole = self._whole(life, agents, saved)
+        age = max((_age(agents[rank], loaded.state) for rank in loaded.ranks), default=(0, 0, 0))
+        if not loaded.ranks and saved is not None:
+            age = _age_of(saved)
+        best = max(whole, default=(0, 0, 0))
+        self.seen["choice"] += len(set(whole)) > 1
+        if best > age:
+            self._wrong.append(
+                f"{life} begins with step {loaded.state.step} of {loaded.origin or 'nothing'}, and step {best[2]} of life "
+                f"{best[1]} in attempt {best[0]} was whole: what was made since is lost"
+            )
+        if loaded.ranks:
+            self._tried[uid, loaded.state].append(life)
+        others = self._lives[uid]
+        came_to = max(
+            (_furthest(other) for other in others if other is others[-1] or other.ended_at is None), default=0
+        )
+        self.repeated[uid] += max(0, came_to - loaded.state.step)
+        others.append(life)
+
+    def _check_memory(self, life: Life, loaded: Loaded, saved: Saved | None, holders: list[Agent]) -> None:
+        parts = {part for agent in holders for part in agent.area.parts}
+        if len(parts) > 1 or TORN in parts:
+            self._wrong.append(f"{life} begins with a mix of states, {sorted(parts)}: its result is nobody's")
+        for agent in holders:
+            held, writer = agent.area.held, agent.area.writer
+            if held is None or held.version.step != loaded.state.step:
+                self._wrong.append(f"{life} begins with step {loaded.state.step}, which is said to be {held}")
+            elif held.assumed and saved is not None and saved.life is writer:
+                self._wrong.append(f"{life} begins with what was assumed, and by then more was saved: {saved.version}")
+
+    def _whole(self, life: Life, agents: list[Agent], saved: Saved | None) -> list[Age]:
+        """What is whole, and may be loaded: in memory beside its random states, or in the folder."""
+        areas = [agent.area for agent in agents if agent.area.writer is not None and len(set(agent.area.parts)) == 1]
+        named = {area.writer for area in areas if area.held is not None and not area.held.assumed}
+        if saved is not None:
+            named.add(saved.life)
+        uid, attempt = life.leader.process.job_uid, life.leader.process.attempt
+        found = [] if saved is None else [_age_of(saved)]
+        for area in areas:
+            assert area.writer is not None, "it is whole"
+            (state,) = set(area.parts)
+            is_assumed = area.held is not None and area.held.assumed
+            version = Version(attempt, area.writer.generation, state.step)
+            has_small = any(version in agent.area.slots for agent in agents)
+            less = is_assumed and area.writer in named
+            if has_small and not less and state != TORN and not self._is_hopeless(uid, state, is_assumed):
+                found.append((attempt, area.writer.number, state.step))
+        return found
+
+    def _is_hopeless(self, uid: str, state: State, is_assumed: bool) -> bool:
+        """Whether it was loaded so often that it may be what fails: no step followed the last time."""
+        lives = self._tried.get((uid, state), [])
+        most = LOADS_ASSUMED_MAX if is_assumed else LOADS_MAX
+        return len(lives) >= most and _furthest(lives[-1]) <= state.step
+
+    # ---------------------------------------------------------------- what the status says
+
+    def check_status(self, uid: str, status: Raw) -> None:
+        """Called for each new status of a job."""
+        lives = self._lives.get(uid)
+        if lives is None:
+            return
+        lost = (status.get("goodput") or {}).get("lostSteps", 0)
+        if lost > self.repeated[uid]:
+            self._wrong.append(f"lostSteps is {lost}, and {self.repeated[uid]} steps were lost")
+        step, origin = status.get("resumedStep"), status.get("resumedFrom", "")
+        if step is None:
+            return
+        progress = status.get("progress") or {}
+        least = progress.get("generation", 0) if progress.get("attempt") == status.get("attempt") else 0
+        true = [
+            (life.loaded.state.step, life.loaded.origin)
+            for life in lives
+            if life.loaded is not None
+            and life.generation >= least
+            and life.leader.process.attempt == status.get("attempt")
+        ]
+        if (step, origin) not in true:
+            self._wrong.append(f"it is said to go on from step {step} of {origin or 'nothing'}, and has from {true}")
+
+
+def _age(agent: Agent, state: State) -> Age:
+    writer = agent.area.writer
+    return (agent.process.attempt, 0 if writer is None else writer.number, state.step)
+
+
+def _age_of(saved: Saved) -> Age:
+    return (saved.version.attempt, saved.life.number, saved.state.step)
+
+
+def _furthest(life: Life) -> int:
+    """The step that its ranks have come to."""
+    return max(int(life.step), life.ended_at or 0)

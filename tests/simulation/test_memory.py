@@ -1,0 +1,129 @@
+"""Lives of jobs whose ranks leave their state in memory, beside a folder or without one; and bugs made on purpose."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+from model_memory import Area
+from scenario import memory_scenario
+from simulate import failing, report, shrink
+from simulation import simulate
+
+from ddpjob.core import memory
+from ddpjob.core.memory import Found, Held, Version
+from ddpjob_operator.plan import transitions
+
+pytestmark = pytest.mark.timeout(900)  # CPU bound: a busy machine needs longer
+BY_DAY, BLOCK = 25, 125
+LONG = range(0, 1000, BLOCK)
+MUTANT_SEEDS_MAX = 2000
+Mutant = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def check(seeds: range) -> None:
+    bad = failing(seeds, memory_scenario)
+    assert not bad, report(shrink(min(bad, key=lambda outcome: len(outcome.taken)), memory_scenario))
+
+
+def test_each_generation_begins_with_the_newest_state_that_is_whole_anywhere() -> None:
+    """A job that goes back further than it must repeats hours; one that joins two states ends with nobody's result."""
+    check(range(BY_DAY))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", LONG)
+def test_so_do_those_of_a_thousand_more(first: int) -> None:
+    check(range(BY_DAY + first, BY_DAY + first + BLOCK))
+
+
+def a_part_is_missing() -> contextlib.AbstractContextManager[Any]:
+    """The cells say that a state is whole when its first part is about to be written."""
+
+    def begin(area: Area, held: Held) -> None:
+        area.held = held
+
+    return mock.patch.object(Area, "begin", begin)
+
+
+@contextlib.contextmanager
+def old_memory_accepted() -> Iterator[None]:
+    """Which generation has written a state is not looked at: the highest step counts."""
+    newest, is_newer = memory.newest, memory.is_newer
+
+    def of_any(held: Sequence[Held | None], present: Version, *more: Any) -> Found | str:
+        flat = [one and one._replace(version=one.version._replace(generation=0)) for one in held]
+        found = newest(flat, present._replace(generation=1), *more)
+        if isinstance(found, str):
+            return found
+        true = held[found.ranks[0]]
+        assert true is not None
+        return Found(true, found.ranks)
+
+    def by_step(folder: Version | None, held: Held) -> bool:
+        return folder is not None and is_newer(folder._replace(attempt=1, generation=0),
+                                               held._replace(version=Version(1, 0, held.version.step)))  # fmt: skip
+
+    with mock.patch.object(memory, "newest", of_any), mock.patch.object(memory, "is_newer", by_step):
+        yield
+
+
+def written_while_dirty() -> contextlib.AbstractContextManager[Any]:
+    """A rank within its optimizer's step writes what it has."""
+    return mock.patch.object(memory, "is_clean", lambda clock: clock > 0)
+
+
+def memory_beats_the_folder() -> contextlib.AbstractContextManager[Any]:
+    """What is in memory counts, also where more was saved than it has."""
+    return mock.patch.object(memory, "is_newer", lambda folder, held: False)
+
+
+def assumed_beats_what_was_saved() -> contextlib.AbstractContextManager[Any]:
+    """What a rank assumes counts as what another one has saved."""
+    newest = memory.newest
+
+    def all_alike(held: Sequence[Held | None], *more: Any) -> Found | str:
+        return newest([one and one._replace(assumed=False) for one in held], *more)
+
+    return mock.patch.object(memory, "newest", all_alike)
+
+
+def lost_steps_from_the_last_save() -> contextlib.AbstractContextManager[Any]:
+    """Wherever the ranks have begun, they are taken to repeat all since the last save."""
+    with_lost = transitions._with_lost_steps
+
+    def from_the_folder(status: Any, report: Any) -> Any:
+        return with_lost(status, transitions.replace(report, resumed_step=report.saved_step or 0))
+
+    return mock.patch.object(transitions, "_with_lost_steps", from_the_folder)
+
+
+# The first seed that finds each, as in test_mutants.py.
+SEEDS: dict[Mutant, int] = {
+    a_part_is_missing: 0,
+    old_memory_accepted: 168,
+    written_while_dirty: 87,
+    memory_beats_the_folder: 3,
+    assumed_beats_what_was_saved: 3,
+    lost_steps_from_the_last_save: 0,
+}
+
+
+@pytest.mark.parametrize("mutant", SEEDS, ids=lambda mutant: mutant.__name__)
+def test_a_bug_made_on_purpose_is_found(mutant: Mutant) -> None:
+    with mutant():
+        for seed in (SEEDS[mutant], *range(MUTANT_SEEDS_MAX)):
+            found = simulate(memory_scenario(seed))
+            if found.wrong:
+                break
+        else:
+            pytest.fail(f"not found in {MUTANT_SEEDS_MAX} seeds")
+    if seed != SEEDS[mutant]:
+        warnings.warn(f"{mutant.__name__} is now found by seed {seed}: change SEEDS", stacklevel=2)
+    # Without the bug the same faults do no harm: it is the bug that was found.
+    fixed = simulate(memory_scenario(seed), found.taken)
+    assert not fixed.wrong, fixed.wrong
