@@ -95,8 +95,8 @@ def test_a_state_that_leads_to_no_step_is_given_up() -> None:
 
 @pytest.mark.parametrize("step", [9, 10], ids=["at the same step", "a step further"])
 def test_what_one_rank_has_saved_counts_and_not_what_another_assumes(step: int) -> None:
-    """Where rank 0 alone calls `save(step, …, epoch=epoch)`, the other nodes hold less of the same generation: all of the
-    memory was refused, and the job went back to its last save."""
+    """Where rank 0 alone calls `save(step, …, epoch=epoch)`, the other nodes hold less of the same generation: all of
+    the memory was refused, and the job went back to its last save."""
     named = Held(Version(1, 0, 9), 0, 301, 7)
     assumed = Held(Version(1, 0, step), 0, 300, 8, assumed=True)
     assert newest([assumed, named], Version(1, 1, 0)) == Found(named, (1,))
@@ -110,6 +110,7 @@ def test_a_state_after_which_steps_were_made_is_not_given_up() -> None:
     """It is no fault of the state that all ranks were lost at once after them."""
     held, present = Held(Version(1, 0, 5), LOADS_MAX, 1, 1), Version(1, 9, 0)
     assert isinstance(newest([held], present, (), [Mark(8, 7, 6)]), Found)
+    assert isinstance(newest([held], present, (), [None, Mark(0, 6, 5)]), Found), "another rank has made it"
     assert isinstance(newest([held], present, (), [Mark(0, 5, 4)]), str)
     assert isinstance(newest([held], present, (), [None]), str)
 

@@ -48,8 +48,8 @@ class MemoryJudge:
         self.seen["choice"] += len(set(whole)) > 1
         if best > age:
             self._wrong.append(
-                f"{life} begins with step {loaded.state.step} of {loaded.origin or 'nothing'}, and step {best[2]} of life "
-                f"{best[1]} in attempt {best[0]} was whole: what was made since is lost"
+                f"{life} begins with step {loaded.state.step} of {loaded.origin or 'nothing'}, and step {best[2]} of "
+                f"life {best[1]} in attempt {best[0]} was whole: what was made since is lost"
             )
         if loaded.ranks:
             self._tried[uid, loaded.state].append(life)
@@ -86,15 +86,18 @@ class MemoryJudge:
             version = Version(attempt, area.writer.generation, state.step)
             has_small = any(version in agent.area.slots for agent in agents)
             less = is_assumed and area.writer in named
-            if has_small and not less and state != TORN and not self._is_hopeless(uid, state, is_assumed):
+            if has_small and not less and state != TORN and not self._is_hopeless(uid, state, is_assumed, agents):
                 found.append((attempt, area.writer.number, state.step))
         return found
 
-    def _is_hopeless(self, uid: str, state: State, is_assumed: bool) -> bool:
-        """Whether it was loaded so often that it may be what fails: no step followed the last time."""
+    def _is_hopeless(self, uid: str, state: State, is_assumed: bool, agents: list[Agent]) -> bool:
+        """Whether it was loaded so often that it may be what fails: nobody here knows of a step that has followed."""
         lives = self._tried.get((uid, state), [])
+        slots = [slot for agent in agents for slot in agent.area.slots]
         most = LOADS_ASSUMED_MAX if is_assumed else LOADS_MAX
-        return len(lives) >= most and _furthest(lives[-1]) <= state.step
+        if len(lives) < most:
+            return False
+        return not any(slot.step > state.step and slot.generation >= lives[-1].generation for slot in slots)
 
     # ---------------------------------------------------------------- what the status says
 

@@ -1,8 +1,8 @@
 """A model of the memory in which a state outlives its ranks: what each agent holds, and what a generation begins with.
 
-Which state counts is the real rule (`ddpjob.core.memory`). The model has what surrounds it: ranks at a boundary or within
-the optimizer's step, areas that are written in parts, agents that are lost. It knows what no rank does: in which life each
-part was made.
+Which state counts is the real rule (`ddpjob.core.memory`). The model has what surrounds it: ranks at a boundary or
+within the optimizer's step, areas that are written in parts, agents that are lost. It knows what no rank does: in which
+life each part was made.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LIMIT_SECONDS = memory.limit_seconds(0)
 SLOW_SECONDS = (0.3, 1.5)
 """For a part, on a node whose processor is not given to it."""
 SUMMED = 0.3
-"""How often a group ends after the gradients have reached all its ranks: each may then make the step without the others."""
+"""How often a group ends after the gradients have reached all its ranks: each may then make the step by itself."""
 PROOF_STEPS = 3
 """A node's ranks prove for so many steps that nothing large changes outside of them, before anything is held."""
 BYTES, BYTES_MORE = 300, 301
@@ -262,7 +262,7 @@ class Memories:
     def _try(self, agent: Agent, kept: Kept, fault: str) -> None:
         """One turn of the thread that writes."""
         if not self._runs(agent, kept) or kept.answer != memory.NONE:
-            return
+            return None
         if not memory.is_clean(kept.clock):
             if kept.clock % 2 == 0:
                 return self._answers(kept, memory.UNABLE)
@@ -327,7 +327,7 @@ class Memories:
         """Its rank ends by an exception, and writes the state before, if no step is under way."""
         kept = self._may_write(agent)
         if kept is None:
-            return
+            return None
         if not memory.is_clean(kept.clock) or (kept.written < 0 and self._begin(agent, kept)):
             return self._answers(kept, memory.UNABLE)
         until = self._random.randrange(PARTS) if self._faults.at("rescue") == "dies" else PARTS

@@ -50,7 +50,7 @@ class Scenario:
     deeds: tuple[Deed, ...] = ()
     gang: bool = False
     """Whether the API server serves PodGroups, and the operator has them switched on."""
-    script: Script = Script()
+    script: Script = field(default_factory=Script)
     """How it keeps its state, under ddprun."""
 
     def manifest(self) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def written_while_dirty() -> contextlib.AbstractContextManager[Any]:
 
 def memory_beats_the_folder() -> contextlib.AbstractContextManager[Any]:
     """What is in memory counts, also where more was saved than it has."""
-    return mock.patch.object(memory, "is_newer", lambda folder, held: False)
+    return mock.patch.object(memory, "is_newer", return_value=False)
 
 
 def assumed_beats_what_was_saved() -> contextlib.AbstractContextManager[Any]:

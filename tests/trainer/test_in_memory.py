@@ -217,14 +217,14 @@ def test_a_script_that_asks_for_values_only_after_a_resume_is_refused_once(
         return step
 
     assert [node.run(number, train) for number in range(3)] == [0, 6, 0]
-    assert "step 6 was loaded before, and no step was made after it" in capfd.readouterr().err
+    assert "step 6 was loaded before, and no step after it is known" in capfd.readouterr().err
 
 
 def test_why_a_state_is_not_used_after_steps_that_nobody_has_written_is_said(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """All ranks lost at once after new steps: "no step was made after it" sends the user to look for a fault that is not
-    there."""
+    """All ranks lost at once after new steps: "no step after it is known" sends the user to look for a fault that is
+    not there."""
 
     def train() -> int:
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
@@ -237,7 +237,7 @@ def test_why_a_state_is_not_used_after_steps_that_nobody_has_written_is_said(
     assert [node.run(number, train) for number in range(3)] == [0, 6, 0]
     said = capfd.readouterr().err
     assert "step 6 in memory is not used: rank 0: steps were made after it, and all ranks were lost before" in said
-    assert "no step was made after it" not in said
+    assert "no step after it is known" not in said
 
 
 def test_what_one_rank_has_saved_counts_before_what_another_assumes(node: Node) -> None:

@@ -148,11 +148,14 @@ def _is_of_these_ranks(report: Report, received_at: dt.datetime, status: api.Sta
     # Else it is of ranks before a pod was replaced.
     if status.attempt_time is not None and received_at < status.attempt_time:
         return False
-    # Times in a status are whole seconds: what was counted before a replacement in the same second is of them as well.
     known = status.progress
     if known is None or known.attempt != status.attempt or not known.step or status.first_step_time is not None:
         return True
-    return received_at.replace(microsecond=0) > known.updated.replace(microsecond=0)
+    # A pod was replaced since: the ranks before that have another generation, and may live for a while. Not all senders
+    # know their generation.
+    if report.generation == known.generation and report.resumed_step is None:
+        return report.step != known.step
+    return report.generation > known.generation
 
 
 def _progress(report: Report, attempt: int, received_at: dt.datetime) -> api.Progress:

@@ -74,8 +74,8 @@ def fetch(shared: Shared | None, found: Found, rank: int, world_size: int, names
     source = next((number for number, row in enumerate(rows) if row[0]), None)
     if source is None:
         trouble.append(
-            "steps were made after it, and all ranks were lost before they had written one: the random states and other "
-            "small parts of this step are gone"
+            "steps were made after it, and all ranks were lost before one had written its state; the random states of "
+            "this step are gone"
         )
     else:
         first = _tried(trouble, lambda: _from_rank(own, source, rank, world_size))

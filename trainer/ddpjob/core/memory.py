@@ -124,7 +124,7 @@ def newest(
             return f"the state is of step {best.version.step}, and rank {rank} was at step {mark.step}"
     most = LOADS_ASSUMED_MAX if best.assumed else LOADS_MAX
     if best.loads >= most and not any(mark is not None and _follows(mark, best.version) for mark in marks):
-        return f"step {best.version.step} was loaded before, and no step was made after it"
+        return f"step {best.version.step} was loaded before, and no step after it is known"
     return Found(best, ranks)
 
 
@@ -143,8 +143,8 @@ def _is_apart(mark: Mark, version: Version) -> bool:
 
 
 def _follows(mark: Mark, version: Version) -> bool:
-    """Whether a later generation has made steps after it."""
-    return mark.generation > version.generation and mark.step > version.step
+    """Whether that rank has made a step after it."""
+    return mark.generation >= version.generation and mark.step > version.step
 
 
 def _not_replicas(proofs: Sequence[Proof | None]) -> int | None:
