@@ -49,6 +49,8 @@ class Scenario:
     deeds: tuple[Deed, ...] = ()
     gang: bool = False
     """Whether the API server serves PodGroups, and the operator has them switched on."""
+    events: str = "All"
+    """DDPJOB_EVENTS of the operator."""
 
     def manifest(self) -> dict[str, Any]:
         """The DDPJob."""
