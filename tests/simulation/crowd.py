@@ -1,7 +1,7 @@
 """Several jobs in one cluster: gangs where there is room for one of them, or a queue that has quota for one.
 
 What must hold beside what holds of each job alone: the queue's quota is never used twice, comes back only when the pods
-that used it have ended, is kept over every restart, and belongs to nobody at the end; a job that is preempted saves once.
+that used it have ended, is kept over every restart, and is nobody's at the end; a job that is preempted saves once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from ddpjob_operator.gangs import kueue
 from ddpjob_operator.job import api
 
 # Nothing that keeps a job from its end for good.
-CALM = ("crash", "restart", "api server away", "operator cut off", "pod deleted", "drained", "evicted", "node cut", "touch")
+CALM = (
+    *("crash", "restart", "api server away", "operator cut off"),
+    *("pod deleted", "drained", "evicted", "node cut", "touch"),
+)
 OF_QUEUES = ("kueue down", "kueue down", "workload deleted", "workload inactive")
 
 
@@ -158,7 +161,7 @@ class Crowd(Simulation):
         is_over = status.get("state") in TERMINAL
         is_stopped = is_true(before, "Evicted") or job["spec"].get("suspend") or status.get("state") == "Suspended"
         if not is_over and not is_stopped:
-            self.judge.wrong.append(f"{name} has lost its quota in state {status.get('state')}: its restart has to queue")
+            self.judge.wrong.append(f"{name} has lost its quota in state {status.get('state')}: it has to queue again")
         if after is not None and not is_over:
             self._check_saved(name, uid)
 

@@ -88,7 +88,11 @@ class Kueue:
         self._say(workload, QuotaReserved=("False", "Pending", text))
 
     def _admit(self, workload: Raw) -> None:
-        assigned = {"name": workload["spec"]["podSets"][0]["name"], "count": count(workload), "flavors": {"cpu": FLAVOR}}
+        assigned = {
+            "name": workload["spec"]["podSets"][0]["name"],
+            "count": count(workload),
+            "flavors": {"cpu": FLAVOR},
+        }
         admission = {"clusterQueue": "main", "podSetAssignments": [assigned]}
         news = {"QuotaReserved": ("True", "QuotaReserved", ""), "Admitted": ("True", "Admitted", "")}
         if _condition(workload, "Evicted"):

@@ -97,7 +97,7 @@ class OperatorProcess:
         self.client.on_event = simulation.event
         self.client.on_shown = lambda raw: simulation.judge.shown(name, raw)
         where = () if scenario.clusterwide else ("default",)
-        settings = OperatorSettings(namespaces=where, health_port=0, gangs=scenario.gangs)
+        settings = OperatorSettings(namespaces=where, health_port=0, gangs=scenario.gangs, events=scenario.events)
         runtime = Runtime(loop.time, self.now, simulation.chance, simulation.log, lambda: None)
         client: Any = self.client
         leader = None

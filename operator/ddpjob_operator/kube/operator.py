@@ -119,7 +119,13 @@ class Operator:
         watchers = [
             measuring.OfQueue(self.meter, name, controller=name == measuring.CONTROLLER) for name in names.QUEUES
         ]
-        events = Events(self._client, runtime, instance=settings.host_name, watcher=watchers[1])
+        events = Events(
+            self._client,
+            runtime,
+            instance=settings.host_name,
+            watcher=watchers[1],
+            only_warnings=settings.events == "Warning",
+        )
         reporting = build.Reporting(settings.status_url) if settings.status_url else None
         executor = Executor(
             self._client,
