@@ -34,8 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
 # Tests that share what takes long to make; each process would make it again. Marks cannot say it: with pytest 9.2 the
 # groups of xdist 3.8 have no effect, because a test's identifier is no longer taken from where xdist writes its group.
 TOGETHER = (
-    "api/test_",  # the CRD, and one operator at a time
-    "cluster/test_",  # likewise, and the nodes' memory
+    "api/test_crd.py",  # a namespace, and a job that runs
+    *(f"cluster/{file.name}" for file in Path(__file__).parent.glob("cluster/test_*.py")),  # jobs that run side by side
     "test_examples.py",  # the trainings that `run` keeps
     "test_launch_matrix.py::test_under_each_launcher",  # the training of one process alone
     "test_memory.py",  # the training that nothing disturbs

@@ -9,18 +9,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import os
-import shutil
 import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from clusters import CRD, installed_crd, skip_without_cluster
 
-CRD = Path(__file__).parents[2] / "charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml"
 CONTAINER = {"name": "trainer", "image": "busybox", "command": ["torchrun", "train.py"]}
 JOB = {
     "apiVersion": "training.ddpjob.io/v1alpha1",
@@ -30,9 +27,6 @@ JOB = {
 }
 UNSET = object()
 STOP_FIRST = "changes only while the job is suspended and stopped. Set spec.suspend to true"
-
-# All tests share one CRD: with several workers, those of this file belong on one (pytest --dist loadgroup).
-pytestmark = pytest.mark.xdist_group("crd")
 
 
 class Cluster:
@@ -81,26 +75,16 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    if not os.environ.get("KUBECONFIG"):
-        pytest.skip("KUBECONFIG is not set; these tests never use a cluster that was not named for them")
-    if not shutil.which("kubectl"):
-        pytest.skip("kubectl is not on the PATH")
+    skip_without_cluster()
     kubectl = Cluster(f"ddpjob-test-{uuid.uuid4().hex[:8]}")
-    code, output = kubectl.try_("get", "--raw", "/readyz")
-    if code != 0:
-        pytest.skip(f"the cluster in KUBECONFIG does not answer: {output.strip()}")
-    was_there = kubectl.try_("get", "-f", str(CRD))[0] == 0
-    try:
-        kubectl("apply", "-f", str(CRD))
-        kubectl("wait", "--for=condition=Established", "--timeout=20s", "-f", str(CRD))
-        kubectl("create", "namespace", kubectl.namespace)
-        yield kubectl
-    finally:
-        # Jobs first: without the CRD the namespace's own clean-up would wait for what it cannot list.
-        kubectl.try_("delete", "ddp", "--all", "--wait=false")
-        kubectl.try_("delete", "namespace", kubectl.namespace, "--wait=false", "--ignore-not-found")
-        if not was_there:
-            kubectl.try_("delete", "-f", str(CRD), "--ignore-not-found")
+    with installed_crd():
+        try:
+            kubectl("create", "namespace", kubectl.namespace)
+            yield kubectl
+        finally:
+            # Jobs first: without the CRD the namespace's own clean-up would wait for what it cannot list.
+            kubectl.try_("delete", "ddp", "--all", "--wait=false")
+            kubectl.try_("delete", "namespace", kubectl.namespace, "--wait=false", "--ignore-not-found")
 
 
 def job(name: str = "digits", **spec: object) -> dict[str, Any]:
@@ -412,6 +396,7 @@ def test_no_controller_takes_over_a_job_that_is_there(cluster: Cluster, before: 
         assert "never changes" in output
 
 
+@pytest.mark.alone
 def test_a_job_with_a_field_that_an_older_crd_took_can_still_be_suspended(cluster: Cluster) -> None:
     """Else an upgrade of the CRD takes the job's owner the way to stop it."""
     old = json.loads(cluster("get", "crd", "ddpjobs.training.ddpjob.io", "-o", "json"))

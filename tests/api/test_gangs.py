@@ -17,7 +17,7 @@ from faulty_api import FaultyApi
 
 from ddpjob_operator.gangs.native import ADAPTER
 
-pytestmark = [pytest.mark.xdist_group("operator"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(400)]
 NODES = 4
 # More than half of a node, so that each pod takes one.
 WHOLE_NODE = {"requests": {"cpu": "100"}}

@@ -28,7 +28,7 @@ from ddpjob_operator.kube.receive import PATH
 from ddpjob_operator.pods import naming
 from ddpjob_operator.pods.report_token import AUDIENCE
 
-pytestmark = [pytest.mark.xdist_group("operator"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 ORDINARY = 20
 PEERS, CONNECTIONS_EACH = 17, 40

@@ -24,7 +24,7 @@ from free_port import free_port
 from ddpjob_operator.kube.receive import PATH
 from ddpjob_operator.pods.report_token import AUDIENCE
 
-pytestmark = [pytest.mark.xdist_group("operator"), pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 4, 2.5, 0.4
 # What a look at the Lease takes on a busy machine.

@@ -16,7 +16,7 @@ from clusters import Namespace, Operator, job, until
 from faulty_api import FaultyApi
 from free_port import free_port
 
-pytestmark = [pytest.mark.xdist_group("operator"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
 
 LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 4, 2.5, 0.4
 

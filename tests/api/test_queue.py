@@ -20,6 +20,7 @@ from faulty_api import FaultyApi
 
 from ddpjob_operator.gangs.kueue import ADAPTER
 
+pytestmark = pytest.mark.alone
 GPUS = 8
 TAINT = {"key": "spot", "operator": "Exists", "effect": "NoSchedule"}
 WORKLOAD = "workloads.kueue.x-k8s.io/digits"  # Kubernetes has Workloads of its own where GenericWorkload is on

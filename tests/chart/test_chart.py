@@ -320,7 +320,7 @@ def test_the_operator_learns_its_name_and_address_from_its_pod() -> None:
 
 OTHERWISE = (
     *(NAMESPACED, "healthPort=9000", "progress.port=9001", "logLevel=DEBUG"),
-    *("lostNodeSeconds=90", "keepLogTail=false", "keepFromAutoscalers=false"),
+    *("lostNodeSeconds=90", "keepLogTail=false", "keepFromAutoscalers=false", "events=Warning"),
 )
 
 
@@ -336,6 +336,7 @@ def test_the_operator_understands_what_the_chart_tells_it(settings: tuple[str, .
     wanted = (90, False) if settings else (VALUES["lostNodeSeconds"], VALUES["keepLogTail"])
     assert (read.rules.lost_node_seconds, read.rules.keep_log_tail) == wanted
     assert read.keep_from_autoscalers is (not settings)
+    assert read.events == ("Warning" if settings else "All")
 
 
 def test_trainers_are_told_the_service_that_leads_to_the_receiver() -> None:
@@ -571,6 +572,7 @@ def test_values_from_before_a_setting_was_there_give_the_same_objects() -> None:
         "claimNamespace",
         "metrics",
         "logFormat",
+        "events",
         "gang",
     )
     policy = ("networkPolicy.enabled=true",)
@@ -674,6 +676,7 @@ REFUSED = {
     "a digest that is none": ("image.digest=latest", "digest"),
     "an address without a path": ("progress.url=http://gateway", "url"),
     "a log level that is none": ("logLevel=LOUD", "logLevel"),
+    "events of a type that is none": ("events=Warnings", "events"),
     "a tag that YAML takes for a number": ("image.tag=2", "tag"),
     "no image": ("image.repository=", "repository"),
     "no operator": ("replicas=0", "replicas"),

@@ -22,23 +22,17 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 from clusters import CRD, kubectl, skip_without_cluster, until
 from pods import OPERATOR_IMAGE, RELEASE, ROOT, Space, helm
+from shared import made_once
 
 # Long enough for a kubelet of a busy machine to be late, and to say that it is ready again after the API server was
 # away: it does so every 10 s, and of two nodes that are both late each counts for itself.
 LOST_NODE_SECONDS = 15
 _MENDED_BY = {"kill": "start", "stop": "start", "cut": "join"}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One operator serves them all, so they run in one process."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("cluster"))
 
 
 @pytest.fixture(scope="session")
@@ -57,21 +51,31 @@ def nodes() -> list[str]:
 @pytest.fixture(scope="session")
 def operator(nodes: list[str]) -> Iterator[str]:
     """The operator, installed by Helm; its namespace."""
-    had_crd = "NotFound" not in kubectl("get", "-f", str(CRD), check=False)
-    space = Space("ddpjob-system")
-    repository, _, tag = OPERATOR_IMAGE.rpartition(":")
-    image = ["--set", f"image.repository={repository}", "--set-string", f"image.tag={tag}"]
-    try:
-        chart = str(ROOT / "charts/ddpjob-operator")
+
+    def install() -> dict[str, Any]:
+        had_crd = "NotFound" not in kubectl("get", "-f", str(CRD), check=False)
+        made = {"namespace": Space("ddpjob-system").name, "had CRD": had_crd}
+        repository, _, tag = OPERATOR_IMAGE.rpartition(":")
+        image = ["--set", f"image.repository={repository}", "--set-string", f"image.tag={tag}"]
         quick = ["--set", f"lostNodeSeconds={LOST_NODE_SECONDS}"]
-        helm("install", RELEASE, chart, "--namespace", space.name, "--wait", "--timeout", "120s", *image, *quick)
-        yield space.name
-        print(space.kubectl("logs", "-l", "app.kubernetes.io/name=ddpjob-operator", "--tail=200", check=False))
-    finally:
-        helm("uninstall", RELEASE, "--namespace", space.name, "--ignore-not-found")
-        space.remove()
-        if not had_crd:
+        chart = [str(ROOT / "charts/ddpjob-operator"), "--namespace", made["namespace"]]
+        try:
+            helm("install", RELEASE, *chart, "--wait", "--timeout", "120s", *image, *quick)
+        except BaseException:
+            remove(made)
+            raise
+        return made
+
+    def remove(made: dict[str, Any]) -> None:
+        logs = ["logs", "-l", "app.kubernetes.io/name=ddpjob-operator", "--tail=200"]
+        print(kubectl("-n", made["namespace"], *logs, check=False))
+        helm("uninstall", RELEASE, "--namespace", made["namespace"], "--ignore-not-found")
+        kubectl("delete", "namespace", made["namespace"], "--wait=false", "--ignore-not-found", check=False)
+        if not made["had CRD"]:
             kubectl("delete", "-f", str(CRD), "--ignore-not-found", check=False)
+
+    with made_once("operator", install, remove) as made:
+        yield made["namespace"]
 
 
 @pytest.fixture

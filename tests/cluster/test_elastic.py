@@ -12,7 +12,7 @@ from clusters import kubectl
 from elastic_training import SCRIPT, alone, result
 from pods import Space, charged, job, trainer
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
 STARTS_WITHIN = 150  # torch takes its time to import, and torchrun waits 30 s for more nodes
 
 

@@ -269,6 +269,7 @@ def test_a_deleted_pod_is_nobodys_fault_and_its_peers_get_their_full_grace_to_sa
 # ---------------------------------------------------------------- nodes
 
 
+@pytest.mark.alone
 def test_a_node_without_power_costs_no_budget_and_the_job_ends_on_the_other(
     jobs: Space, nodes: list[str], operator: str, break_node: BreakNode
 ) -> None:
@@ -288,6 +289,7 @@ def test_a_node_without_power_costs_no_budget_and_the_job_ends_on_the_other(
     assert jobs.status("aside")["attempt"] == 1, "a job that has no pod there goes on"
 
 
+@pytest.mark.alone
 def test_a_node_that_comes_back_with_its_pods_still_running_changes_nothing(
     jobs: Space, nodes: list[str], operator: str, break_node: BreakNode
 ) -> None:
@@ -309,6 +311,8 @@ def test_a_node_that_comes_back_with_its_pods_still_running_changes_nothing(
     assert (status["state"], status["attempt"], charged(status)) == ("Running", 2, (0, 1, 0))
 
 
+@pytest.mark.alone
+@pytest.mark.long
 def test_a_kubelet_that_halts_leaves_processes_that_never_come_back_into_the_job(
     jobs: Space, nodes: list[str], operator: str, break_node: BreakNode
 ) -> None:
@@ -345,6 +349,7 @@ def test_a_node_that_failed_a_job_twice_is_avoided_by_it_for_an_hour(jobs: Space
     assert 3500 < seconds_between(status["lastFailure"]["time"], avoided["until"]) < 3700
 
 
+@pytest.mark.alone
 def test_drain_moves_the_job_without_a_charge(jobs: Space, nodes: list[str], operator: str) -> None:
     jobs.apply(spread(job("drained", ENDS_IN_ATTEMPT_2)))
     ranks = starts_on_both(jobs, "drained")
@@ -365,6 +370,8 @@ def test_drain_moves_the_job_without_a_charge(jobs: Space, nodes: list[str], ope
     assert "node" not in status["failures"][-1], "a drain is no fault of the node"
 
 
+@pytest.mark.alone
+@pytest.mark.long
 def test_a_lost_node_is_known_without_the_right_to_read_nodes(
     space: Space, nodes: list[str], operator: str, break_node: BreakNode
 ) -> None:
@@ -397,6 +404,7 @@ def is_restarted_once(status: Status) -> None:
     assert len(status["failures"]) == 1
 
 
+@pytest.mark.alone
 def test_operators_killed_in_the_middle_of_a_restart_lose_and_double_nothing(jobs: Space, operator: str) -> None:
     jobs.apply(job("orphaned", SLOW_RESTART, restartGraceSeconds=4))
     jobs.reaches("orphaned", "Restarting")
@@ -406,13 +414,18 @@ def test_operators_killed_in_the_middle_of_a_restart_lose_and_double_nothing(job
     kubectl("-n", operator, "rollout", "status", "deployment", "--timeout=180s")
 
 
-def test_an_api_server_that_is_away_during_a_restart_delays_it_and_nothing_else(
+@pytest.mark.alone
+def test_an_api_server_that_is_away_for_20_seconds_delays_a_restart_and_disturbs_no_job_that_runs(
     jobs: Space, take_api_server_away: Callable[[float], None]
 ) -> None:
-    jobs.apply(job("cut-off", SLOW_RESTART, restartGraceSeconds=4))
+    jobs.apply(job("lonely", "import time; time.sleep(35)"), job("cut-off", SLOW_RESTART, restartGraceSeconds=4))
+    jobs.reaches("lonely", "Running")
+    before = uids(jobs, "lonely")
     jobs.reaches("cut-off", "Restarting")
-    take_api_server_away(12)  # the restart grace ends in it
+    take_api_server_away(20)  # the restart grace ends in it
     is_restarted_once(jobs.ends("cut-off"))
+    assert jobs.ends("lonely")["state"] == "Succeeded"
+    assert uids(jobs, "lonely") == before
 
 
 # ---------------------------------------------------------------- with torch

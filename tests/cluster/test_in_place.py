@@ -143,6 +143,7 @@ def test_a_suspended_job_stops_at_once_and_goes_on_with_new_pods(jobs: Space) ->
     assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 2, (0, 0, 0)), status
 
 
+@pytest.mark.alone
 def test_a_pod_on_a_lost_node_is_replaced_on_another_and_its_peer_stays(
     jobs: Space, nodes: list[str], break_node: Callable[[str, str], None]
 ) -> None:

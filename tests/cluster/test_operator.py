@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +173,7 @@ def test_a_succeeded_pod_that_is_deleted_while_its_peers_run_does_no_harm(space:
     assert sorted(space.pods("parting")) == ["parting-1-1"]
 
 
+@pytest.mark.alone
 def test_a_job_in_a_namespace_that_is_not_watched_stays_untouched(space: Space, operator: str) -> None:
     """The release is narrowed to one namespace, and widened again."""
     chart = str(ROOT / "charts/ddpjob-operator")
@@ -193,6 +193,7 @@ def test_a_job_in_a_namespace_that_is_not_watched_stays_untouched(space: Space, 
         other.remove()
 
 
+@pytest.mark.alone
 def test_an_operator_that_is_restarted_in_the_middle_of_a_job_changes_nothing(space: Space, operator: str) -> None:
     space.kubectl("apply", "-f", "-", stdin=job("steady", SLEEP))
     space.reaches("steady", "Running")
@@ -204,14 +205,3 @@ def test_an_operator_that_is_restarted_in_the_middle_of_a_job_changes_nothing(sp
     space.reaches("probe", "Succeeded")
     assert {n: p["metadata"]["uid"] for n, p in space.pods("steady").items()} == before
     assert space.status("steady") == status
-
-
-def test_a_job_survives_an_api_server_that_is_away_for_20_seconds(
-    space: Space, take_api_server_away: Callable[[float], None]
-) -> None:
-    space.kubectl("apply", "-f", "-", stdin=job("lonely", "import time; time.sleep(35)"))
-    space.reaches("lonely", "Running")
-    before = {n: p["metadata"]["uid"] for n, p in space.pods("lonely").items()}
-    take_api_server_away(20)
-    space.reaches("lonely", "Succeeded", 120)
-    assert {n: p["metadata"]["uid"] for n, p in space.pods("lonely").items()} == before

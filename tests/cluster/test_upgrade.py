@@ -10,7 +10,7 @@ import pytest
 from clusters import kubectl, until
 from pods import OPERATOR_IMAGE, RELEASE, ROOT, Space, helm, job
 
-pytestmark = pytest.mark.timeout(600)  # two releases, one after the other
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]  # two releases, one after the other
 # Where another image is at hand, its name; else the same one serves, and only what it builds is different.
 NEXT_IMAGE = os.environ.get("DDPJOB_NEXT_OPERATOR_IMAGE", OPERATOR_IMAGE)
 WAITS = """

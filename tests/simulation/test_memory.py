@@ -19,7 +19,7 @@ from ddpjob.core.memory import Found, Held, Version
 from ddpjob_operator.plan import transitions
 
 pytestmark = pytest.mark.timeout(900)  # CPU bound: a busy machine needs longer
-BY_DAY, BLOCK = 25, 125
+BY_DAY, BLOCK = 15, 125
 LONG = range(0, 1000, BLOCK)
 MUTANT_SEEDS_MAX = 2000
 Mutant = Callable[[], contextlib.AbstractContextManager[Any]]

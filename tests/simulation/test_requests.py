@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 
 from model_api import Change, Kind, Raw
+from model_training import Failure
 from scenario import Scenario
 from simulation import Simulation
 
@@ -34,3 +35,16 @@ def test_a_job_of_eight_pods_that_just_trains_costs_fourteen_writes() -> None:
     events = {"event AllNodesRun": 1, "event AllNodesCompleted": 1}
     assert found == {"create services": 1, "create pods": 8, "change ddpjobs": 3} | events
     assert sum(found.values()) == 14
+
+
+def test_without_events_of_what_went_well_it_costs_twelve() -> None:
+    """What an administrator of a large cluster can leave out (`events: Warning`): the conditions say the same."""
+    found = writes(Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30, events="Warning"))
+    assert found == {"create services": 1, "create pods": 8, "change ddpjobs": 3}
+
+
+def test_a_failure_has_its_events_all_the_same() -> None:
+    """Otherwise a namespace's Events would not show that a job has restarted."""
+    fails = {1: Failure(rank=3, after_seconds=5, code=1)}
+    found = writes(Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30, events="Warning", failures=fails))
+    assert {what for what in found if what.startswith("event")} == {"event RankFailed"}

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import pytest
 from faulty_api import OWN_TOKEN, FaultyApi
+from shared import made_once
 
 from ddpjob_operator.job import api as types
 
@@ -75,14 +76,19 @@ def skip_without_cluster() -> None:
 @contextlib.contextmanager
 def installed_crd() -> Iterator[None]:
     """The CRD, removed afterwards if it was not there before."""
-    was_there = "NotFound" not in kubectl("get", "-f", str(CRD), check=False)
-    kubectl("apply", "-f", str(CRD))
-    kubectl("wait", "--for=condition=Established", "--timeout=20s", "-f", str(CRD))
-    try:
-        yield
-    finally:
-        if not was_there:
+
+    def install() -> dict[str, object]:
+        was_there = "NotFound" not in kubectl("get", "-f", str(CRD), check=False)
+        kubectl("apply", "-f", str(CRD))
+        kubectl("wait", "--for=condition=Established", "--timeout=20s", "-f", str(CRD))
+        return {"was there": was_there}
+
+    def remove(made: dict[str, object]) -> None:
+        if not made["was there"]:
             kubectl("delete", "-f", str(CRD), "--ignore-not-found", check=False)
+
+    with made_once("crd", install, remove):
+        yield
 
 
 def job(name: str = "digits", *, container: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:

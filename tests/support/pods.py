@@ -80,10 +80,10 @@ class Space:
         found = self.kubectl("get", "ddp", name, "--ignore-not-found", "-o", "json")
         return json.loads(found).get("status") or {} if found.strip() else {}
 
-    def reaches(self, name: str, state: str, seconds: float = 90) -> dict[str, Any]:
+    def reaches(self, name: str, state: str, seconds: float = 120) -> dict[str, Any]:
         return self.waits(name, lambda s: s.get("state") == state, f"{name} is {state}", seconds)
 
-    def ends(self, name: str, seconds: float = 120) -> dict[str, Any]:
+    def ends(self, name: str, seconds: float = 240) -> dict[str, Any]:
         """The status of a job that has ended, well or not."""
         return self.waits(name, lambda s: s.get("state") in ("Succeeded", "Failed"), f"{name} ends", seconds)
 

@@ -33,7 +33,13 @@ def test_namespaces_are_a_list_with_commas_and_none_means_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("DDPJOB_HEALTH_PORT", "http"), ("DDPJOB_STATUS_PORT", "70000"), ("DDPJOB_LOG_LEVEL", "loud")]
+    ("name", "value"),
+    [
+        ("DDPJOB_HEALTH_PORT", "http"),
+        ("DDPJOB_STATUS_PORT", "70000"),
+        ("DDPJOB_LOG_LEVEL", "loud"),
+        ("DDPJOB_EVENTS", "warnings"),
+    ],
 )
 def test_a_wrong_setting_is_named_with_its_value(name: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: must be .*{value}"):

@@ -76,6 +76,7 @@ DDPJOB_LOST_NODE_SECONDS: lostNodeSeconds
 DDPJOB_KEEP_LOG_TAIL: keepLogTail
 DDPJOB_KEEP_FROM_AUTOSCALERS: keepFromAutoscalers
 DDPJOB_GANGS: gang
+DDPJOB_EVENTS: events
 DDPJOB_LOG_LEVEL: logLevel
 DDPJOB_LOG_FORMAT: logFormat
 {{- end }}

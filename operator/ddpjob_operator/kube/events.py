@@ -35,11 +35,20 @@ class _Waiting:
 class Events:
     """Takes events at once and sends them from tasks of its own; what is more than QUEUE_MAX at a time is dropped."""
 
-    def __init__(self, client: Client, runtime: Runtime, *, instance: str = "", watcher: Watcher | None = None) -> None:
+    def __init__(
+        self,
+        client: Client,
+        runtime: Runtime,
+        *,
+        instance: str = "",
+        watcher: Watcher | None = None,
+        only_warnings: bool = False,
+    ) -> None:
         self._client = client
         self._clock = runtime.clock
         self._runtime = runtime
         self._instance = instance
+        self._only_warnings = only_warnings
         self._waiting: dict[str, collections.deque[_Waiting]] = {}
         """By the uid of the job, in their order."""
         self._count = 0
@@ -56,6 +65,8 @@ class Events:
         for event in events:
             for passing in [w for w in self._waiting.get(job.uid, ()) if w.event.reason in PASSING]:
                 self._remove(passing)
+            if self._only_warnings and event.type != "Warning":
+                continue
             if self._has_room(job) and not self._is_repeated(job, event):
                 wait = PASSING_SECONDS if event.reason in PASSING else 0.0
                 self._waiting.setdefault(job.uid, collections.deque()).append(

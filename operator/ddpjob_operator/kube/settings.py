@@ -11,6 +11,7 @@ from ddpjob_operator.kube.lease import Durations
 from ddpjob_operator.plan.actions import Settings as PlanSettings
 
 LOG_FORMATS = ("text", "json")
+EVENTS = ("All", "Warning")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,9 @@ class OperatorSettings:
     line for each decision about a job."""
     log_format: str = "text"
     """DDPJOB_LOG_FORMAT: text, for people, or json: an object a line, for a log store. `--log-format` overrides it."""
+    events: str = "All"
+    """DDPJOB_EVENTS: All, or Warning: only Events of that type. All, because a user who looks at a namespace's Events
+    sees there when a job ran and completed; a job without a failure has 2 of its 14 requests for that."""
     rules: PlanSettings = dataclasses.field(default_factory=PlanSettings)
     """DDPJOB_LOST_NODE_SECONDS: a node that has been NotReady for so many seconds is lost. 30, because Kubernetes takes
     another 10 to 50 s to call it so, and a node that is back sooner has cost nothing.
@@ -85,6 +89,7 @@ class OperatorSettings:
             status_url=environment.get("DDPJOB_STATUS_URL", ""),
             log_level=level,
             log_format=_checked(environment, "DDPJOB_LOG_FORMAT", "text", LOG_FORMATS.__contains__, "text or json"),
+            events=_checked(environment, "DDPJOB_EVENTS", "All", EVENTS.__contains__, "All or Warning"),
             rules=PlanSettings(lost_node_seconds=int(lost), keep_log_tail=_flag(environment, "DDPJOB_KEEP_LOG_TAIL")),
             keep_from_autoscalers=_flag(environment, "DDPJOB_KEEP_FROM_AUTOSCALERS"),
             gangs=_gangs(environment),
@@ -109,6 +114,7 @@ class OperatorSettings:
         told = (
             ("DDPJOB_LOG_LEVEL", self.log_level, OperatorSettings.log_level),
             ("DDPJOB_LOG_FORMAT", self.log_format, OperatorSettings.log_format),
+            ("DDPJOB_EVENTS", self.events, OperatorSettings.events),
             ("DDPJOB_METRICS_OF_JOBS", self.metrics_of_jobs, OperatorSettings.metrics_of_jobs),
             ("DDPJOB_LOST_NODE_SECONDS", self.rules.lost_node_seconds, rules.lost_node_seconds),
             ("DDPJOB_KEEP_LOG_TAIL", self.rules.keep_log_tail, rules.keep_log_tail),

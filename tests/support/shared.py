@@ -1,0 +1,52 @@
+"""What all processes of a test run share on a cluster: the first makes it, and the last that is done removes it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T", bound=dict[str, object])
+
+
+@contextlib.contextmanager
+def made_once(what: str, make: Callable[[], T], remove: Callable[[T], None]) -> Iterator[T]:
+    """What `make` has made here or in another process of this run.
+
+    what: its name; make gives what can be written as JSON. Processes wait for each other while one makes or removes it.
+    """
+    with _locked(what) as file:
+        users, made = json.loads(file.read_text() or "[0, null]")
+        made = make() if made is None else made
+        file.write_text(json.dumps([users + 1, made]))
+    try:
+        yield made
+    finally:
+        with _locked(what) as file:
+            users, _ = json.loads(file.read_text())
+            file.write_text(json.dumps([users - 1, made]) if users > 1 else "")
+            if users == 1:
+                remove(made)
+
+
+@contextlib.contextmanager
+def _locked(what: str) -> Iterator[Path]:
+    """The file that counts the users. It is removed with the last of them."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(os.getpid())
+    file = Path(tempfile.gettempdir(), f"ddpjob-tests-{run}-{what}")
+    while True:
+        with file.open("a") as opened:
+            fcntl.flock(opened, fcntl.LOCK_EX)
+            if not file.exists() or not os.path.samestat(os.fstat(opened.fileno()), file.stat()):
+                continue  # its last user has removed it while this process waited
+            try:
+                yield file
+            finally:
+                if not file.read_text():
+                    file.unlink()
+            return
