@@ -64,6 +64,19 @@ def test_no_time_that_has_been_recorded_is_ahead_of_the_clock_for_more_than_one_
     assert world.status.reason == "DeadlineExceeded"
 
 
+@pytest.mark.parametrize("seconds", JUMPS)
+def test_steps_that_are_made_again_are_counted_once_after_the_clock_was_set_back(seconds: float) -> None:
+    """What was recorded of the ranks before them seemed newer than all that the new ones reported: each look wrote the
+    status, with more repeated steps."""
+    world = digits().running().reports_step(100).settle().after(seconds)
+    world.reports_step(91, resumed_step=90, generation=1).settle()
+    for _ in range(3):
+        world.after(1).settle()
+    assert world.status.progress is not None
+    assert world.status.goodput is not None
+    assert (world.status.progress.step, world.status.goodput.lost_steps) == (91, 10)
+
+
 def test_a_right_clock_changes_nothing_that_is_recorded() -> None:
     world = digits(backoffLimit=9).running().exits(0, 3).settle().stops_all().settle().runs(0, 1).settle()
     assert world.plan().status is None

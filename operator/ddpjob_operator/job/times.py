@@ -16,6 +16,9 @@ from ddpjob.core import budget
 from ddpjob_operator.job import api
 
 
+REPORT_SECONDS_MAX = 60.0
+
+
 def not_ahead(
     status: api.Status, now: dt.datetime, *, start_back_off_seconds: float, avoid_seconds: float
 ) -> api.Status:
@@ -25,6 +28,8 @@ def not_ahead(
     in_a_row = 0 if restarts is None else restarts.in_a_row
     wait = max(budget.back_off_seconds(in_a_row), start_back_off_seconds)
     until = now + dt.timedelta(seconds=avoid_seconds)
+    # Older than any report that comes now: else nothing that is reported would count before that hour has come.
+    reported_at = now - dt.timedelta(seconds=REPORT_SECONDS_MAX)
     return replace(
         status,
         state_time=_at_most(status.state_time, now),
@@ -35,7 +40,7 @@ def not_ahead(
         attempt_time=_at_most(status.attempt_time, now + dt.timedelta(seconds=wait)),
         avoided_nodes=[replace(a, until=min(a.until, until)) for a in status.avoided_nodes],
         restarts=restarts and replace(restarts, charged_at=[min(at, now) for at in restarts.charged_at]),
-        progress=progress and replace(progress, updated=min(progress.updated, now)),
+        progress=replace(progress, updated=reported_at) if progress and progress.updated > now else progress,
     )
 
 
