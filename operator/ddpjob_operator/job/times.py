@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from ddpjob.core import budget
 from ddpjob_operator.job import api
 
-
 REPORT_SECONDS_MAX = 60.0
 
 
