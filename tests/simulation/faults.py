@@ -22,6 +22,7 @@ POINTS: dict[str, tuple[str, ...]] = {
     "watch.ddpjobs": ("late", "broken", "error", "gone", "twice"),
     "watch.nodes": ("late", "broken", "error", "gone", "twice"),
     "watch.podgroups": ("late", "broken", "error", "gone", "twice"),
+    "watch.workloads": ("late", "broken", "error", "gone", "twice"),
     "watch.leases": ("late", "broken", "error", "gone", "twice"),
     "kubelet": ("slow", "cannot start"),
     "exit": ("phase later",),
@@ -34,9 +35,10 @@ POINTS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 # Passed a few times in the life of a pod, where the others are passed with every word between two machines.
 SELDOM = frozenset(("kubelet", "exit", "sigterm", "scheduler", "collector", "peers", "post", "watchdog"))
-# Points of jobs under ddprun alone, and of those with a gang.
+# Points of jobs under ddprun alone, of those with a gang, and of those in a queue.
 AGENTS = ("post", "watchdog")
 GANGS = ("watch.podgroups",)
+QUEUES = ("watch.workloads",)
 Rates = Mapping[str, Mapping[str, float]]
 
 
@@ -87,7 +89,7 @@ class Faults:
 
 def swarm(rng: random.Random) -> dict[str, dict[str, float]]:
     """A random part of all faults at random rates: few kinds, often, find what all kinds, seldom, never do."""
-    return _some(rng, [point for point in POINTS if point not in (*AGENTS, *GANGS)])
+    return _some(rng, [point for point in POINTS if point not in (*AGENTS, *GANGS, *QUEUES)])
 
 
 def swarm_of_agents(rng: random.Random) -> dict[str, dict[str, float]]:
@@ -98,6 +100,11 @@ def swarm_of_agents(rng: random.Random) -> dict[str, dict[str, float]]:
 def swarm_of_gangs(rng: random.Random) -> dict[str, dict[str, float]]:
     """Likewise what happens to groups alone."""
     return _some(rng, GANGS)
+
+
+def swarm_of_queues(rng: random.Random) -> dict[str, dict[str, float]]:
+    """Likewise what happens to Workloads alone."""
+    return _some(rng, QUEUES)
 
 
 def _some(rng: random.Random, points: Iterable[str]) -> dict[str, dict[str, float]]:

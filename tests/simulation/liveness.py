@@ -68,7 +68,7 @@ class Doomed(Simulation):
 
     async def _run(self) -> None:
         self._start_operator("operator-0")
-        self._apply()
+        self._apply(self.scenario.name)
         for index, deed in enumerate(self.scenario.deeds):
             self.loop.call_at(deed.at, self._do, f"deed#{index}", deed)
         end = HOURS * 3600.0

@@ -47,9 +47,15 @@ KINDS = {
         Kind("leases", "Lease", "coordination.k8s.io/v1"),
         Kind("events", "Event", "v1"),
         Kind("podgroups", "PodGroup", "scheduling.k8s.io/v1alpha2", status_apart=True),
+        Kind("workloads", "Workload", "kueue.x-k8s.io/v1beta1", status_apart=True),
+        Kind("resourceflavors", "ResourceFlavor", "kueue.x-k8s.io/v1beta1"),
+        Kind("workloadpriorityclasses", "WorkloadPriorityClass", "kueue.x-k8s.io/v1beta1"),
         Kind(api.PLURAL, api.KIND, api.API_VERSION, status_apart=True, generation=True),
     )
 }
+
+# Served only where something has installed them.
+ADDED_GROUPS = ("scheduling.k8s.io", "kueue.x-k8s.io")
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,9 @@ class ModelApi:
         self.waiting: dict[str, list[asyncio.Future[bool]]] = {plural: [] for plural in KINDS}
         """Who waits for the next change of a kind."""
         self.served: set[str] = set()
-        """The apiVersions of PodGroups."""
+        """The apiVersions of PodGroups and Workloads."""
+        self.webhooks_down: set[str] = set()
+        """The kinds whose webhook does not answer: nothing of them is created or changed."""
         self.refuses: Callable[[str, Raw], str] = lambda plural, body: ""
         """Admission: why an object may not be created; empty: it may."""
 
@@ -103,11 +111,14 @@ class ModelApi:
             everything = {"verbs": ["*"], "apiGroups": ["*"], "resources": ["*"]}
             return 201, {**(body or {}), "status": {"resourceRules": [everything], "incomplete": False}}
         if path.removeprefix("/apis/") in self.served:
-            return 200, {"kind": "APIResourceList", "resources": [{"name": "podgroups"}]}
+            found = [{"name": kind.plural} for kind in KINDS.values() if path.endswith(f"/{kind.api_version}")]
+            return 200, {"kind": "APIResourceList", "resources": found}
         plural, namespace, name, subresource = parse(path)
         kind = KINDS.get(plural)
-        if kind is None or (plural == "podgroups" and kind.api_version not in self.served):
+        if kind is None or (kind.api_version.startswith(ADDED_GROUPS) and kind.api_version not in self.served):
             return _no(404, "NotFound", "the server could not find the requested resource")
+        if method in ("POST", "PUT") and plural in self.webhooks_down:
+            return _no(500, "InternalError", f'Internal error occurred: failed calling webhook "m{plural}.model"')
         if method == "GET":
             return self._get(kind, namespace, name, params or {})
         if method == "POST":

@@ -25,6 +25,8 @@ CLOCKS_OFF_SECONDS = 10
 ENDED_BY_KUBELET = (0, 137, 143)
 # torchrun's line of SIGTERM, at once, however long its ranks then take (torch 2.13, elastic/agent/server/api.py).
 DEATH_SIGNAL = "W1121 16:00:00.000 torch/distributed/elastic/agent/server/api.py] Received 15 death signal"
+# What goes with the job that owns it.
+OWNED = ("pods", "services", "podgroups", "workloads")
 # How long those that are told to stop may take: they save, and not all as fast.
 STOPS_WITHIN_SECONDS = (3, 3, 9)
 
@@ -51,10 +53,15 @@ class Node:
 class Cluster:
     """All of it. Changes of objects drive it; what takes time is a timer."""
 
-    def __init__(self, loop: VirtualLoop, api: ModelApi, faults: Faults, training: Training, nodes: int) -> None:
-        self.nodes = {f"node-{i}": Node(f"node-{i}", slots=2) for i in range(nodes)}
+    def __init__(
+        self, loop: VirtualLoop, api: ModelApi, faults: Faults, training: Training, nodes: int, slots: int = 2
+    ) -> None:
+        """slots: how many pods a node has room for."""
+        self.nodes = {f"node-{i}": Node(f"node-{i}", slots) for i in range(nodes)}
         self.started: Callable[[Process], None] = lambda _: None
         """Called when a container has started."""
+        self.told: Callable[[Process, int], None] = lambda process, grace_seconds: None
+        """Called when a container is told to stop for the first time."""
         self.force_deleted: list[tuple[Process, str]] = []
         """Processes whose pod went while they lived, with the actor."""
         self._loop, self._api, self._faults, self._training = loop, api, faults, training
@@ -173,10 +180,10 @@ class Cluster:
 
     def _hear(self, kind: Kind, change: Change) -> None:
         if kind.plural == types.PLURAL and change.new is None:
-            for plural in ("pods", "services", "podgroups"):
+            for plural in OWNED:
                 for raw in self._api.all(plural):
                     self._collect_later(plural, raw)
-        elif kind.plural in ("pods", "services", "podgroups") and change.old is None:
+        elif kind.plural in OWNED and change.old is None:
             self._collect_later(kind.plural, change.object)
         if kind.plural == "pods":
             self._pod_changed(change)
@@ -342,6 +349,7 @@ class Cluster:
         if process.told:
             return
         process.told = True
+        self.told(process, grace_seconds)
         fault = self._faults.at("sigterm")
         if process.is_agent:
             self._training.agents.told(process, fault)

@@ -49,8 +49,23 @@ class Scenario:
     deeds: tuple[Deed, ...] = ()
     gang: bool = False
     """Whether the API server serves PodGroups, and the operator has them switched on."""
+    slots: int = 2
+    """How many pods a cluster node has room for."""
+    name: str = "digits"
+    labels: dict[str, str] = field(default_factory=dict)
+    starts_at: float = 0.0
+    """When the user applies the job."""
+    quota: int = 0
+    """How many nodes a queue of Kueue admits at a time; 0: there is no Kueue."""
+    more: tuple[Scenario, ...] = ()
+    """Further jobs in the same cluster: of each its own spec, launcher, grace, failures, name, labels and start."""
     events: str = "All"
     """DDPJOB_EVENTS of the operator."""
+
+    @property
+    def gangs(self) -> tuple[str, ...]:
+        """What the operator has switched on."""
+        return (*(["native"] if self.gang else []), *(["kueue"] if self.quota else []))
 
     def manifest(self) -> dict[str, Any]:
         """The DDPJob."""
@@ -59,7 +74,7 @@ class Scenario:
         return {
             "apiVersion": api.API_VERSION,
             "kind": api.KIND,
-            "metadata": {"name": "digits", "namespace": "default"},
+            "metadata": {"name": self.name, "namespace": "default", **({"labels": self.labels} if self.labels else {})},
             "spec": {**self.spec, "template": {"spec": pod}},
         }
 

@@ -38,7 +38,6 @@ from ddpjob_operator.observed.reports import Report, read_report
 from ddpjob_operator.pods import naming
 
 JOBS = f"/apis/{api.GROUP}/{api.VERSION}/namespaces/default/{api.PLURAL}"
-NAME = "digits"
 # Start retries wait up to half an hour, and the queue for a minute.
 ENDS_WITHIN_SECONDS = 3 * 3600.0
 # How long nothing may change before a job is at rest.
@@ -98,8 +97,7 @@ class OperatorProcess:
         self.client.on_event = simulation.event
         self.client.on_shown = lambda raw: simulation.judge.shown(name, raw)
         where = () if scenario.clusterwide else ("default",)
-        gangs = ("native",) if scenario.gang else ()
-        settings = OperatorSettings(namespaces=where, health_port=0, gangs=gangs, events=scenario.events)
+        settings = OperatorSettings(namespaces=where, health_port=0, gangs=scenario.gangs, events=scenario.events)
         runtime = Runtime(loop.time, self.now, simulation.chance, simulation.log, lambda: None)
         client: Any = self.client
         leader = None
@@ -196,7 +194,8 @@ class Simulation:
         self.training.elastic, self.training.connected = Elastic(self.training), self._connected
         agents.heard = self._hear_agent
         agents.has_name = lambda process: self.cluster.has_name(process)
-        self.cluster = Cluster(self.loop, self.api, self.faults, self.training, scenario.cluster_nodes)
+        nodes, slots = scenario.cluster_nodes, scenario.slots
+        self.cluster = Cluster(self.loop, self.api, self.faults, self.training, nodes, slots)
         self.judge = Judge(self.cluster, self.training, lambda: self.api.all(api.PLURAL))
         self.api.listeners.append(self.judge.changed)
         self.api.listeners.append(self._hear)
@@ -209,7 +208,11 @@ class Simulation:
         self.done: set[str] = set()
         """The deeds that were done."""
         self.uids: list[str] = []
-        """The jobs, in order."""
+        """The jobs that were applied, in order."""
+        self.newest: dict[str, str] = {}
+        """Of each job's name the uid that was applied last."""
+        self.jobs = {one.name: one for one in (scenario, *scenario.more)}
+        """The jobs of the cluster, by name."""
         self.on_event: Callable[[Raw], None] = lambda body: None
         self.on_deed: Callable[[str], None] = lambda text: None
         self._random = random.Random(f"{scenario.seed} simulation")
@@ -234,7 +237,7 @@ class Simulation:
         return Outcome(
             seed=self.scenario.seed,
             wrong=self.judge.wrong,
-            end=self._end_state(status),
+            end=" ".join(self._end_state(name) for name in self.jobs),
             taken=self.faults.taken,
             story=self.story,
             seconds=self.loop.time(),
@@ -246,10 +249,11 @@ class Simulation:
     async def _run(self) -> None:
         for number in range(self.scenario.operators):
             self._start_operator(f"operator-{number}")
-        self._apply()
+        for name, one in self.jobs.items():
+            self.loop.call_later(one.starts_at, self._apply, name) if one.starts_at else self._apply(name)
         for index, deed in enumerate(self.scenario.deeds):
             self.loop.call_at(deed.at, self._do, f"deed#{index}", deed)
-        last = max((deed.at for deed in self.scenario.deeds), default=0.0)
+        last = max((*(deed.at for deed in self.scenario.deeds), *(one.starts_at for one in self.jobs.values())))
         if last or any(self.scenario.rates.values()):
             await self._until(FAULTS_SECONDS, lambda: self.loop.time() > last and self._is_at_rest())
         self._stop_faults()
@@ -273,7 +277,7 @@ class Simulation:
         if self._changed_at < 0:
             return True
         written = sum(len(self.api.log[plural]) for plural in ("pods", "services", api.PLURAL))
-        most = max(WRITES_MAX_AT_LEAST, WRITES_MAX_BY_NODE * self.scenario.spec["nodes"])
+        most = sum(max(WRITES_MAX_AT_LEAST, WRITES_MAX_BY_NODE * one.spec["nodes"]) for one in self.jobs.values())
         if written > most:
             self._changed_at = -1.0
             self.judge.wrong.append(f"more than {most} writes: the operator writes in circles")
@@ -317,10 +321,13 @@ class Simulation:
         """Nothing has changed for a while, and nothing will."""
         if self.loop.time() - self._changed_at < REST_SECONDS or self._ours("podgroups"):
             return False  # a group is of use to nobody then
-        job = self.api.find(api.PLURAL, NAME)
+        return all(self._rests(name) for name in self.jobs)
+
+    def _rests(self, name: str) -> bool:
+        job = self.api.find(api.PLURAL, name)
         if job is None:
             # On a node that is dead for good a deleted job's pod stays until someone removes the node, as everywhere.
-            return all(self._is_on_dead_node(pod) for pod in self._ours("pods"))
+            return all(self._is_on_dead_node(pod) for pod in self._ours("pods") if _job_of(pod) == name)
         status = job.get("status") or {}
         ends = status.get("state") in TERMINAL or (job["spec"].get("suspend") and status.get("state") == "Suspended")
         ttl = job["spec"].get("ttlSecondsAfterFinished")
@@ -337,30 +344,36 @@ class Simulation:
         return [p for p in self.cluster.processes() if self.cluster.nodes[p.node].powered]
 
     def _where(self) -> str:
-        job = self.api.find(api.PLURAL, NAME)
         pods = [f"{p['metadata']['name']} {p['status'].get('phase')}" for p in self._ours("pods")]
-        state = summary((job or {}).get("status") or {}) if job else "no job"
+        jobs = {name: self.api.find(api.PLURAL, name) for name in self.jobs}
+        states = [summary(job.get("status") or {}) if job else f"no job {name}" for name, job in jobs.items()]
         groups = [f"; group {g['metadata']['name']}" for g in self._ours("podgroups")]
-        return f"{state}; pods {pods}; live {[str(p) for p in self._live()]}{''.join(groups)}"
+        return f"{', '.join(states)}; pods {pods}; live {[str(p) for p in self._live()]}{''.join(groups)}"
 
-    def _end_state(self, status: Raw) -> str:
-        return "Gone" if self.api.find(api.PLURAL, NAME) is None else str(status.get("state", ""))
+    def _end_state(self, name: str) -> str:
+        job = self.api.find(api.PLURAL, name)
+        return "Gone" if job is None else str((job.get("status") or {}).get("state", ""))
 
     def _check_end(self) -> None:
         """The end is the one that a run without faults has, unless the application or the user wanted another."""
-        job = self.api.find(api.PLURAL, NAME)
-        status = self.judge.statuses.get(self.uids[-1], {})
-        state = status.get("state")
-        if state == "Failed" and not self._may_fail(self.uids[-1], job):
-            self.judge.wrong.append(f"the job failed, and nothing that happened is its fault: {summary(status)}")
-        if job is None and self._ours("services"):
-            self.judge.wrong.append("the job is gone, and its service is not")
+        for name in self.jobs:
+            is_gone = self.api.find(api.PLURAL, name) is None
+            if is_gone and any(_job_of(service) == name for service in self._ours("services")):
+                self.judge.wrong.append("the job is gone, and its service is not")
+            status = self._last_status(name)
+            if status.get("state") == "Failed" and not self._may_fail(name):
+                self.judge.wrong.append(f"the job failed, and nothing that happened is its fault: {summary(status)}")
 
-    def _may_fail(self, uid: str, job: Raw | None) -> bool:
+    def _last_status(self, name: str) -> Raw:
+        """Also of a job that is gone."""
+        return self.judge.statuses.get(self.newest.get(name, ""), {})
+
+    def _may_fail(self, name: str) -> bool:
+        uid = self.newest[name]
         failed = sum(1 for job_uid, _ in self.training.failed | self.training.hung if job_uid == uid)
         if not RESTARTS:
             return bool(failed or self.done & BREAKS_A_POD)
-        limit = self.scenario.spec.get("backoffLimit", 3)
+        limit = self.jobs[name].spec.get("backoffLimit", 3)
         return failed > limit or failed >= 3 or "clock jumps" in self.done
 
     # ---------------------------------------------------------------- what happens
@@ -386,16 +399,18 @@ class Simulation:
             process.skew = dead.skew
         process.start()
 
-    def _apply(self) -> None:
-        code, answer = self.api.request("POST", JOBS, None, self.scenario.manifest(), "user")
+    def _apply(self, name: str) -> None:
+        code, answer = self.api.request("POST", JOBS, None, self.jobs[name].manifest(), "user")
         if code == 201:
             self.uids.append(answer["metadata"]["uid"])
+            self.newest[name] = self.uids[-1]
 
     def _failure_of(self, process: Process, life: int) -> Failure | None:
-        failure = self.scenario.failures.get(life)
-        if failure is None or failure.rank != process.rank or len(self.uids) > 1:
+        failure = self.jobs[process.job].failures.get(life)
+        if failure is None or failure.rank != process.rank or len(self.uids) > len(self.jobs):
             return None
-        return failure if self.faults.happens(f"failure#{life}", str(failure)) else None
+        key = f"failure#{life}" if process.job == self.scenario.name else f"failure#{life} of {process.job}"
+        return failure if self.faults.happens(key, str(failure)) else None
 
     def _report(self, process: Process, step: int) -> None:
         """A rank reports to the operator that leads, if it reaches one."""
@@ -492,8 +507,13 @@ class Simulation:
         if seconds > 0:
             self.loop.call_later(5, self._disturb, seconds - 5)
 
+    def _aim(self, deed: Deed) -> str:
+        """The job that a deed is about."""
+        return list(self.jobs)[deed.number % len(self.jobs)]
+
     def _user(self, deed: Deed) -> None:
-        job = self.api.find(api.PLURAL, NAME)
+        name = self._aim(deed)
+        job = self.api.find(api.PLURAL, name)
         if job is None:
             return
         if deed.what == "touch":
@@ -501,30 +521,34 @@ class Simulation:
         elif deed.what == "scaled":
             self._scale(job, deed.number)
         elif deed.what == "status edited":
-            self._edit_status(deed)
+            self._edit_status(name, deed)
         elif deed.what == "spec made invalid":
             self._make_invalid(job)
         elif deed.what == "suspend":
-            self._suspend(True)
-            self.loop.call_later(deed.seconds, self._suspend, False)
+            self._suspend(name, True)
+            self.loop.call_later(deed.seconds, self._suspend, name, False)
         else:
-            self.api.request("DELETE", f"{JOBS}/{NAME}", None, {}, "user")
+            self.api.request("DELETE", f"{JOBS}/{name}", None, {}, "user")
             if deed.what == "delete and apply":
-                self.loop.call_later(deed.seconds if deed.number % 2 else 0.0, self._apply)
+                self.loop.call_later(deed.seconds if deed.number % 2 else 0.0, self._apply, name)
 
     def _scale(self, job: Raw, number: int) -> None:
         least = self.scenario.spec["minNodes"]
         nodes = least + number % (self.scenario.cluster_nodes - least + 2)
         self.tell("user", f"scales to {nodes}")
-        self.api.request("PUT", f"{JOBS}/{NAME}", None, {**job, "spec": {**job["spec"], "nodes": nodes}}, "user")
+        self._put(job, nodes=nodes)
 
-    def _edit_status(self, deed: Deed) -> None:
+    def _put(self, job: Raw, **spec: Any) -> None:
+        path = f"{JOBS}/{job['metadata']['name']}"
+        self.api.request("PUT", path, None, {**job, "spec": {**job["spec"], **spec}}, "user")
+
+    def _edit_status(self, name: str, deed: Deed) -> None:
         """A hand writes what no operator can read, and after a while sets it right again."""
-        self._set_lost_steps(-1 - deed.number)
-        self.loop.call_later(deed.seconds, self._set_lost_steps, 0)
+        self._set_lost_steps(name, -1 - deed.number)
+        self.loop.call_later(deed.seconds, self._set_lost_steps, name, 0)
 
-    def _set_lost_steps(self, value: int) -> None:
-        job = self.api.find(api.PLURAL, NAME)
+    def _set_lost_steps(self, name: str, value: int) -> None:
+        job = self.api.find(api.PLURAL, name)
         status = (job or {}).get("status") or {}
         if job is not None and status.get("attempt"):
             goodput = {**(status.get("goodput") or {}), "lostSteps": value}
@@ -535,18 +559,15 @@ class Simulation:
         same. Who resumes a job sets its spec right."""
         status = job.get("status") or {}
         if status.get("attempt") and status.get("state") != "Suspended" and not job["spec"].get("suspend"):
-            self.api.request(
-                "PUT", f"{JOBS}/{NAME}", None, {**job, "spec": {**job["spec"], "preflight": "sometimes"}}, "user"
-            )
+            self._put(job, preflight="sometimes")
 
-    def _suspend(self, yes: bool) -> None:
-        job = self.api.find(api.PLURAL, NAME)
+    def _suspend(self, name: str, yes: bool) -> None:
+        job = self.api.find(api.PLURAL, name)
         if job is not None:
             kept = {k: v for k, v in job["spec"].items() if yes or k != "preflight"}
-            body = {**job, "spec": {**kept, "suspend": yes}}
             self.tell("user", "suspends" if yes else "resumes")
             self.on_deed(f"user {'suspends' if yes else 'resumes'} the job")
-            self.api.request("PUT", f"{JOBS}/{NAME}", None, body, "user")
+            self._put({**job, "spec": kept}, suspend=yes)
 
     def _operator(self, deed: Deed) -> None:
         process = self.operators[deed.number % len(self.operators)]
@@ -570,10 +591,11 @@ class Simulation:
             self._quota = True
             self.loop.call_later(deed.seconds, self._lift_quota)
             return
-        status = self.judge.statuses.get(self.uids[-1], {})
-        plural, name, spec = "services", NAME, {}
+        of = self._aim(deed)
+        status = self._last_status(of)
+        plural, name, spec = "services", of, {}
         if deed.what == "conflicting pod":
-            plural, name = "pods", f"{NAME}-{status.get('attempt', 0) + 1}-{deed.number % 2}"
+            plural, name = "pods", f"{of}-{status.get('attempt', 0) + 1}-{deed.number % 2}"
             spec = {"containers": [{"name": "other"}], "nodeName": "elsewhere"}
         body = {"metadata": {"name": name, "annotations": {"conflict": "yes"}}, "spec": spec}
         code, answer = self.api.request("POST", f"/api/v1/namespaces/default/{plural}", None, body, "user")
@@ -582,7 +604,7 @@ class Simulation:
 
     def _hostile_pod(self, deed: Deed) -> None:
         """Deleted with a grace that ends after the last date there is; by a user who has put our label on it."""
-        labels = {naming.LABEL_JOB: NAME, naming.LABEL_ATTEMPT: "1", naming.LABEL_RANK: "9" * 30}
+        labels = {naming.LABEL_JOB: self._aim(deed), naming.LABEL_ATTEMPT: "1", naming.LABEL_RANK: "9" * 30}
         metadata = {"name": f"hostile-{deed.at:.0f}", "labels": labels, "annotations": {"conflict": "yes"}}
         body = {"metadata": metadata, "spec": {"containers": [{"name": "other"}], "nodeName": "elsewhere"}}
         code, answer = self.api.request("POST", "/api/v1/namespaces/default/pods", None, body, "user")
@@ -652,6 +674,11 @@ class Simulation:
             name = names[(deed.number + number) % len(names)]
             self.loop.call_later(number * deed.number, self.cluster.cut, name, f"side {deed.at}")
             self.loop.call_later(10 + deed.seconds, self.cluster.back, name)
+
+
+def _job_of(raw: Raw) -> str:
+    """The job that an object says it is of."""
+    return str((raw["metadata"].get("labels") or {}).get(naming.LABEL_JOB, ""))
 
 
 def simulate(scenario: Scenario, only: Mapping[str, str] | None = None) -> Outcome:

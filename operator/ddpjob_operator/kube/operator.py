@@ -83,7 +83,7 @@ class Operator:
         self.caches = Caches(
             Jobs(self._enqueue, reading.job),
             Store(observe.pod, _job_of, self._pod_changed, facts.merge),
-            Store(observe.service, _job_of, lambda key, _old, _new: self._enqueue(key)),
+            Store(observe.service, _job_of, self._service_changed),
             Nodes(self._node_changed, runtime.now),
             {name: self._gang(settings.rules.adapters[name]) for name in settings.gangs},
         )
@@ -356,6 +356,12 @@ class Operator:
         nodes = ((self.caches.jobs.get(key) or {}).get("spec") or {}).get("nodes", 1)
         if (in_seconds := triggers.pod_changed(old, new, self.caches.pods.each(key), nodes)) is not None:
             self._enqueue(key, in_seconds)
+
+    def _service_changed(self, key: Key, old: observe.Service | None, new: observe.Service | None) -> None:
+        job = self.caches.jobs.get(key)
+        is_made = old is None and new is not None and job is not None and new.owner_uid == job["metadata"]["uid"]
+        if not is_made:  # no rule waits for the Service that the job itself makes
+            self._enqueue(key)
 
     def _node_changed(self, name: str) -> None:
         for key in self.caches.pods.jobs():

@@ -1,0 +1,249 @@
+"""Several jobs in one cluster: gangs where there is room for one of them, or a queue that has quota for one.
+
+What must hold beside what holds of each job alone: the queue's quota is never used twice, comes back only when the pods
+that used it have ended, is kept over every restart, and is nobody's at the end; a job that is preempted saves once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from faults import swarm_of_gangs, swarm_of_queues
+from judge import TERMINAL
+from model_api import Change, Kind, Raw, owner_uid
+from model_kueue import Kueue, count, holds_quota, is_true
+from model_training import HANGS, Group, Process
+from scenario import FAULTS_SECONDS, Deed, Scenario, scenario
+from simulation import Outcome, Simulation
+
+from ddpjob_operator.gangs import kueue
+from ddpjob_operator.job import api
+
+# Nothing that keeps a job from its end for good.
+CALM = (
+    *("crash", "restart", "api server away", "operator cut off"),
+    *("pod deleted", "drained", "evicted", "node cut", "touch"),
+)
+OF_QUEUES = ("kueue down", "kueue down", "workload deleted", "workload inactive")
+
+
+def crowd_scenario(seed: int) -> Scenario:
+    """Two or three jobs: for odd seeds in a queue of Kueue, else gangs."""
+    rng = random.Random(f"{seed} crowd")
+    jobs = [_member(rng, seed, number) for number in range(rng.choice((2, 2, 3)))]
+    most = max(one.spec["nodes"] for one in jobs)
+    all_nodes = sum(one.spec["nodes"] for one in jobs)
+    in_queue = seed % 2 == 1
+    kinds = [*CALM, *(OF_QUEUES if in_queue else ("group deleted", "neighbour")), "suspend", "delete and apply"]
+    times = sorted(rng.uniform(0, 0.7 * FAULTS_SECONDS) for _ in range(rng.choice((0, 1, 2, 4))))
+    deeds = tuple(Deed(at, rng.choice(kinds), rng.randrange(6), 10 ** rng.uniform(0, 2)) for at in times)
+    return replace(
+        jobs[0],
+        # A node that a job avoids after two failures is of no use to it for an hour.
+        cluster_nodes=all_nodes + 1 if in_queue else min(most + 1, all_nodes),
+        slots=1,
+        clusterwide=rng.random() < 0.5,
+        operators=2 if rng.random() < 0.12 else 1,
+        rates={**jobs[0].rates, **(swarm_of_queues(rng) if in_queue else swarm_of_gangs(rng))},
+        deeds=deeds,
+        gang=not in_queue,
+        quota=rng.randrange(most, all_nodes) if in_queue else 0,
+        more=tuple(jobs[1:]),
+    )
+
+
+def _member(rng: random.Random, seed: int, number: int) -> Scenario:
+    """A job as a life of its own has it."""
+    found = scenario(seed + 10_000_019 * number)
+    spec = {**found.spec, "nodes": rng.choice((2, 2, 3, 4))}
+    for name in ("ttlSecondsAfterFinished", "stall"):
+        spec.pop(name, None)
+    # Who comes later is mostly the more important one, and preempts.
+    priority = "high" if rng.random() < (0.7 if number else 0.2) else "low"
+    failures = {
+        life: failure
+        for life, failure in found.failures.items()
+        if failure.rank < spec["nodes"] and failure.code != HANGS and life < 9
+    }
+    return replace(
+        found,
+        seed=seed,
+        name=f"job-{number}",
+        spec=spec,
+        labels={kueue.QUEUE_LABEL: "main", kueue.PRIORITY_LABEL: priority},
+        starts_at=number * rng.choice((0.0, 1.0, 10.0, 30.0)),
+        failures=failures,
+        reports=False,
+    )
+
+
+class Crowd(Simulation):
+    """A run of several jobs."""
+
+    def __init__(self, what: Scenario, only: Mapping[str, str] | None = None) -> None:
+        super().__init__(what, only)
+        self.saves: Counter[str] = Counter()
+        """How often the job of this uid has saved because it was told to stop, since its last eviction."""
+        self.preemptions = 0
+        self._to_save: dict[str, int] = {}
+        """Evicted jobs that trained undisturbed, by uid, with the attempt: each is to save once."""
+        self._told: set[int] = set()
+        self._without_workload: set[str] = set()
+        """Jobs whose Workload somebody has deleted: the queue gives their quota to others at once."""
+        self.queue = Kueue(self.loop, self.api, what.seed, what.quota) if what.quota else None
+        if self.queue is not None:
+            self.queue.evicted = self._is_evicted
+            self.api.listeners.append(self._workload_changed)
+            started = self.cluster.started
+
+            def also(process: Process) -> None:
+                started(process)
+                self._check_quota()
+
+            self.cluster.started = also
+        self.cluster.told = self._is_told
+
+    # ---------------------------------------------------------------- quota
+
+    def _users(self) -> dict[str, Raw]:
+        """The Workloads' jobs in whose pods something runs that nothing excuses, by uid."""
+        uids = {p.job_uid for p in self.cluster.processes() if not p.excused and self.cluster.nodes[p.node].powered}
+        return {uid: job for uid, job in self._jobs().items() if uid in uids}
+
+    def _jobs(self) -> dict[str, Raw]:
+        return {job["metadata"]["uid"]: job for job in self.api.all(api.PLURAL)}
+
+    def _check_quota(self) -> None:
+        assert self.queue is not None
+        users = {uid: job for uid, job in self._users().items() if uid not in self._without_workload}
+        nodes = sum(job["spec"]["nodes"] for job in users.values())
+        if nodes > self.queue.quota:
+            names = sorted(job["metadata"]["name"] for job in users.values())
+            self.judge.wrong.append(f"{' and '.join(names)} use {nodes} nodes, and the quota is {self.queue.quota}")
+
+    def _workload_changed(self, kind: Kind, change: Change) -> None:
+        if kind.plural != "workloads":
+            return
+        name, uid = change.object["metadata"]["name"], owner_uid(change.object)
+        by_operator = change.actor.startswith("operator")
+        before, after = change.old, change.new
+        if before is None:
+            others = [w for w in self.api.all("workloads") if owner_uid(w) == uid]
+            if len(others) > 1:
+                self.judge.wrong.append(f"{name} has {len(others)} Workloads: it would hold its quota twice")
+            return
+        gives_back = holds_quota(before) and (after is None or not holds_quota(after))
+        if not gives_back:
+            if after is not None and holds_quota(after) and not holds_quota(before):
+                self._without_workload.discard(uid)
+                self._tell_workload(change, "admitted")
+            return
+        self._tell_workload(change, "gives its quota back")
+        if by_operator:
+            self._given_back(name, uid, before, after)
+        elif uid in self._jobs():
+            self._without_workload.add(uid)
+
+    def _tell_workload(self, change: Change, what: str) -> None:
+        self.tell(change.actor, f"workload {change.object['metadata']['name']} {what}")
+
+    def _given_back(self, name: str, uid: str, before: Raw, after: Raw | None) -> None:
+        job = self._jobs().get(uid)
+        status = (job or {}).get("status") or {}
+        if job is None:
+            return
+        if uid in self._users():
+            self.judge.wrong.append(f"the quota of {name} is given back, and its pods still run: others start beside")
+        is_over = status.get("state") in TERMINAL
+        is_stopped = is_true(before, "Evicted") or job["spec"].get("suspend") or status.get("state") == "Suspended"
+        if not is_over and not is_stopped:
+            self.judge.wrong.append(f"{name} has lost its quota in state {status.get('state')}: it has to queue again")
+        if after is not None and not is_over:
+            self._check_saved(name, uid)
+
+    def _check_saved(self, name: str, uid: str) -> None:
+        attempt, saves = self._to_save.pop(uid, None), self.saves.pop(uid, 0)
+        untouched = (uid, attempt) not in self.judge.disturbed | self.training.failed
+        completed = any(found[:2] == (uid, attempt) for found in self.training.completed)
+        if attempt is not None and untouched and not completed and saves != 1:
+            self.judge.wrong.append(f"{name} was preempted in attempt {attempt}, and saved {saves} times")
+
+    # ---------------------------------------------------------------- evictions
+
+    def _is_evicted(self, workload: Raw) -> None:
+        uid, attempt = owner_uid(workload), 0
+        self.preemptions += 1
+        self.tell("kueue", f"evicts {workload['metadata']['name']}")
+        job = self._jobs().get(uid)
+        if job is None:
+            return
+        self.saves.pop(uid, None)
+        group = next((g for g in self.training.groups.values() if self._trains(g, uid)), None)
+        if group is not None:
+            attempt = group.present[0].attempt
+            self._to_save[uid] = attempt
+
+    def _trains(self, group: Group, uid: str) -> bool:
+        ranks = group.present
+        return bool(ranks) and ranks[0].job_uid == uid and not group.broken and all(p.alive for p in ranks)
+
+    def _is_told(self, process: Process, grace_seconds: int) -> None:
+        """The ranks agree on a step, save, and end: where one is told to stop while all train."""
+        group = self.training.groups.get(process.run)
+        full = int(process.pod["spec"]["terminationGracePeriodSeconds"])
+        whole = group is not None and self._trains(group, process.job_uid) and group.stuck_at is None
+        if group is None or not whole or id(group) in self._told:
+            return
+        self._told.add(id(group))
+        if grace_seconds < full:
+            return  # killed before they have agreed
+        if self.training.saves(group.present[0], self.training._step(group)):
+            self.saves[process.job_uid] += 1
+
+    # ---------------------------------------------------------------- deeds and the end
+
+    def _user(self, deed: Deed) -> None:
+        name = self._aim(deed)
+        if deed.what == "kueue down" and self.queue is not None:
+            self.queue.goes()
+            self.loop.call_later(deed.seconds, self.queue.comes_back)
+        elif deed.what == "workload deleted":
+            found = self.api.find("workloads", name)
+            if found is not None:
+                self.api.remove("workloads", found, "user")
+        elif deed.what == "workload inactive":
+            self._activate(name, False)
+            self.loop.call_later(deed.seconds, self._activate, name, True)
+        else:
+            super()._user(deed)
+
+    def _activate(self, name: str, yes: bool) -> None:
+        found = self.api.find("workloads", name)
+        if found is not None:
+            self.api.change("workloads", found, "user", spec={**found["spec"], "active": yes})
+
+    def _stop_faults(self) -> None:
+        super()._stop_faults()
+        if self.queue is not None:
+            self.queue.comes_back()
+        for name in self.jobs:
+            self._activate(name, True)
+
+    def _check_end(self) -> None:
+        super()._check_end()
+        states: dict[str, Any] = {name: self._end_state(name) for name in self.jobs}
+        for name, state in states.items():
+            if state not in (*TERMINAL, "Gone"):
+                self.judge.wrong.append(f"{name} has not ended: {state}")
+        for workload in self.queue.holders() if self.queue is not None else ():
+            name = workload["metadata"]["name"]
+            self.judge.wrong.append(f"{name} is {states.get(name)} and holds quota for {count(workload)} nodes")
+
+
+def simulate_crowd(what: Scenario, only: Mapping[str, str] | None = None) -> Outcome:
+    """See Simulation.run."""
+    return Crowd(what, only).run()

@@ -1,0 +1,128 @@
+"""Lives of several jobs in one cluster, with gangs or in a queue; and bugs made on purpose that one job cannot show."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+from crowd import Crowd, crowd_scenario, simulate_crowd
+from model_kueue import Kueue, is_true
+from scenario import Scenario
+
+from ddpjob_operator.plan import gang
+from ddpjob_operator.plan.actions import TellGroup
+from ddpjob_operator.plan.view import View
+
+pytestmark = pytest.mark.timeout(900)  # CPU bound: a busy machine needs longer
+BY_DAY = range(24)
+BLOCK = 125
+LONG = range(0, 5000, BLOCK)
+MUTANT_SEEDS_MAX = 300
+Mutant = Callable[[], contextlib.AbstractContextManager[Any]]
+# Seeds in which the model was once wrong, or the operator.
+ONCE_FAILED = (227,)
+
+
+def check(seeds: Sequence[int]) -> int:
+    """How often a job was preempted in these lives, none of which shows a fault."""
+    preemptions = 0
+    for seed in seeds:
+        crowd = Crowd(crowd_scenario(seed))
+        outcome = crowd.run()
+        assert not outcome.wrong, "\n".join([*outcome.story, f"seed {seed}: {outcome.wrong[0]}"])
+        preemptions += crowd.preemptions
+    return preemptions
+
+
+def test_jobs_that_do_not_fit_together_all_end_and_no_quota_is_used_twice_or_lost() -> None:
+    """Two half-placed jobs block each other for ever; quota that nobody gives back blocks all who come later."""
+    assert check((*BY_DAY, *ONCE_FAILED)) > 0, "lives without a preemption tell little"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", LONG)
+def test_the_same_in_thousands_of_lives(first: int) -> None:
+    assert check(range(first, first + BLOCK)) > 0
+
+
+def test_a_job_of_another_manager_is_left_alone_beside_one_that_runs() -> None:
+    """MultiKueue runs such a job in another cluster, and writes its status here: what is made here runs it twice."""
+    plain = Scenario(cluster_nodes=4, training_seconds=20, quota=4, labels={"kueue.x-k8s.io/queue-name": "main"})
+    spec = {**plain.spec, "managedBy": "kueue.x-k8s.io/multikueue"}
+    crowd = Crowd(replace(plain, more=(replace(plain, name="theirs", spec=spec),)))
+    theirs: list[str] = []
+    crowd.api.listeners.append(
+        lambda kind, change: theirs.append(f"{change.actor} {kind.plural} {change.object['metadata']['name']}")
+    )
+    # It never ends here, so nobody waits for it.
+    crowd._rests = lambda name: name == "theirs" or Crowd._rests(crowd, name)  # type: ignore[method-assign]
+    outcome = crowd.run()
+    assert outcome.end == "Succeeded "
+    assert [line for line in theirs if "theirs" in line] == ["user ddpjobs theirs"]
+
+
+def quota_returned_early() -> contextlib.AbstractContextManager[Any]:
+    """The quota is given back as soon as the eviction is recorded: the next job starts beside pods that still stop."""
+    to_tell = gang.to_tell
+
+    def early(view: View) -> tuple[TellGroup, ...]:
+        group = gang.group_of(view, view.recorded)
+        if group is not None and group.admission.holds_quota and view.recorded.reason == "Evicted":
+            return (TellGroup(group.adapter, group.name, group.uid, "quota returned", "m"),)
+        return to_tell(view)
+
+    return mock.patch.object(gang, "to_tell", early)
+
+
+def quota_never_returned() -> contextlib.AbstractContextManager[Any]:
+    """It is left to the queue, as for that one's own kinds: who preempts waits for ever."""
+    to_tell = gang.to_tell
+
+    def never(view: View) -> tuple[TellGroup, ...]:
+        return tuple(tell for tell in to_tell(view) if tell.what != "quota returned")
+
+    return mock.patch.object(gang, "to_tell", never)
+
+
+def end_untold() -> contextlib.AbstractContextManager[Any]:
+    """The queue is not told that a job is over: who comes later waits for ever."""
+    to_tell = gang.to_tell
+
+    def never(view: View) -> tuple[TellGroup, ...]:
+        return tuple(tell for tell in to_tell(view) if tell.what not in ("succeeded", "failed"))
+
+    return mock.patch.object(gang, "to_tell", never)
+
+
+def quota_counted_by_nobody() -> contextlib.AbstractContextManager[Any]:
+    """The queue forgets what an evicted job still uses: a model that lets this pass would judge nothing."""
+    holders = Kueue.holders
+
+    def forgets(queue: Kueue) -> list[Any]:
+        return [workload for workload in holders(queue) if not is_true(workload, "Evicted")]
+
+    return mock.patch.object(Kueue, "holders", forgets)
+
+
+# The first seed that finds the bug; when a change of the code makes it another one, the test searches.
+SEEDS: dict[Mutant, int] = {
+    quota_returned_early: 7,
+    quota_never_returned: 1,
+    end_untold: 1,
+    quota_counted_by_nobody: 85,
+}
+
+
+@pytest.mark.parametrize("mutant", SEEDS, ids=lambda mutant: mutant.__name__)
+def test_two_jobs_show_a_bug_made_on_purpose(mutant: Mutant) -> None:
+    """Lives that find nothing prove nothing."""
+    with mutant():
+        seeds = (SEEDS[mutant], *range(MUTANT_SEEDS_MAX))
+        found = next((o for seed in seeds if (o := simulate_crowd(crowd_scenario(seed))).wrong), None)
+    assert found is not None, f"not found in {MUTANT_SEEDS_MAX} seeds"
+    fixed = simulate_crowd(crowd_scenario(found.seed), found.taken)
+    assert not fixed.wrong, fixed.wrong
