@@ -3,9 +3,9 @@
     KUBECONFIG=… python bench/operator_api.py --jobs 100 --nodes 8 --ends-by KEY=30s
 
 Needs a cluster that plays its nodes (kwok) with a stage that ends pods by an annotation, which --ends-by names. Beside
-the operator a bare loop creates as many equal pods, with the same client and as many requests in flight, in the same
-run. Requests are counted in a second round, through a proxy, which would spoil the times of the first. Prints one JSON
-document on stdout.
+the operator, before and after it, a bare loop creates as many equal pods, with the same client and as many requests in
+flight. In the midst of its jobs one of a single pod is applied. Requests are counted in a second round, through a
+proxy, which would spoil the times of the first. Prints one JSON document on stdout.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from ddpjob_operator.kube.client import Client, collection  # noqa: E402
 from ddpjob_operator.kube.executor import STRICT  # noqa: E402
 from ddpjob_operator.kube.shares import Bounds  # noqa: E402
 from ddpjob_operator.pods import build  # noqa: E402
+
+PROBE = "probe"
 
 
 def job(name: str, namespace: str, nodes: int, run_for: str) -> dict[str, Any]:
@@ -83,78 +85,115 @@ async def bare_loop(namespace: str, pods: int) -> tuple[float, float]:
         return time.perf_counter() - began, time.process_time() - cpu
 
 
-async def create_jobs(namespace: str, count: int, nodes: int, run_for: str) -> None:
+async def create_jobs(namespace: str, count: int, nodes: int, run_for: str, *, probed: bool = False) -> float:
+    """`count` jobs. probed: and, after half of them, one of a single pod; when (perf_counter) the answer to its create
+    came."""
+    path, at = collection("ddpjobs", namespace), 0.0
     async with client() as api:
-        path = collection("ddpjobs", namespace)
-        await bounded(api.create(path, job(f"job-{i}", namespace, nodes, run_for)) for i in range(count))
+
+        async def probe() -> None:
+            nonlocal at
+            await api.create(path, job(PROBE, namespace, 1, run_for))
+            at = time.perf_counter()
+
+        calls: list[Awaitable[Any]] = [
+            api.create(path, job(f"job-{i}", namespace, nodes, run_for)) for i in range(count)
+        ]
+        if probed:
+            calls.insert(count // 2, probe())
+        await bounded(calls)
+    return at
 
 
-async def all_pods_there(namespace: str, count: int) -> None:
-    """By a watch: counting with lists would load the server that is measured."""
+async def all_pods_there(namespace: str, count: int) -> dict[str, float]:
+    """When (perf_counter) each was seen, by a watch: counting with lists would load the server that is measured."""
     path = f"/api/v1/namespaces/{namespace}/pods"
     async with client() as api:
-        version, seen = "", set()
+        version, seen = "", {}
         async for page in api.pages(path):
-            version, seen = page.version, seen | {item["metadata"]["name"] for item in page.items}
+            version = page.version
+            seen |= {item["metadata"]["name"]: time.perf_counter() for item in page.items}
         if len(seen) >= count:
-            return
+            return seen
         async for event in api.watch(path, version):
             if event["type"] == "ADDED":
-                seen.add(event["object"]["metadata"]["name"])
+                seen[event["object"]["metadata"]["name"]] = time.perf_counter()
             if len(seen) >= count:
-                return
+                return seen
+    return seen
 
 
-async def jobs_until_pods(namespace: str, count: int, nodes: int, run_for: str) -> float:
-    """Seconds from the first create of a job to the last pod."""
+async def jobs_until_pods(
+    namespace: str, count: int, nodes: int, run_for: str, *, probed: bool = False
+) -> tuple[float, float]:
+    """Seconds from the first create of a job to the last pod, and from the answer to the create of a job of one pod in
+    the midst of them to that pod (0: not probed)."""
     began = time.perf_counter()
-    watching = asyncio.ensure_future(all_pods_there(namespace, count * nodes))
-    await create_jobs(namespace, count, nodes, run_for)
-    await watching
-    return time.perf_counter() - began
+    watching = asyncio.ensure_future(all_pods_there(namespace, count * nodes + probed))
+    applied = await create_jobs(namespace, count, nodes, run_for, probed=probed)
+    seen = await watching
+    return max(seen.values()) - began, max(0.0, seen[f"{PROBE}-1-0"] - applied) if probed else 0.0
 
 
 def finished(space: Namespace, count: int) -> bool:
     return sum((j.get("status") or {}).get("state") == "Succeeded" for j in space.jobs()) == count
 
 
+def loops(api: FaultyApi, pods: int) -> tuple[float, float]:
+    """The bare loop in a namespace of its own, which is empty again afterwards."""
+    space = Namespace(api).make()
+    try:
+        return asyncio.run(bare_loop(space.name, pods))
+    finally:
+        space.kubectl("delete", "pods", "--all", "--wait=false", "--grace-period=0", "--force")
+        until(lambda: not space.pods(), "the bare pods are gone", 300)
+        space.remove()
+        time.sleep(3)
+
+
 def timed(api: FaultyApi, options: argparse.Namespace) -> dict[str, Any]:
-    """Times and CPU, with the operator connected to the API server itself."""
-    bare, ours = Namespace(api).make(), Namespace(api).make()
+    """Times and CPU, with the operator connected to the API server itself, between two bare loops."""
+    ours = Namespace(api).make()
     pods = options.jobs * options.nodes
+    key = options.run_for.partition("=")[0]
     try:
         with Operator(api, ours.name, kubeconfig=os.environ["KUBECONFIG"]) as operator:
             until(lambda: "services are known" in operator.log, "the operator has started")
             time.sleep(2)
             idle = operator.memory_bytes
-            first = asyncio.run(jobs_until_pods(ours.name, 1, 2, options.run_for.partition("=")[0] + "=1s"))
+            first, _ = asyncio.run(jobs_until_pods(ours.name, 1, 2, f"{key}=1s"))
             until(lambda: finished(ours, 1), "the first job ends")
             ours.kubectl("delete", "ddp", "--all")
             until(lambda: not ours.pods(), "it is gone", 300)
-            loop_seconds, loop_cpu = asyncio.run(bare_loop(bare.name, pods))
-            bare.remove()
-            until(lambda: not bare.pods(), "the bare pods are gone", 300)
-            time.sleep(5)
+            before, loop_cpu = loops(api, pods)
             cpu = operator.cpu_seconds
-            seconds = asyncio.run(jobs_until_pods(ours.name, options.jobs, options.nodes, options.run_for))
+            seconds, probe = asyncio.run(
+                jobs_until_pods(ours.name, options.jobs, options.nodes, options.run_for, probed=True)
+            )
             created_cpu = operator.cpu_seconds - cpu
-            until(lambda: finished(ours, options.jobs), "all jobs succeed", 600)
-            cpu = operator.cpu_seconds - cpu
-            return {
+            found = {
                 "jobs": options.jobs,
                 "podsPerJob": options.nodes,
                 "secondsUntilAllPodsExist": round(seconds, 2),
-                "secondsOfBareLoop": round(loop_seconds, 2),
-                "ratio": round(seconds / loop_seconds, 2),
+                "secondsOfAJobOfOnePodIntoThem": round(probe, 3),
                 "bareLoopCpuMsPerPod": round(1000 * loop_cpu / pods, 2),
                 "operatorCpuMsPerPodUntilCreated": round(1000 * created_cpu / pods, 2),
-                "operatorCpuMsPerPodUntilFinished": round(1000 * cpu / pods, 2),
                 "secondsFromApplyToBothPodsOfOneJob": round(first, 3),
                 "operatorMemoryMiBIdle": idle >> 20,
-                "operatorMemoryMiBAtTheEnd": operator.memory_bytes >> 20,
             }
+            if options.only_creates:
+                ours.kubectl("delete", "ddp", "--all", "--wait=false")
+                until(lambda: not ours.pods(), "the pods are gone", 300)
+            else:
+                until(lambda: finished(ours, options.jobs + 1), "all jobs succeed", 600)
+                cpu = operator.cpu_seconds - cpu
+                found["operatorCpuMsPerPodUntilFinished"] = round(1000 * cpu / pods, 2)
+            found["operatorMemoryMiBAtTheEnd"] = operator.memory_bytes >> 20
+        after, _ = loops(api, pods)
+        loop = (before + after) / 2
+        ratio = round(seconds / loop, 2)
+        return {**found, "secondsOfBareLoops": [round(before, 2), round(after, 2)], "ratio": ratio}
     finally:
-        bare.remove()
         ours.remove()
 
 
@@ -188,12 +227,14 @@ def main() -> None:
     parser.add_argument(
         "--ends-by", dest="run_for", metavar="KEY=VALUE", required=True, help="annotation that ends a pod"
     )
+    parser.add_argument("--only-creates", action="store_true", help="until all pods exist, and count no requests")
     options = parser.parse_args()
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()}
     with FaultyApi() as api, installed_crd():
-        print(
-            json.dumps({"machine": machine, "timed": timed(api, options), "counted": counted(api, options)}, indent=2)
-        )
+        found = {"machine": machine, "timed": timed(api, options)}
+        if not options.only_creates:
+            found["counted"] = counted(api, options)
+        print(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

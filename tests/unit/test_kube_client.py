@@ -279,7 +279,9 @@ def test_kopf_gets_a_bookmark_for_a_change_that_our_copy_has_taken_and_all_other
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         info = kopf.ConnectionInfo(server=f"http://127.0.0.1:{runner.addresses[0][1]}", token="secret")
-        opened = session(info, take=lambda raw: raw["metadata"]["name"] == "a").aiohttp_session
+        opened = session(
+            info, take=lambda kind, raw: kind == "MODIFIED" and raw["metadata"]["name"] == "a"
+        ).aiohttp_session
         try:
             async with opened.get(f"{info.server}/jobs", params={"watch": "true"}) as response:
                 events = [json.loads(part) async for part in response.content.iter_chunked(1024)]

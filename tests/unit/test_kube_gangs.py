@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, cast
 
 import pytest
+from slow_server import play
+from virtual_time import VirtualLoop
 from worlds import UID, job
 
 from ddpjob_operator.gangs import kueue, native
@@ -16,19 +18,29 @@ from ddpjob_operator.kube.client import ApiError, Client, Page
 from ddpjob_operator.kube.gangs import NO_ANSWER_SECONDS, Gang
 from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.reach import Reach
-from ddpjob_operator.kube.runtime import SYSTEM
+from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.store import Key
 from ddpjob_operator.observed.groups import Admission
 
 GROUP = "/apis/scheduling.k8s.io"
+ADMITTED = {
+    "metadata": {
+        "name": "digits",
+        "namespace": "default",
+        "uid": "admitted",
+        "resourceVersion": "7",
+        "labels": {"training.ddpjob.io/job": "digits"},
+    },
+    "status": {"conditions": [{"type": kind, "status": "True"} for kind in ("QuotaReserved", "Admitted")]},
+}
 
 
 class Server:
     """An API server that serves some versions of PodGroups; `answers` are errors by path."""
 
     def __init__(self, *versions: str) -> None:
-        self.versions = versions
+        self.served = versions
         self.reach = Reach()
         self.errors: dict[str, ApiError] = {}
         self.items: list[dict[str, Any]] = []
@@ -39,13 +51,16 @@ class Server:
         if path in self.errors:
             raise self.errors[path]
         version = path.split("/")[3]
-        if version not in self.versions:
+        if version not in self.served:
             raise ApiError(404, "NotFound", "the server could not find the requested resource")
         return {"resources": [{"name": "workloads"}, {"name": "podgroups"}], "items": []}
 
     async def pages(self, path: str, selector: str = "") -> AsyncIterator[Page]:
         self.asked.append(path)
         yield Page(list(self.items), "7")
+
+    async def versions(self, path: str, selector: str = "") -> AsyncIterator[Page]:
+        yield Page(list(self.items) if path.endswith("/workloads") else [], "7")
 
     async def watch(self, path: str, version: str, selector: str = "") -> AsyncIterator[Any]:
         await asyncio.Event().wait()
@@ -182,6 +197,29 @@ def test_an_operator_that_has_nothing_switched_on_asks_for_nothing() -> None:
     assert operator.caches.gangs == {}
     on = Operator(dataclasses.replace(OperatorSettings(health_port=0), gangs=("native",)), cast(Client, Server()))
     assert list(on.caches.gangs) == ["native"]
+
+
+def test_an_admission_that_the_watch_has_not_shown_is_found_within_two_minutes() -> None:
+    """The job would wait in its queue for ever, while its quota is held."""
+    server, seen = Server("v1beta1"), []
+    settings = OperatorSettings(health_port=0, gangs=("kueue",))
+
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        operator = Operator(settings, cast(Client, server), runtime=Runtime(clock=loop.time, utc=loop.now))
+        gang = operator.caches.gangs["kueue"]
+        running = asyncio.create_task(gang.run())
+        while not gang.is_ready(""):
+            await asyncio.sleep(0.1)
+        operator.lead()
+        server.items = [ADMITTED]
+        await asyncio.sleep(120)
+        seen.extend(group.admission for group in gang.store.of(("default", "digits")))
+        running.cancel()
+
+    play(story)
+    assert seen == [Admission("admitted")]
 
 
 def test_only_names_that_there_are_can_be_switched_on() -> None:

@@ -49,8 +49,8 @@ class World:
         self.copy.retain(set(), self.at)
 
     def look(self, times: int = 2) -> list[Key]:
-        watched = Watched("services", "team", "", self.copy, self.read_again)
-        look = SecondLook(self, [watched], logging.getLogger("test"))  # type: ignore[arg-type]
+        watched = Watched("services", "team", "/api/v1/namespaces/team/services", "", self.copy, self.read_again)
+        look = SecondLook(self, lambda: [watched], logging.getLogger("test"))  # type: ignore[arg-type]
 
         async def run() -> None:
             running = asyncio.create_task(look.run())

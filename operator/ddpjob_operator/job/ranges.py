@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 from ddpjob_operator.job import bounds
 
 # Every second one of 99,999 nodes is the longest that `text` writes.
 TEXT_LENGTH_MAX = 300_000
+# Of a short text; it may be one span of many nodes, so only a few are kept.
+_KEPT_LENGTH_MAX = 16
 
 
 def text(numbers: Iterable[int]) -> str:
@@ -23,6 +26,12 @@ def text(numbers: Iterable[int]) -> str:
 
 def parse(written: str) -> frozenset[int]:
     """The inverse of `text`; a damaged part counts as nothing, for a status may come from anywhere."""
+    return _parsed(written) if len(written) <= _KEPT_LENGTH_MAX else _parsed.__wrapped__(written)
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(written: str) -> frozenset[int]:
+    # Kept, because each plan asks for the same two or three many times.
     numbers: set[int] = set()
     for part in written[:TEXT_LENGTH_MAX].split(","):
         first, _, last = part.partition("-")

@@ -18,7 +18,7 @@ from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api, topology
 from ddpjob_operator.kube import access, measuring, observe, reading, triggers
 from ddpjob_operator.kube.claims import Claims
-from ddpjob_operator.kube.client import Client
+from ddpjob_operator.kube.client import Client, collection
 from ddpjob_operator.kube.events import Events
 from ddpjob_operator.kube.executor import Executor
 from ddpjob_operator.kube.exposition import Exposition, Snapshot
@@ -83,7 +83,7 @@ class Operator:
         self.caches = Caches(
             Jobs(self._enqueue, reading.job),
             Store(observe.pod, _job_of, self._pod_changed, facts.merge),
-            Store(observe.service, _job_of, lambda key, _old, _new: self._enqueue(key)),
+            Store(observe.service, _job_of, self._service_changed),
             Nodes(self._node_changed, runtime.now),
             {name: self._gang(settings.rules.adapters[name]) for name in settings.gangs},
         )
@@ -140,7 +140,7 @@ class Operator:
         )
         self.reports = Reports(self.caches.jobs, states, runtime, settings.rules.progress_write_seconds)
         self._events = events
-        self._second_look = SecondLook(self._client, list(self._watched(lookup)), runtime.log)
+        self._second_look = SecondLook(self._client, partial(self._watched, lookup), runtime.log)
         self.reconciler = Reconciler(
             self.caches, states, self.reports, lookup, executor, runtime, settings.rules, self._ready_in
         )
@@ -148,12 +148,20 @@ class Operator:
 
     def _watched(self, lookup: Lookup) -> Iterator[Watched]:
         caches, label = self.caches, naming.LABEL_JOB
+
+        def of(plural: str, namespace: str, *more: Any) -> Watched:
+            return Watched(plural, namespace, collection(plural, namespace), *more)
+
         for namespace in self.settings.watched:
-            yield Watched(api.PLURAL, namespace, "", caches.jobs, lookup.read_job)
-            yield Watched("pods", namespace, label, caches.pods, lookup.list_pods)
-            yield Watched("services", namespace, label, caches.services, lookup.list_services)
+            yield of(api.PLURAL, namespace, "", caches.jobs, lookup.read_job)
+            yield of("pods", namespace, label, caches.pods, lookup.list_pods)
+            yield of("services", namespace, label, caches.services, lookup.list_services)
+            for gang in caches.gangs.values():
+                if gang.api.api_version:
+                    again = partial(lookup.list_gang, gang)
+                    yield Watched(gang.adapter.plural, namespace, gang.path(namespace), label, gang.store, again)
         if not self.settings.namespaces:
-            yield Watched("nodes", "", "", caches.nodes, lookup.read_node)
+            yield of("nodes", "", "", caches.nodes, lookup.read_node)
 
     async def start(self) -> None:
         """Returns once the DDPJobs can be watched; waits for the CRD and the rights to do so."""
@@ -348,6 +356,12 @@ class Operator:
         nodes = ((self.caches.jobs.get(key) or {}).get("spec") or {}).get("nodes", 1)
         if (in_seconds := triggers.pod_changed(old, new, self.caches.pods.each(key), nodes)) is not None:
             self._enqueue(key, in_seconds)
+
+    def _service_changed(self, key: Key, old: observe.Service | None, new: observe.Service | None) -> None:
+        job = self.caches.jobs.get(key)
+        is_made = old is None and new is not None and job is not None and new.owner_uid == job["metadata"]["uid"]
+        if not is_made:  # no rule waits for the Service that the job itself makes
+            self._enqueue(key)
 
     def _node_changed(self, name: str) -> None:
         for key in self.caches.pods.jobs():

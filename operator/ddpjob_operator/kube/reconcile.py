@@ -79,7 +79,7 @@ class Reconciler:
         only_creates = all(isinstance(action, (CreateService, CreateGroup, CreatePod)) for action in todo.actions)
         if todo.actions and only_creates and not state.refusals and not state.conflicts:
             # The status that was just written describes it, and the new pods' own changes come soon enough.
-            return CREATED_SECONDS
+            return min(CREATED_SECONDS, self._requeue_in(todo, state) or CREATED_SECONDS)
         return None
 
     async def _readable(self, key: Key) -> tuple[api.DDPJob, list[validation.Problem]] | None:

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ddpjob_operator.kube.client import ApiError, Client, collection
+from ddpjob_operator.kube.client import ApiError, Client
 from ddpjob_operator.kube.store import Key, Listed, Raw, number
 
 LOOK_SECONDS = 45.0
@@ -38,6 +38,7 @@ class Watched:
 
     plural: str
     namespace: str
+    path: str
     selector: str
     copy: Copy
     read_again: Callable[[Key], Awaitable[None]]
@@ -52,7 +53,8 @@ class SecondLook:
     """Runs until it is cancelled."""
 
     client: Client
-    watched: Sequence[Watched]
+    watched: Callable[[], Iterable[Watched]]
+    """What is watched now: the version of a gang scheduler's API may change while this operator leads."""
     log: logging.Logger
     _missed: dict[str, set[Listed]] = field(default_factory=dict)
     """In the last look, by collection."""
@@ -66,7 +68,7 @@ class SecondLook:
 
     async def look(self) -> None:
         """One collection after the other, so that no more than one list is held. Raises nothing."""
-        for watched in self.watched:
+        for watched in self.watched():
             await self._try(watched)
 
     async def _try(self, watched: Watched) -> None:
@@ -82,7 +84,7 @@ class SecondLook:
     async def _look_at(self, watched: Watched) -> None:
         listed: dict[tuple[str, str], Listed] = {}
         at = 0
-        async for page in self.client.versions(collection(watched.plural, watched.namespace), watched.selector):
+        async for page in self.client.versions(watched.path, watched.selector):
             listed |= {one.place: one for one in map(watched.copy.listed, page.items)}
             at = number(page.version)
         missed = watched.copy.missed(listed, at, watched.namespace)

@@ -220,7 +220,8 @@ class Jobs(Store[Raw]):
     or gone."""
 
     def __init__(self, changed: Callable[[Key], None], cut: Callable[[Any], Raw] = lambda raw: raw) -> None:
-        super().__init__(cut, _place_of, lambda key, _old, _new: changed(key))
+        super().__init__(cut, _place_of, lambda key, _old, _new: None if self._answer_is_put else changed(key))
+        self._answer_is_put = False
         self._written: dict[Key, Raw] = {}
         """The statuses that are being written."""
 
@@ -232,22 +233,35 @@ class Jobs(Store[Raw]):
         entry = self._entries.get(key)
         return None if entry is None else entry.value
 
-    def take(self, raw: Raw) -> bool:
-        """Puts a job that we have, as it is now; False: it is another one, and nothing was put.
+    def take(self, kind: str, raw: Raw) -> bool:
+        """Puts the job of a watch event: one that is new, or that we have; False: it is left to kopf, and nothing was
+        put.
 
         The event of our own write is left out: it may come before the answer, which is put as soon as it is there, and
         would be news then, of which the job is reconciled for nothing.
         """
         metadata = raw.get("metadata")
-        if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str):
+        if not isinstance(metadata, dict) or not all(isinstance(metadata.get(of), str) for of in ("name", "uid")):
             return False
         entry = self._entries.get(_place_of(raw))
-        if entry is None or entry.uid != metadata.get("uid"):
+        if kind == "ADDED" and entry is None:
+            self.put(raw)
+            return True
+        if kind != "MODIFIED" or entry is None or entry.uid != metadata["uid"]:
             return False
         written = self._written.get(entry.key)
         if written is None or written != raw.get("status") or not _differ_in_status_alone(raw, entry.value):
             self.put(raw)
         return True
+
+    def put_answer(self, raw: Raw) -> None:
+        """A job as the answer to our write of its status has it. Nobody is told: it has the spec that was planned for,
+        because the write is refused otherwise, and who wrote goes on with it."""
+        self._answer_is_put = True
+        try:
+            self.put(raw)
+        finally:
+            self._answer_is_put = False
 
     @contextlib.contextmanager
     def writing(self, key: Key, status: Raw) -> Iterator[None]:

@@ -26,15 +26,15 @@ _LOGGER = logging.getLogger(__name__)
 def session(
     info: kopf.ConnectionInfo,
     answered: Callable[..., None] = lambda *_, **__: None,
-    take: Callable[[reading.Raw], bool] = lambda _: False,
+    take: Callable[[str, reading.Raw], bool] = lambda _kind, _raw: False,
     **options: Any,
 ) -> kopf.AiohttpSession:
     """What a login handler returns. answered: told of each answer (measuring.OfKopf). options: kopf's, such as
     `expiration`. Called in the event loop.
 
-    take: puts the object of a MODIFIED event into our copy; False: it is not there, so kopf has not told of it yet.
-    kopf, for which an event costs as much as five pods do, gets a bookmark where it was taken. It misses nothing: our
-    handler does with its events what `take` does, and kopf itself keeps nothing of a job.
+    take: puts the object of an event into our copy, by the event's type; False: it is left to kopf. kopf, for which
+    an event costs as much as five pods do, gets a bookmark where it was taken. It misses nothing: our handler does with
+    its events what `take` does, and kopf itself keeps nothing of a job.
     """
     opened = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
@@ -52,7 +52,7 @@ class _Response(aiohttp.ClientResponse):
     """Lists and events of DDPJobs, cut as they arrive."""
 
     answered: Callable[..., None]
-    take: Callable[[reading.Raw], bool]
+    take: Callable[[str, reading.Raw], bool]
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
         """As aiohttp does it, with a stream that kopf can read."""
@@ -77,7 +77,7 @@ class _Response(aiohttp.ClientResponse):
 class _Stream:
     """A stream of watch events: each line is read, cut and written again."""
 
-    def __init__(self, stream: aiohttp.StreamReader, take: Callable[[reading.Raw], bool]) -> None:
+    def __init__(self, stream: aiohttp.StreamReader, take: Callable[[str, reading.Raw], bool]) -> None:
         self._stream = stream
         self._take = take
 
@@ -89,7 +89,7 @@ class _Stream:
         async for line in reading.lines(self._stream):
             try:
                 event = reading.event(line)
-                if event["type"] == "MODIFIED" and self._take(event["object"]):
+                if self._take(event["type"], event["object"]):
                     at = event["object"]["metadata"]["resourceVersion"]
                     event = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": at}}}
                 if event["type"] in ("ADDED", "MODIFIED", "DELETED"):
