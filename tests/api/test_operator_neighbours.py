@@ -133,3 +133,38 @@ def test_a_release_for_all_namespaces_leaves_one_to_the_release_that_watches_it(
     namespace.apply(job("three", nodes=1))
     namespace.has_pods("one-1-0", "two-1-0", "three-1-0")
     assert everywhere.writes() > wrote
+
+
+@pytest.fixture
+def another(api: FaultyApi) -> Iterator[Namespace]:
+    """A second namespace, removed afterwards."""
+    made = Namespace(api)
+    try:
+        yield made.make()
+    finally:
+        made.remove()
+
+
+def test_two_releases_with_namespaces_of_their_own_share_the_work_and_not_the_fate(
+    namespace: Namespace, another: Namespace, releases: Callable[..., Release]
+) -> None:
+    """What docs/scaling.md calls sharding: an outage of one team's release, or its version, is no other team's."""
+    ours, theirs = releases("ours", namespace.name).leads(), releases("theirs", another.name).leads()
+    for space in (namespace, another):
+        space.apply(job("one", nodes=2))
+        space.has_pods("one-1-0", "one-1-1")
+    for release, own, foreign in ((ours, namespace, another), (theirs, another, namespace)):
+        seen = {one.namespace for one in list(release.api.seen) if one.resource != "leases"}
+        assert own.name in seen
+        assert foreign.name not in seen
+        assert release.health() == "ok\n"
+    theirs.operator.kill()
+    namespace.apply(job("two", nodes=1))
+    namespace.has_pods("two-1-0")
+    another.apply(job("two", nodes=1))
+    looks = ours.looks()
+    until(lambda: ours.looks() > looks + 10, "ours has renewed its Lease ten times more")
+    assert another.pod_names() == ["one-1-0", "one-1-1"], "nobody takes over what nobody was given"
+    assert another.name not in {one.namespace for one in list(ours.api.seen)}
+    releases("theirs", another.name)
+    another.has_pods("two-1-0")
