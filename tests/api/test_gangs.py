@@ -183,7 +183,7 @@ def test_a_topology_that_no_node_has_binds_no_pod_and_says_so(gangs: Gangs) -> N
         pytest.skip("this API server drops schedulingConstraints: TopologyAwareWorkloadScheduling is off")
     message = gangs.namespace.reaches("Pending", "Unschedulable", seconds=60)
     assert gangs.bound("digits") == 0
-    assert message.startswith("2 of 2 pods wait to be placed together: ")
+    assert message.startswith("Unschedulable: 2 of 2 pods wait to be placed together: ")
     print(message)
 
 

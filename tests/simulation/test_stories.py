@@ -24,6 +24,12 @@ SCENARIOS = {
     "restart": Scenario(training_seconds=20, failures={1: Failure(1, 5.0, 1)}, reports=True),
     "suspend_and_resume": Scenario(training_seconds=40, deeds=(Deed(10, "suspend", seconds=60),)),
     "lose_a_node": Scenario(training_seconds=60, deeds=(Deed(20, "node dies"),)),
+    "find_no_node": Scenario(
+        spec={"nodes": 2, "onePodPerNode": True},
+        cluster_nodes=2,
+        training_seconds=20,
+        deeds=(Deed(0.1, "neighbour", seconds=610),),
+    ),
     "replace_a_pod": Scenario(launcher="ddprun", training_seconds=40, deeds=(Deed(20, "pod deleted", 1),)),
 }
 

@@ -175,6 +175,13 @@ def test_a_gang_for_one_rack_says_also_how_many_racks_were_tried() -> None:
     assert world.status.message.endswith("placed together: 0/3 placements are available; Insufficient cpu")
 
 
+def test_what_group_and_pods_say_alike_is_said_once() -> None:
+    """As the scheduler of 1.36 answers a topology that no node has."""
+    no, world = "no feasible placements found", gang(topologyKey="rack").started()
+    world.unschedulable(0, no).unschedulable(1, no).admits("waiting", no).settle()
+    assert world.status.message == f"Unschedulable: 2 of 2 pods wait to be placed together: {no}"
+
+
 def test_the_start_deadline_releases_a_gang_and_the_next_try_has_its_own() -> None:
     world = gang(startDeadlineSeconds=60).started().unschedulable(0, "no room").unschedulable(1, "no room").after(61)
     world.settle().stops_all().settle()

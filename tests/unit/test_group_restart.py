@@ -615,7 +615,8 @@ def test_pods_that_find_no_other_node_are_asked_for_anew_when_the_node_is_no_lon
         world.after(2).settle()
     waits = world.unschedulable(1, "0/2 nodes are available: 1 node(s) didn't match Pod's node affinity").plan()
     (until,) = {a.until for a in world.status.avoided_nodes}
-    assert waits.requeue_at == until, "nothing else would wake us"
+    assert waits.requeue_at is not None
+    assert waits.requeue_at <= until, "nothing else would wake us"
     attempt = world.status.attempt
     world.now = until
     world.settle().stops_all()
@@ -747,16 +748,67 @@ def test_a_container_runtimes_own_word_for_an_exit_code_is_no_disruption(word: s
     assert cause(world).reason == "Error"
 
 
+NO_GPU = "0/2 nodes are available: 1 Insufficient nvidia.com/gpu"
+
+
+def waits_in_vain(world: World, seconds: float) -> World:
+    """Node 0 runs for so long beside a pod that finds no node, and gives up as torchrun does."""
+    world.runs(0).unschedulable(1, NO_GPU).settle().after(seconds)
+    return world.exits(0, code=1, message=f"{NOBODY_CAME}\n").settle().stops_all().settle()
+
+
 @pytest.mark.parametrize("min_nodes", [None, 2])
-def test_a_rank_that_waited_in_vain_for_a_node_without_a_gpu_costs_the_application_nothing(
-    min_nodes: int | None,
-) -> None:
-    """torch gives up after 15 minutes: an hour in a full cluster ended in BackoffLimitExceeded."""
+def test_a_rank_that_waited_in_vain_for_a_node_without_a_gpu_costs_nothing(min_nodes: int | None) -> None:
+    """torch gives up after ten minutes: three hours in a full cluster ended in TooManyInfrastructureFailures, and the
+    job said that it had lost its peers."""
     elastic = {} if min_nodes is None else {"minNodes": min_nodes}
     world = digits(backoffLimit=1, **elastic).started()
-    for _ in range(5):
-        world.runs(0).unschedulable(1, "0/2 nodes are available: 1 Insufficient nvidia.com/gpu").settle().after(900)
-        world.exits(0, code=1, message=f"{NOBODY_CAME}\n").restarted().after(300).settle()
-        assert (world.status.state, world.status.reason) == ("Restarting", "StartingTrainers")
+    for attempt in range(2, 40):
+        waits_in_vain(world, 600)
+        assert world.status.attempt == attempt
+        assert world.status.last_failure is None
+    assert charges(world) == (0, 0, 0)
+    world.unschedulable(0, NO_GPU).unschedulable(1, NO_GPU).settle()
+    assert (world.status.state, world.status.reason) == ("Pending", "Unschedulable")
+    assert world.status.message == f"Unschedulable: 2 of 2 pods: {NO_GPU}, for more than 6h"
+    world.runs(0).runs(1).settle()
+    assert (world.status.state, world.status.starting_since) == ("Running", None)
+
+
+def test_who_gave_up_waiting_and_for_what_is_said() -> None:
+    world = digits().started().runs(0).unschedulable(1, NO_GPU).settle().after(600)
+    plan = world.exits(0, code=1, message=f"{NOBODY_CAME}\n").plan()
+    assert plan.status is not None
+    assert (plan.status.state, plan.status.reason) == ("Pending", "Unschedulable")
+    assert plan.status.message == (
+        f"Unschedulable: 1 of 2 pods: {NO_GPU}, for more than 10m; digits-1-0 gave up waiting for them, so all pods "
+        "are made again: attempt 2"
+    )
+
+
+def test_the_start_deadline_counts_from_the_first_of_the_attempts_that_found_no_nodes() -> None:
+    """torchrun gives up after ten minutes, so a deadline of 25 never released anything, and two jobs that each hold
+    half of a cluster waited for ever."""
+    world = waits_in_vain(digits(startDeadlineSeconds=1500).started(), 600)
+    waits_in_vain(world, 600)
+    world.runs(0).unschedulable(1, NO_GPU).settle().after(299).settle()
+    assert world.status.reason == "Unschedulable"
+    world.after(1).settle()
+    assert (world.status.reason, world.status.start_retries) == ("StartBackOff", 1)
+    world.stops_all().after(70).settle().runs(0).unschedulable(1, NO_GPU).settle().after(1400).settle()
+    assert world.status.reason == "Unschedulable", "the next try has its own time"
+
+
+def test_a_rank_that_complains_at_once_beside_an_unschedulable_pod_has_failed() -> None:
+    """Else a script that fails in its first second would be started again and again, for free."""
+    world = digits().started().runs(0).unschedulable(1, NO_GPU).settle().after(5)
+    world.exits(0, code=1, message=f"{NOBODY_CAME}\n").settle()
+    assert world.status.last_failure is not None
     assert world.status.restarts is not None
-    assert (world.status.restarts.application, world.status.restarts.infrastructure) == (0, 5)
+
+
+def test_an_error_of_the_script_beside_an_unschedulable_pod_is_a_failure() -> None:
+    world = digits().started().runs(0).unschedulable(1, NO_GPU).settle().after(600)
+    world.exits(0, code=1, message="ValueError: no such shard").settle()
+    assert world.status.last_failure is not None
+    assert world.status.last_failure.exception == "ValueError: no such shard"

@@ -181,6 +181,25 @@ def test_a_topology_is_asked_for_by_the_jobs_field_or_by_kueues_annotations() ->
     assert asked(template=template) == {"preferred": "rack", **rank}
 
 
+@pytest.mark.parametrize(
+    ("annotation", "value", "request_"),
+    [
+        ("required", "cloud.provider.com/topology-block", {"required": "cloud.provider.com/topology-block"}),
+        ("preferred", "cloud.provider.com/topology-rack", {"preferred": "cloud.provider.com/topology-rack"}),
+        ("unconstrained", "true", {"unconstrained": True}),
+        ("unconstrained", "false", {}),
+    ],
+)
+def test_kueues_annotations_of_the_template_mean_what_they_mean_for_its_own_kinds(
+    annotation: str, value: str, request_: dict[str, Any]
+) -> None:
+    """Who moves a batch/v1 Job here keeps its template: one that is read otherwise is placed otherwise."""
+    annotations = {f"kueue.x-k8s.io/podset-{annotation}-topology": value}
+    template = {"metadata": {"annotations": annotations}, "spec": {"containers": [{"name": "trainer", "image": "i"}]}}
+    asked = kueue.body(job(template=template), 0, V1BETA1)["spec"]["podSets"][0].get("topologyRequest")
+    assert asked == ({**request_, "podIndexLabel": "training.ddpjob.io/rank"} if request_ else None)
+
+
 # ---------------------------------------------------------------- what Kueue says
 
 
@@ -222,6 +241,28 @@ ASSIGNED = {
             workload(RESERVED, ADMITTED, PREEMPTED),
             Admission("evicted", "Preempted to accommodate a workload", holds_quota=True),
         ),
+        (
+            workload(
+                RESERVED,
+                admissionChecks=[
+                    {"name": "capacity", "state": "Ready", "message": ""},
+                    {"name": "provisioning", "state": "Retry", "message": "Retrying after failure: no stock"},
+                    {"name": "budget", "state": "Pending", "message": ""},
+                ],
+            ),
+            Admission(
+                "waiting",
+                "it has its quota, and waits for provisioning: Retrying after failure: no stock, budget: Pending",
+            ),
+        ),
+        (
+            workload(
+                RESERVED,
+                condition("Evicted", "True", reason="AdmissionCheck", message="At least one admission check is false"),
+                admissionChecks=[{"name": "provisioning", "state": "Rejected", "message": "no such machine"}],
+            ),
+            Admission("evicted", "At least one admission check is false", holds_quota=True),
+        ),
         (workload(NO_ROOM, PREEMPTED), Admission("waiting", "insufficient unused quota, 4 more needed")),
         (
             workload(NO_ROOM, active=False),
@@ -255,6 +296,21 @@ def test_a_workload_is_read_with_what_was_decided_and_what_it_was_told() -> None
         is_ready=True,
     )
     assert kueue.reads_for_pods(group.placement, V1BETA1) == ("/apis/kueue.x-k8s.io/v1beta1/resourceflavors/spot",)
+
+
+def test_a_pod_consumes_what_a_provisioning_request_has_provisioned() -> None:
+    """Without these annotations the autoscaler makes machines for the pods a second time."""
+    consume = {
+        "autoscaling.x-k8s.io/consume-provisioning-request": "digits-provisioning-1",
+        "autoscaling.x-k8s.io/provisioning-class-name": "queued-provisioning.gke.io",
+    }
+    update = {"name": "node", "annotations": consume, "nodeSelector": {"machines": "reserved-1"}}
+    checks = [{"name": "provisioning", "state": "Ready", "message": "Provisioned", "podSetUpdates": [update]}]
+    group = observe.group(kueue.ADAPTER)(workload(RESERVED, ADMITTED, admission=ASSIGNED, admissionChecks=checks))
+    body: dict[str, Any] = {"metadata": {"annotations": {"own": "kept"}}, "spec": {}}
+    kueue.place(body, group, [])
+    assert body["metadata"]["annotations"] == {"own": "kept", **consume}
+    assert body["spec"]["nodeSelector"] == {"machines": "reserved-1"}
 
 
 def test_a_pod_runs_where_its_quota_is() -> None:

@@ -30,6 +30,7 @@ RULES: tuple[Rule, ...] = (
     startup.attempt_still_ending,
     pod_replacement.replacing,
     group_restart.restarting,
+    group_restart.gave_up_waiting,
     group_restart.attempt_broken,
     startup.rescaled,
     startup.start_overdue,

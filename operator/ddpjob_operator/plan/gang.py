@@ -173,14 +173,9 @@ def why_waiting(view: View, status: api.Status, unplaced: int, scheduler: str) -
     of the first pod; of a group it says only that no placement was found, which matters where there are several."""
     group = group_of(view, status)
     of_group = group.admission.why if group is not None and view.spec.topology_key else ""
-    why = "; ".join(text for text in (of_group, scheduler) if text)
+    why = "; ".join(dict.fromkeys(text for text in (of_group, scheduler) if text))
     together = f"{unplaced} of {view.spec.nodes} pods wait to be placed together: {why}"
-    return f"{together}{_held_by(view.seen.neighbours)}{pending.waited(status.attempt_time, view.now)[0]}"
-
-
-def next_text_at(view: View, status: api.Status) -> dt.datetime | None:
-    """When the message of a gang that waits is another although nothing has changed; None: no gang waits."""
-    return pending.waited(status.attempt_time, view.now)[1] if adapter_of(view, status) is not None else None
+    return f"{together}{_held_by(view.seen.neighbours)}{pending.waited_for_nodes(view, status)[0]}"
 
 
 def _held_by(neighbours: Mapping[str, int]) -> str:

@@ -30,6 +30,8 @@ from ddpjob_operator.plan.view import View, name_pods
 
 # An agent in the pod finds a stall itself, and restarts in place: what takes longer has no agent that can.
 AGENT_FIRST = dt.timedelta(seconds=60)
+# Who complains sooner has not waited in vain: a script that fails at once would be started again and again for free.
+GIVES_UP_AFTER_SECONDS = 60
 # What a kubelet takes to receive the deadline, and to report the end of the pod.
 KUBELET_SECONDS = 10
 # A job whose pods may take an hour to save must not wait so long for one that hangs.
@@ -66,6 +68,27 @@ def attempt_broken(view: View, status: api.Status) -> Decision | None:
     # Where agents wait in the other pods, the next reconcile decides whether these stop (pod_replacement.py).
     message = text + _open_question(failure) if agents_wait else _ending(view, text, failure)
     return Decision(enter(status, "Restarting", reason, message, view.now))
+
+
+def gave_up_waiting(view: View, status: api.Status) -> Decision | None:
+    """Pods that have a node have waited in vain for those that the scheduler finds none for, as torchrun does for ten
+    minutes. Nothing has failed: all pods are made again, and startDeadlineSeconds counts from the first try."""
+    unplaced = [p for p in view.pods.values() if p.trainer.state == "waiting" and p.unschedulable]
+    if not unplaced or view.is_enough(status.started_nodes) or launcher.restarts_in_place(view.spec):
+        return None
+    trigger = next(_triggers(view, status), None)
+    is_patient = is_past(after(status.attempt_time, GIVES_UP_AFTER_SECONDS), view.now)
+    if trigger is None or trigger[1].reason != root_cause.PEER_LOST or not is_patient:
+        return None
+    later = new_attempt(status, view.now)
+    later = replace(later, starting_since=status.starting_since or status.attempt_time)
+    waited, _ = pending.waited(later.starting_since, view.now)
+    text = (
+        f"Unschedulable: {len(unplaced)} of {view.spec.nodes} pods: {unplaced[0].unschedulable}{waited}; "
+        f"{trigger[1].pod} gave up waiting for them, so all pods are made again: attempt {later.attempt}"
+    )
+    state: api.State = "Restarting" if status.state == "Restarting" else "Pending"
+    return Decision(enter(later, state, reasons.UNSCHEDULABLE, text, view.now))
 
 
 def restarting(view: View, status: api.Status) -> Decision | None:

@@ -120,7 +120,8 @@ def running(view: View, status: api.Status, missing: str = "") -> Decision:
     missed = report_age.missed_at(last_report)
     silence = f"; no report since {wording.clock(last_report)}" if last_report and is_past(missed, view.now) else ""
     status = enter(status, "Running", reason, f"{text}{pending.unreachable_nodes(view)}{silence}", view.now)
-    status = replace(status, start_retries=0, running_time=status.running_time or view.now)
+    begun = status.running_time or view.now
+    status = replace(status, start_retries=0, starting_since=None, running_time=begun)
     to_come = (t for t in (report_age.old_at(last_report), missed) if t and t > view.now)
     return Decision(status, requeue_at=earliest(view.active_deadline(status), again_at, *to_come))
 

@@ -46,6 +46,14 @@ def waited(since: dt.datetime | None, now: dt.datetime) -> tuple[str, dt.datetim
     return text, next((at for at in times if at > now), None)
 
 
+def waited_for_nodes(view: View, status: api.Status) -> tuple[str, dt.datetime | None]:
+    """For how long pods have found no node, over all attempts that gave up, as `waited` says it. Nothing is said of a
+    job that trains meanwhile with fewer."""
+    return (
+        ("", None) if view.trains_with_fewer(status) else waited(status.starting_since or status.attempt_time, view.now)
+    )
+
+
 def creating(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[str, bool]:
     """Which pod's container the kubelet has been creating longest, as text, and whether that is long."""
     slow = _slowest(status, pods)

@@ -163,7 +163,7 @@ def waiting_for_nodes(view: View, status: api.Status) -> Decision | None:
     avoided = earliest(*(a.until for a in status.avoided_nodes if a.until > view.now))
     unschedulable = any(p.unschedulable for p in not_running)
     again_at = pending.next_creating_text_at(view, status, not_running)
-    again_at = earliest(avoided, gang.next_text_at(view, status)) if unschedulable else again_at
+    again_at = earliest(avoided, pending.waited_for_nodes(view, status)[1]) if unschedulable else again_at
     return _waiting(view, status, *_why_waiting(view, status, not_running), again_at=again_at)
 
 
@@ -213,7 +213,8 @@ def _why_waiting(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[a
         return "Pending", reasons.UNSCHEDULABLE, f"Unschedulable: {text}"
     if unschedulable:
         where = "; onePodPerNode keeps them apart" if total > 1 and podspec.gpus(view.spec.template) else ""
-        text = f"Unschedulable: {len(unschedulable)} of {total} pods: {unschedulable[0].unschedulable}{where}"
+        waited, _ = pending.waited_for_nodes(view, status)
+        text = f"Unschedulable: {len(unschedulable)} of {total} pods: {unschedulable[0].unschedulable}{where}{waited}"
         return "Pending", reasons.UNSCHEDULABLE, text
     if stuck := [p for p in pods if p.trainer.reason in CANNOT_START]:
         first = stuck[0]

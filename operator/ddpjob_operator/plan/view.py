@@ -160,7 +160,7 @@ class View:
         """When all nodes, or enough of them, must have run; None once they have in this attempt."""
         if self.is_enough(status.started_nodes):
             return None
-        return after(status.attempt_time, self.spec.start_deadline_seconds)
+        return after(status.starting_since or status.attempt_time, self.spec.start_deadline_seconds)
 
 
 def sort(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Problem, ...], settings: Settings) -> View:
