@@ -17,7 +17,7 @@ SEEDS_MAX = 2000
 SEEDS: dict[mutants.Mutant, int] = {
     mutants.no_fence: 2,
     mutants.random_names: 79,
-    mutants.writes_unread: 73,
+    mutants.writes_unread: 665,
     mutants.act_before_record: 1,
     mutants.exit_zero_is_success: 57,
     mutants.last_word_believed: 99,
