@@ -13,7 +13,7 @@ from typing import Literal
 import pytest
 
 from ddpjob.core import memory
-from ddpjob.core.memory import LOADS_MAX, Found, Held, Version, newest
+from ddpjob.core.memory import LOADS_ASSUMED_MAX, LOADS_MAX, Found, Held, Version, newest
 
 PARTS = 3
 """Of an area; a writer may die between any two."""
@@ -52,6 +52,8 @@ class Rank:
     summed: bool = False
     """Whether the gradients of the next step have reached it: then it needs no other rank until the next boundary."""
     alive: bool = True
+    assumed: bool = False
+    """Whether it keeps what `load` has named, because it has not saved."""
     written: int = 0
     answer: int = memory.NONE
 
@@ -64,12 +66,16 @@ class Walk:
         self.mistake = mistake
         self.nodes = [Node() for _ in range(self.chance.choice([1, 1, 2, 3]))]
         self.per_node = self.chance.choice([1, 2, 3])
+        self.saves = self.chance.choice(["all", "all", "rank 0"])
+        """Who calls `save`. What another rank assumes is less than what is saved."""
         self.histories: list[tuple[int, int, int]] = [(0, 0, 0)]
         """(the one before, generation, step) by number; 0 is that of a job that begins."""
         self.numbers: dict[tuple[int, int, int], int] = {}
         self.folder: list[tuple[Version, int]] = []
         self.generation = 0
-        self.ranks = [Rank(node, local, 0, 0, 0, 0) for node in self.nodes for local in range(self.per_node)]
+        self.ranks = [
+            Rank(node, local, 0, 0, 0, 0, assumed=True) for node in self.nodes for local in range(self.per_node)
+        ]
         self.survivor = 0
         """The furthest step of a rank that outlived its group and was given the time to write."""
         self.stories = {"memory": 0, "folder": 0, "begin": 0, "rescued": 0}
@@ -109,6 +115,8 @@ class Walk:
             self.note(rank)
             if rank is self.ranks[0] and self.chance.random() < 0.15:
                 self.folder.append((Version(1, self.generation, rank.step), rank.state))
+                for other in self.ranks if self.saves == "all" else [rank]:
+                    other.assumed = False
 
     def note(self, rank: Rank) -> None:
         """What is small, into the older of two slots: random states, learning rates."""
@@ -158,8 +166,13 @@ class Walk:
                     self.save(rank, ranks)
             if undisturbed:
                 assert all(rank.answer != memory.NONE for rank in ranks if rank.alive), "the rescue never ends"
-                self.survivor = max([self.survivor, *(rank.step for rank in ranks if memory.is_clean(rank.clock))])
+                self.survivor = max([self.survivor, *(rank.step for rank in ranks if self.counts(rank))])
             node.writer = None
+
+    def counts(self, rank: Rank) -> bool:
+        """Whether what a survivor has is what the next generation must begin with, or less."""
+        has_saved = any(version.generation == self.generation for version, _ in self.folder)
+        return memory.is_clean(rank.clock) and not (rank.assumed and has_saved)
 
     def save(self, rank: Rank, ranks: list[Rank]) -> None:
         """One turn of the thread that writes: as `Keeper._try_to_save`, part by part."""
@@ -172,7 +185,7 @@ class Walk:
             rank.answer = memory.UNABLE
             return None
         if self.mistake != "a step that is behind":
-            if node.held is not None and node.held.version >= now:
+            if memory.is_there(node.held, now, assumed=rank.assumed):
                 rank.answer = memory.SAVED
                 return None
             others = [o.clock for o in ranks if o is not rank and o.alive and o.answer == memory.NONE]
@@ -199,7 +212,8 @@ class Walk:
 
     def stamp(self, rank: Rank) -> Held:
         """What the cells of the area say."""
-        return Held(Version(1, self.generation, rank.step), rank.loads, PARTS, rank.state % 997)
+        size = PARTS if self.saves == "all" or rank.assumed else PARTS + 1
+        return Held(Version(1, self.generation, rank.step), rank.loads, size, rank.state % 997, rank.assumed)
 
     # ---- the next generation -------------------------------------------------------------------------------
 
@@ -222,17 +236,19 @@ class Walk:
             states = {state for rank in found.ranks for state in nodes[rank].parts}
             assert len(states) == 1, "a mix of two states"
             (state,), loads, came_to = states, found.held.loads + 1, found.held.version
+            assumed = found.held.assumed
             for node in {id(nodes[rank]): nodes[rank] for rank in found.ranks}.values():
                 assert node.held is not None
                 node.held = node.held._replace(loads=loads)
             self.stories["memory"] += 1
         else:
             state, loads, came_to = (0, 0, None) if saved is None else (saved[1], 0, saved[0])
+            assumed = True
             self.stories["begin" if saved is None else "folder"] += 1
         self.check(state, came_to, gone)
         step = self.histories[state][2]
         self.ranks = [
-            Rank(node, local, state, step, 2 * step * in_memory, loads)
+            Rank(node, local, state, step, 2 * step * in_memory, loads, assumed=assumed)
             for node in self.nodes
             for local in range(self.per_node)
         ]
@@ -244,16 +260,25 @@ class Walk:
         assert state != TORN, "a state that was not whole"
         step = self.histories[state][2]
         assert came_to is None or step == came_to.step, "another step than it is said to be"
-        held = max((one.held for one in self.nodes if one.held), default=None)
+        held = self.held_best()
         if gone:
             assert held is not None
-            assert (held.loads >= LOADS_MAX) is ("was loaded" in gone), gone
-            assert held.loads >= LOADS_MAX or not self.survivor, f"{gone}, and a rank has outlived its group"
+            tried = held.loads >= (LOADS_ASSUMED_MAX if held.assumed else LOADS_MAX)
+            assert tried is ("was loaded" in gone), gone
+            assert tried or not self.survivor, f"{gone}, and a rank has outlived its group"
         else:
             assert step >= self.survivor, "a rank has outlived its group, and its step is lost"
-        known = [self.folder_best(), held.version if held is not None and not gone else None]
+        folder = self.folder_best()
+        is_less = held is not None and held.assumed and folder is not None and folder[:2] == held.version[:2]
+        known = [folder, held.version if held is not None and not gone and not is_less else None]
         best = max((one for one in known if one is not None), default=None)
         assert came_to == best, f"{came_to}, and {best} was whole"
+
+    def held_best(self) -> Held | None:
+        """The newest state in memory; of a generation in which a rank has saved, only what that one holds."""
+        whole = [one.held for one in self.nodes if one.held]
+        named = {one.version.generation for one in whole if not one.assumed}
+        return max((one for one in whole if not one.assumed or one.version.generation not in named), default=None)
 
     def folder_best(self) -> Version | None:
         return max(self.folder)[0] if self.folder else None

@@ -240,6 +240,32 @@ def test_why_a_state_is_not_used_after_steps_that_nobody_has_written_is_said(
     assert "no step after it is known" not in said
 
 
+def test_a_rank_that_has_saved_writes_over_what_another_one_of_its_pod_assumes(node: Node) -> None:
+    """Which of the two comes first after a failure is chance: where it was the other one, the job went back to its last
+    save."""
+
+    def train() -> Any:
+        world = ddpjob.init()
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
+        step = snapshot.load(**objects)
+        if step:
+            return step, "scheduler" in snapshot.state
+        scheduler = torch.optim.lr_scheduler.StepLR(objects["optimizer"], 2, 0.5)
+        steps(0, 3, **objects)
+        if world.is_main:
+            snapshot.save(3, **objects, scheduler=scheduler)
+            snapshot.wait()
+        steps(3, 9, **objects)
+        for first in (False, True):
+            if world.is_main is first:
+                rescue()
+            torch.distributed.barrier()
+        return step, False
+
+    node.run(0, train, ranks=2)
+    assert node.run(1, train, ranks=2) == (9, True)
+
+
 def test_what_one_rank_has_saved_counts_before_what_another_assumes(node: Node) -> None:
     """`if world.is_main: snapshot.save(…, best=best)`: the other ranks know of no best loss."""
 

@@ -288,8 +288,8 @@ class Keeper:
             if kept.versions() != self._versions and not self._is_as_loaded(kept, step):
                 raise StateError(f"parameters changed after step {step}, and by no optimizer.step()")
             with shared.locked() as alone:
-                held = shared.held()
-                if held is not None and held.version >= Version(shared.attempt, shared.generation, step):
+                own = Version(shared.attempt, shared.generation, step)
+                if memory.is_there(shared.held(), own, assumed=self._assumed):
                     return SAVED
                 if not alone or (is_patient and memory.turn(clock, shared.clocks_of_others()) == "wait"):
                     return None

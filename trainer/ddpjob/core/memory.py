@@ -185,6 +185,14 @@ def turn(own: int, others: Sequence[int]) -> Literal["write", "wait"]:
     return "wait" if any(other > own for other in others) else "write"
 
 
+def is_there(held: Held | None, version: Version, *, assumed: bool) -> bool:
+    """Whether a node already holds what a rank would write: as new, or what a rank of its generation has saved, which
+    counts before what another one assumes. assumed: whether the rank assumes it."""
+    if held is None or held.version[:2] != version[:2] or held.assumed == assumed:
+        return held is not None and held.version >= version
+    return assumed
+
+
 def limit_seconds(size: int) -> float:
     """How long the ranks of a node may take to write a state of so many bytes."""
     return SECONDS_LEAST + max(0, size) / BYTES_A_SECOND
