@@ -16,11 +16,12 @@ from clusters import Namespace, Operator, job, until
 from faulty_api import FaultyApi
 from free_port import free_port
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 4, 2.5, 0.4
 
 
+@pytest.mark.alone
 def test_ten_small_jobs_start_at_once_beside_a_job_of_a_thousand_pods(
     namespace: Namespace, operators: Callable[..., Operator], api: FaultyApi
 ) -> None:
@@ -90,7 +91,9 @@ def releases(namespace: Namespace) -> Iterator[Callable[..., Release]]:
             assert "Traceback" not in release.operator.log
 
 
-@pytest.mark.parametrize("everywhere", [True, False], ids=["all namespaces", "a list"])
+@pytest.mark.parametrize(
+    "everywhere", [pytest.param(True, marks=pytest.mark.alone), False], ids=["all namespaces", "a list"]
+)
 def test_of_two_releases_one_acts_and_the_other_says_so_and_takes_over(
     namespace: Namespace, releases: Callable[..., Release], everywhere: bool
 ) -> None:
@@ -117,6 +120,7 @@ def test_of_two_releases_one_acts_and_the_other_says_so_and_takes_over(
     until(lambda: second.health() == "ok\n", "nobody is beside it")
 
 
+@pytest.mark.alone
 def test_a_release_for_all_namespaces_leaves_one_to_the_release_that_watches_it(
     namespace: Namespace, releases: Callable[..., Release]
 ) -> None:

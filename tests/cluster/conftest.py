@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 from clusters import CRD, kubectl, skip_without_cluster, until
 from pods import OPERATOR_IMAGE, RELEASE, ROOT, Space, helm
-from shared import made_once
+from shared import made_once, one_at_a_time
 
 # Long enough for a kubelet of a busy machine to be late, and to say that it is ready again after the API server was
 # away: it does so every 10 s, and of two nodes that are both late each counts for itself.
@@ -98,6 +98,21 @@ def jobs(operator: str) -> Iterator[Space]:
         made.leaves_nothing()
     finally:
         made.remove()
+
+
+@pytest.fixture
+def with_torch() -> Iterator[None]:
+    """For a test whose pods import torch: two such at a time take longer than one after the other, because each of
+    them keeps all processors of a small machine busy."""
+    with one_at_a_time("torch"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def all_with_torch() -> Iterator[None]:
+    """As `with_torch`, from the first test that asks for it to the end of its file."""
+    with one_at_a_time("torch"):
+        yield
 
 
 @pytest.fixture

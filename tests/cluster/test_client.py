@@ -80,7 +80,8 @@ def test_a_script_is_submitted_followed_and_deleted_with_its_code(client: Client
     )
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("with_torch")
 def test_a_training_with_torchrun_needs_no_image_of_its_own(client: Client) -> None:
     """The stock image, a script of the user's, its arguments: as ddpjob run has them."""
     (client.folder / "train.py").write_text((ROOT / "trainer/examples/digits.py").read_text())

@@ -441,7 +441,7 @@ def digits(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trainings(jobs: Space) -> Space:
+def trainings(jobs: Space, all_with_torch: None) -> Space:
     """Three trainings of digits side by side, for torch takes its time to import; one is left alone."""
     jobs.apply(*(digits(name) for name in ("calm", "struck", "moved")))
     to_break: dict[str, Callable[[], object]] = {
@@ -458,7 +458,7 @@ def trainings(jobs: Space) -> Space:
     return jobs
 
 
-@pytest.mark.timeout(600)  # torch takes its time to import, six times at once
+@pytest.mark.timeout(900)  # torch takes its time to import, six times at once
 def test_training_that_was_killed_ends_with_exactly_the_result_of_an_undisturbed_run(trainings: Space) -> None:
     status = trainings.ends("struck", 240)
     assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 2, CHARGED), status

@@ -178,7 +178,8 @@ def digits(name: str, *faults: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-@pytest.mark.timeout(600)  # torch takes its time to import, four times at once
+@pytest.mark.timeout(900)  # torch takes its time to import, four times at once
+@pytest.mark.usefixtures("with_torch")
 def test_training_that_restarts_in_place_ends_with_exactly_the_result_of_an_undisturbed_run(jobs: Space) -> None:
     jobs.apply(digits("calm"), digits("struck", {"rank": 1, "step": 150, "signal": "KILL"}))
     status = jobs.ends("struck", 300)

@@ -35,6 +35,7 @@ def done_line(log: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("with_torch")
 def test_digits_trains_on_two_nodes_and_ends_exactly_as_it_does_locally(
     space: Space, tmp_path: Path, nodes: list[str]
 ) -> None:

@@ -1,4 +1,5 @@
-"""What all processes of a test run share on a cluster: the first makes it, and the last that is done removes it."""
+"""What all processes of a test run share on a cluster: the first makes it, and the last that is done removes it; and
+what only one of them does at a time."""
 
 from __future__ import annotations
 
@@ -35,8 +36,15 @@ def made_once(what: str, make: Callable[[], T], remove: Callable[[T], None]) -> 
 
 
 @contextlib.contextmanager
+def one_at_a_time(what: str) -> Iterator[None]:
+    """Waits until no other process of this run does it."""
+    with _locked(what):
+        yield
+
+
+@contextlib.contextmanager
 def _locked(what: str) -> Iterator[Path]:
-    """The file that counts the users. It is removed with the last of them."""
+    """The file that counts the users, for one process at a time. It is removed with the last of them."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(os.getpid())
     file = Path(tempfile.gettempdir(), f"ddpjob-tests-{run}-{what}")
     while True:
