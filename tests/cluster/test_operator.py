@@ -49,7 +49,7 @@ def test_digits_trains_on_two_nodes_and_ends_exactly_as_it_does_locally(
         rows.add(space.kubectl("get", "ddp", "digits", "--no-headers"))
         return space.status("digits").get("state") in ("Succeeded", "Failed")
 
-    until(complete, "digits ends", 420)
+    until(complete, "digits ends", 420, every=1)
     rows.add(space.kubectl("get", "ddp", "digits", "--no-headers"))  # between the last look and the end is a row
     assert "condition met" in space.kubectl("wait", "--for=condition=Complete", "ddp/digits", "--timeout=5s")
     steps = {m[1] for row in rows if (m := re.search(r"(\d+)/1125", row))}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import shutil
@@ -15,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +28,7 @@ from faulty_api import OWN_TOKEN, FaultyApi
 from shared import made_once
 
 from ddpjob_operator.job import api as types
+from ddpjob_operator.kube.login import login
 
 CRD = Path(__file__).parents[2] / "charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml"
 JOBS = f"/apis/{types.GROUP}/{types.VERSION}/namespaces/{{}}/{types.PLURAL}"
@@ -34,8 +38,8 @@ IMPORTS = "from ddpjob_operator.kube.main import main; import ddpjob_operator.ku
 T = TypeVar("T")
 
 
-def until(look: Callable[[], T | None], what: str, seconds: float = WAIT_SECONDS) -> T:
-    """What `look` gives once it is true. Fails with `what` after `seconds`."""
+def until(look: Callable[[], T | None], what: str, seconds: float = WAIT_SECONDS, every: float = 0.05) -> T:
+    """What `look` gives once it is true. Fails with `what` after `seconds`. every: seconds between two looks."""
     end = time.monotonic() + seconds
     while True:
         found = look()
@@ -43,7 +47,7 @@ def until(look: Callable[[], T | None], what: str, seconds: float = WAIT_SECONDS
             return found
         if time.monotonic() > end:
             pytest.fail(f"not within {seconds:g} s: {what}")
-        time.sleep(0.05)
+        time.sleep(every)
 
 
 def kubectl(*arguments: str, stdin: object = None, check: bool = True) -> str:
@@ -60,6 +64,27 @@ def kubectl(*arguments: str, stdin: object = None, check: bool = True) -> str:
         f"kubectl {' '.join(arguments)}: exit code {done.returncode}: {done.stdout}"
     )
     return done.stdout
+
+
+def read(path: str) -> bytes | None:
+    """What the API server has at a path; None: nothing. For what is asked again and again: kubectl takes a fifth of a
+    second of CPU each time, and the pods of these tests need it."""
+    server, headers, context = _access(os.environ["KUBECONFIG"])
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(server + path, headers=headers), None, 20, context=context
+        ) as answer:
+            return bytes(answer.read())
+    except urllib.error.HTTPError as error:
+        if error.code == 404:
+            return None
+        raise
+
+
+@functools.cache
+def _access(_kubeconfig: str) -> tuple[str, dict[str, str], Any]:
+    info = login()
+    return info.server.rstrip("/"), dict(info.as_http_headers()), info.as_ssl_context()
 
 
 def skip_without_cluster() -> None:

@@ -7,18 +7,20 @@ import json
 import os
 import subprocess
 import time
+import urllib.error
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from clusters import kubectl, until
+from clusters import JOBS, kubectl, read, until
 
 ROOT = Path(__file__).parents[2]
 OPERATOR_IMAGE = os.environ.get("DDPJOB_OPERATOR_IMAGE", "ddpjob-operator:0.1.0")
 TRAINER_IMAGE = os.environ.get("DDPJOB_TRAINER_IMAGE", "ddpjob-trainer")
 RELEASE = "ddpjob"
+LABEL_JOB = "training.ddpjob.io/job"
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
@@ -77,8 +79,8 @@ class Space:
         return json.loads(self.kubectl("get", *what, "-o", "json"))
 
     def status(self, name: str) -> dict[str, Any]:
-        found = self.kubectl("get", "ddp", name, "--ignore-not-found", "-o", "json")
-        return json.loads(found).get("status") or {} if found.strip() else {}
+        found = read(f"{JOBS.format(self.name)}/{name}")
+        return json.loads(found).get("status") or {} if found else {}
 
     def reaches(self, name: str, state: str, seconds: float = 120) -> dict[str, Any]:
         return self.waits(name, lambda s: s.get("state") == state, f"{name} is {state}", seconds)
@@ -106,7 +108,9 @@ class Space:
         return [(e["type"], e["reason"], e["message"]) for e in ordered]
 
     def pods(self, name: str) -> dict[str, dict[str, Any]]:
-        found = self.get("pods", "-l", f"training.ddpjob.io/job={name}")["items"]
+        found = json.loads(read(f"/api/v1/namespaces/{self.name}/pods?labelSelector={LABEL_JOB}%3D{name}") or "{}")[
+            "items"
+        ]
         return {pod["metadata"]["name"]: pod for pod in found}
 
     def node_of(self, pod: str) -> str:
@@ -184,7 +188,14 @@ def charged(status: dict[str, Any]) -> tuple[int, int, int]:
 
 def says(space: Space, pod: str, word: str) -> None:
     """Waits for a word in its log."""
-    until(lambda: word in space.kubectl("logs", pod, check=False), f"{pod} says {word}", 60)
+
+    def said() -> bool:
+        try:
+            return word.encode() in (read(f"/api/v1/namespaces/{space.name}/pods/{pod}/log") or b"")
+        except urllib.error.HTTPError:
+            return False  # its container is not there yet
+
+    until(said, f"{pod} says {word}", 60, every=0.2)
 
 
 def uids(space: Space, name: str) -> dict[str, str]:
