@@ -19,8 +19,8 @@ import itertools
 import mmap
 import os
 import select
+import signal
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
@@ -30,6 +30,7 @@ from pathlib import Path
 
 import machine
 
+from ddpjob.agent.memory import Memory
 from ddpjob.core import memory
 
 TRAIN = """
@@ -171,7 +172,6 @@ def step_cost() -> None:
     """Microseconds of a boundary and of what is written before the optimizer's step."""
     import torch
 
-    from ddpjob.agent.memory import Memory
     from ddpjob.checkpoint.memory import Keeper
     from ddpjob.checkpoint.shared import Shared
 
@@ -205,50 +205,67 @@ def step_cost() -> None:
         print(f"{name}: median {statistics.median(seconds) * 1e6:.0f} us, least {min(seconds) * 1e6:.0f} us")
 
 
-def write_part(descriptor: int, at: int, megabytes: int, start: int, done: int) -> None:
-    """A rank: write a part of the state as soon as the pipe `start` closes, and say in `done` when it ended."""
-    data = memoryview(bytearray(b"x") * (1 << 20))
-    os.read(start, 1)
-    for number in range(megabytes):
-        os.pwritev(descriptor, [data], (at + number) << 20)
-    os.write(done, struct.pack("d", time.monotonic()))
-    os._exit(0)
+def hold(agent: Memory, local_rank: int, megabytes: int, ready: int) -> None:
+    """A rank that holds a state, proves it, and then waits in a collective for ever."""
+    import torch
+
+    from ddpjob.checkpoint.memory import PROOF_STEPS, Keeper
+    from ddpjob.checkpoint.shared import Shared
+
+    agent.order()  # for this process alone: it has its own copy of the pipe's end
+    torch.set_num_threads(1)
+    model = torch.nn.ParameterList([torch.ones(1 << 18) for _ in range(megabytes)])
+    keeper = Keeper(Shared(agent.where(local_rank), 1, 0), local_rank, 2, "")
+    keeper.register({"model": model})
+    for step in range(1, PROOF_STEPS + 3):
+        keeper.before_step()
+        keeper.boundary(step)
+        while step > PROOF_STEPS and not agent.waits_for({local_rank: os.getpid()}, 0.0):
+            time.sleep(0.01)  # the area is reserved meanwhile
+            keeper.before_step()
+            keeper.boundary(step)
+    os.write(ready, b"x")
+    time.sleep(1000)
 
 
-def seconds_to_write(descriptor: int, megabytes: int, writers: int) -> float:
-    """From the order until the last part is written. The memory is there already, as after the reservation."""
-    start, ordered = os.pipe()
-    answers, done = os.pipe()
+def seconds_to_write(megabytes: int, writers: int) -> float:
+    """From the order until the state is whole; each rank has the agent's memory mapped, and the memory is reserved."""
+    agent = Memory(writers)
+    agent.begin(0)
+    ready, said = os.pipe()
     pids = []
     for number in range(writers):
-        share = [megabytes * edge // writers for edge in (number, number + 1)]
         if (pid := os.fork()) == 0:
-            os.close(ordered)
-            write_part(descriptor, share[0], share[1] - share[0], start, done)
+            hold(agent, number, megabytes, said)
         pids.append(pid)
-    time.sleep(0.05)  # they wait
+    os.close(said)
+    for _ in pids:
+        assert os.read(ready, 1), "a rank has failed"
     began = time.monotonic()
-    os.close(ordered)
-    ends = [struct.unpack("d", os.read(answers, 8))[0] for _ in pids]
+    agent.order()
+    while agent.whole is None:
+        assert time.monotonic() < began + 60, "nothing was written"
+        time.sleep(0.0005)
+    seconds = time.monotonic() - began
     for pid in pids:
+        os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    for opened in (start, answers, done):
-        os.close(opened)
-    return float(max(ends)) - began
+    os.close(ready)
+    os.close(int(agent.where(0).split(":")[1]))
+    return seconds
 
 
 def parts(sizes: list[int], ranks: int, rounds: int) -> None:
-    """One rank that writes the whole state beside all ranks that write a part each, in turns."""
+    """The rescue itself: one rank that writes the whole state beside all ranks that write parts of it, in turns."""
+    import torch  # noqa: F401  # once, for all that are forked
+
     for megabytes in sizes:
-        descriptor = os.memfd_create("parts")
-        os.posix_fallocate(descriptor, 0, megabytes << 20)
         found: dict[int, list[float]] = {1: [], ranks: []}
         for _ in range(rounds):
             for writers, its in found.items():
-                its.append(seconds_to_write(descriptor, megabytes, writers))
-        os.close(descriptor)
+                its.append(seconds_to_write(megabytes, writers))
         for writers, its in found.items():
-            print(f"{megabytes} MB, {writers} writing: least {min(its):.3f} s, median {statistics.median(its):.3f} s")
+            print(f"{megabytes} MiB, {writers} writing: least {min(its):.3f} s, median {statistics.median(its):.3f} s")
 
 
 def main() -> None:

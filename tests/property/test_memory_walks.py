@@ -21,9 +21,11 @@ TORN = -1
 """The state of a rank within its optimizer's step."""
 Mistake = Literal[
     "", "a part is missing", "an old generation's memory", "a rescue while dirty", "a step that is behind",
+    "parts of two steps", "a part of a dead writer",
 ]  # fmt: skip
 MISTAKES: tuple[Mistake, ...] = (
     "a part is missing", "an old generation's memory", "a rescue while dirty", "a step that is behind",
+    "parts of two steps", "a part of a dead writer",
 )  # fmt: skip
 
 
@@ -35,8 +37,9 @@ class Node:
     held: Held | None = None
     small: dict[int, list[Version]] = field(default_factory=dict)
     """By local rank, what its last two boundaries have left."""
-    writer: Rank | None = None
-    """Who has the lock."""
+    begun: Held | None = None
+    """What the parts are of."""
+    cells: list[int] = field(default_factory=lambda: [memory.FREE] * PARTS)
 
 
 @dataclass(eq=False)
@@ -52,9 +55,12 @@ class Rank:
     summed: bool = False
     """Whether the gradients of the next step have reached it: then it needs no other rank until the next boundary."""
     alive: bool = True
+    before: int = 0
+    """The state before the optimizer's step that it is in."""
+    part: int | None = None
+    """What it writes, while it has the lock that all writers of one state share."""
     assumed: bool = False
     """Whether it keeps what `load` has named, because it has not saved."""
-    written: int = 0
     answer: int = memory.NONE
 
 
@@ -106,12 +112,11 @@ class Walk:
                     rank.summed = True
             else:
                 rank.clock |= 1
-                rank.state, rank.written = TORN, rank.state  # the state before, for its successor
+                rank.state, rank.before = TORN, rank.state
         else:
-            before = rank.written
             rank.step += 1
-            rank.state = self.after(before, rank.step)
-            rank.clock, rank.summed, rank.loads, rank.written = 2 * rank.step, False, 0, 0
+            rank.state = self.after(rank.before, rank.step)
+            rank.clock, rank.summed, rank.loads = 2 * rank.step, False, 0
             self.note(rank)
             if rank is self.ranks[0] and self.chance.random() < 0.15:
                 self.folder.append((Version(1, self.generation, rank.step), rank.state))
@@ -160,14 +165,12 @@ class Walk:
                     break
                 rank = self.chance.choice(waiting)
                 if not undisturbed and self.chance.random() < 0.1:
-                    rank.alive = False
-                    node.writer = None if node.writer is rank else node.writer
+                    rank.alive, rank.part = False, None
                 else:
                     self.save(rank, ranks)
             if undisturbed:
                 assert all(rank.answer != memory.NONE for rank in ranks if rank.alive), "the rescue never ends"
                 self.survivor = max([self.survivor, *(rank.step for rank in ranks if self.counts(rank))])
-            node.writer = None
 
     def counts(self, rank: Rank) -> bool:
         """Whether what a survivor has is what the next generation must begin with, or less."""
@@ -177,11 +180,14 @@ class Walk:
     def save(self, rank: Rank, ranks: list[Rank]) -> None:
         """One turn of the thread that writes: as `Keeper._try_to_save`, part by part."""
         node, now = rank.node, Version(1, self.generation, rank.step)
-        if node.writer is rank:
-            return self.write(rank, now)
+        if rank.part is not None:
+            return self.write(rank, ranks)
         if not memory.is_clean(rank.clock) and self.mistake != "a rescue while dirty":
             if rank.clock % 2:
                 return self.advance(rank)  # it comes to its boundary without the others
+            rank.answer = memory.UNABLE
+            return None
+        if rank.step == 0:
             rank.answer = memory.UNABLE
             return None
         if self.mistake != "a step that is behind":
@@ -190,25 +196,47 @@ class Walk:
                 return None
             others = [o.clock for o in ranks if o is not rank and o.alive and o.answer == memory.NONE]
             if memory.turn(rank.clock, others) == "wait":
-                if rank.summed:
-                    self.advance(rank)
-                return None
-        if node.writer is None and rank.step > 0:
-            node.writer, rank.written = rank, 0
-            node.held = self.stamp(rank) if self.mistake == "a part is missing" else None
-        elif rank.step == 0:
-            rank.answer = memory.UNABLE
+                return self.advance(rank) if rank.summed else None
+        if self.begin(rank, ranks):
+            self.take(rank, ranks)
         return None
 
-    def write(self, rank: Rank, now: Version) -> None:
-        """The next part; after the last one the number that makes it count."""
+    def begin(self, rank: Rank, ranks: list[Rank]) -> bool:
+        """Whether the area is for this rank's state now: another one is begun while nobody has the lock of writers."""
+        node, mine = rank.node, self.stamp(rank)
+        if node.begun == mine or self.mistake == "parts of two steps":
+            return True
+        if any(other.part is not None for other in ranks if other.alive):
+            return False
+        node.begun, node.held, node.cells = mine, None, [memory.FREE] * PARTS
+        if self.mistake == "a part is missing":
+            node.held = mine
+        return True
+
+    def take(self, rank: Rank, ranks: list[Rank]) -> None:
+        """The next part, or the last of all cells; any rank may be so slow that another one writes its part too."""
         node = rank.node
-        node.parts[rank.written] = rank.state
-        rank.written += 1
-        if rank.written == PARTS:
-            node.held = self.stamp(rank)
-            node.writer, rank.answer = None, memory.SAVED
-            self.stories["rescued"] += 1
+        living = {other.local for other in ranks if other is not rank and other.alive and other.answer == memory.NONE}
+        slow = self.chance.random() < 0.2
+        part = memory.next_part(node.cells, rank.local, self.per_node, living, takes_over=slow)
+        if part is not None:
+            rank.part, node.cells[part] = part, 1 + rank.local
+            if self.mistake == "a part of a dead writer":
+                node.cells[part] = memory.DONE  # before it is
+        elif all(cell == memory.DONE for cell in node.cells):
+            if node.held is None:
+                node.held = self.stamp(rank)
+                self.stories["rescued"] += 1
+            rank.answer = memory.SAVED
+
+    def write(self, rank: Rank, ranks: list[Rank]) -> None:
+        """Its part, and what comes after it."""
+        assert rank.part is not None, "it writes"
+        if self.chance.random() < 0.3:
+            return  # it takes a while
+        rank.node.parts[rank.part], rank.node.cells[rank.part] = rank.state, memory.DONE
+        rank.part = None
+        self.take(rank, ranks)
 
     def stamp(self, rank: Rank) -> Held:
         """What the cells of the area say."""

@@ -2,8 +2,8 @@
 
 A file without a name, which ranks open through our descriptor of it; only the pages that are written take memory. It
 lives as long as this agent, so what is in it is of this job and this attempt. After a failure the pipe of the
-generation is closed before any rank gets a signal: a thread of each rank waits for that, and the first rank whose state
-is whole writes it. The agent waits for them no longer than `limit_seconds`.
+generation is closed before any rank gets a signal: a thread of each rank waits for that, and the ranks that hold a step
+write it, each some parts. The agent waits for those that may bring a newer step than what is whole, for a limited time.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import contextlib
 import errno
 import mmap
 import os
-from collections.abc import Collection
+from collections.abc import Mapping
 
+from ddpjob import threads
 from ddpjob.core import memory
 
 MFD_NOEXEC_SEAL = 0x0008  # not in the os module; a kernel with vm.memfd_noexec=2 refuses files without it
 LOOK_SECONDS = 0.001
+LATE_LOOK_SECONDS = 0.02  # the state of each thread of each rank is read then
 
 
 class Memory:
@@ -33,6 +35,7 @@ class Memory:
         self._node = cells[: memory.NODE_CELLS]
         self._cells = [cells[(1 + rank) * page :][: memory.RANK_CELLS] for rank in range(ranks)]
         self._read = self._write = -1
+        self._written = b"", 0.0  # the parts as they were seen last, and when they had become so
 
     def begin(self, generation: int) -> None:
         """A generation starts: none of the last one runs any more. Raises OSError where no descriptor is left."""
@@ -53,22 +56,47 @@ class Memory:
             os.close(self._write)
             self._write = -1
 
-    def waits_for(self, local_ranks: Collection[int]) -> bool:
-        """Whether one of these ranks, which run, may still write the state."""
+    def waits_for(self, pids: Mapping[int, int], seconds: float) -> bool:
+        """Whether one of these ranks, which run, may still write the state.
+
+        pids: by local rank. seconds: since they were asked.
+        """
+        whole = self.whole
+        step = whole.step if whole is not None and whole.generation == self._node[memory.GENERATION] else 0
+        if self._node[memory.area_cell(self._newest_area, memory.AREA_ASSUMED)]:
+            step = 0  # who has saved writes over it
+        size, still = self._node[memory.RESERVED], self._still(seconds)
+        late = still >= memory.limit_seconds(size)  # before that it does not matter, and costs time
         return any(
-            self._cells[rank][memory.PID] and self._cells[rank][memory.ANSWER] == memory.NONE for rank in local_ranks
+            cells[memory.PID]
+            and cells[memory.ANSWER] == memory.NONE
+            and memory.is_waited_for(cells[memory.CLOCK], step, seconds, still, size, late and threads.is_held_up(pid))
+            for cells, pid in ((self._cells[rank], pid) for rank, pid in pids.items())
         )
 
-    @property
-    def limit_seconds(self) -> float:
-        """How long writing may take."""
-        return memory.limit_seconds(self._node[memory.RESERVED])
+    def _still(self, seconds: float) -> float:
+        """How long no part has been written, in seconds."""
+        written = bytes(self._node[memory.AREA_BEGUN :])
+        if written != self._written[0] or seconds < self._written[1]:
+            self._written = written, seconds
+        return seconds - self._written[1]
+
+    def look_again(self, seconds: float) -> float:
+        """When to ask that again, in seconds. seconds: since they were asked."""
+        return LOOK_SECONDS if seconds < memory.limit_seconds(self._node[memory.RESERVED]) else LATE_LOOK_SECONDS
 
     @property
     def whole(self) -> memory.Version | None:
         """The state that is whole here, but for its attempt; None: none."""
-        step, generation = self._node[memory.AREA_STEP], self._node[memory.AREA_GENERATION]
-        return memory.Version(0, generation, step) if step > 0 else None
+        return self._in_area(self._newest_area)
+
+    @property
+    def _newest_area(self) -> int:
+        return max(range(memory.AREAS), key=lambda area: self._in_area(area) or memory.Version(0, 0, 0))
+
+    def _in_area(self, area: int) -> memory.Version | None:
+        step = self._node[memory.area_cell(area, memory.AREA_STEP)]
+        return memory.Version(0, self._node[memory.area_cell(area, memory.AREA_GENERATION)], step) if step > 0 else None
 
     def _close_read(self) -> None:
         if self._read >= 0:

@@ -16,7 +16,7 @@ from ddpjob.agent.core.leader_state import Ended
 from ddpjob.agent.environment import Life
 from ddpjob.agent.heartbeats import Heartbeats
 from ddpjob.agent.logs import Files, Folder
-from ddpjob.agent.memory import LOOK_SECONDS, created
+from ddpjob.agent.memory import created
 from ddpjob.agent.oom_kills import Kills
 from ddpjob.agent.options import Options
 from ddpjob.agent.preload import ForkServer
@@ -44,7 +44,7 @@ class LocalRanks:
         self.beats: Heartbeats | None = None  # of this generation
         self._saved_before = 0  # by the generations before
         self.memory = created(options.nproc)
-        self._memory_until: float | None = None  # ranks may write the state before they get the signal
+        self._asked_at: float | None = None  # ranks write the state before they get the signal
         self._then: tuple[int, float] = (0, 0.0)  # that signal, and its grace
         self.failures: list[Failure] = []  # of this generation, in their order; not of ranks that were stopped
         self.stopped = False  # whether its ranks were ended for the group's sake
@@ -99,7 +99,7 @@ class LocalRanks:
         self._life, self._codes, self.failures = life, {}, []
         self._ranks = life.members.ranks(self._options.place, self._options.nproc)
         self.stopped, self.kill_at, self._killed_at, self._signals = False, None, None, set()
-        self.ended_well = self._memory_until = None
+        self.ended_well = self._asked_at = None
         self._kills.look()
         self._saved_before = self.saved_step
         if self.beats is not None:
@@ -146,16 +146,19 @@ class LocalRanks:
             self.stopped, self._stopped_at = True, time.time()
         if not (rescue and self._writes_state(now)):
             self._signal(number, grace_seconds, now)
-        elif self._memory_until is None:
-            assert self.memory is not None, "ranks write into it"
-            self._memory_until, self._then = now + self.memory.limit_seconds, (number, grace_seconds)
+        elif self._asked_at is None:
+            self._asked_at, self._then = now, (number, grace_seconds)
 
     def _writes_state(self, now: float) -> bool:
         """Whether ranks write the state into the memory of this node, after they are asked to."""
         if self.memory is None or self._waiting or self._signals or (self._life is not None and self._life.preflight):
             return False
         self.memory.order()
-        return self.memory.waits_for(self._pids) and (self._memory_until is None or now < self._memory_until)
+        return self._is_writing(now)
+
+    def _is_writing(self, now: float) -> bool:
+        since = 0.0 if self._asked_at is None else now - self._asked_at
+        return self.memory is not None and self.memory.waits_for(self._pids, since)
 
     def tell(self, number: int, grace_seconds: float, now: float) -> None:
         """As `stop`, for ranks that may have something to save: what they end with is theirs."""
@@ -171,7 +174,7 @@ class LocalRanks:
     def _signal(self, number: int, grace_seconds: float, now: float) -> None:
         """A later call can only shorten the time: a rank that got the signal, saved, and is on its way out has given up
         its handlers, and a second SIGTERM would make its 75 a 143."""
-        self._waiting, self._memory_until = False, None
+        self._waiting, self._asked_at = False, None
         if number not in self._signals:
             self._signals.add(number)
             for pid in self._pids.values():
@@ -181,8 +184,9 @@ class LocalRanks:
 
     def deadline(self, now: float) -> float | None:
         """When `tick` has something to do."""
-        if self._memory_until is not None and self.running:
-            return min(self._memory_until, now + LOOK_SECONDS)
+        if self._asked_at is not None and self.running:
+            assert self.memory is not None, "ranks write into it"
+            return now + self.memory.look_again(now - self._asked_at)
         if self.kill_at is None or not self.running:
             return None
         return self.kill_at if now < self.kill_at else now + KILL_AGAIN_SECONDS
@@ -198,8 +202,7 @@ class LocalRanks:
 
     def tick(self, now: float) -> None:
         """SIGKILL to those whose time is over; before that, the signal to those that have written the state."""
-        until = self._memory_until
-        if until is not None and (now >= until or self.memory is None or not self.memory.waits_for(self._pids)):
+        if self._asked_at is not None and not self._is_writing(now):
             self._signal(*self._then, now)
         if self.kill_at is not None and now >= self.kill_at and self._pids:
             processes.kill(self._pids.values())

@@ -10,7 +10,7 @@ from ddpjob.checkpoint.memory import Keeper
 from ddpjob.checkpoint.shared import Shared
 from ddpjob.core.memory import Found, Version
 from ddpjob.errors import StateError
-from ddpjob.group.join import World
+from ddpjob.group.join import World, store_of
 
 _ALONE = (
     "Snapshot() has no folder: the state is kept in the memory of the pods alone, and the training begins at step 0 "
@@ -88,7 +88,9 @@ class InMemory:
             return
         try:
             self._shared = Shared(where, self._present.attempt, self._present.generation)
-            self._keeper = Keeper(self._shared, self._world.rank, self._world.world_size, self._otherwise)
+            self._keeper = Keeper(
+                self._shared, self._world.rank, self._world.world_size, self._otherwise, store_of(self._world)
+            )
         except (OSError, ValueError) as error:
             process.log(f"rank {self._world.rank}: the state is not kept in memory: {error}; {self._otherwise}")
             return
@@ -110,6 +112,8 @@ class InMemory:
             return None
         if self._shared is not None and self._world.local_rank == 0 and rank in found.ranks:
             self._shared.count_load()
+        if self._keeper is not None:
+            self._keeper.loads(found.held.version)
         if fetched.seeded:
             process.log(
                 f"rank {rank}: its random states were lost with its node: seeded from another rank's, the same way at "

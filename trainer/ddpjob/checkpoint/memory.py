@@ -6,7 +6,8 @@ rank writes only what is small, into its slots of the agent's memory, and the re
 ends by an exception. From the next `optimizer.step()` until the next boundary nothing is written.
 
 That nothing large changes in between is not believed: on the first steps the bits are summed at both ends, and later
-the parameters' version counters are compared. A script in which it is otherwise goes on from its folder.
+the parameters' version counters are compared. For a script in which it is otherwise, and for a rank that trains alone,
+the state is copied while all goes well (`copies.py`).
 """
 
 import contextlib
@@ -19,12 +20,13 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ddpjob import process
-from ddpjob.checkpoint import packed, random_states, room
+from ddpjob import process, threads
+from ddpjob.checkpoint import copies, packed, random_states, room
+from ddpjob.checkpoint.copies import Boundary, Copies
 from ddpjob.checkpoint.kept import Kept
-from ddpjob.checkpoint.shared import Shared
+from ddpjob.checkpoint.shared import Shared, State
 from ddpjob.core import memory
-from ddpjob.core.memory import ANSWER, CLOCK, EARLY, PID, PROVEN, RESERVED, SAVED, UNABLE, Version
+from ddpjob.core.memory import ANSWER, CLOCK, COPIES, EARLY, PID, PROVEN, RESERVED, SAVED, UNABLE, Version
 from ddpjob.core.rules import RESUMABLE_EXIT_CODE
 from ddpjob.errors import StateError
 from ddpjob.reporting import termination
@@ -32,18 +34,23 @@ from ddpjob.reporting import termination
 PROOF_STEPS = 3
 AGAIN_SECONDS = 0.001
 DIRTY_SECONDS = 0.05  # more than the optimizer's step has usually taken
+TRIES_LEAST = 50  # to write the state; where the rank gets a processor it has hundreds
+STILL_SECONDS = 0.05  # a part of 16 MiB takes 4 ms on an idle machine
+HELD_UP = 4  # so many times that is waited, where the main thread does not wait for a peer
 SLACK = 1.05  # of the area: optimizers make the state of a parameter when it first has a gradient
 
 
 class Keeper:
     """What one process keeps in memory: the objects of one `Snapshot`."""
 
-    def __init__(self, shared: Shared, rank: int, world_size: int, otherwise: str) -> None:
-        """otherwise: what happens where nothing is kept, for the log."""
+    def __init__(self, shared: Shared, rank: int, world_size: int, otherwise: str, store: Any = None) -> None:
+        """otherwise: what happens where nothing is kept, for the log. store: of the group."""
         self._shared, self._rank, self._world_size, self._otherwise = shared, rank, world_size, otherwise
         self._kept: Kept | None = None
         self._assumed = False  # the objects are those of load(): save() has named none
         self._off = ""  # why nothing is kept
+        self._store = store
+        self._copies = Copies(shared, rank, world_size, store) if world_size == 1 else None
         self._lock = threading.Lock()  # held while parameters and optimizer state must not change
         self._stepped = True  # whether an optimizer has made a step since the last boundary
         self._versions: list[int] = []
@@ -54,7 +61,11 @@ class Keeper:
         self._room: threading.Thread | None = None
         self._resumed: tuple[int, int] = (0, 0)  # the step that was loaded from memory, and how often
         self._resumed_total = 0
+        self._loaded: Version | None = None
         self._answered = threading.Lock()
+        self._state: State | None = None  # what is being written
+        self._moved = 0, 0.0  # how many parts were written, and since when
+        self._tries = 0
         self._dirty_since = self._dirty_seconds = 0.0  # how long it takes from the optimizer's step to the boundary
         self._ends = False  # by an exception: no boundary follows
         self._told = False
@@ -75,6 +86,8 @@ class Keeper:
             self._off = why or "memory=False"
             self._shared.cells[PID] = 0
             self._shared.forget_slots()
+            if self._copies is not None:
+                self._copies.stop()
             if not quiet:
                 process.current.not_kept = why
                 process.log(f"rank {self._rank}: the state is not kept in memory: {why}; {self._otherwise}")
@@ -126,15 +139,25 @@ class Keeper:
             self._shared.cells[PID] = self._shared.node[PROVEN] = 0
             self._proofs_left = PROOF_STEPS
             self._shared.forget_slots()
+        if self._copies is not None:
+            self._copies.forget()
+
+    def loads(self, version: Version) -> None:
+        """All ranks load this state from memory."""
+        self._loaded = version
+        if self._copies is not None:
+            self._copies.loaded = version
 
     def resumed(self, step: int, loads: int, total: int) -> None:
         """This state was loaded from memory, so often by now, and nothing has changed it yet. total: of its bits."""
         self._resumed, self._resumed_total = (step, loads), total
+        if self._copies is not None:
+            self._copies.resumed(step)
 
     def boundary(self, step: int, *, named: bool = False) -> None:
         """Parameters and optimizer state are those of this step. named: with all that the script keeps, values too."""
         kept = self._kept
-        if kept is None or self._off or not self._stepped or os.getpid() != self._pid:
+        if kept is None or self._off or os.getpid() != self._pid or not (self._stepped or self._copies_instead):
             return
         if kept.by_value and not named:
             return  # of another step than this one
@@ -142,7 +165,37 @@ class Keeper:
             self.forget_assumed()
             return
         with self._guarded():
-            self._note(kept, int(step))
+            if not self._copies_instead:
+                self._note(kept, int(step))
+            if self._copies is not None and (self._copies.instead or not self._proofs_left):
+                self._copy(self._copies, kept, int(step), named)
+
+    @property
+    def _copies_instead(self) -> bool:
+        """Whether copies are all that is kept, because survivors could not write what they hold."""
+        return self._copies is not None and self._copies.instead
+
+    def _at(self, kept: Kept, step: int, named: bool) -> Boundary:
+        return Boundary(kept, step, named, lambda: self._slot(random_states.compact(), kept.small()), self._assumed)
+
+    def _copy(self, own: Copies, kept: Kept, step: int, named: bool) -> None:
+        at = self._at(kept, step, named)
+        if own.instead and not self._stepped:
+            own.again(at)
+        else:
+            self._stepped = False
+            own.boundary(at)
+
+    def _copy_because_of_changes(self, why: str) -> None:
+        """Parameters change between a boundary and the next step. why: for the log."""
+        if self._copies is None:
+            if self._store is None and self._world_size > 1:
+                raise StateError(why)
+            self._copies = Copies(self._shared, self._rank, self._world_size, self._store)
+            self._copies.resumed(self._resumed[0])
+            self._copies.loaded = self._loaded
+        self._proofs_left, self._sum, self._shared.cells[PID] = 0, None, 0
+        self._copies.begin_with_changes(why)
 
     def _note(self, kept: Kept, step: int) -> None:
         shared = self._shared
@@ -159,7 +212,7 @@ class Keeper:
         with self._lock:
             if self._dirty_since:
                 self._dirty_seconds = max(self._dirty_seconds, time.monotonic() - self._dirty_since)
-            self._versions, self._stepped = kept.versions(), False
+            self._versions, self._stepped, self._state = kept.versions(), False, None
             shared.cells[CLOCK] = 2 * step
         if not shared.cells[PID]:
             self._arm(kept, step)
@@ -170,6 +223,9 @@ class Keeper:
 
     def _arm(self, kept: Kept, step: int) -> None:
         """Nothing is promised to the agent before there is room, and proof."""
+        if self._shared.node[COPIES]:
+            self._copy_because_of_changes(copies.CHANGES)
+            return
         if self._shared.node[PROVEN]:
             self._proofs_left = 0
         if self._proofs_left:
@@ -209,7 +265,10 @@ class Keeper:
         with self._guarded():
             if self._sum is not None:
                 self._compare(kept)
-            self._write_early(kept)
+            if self._copies is not None:
+                self._copies.before_step(kept)
+            if not self._copies_instead:
+                self._write_early(kept)
         with self._lock:
             self._stepped, self._dirty_since = True, time.monotonic()
             self._shared.cells[CLOCK] |= 1
@@ -220,7 +279,10 @@ class Keeper:
         counted = kept.versions() == self._versions or step == self._resumed[0]
         if packed.total(packed.tensors_of(kept.large())) != before or not counted:
             self._shared.node[PROVEN] = 0
-            raise StateError(f"parameters or optimizer state changed between step {step} and the next optimizer.step()")
+            self._copy_because_of_changes(
+                f"parameters or optimizer state changed between step {step} and the next optimizer.step()"
+            )
+            return
         self._proofs_left -= 1
         if self._proofs_left == 0:
             self._shared.write_proof(step, before)
@@ -230,9 +292,10 @@ class Keeper:
         """Called in each backward, before this rank's gradients can all have reached the others: from then on they may
         make the step, and this rank be killed before it comes to it."""
         kept = self._kept
-        if kept is not None and not self._off and not self._stepped and os.getpid() == self._pid:
-            with self._guarded():
-                self._write_early(kept)
+        if kept is None or self._off or self._stepped or self._copies_instead or os.getpid() != self._pid:
+            return
+        with self._guarded():
+            self._write_early(kept)
 
     def _write_early(self, kept: Kept) -> None:
         """A rank that is killed before the next boundary leaves its random states; the others have the rest."""
@@ -265,20 +328,31 @@ class Keeper:
             cells = self._shared.cells
             if not cells[PID] or cells[ANSWER] != memory.NONE:
                 return
-            began = time.monotonic()
-            limit = memory.limit_seconds(self._shared.node[RESERVED])
-            answer = None
+            answer, began = None, time.monotonic()
+            self._moved, self._tries = (0, began), 0
             with self._guarded():
-                while answer is None and time.monotonic() < began + limit:
-                    answer = self._try_to_save(is_patient=time.monotonic() < began + limit / 2)
+                while answer is None and self._has_time(began):
+                    answer = self._try_to_save(is_patient=self._has_time(began, 0.5))
+                    self._tries += 1
                     if answer is None:
                         time.sleep(AGAIN_SECONDS)
+            self._state = None
             cells[ANSWER] = answer or UNABLE
+
+    def _has_time(self, began: float, part: float = 1.0) -> bool:
+        """Whether that part of the time is not over. By tries too: a rank without a processor has only lost time."""
+        size, now = self._shared.node[RESERVED], time.monotonic()
+        is_early = now < (self._moved[1] if part == 1 else began) + part * memory.limit_seconds(size)
+        return now < began + part * memory.longest_seconds(size) and (is_early or self._tries < part * TRIES_LEAST)
 
     def _try_to_save(self, *, is_patient: bool) -> int | None:
         """What is to be told to the agent; None: not yet."""
         shared, kept = self._shared, self._kept
         if kept is None or self._off or not shared.is_current:
+            return UNABLE
+        if self._copies is not None and (self._copies.instead or shared.node[COPIES]):
+            return self._copies.finish(kept)
+        if shared.node[COPIES]:
             return UNABLE
         with self._lock:
             clock = shared.cells[CLOCK]
@@ -286,14 +360,14 @@ class Keeper:
                 return None if self._comes_to_a_boundary(kept) else UNABLE
             step = memory.step_of(clock)
             if kept.versions() != self._versions and not self._is_as_loaded(kept, step):
+                shared.node[COPIES] = memory.CHANGED  # from the next generation on
                 raise StateError(f"parameters changed after step {step}, and by no optimizer.step()")
-            with shared.locked() as alone:
-                own = Version(shared.attempt, shared.generation, step)
-                if memory.is_there(shared.held(), own, assumed=self._assumed):
-                    return SAVED
-                if not alone or (is_patient and memory.turn(clock, shared.clocks_of_others()) == "wait"):
-                    return None
-                return self._save(kept, step)
+            own = Version(shared.attempt, shared.generation, step)
+            if memory.is_there(shared.held(), own, assumed=self._assumed):
+                return SAVED
+            if is_patient and memory.turn(clock, shared.clocks_of_others()) == "wait":
+                return None
+            return self._write(kept, step)
 
     def _is_as_loaded(self, kept: Kept, step: int) -> bool:
         """Whether the bits are those that were loaded: DistributedDataParallel writes the same ones again when it takes
@@ -302,16 +376,36 @@ class Keeper:
 
     def _comes_to_a_boundary(self, kept: Kept) -> bool:
         """Whether it is worth to wait: the rank is within the optimizer's step, and no peer is needed to its end."""
-        usual = 2 * self._dirty_seconds + DIRTY_SECONDS
-        return not (self._ends or kept.by_value or time.monotonic() > self._dirty_since + usual)
+        usual, taken = 2 * self._dirty_seconds + DIRTY_SECONDS, time.monotonic() - self._dirty_since
+        if self._ends or kept.by_value or taken > HELD_UP * usual:
+            return False
+        return taken < usual or threads.would_run(self._pid, self._pid)
 
-    def _save(self, kept: Kept, step: int) -> int:
+    def _write(self, kept: Kept, step: int) -> int | None:
+        """Write what the other ranks of this node do not; None: the state is not whole yet."""
+        shared, now = self._shared, time.monotonic()
+        loads = self._resumed[1] if step == self._resumed[0] else 0
+        if self._copies is not None and self._copies.write_now(self._at(kept, step, False), loads):
+            return SAVED
+        if (done := shared.parts_done(step)) != self._moved[0]:
+            self._moved = done, now
+        takes_over = now > self._moved[1] + STILL_SECONDS
+        helps = memory.helps(shared.local_rank, shared.others(), len(os.sched_getaffinity(0)))
+        if not (helps or takes_over) or not shared.has_work(step, takes_over=takes_over):
+            return None
+        if self._state is None or self._state.step != step:
+            self._state = self._state_of(kept, step)
+        with shared.begun(self._state) as is_begun:
+            if is_begun and shared.write_parts(self._state, takes_over=takes_over):
+                return SAVED
+        return None
+
+    def _state_of(self, kept: Kept, step: int) -> State:
         state = packed.pack(kept.large())
         if state.size > self._shared.node[RESERVED]:
             raise StateError(f"it has grown to {state.size >> 20} MiB")
         resumed, loads = self._resumed
-        self._shared.write_area(state, step, loads if step == resumed else 0, assumed=self._assumed)
-        return SAVED
+        return State(state, step, loads if step == resumed else 0, assumed=self._assumed)
 
     @contextlib.contextmanager
     def _guarded(self) -> Any:

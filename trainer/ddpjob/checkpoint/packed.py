@@ -5,9 +5,11 @@ large one. The bytes are read by the same version of everything, in the same pod
 nothing but plain values is unpickled.
 """
 
+import bisect
 import collections
 import ctypes
 import io
+import itertools
 import os
 import pickle
 import zlib
@@ -68,13 +70,37 @@ def pack(value: Any) -> Packed:
 
 def write(descriptor: int, offset: int, packed: Packed) -> None:
     """Write it there. Raises OSError, with ENOSPC where not all of it was written."""
-    parts: list[Any] = [packed.head]
+    _transfer(_views(packed), offset, lambda buffers, at: os.pwritev(descriptor, buffers, at))
+
+
+class Parts:
+    """The same bytes, of which any part can be written by itself. The tensors are the live ones."""
+
+    def __init__(self, packed: Packed) -> None:
+        self._packed = packed  # what lives as long as the views
+        self._views = [memoryview(view).cast("B") for view in _views(packed) if len(view)]
+        self._starts = [0, *itertools.accumulate(map(len, self._views))]
+
+    def write(self, descriptor: int, offset: int, begin: int, end: int) -> None:
+        """Write the bytes from `begin` to `end` to where they belong in what begins at `offset`. Raises OSError."""
+        first = bisect.bisect_right(self._starts, begin) - 1
+        part = []
+        for start, view in zip(self._starts[first:-1], self._views[first:], strict=True):
+            if start >= end:
+                break
+            part.append(view[max(0, begin - start) : end - start])
+        _transfer(part, offset + begin, lambda buffers, at: os.pwritev(descriptor, buffers, at))
+
+
+def _views(packed: Packed) -> list[Any]:
+    """The memory of all of it, one after the other."""
+    views: list[Any] = [packed.head]
     end = 0
     for layout, tensor in zip(packed.layouts, packed.tensors, strict=True):
-        parts.append(b"\0" * (layout.offset - end))
-        parts.append(_bytes_of(tensor))
+        views.append(b"\0" * (layout.offset - end))
+        views.append(_bytes_of(tensor))
         end = layout.offset + layout.size
-    _transfer(parts, offset, lambda buffers, at: os.pwritev(descriptor, buffers, at))
+    return views
 
 
 def as_bytes(packed: Packed) -> bytes:

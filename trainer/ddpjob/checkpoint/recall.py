@@ -17,7 +17,7 @@ from ddpjob.checkpoint import packed, random_states
 from ddpjob.checkpoint.kept import merged
 from ddpjob.checkpoint.shared import Shared
 from ddpjob.core import memory
-from ddpjob.core.memory import EARLY, Found, Held, Mark, Proof, Version
+from ddpjob.core.memory import COPY_SLOTS, EARLY, Found, Held, Mark, Proof, Version
 from ddpjob.errors import StateError
 from ddpjob.group import gather
 
@@ -27,7 +27,7 @@ PIECE_BYTES = 64 << 20
 def find(shared: Shared | None, rank: int, world_size: int, present: Version) -> Found | None:
     """The newest whole state in memory, the same answer on all ranks. shared: None where this node has no memory."""
     held, proof = (None, None) if shared is None else (shared.held(), shared.proof())
-    own = [0] * 7 if held is None else [1, held.version.generation, held.version.step, *map(int, held[1:])]
+    own = [0] * 8 if held is None else [1, held.version.generation, held.version.step, *map(int, held[1:])]
     own += [0] * 4 if proof is None else [1, *proof]
     mark = None if shared is None else shared.mark()
     own += [0] * 3 if mark is None else mark
@@ -35,8 +35,8 @@ def find(shared: Shared | None, rank: int, world_size: int, present: Version) ->
     found = memory.newest(
         [_held(row, present.attempt) if row[0] else None for row in rows],
         present,
-        [Proof(*row[8:11]) if row[7] else None for row in rows],
-        [Mark(*row[11:]) if row[12] else None for row in rows],
+        [Proof(*row[9:12]) if row[8] else None for row in rows],
+        [Mark(*row[12:]) if row[13] else None for row in rows],
     )
     if isinstance(found, Found):
         return found
@@ -46,7 +46,7 @@ def find(shared: Shared | None, rank: int, world_size: int, present: Version) ->
 
 
 def _held(row: list[int], attempt: int) -> Held:
-    return Held(Version(attempt, row[1], row[2]), row[3], row[4], row[5], bool(row[6]))
+    return Held(Version(attempt, row[1], row[2]), row[3], row[4], row[5], bool(row[6]), row[7])
 
 
 class Fetched(NamedTuple):
@@ -115,9 +115,10 @@ def _checked(large: Any, small: Any, found: Found, names: AbstractSet[str]) -> d
 
 
 def _slots(shared: Shared | None, version: Version, rank: int, world_size: int) -> tuple[Any, Any]:
-    """What this rank wrote at the boundary of that step, and before the optimizer's step that led to it."""
+    """What this rank wrote at the boundary of that step, or with its copy; and before the optimizer's step that led to
+    it."""
     found: list[Any] = []
-    for slots in (range(EARLY), [EARLY]):
+    for slots in ([*range(EARLY), *COPY_SLOTS], [EARLY]):
         value = None
         for slot in slots:
             if shared is not None and shared.slot_version(slot) == version:

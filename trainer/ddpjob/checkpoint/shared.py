@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,11 +12,17 @@ from ddpjob.checkpoint import packed
 from ddpjob.core import memory
 from ddpjob.core.memory import (
     AREA_ASSUMED,
+    AREA_BEGUN,
     AREA_BYTES,
+    AREA_EVERY,
     AREA_GENERATION,
+    AREA_HEAD,
     AREA_LOADS,
     AREA_STEP,
     AREA_SUM,
+    DONE,
+    FIRST_PART,
+    FREE,
     GENERATION,
     PROOF_GENERATION,
     PROOF_STEP,
@@ -27,6 +34,25 @@ from ddpjob.core.memory import (
     Version,
 )
 
+_OF_HELD = AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED, AREA_EVERY
+
+
+class State:
+    """What one rank holds at a step, to be written by all ranks of its node that hold the same."""
+
+    def __init__(self, packed_state: packed.Packed, step: int, loads: int, *, assumed: bool) -> None:
+        self.step, self.size, self.parts = step, packed_state.size, packed.Parts(packed_state)
+        total, head = packed.total(packed_state.tensors), zlib.crc32(packed_state.head)
+        self.cells = {
+            AREA_LOADS: loads,
+            AREA_BYTES: self.size,
+            AREA_SUM: total,
+            AREA_ASSUMED: int(assumed),
+            AREA_HEAD: head,
+            AREA_EVERY: 0,
+        }
+        """That must be equal where two ranks write parts of one state."""
+
 
 class Shared:
     """One rank's view of its agent's memory."""
@@ -35,7 +61,7 @@ class Shared:
         """where: DDPJOB_MEMORY. Raises OSError, ValueError where the agent or its memory is not there."""
         agent, file, pipe, ranks, local_rank = map(int, where.split(":"))
         self._path, self._pipe_path = f"/proc/{agent}/fd/{file}", f"/proc/{agent}/fd/{pipe}"
-        self.attempt, self.generation, self.local_rank, self._ranks = attempt, generation, local_rank, ranks
+        self.attempt, self.generation, self.local_rank, self.ranks = attempt, generation, local_rank, ranks
         self._opened = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         self._identity = _identity(self._opened)
         self.pipe = os.open(self._pipe_path, os.O_RDONLY | os.O_CLOEXEC)
@@ -58,68 +84,173 @@ class Shared:
         """Whether the ranks that run on this node are of this generation."""
         return bool(self.node[GENERATION] == self.generation)
 
+    def others(self) -> set[int]:
+        """The other local ranks that live, take part, and have not answered yet."""
+        return {
+            rank
+            for rank, cells in enumerate(self._all)
+            if rank != self.local_rank
+            and cells[memory.PID]
+            and cells[memory.ANSWER] == memory.NONE
+            and os.path.exists(f"/proc/{cells[memory.PID]}")
+        }
+
     def clocks_of_others(self) -> list[int]:
-        """Of the ranks of this node that live, take part, and have not answered yet."""
-        others = [cells for rank, cells in enumerate(self._all) if rank != self.local_rank]
-        waiting = [cells for cells in others if cells[memory.PID] and cells[memory.ANSWER] == memory.NONE]
-        return [cells[memory.CLOCK] for cells in waiting if os.path.exists(f"/proc/{cells[memory.PID]}")]
+        """Of those."""
+        return [self._all[rank][memory.CLOCK] for rank in self.others()]
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[bool]:
         """Whether this process alone writes the area now. Who dies gives the lock back, a fork of it has no part."""
         descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-            else:
-                yield True
+            yield _locks(descriptor, fcntl.LOCK_EX)
         finally:
             os.close(descriptor)
 
     # ---- the area: under the lock --------------------------------------------------------------------------
 
-    def reserve(self, size: int) -> None:
-        """Take memory for so many bytes of the area. Raises OSError."""
-        if self.node[RESERVED] < size:
-            os.posix_fallocate(self._file, self._area, size)
-            self.node[RESERVED] = size
+    def reserve(self, size: int, area: int = 0) -> None:
+        """Take memory for so many bytes of an area. Raises OSError."""
+        if self.reserved(area) < size:
+            os.posix_fallocate(self._file, self._place(area), size)
+            self.node[memory.area_cell(area, RESERVED)] = size
 
-    def write_area(self, state: packed.Packed, step: int, loads: int, *, assumed: bool) -> None:
-        """Replace what is there; until it ends, nothing is. Raises OSError."""
-        self.node[AREA_STEP] = 0
-        packed.write(self._file, self._area, state)
-        self.node[AREA_GENERATION], self.node[AREA_LOADS] = self.generation, loads
-        self.node[AREA_BYTES], self.node[AREA_SUM] = state.size, packed.total(state.tensors)
-        self.node[AREA_ASSUMED] = assumed
-        self.node[AREA_STEP] = step
+    def reserved(self, area: int = 0) -> int:
+        """For how many bytes of an area memory is taken."""
+        size: int = self.node[memory.area_cell(area, RESERVED)]
+        return size
 
     def held(self) -> Held | None:
-        """What the area has."""
-        step = self.node[AREA_STEP]
+        """The newest that an area has."""
+        return self.held_in(self._newest_area)
+
+    def held_in(self, area: int) -> Held | None:
+        """What this area has."""
+        step, generation, *others = (self.node[memory.area_cell(area, cell)] for cell in _OF_HELD)
         if step <= 0:
             return None
-        version = Version(self.attempt, self.node[AREA_GENERATION], step)
-        node = self.node
-        return Held(version, node[AREA_LOADS], node[AREA_BYTES], node[AREA_SUM], bool(node[AREA_ASSUMED]))
+        loads, size, total, assumed, every = others
+        return Held(Version(self.attempt, generation, step), loads, size, total, bool(assumed), every)
+
+    @property
+    def _newest_area(self) -> int:
+        none = Version(0, 0, 0)
+        return max(range(memory.AREAS), key=lambda area: held.version if (held := self.held_in(area)) else none)
+
+    def _place(self, area: int) -> int:
+        return self._area + area * memory.OTHER_AREA_OFFSET
 
     def count_load(self) -> None:
-        """What the area has was loaded once more."""
-        self.node[AREA_LOADS] += 1
+        """The newest of the areas was loaded once more."""
+        self.node[memory.area_cell(self._newest_area, AREA_LOADS)] += 1
 
     def read_area(self, size: int) -> Any:
-        """The value. Raises StateError."""
-        return packed.read(self._file, self._area, size)
+        """The newest value. Raises StateError."""
+        return packed.read(self._file, self._place(self._newest_area), size)
 
     def read_area_into(self, data: memoryview) -> None:
-        """The bytes, for a peer. Raises OSError."""
-        done = 0
+        """The bytes of the newest, for a peer. Raises OSError."""
+        done, place = 0, self._place(self._newest_area)
         while done < len(data):
-            count = os.preadv(self._file, [data[done : done + (1 << 30)]], self._area + done)
+            count = os.preadv(self._file, [data[done : done + (1 << 30)]], place + done)
             if count <= 0:
                 raise OSError(5, "the memory is shorter than it was")
             done += count
+
+    # ---- the areas: copies ---------------------------------------------------------------------------------
+
+    def write_copy(self, area: int, state: packed.Packed, held: Held) -> None:
+        """Write a state over what an area has; it counts from `count_copy` on. Raises OSError."""
+        self.forget_copy(area)
+        packed.Parts(state).write(self._file, self._place(area), 0, state.size)
+        values = (held.version.generation, held.loads, held.size, held.total, int(held.assumed), held.every)
+        for cell, value in zip(_OF_HELD[1:], values, strict=True):
+            self.node[memory.area_cell(area, cell)] = value
+
+    def count_copy(self, area: int, step: int) -> None:
+        """What was written is whole."""
+        self.node[memory.area_cell(area, AREA_STEP)] = step
+
+    def forget_copy(self, area: int) -> None:
+        """Nothing is there."""
+        if area == 0:
+            self.node[AREA_BEGUN] = 0
+        self.node[memory.area_cell(area, AREA_STEP)] = 0
+
+    # ---- the area: its parts -------------------------------------------------------------------------------
+
+    def _parts(self) -> memoryview:
+        """The cells of the parts of what is begun."""
+        count = len(memory.parts(self.node[AREA_BYTES]))
+        return self.node[FIRST_PART : FIRST_PART + min(count, memory.PARTS_MAX)]
+
+    def parts_done(self, step: int) -> int:
+        """How many parts of the state of this step are written."""
+        return sum(cell == DONE for cell in self._parts()) if self._is_begun(step) else 0
+
+    def has_work(self, step: int, *, takes_over: bool) -> bool:
+        """Whether this rank has a part to write, or a state to begin or to call whole."""
+        return not self._is_begun(step) or all(c == DONE for c in self._parts()) or self._next(takes_over) is not None
+
+    def _is_begun(self, step: int) -> bool:
+        return self.node[AREA_BEGUN] == step and self.node[AREA_GENERATION] == self.generation
+
+    def _next(self, takes_over: bool) -> int | None:
+        return memory.next_part(self._parts(), self.local_rank, self.ranks, self.others(), takes_over=takes_over)
+
+    @contextlib.contextmanager
+    def begun(self, state: State) -> Iterator[bool]:
+        """Whether the area is for this state now; while it is, nobody begins another one. Who dies gives that back.
+
+        What is there is lost as soon as another state is begun.
+        """
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if _locks(descriptor, fcntl.LOCK_SH) and not self._is_for(state) and _locks(descriptor, fcntl.LOCK_EX):
+                own = Version(self.attempt, self.generation, state.step)
+                if not memory.is_there(self.held(), own, assumed=bool(state.cells[AREA_ASSUMED])):
+                    self._begin(state)
+            yield _locks(descriptor, fcntl.LOCK_SH) and self._is_for(state)
+        finally:
+            os.close(descriptor)
+
+    def _is_for(self, state: State) -> bool:
+        return self._is_begun(state.step) and all(self.node[cell] == value for cell, value in state.cells.items())
+
+    def _begin(self, state: State) -> None:
+        self.node[AREA_STEP] = self.node[AREA_BEGUN] = 0
+        self.node[AREA_GENERATION] = self.generation
+        for cell, value in state.cells.items():
+            self.node[cell] = value
+        parts = self._parts()
+        for part in range(len(parts)):
+            parts[part] = FREE
+        self.node[AREA_BEGUN] = state.step
+
+    def write_parts(self, state: State, *, takes_over: bool) -> bool:
+        """Write what others do not, where the state is begun; whether it is whole now. Raises OSError."""
+        parts, places = self._parts(), memory.parts(state.size)
+        while (part := self._next(takes_over)) is not None:
+            parts[part] = 1 + self.local_rank
+            state.parts.write(self._file, self._area, *places[part])
+            parts[part] = DONE
+        if not all(cell == DONE for cell in parts):
+            return False
+        self.node[AREA_STEP] = state.step
+        return True
+
+    def all_have_copied(self, step: int) -> bool:
+        """Whether each rank of this node has written a slot with its copy of this step."""
+        cell = memory.slot_cell
+        return all(
+            any(
+                cells[cell(slot, memory.SLOT_STEP)] == step
+                and cells[cell(slot, memory.SLOT_GENERATION)] == self.generation
+                for slot in memory.COPY_SLOTS
+            )
+            for cells in self._all
+        )
 
     # ---- the slots of this rank ----------------------------------------------------------------------------
 
@@ -129,7 +260,7 @@ class Shared:
         self.cells[cell(slot, memory.SLOT_STEP)] = 0
         if value.size > memory.SECTION_BYTES:
             raise OSError(28, "too large for its slot")
-        packed.write(self._file, memory.slot_offset(self.local_rank, slot, self._ranks), value)
+        packed.write(self._file, memory.slot_offset(self.local_rank, slot, self.ranks), value)
         self.cells[cell(slot, memory.SLOT_GENERATION)] = self.generation
         self.cells[cell(slot, memory.SLOT_BYTES)] = value.size
         self.cells[cell(slot, memory.SLOT_STEP)] = step
@@ -150,17 +281,27 @@ class Shared:
         generation = self.cells[memory.slot_cell(slot, memory.SLOT_GENERATION)]
         return Version(self.attempt, generation, step) if step > 0 else None
 
+    def write_mark(self, step: int, before: int) -> None:
+        """The last boundaries of this rank, where it writes no slot at each."""
+        self.cells[memory.MARK_STEP] = 0
+        self.cells[memory.MARK_GENERATION], self.cells[memory.MARK_BEFORE] = self.generation, before
+        self.cells[memory.MARK_STEP] = step
+
     def mark(self) -> Mark | None:
         """The last boundaries of this rank, or of the one that was in its place; None: there were fewer than two."""
+        marks: list[Mark] = []
+        generation, step, before = (self.cells[memory.MARK_GENERATION + number] for number in range(3))
+        if before > 0 and step > 0:
+            marks.append(Mark(generation, step, before))
         one, other = (self.slot_version(slot) for slot in range(memory.EARLY))
-        if one is None or other is None or one.generation != other.generation:
-            return None
-        return Mark(one.generation, max(one.step, other.step), min(one.step, other.step))
+        if one is not None and other is not None and one.generation == other.generation:
+            marks.append(Mark(one.generation, max(one.step, other.step), min(one.step, other.step)))
+        return max(marks, default=None)
 
     def read_slot(self, slot: int) -> Any:
         """The value. Raises StateError."""
         size = self.cells[memory.slot_cell(slot, memory.SLOT_BYTES)]
-        return packed.read(self._file, memory.slot_offset(self.local_rank, slot, self._ranks), size)
+        return packed.read(self._file, memory.slot_offset(self.local_rank, slot, self.ranks), size)
 
     # ---- the proof that ranks are replicas -----------------------------------------------------------------
 
@@ -174,6 +315,15 @@ class Shared:
         """Of this rank, or of the one that was in its place."""
         step = self.cells[PROOF_STEP]
         return Proof(self.cells[PROOF_GENERATION], step, self.cells[PROOF_SUM]) if step > 0 else None
+
+
+def _locks(descriptor: int, kind: int) -> bool:
+    """Whether it has this lock now, without waiting."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _identity(descriptor: int) -> tuple[int, int]:

@@ -4,25 +4,40 @@ One file without a name for each agent (`agent/memory.py` owns it, `checkpoint/m
 
     page 0                  cells of 8 bytes for the node, NODE_CELLS
     page 1 + local rank     cells of that rank, RANK_CELLS
-    SECTION_BYTES a slot    three slots a rank: what is small, at its last two boundaries, and before the next step
-    the area                the whole state, written by a surviving rank after a failure
+    SECTION_BYTES a slot    of each rank, what is small: at its last two boundaries, before the next step, at its last
+                            three copies
+    the area                the whole state, written after a failure by the surviving ranks, in parts
+    the other area          only where the state is copied by cadence (`copies.py`): the two are written in turns, so
+                            that a copy that is cut short leaves the one before it
 
 A cell that says that something is whole is written last. Who was in the middle of writing has left a 0 there: what is
 not whole does not exist.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 PAGE_BYTES = 4096
-SLOTS = 3
+SLOTS = 6
 EARLY = 2
 """The third slot: random states and buffers as they are before the optimizer's step."""
+COPY_SLOTS = range(3, SLOTS)
+"""Three, because a rank may be at the next copy before the writer has said that the last one is whole."""
+AREAS = 2
+OTHER_AREA_OFFSET = 1 << 46
+"""From one area to the other: addresses in a file that takes memory only where it is written."""
 SECTION_BYTES = 64 << 20
 """Reserved addresses, not memory: a slot takes what is written into it."""
 
+PART_BYTES = 16 << 20
+PARTS_MAX = 256
+FREE, DONE = 0, -1
+"""Of a part; a positive number is that of the local rank that writes it, and one more."""
+
 GENERATION, RESERVED, PROVEN, AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED = range(9)
-NODE_CELLS = 9
+AREA_BEGUN, AREA_HEAD, FIRST_PART = range(9, 12)
+OTHER_AREA = FIRST_PART + PARTS_MAX
+AREA_EVERY, OTHER_EVERY, OTHER_RESERVED, COPIES, NODE_CELLS = range(OTHER_AREA + 6, OTHER_AREA + 11)
 """Of the node.
 
 GENERATION      of the ranks that run here: no others write
@@ -31,11 +46,20 @@ PROVEN          1: ranks have proved that nothing large changes between a bounda
 AREA_STEP       of the state in the area, written last; 0: none
 AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED  of that state: who wrote it, how often it was loaded
                 without a new step after it, its length, the sum of its bits, and whether it is assumed (Held)
+AREA_BEGUN      the step of the state of which the parts are; written after the cells above when its first writer begins
+AREA_HEAD       a checksum of how that state is laid out
+FIRST_PART      and the PARTS_MAX - 1 after it: FREE, DONE, or who writes the part
+OTHER_AREA      and those after it: of the other area, what AREA_STEP to AREA_ASSUMED are of the first
+AREA_EVERY, OTHER_EVERY  how many steps later the next copy was due; 0: it was written after a failure
+OTHER_RESERVED  as RESERVED, of the other area
+COPIES          CHANGED: a rank has seen that parameters change between a boundary and the next step, so the state is
+                copied; PLACED: and that `should_stop` finds the same as `save`
 """
+CHANGED, PLACED = 1, 2
 
 PID, CLOCK, ANSWER, PROOF_GENERATION, PROOF_STEP, PROOF_SUM, FIRST_SLOT = range(7)
 SLOT_STEP, SLOT_GENERATION, SLOT_BYTES = range(3)
-RANK_CELLS = FIRST_SLOT + 3 * SLOTS
+MARK_GENERATION, MARK_STEP, MARK_BEFORE, RANK_CELLS = range(FIRST_SLOT + 3 * SLOTS, FIRST_SLOT + 3 * SLOTS + 4)
 """Of a rank.
 
 PID             of the process that takes part; 0: none
@@ -43,6 +67,7 @@ CLOCK           2 × step at a boundary, one more from the next optimizer.step()
 ANSWER          after a failure, one of the answers below
 PROOF_GENERATION, PROOF_STEP, PROOF_SUM  the sum of the bits of parameters and optimizer state at that boundary
 SLOT_STEP, SLOT_GENERATION, SLOT_BYTES  of each slot; SLOT_STEP is written last, 0: nothing is there
+MARK_GENERATION, MARK_STEP, MARK_BEFORE  its last boundary and the one before, where it writes no slot at each
 """
 NONE, SAVED, UNABLE = range(3)
 
@@ -51,6 +76,8 @@ LOADS_MAX = 3
 LOADS_ASSUMED_MAX = 1
 """The same for a state that is assumed: the script may need more than that, and then fails at once."""
 SECONDS_LEAST, BYTES_A_SECOND = 0.5, 500e6
+SECONDS_MORE = 10.0
+"""Besides, for ranks that write, or would, but get no processor or wait for a disk."""
 MARGIN = 1.1
 
 
@@ -73,6 +100,8 @@ class Held(NamedTuple):
     """The sum of its bits, the same on all holders."""
     assumed: bool = False
     """It has what `load` named, because `save` had named nothing yet."""
+    every: int = 0
+    """It is a copy, and the next one was due so many steps later; 0: it was written after a failure."""
 
 
 class Proof(NamedTuple):
@@ -120,7 +149,7 @@ def newest(
     if (differ := _not_replicas(proofs)) is not None:
         return f"rank {differ} did not hold the same parameters as the others"
     for rank, mark in enumerate(marks):
-        if mark is not None and _is_apart(mark, best.version):
+        if mark is not None and _is_apart(mark, best):
             return f"the state is of step {best.version.step}, and rank {rank} was at step {mark.step}"
     most = LOADS_ASSUMED_MAX if best.assumed else LOADS_MAX
     if best.loads >= most and not any(mark is not None and _follows(mark, best.version) for mark in marks):
@@ -135,11 +164,13 @@ def _that_count(held: Sequence[Held | None], present: Version) -> list[Held | No
     return [None if one is not None and one.assumed and one.version[:2] in named else one for one in past]
 
 
-def _is_apart(mark: Mark, version: Version) -> bool:
-    """Whether a rank of that generation counts otherwise."""
-    if mark.generation != version.generation:
+def _is_apart(mark: Mark, held: Held) -> bool:
+    """Whether a rank of that generation counts otherwise. After a copy it goes on to the next one, or the one after
+    that, where the next is cut short."""
+    if mark.generation != held.version.generation:
         return False
-    return abs(mark.step - version.step) > max(1, mark.step - mark.before)
+    ahead = mark.step - held.version.step
+    return not -max(1, mark.step - mark.before) <= ahead <= max(1, mark.step - mark.before) + 2 * held.every
 
 
 def _follows(mark: Mark, version: Version) -> bool:
@@ -185,6 +216,40 @@ def turn(own: int, others: Sequence[int]) -> Literal["write", "wait"]:
     return "wait" if any(other > own for other in others) else "write"
 
 
+def parts(size: int) -> list[tuple[int, int]]:
+    """Where each part of a state of so many bytes begins and ends."""
+    length = max(PART_BYTES, -(-size // PARTS_MAX))
+    return [(begin, min(size, begin + length)) for begin in range(0, size, length)]
+
+
+def next_part(
+    cells: Sequence[int], own: int, ranks: int, living: Collection[int], *, takes_over: bool = False
+) -> int | None:
+    """The part that a local rank writes next; None: all are written, or others write them.
+
+    cells: of all parts. ranks: of the node. living: the other local ranks that live and take part. takes_over: whether
+    nothing has become ready for a while. Each begins with a share of its own, then takes what nobody writes, then the
+    parts of those who died, at last those of the ones that stand still: all write the same bits, so a part that two
+    ranks write is the same.
+    """
+    first = own * len(cells) // ranks
+    order = [(first + number) % len(cells) for number in range(len(cells))]
+    free = next((part for part in order if cells[part] == FREE), None)
+    if free is not None:
+        return free
+    begun = [part for part in order if cells[part] != DONE]
+    abandoned = [part for part in begun if cells[part] - 1 not in living]
+    return next(iter(abandoned or (begun if takes_over else [])), None)
+
+
+def helps(own: int, living: Collection[int], processors: int) -> bool:
+    """Whether a local rank writes parts at once: as many do as there are processors.
+
+    Each of them reads all that it holds, to know that it holds the same. The rest write when nothing becomes ready.
+    """
+    return sum(other < own for other in living) < processors
+
+
 def is_there(held: Held | None, version: Version, *, assumed: bool) -> bool:
     """Whether a node already holds what a rank would write: as new, or what a rank of its generation has saved, which
     counts before what another one assumes. assumed: whether the rank assumes it."""
@@ -194,14 +259,39 @@ def is_there(held: Held | None, version: Version, *, assumed: bool) -> bool:
 
 
 def limit_seconds(size: int) -> float:
-    """How long the ranks of a node may take to write a state of so many bytes."""
+    """How long the ranks of a node may take to write a state of so many bytes, or a part of it."""
     return SECONDS_LEAST + max(0, size) / BYTES_A_SECOND
+
+
+def longest_seconds(size: int) -> float:
+    """How long they may take where they come on, but slowly."""
+    return 4 * limit_seconds(size) + SECONDS_MORE
+
+
+def is_waited_for(clock: int, whole: int, seconds: float, still: float, size: int, is_held_up: bool) -> bool:
+    """Whether the agent waits for a rank that has not answered, before it ends the ranks of its node.
+
+    clock: of the rank. whole: the step of the state that this generation has left whole; 0: none. seconds: since ranks
+    were asked to write. still: seconds since a part was written last. size: of the state, in bytes. is_held_up: whether
+    the rank has a thread that would run.
+    """
+    if whole and clock <= 2 * whole:
+        return False  # what it holds is there
+    limit = limit_seconds(size)
+    return seconds < longest_seconds(size) and (still < limit or is_held_up)
 
 
 def fits(size: int, limit: int | None, used: int, free: int | None) -> bool:
     """Whether an area of that size has room; all in bytes. limit: of the container, free: of the machine; or None."""
     needed = int(size * MARGIN)
     return (limit is None or used + needed <= limit) and (free is None or needed <= free)
+
+
+def area_cell(area: int, cell: int) -> int:
+    """Where AREA_STEP to AREA_ASSUMED, AREA_EVERY and RESERVED of an area are among the cells of the node."""
+    if area == 0:
+        return cell
+    return {RESERVED: OTHER_RESERVED, AREA_EVERY: OTHER_EVERY}.get(cell, cell - AREA_STEP + OTHER_AREA)
 
 
 def slot_cell(slot: int, cell: int) -> int:

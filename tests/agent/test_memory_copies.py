@@ -1,0 +1,129 @@
+"""Ranks whose state nobody could write after a failure are killed: they go on from a copy, with the same bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import Launcher, finish, forget_torchs_own
+
+# Weights are clipped at the begin of each step, so between the last boundary and the optimizer's step they change.
+TRAIN = """
+import hashlib, json, os, signal
+import torch
+import ddpjob
+from ddpjob.checkpoint import packed
+from ddpjob.core import copies
+
+copies.COST_MAX = 1e9  # a copy costs nothing: each step is copied
+generation, kill = int(os.environ["DDPJOB_GENERATION"]), json.loads(os.environ.get("KILL", "{}"))
+
+def strike(where, step, rank):
+    if [where, step, rank] in kill.get(str(generation), []):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+write = packed.Parts.write
+
+def write_and_die(self, descriptor, offset, begin, end):
+    write(self, descriptor, offset, begin, end // 2)
+    strike("copy", step, world.rank)
+    write(self, descriptor, offset, begin, end)
+
+packed.Parts.write = write_and_die
+with ddpjob.init() as world:
+    torch.manual_seed(7 + world.rank)
+    model = world.wrap(torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+    x = torch.linspace(-1, 1, 512).view(64, 8)
+    snapshot = ddpjob.Snapshot("snapshots", world)
+    objects = dict(model=model, optimizer=optimizer, scheduler=scheduler)
+    step = snapshot.load(**objects)
+    if world.is_main:
+        print("BEGIN", step, flush=True)
+    while step < 48:
+        if os.environ.get("CLIPS"):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.clamp_(-0.3, 0.3)
+        optimizer.zero_grad()
+        strike("forward", step + 1, world.rank)
+        loss = model(torch.nn.functional.dropout(x, 0.2)).square().sum()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        step += 1
+        ddpjob.progress(step=step, total=48)
+        ddpjob.should_stop(step)
+        for thread in __import__("threading").enumerate():
+            if thread.name == "ddpjob-memory-room":
+                thread.join()
+        if step == 3:
+            snapshot.save(step, **objects)
+            snapshot.wait()
+    snapshot.close()
+    bits = b"".join(t.detach().numpy().tobytes() for t in model.state_dict().values())
+    print("END", world.rank, hashlib.sha256(bits).hexdigest(), torch.rand(1).item(), flush=True)
+"""
+
+
+def words(done: list[Any], first: str) -> list[list[str]]:
+    """The lines of the ranks that begin so, without that word."""
+    return [line.split()[1:] for d in done for line in d.stdout.splitlines() if line.startswith(first)]
+
+
+def trained(folder: Path, kill: dict[str, Any], *, nodes: int = 1, nproc: int = 1, **env: str) -> list[Any]:
+    """The training to its end, with these kills; what each agent has said."""
+    folder.mkdir()
+    launcher = Launcher(folder)
+    script = launcher.script(TRAIN)
+    env = {"OMP_NUM_THREADS": "1", "KILL": json.dumps(kill)} | env
+    agents = (
+        launcher.nodes(nodes, "--nproc", nproc, "--max-restarts", 99, script, is_warm=True, **env)
+        if nodes > 1
+        else [launcher.warm("--nproc", nproc, "--max-restarts", 99, script, **env)]
+    )
+    done = [finish(agent, 150) for agent in agents]
+    assert [d.returncode for d in done] == [0] * nodes, "\n".join(d.stderr for d in done)
+    forget_torchs_own(launcher)
+    return done
+
+
+def test_a_rank_that_trains_alone_is_killed_and_goes_on_from_the_last_copy_with_the_same_bits(tmp_path: Path) -> None:
+    """All steps since the last save were lost: nobody outlives it."""
+    undisturbed = words(trained(tmp_path / "one", {}), "END")
+    done = trained(tmp_path / "other", {"0": [["forward", 20, 0]], "1": [["copy", 30, 0]]})
+    assert [int(step) for (step,) in words(done, "BEGIN")] == [0, 18, 29], done[0].stderr
+    assert words(done, "END") == undisturbed
+    said = done[0].stderr
+    assert "the state is copied at each step, because a rank that trains alone leaves nobody who could write it" in said
+    assert "resumed at step 18 from the memory on the nodes of rank 0" in said
+    assert ", from step 18 in memory" in said, "and the agent says so when it restarts"
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_weights_that_the_script_changes_itself_come_back_from_a_copy_with_the_same_bits(
+    tmp_path: Path, nodes: int
+) -> None:
+    """What a survivor holds between two steps may be of neither; the script went back to its last save. The last rank
+    is killed, then the one that writes, in the middle of a copy, then all at once."""
+    how: dict[str, Any] = {"nodes": nodes, "nproc": 2 // nodes, "CLIPS": "1"}
+    undisturbed = sorted(words(trained(tmp_path / "one", {}, **how), "END"))
+    kill = {
+        "0": [["forward", 20, 1]],
+        "1": [["copy", 31, 0]],
+        "2": [["forward", 44, 0], ["forward", 44, 1]],
+    }
+    done = trained(tmp_path / "other", kill, **how)
+    said = "\n".join(d.stderr for d in done)
+    began = [int(step) for (step,) in words(done, "BEGIN")]
+    assert began[0] == 0, said
+    assert began[1] in (18, 19), "the copy of step 19 counts where its writer has heard of the failure in time"
+    assert began[2] == 30, said
+    assert began[3] in (42, 43), said
+    assert sorted(words(done, "END")) == undisturbed, said
+    assert "the state is copied at each step, because parameters or optimizer state change" in said
+    assert f"resumed at step {began[1]} from the memory on the nodes of rank" in said
+    assert "seeded" not in said

@@ -1,0 +1,126 @@
+"""For which ranks the agent waits before it ends them, while they may write the state into its memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpjob import threads
+from ddpjob.agent.memory import Memory
+from ddpjob.core import memory
+
+LIMIT = memory.limit_seconds(0)
+LATE, TOO_LATE = 4 * LIMIT, memory.longest_seconds(0)
+
+
+class Node:
+    """An agent's memory, and what its ranks have written into their cells."""
+
+    def __init__(self) -> None:
+        self.agents = Memory(2)
+        self.agents.begin(3)
+        agent, file, *_ = map(int, self.agents.where(0).split(":"))
+        descriptor = os.open(f"/proc/{agent}/fd/{file}", os.O_RDWR)
+        self.cells = memoryview(mmap.mmap(descriptor, 3 * memory.PAGE_BYTES)).cast("q")
+        os.close(descriptor)
+
+    def rank(self, local_rank: int, *, step: int, is_dirty: bool = False) -> None:
+        """It takes part, and has made that step."""
+        page = (1 + local_rank) * memory.PAGE_BYTES // 8
+        self.cells[page + memory.PID], self.cells[page + memory.CLOCK] = 1, 2 * step + is_dirty
+
+    def whole(self, step: int, generation: int = 3) -> None:
+        """A state of that step is there."""
+        self.cells[memory.AREA_GENERATION], self.cells[memory.AREA_STEP] = generation, step
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[[Callable[[], object]], int]]:
+    """Starts a process that does this for ever."""
+    pids = []
+
+    def start(work: Callable[[], object]) -> int:
+        if (pid := os.fork()) == 0:
+            while True:
+                work()
+        pids.append(pid)
+        return pid
+
+    yield start
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def settled(pid: int, *, is_held_up: bool) -> int:
+    """Its pid, as soon as the kernel says so of it."""
+    until = time.monotonic() + 60
+    while threads.is_held_up(pid) is not is_held_up:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    return pid
+
+
+def test_a_rank_that_is_stopped_or_asleep_has_its_time_and_no_more(
+    child: Callable[[Callable[[], object]], int],
+) -> None:
+    """SIGSTOP in a rescue, a rank that waits for a lock: the job is worth more than the steps since the last save."""
+    for work in (lambda: os.kill(os.getpid(), signal.SIGSTOP), signal.pause):
+        node = Node()
+        node.rank(0, step=5)
+        pid = settled(child(work), is_held_up=False)
+        assert node.agents.waits_for({0: pid}, 0.0)
+        assert node.agents.waits_for({0: pid}, LIMIT / 2)
+        assert not node.agents.waits_for({0: pid}, LIMIT)
+
+
+def test_a_rank_that_gets_no_processor_has_ten_seconds_more(child: Callable[[Callable[[], object]], int]) -> None:
+    """On a crowded node half a second may pass before it has run at all, and every step since the save be lost."""
+    node = Node()
+    node.rank(0, step=5)
+    pid = settled(child(lambda: None), is_held_up=True)
+    assert node.agents.waits_for({0: pid}, 0.0)
+    assert node.agents.waits_for({0: pid}, LATE)
+    assert not node.agents.waits_for({0: pid}, TOO_LATE)
+
+
+def test_the_time_begins_again_with_each_part_that_is_written(child: Callable[[Callable[[], object]], int]) -> None:
+    """On a slow machine a large state would be cut off shortly before it is whole."""
+    node = Node()
+    node.rank(0, step=5)
+    pid = settled(child(signal.pause), is_held_up=False)
+    for part in range(3):
+        assert node.agents.waits_for({0: pid}, 0.8 * part * LIMIT)
+        node.cells[memory.FIRST_PART + part] = memory.DONE
+    assert node.agents.waits_for({0: pid}, 2.4 * LIMIT)
+    assert not node.agents.waits_for({0: pid}, 3.4 * LIMIT)
+
+
+def test_nobody_waits_for_a_rank_whose_step_is_there_already() -> None:
+    """A survivor that stands still holds up the restart of a small state by half a second else."""
+    node = Node()
+    node.rank(0, step=5)
+    node.rank(1, step=5, is_dirty=True)
+    node.whole(5, generation=2)
+    assert node.agents.waits_for({0: os.getpid()}, 0.0), "that is an older state"
+    node.whole(5)
+    assert not node.agents.waits_for({0: os.getpid()}, 0.0)
+    assert node.agents.waits_for({0: os.getpid(), 1: os.getpid()}, 0.0), "this one comes to the next step"
+
+
+@given(st.integers(0, 9), st.integers(0, 4), st.floats(0, 99), st.floats(0, 99), st.integers(0, 1 << 33), st.booleans())
+def test_the_wait_for_any_rank_ends(
+    clock: int, whole: int, seconds: float, still: float, size: int, is_held_up: bool
+) -> None:
+    """A rank in a loop of its own would keep the others from their restart for ever."""
+    waits = memory.is_waited_for(clock, whole, seconds, still, size, is_held_up)
+    assert not waits or seconds < memory.longest_seconds(size)
+    assert not waits or is_held_up or still < memory.limit_seconds(size)
+    assert not waits or not whole or clock > 2 * whole

@@ -1,0 +1,89 @@
+"""The agents' memories of a node, and a small training that keeps its state there; each generation is forked."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ddpjob
+from ddpjob import process
+from ddpjob.agent.memory import Memory
+
+RANKS = 2
+
+
+class Node:
+    """The agents' memories of a node, or of several, and the generations of their ranks."""
+
+    def __init__(
+        self, folder: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]], *, nodes: int = 1
+    ) -> None:
+        self._folder, self._run = folder, run_ranks
+        self._memories = [Memory(RANKS) for _ in range(nodes)]
+
+    def lose(self, node: int) -> None:
+        """A new node is in its place."""
+        self._memories[node] = Memory(RANKS)
+
+    def run(self, generation: int, body: Callable[[], Any], *, ranks: int = 1) -> Any:
+        """What the body returns on rank 0."""
+        return self.run_all(generation, body, ranks=ranks)[0]
+
+    def run_all(self, generation: int, body: Callable[[], Any], *, ranks: int) -> list[Any]:
+        """What the body returns on each rank; ranks take the nodes in turns."""
+        for memory in self._memories:
+            memory.begin(generation)
+
+        def main(rank: int) -> Any:
+            local_rank, node = divmod(rank, len(self._memories))
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "DDPJOB_UID": "uid-1"}
+            os.environ["DDPJOB_MEMORY"] = self._memories[node].where(local_rank)
+            os.environ["DDPJOB_GENERATION"] = str(generation)
+            url = f"file://{self._folder}/meet-{generation}"
+            with ddpjob.init("gloo", init_method=url, rank=rank, world_size=ranks):
+                return body()
+
+        return self._run(main, ranks)
+
+    @property
+    def step(self) -> int | None:
+        """Of the state that is in memory."""
+        whole = self._memories[0].whole
+        return None if whole is None else whole.step
+
+
+def rescue() -> None:
+    """What a rank does when another one has failed."""
+    if process.current.keeper is not None:
+        process.current.keeper.save()
+
+
+def settle() -> None:
+    """Room for the state is reserved in a thread."""
+    for thread in threading.enumerate():
+        if thread.name == "ddpjob-memory-room":
+            thread.join()
+
+
+def parts() -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+    return {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+
+
+def steps(
+    first: int, last: int, model: Any, optimizer: Any, before_boundary: Callable[[], object] = lambda: None
+) -> None:
+    """Train the steps from the one after `first` to `last`."""
+    for step in range(first + 1, last + 1):
+        optimizer.zero_grad()
+        model(torch.full((4, 4), float(step)) + torch.randn(4, 4)).square().sum().backward()
+        optimizer.step()
+        before_boundary()
+        ddpjob.should_stop(step)
+        settle()

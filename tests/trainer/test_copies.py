@@ -1,0 +1,192 @@
+"""Copies of the state in memory while all goes well: where nobody could write it after a failure.
+
+`vanish()` is a kill: the rank leaves what it has in memory, and does nothing more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from memory_node import Node, parts, rescue, settle, steps
+
+import ddpjob
+from ddpjob import process
+from ddpjob.checkpoint import packed
+from ddpjob.core import copies
+
+
+@pytest.fixture
+def node(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]]
+) -> Node:
+    """Where a copy costs nothing, so that each step is copied."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(copies, "COST_MAX", 1e9)
+    return Node(tmp_path, run_ranks)
+
+
+def clip(model: Any) -> None:
+    """What a script may do to its weights besides the optimizer."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.05, 0.05)
+
+
+def digest(model: Any) -> str:
+    return hashlib.sha256(b"".join(value.detach().numpy().tobytes() for value in model.parameters())).hexdigest()
+
+
+def clipped(until: int, place: str, *, ranks: int = 1, saves: tuple[int, ...] = (2,)) -> Any:
+    """Train with weights that are clipped at that place of a step, with saves at those steps. Where it began, and the
+    bits at the end."""
+    world = ddpjob.init()
+    objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
+    step = began = snapshot.load(**objects)
+    model = world.wrap(objects["model"]) if ranks > 1 else objects["model"]
+    while step < until:
+        if place == "first":
+            clip(model)
+        objects["optimizer"].zero_grad()
+        model(torch.full((4, 4), float(step + 1)) + torch.randn(4, 4)).square().sum().backward()
+        objects["optimizer"].step()
+        step += 1
+        ddpjob.should_stop(step)
+        settle()
+        if place == "before save":
+            clip(model)
+        if step in saves:
+            snapshot.save(step, **objects)
+            snapshot.wait()
+    return began, digest(model)
+
+
+def test_a_rank_that_trains_alone_and_is_killed_goes_on_from_the_last_copy(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody outlives it: all steps since the last save were lost."""
+
+    def train(until: int) -> int:
+        objects = parts()
+        step = ddpjob.Snapshot("snapshots").load(**objects)
+        steps(step, until, **objects)
+        return step
+
+    assert node.run(0, lambda: train(20)) == 0
+    assert node.run(1, lambda: train(30)) == 19
+    said = capfd.readouterr().err
+    assert "the state is copied at each step, because a rank that trains alone leaves nobody who could write it" in said
+    assert "resumed at step 19 from the memory on the nodes of rank 0" in said
+    assert node.run(2, lambda: train(31)) == 29
+
+
+def test_a_rank_that_trains_alone_and_ends_by_an_exception_repeats_no_step(node: Node) -> None:
+    """It still can write what it holds, which is newer than the last copy."""
+
+    def train(until: int) -> int:
+        objects = parts()
+        step = ddpjob.Snapshot("snapshots").load(**objects)
+        steps(step, until, **objects)
+        rescue()
+        return step
+
+    assert [node.run(0, lambda: train(20)), node.run(1, lambda: train(30)), node.run(2, lambda: train(31))] == [
+        0,
+        20,
+        30,
+    ]
+
+
+def test_weights_that_are_clipped_before_each_forward_are_copied_and_the_result_is_the_same_bit_for_bit(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Such a script was not kept in memory at all."""
+    _, undisturbed = node.run(0, lambda: clipped(24, "first", saves=()))
+    node.lose(0)
+    Path("snapshots").rename("others")
+    assert node.run(0, lambda: clipped(16, "first"))[0] == 0
+    assert node.run(1, lambda: clipped(24, "first")) == (15, undisturbed)
+    said = capfd.readouterr().err
+    assert "parameters or optimizer state changed between step" in said
+    assert "the state is copied at each step, because parameters or optimizer state change between a boundary" in said
+
+
+def test_weights_that_are_clipped_between_should_stop_and_save_are_copied_as_save_finds_them(node: Node) -> None:
+    """At should_stop they are what no step begins with: a restart from there would change the result."""
+    _, undisturbed = node.run(0, lambda: clipped(24, "before save", saves=()))
+    node.lose(0)
+    Path("snapshots").rename("others")
+    assert node.run(0, lambda: clipped(20, "before save", saves=(2, 12, 16)))[0] == 0
+    assert node.run(1, lambda: clipped(24, "before save")) == (16, undisturbed)
+
+
+def test_a_script_that_changes_its_weights_and_has_named_no_state_is_not_copied(node: Node) -> None:
+    """Nobody knows whether a step begins with the weights before the change or after it."""
+    assert node.run(0, lambda: clipped(16, "first", saves=()))[0] == 0
+    assert node.step is None
+
+
+def test_ranks_that_change_their_weights_copy_at_the_same_steps_and_all_have_their_random_states(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that lacks them would draw other numbers than before."""
+    _, undisturbed = node.run(0, lambda: clipped(24, "first", ranks=2, saves=()), ranks=2)
+    node.lose(0)
+    Path("snapshots").rename("others")
+    assert node.run(0, lambda: clipped(18, "first", ranks=2), ranks=2)[0] == 0
+    assert node.run(1, lambda: clipped(24, "first", ranks=2), ranks=2) == (17, undisturbed)
+    said = capfd.readouterr().err
+    assert "the state is copied at each step, because parameters or optimizer state change" in said
+    assert "seeded" not in said
+
+
+def test_a_rank_that_dies_in_the_middle_of_a_copy_leaves_the_one_before_it(node: Node) -> None:
+    """One area alone would be torn in that moment, and nothing be left."""
+
+    def train(until: int, dies_at: int = 0) -> int:
+        objects = parts()
+        step = ddpjob.Snapshot("snapshots").load(**objects)
+
+        def die() -> None:
+            write = packed.Parts.write
+
+            def half(self: Any, descriptor: int, offset: int, begin: int, end: int) -> None:
+                write(self, descriptor, offset, begin, end // 2)
+                os._exit(1)
+
+            packed.Parts.write = half  # type: ignore[method-assign]
+
+        steps(step, (dies_at or until) - 1, **objects)
+        if dies_at:
+            die()
+        steps((dies_at or until) - 1, until, **objects)
+        return step
+
+    with pytest.raises(AssertionError, match="did not end well"):
+        node.run(0, lambda: train(20, dies_at=18))
+    assert node.step == 17
+    with pytest.raises(AssertionError, match="did not end well"):
+        node.run(1, lambda: train(40, dies_at=33))
+    assert node.run(2, lambda: train(41)) == 32
+
+
+def test_copies_without_room_are_said_with_the_reason(
+    node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two of them take twice the memory, and a container over its limit is killed."""
+    from ddpjob.checkpoint import room
+
+    monkeypatch.setattr(room, "shortage", lambda size: room.Shortage(f"{size} bytes are too many", size))
+
+    def train() -> Any:
+        clipped(16, "first")
+        return process.current.not_kept
+
+    assert "two copies of 0 MiB have no room" in node.run(0, train)
+    assert "the state is not kept in memory: two copies of" in capfd.readouterr().err
+    assert node.step is None

@@ -1,0 +1,334 @@
+"""Copies of the state in the agent's memory, made at boundaries while all goes well (`core/copies.py` has the rules).
+
+Where no survivor can write the state after a failure: a rank that trains alone, and a script in which parameters change
+between a boundary and the next optimizer step. The memory has two areas, and a copy goes into the one that has not the
+newest state. The step that makes it count is written last, at the next optimizer step: by then all ranks have come to
+the boundary, and nothing has shown that the boundary is not what `save` takes.
+
+Of a script that changes parameters after the boundary nobody knows whether the next step begins with what they were
+before or after it. So there the first `save` or `keep` shows it: `should_stop` counts as a boundary where both find the
+same parameters at the same step, else the steps count that the script names.
+"""
+
+import collections
+import contextlib
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ddpjob import process
+from ddpjob.checkpoint import packed, room
+from ddpjob.checkpoint.kept import Kept
+from ddpjob.checkpoint.shared import Shared
+from ddpjob.core import copies, memory
+from ddpjob.core.copies import Plan
+from ddpjob.core.memory import CHANGED, CLOCK, COPIES, COPY_SLOTS, PID, PLACED, SAVED, UNABLE, Held, Version
+from ddpjob.errors import StateError
+
+PACES_LEAST = 3
+AGAIN_SECONDS = 0.001
+SLACK = 1.05  # of an area, as for the state that survivors write
+ALONE = "a rank that trains alone leaves nobody who could write it"
+CHANGES = "parameters or optimizer state change between a boundary and the next optimizer.step()"
+
+
+class Boundary(NamedTuple):
+    """What a rank is at."""
+
+    kept: Kept
+    step: int
+    named: bool
+    """Whether the script names the state: `save`, `keep`."""
+    small: Callable[[], Any]
+    """What else belongs to the step, to be written at once."""
+    assumed: bool
+
+
+class _Written(NamedTuple):
+    """A copy that does not count yet."""
+
+    area: int
+    step: int
+    versions: list[int]
+
+
+class Copies:
+    """What one rank does of it: each writes what is small, the first of each node the state."""
+
+    def __init__(self, shared: Shared, rank: int, world_size: int, store: Any) -> None:
+        """store: of the group, where rank 0 tells its plan; None where this rank trains alone."""
+        self._shared, self._rank, self._world_size, self._store = shared, rank, world_size, store
+        self.changes = False
+        """Whether parameters change between a boundary and the next step."""
+        self.loaded: Version | None = None
+        """What this generation has loaded from memory."""
+        self._plan: Plan | None = None
+        self._next: Plan | None = None  # told, and not in force yet
+        self._told = 0  # plans that rank 0 has told, or another rank has seen
+        self._step = self._before = self._counted = 0  # this boundary, the one before, the last that counted
+        self._resumed = 0  # the step that was loaded: it is in memory
+        self._noted: tuple[list[int], bool] | None = None  # the parameters' versions at this boundary, and by whom
+        self._is_named = False  # the script has named a state
+        self._is_placed: bool | None = None  # whether should_stop finds what save does
+        self._lock = threading.Lock()  # held while a copy is written
+        self._written: _Written | None = None
+        self._room: threading.Thread | None = None
+        self._stopped = False
+        self._said: tuple[bool, bool, int] | None = None
+        self._ended = 0.0
+        self._began = time.perf_counter()
+        self._spent, self._has_copied = 0.0, False  # the seconds of all copies; whether there was one since the plan
+        self._paces: collections.deque[float] = collections.deque(maxlen=15)
+        self._costs: collections.deque[float] = collections.deque(maxlen=5)
+
+    @property
+    def instead(self) -> bool:
+        """Whether what survivors would write after a failure cannot be trusted."""
+        return self.changes or self._world_size > 1
+
+    def begin_with_changes(self, why: str) -> None:
+        """Parameters change between a boundary and the next step. why: for the log."""
+        if self.changes:
+            return
+        is_placed = self._shared.node[COPIES] == PLACED
+        self.changes, self._is_placed, self._is_named = True, is_placed or None, is_placed
+        self._shared.node[COPIES] = max(CHANGED, self._shared.node[COPIES])
+        self.forget()
+        if self._rank == 0 and not is_placed:
+            process.log(f"{why}: the state is copied at the steps that save() or keep() name, from the first one on")
+
+    def resumed(self, step: int) -> None:
+        """The state of this step is in memory already."""
+        self._resumed = step
+
+    def stop(self) -> None:
+        """Make no further copy."""
+        self._stopped = True
+        with self._lock:
+            self._written = None
+
+    def forget(self) -> None:
+        """What this generation has copied is not what it should be."""
+        with self._lock:
+            self._written = self._room = None
+        for slot in COPY_SLOTS:
+            if self._is_own(self._shared.slot_version(slot)):
+                self._shared.forget_slot(slot)
+        for area in range(memory.AREAS if self._is_writer else 0):
+            held = self._shared.held_in(area)
+            if held is not None and held.every and self._is_own(held.version):
+                self._shared.forget_copy(area)
+
+    def _is_own(self, version: Version | None) -> bool:
+        return version is not None and version.generation == self._shared.generation
+
+    @property
+    def _is_writer(self) -> bool:
+        return self._shared.local_rank == 0
+
+    # ---- at a boundary -------------------------------------------------------------------------------------
+
+    def boundary(self, at: Boundary) -> None:
+        """The first of a step. Raises StateError, OSError."""
+        if self._ended and at.step > self._step:
+            self._paces.append((time.perf_counter() - self._ended) / (at.step - self._step))
+        self._before, self._step = self._step, at.step
+        self._noted = (at.kept.versions(), at.named) if self.changes else None
+        if self.instead:
+            self._shared.write_mark(at.step, self._before)
+        self._look()
+        self._copy_if_due(at)
+        self._ended = time.perf_counter()
+
+    def again(self, at: Boundary) -> None:
+        """Another one of the same step: `save` after `should_stop`. Raises StateError, OSError."""
+        if self._noted is None or at.step != self._step:
+            return
+        versions, named = self._noted
+        if named != at.named:
+            is_placed = at.kept.versions() == versions
+            if not is_placed and self._is_placed is not False:
+                self.forget()
+            self._is_placed = is_placed and self._is_placed is not False
+            self._shared.node[COPIES] = PLACED if self._is_placed else CHANGED
+        self._copy_if_due(at)
+        self._ended = time.perf_counter()
+
+    def _copy_if_due(self, at: Boundary) -> None:
+        if self._stopped or at.step == self._resumed:
+            return
+        self._is_named |= at.named
+        if self._is_writer and not self._has_room(at.kept):
+            return
+        if self._rank == 0:
+            self._decide(at)
+        plan = self._plan
+        if plan is None or plan.changes < self.changes or (plan.named and not at.named):
+            return
+        counted, self._counted = self._counted, at.step
+        if copies.is_due(plan, at.step, counted):
+            self._costs.append(self._copy(at, plan.every))
+            self._spent, self._has_copied = self._spent + self._costs[-1], True
+
+    def _copy(self, at: Boundary, every: int) -> float:
+        """The seconds that it took."""
+        began, shared = time.perf_counter(), self._shared
+        held = shared.held()
+        versions = [shared.slot_version(slot) for slot in COPY_SLOTS]
+        slot = COPY_SLOTS[copies.slot_for(versions, held and held.version, self.loaded)]
+        shared.write_slot(slot, packed.pack(at.small()), at.step)
+        if self._is_writer:
+            with self._lock:
+                shared.cells[CLOCK], shared.cells[PID] = 2 * at.step, os.getpid()
+                area = self._write(at, every)
+                self._written = None if area is None else _Written(area, at.step, at.kept.versions())
+        return time.perf_counter() - began
+
+    def _write(self, at: Boundary, every: int, loads: int = 0) -> int | None:
+        """Into which area the state was written; it does not count yet. None: it has outgrown the areas. Raises
+        StateError, OSError."""
+        shared = self._shared
+        state = packed.pack(at.kept.large())
+        area = copies.area_for([shared.held_in(area) for area in range(memory.AREAS)])
+        if state.size > shared.reserved(area):
+            self._room = None
+            return None
+        version = Version(shared.attempt, shared.generation, at.step)
+        total = packed.total(state.tensors)
+        shared.write_copy(area, state, Held(version, loads, state.size, total, at.assumed, every))
+        return area
+
+    def write_now(self, at: Boundary, loads: int) -> bool:
+        """At its end a rank that trains alone writes the state, over the older of the two copies; whether it could.
+        Raises StateError, OSError."""
+        with self._lock:
+            self._written = None
+            area = None if self._stopped or self._room is None or self._room.is_alive() else self._write(at, 0, loads)
+            if area is not None:
+                self._shared.count_copy(area, at.step)
+            return area is not None
+
+    # ---- the next optimizer step, or the end ---------------------------------------------------------------
+
+    def before_step(self, kept: Kept) -> None:
+        """All ranks have come to the boundary: what was copied there counts."""
+        with self._lock:
+            written, self._written = self._written, None
+            if written is None:
+                return
+            if self._is_as_it_was(kept, written):
+                self._shared.count_copy(written.area, written.step)
+                return
+        self.begin_with_changes(f"parameters changed after step {written.step}, and by no optimizer.step()")
+
+    def finish(self, kept: Kept) -> int:
+        """A rank has failed: the copy that was under way counts, if each rank has left its random states with it. What
+        to tell the agent."""
+        with self._lock:
+            written, self._written = self._written, None
+            if written is None or not self._is_as_it_was(kept, written) or not self._all_are_at(written.step):
+                return UNABLE
+            self._shared.count_copy(written.area, written.step)
+            return SAVED
+
+    def _is_as_it_was(self, kept: Kept, written: _Written) -> bool:
+        """Whether nothing speaks against the boundary."""
+        return kept.versions() == written.versions or (self._plan is not None and self._plan.changes)
+
+    def _all_are_at(self, step: int) -> bool:
+        """Whether all ranks of the group are of this node, and have written their slots of that step."""
+        return self._world_size == 1 or (self._world_size == self._shared.ranks and self._shared.all_have_copied(step))
+
+    # ---- the plan ------------------------------------------------------------------------------------------
+
+    @property
+    def _every(self) -> int:
+        return 1 if self._plan is None else self._plan.every
+
+    def _look(self) -> None:
+        """Take the next plan where it begins to be in force."""
+        looks = self._rank > 0 and self._store is not None and self._next is None
+        if looks and copies.looks(self._step, self._before, self._every):
+            with contextlib.suppress(RuntimeError):  # the store is gone, and rank 0 with it
+                if self._store.check([self._key]):
+                    self._next = copies.plan_of(self._store.get(self._key).decode())
+                    self._told += 1
+        if self._next is not None and self._step >= self._next.first:
+            self._plan, self._next = self._next, None
+
+    def _decide(self, at: Boundary) -> None:
+        """Make a plan where there is none, or another one is better."""
+        if self._next is not None or len(self._paces) < PACES_LEAST or (self.changes and not self._is_named):
+            return
+        if not self._costs:
+            began = time.perf_counter()
+            with self._lock:
+                self._written = None
+                if self._write(at, 1) is None:
+                    return
+            self._costs.append(time.perf_counter() - began)
+        plan, named = self._plan, self.changes and not self._is_placed
+        is_as_planned = plan is not None and (plan.named, plan.changes) == (named, self.changes)
+        if is_as_planned and not self._has_copied:
+            return
+        self._has_copied = False
+        every = copies.every(statistics.median(self._costs), statistics.median(self._paces))
+        every = copies.corrected(every, self._every, self._spent / (time.perf_counter() - self._began))
+        every = every if plan is None else min(every, 2 * plan.every)  # the next generation knows how far ranks may be
+        if not is_as_planned or copies.is_better(every, self._every):
+            self._tell(every, named)
+
+    def _tell(self, every: int, named: bool) -> None:
+        if self._world_size == 1:
+            first = self._step if self._plan is None else self._plan.first  # a new plan alone is no reason for a copy
+            self._plan = Plan(first, every, named, self.changes)
+        else:
+            first = copies.first_of_next(self._step, self._before, self._every)
+            self._next = Plan(first, every, named, self.changes)
+            self._store.set(self._key, self._next.as_text())
+            self._store.get(self._key)  # so that the other ranks find it from now on
+        self._told += 1
+        before, present = self._said, (named, self.changes, every)
+        if before is not None and before[:2] == present[:2] and not copies.is_much_rarer(every, before[2]):
+            return
+        self._said = present
+        steps = "at each step" if every == 1 else f"each {every} steps"
+        where = " that save() or keep() name" if named else ""
+        process.log(f"the state is copied {steps}{where}, because {CHANGES if self.changes else ALONE}")
+
+    @property
+    def _key(self) -> str:
+        return f"ddpjob/copies/{self._shared.generation}/{self._told}"
+
+    # ---- room ----------------------------------------------------------------------------------------------
+
+    def _has_room(self, kept: Kept) -> bool:
+        if self._room is None:
+            size = int(packed.pack(kept.large()).size * SLACK)
+            self._room = threading.Thread(target=self._reserve, args=(size,), name="ddpjob-memory-room", daemon=True)
+            self._room.start()
+        return not self._room.is_alive()
+
+    def _reserve(self, size: int) -> None:
+        """In a thread: the kernel needs half a second for a large area."""
+        shared = self._shared
+        try:
+            while True:
+                with shared.locked() as alone:
+                    if alone:
+                        missing = sum(max(0, size - shared.reserved(area)) for area in range(memory.AREAS))
+                        if missing and (short := room.shortage(missing)):
+                            process.current.limit_needed = short.limit_needed
+                            raise StateError(f"two copies of {size >> 20} MiB have no room: {short.why}")
+                        for area in range(memory.AREAS):
+                            shared.reserve(size, area)
+                        return
+                time.sleep(AGAIN_SECONDS)
+        except (StateError, OSError) as error:
+            self.stop()
+            what = "kept in memory" if self.instead else "copied"
+            process.current.not_kept = str(error) if self.instead else ""
+            process.log(f"rank {self._rank}: the state is not {what}: {error}")
