@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube.access import GANG_RIGHTS, RIGHTS, Right
+from ddpjob_operator.kube.access import GANG_RIGHTS, PLACES_RIGHT, RIGHTS, Right
 from ddpjob_operator.kube.claims import ALL_CLAIM, NAMESPACE_CLAIM
 from ddpjob_operator.kube.receive import PATH
 from ddpjob_operator.kube.settings import OperatorSettings
@@ -157,6 +157,19 @@ def test_a_gang_scheduler_that_is_switched_on_brings_its_rights_and_no_other(whe
         granted = granted_everywhere(*on) - granted_everywhere(*where)
         assert granted == (in_cluster if where else more | in_cluster)
     assert OperatorSettings.read(variables(*where)).gangs == ()
+
+
+@pytest.mark.parametrize("where", [(), (NAMESPACED,)], ids=["everywhere", "in namespaces"])
+def test_the_places_of_queues_are_asked_for_where_the_chart_is_told_so(where: tuple[str, ...]) -> None:
+    """Whoever does not want them gives no right on an API that the cluster may not have."""
+    kueue = (*where, "gang.kueue.enabled=true")
+    on = (*kueue, "gang.kueue.places.enabled=true")
+    assert OperatorSettings.read(variables(*on)).queue_places
+    one = {(PLACES_RIGHT.group, PLACES_RIGHT.resource, verb) for verb in PLACES_RIGHT.verbs}
+    for role, old in zip(job_roles(*on), job_roles(*kueue), strict=True):
+        assert verbs(role["rules"]) - verbs(old["rules"]) == one
+    assert not OperatorSettings.read(variables(*kueue)).queue_places
+    assert not OperatorSettings.read(variables(*where, "gang.kueue.places.enabled=true")).queue_places
 
 
 def test_kueue_may_read_the_jobs_that_own_pods_where_the_chart_is_told_so() -> None:
@@ -751,6 +764,7 @@ def test_every_value_is_explained_where_it_stands() -> None:
         "gang:",
         "  native:",
         "  kueue:",
+        "    places:",
     }
     obvious = {
         "  pullPolicy: IfNotPresent",
@@ -765,7 +779,7 @@ def test_every_value_is_explained_where_it_stands() -> None:
 def test_the_documents_list_every_right_with_its_reason() -> None:
     table = (ROOT / "docs" / "operations.md").read_text()
     gangs = (right for rights in GANG_RIGHTS.values() for right in rights)
-    for right in (*RIGHTS, *gangs, LEASE_RIGHT, CLAIM_RIGHT):
+    for right in (*RIGHTS, *gangs, PLACES_RIGHT, LEASE_RIGHT, CLAIM_RIGHT):
         row = f"| `{right}` | {', '.join(right.verbs)} | {right.why} |"
         assert row in table, f"docs/operations.md wants the row\n{row}"
 

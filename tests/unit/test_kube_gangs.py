@@ -78,7 +78,7 @@ def gang_of(
         return raw["metadata"]["namespace"], "digits"
 
     where = namespaces or ("",)
-    return Gang(adapter, cast(Client, server), where, key_of, lambda key: None, found, SYSTEM, **more)
+    return Gang(adapter, cast(Client, server), where, key_of, lambda key, seconds: None, found, SYSTEM, **more)
 
 
 def found(server: Server, *namespaces: str, adapter: Adapter = native.ADAPTER) -> Gang:

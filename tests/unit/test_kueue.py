@@ -293,6 +293,7 @@ def test_a_workload_is_read_with_what_was_decided_and_what_it_was_told() -> None
         admission=Admission("admitted"),
         placement=Placement(count=2, flavors=("spot",)),
         nodes=2,
+        queue="main",
         is_ready=True,
     )
     assert kueue.reads_for_pods(group.placement, V1BETA1) == ("/apis/kueue.x-k8s.io/v1beta1/resourceflavors/spot",)
@@ -494,6 +495,15 @@ def test_a_preemption_ends_in_one_stop_with_full_grace_and_gives_the_quota_back_
     assert world.status.restarts is None or world.status.restarts.total == 0
 
 
+def test_a_preempted_job_whose_nodes_had_all_completed_has_succeeded_and_queues_no_more() -> None:
+    """It would wait for quota to train what it has trained."""
+    world = admitted().admits("evicted", "preempted by resnet", holds_quota=True)
+    world.step()
+    assert world.status.reason == "Evicted"
+    world.exits(0).exits(1).settle()
+    assert (world.status.state, world.told[-1]) == ("Succeeded", "succeeded")
+
+
 def test_an_admission_that_is_withdrawn_during_the_start_gives_everything_back() -> None:
     world = queued().settle().admits().settle()
     assert len(world.names()) == 2
@@ -574,6 +584,17 @@ def test_an_elastic_job_runs_with_as_many_nodes_as_were_admitted() -> None:
     world.runs(0, 1, 2).settle()
     assert (world.status.state, world.status.attempt) == ("Running", 1)
     assert world.status.nodes == api.Nodes(total=3, ready=3)
+
+
+def test_a_job_that_was_admitted_in_part_restarts_once_and_with_as_many_nodes() -> None:
+    """It began one attempt after the other and made no pod, because none had the number of nodes that was asked for."""
+    world = queued(nodes=4, minNodes=2).settle().admits()
+    world.groups = {n: replaced(g, placement=Placement(count=3)) for n, g in world.groups.items()}
+    world.settle().runs(0, 1, 2).settle()
+    world.evicted(0, "Evicted").restarted()
+    assert world.status.attempt == 2
+    assert [n for n in world.names() if n.startswith("digits-2")] == ["digits-2-0", "digits-2-1", "digits-2-2"]
+    assert world.runs(0, 1, 2).settle().status.state == "Running"
 
 
 def test_a_workload_that_asks_for_other_pods_than_the_job_has_is_replaced_while_it_waits() -> None:

@@ -76,6 +76,7 @@ DDPJOB_LOST_NODE_SECONDS: lostNodeSeconds
 DDPJOB_KEEP_LOG_TAIL: keepLogTail
 DDPJOB_KEEP_FROM_AUTOSCALERS: keepFromAutoscalers
 DDPJOB_GANGS: gang
+DDPJOB_QUEUE_PLACES: gang.kueue.places.enabled
 DDPJOB_EVENTS: events
 DDPJOB_LOG_LEVEL: logLevel
 DDPJOB_LOG_FORMAT: logFormat
@@ -88,6 +89,13 @@ DDPJOB_LOG_FORMAT: logFormat
 {{- if $gang.enabled }}{{ $on = append $on $name }}{{ end -}}
 {{- end -}}
 {{- join "," ($on | sortAlpha) -}}
+{{- end }}
+
+{{/* "true" where the places in queues are asked for, else nothing. */}}
+{{- define "ddpjob.queuePlaces" -}}
+{{- with (.Values.gang | default dict).kueue -}}
+{{- if and .enabled (.places | default dict).enabled }}true{{ end -}}
+{{- end -}}
 {{- end }}
 
 {{/* What values.schema.json cannot say, because it concerns two values. */}}
@@ -153,6 +161,11 @@ DDPJOB_LOG_FORMAT: logFormat
 - apiGroups: [kueue.x-k8s.io]
   resources: [workloads/status]
   verbs: [update]
+{{- end }}
+{{- if include "ddpjob.queuePlaces" . }}
+- apiGroups: [visibility.kueue.x-k8s.io]
+  resources: [localqueues/pendingworkloads]
+  verbs: [get]
 {{- end }}
 {{- end }}
 

@@ -19,6 +19,19 @@ Body = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Places:
+    """An API of its own by which a queue tells the places of those that wait."""
+
+    group: str
+    versions: tuple[str, ...]
+    """The first that is served is taken."""
+    path: Callable[[str, str, str], str]
+    """What is read, by apiVersion, namespace and the queue's name."""
+    read: Callable[[Raw], dict[str, int]]
+    """The places, from 1, by the names of the objects that wait."""
+
+
+@dataclass(frozen=True)
 class Queue:
     """What is needed where pods are made only once the group is admitted, and the group is told how the job is."""
 
@@ -30,6 +43,8 @@ class Queue:
     """What the admitted object says of the pods."""
     nodes: Callable[[Raw], int | None]
     """For how many pods the object asks."""
+    name: Callable[[Raw], str]
+    """In which queue the object is."""
     told: Callable[[Raw], tuple[bool, bool]]
     """Whether it was told that all pods run, and that the job is over."""
     reads_for_pods: Callable[[Placement, str], tuple[str, ...]]
@@ -38,6 +53,8 @@ class Queue:
     """Puts into a pod what the queue has decided, with what was read."""
     tell: Callable[[Raw, Tell, str, dt.datetime], Body | None]
     """The object's new status, by the object as it is now, a sentence and the time; None: nothing is to be told."""
+    places: Places | None = None
+    """None: it tells nobody's place."""
 
 
 @dataclass(frozen=True)

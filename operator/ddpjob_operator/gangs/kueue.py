@@ -13,8 +13,9 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
-from ddpjob_operator.gangs.adapter import Adapter, Body, Queue, Raw
+from ddpjob_operator.gangs.adapter import Adapter, Body, Places, Queue, Raw
 from ddpjob_operator.job import api, bounds, launcher, podspec
 from ddpjob_operator.job.bounds import text
 from ddpjob_operator.observed.groups import Admission, Group, Placement, Tell
@@ -151,6 +152,26 @@ def nodes(raw: Raw) -> int | None:
     return bounds.integer(podsets[0].get("count"), 0, bounds.NODES_MAX) if podsets else None
 
 
+def queue_name(raw: Raw) -> str:
+    """The LocalQueue."""
+    return text((raw.get("spec") or {}).get("queueName"))
+
+
+def pending_path(api_version: str, namespace: str, queue: str) -> str:
+    """Those that wait in a LocalQueue, in its order; the first thousand of them."""
+    return f"/apis/{api_version}/namespaces/{namespace}/localqueues/{quote(queue, safe='')}/pendingworkloads"
+
+
+def read_places(raw: Raw) -> dict[str, int]:
+    """Of the ClusterQueue, which others wait for as well: who is before a job there is admitted before it."""
+    found = {}
+    for item in raw.get("items") or ():
+        before = bounds.integer(item.get("positionInClusterQueue"), 0, bounds.TURNS_MAX)
+        if before is not None:
+            found[text(item["metadata"]["name"])] = before + 1
+    return found
+
+
 def told(raw: Raw) -> tuple[bool, bool]:
     """By the conditions PodsReady and Finished."""
     return _is_true(raw, "PodsReady"), _is_true(raw, "Finished")
@@ -267,9 +288,16 @@ ADAPTER = Adapter(
         complete=complete,
         placement=placement,
         nodes=nodes,
+        name=queue_name,
         told=told,
         reads_for_pods=reads_for_pods,
         place=place,
         tell=tell,
+        places=Places(
+            group="visibility.kueue.x-k8s.io",
+            versions=("v1beta1", "v1beta2"),
+            path=pending_path,
+            read=read_places,
+        ),
     ),
 )

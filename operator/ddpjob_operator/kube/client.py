@@ -20,6 +20,9 @@ import orjson
 
 from ddpjob_operator.job import api
 from ddpjob_operator.kube import reading
+from ddpjob_operator.kube.api_error import NO_ANSWER as NO_ANSWER
+from ddpjob_operator.kube.api_error import ApiError as ApiError
+from ddpjob_operator.kube.api_error import TooLargeError, no_answer, of_answer, of_status
 from ddpjob_operator.kube.login import LoginError, login
 from ddpjob_operator.kube.reach import Reach
 
@@ -39,7 +42,6 @@ _METADATA_OF_LIST: Headers = {
     "Accept-Encoding": "identity",  # to compress it costs the server twice as much as all the rest
 }
 _METADATA_IS_ENOUGH = frozenset({"pods", "services", "events"})
-NO_ANSWER = 0
 
 
 def collection(plural: str, namespace: str = "") -> str:
@@ -51,24 +53,6 @@ def collection(plural: str, namespace: str = "") -> str:
 def group_collection(api_version: str, plural: str, namespace: str = "") -> str:
     """The path of objects of an API group, by its apiVersion."""
     return f"/apis/{api_version}/namespaces/{namespace}/{plural}" if namespace else f"/apis/{api_version}/{plural}"
-
-
-class ApiError(Exception):
-    """The API server has refused (status 4xx, 5xx), or has not answered (status 0). `message` is its own sentence."""
-
-    def __init__(self, status: int, reason: str, message: str, retry_after_seconds: float | None = None) -> None:
-        super().__init__(f"{status} {reason}: {message}" if status else f"{reason}: {message}")
-        self.status, self.reason, self.message = status, reason, message
-        self.retry_after_seconds = retry_after_seconds
-
-    @property
-    def gone(self) -> bool:
-        """Whether a resource version is too old to go on from."""
-        return self.status == 410
-
-
-class TooLargeError(ApiError):
-    """An answer is larger than what was to be read of it."""
 
 
 class Page(NamedTuple):
@@ -224,16 +208,16 @@ class Client:
                 self._answered("GET", path, code, began, watch=True)
                 if response.status >= 400:
                     await self._refused(response.status, info)
-                    raise _error(response.status, await response.read(), response.headers)
+                    raise of_answer(response.status, await response.read(), response.headers)
                 async for line in reading.lines(response.content):
                     event = reading.event(line, plural)
                     if event["type"] == "ERROR":
-                        raise _error_of(event["object"])
+                        raise of_status(event["object"])
                     yield event
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, reading.BadJsonError) as error:
             if code == NO_ANSWER:
                 self._answered("GET", path, code, began, watch=True)
-            raise _no_answer("GET", path, error) from None
+            raise no_answer("GET", path, error) from None
 
     def _answered(self, method: str, path: str, code: int, began: float, *, watch: bool = False) -> None:
         """code: NO_ANSWER where there was none."""
@@ -245,7 +229,7 @@ class Client:
         try:
             return reading.obj(content)
         except reading.BadJsonError as error:
-            raise _no_answer(method, path, error) from None
+            raise no_answer(method, path, error) from None
 
     async def _request_bytes(
         self,
@@ -280,12 +264,12 @@ class Client:
         body: Raw | None,
         headers: Headers,
     ) -> bytes:
-        url = info.server.rstrip("/") + path
-        data = None if body is None else _dumps(method, path, body)
         # Reviews are questions, though they are asked by POST.
         changes_something = method != "GET" and not path.startswith("/apis/authorization.k8s.io/")
         if changes_something and not self._may_write(path):
             raise ApiError(NO_ANSWER, "NotLeading", f"{method} {path}: not sent, for another operator may lead by now")
+        url = info.server.rstrip("/") + path
+        data = None if body is None else _dumps(method, path, body)
         began, code = time.monotonic(), NO_ANSWER
         try:
             async with session.request(
@@ -294,10 +278,10 @@ class Client:
                 code = response.status
                 content = await _read(response, bytes_max)
                 if response.status >= 400:
-                    raise _error(response.status, content, response.headers)
+                    raise of_answer(response.status, content, response.headers)
                 return content
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            raise _no_answer(method, path, error) from None
+            raise no_answer(method, path, error) from None
         finally:
             self._answered(method, path, code, began)
 
@@ -387,30 +371,3 @@ def _dumps(method: str, path: str, body: Raw) -> bytes:
         return orjson.dumps(body)
     except TypeError as error:  # a text that is no Unicode, a number of more than 64 bits: the server takes neither
         raise ApiError(400, "BadRequest", f"{method} {path}: cannot be written as JSON: {error}") from None
-
-
-def _error(status: int, content: bytes, headers: Mapping[str, str]) -> ApiError:
-    try:
-        body = orjson.loads(content)
-    except orjson.JSONDecodeError:
-        body = content.decode(errors="replace")[:300]
-    if not isinstance(body, dict):
-        body = {"message": str(body)}
-    return _error_of({**body, "code": status}, headers.get("Retry-After"))
-
-
-def _error_of(status: Raw, retry_after: str | None = None) -> ApiError:
-    """From a metav1.Status."""
-    code = status.get("code")
-    after = retry_after or (status.get("details") or {}).get("retryAfterSeconds")
-    try:
-        seconds = None if after is None else max(0.0, float(after))
-    except ValueError:  # a date, as HTTP allows and Kubernetes never sends
-        seconds = None
-    message = str(status.get("message") or "no reason given").strip()
-    return ApiError(code if isinstance(code, int) else 500, str(status.get("reason") or "Unknown"), message, seconds)
-
-
-def _no_answer(method: str, path: str, error: Exception) -> ApiError:
-    what = "the API server did not answer in time" if isinstance(error, asyncio.TimeoutError) else str(error)
-    return ApiError(NO_ANSWER, "NoAnswer", f"{method} {path}: {what or type(error).__name__}")

@@ -7,13 +7,15 @@ no job is reconciled before that; a version that is not there, or no longer, is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api
-from ddpjob_operator.kube import observe
+from ddpjob_operator.kube import observe, triggers
 from ddpjob_operator.kube.client import ApiError, Client, group_collection
+from ddpjob_operator.kube.queue_places import QueuePlaces
 from ddpjob_operator.kube.reflector import Reflector
 from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.store import Key, Store
@@ -34,22 +36,34 @@ class Gang:
         client: Client,
         namespaces: Sequence[str],
         key_of: Callable[[Mapping[str, Any]], Key],
-        changed: Callable[[Key], None],
+        changed: Callable[[Key, float], None],
         found: Callable[[], None],
         runtime: Runtime,
         restarted: Callable[[str, str], None] = lambda _plural, _cause: None,
         sleep: Callable[[float], Any] = asyncio.sleep,
+        asks_places: bool = False,
     ) -> None:
-        """namespaces: those that are watched, "" is all. changed: called for a job whose objects have changed; found:
-        where another version is served than before, or none."""
+        """namespaces: those that are watched, "" is all. changed: called for a job whose objects have changed, with the
+        seconds that this can wait; found: where another version is served than before, or none. asks_places: whether a
+        queue is asked for the places of those that wait."""
+
+        def told(key: Key, _old: Group | None, new: Group | None) -> None:
+            changed(key, triggers.group_changed(adapter.admits_first, new))
+
         self.adapter = adapter
         self.api = GangApi(why_not=f"the API server has not told yet whether it serves {adapter.plural}")
-        self.store: Store[Group] = Store(observe.group(adapter), key_of, lambda key, _old, _new: changed(key))
+        self.store: Store[Group] = Store(observe.group(adapter), key_of, told)
         self._reflectors: list[Reflector] = []
         self._client, self._namespaces, self._found, self._runtime = client, namespaces, found, runtime
         self._sleep = sleep
         self._restarted = restarted
         self._is_known = False
+        tells = adapter.queue.places if adapter.queue is not None else None
+        self.places: QueuePlaces | None = (
+            QueuePlaces(client, tells, self._waiting, lambda key: changed(key, 0.0), runtime)
+            if asks_places and tells is not None
+            else None
+        )
 
     def is_ready(self, namespace: str) -> bool:
         """Whether it is known what there is in a namespace."""
@@ -60,6 +74,22 @@ class Gang:
         """The job's own object, where it has one for its life."""
         found = self.store.of((job.metadata.namespace, job.metadata.name))
         return next((group for group in found if group.owner_uid == job.metadata.uid), None)
+
+    def groups(self, key: Key) -> list[Group]:
+        """What a job has, with its place where it waits and the queue has told that."""
+        found = self.store.of(key)
+        place = self.places.of(key) if self.places is not None else None
+        if place is None:
+            return found
+        return [
+            replace(group, admission=replace(group.admission, place=place)) if _waits(group) else group
+            for group in found
+        ]
+
+    def _waiting(self) -> Iterator[tuple[Key, str]]:
+        """The jobs that wait, and in which queue."""
+        for key in self.store.jobs():
+            yield from ((key, group.queue) for group in self.store.each(key) if _waits(group))
 
     def path(self, namespace: str) -> str:
         """The collection of its objects. Raises ApiError where no version is served."""
@@ -138,3 +168,7 @@ class Gang:
                 return False
             raise
         return any(found.get("name") == self.adapter.plural for found in listed.get("resources") or ())
+
+
+def _waits(group: Group) -> bool:
+    return group.admission.state == "waiting" and not group.is_over and not group.deletion_requested

@@ -109,7 +109,9 @@ class Operator:
     def _gang(self, adapter: Adapter) -> Gang:
         where = self.settings.watched
         told = (self._enqueue, self._enqueue_all)
-        return Gang(adapter, self._client, where, _job_of, *told, self._runtime, self._watch_restarted)
+        places = self.settings.queue_places
+        about = (self._runtime, self._watch_restarted)
+        return Gang(adapter, self._client, where, _job_of, *told, *about, asks_places=places)
 
     def _prepare_to_lead(self) -> None:
         """New at each leadership: refusals, reports and back-offs of the last one are no longer true."""
@@ -279,6 +281,7 @@ class Operator:
             "silence": self.reports.run(),
             "second look": self._second_look.run(),
         }
+        parts |= {f"places {n}": g.places.run() for n, g in self.caches.gangs.items() if g.places is not None}
         self._leading = [self.run(name, work) for name, work in parts.items()]
         self._enqueue_all()
 

@@ -21,10 +21,11 @@ from ddpjob_operator.kube.shares import Turn
 K = TypeVar("K", bound=Hashable)
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 60.0
 # At a time, slow ones too. Each may wait for its turn to create a pod (shares.py): with 16 such requests under way,
-# each of 30 s at most, that turn comes within STUCK_SECONDS (operator.py).
+# each of 30 s at most, every second of which is for the job that has waited longest, that turn comes within
+# STUCK_SECONDS (operator.py).
 OF_NAMESPACE_MAX = 128
 # A reconcile that takes longer waits for one request, and the others need not wait with it.
-QUICK_SECONDS = 1.0
+QUICK_SECONDS = 0.1
 
 
 class Watcher:

@@ -54,6 +54,9 @@ class OperatorSettings:
     gangs: tuple[str, ...] = ()
     """DDPJOB_GANGS: the APIs that spec.gang may use, separated by commas: native, kueue. Empty, the default: none, and
     nothing is asked of the API server for them."""
+    queue_places: bool = False
+    """DDPJOB_QUEUE_PLACES: whether the message of a job that waits in a queue names its place there, which is asked of
+    the queue's own API once a minute. false, because that API needs a right of its own, and few clusters have it."""
     lease_namespace: str = ""
     """DDPJOB_LEASE_NAMESPACE: namespace of the Lease that decides which of several operators acts. Empty, the default:
     there is no Lease, and this operator always acts."""
@@ -93,6 +96,7 @@ class OperatorSettings:
             rules=PlanSettings(lost_node_seconds=int(lost), keep_log_tail=_flag(environment, "DDPJOB_KEEP_LOG_TAIL")),
             keep_from_autoscalers=_flag(environment, "DDPJOB_KEEP_FROM_AUTOSCALERS"),
             gangs=_gangs(environment),
+            queue_places=_flag(environment, "DDPJOB_QUEUE_PLACES", "false"),
             lease_namespace=environment.get("DDPJOB_LEASE_NAMESPACE", ""),
             lease_name=environment.get("DDPJOB_LEASE_NAME", "ddpjob-operator"),
             claim_namespace=environment.get("DDPJOB_CLAIM_NAMESPACE", "kube-system"),
@@ -120,6 +124,7 @@ class OperatorSettings:
             ("DDPJOB_KEEP_LOG_TAIL", self.rules.keep_log_tail, rules.keep_log_tail),
             ("DDPJOB_KEEP_FROM_AUTOSCALERS", self.keep_from_autoscalers, True),
             ("DDPJOB_GANGS", ",".join(self.gangs), ""),
+            ("DDPJOB_QUEUE_PLACES", self.queue_places, False),
             ("DDPJOB_CLAIM_NAMESPACE", self.claim_namespace, OperatorSettings.claim_namespace),
             ("DDPJOB_LEASE_SECONDS", self.lease.lease_seconds, lease.lease_seconds),
             ("DDPJOB_LEASE_RENEW_SECONDS", self.lease.renew_seconds, lease.renew_seconds),
@@ -187,9 +192,9 @@ def _port(environment: Mapping[str, str], name: str, default: str) -> int:
     return int(_checked(environment, name, default, valid, "a port from 0 (off) to 65535"))
 
 
-def _flag(environment: Mapping[str, str], name: str) -> bool:
+def _flag(environment: Mapping[str, str], name: str, default: str = "true") -> bool:
     either = ("true", "false")
-    return _checked(environment, name, "true", lambda text: text.lower() in either, "true or false").lower() == "true"
+    return _checked(environment, name, default, lambda text: text.lower() in either, "true or false").lower() == "true"
 
 
 def _checked(environment: Mapping[str, str], name: str, default: str, valid: Callable[[str], bool], must: str) -> str:
