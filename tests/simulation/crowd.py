@@ -15,8 +15,9 @@ from typing import Any
 from faults import swarm_of_gangs, swarm_of_queues
 from judge import TERMINAL
 from model_api import Change, Kind, Raw, owner_uid
-from model_kueue import Kueue, count, holds_quota, is_true
-from model_training import HANGS, Group, Process
+from model_elastic import Rendezvous
+from model_kueue import Kueue, held, holds_quota, is_true
+from model_training import COMPLAINS, ENDS_EARLY, HANGS, Group, Process
 from scenario import FAULTS_SECONDS, Deed, Scenario, scenario
 from simulation import Outcome, Simulation
 
@@ -28,6 +29,7 @@ CALM = (
     *("crash", "restart", "api server away", "operator cut off"),
     *("pod deleted", "drained", "evicted", "node cut", "touch"),
 )
+ELASTIC_SHARE = 0.3
 OF_QUEUES = ("kueue down", "kueue down", "workload deleted", "workload inactive")
 
 
@@ -36,6 +38,7 @@ def crowd_scenario(seed: int) -> Scenario:
     rng = random.Random(f"{seed} crowd")
     jobs = [_member(rng, seed, number) for number in range(rng.choice((2, 2, 3)))]
     most = max(one.spec["nodes"] for one in jobs)
+    least = max(one.spec.get("minNodes", one.spec["nodes"]) for one in jobs)
     all_nodes = sum(one.spec["nodes"] for one in jobs)
     in_queue = seed % 2 == 1
     kinds = [*CALM, *(OF_QUEUES if in_queue else ("group deleted", "neighbour")), "suspend", "delete and apply"]
@@ -51,7 +54,7 @@ def crowd_scenario(seed: int) -> Scenario:
         rates={**jobs[0].rates, **(swarm_of_queues(rng) if in_queue else swarm_of_gangs(rng))},
         deeds=deeds,
         gang=not in_queue,
-        quota=rng.randrange(most, all_nodes) if in_queue else 0,
+        quota=rng.randrange(least, all_nodes) if in_queue else 0,
         more=tuple(jobs[1:]),
     )
 
@@ -69,6 +72,10 @@ def _member(rng: random.Random, seed: int, number: int) -> Scenario:
         for life, failure in found.failures.items()
         if failure.rank < spec["nodes"] and failure.code != HANGS and life < 9
     }
+    elastic = random.Random(f"{seed} elastic {number}")
+    if seed % 2 == 1 and found.launcher == "torchrun" and elastic.random() < ELASTIC_SHARE:
+        spec["minNodes"] = elastic.randrange(1, spec["nodes"])
+        failures = {life: one for life, one in failures.items() if one.code not in (COMPLAINS, ENDS_EARLY)}
     return replace(
         found,
         seed=seed,
@@ -89,9 +96,10 @@ class Crowd(Simulation):
         self.saves: Counter[str] = Counter()
         """How often the job of this uid has saved because it was told to stop, since its last eviction."""
         self.preemptions = 0
-        self._to_save: dict[str, int] = {}
-        """Evicted jobs that trained undisturbed, by uid, with the attempt: each is to save once."""
-        self._told: set[int] = set()
+        self._to_save: dict[str, tuple[int, int]] = {}
+        """Evicted jobs that trained undisturbed, by uid, with the attempt, and how often they had failed until then:
+        each is to save once."""
+        self._told: set[tuple[int, int]] = set()
         self._without_workload: set[str] = set()
         """Jobs whose Workload somebody has deleted: the queue gives their quota to others at once."""
         self.queue = Kueue(self.loop, self.api, what.seed, what.quota) if what.quota else None
@@ -120,7 +128,13 @@ class Crowd(Simulation):
     def _check_quota(self) -> None:
         assert self.queue is not None
         users = {uid: job for uid, job in self._users().items() if uid not in self._without_workload}
-        nodes = sum(job["spec"]["nodes"] for job in users.values())
+        workloads = {owner_uid(w): w for w in self.queue.holders()}
+        nodes = sum(held(workloads[uid]) if uid in workloads else job["spec"]["nodes"] for uid, job in users.items())
+        for uid in users.keys() & workloads.keys():
+            places = {p.rank for p in self.cluster.processes() if p.job_uid == uid and not p.excused}
+            if len(places) > held(workloads[uid]):
+                name, most = users[uid]["metadata"]["name"], held(workloads[uid])
+                self.judge.wrong.append(f"{name} has {len(places)} pods, and quota for {most}")
         if nodes > self.queue.quota:
             names = sorted(job["metadata"]["name"] for job in users.values())
             self.judge.wrong.append(f"{' and '.join(names)} use {nodes} nodes, and the quota is {self.queue.quota}")
@@ -166,8 +180,9 @@ class Crowd(Simulation):
             self._check_saved(name, uid)
 
     def _check_saved(self, name: str, uid: str) -> None:
-        attempt, saves = self._to_save.pop(uid, None), self.saves.pop(uid, 0)
-        untouched = (uid, attempt) not in self.judge.disturbed | self.training.failed
+        attempt, failures = self._to_save.pop(uid, (None, 0))
+        saves = self.saves.pop(uid, 0)
+        untouched = (uid, attempt) not in self.judge.disturbed and self._failures(uid) == failures
         completed = any(found[:2] == (uid, attempt) for found in self.training.completed)
         if attempt is not None and untouched and not completed and saves != 1:
             self.judge.wrong.append(f"{name} was preempted in attempt {attempt}, and saved {saves} times")
@@ -175,33 +190,58 @@ class Crowd(Simulation):
     # ---------------------------------------------------------------- evictions
 
     def _is_evicted(self, workload: Raw) -> None:
-        uid, attempt = owner_uid(workload), 0
+        uid = owner_uid(workload)
         self.preemptions += 1
         self.tell("kueue", f"evicts {workload['metadata']['name']}")
         job = self._jobs().get(uid)
         if job is None:
             return
         self.saves.pop(uid, None)
-        group = next((g for g in self.training.groups.values() if self._trains(g, uid)), None)
-        if group is not None:
-            attempt = group.present[0].attempt
-            self._to_save[uid] = attempt
+        whole = next((g for g in self.training.groups.values() if self._trains(g, uid)), None)
+        elastic = next((g for g in self.training.elastic.groups.values() if self._trains_elastically(g, uid)), None)
+        if (training := whole.present if whole else elastic.training if elastic else None) is not None:
+            self._to_save[uid] = training[0].attempt, self._failures(uid)
+
+    def _failures(self, uid: str) -> int:
+        """How often the application of a job has failed by itself."""
+        return sum(of == uid for of, _ in self.training.failed)
 
     def _trains(self, group: Group, uid: str) -> bool:
         ranks = group.present
         return bool(ranks) and ranks[0].job_uid == uid and not group.broken and all(p.alive for p in ranks)
 
+    @staticmethod
+    def _trains_elastically(group: Rendezvous, uid: str) -> bool:
+        ranks = group.training
+        return bool(ranks) and ranks[0].job_uid == uid and not group.closed and all(p.alive for p in ranks)
+
     def _is_told(self, process: Process, grace_seconds: int) -> None:
         """The ranks agree on a step, save, and end: where one is told to stop while all train."""
+        if process.is_elastic:
+            return self._is_told_elastically(process, grace_seconds)
         group = self.training.groups.get(process.run)
         full = int(process.pod["spec"]["terminationGracePeriodSeconds"])
         whole = group is not None and self._trains(group, process.job_uid) and group.stuck_at is None
-        if group is None or not whole or id(group) in self._told:
-            return
-        self._told.add(id(group))
+        if group is None or not whole or (id(group), 0) in self._told:
+            return None
+        self._told.add((id(group), 0))
         if grace_seconds < full:
-            return  # killed before they have agreed
+            return None  # killed before they have agreed
         if self.training.saves(group.present[0], self.training._step(group)):
+            self.saves[process.job_uid] += 1
+        return None
+
+    def _is_told_elastically(self, process: Process, grace_seconds: int) -> None:
+        """The same; those that wait to join have nothing to save."""
+        group = self.training.elastic.groups.get(process.run)
+        full = int(process.pod["spec"]["terminationGracePeriodSeconds"])
+        if group is None or process not in group.training or not self._trains_elastically(group, process.job_uid):
+            return
+        if (id(group), group.generation) in self._told:
+            return
+        self._told.add((id(group), group.generation))
+        step = self.training.elastic._step(group)
+        if grace_seconds >= full and self.training.saves(group.training[0], step):
             self.saves[process.job_uid] += 1
 
     # ---------------------------------------------------------------- deeds and the end
@@ -241,7 +281,7 @@ class Crowd(Simulation):
                 self.judge.wrong.append(f"{name} has not ended: {state}")
         for workload in self.queue.holders() if self.queue is not None else ():
             name = workload["metadata"]["name"]
-            self.judge.wrong.append(f"{name} is {states.get(name)} and holds quota for {count(workload)} nodes")
+            self.judge.wrong.append(f"{name} is {states.get(name)} and holds quota for {held(workload)} nodes")
 
 
 def simulate_crowd(what: Scenario, only: Mapping[str, str] | None = None) -> Outcome:

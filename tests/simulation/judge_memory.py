@@ -78,7 +78,8 @@ class MemoryJudge:
         if saved is not None:
             named.add(saved.life)
         uid, attempt = life.leader.process.job_uid, life.leader.process.attempt
-        found = [] if saved is None else [_age_of(saved)]
+        found: list[Age] = []
+        useless: list[Age] = []
         for area in areas:
             assert area.writer is not None, "it is whole"
             (state,) = set(area.parts)
@@ -86,9 +87,13 @@ class MemoryJudge:
             version = Version(attempt, area.writer.generation, state.step)
             has_small = any(version in agent.area.slots for agent in agents)
             less = is_assumed and area.writer in named
-            if has_small and not less and state != TORN and not self._is_hopeless(uid, state, is_assumed, agents):
-                found.append((attempt, area.writer.number, state.step))
-        return found
+            if not less and state != TORN:
+                bad = not has_small or self._is_hopeless(uid, state, is_assumed, agents)
+                (useless if bad else found).append((attempt, area.writer.number, state.step))
+        # What leads to the failure may be in a state a step before as well: the folder counts, and not that one. So it
+        # does where the small states of the newest were written over (docs/memory.md).
+        found = [age for age in found if age > max(useless, default=(0, 0, 0))]
+        return found if saved is None else [*found, _age_of(saved)]
 
     def _is_hopeless(self, uid: str, state: State, is_assumed: bool, agents: list[Agent]) -> bool:
         """Whether it was loaded so often that it may be what fails: nobody here knows of a step that has followed."""

@@ -12,7 +12,8 @@ from model_api import ModelApi, Raw, event_of, matching, parse
 from virtual_time import VirtualLoop
 
 from ddpjob_operator.job import api as types
-from ddpjob_operator.kube.client import NO_ANSWER, ApiError, Page, RequestLimits, _error_of
+from ddpjob_operator.kube.api_error import NO_ANSWER, ApiError, of_status
+from ddpjob_operator.kube.client import Page, RequestLimits
 from ddpjob_operator.kube.reach import Reach
 
 LATENCY_SECONDS = (0.002, 0.03)
@@ -120,7 +121,7 @@ class ModelClient:
                 await self._reachable("GET", path)
                 if fault == "broken":
                     return
-                raise _error_of({"code": 410 if fault == "gone" else 500, "reason": "Expired", "message": "model"})
+                raise of_status({"code": 410 if fault == "gone" else 500, "reason": "Expired", "message": "model"})
             if self.dead:
                 await self._for_ever()
             if fault == "never":
@@ -161,7 +162,7 @@ class ModelClient:
         if self.dead:
             await self._for_ever()
         if code >= 400:
-            raise _error_of(answer)
+            raise of_status(answer)
         return answer
 
     async def _before(self, fault: str, point: str, method: str, path: str) -> None:

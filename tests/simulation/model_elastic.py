@@ -54,7 +54,9 @@ class Elastic:
     def joins(self, process: Process) -> None:
         """A torchrun has started."""
         least, most = map(int, process.environ["PET_NNODES"].split(":"))
-        group = self.groups.setdefault(process.run, Rendezvous(least, most))
+        group = self.groups.get(process.run)
+        if group is None or (process.rank == 0 and group.closed):  # the store is in node 0's pod, and this is a new one
+            group = self.groups[process.run] = Rendezvous(least, most)
         other = group.there.get(process.rank)
         if other is not None and other.alive and not other.excused:
             self._training.wrong.append(f"two processes are node {process.rank} of one group: {other} and {process}")
@@ -69,6 +71,8 @@ class Elastic:
     def left(self, process: Process, code: int) -> None:
         """A torchrun has ended."""
         group = self.groups[process.run]
+        if group.there.get(process.rank) is not process:
+            return
         if code == 0 and not process.told:
             group.closed = True
             return

@@ -1,7 +1,8 @@
 """A model of Kueue: one queue with quota for so many nodes, which admits Workloads by priority and preempts lower ones.
 
 What it does was seen of Kueue 0.14.8 (docs/kueue.md): an evicted Workload keeps its quota until its owner has taken the
-admission out of the status; one that is finished or gone has none.
+admission out of the status; one that is finished or gone has none. One with minCount is admitted in part where neither
+free quota nor preemption is enough for all of it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class Kueue:
     def __init__(self, loop: VirtualLoop, api: ModelApi, seed: int, quota: int) -> None:
         self.quota = quota
         self.is_down = False
+        self.partly = 0
+        """How often it has admitted fewer pods than a Workload asks for."""
         self.evicted: Callable[[Raw], None] = lambda workload: None
         self._loop, self._api = loop, api
         self._random = random.Random(f"{seed} kueue")
@@ -72,25 +75,29 @@ class Kueue:
                 self._consider(workload)
 
     def _consider(self, workload: Raw) -> None:
-        free = self.quota - sum(map(count, self.holders()))
+        free = self.quota - sum(map(held, self.holders()))
         if count(workload) <= free:
-            self._admit(workload)
+            self._admit(workload, count(workload))
             return
-        returning = sum(count(w) for w in self.holders() if is_true(w, "Evicted"))
+        returning = sum(held(w) for w in self.holders() if is_true(w, "Evicted"))
         lower = [w for w in self.holders() if _priority(w) < _priority(workload) and not is_true(w, "Evicted")]
-        if count(workload) <= free + returning + sum(map(count, lower)):
+        if count(workload) <= free + returning + sum(map(held, lower)):
             for victim in lower:
                 if count(workload) > free + returning:
-                    returning += count(victim)
+                    returning += held(victim)
                     self._evict(victim, "Preempted", "Preempted to accommodate a workload with higher priority")
+        elif least(workload) <= free:
+            self.partly += 1
+            self._admit(workload, free)
+            return
         more = count(workload) - free
         text = f"insufficient unused quota for cpu in flavor {FLAVOR}, {more} more needed"
         self._say(workload, QuotaReserved=("False", "Pending", text))
 
-    def _admit(self, workload: Raw) -> None:
+    def _admit(self, workload: Raw, pods: int) -> None:
         assigned = {
             "name": workload["spec"]["podSets"][0]["name"],
-            "count": count(workload),
+            "count": pods,
             "flavors": {"cpu": FLAVOR},
         }
         admission = {"clusterQueue": "main", "podSetAssignments": [assigned]}
@@ -123,6 +130,18 @@ class Kueue:
 def count(workload: Raw) -> int:
     """For how many pods it asks."""
     return int(workload["spec"]["podSets"][0]["count"])
+
+
+def least(workload: Raw) -> int:
+    """With how many pods it may be admitted."""
+    podset = workload["spec"]["podSets"][0]
+    return int(podset.get("minCount", podset["count"]))
+
+
+def held(workload: Raw) -> int:
+    """For how many pods it has quota."""
+    admission = (workload.get("status") or {}).get("admission")
+    return int(admission["podSetAssignments"][0]["count"]) if admission else count(workload)
 
 
 def holds_quota(workload: Raw) -> bool:

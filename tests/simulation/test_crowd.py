@@ -13,7 +13,9 @@ from crowd import Crowd, crowd_scenario, simulate_crowd
 from model_kueue import Kueue, is_true
 from scenario import Scenario
 
-from ddpjob_operator.plan import gang
+from ddpjob_operator.gangs import kueue
+from ddpjob_operator.observed.groups import Placement
+from ddpjob_operator.plan import actions, gang
 from ddpjob_operator.plan.actions import TellGroup
 from ddpjob_operator.plan.view import View
 
@@ -27,26 +29,30 @@ Mutant = Callable[[], contextlib.AbstractContextManager[Any]]
 ONCE_FAILED = (227,)
 
 
-def check(seeds: Sequence[int]) -> int:
-    """How often a job was preempted in these lives, none of which shows a fault."""
-    preemptions = 0
+def check(seeds: Sequence[int]) -> tuple[int, int]:
+    """How often a job was preempted and how often one was admitted in part in these lives, none of which shows a
+    fault."""
+    preemptions = partly = 0
     for seed in seeds:
         crowd = Crowd(crowd_scenario(seed))
         outcome = crowd.run()
         assert not outcome.wrong, "\n".join([*outcome.story, f"seed {seed}: {outcome.wrong[0]}"])
         preemptions += crowd.preemptions
-    return preemptions
+        partly += crowd.queue.partly if crowd.queue is not None else 0
+    return preemptions, partly
 
 
 def test_jobs_that_do_not_fit_together_all_end_and_no_quota_is_used_twice_or_lost() -> None:
     """Two half-placed jobs block each other for ever; quota that nobody gives back blocks all who come later."""
-    assert check((*BY_DAY, *ONCE_FAILED)) > 0, "lives without a preemption tell little"
+    preemptions, partly = check((*BY_DAY, *ONCE_FAILED))
+    assert preemptions > 0, "lives without a preemption tell little"
+    assert partly > 0, "nor do those in which no elastic job runs with fewer nodes than it asked for"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("first", LONG)
 def test_the_same_in_thousands_of_lives(first: int) -> None:
-    assert check(range(first, first + BLOCK)) > 0
+    assert all(check(range(first, first + BLOCK)))
 
 
 def test_a_job_of_another_manager_is_left_alone_beside_one_that_runs() -> None:
@@ -98,6 +104,13 @@ def end_untold() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(gang, "to_tell", never)
 
 
+def more_pods_than_admitted() -> contextlib.AbstractContextManager[Any]:
+    """An elastic job that was admitted in part makes all its pods: they run on what the queue gives to others."""
+    assert kueue.ADAPTER.queue is not None
+    blind = replace(kueue.ADAPTER.queue, placement=lambda _: Placement())
+    return mock.patch.object(actions, "ADAPTERS", {"kueue": replace(kueue.ADAPTER, queue=blind)})
+
+
 def quota_counted_by_nobody() -> contextlib.AbstractContextManager[Any]:
     """The queue forgets what an evicted job still uses: a model that lets this pass would judge nothing."""
     holders = Kueue.holders
@@ -113,6 +126,7 @@ SEEDS: dict[Mutant, int] = {
     quota_returned_early: 7,
     quota_never_returned: 1,
     end_untold: 1,
+    more_pods_than_admitted: 21,
     quota_counted_by_nobody: 85,
 }
 

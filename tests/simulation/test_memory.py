@@ -35,6 +35,12 @@ def test_each_generation_begins_with_the_newest_state_that_is_whole_anywhere() -
     check(range(BY_DAY))
 
 
+def test_after_three_loads_of_a_state_the_folder_counts_and_not_a_state_a_step_before() -> None:
+    """What leads to the failure may be in that as well: the job would fail three times more."""
+    outcome = simulate(memory_scenario(701221))
+    assert not outcome.wrong, report(outcome)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("first", LONG)
 def test_so_do_those_of_a_thousand_more(first: int) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import collections
+from dataclasses import replace
 
+from crowd import Crowd
 from model_api import Change, Kind, Raw
 from model_training import Failure
 from scenario import Scenario
 from simulation import Simulation
 
 
-def writes(scenario: Scenario) -> dict[str, int]:
+def writes(scenario: Scenario, kind_of_run: type[Simulation] = Simulation) -> dict[str, int]:
     """The operator's, by what they write, in a life without faults."""
-    simulation = Simulation(scenario)
+    simulation = kind_of_run(scenario)
     counts: collections.Counter[str] = collections.Counter()
 
     def changed(kind: Kind, change: Change) -> None:
@@ -48,3 +50,15 @@ def test_a_failure_has_its_events_all_the_same() -> None:
     fails = {1: Failure(rank=3, after_seconds=5, code=1)}
     found = writes(Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30, events="Warning", failures=fails))
     assert {what for what in found if what.startswith("event")} == {"event RankFailed"}
+
+
+def test_a_gang_costs_its_group_and_no_other_write_and_a_queue_one_status_and_one_event_more() -> None:
+    """A scheduler and a queue say step by step what becomes of a group; each would be a write of the status."""
+    plain = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)
+    events = {"event AllNodesRun": 1, "event AllNodesCompleted": 1}
+    native = writes(replace(plain, gang=True))
+    of_group = {"create podgroups": 1, "change podgroups": 1}  # made, and deleted at the end
+    assert native == {"create services": 1, "create pods": 8, "change ddpjobs": 3} | of_group | events
+    queued = writes(replace(plain, quota=8, labels={"kueue.x-k8s.io/queue-name": "main"}), Crowd)
+    of_workload = {"create workloads": 1, "change workloads": 2, "event WaitingForAdmission": 1}
+    assert queued == {"create services": 1, "create pods": 8, "change ddpjobs": 4} | of_workload | events

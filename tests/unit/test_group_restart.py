@@ -786,6 +786,20 @@ def test_who_gave_up_waiting_and_for_what_is_said() -> None:
     )
 
 
+def test_a_rank_that_waited_in_vain_for_an_image_costs_nothing_and_the_slow_pod_is_named() -> None:
+    """An image of 20 GB takes longer than the ten minutes of torchrun; the job said that it had lost its peers."""
+    world = digits(backoffLimit=0).started().runs(0).waits(1, "ContainerCreating").settle().after(600)
+    plan = world.exits(0, code=1, message=f"{NOBODY_CAME}\n").plan()
+    assert plan.status is not None
+    assert (plan.status.state, plan.status.reason) == ("Pending", "CannotStart")
+    assert plan.status.message.startswith("1 of 2 pods have not started: digits-1-1 on node-1 is in ContainerCreating")
+    assert "digits-1-0 gave up waiting for them" in plan.status.message
+    world.settle().stops_all().settle()
+    assert (world.status.attempt, world.status.last_failure, charges(world)) == (2, None, (0, 0, 0))
+    world.runs(0).runs(1).settle()
+    assert world.status.state == "Running"
+
+
 def test_the_start_deadline_counts_from_the_first_of_the_attempts_that_found_no_nodes() -> None:
     """torchrun gives up after ten minutes, so a deadline of 25 never released anything, and two jobs that each hold
     half of a cluster waited for ever."""

@@ -97,6 +97,21 @@ def test_jobs_of_the_same_namespace_start_beside_many_big_ones() -> None:
     play(story)
 
 
+def test_a_job_of_one_pod_has_it_within_a_second_amid_a_hundred_jobs_of_eight() -> None:
+    """It waited until fifty jobs that were applied before it had begun, and then for two turns behind all of them."""
+
+    async def story() -> None:
+        town = Town(SlowServer(lambda _verb, _path: 0.1))
+        for number in range(100):
+            town.apply("team", f"job-{number}", 8)
+            if number == 50:
+                town.apply("team", "probe", 1)
+        assert await town.until(lambda: town.pods("team", "probe") == 1, 60) < 1
+        await town.until(lambda: town.pods("team") == 801, 7)
+
+    play(story)
+
+
 def test_the_slow_deletes_of_one_job_hold_up_no_other() -> None:
     """A thousand deletes were sent at once: the API server turns others away for so many."""
 
@@ -218,7 +233,7 @@ def test_shares_keep_their_bounds_and_serve_everybody_also_where_some_give_up(
         under_way: collections.Counter[object] = collections.Counter()
 
         async def call(number: int, key: Key, seconds: float) -> None:
-            async with shares.turn(key):
+            async with shares.turn(key, number % 3):
                 under_way.update((key, key[0]))
                 assert under_way[key] <= bounds.of_job
                 assert under_way[key[0]] <= bounds.of_namespace
@@ -236,6 +251,7 @@ def test_shares_keep_their_bounds_and_serve_everybody_also_where_some_give_up(
         await asyncio.gather(*tasks, return_exceptions=True)
         assert all(t.cancelled() or t.exception() is None for t in tasks)
         assert (shares._quick, +shares._under_way, shares._waiting) == (0, collections.Counter(), {})
+        assert shares._left == {}
 
     play(story)
     assert set(served) >= set(range(len(calls))) - set(cancelled)

@@ -7,8 +7,16 @@ import dataclasses
 import pytest
 from worlds import START
 
-from ddpjob_operator.kube.triggers import ALL_CHANGED_SECONDS, SOME_CHANGED_SECONDS, pod_changed, uses_node
+from ddpjob_operator.kube.triggers import (
+    ALL_ENDED_SECONDS,
+    ALL_RUN_SECONDS,
+    SOME_CHANGED_SECONDS,
+    group_changed,
+    pod_changed,
+    uses_node,
+)
 from ddpjob_operator.observed.cluster import Container, Pod
+from ddpjob_operator.observed.groups import Admission, Group
 
 RUNNING, WAITING = Container("running"), Container("waiting")
 FAILED, COMPLETED = Container("ended", exit_code=1), Container("ended", exit_code=0)
@@ -37,12 +45,22 @@ CASES = {
     "a trainer that failed": (pod(), pod(trainer=FAILED), [pod(1)], 0.0),
     "a pod that is to stop": (pod(), STOPPING, [pod(1)], 0.0),
     "the first of two trainers that runs": (pod(trainer=WAITING), pod(), [pod(1, WAITING)], SOME_CHANGED_SECONDS),
-    "the last of two trainers that runs": (pod(trainer=WAITING), pod(), [pod(1)], ALL_CHANGED_SECONDS),
-    "the last trainer that completes": (pod(), pod(trainer=COMPLETED), [pod(1, COMPLETED)], ALL_CHANGED_SECONDS),
+    "the last of two trainers that runs": (pod(trainer=WAITING), pod(), [pod(1)], ALL_RUN_SECONDS),
+    "the last trainer that completes": (pod(), pod(trainer=COMPLETED), [pod(1, COMPLETED)], ALL_ENDED_SECONDS),
     "a new pod": (None, pod(trainer=WAITING), [pod(1, WAITING)], SOME_CHANGED_SECONDS),
     "the only pod that is there yet": (pod(trainer=WAITING), pod(), [], SOME_CHANGED_SECONDS),
-    "a pod of an older attempt waits": (pod(trainer=WAITING), pod(), [pod(1), pod(1, WAITING, attempt=0)], 0.1),
-    "a replaced pod has failed": (pod(trainer=WAITING), pod(), [pod(1, FAILED), pod(1, replacement=1)], 0.1),
+    "a pod of an older attempt waits": (
+        pod(trainer=WAITING),
+        pod(),
+        [pod(1), pod(1, WAITING, attempt=0)],
+        ALL_RUN_SECONDS,
+    ),
+    "a replaced pod has failed": (
+        pod(trainer=WAITING),
+        pod(),
+        [pod(1, FAILED), pod(1, replacement=1)],
+        ALL_RUN_SECONDS,
+    ),
     "a pod that was scheduled": (pod(trainer=WAITING), pod(trainer=WAITING, node="a"), [pod(1, WAITING)], None),
     "nothing": (pod(), pod(), [pod(1)], None),
 }
@@ -61,3 +79,12 @@ def test_a_node_concerns_the_jobs_that_have_a_live_pod_on_it() -> None:
     assert uses_node("a", [pod(node="b"), pod(1, node="a")])
     assert not uses_node("a", [pod(node="b")])
     assert not uses_node("a", [pod(trainer=FAILED, node="a")])
+
+
+def test_an_admission_is_news_at_once_and_what_a_scheduler_says_step_by_step_is_gathered() -> None:
+    """Each step would be a write of the status; a group that somebody deletes is missed by pods that wait."""
+    group = Group("native", "digits-1", "u", "o", attempt=1, admission=Admission("waiting", "no room"))
+    assert group_changed(True, group) == 0.0
+    assert group_changed(False, group) == SOME_CHANGED_SECONDS
+    assert group_changed(False, dataclasses.replace(group, deletion_requested=True)) == 0.0
+    assert group_changed(False, None) == 0.0

@@ -190,6 +190,23 @@ def test_a_rank_that_had_completed_trains_again_after_a_resume_for_its_peers_nee
     assert [n for n in world.names() if n.startswith("digits-2")] == ["digits-2-0", "digits-2-1"]
 
 
+def test_a_job_whose_nodes_all_completed_before_they_were_told_to_stop_has_succeeded() -> None:
+    """Nothing is left to train: resumed it would train everything again."""
+    world = digits().running().change(suspend=True)
+    world.step()
+    assert (world.status.state, world.status.reason) == ("Suspended", "Suspending")
+    world.exits(0).exits(1).settle()
+    assert (world.status.state, world.status.message) == ("Succeeded", "all 2 nodes completed")
+
+
+def test_a_job_one_node_of_which_was_told_to_stop_has_not_succeeded() -> None:
+    """Exit 0 after a SIGTERM is a save, and the end of no training."""
+    world = digits().running().change(suspend=True)
+    world.step()
+    world.exits(0).settle().stops(1).settle()
+    assert (world.status.state, world.status.reason) == ("Suspended", "Suspended")
+
+
 def test_nodes_changed_while_suspended_take_effect_on_resume() -> None:
     world = digits().running().change(suspend=True).settle().stops_all().settle()
     world.change(nodes=3).settle().change(suspend=False).settle()

@@ -147,8 +147,8 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     start_retries: Count = 0
     """How often in a row the pods were released because not all ran by startDeadlineSeconds."""
     starting_since: Time | None = None
-    """Since when attempts follow each other because pods that had a node gave up waiting for those that found none:
-    startDeadlineSeconds counts from here. Unset: from attemptTime."""
+    """Since when attempts follow each other because pods gave up waiting for those that found no node, or had not
+    started for another reason: startDeadlineSeconds counts from here. Unset: from attemptTime."""
     restarts: Restarts | None = None
     """Restarts so far, by what they are charged to."""
     nodes: Nodes | None = None

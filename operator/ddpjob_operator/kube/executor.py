@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -239,7 +240,7 @@ class Executor:
             return True
         known = state.unfinished
         state.unfinished = False
-        if not await self._one_by_one(job, [*service, *groups, *([] if known else pods[:1])]):
+        if not await self._one_by_one(job, [*service, *groups, *([] if known else pods[:1])], len(pods)):
             return True
         refused_before = state.refused_in_a_row
         left = pods if known else pods[1:]
@@ -248,11 +249,11 @@ class Executor:
         )
         return not state.unfinished
 
-    async def _one_by_one(self, job: api.DDPJob, creates: Sequence[Callable[[], Awaitable[bool]]]) -> bool:
-        """Whether all of them are there now."""
+    async def _one_by_one(self, job: api.DDPJob, creates: Sequence[Callable[[], Awaitable[bool]]], pods: int) -> bool:
+        """Whether all of them are there now. pods: how many are to be made in all."""
         key = (job.metadata.namespace, job.metadata.name)
         for create in creates:
-            async with self.creates.turn(key):
+            async with self.creates.turn(key, pods):
                 self.progressed(key)
                 there = await create()
             self.progressed(key)
@@ -270,13 +271,14 @@ class Executor:
         """The calls in the job's share of requests; False: RECONCILE_SECONDS were over before all of them had begun."""
         key = (job.metadata.namespace, job.metadata.name)
         ends = self.runtime.clock() + RECONCILE_SECONDS
-        left = iter(calls)
+        left = collections.deque(calls)
 
         async def work() -> None:
             # A call that has waited for its turn is made however long that was, otherwise a long line never gets
             # shorter.
-            while self.runtime.clock() < ends and not given_up() and (call := next(left, None)) is not None:
-                async with shares.turn(key):
+            while left and self.runtime.clock() < ends and not given_up():
+                call = left.popleft()
+                async with shares.turn(key, len(left) + 1):
                     self.progressed(key)
                     if not given_up():
                         await call()
@@ -287,7 +289,7 @@ class Executor:
         for error in await asyncio.gather(*workers, return_exceptions=True):
             if error is not None:
                 raise error
-        return given_up() or next(left, None) is None
+        return given_up() or not left
 
     async def _create_pod(self, job: api.DDPJob, action: CreatePod, state: JobState) -> bool:
         body = build.pod(

@@ -64,6 +64,8 @@ class JobState:
     """A failure whose restart is being timed."""
     listed_for: tuple[int, int] = (1, 0)
     """The newest attempt and replacement for whose first pod the API server has listed what older ones have left."""
+    listed_to_free: set[tuple[str, int]] = field(default_factory=set)
+    """Groups (by uid, and the attempt that is recorded) that may be given up by what the API server has listed."""
 
     def adjust_clock(self, now: dt.datetime) -> None:
         """Where our wall clock was set back, move all times as far, so that nothing is waited for longer."""

@@ -125,7 +125,8 @@ def group(adapter: Adapter) -> Callable[[Raw], Group]:
 def _of_queue(queue: Queue, raw: Raw) -> dict[str, Any]:
     is_ready, is_over = queue.told(raw)
     placement, nodes = queue.placement(raw), queue.nodes(raw)
-    return {"placement": placement, "nodes": nodes, "is_ready": is_ready, "is_over": is_over}
+    told = {"is_ready": is_ready, "is_over": is_over}
+    return {"placement": placement, "nodes": nodes, "queue": queue.name(raw), **told}
 
 
 @_total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from ddpjob_operator.job import api, ranges, reasons, validation
 from ddpjob_operator.job.status import apart_from_progress
@@ -18,13 +18,25 @@ from ddpjob_operator.kube.reports import Reports
 from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.store import Key, Store
 from ddpjob_operator.observed.cluster import ConflictingObject, Observed, Pod
+from ddpjob_operator.observed.groups import Tell
 from ddpjob_operator.plan import unreadable
-from ddpjob_operator.plan.actions import CreateGroup, CreatePod, CreateService, Event, Plan, Settings
+from ddpjob_operator.plan.actions import (
+    Action,
+    CreateGroup,
+    CreatePod,
+    CreateService,
+    DeleteGroup,
+    Event,
+    Plan,
+    Settings,
+    TellGroup,
+)
 from ddpjob_operator.plan.plan import plan
 from ddpjob_operator.pods import naming
 
 # Most changes need two rounds (record, then act), and never more than a few.
 ROUNDS_MAX = 6
+GIVES_QUOTA_BACK: frozenset[Tell] = frozenset({"quota returned", "succeeded", "failed"})
 CREATED_SECONDS = 5.0
 
 
@@ -58,7 +70,7 @@ class Reconciler:
                 todo = plan(job, seen, self.runtime.now(), problems=problems, settings=self.settings)
                 if todo.status is None and not todo.actions:
                     return self._requeue_in(todo, state)
-                if await self._has_listed_pods(key, todo, state):
+                if await self._has_listed_pods(key, job, todo, state):
                     continue
                 if (wait := self._wait_for_turn(key, job, todo)) > 0:
                     return min(wait, self._requeue_in(todo, state) or wait)
@@ -140,7 +152,7 @@ class Reconciler:
             deleted_pods=tuple(p for p in state.deleted_pods.values() if p.attempt == job.status.attempt),
             trackers={rank: t for rank, t in state.trackers.items() if t.attempt == job.status.attempt},
             gang_apis={name: gang.api for name, gang in self.caches.gangs.items()},
-            groups=tuple(group for gang in self.caches.gangs.values() for group in gang.store.of(key)),
+            groups=tuple(group for gang in self.caches.gangs.values() for group in gang.groups(key)),
             neighbours=self._neighbours(key, pods) if job.status.gang is not None else {},
         )
 
@@ -167,16 +179,19 @@ class Reconciler:
             await self.lookup.list_pods(key)
             state.confirmed_gone |= missing
 
-    async def _has_listed_pods(self, key: Key, todo: Plan, state: JobState) -> bool:
-        """Before the first pod of an attempt the API server lists what older ones have left, and the job is planned
-        again: a copy that is behind (a new leader whose watch hangs, an answer that was lost) does not show it, and two
-        groups would train at once."""
+    async def _has_listed_pods(self, key: Key, job: api.DDPJob, todo: Plan, state: JobState) -> bool:
+        """Before the first pod of an attempt, and before what holds the place of a group is given up, the API server
+        lists the pods, and the job is planned again: a copy that is behind (a new leader whose watch hangs, an answer
+        that was lost) does not show all of them, and two groups would train at once."""
         creates = ((a.attempt, a.replacement) for a in todo.actions if isinstance(a, CreatePod))
         newest = max(creates, default=(0, 0))
-        if newest <= state.listed_for:
+        # All pods of a job that succeeded were seen to end.
+        status = job.status
+        freed = {(a.uid, status.attempt) for a in todo.actions if _frees(a)} if status.state != "Succeeded" else set()
+        if newest <= state.listed_for and freed <= state.listed_to_free:
             return False
         await self.lookup.list_pods(key)
-        state.listed_for = newest
+        state.listed_for, state.listed_to_free = max(newest, state.listed_for), freed
         return True
 
     def _wait_for_turn(self, key: Key, job: api.DDPJob, todo: Plan) -> float:
@@ -192,6 +207,13 @@ class Reconciler:
         if todo.requeue_at is not None:
             times.append(todo.requeue_at)
         return max(0.05, (min(times) - self.runtime.now()).total_seconds()) if times else None
+
+
+def _frees(action: Action) -> TypeGuard[DeleteGroup | TellGroup]:
+    """Whether others may have the place of pods after it."""
+    return isinstance(action, DeleteGroup) or (
+        isinstance(action, TellGroup) and action.what not in ("ready", "unready")
+    )
 
 
 def _is_only_progress(old: api.Status, todo: Plan) -> bool:

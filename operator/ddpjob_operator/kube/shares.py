@@ -1,7 +1,8 @@
 """A fair share of the API server's time for each job: no job's slow requests hold up another's.
 
-Those that wait are served in turn, namespace by namespace and within one job by job, so that a job with a thousand pods
-takes as long as it takes and a job beside it with one pod does not notice.
+Those that wait are served namespace by namespace. Within one every second turn goes to the job that has the fewest
+requests left, so that a job of one pod does not wait until a hundred larger ones have begun, and every other to the one
+that has waited longest, so that none waits for ever.
 """
 
 from __future__ import annotations
@@ -55,10 +56,14 @@ class Shares:
         self._under_way: collections.Counter[str | Key] = collections.Counter()
         """By namespace, and by job."""
         self._quick = 0
+        self._left: dict[Key, int] = {}
+        """How many requests each job that waits has left."""
+        self._smallest_next = True
 
     @contextlib.asynccontextmanager
-    async def turn(self, key: Key) -> AsyncIterator[None]:
-        """Its body runs when it is this job's turn."""
+    async def turn(self, key: Key, left: int = 0) -> AsyncIterator[None]:
+        """Its body runs when it is this job's turn. left: how many requests the job has left, this one included."""
+        self._left[key] = left
         await self._wait(key)
         place = Turn(self._leave, self.bounds.quick_seconds)
         try:
@@ -97,9 +102,11 @@ class Shares:
     def _next(self) -> Key | None:
         for namespace, jobs in self._waiting.items():
             if self._under_way[namespace] < self.bounds.of_namespace:
-                for key in jobs:
-                    if self._under_way[key] < self.bounds.of_job:
-                        return key
+                may = (key for key in jobs if self._under_way[key] < self.bounds.of_job)
+                key = min(may, key=self._left.__getitem__, default=None) if self._smallest_next else next(may, None)
+                if key is not None:
+                    self._smallest_next = not self._smallest_next
+                    return key
         return None
 
     def _behind_the_others(self, key: Key) -> None:
@@ -108,6 +115,8 @@ class Shares:
         turns = jobs.pop(key)
         if turns:
             jobs[key] = turns
+        else:
+            del self._left[key]
         if jobs:
             self._waiting[key[0]] = jobs
 
@@ -117,7 +126,7 @@ class Shares:
             return
         jobs[key].remove(turn)
         if not jobs[key]:
-            del jobs[key]
+            del jobs[key], self._left[key]
         if not jobs:
             del self._waiting[key[0]]
 

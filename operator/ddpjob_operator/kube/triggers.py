@@ -6,10 +6,13 @@ import dataclasses
 from collections.abc import Iterable
 
 from ddpjob_operator.observed.cluster import Pod
+from ddpjob_operator.observed.groups import Group
 
 # Pods of one job change in bursts, and each reconcile may write the status: 8 pods would make 16 writes
-# (bench/operator_api.py). So good news waits for more of it, and failures and deletions do not.
-ALL_CHANGED_SECONDS = 0.1
+# (bench/operator_api.py). So good news waits for more of it, and failures and deletions do not. After the last trainer
+# that runs there is no more of it; after the last that ended the phases of the pods follow.
+ALL_RUN_SECONDS = 0.02
+ALL_ENDED_SECONDS = 0.1
 SOME_CHANGED_SECONDS = 3.0
 
 
@@ -20,7 +23,16 @@ def pod_changed(old: Pod | None, new: Pod | None, pods: Iterable[Pod], nodes: in
     same = old is not None and old.trainer == new.trainer  # asked first, because to make a pod takes longer
     if old is not None and same and dataclasses.replace(old, node=new.node, scheduled_at=new.scheduled_at) == new:
         return None  # it has only been scheduled, and no rule asks for that
-    return ALL_CHANGED_SECONDS if _all_changed(new, pods, nodes) else SOME_CHANGED_SECONDS
+    if not _all_changed(new, pods, nodes):
+        return SOME_CHANGED_SECONDS
+    return ALL_RUN_SECONDS if new.trainer.state == "running" else ALL_ENDED_SECONDS
+
+
+def group_changed(admits_first: bool, new: Group | None) -> float:
+    """Seconds until a reconcile is worth it for what a gang scheduler or a queue says; None: the group is gone.
+    admits_first: whether pods are made only once it admits. A scheduler says of a group what its pods show as well,
+    step by step while they are bound."""
+    return 0.0 if admits_first or new is None or new.deletion_requested else SOME_CHANGED_SECONDS
 
 
 def uses_node(name: str, pods: Iterable[Pod]) -> bool:

@@ -9,6 +9,7 @@ And finishedAt is the node's clock, deletionTimestamp the API server's: which ca
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ddpjob_operator.job.times import earliest
 from ddpjob_operator.observed.cluster import Container, Pod
@@ -17,41 +18,48 @@ from ddpjob_operator.observed.cluster import Container, Pod
 def merge(earlier: Pod | None, later: Pod, number: int = 0) -> Pod:
     """What is known once `later` was seen after `earlier`, of one uid. number: of this observation, growing. What
     changes in it gets that number; what a pod has when it is first seen is older than all of those (0)."""
-    known = later if earlier is None else _added(earlier, later)
+    changes = {} if earlier is None else _added(earlier, later)
+    known = _changed(later, changes)
     stopping, ended = known.deletion_requested_at is not None, known.ended
     stops_now = earlier is not None and earlier.deletion_requested_at is None and stopping
     ends_now = earlier is not None and not earlier.ended and ended
-    known = replace(
-        known,
-        first_seen=number if earlier is None else earlier.first_seen,
-        sidecars_run=known.sidecars_run and known.phase not in ("Succeeded", "Failed"),
-        deletion_seen=number if stops_now else known.deletion_seen,
-        ended_seen=number if ends_now else known.ended_seen,
-        ended_first=known.ended_first or (ended and (not stopping or _deleted_after_its_end(earlier, later))),
-    )
-    return known if known.completed == known.has_completed else replace(known, completed=known.has_completed)
+    more = {
+        "first_seen": number if earlier is None else earlier.first_seen,
+        "sidecars_run": known.sidecars_run and known.phase not in ("Succeeded", "Failed"),
+        "deletion_seen": number if stops_now else known.deletion_seen,
+        "ended_seen": number if ends_now else known.ended_seen,
+        "ended_first": known.ended_first or (ended and (not stopping or _deleted_after_its_end(earlier, later))),
+    }
+    known = _changed(known, more)
+    return known if known.completed == known.has_completed else _changed(known, {"completed": known.has_completed})
 
 
-def _added(earlier: Pod, later: Pod) -> Pod:
+def _changed(pod: Pod, fields: dict[str, Any]) -> Pod:
+    """As `replace`, which costs 8 µs, so only where a field gets another value: each event of a pod comes here."""
+    different = {name: value for name, value in fields.items() if getattr(pod, name) != value}
+    return replace(pod, **different) if different else pod
+
+
+def _added(earlier: Pod, later: Pod) -> dict[str, Any]:
+    """What is known of `later` beside what it shows."""
     over = earlier.phase in ("Succeeded", "Failed")
     # A disruption that was given up (its condition is False again) ended nothing; that of a pod that ends is the cause.
     ends = earlier.ended or earlier.deletion_requested_at is not None
-    return replace(
-        later,
-        node=later.node or earlier.node,
-        phase=earlier.phase if over else later.phase,
-        reason=earlier.reason or later.reason,
-        message=earlier.message or later.message,
-        disruption=later.disruption or (earlier.disruption if ends else ""),
-        scheduled_at=earlier.scheduled_at or later.scheduled_at,
-        deletion_requested_at=earliest(earlier.deletion_requested_at, later.deletion_requested_at),
-        deletion_deadline=later.deletion_deadline or earlier.deletion_deadline,
-        trainer=container(earlier.trainer, later.trainer),
-        completed=earlier.completed,
-        ended_first=earlier.ended_first or (later.ended_first and not earlier.ended),
-        ended_seen=earlier.ended_seen,
-        deletion_seen=earlier.deletion_seen,
-    )
+    return {
+        "node": later.node or earlier.node,
+        "phase": earlier.phase if over else later.phase,
+        "reason": earlier.reason or later.reason,
+        "message": earlier.message or later.message,
+        "disruption": later.disruption or (earlier.disruption if ends else ""),
+        "scheduled_at": earlier.scheduled_at or later.scheduled_at,
+        "deletion_requested_at": earliest(earlier.deletion_requested_at, later.deletion_requested_at),
+        "deletion_deadline": later.deletion_deadline or earlier.deletion_deadline,
+        "trainer": container(earlier.trainer, later.trainer),
+        "completed": earlier.completed,
+        "ended_first": earlier.ended_first or (later.ended_first and not earlier.ended),
+        "ended_seen": earlier.ended_seen,
+        "deletion_seen": earlier.deletion_seen,
+    }
 
 
 def container(earlier: Container, later: Container) -> Container:

@@ -19,7 +19,7 @@ class Admission:
     why: str = ""
     """waiting, evicted: the sentence of the scheduler or the queue."""
     place: int | None = None
-    """waiting: how many are before it in the queue, and itself; None where the queue does not tell."""
+    """waiting: how many are before it in the queue, and itself; None where the queue does not tell it."""
     holds_quota: bool = False
     """evicted: whether the queue waits until the pods have ended and the quota is given back."""
 
@@ -58,6 +58,8 @@ class Group:
     """admitted: how."""
     nodes: int | None = None
     """For how many pods it asks; None: that of a group which is never admitted in parts."""
+    queue: str = ""
+    """In which queue it is."""
     is_ready: bool = False
     """Whether the queue was told that all pods run."""
     is_over: bool = False

@@ -22,6 +22,8 @@ from ddpjob_operator.plan.transitions import enter
 from ddpjob_operator.plan.view import View, name_pods
 
 NEIGHBOURS_MAX = 3
+EXACT_PLACES = 10
+ASKED = "a place is asked for"
 
 
 def gang_chosen(view: View, status: api.Status) -> Decision | None:
@@ -76,7 +78,7 @@ def waiting_for_admission(view: View, status: api.Status) -> Decision | None:
     gang = status.gang or api.Gang(kind="none")
     since = gang.waiting_since or view.now
     waited, next_at = pending.waited(since, view.now)
-    text = f"waiting in the queue: {text or 'a place is asked for'}{waited}"
+    text = f"waiting in the queue: {text or ASKED}{waited}"
     entered = enter(status, state, reasons.WAITING_FOR_ADMISSION, text, view.now)
     later = [at for at in (again_at, next_at) if at is not None]
     entered = replace(entered, start_time=None, gang=replace(gang, waiting_since=since))
@@ -195,10 +197,19 @@ def _why_not_admitted(view: View, adapter: Adapter, group: Group | None) -> tupl
     if refused := _refused(view, name):
         return f"{adapter.kind} {name} was refused: {refused.message}", refused.retry_at
     if group is not None:
-        place = f"place {group.admission.place}: " if group.admission.place is not None else ""
-        return f"{place}{group.admission.why or 'it has not answered yet'}", None
+        why = group.admission.why or ASKED  # the same text as before its creation, for each is a write
+        return f"{_place(group.admission.place)}{why}", None
     taken = [c for c in view.conflicts if (c.kind, c.name) == (adapter.resource, name)]
     return (f"a {adapter.resource} named {name} is not this job's. Delete it" if taken else ""), None
+
+
+def _place(place: int | None) -> str:
+    """Far from the front a place is rounded, because each text is a write of the status, and who comes to the front
+    moves all others."""
+    if place is None:
+        return ""
+    step = 10 ** (len(str(place)) - 1)
+    return f"place {place}: " if place <= EXACT_PLACES else f"place {place // step * step} or later: "
 
 
 def _refused(view: View, name: str) -> Refusal | None:

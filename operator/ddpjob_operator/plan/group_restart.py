@@ -71,10 +71,12 @@ def attempt_broken(view: View, status: api.Status) -> Decision | None:
 
 
 def gave_up_waiting(view: View, status: api.Status) -> Decision | None:
-    """Pods that have a node have waited in vain for those that the scheduler finds none for, as torchrun does for ten
-    minutes. Nothing has failed: all pods are made again, and startDeadlineSeconds counts from the first try."""
-    unplaced = [p for p in view.pods.values() if p.trainer.state == "waiting" and p.unschedulable]
-    if not unplaced or view.is_enough(status.started_nodes) or launcher.restarts_in_place(view.spec):
+    """Pods have waited in vain for those whose trainer has not started, as torchrun does for ten minutes: they find no
+    node, or their image takes long. Nothing has failed: all pods are made again, and startDeadlineSeconds counts from
+    the first try."""
+    started = ranges.parse(status.started_nodes)
+    late = [p for place, p in sorted(view.pods.items()) if p.trainer.state == "waiting" and place not in started]
+    if not late or view.is_enough(status.started_nodes) or launcher.restarts_in_place(view.spec):
         return None
     trigger = next(_triggers(view, status), None)
     is_patient = is_past(after(status.attempt_time, GIVES_UP_AFTER_SECONDS), view.now)
@@ -82,13 +84,22 @@ def gave_up_waiting(view: View, status: api.Status) -> Decision | None:
         return None
     later = new_attempt(status, view.now)
     later = replace(later, starting_since=status.starting_since or status.attempt_time)
-    waited, _ = pending.waited(later.starting_since, view.now)
-    text = (
-        f"Unschedulable: {len(unplaced)} of {view.spec.nodes} pods: {unplaced[0].unschedulable}{waited}; "
-        f"{trigger[1].pod} gave up waiting for them, so all pods are made again: attempt {later.attempt}"
-    )
+    reason, why = _why_late(view, status, late)
+    text = f"{why}; {trigger[1].pod} gave up waiting for them, so all pods are made again: attempt {later.attempt}"
     state: api.State = "Restarting" if status.state == "Restarting" else "Pending"
-    return Decision(enter(later, state, reasons.UNSCHEDULABLE, text, view.now))
+    return Decision(enter(later, state, reason, text, view.now))
+
+
+def _why_late(view: View, status: api.Status, late: Sequence[Pod]) -> tuple[Reason, str]:
+    unplaced = [p for p in late if p.unschedulable]
+    if unplaced:
+        waited, _ = pending.waited(status.starting_since or status.attempt_time, view.now)
+        why = f"{len(unplaced)} of {view.spec.nodes} pods: {unplaced[0].unschedulable}{waited}"
+        return reasons.UNSCHEDULABLE, f"Unschedulable: {why}"
+    creating, _ = pending.creating(view, status, late)
+    first = late[0]
+    why = creating or ": ".join(part for part in (first.name, first.trainer.reason, first.trainer.message) if part)
+    return reasons.CANNOT_START, f"{len(late)} of {view.spec.nodes} pods have not started: {why}"
 
 
 def restarting(view: View, status: api.Status) -> Decision | None:

@@ -40,8 +40,9 @@ def invalid(view: View, status: api.Status) -> Decision | None:
 
 def completed(view: View, status: api.Status) -> Decision | None:
     """All trainers ended with 0, also those whose pods have vanished since."""
-    # Of a suspended job spec.nodes may have changed since: the ranks that completed were ranks of another group.
-    unfit = not status.attempt or status.state in ("Failing", "Suspended")
+    # Once a suspended job has no startTime spec.nodes may change: the ranks that completed were ranks of another group.
+    is_stopped = status.state == "Suspended" and status.start_time is None
+    unfit = not status.attempt or status.state == "Failing" or is_stopped
     nodes = view.participants(status)
     if unfit or not view.is_enough(status.completed_nodes) or not ranges.parse(status.completed_nodes) >= nodes:
         return None

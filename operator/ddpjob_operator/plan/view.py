@@ -176,10 +176,11 @@ def sort(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
     return _sorted(read.status, read, job.status, seen, now, problems, settings)
 
 
-def _as_it_began(job: api.DDPJob, status: api.Status) -> api.DDPJob:
-    """An elastic job with the nodes that the pods of its attempt were made for."""
-    nodes = status.attempt_nodes
-    return replace(job, spec=replace(job.spec, nodes=nodes)) if nodes else job
+def _as_it_began(job: api.DDPJob, status: api.Status, wanted_nodes: int) -> api.DDPJob:
+    """An elastic job with the nodes that the pods of its attempt were made for; before the first pod, with those that
+    it may have now."""
+    nodes = status.attempt_nodes or wanted_nodes
+    return replace(job, spec=replace(job.spec, nodes=nodes)) if nodes != job.spec.nodes else job
 
 
 def _wanted_nodes(job: api.DDPJob, seen: Observed) -> int:
@@ -205,7 +206,8 @@ def _sorted(
     problems: tuple[Problem, ...],
     settings: Settings,
 ) -> View:
-    wanted_nodes, job = _wanted_nodes(job, seen), _as_it_began(job, status)
+    wanted_nodes = _wanted_nodes(job, seen)
+    job = _as_it_began(job, status, wanted_nodes)
     own = [replaced(p, outlived=True) if is_past(outlived_at(p, job.spec), now) else p for p in owned(job, seen)]
     on_lost_nodes = [p for p in seen.pods if p.live and is_past(lost_at(p, seen.nodes, settings), now)]
     lost = frozenset(p.uid for p in on_lost_nodes if is_own(p, job))
