@@ -181,6 +181,8 @@ def timed(api: FaultyApi, options: argparse.Namespace) -> dict[str, Any]:
                 "secondsFromApplyToBothPodsOfOneJob": round(first, 3),
                 "operatorMemoryMiBIdle": idle >> 20,
             }
+            # At once, because to delete the pods may take longer than whoever runs this has the cluster.
+            print(json.dumps({**found, "secondsOfTheFirstBareLoop": round(before, 2)}), file=sys.stderr)
             if options.only_creates:
                 ours.kubectl("delete", "ddp", "--all", "--wait=false")
                 until(lambda: not ours.pods(), "the pods are gone", 300)

@@ -322,7 +322,7 @@ def test_forty_hostile_objects_and_seventeen_hostile_peers_cost_nobody_anything(
 ) -> None:
     port = free_port()
     reporting = {"DDPJOB_STATUS_PORT": str(port), "DDPJOB_STATUS_URL": f"http://127.0.0.1:{port}{PATH}"}
-    operator = operators(namespace.name, theirs.name, **reporting).watches(2)
+    operator = operators(namespace.name, theirs.name, anew=True, **reporting).watches(2)
     without = Ordinary(namespace, "calm", port).run()
     before, before_peak = operator.memory_bytes, peak_bytes(operator)
 
@@ -350,7 +350,7 @@ def test_forty_hostile_objects_and_seventeen_hostile_peers_cost_nobody_anything(
     told_right(theirs)
 
     # Each new operator, and each that stands by, meets the same objects in its first lists.
-    other = operators(namespace.name, theirs.name).watches(2)
+    other = operators(namespace.name, theirs.name, anew=True).watches(2)
     time.sleep(5)
     print(f"memory of a new operator, MiB: {mib(other.memory_bytes)}, peak {mib(peak_bytes(other))}")
     assert other.process.poll() is None

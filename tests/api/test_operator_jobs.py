@@ -36,7 +36,7 @@ def test_a_job_owns_its_pods_and_gets_no_finalizer_and_no_annotation(namespace: 
     found = namespace.job()
     assert found is not None
     assert "finalizers" not in found["metadata"]
-    assert list(found["metadata"]["annotations"]) == ["kubectl.kubernetes.io/last-applied-configuration"]
+    assert "annotations" not in found["metadata"]
     namespace.kubectl("delete", "ddp", "digits")
     until(lambda: not namespace.pods(), "the pods go with their job")
     service = f"/api/v1/namespaces/{namespace.name}/services/digits"
@@ -355,13 +355,14 @@ def test_two_hundred_jobs_at_once_all_start(namespace: Namespace, operator: Oper
     names = [f"job-{i}" for i in range(200)]
     namespace.kubectl("create", "-f", "-", stdin={"apiVersion": "v1", "kind": "List", "items": [job(n) for n in names]})
     wanted = {f"{name}-1-{rank}" for name in names for rank in (0, 1)}
-    until(lambda: wanted <= set(namespace.pod_names()), "all 400 pods are there", 90)
+    until(lambda: wanted <= set(namespace.pod_names()), "all 400 pods are there", 90, every=0.5)
     assert namespace.api.requests()["create pods"] == 400, "none is tried twice"
     until(
         lambda: {j["status"].get("reason") for j in namespace.jobs() if "status" in j} == {"Unschedulable"},
         "all jobs say what they wait for",
         60,
+        every=0.5,
     )
     path = f"/apis/{types.GROUP}/{types.VERSION}/namespaces/{namespace.name}/{types.PLURAL}"
     namespace.api.call("DELETE", path)
-    until(lambda: not namespace.pods(), "all pods are gone", 90)
+    until(lambda: not namespace.pod_names(), "all pods are gone", 90, every=0.5)

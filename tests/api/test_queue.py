@@ -263,6 +263,19 @@ def test_a_workload_that_is_deactivated_stops_the_job_until_it_is_active_again(q
     queue.runs(attempt=2)
 
 
+def test_an_admission_that_is_withdrawn_during_the_start_gives_the_quota_back_and_charges_nothing(queue: Queue) -> None:
+    """Pods that are still being created use what the queue gives to others."""
+    queue.submit(gpus=4)
+    queue.namespace.has_pods("digits-1-0", "digits-1-1")
+    queue.namespace.kubectl("patch", WORKLOAD, "--type=merge", "-p", '{"spec": {"active": false}}')
+    queue.namespace.reaches("Suspended", "WaitingForAdmission")
+    until(lambda: queue.used() == 0 and queue.namespace.pods() == [], "pods and quota are gone")
+    queue.namespace.kubectl("patch", WORKLOAD, "--type=merge", "-p", '{"spec": {"active": true}}')
+    queue.runs(attempt=2)
+    restarts = queue.namespace.status().get("restarts") or {}
+    assert restarts.get("total", 0) == 0
+
+
 def test_an_elastic_job_runs_with_as_many_nodes_as_there_is_quota_for(queue: Queue) -> None:
     queue.submit(gpus=1, nodes=12, minNodes=4)
     queue.runs(nodes=GPUS)

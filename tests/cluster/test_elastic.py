@@ -13,7 +13,8 @@ from elastic_training import SCRIPT, alone, result
 from pods import Space, charged, job, trainer
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
-STARTS_WITHIN = 150  # torch takes its time to import, and torchrun waits 30 s for more nodes
+STARTS_WITHIN = 150  # torch takes its time to import
+LAST_CALL_SECONDS = 5  # how long torchrun waits for more nodes once one is there; 30 where nobody says it
 
 
 @pytest.fixture
@@ -26,7 +27,8 @@ def schedulable(nodes: list[str]) -> Iterator[list[str]]:
 
 def elastic(name: str, folder: str) -> dict[str, Any]:
     made = job(name, minNodes=1, onePodPerNode=True)
-    trainer(made)["command"] = ["torchrun", "--no-python", "python", "-u", "-c", SCRIPT, folder, "0.1"]
+    program = ["--no-python", "python", "-u", "-c", SCRIPT, folder, "0.1"]
+    trainer(made)["command"] = ["torchrun", f"--rdzv-conf=last_call_timeout={LAST_CALL_SECONDS}", *program]
     trainer(made)["resources"] = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}}
     trainer(made)["volumeMounts"] = [{"name": "snapshots", "mountPath": folder}]
     trainer(made)["securityContext"] = {"runAsUser": 0}

@@ -145,12 +145,20 @@ class FaultyApi:
 
     # ---------------------------------------------------------------- for the test's own requests
 
-    def call(self, method: str, path: str, body: object = None, kind: str = "application/json") -> Any:
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        kind: str = "application/json",
+        *,
+        accept: str = "application/json",
+    ) -> Any:
         """A request with the identity of KUBECONFIG that is not counted. Raises HTTPError.
 
         body: bytes are sent as they are, and what is answered is not read: it may be no JSON for Python.
         """
-        headers = {"Authorization": f"Bearer {OWN_TOKEN}", NOT_COUNTED: "1", "Content-Type": kind}
+        headers = {"Authorization": f"Bearer {OWN_TOKEN}", NOT_COUNTED: "1", "Content-Type": kind, "Accept": accept}
         data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers, method=method)
         with urllib.request.urlopen(request, timeout=30) as response:

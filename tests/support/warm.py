@@ -24,27 +24,35 @@ import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from ddpjob.agent import preload
 
 
 def start(module: str, words: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> subprocess.Popen[str]:
-    """`python -m MODULE WORDS` in a copy of this process."""
+    """`python -m MODULE WORDS` in a copy of this process with torch."""
     import torch
     import torch._dynamo  # with it, all that a fork server imports
 
     torch.set_num_threads(1)  # a thread pool of this process does not live in a forked one
+    return _copy(module, words, env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def start_operator(env: Mapping[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
+    """`python -m ddpjob_operator` in a copy of this process, which prints to the log."""
+    import ddpjob_operator.kube.main  # noqa: F401 - what the operator imports to start
+
+    return _copy("ddpjob_operator", [], env, stdout=log, stderr=log)
+
+
+def _copy(module: str, words: Sequence[str], env: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
     gc.freeze()  # else the copies collect all that pytest has made, when they end
     try:
         return subprocess.Popen(
             [sys.executable, "-m", module, *words],
-            cwd=cwd,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
             preexec_fn=lambda: _begin(module, words, env),  # does not return: nothing is executed
+            **options,
         )
     finally:
         gc.unfreeze()
@@ -131,6 +139,7 @@ def _run(work: Any) -> int:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != preload.PROGRAM:
             trace = trace.tb_next  # a new Python would have none of these frames
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace or error.__traceback__
         sys.excepthook(type(error), error, trace or error.__traceback__)
         return 1
     return 0
