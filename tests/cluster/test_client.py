@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,15 @@ class Client:
             out, err = process.communicate(timeout=400)
         assert "Traceback (most recent call last)" not in err, err
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    @contextlib.contextmanager
+    def followed(self, *words: object) -> Iterator[subprocess.Popen[str]]:
+        """A command that goes on until its job is gone, or until what is done meanwhile has failed."""
+        with self.start(*words) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
 
     def submit(self, name: str, *words: object) -> subprocess.CompletedProcess[str]:
         own = ("--name", name, "--nodes", 2, "--image", TRAINER_IMAGE, *SMALL)
@@ -97,7 +108,7 @@ def test_a_job_is_suspended_resumed_restarted_and_scaled(client: Client) -> None
     """Each gives the ranks time to save; followed logs go on through all attempts."""
     assert client.submit("long", "--env", "SECONDS=1000").returncode == 0
     assert client.run("wait", "long", "--for", "Running", "--timeout", "2m").returncode == 0
-    with client.start("logs", "long", "-f") as following:
+    with client.followed("logs", "long", "-f") as following:
         assert "up to 30 s to save" in client.run("suspend", "long").stderr
         assert client.run("wait", "long", "--for", "Suspended", "--timeout", "1m").returncode == 0
         assert client.run("resume", "long").returncode == 0
@@ -107,7 +118,12 @@ def test_a_job_is_suspended_resumed_restarted_and_scaled(client: Client) -> None
         scaled = client.run("scale", "long", "--nodes", 3)
         assert scaled.returncode == 0, scaled.stderr
         client.space.waits("long", lambda s: s.get("state") == "Running" and s["attempt"] == 4, "attempt 4 runs", 90)
-        assert len(client.run("logs", "long", "--attempt", 4).stdout.splitlines()) == 3
+        # A job runs when its containers do, which is before Python prints its first line in them.
+        until(
+            lambda: len(client.run("logs", "long", "--attempt", 4).stdout.splitlines()) == 3,
+            "each rank of attempt 4 has printed its line",
+            60,
+        )
         assert client.run("delete", "long").returncode == 0
         out, err = following.communicate(timeout=60)
     assert following.returncode == 1

@@ -361,6 +361,20 @@ def test_after_a_release_the_other_leads_within_two_retries() -> None:
     in_virtual_time(story)
 
 
+def test_a_lease_is_released_though_a_renewal_arrives_meanwhile() -> None:
+    """The request of a task that was cancelled is on its way still, and changes the version that is replaced."""
+
+    async def story() -> None:
+        async with two() as (server, _, a, b):
+            a.task.cancel()
+            asyncio.get_running_loop().call_later(GOOD.there * 1.5, server.replace, copy.deepcopy(server.lease))
+            await a.leader.release()
+            assert server.lease["spec"]["holderIdentity"] == ""
+            await asyncio.wait_for(b.leader.gained(), 2 * DURATIONS.retry_seconds)
+
+    in_virtual_time(story)
+
+
 def test_after_a_kill_the_other_leads_when_the_lease_has_run_out() -> None:
     async def story() -> None:
         async with two() as (_, _, a, b):

@@ -11,6 +11,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from ddpjob_operator.kube.api_error import ApiError as ApiError
 from ddpjob_operator.kube.api_error import TooLargeError, no_answer, of_answer, of_status
 from ddpjob_operator.kube.login import LoginError, login
 from ddpjob_operator.kube.reach import Reach
+from ddpjob_operator.kube.write_guard import GuardedBody, WriteGuard
 
 Raw = dict[str, Any]
 Headers = dict[str, str]
@@ -266,10 +268,12 @@ class Client:
     ) -> bytes:
         # Reviews are questions, though they are asked by POST.
         changes_something = method != "GET" and not path.startswith("/apis/authorization.k8s.io/")
-        if changes_something and not self._may_write(path):
-            raise ApiError(NO_ANSWER, "NotLeading", f"{method} {path}: not sent, for another operator may lead by now")
+        guard = WriteGuard(f"{method} {path}", partial(self._may_write, path)) if changes_something else None
+        if guard is not None:
+            guard.check()
         url = info.server.rstrip("/") + path
-        data = None if body is None else _dumps(method, path, body)
+        content = None if body is None else _dumps(method, path, body)
+        data = content if content is None or guard is None else GuardedBody(content, guard)
         began, code = time.monotonic(), NO_ANSWER
         try:
             async with session.request(
@@ -281,6 +285,8 @@ class Client:
                     raise of_answer(response.status, content, response.headers)
                 return content
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            if guard is not None and guard.refused is not None:
+                raise guard.refused from None
             raise no_answer(method, path, error) from None
         finally:
             self._answered(method, path, code, began)

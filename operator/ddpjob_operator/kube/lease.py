@@ -222,13 +222,25 @@ class Leader(Holder):
         self._candidate.held_until = NEVER
         try:
             async with at_most(self._durations.try_seconds):
-                raw = await self._read()
-                if raw is not None and read(raw).holder == self._candidate.identity:
-                    await self._write(raw, freed(raw, self._runtime.utc()))
-                    self._runtime.log.info("%s is released", self.what)
+                while not await self._freed():
+                    pass
         except (ApiError, asyncio.TimeoutError) as error:
             why = str(error) or "no answer in time"
             self._runtime.log.info("%s was not released, so it runs out: %s", self.what, why)
+
+    async def _freed(self) -> bool:
+        """False: a renewal that was under way when `run` ended has arrived between the read and the write."""
+        raw = await self._read()
+        if raw is None or read(raw).holder != self._candidate.identity:
+            return True
+        try:
+            await self._write(raw, freed(raw, self._runtime.utc()))
+        except ApiError as error:
+            if error.status != 409:
+                raise
+            return False
+        self._runtime.log.info("%s is released", self.what)
+        return True
 
     async def close(self) -> None:
         """Close all connections."""
