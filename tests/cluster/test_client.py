@@ -57,6 +57,17 @@ class Client:
             finally:
                 process.kill()
 
+    def has_begun(self, name: str, *, attempt: int, nodes: int) -> None:
+        """A job runs when its containers do, which is before Python prints its first line in them."""
+        self.space.waits(
+            name, lambda s: s.get("state") == "Running" and s["attempt"] == attempt, f"attempt {attempt} runs", 90
+        )
+        until(
+            lambda: len(self.run("logs", name, "--attempt", attempt).stdout.splitlines()) == nodes,
+            f"each rank of attempt {attempt} has printed its line",
+            60,
+        )
+
     def submit(self, name: str, *words: object) -> subprocess.CompletedProcess[str]:
         own = ("--name", name, "--nodes", 2, "--image", TRAINER_IMAGE, *SMALL)
         # python and not torchrun: importing torch takes longer than all the rest
@@ -108,22 +119,17 @@ def test_a_job_is_suspended_resumed_restarted_and_scaled(client: Client) -> None
     """Each gives the ranks time to save; followed logs go on through all attempts."""
     assert client.submit("long", "--env", "SECONDS=1000").returncode == 0
     assert client.run("wait", "long", "--for", "Running", "--timeout", "2m").returncode == 0
+    client.has_begun("long", attempt=1, nodes=2)
     with client.followed("logs", "long", "-f") as following:
         assert "up to 30 s to save" in client.run("suspend", "long").stderr
         assert client.run("wait", "long", "--for", "Suspended", "--timeout", "1m").returncode == 0
         assert client.run("resume", "long").returncode == 0
-        client.space.waits("long", lambda s: s.get("state") == "Running" and s["attempt"] == 2, "attempt 2 runs", 90)
+        client.has_begun("long", attempt=2, nodes=2)
         assert client.run("restart", "long").returncode == 0
-        client.space.waits("long", lambda s: s.get("state") == "Running" and s["attempt"] == 3, "attempt 3 runs", 90)
+        client.has_begun("long", attempt=3, nodes=2)
         scaled = client.run("scale", "long", "--nodes", 3)
         assert scaled.returncode == 0, scaled.stderr
-        client.space.waits("long", lambda s: s.get("state") == "Running" and s["attempt"] == 4, "attempt 4 runs", 90)
-        # A job runs when its containers do, which is before Python prints its first line in them.
-        until(
-            lambda: len(client.run("logs", "long", "--attempt", 4).stdout.splitlines()) == 3,
-            "each rank of attempt 4 has printed its line",
-            60,
-        )
+        client.has_begun("long", attempt=4, nodes=3)
         assert client.run("delete", "long").returncode == 0
         out, err = following.communicate(timeout=60)
     assert following.returncode == 1
