@@ -30,8 +30,10 @@ class Judge:
         self.statuses: dict[str, Raw] = {}
         """The newest status of every job that ever was, by uid."""
         self.live_at_once = 0
-        self.words: dict[str, dict[tuple[str, int, int], tuple[int, float]]] = {}
-        """What each operator has heard of agents, by job uid, attempt and replacement, and when."""
+        self.words: dict[str, dict[tuple[str, int, int], tuple[int, float, object]]] = {}
+        """What each operator has heard of agents, by job uid, attempt and replacement; when, in which leadership."""
+        self.leadership: Callable[[str], object] = lambda _: None
+        """That of an operator. What it has heard in an earlier one it has forgotten, and the agents say it again."""
         self.disturbed: set[tuple[str, int]] = set()
         """(job uid, attempt) whose pods or nodes somebody has touched: what ended first there is a question of time."""
         self.ends_seen: dict[str, set[tuple[str, int, int]]] = {}
@@ -308,14 +310,16 @@ class Judge:
 
     def heard(self, operator: str, process: Process, restarts: int, at: float) -> None:
         """A post of node 0's agent has reached an operator."""
-        self.words.setdefault(operator, {})[process.job_uid, process.attempt, process.replacement] = (restarts, at)
+        place = process.job_uid, process.attempt, process.replacement
+        self.words.setdefault(operator, {})[place] = restarts, at, self.leadership(operator)
 
     def _check_heard(self, uid: str, status: Raw, operator: str) -> None:
         known = status.get("inPlace") or {}
         counted = sum(known.get(name, 0) for name in BUDGETS)
         place = (uid, status.get("attempt", 0), known.get("replacement", 0))
-        restarts, at = self.words.get(operator, {}).get(place, (0, 0.0))
-        if restarts > counted and self._cluster.time() > at + COUNTED_WITHIN_SECONDS:
+        restarts, at, leadership = self.words.get(operator, {}).get(place, (0, 0.0, None))
+        is_late = self._cluster.time() > at + COUNTED_WITHIN_SECONDS
+        if restarts > counted and is_late and leadership is self.leadership(operator):
             self.wrong.append(f"{counted} restarts in place are counted, and {operator} has heard of {restarts}")
 
 

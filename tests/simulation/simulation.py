@@ -202,6 +202,7 @@ class Simulation:
         self.cluster = Cluster(self.loop, self.api, self.faults, self.training, nodes, slots)
         self.judge = Judge(self.cluster, self.training, lambda: self.api.all(api.PLURAL))
         self.judge.also.append(self.memory_judge.check_status)
+        self.judge.leadership = self._leadership
         self.api.listeners.append(self.judge.changed)
         self.api.listeners.append(self._hear)
         self.api.refuses = self._refuses
@@ -439,6 +440,10 @@ class Simulation:
             self.judge.heard(one.name, process, report.agent.restarts.total, self.loop.time())
             heard = True
         return heard
+
+    def _leadership(self, name: str) -> object:
+        """Begun anew whenever an operator has lost its Lease, also where it gets it back."""
+        return next((one.operator.states for one in self.operators if one.name == name), None)
 
     def _receivers(self, process: Process) -> Iterator[tuple[OperatorProcess, Sender]]:
         """The operators that take its report, and from which node it is to them."""

@@ -41,6 +41,13 @@ def test_after_three_loads_of_a_state_the_folder_counts_and_not_a_state_a_step_b
     assert not outcome.wrong, report(outcome)
 
 
+@pytest.mark.parametrize("seed", [102647, 106677])
+def test_what_an_operator_heard_before_it_lost_its_lease_is_not_known_to_it_afterwards(seed: int) -> None:
+    """The judge took a forgotten word for one that was not counted: its agent says it again, unless it is killed."""
+    outcome = simulate(memory_scenario(seed))
+    assert not outcome.wrong, report(outcome)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("first", LONG)
 def test_so_do_those_of_a_thousand_more(first: int) -> None:
