@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ddpjob import process
 from ddpjob.checkpoint import packed, random_states
-from ddpjob.checkpoint.kept import merged
+from ddpjob.checkpoint.kept import BUFFERS, merged
 from ddpjob.checkpoint.shared import Shared
 from ddpjob.core import memory
 from ddpjob.core.memory import COPY_SLOTS, EARLY, Found, Held, Mark, Proof, Version
@@ -71,6 +71,10 @@ def fetch(shared: Shared | None, found: Found, rank: int, world_size: int, names
     trouble: list[str] = []
     first: Any = None
     large = _tried(trouble, lambda: _large(shared, found, rank, world_size))
+    if own is not None and not trouble:
+        own["small"] |= large.pop(BUFFERS, {})  # a copy of what is on a device has them there
+    elif not trouble:
+        large.pop(BUFFERS, None)
     source = next((number for number, row in enumerate(rows) if row[0]), None)
     if source is None:
         trouble.append(
