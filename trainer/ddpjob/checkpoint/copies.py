@@ -174,7 +174,7 @@ class Copies:
             return
         counted, self._counted = self._counted, at.step
         if copies.is_due(plan, at.step, counted):
-            self._costs.append(self._copy(at, plan.every))
+            self._costs.append(self._copy(at, plan.next_within))
             self._spent, self._has_copied = self._spent + self._costs[-1], True
 
     def _copy(self, at: Boundary, every: int) -> float:
