@@ -125,6 +125,15 @@ def test_weights_that_are_clipped_between_should_stop_and_save_are_copied_as_sav
     assert node.run(1, lambda: clipped(24, "before save")) == (16, undisturbed)
 
 
+def test_copies_at_the_steps_that_save_names_count_however_many_steps_come_after_them(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Saves are rare: what is copied there is mostly many steps behind its ranks."""
+    assert node.run(0, lambda: clipped(30, "before save", saves=(2, 12)))[0] == 0
+    assert node.run(1, lambda: clipped(32, "before save"))[0] == 12
+    assert "resumed at step 12 from the memory on the nodes of rank 0" in capfd.readouterr().err
+
+
 def test_a_script_that_changes_its_weights_and_has_named_no_state_is_not_copied(node: Node) -> None:
     """Nobody knows whether a step begins with the weights before the change or after it."""
     assert node.run(0, lambda: clipped(16, "first", saves=()))[0] == 0

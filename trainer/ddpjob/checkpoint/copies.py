@@ -111,6 +111,10 @@ class Copies:
     def stop(self) -> None:
         """Make no further copy."""
         self._stopped = True
+        self.give_up_last()
+
+    def give_up_last(self) -> None:
+        """The copy that does not count yet is of other objects."""
         with self._lock:
             self._written = None
 
@@ -174,7 +178,7 @@ class Copies:
             return
         counted, self._counted = self._counted, at.step
         if copies.is_due(plan, at.step, counted):
-            self._copy(at, plan.every)
+            self._copy(at, plan.next_within)
 
     def _copy(self, at: Boundary, every: int) -> None:
         began, shared = time.perf_counter(), self._shared

@@ -122,6 +122,14 @@ class DeviceCopies(Copies):
     def instead(self) -> bool:
         return True
 
+    def stop(self) -> None:
+        """Also from another thread than the one that trains: nothing counts from now on."""
+        with self._lock:
+            self._stopped = True
+
+    def give_up_last(self) -> None:
+        self._leave()
+
     def forget(self) -> None:
         self._leave()
         super().forget()

@@ -36,6 +36,12 @@ class Plan(NamedTuple):
     changes: bool = False
     """Parameters change between a boundary and the next optimizer step, and rank 0 knows what `save` takes."""
 
+    @property
+    def next_within(self) -> int:
+        """How many steps after a copy the next one is at the latest. Nobody knows when a script names its state
+        again: saves are mostly rarer than `every`."""
+        return EVERY_MAX if self.named else self.every
+
     def as_text(self) -> str:
         """For the other ranks."""
         return " ".join(str(int(value)) for value in self)

@@ -50,7 +50,7 @@ AREA_BEGUN      the step of the state of which the parts are; written after the 
 AREA_HEAD       a checksum of how that state is laid out
 FIRST_PART      and the PARTS_MAX - 1 after it: FREE, DONE, or who writes the part
 OTHER_AREA      and those after it: of the other area, what AREA_STEP to AREA_ASSUMED are of the first
-AREA_EVERY, OTHER_EVERY  how many steps later the next copy was due; 0: it was written after a failure
+AREA_EVERY, OTHER_EVERY  how many steps later the next copy was due at most; 0: it was written after a failure
 OTHER_RESERVED  as RESERVED, of the other area
 COPIES          CHANGED: a rank has seen that parameters change between a boundary and the next step, so the state is
                 copied; PLACED: and that `should_stop` finds the same as `save`
@@ -101,7 +101,7 @@ class Held(NamedTuple):
     assumed: bool = False
     """It has what `load` named, because `save` had named nothing yet."""
     every: int = 0
-    """It is a copy, and the next one was due so many steps later; 0: it was written after a failure."""
+    """It is a copy, and the next one was due so many steps later at most; 0: it was written after a failure."""
 
 
 class Proof(NamedTuple):
