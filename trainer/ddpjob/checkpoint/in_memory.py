@@ -16,6 +16,7 @@ _ALONE = (
     "Snapshot() has no folder: the state is kept in the memory of the pods alone, and the training begins at step 0 "
     "when all ranks have ended"
 )
+_REFUSED = "the kernel gives the agent no file in memory (memfd_create)"
 _NOTHING = (
     "Snapshot() has no folder, and there is no memory to keep the state in (ddprun has one, for training on CPUs): "
     "nothing is saved"
@@ -84,7 +85,12 @@ class InMemory:
     def _begin(self) -> None:
         assert self._world is not None, "without a group there is no rank"
         where = os.environ["DDPJOB_MEMORY"]
-        if not where or self._world.device.type != "cpu":
+        if self._world.device.type != "cpu":
+            return
+        if not where:
+            process.current.not_kept = _REFUSED
+            if self._world.rank == 0:
+                process.log(f"the state is not kept in memory: {_REFUSED}; {self._otherwise}")
             return
         try:
             self._shared = Shared(where, self._present.attempt, self._present.generation)
