@@ -371,3 +371,43 @@ def test_fully_sharded_data_parallel_is_refused_before_it_waits_for_the_other_ra
     for call in (snapshot.load, lambda model: snapshot.save(1, model=model)):
         with pytest.raises(ddpjob.StateError, match="model: a model in FullyShardedDataParallel"):
             call(model=torch.nn.Sequential(shell))
+
+
+# ---- whether a state fits, before anything is changed --------------------------------------------------------
+
+
+class Growing(torch.nn.Sequential):
+    """Makes as many layers as the state has."""
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        while len(self) < len({key.partition(".")[0] for key in state_dict}):
+            self.append(torch.nn.Linear(2, 2))
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+
+def test_a_state_that_does_not_fit_is_named_and_leaves_the_model_as_it_was() -> None:
+    """What fits would be changed before load_state_dict() raises, and the training begin with a part of a state."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 3))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    other = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 4))
+    said = state_dicts.misfit({"model": model}, {"model": other.state_dict()})
+    assert said.startswith("model is not as it was: size mismatch for 1.weight")
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert state_dicts.misfit({"model": model}, {"model": model.state_dict()}) == ""
+
+
+def test_a_model_that_knows_how_to_take_another_state_is_given_it() -> None:
+    """Its own load_state_dict() was written for that."""
+    model, other = (Growing(*[torch.nn.Linear(2, 2) for _ in range(count)]) for count in (1, 3))
+    assert state_dicts.misfit({"model": model}, {"model": other.state_dict()}) == ""
+    assert len(model) == 1, "it was tried in a copy"
+
+
+def test_an_optimizer_of_other_parameters_does_not_fit() -> None:
+    """load_state_dict() raises on all ranks at once, which ends a job for good."""
+    one, other = (torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1) for _ in range(2))
+    assert state_dicts.misfit({"optimizer": one}, {"optimizer": other.state_dict()}) == ""
+    other.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    assert state_dicts.misfit({"optimizer": one}, {"optimizer": other.state_dict()}) == (
+        "optimizer is not as it was: 3 parameters in 2 groups were trained, now there are 2 parameters in 1 group"
+    )

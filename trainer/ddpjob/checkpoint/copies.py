@@ -107,6 +107,10 @@ class Copies:
     def stop(self) -> None:
         """Make no further copy."""
         self._stopped = True
+        self.give_up_last()
+
+    def give_up_last(self) -> None:
+        """The copy that does not count yet is of other objects."""
         with self._lock:
             self._written = None
 

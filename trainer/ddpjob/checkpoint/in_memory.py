@@ -107,7 +107,7 @@ class InMemory:
         """That state, if it has these names and is as it was written; every rank calls it."""
         assert self._world is not None, "it was found"
         rank, world_size = self._world.rank, self._world.world_size
-        fetched = recall.fetch(self._shared, found, rank, world_size, set(objects))
+        fetched = recall.fetch(self._shared, found, rank, world_size, objects)
         if fetched is None:
             return None
         if self._shared is not None and self._world.local_rank == 0 and rank in found.ranks:

@@ -20,22 +20,28 @@ SMALL_BYTES_MAX = 4 << 20  # of one object, at each step
 _SMALL = "\0ddpjob small"
 
 
+class OutgrownError(StateError):
+    """The objects have other parameters or buffers than when the script named them."""
+
+
 class Kept:
     """The objects of one `save`, by the names that it has for them."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         """Raises StateError for what only a file can keep."""
-        self.names = set(objects)
+        self.objects = {name: unwrapped(value) for name, value in objects.items()}
         self._modules: dict[str, tuple[torch.nn.Module, list[tuple[str, torch.nn.Module, str]]]] = {}
+        self._keys: dict[str, list[str]] = {}  # of their state_dict()
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
         self._others: dict[str, Any] = {}
         self.by_value: list[str] = []  # names of values, which are what they were when the script named them
-        for name, value in objects.items():
-            self._add(name, unwrapped(value))
+        for name, value in self.objects.items():
+            self._add(name, value)
         parameters = {id(each): each for module, _ in self._modules.values() for each in module.parameters()}
         for optimizer in self._optimizers.values():
             parameters |= {id(each): each for group in optimizer.param_groups for each in group["params"]}
         self._parameters = list(parameters.values())
+        self._parts, self._counts = self._parts_now(), self._counts_now()
         trained = [[p for p in module.parameters() if p.requires_grad] for module, _ in self._modules.values()]
         self.first_gradients = [its[-1] for its in trained if its]
         """The last parameter of each module: in backward its gradient usually comes first."""
@@ -56,18 +62,53 @@ class Kept:
         """Whether it keeps this optimizer's state."""
         return any(optimizer is own for own in self._optimizers.values())
 
+    def trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this optimizer changes what it keeps."""
+        own = set(map(id, self._parameters))
+        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+    def check_counts(self) -> None:
+        """Raises OutgrownError where an optimizer has more parameters than it had; cheap enough for each step."""
+        if self._counts_now() != self._counts:
+            raise OutgrownError("an optimizer has other parameters")
+
+    def check(self) -> None:
+        """Raises OutgrownError where the objects have other parameters than they had; buffers: see `large`."""
+        self.check_counts()
+        if self._parts_now() != self._parts:
+            raise OutgrownError("the model has other parameters")
+
+    def has_parts_of(self, other: "Kept") -> bool:
+        """Whether both have the same parameters and optimizers."""
+        return (self._parts, self._counts) == (other._parts, other._counts)
+
+    def _counts_now(self) -> list[list[int]]:
+        return [[len(group["params"]) for group in each.param_groups] for each in self._optimizers.values()]
+
+    def _parts_now(self) -> list[Any]:
+        modules = [module.named_parameters(remove_duplicate=False) for module, _ in self._modules.values()]
+        of_modules = [[(key, id(p), p.shape) for key, p in parameters] for parameters in modules]
+        groups = [group["params"] for optimizer in self._optimizers.values() for group in optimizer.param_groups]
+        return [of_modules, [list(map(id, parameters)) for parameters in groups]]
+
     def is_of(self, objects: Mapping[str, Any]) -> bool:
-        """Whether it keeps these very objects; values are none."""
-        own = {name: module for name, (module, _) in self._modules.items()} | self._optimizers | self._others
-        return not self.by_value and {n: id(unwrapped(o)) for n, o in objects.items()} == {
-            n: id(o) for n, o in own.items()
-        }
+        """Whether it keeps these very objects, and they have what they had; values are none."""
+        if self.by_value or {n: id(unwrapped(o)) for n, o in objects.items()} != {
+            n: id(o) for n, o in self.objects.items()
+        }:
+            return False
+        try:
+            self.check()
+        except OutgrownError:
+            return False
+        return True
 
     def _add(self, name: str, value: Any) -> None:
         if problem := sharded(value):
             raise StateError(f"{name}: {problem}")
         if isinstance(value, torch.nn.Module):
             self._modules[name] = value, list(_buffers(name, value))
+            self._keys[name] = list(value.state_dict())
         elif isinstance(value, torch.optim.Optimizer):
             if type(value).state_dict is not torch.optim.Optimizer.state_dict:
                 raise StateError(f"{name}: a {type(value).__name__} has a state_dict() of its own")
@@ -95,11 +136,13 @@ class Kept:
         }
 
     def large(self) -> dict[str, Any]:
-        """Everything else, as it is now."""
+        """Everything else, as it is now. Raises OutgrownError."""
         large: dict[str, Any] = {}
         for name, (module, places) in self._modules.items():
             small = {key for key, _, _ in places}
             state = module.state_dict()
+            if list(state) != self._keys[name]:
+                raise OutgrownError(f"{name} has other parameters or buffers")
             if unknown := [key for key, value in state.items() if not isinstance(value, torch.Tensor)]:
                 raise StateError(f"{name}: {unknown[0]} is no tensor")
             own = collections.OrderedDict((key, _SMALL if key in small else value) for key, value in state.items())
@@ -107,6 +150,7 @@ class Kept:
         for name, optimizer in self._optimizers.items():
             state = optimizer.state_dict()
             large[name] = {"state": state["state"], "params": [group["params"] for group in state["param_groups"]]}
+        self.check()  # last: the script may add a layer meanwhile
         return large
 
     def versions(self) -> list[int]:

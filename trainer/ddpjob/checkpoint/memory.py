@@ -14,6 +14,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ddpjob import process, threads
 from ddpjob.checkpoint import copies, packed, random_states, room
 from ddpjob.checkpoint.copies import Boundary, Copies
-from ddpjob.checkpoint.kept import Kept
+from ddpjob.checkpoint.kept import Kept, OutgrownError
 from ddpjob.checkpoint.shared import Shared, State
 from ddpjob.core import memory
 from ddpjob.core.memory import ANSWER, CLOCK, COPIES, EARLY, PID, PROVEN, RESERVED, SAVED, UNABLE, Version
@@ -48,6 +49,8 @@ class Keeper:
         self._shared, self._rank, self._world_size, self._otherwise = shared, rank, world_size, otherwise
         self._kept: Kept | None = None
         self._assumed = False  # the objects are those of load(): save() has named none
+        self._outgrown: Mapping[str, Any] | None = None  # they have other parameters now
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that made steps without being named
         self._off = ""  # why nothing is kept
         self._store = store
         self._copies = Copies(shared, rank, world_size, store) if world_size == 1 else None
@@ -101,21 +104,26 @@ class Keeper:
             kept = Kept(objects)
             if was_assumed:
                 self._forget_assumed()  # and what was proved of it: a copy that is averaged is another matter
-            with self._lock:  # what was noted until now is of other objects
-                self._kept, self._stepped = kept, True
-                self._shared.cells[CLOCK] |= 1
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = [
-                last.register_post_accumulate_grad_hook(self._before_reduce)  # type: ignore[no-untyped-call]
-                for last in kept.first_gradients
-            ]
-            if kept.by_value and not self._told and self._rank == 0:
-                self._told = True
-                process.log(
-                    f"{', '.join(kept.by_value)}: saved by value, so the memory has the state of the last save, not of "
-                    f"every step: give save() objects with state_dict(), or call keep(step, …) after each step"
-                )
+            elif self._kept is not None and not kept.has_parts_of(self._kept):
+                self._prove_again()
+            self._keep(kept)
+
+    def _keep(self, kept: Kept) -> None:
+        with self._lock:  # what was noted until now is of other objects
+            self._kept, self._outgrown, self._stepped = kept, None, True
+            self._shared.cells[CLOCK] |= 1
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [
+            last.register_post_accumulate_grad_hook(self._before_reduce)  # type: ignore[no-untyped-call]
+            for last in kept.first_gradients
+        ]
+        if kept.by_value and not self._told and self._rank == 0:
+            self._told = True
+            process.log(
+                f"{', '.join(kept.by_value)}: saved by value, so the memory has the state of the last save, not of "
+                f"every step: give save() objects with state_dict(), or call keep(step, …) after each step"
+            )
 
     def assume(self, objects: Mapping[str, Any]) -> None:
         """`load` has named these: until `save` names what there is, they are kept, if nothing else is trained."""
@@ -133,14 +141,44 @@ class Keeper:
             self._forget_assumed()
 
     def _forget_assumed(self) -> None:
+        self._prove_again()
+        self._shared.forget_slots()
+        if self._copies is not None:
+            self._copies.forget()
+
+    def _prove_again(self) -> None:
+        """Nothing is kept, and what was proved is of other objects."""
         with self._lock:
-            self._kept, self._sum, self._stepped = None, None, True
+            self._kept, self._outgrown, self._sum, self._stepped = None, None, None, True
             self._shared.cells[CLOCK] |= 1
             self._shared.cells[PID] = self._shared.node[PROVEN] = 0
             self._proofs_left = PROOF_STEPS
-            self._shared.forget_slots()
         if self._copies is not None:
-            self._copies.forget()
+            self._copies.give_up_last()
+
+    def _has_outgrown(self, why: str) -> None:
+        """The objects have other parameters than they had, so what is noted of them does not fit them."""
+        kept = self._kept
+        self._prove_again()
+        self._outgrown = None if kept is None else kept.objects
+        if self._answered.locked():  # a rank has failed
+            process.log(f"rank {self._rank}: the state is not written: {why} than before; {self._otherwise}")
+        elif self._rank == 0:
+            process.log(f"{why} than before: until it was trained for {PROOF_STEPS} steps, {self._otherwise}")
+
+    def _check_named(self, kept: Kept, optimizer: Any) -> None:
+        """Whether the script trains with what it has named. Raises OutgrownError."""
+        kept.check_counts()
+        if optimizer is None or kept.has(optimizer) or optimizer in self._seen:
+            return
+        self._seen.add(optimizer)
+        if kept.trains_with(optimizer):
+            self._prove_again()
+            if self._rank == 0:
+                process.log(
+                    f"an optimizer makes steps that save() was not given: the state is kept in memory again from the "
+                    f"next save() or keep() on; until then {self._otherwise}"
+                )
 
     def loads(self, version: Version) -> None:
         """All ranks load this state from memory."""
@@ -156,6 +194,9 @@ class Keeper:
 
     def boundary(self, step: int, *, named: bool = False) -> None:
         """Parameters and optimizer state are those of this step. named: with all that the script keeps, values too."""
+        if self._outgrown is not None and not self._off:
+            with self._guarded():
+                self._keep(Kept(self._outgrown))
         kept = self._kept
         if kept is None or self._off or os.getpid() != self._pid or not (self._stepped or self._copies_instead):
             return
@@ -165,6 +206,7 @@ class Keeper:
             self.forget_assumed()
             return
         with self._guarded():
+            kept.check_counts()
             if not self._copies_instead:
                 self._note(kept, int(step))
             if self._copies is not None and (self._copies.instead or not self._proofs_left):
@@ -261,13 +303,16 @@ class Keeper:
         kept = self._kept
         if kept is None or self._off or self._stepped or os.getpid() != self._pid:
             self._stepped = True
+            if kept is None and optimizer is not None:
+                self._seen.add(optimizer)
             return
         with self._guarded():
-            if self._sum is not None:
+            self._check_named(kept, optimizer)
+            if self._kept is kept and self._sum is not None:
                 self._compare(kept)
-            if self._copies is not None:
+            if self._kept is kept and self._copies is not None:
                 self._copies.before_step(kept)
-            if not self._copies_instead:
+            if self._kept is kept and not self._copies_instead:
                 self._write_early(kept)
         with self._lock:
             self._stepped, self._dirty_since = True, time.monotonic()
@@ -359,6 +404,7 @@ class Keeper:
             if not memory.is_clean(clock):
                 return None if self._comes_to_a_boundary(kept) else UNABLE
             step = memory.step_of(clock)
+            kept.check()
             if kept.versions() != self._versions and not self._is_as_loaded(kept, step):
                 shared.node[COPIES] = memory.CHANGED  # from the next generation on
                 raise StateError(f"parameters changed after step {step}, and by no optimizer.step()")
@@ -412,6 +458,8 @@ class Keeper:
         """Nothing here ends a training that goes well without it."""
         try:
             yield
+        except OutgrownError as error:
+            self._has_outgrown(str(error))
         except StateError as error:
             self.turn_off(str(error))
         except Exception as error:

@@ -5,8 +5,7 @@ all, and then all go on from the folder.
 """
 
 import contextlib
-from collections.abc import Callable
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from ddpjob import process
 from ddpjob.checkpoint import packed, random_states
 from ddpjob.checkpoint.kept import merged
 from ddpjob.checkpoint.shared import Shared
+from ddpjob.checkpoint.state_dicts import misfit
 from ddpjob.core import memory
 from ddpjob.core.memory import COPY_SLOTS, EARLY, Found, Held, Mark, Proof, Version
 from ddpjob.errors import StateError
@@ -60,7 +60,9 @@ class Fetched(NamedTuple):
     """Whether this rank's random states were lost."""
 
 
-def fetch(shared: Shared | None, found: Found, rank: int, world_size: int, names: AbstractSet[str]) -> Fetched | None:
+def fetch(
+    shared: Shared | None, found: Found, rank: int, world_size: int, objects: Mapping[str, Any]
+) -> Fetched | None:
     """The state of all ranks; None on all of them where it cannot be used.
 
     This rank's random states are set to what they were; seeded, where its node has lost them.
@@ -82,7 +84,7 @@ def fetch(shared: Shared | None, found: Found, rank: int, world_size: int, names
     if source and rows[0][1]:  # the buffers of a model are rank 0's
         buffers = _tried(trouble, lambda: _from_rank(early, 0, rank, world_size)["small"])
         first = _tried(trouble, lambda: {**first, "small": {**first["small"], **buffers}})
-    state = _tried(trouble, lambda: _checked(large, first["small"], found, names))
+    state = _tried(trouble, lambda: _checked(large, first["small"], found, objects))
     troubled = [number for number, row in enumerate(_gathered([len(trouble)], world_size)) if row[0]]
     if troubled:
         if rank == troubled[0]:
@@ -105,12 +107,14 @@ def _tried(trouble: list[str], work: Callable[[], Any]) -> Any:
         return None
 
 
-def _checked(large: Any, small: Any, found: Found, names: AbstractSet[str]) -> dict[str, Any]:
+def _checked(large: Any, small: Any, found: Found, objects: Mapping[str, Any]) -> dict[str, Any]:
     state = merged(large, small)
     if packed.total(packed.tensors_of(large)) != found.held.total:
         raise StateError("its bits do not add up to what was written")
-    if missing := sorted(names - set(state)):
+    if missing := sorted(objects.keys() - state.keys()):
         raise StateError(f"it has no {', '.join(missing)}")
+    if problem := misfit(objects, state):
+        raise StateError(problem)
     return state
 
 

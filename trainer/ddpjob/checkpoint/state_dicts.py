@@ -6,6 +6,7 @@ reads with weights_only=True differs by its version (bytes and torch.uint16 are 
 """
 
 import collections
+import copy
 import functools
 import io
 import sys
@@ -197,6 +198,42 @@ def restore(objects: Mapping[str, Any], state: Mapping[str, Any], where: str) ->
             raise StateError(f"{where}: {name}: {problem}")
     for name, target in targets.items():
         _restore_one(target, state[name])
+
+
+def misfit(objects: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+    """Why a model or an optimizer would not take its state, "" where all do; nothing is changed.
+
+    load_state_dict() of a model raises after it has changed what fits: who then goes on from another state, or from
+    none, would have a part of this one.
+    """
+    for name, target in objects.items():
+        if problem := _would_refuse(unwrapped(target), state[name]):
+            return f"{name} is not as it was: {problem}"
+    return ""
+
+
+def _would_refuse(target: Any, saved: Any) -> str:
+    if isinstance(target, torch.optim.Optimizer):
+        own, its = ([len(g["params"]) for g in groups] for groups in (target.param_groups, saved["param_groups"]))
+        return "" if own == its else f"{_counted(its)} were trained, now there are {_counted(own)}"
+    if not isinstance(target, torch.nn.Module) or not isinstance(saved, Mapping):
+        return ""
+    if _shapes(target.state_dict()) == _shapes(saved):
+        return ""
+    try:
+        copy.deepcopy(target).load_state_dict(saved)  # a model may know how to take another one's state
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        return lines[min(1, len(lines) - 1)].strip()[:200] if lines else type(error).__name__
+    return ""
+
+
+def _counted(groups: list[int]) -> str:
+    return f"{sum(groups)} parameters in {len(groups)} group{'s'[: len(groups) > 1]}"
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.shape if isinstance(value, torch.Tensor) else None for key, value in state.items()}
 
 
 def _does_not_fit(target: Any, saved: Any) -> str:

@@ -1,0 +1,155 @@
+"""A model that grows, or is given another optimizer, in the middle of the training: its ranks are killed around it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from agents import Launcher, finish, forget_torchs_own
+
+# At step 10 a layer with a BatchNorm comes, with weights that are the same on all ranks. How large the model is depends
+# on the step, and the script asks for that before it builds the model: `load` without objects, then `state`.
+TRAIN = """
+import hashlib, json, os, signal
+import torch
+import ddpjob
+from ddpjob.core import copies
+
+generation, kill = int(os.environ["DDPJOB_GENERATION"]), json.loads(os.environ.get("KILL", "{}"))
+how, knows = os.environ.get("HOW", "group"), not os.environ.get("BUILDS_SMALL")
+if os.environ.get("COPIES"):
+    copies.COST_MAX = 1e9  # a copy costs nothing: each step is copied
+
+def strike(where, step, rank):
+    if [where, step, rank] in kill.get(str(generation), []):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def layer(width_in, width_out):
+    return torch.nn.Sequential(torch.nn.Linear(width_in, width_out), torch.nn.BatchNorm1d(width_out))
+
+def grow():
+    global model, optimizer
+    torch.manual_seed(99)
+    net.append(layer(4, int(os.environ.get("WIDTH", "4"))))
+    if how == "group":
+        optimizer.add_param_group({"params": net[-1].parameters(), "lr": 1e-3})
+    else:
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    model = world.wrap(net)
+
+with ddpjob.init() as world:
+    torch.manual_seed(7)
+    net = torch.nn.Sequential(layer(8, 256), layer(256, 4))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    snapshot = ddpjob.Snapshot(os.environ["SNAPSHOTS"], world)
+    x = torch.linspace(-1, 1, 256).view(32, 8)
+    if knows:
+        step = snapshot.load()
+        drawn = torch.get_rng_state()
+        if step > 10:
+            grow()
+        if step:
+            net.load_state_dict(snapshot.state["model"])
+            optimizer.load_state_dict(snapshot.state["optimizer"])
+            torch.set_rng_state(drawn)
+    else:
+        step = snapshot.load(model=net, optimizer=optimizer)
+    if world.is_main:
+        print("BEGIN", step, flush=True)
+    if step <= 10:
+        model = world.wrap(net)
+    while step < 24:
+        if step == 10:
+            drawn = torch.get_rng_state()
+            grow()
+            torch.set_rng_state(drawn)
+        optimizer.zero_grad()
+        strike("forward", step + 1, world.rank)
+        loss = model(torch.nn.functional.dropout(x, 0.2)).square().sum()
+        strike("backward", step + 1, world.rank)
+        loss.backward()
+        optimizer.step()
+        step += 1
+        ddpjob.should_stop(step)
+        for thread in __import__("threading").enumerate():
+            if thread.name == "ddpjob-memory-room":
+                thread.join()
+        if step in (3, 17):
+            snapshot.save(step, model=net, optimizer=optimizer)
+            snapshot.wait()
+    snapshot.close()
+    bits = b"".join(t.detach().numpy().tobytes() for t in net.state_dict().values())
+    print("END", world.rank, hashlib.sha256(bits).hexdigest(), torch.rand(1).item(), flush=True)
+"""
+
+
+def words(done: Any, first: str) -> list[list[str]]:
+    """The lines of the ranks that begin so, without that word."""
+    return [line.split()[1:] for line in done.stdout.splitlines() if line.startswith(first)]
+
+
+def began(done: Any) -> list[int]:
+    """The steps at which its generations began."""
+    return [int(step) for (step,) in words(done, "BEGIN")]
+
+
+def trained(launcher: Launcher, folder: str, kill: dict[str, Any], *, nproc: int = 2, **env: str) -> Any:
+    """The training to its end, with these kills."""
+    env = {"OMP_NUM_THREADS": "1", "KILL": json.dumps(kill), "SNAPSHOTS": folder} | env
+    done = finish(launcher.warm("--nproc", nproc, "--max-restarts", 99, launcher.script(TRAIN), **env), 150)
+    assert done.returncode == 0, done.stderr
+    forget_torchs_own(launcher)
+    return done
+
+
+@pytest.mark.parametrize("width", ["4", "4096"], ids=["within its room", "beyond its room"])
+def test_a_model_that_grows_goes_on_with_the_same_bits_from_the_folder_and_soon_from_memory_again(
+    launcher: Launcher, width: str
+) -> None:
+    """Else its ranks go on with running means of another step, or keep nothing for the rest of the training."""
+    ends = sorted(words(trained(launcher, "undisturbed", {}, WIDTH=width), "END"))
+    for step, first, said in [
+        (11, 3, "the state is not written: an optimizer has other parameters than before; a restart goes on from the"),
+        (13, 3, "an optimizer has other parameters than before: until it was trained for 3 steps, a restart goes on"),
+        (16, 15, "resumed at step 15 from the memory on the nodes of ranks 0, 1"),
+    ]:
+        done = trained(launcher, f"killed-{step}", {"0": [["backward", step, 1]]}, WIDTH=width)
+        assert began(done) == [0, first], done.stderr
+        assert sorted(words(done, "END")) == ends, done.stderr
+        assert said in done.stderr
+        assert "parameters changed" not in done.stderr, "DistributedDataParallel wrote them when it took the model"
+
+
+def test_a_script_that_begins_with_the_small_model_goes_on_from_the_folder_and_the_log_says_why(
+    launcher: Launcher,
+) -> None:
+    """load_state_dict() failed on all ranks at once, which ended the job for good, with hours of work in the folder."""
+    ends = sorted(words(trained(launcher, "undisturbed", {}, BUILDS_SMALL="1"), "END"))
+    done = trained(launcher, "killed", {"0": [["backward", 16, 1]]}, BUILDS_SMALL="1")
+    assert began(done) == [0, 3], done.stderr
+    assert sorted(words(done, "END")) == ends, done.stderr
+    assert "step 15 in memory is not used: rank 0: model is not as it was: Unexpected key(s)" in done.stderr
+    assert "Traceback" not in done.stderr.partition("restart 1:")[2]
+
+
+def test_a_new_optimizer_that_save_was_not_given_is_no_state_to_go_on_from(launcher: Launcher) -> None:
+    """The old one's moments would be loaded in place of its own."""
+    ends = sorted(words(trained(launcher, "undisturbed", {}, HOW="optimizer"), "END"))
+    kill = {"0": [["backward", 15, 1]], "1": [["backward", 21, 0]]}
+    done = trained(launcher, "killed", kill, HOW="optimizer")
+    assert began(done) == [0, 3, 20], done.stderr
+    assert sorted(words(done, "END")) == ends, done.stderr
+    assert (
+        "an optimizer makes steps that save() was not given: the state is kept in memory again from the" in done.stderr
+    )
+
+
+def test_a_rank_that_trains_alone_goes_on_from_a_copy_of_its_grown_model(launcher: Launcher) -> None:
+    """A copy of the model that it had before is no copy of this one."""
+    ends = words(trained(launcher, "undisturbed", {}, nproc=1, COPIES="1"), "END")
+    for step, possible in [(11, [9, 10]), (13, [9, 10]), (20, [18, 19])]:
+        done = trained(launcher, f"killed-{step}", {"0": [["backward", step, 0]]}, nproc=1, COPIES="1")
+        assert began(done)[0] == 0
+        assert began(done)[1] in possible, done.stderr
+        assert words(done, "END") == ends, done.stderr
