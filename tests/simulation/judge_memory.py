@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
-from model_memory import TORN, Loaded, Saved, State
+from model_copies import TORN, Area, State, Whole
+from model_memory import Loaded, Saved
 
 from ddpjob.core.memory import LOADS_ASSUMED_MAX, LOADS_MAX, Version
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 Raw = dict[str, Any]
 Age = tuple[int, int, int]
 """Attempt, number of the life, and step: the truth, where a `Version` is what agents and ranks say."""
+HONEST = ("was loaded before", "are gone")
+"""Why what is in memory may not count. All ranks of the model count alike, and hold the same."""
 
 
 class MemoryJudge:
@@ -30,6 +33,8 @@ class MemoryJudge:
         """By job uid, those that have loaded."""
         self._tried: dict[tuple[str, State], list[Life]] = defaultdict(list)
         """Those that have loaded this state from memory."""
+        self._newest_loaded: dict[str, Version] = {}
+        """By job uid, of what was in memory."""
 
     # ---------------------------------------------------------------- what a life begins with
 
@@ -40,6 +45,9 @@ class MemoryJudge:
         self.seen["memory" if loaded.ranks else "folder" if loaded.origin else "nothing"] += 1
         if loaded.ranks:
             self._check_memory(life, loaded, saved, [agents[rank] for rank in loaded.ranks])
+            self._check_random_states(life, agents, agents[loaded.ranks[0]].area)
+        elif loaded.why and not any(reason in loaded.why for reason in HONEST):
+            self._wrong.append(f"{life} is said not to go on from memory because {loaded.why}: its ranks count alike")
         whole = self._whole(life, agents, saved)
         age = max((_age(agents[rank], loaded.state) for rank in loaded.ranks), default=(0, 0, 0))
         if not loaded.ranks and saved is not None:
@@ -58,14 +66,43 @@ class MemoryJudge:
             (_furthest(other) for other in others if other is others[-1] or other.ended_at is None), default=0
         )
         self.repeated[uid] += max(0, came_to - loaded.state.step)
+        if not any(reason in loaded.why for reason in HONEST):
+            self._check_pace(life, loaded, saved, agents)
         others.append(life)
 
+    def _check_pace(self, life: Life, loaded: Loaded, saved: Saved | None, agents: list[Agent]) -> None:
+        """No more is made again than the plan in force allows, where a node lives that has what was saved last."""
+        others = self._lives[life.leader.process.job_uid]
+        for kept in (agent.kept for agent in agents):
+            if others and kept is not None and kept.life is others[-1] and kept.copying is not None:
+                is_less = kept.assumed and saved is not None and saved.life is kept.life
+                if kept.is_on and not is_less and loaded.state.step < kept.copying.least:
+                    self._wrong.append(
+                        f"{life} begins with step {loaded.state.step}, and a rank that copies each "
+                        f"{kept.copying.every} steps was at {kept.copying.step}: its copies are lost, or were not made"
+                    )
+                self.seen["paced"] += kept.copying.least > 0
+
+    def _check_random_states(self, life: Life, agents: list[Agent], area: Area) -> None:
+        """A rank whose node lives has those of the copy that all begin with. Where the only node with a newer one was
+        lost, what is older counts again, and ranks may have written over theirs."""
+        held, writer, uid = area.held, area.newest.writer, life.leader.process.job_uid
+        if held is None or writer is None:
+            return  # what is wrong is said already
+        is_newer = held.version >= self._newest_loaded.get(uid, held.version)
+        self._newest_loaded[uid] = max(held.version, self._newest_loaded.get(uid, held.version))
+        self.seen["copy"] += held.every > 0
+        for agent in agents if is_newer and held.every else ():
+            state, took_part = State(writer.number, held.version.step), agent in writer.ranks.values()
+            if took_part and state not in agent.area.excused and not agent.area.has_small(held.version):
+                self._wrong.append(f"{life} begins with a copy, and {agent.process} has lost its random states of it")
+
     def _check_memory(self, life: Life, loaded: Loaded, saved: Saved | None, holders: list[Agent]) -> None:
-        parts = {part for agent in holders for part in agent.area.parts}
+        parts = {part for agent in holders for part in agent.area.newest.parts}
         if len(parts) > 1 or TORN in parts:
             self._wrong.append(f"{life} begins with a mix of states, {sorted(parts)}: its result is nobody's")
         for agent in holders:
-            held, writer = agent.area.held, agent.area.writer
+            held, writer = agent.area.held, agent.area.newest.writer
             if held is None or held.version.step != loaded.state.step:
                 self._wrong.append(f"{life} begins with step {loaded.state.step}, which is said to be {held}")
             elif held.assumed and saved is not None and saved.life is writer:
@@ -73,23 +110,20 @@ class MemoryJudge:
 
     def _whole(self, life: Life, agents: list[Agent], saved: Saved | None) -> list[Age]:
         """What is whole, and may be loaded: in memory beside its random states, or in the folder."""
-        areas = [agent.area for agent in agents if agent.area.writer is not None and len(set(agent.area.parts)) == 1]
-        named = {area.writer for area in areas if area.held is not None and not area.held.assumed}
+        known = [place.whole for agent in agents for place in agent.area.places] + [a.area.copied for a in agents]
+        whole: set[Whole] = {one for one in known if one is not None and one.state != TORN}
+        named = {one.writer for one in whole if not one.assumed}
         if saved is not None:
             named.add(saved.life)
         uid, attempt = life.leader.process.job_uid, life.leader.process.attempt
         found: list[Age] = []
         useless: list[Age] = []
-        for area in areas:
-            assert area.writer is not None, "it is whole"
-            (state,) = set(area.parts)
-            is_assumed = area.held is not None and area.held.assumed
-            version = Version(attempt, area.writer.generation, state.step)
-            has_small = any(version in agent.area.slots for agent in agents)
-            less = is_assumed and area.writer in named
-            if not less and state != TORN:
-                bad = not has_small or self._is_hopeless(uid, state, is_assumed, agents)
-                (useless if bad else found).append((attempt, area.writer.number, state.step))
+        for one in whole:
+            version = Version(attempt, one.writer.generation, one.state.step)
+            has_small = any(agent.area.has_small(version) for agent in agents)
+            if not one.assumed or one.writer not in named:
+                bad = not has_small or self._is_hopeless(uid, one.state, one.assumed, agents)
+                (useless if bad else found).append((attempt, one.writer.number, one.state.step))
         # What leads to the failure may be in a state a step before as well: the folder counts, and not that one. So it
         # does where the small states of the newest were written over (docs/memory.md).
         found = [age for age in found if age > max(useless, default=(0, 0, 0))]
@@ -98,11 +132,11 @@ class MemoryJudge:
     def _is_hopeless(self, uid: str, state: State, is_assumed: bool, agents: list[Agent]) -> bool:
         """Whether it was loaded so often that it may be what fails: nobody here knows of a step that has followed."""
         lives = self._tried.get((uid, state), [])
-        slots = [slot for agent in agents for slot in agent.area.slots]
+        marks = [agent.area.mark for agent in agents]
         most = LOADS_ASSUMED_MAX if is_assumed else LOADS_MAX
         if len(lives) < most:
             return False
-        return not any(slot.step > state.step and slot.generation >= lives[-1].generation for slot in slots)
+        return not any(mark and mark.step > state.step and mark.generation >= lives[-1].generation for mark in marks)
 
     # ---------------------------------------------------------------- what the status says
 
@@ -131,7 +165,7 @@ class MemoryJudge:
 
 
 def _age(agent: Agent, state: State) -> Age:
-    writer = agent.area.writer
+    writer = agent.area.newest.writer
     return (agent.process.attempt, 0 if writer is None else writer.number, state.step)
 
 

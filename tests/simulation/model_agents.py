@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from model_memory import Area, Kept, Loaded, Memories
+from model_copies import Area
+from model_memory import Kept, Loaded, Memories
 from model_training import HANGS, REPORT_SECONDS, SAVE_SECONDS, SYMPTOM, Failure, Process
 
 from ddpjob.agent import leader as leading

@@ -8,19 +8,19 @@ life each part was made.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ddpjob.core import memory
-from ddpjob.core.memory import Found, Held, Mark, Version
+from model_copies import NOTHING, PARTS, TORN, At, Copying, Place, State, Store
+
+from ddpjob.core import copies, memory
+from ddpjob.core.memory import Found, Held, Version
 
 if TYPE_CHECKING:
     from model_agents import Agent, Life
     from model_training import Training
 
-PARTS = 3
-"""Of an area; a writer may die between any two."""
 PART_SECONDS = (0.01, 0.1)
 BOUNDARY_SECONDS = (0.001, 0.04)
 """From within the optimizer's step to the next boundary."""
@@ -45,54 +45,9 @@ class Script:
     """Else rank 0 alone does."""
     names_more: bool = False
     """Whether `save` names more than `load` does. The script cannot go on without that."""
-
-
-class State(NamedTuple):
-    """What the ranks of a life had at a step."""
-
-    life: int
-    """Its number; the next one goes on with this state until it has made a step."""
-    step: int
-
-
-NOTHING = State(0, 0)
-TORN = State(-1, -1)
-"""Of a rank within its optimizer's step."""
-
-
-@dataclass
-class Area:
-    """The memory of one agent. It goes with it."""
-
-    parts: list[State] = field(default_factory=lambda: [NOTHING] * PARTS)
-    held: Held | None = None
-    """What its cells say."""
-    slots: list[Version] = field(default_factory=list)
-    """The last two boundaries of its rank."""
-    proven: bool = False
-    writer: Life | None = None
-    """The truth: in which life all its parts were written; None: they were not."""
-
-    @property
-    def mark(self) -> Mark | None:
-        """As `Shared.mark`."""
-        if len(self.slots) < 2 or self.slots[0].generation != self.slots[1].generation:
-            return None
-        before, last = sorted(self.slots)
-        return Mark(last.generation, last.step, before.step)
-
-    def note(self, version: Version) -> None:
-        """What is small, into the older of the two slots."""
-        if version not in self.slots:
-            self.slots = [*sorted(self.slots)[-1:], version]
-
-    def begin(self, held: Held) -> None:
-        """The first part is about to be written; until the last one is, nothing is there."""
-        self.held = self.writer = None
-
-    def end(self, held: Held, life: Life) -> None:
-        """The last part was written."""
-        self.held, self.writer = held, life
+    changes: str = ""
+    """Whether it changes parameters between two steps, and where the state is what the next step begins with: at
+    `should_stop`, or not before `save`."""
 
 
 @dataclass(eq=False)
@@ -113,6 +68,15 @@ class Kept:
     answer: int = memory.NONE
     then: Callable[[], None] | None = None
     """What its agent does when it has answered, or its time is over."""
+    copying: Copying | None = None
+    """Where it copies by cadence."""
+    place: Place | None = None
+    """Where it writes after a failure."""
+
+    @property
+    def copies_instead(self) -> bool:
+        """Whether it writes nothing after a failure, because nobody knows whether that is the state."""
+        return self.copying is not None and self.copying.changes
 
 
 class Saved(NamedTuple):
@@ -132,6 +96,8 @@ class Loaded(NamedTuple):
     ranks: tuple[int, ...] = ()
     """On whose nodes, where it was in memory."""
     assumed: bool = False
+    why: str = ""
+    """Why nothing in memory counts, though there is something."""
 
 
 class Memories:
@@ -155,39 +121,76 @@ class Memories:
         attempt, uid = life.leader.process.attempt, life.leader.process.job_uid
         saved = self.saved.get(uid)
         found = self._found(agents, Version(attempt, life.generation, 0))
-        if found is None or memory.is_newer(saved and saved.version, found.held):
-            loaded = Loaded(NOTHING, "") if saved is None else Loaded(saved.state, "/snapshots")
+        if isinstance(found, str) or memory.is_newer(saved and saved.version, found.held):
+            why = found if isinstance(found, str) else ""
+            loaded = Loaded(NOTHING, "", why=why) if saved is None else Loaded(saved.state, "/snapshots", why=why)
             self._checked(life, loaded, saved)
             loads, first = 0, loaded.state.step + 1
         else:
             ranks = ", ".join(map(str, found.ranks))
-            state = agents[found.ranks[0]].area.parts[0]
+            state = agents[found.ranks[0]].area.newest.parts[0]
             loaded = Loaded(state, f"the memory on the nodes of ranks {ranks}", found.ranks, found.held.assumed)
             self._checked(life, loaded, saved)
             loads, first = found.held.loads + 1, found.held.version.step
-            for area in (agents[rank].area for rank in found.ranks):
-                assert area.held is not None, "it was found there"
-                area.held = area.held._replace(loads=area.held.loads + 1)
+            for rank in found.ranks:
+                agents[rank].area.count_load()
+        store, version = Store(), None if isinstance(found, str) or not loaded.ranks else found.held.version
         for agent in agents:
             agent.kept = self._kept(life, loaded, first, loads)
+            agent.kept.copying = self._copying(agent, agent.kept, store, version)
             if loads and agent.kept.is_on:
                 agent.area.note(Version(attempt, life.generation, first))
         return loaded
 
-    def _found(self, agents: list[Agent], present: Version) -> Found | None:
-        """In memory: the area of one rank, and of any rank what is small."""
+    def _found(self, agents: list[Agent], present: Version) -> Found | str:
+        """In memory: the area of one rank, and of any rank what is small; else why not."""
         if not self.script.memory:
-            return None
+            return ""
         found = memory.newest([a.area.held for a in agents], present, (), [a.area.mark for a in agents])
-        if isinstance(found, str):
-            return None
-        return found if any(found.held.version in agent.area.slots for agent in agents) else None
+        if isinstance(found, str) or any(agent.area.has_small(found.held.version) for agent in agents):
+            return found
+        return "the random states of this step are gone"
 
     def _kept(self, life: Life, loaded: Loaded, first: int, loads: int) -> Kept:
         """Where more was saved than `load` names, nothing is kept until it is saved again."""
         knows_all = not self.script.names_more or loaded.assumed or not loaded.origin
         assumed = loaded.assumed or not loads
         return Kept(life, first, self.script.memory and knows_all, assumed, loads)
+
+    def _copying(self, agent: Agent, kept: Kept, store: Store, loaded: Version | None) -> Copying | None:
+        """Where nobody can write the state after a failure."""
+        life, changes = kept.life, bool(self.script.changes)
+        if not self.script.memory or not (changes or len(life.ranks) == 1):
+            return None
+        proofs = 1 if changes else 0 if agent.area.proven else PROOF_STEPS
+        return Copying(
+            rank=agent.node,
+            ranks=len(life.ranks),
+            area=agent.area,
+            life=life,
+            store=store,
+            stamp=lambda step, every: self._stamp(agent, kept, step, every),
+            state=lambda step: _state_at(life, step),
+            chance=random.Random(f"{self._training.faults.seed} copies {life.number} {agent.node}"),
+            changes=changes,
+            has_place=self.script.changes == "at should_stop",
+            starts=kept.first + proofs,
+            loaded=loaded,
+        )
+
+    def _comes_to(self, life: Life, lasts: dict[int, int], named: Collection[int] = ()) -> None:
+        """Ranks make their steps to those, by node, and copy. named: the nodes on which the last one is saved."""
+        ranks = {node: agent.kept for node, agent in life.ranks.items() if node in lasts}
+        copying = {node: kept.copying for node, kept in ranks.items() if kept is not None and kept.life is life}
+        begun = min((one.step for one in copying.values() if one is not None and one.step), default=0)
+        first = max(begun, life.loaded.state.step if life.loaded is not None else 0)
+        for step in range(first, max(lasts.values(), default=0) + 1):
+            for node, one in sorted(copying.items()):
+                kept = ranks[node]
+                if one is not None and kept is not None and kept.is_on and one.step <= step <= lasts[node]:
+                    is_named = node in named and step == lasts[node]
+                    if step > one.step or is_named:
+                        one.comes_to(At(step, is_named))
 
     def save(self, life: Life, step: int) -> bool:
         """Ranks call `save`; whether the folder still takes what they write. At the begin it is claimed alone."""
@@ -199,8 +202,10 @@ class Memories:
             if self.script.folder:
                 version = Version(first.attempt, life.generation, step)
                 self.saved[first.job_uid] = Saved(version, State(life.number, step), life)
-            for agent in life.ranks.values() if self.script.all_save else [life.ranks[0]]:
-                self._names(agent, step)
+            savers = life.ranks if self.script.all_save else [0]
+            for node in savers:
+                self._names(life.ranks[node], step)
+            self._comes_to(life, dict.fromkeys(life.ranks, step), savers)
         return True
 
     def _names(self, agent: Agent, step: int) -> None:
@@ -211,9 +216,11 @@ class Memories:
         if self.script.names_more and (kept.assumed or not kept.is_on):
             if kept.is_on:  # what was noted, and proved, is of less
                 generation = kept.life.generation
-                agent.area.slots = [slot for slot in agent.area.slots if slot.generation != generation]
+                agent.area.forget(generation)
                 agent.area.proven = False
             kept.first, kept.is_on = step, True
+            if kept.copying is not None:
+                kept.copying.forget(step + PROOF_STEPS)
         kept.assumed = False
 
     # ---------------------------------------------------------------- a group that ends
@@ -230,8 +237,24 @@ class Memories:
                 continue
             kept.clock = 2 * step + (self._random.randrange(3) if summed else 0)
             life.ended_at = max(life.ended_at, kept.clock // 2)
-            if kept.is_on:
+            if kept.is_on and not kept.copies_instead:
                 self._note(agent, kept)
+        self._stop_copies(life)
+
+    def _stop_copies(self, life: Life) -> None:
+        """Where others have gone on, all had come to the boundary; else a copy may be cut short anywhere."""
+        clocks = {node: a.kept.clock for node, a in life.ranks.items() if a.kept is not None and a.kept.life is life}
+        self._comes_to(life, {node: clock // 2 for node, clock in clocks.items()})
+        for node, clock in clocks.items():
+            kept = life.ranks[node].kept
+            if kept is not None and kept.copying is not None and kept.is_on:
+                is_cut = clock == max(clocks.values()) and self._random.random() < 0.5
+                kept.copying.work(self._random.randrange(PARTS + 3)) if is_cut else kept.copying.work()
+                if clock % 2:
+                    kept.copying.begins_a_step()
+                if kept.copies_instead and kept.clock // 2 >= kept.first:
+                    version = self._stamp(life.ranks[node], kept, kept.first).version
+                    life.ranks[node].area.note(version)
 
     def _note(self, agent: Agent, kept: Kept) -> None:
         """Its last boundaries."""
@@ -246,6 +269,8 @@ class Memories:
         kept = agent.kept
         if kept is None or kept.life is not agent.life or not kept.is_on or kept.answer != memory.NONE:
             return None
+        if kept.copies_instead:
+            return kept if kept.life.ended_at is not None and kept.copying is not None and kept.copying.step else None
         needed = kept.first if agent.area.proven else kept.first + PROOF_STEPS
         return kept if kept.life.ended_at is not None and kept.clock // 2 >= needed else None
 
@@ -257,7 +282,28 @@ class Memories:
         kept.then = then
         self._loop.call_later(LIMIT_SECONDS, self._goes_on, kept)
         fault = self._faults.at("rescue")
+        if kept.copies_instead:
+            return self._finish(agent, kept, fault)
         return self._try(agent, kept, fault)
+
+    def _finish(self, agent: Agent, kept: Kept, fault: str) -> None:
+        """Its rank lives, and comes to the end of the copy that is under way. It counts where no other rank can lack
+        its random states of it."""
+        copying = kept.copying
+        if copying is None or not self._runs(agent, kept) or kept.answer != memory.NONE:
+            return None
+        if not copying.todo:
+            is_all = copying.is_complete and len(kept.life.ranks) == 1  # all are of this node
+            if is_all:
+                copying.count()
+            return self._answers(kept, memory.SAVED if is_all else memory.UNABLE)
+        if fault == "dies" and len(copying.todo) < PARTS:
+            self._training.agents.rank_killed(agent, kept.life)
+            return None
+        copying.work(1)
+        seconds = SLOW_SECONDS if fault == "slow" else PART_SECONDS
+        self._loop.call_later(self._random.uniform(*seconds), self._finish, agent, kept, fault)
+        return None
 
     def _try(self, agent: Agent, kept: Kept, fault: str) -> None:
         """One turn of the thread that writes."""
@@ -292,24 +338,32 @@ class Memories:
         if agent.area.held is not None and agent.area.held.version >= held.version:
             return True
         kept.written = 0
-        agent.area.begin(held)
+        kept.place = agent.area.places[0]
+        if kept.copying is not None:
+            kept.copying.work()
+            kept.copying.drop()
+            if kept.copying.has_room:
+                kept.place = agent.area.places[copies.area_for([place.held for place in agent.area.places])]
+        agent.area.begin(kept.place, held)
         return False
 
     def _write(self, agent: Agent, kept: Kept) -> None:
         """The next part; after the last one, what makes it count."""
-        agent.area.parts[kept.written] = TORN if kept.clock % 2 else _state(kept)
+        assert kept.place is not None, "it has begun"
+        kept.place.parts[kept.written] = TORN if kept.clock % 2 else _state_at(kept.life, kept.clock // 2)
         kept.written += 1
         if kept.written == PARTS:
-            agent.area.end(self._stamp(agent, kept), kept.life)
+            agent.area.end(kept.place, self._stamp(agent, kept), kept.life)
             self._answers(kept, memory.SAVED)
 
-    def _stamp(self, agent: Agent, kept: Kept) -> Held:
-        """What the cells will say."""
-        state, step = _state(kept), memory.step_of(kept.clock)
+    def _stamp(self, agent: Agent, kept: Kept, step: int = -1, every: int = 0) -> Held:
+        """What the cells will say of a step, or of its last boundary."""
+        step = memory.step_of(kept.clock) if step < 0 else step
+        state = _state_at(kept.life, step)
         size = BYTES_MORE if self.script.names_more and not kept.assumed else BYTES
         version = Version(agent.process.attempt, kept.life.generation, step)
         loads = 0 if state.life == kept.life.number else kept.loads
-        return Held(version, loads, size, hash((*state, size)), kept.assumed)
+        return Held(version, loads, size, hash((*state, size)), kept.assumed, every)
 
     def _answers(self, kept: Kept, answer: int) -> None:
         kept.answer = answer
@@ -328,6 +382,9 @@ class Memories:
         kept = self._may_write(agent)
         if kept is None:
             return None
+        if kept.copies_instead and kept.copying is not None:
+            kept.copying.work()
+            return self._finish(agent, kept, "")
         if not memory.is_clean(kept.clock) or (kept.written < 0 and self._begin(agent, kept)):
             return self._answers(kept, memory.UNABLE)
         until = self._random.randrange(PARTS) if self._faults.at("rescue") == "dies" else PARTS
@@ -336,8 +393,7 @@ class Memories:
         return None
 
 
-def _state(kept: Kept) -> State:
-    """What its rank has at its last boundary."""
-    life, step = kept.life, memory.step_of(kept.clock)
+def _state_at(life: Life, step: int) -> State:
+    """What its ranks have at a step."""
     assert life.loaded is not None, "it has loaded"
     return life.loaded.state if step == life.loaded.state.step else State(life.number, step)

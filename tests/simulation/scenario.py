@@ -103,6 +103,8 @@ NEIGHBOURS = ("neighbour", "neighbour", "neighbour", "group deleted")
 # What an attacker may write.
 HOSTILE = ("hostile pod",)
 DDPRUN_SHARE = 0.25
+# Of the jobs with memory those whose ranks copy their state by cadence, beside the ones of one node.
+COPIES_SHARE = 0.4
 # More than any budget allows.
 ATTEMPTS_MAX = 300
 # What leaves the operator with a part of the job that it cannot read, or may not start from.
@@ -180,7 +182,7 @@ def memory_scenario(seed: int) -> Scenario:
     script = Script(**{name: rng.random() < share for name, share in shares.items()})
     if rng.random() < 0.7:  # else the budget is spent before much has happened
         found = replace(found, spec={**found.spec, "backoffLimit": 20})
-    return replace(
+    found = replace(
         found,
         training_seconds=rng.choice((20.0, 60.0, 150.0)),
         failures=failures,
@@ -188,6 +190,20 @@ def memory_scenario(seed: int) -> Scenario:
         script=script,
         rates={**found.rates, **swarm_of_memory(rng)},
     )
+    copying = random.Random(f"{seed} copies")
+    return _that_copies(copying, found) if copying.random() < COPIES_SHARE else found
+
+
+def _that_copies(rng: random.Random, found: Scenario) -> Scenario:
+    """Where no survivor can write the state: one rank alone, or a script that changes parameters between two steps."""
+    script = replace(found.script, memory=True, names_more=False)
+    failures = {life: _late(rng, failure) for life, failure in found.failures.items()}
+    found = replace(found, training_seconds=rng.choice((60.0, 150.0)), failures=failures)
+    if rng.random() < 0.4:
+        failures = {life: replace(failure, rank=0) for life, failure in failures.items()}
+        return replace(found, spec={**found.spec, "nodes": 1}, failures=failures, script=script)
+    where = rng.choice(("at should_stop", "at should_stop", "before save"))
+    return replace(found, script=replace(script, changes=where))
 
 
 def _soon(rng: random.Random, failure: Failure) -> Failure:
@@ -195,6 +211,13 @@ def _soon(rng: random.Random, failure: Failure) -> Failure:
     if failure.code == HANGS or rng.random() < 0.4:
         return failure
     return replace(failure, after_seconds=rng.choice((0.5, rng.uniform(1, 30))))
+
+
+def _late(rng: random.Random, failure: Failure) -> Failure:
+    """When there are copies, and by a signal: an exception lets a lone rank write the state."""
+    if failure.code == HANGS or failure.reason == "OOMKilled" or rng.random() < 0.3:
+        return failure
+    return replace(failure, code=rng.choice((139, 134, 1)), after_seconds=rng.choice((12.0, 18.0, rng.uniform(5, 40))))
 
 
 def _with_edits(rng: random.Random, found: Scenario) -> Scenario:

@@ -1,4 +1,5 @@
-"""Lives of jobs whose ranks leave their state in memory, beside a folder or without one; and bugs made on purpose."""
+"""Lives of jobs whose ranks leave their state in memory, after a failure or by copies, beside a folder or without one;
+and bugs made on purpose."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from model_memory import Area
+from model_copies import Area, Copying, Place
 from scenario import memory_scenario
 from simulate import failing, report, shrink
 from simulation import simulate
 
-from ddpjob.core import memory
+from ddpjob.core import copies, memory
 from ddpjob.core.memory import Found, Held, Version
 from ddpjob_operator.plan import transitions
 
@@ -57,8 +58,8 @@ def test_so_do_those_of_a_thousand_more(first: int) -> None:
 def a_part_is_missing() -> contextlib.AbstractContextManager[Any]:
     """The cells say that a state is whole when its first part is about to be written."""
 
-    def begin(area: Area, held: Held) -> None:
-        area.held = held
+    def begin(_: Area, place: Place, held: Held) -> None:
+        place.held = held
 
     return mock.patch.object(Area, "begin", begin)
 
@@ -115,14 +116,57 @@ def lost_steps_from_the_last_save() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(transitions, "_with_lost_steps", from_the_folder)
 
 
+def a_copy_that_counts_before_its_step() -> contextlib.AbstractContextManager[Any]:
+    """It counts when it is written: another rank may not have come to that boundary."""
+    close = Copying._close
+
+    def at_once(copying: Copying) -> None:
+        close(copying)
+        copying.count()
+
+    return mock.patch.object(Copying, "_close", at_once)
+
+
+def a_copy_over_the_newer_area() -> contextlib.AbstractContextManager[Any]:
+    """One that is cut short leaves only what is older."""
+    area_for = copies.area_for
+    return mock.patch.object(copies, "area_for", lambda held: memory.AREAS - 1 - area_for(held))
+
+
+def the_folder_beats_a_newer_copy() -> contextlib.AbstractContextManager[Any]:
+    """Wherever something was saved, it counts."""
+    return mock.patch.object(memory, "is_newer", lambda folder, held: folder is not None)
+
+
+def a_copy_over_its_random_states() -> contextlib.AbstractContextManager[Any]:
+    """A rank writes what is small over that of the copy before, which is the newest until the next one counts."""
+    return mock.patch.object(copies, "slot_for", return_value=0)
+
+
+def copies_that_are_not_made() -> contextlib.AbstractContextManager[Any]:
+    """The second one is never due."""
+    return mock.patch.object(copies, "is_due", lambda plan, step, before: before < plan.first <= step)
+
+
+def saves_expected_at_the_pace_of_copies() -> contextlib.AbstractContextManager[Any]:
+    """Who is many steps behind a copy that `save` has named is taken for one that counts otherwise."""
+    return mock.patch.object(copies.Plan, "next_within", property(lambda plan: plan.every))
+
+
 # The first seed that finds each, as in test_mutants.py.
 SEEDS: dict[Mutant, int] = {
     a_part_is_missing: 0,
-    old_memory_accepted: 168,
-    written_while_dirty: 87,
+    old_memory_accepted: 110,
+    written_while_dirty: 91,
     memory_beats_the_folder: 3,
     assumed_beats_what_was_saved: 3,
     lost_steps_from_the_last_save: 0,
+    a_copy_that_counts_before_its_step: 110,
+    a_copy_over_the_newer_area: 164,
+    the_folder_beats_a_newer_copy: 0,
+    a_copy_over_its_random_states: 110,
+    copies_that_are_not_made: 60,
+    saves_expected_at_the_pace_of_copies: 21,
 }
 
 

@@ -16,6 +16,7 @@ _ALONE = (
     "Snapshot() has no folder: the state is kept in the memory of the pods alone, and the training begins at step 0 "
     "when all ranks have ended"
 )
+_REFUSED = "the kernel gives the agent no file in memory (memfd_create)"
 _NOTHING = (
     "Snapshot() has no folder, and there is no memory to keep the state in (ddprun has one, for training on CPUs and "
     "CUDA): nothing is saved"
@@ -85,11 +86,15 @@ class InMemory:
         assert self._world is not None, "without a group there is no rank"
         where = os.environ["DDPJOB_MEMORY"]
         world, device = self._world, streams.for_device(self._world.device)
-        if not where or (device is None and world.device.type != "cpu"):
+        if device is None and world.device.type != "cpu":
+            return
+        why = device_copies.would_go_on(world.backend, world.world_size, os.environ) if where else _REFUSED
+        if why:
+            process.current.not_kept = why
+            if world.rank == 0:
+                process.log(f"the state is not kept in memory: {why}; {self._otherwise}")
             return
         try:
-            if why := device_copies.would_go_on(world.backend, world.world_size, os.environ):
-                raise ValueError(why)
             self._shared = Shared(where, self._present.attempt, self._present.generation)
             self._keeper = Keeper(self._shared, world.rank, world.world_size, self._otherwise, store_of(world), device)
         except (OSError, ValueError) as error:

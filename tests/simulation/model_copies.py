@@ -1,0 +1,373 @@
+"""A model of copies by cadence: what each rank does at its boundaries while all goes well.
+
+When a copy is made, over what, and which plan is in force is decided by the real rules (`ddpjob.core.copies`). The
+model has what surrounds them, as `checkpoint/copies.py` does it: the store in which rank 0 tells its plans, the parts
+of a copy, between any two of which the job may end, and what copies cost. Each node has one rank, so each rank writes.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from ddpjob.core import copies
+from ddpjob.core.copies import Plan
+from ddpjob.core.memory import AREAS, CHANGED, COPY_SLOTS, PLACED, Held, Mark, Version
+
+if TYPE_CHECKING:
+    from model_agents import Life
+
+PARTS = 3
+"""Of an area; a writer may die between any two."""
+WORK = ("note", "open", *["part"] * PARTS, "close")
+PACES_LEAST = 3
+STEP_SECONDS = 1.0
+COST_SECONDS = (-2.5, -0.4)
+"""The power of ten of what a copy takes: from each step to each 32nd."""
+NO_ROOM_STEPS = (0, 0, 0, 1, 3)
+
+
+class State(NamedTuple):
+    """What the ranks of a life had at a step."""
+
+    life: int
+    """Its number; the next one goes on with this state until it has made a step."""
+    step: int
+
+
+NOTHING = State(0, 0)
+TORN = State(-1, -1)
+"""Of a rank within its optimizer's step, and of what is being written."""
+
+
+class Whole(NamedTuple):
+    """The truth of a state in memory: in which life all its parts were written."""
+
+    writer: Life
+    state: State
+    assumed: bool
+
+
+@dataclass
+class Place:
+    """One of the areas of an agent's memory."""
+
+    parts: list[State] = field(default_factory=lambda: [NOTHING] * PARTS)
+    held: Held | None = None
+    """What its cells say."""
+    writer: Life | None = None
+    """The truth: in which life all its parts were written; None: they were not."""
+
+    @property
+    def whole(self) -> Whole | None:
+        """None: it is not."""
+        if self.writer is None or len(set(self.parts)) > 1:
+            return None
+        return Whole(self.writer, self.parts[0], self.held is not None and self.held.assumed)
+
+
+@dataclass
+class Area:
+    """The memory of one agent. It goes with it."""
+
+    places: list[Place] = field(default_factory=lambda: [Place() for _ in range(AREAS)])
+    slots: list[Version] = field(default_factory=list)
+    """The last two boundaries of its rank."""
+    copy_slots: list[Version | None] = field(default_factory=lambda: [None] * len(COPY_SLOTS))
+    """Its copies."""
+    written_mark: Mark | None = None
+    proven: bool = False
+    changes: int = 0
+    """CHANGED, PLACED: what its ranks have seen of the script."""
+    excused: set[State] = field(default_factory=set)
+    """The truth: copies for which its rank could leave nothing. There was no room yet, or it does not save."""
+    copied: Whole | None = None
+    """The truth: the newest copy that has counted here. Nothing may be written over it but what is newer, whole."""
+
+    @property
+    def newest(self) -> Place:
+        """As `Shared.held`."""
+        none = Version(0, 0, 0)
+        return max(self.places, key=lambda place: place.held.version if place.held else none)
+
+    @property
+    def held(self) -> Held | None:
+        """What its cells say of the newest."""
+        return self.newest.held
+
+    @property
+    def mark(self) -> Mark | None:
+        """As `Shared.mark`."""
+        marks = [self.written_mark] if self.written_mark is not None and self.written_mark.before > 0 else []
+        if len(self.slots) == 2 and self.slots[0].generation == self.slots[1].generation:
+            before, last = sorted(self.slots)
+            marks.append(Mark(last.generation, last.step, before.step))
+        return max(marks, default=None)
+
+    def has_small(self, version: Version) -> bool:
+        """Whether its rank has left its random states of it."""
+        return version in self.slots or version in self.copy_slots
+
+    def note(self, version: Version) -> None:
+        """What is small, into the older of the two slots."""
+        if version not in self.slots:
+            self.slots = [*sorted(self.slots)[-1:], version]
+
+    def begin(self, place: Place, held: Held) -> None:
+        """The first part is about to be written after a failure; until the last one is, nothing is there."""
+        if place.whole is not None and place.whole == self.copied:
+            self.copied = None  # a rescue writes over it, as it does over what was rescued before
+        place.held = place.writer = None
+
+    def end(self, place: Place, held: Held, life: Life) -> None:
+        """The last part was written."""
+        place.held, place.writer = held, life
+
+    def count_load(self) -> None:
+        """The newest was loaded once more."""
+        place = self.newest
+        assert place.held is not None, "it was found there"
+        place.held = place.held._replace(loads=place.held.loads + 1)
+
+    def forget(self, generation: int) -> None:
+        """What this generation has noted and copied is of other objects."""
+        self.slots = [slot for slot in self.slots if slot.generation != generation]
+        self.copy_slots = [slot and (None if slot.generation == generation else slot) for slot in self.copy_slots]
+        for place in self.places:
+            if place.held is not None and place.held.every and place.held.version.generation == generation:
+                self.begin(place, place.held)
+
+
+@dataclass
+class Store:
+    """Where rank 0 of a life tells its plans, each with the step at which it does."""
+
+    plans: list[tuple[int, Plan]] = field(default_factory=list)
+
+
+class At(NamedTuple):
+    """What a rank is at."""
+
+    step: int
+    named: bool
+    """Whether the script names the state: `save`, `keep`."""
+
+
+@dataclass(eq=False)
+class Copying:
+    """What one rank does of it in one life."""
+
+    rank: int
+    ranks: int
+    area: Area
+    life: Life
+    store: Store
+    stamp: Callable[[int, int], Held]
+    """What the cells will say of the state of a step, with how many steps later the next copy is due."""
+    state: Callable[[int], State]
+    """What the rank has at a step."""
+    chance: random.Random
+    changes: bool
+    """Whether parameters change between a boundary and the next step; else the rank trains alone."""
+    has_place: bool
+    """Whether `should_stop` finds what `save` does."""
+    starts: int
+    """The first boundary of which the copies know."""
+    loaded: Version | None
+    """What this life has loaded from memory."""
+    plan: Plan | None = None
+    step: int = 0
+    """The last boundary."""
+    todo: list[str] = field(default_factory=list)
+    """What is left of the copy that it makes."""
+    _next: Plan | None = None
+    _told: int = 0
+    _before: int = 0
+    _counted: int = 0
+    _is_named: bool = False
+    _is_placed: bool | None = None
+    _room_at: int | None = None
+    _paces: int = 0
+    _costs: list[float] = field(default_factory=list)
+    _spent: float = 0.0
+    _has_copied: bool = False
+    _place: Place = field(default_factory=Place)
+    _held: Held | None = None
+    """Of the copy that is made, or waits for the next optimizer step."""
+    _is_written: bool = False
+
+    def __post_init__(self) -> None:
+        self._is_placed = self.area.changes == PLACED or None
+        self._is_named = self.area.changes == PLACED
+        self._cost = 10 ** self.chance.uniform(*COST_SECONDS)
+
+    @property
+    def every(self) -> int:
+        """How many steps are between two copies."""
+        return 1 if self.plan is None else self.plan.every
+
+    @property
+    def least(self) -> int:
+        """The step from which the plan lets a failure go on where this node survives; 0: there was no copy by it yet,
+        or only the script knows when."""
+        plan = self.plan
+        if plan is None or plan.named or self.step <= plan.first + plan.every + 1:
+            return 0
+        excused = max((one.step for one in self.area.excused if one.life == self.life.number), default=0)
+        return self.step - plan.every if excused < self.step - 2 * plan.every else 0
+
+    # ---- while all goes well -------------------------------------------------------------------------------
+
+    def comes_to(self, at: At) -> None:
+        """The optimizer's step, and the boundary after it."""
+        if at.step == self.step:
+            return self._again(at)
+        self.begins_a_step()
+        if at.step >= self.starts:
+            self._paces += self.step > 0
+            self._before, self.step = self.step, at.step
+            if self.changes:
+                self.area.changes = max(CHANGED, self.area.changes)
+                mark = Mark(self._version.generation, at.step, self._before)
+                self.area.written_mark = mark
+            self._look()
+            self._copy_if_due(At(at.step, False))
+            if at.named:
+                self._again(at)
+        return None
+
+    def begins_a_step(self) -> None:
+        """All ranks have come to the boundary: what was copied there counts."""
+        self.work()
+        if self._is_written:
+            self.count()
+
+    def count(self) -> None:
+        """What was copied counts."""
+        assert self._held is not None, "it was written"
+        self._is_written = False
+        self._place.held, self._place.writer = self._held, self.life
+        self.area.copied = Whole(self.life, self.state(self._held.version.step), self._held.assumed)
+
+    def work(self, most: int = len(WORK)) -> None:
+        """So much of the copy that is under way."""
+        for _ in range(min(most, len(self.todo))):
+            getattr(self, f"_{self.todo.pop(0)}")()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a copy is written, and waits for the next optimizer step."""
+        return self._is_written
+
+    def drop(self) -> None:
+        """The copy that waits does not count: something newer is written."""
+        self.todo, self._is_written = [], False
+
+    def forget(self, starts: int) -> None:
+        """The script has named other objects."""
+        self.drop()
+        self.starts = starts
+
+    @property
+    def has_room(self) -> bool:
+        """Whether both areas are reserved."""
+        return self._room_at is not None and self.step >= self._room_at
+
+    @property
+    def _version(self) -> Version:
+        return self.stamp(self.step, 0).version
+
+    # ---- a boundary ----------------------------------------------------------------------------------------
+
+    def _again(self, at: At) -> None:
+        """`save` after `should_stop`."""
+        if not self.changes or not at.named or at.step < self.starts:
+            return
+        self._is_placed = self.has_place
+        self.area.changes = PLACED if self.has_place else CHANGED
+        self._copy_if_due(at)
+
+    def _look(self) -> None:
+        looks = self.rank > 0 and self._next is None and copies.looks(self.step, self._before, self.every)
+        if looks and self._told < len(self.store.plans):
+            told_at, plan = self.store.plans[self._told]
+            if told_at < self.step or self.chance.random() < 0.5:
+                self._next, self._told = plan, self._told + 1
+        if self._next is not None and self.step >= self._next.first:
+            self.plan, self._next = self._next, None
+
+    def _copy_if_due(self, at: At) -> None:
+        if self.loaded is not None and at.step == self.loaded.step:
+            return  # it is in memory
+        self._is_named |= at.named
+        if self._room_at is None:
+            self._room_at = at.step + self.chance.choice(NO_ROOM_STEPS)
+        if not self.has_room:
+            self.area.excused.add(State(self.life.number, at.step))
+            return
+        if self.rank == 0:
+            self._decide(at)
+        plan = self.plan
+        if plan is None or plan.changes < self.changes or (plan.named and not at.named):
+            if plan is not None and plan.named:
+                self.area.excused.add(State(self.life.number, at.step))
+            return
+        self.area.excused.discard(State(self.life.number, at.step))
+        counted, self._counted = self._counted, at.step
+        if copies.is_due(plan, at.step, counted):
+            self._held = self.stamp(at.step, plan.next_within)
+            self.todo, self._is_written = list(WORK), False
+            self._costs = [*self._costs[-4:], self._takes()]
+            self._spent, self._has_copied = self._spent + self._costs[-1], True
+
+    def _takes(self) -> float:
+        return self._cost * self.chance.choice((0.7, 1.0, 1.0, 1.3, 8.0))
+
+    def _decide(self, at: At) -> None:
+        if self._next is not None or self._paces < PACES_LEAST or (self.changes and not self._is_named):
+            return
+        if not self._costs:
+            self._held = self.stamp(at.step, 1)
+            self._open()
+            self._place.parts = [self.state(at.step)] * PARTS
+            self._costs.append(self._takes())
+        plan, named = self.plan, self.changes and not self._is_placed
+        is_as_planned = plan is not None and (plan.named, plan.changes) == (named, self.changes)
+        if is_as_planned and not self._has_copied:
+            return
+        self._has_copied = False
+        every = copies.every(statistics.median(self._costs), STEP_SECONDS)
+        every = copies.corrected(every, self.every, self._spent / (self._paces * STEP_SECONDS))
+        every = every if plan is None else min(every, 2 * plan.every)
+        if not is_as_planned or copies.is_better(every, self.every):
+            self._tell(every, named)
+
+    def _tell(self, every: int, named: bool) -> None:
+        if self.ranks == 1:
+            first = self.step if self.plan is None else self.plan.first
+            self.plan = Plan(first, every, named, self.changes)
+            return
+        self._next = Plan(copies.first_of_next(self.step, self._before, self.every), every, named, self.changes)
+        self.store.plans.append((self.step, self._next))
+
+    # ---- the steps of a copy -------------------------------------------------------------------------------
+
+    def _note(self) -> None:
+        """Its random states."""
+        held = self.area.held
+        slot = copies.slot_for(self.area.copy_slots, held and held.version, self.loaded)
+        self.area.copy_slots[slot] = self._version
+
+    def _open(self) -> None:
+        """What the area has is there no more."""
+        self._place = self.area.places[copies.area_for([place.held for place in self.area.places])]
+        self._place.held, self._place.writer, self._place.parts = None, None, [TORN] * PARTS
+
+    def _part(self) -> None:
+        self._place.parts[self._place.parts.index(TORN)] = self.state(self.step)
+
+    def _close(self) -> None:
+        self._is_written = True
