@@ -10,10 +10,12 @@ hangs when it has not ended after 100 s. Ends with 1 if one job of all was bad, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,19 +38,29 @@ def kills() -> Any:
     return module
 
 
-def bad(run: Any, seed: int) -> str:
-    """What was wrong with the job of this seed; nothing where nothing was."""
+@contextlib.contextmanager
+def job() -> Iterator[tuple[Launcher, list[str]]]:
+    """A launcher in a folder of its own, and what it leaves; both are gone afterwards, and so are its processes."""
+    left: list[str] = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         launcher = Launcher(Path(folder))
         try:
-            run(launcher, seed, operator=seed % 2 == 1)
-        except Exception as error:
-            return f"seed {seed}: {type(error).__name__}: {error}"
+            yield launcher, left
         finally:
             survivors = launcher.marked()
             for process in survivors:
                 process.kill()
-        return f"seed {seed}: it left {len(survivors)} processes" if survivors else ""
+            left += [f"it left {len(survivors)} processes"] * bool(survivors)
+
+
+def bad(run: Any, seed: int) -> str:
+    """What was wrong with the job of this seed; nothing where nothing was."""
+    with job() as (launcher, left):
+        try:
+            run(launcher, seed, operator=seed % 2 == 1)
+        except Exception as error:
+            return f"seed {seed}: {type(error).__name__}: {error}"
+    return "".join(f"seed {seed}: {what}" for what in left)
 
 
 def main() -> None:

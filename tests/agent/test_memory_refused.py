@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 
 import pytest
+from agents import Launcher, finish, forget_torchs_own
 
 from ddpjob.agent import memory as agent_memory
 
@@ -34,3 +36,68 @@ def test_a_kernel_that_gives_no_memory_at_all_ends_no_job(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "memfd_create", none)
     assert agent_memory.created(1) is None
+
+
+TRAIN = """
+import os, signal
+import torch
+import ddpjob
+
+with ddpjob.init() as world:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    snapshot = ddpjob.Snapshot("snapshots", world)
+    step = snapshot.load(model=model, optimizer=optimizer)
+    ddp = world.wrap(model)
+    if world.is_main:
+        print("BEGIN", step, flush=True)
+    while step < 12:
+        optimizer.zero_grad()
+        if os.environ["DDPJOB_GENERATION"] == "0" and step == 8 and world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ddp(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        step += 1
+        ddpjob.should_stop(step)
+        if step == 5:
+            snapshot.save(step, model=model, optimizer=optimizer)
+            snapshot.wait()
+"""
+
+
+def restarted(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, create: Callable[..., int]) -> tuple[list[str], str]:
+    """From which steps it began, and what it said, on a kernel that answers so. The agent is a copy of this process."""
+    monkeypatch.setattr(os, "memfd_create", create)
+    done = finish(launcher.warm("--nproc", 2, launcher.script(TRAIN), OMP_NUM_THREADS="1"), 150)
+    assert done.returncode == 0, done.stderr
+    forget_torchs_own(launcher)
+    return [line for line in done.stdout.splitlines() if line.startswith("BEGIN")], done.stderr
+
+
+def test_a_job_starts_and_keeps_its_state_where_files_in_memory_may_not_be_executed(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With vm.memfd_noexec=2 and a Linux before 6.6 no rank was started: the file of the heartbeats lacked the flag."""
+    create = os.memfd_create
+
+    def strict(name: str, flags: int = os.MFD_CLOEXEC) -> int:
+        if not flags & agent_memory.MFD_NOEXEC_SEAL:
+            raise OSError(errno.EACCES, "refused")
+        return create(name, os.MFD_CLOEXEC)
+
+    began, said = restarted(launcher, monkeypatch, strict)
+    assert began == ["BEGIN 0", "BEGIN 8"], said
+
+
+def test_a_job_whose_agent_gets_no_memory_goes_on_from_the_folder_and_the_log_says_why(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """seccomp may refuse it: no rank was started, and nobody knew why."""
+
+    def refused(*_: object) -> int:
+        raise OSError(errno.EPERM, "refused")
+
+    began, said = restarted(launcher, monkeypatch, refused)
+    assert began == ["BEGIN 0", "BEGIN 5"], said
+    why = "the state is not kept in memory: the kernel gives the agent no file in memory (memfd_create); a restart"
+    assert said.count(why) == 2, "once in each generation"

@@ -6,12 +6,14 @@ that may be slow. A byte in the notify pipe reports that a rank has begun: until
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
 from typing import Any
 
 from ddpjob.agent.core.stall_monitor import Heartbeat
+from ddpjob.agent.memory import create
 from ddpjob.core.heartbeat import ANSWERED, ASKED, CELLS_BYTES, LENGTH, OVER, PAGE_BYTES, PHASES, PID, SAVED
 
 
@@ -19,7 +21,7 @@ class Heartbeats:
     """The pages of this node's ranks."""
 
     def __init__(self, ranks: int) -> None:
-        self._descriptor = os.memfd_create("ddprun-beats")
+        self._descriptor = _file()
         os.ftruncate(self._descriptor, ranks * PAGE_BYTES)
         memory = memoryview(mmap.mmap(self._descriptor, 0))
         self._pages = [memory[rank * PAGE_BYTES :][:PAGE_BYTES] for rank in range(ranks)]
@@ -72,3 +74,13 @@ class Heartbeats:
         self._cells, self._pages = [], []  # nothing else refers to the memory
         for descriptor in (self._descriptor, self.notify_read, self._notify_write):
             os.close(descriptor)
+
+
+def _file() -> int:
+    """In memory; where the kernel refuses that, on a disk: without heartbeats no rank would start."""
+    with contextlib.suppress(OSError):
+        return create("ddprun-beats")
+    import tempfile  # here, because it is seldom needed, and each start would wait for it
+
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -58,6 +58,10 @@ class _Written(NamedTuple):
 class Copies:
     """What one rank does of it: each writes what is small, the first of each node the state."""
 
+    _least = 1  # steps between two copies
+    _later = 0  # looks that other ranks may be further
+    _because = ALONE
+
     def __init__(self, shared: Shared, rank: int, world_size: int, store: Any) -> None:
         """store: of the group, where rank 0 tells its plan; None where this rank trains alone."""
         self._shared, self._rank, self._world_size, self._store = shared, rank, world_size, store
@@ -174,28 +178,35 @@ class Copies:
             return
         counted, self._counted = self._counted, at.step
         if copies.is_due(plan, at.step, counted):
-            self._costs.append(self._copy(at, plan.next_within))
-            self._spent, self._has_copied = self._spent + self._costs[-1], True
+            self._copy(at, plan.next_within)
 
-    def _copy(self, at: Boundary, every: int) -> float:
-        """The seconds that it took."""
+    def _copy(self, at: Boundary, every: int) -> None:
         began, shared = time.perf_counter(), self._shared
-        held = shared.held()
-        versions = [shared.slot_version(slot) for slot in COPY_SLOTS]
-        slot = COPY_SLOTS[copies.slot_for(versions, held and held.version, self.loaded)]
-        shared.write_slot(slot, packed.pack(at.small()), at.step)
+        self._write_slot(at)
         if self._is_writer:
             with self._lock:
                 shared.cells[CLOCK], shared.cells[PID] = 2 * at.step, os.getpid()
                 area = self._write(at, every)
                 self._written = None if area is None else _Written(area, at.step, at.kept.versions())
-        return time.perf_counter() - began
+        self._pay(time.perf_counter() - began)
+
+    def _pay(self, seconds: float) -> None:
+        """A copy has taken that long."""
+        self._costs.append(seconds)
+        self._spent, self._has_copied = self._spent + seconds, True
+
+    def _write_slot(self, at: Boundary) -> None:
+        """What belongs to this rank and is small."""
+        shared, held = self._shared, self._shared.held()
+        versions = [shared.slot_version(slot) for slot in COPY_SLOTS]
+        slot = COPY_SLOTS[copies.slot_for(versions, held and held.version, self.loaded)]
+        shared.write_slot(slot, packed.pack(at.small()), at.step)
 
     def _write(self, at: Boundary, every: int, loads: int = 0) -> int | None:
         """Into which area the state was written; it does not count yet. None: it has outgrown the areas. Raises
         StateError, OSError."""
         shared = self._shared
-        state = packed.pack(at.kept.large())
+        state = packed.pack(self._value(at.kept))
         area = copies.area_for([shared.held_in(area) for area in range(memory.AREAS)])
         if state.size > shared.reserved(area):
             self._room = None
@@ -217,13 +228,16 @@ class Copies:
 
     # ---- the next optimizer step, or the end ---------------------------------------------------------------
 
+    def before_other_step(self) -> None:
+        """Another optimizer makes the same step."""
+
     def before_step(self, kept: Kept) -> None:
         """All ranks have come to the boundary: what was copied there counts."""
         with self._lock:
             written, self._written = self._written, None
             if written is None:
                 return
-            if self._is_as_it_was(kept, written):
+            if self._is_as_it_was(kept, written.versions):
                 self._shared.count_copy(written.area, written.step)
                 return
         self.begin_with_changes(f"parameters changed after step {written.step}, and by no optimizer.step()")
@@ -233,14 +247,14 @@ class Copies:
         to tell the agent."""
         with self._lock:
             written, self._written = self._written, None
-            if written is None or not self._is_as_it_was(kept, written) or not self._all_are_at(written.step):
+            if written is None or not self._is_as_it_was(kept, written.versions) or not self._all_are_at(written.step):
                 return UNABLE
             self._shared.count_copy(written.area, written.step)
             return SAVED
 
-    def _is_as_it_was(self, kept: Kept, written: _Written) -> bool:
+    def _is_as_it_was(self, kept: Kept, versions: list[int]) -> bool:
         """Whether nothing speaks against the boundary."""
-        return kept.versions() == written.versions or (self._plan is not None and self._plan.changes)
+        return kept.versions() == versions or (self._plan is not None and self._plan.changes)
 
     def _all_are_at(self, step: int) -> bool:
         """Whether all ranks of the group are of this node, and have written their slots of that step."""
@@ -267,30 +281,35 @@ class Copies:
         """Make a plan where there is none, or another one is better."""
         if self._next is not None or len(self._paces) < PACES_LEAST or (self.changes and not self._is_named):
             return
-        if not self._costs:
-            began = time.perf_counter()
-            with self._lock:
-                self._written = None
-                if self._write(at, 1) is None:
-                    return
-            self._costs.append(time.perf_counter() - began)
+        if not self._costs and not self._try(at):
+            return
         plan, named = self._plan, self.changes and not self._is_placed
         is_as_planned = plan is not None and (plan.named, plan.changes) == (named, self.changes)
         if is_as_planned and not self._has_copied:
             return
         self._has_copied = False
-        every = copies.every(statistics.median(self._costs), statistics.median(self._paces))
+        every = copies.every(statistics.median(self._costs), statistics.median(self._paces), self._least)
         every = copies.corrected(every, self._every, self._spent / (time.perf_counter() - self._began))
         every = every if plan is None else min(every, 2 * plan.every)  # the next generation knows how far ranks may be
         if not is_as_planned or copies.is_better(every, self._every):
             self._tell(every, named)
+
+    def _try(self, at: Boundary) -> bool:
+        """Copy for the first time, to see what it takes; whether that is known now. Raises StateError, OSError."""
+        began = time.perf_counter()
+        with self._lock:
+            self._written = None
+            if self._write(at, 1) is None:
+                return False
+        self._costs.append(time.perf_counter() - began)
+        return True
 
     def _tell(self, every: int, named: bool) -> None:
         if self._world_size == 1:
             first = self._step if self._plan is None else self._plan.first  # a new plan alone is no reason for a copy
             self._plan = Plan(first, every, named, self.changes)
         else:
-            first = copies.first_of_next(self._step, self._before, self._every)
+            first = copies.first_of_next(self._step, self._before, self._every, self._later)
             self._next = Plan(first, every, named, self.changes)
             self._store.set(self._key, self._next.as_text())
             self._store.get(self._key)  # so that the other ranks find it from now on
@@ -301,7 +320,7 @@ class Copies:
         self._said = present
         steps = "at each step" if every == 1 else f"each {every} steps"
         where = " that save() or keep() name" if named else ""
-        process.log(f"the state is copied {steps}{where}, because {CHANGES if self.changes else ALONE}")
+        process.log(f"the state is copied {steps}{where}, because {CHANGES if self.changes else self._because}")
 
     @property
     def _key(self) -> str:
@@ -311,28 +330,39 @@ class Copies:
 
     def _has_room(self, kept: Kept) -> bool:
         if self._room is None:
-            size = int(packed.pack(kept.large()).size * SLACK)
+            size = int(packed.pack(self._value(kept)).size * SLACK)
             self._room = threading.Thread(target=self._reserve, args=(size,), name="ddpjob-memory-room", daemon=True)
             self._room.start()
         return not self._room.is_alive()
 
+    def _value(self, kept: Kept) -> dict[str, Any]:
+        """What an area holds."""
+        return kept.large()
+
     def _reserve(self, size: int) -> None:
         """In a thread: the kernel needs half a second for a large area."""
-        shared = self._shared
         try:
-            while True:
-                with shared.locked() as alone:
-                    if alone:
-                        missing = sum(max(0, size - shared.reserved(area)) for area in range(memory.AREAS))
-                        if missing and (short := room.shortage(missing)):
-                            process.current.limit_needed = short.limit_needed
-                            raise StateError(f"two copies of {size >> 20} MiB have no room: {short.why}")
-                        for area in range(memory.AREAS):
-                            shared.reserve(size, area)
-                        return
+            while not self._take(size):
                 time.sleep(AGAIN_SECONDS)
+            self._prepare()
         except (StateError, OSError) as error:
             self.stop()
             what = "kept in memory" if self.instead else "copied"
             process.current.not_kept = str(error) if self.instead else ""
             process.log(f"rank {self._rank}: the state is not {what}: {error}")
+
+    def _take(self, size: int) -> bool:
+        """Memory for so many bytes of each area; False: another rank writes there. Raises StateError, OSError."""
+        shared = self._shared
+        with shared.locked() as alone:
+            if alone:
+                missing = sum(max(0, size - shared.reserved(area)) for area in range(memory.AREAS))
+                if missing and (short := room.shortage(missing)):
+                    process.current.limit_needed = short.limit_needed
+                    raise StateError(f"two copies of {size >> 20} MiB have no room: {short.why}")
+                for area in range(memory.AREAS):
+                    shared.reserve(size, area)
+            return alone
+
+    def _prepare(self) -> None:
+        """There is room; in the same thread. Raises OSError."""

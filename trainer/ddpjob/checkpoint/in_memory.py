@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ddpjob import process
-from ddpjob.checkpoint import recall
+from ddpjob.checkpoint import device_copies, recall, streams
 from ddpjob.checkpoint.memory import Keeper
 from ddpjob.checkpoint.shared import Shared
 from ddpjob.core.memory import Found, Version
@@ -16,9 +16,10 @@ _ALONE = (
     "Snapshot() has no folder: the state is kept in the memory of the pods alone, and the training begins at step 0 "
     "when all ranks have ended"
 )
+_REFUSED = "the kernel gives the agent no file in memory (memfd_create)"
 _NOTHING = (
-    "Snapshot() has no folder, and there is no memory to keep the state in (ddprun has one, for training on CPUs): "
-    "nothing is saved"
+    "Snapshot() has no folder, and there is no memory to keep the state in (ddprun has one, for training on CPUs and "
+    "CUDA): nothing is saved"
 )
 
 
@@ -84,15 +85,20 @@ class InMemory:
     def _begin(self) -> None:
         assert self._world is not None, "without a group there is no rank"
         where = os.environ["DDPJOB_MEMORY"]
-        if not where or self._world.device.type != "cpu":
+        world, device = self._world, streams.for_device(self._world.device)
+        if device is None and world.device.type != "cpu":
+            return
+        why = device_copies.would_go_on(world.backend, world.world_size, os.environ) if where else _REFUSED
+        if why:
+            process.current.not_kept = why
+            if world.rank == 0:
+                process.log(f"the state is not kept in memory: {why}; {self._otherwise}")
             return
         try:
             self._shared = Shared(where, self._present.attempt, self._present.generation)
-            self._keeper = Keeper(
-                self._shared, self._world.rank, self._world.world_size, self._otherwise, store_of(self._world)
-            )
+            self._keeper = Keeper(self._shared, world.rank, world.world_size, self._otherwise, store_of(world), device)
         except (OSError, ValueError) as error:
-            process.log(f"rank {self._world.rank}: the state is not kept in memory: {error}; {self._otherwise}")
+            process.log(f"rank {world.rank}: the state is not kept in memory: {error}; {self._otherwise}")
             return
         process.current.keeper = self._keeper
         process.current.at_boundary = self._keeper.boundary

@@ -7,7 +7,7 @@ rates, the place of a sampler, the state of a scheduler, values that the script 
 """
 
 import collections
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from ddpjob.errors import StateError
 
 SMALL_BYTES_MAX = 4 << 20  # of one object, at each step
 _SMALL = "\0ddpjob small"
+BUFFERS = "\0ddpjob buffers"
+"""The name of buffers beside what is large."""
 
 
 class OutgrownError(StateError):
@@ -121,9 +123,9 @@ class Kept:
             if packed.pack(copied(state_of(value), name)).size > SMALL_BYTES_MAX:
                 raise StateError(f"{name}: it has more than {SMALL_BYTES_MAX >> 20} MiB to copy at each step")
 
-    def small(self) -> dict[str, Any]:
+    def small(self, *, buffers: bool = True) -> dict[str, Any]:
         """What changes at other times; to be written at once, for its tensors are the live ones."""
-        return self.buffers() | {
+        return (self.buffers() if buffers else {}) | {
             **{name: _groups(optimizer) for name, optimizer in self._optimizers.items()},
             **{name: copied(state_of(value), name) for name, value in self._others.items()},
         }
@@ -134,6 +136,13 @@ class Kept:
             name: {key: getattr(module, leaf) for key, module, leaf in places}
             for name, (_, places) in self._modules.items()
         }
+
+    def large_with_buffers(self, clone: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+        """Everything that may be on a device, with clones of the buffers: the next forward pass changes them."""
+        copies = {
+            name: {key: clone(value) for key, value in buffers.items()} for name, buffers in self.buffers().items()
+        }
+        return self.large() | {BUFFERS: copies}
 
     def large(self) -> dict[str, Any]:
         """Everything else, as it is now. Raises OutgrownError."""

@@ -24,8 +24,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ddpjob import process, threads
 from ddpjob.checkpoint import copies, packed, random_states, room
 from ddpjob.checkpoint.copies import Boundary, Copies
+from ddpjob.checkpoint.device_copies import DeviceCopies
 from ddpjob.checkpoint.kept import Kept, OutgrownError
 from ddpjob.checkpoint.shared import Shared, State
+from ddpjob.checkpoint.streams import Streams
 from ddpjob.core import memory
 from ddpjob.core.memory import ANSWER, CLOCK, COPIES, EARLY, PID, PROVEN, RESERVED, SAVED, UNABLE, Version
 from ddpjob.core.rules import RESUMABLE_EXIT_CODE
@@ -44,8 +46,17 @@ SLACK = 1.05  # of the area: optimizers make the state of a parameter when it fi
 class Keeper:
     """What one process keeps in memory: the objects of one `Snapshot`."""
 
-    def __init__(self, shared: Shared, rank: int, world_size: int, otherwise: str, store: Any = None) -> None:
-        """otherwise: what happens where nothing is kept, for the log. store: of the group."""
+    def __init__(
+        self,
+        shared: Shared,
+        rank: int,
+        world_size: int,
+        otherwise: str,
+        store: Any = None,
+        streams: Streams | None = None,
+    ) -> None:
+        """otherwise: what happens where nothing is kept, for the log. store: of the group. streams: of the device that
+        the rank trains on, if it is not the CPU."""
         self._shared, self._rank, self._world_size, self._otherwise = shared, rank, world_size, otherwise
         self._kept: Kept | None = None
         self._assumed = False  # the objects are those of load(): save() has named none
@@ -53,7 +64,10 @@ class Keeper:
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that made steps without being named
         self._off = ""  # why nothing is kept
         self._store = store
+        self._on_device = streams is not None
         self._copies = Copies(shared, rank, world_size, store) if world_size == 1 else None
+        if streams is not None:
+            self._copies = DeviceCopies(shared, rank, world_size, store, streams)
         self._lock = threading.Lock()  # held while parameters and optimizer state must not change
         self._stepped = True  # whether an optimizer has made a step since the last boundary
         self._versions: list[int] = []
@@ -209,6 +223,9 @@ class Keeper:
             kept.check_counts()
             if not self._copies_instead:
                 self._note(kept, int(step))
+            elif self._on_device and self._stepped:
+                self._versions = kept.versions()
+                self._is_proven(kept, int(step))
             if self._copies is not None and (self._copies.instead or not self._proofs_left):
                 self._copy(self._copies, kept, int(step), named)
 
@@ -218,7 +235,10 @@ class Keeper:
         return self._copies is not None and self._copies.instead
 
     def _at(self, kept: Kept, step: int, named: bool) -> Boundary:
-        return Boundary(kept, step, named, lambda: self._slot(random_states.compact(), kept.small()), self._assumed)
+        def small() -> dict[str, Any]:
+            return self._slot(random_states.compact(), kept.small(buffers=not self._on_device))
+
+        return Boundary(kept, step, named, small, self._assumed)
 
     def _copy(self, own: Copies, kept: Kept, step: int, named: bool) -> None:
         at = self._at(kept, step, named)
@@ -243,7 +263,7 @@ class Keeper:
         shared = self._shared
         rng = random_states.compact()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            raise StateError("on a GPU the state changes while the processor runs ahead")
+            raise StateError("the script uses a GPU, and its group was made for CPUs")
         if self._has_early and self._early is not None and rng != self._early:
             self._has_early = False  # what is drawn after the gradients is not known before them
             shared.forget_slot(EARLY)
@@ -263,15 +283,20 @@ class Keeper:
         by_value = bool(self._kept and self._kept.by_value)
         return {"of": (self._rank, self._world_size), "by_value": by_value, "rng": rng, "small": small}
 
-    def _arm(self, kept: Kept, step: int) -> None:
-        """Nothing is promised to the agent before there is room, and proof."""
+    def _is_proven(self, kept: Kept, step: int) -> bool:
+        """Whether nothing large changes between a boundary and the next step; else see what there is at this one."""
         if self._shared.node[COPIES]:
             self._copy_because_of_changes(copies.CHANGES)
-            return
+            return False
         if self._shared.node[PROVEN]:
             self._proofs_left = 0
         if self._proofs_left:
             self._sum = step, packed.total(packed.tensors_of(kept.large()))
+        return not self._proofs_left
+
+    def _arm(self, kept: Kept, step: int) -> None:
+        """Nothing is promised to the agent before there is room, and proof."""
+        if not self._is_proven(kept, step):
             return
         size = packed.pack(kept.large()).size
         if self._shared.node[RESERVED] >= size:
@@ -302,6 +327,9 @@ class Keeper:
             self.forget_assumed()
         kept = self._kept
         if kept is None or self._off or self._stepped or os.getpid() != self._pid:
+            if self._copies is not None and not self._off and os.getpid() == self._pid:
+                with self._guarded():
+                    self._copies.before_other_step()
             self._stepped = True
             if kept is None and optimizer is not None:
                 self._seen.add(optimizer)
@@ -368,6 +396,9 @@ class Keeper:
     def save(self) -> None:
         """Write the state, if it is clean, or becomes so in time; and tell the agent."""
         if os.getpid() != self._pid:
+            return
+        if self._on_device and self._copies is not None:
+            self._copies.stop()  # the device may go on without the lost rank: nothing of that counts
             return
         with self._answered:
             cells = self._shared.cells

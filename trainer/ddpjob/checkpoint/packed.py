@@ -51,7 +51,7 @@ class Packed(NamedTuple):
 
 
 def pack(value: Any) -> Packed:
-    """The value's bytes, without a copy of its tensors. Raises StateError for what has no plain bytes on the CPU."""
+    """The value's bytes, without a copy of its tensors. Raises StateError for what has no plain bytes."""
     tensors: list[torch.Tensor] = []
     numbers: dict[Any, int] = {}  # tied weights are one tensor
     skeleton = _skeleton(value, tensors, numbers, 0)
@@ -66,6 +66,12 @@ def pack(value: Any) -> Packed:
     start = -(-(_HEAD + len(body)) // _ALIGNED) * _ALIGNED
     head = len(body).to_bytes(8, "little") + (start + end).to_bytes(8, "little") + body
     return Packed(head.ljust(start, b"\0"), layouts, tensors, start + end)
+
+
+def places(packed: Packed, memory: torch.Tensor) -> list[torch.Tensor]:
+    """Where the bytes of each tensor belong in this memory, which begins with the head."""
+    start = len(packed.head)
+    return [memory[start + layout.offset :][: layout.size] for layout in packed.layouts]
 
 
 def write(descriptor: int, offset: int, packed: Packed) -> None:
@@ -145,9 +151,9 @@ def total(tensors: Sequence[torch.Tensor]) -> int:
     small, large = 0, []
     for tensor in tensors:
         if tensor.numel() * tensor.element_size() < _SMALL_BYTES:
-            small = zlib.crc32(_bytes_of(tensor), small)
+            small = zlib.crc32(_bytes_of(tensor.cpu()), small)
         else:
-            large.append(_sum(tensor))
+            large.append(_sum(tensor).cpu())
     values: list[int] = torch.stack(large).tolist() if large else []
     return (small + sum(value * (2 * i + 1) for i, value in enumerate(values))) % (1 << 63)
 
@@ -178,13 +184,13 @@ def _skeleton(value: Any, tensors: list[torch.Tensor], numbers: dict[Any, int], 
 def _number(tensor: torch.Tensor, tensors: list[torch.Tensor], numbers: dict[Any, int]) -> int:
     if wrong := not_whole(tensor):
         raise StateError(f"{wrong} cannot be kept in memory")
-    if tensor.device.type != "cpu":
-        raise StateError(f"a tensor on {tensor.device} cannot be kept in memory by the processor alone")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise StateError(f"a tensor on {tensor.device} cannot be kept in memory")
     tensor = tensor.detach()
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or not _is_dense(tensor):
         tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor.resolve_conj().resolve_neg()
         tensor = tensor.contiguous()
-    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
     if tensor.numel() and key in numbers:
         return numbers[key]
     numbers[key] = len(tensors)
@@ -201,7 +207,9 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
-    """Its memory, to read from or to write into; the tensor must outlive it."""
+    """Its memory, to read from or to write into; the tensor must outlive it. Raises StateError for one on a device."""
+    if tensor.device.type != "cpu":
+        raise StateError(f"a tensor on {tensor.device} cannot be kept in memory by the processor alone")
     size = tensor.numel() * tensor.element_size()
     return (ctypes.c_char * size).from_address(tensor.data_ptr()) if size else bytearray()
 
@@ -263,9 +271,14 @@ class _Plain(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor as they lie, on its device: the same memory."""
+    return torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
     """Of a dense tensor's bits."""
-    flat = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
+    flat = flat_bytes(tensor)
     whole = len(flat) // 8 * 8
     if flat.storage_offset() % 8:  # torch reads words only where they begin at a multiple of their size
         flat = flat.clone()

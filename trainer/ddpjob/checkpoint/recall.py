@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ddpjob import process
 from ddpjob.checkpoint import packed, random_states
-from ddpjob.checkpoint.kept import merged
+from ddpjob.checkpoint.kept import BUFFERS, merged
 from ddpjob.checkpoint.shared import Shared
 from ddpjob.checkpoint.state_dicts import misfit
 from ddpjob.core import memory
@@ -73,6 +73,10 @@ def fetch(
     trouble: list[str] = []
     first: Any = None
     large = _tried(trouble, lambda: _large(shared, found, rank, world_size))
+    if own is not None and not trouble:
+        own["small"] |= large.pop(BUFFERS, {})  # a copy of what is on a device has them there
+    elif not trouble:
+        large.pop(BUFFERS, None)
     source = next((number for number, row in enumerate(rows) if row[0]), None)
     if source is None:
         trouble.append(

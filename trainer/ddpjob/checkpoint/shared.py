@@ -158,12 +158,20 @@ class Shared:
                 raise OSError(5, "the memory is shorter than it was")
             done += count
 
+    def mapped(self, area: int) -> mmap.mmap:
+        """What is reserved of an area, as memory. Raises OSError, ValueError."""
+        return mmap.mmap(self._file, self.reserved(area), offset=self._place(area))
+
     # ---- the areas: copies ---------------------------------------------------------------------------------
 
     def write_copy(self, area: int, state: packed.Packed, held: Held) -> None:
         """Write a state over what an area has; it counts from `count_copy` on. Raises OSError."""
         self.forget_copy(area)
         packed.Parts(state).write(self._file, self._place(area), 0, state.size)
+        self.describe_copy(area, held)
+
+    def describe_copy(self, area: int, held: Held) -> None:
+        """Whose state was written there."""
         values = (held.version.generation, held.loads, held.size, held.total, int(held.assumed), held.every)
         for cell, value in zip(_OF_HELD[1:], values, strict=True):
             self.node[memory.area_cell(area, cell)] = value

@@ -14,6 +14,12 @@ from ddpjob.core.memory import AREAS, Held, Version
 COST_MAX = 0.02
 """Of the time of all steps."""
 EVERY_MAX = 1 << 20
+EVERY_LEAST_ON_DEVICE = 4
+"""A host that waits at a copy for the one before it then waits for work that is steps old, and no device is idle."""
+LATER_ON_DEVICE = 1
+"""Looks: the host of a rank waits at each for what its device did at the one before it, so all have come to that."""
+AHEAD_ON_DEVICE = 3
+"""Copies that a rank's host may be further than what counts: two as without a device, and the one of the looks."""
 LOOK_STEPS = 4
 """Ranks look for a plan no more often: a look waits for an answer of the store."""
 LESS = 4
@@ -47,10 +53,10 @@ def plan_of(text: str) -> Plan:
     return Plan(first, every, bool(named), bool(changes))
 
 
-def every(copy_seconds: float, step_seconds: float) -> int:
+def every(copy_seconds: float, step_seconds: float, least: int = 1) -> int:
     """How many steps are between two copies, so that they take no more than COST_MAX of the time: a power of two, so
     that what was due with one plan mostly is with the next."""
-    steps = 1
+    steps = least
     while steps < EVERY_MAX and copy_seconds > COST_MAX * steps * step_seconds:
         steps *= 2
     return steps
@@ -74,11 +80,12 @@ def is_much_rarer(every: int, said: int) -> bool:
     return every >= said * LESS
 
 
-def first_of_next(step: int, before: int, present: int) -> int:
+def first_of_next(step: int, before: int, present: int, later: int = 0) -> int:
     """From which step on a plan counts that rank 0 makes at the boundary of `step`, the one after `before`: every rank
-    looks there, and rank 0 has written it by then. present: the steps between two copies so far."""
+    looks there, and rank 0 has written it by then. present: the steps between two copies so far. later: by how many
+    looks other ranks may be further than rank 0."""
     period = max(present, LOOK_STEPS)
-    return (step + max(1, step - before)) // period * period + period
+    return (step + max(1, step - before)) // period * period + (1 + later) * period
 
 
 def looks(step: int, before: int, present: int) -> bool:

@@ -12,7 +12,7 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -42,6 +42,7 @@ STOPPED_CLOSE_SECONDS = 600.0
 LEAVE_LAST_SECONDS = 1.0  # rank 0 waits so long for the others to disconnect; they need milliseconds
 END_SECONDS = 2.0  # how long a rank that failed may take to end
 POLL_SECONDS, POLL_SECONDS_MAX = 0.01, 0.2  # a thousand ranks may wait for a snapshot for minutes
+NCCL_ERRORS, TORCHRUNS_OWN, PYTORCHS_OWN = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", "3"
 _LEFT = "left/{}"  # this rank has left in order
 
 
@@ -315,6 +316,7 @@ def _join(
         _agree(store, place, backend, device)
         _wait_for_all(store, place, timeout)
         options: dict[str, Any] = {"device_id": device} if backend == "nccl" else {}
+        end_without_abort(os.environ)
         dist.init_process_group(
             backend, store=store, rank=place.rank, world_size=place.world_size, timeout=longest, **options
         )
@@ -330,6 +332,13 @@ def _join(
             f"rank 0's, or the folder shared by all."
         ) from error
     return store
+
+
+def end_without_abort(environ: MutableMapping[str, str]) -> None:
+    """Under ddprun, let NCCL's errors end this process as torchrun's setting does, but without an abort of the group
+    before: after one the GPU goes on with whatever is in its buffers, and the state in memory could be made of that."""
+    if environ.get("DDPJOB_MEMORY") and environ.get(NCCL_ERRORS) == TORCHRUNS_OWN:
+        environ[NCCL_ERRORS] = PYTORCHS_OWN
 
 
 def _default_method(place: RankInfo) -> str:

@@ -1,0 +1,257 @@
+"""Copies of a state on a device, as a script meets them: the device is one that copies as late as it may.
+
+The parameters are the CPU's, and change with the optimizer's step as in any script; what would not wait for the copy
+finds them changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from memory_node import Node, parts, rescue, settle
+
+import ddpjob
+from ddpjob import process
+from ddpjob.checkpoint import packed, streams
+from ddpjob.checkpoint.device_copies import would_go_on
+from ddpjob.core import copies
+from ddpjob.group.join import end_without_abort
+
+
+class Mark:
+    """The host sees it only when it has asked three times."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+
+    def is_done(self) -> bool:
+        self._asked += 1
+        return self._asked > 3
+
+    def wait(self) -> None:
+        self._asked = 3
+
+
+class Ticket(Mark):
+    seconds = held_seconds = 0.0
+
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().__init__()
+        self._pairs = pairs
+
+    def hold(self) -> None:
+        """Now, and no sooner; much later where nothing waits for it."""
+        for target, source in self._pairs:
+            target.copy_(source)
+        self._pairs = []
+
+    def is_done(self) -> bool:
+        done = super().is_done()
+        if done:
+            self.hold()
+        return done
+
+    def wait(self) -> None:
+        self.hold()
+
+
+class LastMoment:
+    """A device."""
+
+    device = torch.device("cpu")
+    cannot_pin = ""
+    recording = False
+
+    def pin(self, memory: torch.Tensor) -> str:
+        return self.cannot_pin
+
+    def clone(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone()
+
+    def begin_copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Ticket:
+        return Ticket(pairs)
+
+    def mark(self) -> Mark:
+        return Mark()
+
+    def is_recording(self) -> bool:
+        return self.recording
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> LastMoment:
+    device = LastMoment()
+    monkeypatch.setattr(streams, "for_device", lambda _: device)
+    return device
+
+
+@pytest.fixture
+def node(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    run_ranks: Callable[[Callable[[int], Any], int], list[Any]],
+    device: LastMoment,
+) -> Node:
+    """Where a copy costs nothing, so that every fourth step is copied."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(copies, "COST_MAX", 1e9)
+    return Node(tmp_path, run_ranks)
+
+
+def train(until: int, *, ranks: int = 1, save_at: int = 0, clips: bool = False, fails: bool = False) -> Any:
+    """Where it began, and the bits at the end."""
+    world = ddpjob.init()
+    objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
+    step = began = snapshot.load(**objects)
+    model = world.wrap(objects["model"]) if ranks > 1 else objects["model"]
+    while step < until:
+        if clips:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.clamp_(-0.05, 0.05)
+        objects["optimizer"].zero_grad()
+        model(torch.full((4, 4), float(step + 1)) + torch.randn(4, 4)).square().sum().backward()
+        objects["optimizer"].step()
+        step += 1
+        ddpjob.should_stop(step)
+        settle()
+        if step == save_at:
+            snapshot.save(step, **objects)
+            snapshot.wait()
+    if fails:
+        rescue()
+    return began, [value.tolist() for value in objects["model"].state_dict().values()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_state_on_a_device_comes_back_from_the_last_copy_with_the_same_bits(
+    node: Node, ranks: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On a GPU nothing was kept: each failure cost the steps since the last save. Buffers, the optimizer's state and
+    random states are of that step too, or the bits would differ."""
+    _, undisturbed = node.run(0, lambda: train(60, ranks=ranks), ranks=ranks)
+    node.lose(0)
+    assert node.run(0, lambda: train(30, ranks=ranks, fails=True), ranks=ranks)[0] == 0
+    began, _ = node.run(1, lambda: train(50, ranks=ranks), ranks=ranks)
+    assert began in (20, 24), "that of step 28 is under way when the training ends, and does not count"
+    began, bits = node.run(2, lambda: train(60, ranks=ranks), ranks=ranks)
+    assert (began in (40, 44), bits) == (True, undisturbed)
+    said = capfd.readouterr().err
+    assert "the state is copied each 4 steps, because after a failure nobody knows which step a GPU has come to" in said
+    assert f"resumed at step {began} from the memory on the nodes of rank" in said
+    assert "seeded" not in said
+
+
+def test_weights_that_are_clipped_before_each_forward_are_copied_as_they_were_at_the_boundary(node: Node) -> None:
+    """The clipping is no optimizer's step, and must wait for the copy as well."""
+    _, undisturbed = node.run(0, lambda: train(40, clips=True))
+    node.lose(0)
+    Path("snapshots").rename("others")
+    assert node.run(0, lambda: train(30, clips=True, save_at=3))[0] == 0
+    began, bits = node.run(1, lambda: train(40, clips=True, save_at=3))
+    assert (began in (20, 24), bits) == (True, undisturbed)
+
+
+def test_memory_that_cannot_be_pinned_is_said_and_used_nevertheless(
+    node: Node, device: LastMoment, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The host then waits for each copy, and there are fewer of them."""
+    device.cannot_pin = "cudaHostRegister answers 1"
+    node.run(0, lambda: train(30))
+    assert node.run(1, lambda: train(31))[0] in (20, 24)
+    said = capfd.readouterr().err
+    assert said.count("cudaHostRegister answers 1: the host waits for each copy of the state into memory") == 2
+
+
+def test_steps_that_a_cuda_graph_makes_are_not_kept_with_the_reason(
+    node: Node, device: LastMoment, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A graph that is replayed calls no hook: the copy would be of a step that went on without waiting for it."""
+    device.recording = True
+
+    def recorded() -> str:
+        train(12)
+        return process.current.not_kept
+
+    assert node.run(0, recorded) == "a CUDA graph makes the optimizer's steps, and nobody hears of one"
+    assert "the state is not kept in memory: a CUDA graph" in capfd.readouterr().err
+    assert node.step is None
+
+
+def test_a_state_that_has_grown_has_room_and_counts_again(node: Node) -> None:
+    """A copy may be on its way into the memory that is too small now."""
+
+    def grow() -> int:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        step = snapshot.load(**objects)
+        for until in (24, 60):
+            while step < until:
+                objects["optimizer"].zero_grad()
+                objects["model"](torch.randn(4, 4)).square().sum().backward()
+                objects["optimizer"].step()
+                step += 1
+                ddpjob.should_stop(step)
+                settle()
+            if until == 24:
+                objects["model"].append(torch.nn.Linear(1, 5000))
+                objects["optimizer"].add_param_group({"params": objects["model"][-1].parameters()})
+        return step
+
+    node.run(0, grow)
+    assert node.step in (52, 56)
+
+
+@pytest.mark.parametrize(
+    ("backend", "world_size", "environ", "goes_on"),
+    [
+        ("nccl", 2, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, True),
+        ("nccl", 2, {"NCCL_ASYNC_ERROR_HANDLING": "2"}, True),
+        ("nccl", 2, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, False),
+        ("nccl", 2, {}, False),
+        ("nccl", 1, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, False),
+        ("gloo", 2, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, False),
+    ],
+)
+def test_where_a_gpu_goes_on_after_an_abort_nothing_is_kept(
+    backend: str, world_size: int, environ: Mapping[str, str], goes_on: bool
+) -> None:
+    """It makes steps of what is in the buffers of the collective, and a copy of them looks like any other."""
+    assert bool(would_go_on(backend, world_size, environ)) is goes_on
+
+
+@pytest.mark.parametrize(
+    ("environ", "then"),
+    [
+        ({"DDPJOB_MEMORY": "1:2:3:1:0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, "3"),
+        ({"DDPJOB_MEMORY": "1:2:3:1:0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}, "2"),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, "1"),
+    ],
+)
+def test_under_ddprun_errors_of_nccl_end_a_rank_without_an_abort_before(environ: dict[str, str], then: str) -> None:
+    """ddprun gives its ranks torchrun's value; one that the script has chosen stays."""
+    end_without_abort(environ)
+    assert environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == then
+
+
+def test_the_sum_of_bits_is_the_same_of_tensors_and_of_their_bytes_in_memory() -> None:
+    """A copy is summed where it lies; the next generation sums the tensors that it reads."""
+    tensors = [torch.randn(3), torch.randn(200, 100).t(), torch.randn(70_001).bfloat16(), torch.zeros(0)]
+    state = packed.pack(tensors)
+    memory = torch.zeros(state.size, dtype=torch.uint8)
+    for place, tensor in zip(packed.places(state, memory), state.tensors, strict=True):
+        place.copy_(packed.flat_bytes(tensor))
+    assert packed.total(packed.places(state, memory)) == packed.total(tensors)
+
+
+def test_the_random_state_of_a_gpu_is_kept_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout on the GPU would draw other numbers after a restart."""
+    from ddpjob.checkpoint import random_states
+
+    state = torch.arange(16, dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: state)
+    assert torch.equal(random_states.expanded(random_states.compact())["cuda"], state)

@@ -1,0 +1,151 @@
+"""Models and scripts out of the ordinary, whose state is kept in memory; one forked process for each generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from memory_node import Node, parts, rescue, settle, steps
+
+import ddpjob
+
+
+@pytest.fixture
+def node(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]]
+) -> Node:
+    monkeypatch.chdir(tmp_path)
+    return Node(tmp_path, run_ranks)
+
+
+class Tied(torch.nn.Module):
+    """The output layer has the weights of the input layer, as in language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(x)))
+
+
+def test_tied_weights_come_back_tied_and_as_they_were(node: Node) -> None:
+    """Trained apart from then on they would be another model, without any error."""
+
+    def train(until: int) -> Any:
+        torch.manual_seed(1)
+        model = Tied()
+        optimizer = torch.optim.Adam(model.parameters())
+        step = ddpjob.Snapshot("snapshots").load(model=model, optimizer=optimizer)
+        began = step, model.first.weight.tolist(), model.last.weight is model.first.weight
+        steps(step, until, model, optimizer)
+        rescue()
+        return began, model.first.weight.tolist()
+
+    _, before = node.run(0, lambda: train(6))
+    assert node.run(1, lambda: train(7))[0] == (6, before, True)
+
+
+def test_ten_thousand_tensors_come_back(node: Node) -> None:
+    """The kernel takes 1,024 pieces in a call; a state that is cut off there is none."""
+
+    def train(until: int) -> Any:
+        torch.manual_seed(1)
+        model = torch.nn.ParameterList(
+            [torch.full((1 + number % 5,), float(number)) for number in range(5_000)]
+        )  # and the momentum of each
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step = ddpjob.Snapshot("snapshots").load(model=model, optimizer=optimizer)
+        first = float(torch.cat(list(model)).sum())
+        for parameter in model:
+            parameter.grad = torch.ones_like(parameter)
+        for number in range(step + 1, until + 1):
+            optimizer.step()
+            ddpjob.should_stop(number)
+            settle()
+        rescue()
+        return step, first, float(torch.cat(list(model)).sum())
+
+    *_, last = node.run(0, lambda: train(6))
+    assert node.run(1, lambda: train(6))[:2] == (6, last)
+
+
+def test_a_model_that_is_on_another_device_when_a_rank_fails_goes_on_from_the_folder_and_the_log_says_so(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A script may move it away to make room for an evaluation. The meta device stands for any other here."""
+
+    def train(until: int, *, moves: bool) -> int:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        step = snapshot.load(**objects)
+        if not step:
+            steps(0, 4, **objects)
+            snapshot.save(4, **objects)
+            snapshot.wait()
+        steps(step or 4, until, **objects)
+        if moves:
+            objects["model"].to("meta")
+        rescue()
+        return step
+
+    assert node.run(0, lambda: train(6, moves=True)) == 0
+    assert node.step is None
+    assert "the state is not written: the model has other parameters than before" in capfd.readouterr().err
+    assert node.run(1, lambda: train(6, moves=False)) == 4
+
+
+def test_a_model_with_a_layer_on_another_device_trains_on_and_the_log_says_that_it_is_not_kept(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing of this library may end a training that goes well without it."""
+
+    def train() -> int:
+        objects = parts()
+        objects["model"].append(torch.nn.Linear(2, 2, device="meta"))
+        step = ddpjob.Snapshot("snapshots").load(**objects)
+        steps(step, 6, lambda x: objects["model"][:3](x), objects["optimizer"])
+        rescue()
+        return step
+
+    assert node.run(0, train) == 0
+    assert node.step is None
+    assert "the state is not kept in memory: a tensor on the meta device" in capfd.readouterr().err
+
+
+def accumulated(until: int, *, fails_within: bool, saves_within: bool = True) -> Any:
+    """Two micro-batches a step, with dropout; in the middle of the seventh step a save, and then a rank fails."""
+    objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+    step = began = snapshot.load(**objects)
+    if not step:
+        torch.manual_seed(5)
+    while step < until:
+        objects["optimizer"].zero_grad()
+        for half in range(2):
+            x = torch.nn.functional.dropout(torch.full((4, 4), float(step + half)), 0.5)
+            objects["model"](x).square().sum().backward()
+            if half == 0 and step == 6 and not began and saves_within:
+                snapshot.save(step, **objects)
+                snapshot.wait()
+                if fails_within:
+                    rescue()
+                    return began, []
+        objects["optimizer"].step()
+        step += 1
+        ddpjob.should_stop(step)
+        settle()
+    return began, [value.tolist() for value in objects["model"].state_dict().values()]
+
+
+def test_a_save_in_the_middle_of_an_accumulation_brings_back_the_whole_step(node: Node, tmp_path: Path) -> None:
+    """With the random numbers and running means of its middle the first half would be trained twice."""
+    _, undisturbed = node.run(0, lambda: accumulated(9, fails_within=False, saves_within=False))
+    node.lose(0)
+    assert node.run(1, lambda: accumulated(9, fails_within=True)) == (0, [])
+    assert node.step == 6
+    began, ended = node.run(2, lambda: accumulated(9, fails_within=False))
+    assert began == 6
+    assert ended == undisturbed

@@ -1,0 +1,273 @@
+"""Copies of a state that is on a device, while the host goes on: what `copies.py` does, but later.
+
+The host gives a device its work and does not wait for it. After a failure nobody knows which step the device has come
+to, so the state is copied by cadence, whatever the number of ranks. At a boundary the rank that writes gives a second
+stream the copies from the device into an area of the agent's memory, which is pinned; the next optimizer.step() waits
+for them on the device, and not on the host. Buffers change before that, in the forward pass: they are cloned first.
+
+A copy counts when its bytes are there and the device has done the backward pass after it: then the gradients were
+summed over all ranks, so each of them has come to the boundary. The host looks at its boundaries. It waits only for
+what its device has to do in the step after an earlier look (`core/copies.py`): so no host is further than two looks
+from another one, all find the same plan, and random states of a step are not written over while it may count.
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ddpjob import process
+from ddpjob.checkpoint import packed
+from ddpjob.checkpoint.copies import Boundary, Copies
+from ddpjob.checkpoint.kept import Kept
+from ddpjob.checkpoint.shared import Shared
+from ddpjob.checkpoint.streams import Mark, Streams, Ticket
+from ddpjob.core import copies, memory
+from ddpjob.core.memory import Held, Version
+from ddpjob.errors import StateError
+
+ON_DEVICE = "after a failure nobody knows which step a GPU has come to"
+SUMMED_AT_ONCE = 1 << 20  # bytes: a thread takes as long to start
+ABORTS = ("1", "2")  # how NCCL's errors are handled: the group is aborted, and the device goes on without the others
+
+
+class _Flight:
+    """A copy on its way: it was begun at one boundary, and counts at a later one."""
+
+    def __init__(self, at: Boundary) -> None:
+        self.step, self.versions = at.step, at.kept.versions()
+        self.counts = True
+        """Whether it is more than a try."""
+        self.host_seconds = 0.0
+        self.passed: Mark | None = None
+        """After the backward pass of the next step, and after the copy."""
+        self.held: Held | None = None
+        """What to say of it, but for the sum; None: this rank does not write the state."""
+        self.area = 0
+        self.ticket: Ticket | None = None
+        self.total: int | None = None
+        self._parts: list[torch.Tensor] = []
+        self._summing: threading.Thread | None = None
+
+    def take_off(self, ticket: Ticket, area: int, held: Held, parts: list[torch.Tensor]) -> None:
+        """parts: of the area, which are summed."""
+        self.ticket, self.area, self.held, self._parts = ticket, area, held, parts
+
+    def is_down(self) -> bool:
+        """Whether all is there. Waits for nothing."""
+        if self.ticket is not None and not self.ticket.is_done():
+            return False
+        return not self._sums() and self.passed is not None and self.passed.is_done()
+
+    def come_down(self) -> bool:
+        """Wait until all is there; False: no optimizer has made a step since."""
+        self.settle()
+        if self.passed is None:
+            return False
+        if self._sums():
+            assert self._summing is not None, "it sums"
+            self._summing.join()
+        self.passed.wait()
+        return True
+
+    def settle(self) -> None:
+        """Nothing writes into the area any more."""
+        if self.ticket is not None:
+            self.ticket.wait()
+
+    def _sums(self) -> bool:
+        """Whether its sum is still made: of what is large in a thread, because it takes longer than a step may."""
+        if self.held is None or not self.counts or self.total is not None:
+            return False
+        if self.held.size < SUMMED_AT_ONCE:
+            self._sum()
+            return False
+        if self._summing is None:
+            self._summing = threading.Thread(target=self._sum, name="ddpjob-memory-sum", daemon=True)
+            self._summing.start()
+        return self._summing.is_alive()
+
+    def _sum(self) -> None:
+        self.total = packed.total(self._parts)
+
+    @property
+    def seconds(self) -> float:
+        """What it has cost: of a try, at most."""
+        if self.ticket is None:
+            return self.host_seconds
+        return self.host_seconds + (self.ticket.held_seconds if self.counts else self.ticket.seconds)
+
+
+class DeviceCopies(Copies):
+    """What one rank does of it."""
+
+    _least = copies.EVERY_LEAST_ON_DEVICE
+    _later = copies.LATER_ON_DEVICE
+    _because = ON_DEVICE
+
+    def __init__(self, shared: Shared, rank: int, world_size: int, store: Any, streams: Streams) -> None:
+        super().__init__(shared, rank, world_size, store)
+        self._streams = streams
+        self._areas: list[torch.Tensor] = []
+        self._mapped: list[torch.Tensor] = []
+        self._said_pinned = False
+        self._flight: _Flight | None = None
+        self._left: _Flight | None = None  # one that will not count, and may still write
+        self._looked: Mark | None = None  # after the backward pass that followed the last look
+        self._has_looked = False  # and that pass has not come yet
+
+    @property
+    def instead(self) -> bool:
+        return True
+
+    def stop(self) -> None:
+        """Also from another thread than the one that trains: nothing counts from now on."""
+        with self._lock:
+            self._stopped = True
+
+    def give_up_last(self) -> None:
+        self._leave()
+
+    def forget(self) -> None:
+        self._leave()
+        super().forget()
+
+    # ---- at a boundary -------------------------------------------------------------------------------------
+
+    def boundary(self, at: Boundary) -> None:
+        if copies.looks(at.step, self._step, self._every):
+            if self._looked is not None:
+                self._looked.wait()
+            self._looked, self._has_looked = None, True
+        self._land()
+        super().boundary(at)
+
+    def _copy(self, at: Boundary, every: int) -> None:
+        self._bring_down()
+        began = time.perf_counter()
+        self._write_slot(at)
+        flight = _Flight(at)
+        if self._is_writer:
+            self._begin(flight, at, every)
+        flight.host_seconds = time.perf_counter() - began
+        self._flight = flight
+        if self.changes and flight.ticket is not None:  # what changes parameters need not be an optimizer's step
+            flight.ticket.hold()
+
+    def _try(self, at: Boundary) -> bool:
+        if not self._costs and self._flight is None:
+            began, flight = time.perf_counter(), _Flight(at)
+            self._begin(flight, at, 1)
+            flight.counts, flight.host_seconds = False, time.perf_counter() - began
+            self._flight = flight if flight.ticket is not None else None
+        return bool(self._costs)
+
+    def _begin(self, flight: _Flight, at: Boundary, every: int) -> None:
+        """Give the device its copies; nothing, where the state has outgrown the areas. Raises StateError."""
+        shared = self._shared
+        large = len(packed.tensors_of(at.kept.large()))
+        state = packed.pack(self._value(at.kept))
+        area = copies.area_for([shared.held_in(area) for area in range(memory.AREAS)])
+        target = self._areas[area]
+        if state.size > len(target):
+            self._room = None
+            return
+        for tensor in state.tensors:
+            if tensor.device.type != "cpu" and tensor.device != self._streams.device:
+                raise StateError(f"a tensor is on {tensor.device}, and this rank trains on {self._streams.device}")
+        if self._left is not None:
+            self._left.settle()
+            self._left = None
+        shared.forget_copy(area)
+        parts = packed.places(state, target)
+        head = torch.frombuffer(bytearray(state.head), dtype=torch.uint8)
+        sources = [packed.flat_bytes(tensor) for tensor in state.tensors]
+        pairs = [(part, source) for part, source in zip(parts, sources, strict=True) if len(part)]
+        ticket = self._streams.begin_copy([(target[: len(head)], head), *pairs])
+        version = Version(shared.attempt, shared.generation, at.step)
+        held = Held(version, 0, state.size, 0, at.assumed, copies.AHEAD_ON_DEVICE * every)
+        flight.take_off(ticket, area, held, parts[:large])
+
+    def _value(self, kept: Kept) -> dict[str, Any]:
+        return kept.large_with_buffers(self._streams.clone)
+
+    def _land(self) -> None:
+        """Count what is there."""
+        if self._flight is not None and self._flight.is_down():
+            self._count()
+
+    def _bring_down(self) -> None:
+        """The last one counts now; it was begun steps ago."""
+        if self._flight is not None and self._flight.come_down():
+            self._count()
+        self._leave()
+
+    def _count(self) -> None:
+        flight, self._flight = self._flight, None
+        assert flight is not None, "it was looked at"
+        self._pay(flight.seconds)
+        with self._lock:
+            if flight.total is not None and flight.held is not None and not self._stopped:
+                self._shared.describe_copy(flight.area, flight.held._replace(total=flight.total))
+                self._shared.count_copy(flight.area, flight.step)
+
+    def _leave(self) -> None:
+        self._left, self._flight = self._flight or self._left, None
+
+    # ---- the next optimizer step ---------------------------------------------------------------------------
+
+    def before_step(self, kept: Kept) -> None:
+        """The device makes no step before its copies; the host does not wait."""
+        if self._streams.is_recording():
+            raise StateError("a CUDA graph makes the optimizer's steps, and nobody hears of one")
+        flight, looked = self._flight, self._has_looked
+        is_new = flight is not None and flight.passed is None
+        if flight is not None and is_new and flight.counts:
+            if not self._is_as_it_was(kept, flight.versions):
+                self._leave()
+                self.begin_with_changes(f"parameters changed after step {flight.step}, and by no optimizer.step()")
+                return
+            self.before_other_step()
+        if is_new or looked:
+            mark = self._streams.mark()
+            self._has_looked = False
+            if flight is not None and is_new:
+                flight.passed = mark
+            if looked:
+                self._looked = mark
+
+    def before_other_step(self) -> None:
+        """A second optimizer may use another stream."""
+        if self._flight is not None and self._flight.ticket is not None and self._flight.counts:
+            self._flight.ticket.hold()
+
+    # ---- room ----------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """Map and pin the areas. What was mapped before stays so: a copy may still be on its way there."""
+        try:
+            for area in range(memory.AREAS):
+                if len(self._areas) > area and len(self._areas[area]) == self._shared.reserved(area):
+                    continue
+                mapped = torch.frombuffer(self._shared.mapped(area), dtype=torch.uint8)
+                self._mapped.append(mapped)
+                self._areas[area:] = [mapped, *self._areas[area + 1 :]]
+                if (why := self._streams.pin(mapped)) and not self._said_pinned:
+                    self._said_pinned = True
+                    process.log(f"rank {self._rank}: {why}: the host waits for each copy of the state into memory")
+        except (RuntimeError, ValueError, AssertionError) as error:
+            raise StateError(f"the memory cannot be mapped for the GPU: {error}") from error
+
+
+def would_go_on(backend: str, world_size: int, environ: Mapping[str, str]) -> str:
+    """Why a device might make steps without the other ranks, which nobody could tell from real ones; "" it would not.
+
+    An aborted collective ends as a complete one does, with whatever is in its buffers.
+    """
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # `ddpjob.init` makes 3 of ddprun's 1
+    how = environ.get(name) or environ.get(name.removeprefix("TORCH_")) or ""
+    if world_size == 1 or backend != "nccl" or how not in ABORTS:
+        return ""
+    return f"{name}={how} lets a GPU go on after a collective was aborted; 3, as PyTorch has it by itself, does not"
