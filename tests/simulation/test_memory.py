@@ -55,6 +55,12 @@ def test_a_new_operator_with_an_old_list_of_jobs_makes_no_pods_of_an_attempt_tha
     assert not outcome.wrong, report(outcome)
 
 
+def test_what_an_agent_says_before_an_operator_has_reconciled_its_job_is_counted() -> None:
+    """It is confirmed, and the agent is killed before it says it again."""
+    outcome = simulate(memory_scenario(411378))
+    assert not outcome.wrong, report(outcome)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("first", LONG)
 def test_so_do_those_of_a_thousand_more(first: int) -> None:

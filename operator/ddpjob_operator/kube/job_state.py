@@ -151,10 +151,6 @@ class JobStates:
     def __iter__(self) -> Iterator[tuple[Key, JobState]]:
         return iter(self._states.items())
 
-    def get(self, key: Key) -> JobState | None:
-        """None: the job was not reconciled yet."""
-        return self._states.get(key)
-
     def of(self, key: Key, uid: str) -> JobState:
         """That of the job with this uid, new where there is none."""
         state = self._states.get(key)
