@@ -135,9 +135,8 @@ class Memories:
             for rank in found.ranks:
                 agents[rank].area.count_load()
         store, version = Store(), None if isinstance(found, str) or not loaded.ranks else found.held.version
-        changes = max(agent.area.changes for agent in agents)
         for agent in agents:
-            agent.area.changes = changes
+            agent.area.changes = max(other.area.changes for other in agents)
             agent.kept = self._kept(life, loaded, first, loads)
             agent.kept.copying = self._copying(agent, agent.kept, store, version)
             if loads and agent.kept.is_on:
