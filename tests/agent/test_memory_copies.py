@@ -32,6 +32,18 @@ def write_and_die(self, descriptor, offset, begin, end):
     write(self, descriptor, offset, begin, end)
 
 packed.Parts.write = write_and_die
+if os.environ.get("DEVICE"):
+    import last_moment
+    from ddpjob.checkpoint import streams
+
+    def copy_and_die(self):
+        for target, source in self._pairs:
+            target.copy_(source)
+            strike("copy", step, world.rank)
+        self._pairs = []
+
+    last_moment.Ticket.hold = copy_and_die
+    streams.for_device = lambda device: last_moment.LastMoment()
 with ddpjob.init() as world:
     torch.manual_seed(7 + world.rank)
     model = world.wrap(torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 1)))
@@ -126,4 +138,24 @@ def test_weights_that_the_script_changes_itself_come_back_from_a_copy_with_the_s
     assert sorted(words(done, "END")) == undisturbed, said
     assert "the state is copied at each step, because parameters or optimizer state change" in said
     assert f"resumed at step {began[1]} from the memory on the nodes of rank" in said
+    assert "seeded" not in said
+
+
+def test_ranks_on_devices_are_killed_and_go_on_from_the_last_copy_with_the_same_bits(tmp_path: Path) -> None:
+    """On a GPU each failure cost the steps since the last save. The last rank is killed, then the one that writes, in
+    the middle of a copy, then all at once."""
+    how: dict[str, Any] = {"nproc": 2, "DEVICE": "1"}
+    undisturbed = sorted(words(trained(tmp_path / "one", {}, **how), "END"))
+    kill = {
+        "0": [["forward", 24, 1]],
+        "1": [["copy", 36, 0]],
+        "2": [["forward", 47, 0], ["forward", 47, 1]],  # about when this generation begins to copy
+    }
+    done = trained(tmp_path / "other", kill, **how)
+    said = "\n".join(d.stderr for d in done)
+    began = [int(step) for (step,) in words(done, "BEGIN")]
+    assert began[0] == 0, said
+    assert (began[1] in (12, 16, 20), began[2] in (28, 32), began[3] in (32, 36, 40)) == (True, True, True), said
+    assert sorted(words(done, "END")) == undisturbed, said
+    assert "the state is copied each 4 steps, because after a failure nobody knows which step a GPU has come to" in said
     assert "seeded" not in said

@@ -333,7 +333,7 @@ def test_no_copy_of_a_device_counts_before_it_is_whole_and_a_kill_leaves_the_one
 @pytest.mark.long
 def test_no_copy_of_a_device_counts_before_it_is_whole_in_thousands_of_walks(nodes: list[Node]) -> None:
     """The orders that matter are rare."""
-    walks(2_000, nodes, first=1_000_000)
+    walks(1_500, nodes, first=1_000_000)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

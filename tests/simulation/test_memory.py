@@ -49,6 +49,18 @@ def test_what_an_operator_heard_before_it_lost_its_lease_is_not_known_to_it_afte
     assert not outcome.wrong, report(outcome)
 
 
+def test_a_new_operator_with_an_old_list_of_jobs_makes_no_pods_of_an_attempt_that_is_over() -> None:
+    """Their agents would have all of the budget once more."""
+    outcome = simulate(memory_scenario(210391))
+    assert not outcome.wrong, report(outcome)
+
+
+def test_what_an_agent_says_before_an_operator_has_reconciled_its_job_is_counted() -> None:
+    """It is confirmed, and the agent is killed before it says it again."""
+    outcome = simulate(memory_scenario(411378))
+    assert not outcome.wrong, report(outcome)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("first", LONG)
 def test_so_do_those_of_a_thousand_more(first: int) -> None:

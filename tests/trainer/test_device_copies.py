@@ -6,12 +6,13 @@ finds them changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from last_moment import LastMoment
 from memory_node import Node, parts, rescue, settle
 
 import ddpjob
@@ -20,66 +21,6 @@ from ddpjob.checkpoint import packed, streams
 from ddpjob.checkpoint.device_copies import would_go_on
 from ddpjob.core import copies
 from ddpjob.group.join import end_without_abort
-
-
-class Mark:
-    """The host sees it only when it has asked three times."""
-
-    def __init__(self) -> None:
-        self._asked = 0
-
-    def is_done(self) -> bool:
-        self._asked += 1
-        return self._asked > 3
-
-    def wait(self) -> None:
-        self._asked = 3
-
-
-class Ticket(Mark):
-    seconds = held_seconds = 0.0
-
-    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        super().__init__()
-        self._pairs = pairs
-
-    def hold(self) -> None:
-        """Now, and no sooner; much later where nothing waits for it."""
-        for target, source in self._pairs:
-            target.copy_(source)
-        self._pairs = []
-
-    def is_done(self) -> bool:
-        done = super().is_done()
-        if done:
-            self.hold()
-        return done
-
-    def wait(self) -> None:
-        self.hold()
-
-
-class LastMoment:
-    """A device."""
-
-    device = torch.device("cpu")
-    cannot_pin = ""
-    recording = False
-
-    def pin(self, memory: torch.Tensor) -> str:
-        return self.cannot_pin
-
-    def clone(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().clone()
-
-    def begin_copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Ticket:
-        return Ticket(pairs)
-
-    def mark(self) -> Mark:
-        return Mark()
-
-    def is_recording(self) -> bool:
-        return self.recording
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.store import Jobs, Key, Store
 from ddpjob_operator.observed import stall
-from ddpjob_operator.observed.reports import BadReportError, Phase, Report, read_report
+from ddpjob_operator.observed.reports import Agent, AgentCounts, BadReportError, Phase, Report, read_report
 
 FIVE_MINUTES = api.Stall(timeout_seconds=300)
 
@@ -105,6 +105,17 @@ def test_hundreds_of_ranks_that_say_the_same_again_cost_no_reconcile_and_no_writ
     desk.after(5)
     assert [desk.hears(41, rank=rank, metrics={"loss": "1"}) for rank in range(200)] == [None] * 200
     assert desk.state().reports == first, "status.progress.updated stays, so there is nothing to write"
+
+
+def test_what_an_agent_says_before_the_first_reconcile_of_its_job_is_kept() -> None:
+    """It is confirmed, and an agent that is killed meanwhile never says it again: its restarts would be free."""
+    desk = Desk()
+    desk.states.forget([("default", "digits")])
+    agent = Agent(restarts=AgentCounts(application=1))
+    assert desk.hears(3, agent=agent) == FIRST_REPORT_SECONDS
+    kept = desk.state().agent
+    assert kept is not None
+    assert kept.agent == agent
 
 
 def test_a_step_that_is_said_again_writes_no_status() -> None:

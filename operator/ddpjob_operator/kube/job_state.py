@@ -64,6 +64,8 @@ class JobState:
     """A failure whose restart is being timed."""
     listed_for: tuple[int, int] = (1, 0)
     """The newest attempt and replacement for whose first pod the API server has listed what older ones have left."""
+    is_read: bool = False
+    """Whether the job's status was written, or read from the API server, since this operator leads."""
     listed_to_free: set[tuple[str, int]] = field(default_factory=set)
     """Groups (by uid, and the attempt that is recorded) that may be given up by what the API server has listed."""
 
@@ -148,10 +150,6 @@ class JobStates:
 
     def __iter__(self) -> Iterator[tuple[Key, JobState]]:
         return iter(self._states.items())
-
-    def get(self, key: Key) -> JobState | None:
-        """None: the job was not reconciled yet."""
-        return self._states.get(key)
 
     def of(self, key: Key, uid: str) -> JobState:
         """That of the job with this uid, new where there is none."""

@@ -70,7 +70,7 @@ class Reconciler:
                 todo = plan(job, seen, self.runtime.now(), problems=problems, settings=self.settings)
                 if todo.status is None and not todo.actions:
                     return self._requeue_in(todo, state)
-                if await self._has_listed_pods(key, job, todo, state):
+                if await self._has_read_job(key, todo, state) or await self._has_listed_pods(key, job, todo, state):
                     continue
                 if (wait := self._wait_for_turn(key, job, todo)) > 0:
                     return min(wait, self._requeue_in(todo, state) or wait)
@@ -86,6 +86,7 @@ class Reconciler:
     async def _execute(self, job: api.DDPJob, todo: Plan, state: JobState, ends: float) -> float | None:
         """The seconds until the next reconcile; None: another round comes at once."""
         complete = await self.executor.execute(job, todo, state)
+        state.is_read |= todo.status is not None
         if not complete or self.runtime.clock() > ends:
             return 0.0  # the other jobs that are due come first
         only_creates = all(isinstance(action, (CreateService, CreateGroup, CreatePod)) for action in todo.actions)
@@ -178,6 +179,16 @@ class Reconciler:
         if missing:
             await self.lookup.list_pods(key)
             state.confirmed_gone |= missing
+
+    async def _has_read_job(self, key: Key, todo: Plan, state: JobState) -> bool:
+        """Before a new leader makes pods for a status that it has not written itself, the API server is asked for the
+        job, and it is planned again: after a list that was behind, those would be pods of an attempt that is over, and
+        their agents would have budgets that are spent."""
+        if state.is_read or todo.status is not None or not any(isinstance(a, CreatePod) for a in todo.actions):
+            return False
+        await self.lookup.read_job(key)
+        state.is_read = True
+        return True
 
     async def _has_listed_pods(self, key: Key, job: api.DDPJob, todo: Plan, state: JobState) -> bool:
         """Before the first pod of an attempt, and before what holds the place of a group is given up, the API server

@@ -40,9 +40,11 @@ class Reports:
         beforehand, so the reconcile that took its last news has asked for another one by itself. Raises BadReportError
         where a pod reports for a rank that is not its own: one pod could fill our memory with 100,000.
         """
-        state, spec = self._states.get(key), self._states.spec(key)
-        if state is None or spec is None:
+        raw, spec = self._jobs.get(key), self._states.spec(key)
+        if raw is None or spec is None:
             return None
+        # Also before the first reconcile: what is confirmed here is perhaps not said again.
+        state = self._states.of(key, raw["metadata"]["uid"])
         if report.agent is not None:
             return _take_from_agent(state, report)
         if why := topology.not_its_rank(spec, report.rank, report.node_rank):

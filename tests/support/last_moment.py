@@ -1,0 +1,70 @@
+"""A device that copies as late as it may: as the next optimizer step begins, or long after it if that does not wait.
+
+What it copies are the CPU's tensors, which a script changes as it would those of a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class Mark:
+    """The host sees it only when it has asked three times."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+
+    def is_done(self) -> bool:
+        self._asked += 1
+        return self._asked > 3
+
+    def wait(self) -> None:
+        self._asked = 3
+
+
+class Ticket(Mark):
+    seconds = held_seconds = 0.0
+
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().__init__()
+        self._pairs = pairs
+
+    def hold(self) -> None:
+        """Now, and no sooner; much later where nothing waits for it."""
+        for target, source in self._pairs:
+            target.copy_(source)
+        self._pairs = []
+
+    def is_done(self) -> bool:
+        done = super().is_done()
+        if done:
+            self.hold()
+        return done
+
+    def wait(self) -> None:
+        self.hold()
+
+
+class LastMoment:
+    """A device."""
+
+    device = torch.device("cpu")
+    cannot_pin = ""
+    recording = False
+
+    def pin(self, memory: torch.Tensor) -> str:
+        return self.cannot_pin
+
+    def clone(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone()
+
+    def begin_copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Ticket:
+        return Ticket(pairs)
+
+    def mark(self) -> Mark:
+        return Mark()
+
+    def is_recording(self) -> bool:
+        return self.recording
