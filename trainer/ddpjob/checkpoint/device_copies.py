@@ -21,7 +21,7 @@ import torch
 from ddpjob import process
 from ddpjob.checkpoint import packed
 from ddpjob.checkpoint.copies import Boundary, Copies
-from ddpjob.checkpoint.kept import Kept
+from ddpjob.checkpoint.kept import BUFFERS, Kept
 from ddpjob.checkpoint.shared import Shared
 from ddpjob.checkpoint.streams import Mark, Streams, Ticket
 from ddpjob.core import copies, memory
@@ -167,8 +167,9 @@ class DeviceCopies(Copies):
     def _begin(self, flight: _Flight, at: Boundary, every: int) -> None:
         """Give the device its copies; nothing, where the state has outgrown the areas. Raises StateError."""
         shared = self._shared
-        large = len(packed.tensors_of(at.kept.large()))
-        state = packed.pack(self._value(at.kept))
+        value = self._value(at.kept)
+        state = packed.pack(value)
+        large = len(state.tensors) - len(packed.tensors_of(value[BUFFERS]))  # these are summed: buffers differ by rank
         area = copies.area_for([shared.held_in(area) for area in range(memory.AREAS)])
         target = self._areas[area]
         if state.size > len(target):
