@@ -115,9 +115,8 @@ class MemoryJudge:
         whole: set[Whole] = {one for one in known if one is not None and one.state != TORN}
         named = {one.writer.generation for one in whole if not one.assumed}
         if saved is not None and saved.version.attempt == life.leader.process.attempt:
-            named.add(
-                saved.version.generation
-            )  # all that ranks know: a pod that is made again begins with generation 0
+            # All that ranks know: a pod that is made again begins with generation 0.
+            named.add(saved.version.generation)
         uid, attempt = life.leader.process.job_uid, life.leader.process.attempt
         found: list[Age] = []
         useless: list[Age] = []

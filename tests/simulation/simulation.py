@@ -132,8 +132,9 @@ class OperatorProcess:
         for task in self._tasks:
             task.cancel()
         await self.operator.stop()
-        self.client.dead = self.lease_client.dead = True
-        self.simulation.start_operator_soon(self)
+        if not self.client.dead:  # else it has crashed meanwhile, and another one starts already
+            self.client.dead = self.lease_client.dead = True
+            self.simulation.start_operator_soon(self)
 
     def end(self) -> None:
         """All that it does ends."""

@@ -60,6 +60,12 @@ def test_what_an_agent_says_before_an_operator_has_reconciled_its_job_is_counted
     assert not outcome.wrong, report(outcome)
 
 
+def test_an_operator_that_crashes_while_it_stops_has_one_successor() -> None:
+    """The model had two of the same name, which held one Lease; one wrote what it had heard a generation ago."""
+    outcome = simulate(memory_scenario(721310))
+    assert not outcome.wrong, report(outcome)
+
+
 def test_a_pod_that_is_made_again_goes_on_from_what_the_first_one_saved_and_not_from_what_it_assumes() -> None:
     """Both are of generation 0, and nobody knows which of them has saved: the folder may have more."""
     outcome = simulate(memory_scenario(720003))
