@@ -6,7 +6,7 @@ rank writes only what is small, into its slots of the agent's memory, and the re
 ends by an exception. From the next `optimizer.step()` until the next boundary nothing is written.
 
 That nothing large changes in between is not believed: on the first steps the bits are summed at both ends, and later
-the parameters' version counters are compared. For a script in which it is otherwise, and for a rank that trains alone,
+the parameters' version counters are compared, and some of their values. For a script in which it is otherwise, and for a rank that trains alone,
 the state is copied while all goes well (`copies.py`).
 """
 
@@ -69,7 +69,7 @@ class Keeper:
             self._copies = DeviceCopies(shared, rank, world_size, store, streams)
         self._lock = threading.Lock()  # held while parameters and optimizer state must not change
         self._stepped = True  # whether an optimizer has made a step since the last boundary
-        self._versions: list[int] = []
+        self._versions: list[Any] = []
         self._early: dict[str, Any] | None = None  # the random states before the last step
         self._has_early = True
         self._proofs_left = 0 if shared.node[PROVEN] else PROOF_STEPS
@@ -441,15 +441,19 @@ class Keeper:
                 return None if self._comes_to_a_boundary(kept) else UNABLE
             step = memory.step_of(clock)
             kept.check()
-            if kept.versions() != self._versions and not self._is_as_loaded(kept, step):
-                shared.node[COPIES] = memory.CHANGED  # from the next generation on
-                raise StateError(f"parameters changed after step {step}, and by no optimizer.step()")
+            self._check_unchanged(kept, step)
             own = Version(shared.attempt, shared.generation, step)
             if memory.is_there(shared.held(), own, assumed=self._assumed):
                 return SAVED
             if is_patient and memory.turn(clock, shared.clocks_of_others()) == "wait":
                 return None
             return self._write(kept, step)
+
+    def _check_unchanged(self, kept: Kept, step: int) -> None:
+        """Raises StateError where parameters are not those of this step."""
+        if kept.versions() != self._versions and not self._is_as_loaded(kept, step):
+            self._shared.node[COPIES] = memory.CHANGED  # from the next generation on
+            raise StateError(f"parameters changed after step {step}, and by no optimizer.step()")
 
     def _is_as_loaded(self, kept: Kept, step: int) -> bool:
         """Whether the bits are those that were loaded: DistributedDataParallel writes the same ones again when it takes
@@ -477,6 +481,7 @@ class Keeper:
             return None
         if self._state is None or self._state.step != step:
             self._state = self._state_of(kept, step)
+            self._check_unchanged(kept, step)  # the script may change them meanwhile; later the sum would not agree
         with shared.begun(self._state) as is_begun:
             if is_begun and shared.write_parts(self._state, takes_over=takes_over):
                 return SAVED
