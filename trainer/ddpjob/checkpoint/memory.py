@@ -6,8 +6,8 @@ rank writes only what is small, into its slots of the agent's memory, and the re
 ends by an exception. From the next `optimizer.step()` until the next boundary nothing is written.
 
 That nothing large changes in between is not believed: on the first steps the bits are summed at both ends, and later
-the parameters' version counters are compared, and some of their values. For a script in which it is otherwise, and for a rank that trains alone,
-the state is copied while all goes well (`copies.py`).
+the parameters' version counters are compared, and some of their values. For a script in which it is otherwise, and for
+a rank that trains alone, the state is copied while all goes well (`copies.py`).
 """
 
 import contextlib
