@@ -136,6 +136,7 @@ class Memories:
                 agents[rank].area.count_load()
         store, version = Store(), None if isinstance(found, str) or not loaded.ranks else found.held.version
         for agent in agents:
+            agent.area.changes = max(other.area.changes for other in agents)
             agent.kept = self._kept(life, loaded, first, loads)
             agent.kept.copying = self._copying(agent, agent.kept, store, version)
             if loads and agent.kept.is_on:

@@ -154,6 +154,35 @@ def test_ranks_that_change_their_weights_copy_at_the_same_steps_and_all_have_the
     assert "seeded" not in said
 
 
+def test_what_the_survivor_of_one_node_finds_out_about_the_script_holds_for_the_ranks_of_all_nodes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_ranks: Any
+) -> None:
+    """Rank 0 makes the plans. Where it was the one that was killed, the others waited for a plan for ever."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(copies, "COST_MAX", 1e9)
+    nodes = Node(tmp_path, run_ranks, nodes=2)
+
+    def train(until: int, saves: tuple[int, ...] = ()) -> int:
+        world = ddpjob.init()
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
+        began = snapshot.load(**objects)
+        for step in range(began + 1, until + 1):
+            if step > 8:  # when all has been proved
+                clip(objects["model"])
+            steps(step - 1, step, **objects)
+            if step in saves:
+                snapshot.save(step, **objects)
+                snapshot.wait()
+        clip(objects["model"])
+        if world.rank == 1:
+            rescue()
+        return began
+
+    assert nodes.run(0, lambda: train(12, saves=(2,)), ranks=2) == 0
+    assert nodes.run(1, lambda: train(30, saves=(4,)), ranks=2) == 2
+    assert nodes.run(2, lambda: train(30), ranks=2) == 29
+
+
 def test_a_rank_that_dies_in_the_middle_of_a_copy_leaves_the_one_before_it(node: Node) -> None:
     """One area alone would be torn in that moment, and nothing be left."""
 

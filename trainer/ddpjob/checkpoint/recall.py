@@ -17,7 +17,7 @@ from ddpjob.checkpoint.kept import BUFFERS, merged
 from ddpjob.checkpoint.shared import Shared
 from ddpjob.checkpoint.state_dicts import misfit
 from ddpjob.core import memory
-from ddpjob.core.memory import COPY_SLOTS, EARLY, Found, Held, Mark, Proof, Version
+from ddpjob.core.memory import COPIES, COPY_SLOTS, EARLY, Found, Held, Mark, Proof, Version
 from ddpjob.errors import StateError
 from ddpjob.group import gather
 
@@ -25,18 +25,24 @@ PIECE_BYTES = 64 << 20
 
 
 def find(shared: Shared | None, rank: int, world_size: int, present: Version) -> Found | None:
-    """The newest whole state in memory, the same answer on all ranks. shared: None where this node has no memory."""
+    """The newest whole state in memory, the same answer on all ranks. shared: None where this node has no memory.
+
+    What the ranks of one node have found out about the script is told to all nodes, because all copy at the same steps.
+    """
     held, proof = (None, None) if shared is None else (shared.held(), shared.proof())
     own = [0] * 8 if held is None else [1, held.version.generation, held.version.step, *map(int, held[1:])]
     own += [0] * 4 if proof is None else [1, *proof]
     mark = None if shared is None else shared.mark()
     own += [0] * 3 if mark is None else mark
+    own.append(0 if shared is None else shared.node[COPIES])
     rows = _gathered(own, world_size)
+    if shared is not None:
+        shared.node[COPIES] = max(row[-1] for row in rows)
     found = memory.newest(
         [_held(row, present.attempt) if row[0] else None for row in rows],
         present,
         [Proof(*row[9:12]) if row[8] else None for row in rows],
-        [Mark(*row[12:]) if row[13] else None for row in rows],
+        [Mark(*row[12:15]) if row[13] else None for row in rows],
     )
     if isinstance(found, Found):
         return found
