@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from model_copies import NOTHING, PARTS, TORN, At, Copying, Place, State, Store
 
 from ddpjob.core import copies, memory
-from ddpjob.core.memory import Found, Held, Version
+from ddpjob.core.memory import CHANGED, Found, Held, Version
 
 if TYPE_CHECKING:
     from model_agents import Agent, Life
@@ -47,7 +47,7 @@ class Script:
     """Whether `save` names more than `load` does. The script cannot go on without that."""
     changes: str = ""
     """Whether it changes parameters between two steps, and where the state is what the next step begins with: at
-    `should_stop`, or not before `save`."""
+    `should_stop`, or not before `save`. "seldom": as the first, but a survivor is the one that finds it."""
 
 
 @dataclass(eq=False)
@@ -61,17 +61,14 @@ class Kept:
     assumed: bool = False
     loads: int = 0
     """How often the state that it began with was loaded from memory."""
-    clock: int = 0
-    """Once its group has stopped."""
+    clock: int = 0  # once its group has stopped
     written: int = -1
     """How many parts; -1: it has not begun."""
     answer: int = memory.NONE
     then: Callable[[], None] | None = None
     """What its agent does when it has answered, or its time is over."""
-    copying: Copying | None = None
-    """Where it copies by cadence."""
-    place: Place | None = None
-    """Where it writes after a failure."""
+    copying: Copying | None = None  # where it copies by cadence
+    place: Place | None = None  # where it writes after a failure
 
     @property
     def copies_instead(self) -> bool:
@@ -160,7 +157,7 @@ class Memories:
 
     def _copying(self, agent: Agent, kept: Kept, store: Store, loaded: Version | None) -> Copying | None:
         """Where nobody can write the state after a failure."""
-        life, changes = kept.life, bool(self.script.changes)
+        life, changes = kept.life, bool(self.script.changes and (self.script.changes != "seldom" or agent.area.changes))
         if not self.script.memory or not (changes or len(life.ranks) == 1):
             return None
         proofs = 1 if changes else 0 if agent.area.proven else PROOF_STEPS
@@ -174,7 +171,7 @@ class Memories:
             state=lambda step: _state_at(life, step),
             chance=random.Random(f"{self._training.faults.seed} copies {life.number} {agent.node}"),
             changes=changes,
-            has_place=self.script.changes == "at should_stop",
+            has_place=self.script.changes != "before save",
             starts=kept.first + proofs,
             loaded=loaded,
         )
@@ -336,6 +333,9 @@ class Memories:
     def _begin(self, agent: Agent, kept: Kept) -> bool:
         """Whether what is there is as new."""
         held = self._stamp(agent, kept)
+        if self.script.changes == "seldom" and held.version.step > kept.first and self._random.random() < 0.5:
+            agent.area.changes = CHANGED
+            return True  # parameters have changed since, so it writes nothing
         if agent.area.held is not None and agent.area.held.version >= held.version:
             return True
         kept.written = 0

@@ -203,6 +203,7 @@ def _that_copies(rng: random.Random, found: Scenario) -> Scenario:
         failures = {life: replace(failure, rank=0) for life, failure in failures.items()}
         return replace(found, spec={**found.spec, "nodes": 1}, failures=failures, script=script)
     where = rng.choice(("at should_stop", "at should_stop", "before save"))
+    where = "seldom" if where == "at should_stop" and rng.random() < 0.4 else where
     return replace(found, script=replace(script, changes=where))
 
 

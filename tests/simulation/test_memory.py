@@ -42,10 +42,9 @@ def test_after_three_loads_of_a_state_the_folder_counts_and_not_a_state_a_step_b
     assert not outcome.wrong, report(outcome)
 
 
-@pytest.mark.parametrize("seed", [102647, 106677])
-def test_what_an_operator_heard_before_it_lost_its_lease_is_not_known_to_it_afterwards(seed: int) -> None:
+def test_what_an_operator_heard_before_it_lost_its_lease_is_not_known_to_it_afterwards() -> None:
     """The judge took a forgotten word for one that was not counted: its agent says it again, unless it is killed."""
-    outcome = simulate(memory_scenario(seed))
+    outcome = simulate(memory_scenario(106677))
     assert not outcome.wrong, report(outcome)
 
 
@@ -168,13 +167,13 @@ def saves_expected_at_the_pace_of_copies() -> contextlib.AbstractContextManager[
 # The first seed that finds each, as in test_mutants.py.
 SEEDS: dict[Mutant, int] = {
     a_part_is_missing: 0,
-    old_memory_accepted: 110,
+    old_memory_accepted: 26,
     written_while_dirty: 91,
     memory_beats_the_folder: 3,
     assumed_beats_what_was_saved: 3,
     lost_steps_from_the_last_save: 0,
     a_copy_that_counts_before_its_step: 110,
-    a_copy_over_the_newer_area: 164,
+    a_copy_over_the_newer_area: 60,
     the_folder_beats_a_newer_copy: 0,
     a_copy_over_its_random_states: 110,
     copies_that_are_not_made: 60,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,40 @@ def test_the_state_that_is_written_is_that_of_the_moment_whatever_was_drawn_sinc
         for draw in (DRAWS[first], second, second):
             draw()
             assert goes_on_the_same(random_states.compact())
+
+
+PYTHON_DRAWS: dict[str, Draw] = {
+    "one": random.random,
+    "a normal one": lambda: random.gauss(0, 1),
+    "bits": lambda: random.getrandbits(7),
+    "more than there are words": lambda: [random.random() for _ in range(700)],
+    "a seed": lambda: random.seed(3),
+    "a state": lambda: random.setstate(random.Random(4).getstate()),
+    "nothing": lambda: None,
+}
+
+
+@pytest.mark.parametrize("first", PYTHON_DRAWS)
+def test_pythons_state_that_is_written_is_that_of_the_moment_too(first: str) -> None:
+    """Only the bytes at which it lies are compared: a draw that they did not show would be made twice."""
+    random.seed(5)
+    for second in PYTHON_DRAWS.values():
+        for draw in (PYTHON_DRAWS[first], second, second):
+            draw()
+            assert random_states.expanded(random_states.compact())["python"] == random.getstate()
+
+
+def test_a_generator_of_the_scripts_own_in_pythons_place_is_read_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its state lies is not known."""
+
+    class Own(random.Random):
+        pass
+
+    own = Own(3)
+    monkeypatch.setattr(random, "getstate", own.getstate)
+    for _ in range(3):
+        own.random()
+        assert random_states.expanded(random_states.compact())["python"] == own.getstate()
 
 
 def test_numpy_is_not_asked_while_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ rates, the place of a sampler, the state of a scheduler, values that the script 
 """
 
 import collections
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ from ddpjob.errors import StateError
 
 SMALL_BYTES_MAX = 4 << 20  # of one object, at each step
 _SMALL = "\0ddpjob small"
+_PLAIN = frozenset({float, bool, type(None)})  # what needs no copy: most settings of a group
+_version_of = operator.attrgetter("_version")
 BUFFERS = "\0ddpjob buffers"
 """The name of buffers beside what is large."""
 
@@ -164,7 +167,7 @@ class Kept:
 
     def versions(self) -> list[int]:
         """How often each parameter was changed in place: equal numbers, and nobody has."""
-        return [parameter._version for parameter in self._parameters]
+        return list(map(_version_of, self._parameters))
 
 
 def merged(large: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,5 +209,10 @@ def _buffers(name: str, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The settings, such as learning rates, without the parameters."""
     return [
-        {key: copied(value, key) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        {key: value if _is_plain(value) else copied(value, key) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
     ]
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value))

@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpjob import process
@@ -62,6 +61,7 @@ class Keeper(Survivor):
         self._early: dict[str, Any] | None = None  # the random states before the last step
         self._has_early = True
         self._proofs_left = 0 if shared.node[PROVEN] else PROOF_STEPS
+        self._turn: int | None = None  # the slot of the next boundary
         self._sum: tuple[int, int] | None = None  # to be compared before the next step: its step, the sum
         self._room: threading.Thread | None = None
         self._loaded: Version | None = None
@@ -198,7 +198,6 @@ class Keeper(Survivor):
             self.forget_assumed()
             return
         with self._guarded():
-            kept.check_counts()
             if not self._copies_instead:
                 self._note(kept, int(step))
             elif self._on_device and self._stepped:
@@ -240,15 +239,13 @@ class Keeper(Survivor):
     def _note(self, kept: Kept, step: int) -> None:
         shared = self._shared
         rng = random_states.compact()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if "cuda" in rng:
             raise StateError("the script uses a GPU, and its group was made for CPUs")
         if self._has_early and self._early is not None and rng != self._early:
             self._has_early = False  # what is drawn after the gradients is not known before them
             shared.forget_slot(EARLY)
         self._early = None
-        versions = [shared.slot_version(slot) for slot in range(EARLY)]
-        slot = 0 if versions[0] is None or (versions[1] is not None and versions[0] < versions[1]) else 1
-        shared.write_slot(slot, packed.pack(self._slot(rng, kept.small())), step)
+        shared.write_slot(self._slot_to_write(), packed.pack(self._slot(rng, kept.small())), step)
         with self._lock:
             if self._dirty_since:
                 self._dirty_seconds = max(self._dirty_seconds, time.monotonic() - self._dirty_since)
@@ -256,6 +253,14 @@ class Keeper(Survivor):
             shared.cells[CLOCK] = 2 * step
         if not shared.cells[PID]:
             self._arm(kept, step)
+
+    def _slot_to_write(self) -> int:
+        """That of the older boundary: the two are written in turns."""
+        if self._turn is None:
+            one, other = (self._shared.slot_version(slot) for slot in range(EARLY))
+            self._turn = 0 if one is None or (other is not None and one < other) else 1
+        turn, self._turn = self._turn, 1 - self._turn
+        return turn
 
     def _slot(self, rng: Any, small: Any) -> dict[str, Any]:
         by_value = bool(self._kept and self._kept.by_value)

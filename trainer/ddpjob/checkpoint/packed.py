@@ -24,6 +24,7 @@ from ddpjob.errors import StateError
 _TENSOR = "\0ddpjob tensor"  # (this, its number) stands for a tensor
 _ALIGNED = 64
 _SMALL_BYTES = 1 << 16
+_LEAVES = frozenset({int, float, bool, str, bytes, type(None)})
 _HEAD = 16  # length of the pickle, length of everything
 _BUFFERS_MAX = 512  # the kernel takes 1,024 in a call
 _PIECE_BYTES = 1 << 30  # and 2 GiB
@@ -64,8 +65,9 @@ def pack(value: Any) -> Packed:
         end += size
     body = pickle.dumps((skeleton, [tuple(layout) for layout in layouts]), protocol=5)
     start = -(-(_HEAD + len(body)) // _ALIGNED) * _ALIGNED
-    head = len(body).to_bytes(8, "little") + (start + end).to_bytes(8, "little") + body
-    return Packed(head.ljust(start, b"\0"), layouts, tensors, start + end)
+    lengths = len(body).to_bytes(8, "little"), (start + end).to_bytes(8, "little")
+    head = b"".join((*lengths, body, b"\0" * (start - _HEAD - len(body))))
+    return Packed(head, layouts, tensors, start + end)
 
 
 def places(packed: Packed, memory: torch.Tensor) -> list[torch.Tensor]:
@@ -76,6 +78,8 @@ def places(packed: Packed, memory: torch.Tensor) -> list[torch.Tensor]:
 
 def write(descriptor: int, offset: int, packed: Packed) -> None:
     """Write it there. Raises OSError, with ENOSPC where not all of it was written."""
+    if not packed.tensors and os.pwrite(descriptor, packed.head, offset) == len(packed.head):
+        return
     _transfer(_views(packed), offset, lambda buffers, at: os.pwritev(descriptor, buffers, at))
 
 
@@ -167,9 +171,11 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 def _skeleton(value: Any, tensors: list[torch.Tensor], numbers: dict[Any, int], depth: int) -> Any:
     """The value with marks in place of tensors."""
+    kind = type(value)
+    if kind in _LEAVES:
+        return value
     if depth > NESTED_MAX:
         raise StateError(f"a state is nested deeper than {NESTED_MAX}")
-    kind = type(value)
     if isinstance(value, torch.Tensor):
         return (_TENSOR, _number(value, tensors, numbers))
     if kind in (dict, collections.OrderedDict, collections.Counter):

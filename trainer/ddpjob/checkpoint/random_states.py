@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-_python: tuple[tuple[int, ...], bytes] = ((), b"")  # the last words of Python's generator, and their bytes
+_python: tuple[bytes, Any] = (b"", None)  # the bytes of Python's generator where they lie, and the state that it gave
 _numpy: tuple[bytes, Any] = (b"", None)  # the bytes of numpy's generator where they lie, and the state that it gave
+_FIELDS = object.__basicsize__  # where the fields of an object of C begin, after what each object has
 _WORDS, _WORD_BYTES = 624, 4  # of the Mersenne Twister, before its position
 
 
@@ -29,14 +30,10 @@ def current() -> dict[str, Any]:
 
 def compact() -> dict[str, Any]:
     """The same as bytes, in a tenth of the time, for what is written at each step."""
-    global _python
-    version, words, gauss = random.getstate()
-    if words != _python[0]:  # most scripts draw none of Python's numbers, and 625 of them take long to convert
-        _python = words, array.array("I", words).tobytes()
     of_torch = torch.get_rng_state()
     state: dict[str, Any] = {
-        "python": (version, _python[1], gauss),
-        "torch": ctypes.string_at(of_torch.data_ptr(), len(of_torch)),
+        "python": _compact_python(),
+        "torch": ctypes.string_at(of_torch.data_ptr(), of_torch.numel()),
     }
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = bytes(torch.cuda.get_rng_state().tolist())  # 16 bytes that the host has
@@ -44,6 +41,27 @@ def compact() -> dict[str, Any]:
     if numpy is not None:
         state["numpy"] = _compact_numpy(numpy.random)
     return state
+
+
+def _compact_python() -> Any:
+    """Of Python's global generator. Its getstate makes 625 numbers, and most scripts draw none of them: it is not
+    called while the bytes are as they were at which the object's own fields begin, if they have proved to be its state.
+
+    A second value of the normal distribution that was drawn with the first is an attribute of the object.
+    """
+    global _python
+    generator = getattr(random.getstate, "__self__", None)
+    raw = b""
+    if type(generator) is random.Random and random.Random.__basicsize__ >= _FIELDS + (_WORDS + 1) * _WORD_BYTES:
+        raw = ctypes.string_at(id(generator) + _FIELDS, (_WORDS + 1) * _WORD_BYTES)
+    seen, state = _python
+    if raw and raw == seen:
+        return (*state, generator.gauss_next)  # type: ignore[union-attr]
+    version, words, gauss = random.getstate()
+    state = version, array.array("I", words).tobytes()
+    is_as_known = raw == words[-1].to_bytes(_WORD_BYTES, sys.byteorder) + state[1][:-_WORD_BYTES]
+    _python = (raw if is_as_known else b"", state)
+    return (*state, gauss)
 
 
 def _compact_numpy(generator: Any) -> Any:
