@@ -75,7 +75,8 @@ class MemoryJudge:
         others = self._lives[life.leader.process.job_uid]
         for kept in (agent.kept for agent in agents):
             if others and kept is not None and kept.life is others[-1] and kept.copying is not None:
-                is_less = kept.assumed and saved is not None and saved.life is kept.life
+                own = Version(life.leader.process.attempt, kept.life.generation, 0)
+                is_less = kept.assumed and saved is not None and saved.version[:2] == own[:2]
                 if kept.is_on and not is_less and loaded.state.step < kept.copying.least:
                     self._wrong.append(
                         f"{life} begins with step {loaded.state.step}, and a rank that copies each "
@@ -112,16 +113,18 @@ class MemoryJudge:
         """What is whole, and may be loaded: in memory beside its random states, or in the folder."""
         known = [place.whole for agent in agents for place in agent.area.places] + [a.area.copied for a in agents]
         whole: set[Whole] = {one for one in known if one is not None and one.state != TORN}
-        named = {one.writer for one in whole if not one.assumed}
-        if saved is not None:
-            named.add(saved.life)
+        named = {one.writer.generation for one in whole if not one.assumed}
+        if saved is not None and saved.version.attempt == life.leader.process.attempt:
+            named.add(
+                saved.version.generation
+            )  # all that ranks know: a pod that is made again begins with generation 0
         uid, attempt = life.leader.process.job_uid, life.leader.process.attempt
         found: list[Age] = []
         useless: list[Age] = []
         for one in whole:
             version = Version(attempt, one.writer.generation, one.state.step)
             has_small = any(agent.area.has_small(version) for agent in agents)
-            if not one.assumed or one.writer not in named:
+            if not one.assumed or one.writer.generation not in named:
                 bad = not has_small or self._is_hopeless(uid, one.state, one.assumed, agents)
                 (useless if bad else found).append((attempt, one.writer.number, one.state.step))
         # What leads to the failure may be in a state a step before as well: the folder counts, and not that one. So it

@@ -60,6 +60,12 @@ def test_what_an_agent_says_before_an_operator_has_reconciled_its_job_is_counted
     assert not outcome.wrong, report(outcome)
 
 
+def test_a_pod_that_is_made_again_goes_on_from_what_the_first_one_saved_and_not_from_what_it_assumes() -> None:
+    """Both are of generation 0, and nobody knows which of them has saved: the folder may have more."""
+    outcome = simulate(memory_scenario(720003))
+    assert not outcome.wrong, report(outcome)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("first", LONG)
 def test_so_do_those_of_a_thousand_more(first: int) -> None:
