@@ -299,10 +299,21 @@ def nodes() -> list[Node]:
     return [Node() for _ in range(NODES)]
 
 
+class Cadence:
+    """What rank 0 finds to be the best number of steps between two copies, each time that it looks."""
+
+    chance = random.Random(0)
+
+    @classmethod
+    def every(cls, _copy: float, _step: float, least: int) -> int:
+        return least * cls.chance.choice([1, 1, 1, 2, 4, 8])
+
+
 @pytest.fixture(autouse=True)
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies are as near to each other as they may be."""
+    """Copies may be as near to each other as they can be, whatever they take here."""
     monkeypatch.setattr(copies, "COST_MAX", 1e9)
+    monkeypatch.setattr(copies, "every", Cadence.every)
     monkeypatch.setattr(process, "log", lambda _: None)
 
 
@@ -310,7 +321,7 @@ def walks(count: int, nodes: list[Node], first: int = 0, mistake: Mistake = "") 
     """What has happened in so many; raises where one was wrong, with its seed."""
     sums: dict[str, int] = {}
     for seed in range(first, first + count):
-        walk = Walk(seed, nodes, mistake)
+        walk, Cadence.chance = Walk(seed, nodes, mistake), random.Random(seed)
         try:
             walk.run()
         except AssertionError as error:
@@ -333,7 +344,7 @@ def test_no_copy_of_a_device_counts_before_it_is_whole_and_a_kill_leaves_the_one
 @pytest.mark.long
 def test_no_copy_of_a_device_counts_before_it_is_whole_in_thousands_of_walks(nodes: list[Node]) -> None:
     """The orders that matter are rare."""
-    walks(1_500, nodes, first=1_000_000)
+    walks(1_000, nodes, first=1_000_000)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

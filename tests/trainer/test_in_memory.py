@@ -342,6 +342,25 @@ def test_parameters_that_change_after_the_boundary_are_not_taken_for_those_of_th
     assert node.run(1, lambda: train(6)) == 4
 
 
+@pytest.mark.parametrize("how", ["copied into", "put in place"])
+def test_averaged_weights_that_are_swapped_in_to_evaluate_are_not_taken_for_those_of_the_step(
+    node: Node, how: str
+) -> None:
+    """Through `.data`, as many scripts do it, no version counter shows that. A rank that failed within an evaluation
+    let the others go on from the averages."""
+
+    def swap(objects: dict[str, Any]) -> None:
+        for parameter in objects["model"].parameters():
+            average = parameter.detach() * 0.9
+            if how == "copied into":
+                parameter.data.copy_(average)
+            else:
+                parameter.data = average
+
+    assert node.run(0, lambda: train(6, swap)) == 0
+    assert node.run(1, lambda: train(6)) == 4
+
+
 def test_a_rank_that_dies_while_it_writes_the_state_leaves_none(node: Node) -> None:
     """Half a state must not be taken for one."""
 

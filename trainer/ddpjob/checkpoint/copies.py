@@ -52,7 +52,7 @@ class _Written(NamedTuple):
 
     area: int
     step: int
-    versions: list[int]
+    versions: list[Any]
 
 
 class Copies:
@@ -74,7 +74,7 @@ class Copies:
         self._told = 0  # plans that rank 0 has told, or another rank has seen
         self._step = self._before = self._counted = 0  # this boundary, the one before, the last that counted
         self._resumed = 0  # the step that was loaded: it is in memory
-        self._noted: tuple[list[int], bool] | None = None  # the parameters' versions at this boundary, and by whom
+        self._noted: tuple[list[Any], bool] | None = None  # the parameters' versions at this boundary, and by whom
         self._is_named = False  # the script has named a state
         self._is_placed: bool | None = None  # whether should_stop finds what save does
         self._lock = threading.Lock()  # held while a copy is written
@@ -252,7 +252,7 @@ class Copies:
             self._shared.count_copy(written.area, written.step)
             return SAVED
 
-    def _is_as_it_was(self, kept: Kept, versions: list[int]) -> bool:
+    def _is_as_it_was(self, kept: Kept, versions: list[Any]) -> bool:
         """Whether nothing speaks against the boundary."""
         return kept.versions() == versions or (self._plan is not None and self._plan.changes)
 

@@ -7,6 +7,7 @@ rates, the place of a sampler, the state of a scheduler, values that the script 
 """
 
 import collections
+import ctypes
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -18,6 +19,8 @@ from ddpjob.checkpoint.state_dicts import copied, sharded, state_of, unwrapped
 from ddpjob.errors import StateError
 
 SMALL_BYTES_MAX = 4 << 20  # of one object, at each step
+SAMPLES = 8  # averages that are swapped in differ everywhere
+_DENSE = (torch.Tensor, torch.nn.Parameter)
 _SMALL = "\0ddpjob small"
 _PLAIN = frozenset({float, bool, type(None)})  # what needs no copy: most settings of a group
 _version_of = operator.attrgetter("_version")
@@ -46,6 +49,8 @@ class Kept:
         for optimizer in self._optimizers.values():
             parameters |= {id(each): each for group in optimizer.param_groups for each in group["params"]}
         self._parameters = list(parameters.values())
+        dense = [p for p in self._parameters if type(p) in _DENSE and p.layout is torch.strided]
+        self._samples = [dense[number * len(dense) // SAMPLES] for number in range(min(SAMPLES, len(dense)))]
         self._parts, self._counts = self._parts_now(), self._counts_now()
         trained = [[p for p in module.parameters() if p.requires_grad] for module, _ in self._modules.values()]
         self.first_gradients = [its[-1] for its in trained if its]
@@ -165,9 +170,17 @@ class Kept:
         self.check()  # last: the script may add a layer meanwhile
         return large
 
-    def versions(self) -> list[int]:
-        """How often each parameter was changed in place: equal numbers, and nobody has."""
-        return list(map(_version_of, self._parameters))
+    def versions(self) -> list[Any]:
+        """How often each parameter was changed in place, and of some the first value, because what is written through
+        `.data` is not counted: equal lists, and nobody has changed them."""
+        return [*map(_version_of, self._parameters), *map(_first_value, self._samples)]
+
+
+def _first_value(parameter: torch.Tensor) -> bytes:
+    tensor = parameter.detach()  # it holds the memory, where another thread puts another one in its place
+    if not tensor.is_cpu or not tensor.numel():
+        return b""
+    return ctypes.string_at(tensor.data_ptr(), tensor.element_size())
 
 
 def merged(large: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:

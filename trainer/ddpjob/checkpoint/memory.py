@@ -6,8 +6,8 @@ rank writes only what is small, into its slots of the agent's memory, and the re
 ends by an exception. From the next `optimizer.step()` until the next boundary nothing is written.
 
 That nothing large changes in between is not believed: on the first steps the bits are summed at both ends, and later
-the parameters' version counters are compared. For a script in which it is otherwise, and for a rank that trains alone,
-the state is copied while all goes well (`copies.py`).
+the parameters' version counters are compared, and some of their values. For a script in which it is otherwise, and for
+a rank that trains alone, the state is copied while all goes well (`copies.py`).
 """
 
 import contextlib
@@ -20,29 +20,22 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ddpjob import process, threads
+from ddpjob import process
 from ddpjob.checkpoint import copies, packed, random_states, room
 from ddpjob.checkpoint.copies import Boundary, Copies
 from ddpjob.checkpoint.device_copies import DeviceCopies
-from ddpjob.checkpoint.kept import Kept, OutgrownError
-from ddpjob.checkpoint.shared import Shared, State
+from ddpjob.checkpoint.kept import Kept
+from ddpjob.checkpoint.shared import Shared
 from ddpjob.checkpoint.streams import Streams
-from ddpjob.core import memory
-from ddpjob.core.memory import ANSWER, CLOCK, COPIES, EARLY, PID, PROVEN, RESERVED, SAVED, UNABLE, Version
-from ddpjob.core.rules import RESUMABLE_EXIT_CODE
+from ddpjob.checkpoint.survivor import AGAIN_SECONDS, Survivor
+from ddpjob.core.memory import CLOCK, COPIES, EARLY, PID, PROVEN, RESERVED, Version
 from ddpjob.errors import StateError
-from ddpjob.reporting import termination
 
 PROOF_STEPS = 3
-AGAIN_SECONDS = 0.001
-DIRTY_SECONDS = 0.05  # more than the optimizer's step has usually taken
-TRIES_LEAST = 50  # to write the state; where the rank gets a processor it has hundreds
-STILL_SECONDS = 0.05  # a part of 16 MiB takes 4 ms on an idle machine
-HELD_UP = 4  # so many times that is waited, where the main thread does not wait for a peer
 SLACK = 1.05  # of the area: optimizers make the state of a parameter when it first has a gradient
 
 
-class Keeper:
+class Keeper(Survivor):
     """What one process keeps in memory: the objects of one `Snapshot`."""
 
     def __init__(
@@ -56,41 +49,26 @@ class Keeper:
     ) -> None:
         """otherwise: what happens where nothing is kept, for the log. store: of the group. streams: of the device that
         the rank trains on, if it is not the CPU."""
-        self._shared, self._rank, self._world_size, self._otherwise = shared, rank, world_size, otherwise
-        self._kept: Kept | None = None
-        self._assumed = False  # the objects are those of load(): save() has named none
+        own = Copies(shared, rank, world_size, store) if world_size == 1 else None
+        if streams is not None:
+            own = DeviceCopies(shared, rank, world_size, store, streams)
+        super().__init__(shared, own, on_device=streams is not None)
+        self._rank, self._world_size, self._otherwise = rank, world_size, otherwise
         self._outgrown: Mapping[str, Any] | None = None  # they have other parameters now
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that made steps without being named
-        self._off = ""  # why nothing is kept
         self._store = store
-        self._on_device = streams is not None
-        self._copies = Copies(shared, rank, world_size, store) if world_size == 1 else None
-        if streams is not None:
-            self._copies = DeviceCopies(shared, rank, world_size, store, streams)
-        self._lock = threading.Lock()  # held while parameters and optimizer state must not change
         self._stepped = True  # whether an optimizer has made a step since the last boundary
-        self._versions: list[int] = []
         self._early: dict[str, Any] | None = None  # the random states before the last step
         self._has_early = True
         self._proofs_left = 0 if shared.node[PROVEN] else PROOF_STEPS
         self._turn: int | None = None  # the slot of the next boundary
         self._sum: tuple[int, int] | None = None  # to be compared before the next step: its step, the sum
         self._room: threading.Thread | None = None
-        self._resumed: tuple[int, int] = (0, 0)  # the step that was loaded from memory, and how often
-        self._resumed_total = 0
         self._loaded: Version | None = None
-        self._answered = threading.Lock()
-        self._state: State | None = None  # what is being written
-        self._moved = 0, 0.0  # how many parts were written, and since when
-        self._tries = 0
-        self._dirty_since = self._dirty_seconds = 0.0  # how long it takes from the optimizer's step to the boundary
-        self._ends = False  # by an exception: no boundary follows
         self._told = False
         self._hooks: list[Any] = []
-        self._pid = os.getpid()
         register_optimizer_step_pre_hook(self.before_step)
-        threading.Thread(target=self._wait, name="ddpjob-memory", daemon=True).start()
-        process.at_exit(self._at_exit, 40)
+        self._begin()
 
     @property
     def is_on(self) -> bool:
@@ -383,120 +361,3 @@ class Keeper:
         self._early = rng
         step = self._shared.cells[CLOCK] // 2 + 1
         self._shared.write_slot(EARLY, packed.pack(self._slot(rng, kept.buffers())), step)
-
-    # ---- after a failure -----------------------------------------------------------------------------------
-
-    def _wait(self) -> None:
-        """Until the agent closes its end of the pipe: a rank of the group has failed."""
-        with contextlib.suppress(OSError):
-            os.read(self._shared.pipe, 1)
-            self.save()
-
-    def _at_exit(self) -> None:
-        error = termination.ending()
-        if error is not None and termination.exit_code(error) not in (0, RESUMABLE_EXIT_CODE):
-            self._ends = True
-            self.save()
-
-    def save(self) -> None:
-        """Write the state, if it is clean, or becomes so in time; and tell the agent."""
-        if os.getpid() != self._pid:
-            return
-        if self._on_device and self._copies is not None:
-            self._copies.stop()  # the device may go on without the lost rank: nothing of that counts
-            return
-        with self._answered:
-            cells = self._shared.cells
-            if not cells[PID] or cells[ANSWER] != memory.NONE:
-                return
-            answer, began = None, time.monotonic()
-            self._moved, self._tries = (0, began), 0
-            with self._guarded():
-                while answer is None and self._has_time(began):
-                    answer = self._try_to_save(is_patient=self._has_time(began, 0.5))
-                    self._tries += 1
-                    if answer is None:
-                        time.sleep(AGAIN_SECONDS)
-            self._state = None
-            cells[ANSWER] = answer or UNABLE
-
-    def _has_time(self, began: float, part: float = 1.0) -> bool:
-        """Whether that part of the time is not over. By tries too: a rank without a processor has only lost time."""
-        size, now = self._shared.node[RESERVED], time.monotonic()
-        is_early = now < (self._moved[1] if part == 1 else began) + part * memory.limit_seconds(size)
-        return now < began + part * memory.longest_seconds(size) and (is_early or self._tries < part * TRIES_LEAST)
-
-    def _try_to_save(self, *, is_patient: bool) -> int | None:
-        """What is to be told to the agent; None: not yet."""
-        shared, kept = self._shared, self._kept
-        if kept is None or self._off or not shared.is_current:
-            return UNABLE
-        if self._copies is not None and (self._copies.instead or shared.node[COPIES]):
-            return self._copies.finish(kept)
-        if shared.node[COPIES]:
-            return UNABLE
-        with self._lock:
-            clock = shared.cells[CLOCK]
-            if not memory.is_clean(clock):
-                return None if self._comes_to_a_boundary(kept) else UNABLE
-            step = memory.step_of(clock)
-            kept.check()
-            if kept.versions() != self._versions and not self._is_as_loaded(kept, step):
-                shared.node[COPIES] = memory.CHANGED  # from the next generation on
-                raise StateError(f"parameters changed after step {step}, and by no optimizer.step()")
-            own = Version(shared.attempt, shared.generation, step)
-            if memory.is_there(shared.held(), own, assumed=self._assumed):
-                return SAVED
-            if is_patient and memory.turn(clock, shared.clocks_of_others()) == "wait":
-                return None
-            return self._write(kept, step)
-
-    def _is_as_loaded(self, kept: Kept, step: int) -> bool:
-        """Whether the bits are those that were loaded: DistributedDataParallel writes the same ones again when it takes
-        a model that was loaded before."""
-        return step == self._resumed[0] and packed.total(packed.tensors_of(kept.large())) == self._resumed_total
-
-    def _comes_to_a_boundary(self, kept: Kept) -> bool:
-        """Whether it is worth to wait: the rank is within the optimizer's step, and no peer is needed to its end."""
-        usual, taken = 2 * self._dirty_seconds + DIRTY_SECONDS, time.monotonic() - self._dirty_since
-        if self._ends or kept.by_value or taken > HELD_UP * usual:
-            return False
-        return taken < usual or threads.would_run(self._pid, self._pid)
-
-    def _write(self, kept: Kept, step: int) -> int | None:
-        """Write what the other ranks of this node do not; None: the state is not whole yet."""
-        shared, now = self._shared, time.monotonic()
-        loads = self._resumed[1] if step == self._resumed[0] else 0
-        if self._copies is not None and self._copies.write_now(self._at(kept, step, False), loads):
-            return SAVED
-        if (done := shared.parts_done(step)) != self._moved[0]:
-            self._moved = done, now
-        takes_over = now > self._moved[1] + STILL_SECONDS
-        helps = memory.helps(shared.local_rank, shared.others(), len(os.sched_getaffinity(0)))
-        if not (helps or takes_over) or not shared.has_work(step, takes_over=takes_over):
-            return None
-        if self._state is None or self._state.step != step:
-            self._state = self._state_of(kept, step)
-        with shared.begun(self._state) as is_begun:
-            if is_begun and shared.write_parts(self._state, takes_over=takes_over):
-                return SAVED
-        return None
-
-    def _state_of(self, kept: Kept, step: int) -> State:
-        state = packed.pack(kept.large())
-        if state.size > self._shared.node[RESERVED]:
-            raise StateError(f"it has grown to {state.size >> 20} MiB")
-        resumed, loads = self._resumed
-        return State(state, step, loads if step == resumed else 0, assumed=self._assumed)
-
-    @contextlib.contextmanager
-    def _guarded(self) -> Any:
-        """Nothing here ends a training that goes well without it."""
-        try:
-            yield
-        except OutgrownError as error:
-            self._has_outgrown(str(error))
-        except StateError as error:
-            self.turn_off(str(error))
-        except Exception as error:
-            self.turn_off(f"{type(error).__name__}: {error}")

@@ -1,0 +1,186 @@
+"""What a rank does after a failure: a thread of it writes the state that it holds, if nothing has changed that since
+the last boundary, and tells the agent. So does a rank that ends by an exception, on its way out.
+
+`memory.py` knows what is kept and what may be written; `shared.py` has the parts that ranks of a node write.
+"""
+
+import abc
+import contextlib
+import os
+import threading
+import time
+from typing import Any
+
+from ddpjob import process, threads
+from ddpjob.checkpoint import packed
+from ddpjob.checkpoint.copies import Boundary, Copies
+from ddpjob.checkpoint.kept import Kept, OutgrownError
+from ddpjob.checkpoint.shared import Shared, State
+from ddpjob.core import memory
+from ddpjob.core.memory import ANSWER, CLOCK, COPIES, PID, RESERVED, SAVED, UNABLE, Version
+from ddpjob.core.rules import RESUMABLE_EXIT_CODE
+from ddpjob.errors import StateError
+from ddpjob.reporting import termination
+
+AGAIN_SECONDS = 0.001
+DIRTY_SECONDS = 0.05  # more than the optimizer's step has usually taken
+TRIES_LEAST = 50  # to write the state; where the rank gets a processor it has hundreds
+STILL_SECONDS = 0.05  # a part of 16 MiB takes 4 ms on an idle machine
+HELD_UP = 4  # so many times that is waited, where the main thread does not wait for a peer
+
+
+class Survivor(abc.ABC):
+    """A rank as it is between two boundaries, and what it does when another one has failed."""
+
+    def __init__(self, shared: Shared, own: Copies | None, *, on_device: bool) -> None:
+        self._shared, self._copies, self._on_device = shared, own, on_device
+        self._kept: Kept | None = None
+        self._assumed = False  # the objects are those of load(): save() has named none
+        self._off = ""  # why nothing is kept
+        self._lock = threading.Lock()  # held while parameters and optimizer state must not change
+        self._versions: list[Any] = []  # of the parameters, at the last boundary
+        self._resumed: tuple[int, int] = (0, 0)  # the step that was loaded from memory, and how often
+        self._resumed_total = 0
+        self._dirty_since = self._dirty_seconds = 0.0  # how long it takes from the optimizer's step to the boundary
+        self._answered = threading.Lock()
+        self._state: State | None = None  # what is being written
+        self._moved = 0, 0.0  # how many parts were written, and since when
+        self._tries = 0
+        self._ends = False  # by an exception: no boundary follows
+        self._pid = os.getpid()
+
+    def _begin(self) -> None:
+        threading.Thread(target=self._wait, name="ddpjob-memory", daemon=True).start()
+        process.at_exit(self._at_exit, 40)
+
+    @abc.abstractmethod
+    def turn_off(self, why: str, *, quiet: bool = False) -> None:
+        """From now on a restart goes on from the folder."""
+
+    @abc.abstractmethod
+    def _has_outgrown(self, why: str) -> None:
+        """The objects have other parameters than they had."""
+
+    @abc.abstractmethod
+    def _at(self, kept: Kept, step: int, named: bool) -> Boundary:
+        """What this rank would be at."""
+
+    def _wait(self) -> None:
+        """Until the agent closes its end of the pipe: a rank of the group has failed."""
+        with contextlib.suppress(OSError):
+            os.read(self._shared.pipe, 1)
+            self.save()
+
+    def _at_exit(self) -> None:
+        error = termination.ending()
+        if error is not None and termination.exit_code(error) not in (0, RESUMABLE_EXIT_CODE):
+            self._ends = True
+            self.save()
+
+    def save(self) -> None:
+        """Write the state, if it is clean, or becomes so in time; and tell the agent."""
+        if os.getpid() != self._pid:
+            return
+        if self._on_device and self._copies is not None:
+            self._copies.stop()  # the device may go on without the lost rank: nothing of that counts
+            return
+        with self._answered:
+            cells = self._shared.cells
+            if not cells[PID] or cells[ANSWER] != memory.NONE:
+                return
+            answer, began = None, time.monotonic()
+            self._moved, self._tries = (0, began), 0
+            with self._guarded():
+                while answer is None and self._has_time(began):
+                    answer = self._try_to_save(is_patient=self._has_time(began, 0.5))
+                    self._tries += 1
+                    if answer is None:
+                        time.sleep(AGAIN_SECONDS)
+            self._state = None
+            cells[ANSWER] = answer or UNABLE
+
+    def _has_time(self, began: float, part: float = 1.0) -> bool:
+        """Whether that part of the time is not over. By tries too: a rank without a processor has only lost time."""
+        size, now = self._shared.node[RESERVED], time.monotonic()
+        is_early = now < (self._moved[1] if part == 1 else began) + part * memory.limit_seconds(size)
+        return now < began + part * memory.longest_seconds(size) and (is_early or self._tries < part * TRIES_LEAST)
+
+    def _try_to_save(self, *, is_patient: bool) -> int | None:
+        """What is to be told to the agent; None: not yet."""
+        shared, kept = self._shared, self._kept
+        if kept is None or self._off or not shared.is_current:
+            return UNABLE
+        if self._copies is not None and (self._copies.instead or shared.node[COPIES]):
+            return self._copies.finish(kept)
+        if shared.node[COPIES]:
+            return UNABLE
+        with self._lock:
+            clock = shared.cells[CLOCK]
+            if not memory.is_clean(clock):
+                return None if self._comes_to_a_boundary(kept) else UNABLE
+            step = memory.step_of(clock)
+            kept.check()
+            self._check_unchanged(kept, step)
+            own = Version(shared.attempt, shared.generation, step)
+            if memory.is_there(shared.held(), own, assumed=self._assumed):
+                return SAVED
+            if is_patient and memory.turn(clock, shared.clocks_of_others()) == "wait":
+                return None
+            return self._write(kept, step)
+
+    def _check_unchanged(self, kept: Kept, step: int) -> None:
+        """Raises StateError where parameters are not those of this step."""
+        if kept.versions() != self._versions and not self._is_as_loaded(kept, step):
+            self._shared.node[COPIES] = memory.CHANGED  # from the next generation on
+            raise StateError(f"parameters changed after step {step}, and by no optimizer.step()")
+
+    def _is_as_loaded(self, kept: Kept, step: int) -> bool:
+        """Whether the bits are those that were loaded: DistributedDataParallel writes the same ones again when it takes
+        a model that was loaded before."""
+        return step == self._resumed[0] and packed.total(packed.tensors_of(kept.large())) == self._resumed_total
+
+    def _comes_to_a_boundary(self, kept: Kept) -> bool:
+        """Whether it is worth to wait: the rank is within the optimizer's step, and no peer is needed to its end."""
+        usual, taken = 2 * self._dirty_seconds + DIRTY_SECONDS, time.monotonic() - self._dirty_since
+        if self._ends or kept.by_value or taken > HELD_UP * usual:
+            return False
+        return taken < usual or threads.would_run(self._pid, self._pid)
+
+    def _write(self, kept: Kept, step: int) -> int | None:
+        """Write what the other ranks of this node do not; None: the state is not whole yet."""
+        shared, now = self._shared, time.monotonic()
+        loads = self._resumed[1] if step == self._resumed[0] else 0
+        if self._copies is not None and self._copies.write_now(self._at(kept, step, False), loads):
+            return SAVED
+        if (done := shared.parts_done(step)) != self._moved[0]:
+            self._moved = done, now
+        takes_over = now > self._moved[1] + STILL_SECONDS
+        helps = memory.helps(shared.local_rank, shared.others(), len(os.sched_getaffinity(0)))
+        if not (helps or takes_over) or not shared.has_work(step, takes_over=takes_over):
+            return None
+        if self._state is None or self._state.step != step:
+            self._state = self._state_of(kept, step)
+            self._check_unchanged(kept, step)  # the script may change them meanwhile; later the sum would not agree
+        with shared.begun(self._state) as is_begun:
+            if is_begun and shared.write_parts(self._state, takes_over=takes_over):
+                return SAVED
+        return None
+
+    def _state_of(self, kept: Kept, step: int) -> State:
+        state = packed.pack(kept.large())
+        if state.size > self._shared.node[RESERVED]:
+            raise StateError(f"it has grown to {state.size >> 20} MiB")
+        resumed, loads = self._resumed
+        return State(state, step, loads if step == resumed else 0, assumed=self._assumed)
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Any:
+        """Nothing here ends a training that goes well without it."""
+        try:
+            yield
+        except OutgrownError as error:
+            self._has_outgrown(str(error))
+        except StateError as error:
+            self.turn_off(str(error))
+        except Exception as error:
+            self.turn_off(f"{type(error).__name__}: {error}")
