@@ -6,7 +6,7 @@ that may be slow. A byte in the notify pipe reports that a rank has begun: until
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import json
 import mmap
 import os
@@ -15,6 +15,8 @@ from typing import Any
 from ddpjob.agent.core.stall_monitor import Heartbeat
 from ddpjob.agent.memory import create
 from ddpjob.core.heartbeat import ANSWERED, ASKED, CELLS_BYTES, LENGTH, OVER, PAGE_BYTES, PHASES, PID, SAVED
+
+REFUSED = (errno.EACCES, errno.EPERM, errno.ENOSYS)
 
 
 class Heartbeats:
@@ -77,9 +79,15 @@ class Heartbeats:
 
 
 def _file() -> int:
-    """In memory; where the kernel refuses that, on a disk: without heartbeats no rank would start."""
-    with contextlib.suppress(OSError):
+    """In memory; where the kernel refuses that always, on a disk: without heartbeats no rank would start.
+
+    Raises OSError where it has none just now: ranks are started later.
+    """
+    try:
         return create("ddprun-beats")
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
     import tempfile  # here, because it is seldom needed, and each start would wait for it
 
     with tempfile.TemporaryFile() as file:

@@ -144,7 +144,7 @@ class Copies:
         if self._ended and at.step > self._step:
             self._paces.append((time.perf_counter() - self._ended) / (at.step - self._step))
         self._before, self._step = self._step, at.step
-        self._noted = (at.kept.versions(), at.named) if self.changes else None
+        self._noted = (self._versions_of(at.kept), at.named) if self.changes else None
         if self.instead:
             self._shared.write_mark(at.step, self._before)
         self._look()
@@ -157,7 +157,7 @@ class Copies:
             return
         versions, named = self._noted
         if named != at.named:
-            is_placed = at.kept.versions() == versions
+            is_placed = self._versions_of(at.kept) == versions
             if not is_placed and self._is_placed is not False:
                 self.forget()
             self._is_placed = is_placed and self._is_placed is not False
@@ -187,7 +187,7 @@ class Copies:
             with self._lock:
                 shared.cells[CLOCK], shared.cells[PID] = 2 * at.step, os.getpid()
                 area = self._write(at, every)
-                self._written = None if area is None else _Written(area, at.step, at.kept.versions())
+                self._written = None if area is None else _Written(area, at.step, self._versions_of(at.kept))
         self._pay(time.perf_counter() - began)
 
     def _pay(self, seconds: float) -> None:
@@ -252,9 +252,13 @@ class Copies:
             self._shared.count_copy(written.area, written.step)
             return SAVED
 
+    def _versions_of(self, kept: Kept) -> list[Any]:
+        """What shows whether parameters have changed."""
+        return kept.versions()
+
     def _is_as_it_was(self, kept: Kept, versions: list[Any]) -> bool:
         """Whether nothing speaks against the boundary."""
-        return kept.versions() == versions or (self._plan is not None and self._plan.changes)
+        return self._versions_of(kept) == versions or (self._plan is not None and self._plan.changes)
 
     def _all_are_at(self, step: int) -> bool:
         """Whether all ranks of the group are of this node, and have written their slots of that step."""

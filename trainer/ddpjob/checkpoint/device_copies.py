@@ -37,7 +37,7 @@ class _Flight:
     """A copy on its way: it was begun at one boundary, and counts at a later one."""
 
     def __init__(self, at: Boundary) -> None:
-        self.step, self.versions = at.step, at.kept.versions()
+        self.step, self.versions = at.step, at.kept.counters()
         self.counts = True
         """Whether it is more than a try."""
         self.host_seconds = 0.0
@@ -126,6 +126,9 @@ class DeviceCopies(Copies):
         """Also from another thread than the one that trains: nothing counts from now on."""
         with self._lock:
             self._stopped = True
+
+    def _versions_of(self, kept: Kept) -> list[Any]:
+        return kept.counters()  # no values: the host would see those of any moment, and wait for them
 
     def give_up_last(self) -> None:
         self._leave()

@@ -170,10 +170,14 @@ class Kept:
         self.check()  # last: the script may add a layer meanwhile
         return large
 
+    def counters(self) -> list[Any]:
+        """How often each parameter was changed in place."""
+        return list(map(_version_of, self._parameters))
+
     def versions(self) -> list[Any]:
-        """How often each parameter was changed in place, and of some the first value, because what is written through
-        `.data` is not counted: equal lists, and nobody has changed them."""
-        return [*map(_version_of, self._parameters), *map(_first_value, self._samples)]
+        """The counters, and of some parameters the first value, because what is written through `.data` is not counted:
+        equal lists, and nobody has changed them."""
+        return [*self.counters(), *map(_first_value, self._samples)]
 
 
 def _first_value(parameter: torch.Tensor) -> bytes:
