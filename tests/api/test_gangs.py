@@ -53,8 +53,19 @@ class Gangs:
         self.path = f"/apis/{version}/namespaces/{namespace.name}/podgroups"
 
     def names(self) -> list[str]:
+        """Without the digits of the job's uid."""
         found = self.namespace.api.call("GET", self.path)["items"]
-        return sorted(group["metadata"]["name"] for group in found)
+        return sorted(group["metadata"]["name"].rpartition("-")[0] for group in found)
+
+    def name(self, job: str) -> str:
+        """Of the group of its first attempt."""
+        uid = self.namespace.api.call("GET", f"{self.namespace.jobs_path}/{job}")["metadata"]["uid"]
+        return f"{job}-1-{uid[-5:]}"
+
+    def spec(self, job: str) -> dict[str, Any]:
+        """Of the group of its first attempt."""
+        found: dict[str, Any] = self.namespace.api.call("GET", f"{self.path}/{self.name(job)}")["spec"]
+        return found
 
     def submit(
         self, name: str, nodes: int, run_for: str = "", command: Sequence[str] = ("torchrun", "train.py"), **spec: Any
@@ -99,7 +110,7 @@ def test_the_status_says_who_places_the_pods_and_the_pods_name_their_group(gangs
     gang = gangs.namespace.status()["gang"]
     assert gang == {"kind": "native", "attempt": 1, "why": f"the API server serves {gangs.version}"}
     groups = {p["spec"]["schedulingGroup"]["podGroupName"] for p in gangs.namespace.pods()}
-    assert groups == {"digits-1"}
+    assert groups == {gangs.name("digits")}
 
 
 def test_restart_suspend_resume_and_the_end_leave_no_group_behind(gangs: Gangs, all_nodes: int) -> None:
@@ -129,7 +140,7 @@ def test_a_replaced_pod_joins_its_gang(gangs: Gangs, all_nodes: int) -> None:
     until(lambda: "replaced-1-1-r1" in gangs.namespace.pod_names(), "the pod is replaced alone", 60)
     gangs.namespace.reaches("Running", name="replaced", seconds=60)
     pod = next(p for p in gangs.namespace.pods() if p["metadata"]["name"] == "replaced-1-1-r1")
-    assert pod["spec"]["schedulingGroup"] == {"podGroupName": "replaced-1"}
+    assert pod["spec"]["schedulingGroup"] == {"podGroupName": gangs.name("replaced")}
 
 
 def test_an_elastic_job_starts_with_the_least_of_its_nodes(gangs: Gangs, all_nodes: int) -> None:
@@ -163,7 +174,7 @@ def test_a_topology_key_keeps_all_pods_in_one_rack_and_a_job_for_which_none_is_l
     """Needs the feature gate TopologyAwareWorkloadScheduling; without it Kubernetes 1.36 drops the field."""
     gangs.submit("digits", all_nodes // 2, topologyKey=racks)
     gangs.namespace.reaches("Running", seconds=60)
-    constraint = gangs.namespace.api.call("GET", f"{gangs.path}/digits-1")["spec"].get("schedulingConstraints")
+    constraint = gangs.spec("digits").get("schedulingConstraints")
     if constraint is None:
         pytest.skip("this API server drops schedulingConstraints: TopologyAwareWorkloadScheduling is off")
     assert constraint == {"topology": [{"key": racks}]}
@@ -179,7 +190,7 @@ def test_a_topology_key_keeps_all_pods_in_one_rack_and_a_job_for_which_none_is_l
 def test_a_topology_that_no_node_has_binds_no_pod_and_says_so(gangs: Gangs) -> None:
     gangs.submit("digits", 2, topologyKey="ddpjob.test/nobody-has-it")
     until(lambda: gangs.names() == ["digits-1"], "its group is there")
-    if "schedulingConstraints" not in gangs.namespace.api.call("GET", f"{gangs.path}/digits-1")["spec"]:
+    if "schedulingConstraints" not in gangs.spec("digits"):
         pytest.skip("this API server drops schedulingConstraints: TopologyAwareWorkloadScheduling is off")
     message = gangs.namespace.reaches("Pending", "Unschedulable", seconds=60)
     assert gangs.bound("digits") == 0

@@ -113,7 +113,8 @@ class Judge:
         status = self.statuses.get(uid, {})
         gang = status.get("gang") or {}
         group = (raw["spec"].get("schedulingGroup") or {}).get("podGroupName")
-        if gang.get("kind") == "native" and group != f"{raw['metadata']['labels'][naming.LABEL_JOB]}-{attempt}":
+        own = f"{raw['metadata']['labels'][naming.LABEL_JOB]}-{attempt}-{uid[-5:]}"
+        if gang.get("kind") == "native" and group != own:
             self.wrong.append(f"pod {raw['metadata']['name']} is outside of its group: it takes a node by itself")
         name, place = raw["metadata"]["name"], (status.get("attempt", 0), _replacement_of(status, _rank(raw)))
         if place < (attempt, _replacement(raw)):

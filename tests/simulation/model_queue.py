@@ -140,7 +140,7 @@ class Walk:
         for action in todo.actions[:done]:
             if isinstance(action, CreateGroup) and world.job.metadata.name in refused:
                 continue
-            if isinstance(action, DeletePod) and world.status.reason == "Evicted":
+            if isinstance(action, DeletePod) and world.status.reason == "Evicted" and world.pods[action.name].live:
                 self._stopped(number, action)
             try:
                 world.act(action)

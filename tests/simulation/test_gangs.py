@@ -79,8 +79,9 @@ def group_of_the_first_attempt_forever() -> contextlib.AbstractContextManager[An
 
 def test_seeds_that_have_failed_once_stay_fixed() -> None:
     """700430: node 0 of an elastic job, whose pod was deleted by force after all had ended, found the old store.
-    710130: an operator that began with an old list saw no pod, and gave up the group of those that lived."""
-    for seed in (700430, 710130):
+    710130: an operator that began with an old list saw no pod, and gave up the group of those that lived.
+    801808, 809053: a pod of a deleted job counted for the group of the next job of that name."""
+    for seed in (700430, 710130, 801808, 809053):
         outcome = simulate(gang_scenario(seed))
         assert not outcome.wrong, outcome.wrong
 

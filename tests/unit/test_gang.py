@@ -67,7 +67,7 @@ def test_the_group_comes_before_the_pods_and_the_status_says_which_and_why() -> 
     assert world.status.gang == api.Gang(
         kind="native", attempt=1, why="the API server serves scheduling.k8s.io/v1alpha2"
     )
-    assert list(world.groups) == ["digits-1"]
+    assert list(world.groups) == ["digits-1-00001"]
 
 
 def test_a_job_that_wants_a_gang_makes_no_pod_where_there_is_none() -> None:
@@ -84,22 +84,22 @@ def test_a_job_that_began_without_a_gang_goes_on_so_and_the_next_attempt_has_one
     world = digits().running().serves().settle()
     assert world.groups == {}
     world.exits(0, code=1).restarted()
-    assert list(world.groups) == ["digits-2"]
+    assert list(world.groups) == ["digits-2-00001"]
 
 
 def test_each_attempt_has_a_group_of_its_own_which_goes_when_its_pods_have_ended() -> None:
     world = gang().running().admits()
     world.exits(0, code=1).settle()
-    assert list(world.groups) == ["digits-1"], "a pod of it still stops"
+    assert list(world.groups) == ["digits-1-00001"], "a pod of it still stops"
     world.stops_all().settle()
-    assert list(world.groups) == ["digits-2"]
+    assert list(world.groups) == ["digits-2-00001"]
 
 
 def test_a_replaced_pod_joins_the_group_of_its_attempt() -> None:
     world = World(job(container={"command": ["ddprun", "train.py"]})).serves().running()
     world.evicted(1, "Evicted").settle()
     assert world.names()[-1] == "digits-1-1-r1"
-    assert list(world.groups) == ["digits-1"]
+    assert list(world.groups) == ["digits-1-00001"]
 
 
 @pytest.mark.parametrize("end", ["suspended", "succeeded", "failed"])
@@ -122,7 +122,7 @@ def test_a_job_that_ends_or_is_suspended_leaves_no_group_behind(end: str) -> Non
 def test_a_job_that_resumes_gets_the_group_of_its_next_attempt() -> None:
     world = gang().running().change(suspend=True).settle().stops_all().settle()
     world.change(suspend=False).settle()
-    assert (list(world.groups), world.names()) == (["digits-2"], ["digits-2-0", "digits-2-1"])
+    assert (list(world.groups), world.names()) == (["digits-2-00001"], ["digits-2-0", "digits-2-1"])
 
 
 def test_a_group_that_was_deleted_by_hand_is_made_again_for_pods_that_wait() -> None:
@@ -189,7 +189,7 @@ def test_the_start_deadline_releases_a_gang_and_the_next_try_has_its_own() -> No
     again = world.plan().requeue_at
     assert again is not None
     world.after((again - world.now).total_seconds()).settle()
-    assert list(world.groups) == ["digits-2"]
+    assert list(world.groups) == ["digits-2-00001"]
 
 
 def test_an_elastic_job_is_placed_as_soon_as_the_least_of_its_nodes_can_be() -> None:
@@ -199,7 +199,7 @@ def test_an_elastic_job_is_placed_as_soon_as_the_least_of_its_nodes_can_be() -> 
 
 def test_a_group_of_somebody_else_is_never_deleted() -> None:
     world = gang().started()
-    ours = world.groups["digits-1"]
+    ours = world.groups["digits-1-00001"]
     world.groups["digits-0"] = dataclasses.replace(ours, name="digits-0", owner_uid="somebody", attempt=0)
     assert not any(isinstance(action, DeleteGroup) for action in world.settle().step().actions)
 
@@ -219,7 +219,7 @@ GROUP = {
     "apiVersion": "scheduling.k8s.io/v1alpha2",
     "kind": "PodGroup",
     "metadata": {
-        "name": "digits-3",
+        "name": "digits-3-00001",
         "namespace": "default",
         "labels": {"training.ddpjob.io/job": "digits", "training.ddpjob.io/attempt": "3"},
         "ownerReferences": [
@@ -269,7 +269,7 @@ def test_in_1_37_a_group_that_was_placed_once_says_so_for_ever_and_its_pods_say_
 def test_a_pod_names_the_group_of_its_attempt() -> None:
     body = build.pod(job(), 3, 1)
     native.pod(body, job(), 3)
-    assert body["spec"]["schedulingGroup"] == {"podGroupName": "digits-3"}
+    assert body["spec"]["schedulingGroup"] == {"podGroupName": "digits-3-00001"}
 
 
 @pytest.mark.parametrize("kind", ["PodGroupScheduled", "PodGroupInitiallyScheduled"])
@@ -352,10 +352,10 @@ def test_the_table_for_volcano_makes_what_volcano_documents(volcano: Adapter) ->
     """Who copies the page must get a gang, not a job whose pods are placed one by one."""
     elastic = job(nodes=8, minNodes=6)
     body = volcano.body(elastic, 2, "scheduling.volcano.sh/v1beta1")
-    assert (body["kind"], body["metadata"]["name"], body["spec"]) == ("PodGroup", "digits-2", {"minMember": 6})
+    assert (body["kind"], body["metadata"]["name"], body["spec"]) == ("PodGroup", "digits-2-00001", {"minMember": 6})
     pod = build.pod(elastic, 2, 1)
     volcano.pod(pod, elastic, 2)
-    assert pod["metadata"]["annotations"]["scheduling.k8s.io/group-name"] == "digits-2"
+    assert pod["metadata"]["annotations"]["scheduling.k8s.io/group-name"] == "digits-2-00001"
     assert pod["spec"]["schedulerName"] == "volcano"
     full = {"type": "Unschedulable", "status": "True", "reason": "NotEnoughResources", "message": "6/8 tasks in gang"}
     assert volcano.read({"status": {"phase": "Inqueue", "conditions": [full]}}) == Admission("waiting", full["message"])
@@ -368,8 +368,8 @@ def test_the_rules_drive_the_table_for_volcano_as_they_do_the_others(volcano: Ad
     adapters = {"native": dataclasses.replace(volcano, name="native")}
     world.settings = dataclasses.replace(world.settings, adapters=adapters)
     world.running()
-    assert (list(world.groups), world.status.state) == (["digits-1"], "Running")
+    assert (list(world.groups), world.status.state) == (["digits-1-00001"], "Running")
     world.exits(1, code=1).restarted()
-    assert list(world.groups) == ["digits-2"]
+    assert list(world.groups) == ["digits-2-00001"]
     world.change(suspend=True).settle().stops_all().settle()
     assert (world.groups, world.status.state) == ({}, "Suspended")

@@ -178,7 +178,7 @@ def test_the_copy_has_what_a_group_says_and_whose_it_is() -> None:
     body["status"] = {"conditions": [{"type": "PodGroupScheduled", "status": "False", "message": "no room"}]}
     server.items = [body]
     (group,) = found(server).store.of(("default", "digits"))
-    assert (group.name, group.attempt, group.owner_uid) == ("digits-3", 3, UID)
+    assert (group.name, group.attempt, group.owner_uid) == ("digits-3-00001", 3, UID)
     assert group.admission == Admission("waiting", "no room")
 
 

@@ -57,6 +57,9 @@ class Queue:
     """None: it tells nobody's place."""
 
 
+UID_DIGITS = 5
+
+
 @dataclass(frozen=True)
 class Adapter:
     """One for each value of spec.gang but auto and none."""
@@ -91,8 +94,10 @@ class Adapter:
         return f"{self.kind}.{self.group}"
 
     def group_name(self, job: api.DDPJob, attempt: int) -> str:
-        """The object's name: used once, so that no group of an old attempt is taken for a new one."""
-        return f"{job.metadata.name}-{attempt}" if self.per_attempt else job.metadata.name
+        """The object's name: where each attempt has its own, used once, so that no pod of an old attempt counts for a
+        new one, nor a pod of a deleted job for the one that was applied after it (the last five digits of the uid)."""
+        name = job.metadata.name
+        return f"{name}-{attempt}-{job.metadata.uid[-UID_DIGITS:]}" if self.per_attempt else name
 
     def attempt_of(self, attempt: int) -> int:
         """The attempt that a group is for; 0: all."""
