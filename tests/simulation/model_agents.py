@@ -498,7 +498,7 @@ class Agents:
         if life.started_at is None or life.broken:
             return False
         ranks = list(life.ranks.values())
-        return all(a.runs and not a.over for a in ranks) and self._is_together(life)
+        return all(a.life is life and a.runs and not a.over for a in ranks) and self._is_together(life)
 
     def _is_together(self, life: Life) -> bool:
         ranks = [a.process for a in life.ranks.values()]
