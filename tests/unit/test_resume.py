@@ -151,6 +151,18 @@ def test_a_restart_from_the_folder_repeats_all_that_was_made_since_also_what_was
     assert end == "✔ digits Succeeded in 8s   1 restart, 34 steps repeated   resumed at step 500 from /ckpt"
 
 
+def test_a_failure_that_is_heard_of_after_the_next_ranks_have_begun_counts_its_steps_once() -> None:
+    """Its agent says it until it is confirmed: who pays for the GPUs would be charged for the same steps twice."""
+    world = trains(command="ddprun").after(3)
+    resumed: dict[str, Any] = {"resumed_step": 500, "resumed_from": "/ckpt", "saved_step": 500}
+    world.reports_step(501, generation=1, **resumed).settle()
+    agent = in_place(534)
+    world.agent = replace(agent, failures=[failure._replace(generation=0) for failure in agent.failures])
+    world.settle().after(1).reports_step(501, generation=2, **resumed).settle()
+    assert world.status.goodput is not None
+    assert world.status.goodput.lost_steps == 20 + 1, "of generation 0, and of generation 1"
+
+
 def test_a_state_that_was_loaded_to_begin_with_counts_no_step_as_kept() -> None:
     """A script may load the model of another training, of step 50,000, and begin at 0."""
     loaded: dict[str, Any] = {"resumed_step": 50_000, "resumed_from": "/pretrained"}
