@@ -182,9 +182,10 @@ class Executor:
         try:
             await self.client.delete(f"{gang.path(namespace)}/{action.name}", {"preconditions": {"uid": action.uid}})
         except ApiError as error:
-            # Also where the API is no longer served: then nothing of it can be deleted, and nothing is in the way.
             if error.status not in (404, 409):
                 raise
+            if error.status == 404 and not is_absent(error, action.name):
+                return  # the API is no longer served: nothing is in the way, and it may come back with the object
         gang.store.remove(namespace, action.name, action.uid)
 
     async def _tell_group(self, job: api.DDPJob, action: TellGroup, state: JobState) -> None:
