@@ -264,6 +264,9 @@ class ModelApi:
         uid = (options.get("preconditions") or {}).get("uid")
         if uid not in (None, old["metadata"]["uid"]):
             return _conflict(kind, place[1], "Precondition failed: the UID differs")
+        version = (options.get("preconditions") or {}).get("resourceVersion")
+        if version not in (None, old["metadata"]["resourceVersion"]):
+            return _conflict(kind, place[1], "Precondition failed: the ResourceVersion differs")
         seconds = _grace_seconds(old, options.get("gracePeriodSeconds")) if kind.plural == "pods" else 0
         if kind.plural == "pods" and seconds:
             return 200, self._ask_to_stop(kind, place, old, seconds, actor)
