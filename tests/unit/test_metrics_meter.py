@@ -113,6 +113,41 @@ def test_the_seconds_of_all_jobs_only_grow_when_jobs_are_deleted() -> None:
     assert scraped(meter, moment(two, seconds=35))[name] == 40, "a clock that is set back takes nothing away"
 
 
+@pytest.mark.parametrize(
+    "later",
+    [
+        pytest.param(job(state="Running", state_time=NOW, first_step_time=NOW), id="the clock was set back"),
+        pytest.param(
+            job(state="Running", state_time=NOW, first_step_time=NOW, goodput=api.Goodput(idle_since=at(40))),
+            id="it has made no step for a minute, as is known now",
+        ),
+        pytest.param(
+            job(state="Restarting", state_time=at(40), goodput=api.Goodput(productive_seconds=40)),
+            id="its agent says that a rank had failed a minute ago",
+        ),
+    ],
+)
+def test_the_seconds_of_a_job_never_fall(later: Job) -> None:
+    """increase() over a counter that falls has the whole counter once more: a week that nobody has trained."""
+    meter, mine = Meter(), 'ddpjob_job_seconds_total{job_name="digits",namespace="team",spent="productive"}'
+    running = job(state="Running", state_time=NOW, first_step_time=NOW)
+    assert scraped(meter, moment(running, seconds=100))[mine] == 100
+    now = moment(later, seconds=50 if later.status == running.status else 101)
+    found = scraped(meter, now)
+    assert found[mine] == 100
+    assert found['ddpjob_seconds_total{spent="productive"}'] == 0, "the first scrape counts nothing, and this one less"
+    assert scraped(Meter(), now)[mine] < 100, "what the status alone would show"
+
+
+def test_a_job_whose_status_cannot_be_read_for_a_while_is_not_counted_twice() -> None:
+    """Somebody edits a status and takes it back: the fleet has not trained for a week more."""
+    meter, name = Meter(), 'ddpjob_seconds_total{spent="productive"}'
+    running = job(state="Running", state_time=NOW, first_step_time=NOW)
+    scraped(meter, moment(running, seconds=1000))
+    scraped(meter, moment(running._replace(status=None), seconds=1010))
+    assert scraped(meter, moment(running, seconds=1020))[name] == 20
+
+
 def test_a_thousand_jobs_that_come_and_go_leave_no_series_and_no_memory() -> None:
     """A counter of names of jobs that are long gone would end the operator by its memory within months."""
     meter = Meter()
