@@ -7,7 +7,7 @@ the one that holds the Lease runs the queue, and the others keep their copies up
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sized
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -257,8 +257,9 @@ class Operator:
         """What /metrics shows now. Of the jobs that this release acts for, while this operator leads."""
         jobs = [raw for key in self.caches.jobs if self._may_act(key[0]) and (raw := self.caches.jobs.get(key))]
         caches = self.caches
-        groups = sum(len(gang.store) for gang in caches.gangs.values())
-        sizes = (len(caches.jobs), len(caches.pods), len(caches.services), len(caches.nodes), groups)
+        copies: dict[str, Sized] = {api.PLURAL: caches.jobs, "pods": caches.pods}
+        copies |= {"services": caches.services, "nodes": caches.nodes}
+        copies |= {gang.adapter.plural: gang.store for gang in caches.gangs.values()}
         queues = zip((self.queue, self._events.queue), names.QUEUES, strict=True)
         moment = Moment(
             now=self._runtime.now(),
@@ -267,7 +268,7 @@ class Operator:
             leads=self.leads,
             lease=self.settings.lease_name,
             queues=[measuring.now_in(queue, name) for queue, name in queues],
-            cached=list(zip(names.CACHES, sizes, strict=True)),
+            cached=[(name, len(copies[name]) if name in copies else 0) for name in names.CACHES],
             of_jobs=self.settings.metrics_of_jobs,
         )
         return Snapshot(moment, jobs if self.leads else None)
