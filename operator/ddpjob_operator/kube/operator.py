@@ -16,7 +16,7 @@ from aiohttp import web
 
 from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api, topology
-from ddpjob_operator.kube import access, measuring, observe, reading, triggers
+from ddpjob_operator.kube import access, decisions, measuring, observe, reading, triggers
 from ddpjob_operator.kube.claims import Claims
 from ddpjob_operator.kube.client import Client, collection
 from ddpjob_operator.kube.events import Events
@@ -146,7 +146,11 @@ class Operator:
         self.reconciler = Reconciler(
             self.caches, states, self.reports, lookup, executor, runtime, settings.rules, self._ready_in
         )
-        self.queue: Queue[Key] = Queue(self.reconciler.reconcile, runtime, watcher=watchers[0])
+        told: dict[str, Any] = {
+            "watcher": watchers[0],
+            "about": lambda key: decisions.about(key, self.caches.jobs.get(key)),
+        }
+        self.queue: Queue[Key] = Queue(self.reconciler.reconcile, runtime, **told)
 
     def _watched(self, lookup: Lookup) -> Iterator[Watched]:
         caches, label = self.caches, naming.LABEL_JOB
