@@ -11,7 +11,7 @@ from functools import partial
 import msgspec
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube import observe
+from ddpjob_operator.kube import decisions, observe
 from ddpjob_operator.kube.client import ApiError, Client, Raw, collection
 from ddpjob_operator.kube.events import Events
 from ddpjob_operator.kube.job_state import JobState
@@ -118,7 +118,9 @@ class Executor:
         except ApiError as error:
             if not is_refusal(error):
                 raise
-            self.runtime.log.warning("%s/%s: its condition was not written: %s", job.namespace, job.name, error)
+            key = (job.namespace, job.name)
+            about = decisions.about(key, self.caches.jobs.get(key))
+            self.runtime.log.warning("%s: its condition was not written: %s", about["job"], error, extra=about)
         self.send_event(job, event)
 
     async def _replace_status(self, metadata: api.Metadata, status: Raw) -> None:
@@ -219,7 +221,10 @@ class Executor:
             if error.status not in (403, 404, 405, 409, 422):
                 raise
             # The role of an older chart, or a pod that has changed meanwhile: a delete handles both.
-            self.runtime.log.info("%s is deleted, with its log, because it cannot be ended otherwise: %s", path, error)
+            where = f"{job.metadata.namespace}/{job.metadata.name}"
+            about = decisions.Line("", where, job.status.attempt, action.name)
+            text = "%s: the pod %s is deleted, with its log, because it cannot be ended otherwise: %s"
+            self.runtime.log.info(text, where, action.name, error, extra=about.fields())
             await self._delete(job, DeletePod(action.name, action.uid, restart_grace_seconds(job.spec)))
 
     async def _delete_job(self, job: api.DDPJob, action: DeleteJob) -> None:
