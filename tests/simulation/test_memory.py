@@ -206,7 +206,7 @@ SEEDS: dict[Mutant, int] = {
     a_part_is_missing: 0,
     old_memory_accepted: 26,
     written_while_dirty: 18,
-    memory_beats_the_folder: 3,
+    memory_beats_the_folder: 44,
     assumed_beats_what_was_saved: 3,
     lost_steps_from_the_last_save: 0,
     a_copy_that_counts_before_its_step: 110,
