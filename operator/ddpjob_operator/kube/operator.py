@@ -230,7 +230,9 @@ class Operator:
         if spec is None:
             return Sender(*entry.key, node_rank=0)  # no report of a job that cannot be read is kept
         members = topology.members(spec)
-        return Sender(*entry.key, members.node_rank(place), entry.value.attempt) if place in members else None
+        if place not in members:
+            return None
+        return Sender(*entry.key, members.node_rank(place), entry.value.attempt, entry.value.replacement)
 
     def report(self, sender: Sender, report: Report) -> None:
         """A trainer's report."""
