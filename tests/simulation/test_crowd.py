@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 from crowd import Crowd, crowd_scenario, simulate_crowd
+from model_api import Change, Kind
 from model_kueue import Kueue, is_true
 from scenario import Scenario
 
@@ -69,6 +70,29 @@ def test_a_job_of_another_manager_is_left_alone_beside_one_that_runs() -> None:
     outcome = crowd.run()
     assert outcome.end == "Succeeded "
     assert [line for line in theirs if "theirs" in line] == ["user ddpjobs theirs"]
+
+
+def test_a_job_in_a_queue_that_is_not_there_is_trained_once_its_label_is_mended() -> None:
+    """Its Workload is made anew, and there are never two that would hold quota."""
+    plain = Scenario(cluster_nodes=2, training_seconds=20, quota=4, labels={kueue.QUEUE_LABEL: "mian"})
+    crowd = Crowd(plain)
+    said: set[str] = set()
+    made: list[str] = []
+
+    def changed(kind: Kind, change: Change) -> None:
+        said.add((change.object.get("status") or {}).get("message", "") if kind.plural == "ddpjobs" else "")
+        if kind.plural == "workloads" and change.old is None:
+            made.append(change.object["spec"]["queueName"])
+
+    def mend() -> None:
+        (job,) = crowd.api.all("ddpjobs")
+        crowd.api.change("ddpjobs", job, "user", metadata={"labels": {kueue.QUEUE_LABEL: "main"}})
+
+    crowd.api.listeners.append(changed)
+    crowd.loop.call_later(100, mend)
+    outcome = crowd.run()
+    assert (outcome.wrong, outcome.end, made) == ([], "Succeeded", ["mian", "main"])
+    assert "waiting in the queue: LocalQueue mian doesn't exist" in said
 
 
 def quota_returned_early() -> contextlib.AbstractContextManager[Any]:
