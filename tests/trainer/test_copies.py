@@ -228,3 +228,34 @@ def test_copies_without_room_are_said_with_the_reason(
     assert "two copies of 0 MiB have no room" in node.run(0, train)
     assert "the state is not kept in memory: two copies of" in capfd.readouterr().err
     assert node.step is None
+
+
+def test_a_rank_alone_without_room_for_its_copies_says_so_in_the_status(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was in the log alone: whoever looks at the job's status took its steps for safe."""
+    from ddpjob.checkpoint import room
+
+    with_copies: list[bool] = []
+
+    def shortage(size: int, *, with_later: int | None = None) -> room.Shortage | None:
+        if with_later is None:
+            return room.Shortage("the limit is too small", size)
+        with_copies.append(with_later == 2 * size)
+        return None
+
+    monkeypatch.setattr(room, "shortage", shortage)
+
+    def train() -> Any:
+        objects = parts()
+        ddpjob.Snapshot("snapshots").load(**objects)
+        steps(0, 12, **objects)
+        rescue()
+        return process.current.not_kept, with_copies
+
+    said, looked = node.run(0, train)
+    assert said.startswith(
+        "two copies of 0 MiB have no room: the limit is too small; a rank that is killed goes on from"
+    )
+    assert looked == [True], "the limit that is named for the first area has room for the second one"
+    assert node.step == 12, "one that ends by an exception leaves its state"
