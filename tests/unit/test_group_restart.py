@@ -786,6 +786,13 @@ def test_who_gave_up_waiting_and_for_what_is_said() -> None:
     )
 
 
+def test_who_gave_up_waiting_for_pods_that_lack_different_things_says_both() -> None:
+    world = digits(nodes=3).started().runs(0).unschedulable(1, NO_GPU).unschedulable(2, "no volume").settle()
+    plan = world.after(600).exits(0, code=1, message=f"{NOBODY_CAME}\n").plan()
+    assert plan.status is not None
+    assert f"2 of 3 pods: {NO_GPU} (digits-1-1); no volume (digits-1-2), for more" in plan.status.message
+
+
 def test_a_rank_that_waited_in_vain_for_an_image_costs_nothing_and_the_slow_pod_is_named() -> None:
     """An image of 20 GB takes longer than the ten minutes of torchrun; the job said that it had lost its peers."""
     world = digits(backoffLimit=0).started().runs(0).waits(1, "ContainerCreating").settle().after(600)
