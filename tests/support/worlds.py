@@ -139,8 +139,9 @@ class World:
             assert name not in self.groups, f"{name} is there already"
             self._made += 1
             uid = f"group-{self._made}"
-            nodes = None if adapter.queue is None else self.job.spec.nodes
-            self.groups[name] = Group(action.adapter, name, uid, self.job.metadata.uid, attempt, nodes=nodes)
+            queue, owner = adapter.queue, self.job.metadata.uid
+            asks = {} if queue is None else {"nodes": self.job.spec.nodes, "asked": queue.asks(self.job)}
+            self.groups[name] = Group(action.adapter, name, uid, owner, attempt, **asks)  # type: ignore[arg-type]
         elif isinstance(action, TellGroup):
             assert self.groups[action.name].uid == action.uid, "what is told carries the uid that was seen"
             self._hears(action)

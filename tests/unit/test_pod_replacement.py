@@ -145,6 +145,15 @@ def test_steps_made_before_a_replacement_are_counted_as_lost() -> None:
     assert (world.status.goodput.lost_steps, world.status.furthest_step) == (10, 100)
 
 
+def test_a_clock_of_a_node_that_is_ahead_counts_no_step_twice() -> None:
+    """The failure then seems to be later than the first step of the next ranks, which have not come so far."""
+    world = trained().reports_step(100).settle().after(9).exits(1, code=137).after(-8).settle().runs(1).settle()
+    world.after(2).reports_step(91, generation=1, resumed_step=90).settle()
+    world.after(1).reports_step(91, generation=2, resumed_step=90).settle()
+    assert world.status.goodput is not None
+    assert world.status.goodput.lost_steps == 10 + 1
+
+
 @pytest.mark.parametrize("microseconds", [0, 400_000])
 def test_a_report_of_the_second_in_which_a_pod_is_replaced_is_of_the_ranks_before_it(microseconds: int) -> None:
     """Times in a status are whole seconds: the last step of the old ranks was taken for the first one of the new ranks,

@@ -126,7 +126,7 @@ def _of_queue(queue: Queue, raw: Raw) -> dict[str, Any]:
     is_ready, is_over = queue.told(raw)
     placement, nodes = queue.placement(raw), queue.nodes(raw)
     told = {"is_ready": is_ready, "is_over": is_over}
-    return {"placement": placement, "nodes": nodes, "queue": queue.name(raw), **told}
+    return {"placement": placement, "nodes": nodes, "queue": queue.name(raw), "asked": queue.asked(raw), **told}
 
 
 @_total

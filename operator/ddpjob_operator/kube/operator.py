@@ -7,7 +7,7 @@ the one that holds the Lease runs the queue, and the others keep their copies up
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sized
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -16,7 +16,7 @@ from aiohttp import web
 
 from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api, topology
-from ddpjob_operator.kube import access, measuring, observe, reading, triggers
+from ddpjob_operator.kube import access, decisions, measuring, observe, reading, triggers
 from ddpjob_operator.kube.claims import Claims
 from ddpjob_operator.kube.client import Client, collection
 from ddpjob_operator.kube.events import Events
@@ -146,7 +146,11 @@ class Operator:
         self.reconciler = Reconciler(
             self.caches, states, self.reports, lookup, executor, runtime, settings.rules, self._ready_in
         )
-        self.queue: Queue[Key] = Queue(self.reconciler.reconcile, runtime, watcher=watchers[0])
+        told: dict[str, Any] = {
+            "watcher": watchers[0],
+            "about": lambda key: decisions.about(key, self.caches.jobs.get(key)),
+        }
+        self.queue: Queue[Key] = Queue(self.reconciler.reconcile, runtime, **told)
 
     def _watched(self, lookup: Lookup) -> Iterator[Watched]:
         caches, label = self.caches, naming.LABEL_JOB
@@ -257,8 +261,9 @@ class Operator:
         """What /metrics shows now. Of the jobs that this release acts for, while this operator leads."""
         jobs = [raw for key in self.caches.jobs if self._may_act(key[0]) and (raw := self.caches.jobs.get(key))]
         caches = self.caches
-        groups = sum(len(gang.store) for gang in caches.gangs.values())
-        sizes = (len(caches.jobs), len(caches.pods), len(caches.services), len(caches.nodes), groups)
+        copies: dict[str, Sized] = {api.PLURAL: caches.jobs, "pods": caches.pods}
+        copies |= {"services": caches.services, "nodes": caches.nodes}
+        copies |= {gang.adapter.plural: gang.store for gang in caches.gangs.values()}
         queues = zip((self.queue, self._events.queue), names.QUEUES, strict=True)
         moment = Moment(
             now=self._runtime.now(),
@@ -267,7 +272,7 @@ class Operator:
             leads=self.leads,
             lease=self.settings.lease_name,
             queues=[measuring.now_in(queue, name) for queue, name in queues],
-            cached=list(zip(names.CACHES, sizes, strict=True)),
+            cached=[(name, len(copies[name]) if name in copies else 0) for name in names.CACHES],
             of_jobs=self.settings.metrics_of_jobs,
         )
         return Snapshot(moment, jobs if self.leads else None)
