@@ -521,7 +521,7 @@ def test_an_eviction_before_the_first_pod_gives_the_quota_back_at_once() -> None
 def test_pods_of_an_evicted_job_that_are_found_later_are_stopped_too() -> None:
     """The answer to their creation was lost: they would use quota that others have by now."""
     world = admitted().admits("evicted", "preempted", holds_quota=True).settle()
-    late = replaced(next(iter(world.pods.values())), deletion_requested_at=None, deletion_deadline=None)
+    late = replace(next(iter(world.pods.values())), deletion_requested_at=None, deletion_deadline=None)
     world.stops_all().settle()
     world.pods[late.name] = late
     assert any(isinstance(action, DeletePod) for action in world.step().actions)

@@ -24,6 +24,7 @@ from ddpjob_operator.kube.executor import Executor
 from ddpjob_operator.kube.exposition import Exposition, Snapshot
 from ddpjob_operator.kube.forward import Forwarder
 from ddpjob_operator.kube.gangs import Gang
+from ddpjob_operator.kube.good_news import GoodNews
 from ddpjob_operator.kube.health import serve_health
 from ddpjob_operator.kube.job_state import JobStates
 from ddpjob_operator.kube.journal import Journal
@@ -38,6 +39,7 @@ from ddpjob_operator.kube.reports import Reports
 from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.second_look import SecondLook, Watched
 from ddpjob_operator.kube.settings import OperatorSettings
+from ddpjob_operator.kube.shares import Shares
 from ddpjob_operator.kube.store import Jobs, Key, Store
 from ddpjob_operator.kube.tokens import BoundPod, Verifier
 from ddpjob_operator.metrics import names
@@ -121,12 +123,15 @@ class Operator:
         watchers = [
             measuring.OfQueue(self.meter, name, controller=name == measuring.CONTROLLER) for name in names.QUEUES
         ]
+        creates = Shares()
+        self._good_news = GoodNews(self._enqueue, creates, runtime.clock)
         events = Events(
             self._client,
             runtime,
             instance=settings.host_name,
             watcher=watchers[1],
             only_warnings=settings.events == "Warning",
+            busy=creates.busy,
         )
         reporting = build.Reporting(settings.status_url) if settings.status_url else None
         executor = Executor(
@@ -139,6 +144,7 @@ class Operator:
             lambda key: self.queue.progressed(key),
             keep_from_autoscalers=settings.keep_from_autoscalers,
             recorded=Journal(runtime, self.meter).recorded,
+            creates=creates,
         )
         self.reports = Reports(self.caches.jobs, states, runtime, settings.rules.progress_write_seconds)
         self._events = events
@@ -230,7 +236,9 @@ class Operator:
         if spec is None:
             return Sender(*entry.key, node_rank=0)  # no report of a job that cannot be read is kept
         members = topology.members(spec)
-        return Sender(*entry.key, members.node_rank(place), entry.value.attempt) if place in members else None
+        if place not in members:
+            return None
+        return Sender(*entry.key, members.node_rank(place), entry.value.attempt, entry.value.replacement)
 
     def report(self, sender: Sender, report: Report) -> None:
         """A trainer's report."""
@@ -362,7 +370,12 @@ class Operator:
         if new is None and old is not None:
             self.states.pod_deleted(key, old)
         nodes = ((self.caches.jobs.get(key) or {}).get("spec") or {}).get("nodes", 1)
-        if (in_seconds := triggers.pod_changed(old, new, self.caches.pods.each(key), nodes)) is not None:
+        in_seconds = triggers.pod_changed(old, new, self.caches.pods.each(key), nodes)
+        if in_seconds is None or not self.leads:
+            return
+        if new is not None and triggers.is_good_news(new, in_seconds):
+            self._good_news.add(key, in_seconds, all_run=in_seconds == triggers.ALL_RUN_SECONDS)
+        else:
             self._enqueue(key, in_seconds)
 
     def _service_changed(self, key: Key, old: observe.Service | None, new: observe.Service | None) -> None:

@@ -185,14 +185,18 @@ class Queue(Generic[K]):
         self._log = runtime.log
         self._free = at_a_time
         self._wake = asyncio.Event()
+        self._sleeps_until = float("inf")
+        """What is requested for later than this need not wake it."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._logged: dict[K, str] = {}
 
     def add(self, key: K, in_seconds: float = 0.0) -> None:
         """Reconcile `key` after `in_seconds`, or earlier if that was requested before."""
         self._watcher.added()
-        self.schedule.add(key, self._clock() + in_seconds)
-        self._wake.set()
+        at = self._clock() + in_seconds
+        self.schedule.add(key, at)
+        if at < self._sleeps_until:  # a storm of pods requests the same jobs again and again
+            self._wake.set()
 
     def stuck_seconds(self) -> float:
         """How long the longest reconcile has been waiting for an answer."""
@@ -233,6 +237,7 @@ class Queue(Generic[K]):
 
     async def _sleep(self) -> None:
         at = self.schedule.next_at() if self._free else None
+        self._sleeps_until = float("inf") if at is None else at
         wait = None if at is None else max(0.0, at - self._clock())
         try:
             async with at_most(wait):
