@@ -404,7 +404,7 @@ def cut_off_for_a_while(world: World, place: int) -> World:
     """The node controller calls the pod not ready, because its node does not report, and then it does again."""
     pod = world.pods[f"digits-{world.status.attempt}-{place}"]
     for silent_since in (world.now, None):
-        pod = world.pods[pod.name] = facts.merge(pod, dataclasses.replace(pod, silent_since=silent_since))
+        pod = world.pods[pod.name] = facts.merge(pod, replace(pod, silent_since=silent_since))
         world.settle()
     return world
 
@@ -428,7 +428,7 @@ def test_a_node_that_did_not_report_explains_complaints_although_its_pod_is_gone
     """An operator that has begun anew knows of the pods what they show now, and of the failure what is recorded."""
     world = digits(backoffLimit=0, nodes=3).running().exits(0, code=1, message=PEER_GONE).restarted().running()
     cut_off_for_a_while(world, 1).exits(0, code=1, message=PEER_GONE).settle()
-    world.pods["digits-2-1"] = dataclasses.replace(world.pods["digits-2-1"], was_silent=False)
+    world.pods["digits-2-1"] = replace(world.pods["digits-2-1"], was_silent=False)
     world.restarted()
     assert (world.status.attempt, charges(world)) == (3, (0, 2, 0))
 
