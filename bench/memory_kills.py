@@ -2,11 +2,14 @@
 
     python bench/memory_kills.py                     # 200 kills, two in each training of two ranks under ddprun
     python bench/memory_kills.py --first 7 --kills 2  # the training of seed 7 alone: its choices, not its microseconds
+    python bench/memory_kills.py --ranks 3            # a third rank, which lives where one dies in the rescue
 
 Dropout, BatchNorm, AdamW, a scheduler; 40 steps, a save each 10. A kill waits for a step and for a moment of it
 (forward, all-reduce, optimizer, boundary), then up to 4 ms more, and strikes from outside; the table has the moment to
 which the rank had come. The second kill of a training strikes in its next generation, there also while it loads
-(restore), or at once the rank that writes the state (rescue): then nobody is left, and both kills are in that row.
+(restore), or at once a rank that writes the state (rescue): of two ranks nobody is left then. Both kills are in that
+row. With more than two ranks DistributedDataParallel looks for unused parameters, because it then never lays its
+bucket out anew: gradients are added in the same order in each generation.
 
 Parameters, buffers and optimizer state are compared by SHA-256 with those of the undisturbed run at the step from which
 each generation goes on, and at the end; random numbers at the end. Ends with 1 if one of them was wrong.
@@ -29,7 +32,7 @@ from typing import Any, NamedTuple
 import machine
 from random_kills import Launcher, job
 
-RANKS, CELLS = 2, 3  # of a rank in a generation: its pid, its moment, its last step
+CELLS = 3  # of a rank in a generation: its pid, its moment, its last step
 MOMENTS = ["between", "forward", "all-reduce", "optimizer", "boundary", "restore", "rescue"]
 SPAN = {"forward": 0.004, "all-reduce": 0.004, "optimizer": 0.003, "boundary": 0.002, "restore": 0.02, "rescue": 0.003}
 SECONDS_MAX = 120
@@ -39,7 +42,7 @@ import torch
 import ddpjob
 from ddpjob.checkpoint.memory import Keeper
 
-STEPS, RANKS, CELLS = 40, 2, 3
+STEPS, RANKS, CELLS = 40, int(os.environ["WORLD_SIZE"]), 3
 BETWEEN, FORWARD, REDUCE, OPTIMIZER, BOUNDARY, RESTORE, RESCUE = range(7)
 generation, rank = int(os.environ["DDPJOB_GENERATION"]), int(os.environ["RANK"])
 with open("cells", "r+b") as file:
@@ -74,7 +77,7 @@ with ddpjob.init() as world:
     step = snapshot.load(**objects)
     if world.is_main:
         print("BEGIN", generation, step, digest() if step else "-", flush=True)
-    model = world.wrap(net)
+    model = world.wrap(net, find_unused_parameters=RANKS > 2)
     while step < STEPS:
         at(FORWARD)
         optimizer.zero_grad()
@@ -101,7 +104,8 @@ with ddpjob.init() as world:
 class Cells:
     """What the ranks of all generations say of themselves while they train."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self.ranks = ranks
         path = folder / "cells"
         path.write_bytes(bytes(4096))
         with path.open("r+b") as file:
@@ -109,12 +113,12 @@ class Cells:
 
     def of(self, generation: int, rank: int) -> tuple[int, str, int]:
         """(pid, moment, last step)"""
-        pid, moment, step = self._all[(generation * RANKS + rank) * CELLS :][:CELLS]
+        pid, moment, step = self._all[(generation * self.ranks + rank) * CELLS :][:CELLS]
         return pid, MOMENTS[moment], step
 
     def reached(self, generation: int) -> int:
         """The last step that a rank of it has made."""
-        return max(self.of(generation, rank)[2] for rank in range(RANKS))
+        return max(self.of(generation, rank)[2] for rank in range(self.ranks))
 
 
 class Plan(NamedTuple):
@@ -135,16 +139,17 @@ class Training(NamedTuple):
     wrong: list[str]
 
 
-def plans(seed: int) -> list[Plan]:
+def plans(seed: int, ranks: int) -> list[Plan]:
     """The two kills of a training."""
     chance = random.Random(seed)
-    victim, first = chance.randrange(RANKS), chance.choice(MOMENTS[1:5])
+    victim, first = chance.randrange(ranks), chance.choice(MOMENTS[1:5])
     one = Plan(0, victim, chance.randrange(6, 30), first, chance.uniform(0, SPAN[first]))
     moment = chance.choice(MOMENTS[1:])
     if moment == "rescue":
-        return [one, Plan(0, 1 - victim, 0, moment, chance.uniform(0, SPAN[moment]))]
+        other = (victim + (1 if ranks == 2 else chance.randrange(1, ranks))) % ranks
+        return [one, Plan(0, other, 0, moment, chance.uniform(0, SPAN[moment]))]
     step = 0 if moment == "restore" else one.step + chance.randrange(1, 8)
-    return [one, Plan(1, chance.randrange(RANKS), step, moment, chance.uniform(0, SPAN[moment]))]
+    return [one, Plan(1, chance.randrange(ranks), step, moment, chance.uniform(0, SPAN[moment]))]
 
 
 def strike(cells: Cells, plan: Plan, agent: subprocess.Popen[str]) -> str:
@@ -168,10 +173,10 @@ def strike(cells: Cells, plan: Plan, agent: subprocess.Popen[str]) -> str:
     return cells.of(plan.generation, plan.rank)[1]
 
 
-def train(launcher: Launcher, wanted: list[Plan], **env: str) -> tuple[list[tuple[int, str]], Cells, Any]:
+def train(launcher: Launcher, ranks: int, wanted: list[Plan], **env: str) -> tuple[list[tuple[int, str]], Cells, Any]:
     """A training to its end, with these kills: of each its generation and its moment."""
-    cells = Cells(launcher.folder)
-    words = ["--nproc", RANKS, "--max-restarts", 99, launcher.script(TRAIN)]
+    cells = Cells(launcher.folder, ranks)
+    words = ["--nproc", ranks, "--max-restarts", 99, launcher.script(TRAIN)]
     agent = launcher.warm(*words, OMP_NUM_THREADS="1", **env)
     struck = [(plan.generation, moment) for plan in wanted if (moment := strike(cells, plan, agent))]
     out, err = agent.communicate(timeout=SECONDS_MAX)
@@ -183,11 +188,11 @@ def lines(done: Any, first: str) -> list[list[str]]:
     return [line.split()[1:] for line in done.stdout.splitlines() if line.startswith(first)]
 
 
-def judged(seed: int, table: dict[str, str], ends: list[list[str]]) -> Training:
+def judged(seed: int, ranks: int, table: dict[str, str], ends: list[list[str]]) -> Training:
     """The training of this seed, beside the undisturbed one."""
     with job() as (launcher, left):
         try:
-            struck, cells, done = train(launcher, plans(seed))
+            struck, cells, done = train(launcher, ranks, plans(seed, ranks))
         except (AssertionError, subprocess.TimeoutExpired):
             return Training([], ["it hangs"])
         repeated, wrong = resumed(cells, done, table)
@@ -195,9 +200,9 @@ def judged(seed: int, table: dict[str, str], ends: list[list[str]]) -> Training:
             wrong.append(f"it ended with {done.returncode}, and {lines(done, 'END')}")
     kills = []
     for generation, moment in struck:
-        both = (generation, "rescue") in struck  # nobody was left
+        both = (generation, "rescue") in struck
         kills.append(("rescue" if both else moment, repeated.get(generation, repeated.get(generation + 1, 0))))
-    if wrong or any(count and moment != "rescue" for moment, count in kills):
+    if wrong or any(count and (ranks > 2 or moment != "rescue") for moment, count in kills):
         said = [line for line in done.stderr.splitlines() if line.startswith("ddp")]
         print(f"seed {seed}: {struck}, repeated {repeated}", *said, sep="\n    ", flush=True)
     return Training(kills, wrong + left)
@@ -218,10 +223,10 @@ def resumed(cells: Cells, done: Any, table: dict[str, str]) -> tuple[dict[int, i
     return repeated, wrong
 
 
-def undisturbed() -> tuple[dict[str, str], list[list[str]]]:
+def undisturbed(ranks: int) -> tuple[dict[str, str], list[list[str]]]:
     """The digest at each step, and what the ranks have at the end."""
     with job() as (launcher, _):
-        _, _, done = train(launcher, [], TABLE="1")
+        _, _, done = train(launcher, ranks, [], TABLE="1")
         assert done.returncode == 0, done.stderr
         return dict(lines(done, "AT")), sorted(lines(done, "END"))
 
@@ -230,14 +235,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--first", type=int, default=1, help="seed of the first training (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="of a training (%(default)s)")
     asked = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended
     print(machine.line(), flush=True)
-    table, ends = undisturbed()
+    table, ends = undisturbed(asked.ranks)
     found: dict[str, list[int]] = collections.defaultdict(list)
     seed, wrong, began = asked.first, 0, time.monotonic()
     while sum(map(len, found.values())) < asked.kills:
-        one = judged(seed, table, ends)
+        one = judged(seed, asked.ranks, table, ends)
         for moment, count in one.kills:
             found[moment].append(count)
         for what in one.wrong:

@@ -151,7 +151,8 @@ class Case:
     def strike(self, cause: str, scope: str) -> Raw:
         """Seconds, steps lost and requests of one restart."""
         time.sleep(self.options.settle)
-        hit = sorted(self.running(), key=lambda pod: str(pod["metadata"]["name"]))[-1 if scope == "pod" else 0 :]
+        known = sorted(self.running(), key=lambda pod: str(pod["metadata"]["name"]))
+        hit = known[-1:] if scope == "pod" else known
         before = self.last_step()
         began = time.time()
         for pod in hit:
@@ -161,7 +162,7 @@ class Case:
             lambda: self.system.runs_again(self.job(), struck, self.running(), self.options.nodes), f"{self.name} again"
         )
         seconds = time.time() - began
-        after = self.first_step(struck)
+        after = self.first_step({pod["metadata"]["uid"] for pod in known})
         time.sleep(self.options.settle)
         found: Raw = {"seconds": seconds, "stepsLost": before - after + 1 if before and after else None}
         return {**found, "requests": requests(self.options.audit_log, self.system, self.namespace, began)}
@@ -174,9 +175,9 @@ class Case:
         """The last that any pod has printed; 0: none, as on nodes that are only played."""
         return max((step for pod in self.running() for step in self._steps(pod)), default=0)
 
-    def first_step(self, struck: set[str]) -> int:
-        """The first that a pod in the place of one that was hit has printed; 0: none within a moment."""
-        made = [p for p in self.running() if p["metadata"]["uid"] not in struck and not _is_played(p)]
+    def first_step(self, known: set[str]) -> int:
+        """The first that a pod which was not there before has printed; 0: none within a moment."""
+        made = [p for p in self.running() if p["metadata"]["uid"] not in known and not _is_played(p)]
         for _ in range(50 if made else 0):
             if steps := [step for pod in made for step in list(self._steps(pod))[:1]]:
                 return min(steps)

@@ -49,6 +49,8 @@ A local run keeps the same names in a file for node-exporter's textfile collecto
   over all pods counts each job once.
 - A series of a job ends with the job, {of_status.ENDED_SECONDS / 60:.0f} minutes after the job has ended, or when
   another operator leads. It is made from `status` at each scrape, so a new leader goes on with the same values.
+- The seconds of a job never fall while one operator leads: where a stall or a failure is found later than it began,
+  `productive` stays until what the status counts is more.
 - No label is a pod, a node, a uid or a message. Values of labels are Kubernetes names, of at most {names.LABEL_MAX}
   characters, or words of a fixed list.
 - Counters and histograms without `_job_` count from the start of the process that leads: use `increase` and `rate`.

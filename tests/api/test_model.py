@@ -98,6 +98,12 @@ def delete_with_a_wrong_uid(s: Server) -> Any:
     return said(s.ask("DELETE", f"{PODS}/one", wrong)), said(s.ask("GET", f"{PODS}/one"))
 
 
+def delete_with_an_old_version(s: Server) -> Any:
+    uid = s.make(PODS, pod())["metadata"]["uid"]
+    old = {"preconditions": {"uid": uid, "resourceVersion": "1"}, "gracePeriodSeconds": 0}
+    return said(s.ask("DELETE", f"{PODS}/one", old)), said(s.ask("GET", f"{PODS}/one"))
+
+
 def delete_a_pod_without_a_node_with_grace(s: Server) -> Any:
     uid = s.make(PODS, pod())["metadata"]["uid"]
     options = {"preconditions": {"uid": uid}, "gracePeriodSeconds": 30}
@@ -184,6 +190,7 @@ STORIES = (
     ask_for_what_is_not_there,
     names_in_an_error,
     delete_with_a_wrong_uid,
+    delete_with_an_old_version,
     delete_a_pod_without_a_node_with_grace,
     delete_a_pod_with_a_finalizer,
     the_status_is_apart,

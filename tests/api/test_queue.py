@@ -236,6 +236,15 @@ def test_a_queue_that_does_not_exist_is_named(queue: Queue) -> None:
     assert queue.namespace.pods() == []
 
 
+def test_a_job_in_a_queue_that_does_not_exist_runs_once_its_label_names_one_that_does(queue: Queue) -> None:
+    """Nobody should have to delete a job in order to correct a label."""
+    queue.submit(queue="mian")
+    until(lambda: "LocalQueue mian doesn't exist" in queue.namespace.status().get("message", ""), "Kueue's sentence")
+    queue.namespace.kubectl("label", "--overwrite", "ddp", "digits", f"{QUEUE_LABEL}=main")
+    queue.runs()
+    assert queue.workload()["spec"]["queueName"] == "main"
+
+
 def test_a_job_larger_than_its_queue_is_told_so(queue: Queue) -> None:
     queue.submit(gpus=GPUS)
     queue.namespace.reaches("Pending", "WaitingForAdmission")

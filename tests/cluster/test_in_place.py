@@ -192,3 +192,48 @@ def test_training_that_restarts_in_place_ends_with_exactly_the_result_of_an_undi
     assert "restart 1" in jobs.kubectl("logs", "struck-1-0")
     told = [reason for kind, reason, _ in jobs.events("struck") if kind == "Warning"]
     assert told == ["RestartedInPlace"], "one failure is one warning"
+
+
+# Its rank takes what a batch that is too long would, at the first step after a while.
+TAKES_TOO_MUCH = """
+import os, time
+import torch
+import ddpjob
+
+with ddpjob.init() as world:
+    torch.manual_seed(7)
+    model = world.wrap(torch.nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    snapshot = ddpjob.Snapshot("/tmp/snapshots", world)
+    step = snapshot.load(model=model, optimizer=optimizer)
+    print("begins at step", step, flush=True)
+    while step < 60:
+        optimizer.zero_grad()
+        model(torch.ones(4, 64)).square().sum().backward()
+        optimizer.step()
+        step += 1
+        ddpjob.progress(step=step, total=60)
+        ddpjob.should_stop(step)
+        time.sleep(0.1)  # so that steps are reported
+        if step == 30 and world.rank == 1 and os.environ["DDPJOB_GENERATION"] == "0":
+            taken = [b"x" * 2**24 for _ in range(1000)]
+"""
+
+
+@pytest.mark.timeout(900)  # torch takes its time to import
+@pytest.mark.usefixtures("with_torch")
+def test_a_pod_beyond_its_memory_costs_no_step_because_the_other_pod_has_the_state(jobs: Space) -> None:
+    """The kernel kills the agent too, and with it what that pod held: the new one gets it from its peer. The folder is
+    in the pod, and has nothing: all 30 steps would be made again."""
+    body = ddprun("hungry", TAKES_TOO_MUCH)
+    resources = {"requests": {"cpu": "50m", "memory": "512Mi"}, "limits": {"memory": "1Gi"}}
+    trainer(body)["resources"] = resources
+    trainer(body)["env"] = [{"name": "DDPJOB_STATUS_INTERVAL", "value": "1"}]
+    jobs.apply(body)
+    status = jobs.ends("hungry", 300)
+    assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 1, (1, 0, 0)), status
+    failure = status["lastFailure"]
+    assert (failure["reason"], failure["exitCode"], failure["class"]) == ("OOMKilled", 137, "outOfMemory"), failure
+    assert (status["resumedStep"], status["resumedFrom"]) == (30, "the memory on the nodes of rank 0"), status
+    assert status["goodput"].get("lostSteps", 0) == 0, status
+    assert sorted(uids(jobs, "hungry")) == ["hungry-1-0", "hungry-1-1-r1"]

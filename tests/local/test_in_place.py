@@ -78,6 +78,14 @@ def test_a_node_that_dies_is_replaced_alone(cli: Cli, node: int) -> None:
     assert not re.search(rf"\[{1 - node}:{1 - node}\] generation \d+ of 1\n", done.stdout), "the other one kept its own"
 
 
+def test_nodes_that_die_one_after_the_other_are_each_replaced_alone(cli: Cli) -> None:
+    """Else each second death in a job of two nodes costs all that survives in the memory of the other node."""
+    faults = ("--fail", "node=1,at=2s", "--fail", "node=0,at=8s")
+    done, status, told = run(cli, *faults, script=COUNTS.replace("61)", "221)"), backoffLimit=0)
+    assert done.returncode == 0, told
+    assert (status["attempt"], status["replacements"]) == (1, {"0": 1, "1": 1}), told
+
+
 def test_a_script_that_always_fails_ends_the_job_with_its_budget(cli: Cli) -> None:
     done, status, told = run(cli, script="raise OSError('no such shard: 7')", backoffLimit=1)
     assert done.returncode == 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime as dt
 import random
 from collections.abc import Callable
-from dataclasses import replace as replaced
 from typing import Any
 
 import pytest
@@ -336,7 +335,7 @@ containers = st.builds(
     ready=st.booleans(),
     exit_code=st.none() | st.sampled_from([0, 1, 137, 143]),
     ran=st.booleans(),
-).map(lambda seen: seen if seen.state == "ended" else replaced(seen, ran=True))
+).map(lambda seen: seen if seen.state == "ended" else replace(seen, ran=True))
 times = st.none() | st.integers(0, 60).map(lambda s: START + dt.timedelta(seconds=s))
 pods = st.builds(
     Pod,

@@ -105,7 +105,7 @@ def test_any_json_is_a_pod_a_service_and_a_node_or_an_error_that_says_so(raw: An
             read(raw)
     with contextlib.suppress(bounds.UnreadableError):
         found = observe.pod(raw)
-        msgspec.convert(dataclasses.asdict(found), Pod, strict=True)
+        msgspec.convert(msgspec.to_builtins(found), Pod, strict=True)
         assert found.attempt <= bounds.TURNS_MAX
         assert found.place <= bounds.NODES_MAX
 

@@ -215,7 +215,7 @@ def test_when_a_plan_is_carried_out_and_nothing_else_happens_there_is_soon_nothi
     world.now, world.service, world.conflicts = now, seen.service, list(seen.conflicts)
     # The API server holds one pod by a name, and a pod of ours carries the name that its identity gives it.
     own = {naming.pod_name(what, p.attempt, p.place, p.replacement): p for p in seen.pods if p.owner_uid == UID}
-    world.pods = {name: replaced(p, name=name) for name, p in own.items()}
+    world.pods = {name: replace(p, name=name) for name, p in own.items()}
     world.conflicting_pods = [p for p in seen.pods if p.owner_uid != UID and p.name not in own]
     world.reports, world.agent = dict(seen.reports), seen.agent
     world.settle(limit=8)
@@ -228,7 +228,7 @@ def runs(draw: st.DrawFn) -> tuple[api.DDPJob, Observed]:
     attempt = max(1, what.status.attempt)
     fine = st.sampled_from([Container("running"), Container("running", ready=True), Container("ended", exit_code=0)])
     own = [
-        replaced(
+        replace(
             draw(pods),
             name=naming.pod_name(what, attempt, place, naming.replacement(what.status, place)),
             owner_uid=UID,

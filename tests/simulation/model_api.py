@@ -114,9 +114,9 @@ class ModelApi:
             found = [{"name": kind.plural} for kind in KINDS.values() if path.endswith(f"/{kind.api_version}")]
             return 200, {"kind": "APIResourceList", "resources": found}
         plural, namespace, name, subresource = parse(path)
-        kind = KINDS.get(plural)
-        if kind is None or (kind.api_version.startswith(ADDED_GROUPS) and kind.api_version not in self.served):
+        if not self.serves(plural):
             return _no(404, "NotFound", "the server could not find the requested resource")
+        kind = KINDS[plural]
         if method in ("POST", "PUT") and plural in self.webhooks_down:
             return _no(500, "InternalError", f'Internal error occurred: failed calling webhook "m{plural}.model"')
         if method == "GET":
@@ -129,6 +129,11 @@ class ModelApi:
             return self._patch(kind, (namespace, name), body or {}, actor)
         assert method == "DELETE", method
         return self._delete(kind, (namespace, name), body or {}, actor)
+
+    def serves(self, plural: str) -> bool:
+        """Whether there is such a resource now."""
+        kind = KINDS.get(plural)
+        return kind is not None and (not kind.api_version.startswith(ADDED_GROUPS) or kind.api_version in self.served)
 
     # ---------------------------------------------------------------- for the rest of the model, which sees no faults
 
@@ -259,6 +264,9 @@ class ModelApi:
         uid = (options.get("preconditions") or {}).get("uid")
         if uid not in (None, old["metadata"]["uid"]):
             return _conflict(kind, place[1], "Precondition failed: the UID differs")
+        version = (options.get("preconditions") or {}).get("resourceVersion")
+        if version not in (None, old["metadata"]["resourceVersion"]):
+            return _conflict(kind, place[1], "Precondition failed: the ResourceVersion differs")
         seconds = _grace_seconds(old, options.get("gracePeriodSeconds")) if kind.plural == "pods" else 0
         if kind.plural == "pods" and seconds:
             return 200, self._ask_to_stop(kind, place, old, seconds, actor)

@@ -91,7 +91,9 @@ class ModelClient:
         await self._reachable("GET", path)
         if self.dead:
             await self._for_ever()
-        _, answer = self._api.request("GET", path, {"labelSelector": selector}, None, self.actor)
+        code, answer = self._api.request("GET", path, {"labelSelector": selector}, None, self.actor)
+        if code >= 400:
+            raise of_status(answer)
         yield Page([{"metadata": raw["metadata"]} for raw in answer["items"]], answer["metadata"]["resourceVersion"])
 
     async def close(self) -> None:
@@ -103,6 +105,7 @@ class ModelClient:
         version = int(resource_version or 0)
         point = f"watch.{plural}"
         end = self._loop.time() + self._random.uniform(240, 480)
+        self._check_served(plural)
         while True:
             await self._reachable("GET", path)
             change = self._api.after(plural, version)
@@ -130,6 +133,10 @@ class ModelClient:
             yield event
             if fault == "twice":
                 yield event
+
+    def _check_served(self, plural: str) -> None:
+        if not self._api.serves(plural):
+            raise of_status({"code": 404, "reason": "NotFound", "message": "the server could not find the resource"})
 
     async def _news(self, plural: str, end: float) -> bool:
         """Until something has changed, or False: the stream is at its end."""

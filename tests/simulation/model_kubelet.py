@@ -213,8 +213,8 @@ class Cluster:
         if gone:
             self.force_deleted.append((process, change.actor))
         if gone or change.object["status"].get("phase") == "Failed":
-            if not node.reachable:
-                process.excused = "its node was lost"
+            if not node.reachable or process.told_after != node.losses:
+                process.excused = "its node was lost, and no kubelet has said since that it is back"
             elif change.actor == "user":
                 process.excused = FORCED
 
@@ -293,13 +293,14 @@ class Cluster:
     def _sync(self, node: Node, uid: str) -> None:
         if not node.reachable:
             return
-        raw, process = self.pod_of(uid), node.processes.get(uid)
+        raw, process = self.pod_of(uid), _told_of(node, uid)
         alive = process is not None and process.alive
         if raw is None:
             if process is not None and alive:
                 self._stop(node, process, int(process.pod["spec"]["terminationGracePeriodSeconds"]))
         elif "deletionTimestamp" in raw["metadata"]:
             if process is not None and alive:
+                self._report(node, process)  # what the node controller has said of it is no longer so
                 self._stop(node, process, raw["metadata"]["deletionGracePeriodSeconds"])
             else:
                 if process is None and not _has_ended(raw):
@@ -324,6 +325,7 @@ class Cluster:
             self._loop.call_later(self._faults.number("kubelet", 2, 90), self._try_again, node, uid)
             return
         process = node.processes[uid] = Process.of(raw, node.name)
+        process.told_after = node.losses
         if uid in self._api.late:
             process.excused = LATE
         self._training.joins(process)
@@ -501,6 +503,14 @@ class Cluster:
 
     def _later(self, low: float, high: float, call: Callable[..., None], *arguments: Any) -> None:
         self._loop.call_later(self._random.uniform(low, high), call, *arguments)
+
+
+def _told_of(node: Node, uid: str) -> Process | None:
+    """Its container, of which its kubelet tells now."""
+    process = node.processes.get(uid)
+    if process is not None:
+        process.told_after = node.losses
+    return process
 
 
 def _has_ended(raw: Raw) -> bool:

@@ -15,6 +15,7 @@ from model_api import Change, Kind, ModelApi, Raw, stamp
 from virtual_time import VirtualLoop
 
 SERVED = "kueue.x-k8s.io/v1beta1"
+QUEUE = "main"
 FLAVOR = "any-node"
 PRIORITIES = {"low": 0, "high": 100}
 LOOKS_WITHIN_SECONDS = (0.05, 0.5)
@@ -75,6 +76,9 @@ class Kueue:
                 self._consider(workload)
 
     def _consider(self, workload: Raw) -> None:
+        if (queue := workload["spec"]["queueName"]) != QUEUE:
+            self._say(workload, QuotaReserved=("False", "Inadmissible", f"LocalQueue {queue} doesn't exist"))
+            return
         free = self.quota - sum(map(held, self.holders()))
         if count(workload) <= free:
             self._admit(workload, count(workload))

@@ -20,6 +20,7 @@ from ddpjob_operator.observed.cluster import Refusal
 from ddpjob_operator.observed.groups import Admission, Group
 from ddpjob_operator.plan.actions import CreateGroup, DeletePod
 
+QUEUE, NO_QUEUE = "main", "mian"
 QUOTA = 4
 JOBS = (2, 3, 2)
 EVENTS = 120
@@ -41,8 +42,15 @@ class Walk:
 
     def _world(self, nodes: int) -> World:
         plain = job(nodes=nodes, backoffLimit=self.random.choice((0, 3, 20)))
-        labelled = replace(plain.metadata, labels={kueue.QUEUE_LABEL: "main"})
-        return World(replace(plain, metadata=labelled)).serves("kueue", "kueue.x-k8s.io/v1beta1")
+        world = World(plain).serves("kueue", "kueue.x-k8s.io/v1beta1")
+        self._label(world, QUEUE)
+        return world
+
+    @staticmethod
+    def _label(world: World, queue: str) -> None:
+        """The user names this queue."""
+        metadata = replace(world.job.metadata, labels={kueue.QUEUE_LABEL: queue})
+        world.job = replace(world.job, metadata=metadata)
 
     def run(self) -> list[str]:
         """What is wrong; empty: nothing."""
@@ -51,6 +59,7 @@ class Walk:
             self._check()
         for world in self.worlds:
             world.refusals = []
+            self._label(world, QUEUE)
         for _ in range(REST_ROUNDS):
             self._goes_well()
             self._check()
@@ -84,7 +93,7 @@ class Walk:
         """Who comes later has the higher priority."""
         for number in reversed(range(len(JOBS))):
             group = self._group(number)
-            if group is None or group.is_over or group.admission.state != "waiting":
+            if group is None or group.is_over or group.admission.state != "waiting" or group.asked[0] != QUEUE:
                 continue
             if self.used() + JOBS[number] <= QUOTA:
                 self._excused.discard(number)
@@ -125,6 +134,8 @@ class Walk:
         elif chance < 0.97:
             world.groups.clear()
             self._excused.add(number)
+        elif chance < 0.98:
+            self._label(world, self.random.choice((QUEUE, NO_QUEUE)))
         else:
             later = world.now + dt.timedelta(seconds=20)
             world.refusals = [Refusal(world.job.metadata.name, "failed calling webhook", later)]

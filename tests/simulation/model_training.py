@@ -62,6 +62,8 @@ class Process:
     """Whether it was told to stop before it ended."""
     excused: str = ""
     """Why it may live on beside a newer attempt: its node was lost to the cluster, or the user has forced it."""
+    told_after: int = 0
+    """How often its node had been lost when its kubelet told of it last: what is not told nobody can know."""
     terminated: Raw = field(default_factory=dict)
     phase_reason: str = ""
     """The pod's own reason, where the kubelet has one: Evicted."""

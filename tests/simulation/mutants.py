@@ -181,8 +181,8 @@ def replaced_at_once() -> contextlib.AbstractContextManager[Any]:
 
 
 def all_replaced_in_turn() -> contextlib.AbstractContextManager[Any]:
-    """A job whose nodes are lost one after the other keeps its attempt, until none of its first pods is left."""
-    return mock.patch.object(pod_replacement, "_a_first_pod_waits", lambda _, waiting: bool(waiting))
+    """A job whose nodes are lost one after the other keeps its attempt, also where no pod that waits has trained."""
+    return mock.patch.object(pod_replacement, "_one_was_in_the_last_group", lambda *seen: bool(seen[-1]))
 
 
 def words_added_up() -> contextlib.AbstractContextManager[Any]:

@@ -423,7 +423,7 @@ class Simulation:
         """A rank reports to the operator that leads, if it reaches one."""
         for one, sender in self._receivers(process):
             # The receiver takes the node from the token.
-            place = {"rank": process.rank, "node_rank": sender.node_rank}
+            place = {"rank": process.rank, "node_rank": sender.node_rank, "replacement": sender.replacement}
             saved = int(self.training.step(process.job_uid)) or None
             begin = {} if life is None else _begin(step, life)
             report = Report(

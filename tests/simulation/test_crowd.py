@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 from crowd import Crowd, crowd_scenario, simulate_crowd
+from model_api import Change, Kind
 from model_kueue import Kueue, is_true
 from scenario import Scenario
 
@@ -69,6 +70,66 @@ def test_a_job_of_another_manager_is_left_alone_beside_one_that_runs() -> None:
     outcome = crowd.run()
     assert outcome.end == "Succeeded "
     assert [line for line in theirs if "theirs" in line] == ["user ddpjobs theirs"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says", "asked"),
+    [
+        ({kueue.QUEUE_LABEL: "mian"}, "LocalQueue mian doesn't exist", ["mian", "main"]),
+        (
+            {kueue.PRIORITY_LABEL: "hgih"},
+            'Workload digits was refused: workloadpriorityclasses.kueue.x-k8s.io "hgih" not found',
+            ["main"],
+        ),
+    ],
+    ids=["queue", "priority class"],
+)
+def test_a_job_whose_label_names_what_is_not_there_says_so_and_is_trained_once_that_is_mended(
+    wrong: dict[str, str], says: str, asked: list[str]
+) -> None:
+    """Nobody should have to delete a job in order to correct a label; and never are there two Workloads."""
+    right = {kueue.QUEUE_LABEL: "main", kueue.PRIORITY_LABEL: "high"}
+    crowd = Crowd(Scenario(cluster_nodes=2, training_seconds=20, quota=4, labels=right | wrong))
+    said: set[str] = set()
+    made: list[str] = []
+
+    def changed(kind: Kind, change: Change) -> None:
+        said.add((change.object.get("status") or {}).get("message", "") if kind.plural == "ddpjobs" else "")
+        if kind.plural == "workloads" and change.old is None:
+            made.append(change.object["spec"]["queueName"])
+
+    def mend() -> None:
+        (job,) = crowd.api.all("ddpjobs")
+        crowd.api.change("ddpjobs", job, "user", metadata={"labels": right})
+
+    crowd.api.listeners.append(changed)
+    crowd.loop.call_later(100, mend)
+    outcome = crowd.run()
+    assert (outcome.wrong, outcome.end, made) == ([], "Succeeded", asked)
+    assert f"waiting in the queue: {says}" in said
+
+
+def test_an_operator_that_may_not_read_where_the_quota_is_says_so_and_makes_no_pod_elsewhere() -> None:
+    """Flavors have no namespace: with a Role alone they cannot be read, and pods would run on the nodes of others."""
+    crowd = Crowd(Scenario(cluster_nodes=2, training_seconds=20, quota=4, labels={kueue.QUEUE_LABEL: "main"}))
+    request, no = crowd.api.request, {"kind": "Status", "code": 403, "reason": "Forbidden", "message": "cannot get"}
+    said: set[str] = set()
+    made: list[float] = []
+
+    def refused(method: str, path: str, *more: Any) -> Any:
+        return (403, no) if "/resourceflavors/" in path and crowd.loop.time() < 100 else request(method, path, *more)
+
+    def changed(kind: Kind, change: Change) -> None:
+        said.add((change.object.get("status") or {}).get("message", "") if kind.plural == "ddpjobs" else "")
+        if kind.plural == "pods" and change.old is None:
+            made.append(change.at)
+
+    crowd.api.listeners.append(changed)
+    with mock.patch.object(crowd.api, "request", refused):
+        outcome = crowd.run()
+    assert (outcome.wrong, outcome.end) == ([], "Succeeded")
+    assert min(made) >= 100
+    assert any("cannot get" in message for message in said), said
 
 
 def quota_returned_early() -> contextlib.AbstractContextManager[Any]:

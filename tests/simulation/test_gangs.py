@@ -9,9 +9,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from scenario import gang_scenario
+from model_api import Change, Kind
+from model_training import Failure
+from scenario import Scenario, gang_scenario
 from simulate import failing, report, shrink
-from simulation import simulate
+from simulation import Simulation, simulate
 
 from ddpjob_operator import gangs
 from ddpjob_operator.gangs import native
@@ -84,6 +86,32 @@ def test_seeds_that_have_failed_once_stay_fixed() -> None:
     for seed in (700430, 710130, 801808, 809053):
         outcome = simulate(gang_scenario(seed))
         assert not outcome.wrong, outcome.wrong
+
+
+@pytest.mark.parametrize(("wants", "second"), [("auto", "none"), ("native", "native")])
+def test_a_kind_that_vanishes_while_a_job_runs_costs_it_nothing_and_its_restart_no_more_than_its_gang(
+    wants: str, second: str
+) -> None:
+    """An upgrade of the cluster takes v1alpha2 away. Who takes what there is goes on without a gang; who insists on
+    one waits until it is back."""
+    fails = {1: Failure(rank=1, after_seconds=1500, code=1)}
+    life = Simulation(Scenario(spec={"nodes": 2, "gang": wants}, gang=True, training_seconds=2500, failures=fails))
+    seen: dict[int, tuple[str, str]] = {}
+    reasons: set[str] = set()
+
+    def changed(kind: Kind, change: Change) -> None:
+        status = change.object.get("status") or {}
+        if kind.plural == "ddpjobs" and "gang" in status:
+            seen[status["attempt"]] = (status["gang"]["kind"], status.get("state", ""))
+            reasons.add(status.get("reason", ""))
+
+    life.api.listeners.append(changed)
+    life.loop.call_later(100, life.api.served.clear)
+    life.loop.call_later(3000, life.api.served.add, "scheduling.k8s.io/v1alpha2")
+    outcome = life.run()
+    assert (outcome.wrong, outcome.end) == ([], "Succeeded")
+    assert seen == {1: ("native", "Restarting"), 2: (second, "Succeeded")}
+    assert ("GangUnavailable" in reasons) == (wants == "native")
 
 
 # The first seed that finds the bug; when a change of the code makes it another one, the test searches.

@@ -72,6 +72,18 @@ def test_a_pod_that_is_made_again_goes_on_from_what_the_first_one_saved_and_not_
     assert not outcome.wrong, report(outcome)
 
 
+def test_a_failure_whose_clock_is_ahead_of_the_next_ranks_first_step_counts_no_step_twice() -> None:
+    """lostSteps was 144, and 131 steps were made again: who pays for the GPUs goes by that number."""
+    outcome = simulate(memory_scenario(721701))
+    assert not outcome.wrong, report(outcome)
+
+
+def test_a_forced_delete_that_is_carried_out_when_the_node_is_back_is_refused() -> None:
+    """The name of the pod was free while its container ran: the next attempt trained beside it into one folder."""
+    outcome = simulate(memory_scenario(701187))
+    assert not outcome.wrong, report(outcome)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("first", LONG)
 def test_so_do_those_of_a_thousand_more(first: int) -> None:

@@ -13,7 +13,7 @@ from model_queue import Walk
 
 from ddpjob_operator.gangs import kueue
 from ddpjob_operator.plan import actions, decide, gang
-from ddpjob_operator.plan.actions import Decision, TellGroup
+from ddpjob_operator.plan.actions import Decision, DeleteGroup, TellGroup
 from ddpjob_operator.plan.view import View
 
 WALKS, WALKS_BY_NIGHT = 100, 30_000
@@ -66,6 +66,20 @@ def eviction_unheard() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(decide, "RULES", rules)
 
 
+def label_unheard() -> contextlib.AbstractContextManager[Any]:
+    """A job asks for the queue that it named first, whatever its label becomes: it waits for one that is not there."""
+    waiting = gang.waiting_for_admission
+
+    def deaf(view: View, status: Any) -> Decision | None:
+        decision = waiting(view, status)
+        if decision is None:
+            return None
+        return replaced(decision, actions=tuple(a for a in decision.actions if not isinstance(a, DeleteGroup)))
+
+    rules = tuple(deaf if rule.__name__ == "waiting_for_admission" else rule for rule in decide.RULES)
+    return mock.patch.object(decide, "RULES", rules)
+
+
 def kills() -> contextlib.AbstractContextManager[Any]:
     """An eviction stops the pods as a failure does."""
     evicted = gang.evicted
@@ -83,7 +97,7 @@ def kills() -> contextlib.AbstractContextManager[Any]:
 
 @pytest.mark.parametrize(
     "mutant",
-    [quota_returned_early, quota_never_returned, a_second_workload, eviction_unheard, kills],
+    [quota_returned_early, quota_never_returned, a_second_workload, eviction_unheard, label_unheard, kills],
     ids=lambda mutant: mutant.__name__,
 )
 def test_each_bug_made_on_purpose_is_found(mutant: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:

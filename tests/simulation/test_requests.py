@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import collections
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
+import pytest
 from crowd import Crowd
 from model_api import Change, Kind, Raw
 from model_training import Failure
@@ -29,6 +32,33 @@ def writes(scenario: Scenario, kind_of_run: type[Simulation] = Simulation) -> di
     outcome = simulation.run()
     assert (outcome.wrong, outcome.end) == ([], "Succeeded")
     return dict(counts)
+
+
+def asked(scenario: Scenario) -> set[str]:
+    """The API groups of all that is read and written in a life without faults, where a cluster has everything."""
+    simulation, paths = Crowd(scenario), set()
+    simulation.api.served |= {"scheduling.k8s.io/v1alpha2", "kueue.x-k8s.io/v1beta1"}
+    request = simulation.api.request
+
+    def seen(method: str, path: str, *more: Any) -> Any:
+        paths.add(path)
+        return request(method, path, *more)
+
+    with mock.patch.object(simulation.api, "request", seen):
+        outcome = simulation.run()
+    assert (outcome.wrong, outcome.end) == ([], "Succeeded")
+    return {path.split("/")[2] if path.startswith("/apis/") else "" for path in paths}
+
+
+@pytest.mark.parametrize("gang", ["auto", "none"])
+def test_where_no_gang_and_no_queue_is_switched_on_nothing_is_asked_of_their_apis(gang: str) -> None:
+    """Whoever does not use them pays no request, and gets no line about a right that is missing: also for a job that
+    has the label of a queue."""
+    labels = {"kueue.x-k8s.io/queue-name": "main"}
+    scenario = Scenario(spec={"nodes": 2, "gang": gang}, training_seconds=200, labels=labels, clusterwide=True)
+    groups = asked(scenario)
+    assert groups & {"scheduling.k8s.io", "kueue.x-k8s.io", "visibility.kueue.x-k8s.io"} == set()
+    assert "training.ddpjob.io" in groups, "else this test sees nothing"
 
 
 def test_a_job_of_eight_pods_that_just_trains_costs_fourteen_writes() -> None:

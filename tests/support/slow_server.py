@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import copy
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
@@ -110,6 +111,22 @@ class Town:
         raw["status"] = status or old.get("status") or {}
         self.server.objects[at] = raw = self.server._changed(raw)
         self.operator.job_seen("MODIFIED", copy.deepcopy(raw))
+
+    def run_pods(self, namespace: str) -> None:
+        """The trainers of all pods of a namespace run, as the watch shows it."""
+        for at, raw in self.server.objects.items():
+            if at.startswith(f"/api/v1/namespaces/{namespace}/pods/") and raw["status"]["phase"] == "Pending":
+                trainer = {"name": "trainer", "ready": True, "state": {"running": {}}}
+                status = {"phase": "Running", "containerStatuses": [trainer]}
+                raw = self.server._changed({**raw, "spec": {**raw["spec"], "nodeName": "node-0"}, "status": status})
+                self.server.objects[at] = raw
+                self.operator.caches.pods.put(copy.deepcopy(raw))
+
+    def states(self, namespace: str) -> collections.Counter[str]:
+        """How many jobs of a namespace are in each state."""
+        start = f"/apis/training.ddpjob.io/v1alpha1/namespaces/{namespace}/ddpjobs/"
+        jobs = (raw for at, raw in self.server.objects.items() if at.startswith(start))
+        return collections.Counter(raw["status"].get("state", "") for raw in jobs)
 
     def pods(self, namespace: str, name: str = "") -> int:
         """How many pods there are of a job, or of all in a namespace."""

@@ -139,8 +139,9 @@ class World:
             assert name not in self.groups, f"{name} is there already"
             self._made += 1
             uid = f"group-{self._made}"
-            nodes = None if adapter.queue is None else self.job.spec.nodes
-            self.groups[name] = Group(action.adapter, name, uid, self.job.metadata.uid, attempt, nodes=nodes)
+            queue, owner = adapter.queue, self.job.metadata.uid
+            asks = {} if queue is None else {"nodes": self.job.spec.nodes, "asked": queue.asks(self.job)}
+            self.groups[name] = Group(action.adapter, name, uid, owner, attempt, **asks)  # type: ignore[arg-type]
         elif isinstance(action, TellGroup):
             assert self.groups[action.name].uid == action.uid, "what is told carries the uid that was seen"
             self._hears(action)
@@ -167,7 +168,7 @@ class World:
             if pod.live and action.grace_seconds != 0:
                 grace = 30 if action.grace_seconds is None else action.grace_seconds
                 self._see(
-                    replaced(
+                    replace(
                         pod, deletion_requested_at=self.now, deletion_deadline=self.now + dt.timedelta(seconds=grace)
                     )
                 )
@@ -175,7 +176,7 @@ class World:
                 del self.pods[action.name]
         elif isinstance(action, EndPod):
             assert self.pods[action.name].uid == action.uid, "the uid that was seen"
-            self.pods[action.name] = replaced(self.pods[action.name], deadline_set=True)
+            self.pods[action.name] = replace(self.pods[action.name], deadline_set=True)
         elif isinstance(action, DeleteJob):
             self.of_deleted_job = True
             self.job = replace(self.job, metadata=replace(self.job.metadata, deletion_timestamp=self.now))
@@ -244,7 +245,7 @@ class World:
         for name, pod in self.pods.items():
             if pod.deadline_set and pod.live:
                 end = Container("ended", "Error", exit_code=143, ended_at=self.now)
-                self.pods[name] = replaced(pod, phase="Failed", reason="DeadlineExceeded", trainer=end)
+                self.pods[name] = replace(pod, phase="Failed", reason="DeadlineExceeded", trainer=end)
         return self
 
     def restarted(self) -> World:
@@ -328,7 +329,7 @@ class World:
 
     def _change(self, place: int, **fields: Any) -> World:
         pod = self._pod(place)
-        self._see(replaced(pod, **fields))
+        self._see(replace(pod, **fields))
         return self
 
     def _see(self, pod: Pod) -> None:

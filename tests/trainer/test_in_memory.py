@@ -125,6 +125,46 @@ def test_a_script_that_asks_for_values_is_kept_from_the_first_save_on(node: Node
     assert node.step is None
 
 
+def test_a_script_that_saves_a_value_has_in_memory_what_it_named_last_and_the_log_says_so_once(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The best loss is of the moment when it was named: beside parameters of a later step it would be of none."""
+
+    def train(until: int, *, steps_after: int = 0) -> Any:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        step = snapshot.load(**objects)
+        best = snapshot.state.get("best")
+        for each in range(step, until):
+            steps(each, each + 1, **objects)
+            snapshot.keep(each + 1, **objects, best=each + 1.5)
+        steps(until, until + steps_after, **objects)
+        rescue()
+        return step, best
+
+    assert node.run(0, lambda: train(8)) == (0, None)
+    told = capfd.readouterr().err
+    assert told.count("best: saved by value, so the memory has the state of the last save, not of every step") == 1
+    assert node.step == 8
+    assert node.run(1, lambda: train(12, steps_after=1)) == (8, 8.5)
+    assert node.step != 13, "nobody has named what there is at step 13"
+
+
+def test_memory_false_keeps_nothing_and_a_restart_goes_on_from_the_folder(node: Node) -> None:
+    """Who wants the save before a loss went wrong, or has no memory to spare, turns it off."""
+
+    def train() -> int:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots", memory=False)
+        step = snapshot.load(**objects)
+        steps(step, step + 6, **objects)
+        snapshot.save(step + 5, **objects)
+        snapshot.wait()
+        rescue()
+        return step
+
+    assert [node.run(generation, train) for generation in range(3)] == [0, 5, 10]
+    assert node.step is None
+
+
 def test_a_script_that_asks_for_values_only_after_a_resume_is_refused_once(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,32 @@ def accumulated(until: int, *, fails_within: bool, saves_within: bool = True) ->
         ddpjob.should_stop(step)
         settle()
     return began, [value.tolist() for value in objects["model"].state_dict().values()]
+
+
+def test_ranks_that_mark_other_steps_than_their_peers_go_on_from_the_folder_and_the_log_says_so(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A counter that begins at another number on one rank: whose step is the state of? Nothing is guessed."""
+
+    def train() -> int:
+        rank = int(os.environ["RANK"])
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        began = snapshot.load(**objects)
+        model = torch.nn.parallel.DistributedDataParallel(objects["model"])
+        for step in range(began + 1, began + 9):
+            objects["optimizer"].zero_grad()
+            model(torch.full((4, 4), float(step))).square().sum().backward()
+            objects["optimizer"].step()
+            if step == began + 4:
+                snapshot.save(step, **objects)
+                snapshot.wait()
+            ddpjob.should_stop(step + 5 * rank)
+            settle()
+        rescue()
+        return began
+
+    assert [node.run(generation, train, ranks=2) for generation in range(2)] == [0, 4]
+    assert "the state in memory is not used: the state is of step" in capfd.readouterr().err
 
 
 def test_a_save_in_the_middle_of_an_accumulation_brings_back_the_whole_step(node: Node, tmp_path: Path) -> None:

@@ -31,6 +31,27 @@ def test_a_limit_that_is_too_small_is_said_with_the_one_that_would_do(tmp_path: 
     assert room.shortage(100 * MIB, *where) is None, "what it says is enough"
 
 
+def test_the_limit_that_is_named_has_room_for_what_follows_too(tmp_path: Path) -> None:
+    """A rank alone needs a second area for its copies: else a user raises the limit twice, with a restart each time."""
+    where = container(tmp_path, str(600 * MIB), used=590 * MIB)
+    short = room.shortage(100 * MIB, *where, with_later=200 * MIB)
+    assert short is not None
+    assert short.limit_needed == 590 * MIB + 220 * MIB
+
+
+def test_a_limit_of_a_node_with_cgroups_of_version_1_counts(tmp_path: Path) -> None:
+    """Kubernetes still has such nodes: the memory would have taken a container over its limit, and the kernel kills."""
+    pod = tmp_path / "memory/kubepods/pod1"
+    pod.mkdir(parents=True)
+    (pod / "memory.limit_in_bytes").write_text(str(600 * MIB))
+    (pod / "memory.usage_in_bytes").write_text(str(590 * MIB))
+    (pod / "memory.stat").write_text(f"inactive_file 0\ntotal_inactive_file {20 * MIB}\n")
+    (tmp_path / "own").write_text("3:cpu,cpuacct:/kubepods/pod1\n4:memory:/kubepods/pod1\n0::/\n")
+    short = room.shortage(100 * MIB, str(tmp_path), str(tmp_path / "own"))
+    assert short is not None
+    assert short.why.startswith("the container's memory limit is 600 MiB, 570 MiB are in use")
+
+
 def test_a_page_cache_that_can_be_reclaimed_is_room(tmp_path: Path) -> None:
     """A training that reads its data fills the cache up to its limit, and would never have room."""
     where = container(tmp_path, str(600 * MIB), used=590 * MIB, cache=200 * MIB)

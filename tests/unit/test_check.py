@@ -727,6 +727,40 @@ def test_a_job_without_an_image_is_for_this_machine_only(job_file) -> None:
     assert re.search(r"job.yaml:\d+: warning\[image-missing\]", result.stdout)
 
 
+@pytest.mark.parametrize(
+    ("of_job", "nodes", "wrong"),
+    [
+        ({"limits": {"memory": "9Gi"}}, 2, ""),
+        ({"limits": {"memory": "8Gi"}}, 2, "8Gi is too small for its state in memory: 300,000,000 parameters with"),
+        ({"limits": {"memory": "8Gi"}}, 1, "8Gi is too small for two copies of its state in memory: "),
+        ({"limits": {"memory": "8Gi", "nvidia.com/gpu": 1}}, 2, ""),
+        ({"limits": {"memory": "7Gi", "nvidia.com/gpu": 1}}, 2, "7Gi is too small for two copies of its state in"),
+        ({}, 2, ""),
+    ],
+)
+def test_a_memory_limit_without_room_for_the_state_is_known_before_the_start(
+    job_file, of_job: dict[str, Any], nodes: int, wrong: str
+) -> None:
+    """It is else known after the first steps, when the job has waited for its GPUs for a night."""
+    path = job_file("", "ddprun", "train.py", nodes=nodes, container={"resources": of_job})
+    said = ran(path, "--parameters", "300M").stdout
+    assert ("memory-limit-too-small" in said) == bool(wrong), said
+    assert wrong in said
+    assert "memory-limit-too-small" not in ran(path).stdout, "nothing is known of the model"
+    if wrong:
+        enough = re.search(r"set it to (\d+Mi) or more", said)
+        assert enough is not None
+        larger = {"limits": {**of_job["limits"], "memory": enough[1]}}
+        path = job_file("", "ddprun", "train.py", nodes=nodes, container={"resources": larger})
+        assert "memory-limit-too-small" not in ran(path, "--parameters", "0.3B").stdout, "what it says is enough"
+
+
+def test_a_number_of_parameters_that_is_none_is_wrong_input(job_file) -> None:
+    assert "--parameters: a number such as 350M or 7B, not many" in str(
+        ran(job_file(""), "--parameters", "many").exception
+    )
+
+
 def test_a_field_that_no_api_server_is_known_to_have_is_a_warning(job_file) -> None:
     result = ran(job_file("", container={"quantumEntanglement": True}))
     assert "warning[unknown-field]: quantumEntanglement: unknown field of a Container" in result.stdout

@@ -100,7 +100,7 @@ def test_a_pod_that_somebody_deletes_meanwhile_is_left_to_that() -> None:
 
 
 @pytest.mark.parametrize("code", [403, 404, 409, 422])
-def test_where_the_server_does_not_let_it_end_so_it_is_deleted(code: int) -> None:
+def test_where_the_server_does_not_let_it_end_so_it_is_deleted(code: int, caplog: pytest.LogCaptureFixture) -> None:
     """The role of the chart before this one gives no right to patch a pod: the job must restart all the same."""
 
     class Server:
@@ -121,8 +121,11 @@ def test_where_the_server_does_not_let_it_end_so_it_is_deleted(code: int) -> Non
     server, caches = Server(), Nothing()
     caches.pods = Nothing()  # type: ignore[attr-defined]
     executor = Executor(server, caches, Nothing(), Nothing(), SYSTEM)  # type: ignore[arg-type]
-    asyncio.run(executor.execute(job(), Plan(actions=(EndPod("digits-1-0", "u"),)), JobState("u")))
+    with caplog.at_level("INFO", "ddpjob_operator"):
+        asyncio.run(executor.execute(job(), Plan(actions=(EndPod("digits-1-0", "u"),)), JobState("u")))
     assert server.asked == ["/api/v1/namespaces/default/pods/digits-1-0", "u", 10]
+    about = [(r.__dict__["job"], r.__dict__["pod"]) for r in caplog.records if "cannot be ended" in r.getMessage()]
+    assert about == [("default/digits", "digits-1-0")], "whose log is gone, for a log store"
 
 
 def test_a_clock_that_is_set_back_does_not_keep_a_pod_that_hears_nothing() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime as dt
 
 import pytest
+from msgspec.structs import replace
 from worlds import START, World, digits, job
 
 from ddpjob_operator.job import api
@@ -132,7 +132,7 @@ def test_a_whole_restart_is_told_in_three_events() -> None:
 def test_a_pod_whose_only_container_has_ended_is_not_deleted_while_its_phase_lags_behind() -> None:
     """Else `kubectl logs` of the culprit's pod finds nothing."""
     world = digits().running().exits(1, code=3)
-    world.pods["digits-1-1"] = dataclasses.replace(world.pods["digits-1-1"], phase="Running")
+    world.pods["digits-1-1"] = replace(world.pods["digits-1-1"], phase="Running")
     world.settle()
     assert world.pods["digits-1-1"].deletion_requested_at is None
     assert world.pods["digits-1-0"].deletion_requested_at is not None
@@ -556,7 +556,7 @@ def test_a_node_that_comes_back_in_time_costs_nothing() -> None:
 def test_without_the_right_to_read_nodes_the_node_controllers_word_about_the_pod_counts() -> None:
     world = digits().running()
     world.nodes = None
-    world.pods["digits-1-1"] = dataclasses.replace(world.pods["digits-1-1"], silent_since=world.now)
+    world.pods["digits-1-1"] = replace(world.pods["digits-1-1"], silent_since=world.now)
     world.after(29).settle()
     assert world.status.state == "Running"
     world.after(1).settle()
@@ -581,7 +581,7 @@ def test_a_pod_that_only_takes_long_on_a_node_that_answers_is_waited_for() -> No
 def test_the_pod_of_a_deleted_namesake_on_a_lost_node_does_not_hold_up_the_new_job_for_ever() -> None:
     world = digits().conflicting_pod("digits-1-1", label="digits", owner="uid-of-the-deleted-job")
     world.conflicting_pods = [
-        dataclasses.replace(p, node="node-7", deletion_requested_at=world.now) for p in world.conflicting_pods
+        replace(p, node="node-7", deletion_requested_at=world.now) for p in world.conflicting_pods
     ]
     world.nodes = {"node-7": Node(ready=False, since=world.now)}
     world.settle()

@@ -13,6 +13,7 @@ from slow_server import SlowServer, Town, play
 from worlds import World, digits
 
 from ddpjob_operator.kube import decisions
+from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.log import JsonLines
 from ddpjob_operator.kube.settings import OperatorSettings
 
@@ -161,6 +162,35 @@ def test_as_json_each_decision_is_an_object_with_job_attempt_and_pod() -> None:
     assert (told["job"], told["attempt"], told["pod"]) == ("default/digits", 1, "digits-1-1")
     assert told["level"] == "info"
     assert told["ts"].endswith("Z")
+
+
+@pytest.mark.parametrize("error", [ApiError(500, "InternalError", "etcd is away"), KeyError("a bug")], ids=repr)
+def test_a_reconcile_that_fails_is_a_line_with_job_attempt_and_pod(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who asks a log store for attempt 3 of a job must find why nothing happened in it."""
+
+    async def story() -> None:
+        def delay(verb: str, _path: str) -> float:
+            if verb == "replace":
+                raise error
+            return 0.01
+
+        town = Town(SlowServer(delay))
+        town.apply("team", "digits", 2, status={"state": "Pending", "attempt": 3})
+        await asyncio.sleep(5)
+
+    play(story)
+    failed = [record for record in caplog.records if "again in" in record.getMessage()]
+    assert failed
+    assert {tuple(record.__dict__[name] for name in ("job", "attempt", "pod")) for record in failed} == {
+        ("team/digits", 3, "")
+    }
+
+
+@pytest.mark.parametrize("raw", [None, {}, {"status": None}, {"status": "Running"}, {"status": {"attempt": "many"}}])
+def test_a_line_about_a_job_that_cannot_be_read_has_the_same_fields(raw: dict[str, object] | None) -> None:
+    assert decisions.about(("team", "digits"), raw) == {"job": "team/digits", "attempt": 0, "pod": ""}
 
 
 def _lines_of(world: World) -> list[decisions.Line]:

@@ -10,7 +10,15 @@ from cancelling import ends_although
 
 from ddpjob_operator.job import api
 from ddpjob_operator.kube.client import ApiError
-from ddpjob_operator.kube.events import PASSING_SECONDS, QUEUE_MAX, QUEUE_OF_JOB_MAX, REPEAT_SECONDS, Events, body
+from ddpjob_operator.kube.events import (
+    LATER_SECONDS,
+    PASSING_SECONDS,
+    QUEUE_MAX,
+    QUEUE_OF_JOB_MAX,
+    REPEAT_SECONDS,
+    Events,
+    body,
+)
 from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 from ddpjob_operator.plan.actions import Event
 
@@ -31,13 +39,14 @@ class Server:
         self.got.append(body["reason"])
 
 
-def play(*steps: tuple[float, Event | None], error: ApiError | None = None) -> list[str]:
+def play(*steps: tuple[float, Event | None], error: ApiError | None = None, busy: bool = False) -> list[str]:
     """The reasons that arrive when these events are sent after these seconds."""
 
     async def run() -> list[str]:
         server = Server()
         server.error = error
-        events = Events(server, Runtime(clock=lambda: server.now))  # type: ignore[arg-type]
+        runtime = Runtime(clock=lambda: server.now)
+        events = Events(server, runtime, busy=lambda _namespace: busy)  # type: ignore[arg-type]
         for seconds, event in steps:
             server.now += seconds
             if event is not None:
@@ -73,6 +82,21 @@ def test_a_state_that_passes_at_once_is_not_told() -> None:
 
 def test_a_state_that_lasts_is_told() -> None:
     assert play((0, CREATING), (PASSING_SECONDS, None), (1, RUN)) == ["CreatingPods", "AllNodesRun"]
+
+
+def test_what_went_well_makes_way_for_pods_that_are_being_created_but_not_for_ever() -> None:
+    """In a storm of jobs each event made the pods of the others later; many were out of date when it was over."""
+    assert play((0, RUN), (LATER_SECONDS - 1, None), busy=True) == []
+    assert play((0, RUN), (LATER_SECONDS, None), busy=True) == ["AllNodesRun"]
+    assert play((0, CREATING), (PASSING_SECONDS + 5, RUN), busy=True) == []
+    assert play((0, CREATING), (PASSING_SECONDS + 5, RUN), (LATER_SECONDS, None), busy=True) == ["AllNodesRun"]
+
+
+def test_a_warning_makes_way_for_nothing() -> None:
+    assert play((0, RUN), (0, Event("Warning", "RankFailed", "rank 3")), (0, None), busy=True) == [
+        "AllNodesRun",
+        "RankFailed",
+    ]
 
 
 def test_a_server_that_takes_no_events_stops_nothing() -> None:

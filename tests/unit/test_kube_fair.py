@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from slow_server import SlowServer, Town, play
 from virtual_time import START
 
+from ddpjob_operator.kube.good_news import ALL_LATER_SECONDS
 from ddpjob_operator.kube.progress_turns import ABSENT_SECONDS, ProgressTurns
 from ddpjob_operator.kube.receive import Sender
 from ddpjob_operator.kube.shares import Bounds, Shares
@@ -108,6 +109,61 @@ def test_a_job_of_one_pod_has_it_within_a_second_amid_a_hundred_jobs_of_eight() 
                 town.apply("team", "probe", 1)
         assert await town.until(lambda: town.pods("team", "probe") == 1, 60) < 1
         await town.until(lambda: town.pods("team") == 801, 7)
+
+    play(story)
+
+
+def test_that_jobs_run_is_told_after_the_pods_of_the_others_are_made() -> None:
+    """Each of a hundred jobs wrote that it ran while the others waited for their pods: a status costs the API server as
+    much as two pods, and an event as much as one."""
+
+    async def story() -> None:
+        server = SlowServer(lambda _verb, _path: 0.1)
+        town = Town(server)
+        for number in range(60):
+            town.apply("team", f"job-{number}", 8)
+        while town.pods("team") < 480:
+            await asyncio.sleep(0.02)
+            town.run_pods("team")
+        made = [
+            f"{verb} {'event' if '/events' in path else 'job' if '/ddpjobs/' in path else ''}"
+            for _, verb, path in server.done
+        ]
+        assert collections.Counter(made) == {"create ": 480 + 60, "replace job": 60}, "those that come before pods"
+        await town.until(lambda: town.states("team") == {"Running": 60}, 1)
+
+    play(story)
+
+
+def test_that_a_job_runs_is_told_in_time_where_pods_of_others_are_always_being_made() -> None:
+    async def story() -> None:
+        server = SlowServer(lambda verb, _path: 0.4 if verb == "create" else QUICK)
+        town = Town(server)
+        town.apply("team", "small", 1)
+        await town.until(lambda: town.pods("team") == 1, 2)
+        town.apply("team", "big", 1000)
+        await asyncio.sleep(7)  # what follows on the creation of its pod is over
+        town.run_pods("team")
+        took = await town.until(lambda: town.states("team")["Running"] == 1, 60)
+        assert ALL_LATER_SECONDS - 1 < took < ALL_LATER_SECONDS + 1
+        assert town.pods("team") < 400, "the others were not made yet"
+
+    play(story)
+
+
+def test_that_a_job_runs_is_told_at_once_beside_creates_that_hang_in_a_webhook() -> None:
+    """What hangs is not waited for, and other namespaces never are."""
+
+    async def story() -> None:
+        town = Town(of_the_big_job({"create": 25.0}))
+        town.apply("team", "big", 1000)
+        town.apply("team", "small", 1)
+        town.apply("other", "small", 1)
+        await asyncio.sleep(3)
+        town.run_pods("team")
+        town.run_pods("other")
+        for namespace in ("team", "other"):
+            await town.until(lambda of=namespace: town.states(of)["Running"] == 1, 0.2)  # type: ignore[misc]
 
     play(story)
 
@@ -230,6 +286,8 @@ def test_shares_keep_their_bounds_and_serve_everybody_also_where_some_give_up(
 
     async def story() -> None:
         shares = Shares(bounds)
+        told = set()
+        shares.quiet = told.add
         under_way: collections.Counter[object] = collections.Counter()
 
         async def call(number: int, key: Key, seconds: float) -> None:
@@ -251,6 +309,8 @@ def test_shares_keep_their_bounds_and_serve_everybody_also_where_some_give_up(
         await asyncio.gather(*tasks, return_exceptions=True)
         assert all(t.cancelled() or t.exception() is None for t in tasks)
         assert (shares._quick, +shares._under_way, shares._waiting) == (0, collections.Counter(), {})
+        assert told == {name for name, *_ in calls}, "who waits until a namespace is quiet goes on"
+        assert not any(map(shares.busy, "abc"))
         assert shares._left == {}
 
     play(story)

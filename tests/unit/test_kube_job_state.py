@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime as dt
 
+from msgspec.structs import replace
 from worlds import START
 
 from ddpjob_operator.kube.job_state import JobState
@@ -37,6 +37,6 @@ def test_the_wait_for_a_pod_that_is_heard_again_starts_from_zero() -> None:
 def test_how_long_a_sidecar_has_run_on_is_counted_from_when_we_saw_it_whatever_the_nodes_clock_says() -> None:
     """With a node whose clock is ahead the job would wait, and with one that is behind an eviction be a success."""
     memory, done = JobState("uid"), Container("ended", "Completed", exit_code=0, ended_at=START + AHEAD)
-    beside = dataclasses.replace(pod(), trainer=done, sidecars_run=True)
+    beside = replace(pod(), trainer=done, sidecars_run=True)
     assert memory.by_own_clock([beside], START)[0].done_since == START
     assert memory.by_own_clock([beside], START + dt.timedelta(seconds=20))[0].done_since == START

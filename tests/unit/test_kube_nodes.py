@@ -11,7 +11,7 @@ from lists import taken
 from worlds import job
 
 from ddpjob_operator.kube import observe
-from ddpjob_operator.kube.client import Client
+from ddpjob_operator.kube.client import ApiError, Client
 from ddpjob_operator.kube.events import Events
 from ddpjob_operator.kube.executor import ConflictError, Executor
 from ddpjob_operator.kube.job_state import JobState
@@ -155,25 +155,33 @@ def test_in_a_cluster_of_two_one_node_can_be_lost_and_both(nodes: Nodes) -> None
 
 
 class Server:
-    """An API server with these nodes."""
+    """An API server with these nodes, and a pod of this version on the first of them."""
 
-    def __init__(self, *nodes: dict[str, Any]) -> None:
-        self.nodes, self.deleted = nodes, 0
+    def __init__(self, *nodes: dict[str, Any], version: str = "7") -> None:
+        self.nodes, self.deleted, self.version = nodes, 0, version
 
-    async def get(self, path: str, params: dict[str, str]) -> dict[str, Any]:
+    async def get(self, path: str, params: dict[str, str] | None = None) -> dict[str, Any]:
+        if path.endswith("/pods/digits-1-0"):
+            return pod_on_gpu_1("Running", self.version)
         assert (path, params) == ("/api/v1/nodes", {"fieldSelector": "metadata.name=gpu-1"})
         return {"items": [*self.nodes]}
 
-    async def delete(self, _path: str, _options: dict[str, Any]) -> dict[str, Any]:
+    async def delete(self, path: str, options: dict[str, Any]) -> dict[str, Any]:
+        if options["preconditions"] != {"uid": "u", "resourceVersion": self.version}:
+            raise ApiError(409, "Conflict", f"{path}: Precondition failed")
         self.deleted += 1
         return {"kind": "Status"}
+
+
+def pod_on_gpu_1(phase: str, version: str) -> dict[str, Any]:
+    metadata = {"name": "digits-1-0", "namespace": "default", "uid": "u", "resourceVersion": version}
+    return {"metadata": metadata, "spec": {"nodeName": "gpu-1"}, "status": {"phase": phase}}
 
 
 def gives_up_its_pod(server: Server, nodes: Nodes, phase: str = "Running") -> None:
     """The pod on gpu-1 is deleted with a grace period of 0."""
     pods: Store[Any] = Store(observe.pod, lambda _: ("default", "digits"), lambda *_: None)
-    metadata = {"name": "digits-1-0", "namespace": "default", "uid": "u"}
-    pods.put({"metadata": metadata, "spec": {"nodeName": "gpu-1"}, "status": {"phase": phase}})
+    pods.put(pod_on_gpu_1(phase, "7"))
     services: Store[Any] = Store(observe.service, lambda _: ("", ""), lambda *_: None)
     caches, client, runtime = Caches(Jobs(lambda _: None), pods, services, nodes), cast(Client, server), Runtime()
     executor = Executor(client, caches, Lookup(client, caches, runtime), cast(Events, AnyEvents()), runtime)
@@ -201,6 +209,16 @@ def test_a_pod_of_a_node_that_is_still_lost_is_given_up(nodes: Nodes, there: tup
     server = Server(*there)
     gives_up_its_pod(server, nodes)
     assert server.deleted == 1
+
+
+def test_a_pod_that_has_changed_since_its_node_was_given_up_is_observed_again(nodes: Nodes) -> None:
+    """The API server may carry a request out 19 s later: by then the kubelet was back, had said that its pod runs, and
+    the next attempt started beside it (seed 701187 of lives with memory)."""
+    taken(nodes, [node("gpu-1", "Unknown")], 1)
+    server = Server(node("gpu-1", "Unknown"), version="8")
+    with pytest.raises(ConflictError):
+        gives_up_its_pod(server, nodes)
+    assert server.deleted == 0
 
 
 @pytest.mark.parametrize("phase", ["Failed", "Succeeded"])

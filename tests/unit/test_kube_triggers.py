@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 from worlds import START
 
@@ -12,6 +13,7 @@ from ddpjob_operator.kube.triggers import (
     ALL_RUN_SECONDS,
     SOME_CHANGED_SECONDS,
     group_changed,
+    is_good_news,
     pod_changed,
     uses_node,
 )
@@ -38,7 +40,7 @@ def pod(rank: int = 0, trainer: Container = RUNNING, *, attempt: int = 1, replac
     )
 
 
-STOPPING = dataclasses.replace(pod(), deletion_requested_at=START)
+STOPPING = msgspec.structs.replace(pod(), deletion_requested_at=START)
 CASES = {
     # old, new, the other pods: seconds
     "a pod that is gone": (pod(), None, [], 0.0),
@@ -73,6 +75,16 @@ def test_failures_and_deletions_are_reconciled_at_once_and_good_news_is_gathered
     """Each reconcile may write the status; a failure that waits for others costs the user GPU time."""
     pods = others if new is None else [new, *others]
     assert pod_changed(old, new, pods, nodes=2) == seconds
+
+
+def test_only_what_says_that_all_goes_well_waits_until_the_pods_of_others_are_made() -> None:
+    """Who waits for the place of a job that has ended, or for a node, would wait for the end of a storm."""
+    assert is_good_news(pod(), ALL_RUN_SECONDS)
+    assert is_good_news(pod(trainer=WAITING), SOME_CHANGED_SECONDS)
+    assert not is_good_news(STOPPING, 0.0)
+    assert not is_good_news(pod(trainer=COMPLETED), ALL_ENDED_SECONDS)
+    no_node = msgspec.structs.replace(pod(trainer=WAITING), unschedulable="0/3 nodes are available")
+    assert not is_good_news(no_node, SOME_CHANGED_SECONDS)
 
 
 def test_a_node_concerns_the_jobs_that_have_a_live_pod_on_it() -> None:

@@ -294,6 +294,7 @@ def test_a_workload_is_read_with_what_was_decided_and_what_it_was_told() -> None
         placement=Placement(count=2, flavors=("spot",)),
         nodes=2,
         queue="main",
+        asked=("main", "high"),
         is_ready=True,
     )
     assert kueue.reads_for_pods(group.placement, V1BETA1) == ("/apis/kueue.x-k8s.io/v1beta1/resourceflavors/spot",)
@@ -520,7 +521,7 @@ def test_an_eviction_before_the_first_pod_gives_the_quota_back_at_once() -> None
 def test_pods_of_an_evicted_job_that_are_found_later_are_stopped_too() -> None:
     """The answer to their creation was lost: they would use quota that others have by now."""
     world = admitted().admits("evicted", "preempted", holds_quota=True).settle()
-    late = replaced(next(iter(world.pods.values())), deletion_requested_at=None, deletion_deadline=None)
+    late = replace(next(iter(world.pods.values())), deletion_requested_at=None, deletion_deadline=None)
     world.stops_all().settle()
     world.pods[late.name] = late
     assert any(isinstance(action, DeletePod) for action in world.step().actions)
@@ -602,6 +603,57 @@ def test_a_workload_that_asks_for_other_pods_than_the_job_has_is_replaced_while_
     group = world.groups["digits"]
     assert DeleteGroup("kueue", "digits", group.uid) in world.plan().actions
     assert world.settle().groups["digits"].nodes == 3
+
+
+def relabelled(world: World, **labels: str) -> World:
+    """The user changes the labels of the job."""
+    world.job = labelled(world.job, **labels)
+    return world
+
+
+def test_a_job_whose_queue_does_not_exist_waits_in_the_right_one_once_its_label_is_mended() -> None:
+    """Labels change at any time: it waited for a queue that nobody would ever make, until it was suspended."""
+    world = queued().settle().admits("waiting", "LocalQueue main doesn't exist").settle()
+    wrong = world.groups["digits"]
+    assert relabelled(world, queue_name="research").plan().actions == (DeleteGroup("kueue", "digits", wrong.uid),)
+    world.settle()
+    assert (world.groups["digits"].asked, world.names()) == (("research", ""), [])
+    assert world.admits().running().status.state == "Running"
+
+
+def test_a_job_that_waits_takes_the_priority_of_its_new_label() -> None:
+    world = relabelled(queued().settle(), queue_name="main", priority_class="high").settle()
+    assert world.groups["digits"].asked == ("main", "high")
+
+
+def test_a_job_that_is_admitted_keeps_its_place_whatever_its_labels_become_and_then_queues_as_they_say() -> None:
+    """Its pods run on the quota of the queue that admitted it."""
+    world = relabelled(admitted(), queue_name="research").settle()
+    assert (world.status.state, world.groups["digits"].asked) == ("Running", ("main", ""))
+    world.admits("evicted", "preempted", holds_quota=True).settle().stops_all().settle()
+    assert world.told[-1] == "quota returned"
+    assert world.groups["digits"].asked == ("research", "")
+
+
+@pytest.mark.parametrize("how", ["label", "field"])
+def test_a_job_that_waits_leaves_its_queue_when_the_user_says_so(how: str) -> None:
+    """Without the label it waited in the queue `default`, which may not be there; only a new job got out of it."""
+    world = queued().settle().admits("waiting", "insufficient unused quota").settle()
+    world = relabelled(world) if how == "label" else world.change(gang="none")
+    world.running()
+    assert (world.status.state, world.groups) == ("Running", {})
+    assert (world.status.gang or api.Gang(kind="kueue")).kind == "none"
+
+
+def test_pods_that_stop_after_an_eviction_have_their_full_grace_also_where_the_job_leaves_its_queue() -> None:
+    """Else the steps since the last snapshot are lost."""
+    world = admitted().admits("evicted", "preempted", holds_quota=True)
+    world.step()
+    world = relabelled(world)
+    stops = [action for _ in range(3) for action in world.step().actions if isinstance(action, DeletePod)]
+    assert [stop.grace_seconds for stop in stops] == [None, None]
+    world.stops_all().running()
+    assert (world.status.state, world.status.attempt, world.groups) == ("Running", 2, {})
 
 
 def test_a_workload_that_somebody_marks_as_finished_is_replaced_when_the_pods_have_ended() -> None:

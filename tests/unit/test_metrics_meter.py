@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from prometheus_client import parser
@@ -13,8 +14,13 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from slow_server import SlowServer, Town, play
 
 import metrics_page
+from ddpjob_operator.gangs import ADAPTERS
 from ddpjob_operator.job import api
+from ddpjob_operator.kube import access, measuring
+from ddpjob_operator.kube.client import Client
 from ddpjob_operator.kube.exposition import Snapshot, read
+from ddpjob_operator.kube.operator import Operator
+from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.metrics import names
 from ddpjob_operator.metrics.meter import Job, Meter, Moment
 
@@ -113,6 +119,41 @@ def test_the_seconds_of_all_jobs_only_grow_when_jobs_are_deleted() -> None:
     assert scraped(meter, moment(two, seconds=35))[name] == 40, "a clock that is set back takes nothing away"
 
 
+@pytest.mark.parametrize(
+    "later",
+    [
+        pytest.param(job(state="Running", state_time=NOW, first_step_time=NOW), id="the clock was set back"),
+        pytest.param(
+            job(state="Running", state_time=NOW, first_step_time=NOW, goodput=api.Goodput(idle_since=at(40))),
+            id="it has made no step for a minute, as is known now",
+        ),
+        pytest.param(
+            job(state="Restarting", state_time=at(40), goodput=api.Goodput(productive_seconds=40)),
+            id="its agent says that a rank had failed a minute ago",
+        ),
+    ],
+)
+def test_the_seconds_of_a_job_never_fall(later: Job) -> None:
+    """increase() over a counter that falls has the whole counter once more: a week that nobody has trained."""
+    meter, mine = Meter(), 'ddpjob_job_seconds_total{job_name="digits",namespace="team",spent="productive"}'
+    running = job(state="Running", state_time=NOW, first_step_time=NOW)
+    assert scraped(meter, moment(running, seconds=100))[mine] == 100
+    now = moment(later, seconds=50 if later.status == running.status else 101)
+    found = scraped(meter, now)
+    assert found[mine] == 100
+    assert found['ddpjob_seconds_total{spent="productive"}'] == 0, "the first scrape counts nothing, and this one less"
+    assert scraped(Meter(), now)[mine] < 100, "what the status alone would show"
+
+
+def test_a_job_whose_status_cannot_be_read_for_a_while_is_not_counted_twice() -> None:
+    """Somebody edits a status and takes it back: the fleet has not trained for a week more."""
+    meter, name = Meter(), 'ddpjob_seconds_total{spent="productive"}'
+    running = job(state="Running", state_time=NOW, first_step_time=NOW)
+    scraped(meter, moment(running, seconds=1000))
+    scraped(meter, moment(running._replace(status=None), seconds=1010))
+    assert scraped(meter, moment(running, seconds=1020))[name] == 20
+
+
 def test_a_thousand_jobs_that_come_and_go_leave_no_series_and_no_memory() -> None:
     """A counter of names of jobs that are long gone would end the operator by its memory within months."""
     meter = Meter()
@@ -196,6 +237,25 @@ def test_the_operator_shows_the_jobs_that_it_has_seen_its_queue_and_its_copies()
         assert found["ddpjob_attempts_total"] == 1
 
     play(story)
+
+
+def test_what_the_operator_asks_of_a_queue_or_a_gang_scheduler_is_counted_by_its_name() -> None:
+    """As "other" it was in no alert: nobody saw that Kueue's webhook refused every Workload."""
+    rights = [*access.RIGHTS, *itertools.chain(*access.GANG_RIGHTS.values()), access.PLACES_RIGHT]
+    assert {right.resource for right in rights} <= set(names.RESOURCES)
+    assert {adapter.plural for adapter in ADAPTERS.values()} <= set(names.CACHES)
+    path = "/apis/kueue.x-k8s.io/v1beta1/namespaces/team/workloads/digits/status"
+    assert measuring.verb_and_resource("PUT", path) == ("update", "workloads/status")
+
+
+def test_objects_of_a_queue_and_of_a_gang_scheduler_are_sizes_of_their_own() -> None:
+    settings = OperatorSettings(health_port=0, gangs=("native", "kueue"))
+    operator = Operator(settings, cast(Client, SlowServer(lambda _verb, _path: 0.0)))
+    labels = {"training.ddpjob.io/job": "digits"}
+    named = {"name": "digits", "namespace": "team", "uid": "1", "resourceVersion": "7", "labels": labels}
+    operator.caches.gangs["kueue"].store.put({"metadata": named, "status": {}})
+    cached = dict(operator.snapshot().moment.cached)
+    assert (cached["workloads"], cached["podgroups"]) == (1, 0)
 
 
 def test_an_api_server_that_refuses_every_write_shows_as_reconcile_errors() -> None:

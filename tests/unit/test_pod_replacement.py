@@ -64,7 +64,23 @@ def test_when_the_last_of_the_first_pods_is_lost_all_start_anew() -> None:
     world = digits(container=DDPRUN, nodes=2).running().exits(1, code=137).settle().runs(1).settle()
     assert world.status.replacements == {"1": 1}
     world.exits(0, code=137).restarted()
-    assert world.status.attempt == 2, "nobody who waits knows which generations there were"
+    assert world.status.attempt == 2, "nobody who waits is known to have been in the last group"
+
+
+def test_a_pod_that_has_trained_in_the_place_of_another_one_waits_for_the_next() -> None:
+    """Else each second loss of a pod of two costs the steps since the last save: what survives in memory is its own."""
+    world = digits(container=DDPRUN, nodes=2).running().exits(1, code=137).settle().runs(1).settle()
+    world.reports_step(12, rank=1, node_rank=1, generation=1, replacement=1).settle()
+    world.exits(0, code=137).settle()
+    assert (world.status.attempt, world.status.replacements) == (1, {"0": 1, "1": 1})
+
+
+@pytest.mark.parametrize("of", [{"replacement": 0}, {"replacement": 2}, {"replacement": 1, "node_rank": 0}])
+def test_a_report_of_other_ranks_tells_nothing_of_the_pod_in_their_place(of: dict[str, int]) -> None:
+    world = digits(container=DDPRUN, nodes=2).running().exits(1, code=137).settle().runs(1).settle()
+    world.reports_step(12, **{"rank": 1, "node_rank": 1, **of}).settle()
+    world.exits(0, code=137).restarted()
+    assert world.status.attempt == 2
 
 
 def test_the_pod_of_a_lost_node_is_replaced_elsewhere_and_its_object_is_let_go() -> None:
@@ -143,6 +159,15 @@ def test_steps_made_before_a_replacement_are_counted_as_lost() -> None:
     world.after(20).reports_step(91).settle()
     assert world.status.goodput is not None
     assert (world.status.goodput.lost_steps, world.status.furthest_step) == (10, 100)
+
+
+def test_a_clock_of_a_node_that_is_ahead_counts_no_step_twice() -> None:
+    """The failure then seems to be later than the first step of the next ranks, which have not come so far."""
+    world = trained().reports_step(100).settle().after(9).exits(1, code=137).after(-8).settle().runs(1).settle()
+    world.after(2).reports_step(91, generation=1, resumed_step=90).settle()
+    world.after(1).reports_step(91, generation=2, resumed_step=90).settle()
+    assert world.status.goodput is not None
+    assert world.status.goodput.lost_steps == 10 + 1
 
 
 @pytest.mark.parametrize("microseconds", [0, 400_000])

@@ -151,6 +151,18 @@ def test_a_restart_from_the_folder_repeats_all_that_was_made_since_also_what_was
     assert end == "✔ digits Succeeded in 8s   1 restart, 34 steps repeated   resumed at step 500 from /ckpt"
 
 
+def test_a_failure_that_is_heard_of_after_the_next_ranks_have_begun_counts_its_steps_once() -> None:
+    """Its agent says it until it is confirmed: who pays for the GPUs would be charged for the same steps twice."""
+    world = trains(command="ddprun").after(3)
+    resumed: dict[str, Any] = {"resumed_step": 500, "resumed_from": "/ckpt", "saved_step": 500}
+    world.reports_step(501, generation=1, **resumed).settle()
+    agent = in_place(534)
+    world.agent = replace(agent, failures=[failure._replace(generation=0) for failure in agent.failures])
+    world.settle().after(1).reports_step(501, generation=2, **resumed).settle()
+    assert world.status.goodput is not None
+    assert world.status.goodput.lost_steps == 20 + 1, "of generation 0, and of generation 1"
+
+
 def test_a_state_that_was_loaded_to_begin_with_counts_no_step_as_kept() -> None:
     """A script may load the model of another training, of step 50,000, and begin at 0."""
     loaded: dict[str, Any] = {"resumed_step": 50_000, "resumed_from": "/pretrained"}
@@ -164,7 +176,7 @@ def test_a_state_that_was_loaded_to_begin_with_counts_no_step_as_kept() -> None:
 def test_the_next_attempt_does_not_say_where_the_last_one_resumed() -> None:
     """Its ranks have loaded nothing yet."""
     world = trains(CLAIM).reports_step(530, resumed_step=500, resumed_from="/ckpt", not_kept="no room").settle()
-    assert (world.status.resumed_from, world.status.not_kept) == ("/ckpt", "no room")
+    assert (world.status.resumed_from, world.status.not_kept) == ("/ckpt", "in pod digits-1-0: no room")
     fails(world)
     assert (world.status.resumed_from, world.status.not_kept) == ("", "")
 
@@ -174,7 +186,7 @@ def test_a_memory_limit_that_is_too_small_is_named_with_the_field_and_the_size()
     world = trains(command="ddprun")
     why = "the container's memory limit is 600 MiB, 590 MiB are in use, and 110 MiB are needed"
     world.reports_step(523, not_kept=why, limit_needed=734_003_201).settle()
-    told = f"{why}; set spec.template.spec.containers[0].resources.limits.memory to 701Mi or more"
+    told = f"in pod digits-1-0: {why}; set spec.template.spec.containers[0].resources.limits.memory to 701Mi or more"
     assert world.status.not_kept == told
     assert [e.message for e in world.events if e.reason == "NotKeptInMemory"] == [
         f"the state is not kept in memory: {told}"
@@ -183,6 +195,26 @@ def test_a_memory_limit_that_is_too_small_is_named_with_the_field_and_the_size()
     world.reports_step(524, not_kept=why, limit_needed=734_003_201).settle().reports_step(525).settle()
     assert world.status.not_kept == ""
     assert len([e for e in world.events if e.reason == "NotKeptInMemory"]) == 1, "it is said once"
+
+
+def test_a_pod_without_room_is_named_also_where_it_is_not_that_of_rank_0() -> None:
+    """Each node has a memory of its own, and one that has another limit, or less to spare, keeps nothing: when the
+    others are lost the job goes back to its last save, and nothing had said so."""
+    world = trains(command="ddprun")
+    world.reports_step(523, rank=1, node_rank=1, not_kept="no room", limit_needed=734_003_201)
+    world.reports_step(523).settle()
+    told = "in pod digits-1-1: no room; set spec.template.spec.containers[0].resources.limits.memory to 701Mi or more"
+    assert world.status.not_kept == told
+    world.reports_step(524, not_kept="no room", limit_needed=944_003_201).settle()
+    assert world.status.not_kept.startswith("in pod digits-1-0 and 1 more: no room; set "), "both, and the larger limit"
+    assert world.status.not_kept.endswith(" to 901Mi or more")
+
+
+def test_what_ranks_of_before_a_restart_have_said_of_their_memory_is_over() -> None:
+    """A pod that has more room now would be named for ever."""
+    world = trains(command="ddprun").reports_step(523, rank=1, node_rank=1, not_kept="no room")
+    world.reports_step(524, generation=1, resumed_step=523, resumed_from="the memory").settle()
+    assert world.status.not_kept == ""
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,11 @@ def pod(rank: int, code: int | None = 1, said: str = "", seconds: float = 10, **
     word = more.pop("word", "Completed" if code == 0 else "Error")
     ended = Container("ended", word, said, False, code, at(seconds).replace(microsecond=0))
     base = Pod(f"bert-1-{rank}", f"uid-{rank}", "job", 1, rank, "bert", f"gpu-0{rank}", "Failed", trainer=ended)
-    return replace(base, **more)
+    return msgspec.structs.replace(base, **more)
 
 
 def told(what: Pod, seconds: float = 5) -> Pod:
-    return replace(what, deletion_requested_at=at(seconds))
+    return msgspec.structs.replace(what, deletion_requested_at=at(seconds))
 
 
 def library(**fields: Any) -> str:

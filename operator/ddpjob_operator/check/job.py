@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddpjob_operator.check import command, names
+from ddpjob_operator.check import command, names, room
 from ddpjob_operator.check.rule import Job, Severity
 from ddpjob_operator.check.starting import DEPRECATED
 from ddpjob_operator.job import api, launcher, topology
@@ -37,6 +37,12 @@ YAML_RULES = (
         "A field of the pod template that the API does not have, and that resembles none: an API server refuses it, "
         "unless it is newer than the list of fields in this version. What resembles a field is refused at once.",
     ),
+    YamlRule(
+        "memory-limit-too-small",
+        "warning",
+        "With `--parameters`: the pod's limit has no room for the state that ddprun keeps in memory, so a rank that is "
+        "killed costs the steps since the last save ([memory.md](memory.md#what-it-costs)).",
+    ),
 )
 CLUSTER_ONLY = frozenset(rule.name for rule in YAML_RULES)
 """What is of no account to a local run."""
@@ -63,8 +69,9 @@ def known(job: api.DDPJob) -> Job:
     )
 
 
-def mistakes(job: api.DDPJob) -> Iterator[tuple[FieldPath, str, str]]:
-    """(field, rule, message) of what is wrong in the YAML itself and yet a valid job."""
+def mistakes(job: api.DDPJob, parameters: int = 0) -> Iterator[tuple[FieldPath, str, str]]:
+    """(field, rule, message) of what is wrong in the YAML itself and yet a valid job. parameters: of the model; 0: not
+    known."""
     template = job.spec.template
     by = launcher.in_template(template)
     if not (trainer_container(template) or {}).get("image"):
@@ -78,6 +85,8 @@ def mistakes(job: api.DDPJob) -> Iterator[tuple[FieldPath, str, str]]:
             yield ("spec", "template", *deviation.path), "unknown-field", f"{deviation.path[-1]}: {deviation.message}"
     if by and by.name in ("torch.distributed.launch", "launch.py"):
         yield command_path(template), "launch-deprecated", DEPRECATED
+    if parameters and (said := room.too_small(job, parameters, _gpus(template))):
+        yield (*trainer_path(template), "resources", "limits", "memory"), "memory-limit-too-small", said
     if not topology.all_have_dns_names(job.spec):
         for field, text in _texts(template):
             if name := names.other_node(text, job.metadata.name):

@@ -16,7 +16,7 @@ from ddpjob_operator.check import Finding, Job, command, notebook
 from ddpjob_operator.check.job import CLUSTER_ONLY, YAML_RULES, known, mistakes
 from ddpjob_operator.check.rule import SYNTAX
 from ddpjob_operator.cli.options import NODES_WANTED, range_of
-from ddpjob_operator.job import api, launcher
+from ddpjob_operator.job import api, launcher, podspec
 from ddpjob_operator.job.bounds import NODES_MAX, number
 from ddpjob_operator.job.podspec import command_path
 from ddpjob_operator.job.wording import count
@@ -85,12 +85,13 @@ def check_all(
     alone: Job = _NOTHING_KNOWN,
     *,
     apart: bool = False,
+    parameters: int = 0,
 ) -> CheckResult:
     """Check scripts, and jobs with the scripts that they run. Raises InputError for a file that cannot be read.
 
     A script beside one job is checked as that job's; so a script can be named that lies in an image under another path.
     apart: scripts and jobs were found in a folder, so that a script is a job's only where its command names it.
-    alone: the context of scripts without a job.
+    alone: the context of scripts without a job. parameters: of the model; 0: not known.
     """
     sources = {document.source for document, _ in jobs.values()}
     scripts = [path for path in paths if path not in sources]
@@ -98,7 +99,7 @@ def check_all(
         raise InputError(
             f"{scripts[0]}: belongs to one of {len(jobs)} jobs, and which is not known. Check the jobs one by one."
         )
-    findings = [finding for document, job in jobs.values() for finding in _of_job(document, job)]
+    findings = [finding for document, job in jobs.values() for finding in _of_job(document, job, parameters)]
     unread: list[str] = []
     read: list[tuple[str, Job]] = []
     for document, job in jobs.values():
@@ -110,6 +111,14 @@ def check_all(
     for script, context in read:
         findings += _of_script(script, context)
     return CheckResult(sorted(set(findings)), unread, len({*sources, *(script for script, _ in read)}))
+
+
+def parameters(text: str | None) -> int:
+    """A number of parameters as people write it: 350M, 7B; 0 for none. Raises InputError."""
+    number = podspec.quantity(f"{text[:-1]}G" if text.endswith(("B", "b")) else text) if text else 0
+    if text and number < 1:
+        raise InputError(f"--parameters: a number such as 350M or 7B, not {text}")
+    return int(number)
 
 
 def before_run(
@@ -171,11 +180,12 @@ def _of_notebook(path: str, text: str, context: Job) -> list[Finding]:
     return [f for f in findings if f.rule != "spawn-without-main-guard"]  # a notebook is not imported
 
 
-def _of_job(document: Document, job: api.DDPJob) -> list[Finding]:
+def _of_job(document: Document, job: api.DDPJob, parameters: int = 0) -> list[Finding]:
     severities = {rule.name: rule.severity for rule in check.RULES} | {r.name: r.severity for r in YAML_RULES}
     path = document.source
     findings = [
-        Finding(path, document.line(field), 1, rule, severities[rule], text) for field, rule, text in mistakes(job)
+        Finding(path, document.line(field), 1, rule, severities[rule], text)
+        for field, rule, text in mistakes(job, parameters)
     ]
     return check.kept(findings, _text_of(path)) if findings else []
 

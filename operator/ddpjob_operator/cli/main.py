@@ -162,10 +162,13 @@ def init(
 @click.option("--nodes", metavar="N", help="Check for this many nodes; MIN:MAX: for an elastic job.")
 @click.option("--nproc", metavar="N", type=click.IntRange(min=1), help="Check for this many processes a node.")
 @click.option("--job", metavar="NAME", help="Which DDPJob, if a file has several.")
+@click.option("--parameters", metavar="N", help="Does a model of so many (350M, 7B) fit into a pod's memory limit?")
 @click.option(
     "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How it is shown."
 )
-def check(paths: tuple[str, ...], nodes: str | None, nproc: int | None, job: str | None, form: str) -> int:
+def check(
+    paths: tuple[str, ...], nodes: str | None, nproc: int | None, job: str | None, parameters: str | None, form: str
+) -> int:
     """Find the classic DDP mistakes in scripts, notebooks, a DDPJob's YAML with its script, or all in a folder.
 
     \b
@@ -178,7 +181,8 @@ def check(paths: tuple[str, ...], nodes: str | None, nproc: int | None, job: str
     alone = check_files.context(nodes, nproc)
     settings = (f"spec.nprocPerNode={nproc}",) if nproc else ()
     found = check_folder.targets(paths, job, lambda path, name: load(path, name, nodes, settings, ()))
-    result = check_files.check_all(found.scripts, found.jobs, alone, apart=found.apart)
+    size = check_files.parameters(parameters)
+    result = check_files.check_all(found.scripts, found.jobs, alone, apart=found.apart, parameters=size)
     code = answer(result.to_json() if form == "json" else result.to_text())
     for line in (*found.wrong, *result.unread, result.summary()):
         click.echo(line, err=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -462,7 +462,7 @@ def _as_recorded(pod: Pod, first: api.JobFailure) -> Pod:
     # Of one that ended early its ranks are recorded, and not what its launcher ended with.
     recorded = first.exit_code is not None and first.reason != ENDED_EARLY
     ended = pod.name == first.pod and recorded and precedence_of(first) not in _ENDED_WITHOUT_ITSELF
-    return replace(pod, ended_first=True) if ended else pod
+    return msgspec.structs.replace(pod, ended_first=True) if ended else pod
 
 
 def _first(ends: Sequence[End], recorded: str = "") -> End:

@@ -45,6 +45,10 @@ class Queue:
     """For how many pods the object asks."""
     name: Callable[[Raw], str]
     """In which queue the object is."""
+    asks: Callable[[api.DDPJob], tuple[str, ...]]
+    """What of the object follows what may change of a job that waits: its queue, its priority."""
+    asked: Callable[[Raw], tuple[str, ...]]
+    """The same, as the object has it."""
     told: Callable[[Raw], tuple[bool, bool]]
     """Whether it was told that all pods run, and that the job is over."""
     reads_for_pods: Callable[[Placement, str], tuple[str, ...]]

@@ -42,7 +42,7 @@ def body(job: api.DDPJob, _attempt: int, api_version: str) -> Body:
         podset["minCount"] = least
     if topology := _topology_request(job):
         podset["topologyRequest"] = topology
-    spec: Body = {"queueName": job.metadata.labels.get(QUEUE_LABEL) or DEFAULT_QUEUE, "podSets": [podset]}
+    spec: Body = {"queueName": _queue(job), "podSets": [podset]}
     group, kind, name = _priority(job)
     if name and api_version.endswith("/v1beta1"):
         source = "kueue.x-k8s.io/workloadpriorityclass" if kind[0] == "W" else "scheduling.k8s.io/priorityclass"
@@ -51,6 +51,10 @@ def body(job: api.DDPJob, _attempt: int, api_version: str) -> Body:
         spec["priorityClassRef"] = {"group": group, "kind": kind, "name": name}
     metadata = build.owned_metadata(job, ADAPTER.group_name(job, 0), naming.labels(job))
     return {"apiVersion": api_version, "kind": ADAPTER.kind, "metadata": metadata, "spec": spec}
+
+
+def _queue(job: api.DDPJob) -> str:
+    return job.metadata.labels.get(QUEUE_LABEL) or DEFAULT_QUEUE
 
 
 def _what_pods_ask_for(template: Mapping[str, Any]) -> Body:
@@ -155,6 +159,17 @@ def nodes(raw: Raw) -> int | None:
 def queue_name(raw: Raw) -> str:
     """The LocalQueue."""
     return text((raw.get("spec") or {}).get("queueName"))
+
+
+def asks(job: api.DDPJob) -> tuple[str, ...]:
+    """The LocalQueue and the priority class: labels change at any time, a template only while its job is suspended."""
+    return _queue(job), _priority(job)[2]
+
+
+def asked(raw: Raw) -> tuple[str, ...]:
+    """The same of a Workload."""
+    spec = raw.get("spec") or {}
+    return queue_name(raw), text(spec.get("priorityClassName") or (spec.get("priorityClassRef") or {}).get("name"))
 
 
 def pending_path(api_version: str, namespace: str, queue: str) -> str:
@@ -289,6 +304,8 @@ ADAPTER = Adapter(
         placement=placement,
         nodes=nodes,
         name=queue_name,
+        asks=asks,
+        asked=asked,
         told=told,
         reads_for_pods=reads_for_pods,
         place=place,

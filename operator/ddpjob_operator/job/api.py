@@ -339,6 +339,8 @@ class JobFailure(Struct, rename="camel", omit_defaults=True, frozen=True, kw_onl
     """The restart that paid for it: application, infrastructure or stall. Unset: none."""
     step: Count | None = None
     """The last step that the training had reported."""
+    generation: Count | None = None
+    """How often the ranks that it ended had been restarted in their pods, as far as was known when it was recorded."""
     exception: str = ""
     """The exception's line, where the log has one."""
     where: Annotated[str, Meta(max_length=128)] = ""

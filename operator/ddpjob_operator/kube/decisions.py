@@ -4,8 +4,8 @@ cluster keeps logs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.job import api, reasons
@@ -62,6 +62,14 @@ def decision(job: api.DDPJob, todo: Plan) -> Line | None:
     where, pod = _where(job), pods[0] if len(pods) == 1 else _failed_pod(old, new)
     text = f"{where} {_attempt(old, new)}: decided, being {_state(old, new)}: {', '.join(done)}"
     return Line(shown(text, 2 * MESSAGE_MAX), where, new.attempt, pod)
+
+
+def about(key: tuple[str, str], raw: Mapping[str, Any] | None) -> dict[str, object]:
+    """The fields of a line that is about a job and no decision. raw: the job as the API server has it, whoever has
+    written its status."""
+    status = (raw or {}).get("status")
+    attempt = status.get("attempt") if isinstance(status, Mapping) else None
+    return Line("", "/".join(key), attempt if isinstance(attempt, int) else 0).fields()
 
 
 def _actions(job: api.DDPJob, actions: Sequence[Action]) -> Iterator[str]:

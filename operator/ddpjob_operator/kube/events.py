@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import datetime as dt
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ddpjob_operator.job import api, reasons
@@ -21,6 +22,8 @@ REMEMBERED_MAX = 5_000
 MESSAGE_MAX = 1_024  # the API server refuses a longer one
 # A state that lasts less than this is not worth an Event: a job whose pods run at once has only the one that they run.
 PASSING_SECONDS = 3.0
+# How much later an event that is no warning comes at most where pods are being created all the time.
+LATER_SECONDS, AGAIN_SECONDS = 10.0, 1.0
 PASSING = frozenset({reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name})
 
 
@@ -43,12 +46,15 @@ class Events:
         instance: str = "",
         watcher: Watcher | None = None,
         only_warnings: bool = False,
+        busy: Callable[[str], bool] = lambda _namespace: False,
     ) -> None:
+        """busy: whether pods of this namespace are being created, for which good news makes way."""
         self._client = client
         self._clock = runtime.clock
         self._runtime = runtime
         self._instance = instance
         self._only_warnings = only_warnings
+        self._busy = busy
         self._waiting: dict[str, collections.deque[_Waiting]] = {}
         """By the uid of the job, in their order."""
         self._count = 0
@@ -106,10 +112,18 @@ class Events:
         """The first event of a job that is due; the seconds until its next is."""
         _, uid = key
         ready = next((w for w in self._waiting.get(uid, ()) if w.due <= self._clock()), None)
+        if ready is not None and self._makes_way(ready):
+            return AGAIN_SECONDS
         if ready is not None:
             self._remove(ready)
             await self._post(ready)
         return min((max(0.0, w.due - self._clock()) for w in self._waiting.get(uid, ())), default=None)
+
+    def _makes_way(self, waiting: _Waiting) -> bool:
+        """Whether pods are being created that would come later for it, and no warning of the job waits behind it."""
+        is_new = self._clock() < waiting.due + LATER_SECONDS
+        warns = any(w.event.type == "Warning" for w in self._waiting[waiting.job.uid])
+        return is_new and not warns and self._busy(waiting.job.namespace)
 
     def _is_repeated(self, job: api.Metadata, event: Event) -> bool:
         now, key = self._clock(), (job.uid, event.reason, event.message)

@@ -11,7 +11,7 @@ from functools import partial
 import msgspec
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube import observe
+from ddpjob_operator.kube import decisions, observe
 from ddpjob_operator.kube.client import ApiError, Client, Raw, collection
 from ddpjob_operator.kube.events import Events
 from ddpjob_operator.kube.job_state import JobState
@@ -118,7 +118,9 @@ class Executor:
         except ApiError as error:
             if not is_refusal(error):
                 raise
-            self.runtime.log.warning("%s/%s: its condition was not written: %s", job.namespace, job.name, error)
+            key = (job.namespace, job.name)
+            about = decisions.about(key, self.caches.jobs.get(key))
+            self.runtime.log.warning("%s: its condition was not written: %s", about["job"], error, extra=about)
         self.send_event(job, event)
 
     async def _replace_status(self, metadata: api.Metadata, status: Raw) -> None:
@@ -147,10 +149,15 @@ class Executor:
 
     async def _delete(self, job: api.DDPJob, action: DeletePod) -> None:
         namespace = job.metadata.namespace
-        if action.grace_seconds == 0 and await self.lookup.may_run_on_ready_node(namespace, action.name):
-            raise ConflictError  # its node has come back: the object would go, and the container run beside the next
         # By uid, because meanwhile another pod may have got the name.
-        options: Raw = {"preconditions": {"uid": action.uid}}
+        preconditions = {"uid": action.uid}
+        if action.grace_seconds == 0:
+            # And as it was before its node is asked for: a request may be carried out long after it was sent, and a
+            # kubelet that is back has said by then how its pods are.
+            preconditions |= self.lookup.version_of_pod(namespace, action.name)
+            if await self.lookup.may_run_on_ready_node(namespace, action.name):
+                raise ConflictError  # the object would go, and the container run beside the next
+        options: Raw = {"preconditions": preconditions}
         if action.grace_seconds is not None:
             options["gracePeriodSeconds"] = action.grace_seconds
         try:
@@ -158,6 +165,8 @@ class Executor:
         except ApiError as error:
             if error.status != 409 and not is_absent(error, action.name):
                 raise
+            if error.status == 409 and await self.lookup.has_changed(namespace, action.name, action.uid):
+                raise ConflictError from None
             self.caches.pods.remove(namespace, action.name, action.uid)
             return
         metadata = answer.get("metadata") or {}
@@ -175,9 +184,10 @@ class Executor:
         try:
             await self.client.delete(f"{gang.path(namespace)}/{action.name}", {"preconditions": {"uid": action.uid}})
         except ApiError as error:
-            # Also where the API is no longer served: then nothing of it can be deleted, and nothing is in the way.
             if error.status not in (404, 409):
                 raise
+            if error.status == 404 and not is_absent(error, action.name):
+                return  # the API is no longer served: nothing is in the way, and it may come back with the object
         gang.store.remove(namespace, action.name, action.uid)
 
     async def _tell_group(self, job: api.DDPJob, action: TellGroup, state: JobState) -> None:
@@ -211,7 +221,10 @@ class Executor:
             if error.status not in (403, 404, 405, 409, 422):
                 raise
             # The role of an older chart, or a pod that has changed meanwhile: a delete handles both.
-            self.runtime.log.info("%s is deleted, with its log, because it cannot be ended otherwise: %s", path, error)
+            where = f"{job.metadata.namespace}/{job.metadata.name}"
+            about = decisions.Line("", where, job.status.attempt, action.name)
+            text = "%s: the pod %s is deleted, with its log, because it cannot be ended otherwise: %s"
+            self.runtime.log.info(text, where, action.name, error, extra=about.fields())
             await self._delete(job, DeletePod(action.name, action.uid, restart_grace_seconds(job.spec)))
 
     async def _delete_job(self, job: api.DDPJob, action: DeleteJob) -> None:

@@ -111,7 +111,7 @@ class JobState:
         grace = dt.timedelta()
         if pod.deletion_deadline and pod.deletion_requested_at:
             grace = pod.deletion_deadline - pod.deletion_requested_at
-        return replace(
+        return msgspec.structs.replace(
             pod,
             silent_since=self.first_seen.get((pod.uid, "silent")),
             deletion_deadline=None if stopping is None else stopping + grace,

@@ -113,6 +113,19 @@ class Lookup:
             self.caches.nodes.put(raw)
         return bool(ready)
 
+    def version_of_pod(self, namespace: str, name: str) -> dict[str, str]:
+        """As a precondition: the pod as our copy has it; none where its versions are no numbers."""
+        entry = self.caches.pods.entry(namespace, name)
+        return {"resourceVersion": str(entry.version)} if entry is not None and entry.version else {}
+
+    async def has_changed(self, namespace: str, name: str, uid: str) -> bool:
+        """Whether the pod with this uid is still there, and then as it is now."""
+        raw = await self._find("Pod", namespace, name)
+        if raw is None or raw["metadata"]["uid"] != uid:
+            return False
+        self.caches.pods.put(raw)
+        return True
+
     async def is_own(self, kind: str, name: str, job: api.DDPJob, state: JobState) -> bool:
         """Whether there is an object of this name and the job owns it; where somebody else does, `state` keeps the
         conflict until the object is gone."""

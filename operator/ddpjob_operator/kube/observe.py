@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime as dt
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from ddpjob.core import rules
 from ddpjob_operator.gangs import kueue
@@ -126,7 +128,7 @@ def _of_queue(queue: Queue, raw: Raw) -> dict[str, Any]:
     is_ready, is_over = queue.told(raw)
     placement, nodes = queue.placement(raw), queue.nodes(raw)
     told = {"is_ready": is_ready, "is_over": is_over}
-    return {"placement": placement, "nodes": nodes, "queue": queue.name(raw), **told}
+    return {"placement": placement, "nodes": nodes, "queue": queue.name(raw), "asked": queue.asked(raw), **told}
 
 
 @_total

@@ -7,7 +7,7 @@ the one that holds the Lease runs the queue, and the others keep their copies up
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sized
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -16,7 +16,7 @@ from aiohttp import web
 
 from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api, topology
-from ddpjob_operator.kube import access, measuring, observe, reading, triggers
+from ddpjob_operator.kube import access, decisions, measuring, observe, reading, triggers
 from ddpjob_operator.kube.claims import Claims
 from ddpjob_operator.kube.client import Client, collection
 from ddpjob_operator.kube.events import Events
@@ -24,6 +24,7 @@ from ddpjob_operator.kube.executor import Executor
 from ddpjob_operator.kube.exposition import Exposition, Snapshot
 from ddpjob_operator.kube.forward import Forwarder
 from ddpjob_operator.kube.gangs import Gang
+from ddpjob_operator.kube.good_news import GoodNews
 from ddpjob_operator.kube.health import serve_health
 from ddpjob_operator.kube.job_state import JobStates
 from ddpjob_operator.kube.journal import Journal
@@ -38,6 +39,7 @@ from ddpjob_operator.kube.reports import Reports
 from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.second_look import SecondLook, Watched
 from ddpjob_operator.kube.settings import OperatorSettings
+from ddpjob_operator.kube.shares import Shares
 from ddpjob_operator.kube.store import Jobs, Key, Store
 from ddpjob_operator.kube.tokens import BoundPod, Verifier
 from ddpjob_operator.metrics import names
@@ -121,12 +123,15 @@ class Operator:
         watchers = [
             measuring.OfQueue(self.meter, name, controller=name == measuring.CONTROLLER) for name in names.QUEUES
         ]
+        creates = Shares()
+        self._good_news = GoodNews(self._enqueue, creates, runtime.clock)
         events = Events(
             self._client,
             runtime,
             instance=settings.host_name,
             watcher=watchers[1],
             only_warnings=settings.events == "Warning",
+            busy=creates.busy,
         )
         reporting = build.Reporting(settings.status_url) if settings.status_url else None
         executor = Executor(
@@ -139,6 +144,7 @@ class Operator:
             lambda key: self.queue.progressed(key),
             keep_from_autoscalers=settings.keep_from_autoscalers,
             recorded=Journal(runtime, self.meter).recorded,
+            creates=creates,
         )
         self.reports = Reports(self.caches.jobs, states, runtime, settings.rules.progress_write_seconds)
         self._events = events
@@ -146,7 +152,11 @@ class Operator:
         self.reconciler = Reconciler(
             self.caches, states, self.reports, lookup, executor, runtime, settings.rules, self._ready_in
         )
-        self.queue: Queue[Key] = Queue(self.reconciler.reconcile, runtime, watcher=watchers[0])
+        told: dict[str, Any] = {
+            "watcher": watchers[0],
+            "about": lambda key: decisions.about(key, self.caches.jobs.get(key)),
+        }
+        self.queue: Queue[Key] = Queue(self.reconciler.reconcile, runtime, **told)
 
     def _watched(self, lookup: Lookup) -> Iterator[Watched]:
         caches, label = self.caches, naming.LABEL_JOB
@@ -226,7 +236,9 @@ class Operator:
         if spec is None:
             return Sender(*entry.key, node_rank=0)  # no report of a job that cannot be read is kept
         members = topology.members(spec)
-        return Sender(*entry.key, members.node_rank(place), entry.value.attempt) if place in members else None
+        if place not in members:
+            return None
+        return Sender(*entry.key, members.node_rank(place), entry.value.attempt, entry.value.replacement)
 
     def report(self, sender: Sender, report: Report) -> None:
         """A trainer's report."""
@@ -257,8 +269,9 @@ class Operator:
         """What /metrics shows now. Of the jobs that this release acts for, while this operator leads."""
         jobs = [raw for key in self.caches.jobs if self._may_act(key[0]) and (raw := self.caches.jobs.get(key))]
         caches = self.caches
-        groups = sum(len(gang.store) for gang in caches.gangs.values())
-        sizes = (len(caches.jobs), len(caches.pods), len(caches.services), len(caches.nodes), groups)
+        copies: dict[str, Sized] = {api.PLURAL: caches.jobs, "pods": caches.pods}
+        copies |= {"services": caches.services, "nodes": caches.nodes}
+        copies |= {gang.adapter.plural: gang.store for gang in caches.gangs.values()}
         queues = zip((self.queue, self._events.queue), names.QUEUES, strict=True)
         moment = Moment(
             now=self._runtime.now(),
@@ -267,7 +280,7 @@ class Operator:
             leads=self.leads,
             lease=self.settings.lease_name,
             queues=[measuring.now_in(queue, name) for queue, name in queues],
-            cached=list(zip(names.CACHES, sizes, strict=True)),
+            cached=[(name, len(copies[name]) if name in copies else 0) for name in names.CACHES],
             of_jobs=self.settings.metrics_of_jobs,
         )
         return Snapshot(moment, jobs if self.leads else None)
@@ -357,7 +370,12 @@ class Operator:
         if new is None and old is not None:
             self.states.pod_deleted(key, old)
         nodes = ((self.caches.jobs.get(key) or {}).get("spec") or {}).get("nodes", 1)
-        if (in_seconds := triggers.pod_changed(old, new, self.caches.pods.each(key), nodes)) is not None:
+        in_seconds = triggers.pod_changed(old, new, self.caches.pods.each(key), nodes)
+        if in_seconds is None or not self.leads:
+            return
+        if new is not None and triggers.is_good_news(new, in_seconds):
+            self._good_news.add(key, in_seconds, all_run=in_seconds == triggers.ALL_RUN_SECONDS)
+        else:
             self._enqueue(key, in_seconds)
 
     def _service_changed(self, key: Key, old: observe.Service | None, new: observe.Service | None) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import collections
 import heapq
 import itertools
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from typing import Generic, TypeVar
 
 from ddpjob_operator.kube.limit import at_most
@@ -174,7 +174,10 @@ class Queue(Generic[K]):
         at_a_time: int = 32,
         of_namespace: int = OF_NAMESPACE_MAX,
         watcher: Watcher | None = None,
+        about: Callable[[K], Mapping[str, object]] | None = None,
     ) -> None:
+        """about: what a line of the log about a key has beside its text."""
+        self._about = about or (lambda key: {"job": _name(key)})
         self._watcher = watcher or Watcher()
         self.schedule: Schedule[K] = Schedule(of_namespace=of_namespace)
         self._reconcile = reconcile
@@ -182,14 +185,18 @@ class Queue(Generic[K]):
         self._log = runtime.log
         self._free = at_a_time
         self._wake = asyncio.Event()
+        self._sleeps_until = float("inf")
+        """What is requested for later than this need not wake it."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._logged: dict[K, str] = {}
 
     def add(self, key: K, in_seconds: float = 0.0) -> None:
         """Reconcile `key` after `in_seconds`, or earlier if that was requested before."""
         self._watcher.added()
-        self.schedule.add(key, self._clock() + in_seconds)
-        self._wake.set()
+        at = self._clock() + in_seconds
+        self.schedule.add(key, at)
+        if at < self._sleeps_until:  # a storm of pods requests the same jobs again and again
+            self._wake.set()
 
     def stuck_seconds(self) -> float:
         """How long the longest reconcile has been waiting for an answer."""
@@ -230,6 +237,7 @@ class Queue(Generic[K]):
 
     async def _sleep(self) -> None:
         at = self.schedule.next_at() if self._free else None
+        self._sleeps_until = float("inf") if at is None else at
         wait = None if at is None else max(0.0, at - self._clock())
         try:
             async with at_most(wait):
@@ -248,7 +256,7 @@ class Queue(Generic[K]):
         except Exception:
             # A bug in one reconcile must not end the others; it is logged with its stack, and backs off.
             wait = self.schedule.failed(key, self._clock())
-            about = {"job": _name(key)}
+            about = self._about(key)
             self._log.exception("%s: the reconcile failed, again in %.1f s", _name(key), wait, extra=about)
         else:
             now = self._clock()
@@ -267,7 +275,7 @@ class Queue(Generic[K]):
     def _report(self, key: K, text: str, wait: float) -> None:
         if self._logged.get(key) != text:
             self._logged[key] = text
-            self._log.warning("%s: %s; again in %.1f s", _name(key), text, wait, extra={"job": _name(key)})
+            self._log.warning("%s: %s; again in %.1f s", _name(key), text, wait, extra=self._about(key))
 
 
 def _namespace(key: Hashable) -> Hashable:

@@ -38,6 +38,7 @@ class Sender(NamedTuple):
     job: str
     node_rank: int
     attempt: int = 0
+    replacement: int = 0
 
 
 @dataclass
@@ -131,9 +132,10 @@ class Receiver:
         report = self._read(body, account)
         if report is not None:
             # The token proves the pod, so the node comes from there, whatever the body claims.
+            proven = {"node_rank": sender.node_rank, "replacement": sender.replacement}
             attempt = sender.attempt or report.attempt
             try:
-                self._on_report(sender, msgspec.structs.replace(report, node_rank=sender.node_rank, attempt=attempt))
+                self._on_report(sender, msgspec.structs.replace(report, attempt=attempt, **proven))
             except BadReportError as error:
                 raise _RefusedError(403, str(error)) from None
         return web.json_response({}) if kubeflows else web.Response(status=204)  # Kubeflow's SDK warns at all but 200

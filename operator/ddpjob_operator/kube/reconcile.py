@@ -87,12 +87,13 @@ class Reconciler:
         """The seconds until the next reconcile; None: another round comes at once."""
         complete = await self.executor.execute(job, todo, state)
         state.is_read |= todo.status is not None
+        only_creates = all(isinstance(action, (CreateService, CreateGroup, CreatePod)) for action in todo.actions)
+        if complete and todo.actions and only_creates and not state.refusals and not state.conflicts:
+            # The status that was just written describes it, and the new pods' own changes come soon enough. Also where
+            # it took long: in a storm of jobs each would write that all of its pods run but the one just made.
+            return min(CREATED_SECONDS, self._requeue_in(todo, state) or CREATED_SECONDS)
         if not complete or self.runtime.clock() > ends:
             return 0.0  # the other jobs that are due come first
-        only_creates = all(isinstance(action, (CreateService, CreateGroup, CreatePod)) for action in todo.actions)
-        if todo.actions and only_creates and not state.refusals and not state.conflicts:
-            # The status that was just written describes it, and the new pods' own changes come soon enough.
-            return min(CREATED_SECONDS, self._requeue_in(todo, state) or CREATED_SECONDS)
         return None
 
     async def _readable(self, key: Key) -> tuple[api.DDPJob, list[validation.Problem]] | None:

@@ -12,6 +12,7 @@ import collections
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from ddpjob_operator.kube.store import Key
 
@@ -56,16 +57,24 @@ class Shares:
         self._under_way: collections.Counter[str | Key] = collections.Counter()
         """By namespace, and by job."""
         self._quick = 0
+        self._quick_in: collections.Counter[str] = collections.Counter()
+        """By namespace."""
+        self.quiet: Callable[[str], None] = lambda _namespace: None
+        """Called with a namespace that is no longer busy."""
         self._left: dict[Key, int] = {}
         """How many requests each job that waits has left."""
         self._smallest_next = True
+
+    def busy(self, namespace: str) -> bool:
+        """Whether requests for its jobs are under way; slow ones do not count, for they wait for a webhook."""
+        return namespace in self._quick_in
 
     @contextlib.asynccontextmanager
     async def turn(self, key: Key, left: int = 0) -> AsyncIterator[None]:
         """Its body runs when it is this job's turn. left: how many requests the job has left, this one included."""
         self._left[key] = left
         await self._wait(key)
-        place = Turn(self._leave, self.bounds.quick_seconds)
+        place = Turn(partial(self._leave, key[0]), self.bounds.quick_seconds)
         try:
             yield
         finally:
@@ -80,7 +89,7 @@ class Shares:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._quick -= 1
+                self._leave(key[0])
                 self._give_back(key)
             else:
                 self._forget(key, turn)
@@ -95,6 +104,7 @@ class Shares:
             self._waiting[key[0]][key].popleft()
             self._behind_the_others(key)
             self._quick += 1
+            self._quick_in[key[0]] += 1
             self._under_way[key[0]] += 1
             self._under_way[key] += 1
             turn.set_result(None)
@@ -137,6 +147,11 @@ class Shares:
                 del self._under_way[of]
         self._hand_out()
 
-    def _leave(self) -> None:
+    def _leave(self, namespace: str) -> None:
         self._quick -= 1
+        self._quick_in[namespace] -= 1
+        if not self._quick_in[namespace]:
+            del self._quick_in[namespace]
         self._hand_out()
+        if not self.busy(namespace):
+            self.quiet(namespace)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
 
 from ddpjob_operator.job.bounds import UnreadableError
 
@@ -40,8 +41,7 @@ class Uids:
             del self._uids[next(iter(self._uids))]
 
 
-@dataclass(frozen=True)
-class Entry(Generic[T]):
+class Entry(msgspec.Struct, Generic[T], frozen=True):
     """One object, cut to what we read."""
 
     key: Key

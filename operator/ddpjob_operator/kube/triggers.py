@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
+
+from msgspec.structs import replace
 
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.observed.groups import Group
@@ -21,11 +22,17 @@ def pod_changed(old: Pod | None, new: Pod | None, pods: Iterable[Pod], nodes: in
     if new is None or (new.ended and new.trainer.exit_code != 0) or new.deletion_requested_at is not None:
         return 0.0
     same = old is not None and old.trainer == new.trainer  # asked first, because to make a pod takes longer
-    if old is not None and same and dataclasses.replace(old, node=new.node, scheduled_at=new.scheduled_at) == new:
+    if old is not None and same and replace(old, node=new.node, scheduled_at=new.scheduled_at) == new:
         return None  # it has only been scheduled, and no rule asks for that
     if not _all_changed(new, pods, nodes):
         return SOME_CHANGED_SECONDS
     return ALL_RUN_SECONDS if new.trainer.state == "running" else ALL_ENDED_SECONDS
+
+
+def is_good_news(new: Pod, in_seconds: float) -> bool:
+    """Whether a reconcile in so many seconds only writes that pods are there, or run: nobody waits for that. For the
+    end of a job a queue waits, and for a pod that finds no node its user."""
+    return in_seconds > 0 and not new.ended and not new.unschedulable
 
 
 def group_changed(admits_first: bool, new: Group | None) -> float:

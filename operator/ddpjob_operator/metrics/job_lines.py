@@ -7,7 +7,7 @@ tenth. tests/unit/test_metrics_meter.py reads the lines with prometheus-client's
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ddpjob_operator.job import api
 from ddpjob_operator.metrics import names, of_status
@@ -15,13 +15,16 @@ from ddpjob_operator.metrics import names, of_status
 _STATES = (*names.STATES, names.NO_STATE)
 
 
-def text(jobs: Iterable[tuple[str, str, api.Status]], now: dt.datetime, *, openmetrics: bool) -> bytes:
-    """All families, without the end mark. jobs: namespace, name, status; one that ended long ago is left out."""
+def text(
+    jobs: Iterable[tuple[str, str, api.Status, Mapping[str, int]]], now: dt.datetime, *, openmetrics: bool
+) -> bytes:
+    """All families, without the end mark. jobs: namespace, name, status, and the seconds by what they were spent on;
+    one that ended long ago is left out."""
     lines: dict[str, list[str]] = {metric.name: _head(metric, openmetrics) for metric in names.OF_A_JOB}
-    for namespace, name, status in jobs:
+    for namespace, name, status, spent in jobs:
         if of_status.is_shown(status, now):
             of_job = f'namespace="{escaped(namespace)}",job_name="{escaped(name)}"'
-            for value in of_status.values(status, now):
+            for value in of_status.values(status, spent):
                 lines[value.metric.name] += _lines(value, of_job)
     return "".join(line for of in lines.values() for line in of).encode()
 

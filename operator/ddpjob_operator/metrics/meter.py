@@ -69,7 +69,7 @@ class Meter:
         self._metrics: dict[str, MetricWrapperBase] = {}
         self._children: dict[tuple[str, tuple[str, ...]], MetricWrapperBase] = {}
         self._spent: dict[str, dict[str, int]] = {}
-        """What was counted of each job's seconds at the last scrape, by its uid."""
+        """The seconds that were shown of each job at the last scrape, by its uid."""
         self._first_moment = True
         for metric in (*names.OF_OPERATOR, *names.OF_ALL_JOBS):
             self._register(metric)
@@ -116,7 +116,14 @@ class Meter:
         # With what any client sent as Accept, prometheus-client would echo a part of it as the content type.
         encode, content_type = exposition.choose_encoder(_OPENMETRICS if openmetrics else "")
         head, end = encode(_Families(self._at(moment))), b"# EOF\n" if openmetrics else b""
-        return head.removesuffix(end) + _of_each(moment, openmetrics) + end, content_type
+        return head.removesuffix(end) + self._of_each(moment, openmetrics) + end, content_type
+
+    def _of_each(self, moment: Moment, openmetrics: bool) -> bytes:
+        if moment.jobs is None or not moment.of_jobs:
+            return b""
+        spent = self._spent
+        shown = ((j.namespace, j.name, j.status, spent[j.uid]) for j in moment.jobs if j.status is not None)
+        return job_lines.text(shown, moment.now, openmetrics=openmetrics)
 
     def _at(self, moment: Moment) -> list[core.Metric]:
         self._add_spent(moment)
@@ -131,16 +138,23 @@ class Meter:
             self._spent.clear()
             self._first_moment = True
             return
-        counted: dict[str, dict[str, int]] = {}
+        shown: dict[str, dict[str, int]] = {}
         for job in moment.jobs:
+            before = self._spent.get(job.uid)
             if job.status is None:
+                if before is not None:
+                    shown[job.uid] = before  # else all of it would be counted again once the status can be read
                 continue
-            now = counted[job.uid] = of_status.spent(job.status, moment.now)
-            before = self._spent.get(job.uid, now if self._first_moment else {})
-            for name, seconds in now.items():
-                if (more := seconds - before.get(name, 0)) > 0:
+            now = of_status.spent(job.status, moment.now)
+            before = before or (now if self._first_moment else {})
+            # A stall and a failure are found later than they began, and a clock may be set back: what was productive
+            # until now is less then. Prometheus takes a counter that falls for one that began again at zero, and
+            # increase() would have all of a week once more.
+            shown[job.uid] = spent = {name: max(seconds, before.get(name, 0)) for name, seconds in now.items()}
+            for name, seconds in spent.items():
+                if more := seconds - before.get(name, 0):
                     self.count(names.SPENT_SECONDS, name, by=more)
-        self._spent = counted
+        self._spent = shown
         self._first_moment = False
 
     def _take(self, seen: Seen) -> None:
@@ -212,13 +226,6 @@ def _family(metric: names.Metric, samples: Iterable[tuple[tuple[str, ...], float
     for labels, value in samples:
         family.add_sample(metric.shown, dict(zip(metric.labels, map(names.bounded, labels), strict=True)), value)
     return family
-
-
-def _of_each(moment: Moment, openmetrics: bool) -> bytes:
-    if moment.jobs is None or not moment.of_jobs:
-        return b""
-    shown = ((job.namespace, job.name, job.status) for job in moment.jobs if job.status is not None)
-    return job_lines.text(shown, moment.now, openmetrics=openmetrics)
 
 
 def _of_operator(moment: Moment) -> Iterator[core.Metric]:

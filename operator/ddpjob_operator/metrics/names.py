@@ -29,13 +29,14 @@ NO_CODE = "<error>"
 """Of a request without an answer, as in client-go."""
 OTHER = "other"
 RESOURCES = (
-    "customresourcedefinitions ddpjobs ddpjobs/status events leases namespaces nodes podgroups pods pods/log "
-    "selfsubjectaccessreviews selfsubjectrulesreviews services".split()
+    "customresourcedefinitions ddpjobs ddpjobs/status events leases localqueues/pendingworkloads namespaces nodes "
+    "podgroups pods pods/log priorityclasses resourceflavors selfsubjectaccessreviews selfsubjectrulesreviews services "
+    "workloadpriorityclasses workloads workloads/status".split()
 )
 RESULTS = ("success", "requeue", "requeue_after", "error")
 QUEUES = ("ddpjob", "ddpjob-events")
 """The queue of jobs to reconcile, and that of the Events to send."""
-CACHES = ("ddpjobs", "pods", "services", "nodes", "podgroups")
+CACHES = ("ddpjobs", "pods", "services", "nodes", "podgroups", "workloads")
 
 LABEL_MAX = 253
 """Longest value of a label: the name of an object."""

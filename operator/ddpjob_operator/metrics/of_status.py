@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from ddpjob_operator.job import api
@@ -42,8 +42,8 @@ def spent(status: api.Status, now: dt.datetime) -> dict[str, int]:
     return {name: getattr(until_now, f"{name}_seconds") for name in names.SPENT}
 
 
-def values(status: api.Status, now: dt.datetime) -> Iterator[Value]:
-    """What is known of a job now."""
+def values(status: api.Status, spent: Mapping[str, int]) -> Iterator[Value]:
+    """What is known of a job now. spent: its seconds until now, as `spent` gives them, of which none ever falls."""
     yield Value(names.JOB_STATE, 1.0, state(status))
     restarts, nodes = status.restarts or api.Restarts(), status.nodes or api.Nodes()
     if status.state_time is not None:
@@ -51,7 +51,7 @@ def values(status: api.Status, now: dt.datetime) -> Iterator[Value]:
     yield Value(names.JOB_ATTEMPTS, status.attempt)
     for name in names.CLASSES:
         yield Value(names.JOB_RESTARTS, getattr(restarts, name), name)
-    for name, seconds in spent(status, now).items():
+    for name, seconds in spent.items():
         yield Value(names.JOB_SECONDS, seconds, name)
     yield Value(names.JOB_LOST_STEPS, status.goodput.lost_steps if status.goodput is not None else 0)
     yield Value(names.JOB_NODES, nodes.total)

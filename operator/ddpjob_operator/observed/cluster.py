@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
+
 from ddpjob.core import rules
 from ddpjob_operator.observed.groups import GangApi, Group
 from ddpjob_operator.observed.reports import Agent, Report
@@ -15,9 +17,9 @@ if TYPE_CHECKING:  # it is made from reports
     from ddpjob_operator.observed.stall import StepTracker
 
 
-@dataclass(frozen=True)
-class Container:
-    """The trainer container of a pod."""
+class Container(msgspec.Struct, frozen=True):
+    """The trainer container of a pod. This and Pod are msgspec's, because each event of a pod makes some of them: made
+    and changed in a tenth of the time that a dataclass takes."""
 
     state: Literal["waiting", "running", "ended"]
     reason: str = ""
@@ -39,8 +41,7 @@ class Container:
         return self.reason in rules.LOST_CONTAINER
 
 
-@dataclass(frozen=True)
-class Pod:
+class Pod(msgspec.Struct, frozen=True):
     """A pod, cut to what decisions read."""
 
     name: str

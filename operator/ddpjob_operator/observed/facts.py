@@ -8,8 +8,9 @@ And finishedAt is the node's clock, deletionTimestamp the API server's: which ca
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ddpjob_operator.job.times import earliest
 from ddpjob_operator.observed.cluster import Container, Pod

@@ -60,6 +60,8 @@ class Group:
     """For how many pods it asks; None: that of a group which is never admitted in parts."""
     queue: str = ""
     """In which queue it is."""
+    asked: tuple[str, ...] = ()
+    """For which queue and priority it asks, as its adapter writes them; empty: its owner admits without a queue."""
     is_ready: bool = False
     """Whether the queue was told that all pods run."""
     is_over: bool = False

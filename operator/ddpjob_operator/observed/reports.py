@@ -81,6 +81,9 @@ class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_def
     """Where that state was: a folder, or the memory of which nodes."""
     generation: _Turn = 0
     """How often the ranks had been restarted in their pods when the sender was started."""
+    replacement: _Turn = 0
+    """Which pod of its node the sender runs in: 0 is the one with which the attempt began. In a cluster the receiver
+    takes it from the pod."""
     not_kept: _Sentence = ""
     """Why the state is not kept in the memory of the sender's pod."""
     limit_needed: _Number | None = None

@@ -107,6 +107,7 @@ def _failure(status: api.Status, failure: Failure, view: View) -> api.JobFailure
         failure_class=failure.failure_class,
         charged_to=failure.charged_to,
         step=failure.step or None,
+        generation=failure.generation,
         exception=shown(failure.exception, root_cause.EXCEPTION_MAX),
         where=shown(failure.where, root_cause.WORD_MAX),
         time=view.now,

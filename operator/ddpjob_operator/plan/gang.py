@@ -27,18 +27,21 @@ ASKED = "a place is asked for"
 
 
 def gang_chosen(view: View, status: api.Status) -> Decision | None:
-    """Who admits the pods of an attempt is decided before its first pod is made, and holds for all of them."""
+    """Who admits the pods of an attempt is decided before its first pod is made, and holds for all of them. A job that
+    waits in a queue may leave it."""
+    if _is_stopping(view):
+        return None
     attempt, gang = _upcoming(status), status.gang
     is_chosen = gang is not None and gang.attempt == attempt and not unavailable(view, status)
     is_later = status.attempt_time is not None and status.attempt_time > view.now
-    if is_chosen or is_later or _has_pods(view, status):
+    if (is_chosen and not _is_queued(view, status)) or is_later or _has_pods(view, status):
         return None
     kind, why = choice.choose(view.job, view.seen.gang_apis)
     if kind == "none" and not view.seen.gang_apis:
         return None if gang is None else Decision(replace(status, gang=None), goes_on=True)
     since = gang.waiting_since if gang is not None and (gang.kind, gang.attempt) == (kind, attempt) else None
     new = api.Gang(kind=kind, attempt=attempt, why=why, waiting_since=since)
-    return Decision(replace(status, gang=new), goes_on=True)
+    return Decision(replace(status, gang=new), goes_on=True) if new != gang else None
 
 
 def evicted(view: View, status: api.Status) -> Decision | None:
@@ -51,8 +54,7 @@ def evicted(view: View, status: api.Status) -> Decision | None:
     is_admitted = group is not None and _is_admitted(group)
     active = view.active_of_all_attempts
     # What stops, stops, also where the queue has admitted the job again meanwhile.
-    is_stopping = was_suspended and view.recorded.reason == reasons.EVICTED.name
-    if (is_admitted and not is_stopping) or (was_suspended and not active):
+    if (is_admitted and not _is_stopping(view)) or (was_suspended and not active):
         return None
     why = "its group is gone" if group is None else group.admission.why
     stopping = f"; {name_pods(active)} still stopping" if active else ""
@@ -62,15 +64,14 @@ def evicted(view: View, status: api.Status) -> Decision | None:
 def waiting_for_admission(view: View, status: api.Status) -> Decision | None:
     """A job in a queue begins no attempt before it is admitted: no pod is there, and no deadline runs."""
     adapter = adapter_of(view, status)
-    is_begun = status.attempt > 0 and status.state != "Suspended"
-    if adapter is None or not adapter.admits_first or is_begun:
+    if adapter is None or not adapter.admits_first or _is_begun(status):
         return None
     group = group_of(view, status)
     if group is not None and _is_admitted(group):
         return None
     text, again_at = _why_not_admitted(view, adapter, group)
     actions: tuple[Action, ...] = ()
-    if group is not None and _is_outdated(view, group):
+    if group is not None and _is_outdated(view, adapter, group):
         actions = (DeleteGroup(group.adapter, group.name, group.uid),)
     elif group is None and not text:
         actions = (CreateGroup(adapter.name, _upcoming(status)),)
@@ -117,21 +118,25 @@ def unavailable(view: View, status: api.Status) -> str:
 
 def unneeded(view: View) -> tuple[DeleteGroup, ...]:
     """Groups that no pod needs any more: those of attempts that are over and, of a job that has ended or is suspended,
-    all. Only what is recorded counts, and only once the pods of the group have ended."""
+    all. Only what is recorded counts, and only once the pods of the group have ended. Where their API is away they may
+    come back with it."""
     recorded = view.recorded
     over = recorded.state in TERMINAL or (recorded.state == "Suspended" and view.spec.suspend)
-    kind = recorded.gang.kind if recorded.gang is not None else "none"
+    gang = recorded.gang or api.Gang(kind="none")
     active = {p.attempt for p in view.active_of_all_attempts if p.uid not in view.lost}
     found = []
     for group in sorted(_own(view), key=lambda g: (g.adapter, g.attempt, g.name)):
         adapter = view.settings.adapters.get(group.adapter)
-        is_present = group.adapter == kind and group.attempt in (0, recorded.attempt)
+        is_present = group.adapter == gang.kind and group.attempt in (0, recorded.attempt)
         is_next = group.attempt > recorded.attempt
-        in_use = bool(active) if group.attempt == 0 else group.attempt in active
+        # Pods of an attempt that began after the job has left the queue do not use its quota.
+        its = active if is_present else {attempt for attempt in active if attempt < gang.attempt}
+        in_use = bool(its) if group.attempt == 0 else group.attempt in active
         # What a queue was told of a job that is over stays with it; quota is held no more.
         stays = adapter is not None and adapter.admits_first and recorded.state in TERMINAL and is_present
         is_over = (over and not stays) or not (is_present or is_next)
-        if adapter is not None and is_over and not in_use and not group.deletion_requested:
+        may_go = adapter is not None and not _is_away(view, adapter) and not group.deletion_requested
+        if is_over and not in_use and may_go:
             found.append(DeleteGroup(group.adapter, group.name, group.uid))
     return tuple(found)
 
@@ -221,9 +226,11 @@ def _is_away(view: View, adapter: Adapter) -> bool:
     return bool(choice.unavailable(adapter.name, view.seen.gang_apis))
 
 
-def _is_outdated(view: View, group: Group) -> bool:
-    """Whether a group that holds no quota asks for other pods than the job has, or was told that the job is over."""
+def _is_outdated(view: View, adapter: Adapter, group: Group) -> bool:
+    """Whether a group that holds no quota asks for other pods, another queue or another priority than the job, or was
+    told that the job is over."""
     differs = group.nodes is not None and group.nodes != view.wanted_nodes
+    differs |= adapter.queue is not None and bool(group.asked) and group.asked != adapter.queue.asks(view.job)
     return (differs or group.is_over) and not group.admission.holds_quota
 
 
@@ -238,6 +245,24 @@ def _own(view: View) -> list[Group]:
 def _upcoming(status: api.Status) -> int:
     """The attempt that is, or of a job that has not begun or is suspended the one that begins next."""
     return status.attempt if status.attempt and status.state != "Suspended" else status.attempt + 1
+
+
+def _is_stopping(view: View) -> bool:
+    """Whether pods stop because a queue has evicted the job: what becomes of it is decided when the last has ended."""
+    recorded = view.recorded
+    is_evicted = recorded.state == "Suspended" and recorded.reason == reasons.EVICTED.name
+    return is_evicted and bool(view.active_of_all_attempts)
+
+
+def _is_begun(status: api.Status) -> bool:
+    return status.attempt > 0 and status.state != "Suspended"
+
+
+def _is_queued(view: View, status: api.Status) -> bool:
+    """Whether the job waits in a queue, and none of its pods is there."""
+    adapter = adapter_of(view, status)
+    waits = adapter is not None and adapter.admits_first and not _is_begun(status)
+    return waits and not view.active_of_all_attempts
 
 
 def _has_pods(view: View, status: api.Status) -> bool:

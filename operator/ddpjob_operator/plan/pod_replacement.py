@@ -49,17 +49,25 @@ def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[in
     known = set(view.pods) | ranges.parse(status.started_nodes)
     lost = sorted((known - waiting).intersection(view.members))
     ended = [p for p in view.known_pods.values() if p.place in lost and p.ended]
-    return lost if _a_first_pod_waits(status, waiting) and not any(_group_ended(p) for p in ended) else []
+    return lost if _one_was_in_the_last_group(view, status, waiting) and not any(_group_ended(p) for p in ended) else []
 
 
-def _a_first_pod_waits(status: api.Status, waiting: set[int]) -> bool:
-    """Whether at least one of the pods with which the attempt began is left.
+def _one_was_in_the_last_group(view: View, status: api.Status, waiting: set[int]) -> bool:
+    """Whether one of the pods that wait was in the newest generation of ranks: one of those with which the attempt
+    began, or one in the place of a lost one whose ranks have been started, as their reports show.
 
-    It was in every generation, so the next one gets a new number, and Snapshot tells by it whose checkpoint is newer.
-    And without it no older group is whole: in a part of the network that is cut off nodes are given up one after the
-    other, while their ranks have never lost each other and go on writing.
+    It knows that generation's number, so the next one gets a new number, and Snapshot tells by it whose checkpoint is
+    newer. And no older group is whole, because agents start a generation with all nodes, after each has ended its ranks
+    of the one before. Without such a pod a group may be: in a part of the network that is cut off nodes are given up
+    one after the other, while their ranks have never lost each other and go on writing.
     """
-    return any(naming.replacement(status, place) == 0 for place in waiting)
+    started = {
+        (view.members.place(report.node_rank), report.replacement)
+        for report in view.seen.reports.values()
+        if report.attempt == status.attempt
+    }
+    numbers = ((place, naming.replacement(status, place)) for place in waiting)
+    return any(number == 0 or (place, number) in started for place, number in numbers)
 
 
 def _group_ended(pod: Pod) -> bool:

@@ -25,7 +25,7 @@ _ALL_PODS_WERE_MADE = (
 def record(view: View, status: api.Status) -> api.Status:
     """The status with which nodes have started and completed, progress, and the restarts that agents have charged."""
     report = view.seen.reports.get(0)
-    status = transitions.with_progress(_with_nodes(view, status), report, state_in_memory.why_not(report, view.spec))
+    status = transitions.with_progress(_with_nodes(view, status), report, state_in_memory.why_not(view, status))
     status = transitions.with_idle(status, stall.idle_since(view.trackers, view.spec.stall, view.now))
     # An attempt that begins in this reconcile has no agent yet: the reports are of the one before, and counted there.
     has_agent = 0 < status.attempt == view.recorded.attempt

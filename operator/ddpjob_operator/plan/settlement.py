@@ -204,11 +204,13 @@ def with_limit(view: View, failure: api.JobFailure) -> api.JobFailure:
 
 
 def with_last_step(status: api.Status, failure: api.JobFailure) -> api.JobFailure:
-    """With the last step that was reported before it."""
+    """With the last step that was reported before it, and the ranks that had reported it."""
     progress = status.progress
-    if failure.step is not None or progress is None or progress.attempt != status.attempt:
+    if progress is None or progress.attempt != status.attempt:
         return failure
-    return replace(failure, step=progress.step)
+    step = progress.step if failure.step is None else failure.step
+    generation = progress.generation if failure.generation is None else failure.generation
+    return replace(failure, step=step, generation=generation)
 
 
 def failure_of(view: View, status: api.Status, place: int, reason: str) -> api.JobFailure:

@@ -5,17 +5,48 @@ from __future__ import annotations
 from ddpjob_operator.job import api, bounds, podspec
 from ddpjob_operator.job.validation import dotted
 from ddpjob_operator.observed.reports import Report
+from ddpjob_operator.plan.view import View
+from ddpjob_operator.pods import naming
 
 MIB = 1 << 20
 
 
-def why_not(report: Report | None, spec: api.Spec) -> str:
-    """Why the state is not kept in memory, and which field to raise where a limit is too small; empty: no such word."""
-    if report is None or not report.not_kept:
+def why_not(view: View, status: api.Status) -> str:
+    """Why the state is not kept in memory, in which pods, and which field to raise where a limit is too small; empty:
+    no such word. The first rank of each node reports."""
+    lacking = _lacking(view, status)
+    if not lacking:
         return ""
-    if report.limit_needed is None:
-        return report.not_kept
-    has_trainer = podspec.trainer_container(spec.template) is not None
-    path = podspec.trainer_path(spec.template) if has_trainer else ("trainer",)
+    first = lacking[0]
+    why = f"{_where(view, status, lacking)}{first.not_kept}"
+    needed = max((one.limit_needed for one in lacking if one.limit_needed is not None), default=None)
+    if first.limit_needed is None or needed is None:
+        return why[: bounds.ADVICE_MAX]
+    has_trainer = podspec.trainer_container(view.spec.template) is not None
+    path = podspec.trainer_path(view.spec.template) if has_trainer else ("trainer",)
     field = dotted((*path, "resources", "limits", "memory"))
-    return f"{report.not_kept}; set {field} to {-(-report.limit_needed // MIB)}Mi or more"[: bounds.ADVICE_MAX]
+    return f"{why}; set {field} to {-(-needed // MIB)}Mi or more"[: bounds.ADVICE_MAX]
+
+
+def _lacking(view: View, status: api.Status) -> list[Report]:
+    """The reports that say so, by rank, of the ranks of which rank 0 is one: what older ones have said is over."""
+    zero = view.seen.reports.get(0)
+    if zero is None:
+        return []
+    return [
+        report
+        for _, report in sorted(view.seen.reports.items())
+        if report.not_kept
+        and report.attempt in (0, status.attempt)
+        and report.generation == zero.generation
+        and view.members.place(report.node_rank) is not None
+    ]
+
+
+def _where(view: View, status: api.Status, lacking: list[Report]) -> str:
+    """The pods, where there are several: one may lack what the others have."""
+    places = sorted({place for one in lacking if (place := view.members.place(one.node_rank)) is not None})
+    if len(view.members) == 1:
+        return ""
+    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    return f"in pod {naming.present_pod_name(view.job, status, places[0])}{more}: "

@@ -185,11 +185,22 @@ def _with_lost_steps(status: api.Status, report: Report) -> api.Status:
     if before is None:
         return status
     # Steps are reported every few seconds; a rank that fails leaves its last one.
-    is_of_them = failure is not None and failure.attempt == before.attempt and failure.time >= before.updated
-    furthest = max(before.step, failure.step or 0) if failure is not None and is_of_them else before.step
+    furthest = max(before.step, _step_of(failure, before))
     resumed = report.step - 1 if report.resumed_step is None else min(report.step - 1, report.resumed_step)
     goodput = status.goodput or api.Goodput()
     return replace(status, goodput=replace(goodput, lost_steps=goodput.lost_steps + max(0, furthest - resumed)))
+
+
+def _step_of(failure: api.JobFailure | None, progress: api.Progress) -> int:
+    """The step to which the ranks that made this progress had come when they failed; 0: nothing is known of it.
+
+    Of ranks before them it is counted already. Their time alone does not tell: it is that of a node's clock, or of when
+    their agent was heard, and may be later than the first step of the next ranks.
+    """
+    if failure is None or failure.attempt != progress.attempt or failure.time < progress.updated:
+        return 0
+    is_earlier = failure.generation is not None and failure.generation < progress.generation
+    return 0 if is_earlier else failure.step or 0
 
 
 def with_failure(status: api.Status, failure: api.JobFailure, message: str) -> api.Status:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from dataclasses import replace as replaced
 from functools import cached_property
 
 from msgspec.structs import replace
@@ -208,7 +207,7 @@ def _sorted(
 ) -> View:
     wanted_nodes = _wanted_nodes(job, seen)
     job = _as_it_began(job, status, wanted_nodes)
-    own = [replaced(p, outlived=True) if is_past(outlived_at(p, job.spec), now) else p for p in owned(job, seen)]
+    own = [replace(p, outlived=True) if is_past(outlived_at(p, job.spec), now) else p for p in owned(job, seen)]
     on_lost_nodes = [p for p in seen.pods if p.live and is_past(lost_at(p, seen.nodes, settings), now)]
     lost = frozenset(p.uid for p in on_lost_nodes if is_own(p, job))
     proven = frozenset(p.uid for p in on_lost_nodes if seen.nodes is not None or p.silent_since is not None)

@@ -30,8 +30,8 @@ from ddpjob.errors import StateError
 
 PACES_LEAST = 3
 AGAIN_SECONDS = 0.001
-SLACK = 1.05  # of an area, as for the state that survivors write
 ALONE = "a rank that trains alone leaves nobody who could write it"
+IF_KILLED = "; a rank that is killed goes on from the folder, one that ends by an exception from memory"
 CHANGES = "parameters or optimizer state change between a boundary and the next optimizer.step()"
 
 
@@ -334,7 +334,7 @@ class Copies:
 
     def _has_room(self, kept: Kept) -> bool:
         if self._room is None:
-            size = int(packed.pack(self._value(kept)).size * SLACK)
+            size = memory.area_bytes(packed.pack(self._value(kept)).size)
             self._room = threading.Thread(target=self._reserve, args=(size,), name="ddpjob-memory-room", daemon=True)
             self._room.start()
         return not self._room.is_alive()
@@ -352,7 +352,7 @@ class Copies:
         except (StateError, OSError) as error:
             self.stop()
             what = "kept in memory" if self.instead else "copied"
-            process.current.not_kept = str(error) if self.instead else ""
+            process.current.not_kept = str(error) if self.instead else f"{error}{IF_KILLED}"
             process.log(f"rank {self._rank}: the state is not {what}: {error}")
 
     def _take(self, size: int) -> bool:
@@ -360,7 +360,7 @@ class Copies:
         shared = self._shared
         with shared.locked() as alone:
             if alone:
-                missing = sum(max(0, size - shared.reserved(area)) for area in range(memory.AREAS))
+                missing = memory.missing(size, [*map(shared.reserved, range(memory.AREAS))], memory.AREAS)
                 if missing and (short := room.shortage(missing)):
                     process.current.limit_needed = short.limit_needed
                     raise StateError(f"two copies of {size >> 20} MiB have no room: {short.why}")

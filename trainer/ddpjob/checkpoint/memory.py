@@ -29,11 +29,11 @@ from ddpjob.checkpoint.shared import Shared
 from ddpjob.checkpoint.slots import Slots
 from ddpjob.checkpoint.streams import Streams
 from ddpjob.checkpoint.survivor import AGAIN_SECONDS, Survivor
+from ddpjob.core import memory
 from ddpjob.core.memory import CLOCK, COPIES, EARLY, PID, PROVEN, RESERVED, Version
 from ddpjob.errors import StateError
 
 PROOF_STEPS = 3
-SLACK = 1.05  # of the area: optimizers make the state of a parameter when it first has a gradient
 
 
 class Keeper(Survivor):
@@ -294,13 +294,18 @@ class Keeper(Survivor):
             while self._shared.node[RESERVED] < size:
                 with self._shared.locked() as alone:
                     if alone and self._shared.node[RESERVED] < size:
-                        size = int(size * SLACK)
-                        if short := room.shortage(size):
-                            process.current.limit_needed = short.limit_needed
-                            raise StateError(short.why)
-                        self._shared.reserve(size)
+                        self._take(memory.area_bytes(size))
                         return
                 time.sleep(AGAIN_SECONDS)
+
+    def _take(self, size: int) -> None:
+        """Memory for so many bytes. Raises StateError, OSError."""
+        reserved = [self._shared.reserved(area) for area in range(memory.AREAS)]
+        both = 0 if self._copies is None else memory.missing(size, reserved, memory.AREAS)
+        if short := room.shortage(memory.missing(size, reserved, 1), with_later=both):
+            process.current.limit_needed = short.limit_needed
+            raise StateError(short.why)
+        self._shared.reserve(size)
 
     # ---- the optimizer's step ------------------------------------------------------------------------------
 

@@ -18,15 +18,30 @@ class Shortage(NamedTuple):
     """Bytes that the container's memory limit must be; None where it is the machine that has too little."""
 
 
-def shortage(size: int, root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> Shortage | None:
-    """Why so many bytes have no room; None where they have."""
-    needed = int(size * memory.MARGIN)
+class _Files(NamedTuple):
+    """Where a cgroup says what it may take, what it has, and what of that can be reclaimed."""
+
+    limit: str
+    used: str
+    reclaimable: str
+
+
+_VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file ")
+_VERSION_2 = _Files("memory.max", "memory.current", "inactive_file ")
+
+
+def shortage(
+    size: int, root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup", *, with_later: int = 0
+) -> Shortage | None:
+    """Why so many bytes have no room; None where they have. with_later: these, and what is to follow: the limit that is
+    named has room for all."""
+    needed = memory.needed(size)
     for limit, used in _limits(Path(root), own):
         if not memory.fits(size, limit, used, None):
             return Shortage(
                 f"the container's memory limit is {limit // MIB} MiB, {used // MIB} MiB are in use, and "
                 f"{needed // MIB} MiB are needed",
-                used + needed,
+                used + memory.needed(max(size, with_later)),
             )
     free = _available()
     if not memory.fits(size, None, 0, free):
@@ -37,15 +52,24 @@ def shortage(size: int, root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgr
 def _limits(root: Path, own: str) -> Iterator[tuple[int, int]]:
     """(limit, in use) of each cgroup of this process that has a limit; what can be reclaimed is not in use."""
     with contextlib.suppress(OSError, ValueError):
-        path = next(line.rstrip("\n").split(":", 2)[2] for line in Path(own).read_text().splitlines() if "::" in line)
-        folder = root / path.lstrip("/")
-        for each in (folder, *folder.parents):
-            if each != root and root not in each.parents:
-                return
-            with contextlib.suppress(OSError, ValueError, StopIteration):
-                limit, used = int((each / "memory.max").read_text()), int((each / "memory.current").read_text())
-                lines = (each / "memory.stat").read_text().splitlines()
-                yield limit, used - next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+        for line in Path(own).read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                yield from _of_cgroups(root, path, _VERSION_2)
+            elif "memory" in controllers.split(","):
+                yield from _of_cgroups(root / "memory", path, _VERSION_1)
+
+
+def _of_cgroups(root: Path, path: str, files: _Files) -> Iterator[tuple[int, int]]:
+    """Of this one and those that it is in. In a container without a namespace for them the root is the container's."""
+    folder = root / path.lstrip("/")
+    for each in (folder, *folder.parents):
+        if each != root and root not in each.parents:
+            return
+        with contextlib.suppress(OSError, ValueError, StopIteration):
+            limit, used = int((each / files.limit).read_text()), int((each / files.used).read_text())
+            lines = (each / "memory.stat").read_text().splitlines()
+            yield limit, used - next(int(line.split()[1]) for line in lines if line.startswith(files.reclaimable))
 
 
 def _available() -> int | None:

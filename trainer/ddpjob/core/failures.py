@@ -90,6 +90,8 @@ class Failure(NamedTuple):
     """The rules.Class that an agent has given it."""
     charged_to: str = ""
     """The budget that an agent has charged for it."""
+    generation: int | None = None
+    """Of the ranks that it ended, as the agent that has charged it knows."""
     # What Kubernetes knows of the pod; only the operator sets it, and no process sends it.
     container_reason: str = ""
     """Of the container's status: OOMKilled, Error, StartError."""
@@ -128,6 +130,7 @@ class Failure(NamedTuple):
         known = {key: value for key, (name, _) in _KEYS.items() if (value := getattr(self, name))}
         always = {"exitCode": self.exit_code, "signal": self.signal, "exception": self.exception, "step": self.step}
         ranks = {} if self.rank is None else {"rank": self.rank}
+        ranks |= {} if self.generation is None else {"generation": self.generation}
         return {**ranks, **always, "resumable": self.resumable, **known}
 
     @classmethod
@@ -203,4 +206,5 @@ _KEYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "where": ("where", lambda value: _text(value, WHERE_MAX)),
     "class": ("failure_class", lambda value: _text(value, 16)),
     "chargedTo": ("charged_to", lambda value: _text(value, 16)),
+    "generation": ("generation", lambda value: _number(value, 0, 2**31)),
 }

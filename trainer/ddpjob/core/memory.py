@@ -79,6 +79,8 @@ SECONDS_LEAST, BYTES_A_SECOND = 0.5, 500e6
 SECONDS_MORE = 10.0
 """Besides, for ranks that write, or would, but get no processor or wait for a disk."""
 MARGIN = 1.1
+SLACK = 1.05
+"""Of an area: optimizers make the state of a parameter when it first has a gradient."""
 
 
 class Version(NamedTuple):
@@ -281,10 +283,25 @@ def is_waited_for(clock: int, whole: int, seconds: float, still: float, size: in
     return seconds < longest_seconds(size) and (still < limit or is_held_up)
 
 
+def area_bytes(size: int) -> int:
+    """What an area for a state of so many bytes takes."""
+    return int(size * SLACK)
+
+
+def missing(size: int, reserved: Sequence[int], areas: int) -> int:
+    """How many bytes so many areas of that size take beside what each has already: one where survivors write the state,
+    AREAS where it is copied."""
+    return sum(max(0, size - has) for has in reserved[:areas])
+
+
+def needed(size: int) -> int:
+    """How many bytes must be free for so many."""
+    return int(size * MARGIN)
+
+
 def fits(size: int, limit: int | None, used: int, free: int | None) -> bool:
     """Whether an area of that size has room; all in bytes. limit: of the container, free: of the machine; or None."""
-    needed = int(size * MARGIN)
-    return (limit is None or used + needed <= limit) and (free is None or needed <= free)
+    return (limit is None or used + needed(size) <= limit) and (free is None or needed(size) <= free)
 
 
 def area_cell(area: int, cell: int) -> int:

@@ -8,8 +8,8 @@ once.
 Body of a post (JSON, at most 8 KiB; unknown fields are absent):
     {"attempt": 1, "rank": 0, "nodeRank": 0, "worldSize": 2, "step": 312, "totalSteps": 1125, "etaSeconds": 24,
      "samplesPerSecond": 5210.4, "metrics": {"loss": "0.412"}, "phase": "save", "savedStep": 300,
-     "resumedStep": 100, "resumedFrom": "/ckpt/snapshots", "generation": 1, "notKept": "…", "limitNeeded": 734003200,
-     "final": false}
+     "resumedStep": 100, "resumedFrom": "/ckpt/snapshots", "generation": 1, "replacement": 1, "notKept": "…",
+     "limitNeeded": 734003200, "final": false}
 Rank 0's post is the job's progress; the first rank of each other node posts too, so that its node is known to run.
 A post repeats an unchanged step: a process that makes no step is not one that is gone.
 phase: "start" before the first step (step is then the one that was loaded, or 0), "save" or "evaluate" in a `pause`;
@@ -17,6 +17,7 @@ absent while training.
 savedStep: of the newest checkpoint that `Snapshot` has saved or loaded; it is posted at once, at most once a second.
 resumedStep, resumedFrom: of the state that it has loaded, and where that was: a folder, or the memory of which nodes.
 generation: how often ddprun had restarted the ranks when this one was started.
+replacement: which pod of its node it runs in; absent in the one with which the attempt began.
 notKept: why the state is not kept in memory; limitNeeded: bytes of the container's memory limit that would do.
 """
 
@@ -288,6 +289,7 @@ class Reporter:
             **({} if state.resumed_step is None else {"resumedStep": state.resumed_step}),
             **({"resumedFrom": state.resumed_from[:SENTENCE_CHARACTERS_MAX]} if state.resumed_from else {}),
             **({"generation": generation} if (generation := process.number("DDPJOB_GENERATION", 0)) else {}),
+            **({"replacement": number} if (number := process.number("DDPJOB_REPLACEMENT", 0)) else {}),
             **({"notKept": state.not_kept[:SENTENCE_CHARACTERS_MAX]} if state.not_kept else {}),
             **({} if state.limit_needed is None else {"limitNeeded": state.limit_needed}),
             "final": final,

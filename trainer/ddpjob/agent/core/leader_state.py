@@ -359,7 +359,7 @@ class LeaderState:
             return self._end(code, failure, f"{describe(failure)}; {verdict}", now)
         self.said = f"{describe(failure)}; charged to {verdict.charged_to}, waiting {verdict.wait_seconds} s"
         self._budget = self._budget._replace(history=verdict.history)
-        charged = failure._replace(charged_to=verdict.charged_to or "")
+        charged = failure._replace(charged_to=verdict.charged_to or "", generation=self.generation)
         self.charged = [*self.charged, charged][-CHARGED_MAX:]
         return self._pause(verdict.wait_seconds, now)
 

@@ -1,0 +1,99 @@
+"""A rank takes more memory than its container may have, and the kernel kills it: what does the training go on from?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agents import Launcher, finish, forget_torchs_own
+from limited import Limited, limited
+
+from ddpjob.core.failures import KILLED_BY_KERNEL
+
+MIB = 1 << 20
+# As the process of a container: all that it starts is in its cgroup.
+AGENT = """
+import os
+with open(os.environ["CGROUP_PROCS"], "w") as procs:
+    procs.write(str(os.getpid()))
+from ddpjob.agent import main
+main()
+"""
+TRAIN = """
+import hashlib, os, time
+import torch
+import ddpjob
+
+def leave(room):
+    with open(os.environ["CGROUP_USED"]) as used, open(os.environ["CGROUP_LIMIT"], "r+") as limit:
+        before = limit.read()
+        limit.write(str(int(used.read()) + room))
+    return before
+
+rank, generation = int(os.environ["RANK"]), int(os.environ["DDPJOB_GENERATION"])
+width = int(os.environ["WIDTH"])
+with ddpjob.init() as world:
+    torch.manual_seed(7 + rank)
+    model = world.wrap(torch.nn.Linear(width, width))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    snapshot = ddpjob.Snapshot("snapshots", world)
+    step = snapshot.load(model=model, optimizer=optimizer)
+    if world.is_main:
+        print("BEGIN", step, flush=True)
+    while step < 12:
+        optimizer.zero_grad()
+        model(torch.nn.functional.dropout(torch.ones(2, width), 0.2)).square().sum().backward()
+        optimizer.step()
+        step += 1
+        ddpjob.should_stop(step)
+        if step == 2 and generation == 0 and "ROOM" in os.environ:
+            before = leave(int(os.environ["ROOM"]))
+        if step == 5 and generation == 0 and "ROOM" in os.environ:
+            while not ddpjob.process.current.not_kept:
+                time.sleep(0.01)
+            with open(os.environ["CGROUP_LIMIT"], "w") as limit:
+                limit.write(before)  # a save has a copy of its own
+        if step == 5:
+            snapshot.save(step, model=model, optimizer=optimizer)
+            snapshot.wait()
+        if step == 8 and generation == 0 and rank == world.world_size - 1:
+            taken = []
+            while True:
+                taken.append(b"x" * (16 << 20))
+    bits = b"".join(tensor.detach().numpy().tobytes() for tensor in model.parameters())
+    print("END", rank, hashlib.sha256(bits).hexdigest(), torch.rand(1).item(), flush=True)
+"""
+
+
+def trained(launcher: Launcher, place: Limited, ranks: int, **env: str) -> tuple[list[str], list[str], str]:
+    """From which steps it began, how its ranks have ended, and what it said."""
+    launcher.script(AGENT, "in_a_container.py")
+    where = {"CGROUP_PROCS": str(place.procs), "CGROUP_USED": str(place.used), "CGROUP_LIMIT": str(place.limit)}
+    words: list[Any] = ["--nproc", ranks, "--max-restarts", 1, launcher.script(TRAIN)]
+    done = finish(launcher.ddprun(*words, module="in_a_container", OMP_NUM_THREADS="1", **where, **env), 150)
+    assert done.returncode == 0, done.stderr
+    forget_torchs_own(launcher)
+    lines = sorted(done.stdout.splitlines())
+    return [line for line in lines if "BEGIN" in line], [line for line in lines if "END" in line], done.stderr
+
+
+def test_a_rank_that_the_kernel_kills_for_its_memory_costs_no_step(launcher: Launcher) -> None:
+    """A batch that is too long takes a rank over the limit: the others have the state, and room for it since the first
+    steps. All that was made since the last save would be made again, and run into the same batch."""
+    with limited(2048 * MIB) as place:
+        began, ended, said = trained(launcher, place, 2, WIDTH="256")
+    assert began == ["BEGIN 0", "BEGIN 8"], said
+    assert f"restart 1: rank 1 ended with SIGKILL ({KILLED_BY_KERNEL})" in said
+    assert "resumed at step 8 from the memory on the nodes of ranks 0, 1" in said
+    assert len({line.split()[2] for line in ended}) == 1, "both ranks have the same parameters"
+
+
+def test_a_rank_alone_in_a_container_without_room_goes_on_from_the_folder_and_the_log_has_said_why(
+    launcher: Launcher,
+) -> None:
+    """The limit leaves 200 MiB, and the state takes 222: who would rather lose no step must know that in time."""
+    with limited(1536 * MIB) as place:
+        began, _, said = trained(launcher, place, 1, WIDTH="4096", ROOM=str(200 * MIB))
+    assert began == ["BEGIN 0", "BEGIN 5"], said
+    assert f"restart 1: rank 0 ended with SIGKILL ({KILLED_BY_KERNEL})" in said
+    assert "the state is not kept in memory: the container's memory limit is " in said
+    assert "resumed at step 5 from " in said

@@ -1,0 +1,22 @@
+"""What reports of progress cost the operator (bench/reports.py), at a size that a test can afford."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+BENCH = Path(__file__).parents[2] / "bench/reports.py"
+
+
+def test_reports_of_many_jobs_are_all_taken_and_write_few_statuses() -> None:
+    """Each report is a connection and a signature of its own; a status for each would stand in the way of restarts."""
+    command = [sys.executable, str(BENCH), "--jobs", "120", "--seconds", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found["answers"]) == {"204"}, "no report is refused or lost"
+    assert found["answers"]["204"] >= 120
+    assert found["statusWritesPerSecond"] <= 10
+    assert found["statusWritesInTheBusiestSecond"] <= 12, "they are sent 0.1 s apart, and may arrive together"
