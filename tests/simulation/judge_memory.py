@@ -134,11 +134,11 @@ class MemoryJudge:
     def _is_hopeless(self, uid: str, state: State, is_assumed: bool, agents: list[Agent]) -> bool:
         """Whether it was loaded so often that it may be what fails: nobody here knows of a step that has followed."""
         lives = self._tried.get((uid, state), [])
-        marks = [agent.area.mark for agent in agents]
+        marks = [mark for agent in agents for mark in agent.area.marks]
         most = LOADS_ASSUMED_MAX if is_assumed else LOADS_MAX
         if len(lives) < most:
             return False
-        return not any(mark and mark.step > state.step and mark.generation >= lives[-1].generation for mark in marks)
+        return not any(mark.step > state.step and mark.generation >= lives[-1].generation for mark in marks)
 
     # ---------------------------------------------------------------- what the status says
 

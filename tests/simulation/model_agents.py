@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from model_copies import Area
-from model_memory import Kept, Loaded, Memories
+from model_memory import Loaded, Memories
+from model_rescue import Kept
 from model_training import HANGS, REPORT_SECONDS, SAVE_SECONDS, SYMPTOM, Failure, Process
 
 from ddpjob.agent import leader as leading
@@ -110,8 +111,12 @@ class Agent:
     """When it is looked after next."""
     area: Area = field(default_factory=Area)
     """Its memory."""
-    kept: Kept | None = None
-    """What its rank keeps in it."""
+    kepts: list[Kept] = field(default_factory=list)
+    """What each of its ranks keeps in it."""
+    then: Callable[[], None] | None = None
+    """What it does when they have written the state, or their time is over."""
+    asked_at: float = 0.0
+    """When it asked them to."""
 
     @staticmethod
     def of(process: Process) -> Agent:
@@ -123,6 +128,11 @@ class Agent:
             policy=options._policy(environ.get("DDPJOB_FAILURE_POLICY")),
             grant=grant,
         )
+
+    @property
+    def kept(self) -> Kept | None:
+        """Of its first rank."""
+        return self.kepts[0] if self.kepts else None
 
     @property
     def node(self) -> int:
@@ -406,6 +416,8 @@ class Agents:
     def _stop(self, agent: Agent, order: Stop) -> None:
         if agent.generation != order.generation or not agent.runs:
             return self._has_stopped(agent)
+        if agent.stopped and agent.failures:
+            return None  # it is about to end those that a rank has left
         agent.stopped = True
         return self._end_rank(agent, patient=order.patient)
 
@@ -415,7 +427,7 @@ class Agents:
         if patient or agent.told or life is None or life.loaded is None:
             return self._signal(agent, patient=patient)
         self._stands(life)
-        return self._memories.order(agent, lambda: self._signal_if(agent, life))
+        return self._memories.rescues.order(agent, lambda: self._signal_if(agent, life))
 
     def _signal_if(self, agent: Agent, life: Life) -> None:
         if agent.life is life and agent.runs and not agent.over:
@@ -426,9 +438,9 @@ class Agents:
         if life.loaded is not None and life.ended_at is None:
             self._memories.stop(life, int(min(self._step(life), self._training.seconds)))
 
-    def rank_killed(self, agent: Agent, life: Life) -> None:
-        """SIGKILL to its rank alone."""
-        self._rank_ends(agent, life, 137)
+    def rank_killed(self, agent: Agent, life: Life, kept: Kept) -> None:
+        """SIGKILL to a rank alone."""
+        self._one_ends(agent, life, 137, kept=kept)
 
     def _signal(self, agent: Agent, *, patient: bool) -> None:
         """SIGTERM to its rank, and SIGKILL in time."""
@@ -446,15 +458,32 @@ class Agents:
         if failure.reason == "OOMKilled":  # the kernel kills the whole container
             return self.kill(agent.process, failure.reason)
         self._training.application_failed(agent.process)
-        return self._rank_ends(agent, life, failure.code, failure.message.rpartition("\n")[2])
+        return self._one_ends(agent, life, failure.code, failure.message.rpartition("\n")[2])
+
+    def _one_ends(self, agent: Agent, life: Life, code: int, exception: str = "", kept: Kept | None = None) -> None:
+        """One of its ranks, this or any. Others that live write the state before they are ended."""
+        if agent.life is not life or not agent.runs or agent.over:
+            return
+        if life.loaded is not None:
+            self._stands(life)
+        if not self._memories.rescues.lose(agent, life, kept, raises=code == 1):
+            self._rank_ends(agent, life, code, exception)
+            return
+        self._break(life)
+        if not agent.stopped:
+            agent.stopped, agent.code = True, code
+            agent.failures = failures = [_failure(agent.node, code, exception, self._loop.time())]
+            self._say(agent, lambda lead, now: lead.failed(agent.node, failures, now))
+            self._end_rank(agent, patient=False)
 
     def _rank_ends(self, agent: Agent, life: Life, code: int, exception: str = "") -> None:
+        """All of its ranks."""
         if agent.life is not life or not agent.runs or agent.over:
             return
         if code:
             self._stands(life)
         if code == 1:
-            self._memories.raises(agent)
+            self._memories.rescues.raises(agent)
         agent.runs, agent.code = False, code
         if code:
             self._breaks(agent)
@@ -482,8 +511,12 @@ class Agents:
 
     def _breaks(self, agent: Agent) -> None:
         """Its rank is gone, and its peers are the worse for it."""
-        life, agent.runs = agent.life, False
-        if life is None or life.broken:
+        agent.runs = False
+        if agent.life is not None:
+            self._break(agent.life)
+
+    def _break(self, life: Life) -> None:
+        if life.broken:
             return
         self._stands(life)
         life.broken = True

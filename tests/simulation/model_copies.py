@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ddpjob.core import copies
 from ddpjob.core.copies import Plan
-from ddpjob.core.memory import AREAS, CHANGED, COPY_SLOTS, PLACED, Held, Mark, Version
+from ddpjob.core.memory import AREAS, CHANGED, COPY_SLOTS, FREE, PLACED, Held, Mark, Version
 
 if TYPE_CHECKING:
     from model_agents import Life
@@ -60,6 +60,9 @@ class Place:
     """What its cells say."""
     writer: Life | None = None
     """The truth: in which life all its parts were written; None: they were not."""
+    begun: Held | None = None
+    """Of which state the parts are that survivors write."""
+    cells: list[int] = field(default_factory=lambda: [FREE] * PARTS)
 
     @property
     def whole(self) -> Whole | None:
@@ -74,8 +77,8 @@ class Area:
     """The memory of one agent. It goes with it."""
 
     places: list[Place] = field(default_factory=lambda: [Place() for _ in range(AREAS)])
-    slots: list[Version] = field(default_factory=list)
-    """The last two boundaries of its rank."""
+    slots: dict[int, list[Version]] = field(default_factory=dict)
+    """The last two boundaries of each local rank."""
     copy_slots: list[Version | None] = field(default_factory=lambda: [None] * len(COPY_SLOTS))
     """Its copies."""
     written_mark: Mark | None = None
@@ -99,22 +102,25 @@ class Area:
         return self.newest.held
 
     @property
-    def mark(self) -> Mark | None:
-        """As `Shared.mark`."""
-        marks = [self.written_mark] if self.written_mark is not None and self.written_mark.before > 0 else []
-        if len(self.slots) == 2 and self.slots[0].generation == self.slots[1].generation:
-            before, last = sorted(self.slots)
-            marks.append(Mark(last.generation, last.step, before.step))
-        return max(marks, default=None)
+    def marks(self) -> list[Mark]:
+        """As `Shared.mark` of each of its ranks. One that copies is alone on its node."""
+        copied = [self.written_mark] if self.written_mark is not None and self.written_mark.before > 0 else []
+        noted = []
+        for slots in self.slots.values():
+            if len(slots) == 2 and slots[0].generation == slots[1].generation:
+                before, last = sorted(slots)
+                noted.append(Mark(last.generation, last.step, before.step))
+        return [max([*copied, *noted])] if copied else noted
 
     def has_small(self, version: Version) -> bool:
-        """Whether its rank has left its random states of it."""
-        return version in self.slots or version in self.copy_slots
+        """Whether one of its ranks has left its random states of it."""
+        return any(version in slots for slots in (*self.slots.values(), self.copy_slots))
 
-    def note(self, version: Version) -> None:
-        """What is small, into the older of the two slots."""
-        if version not in self.slots:
-            self.slots = [*sorted(self.slots)[-1:], version]
+    def note(self, version: Version, local: int = 0) -> None:
+        """What is small, into the older of the two slots of a local rank."""
+        slots = self.slots.get(local, [])
+        if version not in slots:
+            self.slots[local] = [*sorted(slots)[-1:], version]
 
     def begin(self, place: Place, held: Held) -> None:
         """The first part is about to be written after a failure; until the last one is, nothing is there."""
@@ -134,7 +140,9 @@ class Area:
 
     def forget(self, generation: int) -> None:
         """What this generation has noted and copied is of other objects."""
-        self.slots = [slot for slot in self.slots if slot.generation != generation]
+        self.slots = {
+            local: [slot for slot in slots if slot.generation != generation] for local, slots in self.slots.items()
+        }
         self.copy_slots = [slot and (None if slot.generation == generation else slot) for slot in self.copy_slots]
         for place in self.places:
             if place.held is not None and place.held.every and place.held.version.generation == generation:

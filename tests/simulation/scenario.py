@@ -190,8 +190,10 @@ def memory_scenario(seed: int) -> Scenario:
         script=script,
         rates={**found.rates, **swarm_of_memory(rng)},
     )
-    copying = random.Random(f"{seed} copies")
-    return _that_copies(copying, found) if copying.random() < COPIES_SHARE else found
+    copying, ranks = random.Random(f"{seed} copies"), random.Random(f"{seed} ranks")
+    if copying.random() < COPIES_SHARE:
+        return _that_copies(copying, found)
+    return replace(found, script=replace(script, ranks=ranks.choice((1, 1, 2, 3))))
 
 
 def _that_copies(rng: random.Random, found: Scenario) -> Scenario:

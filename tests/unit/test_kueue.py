@@ -294,7 +294,7 @@ def test_a_workload_is_read_with_what_was_decided_and_what_it_was_told() -> None
         placement=Placement(count=2, flavors=("spot",)),
         nodes=2,
         queue="main",
-        asked=("main", "high"),
+        asked=("main", "high", ""),
         is_ready=True,
     )
     assert kueue.reads_for_pods(group.placement, V1BETA1) == ("/apis/kueue.x-k8s.io/v1beta1/resourceflavors/spot",)
@@ -617,22 +617,46 @@ def test_a_job_whose_queue_does_not_exist_waits_in_the_right_one_once_its_label_
     wrong = world.groups["digits"]
     assert relabelled(world, queue_name="research").plan().actions == (DeleteGroup("kueue", "digits", wrong.uid),)
     world.settle()
-    assert (world.groups["digits"].asked, world.names()) == (("research", ""), [])
+    assert (world.groups["digits"].asked, world.names()) == (("research", "", ""), [])
     assert world.admits().running().status.state == "Running"
 
 
 def test_a_job_that_waits_takes_the_priority_of_its_new_label() -> None:
     world = relabelled(queued().settle(), queue_name="main", priority_class="high").settle()
-    assert world.groups["digits"].asked == ("main", "high")
+    assert world.groups["digits"].asked == ("main", "high", "")
+
+
+def test_a_job_that_waits_for_a_topology_that_no_node_has_follows_its_new_one() -> None:
+    """The field may change at any time; the Workload asked for the old one as long as the job waited."""
+    world = queued(topologyKey="rak").settle().admits("waiting", "no topology domains at level: rak").settle()
+    world.change(topology_key="rack").settle()
+    assert world.groups["digits"].asked == ("main", "", "rack")
+
+
+@pytest.mark.parametrize("version", [V1BETA1, "kueue.x-k8s.io/v1beta2"])
+def test_what_a_workload_is_written_with_is_what_it_is_compared_with(version: str) -> None:
+    """Else it would be deleted and made again for ever, each time at the end of the queue."""
+    pod = {"containers": [{"name": "trainer", "image": "i"}]}
+    annotations = {"kueue.x-k8s.io/podset-required-topology": "block", "kueue.x-k8s.io/podset-preferred-topology": "a"}
+    jobs = [
+        job(),
+        job(topologyKey="rack"),
+        job(template={"metadata": {"annotations": annotations}, "spec": {**pod, "priorityClassName": "research"}}),
+        labelled(job(topologyKey="rack", minNodes=1), queue_name="main", priority_class="high"),
+    ]
+    for each in jobs:
+        raw = kueue.body(each, 0, version)
+        assert kueue.asked(raw) == kueue.asks(each)
+        assert observe.group(kueue.ADAPTER)({**raw, "metadata": {**raw["metadata"], "uid": "u"}}).asked
 
 
 def test_a_job_that_is_admitted_keeps_its_place_whatever_its_labels_become_and_then_queues_as_they_say() -> None:
     """Its pods run on the quota of the queue that admitted it."""
     world = relabelled(admitted(), queue_name="research").settle()
-    assert (world.status.state, world.groups["digits"].asked) == ("Running", ("main", ""))
+    assert (world.status.state, world.groups["digits"].asked) == ("Running", ("main", "", ""))
     world.admits("evicted", "preempted", holds_quota=True).settle().stops_all().settle()
     assert world.told[-1] == "quota returned"
-    assert world.groups["digits"].asked == ("research", "")
+    assert world.groups["digits"].asked == ("research", "", "")
 
 
 @pytest.mark.parametrize("how", ["label", "field"])

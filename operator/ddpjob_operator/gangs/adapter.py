@@ -46,7 +46,7 @@ class Queue:
     name: Callable[[Raw], str]
     """In which queue the object is."""
     asks: Callable[[api.DDPJob], tuple[str, ...]]
-    """What of the object follows what may change of a job that waits: its queue, its priority."""
+    """What of the object follows what may change of a job that waits: its queue, its priority, its topology."""
     asked: Callable[[Raw], tuple[str, ...]]
     """The same, as the object has it."""
     told: Callable[[Raw], tuple[bool, bool]]

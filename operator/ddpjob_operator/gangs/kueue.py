@@ -162,14 +162,17 @@ def queue_name(raw: Raw) -> str:
 
 
 def asks(job: api.DDPJob) -> tuple[str, ...]:
-    """The LocalQueue and the priority class: labels change at any time, a template only while its job is suspended."""
-    return _queue(job), _priority(job)[2]
+    """The LocalQueue, the priority class and the topology: labels and spec.topologyKey change at any time, a template
+    only while its job is suspended."""
+    return _queue(job), _priority(job)[2], str(_topology_request(job).get("required") or "")
 
 
 def asked(raw: Raw) -> tuple[str, ...]:
     """The same of a Workload."""
     spec = raw.get("spec") or {}
-    return queue_name(raw), text(spec.get("priorityClassName") or (spec.get("priorityClassRef") or {}).get("name"))
+    priority = spec.get("priorityClassName") or (spec.get("priorityClassRef") or {}).get("name")
+    podsets = spec.get("podSets") or [{}]
+    return queue_name(raw), text(priority), text((podsets[0].get("topologyRequest") or {}).get("required"))
 
 
 def pending_path(api_version: str, namespace: str, queue: str) -> str:

@@ -61,7 +61,7 @@ class Group:
     queue: str = ""
     """In which queue it is."""
     asked: tuple[str, ...] = ()
-    """For which queue and priority it asks, as its adapter writes them; empty: its owner admits without a queue."""
+    """For which queue, priority and topology it asks, as its adapter writes them; empty: it is in no queue."""
     is_ready: bool = False
     """Whether the queue was told that all pods run."""
     is_over: bool = False

@@ -227,8 +227,8 @@ def _is_away(view: View, adapter: Adapter) -> bool:
 
 
 def _is_outdated(view: View, adapter: Adapter, group: Group) -> bool:
-    """Whether a group that holds no quota asks for other pods, another queue or another priority than the job, or was
-    told that the job is over."""
+    """Whether a group that holds no quota asks for other pods, another queue, priority or topology than the job, or
+    was told that the job is over."""
     differs = group.nodes is not None and group.nodes != view.wanted_nodes
     differs |= adapter.queue is not None and bool(group.asked) and group.asked != adapter.queue.asks(view.job)
     return (differs or group.is_over) and not group.admission.holds_quota
