@@ -38,12 +38,16 @@ class Judge:
         """(job uid, attempt) whose pods or nodes somebody has touched: what ended first there is a question of time."""
         self.ends_seen: dict[str, set[tuple[str, int, int]]] = {}
         """By operator, (job uid, attempt, rank) of the pods that it was shown after they had ended."""
+        self.silence_seen: dict[str, set[tuple[str, int]]] = {}
+        """By operator, (job uid, attempt) of the pods that it was shown while their node did not report."""
         self.placed: set[tuple[str, int, int]] = set()
         """(job uid, attempt, place) of the pods that have got a node."""
         self.also: list[Callable[[str, Raw], None]] = []
         """Called with the uid and each new status of a job."""
         self._spent_twice: Counter[str] = Counter()
         """By job uid, how many charges to the application an operator did not know of when it made its own."""
+        self.unseen_cuts: Counter[str] = Counter()
+        """By job uid, how often the application has paid for a cut of the network that nothing showed."""
         self._cluster, self._training, self._jobs = cluster, training, jobs
         cluster.started = self.started
 
@@ -174,6 +178,8 @@ class Judge:
         if old.get("state") in TERMINAL and new.get("state") != old["state"]:
             self.wrong.append(f"a job that was {old['state']} became {new.get('state')}")
         self._check_ranks(uid, old, new)
+        if self._is_for_an_unseen_cut(uid, old, new, change.actor):
+            self.unseen_cuts[uid] += 1
         self._check_restarts(uid, old, new, change.new["spec"])
         self._check_cause(uid, old, new, change.actor)
         self._check_in_place(uid, old, new)
@@ -216,11 +222,22 @@ class Judge:
         if application > limit + self._spent_twice[uid]:
             self.wrong.append(f"{application} restarts are charged, backoffLimit is {limit}")
         truly = sum(1 for job, _ in self._training.failed if job == uid)
-        if application > truly:
+        if application > truly + self.unseen_cuts[uid]:
             self.wrong.append(f"{application} restarts are charged to the application, which failed {truly} times")
         hung = sum(1 for job, _ in self._training.hung if job == uid)
         if after.get("stall", 0) > hung:
             self.wrong.append(f"{after['stall']} restarts are charged to stalls, and it hung {hung} times")
+
+    def _is_for_an_unseen_cut(self, uid: str, old: Raw, new: Raw, operator: str) -> bool:
+        """Whether the application pays because ranks have complained of lost peers, and all that is true behind it was
+        hidden from the operator: a script that is wrong looks so as well (docs/decisions.md)."""
+        failure = new.get("lastFailure") or {}
+        place = (uid, failure.get("attempt", 0))
+        ends = new.get("state") == "Failed" != old.get("state") and failure.get("class") == "application"
+        is_charged = failure.get("reason") == "PeerLost" and (ends or _own_charges(old, new)["application"] > 0)
+        is_hidden = place in self._cluster.cut_off and place not in self.silence_seen.get(operator, ())
+        is_first = (old.get("restarts") or {}).get("peersLost", 0) == 0
+        return is_charged and is_hidden and not is_first
 
     def _check_cause(self, uid: str, old: Raw, new: Raw, operator: str) -> None:
         """Where one rank has failed by itself and nobody has touched anything, that rank is the cause and pays."""
@@ -253,11 +270,15 @@ class Judge:
         ends = [c["state"].get("terminated") for c in raw.get("status", {}).get("containerStatuses", ())]
         if any(ends):
             self.ends_seen.setdefault(operator, set()).add((owner_uid(raw), _attempt(raw), _rank(raw)))
+        said = {c["type"]: (c["status"], c.get("reason", "")) for c in raw.get("status", {}).get("conditions", ())}
+        if (said.get("Ready"), said.get("ContainersReady", ("",))[0]) == (("False", ""), "True"):
+            self.silence_seen.setdefault(operator, set()).add((owner_uid(raw), _attempt(raw)))
 
     def forget(self, operator: str) -> None:
         """An operator starts anew."""
         self.words.pop(operator, None)
         self.ends_seen.pop(operator, None)
+        self.silence_seen.pop(operator, None)
 
     def _check_in_place(self, uid: str, old: Raw, new: Raw) -> None:
         """Each restart counts once: those in place as their agent charges them, and one for each new pod or attempt."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -48,6 +49,8 @@ class Elastic:
         self._training, self._loop = training, training.loop
         self._random = random.Random(f"{training.faults.seed} elastic")
         self.groups: dict[tuple[str, str], Rendezvous] = {}
+        self.torn: Counter[str] = Counter()
+        """By job uid, how often the network alone has cost its torchruns a restart: they count all alike."""
         self.shrunk = self.joined = 0
         """How often a training began with fewer nodes than all, and with more than before."""
 
@@ -123,7 +126,7 @@ class Elastic:
             if group.training and group.generation == generation and all(p.alive for p in group.training):
                 host = group.training[0]
                 apart = [p for p in group.training[1:] if not self._training.connected(host, p)]
-                work() if not apart else self._loses_a_peer(group, apart[0])
+                work() if not apart else self._is_torn(group, apart[0])
 
         self._loop.call_later(seconds, if_it_still_trains)
 
@@ -164,6 +167,10 @@ class Elastic:
             if not process.told:
                 training.culprits.setdefault((process.job_uid, process.attempt), process.rank)
             self._end(process, 1, "Error", failure.message)
+
+    def _is_torn(self, group: Rendezvous, cut_off: Process) -> None:
+        self.torn[cut_off.job_uid] += 1
+        self._loses_a_peer(group, cut_off)
 
     def _loses_a_peer(self, group: Rendezvous, lost: Process) -> None:
         """The ranks of the others fail too, and each torchrun counts that for itself."""

@@ -68,6 +68,8 @@ class Cluster:
         self._random = random.Random(f"{faults.seed} cluster")
         for node in self.nodes.values():
             node.skew = dt.timedelta(seconds=self._random.randint(-CLOCKS_OFF_SECONDS, CLOCKS_OFF_SECONDS))
+        self.cut_off: set[tuple[str, int]] = set()
+        """(job uid, attempt) of the processes whose node was ever cut off."""
         self._names: dict[str, str] = {}
         training.ends = self.ends
         api.listeners.append(self._hear)
@@ -117,6 +119,7 @@ class Cluster:
         if node.silent_since is None:
             node.reachable, node.silent_since, node.side = False, self._loop.time(), side
             node.losses += 1
+            self.cut_off |= {(p.job_uid, p.attempt) for p in node.processes.values() if p.alive}
             self._training.agents.disconnected(name)
             self._loop.call_later(NOT_READY_SECONDS, self._not_ready, name, node.losses)
 
@@ -398,10 +401,11 @@ class Cluster:
 
     def _status(self, node: Node, raw: Raw, phase: str, state: Raw, *, ready: bool = False, reason: str = "") -> None:
         name = raw["spec"]["containers"][0]["name"]
-        kept = [c for c in raw["status"].get("conditions") or () if c["type"] != "Ready"]
+        kept = [c for c in raw["status"].get("conditions") or () if c["type"] not in ("Ready", "ContainersReady")]
+        word = "True" if ready else "False"
         status = {
             "phase": phase,
-            "conditions": [*kept, {"type": "Ready", "status": "True" if ready else "False"}],
+            "conditions": [*kept, *({"type": kind, "status": word} for kind in ("Ready", "ContainersReady"))],
             "containerStatuses": [{"name": name, "ready": ready, "state": state}],
         }
         if reason:
@@ -446,7 +450,7 @@ class Cluster:
         if self._api.find("nodes", name, "") is not None:
             self._say_node(name, "Unknown")
         for raw in self._on(name):
-            self._condition(raw, "Ready", "False", "NodeNotReady")
+            self._condition(raw, "Ready", "False", "")  # as the node controller: no reason, and the containers' stays
         self._loop.call_later(EVICTION_SECONDS, self._evict_all, name, loss)
 
     def _evict_all(self, name: str, loss: int) -> None:

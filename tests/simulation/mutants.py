@@ -137,6 +137,11 @@ def complaints_free() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(rules, "of_complaints", lambda found, *_: found)
 
 
+def silence_forgotten() -> contextlib.AbstractContextManager[Any]:
+    """That a node did not report for a while explains nothing, once it reports again."""
+    return mock.patch.object(settlement, "_with_silent_node", lambda _, failure, first: failure)
+
+
 @contextlib.contextmanager
 def a_pod_may_say_anything() -> Iterator[None]:
     """Numbers and times of a pod are reckoned with as they are, and what fails for one object ends the watch of all."""

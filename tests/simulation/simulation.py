@@ -380,6 +380,7 @@ class Simulation:
         failed = sum(1 for job_uid, _ in self.training.failed | self.training.hung if job_uid == uid)
         if not RESTARTS:
             return bool(failed or self.done & BREAKS_A_POD)
+        failed += self.judge.unseen_cuts[uid] + (self.training.elastic.torn[uid] if failed else 0)
         limit = self.jobs[name].spec.get("backoffLimit", 3)
         return failed > limit or failed >= 3 or "clock jumps" in self.done
 

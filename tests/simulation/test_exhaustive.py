@@ -169,3 +169,23 @@ def test_a_group_that_goes_on_where_nobody_sees_it_has_none_beside_it_in_its_att
 def test_a_job_whose_pods_are_all_replaced_in_one_attempt_would_be_found_out() -> None:
     with mutants.all_replaced_in_turn():
         assert any(simulate(life).wrong for life in parts_cut_off())
+
+
+def networks_that_fail_again_and_again() -> Iterator[Scenario]:
+    """A node is cut off when the training would end, each time for long enough to be called not ready, and comes back
+    before it is given up."""
+    spec = {"nodes": 2, "onePodPerNode": True, "backoffLimit": 1}
+    deeds = tuple(Deed(at, "node cut", 1, 46) for at in (30, 84, 140))
+    for seed, clusterwide in itertools.product(range(6), (True, False)):
+        yield Scenario(seed=seed, spec=spec, cluster_nodes=2, training_seconds=60, clusterwide=clusterwide, deeds=deeds)
+
+
+def test_ranks_that_lose_their_peers_by_a_network_that_was_seen_to_fail_are_not_charged_to_the_script() -> None:
+    for life in networks_that_fail_again_and_again():
+        outcome = simulate(life)
+        assert not outcome.wrong, "\n".join([*outcome.story, *outcome.wrong])
+
+
+def test_a_silence_of_a_node_that_explains_nothing_once_it_is_over_would_be_found_out() -> None:
+    with mutants.silence_forgotten():
+        assert any(simulate(life).wrong for life in networks_that_fail_again_and_again())

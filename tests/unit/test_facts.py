@@ -103,6 +103,21 @@ def test_exit_0_is_believed_when_the_phase_says_so_and_not_before() -> None:
     assert seen((RUNNING, {}), (ended, {}), (exited(0, 12, phase="Succeeded"), {})).has_completed
 
 
+def test_that_a_node_did_not_report_for_a_while_is_remembered_of_its_pods() -> None:
+    """When its ranks complain, long after, their node is well again, and only the script would be left to blame."""
+
+    def conditions(ready: str, **reason: str) -> Raw:
+        listed = [{"type": "Ready", "status": ready, **reason}, {"type": "ContainersReady", "status": "True"}]
+        return {"conditions": listed}
+
+    at = {"lastTransitionTime": stamp(30)}
+    silent, well = ({**RUNNING, **conditions("False", **at)}, {}), ({**RUNNING, **conditions("True", **at)}, {})
+    assert not seen(well, well).was_silent
+    assert seen(well, silent, well, (exited(1, 900, phase="Failed"), {})).was_silent
+    gate = ({**RUNNING, **conditions("False", **at, reason="ReadinessGatesNotReady")}, {})
+    assert not seen(well, gate, well).was_silent, "its kubelet says so itself"
+
+
 def test_a_failure_beside_the_trainer_does_not_undo_its_success() -> None:
     """An ordinary sidecar that fails makes the phase Failed, without a reason: the trainer has done its work."""
     assert seen((RUNNING, {}), (exited(0, 12, phase="Failed"), {})).has_completed

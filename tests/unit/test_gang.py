@@ -175,6 +175,14 @@ def test_a_gang_for_one_rack_says_also_how_many_racks_were_tried() -> None:
     assert world.status.message.endswith("placed together: 0/3 placements are available; Insufficient cpu")
 
 
+def test_the_pods_of_a_gang_say_what_keeps_each_from_its_node() -> None:
+    """The first pod's reason alone was shown, and a missing volume of another one looked like a lack of GPUs."""
+    world = gang().started().unschedulable(0, "Insufficient cpu").unschedulable(1, 'claim "data-1" not found').settle()
+    assert world.status.message.endswith(
+        'placed together: Insufficient cpu (digits-1-0); claim "data-1" not found (digits-1-1)'
+    )
+
+
 def test_what_group_and_pods_say_alike_is_said_once() -> None:
     """As the scheduler of 1.36 answers a topology that no node has."""
     no, world = "no feasible placements found", gang(topologyKey="rack").started()

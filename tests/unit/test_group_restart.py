@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from worlds import START, World, digits, job
 
 from ddpjob_operator.job import api
+from ddpjob_operator.observed import facts
 from ddpjob_operator.observed.cluster import Node
 from ddpjob_operator.plan.actions import CreatePod, DeletePod, Plan
 
@@ -399,6 +400,45 @@ def test_an_attempt_with_nothing_but_complaints_about_peers_is_free_once_and_not
     assert "lost its peers" in world.status.message
 
 
+def cut_off_for_a_while(world: World, place: int) -> World:
+    """The node controller calls the pod not ready, because its node does not report, and then it does again."""
+    pod = world.pods[f"digits-{world.status.attempt}-{place}"]
+    for silent_since in (world.now, None):
+        pod = world.pods[pod.name] = facts.merge(pod, replace(pod, silent_since=silent_since))
+        world.settle()
+    return world
+
+
+def test_complaints_alone_cost_nothing_where_a_node_of_the_attempt_did_not_report_for_a_while() -> None:
+    """A switch that restarts each night ended a training of weeks: the script was charged, and never at fault."""
+    world = digits(backoffLimit=0)
+    for attempt in range(1, 6):
+        world.running()
+        cut_off_for_a_while(world, 1).exits(0, code=1, message=PEER_GONE).settle()
+        assert "only peers' complaints; node node-1 did not report for a while" in world.status.message
+        world.restarted().after(400).settle()
+        assert (world.status.attempt, charges(world)) == (attempt + 1, (0, attempt, 0))
+    world.running().exits(0, code=1, message=PEER_GONE).restarted()
+    assert charges(world) == (0, 6, 0), "the first that nothing explains"
+    world.after(400).running().exits(0, code=1, message=PEER_GONE).restarted()
+    assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
+
+
+def test_a_node_that_did_not_report_explains_complaints_although_its_pod_is_gone_when_the_cause_is_settled() -> None:
+    """An operator that has begun anew knows of the pods what they show now, and of the failure what is recorded."""
+    world = digits(backoffLimit=0, nodes=3).running().exits(0, code=1, message=PEER_GONE).restarted().running()
+    cut_off_for_a_while(world, 1).exits(0, code=1, message=PEER_GONE).settle()
+    world.pods["digits-2-1"] = replace(world.pods["digits-2-1"], was_silent=False)
+    world.restarted()
+    assert (world.status.attempt, charges(world)) == (3, (0, 2, 0))
+
+
+def test_a_node_that_did_not_report_excuses_no_error_of_the_script() -> None:
+    world = cut_off_for_a_while(digits(backoffLimit=0).running(), 1)
+    world.exits(0, code=1, message="ValueError: no such shard").restarted()
+    assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
+
+
 def test_a_rank_that_ends_well_while_its_peer_still_waits_for_it_is_the_cause_and_charged() -> None:
     """The commonest mistake of all, uneven data: it restarted for hours, and nobody was blamed."""
     world = digits(backoffLimit=0).running().reports_step(20, rank=0).settle()
@@ -784,6 +824,13 @@ def test_who_gave_up_waiting_and_for_what_is_said() -> None:
         f"Unschedulable: 1 of 2 pods: {NO_GPU}, for more than 10m; digits-1-0 gave up waiting for them, so all pods "
         "are made again: attempt 2"
     )
+
+
+def test_who_gave_up_waiting_for_pods_that_lack_different_things_says_both() -> None:
+    world = digits(nodes=3).started().runs(0).unschedulable(1, NO_GPU).unschedulable(2, "no volume").settle()
+    plan = world.after(600).exits(0, code=1, message=f"{NOBODY_CAME}\n").plan()
+    assert plan.status is not None
+    assert f"2 of 3 pods: {NO_GPU} (digits-1-1); no volume (digits-1-2), for more" in plan.status.message
 
 
 def test_a_rank_that_waited_in_vain_for_an_image_costs_nothing_and_the_slow_pod_is_named() -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from slow_server import play
 
-from ddpjob_operator.kube import observe
+from ddpjob_operator.kube import measuring, observe
 from ddpjob_operator.kube.client import ApiError, Page
 from ddpjob_operator.kube.second_look import LOOK_SECONDS, SecondLook, Watched
 from ddpjob_operator.kube.store import Key, Store
+from ddpjob_operator.metrics.meter import Meter
 
 JOB = {"training.ddpjob.io/job": "digits"}
 
@@ -33,6 +34,7 @@ class World:
         self.error: Exception | None = None
         self.asked = 0
         self.read: list[Key] = []
+        self.meter = Meter()
         self.meanwhile: Callable[[], None] = lambda: None
         """What the watch brings after the list."""
 
@@ -50,7 +52,8 @@ class World:
 
     def look(self, times: int = 2) -> list[Key]:
         watched = Watched("services", "team", "/api/v1/namespaces/team/services", "", self.copy, self.read_again)
-        look = SecondLook(self, lambda: [watched], logging.getLogger("test"))  # type: ignore[arg-type]
+        count = measuring.changes_missed(self.meter)
+        look = SecondLook(self, lambda: [watched], logging.getLogger("test"), count)  # type: ignore[arg-type]
 
         async def run() -> None:
             running = asyncio.create_task(look.run())
@@ -142,3 +145,15 @@ def test_what_was_missed_is_named_for_the_administrator(world: World, caplog: py
     world.there = []
     world.look()
     assert "services in team: the watch has not shown changes of team/digits; they are read again" in caplog.text
+
+
+def test_what_was_missed_is_counted_by_resource_from_zero_on(world: World) -> None:
+    """A proxy that drops lines of watches makes every job late by a minute: that is worth an alert of one's own."""
+
+    def counted() -> float | None:
+        return world.meter.registry.get_sample_value("ddpjob_watch_missed_total", {"resource": "services"})
+
+    assert counted() == 0
+    world.there = []
+    world.look()
+    assert counted() == 1

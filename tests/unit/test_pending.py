@@ -97,3 +97,30 @@ def test_a_pod_past_its_grace_on_a_node_that_is_not_ready_is_lost_whatever_the_o
 def test_a_pod_that_needs_long_on_a_node_that_answers_is_waited_for() -> None:
     world = digits().running().deleted_first(1).settle().after(3600).settle()
     assert world.status.attempt == 1
+
+
+CPU = "0/9 nodes are available: 9 Insufficient cpu"
+VOLUME = "0/9 nodes are available: 9 node(s) had volume node affinity conflict"
+
+
+def test_pods_that_find_no_node_for_different_reasons_say_each_with_the_commonest_first() -> None:
+    """Only the first pod's reason was shown: who made room for it found the job as pending as before."""
+    world = digits(nodes=4).started().unschedulable(0, VOLUME)
+    world.unschedulable(1, CPU).unschedulable(3, CPU).runs(2).settle()
+    assert world.status.message == f"Unschedulable: 3 of 4 pods: {CPU} (2 pods); {VOLUME} (digits-1-0)"
+    world.unschedulable(0, CPU).settle()
+    assert world.status.message == f"Unschedulable: 3 of 4 pods: {CPU}"
+
+
+def test_a_reason_for_each_of_a_hundred_pods_makes_no_endless_message() -> None:
+    """A volume that is missing for each pod has a name of its own in each sentence."""
+    world = digits(nodes=100).started()
+    for place in range(100):
+        world.unschedulable(place, f'persistentvolumeclaim "data-{place}" not found' + 500 * "." * (place == 1))
+    world.settle()
+    message = world.status.message
+    first = 'Unschedulable: 100 of 100 pods: persistentvolumeclaim "data-0" not found (digits-1-0); '
+    assert message.startswith(first + 'persistentvolumeclaim "data-1" not found...')
+    assert "...… (digits-1-1); " in message
+    assert message.endswith('; persistentvolumeclaim "data-2" not found (digits-1-2); something else (97 pods)')
+    assert len(message) < 800

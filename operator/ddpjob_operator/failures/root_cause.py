@@ -234,7 +234,7 @@ def precedence_of(failure: api.JobFailure) -> Precedence:
 def _with_evidence(failure: api.JobFailure) -> Failure:
     """What its class follows from, as the rules take it."""
     fields = msgspec.structs.asdict(evidence_of(failure))
-    del fields["precedence"]
+    del fields["precedence"], fields["silent_node"]
     exception = failure.exception if fields.pop("raised") else ""
     return Failure(exit_code=failure.exit_code, exception=exception, **fields)
 

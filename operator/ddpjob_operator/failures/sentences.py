@@ -59,7 +59,9 @@ def _what(failure: api.JobFailure) -> str:
     if failure.reason == root_cause.PEER_LOST and rules.port_in_use(failure.exception) is not None:
         return f"could not listen at the address that it was given{why}"
     if failure.reason == root_cause.PEER_LOST:
-        return f"lost its peers{at}{why}, and none was seen that failed by itself: only peers' complaints"
+        node = root_cause.evidence_of(failure).silent_node
+        network = f"; node {node} did not report for a while, as where its network fails" if node else ""
+        return f"lost its peers{at}{why}, and none was seen that failed by itself: only peers' complaints{network}"
     if failure.reason == "OOMKilled":
         limit = failure.exception.partition(";")[0].removeprefix(root_cause.MEMORY)
         known = f" of {limit} (resources.limits.memory)" if failure.exception.startswith(root_cause.MEMORY) else ""

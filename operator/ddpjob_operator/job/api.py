@@ -310,6 +310,8 @@ class Evidence(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
     """Whether its pod, or its node, is gone without a report."""
     stalled: bool = False
     """Whether it was stopped because it made no step."""
+    silent_node: Annotated[str, Meta(max_length=128)] = ""
+    """Where ranks only complained of lost peers: a node of the attempt that had not reported for a while."""
 
 
 class JobFailure(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):

@@ -78,7 +78,7 @@ CREATE_REFUSED = _warning(
 )
 UNSCHEDULABLE = _warning(
     "Unschedulable",
-    "The scheduler finds no node for some pods; the message is its own.",
+    "The scheduler finds no node for some pods; the message is its own, with the number of pods where it differs.",
     "Free or add nodes, or request less. `kubectl describe pod` has the scheduler's count of nodes.",
 )
 CANNOT_START = _warning(

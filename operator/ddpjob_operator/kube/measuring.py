@@ -70,6 +70,11 @@ def watch_restarted(meter: Meter) -> Callable[[str, str], None]:
     return lambda resource, cause: meter.count(names.WATCH_RESTARTS, resource, cause)
 
 
+def changes_missed(meter: Meter) -> Callable[[str, int], None]:
+    """For second looks: called with the resource, and how many keys a watch has not shown a change of."""
+    return lambda resource, count: meter.count(names.MISSED, resource, by=count)
+
+
 class OfQueue(Watcher):
     """What a queue does. controller: whether it is that of the jobs, which controller-runtime's dashboards show."""
 

@@ -148,7 +148,9 @@ class Operator:
         )
         self.reports = Reports(self.caches.jobs, states, runtime, settings.rules.progress_write_seconds)
         self._events = events
-        self._second_look = SecondLook(self._client, partial(self._watched, lookup), runtime.log)
+        self._second_look = SecondLook(
+            self._client, partial(self._watched, lookup), runtime.log, measuring.changes_missed(self.meter)
+        )
         self.reconciler = Reconciler(
             self.caches, states, self.reports, lookup, executor, runtime, settings.rules, self._ready_in
         )

@@ -56,6 +56,8 @@ class SecondLook:
     watched: Callable[[], Iterable[Watched]]
     """What is watched now: the version of a gang scheduler's API may change while this operator leads."""
     log: logging.Logger
+    count: Callable[[str, int], None] = lambda _plural, _count: None
+    """Called with the resource, and how many keys of it are read again."""
     _missed: dict[str, set[Listed]] = field(default_factory=dict)
     """In the last look, by collection."""
     _logged: dict[str, str] = field(default_factory=dict)
@@ -91,6 +93,7 @@ class SecondLook:
         keys = sorted({one.key for one in missed & self._missed.get(str(watched), set())})
         self._missed[str(watched)] = missed
         if keys:
+            self.count(watched.plural, len(keys))
             some = ", ".join("/".join(filter(None, key)) for key in keys[:3])
             more = f" and {len(keys) - 3} others" if len(keys) > 3 else ""
             self.log.warning("%s: the watch has not shown changes of %s%s; they are read again", watched, some, more)

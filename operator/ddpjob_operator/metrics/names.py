@@ -123,6 +123,12 @@ WATCH_RESTARTS = Metric(
     "Watches that ended and were started again. end: the server's time-out, every few minutes; error: anything else.",
     ("resource", "cause"),
 )
+MISSED = Metric(
+    "ddpjob_watch_missed",
+    "counter",
+    "Jobs and nodes that a watch has not shown a change of, as a second look has found; they are read again.",
+    ("resource",),
+)
 LEADER = Metric("leader_election_master_status", "gauge", "1 for the operator that holds the Lease.", ("name",))
 LEADS = Metric("ddpjob_operator_leads", "gauge", "The same without a label: 1 for the operator that acts.")
 INFO = Metric("ddpjob_operator", "info", "The version of this operator.", ("version",))
@@ -194,8 +200,8 @@ JOB_PROGRESS_TIME = Metric(
 
 OF_OPERATOR = (
     RECONCILES, RECONCILE_ERRORS, RECONCILE_SECONDS, ACTIVE_WORKERS, QUEUE_DEPTH, QUEUE_ADDS, QUEUE_RETRIES,
-    QUEUE_SECONDS, WORK_SECONDS, LONGEST_SECONDS, QUEUE_OLDEST, REQUESTS, REQUEST_SECONDS, WATCH_RESTARTS, LEADER,
-    LEADS, INFO, CACHE_OBJECTS,
+    QUEUE_SECONDS, WORK_SECONDS, LONGEST_SECONDS, QUEUE_OLDEST, REQUESTS, REQUEST_SECONDS, WATCH_RESTARTS, MISSED,
+    LEADER, LEADS, INFO, CACHE_OBJECTS,
 )  # fmt: skip
 """Of one operator's process."""
 OF_ALL_JOBS = (

@@ -67,6 +67,8 @@ class Pod(msgspec.Struct, frozen=True):
     """When it got its node."""
     silent_since: dt.datetime | None = None
     """Since when the node controller calls it not ready although its trainer was: the kubelet no longer reports."""
+    was_silent: bool = False
+    """Whether that was ever seen: the network of its node failed, or its machine, also where both work again."""
     unschedulable: str = ""
     """The scheduler's sentence while it finds no node."""
     deletion_requested_at: dt.datetime | None = None

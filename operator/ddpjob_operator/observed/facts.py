@@ -27,6 +27,7 @@ def merge(earlier: Pod | None, later: Pod, number: int = 0) -> Pod:
     more = {
         "first_seen": number if earlier is None else earlier.first_seen,
         "sidecars_run": known.sidecars_run and known.phase not in ("Succeeded", "Failed"),
+        "was_silent": known.was_silent or known.silent_since is not None,
         "deletion_seen": number if stops_now else known.deletion_seen,
         "ended_seen": number if ends_now else known.ended_seen,
         "ended_first": known.ended_first or (ended and (not stopping or _deleted_after_its_end(earlier, later))),
@@ -56,6 +57,7 @@ def _added(earlier: Pod, later: Pod) -> dict[str, Any]:
         "deletion_requested_at": earliest(earlier.deletion_requested_at, later.deletion_requested_at),
         "deletion_deadline": later.deletion_deadline or earlier.deletion_deadline,
         "trainer": container(earlier.trainer, later.trainer),
+        "was_silent": earlier.was_silent,
         "completed": earlier.completed,
         "ended_first": earlier.ended_first or (later.ended_first and not earlier.ended),
         "ended_seen": earlier.ended_seen,

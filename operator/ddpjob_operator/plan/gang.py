@@ -177,7 +177,7 @@ def retry_at(view: View) -> dt.datetime | None:
 
 def why_waiting(view: View, status: api.Status, unplaced: int, scheduler: str) -> str:
     """Why the scheduler places none of a gang's pods: its own sentence, and who has the nodes. scheduler: what it says
-    of the first pod; of a group it says only that no placement was found, which matters where there are several."""
+    of the pods; of a group it says only that no placement was found, which matters where there are several."""
     group = group_of(view, status)
     of_group = group.admission.why if group is not None and view.spec.topology_key else ""
     why = "; ".join(dict.fromkeys(text for text in (of_group, scheduler) if text))

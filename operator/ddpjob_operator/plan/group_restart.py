@@ -94,7 +94,7 @@ def _why_late(view: View, status: api.Status, late: Sequence[Pod]) -> tuple[Reas
     unplaced = [p for p in late if p.unschedulable]
     if unplaced:
         waited, _ = pending.waited(status.starting_since or status.attempt_time, view.now)
-        why = f"{len(unplaced)} of {view.spec.nodes} pods: {unplaced[0].unschedulable}{waited}"
+        why = f"{len(unplaced)} of {view.spec.nodes} pods: {pending.why_unschedulable(unplaced)}{waited}"
         return reasons.UNSCHEDULABLE, f"Unschedulable: {why}"
     creating, _ = pending.creating(view, status, late)
     first = late[0]

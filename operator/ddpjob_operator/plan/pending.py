@@ -7,6 +7,7 @@ ten minutes is a Warning, once.
 from __future__ import annotations
 
 import datetime as dt
+from collections import defaultdict
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -22,6 +23,8 @@ NAMED_AT_SECONDS = (60.0, 120.0, 300.0, LONG_SECONDS, 1200.0, 1800.0, 3600.0, 72
 # The kubelet's reasons while it prepares images, volumes and the network: that may end by itself, or never.
 _BEING_CREATED = ("", "ContainerCreating", "PodInitializing")
 _WAITS = ("Pending", "Starting", "Restarting", "Failing")
+# Of the scheduler's sentences that differ by pod: each of hundreds of pods may have one of its own (a volume by name).
+SENTENCES_MAX, SENTENCE_LENGTH_MAX = 3, 300
 
 
 def with_long_wait(status: api.Status, now: dt.datetime) -> tuple[api.Status, dt.datetime | None]:
@@ -52,6 +55,22 @@ def waited_for_nodes(view: View, status: api.Status) -> tuple[str, dt.datetime |
     return (
         ("", None) if view.trains_with_fewer(status) else waited(status.starting_since or status.attempt_time, view.now)
     )
+
+
+def why_unschedulable(pods: Sequence[Pod]) -> str:
+    """What the scheduler says of pods that it finds no node for. Where that differs from pod to pod, what it says of
+    most comes first, each with the pods that it is about. pods: in an order that does not change, as each other text is
+    a write."""
+    about: defaultdict[str, list[Pod]] = defaultdict(list)
+    for pod in pods:
+        about[pod.unschedulable].append(pod)
+    if len(about) == 1:
+        return next(iter(about))
+    most = sorted(about.items(), key=lambda one: -len(one[1]))
+    named = [f"{_cut(why)} ({_pods(alike)})" for why, alike in most[:SENTENCES_MAX]]
+    if rest := [pod for _, alike in most[SENTENCES_MAX:] for pod in alike]:
+        named.append(f"something else ({_pods(rest)})")
+    return "; ".join(named)
 
 
 def creating(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[str, bool]:
@@ -122,6 +141,14 @@ def _slowest(status: api.Status, pods: Sequence[Pod]) -> tuple[Pod, dt.datetime]
         return None
     since, _, pod = min(begun, key=lambda begin: begin[:2])
     return pod, since
+
+
+def _cut(sentence: str) -> str:
+    return sentence[:SENTENCE_LENGTH_MAX] + ("…" if len(sentence) > SENTENCE_LENGTH_MAX else "")
+
+
+def _pods(pods: Sequence[Pod]) -> str:
+    return pods[0].name if len(pods) == 1 else wording.count(len(pods), "pod")
 
 
 def _nodes(places: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from ddpjob.core import budget, rules
 from ddpjob_operator.failures import root_cause, sentences, termination_message
+from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, topology
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan.actions import Settings
@@ -92,7 +93,7 @@ def _cause(view: View, status: api.Status, first: api.JobFailure) -> tuple[api.J
         early=_completed_early(view, status),
         steps={rank: tracker.step for rank, tracker in view.trackers.items()},
     )
-    failure = with_limit(view, _with_log(view, failure))
+    failure = _with_silent_node(view, with_limit(view, _with_log(view, failure)), first)
     return replace(with_last_step(status, failure), failure_class=""), failure_class
 
 
@@ -105,6 +106,16 @@ def _with_log(view: View, failure: api.JobFailure) -> api.JobFailure:
     if pod.name != failure.pod or not pod.ended:
         return failure
     return replace(failure, log_tail=root_cause.tail_of(pod))
+
+
+def _with_silent_node(view: View, failure: api.JobFailure, first: api.JobFailure) -> api.JobFailure:
+    """Of ranks that have only complained of lost peers: with a node of the attempt that did not report for a while, as
+    its pod has shown, or as it was recorded before. first: the failure that is recorded."""
+    silent = (pod.node for _, pod in sorted(view.known_pods.items()) if pod.was_silent)
+    node = root_cause.evidence_of(first).silent_node or shown(next(silent, ""), root_cause.WORD_MAX)
+    if not node or failure.reason != root_cause.PEER_LOST:
+        return failure
+    return replace(failure, evidence=replace(root_cause.evidence_of(failure), silent_node=node))
 
 
 def _slow_nodes(view: View) -> list[str]:
@@ -182,9 +193,15 @@ def _attempt(view: View, status: api.Status, failure: api.JobFailure) -> budget.
         made_a_new_step=step > (status.furthest_step or 0),
         reports_steps=budgets.furthest(status) is not None,
         ran_seconds=_ran_seconds(view, status),
-        # Where too few nodes have run nobody has failed: a rank has waited in vain for one that has no GPU yet.
-        only_complaints=failure.reason == root_cause.PEER_LOST and view.is_enough(status.started_nodes),
+        only_complaints=_only_complaints(view, status, failure),
     )
+
+
+def _only_complaints(view: View, status: api.Status, failure: api.JobFailure) -> bool:
+    """Whether nothing but the complaints of its ranks says why an attempt has ended: neither a node that did not report
+    for a while, nor too few nodes that ever ran, so that a rank has waited in vain for one that has no GPU yet."""
+    is_explained = root_cause.evidence_of(failure).silent_node or not view.is_enough(status.started_nodes)
+    return failure.reason == root_cause.PEER_LOST and not is_explained
 
 
 def _ran_seconds(view: View, status: api.Status) -> float:

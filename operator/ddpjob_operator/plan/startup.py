@@ -209,12 +209,13 @@ def _why_waiting(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[a
     total = view.spec.nodes
     unschedulable = [p for p in pods if p.unschedulable]
     if unschedulable and gang.adapter_of(view, status) is not None:
-        text = gang.why_waiting(view, status, len([p for p in pods if not p.node]), unschedulable[0].unschedulable)
+        unplaced, why = sum(not p.node for p in pods), pending.why_unschedulable(unschedulable)
+        text = gang.why_waiting(view, status, unplaced, why)
         return "Pending", reasons.UNSCHEDULABLE, f"Unschedulable: {text}"
     if unschedulable:
         where = "; onePodPerNode keeps them apart" if total > 1 and podspec.gpus(view.spec.template) else ""
-        waited, _ = pending.waited_for_nodes(view, status)
-        text = f"Unschedulable: {len(unschedulable)} of {total} pods: {unschedulable[0].unschedulable}{where}{waited}"
+        why, (waited, _) = pending.why_unschedulable(unschedulable), pending.waited_for_nodes(view, status)
+        text = f"Unschedulable: {len(unschedulable)} of {total} pods: {why}{where}{waited}"
         return "Pending", reasons.UNSCHEDULABLE, text
     if stuck := [p for p in pods if p.trainer.reason in CANNOT_START]:
         first = stuck[0]

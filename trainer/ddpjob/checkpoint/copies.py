@@ -200,7 +200,7 @@ class Copies:
         shared, held = self._shared, self._shared.held()
         versions = [shared.slot_version(slot) for slot in COPY_SLOTS]
         slot = COPY_SLOTS[copies.slot_for(versions, held and held.version, self.loaded)]
-        shared.write_slot(slot, packed.pack(at.small()), at.step)
+        shared.write_slot(slot, at.step, packed.pack(at.small()))
 
     def _write(self, at: Boundary, every: int, loads: int = 0) -> int | None:
         """Into which area the state was written; it does not count yet. None: it has outgrown the areas. Raises

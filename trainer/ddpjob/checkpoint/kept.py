@@ -9,8 +9,8 @@ rates, the place of a sampler, the state of a scheduler, values that the script 
 import collections
 import ctypes
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,8 +22,11 @@ SMALL_BYTES_MAX = 4 << 20  # of one object, at each step
 SAMPLES = 8  # averages that are swapped in differ everywhere
 _DENSE = (torch.Tensor, torch.nn.Parameter)
 _SMALL = "\0ddpjob small"
-_PLAIN = frozenset({float, bool, type(None)})  # what needs no copy: most settings of a group
-_version_of = operator.attrgetter("_version")
+_PLAIN: frozenset[Any] = frozenset({float, bool, type(None)})  # what needs no copy: most settings of a group
+_CONSTANT = _PLAIN | {int, str}  # what never becomes another value
+_version_of, _raw_of = operator.attrgetter("_version"), operator.attrgetter("raw")
+_address_of = torch.Tensor.data_ptr
+_NOTHING: Any = (ctypes.c_char * 0)()
 BUFFERS = "\0ddpjob buffers"
 """The name of buffers beside what is large."""
 
@@ -51,6 +54,7 @@ class Kept:
         self._parameters = list(parameters.values())
         dense = [p for p in self._parameters if type(p) in _DENSE and p.layout is torch.strided]
         self._samples = [dense[number * len(dense) // SAMPLES] for number in range(min(SAMPLES, len(dense)))]
+        self._firsts = _Firsts([], [], [])
         self._parts, self._counts = self._parts_now(), self._counts_now()
         trained = [[p for p in module.parameters() if p.requires_grad] for module, _ in self._modules.values()]
         self.first_gradients = [its[-1] for its in trained if its]
@@ -133,10 +137,31 @@ class Kept:
 
     def small(self, *, buffers: bool = True) -> dict[str, Any]:
         """What changes at other times; to be written at once, for its tensors are the live ones."""
-        return (self.buffers() if buffers else {}) | {
-            **{name: _groups(optimizer) for name, optimizer in self._optimizers.items()},
-            **{name: copied(state_of(value), name) for name, value in self._others.items()},
-        }
+        return (self.buffers() if buffers else {}) | self.settings()
+
+    def settings(self) -> dict[str, Any]:
+        """All of that but the buffers."""
+        groups = {name: _groups(optimizer) for name, optimizer in self._optimizers.items()}
+        return groups | {name: copied(state_of(value), name) for name, value in self._others.items()}
+
+    def objects_of_settings(self) -> list[Any]:
+        """While these are the very same ones, so are the settings, if `settings_are_plain`."""
+        found: list[Any] = [len(optimizer.param_groups) for optimizer in self._optimizers.values()]
+        for optimizer in self._optimizers.values():
+            for group in optimizer.param_groups:
+                found += group
+                found += group.values()
+        return found
+
+    def settings_are_plain(self) -> bool:
+        """Whether they are optimizers' alone, and each a value that never becomes another one."""
+        groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
+        items = [item for group in groups for item in group.items() if item[0] != "params"]
+        return not self._others and all(type(key) is str and _is_plain(value, _CONSTANT) for key, value in items)
+
+    def tensors_of_buffers(self) -> list[Any]:
+        """Those of `buffers`, one after the other."""
+        return [getattr(module, leaf) for _, places in self._modules.values() for _, module, leaf in places]
 
     def buffers(self) -> dict[str, Any]:
         """Of the modules alone."""
@@ -177,14 +202,33 @@ class Kept:
     def versions(self) -> list[Any]:
         """The counters, and of some parameters the first value, because what is written through `.data` is not counted:
         equal lists, and nobody has changed them."""
-        return [*self.counters(), *map(_first_value, self._samples)]
+        found = self.counters()
+        firsts = self._firsts
+        if list(map(_address_of, self._samples)) != firsts.addresses:
+            firsts = self._firsts = _firsts(self._samples)
+        found += map(_raw_of, firsts.values)
+        return found
 
 
-def _first_value(parameter: torch.Tensor) -> bytes:
-    tensor = parameter.detach()  # it holds the memory, where another thread puts another one in its place
-    if not tensor.is_cpu or not tensor.numel():
-        return b""
-    return ctypes.string_at(tensor.data_ptr(), tensor.element_size())
+class _Firsts(NamedTuple):
+    """Where the first values of some parameters are."""
+
+    addresses: list[int]
+    values: list[Any]
+    held: list[torch.Tensor]
+    """What holds that memory, where another thread puts another one in its place."""
+
+
+def _firsts(parameters: Sequence[torch.Tensor]) -> _Firsts:
+    firsts = _Firsts([], [], [])
+    for tensor in (parameter.detach() for parameter in parameters):
+        address, value = tensor.data_ptr(), _NOTHING
+        if tensor.is_cpu and tensor.numel() and address:
+            value = (ctypes.c_char * tensor.element_size()).from_address(address)
+            firsts.held.append(tensor)
+        firsts.addresses.append(address)
+        firsts.values.append(value)
+    return firsts
 
 
 def merged(large: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,5 +275,5 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value))
+def _is_plain(value: Any, types: Collection[Any] = _PLAIN) -> bool:
+    return type(value) in types or (type(value) is tuple and all(type(item) in types for item in value))

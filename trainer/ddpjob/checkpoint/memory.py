@@ -26,6 +26,7 @@ from ddpjob.checkpoint.copies import Boundary, Copies
 from ddpjob.checkpoint.device_copies import DeviceCopies
 from ddpjob.checkpoint.kept import Kept
 from ddpjob.checkpoint.shared import Shared
+from ddpjob.checkpoint.slots import Slots
 from ddpjob.checkpoint.streams import Streams
 from ddpjob.checkpoint.survivor import AGAIN_SECONDS, Survivor
 from ddpjob.core import memory
@@ -57,6 +58,7 @@ class Keeper(Survivor):
         self._outgrown: Mapping[str, Any] | None = None  # they have other parameters now
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that made steps without being named
         self._store = store
+        self._slots = Slots(shared, rank, world_size)
         self._stepped = True  # whether an optimizer has made a step since the last boundary
         self._early: dict[str, Any] | None = None  # the random states before the last step
         self._has_early = True
@@ -197,7 +199,7 @@ class Keeper(Survivor):
         if self._assumed and not kept.may_be_assumed():
             self.forget_assumed()
             return
-        with self._guarded():
+        try:  # and not `_guarded`, here and before the step, where it would cost a tenth of all
             if not self._copies_instead:
                 self._note(kept, int(step))
             elif self._on_device and self._stepped:
@@ -205,6 +207,8 @@ class Keeper(Survivor):
                 self._is_proven(kept, int(step))
             if self._copies is not None and (self._copies.instead or not self._proofs_left):
                 self._copy(self._copies, kept, int(step), named)
+        except Exception as error:
+            self._give_up(error)
 
     @property
     def _copies_instead(self) -> bool:
@@ -213,7 +217,7 @@ class Keeper(Survivor):
 
     def _at(self, kept: Kept, step: int, named: bool) -> Boundary:
         def small() -> dict[str, Any]:
-            return self._slot(random_states.compact(), kept.small(buffers=not self._on_device))
+            return self._slots.value(kept, random_states.compact(), kept.small(buffers=not self._on_device))
 
         return Boundary(kept, step, named, small, self._assumed)
 
@@ -245,7 +249,7 @@ class Keeper(Survivor):
             self._has_early = False  # what is drawn after the gradients is not known before them
             shared.forget_slot(EARLY)
         self._early = None
-        shared.write_slot(self._slot_to_write(), packed.pack(self._slot(rng, kept.small())), step)
+        self._slots.write(self._slot_to_write(), step, kept, rng, settings=True)
         with self._lock:
             if self._dirty_since:
                 self._dirty_seconds = max(self._dirty_seconds, time.monotonic() - self._dirty_since)
@@ -261,10 +265,6 @@ class Keeper(Survivor):
             self._turn = 0 if one is None or (other is not None and one < other) else 1
         turn, self._turn = self._turn, 1 - self._turn
         return turn
-
-    def _slot(self, rng: Any, small: Any) -> dict[str, Any]:
-        by_value = bool(self._kept and self._kept.by_value)
-        return {"of": (self._rank, self._world_size), "by_value": by_value, "rng": rng, "small": small}
 
     def _is_proven(self, kept: Kept, step: int) -> bool:
         """Whether nothing large changes between a boundary and the next step; else see what there is at this one."""
@@ -322,7 +322,7 @@ class Keeper(Survivor):
             if kept is None and optimizer is not None:
                 self._seen.add(optimizer)
             return
-        with self._guarded():
+        try:
             self._check_named(kept, optimizer)
             if self._kept is kept and self._sum is not None:
                 self._compare(kept)
@@ -330,6 +330,8 @@ class Keeper(Survivor):
                 self._copies.before_step(kept)
             if self._kept is kept and not self._copies_instead:
                 self._write_early(kept)
+        except Exception as error:
+            self._give_up(error)
         with self._lock:
             self._stepped, self._dirty_since = True, time.monotonic()
             self._shared.cells[CLOCK] |= 1
@@ -365,4 +367,4 @@ class Keeper(Survivor):
             return
         self._early = rng
         step = self._shared.cells[CLOCK] // 2 + 1
-        self._shared.write_slot(EARLY, packed.pack(self._slot(rng, kept.buffers())), step)
+        self._slots.write(EARLY, step, kept, rng, settings=False)

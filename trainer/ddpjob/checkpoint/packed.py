@@ -46,7 +46,8 @@ class Packed(NamedTuple):
 
     head: bytes
     layouts: Sequence[Layout]
-    tensors: Sequence[torch.Tensor]
+    tensors: Sequence[Any]
+    """Or bytes, in the place of a tensor of bytes."""
     size: int
     """Bytes, of everything."""
 
@@ -122,6 +123,41 @@ def as_bytes(packed: Packed) -> bytes:
     for layout, tensor in zip(packed.layouts, packed.tensors, strict=True):
         view[start + layout.offset :][: layout.size] = memoryview(_bytes_of(tensor)).cast("B")
     return bytes(data)
+
+
+def is_laid_out(tensor: Any, layout: Layout) -> bool:
+    """Whether what was packed so can be packed so again, with the same head."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.is_cpu
+        and tensor.dtype is layout.dtype
+        and tensor.layout is torch.strided
+        and tensor.shape == layout.shape
+        and tensor.stride() == layout.stride
+        and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def copy(memory: Any, offset: int, packed: Packed, *, head: bool) -> None:
+    """Write it there, where memory is mapped. head: too, because it is not there already."""
+    start = offset + len(packed.head)
+    if head:
+        memory[offset:start] = packed.head
+    for layout, tensor in zip(packed.layouts, packed.tensors, strict=True):
+        begin = start + layout.offset
+        memory[begin : begin + layout.size] = _bytes_of(tensor)
+
+
+def read_all(descriptor: int, offset: int, size: int) -> list[Any]:
+    """What was written there, one after the other. Raises StateError for anything else."""
+    if size <= 0:
+        raise StateError("the memory does not have what it should")
+    found = []
+    while size > 0:
+        own = int.from_bytes(os.pread(descriptor, _HEAD, offset)[8:], "little")
+        found.append(read(descriptor, offset, own if _HEAD <= own <= size else size))
+        offset, size = offset + own, size - own
+    return found
 
 
 def read(descriptor: int, offset: int, size: int) -> Any:
@@ -212,8 +248,10 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return reach == tensor.numel() and 0 not in tensor.stride()
 
 
-def _bytes_of(tensor: torch.Tensor) -> Any:
+def _bytes_of(tensor: Any) -> Any:
     """Its memory, to read from or to write into; the tensor must outlive it. Raises StateError for one on a device."""
+    if type(tensor) is bytes:
+        return tensor
     if tensor.device.type != "cpu":
         raise StateError(f"a tensor on {tensor.device} cannot be kept in memory by the processor alone")
     size = tensor.numel() * tensor.element_size()

@@ -6,14 +6,26 @@ import hashlib
 import random
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-_python: tuple[bytes, Any] = (b"", None)  # the bytes of Python's generator where they lie, and the state that it gave
-_numpy: tuple[bytes, Any] = (b"", None)  # the bytes of numpy's generator where they lie, and the state that it gave
 _FIELDS = object.__basicsize__  # where the fields of an object of C begin, after what each object has
 _WORDS, _WORD_BYTES = 624, 4  # of the Mersenne Twister, before its position
+_Bytes = ctypes.c_char * ((_WORDS + 1) * _WORD_BYTES)
+
+
+class _Seen(NamedTuple):
+    """A generator as it was when it was asked last."""
+
+    generator: Any  # its memory is read while it is here
+    memory: Any
+    raw: bytes
+    """What lay there; b"" where that has not proved to be the state."""
+    state: Any
+
+
+_python = _numpy = _Seen(None, None, b"", None)
 
 
 def current() -> dict[str, Any]:
@@ -29,11 +41,14 @@ def current() -> dict[str, Any]:
 
 
 def compact() -> dict[str, Any]:
-    """The same as bytes, in a tenth of the time, for what is written at each step."""
-    of_torch = torch.get_rng_state()
+    """The same as bytes, in a tenth of the time, for what is written at each step.
+
+    Of Python and numpy it is the very object that it was while nothing was drawn.
+    """
+    of_torch = torch.default_generator.get_state()
     state: dict[str, Any] = {
         "python": _compact_python(),
-        "torch": ctypes.string_at(of_torch.data_ptr(), of_torch.numel()),
+        "torch": (ctypes.c_char * of_torch.numel()).from_address(of_torch.data_ptr()).raw,
     }
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = bytes(torch.cuda.get_rng_state().tolist())  # 16 bytes that the host has
@@ -51,17 +66,19 @@ def _compact_python() -> Any:
     """
     global _python
     generator = getattr(random.getstate, "__self__", None)
-    raw = b""
-    if type(generator) is random.Random and random.Random.__basicsize__ >= _FIELDS + (_WORDS + 1) * _WORD_BYTES:
-        raw = ctypes.string_at(id(generator) + _FIELDS, (_WORDS + 1) * _WORD_BYTES)
-    seen, state = _python
-    if raw and raw == seen:
-        return (*state, generator.gauss_next)  # type: ignore[union-attr]
+    seen, memory, raw = _python, None, b""
+    if generator is seen.generator and seen.raw:
+        memory, raw = seen.memory, seen.memory.raw
+        if raw == seen.raw and generator.gauss_next is seen.state[2]:
+            return seen.state
+    elif type(generator) is random.Random and random.Random.__basicsize__ >= _FIELDS + ctypes.sizeof(_Bytes):
+        memory = _Bytes.from_address(id(generator) + _FIELDS)
+        raw = memory.raw
     version, words, gauss = random.getstate()
-    state = version, array.array("I", words).tobytes()
+    state = version, array.array("I", words).tobytes(), gauss
     is_as_known = raw == words[-1].to_bytes(_WORD_BYTES, sys.byteorder) + state[1][:-_WORD_BYTES]
-    _python = (raw if is_as_known else b"", state)
-    return (*state, gauss)
+    _python = _Seen(generator, memory, raw if is_as_known else b"", state)
+    return state
 
 
 def _compact_numpy(generator: Any) -> Any:
@@ -72,41 +89,42 @@ def _compact_numpy(generator: Any) -> Any:
     there after they have changed.
     """
     global _numpy
-    raw = _raw(generator)
-    seen, state = _numpy
-    if raw and raw == seen and not state[3]:
-        return state
+    seen, memory, raw = _numpy, None, b""
+    try:
+        bits = generator.get_bit_generator()
+    except AttributeError:  # numpy before 1.24
+        bits = None
+    if bits is not None and bits is seen.generator and seen.raw:
+        memory, raw = seen.memory, seen.memory.raw
+        if raw == seen.raw and not seen.state[3]:
+            return seen.state
+    elif type(bits).__name__ == "MT19937":
+        memory = _Bytes.from_address(bits.ctypes.state_address)  # which numpy gives to C programs
+        raw = memory.raw
     name, keys, position, has_gauss, cached = generator.get_state()
     state = (name, keys.tobytes(), int(position), int(has_gauss), float(cached))
     is_as_known = name == "MT19937" and raw == state[1] + state[2].to_bytes(_WORD_BYTES, sys.byteorder)
-    _numpy = (raw if is_as_known else b"", state)
+    _numpy = _Seen(bits, memory, raw if is_as_known else b"", state)
     return state
 
 
-def _raw(generator: Any) -> bytes:
-    """The bytes of the generator, by the address that numpy gives to C programs; b"" where it has another one."""
-    try:
-        bits = generator.get_bit_generator()
-        if type(bits).__name__ != "MT19937":
-            return b""
-        return ctypes.string_at(bits.ctypes.state_address, (_WORDS + 1) * _WORD_BYTES)
-    except AttributeError:  # numpy before 1.24
-        return b""
-
-
 def expanded(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What `current` would have returned where `compact` did."""
+    """What `current` would have returned where `compact` did; from a slot, torch's is a tensor already."""
     version, words, gauss = state["python"]
     full: dict[str, Any] = {
         "python": (version, tuple(array.array("I", words)), gauss),
-        "torch": torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8),
+        "torch": _as_tensor(state["torch"]),
     }
     if "cuda" in state:
-        full["cuda"] = torch.frombuffer(bytearray(state["cuda"]), dtype=torch.uint8)
+        full["cuda"] = _as_tensor(state["cuda"])
     if "numpy" in state:
         name, keys, *rest = state["numpy"]
         full["numpy"] = (name, array.array("I", keys).tolist(), *rest)
     return full
+
+
+def _as_tensor(state: Any) -> torch.Tensor:
+    return state if isinstance(state, torch.Tensor) else torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def restore(document: Mapping[str, Any], rank: int, world_size: int) -> None:

@@ -5,7 +5,7 @@ import fcntl
 import mmap
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ddpjob.checkpoint import packed
@@ -34,6 +34,8 @@ from ddpjob.core.memory import (
     Version,
 )
 
+MAPPED_SLOTS = memory.EARLY + 1  # those that are written at each step
+LOOKS_EVERY = 100  # writes; whether the file is still open takes as long as the write
 _OF_HELD = AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED, AREA_EVERY
 
 
@@ -71,13 +73,21 @@ class Shared:
         self._all = [cells[(1 + rank) * page :][: memory.RANK_CELLS] for rank in range(ranks)]
         self.cells = self._all[local_rank]
         self._area = memory.layout(ranks)[1]
+        self._slots: mmap.mmap | None = None  # the first ones of this rank
+        self._taken = [0] * MAPPED_SLOTS  # memory that this process has made them have, in bytes
+        self._heads: list[list[bytes]] = [[] for _ in range(MAPPED_SLOTS)]  # that are there
+        self._looks = 0
 
     @property
     def _file(self) -> int:
+        """Raises OSError."""
+        self._check_open()
+        return self._opened
+
+    def _check_open(self) -> None:
         """Raises OSError where the script has closed it: another file may have its number."""
         if _identity(self._opened) != self._identity:
             raise OSError(9, "the script has closed the descriptor of the memory")
-        return self._opened
 
     @property
     def is_current(self) -> bool:
@@ -262,16 +272,49 @@ class Shared:
 
     # ---- the slots of this rank ----------------------------------------------------------------------------
 
-    def write_slot(self, slot: int, value: packed.Packed, step: int) -> None:
+    def write_slot(self, slot: int, step: int, *values: packed.Packed) -> None:
         """Replace what is there. Raises OSError."""
-        cell = memory.slot_cell
-        self.cells[cell(slot, memory.SLOT_STEP)] = 0
-        if value.size > memory.SECTION_BYTES:
+        cells, first = self.cells, memory.slot_cell(slot, 0)
+        cells[first + memory.SLOT_STEP] = 0
+        size = sum(value.size for value in values)
+        if size > memory.SECTION_BYTES:
             raise OSError(28, "too large for its slot")
-        packed.write(self._file, memory.slot_offset(self.local_rank, slot, self.ranks), value)
-        self.cells[cell(slot, memory.SLOT_GENERATION)] = self.generation
-        self.cells[cell(slot, memory.SLOT_BYTES)] = value.size
-        self.cells[cell(slot, memory.SLOT_STEP)] = step
+        if slot < MAPPED_SLOTS and size <= self._taken[slot] and self._slots is not None:
+            self._write_to_mapping(self._slots, slot, values)
+        else:
+            self._write_to_file(slot, values, size)
+        cells[first + memory.SLOT_GENERATION] = self.generation
+        cells[first + memory.SLOT_BYTES] = size
+        cells[first + memory.SLOT_STEP] = step
+
+    def _write_to_mapping(self, mapping: mmap.mmap, slot: int, values: Sequence[packed.Packed]) -> None:
+        """What can be written without the kernel; heads that are there already, from two steps ago, are not."""
+        heads, before = [value.head for value in values], self._heads[slot]
+        self._heads[slot] = []
+        self._looks -= 1
+        if self._looks <= 0:
+            self._looks = LOOKS_EVERY
+            self._check_open()
+        offset = slot * memory.SECTION_BYTES
+        for value in values:
+            packed.copy(mapping, offset, value, head=heads != before)
+            offset += value.size
+        self._heads[slot] = heads
+
+    def _write_to_file(self, slot: int, values: Sequence[packed.Packed], size: int) -> None:
+        """The first time, because the kernel says so where it has no memory for it; who writes to a mapping is killed.
+        Raises OSError."""
+        file, offset = self._file, memory.slot_offset(self.local_rank, slot, self.ranks)
+        for value in values:
+            packed.write(file, offset, value)
+            offset += value.size
+        if slot >= MAPPED_SLOTS:
+            return
+        self._taken[slot], self._heads[slot] = max(self._taken[slot], size), []
+        if self._slots is None:
+            with contextlib.suppress(OSError, ValueError):  # no descriptor is left, or addresses are limited
+                place = memory.slot_offset(self.local_rank, 0, self.ranks)
+                self._slots = mmap.mmap(file, MAPPED_SLOTS * memory.SECTION_BYTES, offset=place)
 
     def forget_slot(self, slot: int) -> None:
         """Nothing is there."""
@@ -309,7 +352,10 @@ class Shared:
     def read_slot(self, slot: int) -> Any:
         """The value. Raises StateError."""
         size = self.cells[memory.slot_cell(slot, memory.SLOT_BYTES)]
-        return packed.read(self._file, memory.slot_offset(self.local_rank, slot, self.ranks), size)
+        values = packed.read_all(self._file, memory.slot_offset(self.local_rank, slot, self.ranks), size)
+        for settings in values[1:]:
+            values[0]["small"] |= settings
+        return values[0]
 
     # ---- the proof that ranks are replicas -----------------------------------------------------------------
 

@@ -178,9 +178,13 @@ class Survivor(abc.ABC):
         """Nothing here ends a training that goes well without it."""
         try:
             yield
-        except OutgrownError as error:
-            self._has_outgrown(str(error))
-        except StateError as error:
-            self.turn_off(str(error))
         except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        if isinstance(error, OutgrownError):
+            self._has_outgrown(str(error))
+        elif isinstance(error, StateError):
+            self.turn_off(str(error))
+        else:
             self.turn_off(f"{type(error).__name__}: {error}")

@@ -1,0 +1,150 @@
+"""What a rank writes at each step, and uses again of the step before: what is read is always the truth."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from ddpjob.agent.memory import Memory
+from ddpjob.checkpoint import random_states
+from ddpjob.checkpoint.kept import Kept
+from ddpjob.checkpoint.shared import LOOKS_EVERY, Shared
+from ddpjob.checkpoint.slots import Slots
+from ddpjob.core.memory import EARLY
+
+
+class Rank:
+    """One rank with its agent's memory, a model with buffers, and what a script has beside it."""
+
+    def __init__(self, **others: Any) -> None:
+        self.agent = Memory(1)
+        self.agent.begin(0)
+        self.shared = Shared(self.agent.where(0), 1, 0)
+        self.slots = Slots(self.shared, 0, 1)
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.step = 0
+        self.keep(**others)
+
+    def keep(self, **others: Any) -> None:
+        self.kept = Kept({"model": self.model, "optimizer": self.optimizer, **others})
+
+    def writes_the_truth(self) -> bool:
+        """Whether what it writes before the next step, and at its boundary, is what there is."""
+        self.step += 1
+        for slot in (EARLY, self.step % 2):
+            self.slots.write(slot, self.step, self.kept, random_states.compact(), settings=slot != EARLY)
+        early, own = self.shared.read_slot(EARLY), self.shared.read_slot(self.step % 2)
+        now = described(random_states.current())
+        if any(described(random_states.expanded(found["rng"])) != now for found in (early, own)):
+            return False
+        return described(own["small"]) == described(self.kept.small()) and own["of"] == (0, 1)
+
+
+def described(value: Any) -> Any:
+    """By the exact type and bits of each value, in any order."""
+    if isinstance(value, dict):
+        return {key: described(item) for key, item in value.items()}
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), value.shape, repr(value.tolist())
+    return repr(value)
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    usual = numpy.random.get_bit_generator()
+    yield Rank()
+    numpy.random.set_bit_generator(usual)
+
+
+def new_buffer(rank: Rank) -> None:
+    rank.model[1].running_mean = torch.randn(8).bfloat16()
+
+
+def tied_buffers(rank: Rank) -> None:
+    rank.model[1].running_var = rank.model[1].running_mean
+
+
+def strided_buffer(rank: Rank) -> None:
+    rank.model[1].running_mean = torch.randn(16)[::2]
+
+
+def in_a_dict(name: str, value: Any) -> Callable[[Rank], None]:
+    return lambda rank: rank.optimizer.param_groups[0].__setitem__(name, value)
+
+
+CHANGES: dict[str, Callable[[Rank], Any]] = {
+    "nothing": lambda _: None,
+    "torch draws": lambda _: torch.rand(3),
+    "python draws": lambda _: random.random(),
+    "python draws a normal one": lambda _: random.gauss(0, 1),
+    "numpy draws": lambda _: numpy.random.random(),
+    "numpy draws a normal one": lambda _: numpy.random.normal(),
+    "another generator of numpy": lambda _: numpy.random.set_bit_generator(numpy.random.MT19937(3)),
+    "a buffer": lambda rank: rank.model[1].running_mean.mul_(0.9).add_(1),
+    "a buffer of another type": new_buffer,
+    "two buffers that are one": tied_buffers,
+    "a buffer that is every other value": strided_buffer,
+    "a new learning rate": lambda rank: in_a_dict("lr", rank.optimizer.param_groups[0]["lr"] * 0.5)(rank),
+    "zero": in_a_dict("weight_decay", 0.0),
+    "less than zero": in_a_dict("weight_decay", -0.0),
+    "a number that is True": in_a_dict("weight_decay", True),
+    "a list that changes": lambda rank: rank.optimizer.param_groups[0].setdefault("own", []).append(1),
+    "a tensor that changes": lambda rank: rank.optimizer.param_groups[0].setdefault("rate", torch.zeros(1)).add_(1),
+    "a new name": lambda rank: rank.optimizer.param_groups[0].__setitem__("initial_lr", 0.1),
+    "the model alone": lambda rank: rank.keep(note=1),
+}
+
+
+@pytest.mark.parametrize("first", CHANGES)
+def test_what_is_read_is_what_there_was_whatever_has_changed_since_the_last_step(rank: Rank, first: str) -> None:
+    """A learning rate or a running mean of the step before would change the result, and no error would tell."""
+    for second in CHANGES.values():
+        for change in (CHANGES[first], second, CHANGES["nothing"], CHANGES["torch draws"]):
+            change(rank)
+            assert rank.writes_the_truth()
+
+
+def test_a_scheduler_and_values_that_grow_are_those_of_the_step() -> None:
+    """They need more room each time, and the kernel is asked for it."""
+    notes: dict[str, Any] = {}
+    rank = Rank(notes=notes)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(rank.optimizer, 50)
+    rank.keep(notes=notes, scheduler=scheduler)
+    for step in range(20):
+        rank.optimizer.step()
+        scheduler.step()
+        notes[f"{step}"] = torch.randn(1 + step * 100)
+        assert rank.writes_the_truth()
+
+
+def test_another_process_finds_what_was_written() -> None:
+    """The rank is dead when it is read."""
+    rank = Rank()
+    if (pid := os.fork()) == 0:
+        rank.slots.write(0, 1, rank.kept, random_states.compact(), settings=True)
+        rank.optimizer.param_groups[0]["lr"] = 7.0
+        rank.slots.write(0, 3, rank.kept, random_states.compact(), settings=True)
+        os.kill(os.getpid(), 9)
+    os.waitpid(pid, 0)
+    assert rank.shared.read_slot(0)["small"]["optimizer"][0]["lr"] == 7.0
+
+
+def test_a_script_that_closes_the_descriptor_of_the_memory_is_noticed(rank: Rank) -> None:
+    """It would train on in the belief that nothing is lost, and no survivor could write the state."""
+    if (pid := os.fork()) == 0:
+        with contextlib.suppress(OSError):
+            for step in range(2 * LOOKS_EVERY):
+                rank.slots.write(step % 2, step + 1, rank.kept, random_states.compact(), settings=True)
+                if step == 5:
+                    os.closerange(3, 1000)
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0

@@ -1,0 +1,86 @@
+"""What a rank writes into its slots at each step, with what can be used again of the last time.
+
+Random states and buffers are one part, settings such as learning rates another one. Most of both is what it was a step
+ago: it is not packed again while it is of the very same objects, and those never become another value.
+"""
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+
+from ddpjob.checkpoint import packed
+from ddpjob.checkpoint.kept import Kept
+from ddpjob.checkpoint.packed import Packed
+from ddpjob.checkpoint.shared import Shared
+
+_GENERATOR = "torch"  # its bytes are others at each step
+
+
+class _States(NamedTuple):
+    kept: Kept
+    rng: dict[str, Any]
+    packed: Packed
+    """The generator's bytes first, then the buffers."""
+
+
+class _Settings(NamedTuple):
+    kept: Kept
+    objects: list[Any]
+    packed: Packed
+
+
+class Slots:
+    """Of one rank."""
+
+    def __init__(self, shared: Shared, rank: int, world_size: int) -> None:
+        self._shared, self._of = shared, (rank, world_size)
+        self._states: _States | None = None
+        self._settings: _Settings | None = None
+
+    def write(self, slot: int, step: int, kept: Kept, rng: dict[str, Any], *, settings: bool) -> None:
+        """settings: too, and not only random states and buffers. Raises StateError, OSError."""
+        states = self._packed_states(kept, rng)
+        if settings:
+            self._shared.write_slot(slot, step, states, self._packed_settings(kept))
+        else:
+            self._shared.write_slot(slot, step, states)
+
+    def value(self, kept: Kept, rng: dict[str, Any], small: Any) -> dict[str, Any]:
+        """What is read from a slot."""
+        return {"of": self._of, "by_value": bool(kept.by_value), "rng": rng, "small": small}
+
+    def _packed_states(self, kept: Kept, rng: dict[str, Any]) -> Packed:
+        last, buffers = self._states, kept.tensors_of_buffers()
+        if last is not None and last.kept is kept and _differ_in_torch_alone(rng, last.rng):
+            tensors = [rng[_GENERATOR], *buffers]
+            head, layouts, _, size = last.packed
+            fits = len(tensors) == len(layouts) and layouts[0].size == len(rng[_GENERATOR])
+            if fits and all(map(packed.is_laid_out, buffers, layouts[1:])):
+                return Packed(head, layouts, tensors, size)
+        as_tensor = torch.frombuffer(bytearray(rng[_GENERATOR]), dtype=torch.uint8)
+        others = {name: state for name, state in rng.items() if name != _GENERATOR}
+        found = packed.pack(self.value(kept, {_GENERATOR: as_tensor} | others, kept.buffers()))
+        self._states = None  # tied buffers are one tensor, and need not be the next time
+        if len(found.tensors) == 1 + len(buffers):
+            self._states = _States(kept, rng, found._replace(tensors=()))
+        return found
+
+    def _packed_settings(self, kept: Kept) -> Packed:
+        last, objects = self._settings, kept.objects_of_settings()
+        if last is not None and last.kept is kept and _are_the_same(objects, last.objects):
+            return last.packed
+        found = packed.pack(kept.settings())
+        self._settings = _Settings(kept, objects, found) if kept.settings_are_plain() else None
+        return found
+
+
+def _differ_in_torch_alone(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Python's and numpy's are the same objects while nothing was drawn; of a GPU there is a new one each time."""
+    if one["python"] is not other["python"] or len(one) != len(other):
+        return False
+    return len(one) == 2 or (len(one) == 3 and "numpy" in one and one["numpy"] is other.get("numpy"))
+
+
+def _are_the_same(ones: list[Any], others: list[Any]) -> bool:
+    return len(ones) == len(others) and all(map(operator.is_, ones, others))
