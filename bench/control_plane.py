@@ -31,6 +31,7 @@ from operator_api import bounded, client, create_jobs, job  # noqa: E402
 
 from ddpjob_operator.job import validation  # noqa: E402
 from ddpjob_operator.kube.executor import STRICT  # noqa: E402
+from ddpjob_operator.kube.limit import at_most  # noqa: E402
 from ddpjob_operator.pods import build  # noqa: E402
 
 PROCESSES = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "etcd")
@@ -82,7 +83,7 @@ async def bare_pods(namespace: str, groups: int, nodes: int) -> None:
 async def until_all_run(namespace: str, count: int, making: Awaitable[Any]) -> None:
     """By a watch, since lists would load the server that is measured; it is the same in each round."""
     path, running = f"/api/v1/namespaces/{namespace}/pods", set[str]()
-    async with client() as api:
+    async with at_most(RUN_SECONDS_MAX), client() as api:
         version = [page.version async for page in api.pages(path)][-1]
         made = asyncio.ensure_future(making)
         while len(running) < count:  # the server ends the watch of a reader that it finds slow
@@ -131,7 +132,7 @@ def measure(api: FaultyApi, way: str, jobs: int, nodes: int) -> dict[str, float]
             before, began = cpu_seconds(), time.monotonic()
             ours = sum(one.cpu_seconds for one in running)
             making = create_jobs(space.name, jobs, nodes, "") if running else bare_pods(space.name, jobs, nodes)
-            asyncio.run(asyncio.wait_for(until_all_run(space.name, pods, making), RUN_SECONDS_MAX))
+            asyncio.run(until_all_run(space.name, pods, making))
             seconds = time.monotonic() - began
             time.sleep(SETTLE_SECONDS)  # the last statuses, Events and endpoints
             spent, lasted = less(cpu_seconds(), before), time.monotonic() - began
