@@ -109,10 +109,11 @@ def test_each_restart_is_told_with_the_failures_behind_all_of_them(launcher: Lau
         "rank": 0, "nodeRank": 0, "exitCode": 7, "signal": "", "exception": "", "step": 0,
         "resumable": False, "class": "application", "chargedTo": "application",
     }  # fmt: skip
+    failures = [{**failure, "generation": generation} for generation in (0, 1)]
     for one in told["agent"]["failures"]:
         del one["time"]
     counts = {"application": 2, "infrastructure": 0, "stall": 0, "inARow": 2, "chargedInARow": 2}
-    assert told["agent"] == {"replacement": 2, "generation": 2, "restarts": counts, "failures": [failure] * 2}
+    assert told["agent"] == {"replacement": 2, "generation": 2, "restarts": counts, "failures": failures}
     assert set(receiver.tokens) == {"Bearer a-secret"}
     assert "a-secret" not in done.stderr + done.stdout
 
