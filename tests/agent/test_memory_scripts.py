@@ -44,7 +44,9 @@ def trained(launcher: Launcher, text: str, kill: dict[str, Any], *words: str, **
     """The training of two ranks to its end, with these kills."""
     env = {"OMP_NUM_THREADS": "1", "KILL": json.dumps(kill)} | env
     script = launcher.script(text)
-    done = finish(launcher.warm("--nproc", 2, "--max-restarts", 99, script, *words, **env), 200)
+    done = finish(
+        launcher.warm("--nproc", 2, "--max-restarts", 99, script, *words, **env), 150
+    )  # before pytest ends the test
     assert done.returncode == 0, done.stderr
     forget_torchs_own(launcher)
     for folder in (launcher.folder / "tmp").glob("pymp-*"):  # of multiprocessing: who is killed cannot clean up
@@ -117,13 +119,16 @@ with ddpjob.init() as world:
 
 
 def test_no_sample_is_skipped_or_seen_twice_where_the_workers_of_a_dataloader_read_ahead(
-    launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """What the workers have read and nobody has trained would be left out of the epoch, and no metric shows that."""
     whole = trained(Launcher(tmp_path_factory.mktemp("whole")), LOADER, {})
     # In the middle of an epoch, between two steps, and right after the last batch of one.
     kill = {"0": ["forward", 1, 7], "1": ["boundary", 0, 10], "2": ["boundary", 1, 12]}
+    # Of a short name: a worker sends tensors by a socket in it, and the path of one has at most 107 characters.
+    launcher = Launcher(tmp_path_factory.mktemp("killed"))
     killed = trained(launcher, LOADER, kill)
+    assert not launcher.marked(), "an agent leaves no process behind"
     assert sorted(killed.stdout.splitlines()) == sorted(whole.stdout.splitlines()), killed.stderr
     files = [launcher.folder / f"samples-{rank}" for rank in (0, 1)]
     lines = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
