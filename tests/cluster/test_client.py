@@ -39,8 +39,8 @@ class Client:
         argv = [sys.executable, "-m", "ddpjob_operator.cli", *map(str, words)]
         if "-n" not in argv:
             argv[4:4] = ["-n", self.space.name]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(argv, cwd=self.folder, stdout=pipe, stderr=pipe, text=True, env=os.environ, **options)
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+        return subprocess.Popen(argv, cwd=self.folder, text=True, env=os.environ, **streams)
 
     def run(self, *words: object) -> subprocess.CompletedProcess[str]:
         with self.start(*words) as process:
@@ -49,11 +49,12 @@ class Client:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     @contextlib.contextmanager
-    def followed(self, *words: object) -> Iterator[subprocess.Popen[str]]:
-        """A command that goes on until its job is gone, or until what is done meanwhile has failed."""
-        with self.start(*words) as process:
+    def followed(self, *words: object) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+        """A command that goes on until its job is gone, or until what is done meanwhile has failed; what it prints."""
+        printed = self.folder / "printed"
+        with printed.open("w") as file, self.start(*words, stdout=file) as process:
             try:
-                yield process
+                yield process, printed
             finally:
                 process.kill()
 
@@ -120,7 +121,7 @@ def test_a_job_is_suspended_resumed_restarted_and_scaled(client: Client) -> None
     assert client.submit("long", "--env", "SECONDS=1000").returncode == 0
     assert client.run("wait", "long", "--for", "Running", "--timeout", "2m").returncode == 0
     client.has_begun("long", attempt=1, nodes=2)
-    with client.followed("logs", "long", "-f") as following:
+    with client.followed("logs", "long", "-f") as (following, printed):
         assert "up to 30 s to save" in client.run("suspend", "long").stderr
         assert client.run("wait", "long", "--for", "Suspended", "--timeout", "1m").returncode == 0
         assert client.run("resume", "long").returncode == 0
@@ -130,12 +131,13 @@ def test_a_job_is_suspended_resumed_restarted_and_scaled(client: Client) -> None
         scaled = client.run("scale", "long", "--nodes", 3)
         assert scaled.returncode == 0, scaled.stderr
         client.has_begun("long", attempt=4, nodes=3)
+        # What its pods have said is gone with the job.
+        until(lambda: printed.read_text().count("rank 0 grüße") == 4, "the line of each attempt was followed", 60)
         assert client.run("delete", "long").returncode == 0
-        out, err = following.communicate(timeout=60)
+        _, err = following.communicate(timeout=60)
     assert following.returncode == 1
     assert "long was deleted" in err
-    assert out.count("rank 0 grüße") == 4
-    assert out.count("saved") >= 6, "each rank of attempts 1 to 3 had time to save"
+    assert printed.read_text().count("saved") >= 6, "each rank of attempts 1 to 3 had time to save"
 
 
 @pytest.mark.timeout(300)
