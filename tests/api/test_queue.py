@@ -1,8 +1,9 @@
 """Jobs in the queues of Kueue: only it can tell when it admits, evicts, and what it takes as quota given back.
 
-Needs Kueue with `DDPJob.v1alpha1.training.ddpjob.io` under integrations.externalFrameworks. Two tests need more, and
-skip without it: DDPJOB_TEST_KUEUE, a command that takes Kueue away and back when `stop` or `start` is added to it, and
-DDPJOB_TEST_KUEUE_WAITS, the seconds after which Kueue is set to evict a job that does not run (waitForPodsReady).
+Needs Kueue with `DDPJob.v1alpha1.training.ddpjob.io` under integrations.externalFrameworks, and no node that runs the
+pods: the tests say when a pod runs and ends. Two tests need more, and skip without it: DDPJOB_TEST_KUEUE, a command
+that takes Kueue away and back when `stop` or `start` is added to it, and DDPJOB_TEST_KUEUE_WAITS, the seconds after
+which Kueue is set to evict a job that does not run (waitForPodsReady).
 """
 
 from __future__ import annotations
@@ -146,6 +147,10 @@ class Queue:
         flavors = (found.get("status") or {}).get("flavorsReservation") or ()
         return sum(int(r["total"]) for flavor in flavors for r in flavor["resources"])
 
+    def counts(self, gpus: int) -> None:
+        """Kueue writes what it has given away a moment later."""
+        until(lambda: self.used() == gpus, f"the queue counts {gpus} GPUs")
+
 
 def test_pods_are_made_when_the_job_is_admitted_and_where_its_quota_is(queue: Queue) -> None:
     queue.submit()
@@ -157,7 +162,7 @@ def test_pods_are_made_when_the_job_is_admitted_and_where_its_quota_is(queue: Qu
         assert not pod["spec"].get("schedulingGates"), "Kueue's webhook leaves them alone"
     gang = queue.namespace.status()["gang"]
     assert (gang["kind"], gang["why"]) == ("kueue", f"the label {QUEUE_LABEL} names a queue")
-    until(lambda: queue.used() == 4, "the queue counts four GPUs")
+    queue.counts(4)
     queue.namespace.exits("digits-1-0")
     queue.namespace.exits("digits-1-1")
     queue.namespace.reaches("Succeeded")
@@ -183,7 +188,7 @@ def test_quota_is_held_over_a_restart_while_another_job_waits_for_it(queue: Queu
         queue.namespace.exits(f"digits-{attempt}-1", 1, "a bug")
         until(lambda: queue.namespace.status().get("attempt") == attempt + 1, "the next attempt begins", 60)  # noqa: B023
         queue.runs(attempt=attempt + 1)
-        assert queue.used() == GPUS
+        queue.counts(GPUS)
     assert (queue.workload()["metadata"]["uid"], queue.has("PodsReady")) == (uid, "Recovered")
     assert not any(name.startswith("other-") for name in queue.namespace.pod_names())
 
@@ -196,7 +201,8 @@ def test_a_suspended_job_gives_its_quota_back_when_its_pods_have_ended(queue: Qu
     queue.namespace.hold("digits-1-0")
     queue.namespace.kubectl("patch", "ddp", "digits", "--type=merge", "-p", '{"spec": {"suspend": true}}')
     until(lambda: "digits-1-1" not in queue.namespace.pod_names(), "one pod has stopped")
-    assert queue.used() == GPUS, "the other pod still stops"
+    assert queue.workload()["status"].get("admission"), "the other pod still stops"
+    queue.counts(GPUS)
     queue.namespace.release("digits-1-0")
     queue.runs("other")
     queue.namespace.kubectl("patch", "ddp", "digits", "--type=merge", "-p", '{"spec": {"suspend": false}}')
@@ -259,7 +265,7 @@ def test_a_workload_that_is_deleted_by_hand_is_an_eviction(queue: Queue) -> None
     queue.namespace.kubectl("delete", WORKLOAD)
     queue.runs(attempt=2)
     assert queue.workload()["metadata"]["uid"] != uid
-    assert queue.used() == 4
+    queue.counts(4)
 
 
 def test_a_workload_that_is_deactivated_stops_the_job_until_it_is_active_again(queue: Queue) -> None:
@@ -289,7 +295,7 @@ def test_an_elastic_job_runs_with_as_many_nodes_as_there_is_quota_for(queue: Que
     queue.submit(gpus=1, nodes=12, minNodes=4)
     queue.runs(nodes=GPUS)
     assert len(queue.namespace.pods()) == GPUS
-    assert queue.used() == GPUS
+    queue.counts(GPUS)
 
 
 def test_a_resource_that_the_queue_does_not_cover_is_named(queue: Queue) -> None:
