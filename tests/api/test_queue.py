@@ -215,6 +215,7 @@ def test_a_preemption_stops_the_job_once_and_it_resumes_when_there_is_room(queue
     """A kill would cost the steps since the last snapshot."""
     queue.submit(gpus=4, priority="low")
     queue.runs()
+    queue.namespace.bind("digits-1-0", "digits-1-1")
     queue.namespace.hold("digits-1-0", "digits-1-1")
     queue.submit("urgent", gpus=4, priority="high")
     message = queue.namespace.reaches("Suspended", "Evicted")

@@ -239,6 +239,14 @@ class Namespace:
         for name in names:
             self._finalizers(name, ["ddpjob.test/hold"])
 
+    def bind(self, *names: str) -> None:
+        """These pods have a node: of those that are deleted without one the pod garbage collector says every 20 s that
+        they have failed."""
+        for name in names:
+            target = {"kind": "Node", "name": "ddpjob-test"}
+            body = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": target}
+            self.api.call("POST", f"/api/v1/namespaces/{self.name}/pods/{name}/binding", body)
+
     def release(self, *names: str) -> None:
         for name in names:
             self._finalizers(name, [])
