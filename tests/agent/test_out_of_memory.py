@@ -30,10 +30,10 @@ def leave(room):
     return before
 
 rank, generation = int(os.environ["RANK"]), int(os.environ["DDPJOB_GENERATION"])
-width = int(os.environ["WIDTH"])
+width, layers = int(os.environ["WIDTH"]), int(os.environ["LAYERS"])
 with ddpjob.init() as world:
     torch.manual_seed(7 + rank)
-    model = world.wrap(torch.nn.Linear(width, width))
+    model = world.wrap(torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers))))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     snapshot = ddpjob.Snapshot("snapshots", world)
     step = snapshot.load(model=model, optimizer=optimizer)
@@ -80,7 +80,7 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_costs_no_step(launcher: Lau
     """A batch that is too long takes a rank over the limit: the others have the state, and room for it since the first
     steps. All that was made since the last save would be made again, and run into the same batch."""
     with limited(2048 * MIB) as place:
-        began, ended, said = trained(launcher, place, 2, WIDTH="256")
+        began, ended, said = trained(launcher, place, 2, WIDTH="256", LAYERS="1")
     assert began == ["BEGIN 0", "BEGIN 8"], said
     assert f"restart 1: rank 1 ended with SIGKILL ({KILLED_BY_KERNEL})" in said
     assert "resumed at step 8 from the memory on the nodes of ranks 0, 1" in said
@@ -90,9 +90,10 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_costs_no_step(launcher: Lau
 def test_a_rank_alone_in_a_container_without_room_goes_on_from_the_folder_and_the_log_has_said_why(
     launcher: Launcher,
 ) -> None:
-    """The limit leaves 200 MiB, and the state takes 222: who would rather lose no step must know that in time."""
+    """The limit leaves 100 MiB, and the state takes 221: who would rather lose no step must know that in time.
+    The layers are small, because a step of AdamW takes twice the largest for a moment, and the limit leaves no more."""
     with limited(1536 * MIB) as place:
-        began, _, said = trained(launcher, place, 1, WIDTH="4096", ROOM=str(200 * MIB))
+        began, _, said = trained(launcher, place, 1, WIDTH="1024", LAYERS="16", ROOM=str(100 * MIB))
     assert began == ["BEGIN 0", "BEGIN 5"], said
     assert f"restart 1: rank 0 ended with SIGKILL ({KILLED_BY_KERNEL})" in said
     assert "the state is not kept in memory: the container's memory limit is " in said
