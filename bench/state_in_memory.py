@@ -7,15 +7,17 @@
     python bench/state_in_memory.py --parts --megabytes 100 500 --ranks 4  # one rank writes, or each a part
 
 A state has parameters and AdamW's two moments; the folder is saved every 10 steps, and rank 1 is killed 7 steps after a
-save. "folder" is the same script with `Snapshot(memory=False)`, "torchrun" one with torch.save and torch.load. Each
-round runs every variant once. Detection ends when the agent has the ranks write, the rescue when the state is whole;
-the restart then ends with the first line of the last new rank (of torchrun the three are one). The clock is the
-machine's monotonic one everywhere; in --step it is the CPU time of the thread, which other load disturbs least.
+save. "folder" is the same script with `Snapshot(memory=False)`, "torchrun" one with torch.save and torch.load under
+torchrun --standalone. Each round runs every variant once. Detection ends when the agent has the ranks write, the rescue
+when the state is whole; the restart then ends with the first line of the last new rank (of torchrun the three are one).
+The clock is the machine's monotonic one everywhere; in --step it is the CPU time of the thread, which other load
+disturbs least.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import mmap
 import os
@@ -32,6 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import machine
+import psutil
 
 from ddpjob.agent.memory import Memory
 from ddpjob.core import memory
@@ -98,6 +101,8 @@ if ours:
 """
 PARTS = ["detection", "rescue", "restart", "its construction", "load", "first step", "second", "all"]
 Seconds = list[float]
+TORCHRUN = ["torch.distributed.run", "--standalone", "--max-restarts=1"]
+SECONDS_MAX = 120.0  # torchrun's static rendezvous hung in most restarts
 
 
 class Watched:
@@ -123,22 +128,34 @@ class Watched:
         self.whole = time.monotonic() if self._cells[memory.AREA_STEP] else 0.0
 
 
+def end(pid: int) -> None:
+    """Kill a launcher and its ranks, which may be in sessions of their own."""
+    launcher = psutil.Process(pid)
+    for process in [launcher, *launcher.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
 def restart(megabytes: int, ranks: int, how: str) -> tuple[int, Seconds] | None:
     """(steps repeated, the seconds of PARTS); None: it failed. 0.0: not seen, because no agent of ours is there."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(TRAIN)
-        module = ["torch.distributed.run", "--max-restarts=3"] if how == "torchrun" else ["ddpjob.agent"]
+        module = TORCHRUN if how == "torchrun" else ["ddpjob.agent"]
         words = [sys.executable, "-m", *module, f"--nproc-per-node={ranks}", "train.py", str(megabytes), how]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        # torchrun's c10d hangs at a restart of its own store unless it is told to share none; ddprun does not read it.
+        env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
         with Path(folder, "said").open("w") as said:
             job = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=said, text=True, env=env)
             lines, watched = [], None
+            too_long = threading.Timer(SECONDS_MAX, end, [job.pid])
+            too_long.start()
             assert job.stdout is not None, "it was asked for"
             for line in job.stdout:
                 lines.append(line.split())
                 if lines[-1][:1] == ["MEMORY"]:
                     watched = Watched(lines[-1][1])
             job.wait()
+            too_long.cancel()
         killed = [float(line[1]) for line in lines if line[:1] == ["KILL"]]
         steps = [[float(word) for word in line[2:]] for line in lines if line[:1] == ["STEP"]]
         if job.returncode != 0 or len(killed) != 1 or len(steps) != ranks:
