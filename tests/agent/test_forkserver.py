@@ -46,7 +46,7 @@ def facts():
         "same streams": sys.stdout is sys.__stdout__,
         "hooks": sys.excepthook is sys.__excepthook__,
         "umask": os.umask(0), "nice": os.nice(0), "affinity": sorted(os.sched_getaffinity(0)),
-        "gc": __import__("gc").isenabled(),
+        "gc": (__import__("gc").isenabled(), __import__("gc").get_threshold()),
         "depth": len(__import__("inspect").stack()) < 8,
     }
 
@@ -81,6 +81,23 @@ def test_the_imports_are_done_once_and_not_by_each_rank(launcher: Launcher) -> N
     )
     assert launcher.done("--preload=heavy", "--nproc", 3, script).returncode == 0
     assert (launcher.folder / "imports").read_text() == "x"
+
+
+def test_the_garbage_collector_leaves_alone_what_was_imported(launcher: Launcher) -> None:
+    """It takes a quarter of the time of the imports, which is most of the time until a pod that is replaced trains; and
+    in a rank it would write to all that it looks at, so that each has a copy of torch."""
+    launcher.script("import gc\nlooked_at = [gc.get_stats()[2]['collections']]\nkept = list(range(9))\n", "many.py")
+    names = "import many, gc; print(many.looked_at, gc.get_stats()[2]['collections'], gc.get_freeze_count() > 1000)"
+    done = launcher.done("--preload=decimal,many", launcher.script(names))
+    assert done.stdout.splitlines() == ["[0] 0 True"], done.stderr
+
+
+def test_a_module_that_turns_the_garbage_collector_off_is_obeyed(launcher: Launcher) -> None:
+    launcher.script("import gc\ngc.disable()\n", "off.py")
+    launcher.script("import gc\ngc.set_threshold(7, 8, 9)\n", "own.py")
+    script = launcher.script("import gc; print(gc.isenabled(), gc.get_threshold() == (7, 8, 9))")
+    assert launcher.done("--preload=off", script).stdout == "False False\n"
+    assert launcher.done("--preload=own", script).stdout == "True True\n"
 
 
 def test_an_exception_is_printed_as_by_a_new_process_and_runs_what_was_to_run_at_exit(launcher: Launcher) -> None:

@@ -85,6 +85,12 @@ def test_a_forced_delete_that_is_carried_out_when_the_node_is_back_is_refused() 
     assert not outcome.wrong, report(outcome)
 
 
+def test_what_an_agent_has_charged_counts_also_where_its_job_is_resumed_while_its_pods_stop() -> None:
+    """The next attempt began at once, and what the pods of the last one said at their end was forgotten."""
+    outcome = simulate(memory_scenario(920684))
+    assert not outcome.wrong, report(outcome)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("first", LONG)
 def test_so_do_those_of_a_thousand_more(first: int) -> None:

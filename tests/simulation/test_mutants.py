@@ -15,7 +15,7 @@ SEEDS_MAX = 2000
 # The first seed that finds the bug, because a search walks hundreds. When a change of the code makes it another one,
 # the test searches, passes, and warns with the seed to write here.
 SEEDS: dict[mutants.Mutant, int] = {
-    mutants.no_fence: 2,
+    mutants.no_fence: 71,
     mutants.random_names: 79,
     mutants.writes_unread: 665,
     mutants.act_before_record: 1,

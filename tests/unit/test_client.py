@@ -350,6 +350,19 @@ def test_suspend_and_resume_change_one_field(cluster: FakeCluster, ddpjob: Ddpjo
     assert "is not suspended" in ddpjob("resume", "digits").err
 
 
+def test_a_job_that_is_resumed_while_its_pods_stop_is_said_to_start_when_they_have_ended(
+    cluster: FakeCluster, ddpjob: Ddpjob
+) -> None:
+    """Who looks for the new pods at once takes the command for one that did nothing."""
+    job = cluster.add("ddpjobs", stored(state="Suspended", startTime="2026-01-01T00:00:00Z"))
+    job["spec"]["suspend"] = True
+    said = "digits is resumed; it starts again when the last of its pods has ended\n"
+    assert ddpjob("resume", "digits").err == said
+    stopped = cluster.add("ddpjobs", stored("resnet", state="Suspended", conditions=[SUSPENDED]))
+    stopped["spec"]["suspend"] = True
+    assert ddpjob("resume", "resnet").err == "resnet is resumed\n"
+
+
 def test_a_job_that_has_ended_is_not_suspended(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """The API server would accept it, and nothing would happen."""
     cluster.add("ddpjobs", stored(state="Succeeded"))

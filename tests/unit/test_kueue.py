@@ -536,6 +536,24 @@ def test_a_suspended_job_gives_its_quota_back_when_its_pods_have_ended_and_queue
     assert (list(world.groups), world.names()) == (["digits"], [])
 
 
+def test_a_job_that_is_resumed_while_its_pods_stop_keeps_its_quota() -> None:
+    """It would wait at the end of the queue, for what its own pods have only just left."""
+    world = admitted().change(suspend=True).settle().change(suspend=False).settle()
+    assert world.status.message == "resumes when 2 pods have ended"
+    world.stops_all().settle()
+    assert (world.names(), world.told) == (["digits-2-0", "digits-2-1"], ["ready", "unready"])
+
+
+def test_a_job_that_is_evicted_while_it_waits_to_resume_gives_its_quota_back_when_its_pods_have_ended() -> None:
+    world = admitted().change(suspend=True).settle().change(suspend=False).settle()
+    world.admits("evicted", "preempted by resnet", holds_quota=True).settle()
+    assert world.status.message == "evicted from its queue: preempted by resnet; 2 pods still stopping"
+    assert "quota returned" not in world.told
+    world.stops_all().settle()
+    assert (world.names(), world.told[-1]) == ([], "quota returned")
+    assert world.status.reason == "WaitingForAdmission"
+
+
 def test_a_workload_that_was_deleted_by_hand_is_an_eviction() -> None:
     """Its quota is with others at once; the pods must not stay."""
     world = admitted()

@@ -177,11 +177,66 @@ def test_resume_is_a_new_attempt_with_new_clocks() -> None:
 
 
 def test_a_new_attempt_starts_only_when_all_pods_of_the_old_one_have_ended() -> None:
-    world = digits().running().change(suspend=True).settle().stops(0).change(suspend=False).settle()
-    assert world.names() == ["digits-1-1"]
-    assert world.status.reason == "WaitingForOldPods"
+    world = digits(nodes=3).running().change(suspend=True).settle().change(suspend=False).settle()
+    assert (world.status.state, world.status.reason) == ("Suspended", "WaitingForOldPods")
+    assert world.status.message == "resumes when 3 pods have ended"
+    assert world.events[-1].message == world.status.message
+    world.stops(0).stops(2).settle()
+    assert (world.names(), world.status.attempt) == (["digits-1-1"], 1)
+    assert world.status.message == "resumes when digits-1-1 on node-1 has ended"
+    assert not world.is_true("Suspended"), "whoever waits for it would take the GPUs that the pod still holds"
+    assert world.status.start_time is not None, "without it the API server lets nodes and template change"
     world.stops(1).settle()
+    assert world.names() == ["digits-2-0", "digits-2-1", "digits-2-2"]
+
+
+def test_a_job_resumed_before_its_pods_were_told_to_stop_stops_them_all_the_same() -> None:
+    """Some may have been told by a request that was not answered: the others would wait for them in a collective."""
+    world = digits().running().change(suspend=True)
+    world.step()
+    assert world.status.state == "Suspended"
+    world.change(suspend=False).settle()
+    assert all(pod.deletion_requested_at for pod in world.pods.values())
+    assert world.stops_all().settle().status.attempt == 2
+
+
+def test_the_clocks_of_a_resumed_job_start_when_the_pods_of_its_last_attempt_have_ended() -> None:
+    """With an hour to save it was over, or gave up waiting for nodes, before it had begun."""
+    world = digits(activeDeadlineSeconds=100, startDeadlineSeconds=20).running().change(suspend=True).settle()
+    world.change(suspend=False).settle().after(3000).settle().stops_all().settle()
+    assert world.status.attempt == 2
+    assert (world.status.start_time, world.status.attempt_time) == (world.now, world.now)
+
+
+def test_a_resumed_job_does_not_wait_for_a_pod_on_a_lost_node_and_says_until_when_it_does() -> None:
+    """Its kubelet never says that the pod has ended."""
+    world = digits().running().node_lost(1).change(suspend=True).settle().change(suspend=False).settle().stops(0)
+    world.after(1).settle()
+    assert world.status.message == (
+        "resumes when digits-1-1 on node-1 has ended; node node-1 (node 1) is not ready since 07:11:13; "
+        "given up at 07:11:43"
+    )
+    world.after(30).settle()
     assert world.names() == ["digits-2-0", "digits-2-1"]
+
+
+def test_a_resumed_job_whose_pods_do_not_end_says_so_with_one_warning() -> None:
+    """A finalizer that nobody removes would keep it from ever starting, in silence."""
+    world = digits().running().change(suspend=True).settle().change(suspend=False).settle().after(600).settle()
+    assert (world.status.state, world.status.reason) == ("Suspended", "WaitsLong")
+    assert world.status.message == "resumes when 2 pods have ended"
+    assert [event.reason for event in world.events if event.type == "Warning"] == ["WaitsLong"]
+    assert not world.is_true("Suspended")
+    world.after(600).settle().stops_all().settle()
+    assert world.status.attempt == 2
+
+
+def test_a_job_that_is_suspended_again_before_its_pods_have_ended_stays_so() -> None:
+    world = digits().running().change(suspend=True).settle().change(suspend=False).settle().change(suspend=True)
+    assert world.settle().status.message == "suspended; 2 pods still stopping"
+    world.stops_all().settle()
+    assert (world.status.reason, world.status.attempt, world.status.start_time) == ("Suspended", 1, None)
+    assert world.is_true("Suspended")
 
 
 def test_a_rank_that_had_completed_trains_again_after_a_resume_for_its_peers_need_it() -> None:

@@ -242,6 +242,22 @@ def test_a_restart_in_place_that_is_reported_late_is_charged_to_the_attempt_befo
     assert (world.status.attempt, counted(world)) == (2, (1, 0))
 
 
+@pytest.mark.parametrize("how", ["report", "last word"])
+def test_what_is_charged_while_the_pods_of_a_resumed_job_still_stop_counts(how: str) -> None:
+    """It was forgotten, because the next attempt had begun: a job could restart in place as often as it was resumed."""
+    world = trained().change(suspend=True).settle().change(suspend=False).settle()
+    if how == "report":
+        world.agent = charged(1)
+        world.settle()
+    else:
+        counts = {"application": 1, "infrastructure": 0, "stall": 0, "inARow": 1, "chargedInARow": 1}
+        agent = {"replacement": 0, "generation": 1, "restarts": counts}
+        world.exits(0, code=143, message=json.dumps({"ddpjob": 1, "agent": agent})).settle()
+    assert (world.status.attempt, counted(world)) == (1, (1, 0))
+    world.stops_all().settle()
+    assert (world.status.attempt, counted(world)) == (2, (1, 0))
+
+
 def test_a_restart_in_place_that_only_complaints_explain_blames_nobody_and_says_that_it_was_free() -> None:
     """A user debugs the rank that lost its peer, and counts a restart that was not charged."""
     world = trained()

@@ -30,12 +30,14 @@ def suspend(cluster: Cluster, name: str, say: Say) -> None:
 
 
 def resume(cluster: Cluster, name: str, say: Say) -> None:
-    """Start a suspended job again, as a new attempt."""
-    if not _unfinished(cluster, name, "resumed").job.spec.suspend:
+    """Start a suspended job again, as a new attempt, when its last pod has ended."""
+    stored = _unfinished(cluster, name, "resumed")
+    if not stored.job.spec.suspend:
         say(f"{name} is not suspended")
         return
     jobs.patch(cluster, name, {"suspend": False})
-    say(f"{name} is resumed")
+    stops = stored.job.status.state == "Suspended" and not watch.stopped(stored)
+    say(f"{name} is resumed" + ("; it starts again when the last of its pods has ended" if stops else ""))
 
 
 def restart(cluster: Cluster, name: str, seconds: float, say: Say) -> None:

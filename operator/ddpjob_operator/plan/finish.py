@@ -37,6 +37,10 @@ _CONDITIONS = (*_ALWAYS_SHOWN, "Suspended", "FailureTarget", "Complete", "Failed
 _BREAKS_THE_GROUP = "the kubelet's own restarts would break the group"
 # Steps on the way back have no event, because there is one when the job restarts and one when it runs again.
 _ON_THE_WAY = (reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name, reasons.WAITING_FOR_OLD_PODS.name)
+# Of a job that is Suspended: its pods have not ended, also where it is resumed, or evicted from its queue.
+_STILL_STOPPING = tuple(
+    r.name for r in (reasons.SUSPENDING, reasons.EVICTED, reasons.WAITING_FOR_OLD_PODS, reasons.WAITS_LONG)
+)
 # [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]
 _BUILD_PATH = re.compile(r"\[(?:[\w.-]*/){2,40}[\w.-]+:\d{1,6}\] ?")
 _PICTURES = re.compile(r"(?: ?GLHF!)? ?[\U0001f000-\U0001ffff\u2600-\u27bf\ufe0f\u200d]+")
@@ -108,7 +112,7 @@ def _display(status: api.Status, *, silent: bool) -> api.Display:
 
 def _conditions(old: api.Status, new: api.Status, invalid: str, now: dt.datetime) -> list[api.Condition]:
     true = _CONDITION_OF.get(new.state or "", set()) | (set() if invalid else {"Accepted"})
-    if new.reason in (reasons.SUSPENDING.name, reasons.EVICTED.name):
+    if new.reason in _STILL_STOPPING:
         true = true - {"Suspended"}  # a user who waits for it needs the GPUs or the volume, which the pods still hold
     before = {c.type: c for c in old.conditions}
     kinds = [k for k in _CONDITIONS if k in _ALWAYS_SHOWN or k in true or k in before or k == new.state]

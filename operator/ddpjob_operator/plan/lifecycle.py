@@ -81,8 +81,18 @@ def stop_all(view: View, status: api.Status, reason: Reason, text: str) -> Decis
 
 
 def resuming(view: View, status: api.Status) -> Decision | None:
-    """A job that is no longer suspended begins a new attempt."""
-    return _begin(view, status) if status.state == "Suspended" and status.attempt else None
+    """A job that is no longer suspended begins a new attempt when the last pod of the one before has ended.
+
+    Not earlier, because reports and last words count for the attempt that is recorded: what the agents of the old one
+    have charged, and say only while they end, would be forgotten, and backoffLimit would allow more restarts.
+    """
+    if status.state != "Suspended" or not status.attempt:
+        return None
+    ending = [p for p in view.active_of_all_attempts if p.uid not in view.lost]
+    if not ending:
+        return _begin(view, status)
+    text = f"resumes when {name_pods(ending)} {'has' if len(ending) == 1 else 'have'} ended"
+    return stop_all(view, status, reasons.WAITING_FOR_OLD_PODS, f"{text}{pending.unreachable_nodes(view)}")
 
 
 def starting(view: View, status: api.Status) -> Decision | None:

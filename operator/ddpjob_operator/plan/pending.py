@@ -31,7 +31,7 @@ def with_long_wait(status: api.Status, now: dt.datetime) -> tuple[api.Status, dt
     """The status, with a reason that is a Warning where a state that only waits has lasted long without one; else
     when that will be."""
     reason = reasons.ALL.get(status.reason)
-    if status.state not in _WAITS or reason is None or reason.warning:
+    if reason is None or reason.warning or not (status.state in _WAITS or reason is reasons.WAITING_FOR_OLD_PODS):
         return status, None
     # The wait of each attempt is counted from its own time; one that is in the future has not begun to wait.
     begun = max(at for at in (status.state_time or now, status.attempt_time or status.state_time or now))
