@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddpjob.checkpoint import room
+import torch
+
+from ddpjob.agent.memory import Memory
+from ddpjob.checkpoint import packed, room
+from ddpjob.checkpoint.shared import Shared
+from ddpjob.core.memory import Held, Version
 
 MIB = 1 << 20
 
@@ -65,3 +70,19 @@ def test_a_machine_without_room_has_no_limit_that_could_be_raised(tmp_path: Path
     assert short is not None
     assert short.limit_needed is None
     assert short.why.startswith("the machine has ")
+
+
+def test_more_room_leaves_what_is_kept_as_it_is() -> None:
+    """All of it is written to before it counts as room, and what survived an earlier failure lies at its beginning."""
+    agent = Memory(1)
+    agent.begin(0)
+    shared, kept = Shared(agent.where(0), 1, 0), {"weight": torch.arange(5000.0)}
+    state = packed.pack(kept)
+    shared.reserve(state.size)
+    shared.write_copy(0, state, Held(Version(1, 0, 7), 0, state.size, 0))
+    shared.count_copy(0, 7)
+    shared.reserve(5 * MIB + 3)
+    assert shared.reserved() == 5 * MIB + 3
+    held = shared.held()
+    assert held is not None
+    assert torch.equal(shared.read_area(held.size)["weight"], kept["weight"])

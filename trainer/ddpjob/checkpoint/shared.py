@@ -35,6 +35,7 @@ from ddpjob.core.memory import (
 )
 
 MAPPED_SLOTS = memory.EARLY + 1  # those that are written at each step
+TOUCHED_BYTES = 1 << 20  # in a call, which the interpreter does not wait for
 LOOKS_EVERY = 100  # writes; whether the file is still open takes as long as the write
 _OF_HELD = AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED, AREA_EVERY
 
@@ -122,9 +123,17 @@ class Shared:
 
     def reserve(self, size: int, area: int = 0) -> None:
         """Take memory for so many bytes of an area. Raises OSError."""
-        if self.reserved(area) < size:
+        if (before := self.reserved(area)) < size:
             os.posix_fallocate(self._file, self._place(area), size)
+            self._touch(self._place(area) + before, self._place(area) + size)
             self.node[memory.area_cell(area, RESERVED)] = size
+
+    def _touch(self, begin: int, end: int) -> None:
+        """Write zeros there, because a virtual machine may get its memory when that is first written to: a rescue of
+        1,500 MB then takes 4 s, and 0.4 where it was."""
+        zeros = memoryview(bytes(TOUCHED_BYTES))
+        while begin < end:
+            begin += os.pwrite(self._file, zeros[: end - begin], begin)
 
     def reserved(self, area: int = 0) -> int:
         """For how many bytes of an area memory is taken."""
