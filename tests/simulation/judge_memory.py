@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
-from model_copies import TORN, Area, State, Whole
+from model_area import TORN, Area, State, Whole
 from model_memory import Loaded, Saved
 
 from ddpjob.core.memory import LOADS_ASSUMED_MAX, LOADS_MAX, Version

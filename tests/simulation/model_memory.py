@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from model_copies import NOTHING, PARTS, At, Copying, State, Store
+from model_area import NOTHING, PARTS, State
+from model_copies import At, Copying, Store
 from model_rescue import PROOF_STEPS, Kept, Rescues, state_at
 
 from ddpjob.core import memory

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from model_copies import NOTHING, PARTS, TORN, Copying, Place, State
+from model_area import NOTHING, PARTS, TORN, Place, State
+from model_copies import Copying
 
 from ddpjob.core import copies, memory
 from ddpjob.core.memory import CHANGED, DONE, FREE, Held, Version

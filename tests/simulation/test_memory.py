@@ -10,7 +10,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from model_copies import Area, Copying, Place
+from model_area import Area, Place
+from model_copies import Copying
 from model_rescue import Kept, Rescues
 from scenario import memory_scenario
 from simulate import failing, report, shrink
