@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from ddpjob.core.memory import AREAS, COPY_SLOTS, FREE, Held, Mark, Version
+from ddpjob.core.memory import AREAS, FREE, Held, Mark, Version
 
 if TYPE_CHECKING:
     from model_agents import Life
@@ -63,14 +63,14 @@ class Area:
     places: list[Place] = field(default_factory=lambda: [Place() for _ in range(AREAS)])
     slots: dict[int, list[Version]] = field(default_factory=dict)
     """The last two boundaries of each local rank."""
-    copy_slots: list[Version | None] = field(default_factory=lambda: [None] * len(COPY_SLOTS))
-    """Its copies."""
-    written_mark: Mark | None = None
+    copy_slots: dict[int, list[Version | None]] = field(default_factory=dict)
+    """Likewise, the last three copies."""
+    written_marks: dict[int, Mark] = field(default_factory=dict)
     proven: bool = False
     changes: int = 0
     """CHANGED, PLACED: what its ranks have seen of the script."""
-    excused: set[State] = field(default_factory=set)
-    """The truth: copies for which its rank could leave nothing. There was no room yet, or it does not save."""
+    excused: set[tuple[int, State]] = field(default_factory=set)
+    """The truth: copies for which a local rank could leave nothing. There was no room yet, or it does not save."""
     copied: Whole | None = None
     """The truth: the newest copy that has counted here. Nothing may be written over it but what is newer, whole."""
 
@@ -87,18 +87,28 @@ class Area:
 
     @property
     def marks(self) -> list[Mark]:
-        """As `Shared.mark` of each of its ranks. One that copies is alone on its node."""
-        copied = [self.written_mark] if self.written_mark is not None and self.written_mark.before > 0 else []
-        noted = []
-        for slots in self.slots.values():
-            if len(slots) == 2 and slots[0].generation == slots[1].generation:
-                before, last = sorted(slots)
-                noted.append(Mark(last.generation, last.step, before.step))
-        return [max([*copied, *noted])] if copied else noted
+        """As `Shared.mark` of each of its ranks."""
+        marks = (self._mark(local) for local in sorted({*self.slots, *self.written_marks}))
+        return [mark for mark in marks if mark is not None]
+
+    def _mark(self, local: int) -> Mark | None:
+        copied, slots = self.written_marks.get(local), sorted(self.slots.get(local, []))
+        found = [copied] if copied is not None and copied.before > 0 else []
+        if len(slots) == 2 and slots[0].generation == slots[1].generation:
+            found.append(Mark(slots[1].generation, slots[1].step, slots[0].step))
+        return max(found, default=None)
 
     def has_small(self, version: Version) -> bool:
         """Whether one of its ranks has left its random states of it."""
-        return any(version in slots for slots in (*self.slots.values(), self.copy_slots))
+        return any(self.has_own(version, local) for local in {*self.slots, *self.copy_slots})
+
+    def has_own(self, version: Version, local: int) -> bool:
+        """Whether this one has."""
+        return version in self.slots.get(local, ()) or version in self.copy_slots.get(local, ())
+
+    def all_have_copied(self, version: Version, ranks: int) -> bool:
+        """As `Shared.all_have_copied`."""
+        return all(version in self.copy_slots.get(local, ()) for local in range(ranks))
 
     def note(self, version: Version, local: int = 0) -> None:
         """What is small, into the older of the two slots of a local rank."""
@@ -127,7 +137,8 @@ class Area:
         self.slots = {
             local: [slot for slot in slots if slot.generation != generation] for local, slots in self.slots.items()
         }
-        self.copy_slots = [slot and (None if slot.generation == generation else slot) for slot in self.copy_slots]
+        for slots in self.copy_slots.values():
+            slots[:] = [slot and (None if slot.generation == generation else slot) for slot in slots]
         for place in self.places:
             if place.held is not None and place.held.every and place.held.version.generation == generation:
                 self.begin(place, place.held)

@@ -2,7 +2,8 @@
 
 When a copy is made, over what, and which plan is in force is decided by the real rules (`ddpjob.core.copies`). The
 model has what surrounds them, as `checkpoint/copies.py` does it: the store in which rank 0 tells its plans, the parts
-of a copy, between any two of which the job may end, and what copies cost. Each node has one rank, so each rank writes.
+of a copy, between any two of which the job may end, and what copies cost. The first rank of each node writes the state,
+each rank what is its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from model_area import PARTS, TORN, Area, Place, State, Whole
 
 from ddpjob.core import copies
 from ddpjob.core.copies import Plan
-from ddpjob.core.memory import CHANGED, PLACED, Held, Mark, Version
+from ddpjob.core.memory import CHANGED, COPY_SLOTS, PLACED, Held, Mark, Version
 
 if TYPE_CHECKING:
     from model_agents import Life
@@ -51,6 +52,7 @@ class Copying:
 
     rank: int
     ranks: int
+    per_node: int
     area: Area
     life: Life
     store: Store
@@ -105,8 +107,19 @@ class Copying:
         plan = self.plan
         if plan is None or plan.named or self.step <= plan.first + plan.every + 1:
             return 0
-        excused = max((one.step for one in self.area.excused if one.life == self.life.number), default=0)
+        own = (state for local, state in self.area.excused if local == self.local)
+        excused = max((state.step for state in own if state.life == self.life.number), default=0)
         return self.step - plan.every if excused < self.step - 2 * plan.every else 0
+
+    @property
+    def local(self) -> int:
+        """Its local rank."""
+        return self.rank % self.per_node
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether it writes the state of its node."""
+        return self.local == 0
 
     # ---- while all goes well -------------------------------------------------------------------------------
 
@@ -120,8 +133,7 @@ class Copying:
             self._before, self.step = self.step, at.step
             if self.changes:
                 self.area.changes = max(CHANGED, self.area.changes)
-                mark = Mark(self._version.generation, at.step, self._before)
-                self.area.written_mark = mark
+                self.area.written_marks[self.local] = Mark(self._version.generation, at.step, self._before)
             self._look()
             self._copy_if_due(At(at.step, False))
             if at.named:
@@ -148,8 +160,10 @@ class Copying:
 
     @property
     def is_complete(self) -> bool:
-        """Whether a copy is written, and waits for the next optimizer step."""
-        return self._is_written
+        """Whether a copy is written that waits for the next optimizer step, and no rank lacks its random states of it:
+        all are of this node, and have written them."""
+        is_all = self.ranks == self.per_node and self.area.all_have_copied(self._version, self.per_node)
+        return self._is_written and is_all
 
     def drop(self) -> None:
         """The copy that waits does not count: something newer is written."""
@@ -193,22 +207,23 @@ class Copying:
             return  # it is in memory
         self._is_named |= at.named
         if self._room_at is None:
-            self._room_at = at.step + self.chance.choice(NO_ROOM_STEPS)
+            self._room_at = at.step + self.chance.choice(NO_ROOM_STEPS if self.is_writer else (0,))
+        own = self.local, State(self.life.number, at.step)
         if not self.has_room:
-            self.area.excused.add(State(self.life.number, at.step))
+            self.area.excused.add(own)
             return
         if self.rank == 0:
             self._decide(at)
         plan = self.plan
         if plan is None or plan.changes < self.changes or (plan.named and not at.named):
             if plan is not None and plan.named:
-                self.area.excused.add(State(self.life.number, at.step))
+                self.area.excused.add(own)
             return
-        self.area.excused.discard(State(self.life.number, at.step))
+        self.area.excused.discard(own)
         counted, self._counted = self._counted, at.step
         if copies.is_due(plan, at.step, counted):
             self._held = self.stamp(at.step, plan.next_within)
-            self.todo, self._is_written = list(WORK), False
+            self.todo, self._is_written = list(WORK if self.is_writer else WORK[:1]), False
             self._costs = [*self._costs[-4:], self._takes()]
             self._spent, self._has_copied = self._spent + self._costs[-1], True
 
@@ -246,9 +261,8 @@ class Copying:
 
     def _note(self) -> None:
         """Its random states."""
-        held = self.area.held
-        slot = copies.slot_for(self.area.copy_slots, held and held.version, self.loaded)
-        self.area.copy_slots[slot] = self._version
+        held, slots = self.area.held, self.area.copy_slots.setdefault(self.local, [None] * len(COPY_SLOTS))
+        slots[copies.slot_for(slots, held and held.version, self.loaded)] = self._version
 
     def _open(self) -> None:
         """What the area has is there no more."""

@@ -59,11 +59,11 @@ def _parts(keys: Sequence[str], size: int) -> Iterator[set[str]]:
         yield set(keys[start : start + size])
 
 
-def _many(first: int, count: int, life: Life) -> int:
+def _many(first: int, count: int, life: Life, processes: int) -> int:
     blocks = [range(n, min(n + BLOCK, first + count)) for n in range(first, first + count, BLOCK)]
     started = time.monotonic()
     bad: list[Outcome] = []
-    with multiprocessing.Pool(os.cpu_count()) as pool:
+    with multiprocessing.Pool(processes) as pool:
         for done, found in zip(
             itertools.count(1), pool.imap_unordered(partial(failing, life=life), blocks), strict=False
         ):
@@ -92,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=2000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many live at a time")
     parser.add_argument("--seed", type=int, help="this one alone, with its story; what fails is made small first")
     parser.add_argument("--whole", action="store_true", help="with all its faults")
     parser.add_argument("--elastic", action="store_true", help="lives of elastic jobs")
@@ -100,7 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     kinds = {memory_scenario: given.memory, elastic_scenario: given.elastic, gang_scenario: given.gang}
     life = next((kind for kind, is_asked in kinds.items() if is_asked), scenario)
-    return _many(given.first, given.seeds, life) if given.seed is None else _one(given.seed, given.whole, life)
+    if given.seed is not None:
+        return _one(given.seed, given.whole, life)
+    return _many(given.first, given.seeds, life, given.processes)
 
 
 if __name__ == "__main__":
