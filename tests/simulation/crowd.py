@@ -115,6 +115,15 @@ class Crowd(Simulation):
             self.cluster.started = also
         self.cluster.told = self._is_told
 
+    def run(self) -> Outcome:
+        """See Simulation.run."""
+        outcome = super().run()
+        outcome.counted = {
+            "preemptions": self.preemptions,
+            "admissions in part": self.queue.partly if self.queue is not None else 0,
+        }
+        return outcome
+
     # ---------------------------------------------------------------- quota
 
     def _users(self) -> dict[str, Raw]:
@@ -199,7 +208,9 @@ class Crowd(Simulation):
         self.saves.pop(uid, None)
         whole = next((g for g in self.training.groups.values() if self._trains(g, uid)), None)
         elastic = next((g for g in self.training.elastic.groups.values() if self._trains_elastically(g, uid)), None)
-        if (training := whole.present if whole else elastic.training if elastic else None) is not None:
+        training = whole.present if whole else elastic.training if elastic else []
+        # Ranks that stop already, for the start deadline or a suspension, have saved for that.
+        if training and not any(process.told for process in training):
             self._to_save[uid] = training[0].attempt, self._failures(uid)
 
     def _failures(self, uid: str) -> int:

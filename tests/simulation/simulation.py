@@ -69,6 +69,8 @@ class Outcome:
     """How often each point for faults was passed."""
     attempts: int = 0
     writes: int = 0
+    counted: dict[str, int] = field(default_factory=dict)
+    """What has happened that only several jobs show (crowd.py)."""
 
 
 class ErrorsAreWrong(logging.Handler):
