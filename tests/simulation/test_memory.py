@@ -92,6 +92,12 @@ def test_what_an_agent_has_charged_counts_also_where_its_job_is_resumed_while_it
     assert not outcome.wrong, report(outcome)
 
 
+def test_a_job_that_resumes_without_a_lost_node_starts_when_the_pods_of_that_node_are_deleted() -> None:
+    """They were deleted after the new ones had started."""
+    outcome = simulate(memory_scenario(1003759))
+    assert not outcome.wrong, report(outcome)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("first", LONG)
 def test_so_do_those_of_a_thousand_more(first: int) -> None:

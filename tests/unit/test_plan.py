@@ -220,6 +220,15 @@ def test_a_resumed_job_does_not_wait_for_a_pod_on_a_lost_node_and_says_until_whe
     assert world.names() == ["digits-2-0", "digits-2-1"]
 
 
+def test_a_pod_on_a_lost_node_goes_before_the_pods_of_a_resumed_job_are_made() -> None:
+    """It kept its name for a while beside them: it may train on there, into the same folder (seed 1003759)."""
+    world = digits().running().node_lost(1).change(suspend=True).settle().change(suspend=False).settle().stops(0)
+    world.after(31)
+    todo = world.step()
+    assert (deleted(todo), created(todo), world.status.attempt) == ([("digits-1-1", 0)], [], 1)
+    assert created(world.step()) == [(2, 0), (2, 1)]
+
+
 def test_a_resumed_job_whose_pods_do_not_end_says_so_with_one_warning() -> None:
     """A finalizer that nobody removes would keep it from ever starting, in silence."""
     world = digits().running().change(suspend=True).settle().change(suspend=False).settle().after(600).settle()

@@ -88,7 +88,7 @@ def resuming(view: View, status: api.Status) -> Decision | None:
     """
     if status.state != "Suspended" or not status.attempt:
         return None
-    ending = [p for p in view.active_of_all_attempts if p.uid not in view.lost]
+    ending = view.active_of_all_attempts  # those on lost nodes too: they are deleted at once, and before others begin
     if not ending:
         return _begin(view, status)
     text = f"resumes when {name_pods(ending)} {'has' if len(ending) == 1 else 'have'} ended"
