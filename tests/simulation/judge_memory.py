@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
-from model_copies import TORN, Area, State, Whole
+from model_area import TORN, Area, State, Whole
 from model_memory import Loaded, Saved
 
 from ddpjob.core.memory import LOADS_ASSUMED_MAX, LOADS_MAX, Version
@@ -93,10 +93,14 @@ class MemoryJudge:
         is_newer = held.version >= self._newest_loaded.get(uid, held.version)
         self._newest_loaded[uid] = max(held.version, self._newest_loaded.get(uid, held.version))
         self.seen["copy"] += held.every > 0
+        state = State(writer.number, held.version.step)
         for agent in agents if is_newer and held.every else ():
-            state, took_part = State(writer.number, held.version.step), agent in writer.ranks.values()
-            if took_part and state not in agent.area.excused and not agent.area.has_small(held.version):
-                self._wrong.append(f"{life} begins with a copy, and {agent.process} has lost its random states of it")
+            for local in range(len(agent.kepts)) if agent in writer.ranks.values() else ():
+                if (local, state) not in agent.area.excused and not agent.area.has_own(held.version, local):
+                    self._wrong.append(
+                        f"{life} begins with a copy, and local rank {local} of {agent.process} has lost its random "
+                        "states of it"
+                    )
 
     def _check_memory(self, life: Life, loaded: Loaded, saved: Saved | None, holders: list[Agent]) -> None:
         parts = {part for agent in holders for part in agent.area.newest.parts}

@@ -2,7 +2,8 @@
 
 When a copy is made, over what, and which plan is in force is decided by the real rules (`ddpjob.core.copies`). The
 model has what surrounds them, as `checkpoint/copies.py` does it: the store in which rank 0 tells its plans, the parts
-of a copy, between any two of which the job may end, and what copies cost. Each node has one rank, so each rank writes.
+of a copy, between any two of which the job may end, and what copies cost. The first rank of each node writes the state,
+each rank what is its own.
 """
 
 from __future__ import annotations
@@ -13,140 +14,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from model_area import PARTS, TORN, Area, Place, State, Whole
+
 from ddpjob.core import copies
 from ddpjob.core.copies import Plan
-from ddpjob.core.memory import AREAS, CHANGED, COPY_SLOTS, FREE, PLACED, Held, Mark, Version
+from ddpjob.core.memory import CHANGED, COPY_SLOTS, PLACED, Held, Mark, Version
 
 if TYPE_CHECKING:
     from model_agents import Life
 
-PARTS = 3
-"""Of an area; a writer may die between any two."""
 WORK = ("note", "open", *["part"] * PARTS, "close")
 PACES_LEAST = 3
 STEP_SECONDS = 1.0
 COST_SECONDS = (-2.5, -0.4)
 """The power of ten of what a copy takes: from each step to each 32nd."""
 NO_ROOM_STEPS = (0, 0, 0, 1, 3)
-
-
-class State(NamedTuple):
-    """What the ranks of a life had at a step."""
-
-    life: int
-    """Its number; the next one goes on with this state until it has made a step."""
-    step: int
-
-
-NOTHING = State(0, 0)
-TORN = State(-1, -1)
-"""Of a rank within its optimizer's step, and of what is being written."""
-
-
-class Whole(NamedTuple):
-    """The truth of a state in memory: in which life all its parts were written."""
-
-    writer: Life
-    state: State
-    assumed: bool
-
-
-@dataclass
-class Place:
-    """One of the areas of an agent's memory."""
-
-    parts: list[State] = field(default_factory=lambda: [NOTHING] * PARTS)
-    held: Held | None = None
-    """What its cells say."""
-    writer: Life | None = None
-    """The truth: in which life all its parts were written; None: they were not."""
-    begun: Held | None = None
-    """Of which state the parts are that survivors write."""
-    cells: list[int] = field(default_factory=lambda: [FREE] * PARTS)
-
-    @property
-    def whole(self) -> Whole | None:
-        """None: it is not."""
-        if self.writer is None or len(set(self.parts)) > 1:
-            return None
-        return Whole(self.writer, self.parts[0], self.held is not None and self.held.assumed)
-
-
-@dataclass
-class Area:
-    """The memory of one agent. It goes with it."""
-
-    places: list[Place] = field(default_factory=lambda: [Place() for _ in range(AREAS)])
-    slots: dict[int, list[Version]] = field(default_factory=dict)
-    """The last two boundaries of each local rank."""
-    copy_slots: list[Version | None] = field(default_factory=lambda: [None] * len(COPY_SLOTS))
-    """Its copies."""
-    written_mark: Mark | None = None
-    proven: bool = False
-    changes: int = 0
-    """CHANGED, PLACED: what its ranks have seen of the script."""
-    excused: set[State] = field(default_factory=set)
-    """The truth: copies for which its rank could leave nothing. There was no room yet, or it does not save."""
-    copied: Whole | None = None
-    """The truth: the newest copy that has counted here. Nothing may be written over it but what is newer, whole."""
-
-    @property
-    def newest(self) -> Place:
-        """As `Shared.held`."""
-        none = Version(0, 0, 0)
-        return max(self.places, key=lambda place: place.held.version if place.held else none)
-
-    @property
-    def held(self) -> Held | None:
-        """What its cells say of the newest."""
-        return self.newest.held
-
-    @property
-    def marks(self) -> list[Mark]:
-        """As `Shared.mark` of each of its ranks. One that copies is alone on its node."""
-        copied = [self.written_mark] if self.written_mark is not None and self.written_mark.before > 0 else []
-        noted = []
-        for slots in self.slots.values():
-            if len(slots) == 2 and slots[0].generation == slots[1].generation:
-                before, last = sorted(slots)
-                noted.append(Mark(last.generation, last.step, before.step))
-        return [max([*copied, *noted])] if copied else noted
-
-    def has_small(self, version: Version) -> bool:
-        """Whether one of its ranks has left its random states of it."""
-        return any(version in slots for slots in (*self.slots.values(), self.copy_slots))
-
-    def note(self, version: Version, local: int = 0) -> None:
-        """What is small, into the older of the two slots of a local rank."""
-        slots = self.slots.get(local, [])
-        if version not in slots:
-            self.slots[local] = [*sorted(slots)[-1:], version]
-
-    def begin(self, place: Place, held: Held) -> None:
-        """The first part is about to be written after a failure; until the last one is, nothing is there."""
-        if place.whole is not None and place.whole == self.copied:
-            self.copied = None  # a rescue writes over it, as it does over what was rescued before
-        place.held = place.writer = None
-
-    def end(self, place: Place, held: Held, life: Life) -> None:
-        """The last part was written."""
-        place.held, place.writer = held, life
-
-    def count_load(self) -> None:
-        """The newest was loaded once more."""
-        place = self.newest
-        assert place.held is not None, "it was found there"
-        place.held = place.held._replace(loads=place.held.loads + 1)
-
-    def forget(self, generation: int) -> None:
-        """What this generation has noted and copied is of other objects."""
-        self.slots = {
-            local: [slot for slot in slots if slot.generation != generation] for local, slots in self.slots.items()
-        }
-        self.copy_slots = [slot and (None if slot.generation == generation else slot) for slot in self.copy_slots]
-        for place in self.places:
-            if place.held is not None and place.held.every and place.held.version.generation == generation:
-                self.begin(place, place.held)
 
 
 @dataclass
@@ -170,6 +52,7 @@ class Copying:
 
     rank: int
     ranks: int
+    per_node: int
     area: Area
     life: Life
     store: Store
@@ -224,8 +107,19 @@ class Copying:
         plan = self.plan
         if plan is None or plan.named or self.step <= plan.first + plan.every + 1:
             return 0
-        excused = max((one.step for one in self.area.excused if one.life == self.life.number), default=0)
+        own = (state for local, state in self.area.excused if local == self.local)
+        excused = max((state.step for state in own if state.life == self.life.number), default=0)
         return self.step - plan.every if excused < self.step - 2 * plan.every else 0
+
+    @property
+    def local(self) -> int:
+        """Its local rank."""
+        return self.rank % self.per_node
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether it writes the state of its node."""
+        return self.local == 0
 
     # ---- while all goes well -------------------------------------------------------------------------------
 
@@ -239,8 +133,7 @@ class Copying:
             self._before, self.step = self.step, at.step
             if self.changes:
                 self.area.changes = max(CHANGED, self.area.changes)
-                mark = Mark(self._version.generation, at.step, self._before)
-                self.area.written_mark = mark
+                self.area.written_marks[self.local] = Mark(self._version.generation, at.step, self._before)
             self._look()
             self._copy_if_due(At(at.step, False))
             if at.named:
@@ -267,8 +160,10 @@ class Copying:
 
     @property
     def is_complete(self) -> bool:
-        """Whether a copy is written, and waits for the next optimizer step."""
-        return self._is_written
+        """Whether a copy is written that waits for the next optimizer step, and no rank lacks its random states of it:
+        all are of this node, and have written them."""
+        is_all = self.ranks == self.per_node and self.area.all_have_copied(self._version, self.per_node)
+        return self._is_written and is_all
 
     def drop(self) -> None:
         """The copy that waits does not count: something newer is written."""
@@ -312,22 +207,23 @@ class Copying:
             return  # it is in memory
         self._is_named |= at.named
         if self._room_at is None:
-            self._room_at = at.step + self.chance.choice(NO_ROOM_STEPS)
+            self._room_at = at.step + self.chance.choice(NO_ROOM_STEPS if self.is_writer else (0,))
+        own = self.local, State(self.life.number, at.step)
         if not self.has_room:
-            self.area.excused.add(State(self.life.number, at.step))
+            self.area.excused.add(own)
             return
         if self.rank == 0:
             self._decide(at)
         plan = self.plan
         if plan is None or plan.changes < self.changes or (plan.named and not at.named):
             if plan is not None and plan.named:
-                self.area.excused.add(State(self.life.number, at.step))
+                self.area.excused.add(own)
             return
-        self.area.excused.discard(State(self.life.number, at.step))
+        self.area.excused.discard(own)
         counted, self._counted = self._counted, at.step
         if copies.is_due(plan, at.step, counted):
             self._held = self.stamp(at.step, plan.next_within)
-            self.todo, self._is_written = list(WORK), False
+            self.todo, self._is_written = list(WORK if self.is_writer else WORK[:1]), False
             self._costs = [*self._costs[-4:], self._takes()]
             self._spent, self._has_copied = self._spent + self._costs[-1], True
 
@@ -365,9 +261,8 @@ class Copying:
 
     def _note(self) -> None:
         """Its random states."""
-        held = self.area.held
-        slot = copies.slot_for(self.area.copy_slots, held and held.version, self.loaded)
-        self.area.copy_slots[slot] = self._version
+        held, slots = self.area.held, self.area.copy_slots.setdefault(self.local, [None] * len(COPY_SLOTS))
+        slots[copies.slot_for(slots, held and held.version, self.loaded)] = self._version
 
     def _open(self) -> None:
         """What the area has is there no more."""

@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from model_copies import NOTHING, PARTS, At, Copying, State, Store
+from model_area import NOTHING, State
+from model_copies import WORK, At, Copying, Store
 from model_rescue import PROOF_STEPS, Kept, Rescues, state_at
 
 from ddpjob.core import memory
@@ -132,34 +133,38 @@ class Memories:
         if not self.script.memory or not (changes or len(life.ranks) * self.script.ranks == 1):
             return None
         proofs = 1 if changes else 0 if agent.area.proven else PROOF_STEPS
+        name = f"{agent.node} {kept.local}" if kept.local else str(agent.node)
         return Copying(
-            rank=agent.node,
-            ranks=len(life.ranks),
+            rank=agent.node * self.script.ranks + kept.local,
+            ranks=len(life.ranks) * self.script.ranks,
+            per_node=self.script.ranks,
             area=agent.area,
             life=life,
             store=store,
             stamp=lambda step, every: self.rescues.stamp(agent, kept, step, every),
             state=lambda step: state_at(life, step),
-            chance=random.Random(f"{self._training.faults.seed} copies {life.number} {agent.node}"),
+            chance=random.Random(f"{self._training.faults.seed} copies {life.number} {name}"),
             changes=changes,
             has_place=self.script.changes != "before save",
             starts=kept.first + proofs,
             loaded=loaded,
         )
 
-    def _comes_to(self, life: Life, lasts: dict[int, int], named: Collection[int] = ()) -> None:
-        """Ranks make their steps to those, by node, and copy. named: the nodes on which the last one is saved."""
-        ranks = {node: agent.kept for node, agent in life.ranks.items() if node in lasts}
-        copying = {node: kept.copying for node, kept in ranks.items() if kept is not None and kept.life is life}
-        begun = min((one.step for one in copying.values() if one is not None and one.step), default=0)
+    def _comes_to(self, life: Life, lasts: dict[Kept, int], named: Collection[Kept] = ()) -> None:
+        """Ranks make their steps to those, and copy. named: the ranks that save the last one."""
+        copying = [(kept, one) for kept in lasts if (one := kept.copying) is not None]
+        begun = min((one.step for _, one in copying if one.step), default=0)
         first = max(begun, life.loaded.state.step if life.loaded is not None else 0)
         for step in range(first, max(lasts.values(), default=0) + 1):
-            for node, one in sorted(copying.items()):
-                kept = ranks[node]
-                if one is not None and kept is not None and kept.is_on and one.step <= step <= lasts[node]:
-                    is_named = node in named and step == lasts[node]
+            for kept, one in sorted(copying, key=lambda rank: rank[1].rank):
+                if kept.is_on and one.step <= step <= lasts[kept]:
+                    is_named = kept in named and step == lasts[kept]
                     if step > one.step or is_named:
                         one.comes_to(At(step, is_named))
+
+    def _of(self, life: Life) -> dict[Kept, Agent]:
+        """What its ranks keep, and on whose node."""
+        return {kept: agent for agent in life.ranks.values() for kept in agent.kepts if kept.life is life}
 
     def save(self, life: Life, step: int) -> bool:
         """Ranks call `save`; whether the folder still takes what they write. At the begin it is claimed alone."""
@@ -171,11 +176,11 @@ class Memories:
             if self.script.folder:
                 version = Version(first.attempt, life.generation, step)
                 self.saved[first.job_uid] = Saved(version, State(life.number, step), life)
-            savers = life.ranks if self.script.all_save else [0]
-            for agent in (life.ranks[node] for node in savers):
-                for kept in agent.kepts if self.script.all_save else agent.kepts[:1]:
-                    self._names(agent, kept, step)
-            self._comes_to(life, dict.fromkeys(life.ranks, step), savers)
+            ranks = self._of(life)
+            savers = [kept for kept in ranks if self.script.all_save or kept is life.ranks[0].kept]
+            for kept in savers:
+                self._names(ranks[kept], kept, step)
+            self._comes_to(life, dict.fromkeys(ranks, step), savers)
         return True
 
     def _names(self, agent: Agent, kept: Kept, step: int) -> None:
@@ -210,15 +215,18 @@ class Memories:
 
     def _stop_copies(self, life: Life) -> None:
         """Where others have gone on, all had come to the boundary; else a copy may be cut short anywhere."""
-        clocks = {node: a.kept.clock for node, a in life.ranks.items() if a.kept is not None and a.kept.life is life}
-        self._comes_to(life, {node: clock // 2 for node, clock in clocks.items()})
-        for node, clock in clocks.items():
-            kept = life.ranks[node].kept
-            if kept is not None and kept.copying is not None and kept.is_on:
-                is_cut = clock == max(clocks.values()) and self._random.random() < 0.5
-                kept.copying.work(self._random.randrange(PARTS + 3)) if is_cut else kept.copying.work()
-                if clock % 2:
+        ranks = self._of(life)
+        self._comes_to(life, {kept: kept.clock // 2 for kept in ranks})
+        furthest, order = max((kept.clock for kept in ranks), default=0), list(ranks)
+        if self.script.ranks > 1 and self.script.changes:
+            self._random.shuffle(order)
+        for kept in order:
+            if kept.copying is not None and kept.is_on:
+                is_cut = kept.clock == furthest and self._random.random() < 0.5
+                most = len(WORK) if kept.copying.is_writer else 2
+                kept.copying.work(self._random.randrange(most)) if is_cut else kept.copying.work()
+                if kept.clock % 2:
                     kept.copying.begins_a_step()
                 if kept.copies_instead and kept.clock // 2 >= kept.first:
-                    version = self.rescues.stamp(life.ranks[node], kept, kept.first).version
-                    life.ranks[node].area.note(version)
+                    version = self.rescues.stamp(ranks[kept], kept, kept.first).version
+                    ranks[kept].area.note(version, kept.local)

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from model_copies import NOTHING, PARTS, TORN, Copying, Place, State
+from model_area import NOTHING, PARTS, TORN, Place, State
+from model_copies import Copying
 
 from ddpjob.core import copies, memory
 from ddpjob.core.memory import CHANGED, DONE, FREE, Held, Version
@@ -139,13 +140,15 @@ class Rescues:
         if copying is None or not self._runs(agent, kept) or kept.answer != memory.NONE:
             return None
         if not copying.todo:
-            is_all = copying.is_complete and len(kept.life.ranks) == 1  # all are of this node
-            if is_all:
+            if is_complete := copying.is_complete:
                 copying.count()
-            return self._answers(agent, kept, memory.SAVED if is_all else memory.UNABLE)
+            return self._answers(agent, kept, memory.SAVED if is_complete else memory.UNABLE)
         if fault == "dies" and len(copying.todo) < PARTS:
             self._training.agents.rank_killed(agent, kept.life, kept)
             return None
+        if not copying.is_writer:  # it answers at once, whatever its main thread comes to
+            copying.work(self._random.randrange(2))
+            return self._answers(agent, kept, memory.UNABLE)
         copying.work(1)
         seconds = SLOW_SECONDS if fault == "slow" else PART_SECONDS
         self._loop.call_later(self._random.uniform(*seconds), self._finish, agent, kept, fault)
@@ -155,6 +158,8 @@ class Rescues:
         """One turn of the thread that writes."""
         if not self._runs(agent, kept) or kept.answer != memory.NONE:
             return None
+        if self.script.changes and agent.area.changes:  # another rank of its node has seen it
+            return self._answers(agent, kept, memory.UNABLE)
         if not memory.is_clean(kept.clock):
             if kept.clock % 2 == 0:
                 return self._answers(agent, kept, memory.UNABLE)
@@ -225,8 +230,8 @@ class Rescues:
         writers = (one for one in self._others(agent, kept) if one.place is place and one.written > 0)
         if place.begun is not None and any(self.stamp(agent, one) == place.begun for one in writers):
             return False
-        place.begun, place.cells, place.parts = held, [FREE] * PARTS, [NOTHING] * PARTS
         agent.area.begin(place, held)
+        place.begun, place.cells, place.parts = held, [FREE] * PARTS, [NOTHING] * PARTS
         return True
 
     def _dies_within_a_part(self, agent: Agent, kept: Kept) -> None:

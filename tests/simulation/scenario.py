@@ -192,8 +192,23 @@ def memory_scenario(seed: int) -> Scenario:
     )
     copying, ranks = random.Random(f"{seed} copies"), random.Random(f"{seed} ranks")
     if copying.random() < COPIES_SHARE:
-        return _that_copies(copying, found)
+        return _with_ranks(ranks, _that_copies(copying, found))
     return replace(found, script=replace(script, ranks=ranks.choice((1, 1, 2, 3))))
+
+
+def _with_ranks(rng: random.Random, found: Scenario) -> Scenario:
+    """Several on each node, of a script that changes parameters. Half of them on one node, where a copy that is under
+    way counts after a failure if all ranks have written what is theirs. Few failures come within a copy, so there are
+    many."""
+    ranks = rng.choice((1, 1, 2, 3))
+    if ranks == 1 or not found.script.changes:
+        return found
+    found = replace(found, script=replace(found.script, ranks=ranks))
+    if rng.random() < 0.5:
+        return found
+    times = {life: rng.choice((12.0, 18.0, rng.uniform(5, 40))) for life in range(1, 30)}
+    failures = {life: Failure(0, after, rng.choice((139, 134, 1))) for life, after in times.items()}
+    return replace(found, spec={**found.spec, "nodes": 1, "backoffLimit": 20}, failures=failures)
 
 
 def _that_copies(rng: random.Random, found: Scenario) -> Scenario:

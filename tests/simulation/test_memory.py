@@ -10,7 +10,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from model_copies import Area, Copying, Place
+from model_area import Area, Place
+from model_copies import Copying
 from model_rescue import Kept, Rescues
 from scenario import memory_scenario
 from simulate import failing, report, shrink
@@ -207,12 +208,23 @@ def a_part_that_is_called_ready_before_it_is() -> contextlib.AbstractContextMana
     return mock.patch.object(Rescues, "_dies_within_a_part", too_soon)
 
 
+def a_copy_that_counts_without_the_other_ranks() -> contextlib.AbstractContextManager[Any]:
+    """After a failure the one that was under way counts, whoever has not written its random states of it."""
+    return mock.patch.object(Area, "all_have_copied", return_value=True)
+
+
+def two_slots_for_copies() -> contextlib.AbstractContextManager[Any]:
+    """A rank that is at the next copy before the writer has said that the last one is whole writes over it."""
+    slot_for = copies.slot_for
+    return mock.patch.object(copies, "slot_for", lambda versions, *known: slot_for(versions[:2], *known))
+
+
 # The first seed that finds each, as in test_mutants.py.
 SEEDS: dict[Mutant, int] = {
     a_part_is_missing: 0,
     old_memory_accepted: 26,
     written_while_dirty: 18,
-    memory_beats_the_folder: 44,
+    memory_beats_the_folder: 8,
     assumed_beats_what_was_saved: 3,
     lost_steps_from_the_last_save: 0,
     a_copy_that_counts_before_its_step: 110,
@@ -222,6 +234,8 @@ SEEDS: dict[Mutant, int] = {
     copies_that_are_not_made: 60,
     saves_expected_at_the_pace_of_copies: 21,
     a_part_that_is_called_ready_before_it_is: 92,
+    a_copy_that_counts_without_the_other_ranks: 48,
+    two_slots_for_copies: 1303,
 }
 
 

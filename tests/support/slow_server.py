@@ -39,11 +39,11 @@ class SlowServer:
             raise ApiError(404, "NotFound", f'"{path.rpartition("/")[2]}" not found')
         return copy.deepcopy(self.objects[path])
 
-    async def list(self, path: str, selector: str = "") -> tuple[list[Raw], str]:
+    async def pages(self, path: str, selector: str = "") -> AsyncIterator[Page]:
         await self._wait("list", path)
         name = selector.partition("=")[2]
         found = [raw for at, raw in self.objects.items() if at.startswith(f"{path}/") and _job(raw) == name]
-        return copy.deepcopy(found), str(self.version)
+        yield Page(copy.deepcopy(found), str(self.version))
 
     async def create(self, path: str, body: Raw, params: Any = None) -> Raw:
         at = f"{path}/{body['metadata']['name']}"
@@ -121,6 +121,16 @@ class Town:
                 raw = self.server._changed({**raw, "spec": {**raw["spec"], "nodeName": "node-0"}, "status": status})
                 self.server.objects[at] = raw
                 self.operator.caches.pods.put(copy.deepcopy(raw))
+
+    def lose_pod(self, namespace: str, name: str) -> None:
+        """A pod is gone, as the watch shows it."""
+        raw = self.server.objects.pop(f"/api/v1/namespaces/{namespace}/pods/{name}")
+        self.operator.caches.pods.remove(namespace, name, raw["metadata"]["uid"])
+
+    @property
+    def seconds(self) -> float:
+        """The time."""
+        return asyncio.get_running_loop().time()
 
     def states(self, namespace: str) -> collections.Counter[str]:
         """How many jobs of a namespace are in each state."""

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,17 @@ def test_a_damaged_file_is_named_and_the_one_before_it_is_used(tmp_path, capfd, 
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 2, "the damaged file, and from where it resumed"
     assert str(newest) in said[0]
+
+
+def test_a_large_file_is_never_in_memory_beside_the_state_that_it_becomes(tmp_path):
+    """Each rank of a node had the whole file as bytes when it loaded: eight ranks, eight times the state."""
+    saved(ddpjob.Snapshot(tmp_path), 1, weights=torch.ones(5_000_000))
+    tracemalloc.start()  # what torch takes for its tensors is not counted
+    try:
+        assert ddpjob.Snapshot(tmp_path).load(weights=torch.zeros(5_000_000)) == 1
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000, "the file has 20 MB"
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_newest_states_stay_and_what_crashes_left_is_removed(tmp_path):

@@ -185,8 +185,9 @@ def test_what_the_api_server_notes_of_who_wrote_which_field_is_never_kept() -> N
 
 def test_a_create_is_answered_with_metadata_alone_and_the_rest_is_as_it_was_sent() -> None:
     """The answer would be three times as long as the pod that was sent, for each pod of each job."""
-    metadata = {"name": "a-1-0", "uid": "u", "resourceVersion": "7"}
-    script = Script(lambda: web.json_response({"kind": "PartialObjectMetadata", "metadata": metadata}))
+    metadata = {"name": "a-1-0", "uid": "u", "resourceVersion": "7", "labels": {"a": "b"}}
+    more = {"managedFields": [{"manager": "ddpjob-operator"}], "creationTimestamp": "2026-01-01T00:00:00Z"}
+    script = Script(lambda: web.json_response({"kind": "PartialObjectMetadata", "metadata": metadata | more}))
     pod = {"kind": "Pod", "metadata": {"name": "a-1-0"}, "spec": {"containers": []}}
     made = talk(script, lambda c: c.create("/api/v1/namespaces/a/pods", pod))
     assert made == pod | {"metadata": metadata}

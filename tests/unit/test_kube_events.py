@@ -12,6 +12,7 @@ from ddpjob_operator.job import api
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.events import (
     LATER_SECONDS,
+    PASSING_LATER_SECONDS,
     PASSING_SECONDS,
     QUEUE_MAX,
     QUEUE_OF_JOB_MAX,
@@ -89,6 +90,8 @@ def test_what_went_well_makes_way_for_pods_that_are_being_created_but_not_for_ev
     assert play((0, RUN), (LATER_SECONDS - 1, None), busy=True) == []
     assert play((0, RUN), (LATER_SECONDS, None), busy=True) == ["AllNodesRun"]
     assert play((0, CREATING), (PASSING_SECONDS + 5, RUN), busy=True) == []
+    assert play((0, CREATING), (PASSING_LATER_SECONDS - LATER_SECONDS, None), busy=True) == [], "most create pods"
+    assert play((0, CREATING), (PASSING_LATER_SECONDS + LATER_SECONDS, None), busy=True) == ["CreatingPods"]
     assert play((0, CREATING), (PASSING_SECONDS + 5, RUN), (LATER_SECONDS, None), busy=True) == ["AllNodesRun"]
 
 

@@ -124,6 +124,17 @@ def test_namespaces_take_turns_however_many_jobs_are_due_in_one() -> None:
     assert ("quiet", "job") in [jobs.pop(START + 1) for _ in range(2)]
 
 
+def test_in_a_namespace_kinds_of_jobs_take_turns_and_those_of_one_wait_behind_each_other() -> None:
+    """A restart and a job of one pod waited behind hundreds of new jobs of eight."""
+    jobs: Schedule[tuple[str, str]] = Schedule(kind=lambda key: {"restarts": 0, "small": 1}.get(key[1], 4))
+    for number in range(500):
+        jobs.add(("team", str(number)), START)
+    for name in ("small", "restarts"):
+        jobs.add(("team", name), START + 1)
+    assert jobs.next_at() == START
+    assert [jobs.pop(START + 1) for _ in range(4)] == [("team", name) for name in ("0", "small", "restarts", "1")]
+
+
 def test_a_namespace_has_so_many_reconciles_at_a_time_and_its_others_wait_for_one_to_end() -> None:
     jobs: Schedule[tuple[str, str]] = Schedule(of_namespace=2)
     for number in range(3):

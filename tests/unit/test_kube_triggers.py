@@ -6,7 +6,7 @@ import dataclasses
 
 import msgspec
 import pytest
-from worlds import START
+from worlds import START, manifest
 
 from ddpjob_operator.kube.triggers import (
     ALL_ENDED_SECONDS,
@@ -14,6 +14,7 @@ from ddpjob_operator.kube.triggers import (
     SOME_CHANGED_SECONDS,
     group_changed,
     is_good_news,
+    kind,
     pod_changed,
     uses_node,
 )
@@ -100,3 +101,17 @@ def test_an_admission_is_news_at_once_and_what_a_scheduler_says_step_by_step_is_
     assert group_changed(False, group) == SOME_CHANGED_SECONDS
     assert group_changed(False, dataclasses.replace(group, deletion_requested=True)) == 0.0
     assert group_changed(False, None) == 0.0
+
+
+def test_new_jobs_wait_behind_those_of_their_size_and_those_that_have_begun_behind_none_of_them() -> None:
+    of = [kind(manifest(nodes=nodes)) for nodes in (1, 2, 3, 8, 15, 2000)]
+    assert of == sorted(of)
+    assert len(set(of)) == 4, "1, 2 to 3, 8 to 15, 1,024 to 2,047"
+    begun = kind(manifest(nodes=8) | {"status": {"attempt": 1}})
+    assert begun not in of
+    assert begun == kind(None), "so does what is gone"
+
+
+@pytest.mark.parametrize("spec", [None, {}, {"nodes": "8"}, {"nodes": -1}, {"nodes": None}], ids=str)
+def test_a_job_without_a_size_waits_with_the_smallest(spec: object) -> None:
+    assert kind({"metadata": {}, "spec": spec}) == kind(manifest(nodes=1))

@@ -131,8 +131,8 @@ class Client:
     async def create(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
         """The object as it was created. Of pods, Services and events the server is asked for the metadata alone, and
         the rest is as in `body`: what an admission webhook has changed in it comes with the watch. Raises ApiError."""
-        made = await self._request("POST", path, params, body)
-        return {**body, "metadata": made["metadata"]} if made.get("kind") == "PartialObjectMetadata" else made
+        made = await self._request("POST", path, params, body, reading.made)
+        return {**body, "metadata": made["metadata"]} if made.get("kind") == reading.METADATA_ALONE else made
 
     async def replace(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
         """The object as it stands now; the body's resourceVersion guards it. Raises ApiError."""
@@ -226,10 +226,17 @@ class Client:
         (self.reach.failed if code == NO_ANSWER else self.reach.answered)()
         self._observe(method, path, code, time.monotonic() - began, watch=watch)
 
-    async def _request(self, method: str, path: str, params: Mapping[str, str] | None, body: Raw | None = None) -> Raw:
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        params: Mapping[str, str] | None,
+        body: Raw | None = None,
+        read: Callable[[bytes], Raw] = reading.obj,
+    ) -> Raw:
         content = await self._request_bytes(method, path, params, None, body)
         try:
-            return reading.obj(content)
+            return read(content)
         except reading.BadJsonError as error:
             raise no_answer(method, path, error) from None
 

@@ -24,6 +24,8 @@ MESSAGE_MAX = 1_024  # the API server refuses a longer one
 PASSING_SECONDS = 3.0
 # How much later an event that is no warning comes at most where pods are being created all the time.
 LATER_SECONDS, AGAIN_SECONDS = 10.0, 1.0
+# The same of a state that mostly ends with the creates themselves.
+PASSING_LATER_SECONDS = 60.0
 PASSING = frozenset({reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name})
 
 
@@ -113,7 +115,7 @@ class Events:
         _, uid = key
         ready = next((w for w in self._waiting.get(uid, ()) if w.due <= self._clock()), None)
         if ready is not None and self._makes_way(ready):
-            return AGAIN_SECONDS
+            return LATER_SECONDS if ready.event.reason in PASSING else AGAIN_SECONDS
         if ready is not None:
             self._remove(ready)
             await self._post(ready)
@@ -121,7 +123,8 @@ class Events:
 
     def _makes_way(self, waiting: _Waiting) -> bool:
         """Whether pods are being created that would come later for it, and no warning of the job waits behind it."""
-        is_new = self._clock() < waiting.due + LATER_SECONDS
+        later = PASSING_LATER_SECONDS if waiting.event.reason in PASSING else LATER_SECONDS
+        is_new = self._clock() < waiting.due + later
         warns = any(w.event.type == "Warning" for w in self._waiting[waiting.job.uid])
         return is_new and not warns and self._busy(waiting.job.namespace)
 

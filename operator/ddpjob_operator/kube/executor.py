@@ -7,6 +7,7 @@ import collections
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 import msgspec
 
@@ -14,10 +15,11 @@ from ddpjob_operator.job import api
 from ddpjob_operator.kube import decisions, observe
 from ddpjob_operator.kube.client import ApiError, Client, Raw, collection
 from ddpjob_operator.kube.events import Events
+from ddpjob_operator.kube.going_on import GoingOn
 from ddpjob_operator.kube.job_state import JobState
 from ddpjob_operator.kube.lookup import Caches, Lookup, is_absent
 from ddpjob_operator.kube.runtime import Runtime
-from ddpjob_operator.kube.shares import Shares
+from ddpjob_operator.kube.shares import Line, Shares
 from ddpjob_operator.kube.store import Key
 from ddpjob_operator.plan import redacted
 from ddpjob_operator.plan.actions import (
@@ -42,6 +44,12 @@ STATUS = {"fieldManager": "ddpjob-operator"}
 # A reconcile begins no further create or delete after this time, and the next one goes on, so that a job of a thousand
 # pods in a namespace with a slow webhook obeys a suspend, an edit or its deletion in time.
 RECONCILE_SECONDS = 5.0
+# After this time it makes way for other jobs of the namespace that wait until they may make their further pods.
+GOING_ON_SECONDS = 1.0
+
+
+Outcome = Literal["complete", "out of time", "makes way"]
+"""How far a plan was carried out. It makes way for other jobs: the job is enqueued when it may go on."""
 
 
 class ConflictError(Exception):
@@ -66,9 +74,10 @@ class Executor:
     # Apart, so that slow creates hold up no delete.
     creates: Shares = field(default_factory=Shares)
     deletes: Shares = field(default_factory=Shares)
+    going_on: GoingOn = field(default_factory=lambda: GoingOn(lambda _key: None))
 
-    async def execute(self, job: api.DDPJob, todo: Plan, state: JobState) -> bool:
-        """As much of a plan as RECONCILE_SECONDS allow; whether that was all.
+    async def execute(self, job: api.DDPJob, todo: Plan, state: JobState) -> Outcome:
+        """As much of a plan as RECONCILE_SECONDS and the other jobs allow.
 
         Raises ConflictError where the job or a node has changed, ApiError where the server cannot do it now.
 
@@ -84,8 +93,8 @@ class Executor:
         self.events.send(job.metadata, todo.events, self.runtime.now())
         deletes = [partial(self._delete, job, a) for a in todo.actions if isinstance(a, DeletePod)]
         deletes += [partial(self._end, job, a) for a in todo.actions if isinstance(a, EndPod)]
-        complete = await self._in_turn(self.deletes, job, deletes)
-        complete = await self._create_all(job, todo.actions, state) and complete
+        all_deleted = await self._in_turn(self.deletes, job, deletes)
+        created = await self._create_all(job, todo.actions, state)
         for action in todo.actions:
             if isinstance(action, DeleteGroup):
                 await self._delete_group(job, action)
@@ -94,7 +103,7 @@ class Executor:
         for action in todo.actions:
             if isinstance(action, DeleteJob):
                 await self._delete_job(job, action)
-        return complete
+        return created if all_deleted else "out of time"
 
     def send_event(self, job: api.Metadata, event: Event) -> None:
         """An event that is no part of a plan."""
@@ -238,10 +247,10 @@ class Executor:
                 raise
         await self.lookup.reread(metadata)
 
-    async def _create_all(self, job: api.DDPJob, actions: Sequence[Action], state: JobState) -> bool:
-        """The Service and the group, then one pod, then the others at a time; whether this reconcile need not try more.
+    async def _create_all(self, job: api.DDPJob, actions: Sequence[Action], state: JobState) -> Outcome:
+        """The Service and the group, then one pod, then the others at a time.
 
-        What the server refuses for one pod it mostly refuses for all, so the others are not tried.
+        What the server refuses for one pod it mostly refuses for all: the others are not tried, which is complete.
         """
         service = (
             [partial(self._create, "Service", build.service(job), job, state)] if CreateService() in actions else []
@@ -250,23 +259,35 @@ class Executor:
         to_make = [a for a in actions if isinstance(a, CreatePod)]
         pods = [partial(self._create_pod, job, a, state) for a in to_make]
         if pods and not await self._read_flavors(job, to_make[0], state):
-            return True
+            return "complete"
         known = state.unfinished
         state.unfinished = False
-        if not await self._one_by_one(job, [*service, *groups, *([] if known else pods[:1])], len(pods)):
-            return True
-        refused_before = state.refused_in_a_row
-        left = pods if known else pods[1:]
-        state.unfinished = not await self._in_turn(
-            self.creates, job, left, lambda: state.refused_in_a_row > refused_before
-        )
-        return not state.unfinished
+        again = job.status.attempt > 1 or any(action.replacement for action in to_make)
+        first = [*service, *groups, *([] if known else pods[:1])]
+        if not await self._one_by_one(job, first, Line.AGAIN if again else Line.FIRST, len(pods)):
+            return "complete"
+        left, line = pods if known else pods[1:], Line.AGAIN if again else Line.MORE
+        key = (job.metadata.namespace, job.metadata.name)
+        if left and not self.going_on.may(key, line, len(left)):
+            state.unfinished = True
+            return "makes way"
+        before = state.refused_in_a_row
 
-    async def _one_by_one(self, job: api.DDPJob, creates: Sequence[Callable[[], Awaitable[bool]]], pods: int) -> bool:
+        def seconds() -> float:
+            return GOING_ON_SECONDS if self.going_on.others_wait(key) else RECONCILE_SECONDS
+
+        state.unfinished = not await self._in_turn(
+            self.creates, job, left, lambda: state.refused_in_a_row > before, seconds, line
+        )
+        return "out of time" if state.unfinished else "complete"
+
+    async def _one_by_one(
+        self, job: api.DDPJob, creates: Sequence[Callable[[], Awaitable[bool]]], line: Line, pods: int
+    ) -> bool:
         """Whether all of them are there now. pods: how many are to be made in all."""
         key = (job.metadata.namespace, job.metadata.name)
         for create in creates:
-            async with self.creates.turn(key, pods):
+            async with self.creates.turn(key, line, pods):
                 self.progressed(key)
                 there = await create()
             self.progressed(key)
@@ -280,18 +301,19 @@ class Executor:
         job: api.DDPJob,
         calls: Sequence[Callable[[], Awaitable[object]]],
         given_up: Callable[[], bool] = lambda: False,
+        seconds: Callable[[], float] = lambda: RECONCILE_SECONDS,
+        line: Line = Line.MORE,
     ) -> bool:
-        """The calls in the job's share of requests; False: RECONCILE_SECONDS were over before all of them had begun."""
+        """The calls in the job's share of requests; False: the seconds were over before all of them had begun."""
         key = (job.metadata.namespace, job.metadata.name)
-        ends = self.runtime.clock() + RECONCILE_SECONDS
+        began = self.runtime.clock()
         left = collections.deque(calls)
 
         async def work() -> None:
-            # A call that has waited for its turn is made however long that was, otherwise a long line never gets
-            # shorter.
-            while left and self.runtime.clock() < ends and not given_up():
+            # A call that has waited for its turn is made however long that was, else a long line never gets shorter.
+            while left and self.runtime.clock() < began + seconds() and not given_up():
                 call = left.popleft()
-                async with shares.turn(key, len(left) + 1):
+                async with shares.turn(key, line):
                     self.progressed(key)
                     if not given_up():
                         await call()

@@ -43,6 +43,12 @@ class GoodNews:
         waiting[key] = now + in_seconds, latest
         self._enqueue(key, latest - now)  # again, because it may have had an earlier turn for something else
 
+    def goes_on(self, key: Key) -> None:
+        """Enqueues a job that makes the rest of its pods now, and looks at all of them afterwards: what was to be told
+        of the first one is no reason to tell of the others sooner."""
+        self._put_off.get(key[0], {}).pop(key, None)
+        self._enqueue(key, 0.0)
+
     def _quiet(self, namespace: str) -> None:
         now = self._clock()
         for key, (wanted, latest) in self._put_off.pop(namespace, {}).items():

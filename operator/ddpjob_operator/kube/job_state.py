@@ -41,7 +41,8 @@ class JobState:
     refusals: dict[str, Refusal] = field(default_factory=dict)
     refused_in_a_row: int = 0
     unfinished: bool = False
-    """Whether the last reconcile was out of time while the server created what it was asked for."""
+    """Whether the last reconcile left pods to be made though the server creates them: it was out of time, or it made
+    way for other jobs."""
     conflicts: dict[tuple[str, str], Conflict] = field(default_factory=dict)
     """By kind and name."""
     agent: Report | None = None
@@ -66,6 +67,8 @@ class JobState:
     """The newest attempt and replacement for whose first pod the API server has listed what older ones have left."""
     is_read: bool = False
     """Whether the job's status was written, or read from the API server, since this operator leads."""
+    written_at: float = float("-inf")
+    """When (of the clock that nobody sets) the job's status was written last."""
     listed_to_free: set[tuple[str, int]] = field(default_factory=set)
     """Groups (by uid, and the attempt that is recorded) that may be given up by what the API server has listed."""
 

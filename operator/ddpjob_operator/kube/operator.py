@@ -24,6 +24,7 @@ from ddpjob_operator.kube.executor import Executor
 from ddpjob_operator.kube.exposition import Exposition, Snapshot
 from ddpjob_operator.kube.forward import Forwarder
 from ddpjob_operator.kube.gangs import Gang
+from ddpjob_operator.kube.going_on import GoingOn
 from ddpjob_operator.kube.good_news import GoodNews
 from ddpjob_operator.kube.health import serve_health
 from ddpjob_operator.kube.job_state import JobStates
@@ -120,10 +121,9 @@ class Operator:
         settings, runtime = self.settings, self._runtime
         self.states = states = JobStates(self.caches.jobs)
         lookup = Lookup(self._client, self.caches, runtime)
-        watchers = [
-            measuring.OfQueue(self.meter, name, controller=name == measuring.CONTROLLER) for name in names.QUEUES
-        ]
-        creates = Shares()
+        watchers = [measuring.OfQueue(self.meter, n, controller=n == measuring.CONTROLLER) for n in names.QUEUES]
+        creates, going_on = Shares(), GoingOn(lambda key: self._good_news.goes_on(key))
+        creates.more_to_come = going_on.any_waits
         self._good_news = GoodNews(self._enqueue, creates, runtime.clock)
         events = Events(
             self._client,
@@ -145,6 +145,7 @@ class Operator:
             keep_from_autoscalers=settings.keep_from_autoscalers,
             recorded=Journal(runtime, self.meter).recorded,
             creates=creates,
+            going_on=going_on,
         )
         self.reports = Reports(self.caches.jobs, states, runtime, settings.rules.progress_write_seconds)
         self._events = events
@@ -154,10 +155,9 @@ class Operator:
         self.reconciler = Reconciler(
             self.caches, states, self.reports, lookup, executor, runtime, settings.rules, self._ready_in
         )
-        told: dict[str, Any] = {
-            "watcher": watchers[0],
-            "about": lambda key: decisions.about(key, self.caches.jobs.get(key)),
-        }
+        job = self.caches.jobs.get
+        told: dict[str, Any] = {"watcher": watchers[0], "kind": lambda key: triggers.kind(job(key))}
+        told["about"] = lambda key: decisions.about(key, job(key))
         self.queue: Queue[Key] = Queue(self.reconciler.reconcile, runtime, **told)
 
     def _watched(self, lookup: Lookup) -> Iterator[Watched]:

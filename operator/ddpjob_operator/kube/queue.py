@@ -1,6 +1,7 @@
 """Which job is reconciled next. One reconcile at a time per job; many requests become one; failures back off.
 
-Namespaces take turns, and a reconcile that takes long leaves its place to others, so that no job waits for another.
+Namespaces take turns, and in each of them kinds of jobs; a reconcile that takes long leaves its place to others, so
+that no job waits for another.
 
 `Schedule` decides and has no clock; `Queue` runs it with one. A request is a time: the earlier of two wins.
 """
@@ -21,9 +22,9 @@ from ddpjob_operator.kube.shares import Turn
 K = TypeVar("K", bound=Hashable)
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 60.0
 # At a time, slow ones too. Each may wait for its turn to create a pod (shares.py): with 16 such requests under way,
-# each of 30 s at most, every second of which is for the job that has waited longest, that turn comes within
-# STUCK_SECONDS (operator.py).
-OF_NAMESPACE_MAX = 128
+# each of 30 s at most, every fourth of which is for the job of its line that has waited longest, that turn comes within
+# STUCK_SECONDS (operator.py). At most 32 of them make further pods (going_on.py).
+OF_NAMESPACE_MAX = 72
 # A reconcile that takes longer waits for one request, and the others need not wait with it.
 QUICK_SECONDS = 0.1
 
@@ -44,11 +45,12 @@ class Watcher:
 class Schedule(Generic[K]):
     """Times in seconds of any one clock."""
 
-    def __init__(self, *, of_namespace: int = OF_NAMESPACE_MAX) -> None:
+    def __init__(self, *, of_namespace: int = OF_NAMESPACE_MAX, kind: Callable[[K], int] = lambda _key: 0) -> None:
         self._of_namespace = of_namespace
+        self._kind = kind
         self._due: dict[K, float] = {}
-        self._heaps: dict[Hashable, list[tuple[float, int, K]]] = {}
-        """By namespace; the one that was served last is at the end."""
+        self._heaps: dict[Hashable, dict[int, list[tuple[float, int, K]]]] = {}
+        """By namespace and by kind; in both the one that was served last is at the end."""
         self._order = itertools.count()
         self._busy: dict[K, float] = {}
         self._busy_in: collections.Counter[Hashable] = collections.Counter()
@@ -62,17 +64,22 @@ class Schedule(Generic[K]):
         at = max(at, self._not_before.get(key, at))
         if at < self._due.get(key, float("inf")):
             self._due[key] = at
-            heapq.heappush(self._heaps.setdefault(_namespace(key), []), (at, next(self._order), key))
+            heap = self._heaps.setdefault(_namespace(key), {}).setdefault(self._kind(key), [])
+            heapq.heappush(heap, (at, next(self._order), key))
 
     def pop(self, now: float) -> K | None:
-        """The key of the next namespace that has been due longest, which is busy from now on; None: nothing is due."""
+        """The key of the next namespace and kind that has been due longest, which is busy from now on; None: nothing is
+        due."""
         for namespace in list(self._heaps):
-            if self._busy_in[namespace] < self._of_namespace and (key := self._pop_of(namespace, now)) is not None:
-                return key
+            if self._busy_in[namespace] < self._of_namespace:
+                for kind in list(self._heaps[namespace]):
+                    if (key := self._pop_of(namespace, kind, now)) is not None:
+                        return key
         return None
 
-    def _pop_of(self, namespace: Hashable, now: float) -> K | None:
-        heap = self._heaps[namespace]
+    def _pop_of(self, namespace: Hashable, kind: int, now: float) -> K | None:
+        kinds = self._heaps[namespace]
+        heap = kinds[kind]
         while heap and heap[0][0] <= now:
             at, _, key = heapq.heappop(heap)
             if self._due.get(key) != at:
@@ -84,9 +91,12 @@ class Schedule(Generic[K]):
             self.waited = now - at
             self._busy[key] = now
             self._busy_in[namespace] += 1
+            kinds[kind] = kinds.pop(kind)
             self._heaps[namespace] = self._heaps.pop(namespace)
             return key
         if not heap:
+            del kinds[kind]
+        if not kinds:
             del self._heaps[namespace]
         return None
 
@@ -116,7 +126,8 @@ class Schedule(Generic[K]):
 
     def next_at(self) -> float | None:
         """When the next key that may be reconciled is due; None: none is waiting."""
-        tops = [top for name in self._heaps if self._busy_in[name] < self._of_namespace and (top := self._top(name))]
+        free = (kinds for name, kinds in self._heaps.items() if self._busy_in[name] < self._of_namespace)
+        tops = [top for kinds in free for heap in kinds.values() if (top := self._top(heap))]
         return min(tops)[0] if tops else None
 
     def stuck_seconds(self, now: float) -> float:
@@ -136,8 +147,7 @@ class Schedule(Generic[K]):
     def __len__(self) -> int:
         return len(self._due)
 
-    def _top(self, namespace: Hashable) -> tuple[float, int, K] | None:
-        heap = self._heaps[namespace]
+    def _top(self, heap: list[tuple[float, int, K]]) -> tuple[float, int, K] | None:
         while heap and self._due.get(heap[0][2]) != heap[0][0]:
             heapq.heappop(heap)
         return heap[0] if heap else None
@@ -175,11 +185,13 @@ class Queue(Generic[K]):
         of_namespace: int = OF_NAMESPACE_MAX,
         watcher: Watcher | None = None,
         about: Callable[[K], Mapping[str, object]] | None = None,
+        kind: Callable[[K], int] = lambda _key: 0,
     ) -> None:
-        """about: what a line of the log about a key has beside its text."""
+        """about: what a line of the log about a key has beside its text. kind: keys of one kind wait behind each other,
+        and take turns with those of other kinds."""
         self._about = about or (lambda key: {"job": _name(key)})
         self._watcher = watcher or Watcher()
-        self.schedule: Schedule[K] = Schedule(of_namespace=of_namespace)
+        self.schedule: Schedule[K] = Schedule(of_namespace=of_namespace, kind=kind)
         self._reconcile = reconcile
         self._clock = runtime.clock
         self._log = runtime.log

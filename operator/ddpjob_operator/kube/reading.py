@@ -95,6 +95,11 @@ class _MetadataAlone(TypedDict, total=False):
     metadata: _Identity
 
 
+class _Made(TypedDict, total=False):
+    kind: Any
+    metadata: _Identity
+
+
 class _NodeStatus(TypedDict, total=False):
     conditions: Any
 
@@ -127,6 +132,8 @@ _OBJECTS: dict[str, msgspec.json.Decoder[Any]] = {
     "nodes": msgspec.json.Decoder(_Node),
     METADATA: msgspec.json.Decoder(_MetadataAlone),
 }
+_MADE = msgspec.json.Decoder(_Made)
+METADATA_ALONE = "PartialObjectMetadata"
 _EVENTS: dict[str, msgspec.json.Decoder[Any]] = {
     "pods": msgspec.json.Decoder(_PodEvent),
     "services": msgspec.json.Decoder(_ServiceEvent),
@@ -203,6 +210,13 @@ def obj(content: bytes) -> Raw:
     if isinstance(raw.get("metadata"), dict):
         raw["metadata"].pop("managedFields", None)
     return raw
+
+
+def made(content: bytes) -> Raw:
+    """The answer to a create: of its metadata alone, where that is all that came, what is read; else the object. Raises
+    BadJsonError."""
+    cut = _cut(content, _MADE)
+    return cut if cut is not None and cut.get("kind") == METADATA_ALONE and "metadata" in cut else obj(content)
 
 
 def _cut(content: bytes, decoder: msgspec.json.Decoder[Any] | None) -> Raw | None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+import msgspec
+
 from ddpjob_operator.job import api, ranges, reasons, validation
 from ddpjob_operator.job.status import apart_from_progress
 from ddpjob_operator.kube.client import ApiError
@@ -38,6 +40,9 @@ from ddpjob_operator.pods import naming
 ROUNDS_MAX = 6
 GIVES_QUOTA_BACK: frozenset[Tell] = frozenset({"quota returned", "succeeded", "failed"})
 CREATED_SECONDS = 5.0
+# A job that waits until it may go on is enqueued then, so it need not look by itself. Until then its status need not
+# tell how many of its pods run.
+WAITS_SECONDS = 60.0
 
 
 @dataclass(eq=False)
@@ -57,6 +62,12 @@ class Reconciler:
 
     async def reconcile(self, key: Key) -> float | None:
         """The seconds until time alone makes another reconcile necessary; None: it does not. Raises RetryError."""
+        try:
+            return await self._reconcile(key)
+        finally:
+            self.executor.going_on.over(key)
+
+    async def _reconcile(self, key: Key) -> float | None:
         if (wait := self.ready_in(key)) != 0.0:
             return wait
         ends = self.runtime.clock() + RECONCILE_SECONDS
@@ -85,16 +96,31 @@ class Reconciler:
 
     async def _execute(self, job: api.DDPJob, todo: Plan, state: JobState, ends: float) -> float | None:
         """The seconds until the next reconcile; None: another round comes at once."""
-        complete = await self.executor.execute(job, todo, state)
-        state.is_read |= todo.status is not None
+        if self._tells_later(job.status, todo, state):
+            todo = Plan(todo.actions, requeue_at=todo.requeue_at)
+        outcome = await self.executor.execute(job, todo, state)
+        if todo.status is not None:
+            state.is_read, state.written_at = True, self.runtime.clock()
         only_creates = all(isinstance(action, (CreateService, CreateGroup, CreatePod)) for action in todo.actions)
-        if complete and todo.actions and only_creates and not state.refusals and not state.conflicts:
+        if outcome == "complete" and todo.actions and only_creates and not state.refusals and not state.conflicts:
             # The status that was just written describes it, and the new pods' own changes come soon enough. Also where
             # it took long: in a storm of jobs each would write that all of its pods run but the one just made.
             return min(CREATED_SECONDS, self._requeue_in(todo, state) or CREATED_SECONDS)
-        if not complete or self.runtime.clock() > ends:
+        if outcome == "makes way":
+            return min(WAITS_SECONDS, self._requeue_in(todo, state) or WAITS_SECONDS)
+        if outcome == "out of time" or self.runtime.clock() > ends:
             return 0.0  # the other jobs that are due come first
         return None
+
+    def _tells_later(self, old: api.Status, todo: Plan, state: JobState) -> bool:
+        """Whether a plan goes on to make pods, and its status would only tell that some of the others run. Each time
+        that a job goes on it would be written once more, and cost the API server as much as two pods."""
+        new = todo.status
+        if new is None or not state.unfinished or self.runtime.clock() - state.written_at > WAITS_SECONDS:
+            return False
+        told = {c.type: c.status for c in old.conditions} == {c.type: c.status for c in new.conditions}
+        same = {name: getattr(old, name) for name in ("nodes", "started_nodes", "display", "message", "conditions")}
+        return told and bool(todo.actions) and msgspec.structs.replace(new, **same) == old
 
     async def _readable(self, key: Key) -> tuple[api.DDPJob, list[validation.Problem]] | None:
         """The job and what is wrong with its spec. None where it is gone, or where it or one of its objects cannot be

@@ -1,8 +1,8 @@
 """A fair share of the API server's time for each job: no job's slow requests hold up another's.
 
-Those that wait are served namespace by namespace. Within one every second turn goes to the job that has the fewest
-requests left, so that a job of one pod does not wait until a hundred larger ones have begun, and every other to the one
-that has waited longest, so that none waits for ever.
+Those that wait are served namespace by namespace. Within one, first pods, restarts, and all further pods are lines of
+their own that take turns, and in each line the jobs do: so a new job has its first pod soon amid hundreds that have
+begun, a restart does not wait behind a flood of new jobs, and no line waits for ever.
 """
 
 from __future__ import annotations
@@ -10,11 +10,30 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import partial
 
 from ddpjob_operator.kube.store import Key
+
+
+class Line(Enum):
+    """What a request is for."""
+
+    FIRST = auto()
+    """The first pod of a new job: its Service, its group, the pod."""
+    AGAIN = auto()
+    """A pod of a job that had others before."""
+    MORE = auto()
+    """All else."""
+
+
+# The lines of a namespace in turn; those that nobody waits in are left out. Two of four for first pods, as each takes
+# two, and further ones in between: where nothing else holds back half of a group, jobs must also become whole.
+# Every second first pod is of the smallest job, so that one of a single pod does not wait until hundreds of larger ones
+# have begun; all others are of the job that has waited longest.
+TURNS = ((Line.FIRST, True), (Line.AGAIN, False), (Line.FIRST, False), (Line.MORE, False))
 
 
 @dataclass(frozen=True)
@@ -48,12 +67,78 @@ class Turn:
             give_back()
 
 
+@dataclass(eq=False)
+class _Job:
+    """The requests of a job in one line."""
+
+    size: int = 0
+    turns: collections.deque[asyncio.Future[None]] = field(default_factory=collections.deque)
+
+
+class _Waiting:
+    """The requests of a namespace that wait."""
+
+    def __init__(self) -> None:
+        self.lines: dict[Line, dict[Key, _Job]] = {}
+        """The order of the jobs in a line is the line."""
+        self._turn = 0
+
+    def next(self, may: Callable[[Key], bool]) -> tuple[Line, Key] | None:
+        """Whose turn it is among those that may have one."""
+        for turn in range(self._turn, self._turn + len(TURNS)):
+            line, smallest = TURNS[turn % len(TURNS)]
+            jobs = self.lines.get(line, {})
+            those = filter(may, jobs)
+            key = _smallest(those, jobs) if smallest else next(those, None)
+            if key is not None:
+                self._turn = turn + 1
+                return line, key
+        return None
+
+    def first(self, line: Line, key: Key) -> asyncio.Future[None]:
+        """The first request of a job."""
+        return self.lines[line][key].turns[0]
+
+    def add(self, line: Line, key: Key, size: int, turn: asyncio.Future[None]) -> None:
+        """At the end of the line, or behind the others of its job."""
+        job = self.lines.setdefault(line, {}).setdefault(key, _Job())
+        job.size = size
+        job.turns.append(turn)
+
+    def serve(self, line: Line, key: Key) -> None:
+        """Its first request has its turn: the others go to the end of the line."""
+        self.lines[line][key].turns.popleft()
+        job = self.lines[line].pop(key)
+        if job.turns:
+            self.lines[line][key] = job
+        self._tidy(line)
+
+    def forget(self, line: Line, key: Key, turn: asyncio.Future[None]) -> None:
+        """It waits no more."""
+        job = self.lines.get(line, {}).get(key)
+        if job is None or turn not in job.turns:
+            return
+        job.turns.remove(turn)
+        if not job.turns:
+            del self.lines[line][key]
+        self._tidy(line)
+
+    def _tidy(self, line: Line) -> None:
+        if not self.lines[line]:
+            del self.lines[line]
+
+
+def _smallest(those: Iterator[Key], jobs: Mapping[Key, _Job]) -> Key | None:
+    return min(those, key=lambda key: jobs[key].size, default=None)
+
+
 class Shares:
     """`async with shares.turn(key)` around each request for a job."""
 
     def __init__(self, bounds: Bounds = Bounds()) -> None:
         self.bounds = bounds
-        self._waiting: dict[str, dict[Key, collections.deque[asyncio.Future[None]]]] = {}
+        self._waiting: dict[str, _Waiting] = {}
+        """By namespace; the one that was served last is at the end."""
         self._under_way: collections.Counter[str | Key] = collections.Counter()
         """By namespace, and by job."""
         self._quick = 0
@@ -61,84 +146,72 @@ class Shares:
         """By namespace."""
         self.quiet: Callable[[str], None] = lambda _namespace: None
         """Called with a namespace that is no longer busy."""
-        self._left: dict[Key, int] = {}
-        """How many requests each job that waits has left."""
-        self._smallest_next = True
+        self.more_to_come: Callable[[str], bool] = lambda _namespace: False
+        """Whether jobs of a namespace ask for turns as soon as others are done; each is planned before that."""
 
     def busy(self, namespace: str) -> bool:
-        """Whether requests for its jobs are under way; slow ones do not count, for they wait for a webhook."""
-        return namespace in self._quick_in
+        """Whether requests for its jobs are under way, or come as soon as there is room; slow ones do not count, for
+        they wait for a webhook."""
+        if namespace in self._quick_in:
+            return True
+        return self._under_way[namespace] < self.bounds.of_namespace and self.more_to_come(namespace)
 
     @contextlib.asynccontextmanager
-    async def turn(self, key: Key, left: int = 0) -> AsyncIterator[None]:
-        """Its body runs when it is this job's turn. left: how many requests the job has left, this one included."""
-        self._left[key] = left
-        await self._wait(key)
+    async def turn(self, key: Key, line: Line = Line.MORE, size: int = 0) -> AsyncIterator[None]:
+        """Its body runs when it is this job's turn. size: how many pods the job has to make, for those in FIRST."""
+        await self._wait(key, line, size)
         place = Turn(partial(self._leave, key[0]), self.bounds.quick_seconds)
         try:
             yield
         finally:
-            place.leave()
             self._give_back(key)
+            place.leave()
 
-    async def _wait(self, key: Key) -> None:
+    async def _wait(self, key: Key, line: Line, size: int) -> None:
         turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(key[0], {}).setdefault(key, collections.deque()).append(turn)
+        self._waiting.setdefault(key[0], _Waiting()).add(line, key, size, turn)
         self._hand_out()
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._leave(key[0])
                 self._give_back(key)
-            else:
-                self._forget(key, turn)
+                self._leave(key[0])
+            elif key[0] in self._waiting:
+                self._waiting[key[0]].forget(line, key, turn)
+                self._tidy(key[0])
             raise
 
     def _hand_out(self) -> None:
-        while self._quick < self.bounds.total and (key := self._next()) is not None:
-            turn = self._waiting[key[0]][key][0]
+        while self._quick < self.bounds.total and (found := self._next()) is not None:
+            namespace, line, key = found
+            waiting = self._waiting[namespace]
+            turn = waiting.first(line, key)
             if turn.done():  # cancelled, and its task has not run since, so it takes no place
-                self._forget(key, turn)
+                waiting.forget(line, key, turn)
+                self._tidy(namespace)
                 continue
-            self._waiting[key[0]][key].popleft()
-            self._behind_the_others(key)
+            waiting.serve(line, key)
+            self._waiting[namespace] = self._waiting.pop(namespace)
+            self._tidy(namespace)
             self._quick += 1
-            self._quick_in[key[0]] += 1
-            self._under_way[key[0]] += 1
+            self._quick_in[namespace] += 1
+            self._under_way[namespace] += 1
             self._under_way[key] += 1
             turn.set_result(None)
 
-    def _next(self) -> Key | None:
-        for namespace, jobs in self._waiting.items():
-            if self._under_way[namespace] < self.bounds.of_namespace:
-                may = (key for key in jobs if self._under_way[key] < self.bounds.of_job)
-                key = min(may, key=self._left.__getitem__, default=None) if self._smallest_next else next(may, None)
-                if key is not None:
-                    self._smallest_next = not self._smallest_next
-                    return key
+    def _next(self) -> tuple[str, Line, Key] | None:
+        for namespace, waiting in self._waiting.items():
+            if self._under_way[namespace] < self.bounds.of_namespace and (found := waiting.next(self._may)):
+                return namespace, *found
         return None
 
-    def _behind_the_others(self, key: Key) -> None:
-        """The order of the dicts is the line: a job that was served goes to its end."""
-        jobs = self._waiting.pop(key[0])
-        turns = jobs.pop(key)
-        if turns:
-            jobs[key] = turns
-        else:
-            del self._left[key]
-        if jobs:
-            self._waiting[key[0]] = jobs
+    def _may(self, key: Key) -> bool:
+        return self._under_way[key] < self.bounds.of_job
 
-    def _forget(self, key: Key, turn: asyncio.Future[None]) -> None:
-        jobs = self._waiting.get(key[0], {})
-        if turn not in jobs.get(key, ()):
-            return
-        jobs[key].remove(turn)
-        if not jobs[key]:
-            del jobs[key], self._left[key]
-        if not jobs:
-            del self._waiting[key[0]]
+    def _tidy(self, namespace: str) -> None:
+        if not self._waiting[namespace].lines:
+            del self._waiting[namespace]
 
     def _give_back(self, key: Key) -> None:
         for of in (key[0], key):

@@ -1,8 +1,9 @@
-"""Which changes of a pod or a node are worth a reconcile of its job, and how soon. Pure."""
+"""Which changes of a pod or a node are worth a reconcile of its job, how soon, and behind whom it waits. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -45,6 +46,15 @@ def group_changed(admits_first: bool, new: Group | None) -> float:
 def uses_node(name: str, pods: Iterable[Pod]) -> bool:
     """Whether a change of this node is worth a reconcile of the job that has these pods."""
     return any(pod.node == name and pod.live for pod in pods)
+
+
+def kind(job: Mapping[str, Any] | None) -> int:
+    """Behind which other jobs one waits for its reconcile: 0: those that have begun; else new ones of its size, so that
+    neither a restart nor a job of one pod waits behind hundreds of larger ones that were applied at once."""
+    if job is None or (job.get("status") or {}).get("attempt"):
+        return 0
+    nodes = (job.get("spec") or {}).get("nodes", 1)
+    return max(1, nodes.bit_length()) if isinstance(nodes, int) else 1
 
 
 def _all_changed(new: Pod, pods: Iterable[Pod], nodes: int) -> bool:

@@ -34,7 +34,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,7 @@ from ddpjob.reporting.progress import pause, report_resumed, report_saved
 FORMAT = 1
 STEP_MAX = 10**12 - 1  # of the digits in a state's name
 BROADCAST_CHUNK_BYTES = 64 * 1024 * 1024
+HASHED_BYTES = 1024 * 1024
 RNG_OFFERS_MAX = 3  # random states of one rank that wait in the store; rank 0 is at most one save behind
 RNG_WAIT_SECONDS = 2.0  # how long the writing thread waits for the other ranks' random states; training does not wait
 
@@ -298,16 +299,17 @@ class Snapshot:
         self.wait()
         self._memory.begin()
         found = self._memory.find()
-        entry, data = self._agreed(found)
+        entry, file = self._agreed(found)
         if entry is None and found is not None:
             fetched = self._memory.fetch(found, objects)
             if fetched is not None:
                 return self._go_on_from_memory(found, objects, fetched)
-            entry, data = self._agreed(None)
+            entry, file = self._agreed(None)
         if entry is None:
             self.state = self._memory.loaded(objects, {})
             return 0
-        document = _decoded(self._read_everywhere(entry, data), entry.path)
+        with self._opened_everywhere(entry, file) as everywhere:
+            document = _decoded(everywhere, entry.path)
         claim = _claim_of(self.folder, entry.writer)
         before = claim.job if claim is not None and claim.job != self._own_claim.job else None
         restore(objects, document["state"], str(entry.path))
@@ -344,14 +346,14 @@ class Snapshot:
                 f"seeded from rank 0's, the same way at each resume."
             )
 
-    def _choose(self, found: Found | None) -> "tuple[_Entry | None, bytes | None]":
+    def _choose(self, found: Found | None) -> "tuple[_Entry | None, BinaryIO | None]":
         self._claim()
         for entry in _entries(self.folder):
             if found is not None and not is_newer(self._version(entry), found.held):
                 return None, None
-            data = _read(entry)
-            if data is not None:
-                return entry, data
+            file = _opened(entry)
+            if file is not None:
+                return entry, file
             process.log(
                 f"snapshot {entry.path} is damaged (its bytes do not match the digest in its name): skipped, the one "
                 f"before it is used"
@@ -365,18 +367,18 @@ class Snapshot:
             return None
         return Version(claim.attempt, claim.generation, entry.step)
 
-    def _agreed(self, found: Found | None) -> "tuple[_Entry | None, bytes | None]":
-        """Rank 0's choice, or its error, on all ranks, otherwise they would wait for it; on rank 0 the bytes too.
+    def _agreed(self, found: Found | None) -> "tuple[_Entry | None, BinaryIO | None]":
+        """Rank 0's choice, or its error, on all ranks, otherwise they would wait for it; on rank 0 the file too.
 
         found: what is in memory; only what is newer than that is chosen.
         """
         answer: Any = None
-        data = None
+        file = None
         if self._folder is None:
             return None, None
         if self.rank == 0:
             try:
-                answer, data = self._choose(found)
+                answer, file = self._choose(found)
             except SnapshotError as error:
                 answer = error
             except Exception as error:  # whatever lies in the folder: the other ranks are waiting for an answer
@@ -384,15 +386,19 @@ class Snapshot:
         answer = self._broadcast(answer)
         if isinstance(answer, SnapshotError):
             raise answer
-        return answer, data
+        return answer, file
 
-    def _read_everywhere(self, entry: "_Entry", data: bytes | None) -> bytes:
+    def _opened_everywhere(self, entry: "_Entry", file: BinaryIO | None) -> BinaryIO:
+        """The file, or a copy of rank 0's in memory on all ranks, where one of them does not see it."""
         if self.rank != 0:
-            data = _read(entry)
-        if self.world_size > 1 and gather.numbers(torch.tensor([int(data is None)])).any():
-            data = self._broadcast_bytes(data if self.rank == 0 else None)
-        assert data is not None, "rank 0 has read what it chose"
-        return data
+            file = _opened(entry)
+        if self.world_size > 1 and gather.numbers(torch.tensor([int(file is None)])).any():
+            data = file.read() if file is not None and self.rank == 0 else None
+            if file is not None:
+                file.close()
+            file = io.BytesIO(self._broadcast_bytes(data))
+        assert file is not None, "rank 0 has read what it chose"
+        return file
 
     def _broadcast(self, value: Any) -> Any:
         if self.world_size == 1:
@@ -494,11 +500,20 @@ def _entries(folder: Path) -> list[_Entry]:
     return sorted(entries, reverse=True)
 
 
-def _read(entry: _Entry) -> bytes | None:
-    """The file's bytes, or None where they are not there or not what was written."""
-    with contextlib.suppress(OSError):
-        data = entry.path.read_bytes()
-        return data if hashlib.sha256(data).hexdigest().startswith(entry.digest) else None
+def _opened(entry: _Entry) -> BinaryIO | None:
+    """The file, to be read; None where it is not there or not what was written.
+
+    Its bytes are never all in memory beside what they become: a node has many ranks, and each would have a copy.
+    """
+    with contextlib.suppress(OSError), contextlib.ExitStack() as otherwise:
+        file = otherwise.enter_context(entry.path.open("rb"))
+        sha256, piece = hashlib.sha256(), memoryview(bytearray(HASHED_BYTES))
+        while count := file.readinto(piece):
+            sha256.update(piece[:count])
+        if sha256.hexdigest().startswith(entry.digest):
+            file.seek(0)
+            otherwise.pop_all()
+            return file
     return None
 
 
@@ -594,9 +609,9 @@ def _reason(error: BaseException) -> str:
 # ---- the document ------------------------------------------------------------------------------------------
 
 
-def _decoded(data: bytes, path: Path) -> dict[str, Any]:
+def _decoded(file: BinaryIO, path: Path) -> dict[str, Any]:
     try:
-        document = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        document = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # its bytes are what was written, perhaps by another version of torch
         raise SnapshotError(
             f"{path}: this torch {torch.__version__} does not read it: {_reason(error).splitlines()[0]}"

@@ -1,0 +1,144 @@
+"""A model of the memory of an agent: its areas, what its ranks have left in their slots, and the truth of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from ddpjob.core.memory import AREAS, FREE, Held, Mark, Version
+
+if TYPE_CHECKING:
+    from model_agents import Life
+
+PARTS = 3
+"""Of an area; a writer may die between any two."""
+
+
+class State(NamedTuple):
+    """What the ranks of a life had at a step."""
+
+    life: int
+    """Its number; the next one goes on with this state until it has made a step."""
+    step: int
+
+
+NOTHING = State(0, 0)
+TORN = State(-1, -1)
+"""Of a rank within its optimizer's step, and of what is being written."""
+
+
+class Whole(NamedTuple):
+    """The truth of a state in memory: in which life all its parts were written."""
+
+    writer: Life
+    state: State
+    assumed: bool
+
+
+@dataclass
+class Place:
+    """One of the areas of an agent's memory."""
+
+    parts: list[State] = field(default_factory=lambda: [NOTHING] * PARTS)
+    held: Held | None = None
+    """What its cells say."""
+    writer: Life | None = None
+    """The truth: in which life all its parts were written; None: they were not."""
+    begun: Held | None = None
+    """Of which state the parts are that survivors write."""
+    cells: list[int] = field(default_factory=lambda: [FREE] * PARTS)
+
+    @property
+    def whole(self) -> Whole | None:
+        """None: it is not."""
+        if self.writer is None or len(set(self.parts)) > 1:
+            return None
+        return Whole(self.writer, self.parts[0], self.held is not None and self.held.assumed)
+
+
+@dataclass
+class Area:
+    """The memory of one agent. It goes with it."""
+
+    places: list[Place] = field(default_factory=lambda: [Place() for _ in range(AREAS)])
+    slots: dict[int, list[Version]] = field(default_factory=dict)
+    """The last two boundaries of each local rank."""
+    copy_slots: dict[int, list[Version | None]] = field(default_factory=dict)
+    """Likewise, the last three copies."""
+    written_marks: dict[int, Mark] = field(default_factory=dict)
+    proven: bool = False
+    changes: int = 0
+    """CHANGED, PLACED: what its ranks have seen of the script."""
+    excused: set[tuple[int, State]] = field(default_factory=set)
+    """The truth: copies for which a local rank could leave nothing. There was no room yet, or it does not save."""
+    copied: Whole | None = None
+    """The truth: the newest copy that has counted here. Nothing may be written over it but what is newer, whole."""
+
+    @property
+    def newest(self) -> Place:
+        """As `Shared.held`."""
+        none = Version(0, 0, 0)
+        return max(self.places, key=lambda place: place.held.version if place.held else none)
+
+    @property
+    def held(self) -> Held | None:
+        """What its cells say of the newest."""
+        return self.newest.held
+
+    @property
+    def marks(self) -> list[Mark]:
+        """As `Shared.mark` of each of its ranks."""
+        marks = (self._mark(local) for local in sorted({*self.slots, *self.written_marks}))
+        return [mark for mark in marks if mark is not None]
+
+    def _mark(self, local: int) -> Mark | None:
+        copied, slots = self.written_marks.get(local), sorted(self.slots.get(local, []))
+        found = [copied] if copied is not None and copied.before > 0 else []
+        if len(slots) == 2 and slots[0].generation == slots[1].generation:
+            found.append(Mark(slots[1].generation, slots[1].step, slots[0].step))
+        return max(found, default=None)
+
+    def has_small(self, version: Version) -> bool:
+        """Whether one of its ranks has left its random states of it."""
+        return any(self.has_own(version, local) for local in {*self.slots, *self.copy_slots})
+
+    def has_own(self, version: Version, local: int) -> bool:
+        """Whether this one has."""
+        return version in self.slots.get(local, ()) or version in self.copy_slots.get(local, ())
+
+    def all_have_copied(self, version: Version, ranks: int) -> bool:
+        """As `Shared.all_have_copied`."""
+        return all(version in self.copy_slots.get(local, ()) for local in range(ranks))
+
+    def note(self, version: Version, local: int = 0) -> None:
+        """What is small, into the older of the two slots of a local rank."""
+        slots = self.slots.get(local, [])
+        if version not in slots:
+            self.slots[local] = [*sorted(slots)[-1:], version]
+
+    def begin(self, place: Place, held: Held) -> None:
+        """The first part is about to be written after a failure; until the last one is, nothing is there."""
+        if place.whole is not None and place.whole == self.copied:
+            self.copied = None  # a rescue writes over it, as it does over what was rescued before
+        place.held = place.writer = None
+
+    def end(self, place: Place, held: Held, life: Life) -> None:
+        """The last part was written."""
+        place.held, place.writer = held, life
+
+    def count_load(self) -> None:
+        """The newest was loaded once more."""
+        place = self.newest
+        assert place.held is not None, "it was found there"
+        place.held = place.held._replace(loads=place.held.loads + 1)
+
+    def forget(self, generation: int) -> None:
+        """What this generation has noted and copied is of other objects."""
+        self.slots = {
+            local: [slot for slot in slots if slot.generation != generation] for local, slots in self.slots.items()
+        }
+        for slots in self.copy_slots.values():
+            slots[:] = [slot and (None if slot.generation == generation else slot) for slot in slots]
+        for place in self.places:
+            if place.held is not None and place.held.every and place.held.version.generation == generation:
+                self.begin(place, place.held)
